@@ -150,4 +150,8 @@ CONDITION = """if [ -n "${WANDB_API_KEY}" ]; then
 fi
 """
 SCRIPTS = {"gpt": GPT, "llama": LLAMA, "mixtral": MIXTRAL}
-ASSUMED = {"1": "runs/mine"}
+ASSUMED = {
+    "CHECKPOINT_PATH": "runs/mine",
+    "DATA_PATH": "tokens/mine_text_document",
+    "DISTRIBUTED_ARGS": "--nproc_per_node 8 --nnodes 2",
+}

@@ -12,7 +12,7 @@ from tests.importing.test_arguments import FACTS
 from tests.importing.test_import import BASE, CHANGES
 from tests.refusals import raises
 from tools.cli import main
-from tools.interop.arguments.megatron import DEFAULTS, READ, REFUSED, UNUSED
+from tools.interop.arguments.megatron import DEFAULTS, READ, REFUSED, is_unused
 from tools.interop.importing.arguments import Arguments, read_words
 from tools.interop.importing.megatron_model import completed
 from tools.interop.importing.run import Imported, import_run
@@ -30,13 +30,15 @@ def kept(line: str, ranks: int = 1) -> dict[str, Any]:
     """The arguments of a command line as Megatron-LM keeps them, completed as by its checks."""
     arguments = Arguments()
     read_words(split_words(line, {}).words, arguments)
-    assert not arguments.problems
-    args: dict[str, Any] = {
-        name.removeprefix("no_").removeprefix("disable_"): name.startswith(("no_", "disable_"))
-        for name, form in UNUSED.items()
-        if form == "flag"
-    }
-    args |= {name: None for name, form in UNUSED.items() if form != "flag"}
+    assert not arguments.draft.problems
+    args = dict[str, Any]()
+    for typed, form, _ in FACTS:
+        name = typed.removeprefix("--").replace("-", "_")
+        kept = name.removeprefix("no_").removeprefix("disable_")
+        if is_unused(name) and form in ("true", "false"):
+            args[kept] = kept != name
+        elif is_unused(name):
+            args[name] = None
     args |= {name: refused.permitted for name, refused in REFUSED.items() if refused.form != "flag"}
     args |= {name: False for name, refused in REFUSED.items() if refused.form == "flag"}
     for name in ("no_initialization", "no_data_sharding"):

@@ -20,21 +20,21 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.data.files import write_whole
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_strict
 from tools.config.run_file import read_run_settings
 from tools.interop.importing.run import import_run
 
 OVERRIDE = re.compile(r"[a-z][a-z0-9_]*\.[a-z][a-z0-9_]* *=")
-NAME = re.compile(r"\w+|[@*]")  # of a variable of a shell script
 MAX_RANKS = 2**20  # beyond any cluster
 DROP_HINT = "--drop NAME leaves out an argument that this run can do without"
 LOG_HINT = (
-    "of a script plain assignments alone are followed: in a copy of it write out what a condition "
-    "or a command gives, or give Megatron-LM's log, which begins with all its arguments, or a "
+    "of a script plain assignments alone are followed: in a copy of it write out what the shell "
+    "makes of the rest, or give Megatron-LM's log, which begins with all its arguments, or a "
     "checkpoint"
 )
+NOT_FOLLOWED = ("import.variable_open", "import.not_followed")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -64,7 +64,7 @@ def add_parser(subparsers: Any) -> None:
         action="append",
         default=[],
         help="value of a variable that the script leaves open, such as DATA_PATH=tokens/mine; may "
-        "be given several times; 1=... is the script's first argument",
+        "be given several times",
     )
     parser.add_argument(
         "--drop",
@@ -106,11 +106,13 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _hints(problems: Sequence[str]) -> Iterator[str]:
+def _hints(problems: Sequence[Problem]) -> Iterator[str]:
     """Yield the ways out of the problems of an import."""
-    if any(problem.startswith("--") for problem in problems):  # of an argument, not of a file
+    is_open = [problem.code in NOT_FOLLOWED for problem in problems]
+    is_of_argument = [problem.startswith("--") for problem in problems]
+    if any(is_of_argument) and not all(is_open):
         yield DROP_HINT
-    if any(" by what is not followed" in problem for problem in problems):
+    if any(is_open):
         yield LOG_HINT
 
 
@@ -142,6 +144,6 @@ def _split_arguments(words: list[str]) -> tuple[list[str], list[str]]:
 def _parse_assumption(text: str) -> tuple[str, str]:
     """Return name and value of --assume NAME=VALUE. Raises UserError."""
     name, equals, value = text.partition("=")
-    if not equals or not NAME.fullmatch(name):
+    if not equals or not name.isidentifier():
         raise UserError.of("command.assumption", text=text)
     return name, value

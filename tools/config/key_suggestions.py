@@ -182,6 +182,6 @@ def _reason(name: str) -> str:
         return megatron.REFUSED[name].why
     if name in deepspeed.WHY:
         return deepspeed.WHY[name]
-    if name in megatron.UNUSED:
+    if megatron.is_unused(name):
         return f"Megatron-LM's {megatron.option(name)} is not used here"
     return f"DeepSpeed's {name} is not used here" if deepspeed.is_unused(name) else ""

@@ -11,7 +11,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megaprec.errors import Problem, UserError
-from tools.interop.arguments.megatron import ANOTHER_MODEL, READ, REFUSED, UNUSED
+from tools.interop.arguments.megatron import (
+    ANOTHER_MODEL,
+    READ,
+    REFUSED,
+    UNUSED,
+    UNUSED_SUBJECTS,
+)
 
 Args = Mapping[str, Any]
 ALIASES = {
@@ -55,7 +61,7 @@ ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "heterogeneous_block_specs": OFF,
 }
 # of [model] on a command line; no weight of a checkpoint depends on them
-_NO_WEIGHTS = {"vocab_file", "embedding_init_method_std", "moe_grouped_gemm"}
+_NO_WEIGHTS = {"embedding_init_method_std", "moe_grouped_gemm"}
 # Fields that a model is read from besides, and the progress of a training.
 _ALSO_READ = """
 gated_linear_unit bias_activation_fusion softmax_scale share_embeddings_and_output_weights
@@ -90,16 +96,11 @@ virtual_pipeline_model_parallel_size vp_stage wd_incr_steps world_size
 """
 # of arguments of one subject in all versions
 _PREFIXES = """
-adam_ adlr_ app_tag_ async_ bert_ biencoder_ ckpt_ cpu_offloading_ cuda_graph_ data_
-ddp_ deepspeed_ dino_ disable_ dist_ckpt_ dsa_ error_injection_ eval_ exit_ fim_
-flight_recorder_ fp4_ fp8_ fsdp_ ft_ grpo_ gtp_ hf_ ict_ inference_ inprocess_ kitchen_
-langrl_ linear_ lion_ load_ log_ logits_ lr_ mamba_ megatron_fsdp_ memory_ moe_deepep_
-moe_hybridep_ moe_routing_trace_ muon_ nccl_ no_load_ no_save_ non_persistent_
-one_logger_ optimizer_ otel_ overlap_ profile_ pytorch_profiler_ recompute_ rerun_
-retriever_ retro_bert_ retro_gpt_ rl_ save_ sgd_ straggler_ tensorboard_ tokenizer_
-tp_comm_ vision_ wandb_ wsd_
+adam_ ckpt_ cpu_offloading_ data_ ddp_ deepspeed_ disable_ eval_ exit_ fim_ fp4_ fp8_ ft_ hf_
+kitchen_ linear_ load_ log_ logits_ lr_ memory_ moe_deepep_ nccl_ no_load_ no_save_ optimizer_
+overlap_ recompute_ rerun_ retro_bert_ retro_gpt_ save_ sgd_ tensorboard_ tokenizer_ wandb_ wsd_
 """
-FREE_PREFIXES = tuple(_PREFIXES.split())
+FREE_PREFIXES = (*UNUSED_SUBJECTS, *_PREFIXES.split())
 # Arguments that do not change what a model computes. A flag that turns something off is kept under
 # the name of what it turns off.
 FREE = frozenset(

@@ -24,14 +24,8 @@ fp16.loss_scale                              number  precision.loss_scale
 fp16.initial_scale_power                     whole   precision.initial_scale
 fp16.loss_scale_window                       whole   precision.growth_interval
 fp16.hysteresis                              whole   precision.hysteresis
-fp16.consecutive_hysteresis                  bool    precision.hysteresis_refill
 fp16.min_loss_scale                          number  precision.min_scale
 bf16.enabled                                 bool    precision.compute
-bf16.check_grad_overflow                     bool    precision.on_nonfinite
-bf16.bf16_master_weights_and_grads           bool    precision.masters
-bf16.bf16_optimizer_states                   bool    precision.moments
-bfloat16.enabled                             bool    precision.compute
-data_types.param_dtype                       text    precision.compute
 zero_optimization.stage                      whole   parallel.zero
 zero_optimization.overlap_comm               bool    parallel.overlap
 zero_optimization.reduce_bucket_size         number  parallel.bucket
@@ -41,16 +35,11 @@ optimizer.params.betas                       list    optimizer.betas
 optimizer.params.eps                         number  optimizer.eps
 optimizer.params.weight_decay                number  optimizer.weight_decay
 optimizer.params.momentum                    number  optimizer.options
-optimizer.params.torch_adam                  bool    optimizer.weight_decay
-optimizer.params.adam_w_mode                 bool    optimizer.name
 scheduler.type                               text    lr.schedule
 scheduler.params.warmup_num_steps            whole   lr.warmup
-scheduler.params.warmup_min_lr               number  lr.warmup
 scheduler.params.warmup_max_lr               number  lr.peak
 scheduler.params.warmup_type                 text    lr.warmup
 scheduler.params.total_num_steps             whole   lr.length
-scheduler.params.warmup_min_ratio            number  lr.warmup
-scheduler.params.cos_min_ratio               number  lr.final
 """
 # The way out, and the keys that are refused, each with its default as JSON, which is permitted.
 _REFUSED = {
@@ -73,7 +62,25 @@ _REFUSED = {
     "weights are not sharded over replicas here": "zero_optimization.zero_hpz_partition_size=1",
     "the inputs of a model are token ids, which are not cast": "fp16.auto_cast=false",
     "master weights are FP32 here: remove it": "fp16.fp16_master_weights_and_grads=false",
-    "remove it, and give precision.buffers beside the file": "data_types.buffer_dtype=null",
+    (
+        "remove it, and give precision.masters, precision.moments, precision.on_nonfinite, "
+        "precision.hysteresis_refill, precision.buffers or precision.compute beside the file"
+    ): """
+        bf16.bf16_master_weights_and_grads=false bf16.bf16_optimizer_states=false
+        bf16.check_grad_overflow=true fp16.consecutive_hysteresis=false
+        data_types.buffer_dtype=null data_types.param_dtype=null
+    """,
+    "bf16 is the key for it": "bfloat16.enabled=false",
+    "weight decay is decoupled in adamw: optimizer.name=Adam adds it to the gradient": """
+        optimizer.params.adam_w_mode=true
+    """,
+    "remove it, and give optimizer.weight_decay beside the file": """
+        optimizer.params.torch_adam=false
+    """,
+    "warm-up begins at 0 here": """
+        scheduler.params.warmup_min_lr=0 scheduler.params.warmup_min_ratio=0
+    """,
+    "remove it, and give lr.final beside the file": "scheduler.params.cos_min_ratio",
     "gradients are accumulated after each micro-batch in any case": """
         bf16.immediate_grad_update=false
     """,

@@ -127,7 +127,6 @@ wandb_project                              text                   log.to
 save                                       text                   train.folder
 load                                       text                   train.init_from checkpoint.resume
 save_interval                              int                    checkpoint.every
-save_retain_interval int checkpoint.keep checkpoint.keep_every
 persistent_save_interval>save_interval     int                    checkpoint.every
 finetune                                   switch                 train.init_from
 pretrained_checkpoint                      text                   train.init_from
@@ -135,20 +134,15 @@ tensor_model_parallel_size                 size=1                 parallel.tenso
 pipeline_model_parallel_size               size=1                 parallel.pipeline
 expert_model_parallel_size                 size=1                 parallel.expert
 expert_tensor_parallel_size                size                   parallel.expert_tensor
-context_parallel_size                      int=1                  parallel.context
+context_parallel_size                      size=1                 parallel.context
 cp_comm_type                               text*=p2p              parallel.context_by
 num_layers_per_virtual_pipeline_stage      int                    parallel.chunks parallel.schedule
 num_virtual_stages_per_pipeline_rank       int                    parallel.chunks parallel.schedule
-decoder_first_pipeline_num_layers          int                    parallel.cuts
-decoder_last_pipeline_num_layers           int                    parallel.cuts
-account_for_embedding_in_pipeline_split    switch                 parallel.cuts
-account_for_loss_in_pipeline_split         switch                 parallel.cuts
 sequence_parallel                          switch                 parallel.sequence
 use_distributed_optimizer                  switch                 parallel.zero
 overlap_grad_reduce                        switch                 parallel.overlap
 overlap_param_gather                       switch                 parallel.overlap
 ddp_bucket_size                            int                    parallel.bucket
-num_distributed_optimizer_instances        int=1                  parallel.zero_size
 recompute_activations                      switch                 parallel.recompute
 recompute_granularity                      |full|selective        parallel.recompute
 recompute_method                           |uniform|block         parallel.recompute_layers
@@ -192,17 +186,15 @@ data_path                                  text*                  data.source da
 split                                      text=969,30,1          data.held_out
 tokenizer_type                             text                   data.tokenizer
 tokenizer_model                            text                   data.tokenizer
-vocab_file                                 text                   model.vocab
-merge_file                                 text                   data.tokenizer
 reset_position_ids                         switch                 data.reset_position_ids
 reset_attention_mask                       switch                 data.reset_attention_mask
 eod_mask_loss                              switch                 data.eod_mask_loss
 no_load_optim                              switch                 train.init_from
 """
 
-# Names in tables of refused and unused arguments: `name` is a flag, `name=` takes a value and
-# `name*` several; what stands after the sign is Megatron-LM's default, which is permitted.
-# Those that make another model are refused in a checkpoint too.
+# Names in a table of refused arguments: `name` is a flag, `name=` takes a value and `name*`
+# several; what stands after the sign is Megatron-LM's default, which is permitted. Those that make
+# another model are refused in a checkpoint too.
 _ANOTHER_MODEL = """
 apply_layernorm_1p apply_residual_connection_post_layernorm attention_output_gate
 experimental_attention_variant= heterogeneous_layers_config_encoded_json=
@@ -247,7 +239,12 @@ _REFUSED: Mapping[str, str] = {
         "nothing is offloaded to the host here: parallel.zero, parallel.recompute and "
         "parallel.tensor lower the memory of a rank"
     ): "cpu_offloading_num_layers=0 fine_grained_activation_offloading optimizer_cpu_offload",
+    "parallel.zero_size is the number of replicas that share the optimizer's state": """
+        num_distributed_optimizer_instances=1
+    """,
     "write the layers of each stage as parallel.cuts": """
+        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+        decoder_first_pipeline_num_layers= decoder_last_pipeline_num_layers=
         encoder_pipeline_model_parallel_size=0 encoder_tensor_model_parallel_size=0
         expert_tensor_parallel_num_weight_shards= pipeline_model_parallel_layout=
         pipeline_model_parallel_split_rank= standalone_embedding_stage
@@ -322,207 +319,99 @@ _REFUSED: Mapping[str, str] = {
         batch_size= checkpoint_activations checkpoint_num_layers=1 model_parallel_size= warmup=
     """,
 }
+# Subjects that change no number of a run: what their arguments begin with, behind `no_` and
+# `disable_`.
+_SUBJECTS = """
+adlr_ app_tag_ async_ bert_ biencoder_ cuda_graph_ dino_ dist_ckpt_ dsa_ error_injection_
+exit_signal_ fault_injector_ flight_recorder_ fsdp_ grpo_ gtp_ ict_ inference_ inprocess_ langrl_
+lion_ mamba_ megatron_fsdp_ moe_hybridep_ moe_paged_stash moe_routing_trace_ muon_ non_persistent_
+null_tokenizer_ one_logger_ otel_ profile_ pytorch_profiler_ retriever_ rl_ straggler_ tiktoken_
+tokenizer_hf_ tp_comm_ vision_
+"""
 _UNUSED = """
-activation_offload_fraction= adlr_autoresume adlr_autoresume_interval=
-allow_ambiguous_pad_tokens app_tag_run_name= app_tag_run_version= apply_query_key_layer_scaling
-async_ckpt_cpu_priority= async_ckpt_io_priority= async_ckpt_use_cpu_shm async_save
-async_strategy= attention_backend= attention_softmax_in_fp32 auto_detect_ckpt_format
-batch_invariant_backend= batch_invariant_mode bert_embedder_type= bert_load= bert_no_binary_head
-biencoder_projection_dim= biencoder_shared_query_context_model block_data_path=
-cache_mla_latents calc_ft_timeouts calculate_per_token_loss chat_template= check_for_large_grads
-check_for_spiky_loss check_weight_hash_across_dp_replicas_interval=
-ckpt_assume_constant_structure ckpt_convert_format= ckpt_convert_save=
-ckpt_convert_update_legacy_dist_opt_format ckpt_drop_redundant_extra_state ckpt_format=
-ckpt_fully_parallel_load ckpt_fully_parallel_load_exchange_algo=
-ckpt_fully_parallel_load_per_rank_objects ckpt_fully_parallel_load_process_group=
-ckpt_fully_parallel_save ckpt_fully_parallel_save_process_group= ckpt_pg_tensors_cache_create
-ckpt_pg_tensors_cache_path= classes_fraction= config_logger_dir=
-cpu_offloading_retain_pinned_cpu_buffers create_all_gather_group cross_entropy_fusion_impl=
-cross_entropy_loss_fusion cuda_graph_impl= cuda_graph_modules* cuda_graph_scope*
-cuda_graph_warmup_steps= data_cache_path= data_impl= data_parallel_sharding_strategy=
-data_per_class_fraction= dataloader_defer_npy_index_mmap dataloader_fast_cache_load
-ddp_average_in_collective DDP_impl= ddp_num_buckets= ddp_pad_buckets_for_high_nccl_busbw
-ddp_reduce_scatter_with_fp32_accumulation decode_only_cuda_graphs decoder_seq_length=
+activation_offload_fraction allow_ambiguous_pad_tokens apply_query_key_layer_scaling
+attention_backend attention_softmax_in_fp32 auto_detect_ckpt_format batch_invariant_backend
+batch_invariant_mode block_data_path cache_mla_latents calc_ft_timeouts calculate_per_token_loss
+chat_template check_for_large_grads check_for_spiky_loss
+check_weight_hash_across_dp_replicas_interval ckpt_assume_constant_structure ckpt_convert_format
+ckpt_convert_save ckpt_convert_update_legacy_dist_opt_format ckpt_drop_redundant_extra_state
+ckpt_format ckpt_fully_parallel_load ckpt_fully_parallel_load_exchange_algo
+ckpt_fully_parallel_load_per_rank_objects ckpt_fully_parallel_load_process_group
+ckpt_fully_parallel_save ckpt_fully_parallel_save_process_group ckpt_pg_tensors_cache_create
+ckpt_pg_tensors_cache_path classes_fraction config_logger_dir
+cpu_offloading_retain_pinned_cpu_buffers create_all_gather_group cross_entropy_fusion_impl
+cross_entropy_loss_fusion data_cache_path data_impl data_parallel_sharding_strategy
+data_per_class_fraction dataloader_defer_npy_index_mmap dataloader_fast_cache_load
+ddp_average_in_collective DDP_impl ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw
+ddp_reduce_scatter_with_fp32_accumulation decode_only_cuda_graphs decoder_seq_length
 defer_embedding_wgrad_compute delay_offload_until_cuda_graph delay_param_gather
-delay_wgrad_compute delta_offload_bytes_across_pp_ranks= deterministic_mode
-dino_bottleneck_size= dino_freeze_last_layer= dino_head_hidden_size= dino_local_crops_number=
-dino_local_img_size= dino_norm_last_layer dino_teacher_temp= dino_warmup_teacher_temp=
-dino_warmup_teacher_temp_epochs= disable_align_grad_reduce
-disable_async_tensor_model_parallel_allreduce disable_bf16_reduced_precision_matmul
-disable_chunked_prefill disable_ckpt_fully_parallel_save
-disable_ckpt_load_validate_sharding_integrity disable_clone_scatter_output_in_embedding
-disable_dsa_indexer_rotate_activation disable_dsa_indexer_scoring_relu
-disable_flight_recorder_dump_on_timeout disable_flight_recorder_extra_dump_on_exec
-disable_flight_recorder_include_only_active disable_gloo_process_groups disable_jit_fuser
-disable_log_loss_scale_to_tensorboard disable_mamba_mem_eff_path disable_manual_gc_eval
-disable_msc disable_pad_vocab_size disable_save_tokenizer_assets disable_straggler_on_startup
-disable_strict_fsdp_dtensor_load disable_symmetric_registration
-disable_tokenizer_sentencepiece_ignore_extra_whitespaces disable_tp_comm_bulk_dgrad
-disable_tp_comm_bulk_wgrad disable_tp_comm_overlap_ag disable_tp_comm_overlap_rs
-disable_tp_comm_split_ag disable_tp_comm_split_rs
-disable_use_tokenizer_model_from_checkpoint_args dist_ckpt_format=
-dist_ckpt_optim_fully_reshardable dist_ckpt_save_pre_mcore_014 dist_ckpt_strictness=
-dist_ckpt_workers= distrib_optim_fully_reshardable_mem_efficient
-distribute_checkpointed_activations distribute_saved_activations distributed_backend=
-distributed_timeout_minutes= distributed_timeout_seconds_after_init= dsa_indexer_head_dim=
-dsa_indexer_k_norm_epsilon= dsa_indexer_k_norm_fp32 dsa_indexer_loss_coeff= dsa_indexer_n_heads=
-dsa_indexer_rope_interleaved dsa_indexer_skip_topk_offset= dsa_indexer_topk=
-dsa_indexer_topk_freq= dsa_indexer_use_sparse_loss dsa_kernel_backend=
-dump_param_to_param_group_map= embedding_path= empty_unused_memory_level= enable_chunked_prefill
-enable_cuda_graph enable_experimental enable_ft_package enable_full_sharding_in_hsdp enable_msc
-ep_overlap_early_attn_memory_release error_injection_rate= error_injection_type=
-eval_global_batch_size= eval_micro_batch_size= evidence_data_path= exit_duration_in_mins=
-exit_interval= exit_on_missing_checkpoint exit_signal= exit_signal_handler
-exit_signal_handler_for_dataloader exit_signal_handler_for_training external_cuda_graph
-fake_process_group fault_injector_delay_start_iteration= fault_injector_fault_delay=
-fault_injector_fault_probabilities= fault_injector_fault_types= fault_injector_mtti_seconds=
-fault_injector_num_ranks= fault_injector_offset_seconds= fault_injector_ranks=
-fault_injector_seed= fine_grained_offloading_max_inflight_offloads= flash_attention_version=
-flash_decode flight_recorder_dump_path= flight_recorder_include_stack_trace
-flight_recorder_trace_buffer_size= fp8_interval= fsdp_db_use_persist_buf_on_alloc_fail
-fsdp_double_buffer fsdp_manual_registration ft_num_warmup_iters= full_validation
-fused_residual_rmsnorm gpu_sniff_test_interval= grpo_clamp_eps_lower= grpo_clamp_eps_upper=
-grpo_entropy_term_weight= grpo_filter_groups_with_same_reward grpo_group_size= grpo_iterations=
-grpo_kl_beta= grpo_prompts_per_step= gtp_expert_remat_nccl_ub gtp_remat_nccl_ub
-gtp_remat_opt_in_modules* gtp_remat_reduce_scatter_with_fp32_accumulation
-high_priority_a2a_comm_stream high_priority_stream_groups* ict_head_size= ict_load= img_dim=
-img_h= img_w= indexer_batch_size= indexer_log_interval= inference_batch_times_seqlen_threshold=
-inference_coordinator_port= inference_cuda_graph_all_prefills inference_cuda_graph_max_tokens=
-inference_cuda_graph_scope= inference_disable_ep_consensus inference_disable_triton_nvls_kernels
-inference_dynamic_batching inference_dynamic_batching_async_sched_mode=
-inference_dynamic_batching_block_size= inference_dynamic_batching_buffer_guaranteed_fraction=
-inference_dynamic_batching_buffer_overflow_factor= inference_dynamic_batching_buffer_size_gb=
-inference_dynamic_batching_cuda_graph_max_tokens=
-inference_dynamic_batching_cuda_graph_mixed_prefill_count=
-inference_dynamic_batching_cuda_graph_sizing_distribution=
-inference_dynamic_batching_logprobs_mode= inference_dynamic_batching_mamba_memory_ratio=
-inference_dynamic_batching_max_requests= inference_dynamic_batching_max_requests_override=
-inference_dynamic_batching_max_tokens= inference_dynamic_batching_max_tokens_override=
-inference_dynamic_batching_num_cuda_graphs= inference_dynamic_batching_paused_buffer_size_gb=
-inference_dynamic_batching_prefix_caching
-inference_dynamic_batching_prefix_caching_coordinator_policy=
-inference_dynamic_batching_prefix_caching_eviction_policy=
-inference_dynamic_batching_prefix_caching_mamba_gb=
-inference_dynamic_batching_prefix_caching_routing_alpha=
-inference_dynamic_batching_sampling_backend=
-inference_dynamic_batching_track_generated_token_events
-inference_dynamic_batching_track_paused_request_events
-inference_dynamic_batching_unified_memory_level= inference_fuse_tp_communication
-inference_grouped_gemm_backend= inference_logging_step_interval= inference_max_batch_size=
-inference_max_requests= inference_max_seq_length= inference_moe_disable_fused_quant_kernels
-inference_moe_token_dispatcher_type= inference_rng_tracker inference_shards=
-inference_text_gen_server_logging inference_use_synchronous_zmq_collectives
-inference_wandb_logging init_model_with_meta_device inprocess_active_world_size=
-inprocess_barrier_timeout= inprocess_completion_timeout= inprocess_empty_cuda_cache
-inprocess_granularity= inprocess_hard_timeout= inprocess_heartbeat_interval=
-inprocess_heartbeat_timeout= inprocess_last_call_wait= inprocess_max_iterations=
-inprocess_monitor_process_interval= inprocess_monitor_thread_interval=
-inprocess_progress_watchdog_interval= inprocess_restart inprocess_soft_timeout=
-inprocess_termination_grace_time= iter_per_epoch= keep_fp8_transpose_cache
-keep_fp8_transpose_cache_when_using_custom_fsdp langrl_env_config= langrl_external_server
-langrl_inference_server_conversation_template= langrl_inference_server_type= lazy_mpu_init
-legacy_tokenizer linear_conv_kernel_dim= linear_key_head_dim= linear_num_key_heads=
-linear_num_value_heads= linear_value_head_dim= lion_beta1= lion_beta2= local_rank=
-log_batch_size_to_tensorboard log_device_memory_used log_energy log_max_attention_logit
-log_memory_interval= log_memory_to_tensorboard log_num_zeros_in_grad log_params_norm
-log_progress log_straggler log_throughput log_timers_to_tensorboard
-log_validation_ppl_to_tensorboard log_world_size_to_tensorboard logging_level=
-make_vocab_size_divisible_by= mamba_head_dim= mamba_inference_conv_states_dtype=
-mamba_inference_ssm_states_dtype= mamba_num_groups= mamba_num_heads= mamba_state_dim=
-mamba_training_ssm_states_dtype= manual_gc manual_gc_interval= mask_factor= mask_prob=
-mask_type= max_seqlen_per_dp_cp_rank= max_tokens_to_oom=
-megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_grad_comm_dtype=
-megatron_fsdp_main_grads_dtype= megatron_fsdp_main_params_dtype=
-megatron_fsdp_max_pool_double_buffer megatron_fsdp_version= memory_snapshot_path=
-microbatch_group_size_per_virtual_pipeline_stage= mid_level_dataset_surplus=
-min_offloaded_tensor_size= mla_down_proj_fusion mlp_chunks_for_prefill= mlp_chunks_for_training=
-mmap_warmup moe_combine_bwd_dtype= moe_deepep_num_sms= moe_dispatch_fwd_dtype= moe_enable_deepep
-moe_extended_tp moe_flex_dispatcher_backend= moe_flex_dispatcher_num_sms=
-moe_hybridep_num_blocks_permute= moe_hybridep_num_blocks_unpermute= moe_hybridep_num_sms=
-moe_hybridep_num_sms_preprocessing= moe_hybridep_pad_uneven_dispatch_inputs moe_layer_recompute
-moe_mlp_glu_interleave_size= moe_ncclep_zero_copy moe_pad_experts_for_cuda_graph_inference
-moe_paged_stash moe_paged_stash_buffer_size_factor_cpu= moe_paged_stash_buffer_size_factor_cuda=
-moe_paged_stash_page_size= moe_per_layer_logging moe_permute_fusion
-moe_permute_fusion_into_hybridep moe_router_dtype= moe_router_fusion moe_router_padding_for_fp8
-moe_router_padding_for_quantization moe_routing_trace_capture_hidden_states
-moe_routing_trace_capture_logits moe_routing_trace_dump_weights
-moe_routing_trace_max_training_iters= moe_routing_trace_path=
-moe_shared_expert_glu_interleave_size= moe_shared_expert_overlap moe_single_grouped_bias
-moe_single_grouped_weight moe_token_dispatcher_type= moe_token_drop_policy=
-moe_upcycling_granularity= moe_use_grouped_tensor moe_use_legacy_grouped_gemm mrope_section*
-muon_coefficient_type= muon_extra_scale_factor= muon_fp32_matmul_prec= muon_momentum=
-muon_nesterov muon_no_split_qkv muon_num_ns_steps= muon_scalar_optimizer= muon_scale_mode=
-muon_tp_mode= muon_use_nesterov muon_use_syrk nccl_all_reduce_for_prefill
-nccl_communicator_config_path= no_align_grad_reduce no_align_param_gather
-no_async_tensor_model_parallel_allreduce no_barrier_with_level_1_timing no_bias_dropout_fusion
-no_bias_swiglu_fusion no_ckpt_fully_parallel_save no_ckpt_load_validate_sharding_integrity
+delay_wgrad_compute delta_offload_bytes_across_pp_ranks deterministic_mode
+disable_bf16_reduced_precision_matmul disable_chunked_prefill disable_gloo_process_groups
+disable_jit_fuser disable_msc disable_symmetric_registration
+distrib_optim_fully_reshardable_mem_efficient distribute_checkpointed_activations
+distribute_saved_activations distributed_backend distributed_timeout_minutes
+distributed_timeout_seconds_after_init dump_param_to_param_group_map embedding_path
+empty_unused_memory_level enable_chunked_prefill enable_cuda_graph enable_experimental
+enable_ft_package enable_full_sharding_in_hsdp enable_msc ep_overlap_early_attn_memory_release
+eval_global_batch_size eval_micro_batch_size evidence_data_path exit_duration_in_mins
+exit_interval exit_on_missing_checkpoint exit_signal external_cuda_graph fake_process_group
+fine_grained_offloading_max_inflight_offloads flash_attention_version flash_decode fp8_interval
+ft_num_warmup_iters full_validation fused_residual_rmsnorm gpu_sniff_test_interval
+high_priority_a2a_comm_stream high_priority_stream_groups img_dim img_h img_w indexer_batch_size
+indexer_log_interval init_model_with_meta_device iter_per_epoch keep_fp8_transpose_cache
+keep_fp8_transpose_cache_when_using_custom_fsdp lazy_mpu_init legacy_tokenizer
+linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads
+linear_value_head_dim local_rank log_batch_size_to_tensorboard log_device_memory_used log_energy
+log_max_attention_logit log_memory_interval log_memory_to_tensorboard log_num_zeros_in_grad
+log_params_norm log_progress log_straggler log_throughput log_timers_to_tensorboard
+log_validation_ppl_to_tensorboard log_world_size_to_tensorboard logging_level
+make_vocab_size_divisible_by manual_gc manual_gc_interval mask_factor mask_prob mask_type
+max_seqlen_per_dp_cp_rank max_tokens_to_oom memory_snapshot_path merge_file
+microbatch_group_size_per_virtual_pipeline_stage mid_level_dataset_surplus
+min_offloaded_tensor_size mla_down_proj_fusion mlp_chunks_for_prefill mlp_chunks_for_training
+mmap_warmup moe_combine_bwd_dtype moe_deepep_num_sms moe_dispatch_fwd_dtype moe_enable_deepep
+moe_extended_tp moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms moe_layer_recompute
+moe_mlp_glu_interleave_size moe_ncclep_zero_copy moe_pad_experts_for_cuda_graph_inference
+moe_per_layer_logging moe_permute_fusion moe_permute_fusion_into_hybridep moe_router_dtype
+moe_router_fusion moe_router_padding_for_fp8 moe_router_padding_for_quantization
+moe_shared_expert_glu_interleave_size moe_shared_expert_overlap moe_single_grouped_bias
+moe_single_grouped_weight moe_token_dispatcher_type moe_token_drop_policy
+moe_upcycling_granularity moe_use_grouped_tensor moe_use_legacy_grouped_gemm mrope_section
+nccl_all_reduce_for_prefill nccl_communicator_config_path no_align_grad_reduce
+no_align_param_gather no_barrier_with_level_1_timing no_bias_dropout_fusion no_bias_swiglu_fusion
+no_ckpt_fully_parallel_save no_ckpt_load_validate_sharding_integrity
 no_clone_scatter_output_in_embedding no_create_attention_mask_in_dataloader no_delay_grad_reduce
-no_dsa_indexer_rotate_activation no_dsa_indexer_scoring_relu no_flight_recorder_dump_on_timeout
-no_flight_recorder_extra_dump_on_exec no_flight_recorder_include_only_active
-no_gradient_accumulation_fusion no_gradient_reduce_div_fusion no_inference_disable_ep_consensus
-no_inference_dynamic_batching_prefix_caching no_inference_text_gen_server_logging
-no_inference_use_synchronous_zmq_collectives no_inference_wandb_logging
-no_langrl_external_server no_load_rng no_log_learnig_rate_to_tensorboard
-no_log_loss_scale_to_tensorboard no_manual_gc_eval no_masked_softmax_fusion no_mmap_bin_files
-no_one_logger no_overlap_p2p_communication no_pad_vocab_size no_persist_layer_norm
-no_pin_cpu_grads no_pin_cpu_params no_query_key_layer_scaling
-no_rl_inference_logprobs_is_correction no_rl_offload_inference_model_weights_when_idle
-no_rl_offload_kv_cache_during_training no_rl_partial_rollouts no_rl_persist_cuda_graphs
-no_rl_remove_kv_cache_during_training no_rl_reset_cuda_graphs no_rl_skip_bos_token
-no_rl_training_cuda_graphs no_rl_use_sequence_packing no_rl_verify_model_weights_swap
-no_rope_fusion no_save_optim no_save_rng no_save_tokenizer_assets
+no_gradient_accumulation_fusion no_gradient_reduce_div_fusion no_load_rng
+no_log_learnig_rate_to_tensorboard no_log_loss_scale_to_tensorboard no_manual_gc_eval
+no_masked_softmax_fusion no_mmap_bin_files no_one_logger no_overlap_p2p_communication
+no_pad_vocab_size no_persist_layer_norm no_pin_cpu_grads no_pin_cpu_params
+no_query_key_layer_scaling no_rope_fusion no_save_optim no_save_rng no_save_tokenizer_assets
 no_scatter_gather_tensors_in_pipeline no_strict_fsdp_dtensor_load
-no_tokenizer_sentencepiece_ignore_extra_whitespaces no_tp_comm_bulk_dgrad no_tp_comm_bulk_wgrad
-no_tp_comm_overlap_ag no_tp_comm_overlap_rs no_tp_comm_split_ag no_tp_comm_split_rs
-no_use_layer_wise_param_layout no_use_tokenizer_model_from_checkpoint_args
-non_persistent_ckpt_type= non_persistent_global_ckpt_dir= non_persistent_local_ckpt_algo=
-non_persistent_local_ckpt_dir= non_persistent_save_interval= null_tokenizer_eod_id=
-null_tokenizer_pad_id= num_channels= num_classes= num_dataset_builder_threads=
-num_speculative_tokens= num_workers= nvtx_ranges object_storage_cache_path= offload_modules*
-one_logger_async one_logger_project= one_logger_run_name= optimizer_cuda_graph
-optimizer_offload_fraction= otel_enabled otel_service_name= otel_span_groups=
-outer_dp_sharding_strategy= output_bert_embeddings overlap_cpu_optimizer_d2h_h2d
-overlap_dispatch_backward_with_experts_wgrad overlap_moe_expert_parallel_comm
-overlap_p2p_communication_warmup_flush overlap_param_gather_with_optimizer_step
-override_lr_scheduler override_opt_param_scheduler patch_dim= per_dataset_sequences_path=
-pipeline_model_parallel_comm_backend= profile profile_ranks* profile_step_end=
-profile_step_start= pytorch_profiler_collect_callstack pytorch_profiler_collect_chakra
-pytorch_profiler_collect_shapes query_in_block_prob= record_memory_history record_shapes
-refit_method= relative_attention_max_distance= relative_attention_num_buckets= replication
-replication_factor= replication_jump= rerun_mode= result_rejected_tracker_filename=
-retriever_report_topk_accuracies* retriever_score_scaling retriever_seq_length=
-reuse_grad_buf_for_mxfp8_param_ag rl_consumption_granularity= rl_default_temperature=
-rl_default_top_k= rl_default_top_p= rl_durable_rollout_bank rl_generation_lag=
-rl_importance_sampling_truncation_coef= rl_inference_expert_model_parallel_size=
-rl_inference_expert_tensor_model_parallel_size= rl_inference_logprobs_is_correction
-rl_inference_model_unified_memory_level= rl_inference_parsers*
-rl_inference_pipeline_model_parallel_size= rl_inference_tensor_model_parallel_size=
-rl_kv_cache_management_mode= rl_max_inflight_requests=
-rl_offload_inference_model_weights_when_idle rl_offload_kv_cache_during_training
-rl_offload_optimizer_during_inference rl_parallel_generation_tasks= rl_partial_rollouts
-rl_persist_cuda_graphs rl_profile rl_profile_dir= rl_prompts_per_eval=
-rl_remove_kv_cache_during_training rl_reset_cuda_graphs rl_rollout_bank_dir=
-rl_rollout_bank_max_bytes= rl_sequence_packing_algo= rl_sequence_packing_max_sequences_per_bin=
-rl_skip_bos_token rl_submission_granularity= rl_training_cuda_graphs rl_use_sequence_packing
-rl_verify_model_weights_swap run_workload_inspector_server s3_cache_path= sample_rate=
-save_activations_interval= save_dgrads_interval= save_params_interval=
-save_tokens_per_expert_interval= save_wgrads_interval= sharp_enabled_group= short_seq_prob=
-start_eval_at_iter= straggler_ctrlr_port= straggler_minmax_count=
-suggested_communication_unit_size= swin_backbone_type= symmetric_ar_type= te_rng_tracker
-tensorboard_log_interval= tensorboard_queue_size= test_mode tiktoken_num_special_tokens=
-tiktoken_pattern= tiktoken_special_tokens* timing_log_level= timing_log_option=
-titles_data_path= tokenizer_hf_include_special_tokens tokenizer_hf_no_include_special_tokens
-tokenizer_hf_no_use_fast tokenizer_hf_use_fast tokenizer_metadata=
-tokenizer_sentencepiece_legacy torch_fsdp2_no_reshard_after_forward tp_comm_bootstrap_backend=
-tp_comm_overlap tp_comm_overlap_cfg= tp_comm_overlap_rs_dgrad train_sync_interval=
-transformer_impl= trust_remote_code use_contiguous_buffers_in_ddp use_cpu_initialization
-use_dist_ckpt use_flash_attn use_fused_weighted_squared_relu use_gigatoken
-use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert use_legacy_static_engine
-use_mcore_models use_nccl_ub use_one_sent_docs use_persistent_ckpt_worker use_pytorch_profiler
-use_ring_exchange_p2p use_same_sampling_seed_across_dp_ranks use_sharp
-use_torch_optimizer_for_cpu_offload use_tp_pp_dp_mapping use_transformer_engine_op_fuser
-verify_integrity vision_backbone_type= vision_pretraining vision_pretraining_type= wandb_entity=
-wandb_exp_name= wandb_save_dir= wgrad_deferral_limit=
+no_tokenizer_sentencepiece_ignore_extra_whitespaces no_use_layer_wise_param_layout
+no_use_tokenizer_model_from_checkpoint_args num_channels num_classes num_dataset_builder_threads
+num_speculative_tokens num_workers nvtx_ranges object_storage_cache_path offload_modules
+optimizer_cuda_graph optimizer_offload_fraction outer_dp_sharding_strategy output_bert_embeddings
+overlap_cpu_optimizer_d2h_h2d overlap_dispatch_backward_with_experts_wgrad
+overlap_moe_expert_parallel_comm overlap_p2p_communication_warmup_flush
+overlap_param_gather_with_optimizer_step override_lr_scheduler override_opt_param_scheduler
+patch_dim per_dataset_sequences_path pipeline_model_parallel_comm_backend profile
+query_in_block_prob record_memory_history record_shapes refit_method
+relative_attention_max_distance relative_attention_num_buckets replication replication_factor
+replication_jump rerun_mode result_rejected_tracker_filename reuse_grad_buf_for_mxfp8_param_ag
+run_workload_inspector_server s3_cache_path sample_rate save_activations_interval
+save_dgrads_interval save_params_interval save_retain_interval save_tokens_per_expert_interval
+save_wgrads_interval sharp_enabled_group short_seq_prob start_eval_at_iter
+suggested_communication_unit_size swin_backbone_type symmetric_ar_type te_rng_tracker
+tensorboard_log_interval tensorboard_queue_size test_mode timing_log_level timing_log_option
+titles_data_path tokenizer_metadata tokenizer_sentencepiece_legacy
+torch_fsdp2_no_reshard_after_forward train_sync_interval transformer_impl trust_remote_code
+use_contiguous_buffers_in_ddp use_cpu_initialization use_dist_ckpt use_flash_attn
+use_fused_weighted_squared_relu use_gigatoken use_grouped_gemm_for_dense_mlp
+use_grouped_gemm_for_shared_expert use_legacy_static_engine use_mcore_models use_nccl_ub
+use_one_sent_docs use_persistent_ckpt_worker use_pytorch_profiler use_ring_exchange_p2p
+use_same_sampling_seed_across_dp_ranks use_sharp use_torch_optimizer_for_cpu_offload
+use_tp_pp_dp_mapping use_transformer_engine_op_fuser verify_integrity vocab_file wandb_entity
+wandb_exp_name wandb_save_dir wgrad_deferral_limit
 """
 
 _SIGNS: Mapping[str, Form] = {"": "flag", "=": "value", "*": "values"}
@@ -606,14 +495,24 @@ REFUSED: Mapping[str, Refused] = {
 }
 ANOTHER_MODEL = frozenset(name for name, _, _ in _shapes(_ANOTHER_MODEL))
 """Those of the refused arguments that make another model of a checkpoint."""
-UNUSED: Mapping[str, Form] = {name: form for name, form, _ in _shapes(_UNUSED)}
-"""The arguments that are not used here, for they change no number of a run."""
+UNUSED_SUBJECTS = tuple(_SUBJECTS.split())
+"""What the names of arguments begin with that are not used here, whatever follows."""
+UNUSED = frozenset(_UNUSED.split())
+"""Further arguments that are not used here, for they change no number of a run."""
+
+
+def is_unused(name: str) -> bool:
+    """Return True for an argument that is not used here."""
+    subject = name.removeprefix("no_").removeprefix("disable_")
+    other_name = name.replace("disable_", "no_", 1)
+    return subject.startswith(UNUSED_SUBJECTS) or name in UNUSED or other_name in UNUSED
 
 
 def form_of(name: str) -> Form | None:
-    """Return the form of an argument; None if Megatron-LM has none of this name."""
-    if name in UNUSED:
-        return UNUSED[name]
+    """Return the form of an argument; None if Megatron-LM has none of this name. One that is not
+    used may have any."""
+    if is_unused(name):
+        return "values"
     known = READ.get(name) or REFUSED.get(name)
     return known.form if known else None
 

@@ -8,10 +8,11 @@ an argument that is read, of one that is not used here, or of a problem.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
-from megaprec.errors import did_you_mean
+from megaprec.errors import Problem, did_you_mean
 from tools.convert.megatron.keys import unknown_arguments
 from tools.interop.arguments.megatron import (
     DEFAULTS,
@@ -19,7 +20,9 @@ from tools.interop.arguments.megatron import (
     READ,
     REFUSED,
     UNUSED,
+    Argument,
     form_of,
+    is_unused,
     option,
 )
 from tools.interop.importing.draft import MEGATRON, Draft
@@ -28,6 +31,15 @@ from tools.interop.importing.shell import Word
 # argparse's own pattern: such a word is a value, and no option
 NEGATIVE = re.compile(r"-\d+$|-\d*\.\d+$")
 FLAGS = {"true": True, "false": False}
+KINDS = {
+    "size": "a whole number from 1 on",
+    "count": "a whole number from 0 on",
+    "int": "a whole number",
+    "number": "a number",
+}
+LEAST = {"size": 1, "count": 0}
+MOST = 2**63  # whole numbers of a TOML file have 64 bits
+LONGEST_NUMBER = 100  # letters
 NOT_GIVEN = (None, "", [], ())
 # the names under which values are kept, as they are typed; of two the first
 TYPED = dict[str, str]()
@@ -36,8 +48,7 @@ for _row in READ.values():
         TYPED.setdefault(_row.kept, _row.name)
 # flags that Megatron-LM refuses here, kept under the name of what they turn off
 TURNED_OFF = {"perform_initialization": "no_initialization", "data_sharding": "no_data_sharding"}
-DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
-DTYPES |= {"torch.uint8": "fp8"}
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}
 
 
 @dataclass
@@ -48,21 +59,16 @@ class Arguments:
     said: how each of these was given, and place where. unused: arguments that are not used here, as
         they were given.
     dropped: names that are left out because the user says so. left_out: those that were found, as
-        they were given.
-    tried: the names of all arguments that were given, right or wrong. open: a word of the command
-    line may hold arguments that are not known, so none can be called missing.
+        they were given. draft: of the run file that they become.
     """
 
     dropped: frozenset[str] = frozenset()
-
+    draft: Draft = field(default_factory=Draft)
     values: dict[str, Any] = field(default_factory=dict)
     said: dict[str, str] = field(default_factory=dict)
     place: dict[str, str] = field(default_factory=dict)
     unused: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
-    tried: set[str] = field(default_factory=set)
-    open: bool = False
-    problems: list[str] = field(default_factory=list)
 
     def get(self, name: str) -> Any:
         """Return the value of an argument, or Megatron-LM's default."""
@@ -78,96 +84,113 @@ class Arguments:
         given = [self.said[name] for name in names if name in self.said]
         return " ".join(given) or MEGATRON
 
-    def put(self, draft: Draft, key: str, name: str) -> None:
-        """Set a key of a run file to the value of an argument, as it is."""
-        draft.put(key, self.get(name), self.origin(name))
+    def put(self, key: str, value: Any, *names: str) -> None:
+        """Set a key of the run file to what arguments say."""
+        self.draft.put(key, value, self.origin(*names))
+
+    def copy(self, key: str, name: str) -> None:
+        """Set a key of the run file to the value of an argument, as it is."""
+        self.put(key, self.get(name), name)
 
     def refuse(self, why: str, *names: str) -> None:
         """Add a problem with what these arguments say."""
         places = [self.place[name] for name in names if name in self.place]
         said = [self.said.get(name, option(name)) for name in names]
-        self.add_problem(" ".join(said), places[0] if places else "", why)
+        first_place = next(iter(places), "")
+        self.add_problem(" ".join(said), first_place, why)
 
     def add_problem(self, said: str, place: str, why: str) -> None:
         """Add a problem with something that stands at a place."""
         where = f" ({place})" if place else ""
-        self.problems.append(f"{said}{where}: {why}")
+        problem = why if isinstance(why, Problem) else Problem(why)
+        self.draft.problems.append(problem.within(f"{said}{where}: "))
 
     def take(self, name: str, words: Sequence[Word], said: str, place: str) -> None:
         """Add one argument with its values. said: how it was given."""
-        self.tried.add(name)
-        if name in READ:
-            self.tried.add(READ[name].kept)
         unknown = [word.unknown for word in words if word.unknown]
+        texts = [word.text for word in words]
+        row = READ.get(name)
         if name in self.dropped:
             self.left_out[name] = said
-        elif name in UNUSED:
-            self.unused[name] = said
         elif unknown:
             self.add_problem(said, place, unknown[0])
-        elif name in READ:
-            self._read(name, [word.text for word in words], said, place)
-        elif not _is_permitted(REFUSED[name].permitted, words):
-            self.add_problem(said, place, REFUSED[name].why)
+        elif is_unused(name):
+            self.unused[name] = said
+        elif row is None:
+            refused = REFUSED[name]
+            if not _is_permitted(refused.permitted, texts):
+                self.add_problem(said, place, refused.why)
+        elif wrong := _wrong_values(row, texts):
+            self.add_problem(said, place, wrong)
+        else:
+            self.values[row.kept] = _value_of(row, texts)
+            self.said[row.kept] = said
+            self.place[row.kept] = place
 
-    def _read(self, name: str, texts: list[str], said: str, place: str) -> None:
-        row = READ[name]
-        values = [_typed(text, row.kind) for text in texts]
-        if row.form == "flag":
-            values = [row.sets]
-        elif None in values:
-            kind = "a number" if row.kind == "number" else "a whole number"
-            self.add_problem(said, place, f"the value must be {kind}")
-            return
-        elif row.choices and not set(texts) <= set(row.choices):
-            choices = ", ".join(row.choices)
-            hint = did_you_mean(texts[0], row.choices)
-            self.add_problem(said, place, f"the values are {choices}{hint}")
-            return
-        self.values[row.kept] = tuple(values) if row.form == "values" else values[0]
-        self.said[row.kept] = said
-        self.place[row.kept] = place
+
+def _value_of(row: Argument, texts: Sequence[str]) -> Any:
+    """Return the value that Megatron-LM keeps of an argument."""
+    if row.form == "flag":
+        return row.sets
+    values = tuple(_typed(text, row.kind) for text in texts)
+    return values if row.form == "values" else values[0]
+
+
+def _wrong_values(row: Argument, texts: Sequence[str]) -> str:
+    """Return what is wrong with the values of an argument; "" if nothing is."""
+    if any(_typed(text, row.kind) is None for text in texts):
+        return f"the value must be {KINDS[row.kind]}"
+    if set(texts).issubset(row.choices) or not row.choices:
+        return ""
+    choices = ", ".join(row.choices)
+    hint = did_you_mean(texts[0], row.choices)
+    return f"the values are {choices}{hint}"
 
 
 def read_words(words: Sequence[Word], arguments: Arguments) -> None:
     """Add the arguments of a command line. What is wrong is added to their problems."""
-    start = 0
-    while start < len(words):
-        end = start + 1
-        while end < len(words) and not _is_option(words[end]):
-            end += 1
-        start += _read_option(words[start], words[start + 1 : end], arguments)
+    left = list(words)
+    while left:
+        word, *others = left
+        following = list(takewhile(_is_value, others))
+        num_taken = _read_option(word, following, arguments)
+        left = others[num_taken:]
 
 
 def _read_option(word: Word, following: Sequence[Word], arguments: Arguments) -> int:
-    """Add the argument that a word begins. Returns how many words it takes.
+    """Add the argument that a word begins. Returns how many of the words behind it are its own.
 
     following: the words up to the next argument.
     """
     typed, equals, text = word.text.partition("=")
-    name = typed[2:].replace("-", "_") if typed.startswith("--") else ""
+    is_option = typed.startswith("--")
+    name = typed.removeprefix("--").replace("-", "_") if is_option else ""
     form = form_of(name)
     if form is None and name not in arguments.dropped:
-        arguments.open |= bool(word.unknown) or _is_several(word)
-        problem = word.unknown or _why_unknown(word)
-        arguments.add_problem(word.text, word.place, problem)
-        return 1 + len(following)
+        arguments.add_problem(word.text, word.place, word.unknown or _why_unknown(word.text))
+        return len(following)
+    if equals and form == "flag":
+        arguments.add_problem(word.text, word.place, "is a flag, which takes no value")
+        return 0
     if equals:
-        if form == "flag":
-            problem = "is a flag, which takes no value"
-            arguments.add_problem(word.text, word.place, problem)
-        else:
-            value = Word(text, word.place, word.unknown)
-            arguments.take(name, [value], word.text, word.place)
-        return 1
-    most_values = {"flag": 0, "value": 1}.get(form or "", len(following))
-    values = following[:most_values]
+        value = replace(word, text=text)
+        arguments.take(name, [value], word.text, word.place)
+        return 0
+    values = following
+    if form in ("flag", "value"):
+        values = following[: int(form == "value")]
+    elif is_unused(name):  # it may be a flag, and an unknown word further arguments
+        values = list(takewhile(_is_known_word, following))
     if form == "value" and not values:
         arguments.add_problem(word.text, word.place, "a value must follow")
     else:
         said = " ".join(given.text for given in (word, *values))
         arguments.take(name, values, said, word.place)
-    return 1 + len(values)
+    return len(values)
+
+
+def _is_known_word(word: Word) -> bool:
+    return word.unknown is None
 
 
 def read_table(table: Mapping[str, Any], arguments: Arguments, place: str) -> None:
@@ -179,31 +202,23 @@ def read_table(table: Mapping[str, Any], arguments: Arguments, place: str) -> No
     for key, value in table.items():
         kept = key.removeprefix("--").replace("-", "_")
         name = kept if form_of(kept) else TYPED.get(kept, kept)
-        if name in arguments.dropped:
-            arguments.left_out[name] = f"{key} = {value}"
-            arguments.tried.add(name)
-        elif value in NOT_GIVEN:
+        form = form_of(name)
+        words = [Word(option(name), place)]
+        switch = FLAGS.get(str(value).lower())
+        if value in NOT_GIVEN or (is_unused(name) and switch is False):
             continue
-        elif form_of(name) is None:
-            arguments.add_problem(key, place, _why_unknown(Word(option(name))))
-        elif form_of(name) != "flag":
-            _take_values(name, value, arguments, place)
-        elif (switch := FLAGS.get(str(value).lower())) is None:
+        if form == "flag" and switch is None:
             arguments.add_problem(f"{key} = {value!r}", place, "is a flag: true or false")
-        # under the name that is kept its own value counts
-        elif switch if name == kept else switch is READ[name].sets:
-            arguments.take(name, [], option(name), place)
-
-
-def _take_values(name: str, value: Any, arguments: Arguments, place: str) -> None:
-    if form_of(name) != "values":
-        texts = [str(value)]
-    elif isinstance(value, list | tuple):
-        texts = [str(item) for item in value]
-    else:
-        texts = str(value).split()
-    said = " ".join([option(name), *texts])
-    arguments.take(name, [Word(text, place) for text in texts], said, place)
+        elif form == "flag":
+            # under the name that is kept its own value counts
+            is_given = switch if name == kept else switch is READ[name].sets
+            read_words(words if is_given else [], arguments)
+        elif form == "value":
+            read_words([Word(f"{option(name)}={value}", place)], arguments)
+        else:
+            texts = value if isinstance(value, list | tuple) else str(value).split()
+            words += [Word(str(text), place) for text in texts]
+            read_words(words, arguments)
 
 
 def read_kept(args: Mapping[str, Any], arguments: Arguments, place: str) -> list[str]:
@@ -220,7 +235,7 @@ def read_kept(args: Mapping[str, Any], arguments: Arguments, place: str) -> list
             arguments.said.setdefault(name, f"{name} = {value}")
         is_from_here = arguments.place.get(name) == place
         if is_from_here and arguments.get(name) == DEFAULTS[name]:
-            arguments.values.pop(name, None)
+            del arguments.values[name]
     # the log has hundreds of them: their number is enough
     unused = [name for name in known if arguments.unused.pop(name, None)]
     arguments.unused[place] = f"{len(unused)} other arguments of {place}"
@@ -231,19 +246,16 @@ def read_kept(args: Mapping[str, Any], arguments: Arguments, place: str) -> list
             strange.append(text)
     if not strange:
         return []
-    return [
-        f"{place}: no argument of Megatron-LM is known here, and not read: {', '.join(strange)}"
-    ]
+    listed = ", ".join(strange)
+    return [f"{place}: no argument of Megatron-LM is known here, and not read: {listed}"]
 
 
 def _known_of_kept(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of the arguments that are known, without what Megatron-LM itself adds."""
-    table = dict[str, Any]()
-    for name, value in args.items():
-        if name in TURNED_OFF:
-            table[TURNED_OFF[name]] = not value
-        else:
-            table[name] = value
+    table = dict(args)
+    for kept, flag in TURNED_OFF.items():
+        if kept in table:
+            table[flag] = not table.pop(kept)
     for name in ("start_weight_decay", "end_weight_decay"):
         if table.get(name) == table.get("weight_decay"):  # so Megatron-LM completes them
             table.pop(name, None)
@@ -251,8 +263,8 @@ def _known_of_kept(args: Mapping[str, Any]) -> dict[str, Any]:
         table.pop("padded_vocab_size", None)  # it counts rows that no token has
     known = dict[str, Any]()
     for name, value in table.items():
-        if name in TYPED or form_of(name):
-            known[name] = DTYPES.get(str(value), value)
+        if is_known(name):
+            known[name] = DTYPES.get(str(value).removeprefix("torch."), value)
     return known
 
 
@@ -263,52 +275,43 @@ def is_known(name: str) -> bool:
     return word in TYPED or form_of(word) is not None
 
 
-def _is_option(word: Word) -> bool:
+def _is_value(word: Word) -> bool:
+    """Return True for a word that begins no argument, as argparse decides it."""
     text = word.text
-    if NEGATIVE.match(text) or " " in text:
-        return False
-    return text.startswith("-") and text != "-"
+    is_dashed = text.startswith("-") and text != "-"
+    return not is_dashed or " " in text or NEGATIVE.match(text) is not None
 
 
-def _is_several(word: Word) -> bool:
-    """Return True for one word that begins like an option and has a space: arguments that quotes
-    hold together."""
-    return word.text.lstrip().startswith("--") and " " in word.text.strip()
-
-
-def _why_unknown(word: Word) -> str:
-    if _is_several(word):
-        return (
-            'quotes make one word of several arguments: write "${NAME[@]}" for an array, and '
-            "$NAME without quotes"
-        )
-    if not word.text.startswith("-"):
+def _why_unknown(text: str) -> str:
+    if not text.startswith("-"):
         return "no argument takes this value"
-    name, _, _ = word.text.partition("=")
+    if " " in text:
+        return 'quotes make one word of several arguments: write "${NAME[@]}", or $NAME bare'
+    name, _, _ = text.partition("=")
     options = map(option, (*READ, *UNUSED, *REFUSED))
-    hint = did_you_mean(name, options)
-    return f"no such argument of Megatron-LM is known here{hint}"
+    return f"no such argument of Megatron-LM is known here{did_you_mean(name, options)}"
 
 
 def _typed(text: str, kind: str) -> Any:
     """Return a value of a kind; None if the text is none."""
     if kind not in NUMBERS:
         return text
+    if len(text) > LONGEST_NUMBER:
+        return None
     try:
-        number = NUMBERS[kind](text) if len(text) < 100 else None
+        number = NUMBERS[kind](text)
     except ValueError:
         return None
-    is_nan = number != number
-    # whole numbers of a TOML file have 64 bits
-    if number is None or is_nan or abs(number) >= 2**63:
-        return None
-    return number
+    least = LEAST.get(kind, -MOST)
+    # not so for NaN
+    return number if least <= number < MOST else None
 
 
-def _is_permitted(permitted: str | None, words: Sequence[Word]) -> bool:
+def _is_permitted(permitted: str | None, texts: Sequence[str]) -> bool:
     """Return True if the values are the permitted one."""
-    if permitted is None or len(words) != 1:
+    if permitted is None or len(texts) != 1:
         return False
+    (text,) = texts
     number = _typed(permitted, "number")
-    text = words[0].text
-    return text == permitted or (number is not None and _typed(text, "number") == number)
+    is_same_number = number is not None and _typed(text, "number") == number
+    return text == permitted or is_same_number

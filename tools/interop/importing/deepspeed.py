@@ -6,7 +6,7 @@ follows from the rest.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
@@ -26,9 +26,11 @@ from tools.interop.importing.draft import ASSUMED, DEEPSPEED, Draft
 
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 DTYPES |= {name: name for name in DTYPES.values()}
-FUSED_ADAM = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+# the defaults of its optimizers
+RATE = 1e-3
+OPTIONS = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 CLIP = 1.0  # the default of gradient_clipping
-SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear"}
 TYPES: Mapping[str, tuple[str, type | tuple[type, ...]]] = {
     "bool": ("a bool", bool),
     "whole": ("a whole number", int),
@@ -36,20 +38,19 @@ TYPES: Mapping[str, tuple[str, type | tuple[type, ...]]] = {
     "text": ("a text", str),
     "list": ("a list", list),
 }
-SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-SHIFT = (
-    "DeepSpeed's schedules are one step behind: a step here has the rate of DeepSpeed's next step"
-)
+WHOLE = "train_batch_size"
+MICRO = "train_micro_batch_size_per_gpu"
+STEPS = "gradient_accumulation_steps"
+STAGE = "zero_optimization.stage"
 
 
 @dataclass
 class Config:
-    """A file whose keys go into a draft. place: its name. leaves: by dotted key; null counts as not
-    given."""
+    """A file whose keys go into a draft. place: its name. leaves: what is read, by dotted key."""
 
     place: str
     draft: Draft
-    leaves: dict[str, Any] = field(default_factory=dict)
+    leaves: dict[str, Any]
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a dotted key."""
@@ -75,10 +76,8 @@ class Config:
             return
         before = self.draft.keys[key]
         if origin not in ASSUMED and before.value != value and self.draft.needs(key):
-            self.draft.problems.append(
-                f"{key}: {before.origin} says {before.value}, but {origin} says {value}: keep one "
-                "of them"
-            )
+            said = f"{before.origin} says {before.value}, but {origin} says {value}"
+            self.draft.problems.append(f"{key}: {said}: keep one of them")
 
 
 def add_deepspeed(
@@ -86,17 +85,16 @@ def add_deepspeed(
 ) -> dict[str, str]:
     """Add the keys that DeepSpeed's configuration decides. Returns the leaves that are not used
     here."""
-    config = Config(place, draft)
+    config = Config(place, draft, {})
     unused = dict[str, str]()
     for path, value in _leaves("", content):
-        config.leaves[path] = value
         problem = _problem(path, value, draft)
         if problem:
-            config.refuse(path, problem)
-        if is_unused(path) and path not in READ:
+            draft.problems.append(f"{path} = {value!r} ({place}): {problem}")
+        elif path not in READ and is_unused(path):
             unused[path] = f"{path} = {value!r}"
-        if problem or path not in READ or value is None:
-            del config.leaves[path]
+        elif path in READ and value is not None:
+            config.leaves[path] = value
     _add_batch(config, ranks)
     _add_precision(config)
     _add_zero(config)
@@ -131,137 +129,84 @@ def _problem(path: str, value: Any, draft: Draft) -> str:
 
 
 def _problem_of_value(path: str, value: Any, draft: Draft) -> str:
-    if value is None:
-        return ""
+    keys = READ[path]
     if value == "auto":
-        if any(key in draft.settled for key in READ[path]):
-            return ""
-        return f"what it will be is not known: give {READ[path][0]}=... beside the file"
+        is_settled = any(key in draft.settled for key in keys)
+        return "" if is_settled else f"what it will be is not known: give {keys[0]}=... beside"
     name, kind = TYPES[KINDS[path]]
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+    is_flag = isinstance(value, bool)
+    if value is not None and (not isinstance(value, kind) or (is_flag and kind is not bool)):
         return f"must be {name}"
-    return "" if not isinstance(value, float) or isfinite(value) else "must be finite"
+    return "must be finite" if isinstance(value, float) and not isfinite(value) else ""
 
 
 def _add_batch(config: Config, ranks: int | None) -> None:
     """Add batch, micro-batch and replicas by DeepSpeed's rule."""
     draft = config.draft
-    whole, micro, steps = (_size(config, name) for name in SIZES)
-    where = f"{config.origin(*SIZES)} ({config.place})"
-    if any(size < 1 for size in (whole, micro, steps) if size is not None):
+    sizes = {name: config.get(name) for name in (WHOLE, MICRO, STEPS)}
+    where = f"{config.origin(*sizes)} ({config.place})"
+    if any(size != "auto" and size < 1 for size in sizes.values() if size is not None):
         draft.problems.append(f"{where}: give numbers from 1 on")
         return
-    whole = draft.value("train.global_batch") if whole is None else whole
-    micro = draft.value("train.micro_batch") if micro is None else micro
-    data = _replicas(draft, ranks, whole, micro, steps)
-    num_known = (whole is not None) + (micro is not None)
-    if num_known == 0:
+    whole, micro, steps = (None if size == "auto" else size for size in sizes.values())
+    whole = whole or draft.value("train.global_batch")
+    micro = micro or draft.value("train.micro_batch")
+    if not whole and not micro:
         return
-    if num_known == 1 and data is None:
-        _refuse_open_batch(draft, where)
+    data = _replicas(draft, ranks)
+    if data is None and whole and micro and steps:
+        data = whole // (micro * steps)
+    if data is None and not (whole and micro):
+        if draft.needs("train.global_batch") or draft.needs("train.micro_batch"):
+            draft.problems.append(
+                f"{where}: the rest depends on the number of ranks: give --ranks N"
+            )
         return
-    _put_sizes(config, _completed_sizes(whole, micro, steps, data or 1), data, ranks)
-
-
-def _put_sizes(
-    config: Config, sizes: tuple[int, int, int], data: int | None, ranks: int | None
-) -> None:
-    """Add batch, micro-batch and replicas, which must fit together."""
-    whole, micro, steps = sizes
-    if data and whole != micro * steps * data:
-        where = f"{config.origin(*SIZES)} ({config.place})"
+    replicas = data or 1
+    if whole and micro:
+        steps = steps or whole // micro // replicas
+    steps = steps or 1
+    micro = micro or whole // replicas // steps
+    whole = whole or micro * steps * replicas
+    if data is not None and whole != micro * steps * data:
         rule = f"{whole} is not {micro} x {steps} x {data} replicas, as DeepSpeed demands"
-        way = "; --ranks gives another number of them" if ranks else ""
-        config.draft.problems.append(f"{where}: {rule}{way}")
+        draft.problems.append(f"{where}: {rule}; --ranks N says how many there are")
         return
-    config.put("train.global_batch", whole, *SIZES)
-    config.put("train.micro_batch", micro, *SIZES)
-    if data:
+    config.put("train.global_batch", whole, *sizes)
+    config.put("train.micro_batch", micro, *sizes)
+    if data is not None:
         origin = counted(ranks, "rank") if ranks else ""
-        config.put("parallel.data", data, *SIZES, origin=origin)
+        config.put("parallel.data", data, *sizes, origin=origin)
 
 
-def _refuse_open_batch(draft: Draft, where: str) -> None:
-    if draft.needs("train.global_batch") or draft.needs("train.micro_batch"):
-        draft.problems.append(f"{where}: the rest depends on the number of ranks: give --ranks N")
-
-
-def _size(config: Config, name: str) -> int | None:
-    size = config.get(name)
-    return None if size == "auto" else size
-
-
-def _completed_sizes(
-    whole: int | None, micro: int | None, steps: int | None, replicas: int
-) -> tuple[int, int, int]:
-    """Return batch, micro-batch and accumulation steps, one of the first two of which is given."""
-    if micro is None:
-        assert whole is not None
-        steps = steps or 1
-        return whole, whole // replicas // steps, steps
-    if whole is None:
-        steps = steps or 1
-        return micro * steps * replicas, micro, steps
-    return whole, micro, steps or whole // micro // replicas
-
-
-def _replicas(
-    draft: Draft, ranks: int | None, whole: int | None, micro: int | None, steps: int | None
-) -> int | None:
-    """Return the number of replicas: as given, by the ranks, or by the three sizes; None if it is
-    not known."""
+def _replicas(draft: Draft, ranks: int | None) -> int | None:
+    """Return the number of replicas that is given, or that of the ranks; None if it is not
+    known."""
     if "parallel.data" in draft.settled:
         return draft.settled["parallel.data"].value
-    if ranks:
-        tensor = draft.value("parallel.tensor") or 1
-        pipeline = draft.value("parallel.pipeline") or 1
-        return ranks // (tensor * pipeline)
-    if whole and micro and steps and whole % (micro * steps) == 0:
-        return whole // (micro * steps)
-    return None
+    tensor = draft.value("parallel.tensor", 1)
+    pipeline = draft.value("parallel.pipeline", 1)
+    return ranks // (tensor * pipeline) if ranks else None
 
 
 def _add_precision(config: Config) -> None:
     draft = config.draft
-    bf16 = config.get("bf16.enabled", config.get("bfloat16.enabled", False))
-    fp16 = config.get("fp16.enabled", False)
-    if bf16 is True and fp16 is True:
-        draft.problems.append(f"fp16.enabled and bf16.enabled ({config.place}): give one of them")
+    halves = {dtype: config.get(f"{dtype}.enabled", False) for dtype in ("bf16", "fp16")}
+    names = [f"{dtype}.enabled" for dtype in halves]
+    chosen = [dtype for dtype, switch in halves.items() if switch is True]
+    if len(chosen) > 1:
+        draft.problems.append(f"{' and '.join(names)} ({config.place}): give one of them")
         return
-    compute = "fp32"
-    for dtype, switch in (("bf16", bf16), ("fp16", fp16)):
-        if switch is True:
-            compute = dtype
-    switches = ("bf16.enabled", "bfloat16.enabled", "fp16.enabled")
-    origin = config.origin(*switches)
-    if "auto" in (bf16, fp16) or (origin == DEEPSPEED and "precision.compute" in draft.keys):
+    is_open = config.origin(*names) == DEEPSPEED and "precision.compute" in draft.keys
+    if is_open or "auto" in halves.values():
         return
-    config.put("precision.compute", compute, *switches)
-    if DTYPES.get(config.get("data_types.param_dtype", compute), "") != compute:
-        config.refuse("data_types.param_dtype", f"the weights are {compute} by {origin}: remove it")
-    is_sharded = bool(config.get("zero_optimization.stage", 0))
-    _add_gradients(config, compute, is_sharded)
-    _add_overflows(config, compute)
-    if compute == "bf16":
-        _add_narrow_state(config, is_sharded)
-    elif compute == "fp16":
-        _add_scaling(config)
-
-
-def _add_overflows(config: Config, compute: str) -> None:
-    """Add what happens to a step with inf or NaN, which can be applied in BF16 only."""
-    action = "skip"
-    if compute == "bf16" and not config.get("bf16.check_grad_overflow", True):
-        action = "ignore"
-    config.put("precision.on_nonfinite", action, "bf16.check_grad_overflow")
-
-
-def _add_gradients(config: Config, compute: str, is_sharded: bool) -> None:
-    """Add the dtypes in which gradients are accumulated and reduced."""
+    (compute,) = chosen or ["fp32"]
+    config.put("precision.compute", compute, *names)
+    config.put("precision.on_nonfinite", "skip", *names)
     # gradients of BF16 are accumulated in FP32 without ZeRO
-    usual = "fp32" if compute == "bf16" and not is_sharded else compute
+    is_wide = compute == "bf16" and not config.get(STAGE, 0)
     for key, name, default in (
-        ("precision.gradients", "data_types.grad_accum_dtype", usual),
+        ("precision.gradients", "data_types.grad_accum_dtype", "fp32" if is_wide else compute),
         ("precision.reduce", "communication_data_type", compute),
     ):
         dtype = config.get(name, default)
@@ -269,20 +214,8 @@ def _add_gradients(config: Config, compute: str, is_sharded: bool) -> None:
             config.refuse(name, "the dtypes are fp32, fp16 and bf16")
         elif compute != "fp32":
             config.put(key, DTYPES[dtype], name)
-
-
-def _add_narrow_state(config: Config, is_sharded: bool) -> None:
-    """Add master weights and moments in BF16, by the rules of DeepSpeed."""
-    masters = "bf16.bf16_master_weights_and_grads"
-    moments = "bf16.bf16_optimizer_states"
-    if config.get(masters) and not is_sharded:
-        config.refuse(masters, "DeepSpeed needs zero_optimization.stage 1 or higher with it")
-    if config.get(moments) and not config.get(masters):
-        config.refuse(moments, f"DeepSpeed needs {masters} = true with it")
-    if config.get(masters):
-        config.put("precision.masters", "none", masters)
-    if config.get(moments):
-        config.put("precision.moments", "bf16", moments)
+    if compute == "fp16":
+        _add_scaling(config)
 
 
 def _add_scaling(config: Config) -> None:
@@ -295,37 +228,32 @@ def _add_scaling(config: Config) -> None:
     if not 0 <= power <= 127:
         config.refuse("fp16.initial_scale_power", "give a power of two from 0 to 127")
         return
-    good_step = config.get("fp16.consecutive_hysteresis", False)
     for key, value, name in (
         ("initial_scale", 2.0**power, "initial_scale_power"),
         ("growth_interval", config.get("fp16.loss_scale_window", 1000), "loss_scale_window"),
         ("hysteresis", config.get("fp16.hysteresis", 2), "hysteresis"),
         ("min_scale", float(config.get("fp16.min_loss_scale", 1)), "min_loss_scale"),
-        ("hysteresis_refill", "good_step" if good_step else "growth", "consecutive_hysteresis"),
+        ("hysteresis_refill", "growth", "hysteresis"),
     ):
         config.put(f"precision.{key}", value, f"fp16.{name}")
 
 
 def _add_zero(config: Config) -> None:
-    name = "zero_optimization.stage"
-    stage = config.get(name, 0)
+    stage = config.get(STAGE, 0)
     if stage == "auto":
         return
-    if stage not in (0, 1, 2, 3):
-        config.refuse(name, "the stages are 0, 1, 2 and 3")
-        return
-    if stage == 3 and config.draft.needs("parallel.zero"):
+    if stage not in (0, 1, 2) and config.draft.needs("parallel.zero"):
         way = (
             "parallel.tensor and parallel.pipeline divide them; parallel.zero=true beside the "
             "file takes ZeRO-1 instead"
         )
-        config.refuse(name, f"weights are not sharded over replicas here: {way}")
+        config.refuse(STAGE, f"weights are not sharded over replicas here: {way}")
         return
     if stage == 2:
         config.draft.notes.append(
             "ZeRO-2 becomes ZeRO-1: the results are the same, each rank holds its whole gradients"
         )
-    config.put("parallel.zero", stage > 0, name)
+    config.put("parallel.zero", stage > 0, STAGE)
     if config.get("zero_optimization.overlap_comm") is True:
         config.put("parallel.overlap", True, "zero_optimization.overlap_comm")
     bucket = config.get("zero_optimization.reduce_bucket_size", "auto")
@@ -336,19 +264,25 @@ def _add_zero(config: Config) -> None:
 def _add_optimizer(config: Config) -> None:
     draft = config.draft
     _add_clipping(config)
-    kind = config.get("optimizer.type")
-    if kind in (None, "auto"):
+    name = "optimizer.type"
+    kind = config.get(name, "auto").lower()
+    prefix = "optimizer.params"
+    if kind == "auto":
         return
-    if kind.lower() in ("adam", "adamw"):
-        _add_adam(config, is_adam=kind.lower() == "adam")
-    elif kind.lower() == "sgd":
-        _add_sgd(config)
+    if kind in ("adam", "adamw"):
+        config.put("optimizer.name", "adamw", name)
+        for option, default in OPTIONS.items():
+            value = config.get(f"{prefix}.{option}", default)
+            config.put(f"optimizer.{option}", value, f"{prefix}.{option}")
+    elif kind == "sgd":
+        config.put("optimizer.name", "sgd", name)
+        momentum = config.get(f"{prefix}.momentum", 0.0)
+        config.put("optimizer.options", {"momentum": momentum}, f"{prefix}.momentum")
+        decay = config.get(f"{prefix}.weight_decay", 0.0)
+        config.put("optimizer.weight_decay", decay, f"{prefix}.weight_decay")
     elif draft.needs("optimizer.name"):
-        rules = (
-            "adamw, sgd, muon and elementwise ones of torch.optim: give optimizer.name=... "
-            "beside the file"
-        )
-        config.refuse("optimizer.type", f"the update rules here are {rules}")
+        rules = "adamw, sgd, muon and elementwise ones of torch.optim"
+        config.refuse(name, f"the update rules here are {rules}: give optimizer.name=... beside")
         return
     if draft.value("optimizer.weight_decay"):
         draft.notes.append(
@@ -356,96 +290,55 @@ def _add_optimizer(config: Config) -> None:
             "weight decay (optimizer.groups changes it by name)"
         )
     if config.get("scheduler.type") is None:
-        rate = config.get("optimizer.params.lr") or FUSED_ADAM["lr"]
-        config.put("lr.peak", rate, "optimizer.params.lr")
+        config.put("lr.peak", config.get(f"{prefix}.lr", RATE), f"{prefix}.lr")
         if "lr.schedule" not in draft.keys:
             origin = "no scheduler in DeepSpeed's configuration"
             config.put("lr.schedule", "constant", origin=origin)
 
 
-def _add_adam(config: Config, is_adam: bool) -> None:
-    prefix = "optimizer.params"
-    if is_adam and config.get(f"{prefix}.adam_w_mode", True) is False:
-        config.refuse(
-            f"{prefix}.adam_w_mode",
-            "weight decay is decoupled in adamw; optimizer.name=Adam beside the file adds it "
-            "to the gradient",
-        )
-    config.put("optimizer.name", "adamw", "optimizer.type")
-    usual = dict(FUSED_ADAM)
-    if config.get(f"{prefix}.torch_adam") is True:
-        usual["weight_decay"] = 0.01
-    for name in ("betas", "eps", "weight_decay"):
-        value = config.get(f"{prefix}.{name}", usual[name])
-        config.put(f"optimizer.{name}", value, f"{prefix}.{name}")
-
-
-def _add_sgd(config: Config) -> None:
-    prefix = "optimizer.params"
-    config.put("optimizer.name", "sgd", "optimizer.type")
-    momentum = config.get(f"{prefix}.momentum") or 0.0
-    config.put("optimizer.options", {"momentum": momentum}, f"{prefix}.momentum")
-    decay = config.get(f"{prefix}.weight_decay") or 0.0
-    config.put("optimizer.weight_decay", decay, f"{prefix}.weight_decay")
-
-
 def _add_clipping(config: Config) -> None:
     draft = config.draft
-    if "gradient_clipping" not in config.leaves:
-        if "optimizer.clip" in draft.keys:
-            return
-        if draft.needs("optimizer.clip"):
-            draft.notes.append(
-                f"gradient_clipping ({config.place}) is left open: {CLIP}, as DeepSpeed does "
-                "since June 2026; before, it did not clip (optimizer.clip=0)"
-            )
-    clip = config.get("gradient_clipping", CLIP)
-    config.put("optimizer.clip", clip if clip == "auto" else float(clip), "gradient_clipping")
+    name = "gradient_clipping"
+    if name not in config.leaves and "optimizer.clip" in draft.keys:
+        return
+    if name not in config.leaves and draft.needs("optimizer.clip"):
+        draft.notes.append(
+            f"{name} ({config.place}) is left open: {CLIP}, as DeepSpeed does since June 2026; "
+            "before, it did not clip (optimizer.clip=0)"
+        )
+    clip = config.get(name, CLIP)
+    config.put("optimizer.clip", clip if clip == "auto" else float(clip), name)
 
 
 def _add_schedule(config: Config) -> None:
-    kind = config.get("scheduler.type")
-    if kind in (None, "auto"):
+    draft = config.draft
+    kind = config.get("scheduler.type", "auto")
+    if kind == "auto":
         return
     if kind not in SCHEDULES:
-        if config.draft.needs("lr.schedule"):
+        if draft.needs("lr.schedule"):
             config.refuse("scheduler.type", f"of DeepSpeed's, {', '.join(SCHEDULES)} are read")
         return
     params = "scheduler.params"
-    schedule = SCHEDULES[kind]
-    cosine = schedule == "cosine"
-    start = f"{params}.warmup_min_ratio" if cosine else f"{params}.warmup_min_lr"
-    if config.get(start, 0) not in (0, "auto"):
-        config.refuse(start, "warm-up begins at 0 here")
-    warmup = config.get(f"{params}.warmup_num_steps", 1000)
     form = config.get(f"{params}.warmup_type", "log")
-    if form not in ("log", "linear", "auto"):
-        config.refuse(f"{params}.warmup_type", "DeepSpeed's are log and linear")
-    if form == "log" and warmup != 0 and config.draft.needs("lr.warmup"):
+    warmup = config.get(f"{params}.warmup_num_steps", 1000)
+    if form not in ("linear", "auto") and warmup != 0 and draft.needs("lr.warmup"):
         origin = config.origin(f"{params}.warmup_type")
-        config.draft.problems.append(
-            f"{params}.warmup_type ({config.place}): warm-up is linear here, but {origin} is log: "
+        draft.problems.append(
+            f"{params}.warmup_type ({config.place}): warm-up is linear here, but {origin} is not: "
             "write linear, or give lr.warmup=N beside the file"
         )
-    peak_key = "optimizer.params.lr" if cosine else f"{params}.warmup_max_lr"
-    peak = config.get(peak_key, FUSED_ADAM["lr"])
-    config.put("lr.peak", peak, peak_key)
-    config.put("lr.schedule", schedule, "scheduler.type")
+    peak = f"{params}.warmup_max_lr"
+    config.put("lr.peak", config.get(peak, RATE), peak)
+    config.put("lr.schedule", SCHEDULES[kind], "scheduler.type")
     config.put("lr.warmup", warmup, f"{params}.warmup_num_steps")
-    if schedule != "constant":
-        _add_end(config, peak, cosine)
-    config.draft.notes.append(SHIFT)
-
-
-def _add_end(config: Config, peak: Any, cosine: bool) -> None:
-    length = "scheduler.params.total_num_steps"
-    if config.get(length) is None:
-        config.draft.problems.append(f"{length} ({config.place}) is missing, which DeepSpeed needs")
-        return
-    config.put("lr.length", config.get(length), length)
-    if not cosine:
+    length = f"{params}.total_num_steps"
+    if kind == "WarmupDecayLR" and config.get(length) is None:
+        draft.problems.append(f"{length} ({config.place}) is missing, which DeepSpeed needs")
+    elif kind == "WarmupDecayLR":
+        config.put("lr.length", config.get(length), length)
         config.put("lr.final", 0.0, origin="0, as WarmupDecayLR")
-        return
-    ratio = config.get("scheduler.params.cos_min_ratio", 0.0001)
-    if "auto" not in (ratio, peak):
-        config.put("lr.final", ratio * peak, "scheduler.params.cos_min_ratio")
+    draft.notes.append(
+        "DeepSpeed's schedules are one step behind: a step here has the rate of DeepSpeed's next "
+        "step"
+    )

@@ -23,11 +23,10 @@ class Draft:
     which end problems.
 
     notes: what differs, or is left to know. problems: lines for the user; with one there is no run
-    file. missing: problems with what is not there, which count unless it may stand in a word that
-    is not known.
+    file. missing: what is not there, which counts if there are no other problems.
     """
 
-    settled: Mapping[str, Setting]
+    settled: Mapping[str, Setting] = field(default_factory=dict)
     keys: dict[str, Setting] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)

@@ -1,13 +1,12 @@
 """Ranks, pipeline, recompute and ZeRO-1 of Megatron-LM's arguments: [parallel] and the global
 batch."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from megaprec.comm.experts import describe_misfit
 from tools.console.units import counted
 from tools.interop.importing.arguments import Arguments
-from tools.interop.importing.draft import NO_RANKS, Draft
+from tools.interop.importing.draft import NO_RANKS
 
 AXES = {
     "parallel.tensor": "tensor_model_parallel_size",
@@ -15,16 +14,15 @@ AXES = {
     "parallel.context": "context_parallel_size",
 }
 EXPERT_AXES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
-CONTEXT_BY = {"p2p": "ring", "all_gather": "gather", "allgather": "gather"}
+CONTEXT_BY = {("p2p",): "ring", ("all_gather",): "gather", ("allgather",): "gather"}
 MODULES = {"core_attn": "attention", "layernorm": "norm", "moe_act": "activation"}
 CHUNKS = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
-UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 MOST_STAGES = 4096
 
 
-def add_layout(arguments: Arguments, draft: Draft, ranks: int | None) -> None:
+def add_layout(arguments: Arguments, ranks: int | None) -> None:
     """Add the layout. ranks: how many there are; None if that is not said."""
+    draft = arguments.draft
     sizes = list[int]()
     for key, name in AXES.items():
         size = draft.settled[key].value if key in draft.settled else arguments.get(name)
@@ -32,62 +30,53 @@ def add_layout(arguments: Arguments, draft: Draft, ranks: int | None) -> None:
             return
         sizes.append(size)
         if key != "parallel.context" or size != 1:
-            draft.put(key, size, arguments.origin(name))
+            arguments.put(key, size, name)
     if min(sizes) < 1:
         arguments.refuse("give numbers from 1 on", *AXES.values())
         return
     tensor, pipeline, context = sizes
-    _add_context(arguments, draft, context)
-    data = _add_data(arguments, draft, ranks, tensor * pipeline * context, context)
-    if tensor > 1:
-        _add_switch(arguments, draft, "parallel.sequence", "sequence_parallel")
-    _add_stages(arguments, draft, pipeline)
-    _add_recompute(arguments, draft)
-    arguments.put(draft, "parallel.zero", "use_distributed_optimizer")
+    _add_context(arguments, context)
+    data = _add_data(arguments, ranks, tensor * pipeline * context)
+    if tensor > 1 and arguments.get("sequence_parallel"):
+        arguments.copy("parallel.sequence", "sequence_parallel")
+    _add_stages(arguments, pipeline)
+    _add_recompute(arguments)
+    arguments.copy("parallel.zero", "use_distributed_optimizer")
     overlaps = ("overlap_grad_reduce", "overlap_param_gather")
-    _add_switch(arguments, draft, "parallel.overlap", *overlaps)
+    if any(map(arguments.get, overlaps)):
+        arguments.put("parallel.overlap", True, *overlaps)
     if arguments.has("ddp_bucket_size"):
-        arguments.put(draft, "parallel.bucket", "ddp_bucket_size")
-    _add_experts(arguments, draft, ranks, data * context, tensor)
-    _add_instances(arguments, draft, data * context)
+        arguments.copy("parallel.bucket", "ddp_bucket_size")
+    _add_experts(arguments, ranks, data * context, tensor)
 
 
-def _add_switch(arguments: Arguments, draft: Draft, key: str, *names: str) -> None:
-    if any(map(arguments.get, names)):
-        draft.put(key, True, arguments.origin(*names))
-
-
-def _add_context(arguments: Arguments, draft: Draft, context: int) -> None:
+def _add_context(arguments: Arguments, context: int) -> None:
     """Add the way in which the ranks of parallel.context exchange keys and values, the same in all
     layers."""
+    draft = arguments.draft
     name = "cp_comm_type"
-    ways = {*arguments.get(name)}
+    ways = tuple({*arguments.get(name)})
+    origin = arguments.origin(name)
     if context == 1:
         if arguments.has(name):
-            draft.notes.append(
-                f"{arguments.origin(name)}: no ranks share a sequence, so there is no exchange"
-            )
-    elif len(ways) != 1 or not ways <= CONTEXT_BY.keys():
+            draft.notes.append(f"{origin}: no ranks share a sequence, so there is no exchange")
+    elif ways in CONTEXT_BY:
+        draft.put("parallel.context_by", CONTEXT_BY[ways], origin)
+    else:
         arguments.refuse(
             "keys and values go round (p2p) or are gathered (all_gather) here, in all layers alike",
             name,
         )
-    else:
-        draft.put("parallel.context_by", CONTEXT_BY[ways.pop()], arguments.origin(name))
 
 
-def _add_experts(
-    arguments: Arguments, draft: Draft, ranks: int | None, data: int, tensor: int
-) -> None:
+def _add_experts(arguments: Arguments, ranks: int | None, data: int, tensor: int) -> None:
     """Add the ranks of experts, which Megatron-LM numbers in the same way
     (megatron/core/parallel_state.py)."""
+    draft = arguments.draft
     expert, in_slices = map(arguments.get, EXPERT_AXES)
-    in_slices = tensor if in_slices is None else in_slices
+    in_slices = in_slices or tensor
     origin = arguments.origin(*EXPERT_AXES)
     if expert == 1 and in_slices == tensor:
-        return
-    if min(expert, in_slices) < 1:
-        arguments.refuse("give numbers from 1 on", *EXPERT_AXES)
         return
     if not draft.value("model.experts"):
         draft.notes.append(f"{origin}: the model has no experts, so no ranks are for them")
@@ -101,40 +90,26 @@ def _add_experts(
     elif misfit:
         arguments.refuse(misfit, *filter(arguments.has, EXPERT_AXES))
     else:
-        draft.put("parallel.expert", expert, arguments.origin(EXPERT_AXES[0]))
+        arguments.put("parallel.expert", expert, EXPERT_AXES[0])
         if in_slices != tensor:
-            draft.put("parallel.expert_tensor", in_slices, arguments.origin(EXPERT_AXES[1]))
+            arguments.put("parallel.expert_tensor", in_slices, EXPERT_AXES[1])
 
 
-def _add_instances(arguments: Arguments, draft: Draft, data: int) -> None:
-    """Add the size of ZeRO-1's groups. data: the ranks with equal weights."""
-    name = "num_distributed_optimizer_instances"
-    instances = arguments.get(name)
-    if instances == 1:
-        return
-    if instances < 1 or not data or data % instances:
-        arguments.refuse(f"must divide the replicas, {data}", name)
-    else:
-        draft.put("parallel.zero_size", data // instances, arguments.origin(name))
-
-
-def _add_data(
-    arguments: Arguments, draft: Draft, ranks: int | None, per_replica: int, context: int
-) -> int:
+def _add_data(arguments: Arguments, ranks: int | None, per_replica: int) -> int:
     """Add the number of replicas and the global batch. Returns the first."""
+    draft = arguments.draft
     data = draft.value("parallel.data")
     if not isinstance(data, int):
         if ranks and ranks % per_replica:
-            axes = "tensor x pipeline x context" if context > 1 else "tensor x pipeline"
             draft.problems.append(
-                f"{ranks} ranks are no multiple of {per_replica}, those of one replica ({axes}): "
-                "--ranks gives another number"
+                f"{ranks} ranks are no multiple of {per_replica}, those of one replica (tensor x "
+                "pipeline x context): --ranks gives another number"
             )
             return 0
         data = ranks // per_replica if ranks else 1
         draft.put("parallel.data", data, counted(ranks, "rank") if ranks else NO_RANKS)
     is_known = bool(ranks) or "parallel.data" in draft.settled
-    _add_global_batch(arguments, draft, data if is_known else None)
+    _add_global_batch(arguments, data if is_known else None)
     if not is_known:
         draft.notes.append(
             "parallel.data = 1: the arguments do not say how many ranks there are; --ranks N "
@@ -143,44 +118,43 @@ def _add_data(
     return data
 
 
-def _add_global_batch(arguments: Arguments, draft: Draft, data: int | None) -> None:
+def _add_global_batch(arguments: Arguments, data: int | None) -> None:
     """Add the global batch. data: the replicas; None if their number is not known."""
+    draft = arguments.draft
     micro = arguments.get("micro_batch_size")
     if arguments.has("global_batch_size"):
-        arguments.put(draft, "train.global_batch", "global_batch_size")
+        arguments.copy("train.global_batch", "global_batch_size")
     elif not draft.needs("train.global_batch"):
         return
     elif micro is not None and data is not None:
         origin = "--micro-batch-size x replicas, as in Megatron-LM"
         draft.put("train.global_batch", micro * data, origin)
-    elif "global_batch_size" not in arguments.tried:
+    else:
         draft.missing.append(
             "--global-batch-size is missing, and without it the batch depends on the number of "
             "ranks: give it, or --ranks N"
         )
 
 
-def _add_stages(arguments: Arguments, draft: Draft, pipeline: int) -> None:
-    """Add an interleaved schedule, and the layers of each stage as Megatron-LM cuts them."""
+def _add_stages(arguments: Arguments, pipeline: int) -> None:
+    """Add an interleaved schedule, and the layers of each stage, which Megatron-LM cuts evenly."""
+    draft = arguments.draft
     layers = draft.value("model.layers")
     chunks = _chunks(arguments, layers, pipeline)
     if chunks is None:
         return
+    stages = pipeline * chunks
     if chunks > 1:
-        draft.put("parallel.schedule", "interleaved", arguments.origin(*CHUNKS))
-        draft.put("parallel.chunks", chunks, arguments.origin(*CHUNKS))
+        arguments.put("parallel.schedule", "interleaved", *CHUNKS)
+        arguments.put("parallel.chunks", chunks, *CHUNKS)
     if pipeline == 1 or not draft.needs("parallel.cuts"):
         return
-    if max(pipeline, chunks) > MOST_STAGES:
-        arguments.refuse("more stages than a model has layers", "pipeline_model_parallel_size")
+    if layers % stages or stages > MOST_STAGES:
+        why = f"{layers} layers cannot be cut evenly into {pipeline} x {chunks} stages"
+        arguments.refuse(f"{why}: parallel.cuts says how", AXES["parallel.pipeline"])
         return
-    cuts = [*_cuts(arguments, layers, pipeline, chunks)]
-    if sum(cuts) == layers and min(cuts) > 0:
-        draft.put("parallel.cuts", cuts, arguments.origin(*UNEVEN, *COUNTED))
-        return
-    why = f"{layers} layers cannot be cut evenly into {pipeline} x {chunks} stages"
-    names = (*UNEVEN, *COUNTED, "pipeline_model_parallel_size")
-    arguments.refuse(f"{why}: parallel.cuts says how", *filter(arguments.has, names))
+    origin = arguments.origin(AXES["parallel.pipeline"])
+    draft.put("parallel.cuts", [layers // stages] * stages, f"{origin}, cut evenly")
 
 
 def _chunks(arguments: Arguments, layers: Any, pipeline: int) -> int | None:
@@ -200,58 +174,36 @@ def _chunks(arguments: Arguments, layers: Any, pipeline: int) -> int | None:
     return layers // pipeline // layers_of_chunk
 
 
-def _cuts(arguments: Arguments, layers: int, pipeline: int, chunks: int) -> Iterator[int]:
-    """Yield the layers of each stage in the order of the model.
-
-    Ranks with a number of layers of their own cut it into chunks; the embedding and the loss count
-    as a layer of the first and the last stage, if asked.
-    """
-    first, last = map(arguments.get, UNEVEN)
-    embedding, loss = (int(arguments.get(name)) for name in COUNTED)
-    between = pipeline - (first is not None) - (last is not None)
-    left = layers - (first or 0) - (last or 0)
-    of_ranks = [(left + embedding + loss) // between if between else 0] * pipeline
-    of_ranks[-1] = of_ranks[-1] if last is None else last
-    of_ranks[0] = of_ranks[0] if first is None else first
-    for stage in range(chunks * pipeline):
-        of_stage = of_ranks[stage % pipeline] // chunks
-        if stage == 0:
-            of_stage -= embedding
-        if stage == chunks * pipeline - 1:
-            of_stage -= loss
-        yield of_stage
-
-
-def _add_recompute(arguments: Arguments, draft: Draft) -> None:
-    kind = arguments.get("recompute_granularity")
-    if arguments.get("recompute_activations"):
-        kind = "selective"
+def _add_recompute(arguments: Arguments) -> None:
+    draft = arguments.draft
+    is_selective = arguments.get("recompute_activations")
+    kind = "selective" if is_selective else arguments.get("recompute_granularity")
     if kind is None:
         return
     origin = arguments.origin("recompute_activations", "recompute_granularity")
     draft.put("parallel.recompute", kind, origin)
     name = "recompute_num_layers"
-    layers = arguments.get(name)
+    layers = arguments.get(name) or 1
     if kind == "selective":
-        _add_modules(arguments, draft)
-    elif arguments.get("recompute_method") == "block" and layers:
-        arguments.put(draft, "parallel.recompute_layers", name)
-    elif (layers or 1) > 1:
+        _add_modules(arguments)
+    elif arguments.get("recompute_method") == "block" and arguments.has(name):
+        arguments.copy("parallel.recompute_layers", name)
+    elif layers > 1:
         draft.notes.append(
             f"{arguments.said[name]}: each layer is recomputed alone, not in groups; the results "
             "are the same, the memory is not"
         )
 
 
-def _add_modules(arguments: Arguments, draft: Draft) -> None:
-    given = arguments.get("recompute_modules") or ("core_attn",)
+def _add_modules(arguments: Arguments) -> None:
+    draft = arguments.draft
+    name = "recompute_modules"
+    given = arguments.get(name) or ("core_attn",)
     modules = " ".join(given).split()
     unknown = [module for module in modules if module not in MODULES]
-    if unknown and draft.needs("parallel.recompute_modules"):
-        arguments.refuse(
-            f"there is no recompute of {', '.join(unknown)} here: of {', '.join(MODULES)}",
-            "recompute_modules",
-        )
-        return
-    ours = [MODULES[module] for module in modules if module in MODULES]
-    draft.put("parallel.recompute_modules", ours, arguments.origin("recompute_modules"))
+    if not unknown:
+        ours = [MODULES[module] for module in modules]
+        arguments.put("parallel.recompute_modules", ours, name)
+    elif draft.needs("parallel.recompute_modules"):
+        there = ", ".join(MODULES)
+        arguments.refuse(f"there is no recompute of {', '.join(unknown)} here: of {there}", name)

@@ -23,32 +23,34 @@ OF_FAMILY = (
     *("num_experts", "multi_latent_attention", "moe_router_score_function", "softmax_type"),
     *("position_embedding_type", "use_rotary_position_embeddings"),
 )
+PAIR = re.compile(r"\s*(-?\d{1,9})\s*,\s*(-?\d{1,9})\s*")
 PATTERN = re.compile(r"[\s,\d\[\]()+*]{1,500}")
 LONGEST = 10_000
 BALANCED = {"aux_loss": "each micro-batch", "global_aux_loss": "the global batch"}
 NO_NAMES = 10**6  # a vocabulary for `model_of`, where only the tokenizer knows it
 
 
-def add_model(arguments: Arguments, draft: Draft) -> None:
+def add_model(arguments: Arguments) -> None:
     """Add the keys of [model]."""
+    draft = arguments.draft
     missing = [name for name in REQUIRED if not arguments.has(name)]
-    is_settled = not draft.settled.keys().isdisjoint({"model.preset", "train.init_from"})
+    is_settled = "model.preset" in draft.settled or "train.init_from" in draft.settled
     if missing == list(REQUIRED) and is_settled:
         return
     for name in missing:
-        if name not in arguments.tried:
-            draft.missing.append(f"{option(name)} is missing, which Megatron-LM needs")
+        draft.missing.append(f"{option(name)} is missing, which Megatron-LM needs")
     if missing:
         return
     try:
         args = completed(arguments)
-        model = model_of_args(args, args["vocab_size"] or args["padded_vocab_size"] or NO_NAMES)
+        vocab = args["vocab_size"] or args["padded_vocab_size"]
+        model = model_of_args(args, vocab or NO_NAMES)
     except UserError as error:
         draft.problems += [_as_typed(problem) for problem in error.problems]
         return
     for key, value in _stated(model, arguments).items():
-        draft.put(f"model.{key}", value, arguments.origin(*_names_of(key)))
-    _add_training_only(arguments, draft, model)
+        arguments.put(f"model.{key}", value, *_names_of(key))
+    _add_training_only(arguments, model)
     _note_balance(args["moe_router_load_balancing_type"], model, draft)
 
 
@@ -60,22 +62,19 @@ def _note_balance(kind: str, model: ModelConfig, draft: Draft) -> None:
         )
 
 
-def _add_training_only(arguments: Arguments, draft: Draft, model: ModelConfig) -> None:
+def _add_training_only(arguments: Arguments, model: ModelConfig) -> None:
     """Add keys of [model] that a checkpoint says nothing of."""
     std = arguments.get("embedding_init_method_std")
     if std is not None:
-        draft.put("model.init", {"embedding": std}, arguments.origin("embedding_init_method_std"))
+        arguments.put("model.init", {"embedding": std}, "embedding_init_method_std")
     if not model.mtp_layers and arguments.has("mtp_loss_scaling_factor"):
-        arguments.put(draft, "model.mtp_loss_weight", "mtp_loss_scaling_factor")
+        arguments.copy("model.mtp_loss_weight", "mtp_loss_scaling_factor")
 
 
 def completed(arguments: Arguments) -> dict[str, Any]:
     """Return the model's arguments as Megatron-LM has them after its checks. Raises UserError."""
     args = {name: DEFAULTS[name] for name in IN_CHECKPOINTS & DEFAULTS.keys()}
     args |= {row.kept: arguments.get(row.kept) for row in OF_MODEL}
-    for name in (*REQUIRED, "kv_channels", "ffn_hidden_size", "num_query_groups"):
-        if args[name] is not None and args[name] < 1:
-            raise UserError.of("import.number_from_one", origin=arguments.origin(name))
     heads = args["num_attention_heads"]
     if args["kv_channels"] is None and args["hidden_size"] % heads:
         said = arguments.origin("hidden_size")
@@ -94,7 +93,10 @@ def completed(arguments: Arguments) -> dict[str, Any]:
 def _usual_width(hidden: int, is_gated: bool) -> int:
     """Return Megatron-LM's width of a feed-forward; a gated one is rounded down to a multiple of
     64."""
-    return int(4 * hidden * 2 / 3 / 64) * 64 if is_gated else 4 * hidden
+    if not is_gated:
+        return 4 * hidden
+    width = 4 * hidden * 2 / 3
+    return int(width / 64) * 64
 
 
 def _only(name: str, values: tuple[Any, ...]) -> Any:
@@ -108,10 +110,10 @@ def _only(name: str, values: tuple[Any, ...]) -> Any:
 def _pair(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
-    numbers = text.strip("()[] ").split(",")
-    if len(numbers) != 2 or not all(re.fullmatch(r"\s*-?\d{1,9}\s*", number) for number in numbers):
+    pair = PAIR.fullmatch(text.strip("()[] "))
+    if pair is None:
         raise UserError.of("import.window_size", text=text)
-    return tuple(map(int, numbers))
+    return tuple(map(int, pair.groups()))
 
 
 def _frequency(name: str, text: str | None) -> Any:
@@ -122,30 +124,30 @@ def _frequency(name: str, text: str | None) -> Any:
         if re.fullmatch(r"\d{1,9}", text):
             return int(text)
         if PATTERN.fullmatch(text):
-            return _list(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+            tree = ast.parse(text.strip(), mode="eval")
+            values = _evaluated(tree.body)
+            if all(isinstance(value, int) for value in values):
+                return values
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         pass
     raise UserError.of("import.frequency", option=option(name), text=text)
 
 
-def _list(node: ast.expr) -> list[int]:
-    match node:
-        case ast.List(items):
-            return [_number(item) for item in items]
-        case ast.BinOp(left, ast.Add(), right):
-            return _list(left) + _list(right)
-        case ast.BinOp(left, ast.Mult(), right):
-            base = _list(left)
-            times = _number(right)
-            if times * len(base) <= LONGEST:
-                return base * times
-    raise ValueError
-
-
-def _number(node: ast.expr) -> int:
+def _evaluated(node: ast.expr) -> Any:
+    """Return the value of sums and multiples of lists. Raises ValueError or TypeError for any other
+    expression."""
     match node:
         case ast.Constant(int(value)) if value < LONGEST:
             return value
+        case ast.List(items):
+            return [_evaluated(item) for item in items]
+        case ast.BinOp(left, ast.Add(), right):
+            return _evaluated(left) + _evaluated(right)
+        case ast.BinOp(left, ast.Mult(), right):
+            base = _evaluated(left)
+            times = _evaluated(right)
+            if len(base) * times <= LONGEST:
+                return base * times
     raise ValueError
 
 
@@ -155,18 +157,18 @@ def _stated(model: ModelConfig, arguments: Arguments) -> dict[str, Any]:
     chosen = model.model_dump(include=model.model_fields_set)
     if not arguments.has("vocab_size") and not arguments.has("padded_vocab_size"):
         chosen.pop("vocab")
-    needed = dict[str, Any]()
+    stated = dict[str, Any]()
     for key, value in chosen.items():
-        given = key != "family" and any(map(arguments.has, _names_of(key)))
-        required = ModelConfig.model_fields[key].is_required()
-        if given or required or _follows(needed, key) != value:
-            needed[key] = value
-    return needed
+        is_given = key != "family" and any(map(arguments.has, _names_of(key)))
+        is_required = ModelConfig.model_fields[key].is_required()
+        if is_given or is_required or _follows(stated, key) != value:
+            stated[key] = value
+    return stated
 
 
-def _follows(needed: dict[str, Any], key: str) -> Any:
+def _follows(stated: dict[str, Any], key: str) -> Any:
     """Return the value that a key has if it is not given, after the keys before it."""
-    known = {"layers": 1, "hidden": 64, "heads": 1} | needed
+    known = {"layers": 1, "hidden": 64, "heads": 1} | stated
     known.pop("init", None)
     try:
         return ModelConfig.model_validate(known).model_dump()[key]
@@ -178,9 +180,11 @@ def _names_of(key: str) -> list[str]:
     """Return the arguments that a field comes from."""
     if key == "family":
         return [*OF_FAMILY]
-    return [*dict.fromkeys(row.kept for row in OF_MODEL if f"model.{key}" in row.keys)]
+    names = [row.kept for row in OF_MODEL if f"model.{key}" in row.keys]
+    return list(dict.fromkeys(names))
 
 
 def _as_typed(problem: str) -> str:
     """Return a problem with Megatron's args by the names that are typed."""
-    return re.sub(r"Megatron's (\w+) = ", lambda match: f"{option(match[1])} = ", problem)
+    name = re.search(r"(?<=Megatron's )\w+(?= = )", problem)
+    return problem.replace(f"Megatron's {name[0]}", option(name[0])) if name else problem

@@ -12,7 +12,7 @@ from tools.config.native_keys import native_keys_of
 from tools.config.precision_settings import FP8, PLAN_ONLY
 from tools.interop.arguments.megatron import option
 from tools.interop.importing.arguments import Arguments
-from tools.interop.importing.draft import NO_HALF, Draft
+from tools.interop.importing.draft import NO_HALF
 
 STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
 # fields of NeMo's plugin that Megatron-LM has under another name
@@ -57,154 +57,130 @@ MUON = (
 )
 
 
-def add_length(arguments: Arguments, draft: Draft) -> None:
+def add_length(arguments: Arguments) -> None:
     """Add the length of the run and the batch."""
-    for name, key in (
-        ("seq_length", "train.seq_length"),
-        ("micro_batch_size", "train.micro_batch"),
-    ):
-        if arguments.has(name):
-            arguments.put(draft, key, name)
-        else:
-            _require(arguments, draft, key, name)
-    _add_steps(arguments, draft)
-    arguments.put(draft, "train.seed", "seed")
+    _require(arguments, "train.seq_length", "seq_length")
+    _require(arguments, "train.micro_batch", "micro_batch_size")
+    _add_steps(arguments)
+    arguments.copy("train.seed", "seed")
 
 
-def _require(arguments: Arguments, draft: Draft, key: str, *names: str) -> None:
-    """Add a problem unless one of these arguments, or the key, is given."""
-    if draft.needs(key) and arguments.tried.isdisjoint(names):
+def _require(arguments: Arguments, key: str, *names: str) -> None:
+    """Set a key to the first of these arguments. Add a problem unless one of them, or the key, is
+    given."""
+    draft = arguments.draft
+    if arguments.has(names[0]):
+        arguments.copy(key, names[0])
+    elif draft.needs(key):
         options = " or ".join(map(option, names))
         draft.missing.append(f"{options} is missing, which Megatron-LM needs")
 
 
-def _add_steps(arguments: Arguments, draft: Draft) -> None:
+def _add_steps(arguments: Arguments) -> None:
+    draft = arguments.draft
     batch = draft.value("train.global_batch")
     if not arguments.has("train_samples"):
-        if arguments.has("train_iters"):
-            arguments.put(draft, "train.steps", "train_iters")
-        _require(arguments, draft, "train.steps", "train_iters", "train_samples")
+        _require(arguments, "train.steps", "train_iters", "train_samples")
     elif arguments.has("train_iters"):
         arguments.refuse("give one of them", "train_iters", "train_samples")
     elif isinstance(batch, int) and batch > 0:
         samples = arguments.get("train_samples")
         steps = samples // batch
-        draft.put("train.steps", steps, arguments.origin("train_samples"))
+        arguments.put("train.steps", steps, "train_samples")
         if samples % batch:
             draft.notes.append(
                 f"--train-samples {samples} are {steps} steps; the last part of a batch is left out"
             )
 
 
-def add_rate(arguments: Arguments, draft: Draft) -> None:
+def add_rate(arguments: Arguments) -> None:
     """Add the schedule of the learning rate."""
-    if arguments.has("lr"):
-        arguments.put(draft, "lr.peak", "lr")
-    _require(arguments, draft, "lr.peak", "lr")
+    draft = arguments.draft
+    _require(arguments, "lr.peak", "lr")
     style = arguments.get("lr_decay_style")
     if style not in STYLES:
         if draft.needs("lr.schedule"):
             schedules = ", ".join(STYLES.values())
             arguments.refuse(f"the schedules here are {schedules} (lr.schedule)", "lr_decay_style")
         return
-    draft.put("lr.schedule", STYLES[style], arguments.origin("lr_decay_style"))
-    arguments.put(draft, "lr.final", "min_lr")
+    arguments.put("lr.schedule", STYLES[style], "lr_decay_style")
+    arguments.copy("lr.final", "min_lr")
     steps = draft.value("train.steps")
     batch = draft.value("train.global_batch")
     if isinstance(steps, int) and isinstance(batch, int) and min(steps, batch) > 0:
-        _add_lengths(arguments, draft, steps, batch)
+        _add_lengths(arguments, steps, batch)
     if style != "WSD":
         return
     if arguments.get("lr_wsd_decay_style") != "exponential" and draft.needs("lr.schedule"):
         arguments.refuse("the decay of wsd is exponential here", "lr_wsd_decay_style")
     if "lr.decay" not in draft.keys and draft.needs("lr.decay"):
-        arguments.refuse("needs --lr-wsd-decay-iters or --lr-wsd-decay-samples", "lr_decay_style")
+        draft.missing.append("--lr-decay-style WSD needs --lr-wsd-decay-iters or -samples")
 
 
-def _add_lengths(arguments: Arguments, draft: Draft, steps: int, batch: int) -> None:
-    """Add warm-up, decay and length, in samples where the arguments are, or where a share is no
-    whole step."""
+def _add_lengths(arguments: Arguments, steps: int, batch: int) -> None:
+    """Add warm-up, decay and length, in samples where the arguments are."""
+    draft = arguments.draft
     by_samples = arguments.has("train_samples")
     unit, other_unit = ("samples", "iters") if by_samples else ("iters", "samples")
-    _refuse_units(arguments, unit, other_unit)
-    run_length = arguments.get("train_samples") if by_samples else steps
-    length = arguments.get(f"lr_decay_{unit}") or run_length
-    warmup = arguments.get(f"lr_warmup_{unit}")
-    origin = arguments.origin(f"lr_warmup_{unit}")
-    factor = 1  # samples of what is counted
-    if arguments.has("lr_warmup_fraction"):
-        if warmup:
-            arguments.refuse("give one of them", "lr_warmup_fraction", f"lr_warmup_{unit}")
-        origin = arguments.origin("lr_warmup_fraction")
-        warmup, factor = _warmup_of_fraction(arguments, draft, length, 1 if by_samples else batch)
-    if factor > 1:
-        draft.put("lr.unit", "samples", origin)
-    elif by_samples:
-        draft.put("lr.unit", "samples", arguments.origin("train_samples"))
-    draft.put("lr.warmup", warmup, origin)
-    if length != run_length or (by_samples and length != steps * batch):
-        origin = arguments.origin(f"lr_decay_{unit}", "train_samples")
-        draft.put("lr.length", length * factor, origin)
-    _add_decay(arguments, draft, f"lr_wsd_decay_{unit}", factor)
-
-
-def _add_decay(arguments: Arguments, draft: Draft, name: str, factor: int) -> None:
-    if arguments.has(name):
-        draft.put("lr.decay", arguments.get(name) * factor, arguments.origin(name))
-
-
-def _refuse_units(arguments: Arguments, unit: str, other_unit: str) -> None:
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         other = f"{name}_{other_unit}"
         if arguments.has(other) and arguments.get(other):
             arguments.refuse(f"the length of the run is in {unit}, so this must be too", other)
+    if by_samples:
+        arguments.put("lr.unit", "samples", "train_samples")
+    run_length = arguments.get("train_samples") if by_samples else steps
+    length = arguments.get(f"lr_decay_{unit}") or run_length
+    _add_warmup(arguments, length, f"lr_warmup_{unit}")
+    if length != run_length or (by_samples and length != steps * batch):
+        origin = arguments.origin(f"lr_decay_{unit}", "train_samples")
+        draft.put("lr.length", length, origin)
+    decay = f"lr_wsd_decay_{unit}"
+    if arguments.has(decay):
+        arguments.copy("lr.decay", decay)
 
 
-def _warmup_of_fraction(
-    arguments: Arguments, draft: Draft, length: int, batch: int
-) -> tuple[int, int]:
-    """Return the warm-up of --lr-warmup-fraction, and the samples of what it counts: `batch` if the
-    share of the length is no whole number."""
-    share = arguments.get("lr_warmup_fraction") * length
-    factor = 1 if _is_whole(share) else batch
-    share *= factor
+def _add_warmup(arguments: Arguments, length: int, name: str) -> None:
+    """Add the warm-up. name: of the argument that says it, if it is no share of the length."""
+    draft = arguments.draft
+    fraction = "lr_warmup_fraction"
+    if not arguments.has(fraction):
+        arguments.copy("lr.warmup", name)
+        return
+    if arguments.get(name):
+        arguments.refuse("give one of them", fraction, name)
+    share = arguments.get(fraction) * length
     warmup = round(share)
-    if not _is_whole(share):
-        draft.notes.append(
-            f"{arguments.origin('lr_warmup_fraction')}: warm-up takes {warmup} samples, the "
-            f"nearest whole number to {share:g}"
-        )
-    return warmup, factor
+    if abs(share - warmup) > 1e-9 * max(1.0, share) and draft.needs("lr.warmup"):
+        arguments.refuse(f"are {share:g} of {length}, no whole number: give lr.warmup=N", fraction)
+    arguments.put("lr.warmup", warmup, fraction)
 
 
-def _is_whole(number: float) -> bool:
-    return abs(number - round(number)) < 1e-9 * max(1.0, abs(number))
-
-
-def add_optimizer(arguments: Arguments, draft: Draft) -> None:
+def add_optimizer(arguments: Arguments) -> None:
     """Add the update rule."""
+    draft = arguments.draft
     name = arguments.get("optimizer")
     if name == "adam":
-        draft.put("optimizer.name", "adamw", arguments.origin("optimizer"))
+        arguments.put("optimizer.name", "adamw", "optimizer")
         betas = [arguments.get("adam_beta1"), arguments.get("adam_beta2")]
-        draft.put("optimizer.betas", betas, arguments.origin("adam_beta1", "adam_beta2"))
-        arguments.put(draft, "optimizer.eps", "adam_eps")
+        arguments.put("optimizer.betas", betas, "adam_beta1", "adam_beta2")
+        arguments.copy("optimizer.eps", "adam_eps")
     elif name == "sgd":
-        draft.put("optimizer.name", "sgd", arguments.origin("optimizer"))
+        arguments.put("optimizer.name", "sgd", "optimizer")
         options = {"momentum": arguments.get("sgd_momentum")}
-        draft.put("optimizer.options", options, arguments.origin("sgd_momentum"))
+        arguments.put("optimizer.options", options, "sgd_momentum")
     elif draft.needs("optimizer.name"):
         rules = (
             "the update rules here are adamw, sgd, muon and elementwise ones of torch.optim "
             "(optimizer.name)"
         )
         arguments.refuse(rules + (MUON if "muon" in name else ""), "optimizer")
-    arguments.put(draft, "optimizer.weight_decay", "weight_decay")
-    arguments.put(draft, "optimizer.clip", "clip_grad")
+    arguments.copy("optimizer.weight_decay", "weight_decay")
+    arguments.copy("optimizer.clip", "clip_grad")
 
 
-def add_precision(arguments: Arguments, draft: Draft) -> None:
+def add_precision(arguments: Arguments) -> None:
     """Add [precision] and [fp8], as the dialect of NeMo reads the same settings of Megatron-LM."""
+    draft = arguments.draft
     halves = [name for name in PLANS if arguments.get(name)]
     if len(halves) == len(PLANS):
         arguments.refuse("give one of them", *halves)
@@ -230,12 +206,12 @@ def add_precision(arguments: Arguments, draft: Draft) -> None:
         ),
     ):
         if is_stated:
-            draft.put(key, keys[key], arguments.origin(*names))
+            arguments.put(key, keys[key], *names)
     if arguments.get("fp32_residual_connection"):
-        draft.put("precision.residual", "fp32", arguments.origin("fp32_residual_connection"))
-    _add_scaling(arguments, draft, keys, half)
+        arguments.put("precision.residual", "fp32", "fp32_residual_connection")
+    _add_scaling(arguments, keys, half)
     if plan.fp8 is not None:
-        _add_fp8(arguments, draft, keys)
+        _add_fp8(arguments, keys)
 
 
 def _fields_of_nemo(arguments: Arguments, half: str) -> dict[str, Any]:
@@ -269,8 +245,9 @@ def _typed_name(problem: str) -> str:
     return f"{option(name)}{sign}{rest}"
 
 
-def _add_scaling(arguments: Arguments, draft: Draft, keys: dict[str, Any], half: str) -> None:
+def _add_scaling(arguments: Arguments, keys: dict[str, Any], half: str) -> None:
     """Add loss scaling, and what happens to a step with inf or NaN."""
+    draft = arguments.draft
     scaling = keys["precision.scaling"]
     checks = "check_for_nan_in_loss_and_grad"
     if scaling == "constant":
@@ -278,19 +255,19 @@ def _add_scaling(arguments: Arguments, draft: Draft, keys: dict[str, Any], half:
         draft.put("precision.loss_scale", keys["precision.loss_scale"], origin)
     if scaling == "dynamic":
         for key, name in SCALE.items():
-            draft.put(f"precision.{key}", keys[f"precision.{key}"], arguments.origin(name))
+            arguments.put(f"precision.{key}", keys[f"precision.{key}"], name)
         draft.put("precision.on_nonfinite", "skip", "--fp16 with a dynamic loss scale")
     elif arguments.get(checks):
-        draft.put("precision.on_nonfinite", "raise", arguments.origin(checks))
+        arguments.put("precision.on_nonfinite", "raise", checks)
     else:
         skips = half != "fp32" and scaling == "constant"
-        draft.put("precision.on_nonfinite", "skip" if skips else "ignore", arguments.origin(checks))
+        arguments.put("precision.on_nonfinite", "skip" if skips else "ignore", checks)
 
 
-def _add_fp8(arguments: Arguments, draft: Draft, keys: dict[str, Any]) -> None:
+def _add_fp8(arguments: Arguments, keys: dict[str, Any]) -> None:
     for key, field in FP8.model_fields.items():
         dotted = f"fp8.{key}"
         names = [FP8_NAMES[key]] if key in FP8_NAMES else ["fp8_recipe", "fp8"]
         given = key in FP8_NAMES and arguments.has(FP8_NAMES[key])
         if dotted in keys and dotted not in PLAN_ONLY and (keys[dotted] != field.default or given):
-            draft.put(dotted, keys[dotted], arguments.origin(*names))
+            arguments.put(dotted, keys[dotted], *names)

@@ -3,14 +3,16 @@ train` checks it."""
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megaprec.errors import UserError
 from tools.config.run_file import tables_of_a_run
 from tools.console.toml import Setting, toml
 from tools.convert.initial import resolve_run
+from tools.interop.importing.arguments import Arguments
 from tools.interop.importing.deepspeed import add_deepspeed
 from tools.interop.importing.draft import DEEPSPEED, MEGATRON, Draft
 from tools.interop.importing.megatron_data import add_data, add_run
@@ -24,6 +26,7 @@ from tools.interop.importing.megatron_training import (
 )
 from tools.interop.importing.sources import Sources, read_sources
 
+OURS = "megaprec's default"
 # keys that change no number of the training
 WITHOUT_NUMBERS = (
     "parallel.",
@@ -57,82 +60,75 @@ def import_run(
     variables. ranks: how many there are; None: as a launcher in the script says. dropped: arguments
     of Megatron-LM to leave out, by name. Raises UserError with all problems.
     """
-    sources = read_sources(items, assumed, dropped)
     draft = Draft(settled)
+    arguments = Arguments(dropped, draft)
+    sources = read_sources(items, assumed, arguments)
     ranks = ranks or sources.ranks
     if sources.megatron:
-        _add_megatron(sources, draft, ranks)
-    unused = dict(sources.arguments.unused)
-    read = len(sources.arguments.values)
+        add_model(arguments)
+        add_layout(arguments, ranks)
+        add_length(arguments)
+        add_rate(arguments)
+        add_optimizer(arguments)
+        add_precision(arguments)
+        add_data(arguments)
+        add_run(arguments)
+    unused = dict(arguments.unused)
+    read = len(arguments.values)
     for place, content in sources.deepspeed.items():
         unused_here = add_deepspeed(content, place, draft, ranks)
         unused |= unused_here
         read += _leaves(content) - len(unused_here)
     for key, entry in settled.items():
         draft.put(key, entry.value, "given beside the arguments")
-    draft.problems += [
-        f"--drop {name}: no such argument is given" for name in dropped - sources.arguments.tried
-    ]
-    draft.notes += [
-        f"left out, as --drop says: {said}" for said in sources.arguments.left_out.values()
-    ]
-    draft.notes += _defaults_of_others(draft)
+    for name in dropped - arguments.left_out.keys():
+        draft.problems.append(f"--drop {name}: no such argument is given")
+    for said in arguments.left_out.values():
+        draft.notes.append(f"left out, as --drop says: {said}")
     if not sources.megatron:
-        draft.notes += _defaults_of_ours(draft)
+        _add_defaults(draft)
+    _note_defaults(draft)
     notes = list(dict.fromkeys([*sources.notes, *draft.notes]))
-    missing = [] if sources.arguments.open else draft.missing
-    if problems := [*sources.arguments.problems, *draft.problems, *missing]:
+    # what is missing may stand in an argument that is refused
+    if problems := draft.problems or draft.missing:
         raise UserError(*dict.fromkeys(problems))
     text = draft.text(notes, [*unused.values()], " and ".join(sources.names))
     _check(draft, text, sources)
     return Imported(text, tuple(notes), read, len(unused))
 
 
-def _add_megatron(sources: Sources, draft: Draft, ranks: int | None) -> None:
-    arguments = sources.arguments
-    add_model(arguments, draft)
-    add_layout(arguments, draft, ranks)
-    add_length(arguments, draft)
-    add_rate(arguments, draft)
-    add_optimizer(arguments, draft)
-    add_precision(arguments, draft)
-    add_data(arguments, draft)
-    add_run(arguments, draft)
+def _add_defaults(draft: Draft) -> None:
+    """State our defaults that stand in for an optimizer, a schedule and data that no file names."""
+    keys = ["lr.peak", "optimizer.name", "optimizer.weight_decay"]
+    if draft.value("optimizer.name", "adamw") == "adamw":
+        keys += ["optimizer.betas", "optimizer.eps"]
+    if draft.value("lr.schedule") is None:
+        keys += ["lr.schedule", "lr.warmup", "lr.final"]
+    if draft.value("data.blend") is None:
+        keys.append("data.source")
+    for key in keys:
+        if key not in draft.keys:
+            draft.put(key, _default(key), OURS)
 
 
-def _defaults_of_others(draft: Draft) -> Iterator[str]:
-    """Yield a note of the other system's defaults that differ from ours and stand in for what its
-    files leave open."""
-    tables = tables_of_a_run()
-    for source in (MEGATRON, DEEPSPEED):
+def _note_defaults(draft: Draft) -> None:
+    """Note the defaults that stand in for what the files leave open: other systems' where they
+    differ from ours."""
+    for source in (MEGATRON, DEEPSPEED, OURS):
         standing_in = list[str]()
         for key, entry in draft.keys.items():
-            table, _, name = key.partition(".")
-            field = tables[table].model_fields.get(name)
+            if entry.origin != source or key.startswith(WITHOUT_NUMBERS):
+                continue
             value = tuple(entry.value) if isinstance(entry.value, list) else entry.value
-            differs = field is None or field.default != value
-            if entry.origin == source and differs and not key.startswith(WITHOUT_NUMBERS):
+            if source == OURS or value != _default(key):
                 standing_in.append(f"{key} = {toml(entry.value)}")
         if standing_in:
-            yield f"left open, so {source} counts: {', '.join(standing_in)}"
+            draft.notes.append(f"left open, so {source} counts: {', '.join(standing_in)}")
 
 
-def _defaults_of_ours(draft: Draft) -> Iterator[str]:
-    """Yield a note of our defaults that stand in for an optimizer, a schedule and data that no file
-    names."""
-    names = ["data.source", "lr.peak", "optimizer.name", "optimizer.weight_decay"]
-    if draft.value("optimizer.name", "adamw") == "adamw":
-        names += ["optimizer.betas", "optimizer.eps"]
-    if draft.value("lr.schedule") is None:
-        names += ["lr.schedule", "lr.warmup", "lr.final"]
-    tables = tables_of_a_run()
-    standing_in = list[str]()
-    for key in names:
-        table, _, name = key.partition(".")
-        if key not in draft.keys:
-            standing_in.append(f"{key} = {toml(tables[table].model_fields[name].default)}")
-    if standing_in:
-        yield f"left open, so megaprec's default counts: {', '.join(standing_in)}"
+def _default(key: str) -> Any:
+    table, _, name = key.partition(".")
+    return tables_of_a_run()[table].model_fields[name].default
 
 
 def _leaves(content: object) -> int:

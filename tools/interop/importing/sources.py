@@ -20,17 +20,15 @@ from tools.interop.foreign.data_files import Data, TooLarge, from_json, from_yam
 from tools.interop.foreign.plain import Table, Unreadable, plain
 from tools.interop.foreign.whose import DEEPSPEED, whose, whose_file
 from tools.interop.importing.arguments import Arguments, is_known, read_kept, read_table, read_words
-from tools.interop.importing.shell import Word, read_script, split_words
+from tools.interop.importing.shell import CommandLine, Word, read_script, split_words
 
 LARGEST = 256 * 1024  # bytes
-LARGEST_LOG = (
-    16 * 2**20
-)  # bytes of a log that are looked at; Megatron-LM prints its arguments first
-SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
+# bytes of a log that are looked at; Megatron-LM prints its arguments first
+LARGEST_LOG = 16 * 2**20
 YAML = (".yaml", ".yml")
 JSON = ".json"
 OTHERS = (".toml", ".py")  # files of settings that are recognised, and read by other commands
-LOGS = (".log", ".txt", ".out")
+FILES = (*YAML, JSON, *OTHERS, ".sh", ".bash", ".slurm", ".sbatch", ".log", ".txt", ".out")
 LISTED = "MODEL_ARGS"  # the table of arguments in the YAML of Megatron-LM's functional tests
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 ELSE = (
@@ -50,7 +48,7 @@ class Sources:
     """Everything that was read. deepspeed: configurations by file. ranks: what a launcher starts,
     if it says so."""
 
-    arguments: Arguments = field(default_factory=Arguments)
+    arguments: Arguments
     deepspeed: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     ranks: int | None = None
     notes: list[str] = field(default_factory=list)
@@ -58,48 +56,34 @@ class Sources:
     megatron: bool = False
 
 
-def read_sources(
-    items: Sequence[str], assumed: Mapping[str, str], dropped: frozenset[str]
-) -> Sources:
-    """Read files by their suffix, others as scripts or logs; the rest is a command line. dropped:
-    arguments to leave out.
+def read_sources(items: Sequence[str], assumed: Mapping[str, str], arguments: Arguments) -> Sources:
+    """Read files by their suffix, others as scripts or logs; the rest is a command line. arguments:
+    those of Megatron-LM are added to them.
 
     Raises UserError for what cannot be read.
     """
-    sources = Sources(Arguments(dropped))
-    words = list[Word]()
+    sources = Sources(arguments)
     for i, item in enumerate(items):
-        if item.startswith("-") and not any(sign in item for sign in " \t\n"):
-            words += map(Word, items[i:])
-            break
+        is_option = item.startswith("-") and not re.search(r"\s", item)
         path = Path(item)
+        if is_option:
+            words = [Word(word) for word in items[i:]]
+            _read_command(CommandLine(words, None, []), "a command line", sources)
+            break
         if "--" not in item and _exists(path):
             _read_file(path, sources, assumed)
-        else:
-            words += _words_of(item, sources, assumed)
-    if words:
-        sources.megatron = True
-        sources.names.append("a command line")
-        read_words(words, sources.arguments)
+            continue
+        if path.suffix.lower() in FILES and not re.search(r"^-|\s", item):
+            reason = "No such file or directory"
+            raise UserError.of("import.file_unreadable", path=path, reason=reason)
+        if "--" not in item:
+            raise UserError.of("import.no_file_or_command", item=item or "an empty word")
+        command = split_words(item, assumed)
+        _require_megatrons("the command line", command.words)
+        _read_command(command, "a command line", sources)
     if not sources.names:
         raise UserError.of("import.nothing_to_import")
     return sources
-
-
-def _words_of(item: str, sources: Sources, assumed: Mapping[str, str]) -> list[Word]:
-    """Return the words of a command line that is given as text. Raises UserError for any other
-    text."""
-    path = Path(item)
-    is_named = path.suffix.lower() in (*SCRIPTS, *YAML, JSON, *OTHERS, *LOGS)
-    if is_named and " " not in item and not item.startswith("-"):
-        raise UserError.of("import.file_unreadable", path=path, reason="No such file or directory")
-    if "--" not in item:
-        raise UserError.of("import.no_file_or_command", item=item or "an empty word")
-    command = split_words(item, assumed)
-    _require_megatrons("the command line", [word.text for word in command.words])
-    sources.ranks = command.ranks or sources.ranks
-    sources.notes += command.notes
-    return command.words
 
 
 def _exists(path: Path) -> bool:
@@ -109,8 +93,14 @@ def _exists(path: Path) -> bool:
         return False
 
 
+def _read_command(command: CommandLine, name: str, sources: Sources) -> None:
+    sources.megatron = True
+    sources.ranks = command.ranks or sources.ranks
+    sources.names += dict.fromkeys([name, *command.taken_in])
+    read_words(command.words, sources.arguments)
+
+
 def _read_file(path: Path, sources: Sources, assumed: Mapping[str, str]) -> None:
-    sources.names.append(path.name)
     if path.is_dir():
         _read_all(_args_of_checkpoint(path), path, sources)
         return
@@ -131,16 +121,13 @@ def _read_file(path: Path, sources: Sources, assumed: Mapping[str, str]) -> None
         _read_all(printed, path, sources)
     else:
         command = read_script(text, path, assumed)
-        _require_megatrons(path.name, [word.text for word in command.words])
-        sources.megatron = True
-        sources.ranks = command.ranks or sources.ranks
-        sources.notes += command.notes
-        sources.names += command.taken_in
-        read_words(command.words, sources.arguments)
+        _require_megatrons(path.name, command.words)
+        _read_command(command, path.name, sources)
 
 
 def _read_all(args: Mapping[str, Any], path: Path, sources: Sources) -> None:
     """Read all arguments as Megatron-LM keeps them."""
+    sources.names.append(path.name)
     sources.megatron = True
     ranks = args.get("world_size")
     sources.ranks = ranks if isinstance(ranks, int) else sources.ranks
@@ -160,12 +147,12 @@ def _args_of_checkpoint(path: Path) -> Mapping[str, Any]:
 def _printed(path: Path, text: str) -> dict[str, Any]:
     """Return the arguments that Megatron-LM printed into a log; empty if it is none."""
     printed = PRINTED.findall(text)
-    tables = [dict(_printed_rows(part)) for part in printed or [text]]
-    if not printed and len(tables[0]) < FEWEST_PRINTED:
+    first, *others = [dict(_printed_rows(part)) for part in printed or [text]]
+    if not printed and len(first) < FEWEST_PRINTED:
         return {}
-    if any(table != tables[0] for table in tables):
-        raise UserError.of("import.several_printed", path=path, count=len(tables))
-    return tables[0]
+    if any(table != first for table in others):
+        raise UserError.of("import.several_printed", path=path, count=1 + len(others))
+    return first
 
 
 def _printed_rows(text: str) -> Iterator[tuple[str, Any]]:
@@ -176,28 +163,28 @@ def _printed_rows(text: str) -> Iterator[tuple[str, Any]]:
             yield name or long_name, value.strip()
 
 
-def _require_megatrons(name: str, words: Sequence[str]) -> None:
-    """Raise UserError if most arguments are another program's. words: names without dashes are
-    passed over."""
-    typed = [word.partition("=")[0] for word in words if word.startswith("--")]
+def _require_megatrons(name: str, words: Sequence[Word]) -> None:
+    """Raise UserError if most arguments are another program's."""
+    typed = [word.text.partition("=")[0] for word in words if word.text.startswith("--")]
     kind = whose(typed)
     if kind is not None:
         raise UserError(kind.of(name))
     # a file of settings stands first, or behind an argument that Megatron-LM does not have
     before = "--"
     for word in words:
-        option, equals, value = word.partition("=")
-        holder, file = (option, value) if equals else (before, word)
-        theirs = holder.startswith("--") and not is_known(holder.removeprefix("--"))
-        if theirs and Path(file).suffix.lower() in (*YAML, *OTHERS):
+        option, equals, value = word.text.partition("=")
+        holder, file = (option, value) if equals else (before, option)
+        is_theirs = holder.startswith("--") and not is_known(holder.removeprefix("--"))
+        if is_theirs and Path(file).suffix.lower() in (*YAML, *OTHERS):
             raise UserError.of("import.settings_file", name=name, settings=file, remedy=ELSE)
-        before = word
-    _require_most(name, [word.removeprefix("--") for word in typed])
+        before = option
+    _require_most(name, typed)
 
 
 def _require_most(name: str, typed: Sequence[str]) -> None:
     """Raise UserError if fewer than half of the arguments are Megatron-LM's."""
-    strange = [word for word in typed if not is_known(word)]
+    plain_names = [word.removeprefix("--") for word in typed]
+    strange = [word for word in plain_names if not is_known(word)]
     if len(strange) >= FEWEST and 2 * len(strange) > len(typed):
         raise UserError.of(
             "import.foreign_arguments",
@@ -235,12 +222,12 @@ def _read_json(path: Path, text: str, sources: Sources) -> None:
         raise UserError.of("import.not_json", path=path, error=error) from error
     if not isinstance(content, dict):
         raise UserError.of("import.not_json_object", path=path)
-    if not content or any(is_deepspeeds(str(name)) for name in content):
-        sources.deepspeed[path.name] = content
-        return
     data = from_json(text)
-    assert data is not None
-    _read_data(path, data, sources)
+    if data is not None and content and not any(map(is_deepspeeds, content)):
+        _read_data(path, data, sources)
+    else:
+        sources.names.append(path.name)
+        sources.deepspeed[path.name] = content
 
 
 def _yaml(path: Path, text: str) -> Data:
@@ -255,6 +242,7 @@ def _yaml(path: Path, text: str) -> Data:
 
 def _read_data(path: Path, data: Data, sources: Sources) -> None:
     """Read a table of Megatron-LM's arguments."""
+    sources.names.append(path.name)
     sources.megatron = True
     table = data.table
     listed = table.get(LISTED)
@@ -264,7 +252,7 @@ def _read_data(path: Path, data: Data, sources: Sources) -> None:
             sources.notes.append(f"{path.name}: {LISTED} is read, and not: {others}")
         table = listed
     leaves = [*_leaves(table)]
-    _require_most(path.name, [name.removeprefix("--") for name, _, _ in leaves])
+    _require_most(path.name, [name for name, _, _ in leaves])
     if any(isinstance(entry.value, Table) for entry in table.entries.values()):
         sources.notes.append(
             f"{path.name}: what its tables do not say is taken as Megatron-LM's default, not "
@@ -279,11 +267,10 @@ def _read_data(path: Path, data: Data, sources: Sources) -> None:
             names = VARIABLE.findall(str(problem))
             remedy = f": --assume {names[0]}=VALUE gives it" if names else ""
             arguments.add_problem(name, f"{path.name}, line {line}", f"{problem}{remedy}")
-            arguments.tried.add(name.removeprefix("--").replace("-", "_"))
             continue
         if values.setdefault(name, value) != value:
             problem = f"is {values[name]!r} and {value!r}: keep one of them"
-            arguments.problems.append(f"{name} ({path.name}): {problem}")
+            arguments.add_problem(name, path.name, problem)
     read_table(values, arguments, path.name)
 
 

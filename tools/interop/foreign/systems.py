@@ -40,8 +40,7 @@ class Maker:
 
     table: whose keys its arguments are; empty if it only holds tables. order: parameters by
     position. packages: modules that it is imported from. keys: argument -> key, where the names
-    differ. unrelated: arguments that do not concern precision. remarks: arguments that
-    are understood but not used, and why. adds: keys that the call implies.
+    differ. unrelated: arguments that do not concern precision. adds: keys that the call implies.
     tables: arguments that are tables themselves. strict: any other argument is passed on as a key.
     completes: its keys complete those of another call for the same table.
     """
@@ -51,7 +50,6 @@ class Maker:
     packages: tuple[str, ...] = ()
     keys: Mapping[str, str] = field(default_factory=dict)
     unrelated: frozenset[str] = frozenset()
-    remarks: Mapping[str, str] = field(default_factory=dict)
     adds: Mapping[str, Any] = field(default_factory=dict)
     tables: Mapping[str, str] = field(default_factory=dict)
     strict: bool = True
@@ -130,7 +128,6 @@ PRECISION_OF_PLUGINS = frozenset(
         "master_weights cast_inputs force_outputs_fp32 use_fp8 fp8_communication tp_size pp_size"
     )
 )
-WITHOUT_BUFFERS = "the trainer's models have no buffers that ranks could differ in"
 BRIDGE_KEYS = {
     "fp8_param": "fp8_params",
     "loss_scale": "fp16_loss_scale",
@@ -139,6 +136,8 @@ BRIDGE_KEYS = {
     "loss_scale_window": "fp16_loss_scale_window",
     "hysteresis": "fp16_hysteresis",
 }
+WHOLE_FIELDS = ("precision", "recipe", "v1")
+"""Fields of NeMo's plugin that say the dtype; a trainer has others of these names."""
 OPTIMIZER_KEYS = _words(
     "clip_grad use_distributed_optimizer use_precision_aware_optimizer main_grads_dtype "
     "main_params_dtype exp_avg_dtype exp_avg_sq_dtype"
@@ -162,18 +161,25 @@ def _holder(order: tuple[str, ...], packages: tuple[str, ...], tables: Mapping[s
     return Maker("", order, packages, tables=tables, strict=False)
 
 
-def _of_optimizer(*keys: str) -> Maker:
+def _with_fields(*keys: str) -> Maker:
     """Return a maker of which only some arguments are keys of NeMo's plugin."""
-    return Maker(
-        NEMO, packages=NEMO_PACKAGES, keys={key: key for key in keys}, strict=False, completes=True
-    )
+    same = {key: key for key in keys}
+    return Maker(NEMO, packages=NEMO_PACKAGES, keys=same, strict=False, completes=True)
 
 
 _WRAPPER = _holder(FSDP_ORDER, (*FSDP, "colossalai"), {"mixed_precision": SMP_POLICY})
 _NXD_CONFIG = _holder(
     NXD_CONFIG, NXD_PACKAGES, {"mixed_precision_config": NXD, "optimizer_config": NXD_OPTIMIZER}
 )
-_TRAINERS = ("nemo", "nl", "lightning", "pytorch_lightning")
+# NeMo's documentation hands fields of the plugin to the trainer
+_TRAINER = Maker(
+    NEMO,
+    packages=("nemo", "nl", "lightning", "pytorch_lightning"),
+    keys={key: key for key in nemo.MegatronMixedPrecision.model_fields if key not in WHOLE_FIELDS},
+    tables={"plugins": NEMO},
+    strict=False,
+    completes=True,
+)
 _GRAPH = frozenset({"_graph"})
 
 MAKERS: Mapping[str, tuple[Maker, ...]] = {
@@ -223,8 +229,8 @@ MAKERS: Mapping[str, tuple[Maker, ...]] = {
             INTERNEVO,
             _words("model output_to_fp32 parallel_mode sync_buffer dtype"),
             ("internlm", "internevo", "megaprec"),
-            unrelated=frozenset({"model"}),
-            remarks=dict.fromkeys(("parallel_mode", "sync_buffer"), WITHOUT_BUFFERS),
+            # models here have no buffers that ranks could differ in
+            unrelated=frozenset({"model", "parallel_mode", "sync_buffer"}),
         ),
     ),
     "MegatronMixedPrecision": (Maker(NEMO, MEGATRON_PLUGIN, NEMO_PACKAGES),),
@@ -235,11 +241,11 @@ MAKERS: Mapping[str, tuple[Maker, ...]] = {
     "get_mixed_precision_config": (
         Maker(NEMO, ("recipe",), ("megatron",), adds={"library": "bridge"}),
     ),
-    "Trainer": (_holder((), _TRAINERS, {"plugins": NEMO}),),
+    "Trainer": (_TRAINER,),
     "ConfigContainer": (_holder((), ("megatron",), {"mixed_precision": NEMO}),),
-    "DistributedDataParallelConfig": (_of_optimizer("use_distributed_optimizer"),),
-    "OptimizerConfig": (_of_optimizer(*OPTIMIZER_KEYS),),
-    "distributed_fused_adam_with_cosine_annealing": (_of_optimizer(*OPTIMIZER_KEYS),),
+    "DistributedDataParallelConfig": (_with_fields("use_distributed_optimizer"),),
+    "OptimizerConfig": (_with_fields(*OPTIMIZER_KEYS),),
+    "distributed_fused_adam_with_cosine_annealing": (_with_fields(*OPTIMIZER_KEYS),),
 }
 """Classes and functions by the last part of their name, the first that fits its import."""
 
@@ -249,6 +255,7 @@ TABLES: Mapping[str, str] = {
     "fp16": FP16,
     "model": INTERNEVO,
     "grad_scaler": "internevo.grad_scaler",
+    "zero": "colossalai.zero",
     "hybrid_zero_optimizer": "internevo.hybrid_zero_optimizer",
     "parallel": "internevo.parallel",
     "mixed_precision": SMP_POLICY,
@@ -261,6 +268,8 @@ MARKS: Mapping[str, frozenset[str]] = {
     "parallel": frozenset({"zero1"}),
     "mixed_precision": frozenset(smp.MixedPrecision.model_fields),
     "optimizer_config": frozenset(nxd.OptimizerConfig.model_fields),
+    # that of Colossal-AI before its plugins, which its dialect refuses
+    "zero": frozenset({"model_config", "optimizer_config", "level", "tensor_placement_policy"}),
 }
 """Of dicts whose names mean other things elsewhere, keys of which one must be there."""
 LOOSE: Mapping[str, tuple[str, ...]] = {
@@ -273,6 +282,7 @@ WITH_DTYPE: Mapping[str, str] = {
     NEMO: "NeMo's precision plugin or recipe",
 }
 """What of a system says the dtype; its other tables and classes alone do not say the precision."""
+NXD_MASTERS = frozenset({"use_master_weights", "use_fp32_grad_acc", "use_master_weights_in_ckpt"})
 ENVIRONMENT = _words("NEURON_RT_STOCHASTIC_ROUNDING_EN XLA_USE_BF16 XLA_DOWNCAST_BF16")
 
 
@@ -305,13 +315,9 @@ def table_of(name: str, content: Table, beside: Mapping[str, Any]) -> str:
     if name not in MARKS or (name == "optimizer_config" and "mixed_precision_config" in beside):
         return TABLES[name]
     marks = keys & MARKS[name]
-    if name == "model" and marks == {"dtype"}:
-        return _table_of_dtype(content.get("dtype"))
-    return TABLES[name] if marks else ""
-
-
-def _table_of_dtype(dtype: object) -> str:
-    """Return the table of a `model` that has only a dtype: InternEvo takes a text for one only with
-    its "torch."."""
+    # InternEvo takes a text for a dtype only with its "torch."
+    dtype = content.get("dtype")
     is_other = isinstance(dtype, str) and not dtype.startswith("torch.")
-    return "" if is_other else TABLES["model"]
+    if name == "model" and marks == {"dtype"} and is_other:
+        return ""
+    return TABLES[name] if marks else ""

@@ -5,15 +5,14 @@ A door that takes another system's file asks here first, so that its refusal nam
 what to do instead.
 """
 
-import ast
 import re
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from megaprec.errors import UserError
 from tools.interop.foreign.data_files import TooLarge, from_json, from_toml, from_yaml
-from tools.interop.foreign.plain import Table, inner_table
+from tools.interop.foreign.plain import Fields, Table
 
 SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".py")
 KEYS = (
@@ -68,6 +67,12 @@ RUN = Kind(
 )
 KINDS: tuple[Kind, ...] = (
     Kind(
+        "a configuration of NxD",
+        ("mixed_precision_config", "distributed_strategy", "optimizer_config.zero_one_enabled"),
+        f"{SHOWN} (docs/migrating.md)",
+        shown=True,
+    ),
+    Kind(
         "a configuration of GPT-NeoX",
         ("pipe_parallel_size", "zero_optimization num_layers", "zero_optimization hidden_size"),
         _keys(
@@ -97,6 +102,15 @@ KINDS: tuple[Kind, ...] = (
             "model_name_or_path=train.init_from",
             "cutoff_len=train.seq_length",
             "learning_rate=lr.peak",
+        ),
+    ),
+    Kind(
+        "a recipe of SageMaker HyperPod",
+        ("use_smp_model", "model.backward_fetch_policy", "model.shard_degree"),
+        _keys(
+            "model.precision=precision.compute",
+            "model.fp8=fp8.kind",
+            "model.grad_clip=optimizer.clip",
         ),
     ),
     Kind(
@@ -212,7 +226,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "a configuration of Megatron-Bridge",
-        ("_target_ megatron.bridge",),
+        ("_target_.megatron.bridge",),
         (
             f"{SHOWN}, and its arguments are read without _target_: a table of names such as "
             "train_iters"
@@ -221,7 +235,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "a recipe of NeMo 2",
-        ("_target_ nemo",),
+        ("_target_.nemo", "_target_.nemo_automodel"),
         (
             f"{SHOWN} (docs/migrating.md); "
             f"{_keys('trainer.max_steps=train.steps', 'model.config=[model]')}"
@@ -244,12 +258,6 @@ KINDS: tuple[Kind, ...] = (
             "model.micro_batch_size=train.micro_batch",
             "model.optim.lr=lr.peak",
         ),
-        shown=True,
-    ),
-    Kind(
-        "a configuration of NxD",
-        ("mixed_precision_config", "distributed_strategy", "optimizer_config.zero_one_enabled"),
-        f"{SHOWN} (docs/migrating.md)",
         shown=True,
     ),
     Kind(
@@ -279,21 +287,9 @@ def whose(names: Iterable[str]) -> Kind | None:
     underscores."""
     have = {name.removeprefix("--").replace("-", "_") for name in names}
     for kind in (*KINDS, RUN, DEEPSPEED):
-        if any(set(mark.split()) <= have for mark in _plain_marks(kind)):
-            return kind
-        if any(_targets(mark, have) for mark in kind.marks):
+        if any(set(mark.split()) <= have for mark in kind.marks):
             return kind
     return None
-
-
-def _plain_marks(kind: Kind) -> Iterator[str]:
-    return (mark for mark in kind.marks if not mark.startswith("_target_ "))
-
-
-def _targets(mark: str, have: Set[str]) -> bool:
-    """Return True if a file's `_target_` begins as a mark says."""
-    first, _, package = mark.partition(" ")
-    return first == "_target_" and any(name.startswith(f"_target_ {package}") for name in have)
 
 
 def names_in(table: Table) -> set[str]:
@@ -301,9 +297,8 @@ def names_in(table: Table) -> set[str]:
     names = set[str]()
     for key, entry in table.entries.items():
         names.add(str(key))
-        inner = inner_table(entry.value)
-        if isinstance(inner, Table):
-            names |= {f"{key}.{name}" for name in inner.entries}
+        if isinstance(entry.value, Fields):
+            names |= {f"{key}.{name}" for name in entry.value.entries}
     return names
 
 
@@ -312,7 +307,8 @@ def whose_file(path: Path, text: str) -> Kind | None:
     be read."""
     suffix = path.suffix.lower()
     if suffix == ".py":
-        return whose(_names_in_python(text))
+        # what it assigns at its top, and what it calls
+        return whose(re.findall(r"^\w+(?= *=)|\w+(?=\()", text, re.MULTILINE))
     try:
         if suffix in (".yaml", ".yml"):
             data = from_yaml(path, text)
@@ -326,23 +322,8 @@ def whose_file(path: Path, text: str) -> Kind | None:
         return None
     if data is None:
         return None
-    targets = {f"_target_ {name}" for name in TARGET.findall(text)}
-    return whose(names_in(data.table) | targets)
-
-
-def _names_in_python(text: str) -> set[str]:
-    """Return what a Python file assigns at its top, and the classes that it calls."""
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return set()
-    names = set[str]()
-    for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        names |= {target.id for target in targets if isinstance(target, ast.Name)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            function = node.func
-            names |= {function.id} if isinstance(function, ast.Name) else set()
-            names |= {function.attr} if isinstance(function, ast.Attribute) else set()
-    return names
+    names = names_in(data.table)
+    for target in TARGET.findall(text):
+        package, _, rest = target.partition(".")
+        names |= {f"_target_.{package}", f"_target_.{package}.{rest.partition('.')[0]}"}
+    return whose(names)

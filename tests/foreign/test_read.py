@@ -152,6 +152,10 @@ CONDITIONS = {
         "for part in parts:\n    if part.fp32:\n        break\n"
         "    policy = MixedPrecision(torch.bfloat16)\n"
     ),
+    "the name of a recipe": (
+        "from megatron.bridge.training.config import ConfigContainer\n"
+        "if args.bf16:\n    config = ConfigContainer(mixed_precision='bf16_mixed')\n"
+    ),
     "a call that may not be": (
         "def main():\n    return MixedPrecision(torch.bfloat16)\nif args.bf16:\n    main()\n"
     ),
@@ -162,8 +166,8 @@ CONDITIONS = {
 def test_what_depends_on_a_condition_is_refused_with_the_condition(
     case: str, tmp_path: Path
 ) -> None:
-    depends = re.compile("^depends on `")
-    with raises("precision_file.unknown_value", setting="MixedPrecision(...)", why=depends):
+    setting = re.compile(r"^the arguments of \w+\(\.\.\.\)$")
+    with raises("precision_file.unknown_value", setting=setting, why=re.compile("^it depends on")):
         read_precision(write(tmp_path, CONDITIONS[case]))
 
 

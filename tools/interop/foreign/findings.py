@@ -30,15 +30,14 @@ Known = dict[str, tuple[Any, Entry]]
 class Settings:
     """A place in the file that sets keys of a table.
 
-    name: of the object with the settings. guard: the condition that it depends on; empty for none.
-    completes: it sets single keys, which complete those of another place.
+    name: of the object with the settings. completes: it sets single keys, which complete those of
+    another place.
     """
 
     table: str
     fields: Mapping[str, Entry]
     line: int
     name: str
-    guard: str = ""
     completes: bool = False
 
     @property
@@ -129,8 +128,6 @@ class Findings:
                 known[key] = (plain(entry.value), entry)
             except Unreadable as reason:
                 known |= self._left_open(settings, key, entry, str(reason))
-        if settings.guard:
-            self.refuse_unknown(settings.line, settings.name, f"depends on {settings.guard}")
         return known
 
     def _left_open(self, settings: Settings, key: str, entry: Entry, why: str) -> Known:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from tools.interop.foreign.findings import Settings
-from tools.interop.foreign.plain import Call, Entry, Row, Unknown, fields_of
+from tools.interop.foreign.plain import ATTRIBUTES, Call, Entry, Row, Unknown, fields_of
 from tools.interop.foreign.systems import BRIDGE, BRIDGE_KEYS, NEMO, OPTIMIZER_KEYS, maker_of
 
 FLAGS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32"}
@@ -79,7 +79,9 @@ def recipe_settings(call: Call) -> Iterator[Settings]:
                 fields[key] = entry
     if fields:
         completes = not NEW_WHOLE & set(fields)
-        yield Settings(NEMO, fields, call.line, f"{function.last}()", call.guard, completes)
+        if call.doubt:
+            fields[ATTRIBUTES] = Entry(call, call.line)
+        yield Settings(NEMO, fields, call.line, f"{function.last}()", completes)
 
 
 def _default_of_nemo(call: Call) -> Entry:

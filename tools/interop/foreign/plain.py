@@ -39,8 +39,9 @@ OPEN_KEYS = frozenset(
 """Keys of models, layouts and clipping: where their value is unknown, the run file's own counts."""
 
 
-ATTRIBUTES = "the attributes"
-"""What stands for the attributes of an object in the place of a key, if they are not known."""
+ATTRIBUTES = "the arguments"
+"""What stands for the arguments and attributes of a call in the place of a key, if there is doubt
+about them."""
 
 
 class Unreadable(Exception):
@@ -102,14 +103,12 @@ class Call(Fields):
     """The result of a call of something outside of the file, or an attribute of one.
 
     Its entries are the arguments, and the attributes that are set later; those that the file only
-    looks at have no node. text: its source. guard: the condition under which it is made, with its
-    line; empty for none.
+    looks at have no node. text: its source.
     """
 
     text: str = ""
     why: str = "comes of a call that is not run"
     function: Symbol = Symbol("")
-    guard: str = ""
     node: int = 0
 
 

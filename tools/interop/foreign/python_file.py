@@ -90,10 +90,8 @@ class PythonFile:
 
     def _depend(self, value: Any, guard: str) -> None:
         """Make a call or dict depend on a condition, or all that a function makes and uses."""
-        if isinstance(value, Call):
-            value.guard = value.guard or guard
-        elif isinstance(value, Table):
-            value.doubt = f"it depends on {guard}"
+        if isinstance(value, Fields):
+            value.doubt = value.doubt or f"it depends on {guard}"
         else:
             for inner in self._inside.pop(value, []):
                 self._depend(inner, guard)

@@ -70,9 +70,11 @@ class Gatherer:
         self._refuse_left_out()
         self._refuse_parts()
 
-    def _add(self, table: str, fields: Mapping[str, Entry], call: Call, completes: bool) -> None:
+    def _add(self, table: str, fields: dict[str, Entry], call: Call, completes: bool) -> None:
         name = f"{call.function.last}(...)"
-        self.findings.add(Settings(table, fields, call.line, name, call.guard, completes))
+        if call.doubt:
+            fields[ATTRIBUTES] = Entry(call, call.line)
+        self.findings.add(Settings(table, fields, call.line, name, completes))
 
     # calls
 
@@ -208,7 +210,8 @@ class Gatherer:
                 self.findings.take(Entry(call))
                 if limit is not None:
                     # a gradient is clipped in a step that is taken, whatever the condition
-                    self._add("smp", {"max_grad_norm": limit}, replace(call, guard=""), True)
+                    keys = {"max_grad_norm": limit}
+                    self.findings.add(Settings("smp", keys, call.line, call.text, completes=True))
 
     def _refuse_parts(self) -> None:
         """Refuse tables and classes of a system without the one that has its dtype, which is then
@@ -226,7 +229,7 @@ def _keys_of(call: Call, maker: Maker, fields: Mapping[str, Entry]) -> dict[str,
     keys = dict[str, Entry]()
     for name, entry in fields.items():
         is_other = maker.strict and name not in maker.unrelated
-        if name in (*maker.keys, ATTRIBUTES) or is_other:
+        if name in maker.keys or is_other:
             key = maker.keys.get(name, name)
             keys[key] = replace(entry, line=entry.line or call.line)
     for key, value in maker.adds.items():

@@ -786,7 +786,7 @@ TABLE: tuple[Expected, ...] = (
     Expected(
         "nemo_automodel.yaml",
         half(BF16) | {"output": FP32, "cast_inputs": "all"},
-        notes=("model.torch_dtype",),
+        notes=("torch_dtype = float32",),
     ),
     # megatron_base_model.py build_model_parallel_config: without O2 autocast over FP32 weights,
     # stages send FP16; nlp_overrides.py GradScaler.update: every good step refills the hysteresis;

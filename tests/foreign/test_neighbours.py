@@ -40,7 +40,7 @@ FILES = {
     "a model that another trainer makes": (
         "config.toml",
         '[model]\ndtype = "bfloat16"\n[training]\nmixed_precision_reduce = "float32"\n',
-        "model.dtype = bfloat16: not read",
+        "dtype = bfloat16: not read",
     ),
 }
 

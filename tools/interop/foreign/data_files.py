@@ -30,13 +30,14 @@ class TooLarge(Exception):
 class Data:
     """A tree of settings.
 
-    calls: the objects in it that `_target_` describes. behind: node of an interpolation -> node of
-        the key it names.
+    calls: the objects in it that `_target_` describes. trees: these and all tables. behind: node of
+    an interpolation -> node of the key it names.
     """
 
     def __init__(self, builder: "_Builder", content: Any) -> None:
         value = builder.value(content)
         self.calls = builder.calls
+        self.trees = builder.trees
         self.table = value if isinstance(value, Table) else Table({"the file": Entry(value)}, 1)
         self.behind = dict[int, int]()
         for tree in builder.trees:

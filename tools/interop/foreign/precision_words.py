@@ -31,7 +31,6 @@ from tools.interop.foreign.plain import (
     Symbol,
     Table,
     Unknown,
-    items_of,
     positional,
 )
 
@@ -133,20 +132,25 @@ def shortened(node: ast.AST, longest: int = 100) -> str:
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
-def mentions_of(named: Iterable[tuple[str, Entry]], made: Iterable[Fields]) -> Iterator[Mention]:
-    """Return every mention of precision in a Python file: of names and keys that are set, and of
-    the dicts and calls that are made."""
-    pairs = [*named]
+def mentions_of(made: Iterable[Fields], loose: Iterable[tuple[str, Entry]]) -> Iterator[Mention]:
+    """Return every mention of precision in the dicts and calls of a file, and in what else it sets
+    by name."""
+    pairs = [*loose]
     for fields in made:
-        name = fields.function.name if isinstance(fields, Call) else ""
         if isinstance(fields, Call) and _call_bears_on_precision(fields):
             yield Mention(fields.node, fields.line, fields.text)
-        if not name.startswith((*MAKING_TENSORS, *OTHER_NUMBERS)):
+        if not _is_of_other_numbers(fields):
             pairs += fields.entries.items()
     for name, entry in pairs:
         text = shown(entry.value)
-        if entry.node and bears_on_precision(name) and not text.startswith(OTHER_NUMBERS):
+        is_set = entry.node != 0 and entry.value is not None
+        if is_set and bears_on_precision(name) and not text.startswith(OTHER_NUMBERS):
             yield Mention(entry.node, entry.line, f"{name} = {text}", entry.value)
+
+
+def _is_of_other_numbers(fields: Fields) -> bool:
+    others = (*MAKING_TENSORS, *OTHER_NUMBERS)
+    return isinstance(fields, Call) and fields.function.name.startswith(others)
 
 
 def _call_bears_on_precision(call: Call) -> bool:
@@ -159,17 +163,6 @@ def _call_bears_on_precision(call: Call) -> bool:
         return any(map(bears_on_precision, arguments))
     is_other = function.name.startswith(OTHER_NUMBERS)
     return function.name in HIDING or (bears_on_precision(function.last) and not is_other)
-
-
-def mentions_in_data(table: Fields, path: str = "") -> Iterator[Mention]:
-    """Return every mention of precision among the keys of a tree."""
-    for key, entry in table.entries.items():
-        name = f"{path}.{key}" if path else key
-        if bears_on_precision(key) and entry.value is not None:
-            yield Mention(entry.node, entry.line, f"{name} = {shown(entry.value)}")
-        for value in items_of(entry.value):
-            if isinstance(value, Fields):
-                yield from mentions_in_data(value, name)
 
 
 def shown(value: object) -> str:

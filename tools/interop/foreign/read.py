@@ -15,7 +15,7 @@ from megaprec.parsing import read_text
 from tools.console.toml import Setting
 from tools.interop.foreign.data_files import Data, TooLarge, from_json, from_toml, from_yaml
 from tools.interop.foreign.findings import Findings, Known
-from tools.interop.foreign.precision_words import mentions_in_data, mentions_of
+from tools.interop.foreign.precision_words import mentions_of
 from tools.interop.foreign.python_file import PythonFile
 from tools.interop.foreign.python_settings import Gatherer
 from tools.interop.foreign.systems import NXD, NXD_OPTIMIZER
@@ -110,7 +110,7 @@ def _data(path: Path, text: str) -> Data | None:
 
 
 def _of_data(path: Path, text: str, data: Data, given: Collection[str]) -> Findings:
-    findings = Findings(str(path), mentions_in_data(data.table), given)
+    findings = Findings(str(path), mentions_of(data.trees, ()), given)
     findings.behind = data.behind
     kind = whose_file(path, text)
     if kind is not None and not kind.shown:
@@ -123,7 +123,7 @@ def _of_data(path: Path, text: str, data: Data, given: Collection[str]) -> Findi
 
 def _of_python(path: Path, text: str, given: Collection[str]) -> Findings:
     file = PythonFile(_parsed(path, text))
-    findings = Findings(str(path), mentions_of(file.loose, file.made), given)
+    findings = Findings(str(path), mentions_of(file.made, file.loose), given)
     for line, name, why in file.uncertain:
         findings.refuse_unknown(line, name, why)
     Gatherer(file.calls, file.names, findings).gather()

@@ -2,7 +2,6 @@
 
 import re
 import textwrap
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,37 +27,27 @@ class TooLarge(Exception):
 
 
 class Data:
-    """A tree of settings.
-
-    calls: the objects in it that `_target_` describes. trees: these and all tables. behind: node of
-    an interpolation -> node of the key it names.
-    """
+    """A tree of settings. calls: the objects in it that `_target_` describes. trees: these and all
+    tables."""
 
     def __init__(self, builder: "_Builder", content: Any) -> None:
         value = builder.value(content)
         self.calls = builder.calls
         self.trees = builder.trees
         self.table = value if isinstance(value, Table) else Table({"the file": Entry(value)}, 1)
-        self.behind = dict[int, int]()
-        for tree in builder.trees:
-            for key, entry in tree.entries.items():
-                named = self._named(entry.value)
-                if named is not None:
-                    tree.entries[key] = replace(entry, value=named.value)
-                    self.behind[entry.node] = named.node
-
-    def _named(self, value: Any) -> Entry | None:
-        """Return the entry of the scalar that OmegaConf's `${a.b}` stands for; None if there is
-        none."""
-        match = PATH.fullmatch(value.text) if isinstance(value, Unknown) else None
+        # one may name another
         for _ in range(MOST_HOPS):
-            entry = find(self.table, match[1]) if match else None
-            if entry is None or isinstance(entry.value, Fields | Row):
-                return None
-            if not isinstance(entry.value, Unknown):
-                return entry
-            match = PATH.fullmatch(entry.value.text)
-        return None
+            self._follow_interpolations()
+
+    def _follow_interpolations(self) -> None:
+        """Put what OmegaConf's `${a.b}` names in its place, if that is a single value."""
+        for tree in self.trees:
+            for key, entry in tree.entries.items():
+                text = entry.value.text if isinstance(entry.value, Unknown) else ""
+                match = PATH.fullmatch(text)
+                named = find(self.table, match[1]) if match else None
+                if named is not None and not isinstance(named.value, Fields | Row | Unknown):
+                    tree.entries[key] = named
 
 
 class _Builder:

@@ -49,8 +49,7 @@ class Settings:
 class Findings:
     """The settings of a file. where: the file. given: keys that the command line sets itself.
 
-    mentions: names that concern precision. taken: what is accounted for. behind: node -> the one
-    that it stands for.
+    mentions: names that concern precision. taken: what is accounted for.
     """
 
     def __init__(self, where: str, mentions: Iterable[Mention], given: Collection[str]) -> None:
@@ -58,7 +57,6 @@ class Findings:
         self.given = given
         self.mentions = [*mentions]
         self.taken: list[Entry] = []
-        self.behind: Mapping[int, int] = {}
         self.settings: list[Settings] = []
         self.problems: list[Problem] = []
         self.notes: list[str] = []
@@ -149,7 +147,7 @@ class Findings:
         objects = set[int]()
         for entry in self.taken:
             # what it holds is added to what is gone through
-            nodes |= {entry.node, self.behind.get(entry.node, 0)}
+            nodes.add(entry.node)
             for value in items_of(entry.value):
                 if isinstance(value, Fields) and id(value) not in objects:
                     objects.add(id(value))

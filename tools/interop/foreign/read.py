@@ -111,7 +111,6 @@ def _data(path: Path, text: str) -> Data | None:
 
 def _of_data(path: Path, text: str, data: Data, given: Collection[str]) -> Findings:
     findings = Findings(str(path), mentions_of(data.trees, ()), given)
-    findings.behind = data.behind
     kind = whose_file(path, text)
     if kind is not None and not kind.shown:
         raise UserError(kind.of(path))

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from tools.interop.foreign.findings import Settings
-from tools.interop.foreign.plain import ATTRIBUTES, Call, Entry, Row, Unknown, fields_of
+from tools.interop.foreign.plain import ATTRIBUTES, Call, Entry, Unknown, fields_of, items_of
 from tools.interop.foreign.systems import BRIDGE, BRIDGE_KEYS, NEMO, OPTIMIZER_KEYS, maker_of
 
 FLAGS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32"}
@@ -26,36 +26,34 @@ NEW_WHOLE = frozenset({"recipe", "precision", "the plugin"})
 def bridge_fields(fields: Mapping[str, Entry]) -> dict[str, Entry]:
     """Return fields of Megatron-Bridge's MixedPrecisionConfig as fields of NeMo's plugin, with what
     Bridge has where NeMo's plugin has another default."""
-    plugin = dict[str, Entry]()
-    on = list[str]()
+    plugin = _precision_of(fields)
     for key, entry in fields.items():
-        if key in FLAGS:
-            on += [] if entry.value is False else [key]
-        elif key != "library":
+        if key not in (*FLAGS, "library"):
             plugin[BRIDGE_KEYS.get(key, key)] = entry
-    if on:
-        # a flag that is not known stays so, and no precision has the name of two
-        switch = fields[on[0]]
-        name = FLAGS[on[0]] if len(on) == 1 else " and ".join(on)
-        plugin["precision"] = replace(switch, value=name) if switch.value is True else switch
     window = plugin.get("fp16_loss_scale_window", NONE)
     if isinstance(window.value, float) and window.value.is_integer():
         plugin["fp16_loss_scale_window"] = replace(window, value=int(window.value))
     recipe = plugin.get("recipe", NONE)
+    name = str(recipe.value).replace("-", "_")
     if isinstance(recipe.value, str):
-        name = recipe.value.replace("-", "_")
         plugin["recipe"] = replace(recipe, value=name)
-        if "mxfp8" in name:
-            # NeMo's recipe of this name is hybrid
-            plugin.setdefault("fp8", Entry("e4m3", recipe.line))
-        return plugin
-    fp8 = plugin.get("fp8", NONE)
-    if fp8.value is not None:
-        plugin.setdefault("fp8_recipe", Entry("tensorwise", fp8.line))
-    elif plugin.get("fp8_recipe", NONE).value == "tensorwise":
-        # its default, which changes nothing without FP8
-        del plugin["fp8_recipe"]
+    if "mxfp8" in name:
+        # NeMo's recipe of this name is hybrid
+        plugin.setdefault("fp8", Entry("e4m3", recipe.line))
+    elif "recipe" not in plugin and plugin.get("fp8", NONE).value is not None:
+        plugin.setdefault("fp8_recipe", Entry("tensorwise", plugin["fp8"].line))
     return plugin
+
+
+def _precision_of(fields: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Return the precision that Bridge's switches are."""
+    on = [key for key in FLAGS if key in fields and fields[key].value is not False]
+    if not on:
+        return {}
+    # a switch that is not known stays so, and no precision has the name of two
+    switch = fields[on[0]]
+    name = FLAGS[on[0]] if len(on) == 1 else " and ".join(on)
+    return {"precision": replace(switch, value=name) if switch.value is True else switch}
 
 
 def recipe_settings(call: Call) -> Iterator[Settings]:
@@ -77,10 +75,10 @@ def recipe_settings(call: Call) -> Iterator[Settings]:
         for key, entry in _set(optimizer.value).items():
             if key in OPTIMIZER_KEYS:
                 fields[key] = entry
+    if call.doubt:
+        fields[ATTRIBUTES] = Entry(call, call.line)
     if fields:
         completes = not NEW_WHOLE & set(fields)
-        if call.doubt:
-            fields[ATTRIBUTES] = Entry(call, call.line)
         yield Settings(NEMO, fields, call.line, f"{function.last}()", completes)
 
 
@@ -105,9 +103,10 @@ def _of_plugin(plugin: Entry, default: Entry) -> dict[str, Entry]:
         return {"recipe": default} | _set(plugin.value)
     if isinstance(plugin.value, str):
         return {"recipe": plugin}
-    values = plugin.value.items if isinstance(plugin.value, Row) else [plugin.value]
-    is_read = all(isinstance(value, Call) and maker_of(value.function)[0] for value in values)
-    return {} if is_read else {"the plugin": plugin}
+    for value in items_of(plugin.value):
+        if not isinstance(value, Call) or maker_of(value.function)[0] is None:
+            return {"the plugin": plugin}
+    return {}
 
 
 def _field(value: Any, name: str) -> Entry:

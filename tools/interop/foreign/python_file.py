@@ -234,16 +234,21 @@ class PythonFile:
             case ast.Call():
                 return self._call(node)
             case ast.BinOp():
-                calculate = ARITHMETIC.get(type(node.op))
-                return self._number(node, calculate, self.value(node.left), self.value(node.right))
-            case ast.UnaryOp(op=ast.USub()):
-                return self._number(node, operator.sub, 0, self.value(node.operand))
+                return self._number(node, self.value(node.left), self.value(node.right))
+        return self._unworked(node)
+
+    def _unworked(self, node: ast.AST) -> Any:
         # what is in it may run or not: `x if a else y`, `a or b`, a comprehension, a lambda
         guard = self._guard
         self._guard = guard or _quoted(node)
         self._read_parts(node)
         self._guard = guard
-        return node if isinstance(node, ast.Lambda) else _unknown(node, "is not worked out")
+        match node:
+            case ast.Lambda():
+                return node
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+                return -number
+        return _unknown(node, "is not worked out")
 
     def _name(self, node: ast.Name) -> Any:
         name = node.id
@@ -265,12 +270,13 @@ class PythonFile:
             value.used = value.used or node.lineno
         return value
 
-    def _number(self, node: ast.expr, calculate: Any, left: Any, right: Any) -> Any:
+    def _number(self, node: ast.BinOp, left: Any, right: Any) -> Any:
         """Return the result of arithmetic on numbers of the size that settings have."""
         unknown = _unknown(node, "is not worked out")
+        calculate = ARITHMETIC.get(type(node.op))
         if calculate is None or type(left) not in (int, float) or type(right) not in (int, float):
             return unknown
-        if calculate in (operator.pow, operator.lshift) and right > LARGEST_EXPONENT:
+        if isinstance(node.op, ast.Pow | ast.LShift) and right > LARGEST_EXPONENT:
             return unknown
         try:
             result = calculate(left, right)

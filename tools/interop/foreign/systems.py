@@ -307,17 +307,19 @@ def table_of(name: str, content: Table, beside: Mapping[str, Any]) -> str:
     beside: the dicts and values that stand beside it, by name.
     """
     keys = set(content.entries)
-    # a `model` with a type is that of Colossal-AI before its plugins, which says no precision
-    if name not in TABLES or (name == "model" and "type" in keys):
+    if name not in TABLES or (name == "model" and _is_no_internevo(content)):
         return ""
     if name == "grad_scaler" and {"mixed_precision", "mp_policy"} & set(beside):
         return SMP_SCALER
-    if name not in MARKS or (name == "optimizer_config" and "mixed_precision_config" in beside):
-        return TABLES[name]
-    marks = keys & MARKS[name]
-    # InternEvo takes a text for a dtype only with its "torch."
-    dtype = content.get("dtype")
+    is_nxds = name == "optimizer_config" and "mixed_precision_config" in beside
+    is_marked = name not in MARKS or bool(keys & MARKS[name])
+    return TABLES[name] if is_marked or is_nxds else ""
+
+
+def _is_no_internevo(model: Table) -> bool:
+    """Return True for a `model` of Colossal-AI before its plugins, which has a type, and for one
+    with a dtype alone whose text is not InternEvo's "torch.bfloat16"."""
+    dtype = model.get("dtype")
+    is_alone = not MARKS["model"] - {"dtype"} & set(model.entries)
     is_other = isinstance(dtype, str) and not dtype.startswith("torch.")
-    if name == "model" and marks == {"dtype"} and is_other:
-        return ""
-    return TABLES[name] if marks else ""
+    return "type" in model.entries or (is_alone and is_other)

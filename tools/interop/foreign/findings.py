@@ -22,8 +22,8 @@ from tools.interop.foreign.plain import (
 from tools.interop.foreign.precision_words import Mention
 
 RUN_FILE = "write the precision as keys of [precision] in a run file"
+# Key -> its value as plain data, and its place
 Known = dict[str, tuple[Any, Entry]]
-"""Key -> its value as plain data, and its place."""
 
 
 @dataclass(frozen=True)

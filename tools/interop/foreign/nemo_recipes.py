@@ -17,8 +17,8 @@ FLAGS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32"}
 PRECISIONS = {"bf16-mixed": "bf16_mixed", "16-mixed": "fp16_mixed"}
 RECIPES = ("pretrain_recipe", "finetune_recipe", "pretrain_recipe_performance")
 BRIDGE_RECIPES = ("_pretrain_config", "_finetune_config", "_sft_config", "_peft_config")
+# Beginnings of NeMo's models whose recipes have another plugin than bf16_mixed
 OTHER_DEFAULTS = ("nemotron", "hyena")
-"""Beginnings of NeMo's models whose recipes have another plugin than bf16_mixed."""
 NONE = Entry(None)
 NEW_WHOLE = frozenset({"recipe", "precision", "the plugin"})
 

@@ -13,8 +13,9 @@ from typing import Any
 from megaprec.dialects.reading import UNKNOWN
 from megaprec.precision.plan import TORCH_DTYPES
 
+# Endings of names that mean the world's process group, under any alias
 WORLD_GROUPS = ("world_process_group", "group.WORLD", "GroupMember.WORLD")
-"""Endings of names that mean the world's process group, under any alias."""
+# Recipes of Transformer Engine, values of `fp8_recipe`, with their parameters by position
 FP8_RECIPES: Mapping[str, tuple[str, ...]] = {
     "DelayedScaling": (
         *("margin", "fp8_format", "amax_history_len", "amax_compute_algo"),
@@ -26,8 +27,8 @@ FP8_RECIPES: Mapping[str, tuple[str, ...]] = {
     "NVFP4BlockScaling": (),
     "CustomRecipe": (),
 }
-"""Recipes of Transformer Engine, values of `fp8_recipe`, with their parameters by position."""
 LAYOUT_KEYS = frozenset({"tp_size", "pp_size"})
+# Keys of models, layouts and clipping: where their value is unknown, the run file's own counts
 OPEN_KEYS = frozenset(
     {
         *("num_attention_heads", "num_kv_attention_heads", "embed_split_hidden", "vocab_size"),
@@ -36,12 +37,11 @@ OPEN_KEYS = frozenset(
         *("tensor", "pipeline", "weight", "size", "max_grad_norm", "clip_grad"),
     }
 )
-"""Keys of models, layouts and clipping: where their value is unknown, the run file's own counts."""
 
 
+# What stands for the arguments and attributes of a call in the place of a key, if there is doubt
+# about them
 ATTRIBUTES = "the arguments"
-"""What stands for the arguments and attributes of a call in the place of a key, if there is doubt
-about them."""
 
 
 class Unreadable(Exception):

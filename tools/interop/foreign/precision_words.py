@@ -49,6 +49,7 @@ PHRASES = _words(
     "gradient_clip max_grad_norm max_norm stochastic_rounding opt_level keep_batchnorm "
     "grad_reduce zero_one matmul_precision grad_acc_hook main_grad main_params e4m3 e5m2"
 )
+# Keys of the systems that mean other things elsewhere: they count only in the systems' tables
 GENERIC = _words(
     "mode recipe enabled margin checkpoint parallel tensor pipeline weight zero1 model "
     "optimizer_config plugin vocab_size hidden_size num_layers num_attention_heads "
@@ -56,20 +57,19 @@ GENERIC = _words(
     "use_flash_attn drop_rate no_bias model_type layer_norm_epsilon tp_size pp_size zero_stage "
     "stage kind interval environment optim_name cast_inputs v1 sequence_parallel verbose"
 )
-"""Keys of the systems that mean other things elsewhere: they count only in the systems' tables."""
+# Keys of InternEvo's model that bear on precision; the others are about its shape
 PRECISE = _words(
     "dtype residual_in_fp32 use_fp32_norm output_tf32 output_to_fp32 embed_grad_scale grad_scaler"
 )
-"""Keys of InternEvo's model that bear on precision; the others are about its shape."""
 MAKING_TENSORS = (
     *("torch.tensor", "torch.zeros", "torch.ones", "torch.empty", "torch.full"),
     *("torch.arange", "torch.rand"),
 )
+# Beginnings of values that are no floating-point dtype
 OTHER_NUMBERS = (
     *("np.", "numpy.", "pd.", "pandas.", "jnp.", "tf."),
     *("torch.int", "torch.uint", "torch.long", "torch.bool", "lambda"),
 )
-"""Beginnings of values that are no floating-point dtype."""
 LONGEST_NAME = 60
 HIDING = ("exec", "eval", "globals", "locals")  # calls behind which anything may be set
 NAMING = ("setattr", "setdefault", "putenv")  # calls that set what they are told the name of

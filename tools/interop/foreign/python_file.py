@@ -44,12 +44,12 @@ LARGEST_EXPONENT = 1024
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 CONFIGS = ("run.Config", "run.Partial", "nemo_run.Config", "nemo_run.Partial")
+# Beginnings of functions that may change an object that they are given
 CHANGING = ("vars", "setattr", "delattr", "object.", "operator.", "dict.")
-"""Beginnings of functions that may change an object that they are given."""
+# Methods of a dict that change nothing
 READING = ("get", "items", "keys", "values", "copy")
-"""Methods of a dict that change nothing."""
+# Beginnings of methods that may change their object, also of configuration packages
 CHANGING_METHODS = ("update", "merge", "set", "load", "override", "pop", "add", "__")
-"""Beginnings of methods that may change their object, also of configuration packages."""
 
 
 class PythonFile:

@@ -39,12 +39,12 @@ from tools.interop.foreign.systems import (
 )
 
 DEEPEST = 8
+# Tables that may be given by a name: table -> the table and key that the name counts for, and names
+# of recipes
 BY_NAME = {
     FP16: (COLOSSALAI, "mixed_precision", ()),
     NEMO: (NEMO, "precision", nemo.RECIPES),
 }
-"""Tables that may be given by a name: table -> the table and key that the name counts for, and
-names of recipes."""
 
 
 class Gatherer:

@@ -136,13 +136,13 @@ BRIDGE_KEYS = {
     "loss_scale_window": "fp16_loss_scale_window",
     "hysteresis": "fp16_hysteresis",
 }
+# Fields of NeMo's plugin that say the dtype; a trainer has others of these names
 WHOLE_FIELDS = ("precision", "recipe", "v1")
-"""Fields of NeMo's plugin that say the dtype; a trainer has others of these names."""
+# Arguments of Megatron's OptimizerConfig that bear on precision and are read
 OPTIMIZER_KEYS = _words(
     "clip_grad use_distributed_optimizer use_precision_aware_optimizer main_grads_dtype "
     "main_params_dtype exp_avg_dtype exp_avg_sq_dtype"
 )
-"""Arguments of Megatron's OptimizerConfig that bear on precision and are read."""
 
 
 def _plugin(kind: str, order: tuple[str, ...]) -> Maker:
@@ -182,6 +182,7 @@ _TRAINER = Maker(
 )
 _GRAPH = frozenset({"_graph"})
 
+# Classes and functions by the last part of their name, the first that fits its import
 MAKERS: Mapping[str, tuple[Maker, ...]] = {
     "MixedPrecision": (Maker(SMP_POLICY, POLICY, FSDP),),
     "MixedPrecisionPolicy": (Maker(SMP_POLICY2, POLICY2, FSDP),),
@@ -247,8 +248,8 @@ MAKERS: Mapping[str, tuple[Maker, ...]] = {
     "OptimizerConfig": (_with_fields(*OPTIMIZER_KEYS),),
     "distributed_fused_adam_with_cosine_annealing": (_with_fields(*OPTIMIZER_KEYS),),
 }
-"""Classes and functions by the last part of their name, the first that fits its import."""
 
+# Dicts by the name that their system gives them
 TABLES: Mapping[str, str] = {
     "mixed_precision_config": NXD,
     "optimizer_config": NXD_OPTIMIZER,
@@ -262,7 +263,7 @@ TABLES: Mapping[str, str] = {
     "mp_policy": SMP_POLICY2,
     "fp8_autocast": SMP_FP8,
 }
-"""Dicts by the name that their system gives them."""
+# Of dicts whose names mean other things elsewhere, keys of which one must be there
 MARKS: Mapping[str, frozenset[str]] = {
     "model": frozenset({"dtype", "num_attention_heads", "embed_grad_scale"}),
     "parallel": frozenset({"zero1"}),
@@ -271,17 +272,16 @@ MARKS: Mapping[str, frozenset[str]] = {
     # that of Colossal-AI before its plugins, which its dialect refuses
     "zero": frozenset({"model_config", "optimizer_config", "level", "tensor_placement_policy"}),
 }
-"""Of dicts whose names mean other things elsewhere, keys of which one must be there."""
+# Variables that belong to a system's configuration, where they stand beside a dict of it
 LOOSE: Mapping[str, tuple[str, ...]] = {
     COLOSSALAI: ("clip_grad_norm",),
     INTERNEVO: ("use_fp32_norm", "model_type", "output_tf32"),
 }
-"""Variables that belong to a system's configuration, where they stand beside a dict of it."""
+# What of a system says the dtype; its other tables and classes alone do not say the precision
 WITH_DTYPE: Mapping[str, str] = {
     INTERNEVO: "InternEvo's `model = dict(...)`",
     NEMO: "NeMo's precision plugin or recipe",
 }
-"""What of a system says the dtype; its other tables and classes alone do not say the precision."""
 NXD_MASTERS = frozenset({"use_master_weights", "use_fp32_grad_acc", "use_master_weights_in_ckpt"})
 ENVIRONMENT = _words("NEURON_RT_STOCHASTIC_ROUNDING_EN XLA_USE_BF16 XLA_DOWNCAST_BF16")
 

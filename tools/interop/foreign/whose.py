@@ -44,10 +44,9 @@ class Kind:
         return f"{file}: {self.whose}: {self.way.replace('FILE', str(file))}"
 
 
-def _keys(*pairs: str) -> str:
-    """Return the way out of pairs, theirs and ours."""
-    listed = ", ".join(f"{pair.partition('=')[0]} is {pair.partition('=')[2]}" for pair in pairs)
-    return f"{KEYS}; {listed}"
+def _keys(pairs: str) -> str:
+    """Return the way out of pairs, theirs and ours: "lr=lr.peak, max_steps=train.steps"."""
+    return f"{KEYS}; {pairs.replace('=', ' is ')}"
 
 
 DEEPSPEED = Kind(
@@ -65,6 +64,7 @@ RUN = Kind(
     ("train.steps", "train.global_batch", "train.init_from", "data.source model", "model.preset"),
     "megaprec train FILE runs it",
 )
+# Kinds of other systems, the most particular first: the first one that fits counts
 KINDS: tuple[Kind, ...] = (
     Kind(
         "a configuration of NxD",
@@ -76,11 +76,8 @@ KINDS: tuple[Kind, ...] = (
         "a configuration of GPT-NeoX",
         ("pipe_parallel_size", "zero_optimization num_layers", "zero_optimization hidden_size"),
         _keys(
-            "num-layers=model.layers",
-            "hidden-size=model.hidden",
-            "train-iters=train.steps",
-            "model-parallel-size=parallel.tensor",
-            "pipe-parallel-size=parallel.pipeline",
+            "num-layers=model.layers, hidden-size=model.hidden, train-iters=train.steps, "
+            "model-parallel-size=parallel.tensor, pipe-parallel-size=parallel.pipeline"
         ),
     ),
     Kind(
@@ -91,32 +88,26 @@ KINDS: tuple[Kind, ...] = (
             "base_model adapter",
             "base_model micro_batch_size",
         ),
-        _keys(
-            "base_model=train.init_from", "sequence_len=train.seq_length", "learning_rate=lr.peak"
-        ),
+        _keys("base_model=train.init_from, sequence_len=train.seq_length, learning_rate=lr.peak"),
     ),
     Kind(
         "a configuration of LLaMA-Factory",
         ("finetuning_type", "model_name_or_path stage", "model_name_or_path cutoff_len"),
         _keys(
-            "model_name_or_path=train.init_from",
-            "cutoff_len=train.seq_length",
-            "learning_rate=lr.peak",
+            "model_name_or_path=train.init_from, cutoff_len=train.seq_length, learning_rate=lr.peak"
         ),
     ),
     Kind(
         "a recipe of SageMaker HyperPod",
         ("use_smp_model", "model.backward_fetch_policy", "model.shard_degree"),
         _keys(
-            "model.precision=precision.compute",
-            "model.fp8=fp8.kind",
-            "model.grad_clip=optimizer.clip",
+            "model.precision=precision.compute, model.fp8=fp8.kind, model.grad_clip=optimizer.clip"
         ),
     ),
     Kind(
         "a configuration of accelerate",
         ("compute_environment", "distributed_type", "mixed_precision num_processes"),
-        _keys("mixed_precision=precision.compute", "num_processes=the product of [parallel]"),
+        _keys("mixed_precision=precision.compute, num_processes=the product of [parallel]"),
     ),
     Kind(
         "arguments of Hugging Face's Trainer",
@@ -130,16 +121,14 @@ KINDS: tuple[Kind, ...] = (
             "learning_rate output_dir",
         ),
         _keys(
-            "per_device_train_batch_size=train.micro_batch",
-            "max_steps=train.steps",
-            "learning_rate=lr.peak",
-            "model_name_or_path=train.init_from",
+            "per_device_train_batch_size=train.micro_batch, max_steps=train.steps, "
+            "learning_rate=lr.peak, model_name_or_path=train.init_from"
         ),
     ),
     Kind(
         "a recipe of torchtune",
         ("model._component_", "tokenizer._component_", "optimizer._component_"),
-        _keys("max_steps_per_epoch=train.steps", "optimizer.lr=lr.peak", "dtype=precision.compute"),
+        _keys("max_steps_per_epoch=train.steps, optimizer.lr=lr.peak, dtype=precision.compute"),
     ),
     Kind(
         "a configuration of torchtitan",
@@ -151,29 +140,25 @@ KINDS: tuple[Kind, ...] = (
             "model.flavor",
         ),
         _keys(
-            "model.flavor=model.preset",
-            "training.steps=train.steps",
-            "training.seq_len=train.seq_length",
-            "training.local_batch_size=train.micro_batch",
-            "optimizer.lr=lr.peak",
+            "model.flavor=model.preset, training.steps=train.steps, "
+            "training.seq_len=train.seq_length, "
+            "training.local_batch_size=train.micro_batch, optimizer.lr=lr.peak"
         ),
     ),
     Kind(
         "a configuration of nanotron",
         ("tokens.train_steps", "parallelism tokens", "model.model_config"),
         _keys(
-            "tokens.train_steps=train.steps",
-            "tokens.sequence_length=train.seq_length",
-            "parallelism=[parallel]",
+            "tokens.train_steps=train.steps, tokens.sequence_length=train.seq_length, "
+            "parallelism=[parallel]"
         ),
     ),
     Kind(
         "a configuration of MosaicML's Composer or OLMo",
         ("max_duration", "global_train_batch_size", "device_train_microbatch_size"),
         _keys(
-            "global_train_batch_size=train.global_batch",
-            "max_seq_len=train.seq_length",
-            "optimizer.lr=lr.peak",
+            "global_train_batch_size=train.global_batch, max_seq_len=train.seq_length, "
+            "optimizer.lr=lr.peak"
         ),
     ),
     Kind(
@@ -185,10 +170,9 @@ KINDS: tuple[Kind, ...] = (
             "checkpoint_dir train eval",
         ),
         _keys(
-            "train.global_batch_size=train.global_batch",
-            "train.micro_batch_size=train.micro_batch",
-            "train.max_seq_length=train.seq_length",
-            "precision=precision.compute",
+            "train.global_batch_size=train.global_batch, "
+            "train.micro_batch_size=train.micro_batch, "
+            "train.max_seq_length=train.seq_length, precision=precision.compute"
         ),
     ),
     Kind(
@@ -210,13 +194,9 @@ KINDS: tuple[Kind, ...] = (
             "block_size learning_rate",
         ),
         _keys(
-            "n_layer=model.layers",
-            "n_embd=model.hidden",
-            "n_head=model.heads",
-            "block_size=train.seq_length",
-            "batch_size=train.micro_batch",
-            "learning_rate=lr.peak",
-            "max_iters=train.steps",
+            "n_layer=model.layers, n_embd=model.hidden, n_head=model.heads, "
+            "block_size=train.seq_length, batch_size=train.micro_batch, "
+            "learning_rate=lr.peak, max_iters=train.steps"
         ),
     ),
     Kind(
@@ -238,7 +218,7 @@ KINDS: tuple[Kind, ...] = (
         ("_target_.nemo", "_target_.nemo_automodel"),
         (
             f"{SHOWN} (docs/migrating.md); "
-            f"{_keys('trainer.max_steps=train.steps', 'model.config=[model]')}"
+            f"{_keys('trainer.max_steps=train.steps, model.config=[model]')}"
         ),
         shown=True,
     ),
@@ -253,10 +233,8 @@ KINDS: tuple[Kind, ...] = (
         ),
         f"{SHOWN} (docs/migrating.md); "
         + _keys(
-            "trainer.max_steps=train.steps",
-            "model.encoder_seq_length=train.seq_length",
-            "model.micro_batch_size=train.micro_batch",
-            "model.optim.lr=lr.peak",
+            "trainer.max_steps=train.steps, model.encoder_seq_length=train.seq_length, "
+            "model.micro_batch_size=train.micro_batch, model.optim.lr=lr.peak"
         ),
         shown=True,
     ),
@@ -279,7 +257,6 @@ KINDS: tuple[Kind, ...] = (
         "data.tokenizer=FILE takes a tokenizer.json",
     ),
 )
-"""Kinds of other systems, the most particular first: the first one that fits counts."""
 
 
 def whose(names: Iterable[str]) -> Kind | None:

@@ -25,12 +25,12 @@ NEMO1 = {
 NEMO1_MARKS = frozenset(
     {"megatron_amp_O2", "native_amp_init_scale", "tensor_model_parallel_size", "mcore_gpt"}
 )
+# Keys that every template has and that change no number without FSDP
 NEMO1_IDLE = (
     *("model.precision", "model.fsdp_grad_reduce_dtype", "model.grad_div_ar_fusion"),
     *("model.gradient_accumulation_fusion", "model.grad_allreduce_chunk_size_mb"),
     "model.apex_transformer_log_level",
 )
-"""Keys that every template has and that change no number without FSDP."""
 _SAVED = "use_master_weights_in_ckpt"
 NXDT_SAVED = {_SAVED: f"exp_manager.checkpoint_callback_params.{_SAVED}"}
 IDLE_DEFAULTS = ("_self_", "hydra/", "tp_overlap")
@@ -43,11 +43,11 @@ NXDT_VARIABLES = {
     "XLA_DOWNCAST_BF16": "precision.xla_downcast_bf16",
     "NEURON_RT_STOCHASTIC_ROUNDING_EN": "precision.neuron_rt_stochastic_rounding_en",
 }
+# Switches that change no number while they are off
 OFF = (
     *("model.fp16_lm_cross_entropy", "model.fsdp"),
     *("model.fp8_dot_product_attention", "model.fp8_multi_head_attention"),
 )
-"""Switches that change no number while they are off."""
 
 
 def read_forms(tree: Table, findings: Findings) -> bool:

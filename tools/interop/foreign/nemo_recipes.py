@@ -20,6 +20,7 @@ BRIDGE_RECIPES = ("_pretrain_config", "_finetune_config", "_sft_config", "_peft_
 # Beginnings of NeMo's models whose recipes have another plugin than bf16_mixed
 OTHER_DEFAULTS = ("nemotron", "hyena")
 NONE = Entry(None)
+OFF = Entry(False)
 NEW_WHOLE = frozenset({"recipe", "precision", "the plugin"})
 
 
@@ -31,29 +32,36 @@ def bridge_fields(fields: Mapping[str, Entry]) -> dict[str, Entry]:
         if key not in (*FLAGS, "library"):
             plugin[BRIDGE_KEYS.get(key, key)] = entry
     window = plugin.get("fp16_loss_scale_window", NONE)
+    # Bridge has it as a float
     if isinstance(window.value, float) and window.value.is_integer():
         plugin["fp16_loss_scale_window"] = replace(window, value=int(window.value))
     recipe = plugin.get("recipe", NONE)
-    name = str(recipe.value).replace("-", "_")
+    fp8 = plugin.get("fp8", NONE)
     if isinstance(recipe.value, str):
+        name = recipe.value.replace("-", "_")
         plugin["recipe"] = replace(recipe, value=name)
-    if "mxfp8" in name:
-        # NeMo's recipe of this name is hybrid
-        plugin.setdefault("fp8", Entry("e4m3", recipe.line))
-    elif "recipe" not in plugin and plugin.get("fp8", NONE).value is not None:
-        plugin.setdefault("fp8_recipe", Entry("tensorwise", plugin["fp8"].line))
+        if "mxfp8" in name:
+            # NeMo's recipe of this name is hybrid
+            plugin.setdefault("fp8", Entry("e4m3", recipe.line))
+    elif fp8.value is not None:
+        plugin.setdefault("fp8_recipe", Entry("tensorwise", fp8.line))
     return plugin
 
 
 def _precision_of(fields: Mapping[str, Entry]) -> dict[str, Entry]:
     """Return the precision that Bridge's switches are."""
-    on = [key for key in FLAGS if key in fields and fields[key].value is not False]
+    on = dict[str, Entry]()
+    for flag, precision in FLAGS.items():
+        switch = fields.get(flag, OFF)
+        if switch.value is not False:
+            on[precision] = switch
     if not on:
         return {}
-    # a switch that is not known stays so, and no precision has the name of two
-    switch = fields[on[0]]
-    name = FLAGS[on[0]] if len(on) == 1 else " and ".join(on)
-    return {"precision": replace(switch, value=name) if switch.value is True else switch}
+    # no precision has the name of two, and a switch that is not known stays so
+    switch = next(iter(on.values()))
+    if switch.value is True:
+        switch = replace(switch, value=" and ".join(on))
+    return {"precision": switch}
 
 
 def recipe_settings(call: Call) -> Iterator[Settings]:
@@ -62,12 +70,15 @@ def recipe_settings(call: Call) -> Iterator[Settings]:
     function = call.function
     is_nemos = not function.imported or function.name.startswith("nemo")
     if function.last in RECIPES and is_nemos:
-        plugin = _field(_field(call, "trainer").value, "plugins")
+        trainer = _field(call, "trainer")
+        optim = _field(call, "optim")
+        plugin = _field(trainer.value, "plugins")
         fields = _of_plugin(plugin, _default_of_nemo(call))
-        optimizers = [_field(_field(call, "optim").value, "config")]
+        optimizers = [_field(optim.value, "config")]
     elif function.last.endswith(BRIDGE_RECIPES) and function.name.startswith(BRIDGE):
         plugin = _field(call, "mixed_precision")
-        fields = bridge_fields(_of_plugin(plugin, Entry("bf16_mixed", call.line)))
+        default = Entry("bf16_mixed", call.line)
+        fields = bridge_fields(_of_plugin(plugin, default))
         optimizers = [_field(call, "optimizer"), _field(call, "ddp")]
     else:
         return
@@ -88,9 +99,10 @@ def _default_of_nemo(call: Call) -> Entry:
     if precision is not None:
         name = PRECISIONS.get(str(precision.value))
         return precision if name is None else replace(precision, value=name)
-    module, _, _ = call.function.name.rpartition(".")
     # llm.llama3_8b.pretrain_recipe
-    if module.rpartition(".")[2].startswith(OTHER_DEFAULTS):
+    module, _, _ = call.function.name.rpartition(".")
+    _, _, model = module.rpartition(".")
+    if model.startswith(OTHER_DEFAULTS):
         why = "has a plugin of its own: assign recipe.trainer.plugins"
         return Entry(Unknown(call.text, call.line, why), call.line)
     return Entry("bf16_mixed", call.line)

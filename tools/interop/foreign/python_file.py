@@ -86,7 +86,9 @@ class PythonFile:
         self._read_parts(tree)
         for function, guard in self._conditional.items():
             self._depend(function, guard)
-        self.loose += [pair for pair in self.names.entries.items() if pair[0] not in loaded]
+        for name, entry in self.names.entries.items():
+            if name not in loaded:
+                self.loose.append((name, entry))
 
     def _depend(self, value: Any, guard: str) -> None:
         """Make a call or dict depend on a condition, or all that a function makes and uses."""
@@ -136,9 +138,11 @@ class PythonFile:
         # a method may be called, whatever else its class holds
         if self._guard.startswith("class "):
             self._guard = ""
-        why = f"is an argument of {node.name}()"
-        own = [part.arg for part in ast.walk(node.args) if isinstance(part, ast.arg)]
-        self._arguments = outer | {name: Unknown(name, node.lineno, why) for name in own}
+        self._arguments = dict(outer)
+        for part in ast.walk(node.args):
+            if isinstance(part, ast.arg):
+                why = f"is an argument of {node.name}()"
+                self._arguments[part.arg] = Unknown(part.arg, node.lineno, why)
         self._function = node
         self._read_parts(node)
         self._function = function
@@ -149,9 +153,12 @@ class PythonFile:
             case ast.Name():
                 self._bind(target, target.id, value)
             case ast.Attribute():
-                self._set(target, self._owner(target.value), target.attr, value)
+                base = self._owner(target.value)
+                self._set(target, base, target.attr, value)
             case ast.Subscript():
-                self._set(target, self._owner(target.value), self.value(target.slice), value)
+                base = self._owner(target.value)
+                key = self.value(target.slice)
+                self._set(target, base, key, value)
             case _:
                 # each part of a tuple
                 self._read_parts(target)
@@ -212,7 +219,8 @@ class PythonFile:
             value.doubt = why
             inner = value.entries.values() if isinstance(value, Table) else ()
             for entry in inner:
-                self._doubt(entry.value if isinstance(entry.value, Table) else None, why)
+                if isinstance(entry.value, Table):
+                    self._doubt(entry.value, why)
 
     # values
 
@@ -226,7 +234,9 @@ class PythonFile:
             case ast.Attribute():
                 return self._attribute(node, self.value(node.value))
             case ast.Subscript():
-                return self._item(node, self.value(node.value), self.value(node.slice))
+                base = self.value(node.value)
+                key = self.value(node.slice)
+                return self._item(node, base, key)
             case ast.Dict():
                 return self._dict(node)
             case ast.List() | ast.Tuple() | ast.Set():
@@ -234,7 +244,9 @@ class PythonFile:
             case ast.Call():
                 return self._call(node)
             case ast.BinOp():
-                return self._number(node, self.value(node.left), self.value(node.right))
+                left = self.value(node.left)
+                right = self.value(node.right)
+                return self._number(node, left, right)
         return self._unworked(node)
 
     def _unworked(self, node: ast.AST) -> Any:
@@ -297,10 +309,9 @@ class PythonFile:
         if not isinstance(base, Call):
             why = getattr(base, "why", "is not known")
             return _unknown(node, f"belongs to what {why}")
-        if name not in base.entries:
-            part = Call(line=node.lineno, text=shortened(node), home=base.home, used=base.used)
-            base.entries[name] = Entry(part, node.lineno)
-        part = base.entries[name].value
+        only_seen = Call(line=node.lineno, text=shortened(node), home=base.home)
+        entry = base.entries.setdefault(name, Entry(only_seen, node.lineno))
+        part = entry.value
         if isinstance(part, Fields):
             part.used = part.used or base.used
             part.doubt = part.doubt or base.doubt
@@ -340,7 +351,8 @@ class PythonFile:
         if key in fields.entries:
             self._doubt(fields, f"{key} is given twice (line {value_node.lineno})")
         value = self.value(value_node)
-        fields.entries[key] = Entry(value, getattr(node, "lineno", 0), id(node))
+        line = getattr(node, "lineno", 0)
+        fields.entries[key] = Entry(value, line, id(node))
 
     def _call(self, node: ast.Call) -> Any:
         """Return the value of a call: a dict, or a `Call` of something outside of the file."""
@@ -366,9 +378,11 @@ class PythonFile:
         return call
 
     def _new_call(self, node: ast.Call, function: Any) -> Call:
-        is_known = isinstance(function, Symbol)
-        symbol = function if is_known else Symbol(shortened(node.func))
-        call = Call(line=node.lineno, text=shortened(node), node=id(node), function=symbol)
+        call = Call(line=node.lineno, text=shortened(node), node=id(node))
+        if isinstance(function, Symbol):
+            call.function = function
+        else:
+            call.function = Symbol(shortened(node.func))
         if isinstance(function, Unknown | Call) and isinstance(node.func, ast.Name):
             call.doubt = f"`{function.text}` {function.why}"
         return call
@@ -376,13 +390,17 @@ class PythonFile:
     def _changed_by(self, node: ast.Call, function: Any, call: Fields) -> list[Any]:
         """Return the objects that a call may change."""
         given = [entry.value for entry in call.entries.values()]
+        called = node.func
+        name = getattr(function, "name", "")
+        if not given:
+            return []
         if isinstance(function, ast.AST):
             # attributes that it sets are refused there, by their names
             return [value for value in given if isinstance(value, Table)]
-        if getattr(function, "name", "").startswith(CHANGING):
+        if name.startswith(CHANGING):
             return given[:1]
-        if isinstance(node.func, ast.Attribute) and node.func.attr.startswith(CHANGING_METHODS):
-            return [self.value(node.func.value)] if given else []
+        if isinstance(called, ast.Attribute) and called.attr.startswith(CHANGING_METHODS):
+            return [self.value(called.value)]
         return []
 
 
@@ -403,14 +421,14 @@ def _binders(node: ast.AST) -> Iterator[tuple[str, object]]:
     match node:
         case ast.Import() | ast.ImportFrom():
             for alias in node.names:
-                # import a.b binds a
                 first, _, _ = alias.name.partition(".")
+                bound = alias.asname or first
+                # import a.b binds a
+                name = alias.name if alias.asname else first
                 if isinstance(node, ast.ImportFrom):
                     module = "." * node.level + (node.module or "")
-                    yield alias.asname or first, Symbol(f"{module}.{alias.name}", imported=True)
-                else:
-                    name = alias.name if alias.asname else first
-                    yield alias.asname or first, Symbol(name, imported=True)
+                    name = f"{module}.{alias.name}"
+                yield bound, Symbol(name, imported=True)
         case ast.Name() if _is_set(node):
             yield node.id, node
         case ast.Global() | ast.Nonlocal():

@@ -145,6 +145,47 @@ TRAPS: dict[str, tuple[str, dict[str, Any] | None]] = {
         "mixed_precision_config = {'use_master_weights': True}",
         {"rounding": "nearest"},
     ),
+    "a field that a loop sets": (
+        "p = bf16_mixed()\nwhile wanted():\n    p.fp8 = 'hybrid'",
+        OPEN,
+    ),
+    "a plugin that a function of the file sets": (
+        (
+            "recipe = llm.llama3_8b.pretrain_recipe()\ndef tune(r):\n    r.trainer.plugins = "
+            "other()\ntune(recipe)"
+        ),
+        OPEN,
+    ),
+    "a list of plugins that grows": (
+        (
+            "import nemo.lightning as nl\nplugins = [bf16_mixed()]\nplugins.append(other)\n"
+            "nl.Trainer(plugins=plugins)"
+        ),
+        OPEN,
+    ),
+    "a field of what an object of their own holds": (
+        "class R:\n    def f(self):\n        self.p = bf16_mixed()\n        self.p.fp8 = 'hybrid'",
+        OPEN,
+    ),
+    "a method of an argument with the name of a recipe": (
+        "class R:\n    def f(self):\n        self.bf16_mixed()",
+        OPEN,
+    ),
+    "names of two functions": (
+        (
+            "def a():\n    dtype = torch.bfloat16\ndef b():\n    dtype = torch.float16\n    "
+            "FSDP(m, mixed_precision=MixedPrecision(param_dtype=dtype))"
+        ),
+        OPEN,
+    ),
+    "a field of an alias": (
+        "a = {}\nb = a\nb['param_dtype'] = torch.float16\nMixedPrecision(**a)",
+        OPEN,
+    ),
+    "a function that is called on a condition by another": (
+        "def build():\n    return bf16_mixed()\ndef main():\n    build()\nif a:\n    main()",
+        OPEN,
+    ),
     "a variable of the environment that a function sets on a condition": (
         "import os, neuronx_distributed\n"
         "def setup():\n    os.environ['NEURON_RT_STOCHASTIC_ROUNDING_EN'] = '1'\n"

@@ -78,7 +78,7 @@ class Fields:
     """A dict, or what a call returns, by its keys.
 
     doubt: why they may be others than the file shows; empty if they are not. used: line of its
-    first use, 0 for none. home: the function that makes it. is_read: a key of it was looked up.
+    first use, 0 for none. home: the function or loop that makes it. is_read: a key was looked up.
     """
 
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -207,8 +207,8 @@ def fields_of(call: Call, order: tuple[str, ...]) -> dict[str, Entry]:
 
 
 def items_of(value: Any) -> list[Any]:
-    """Return the items of a list, or the value alone."""
-    return value.items if isinstance(value, Row) else [value]
+    """Return the items of a list that is known, or the value alone."""
+    return value.items if isinstance(value, Row) and not value.doubt else [value]
 
 
 def argument(index: int) -> str:

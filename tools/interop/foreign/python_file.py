@@ -43,6 +43,7 @@ LARGEST = 2.0**128
 LARGEST_EXPONENT = 1024
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
+HOLDING = ("trainer", "plugin", "plugins")  # attributes whose objects say a precision
 CONFIGS = ("run.Config", "run.Partial", "nemo_run.Config", "nemo_run.Partial")
 # Beginnings of functions that may change an object that they are given
 CHANGING = ("vars", "setattr", "delattr", "object.", "operator.", "dict.")
@@ -72,6 +73,7 @@ class PythonFile:
         self._conditional: dict[ast.AST, str] = {}
         self._arguments: dict[str, Unknown] = {}
         self._function: ast.AST = tree
+        self._home: ast.AST = tree  # the function or loop that the statement at hand is in
         self._guard = ""  # the condition on which the statement at hand runs; empty for none
         self._is_target = False  # a value is looked up to set a part of it
         self._binders: dict[str, set[object]] = defaultdict(set)
@@ -127,13 +129,18 @@ class PythonFile:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 self._read_function(node)
             case _:
+                home = self._home
+                if isinstance(node, LOOPS):
+                    self._home = node
                 self._guard = guard or _condition_of(node)
                 self._read_parts(node)
+                self._home = home
         self._guard = guard or _leaving(node)
 
     def _read_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         self._bind(node, node.name, node)
         function = self._function
+        home = self._home
         outer = self._arguments
         # a method may be called, whatever else its class holds
         if self._guard.startswith("class "):
@@ -144,8 +151,10 @@ class PythonFile:
                 why = f"is an argument of {node.name}()"
                 self._arguments[part.arg] = Unknown(part.arg, node.lineno, why)
         self._function = node
+        self._home = node
         self._read_parts(node)
         self._function = function
+        self._home = home
         self._arguments = outer
 
     def _assign(self, target: ast.AST, value: Any) -> None:
@@ -190,7 +199,8 @@ class PythonFile:
         entry = Entry(value, target.lineno, id(target))
         text = shortened(target)
         # attributes of `self` are of a class of their own
-        is_meant = bears_on_precision(str(key)) and not text.startswith("self.")
+        is_theirs = text.startswith("self.") and text.count(".") == 1
+        is_meant = (key in HOLDING or bears_on_precision(str(key))) and not is_theirs
         if not why and isinstance(key, str):
             base.entries[key] = entry
             return
@@ -208,7 +218,7 @@ class PythonFile:
             return f"depends on {self._guard}"
         # any function may set a variable of the environment, which none makes
         self._inside[self._function].append(base)
-        if base.home not in (None, self._function):
+        if base.home not in (None, self._home):
             return "is not set where the object is made"
         return f"is set after line {base.used} has used it" if base.used else ""
 
@@ -341,7 +351,7 @@ class PythonFile:
         return table
 
     def _make(self, fields: Fields) -> None:
-        fields.home = self._function
+        fields.home = self._home
         self.made.append(fields)
         self._inside[self._function].append(fields)
         if self._guard:
@@ -383,7 +393,8 @@ class PythonFile:
             call.function = function
         else:
             call.function = Symbol(shortened(node.func))
-        if isinstance(function, Unknown | Call) and isinstance(node.func, ast.Name):
+        is_name = isinstance(node.func, ast.Name)
+        if isinstance(function, Unknown) or (isinstance(function, Call) and is_name):
             call.doubt = f"`{function.text}` {function.why}"
         return call
 

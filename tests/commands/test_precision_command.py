@@ -151,8 +151,6 @@ def pasted(tmp_path: Path) -> Any:
         ),
         ("model = dict(dtype=torch.bfloat16())", {"compute": BF16}, {}),
         (NEMO, {"fp8": FP8Recipe(margin=1, reduce_over="stage", parameters=True)}, {}),
-        ('{"precision": "16-mixed", "grad_reduce_in_fp32": false}', {"reduce": FP16}, {}),
-        ('{"plugins": "fp16_mixed"}', {"pipeline": FP16}, {}),
         ('[precision]\ncompute = "bf16"\n[fp8]\nkind = "mx"', {"fp8": FP8Recipe("mx")}, {}),
         (
             "[precision.nxd]\nuse_fp32_grad_acc = false\n[parallel]\nzero = true",
@@ -186,6 +184,7 @@ def test_what_the_file_does_not_tell_is_left_out_and_said(pasted: Any) -> None:
     ("text", "line"),
     [
         ("x = 3", sentence("precision_file.nothing_of_precision")),
+        ('{"precision": "16-mixed"}', sentence("precision_file.nothing_of_precision") + "(\n.*)*"),
         ("x = = 3", r".*, line 1: not TOML, JSON or Python: invalid syntax"),
         (
             "a = bf16_mixed()\nb = fp16_mixed()",

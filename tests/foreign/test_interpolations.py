@@ -13,12 +13,12 @@ MODEL = "model: {megatron_amp_O2: true, tensor_model_parallel_size: 1}\n"
 FOUND = {
     "of the whole file": "dtype: bf16\ntrainer: {precision: '${dtype}'}\n",
     "deep": "a: {b: {c: bf16}}\ntrainer: {precision: '${a.b.c}'}\n",
-    "beside": "trainer: {kind: bf16, precision: '${.kind}'}\n",
-    "above": "kind: bf16\ntrainer: {precision: '${..kind}'}\n",
     "by way of another": "a: '${b.c}'\nb: {c: bf16}\ntrainer: {precision: '${a}'}\n",
-    "under the name of the group": "kind: bf16\ntrainer: {precision: '${training.kind}'}\n",
 }
 OPEN = {
+    "beside": "trainer: {kind: bf16, precision: '${.kind}'}\n",
+    "above": "kind: bf16\ntrainer: {precision: '${..kind}'}\n",
+    "under the name of the group": "kind: bf16\ntrainer: {precision: '${training.kind}'}\n",
     "nothing of this name": "trainer: {precision: '${dtype}'}\n",
     "in a circle": "a: '${b}'\nb: '${a}'\ntrainer: {precision: '${a}'}\n",
     "itself": "trainer: {precision: '${trainer.precision}'}\n",

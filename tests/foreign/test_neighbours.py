@@ -17,7 +17,7 @@ FILES = {
             "zero = dict(model_config=dict(shard_strategy=TensorShardStrategy()), "
             "optimizer_config=dict())\n"
         ),
-        "zero = dict(...): Colossal-AI's ZeRO before its plugins",
+        "precision.colossalai.zero",
     ),
     "the same beside a mode": (
         "config.py",
@@ -25,7 +25,7 @@ FILES = {
             "fp16 = dict(mode='NAIVE')\nzero = dict(level=2, "
             "optimizer_config=dict(initial_scale=2**5))\n"
         ),
-        "line 2: zero = dict(...)",
+        "precision.colossalai.zero",
     ),
     "an optimizer's empty settings": (
         "config.py",
@@ -40,7 +40,7 @@ FILES = {
     "a model that another trainer makes": (
         "config.toml",
         '[model]\ndtype = "bfloat16"\n[training]\nmixed_precision_reduce = "float32"\n',
-        "model.dtype = bfloat16: not read",
+        "dtype = bfloat16: not read",
     ),
 }
 

@@ -124,8 +124,8 @@ def test_what_a_file_leaves_open_is_refused_until_the_command_says_it(tmp_path: 
     with pytest.raises(UserError) as caught:
         read_precision(path)
     reasons = (
-        "line 4: param_dtype of MixedPrecision(...): `args.dtype` belongs to `args`, which is an "
-        "argument of wrap(); ",
+        "line 4: param_dtype of MixedPrecision(...): `args.dtype` belongs to what is an argument of "
+        "wrap(); ",
         "line 4: reduce_dtype of MixedPrecision(...): `dtype` is an argument of wrap(); ",
     )
     for problem, reason in zip(caught.value.problems, reasons, strict=True):
@@ -152,6 +152,10 @@ CONDITIONS = {
         "for part in parts:\n    if part.fp32:\n        break\n"
         "    policy = MixedPrecision(torch.bfloat16)\n"
     ),
+    "the name of a recipe": (
+        "from megatron.bridge.training.config import ConfigContainer\n"
+        "if args.bf16:\n    config = ConfigContainer(mixed_precision='bf16_mixed')\n"
+    ),
     "a call that may not be": (
         "def main():\n    return MixedPrecision(torch.bfloat16)\nif args.bf16:\n    main()\n"
     ),
@@ -162,7 +166,8 @@ CONDITIONS = {
 def test_what_depends_on_a_condition_is_refused_with_the_condition(
     case: str, tmp_path: Path
 ) -> None:
-    with raises("precision_file.conditional", name="MixedPrecision(...)"):
+    setting = re.compile(r"^the arguments of \w+\(\.\.\.\)$")
+    with raises("precision_file.unknown_value", setting=setting, why=re.compile("^it depends on")):
         read_precision(write(tmp_path, CONDITIONS[case]))
 
 
@@ -289,6 +294,7 @@ def test_the_corpus_has_a_dozen_files_of_each_system(system: str) -> None:
 def test_reading_leaves_the_environment_alone(tmp_path: Path) -> None:
     before = dict(os.environ)
     text = 'import os, neuronx_distributed\nos.environ["XLA_DOWNCAST_BF16"] = "1"\n'
+    text += 'optimizer_config = {"zero_one_enabled": True}\n'
     read_precision(
         write(tmp_path, text + 'mixed_precision_config = {"use_master_weights": True}\n')
     )
@@ -355,13 +361,20 @@ NOTED = {
         "nl.Trainer(plugins=bf16_mixed(), precision='16', gradient_clip_val=0.5)\n",
         ("precision = 16", "gradient_clip_val = 0.5"),
     ),
-    "what stands beside a plugin in a list": (
-        "import nemo.lightning as nl\nnl.Trainer(plugins=[bf16_mixed(), other])\n",
-        ("other: beside what sets plugins",),
+    "a variable of the environment that a call may set": (
+        "optimizer_config = {'zero_one_enabled': True}\n"
+        "mixed_precision_config = {'use_master_weights': True}\n"
+        "os.environ.setdefault('XLA_USE_BF16', '1')\n",
+        ("line 3: os.environ.setdefault('XLA_USE_BF16', '1')",),
     ),
-    "what is understood and not used": (
-        "model = NaiveAMPModel(model, dtype=torch.bfloat16,\n    sync_buffer=False)\n",
-        ("line 2: sync_buffer: not used",),
+    "what a function of the file is given": (
+        "plugins = bf16_mixed()\ndef train(**more): run(more)\ntrain(fp8='hybrid')\n",
+        ("line 3: fp8 = hybrid",),
+    ),
+    "an attribute of an object of their own": (
+        "plugins = bf16_mixed()\nclass Model:\n    def __init__(self):\n"
+        "        self.dtype = torch.float16\n",
+        ("line 4: dtype = torch.float16",),
     ),
 }
 
@@ -379,14 +392,17 @@ LEFT_OPEN = {
         "use_fp32_norm = os.environ.get('X')\n",
         {"setting": "use_fp32_norm"},
     ),
-    "a case has the line of its pattern": (
+    "a case depends on what is matched": (
         "match kind:\n    case 1:\n        fp16 = dict(mode='TORCH')\n",
-        {"why": "it depends on `case 1` (line 2)"},
+        {"why": re.compile(r"^it depends on `match kind: case 1: .*` \(line 1\)$")},
     ),
-    "a variable of the environment that a call may set": (
-        "mixed_precision_config = {'use_master_weights': True}\n"
-        "os.environ.setdefault('XLA_USE_BF16', '1')\n",
-        {"why": "`os.environ.setdefault('XLA_USE_BF16', '1')` may set it"},
+    "what stands beside a plugin in a list": (
+        "import nemo.lightning as nl\nnl.Trainer(plugins=[bf16_mixed(), other])\n",
+        {"setting": "argument plugins of Trainer(...)"},
+    ),
+    "what a star import brings": (
+        "from local_overrides import *\nplugins = bf16_mixed()\n",
+        {"setting": "from local_overrides import *"},
     ),
 }
 

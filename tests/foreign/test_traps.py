@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megaprec.errors import UserError
+from tests.refusals import raises
 from tools.commands.precision import read_precision
 
 BF16 = torch.bfloat16
@@ -68,7 +69,7 @@ TRAPS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "a deep copy": (
         "import copy\na = dict(b={'param_dtype': torch.bfloat16})\nc = copy.deepcopy(a)\n"
         "c['b']['param_dtype'] = torch.float16\nMixedPrecision(**a['b'])",
-        {"compute": BF16},
+        OPEN,
     ),
     "a policy that is left aside": (
         "p = MixedPrecision(torch.bfloat16)\nmodel = FSDP(model, mixed_precision=None)",
@@ -140,7 +141,62 @@ TRAPS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "setdefault of the environment": (
         "import os, neuronx_distributed\nos.environ['NEURON_RT_STOCHASTIC_ROUNDING_EN'] = '0'\n"
         "os.environ.setdefault('NEURON_RT_STOCHASTIC_ROUNDING_EN', '1')\n"
+        "optimizer_config = {'zero_one_enabled': True}\n"
         "mixed_precision_config = {'use_master_weights': True}",
+        {"rounding": "nearest"},
+    ),
+    "a field that a loop sets": (
+        "p = bf16_mixed()\nwhile wanted():\n    p.fp8 = 'hybrid'",
+        OPEN,
+    ),
+    "a plugin that a function of the file sets": (
+        (
+            "recipe = llm.llama3_8b.pretrain_recipe()\ndef tune(r):\n    r.trainer.plugins = "
+            "other()\ntune(recipe)"
+        ),
+        OPEN,
+    ),
+    "a list of plugins that grows": (
+        (
+            "import nemo.lightning as nl\nplugins = [bf16_mixed()]\nplugins.append(other)\n"
+            "nl.Trainer(plugins=plugins)"
+        ),
+        OPEN,
+    ),
+    "a field of what an object of their own holds": (
+        "class R:\n    def f(self):\n        self.p = bf16_mixed()\n        self.p.fp8 = 'hybrid'",
+        OPEN,
+    ),
+    "a method of an argument with the name of a recipe": (
+        "class R:\n    def f(self):\n        self.bf16_mixed()",
+        OPEN,
+    ),
+    "names of two functions": (
+        (
+            "def a():\n    dtype = torch.bfloat16\ndef b():\n    dtype = torch.float16\n    "
+            "FSDP(m, mixed_precision=MixedPrecision(param_dtype=dtype))"
+        ),
+        OPEN,
+    ),
+    "a field of an alias": (
+        "a = {}\nb = a\nb['param_dtype'] = torch.float16\nMixedPrecision(**a)",
+        OPEN,
+    ),
+    "a function that is called on a condition by another": (
+        "def build():\n    return bf16_mixed()\ndef main():\n    build()\nif a:\n    main()",
+        OPEN,
+    ),
+    "a variable of the environment that a function sets on a condition": (
+        "import os, neuronx_distributed\n"
+        "def setup():\n    os.environ['NEURON_RT_STOCHASTIC_ROUNDING_EN'] = '1'\n"
+        "if args.round:\n    setup()\n"
+        "optimizer_config = {'zero_one_enabled': True}\n"
+        "mixed_precision_config = {'use_master_weights': True}",
+        OPEN,
+    ),
+    "a key of another name that is read, and set by a function": (
+        "known = {'d': torch.bfloat16}\ndtype = known['d']\ndef later():\n"
+        "    known['d'] = torch.float16" + USE,
         OPEN,
     ),
     "a list that is turned around": (
@@ -389,18 +445,17 @@ def test_a_value_is_what_it_is_when_it_is_used_or_it_is_refused(name: str, tmp_p
         assert {field: getattr(plan, field) for field in expected} == expected
 
 
-@pytest.mark.parametrize("text", ["exec(open('more.py').read())", "from local_overrides import *"])
-def test_what_may_set_anything_is_noted(text: str, tmp_path: Path) -> None:
+def test_what_may_set_anything_is_noted(tmp_path: Path) -> None:
     path = tmp_path / "config.py"
-    path.write_text(f"dtype = torch.bfloat16\n{text}{USE}")
+    path.write_text(f"dtype = torch.bfloat16\nexec(open('more.py').read()){USE}")
     assert any("line 2" in note for note in read_precision(path).notes)
 
 
-def test_keys_of_yaml_win_over_those_that_are_merged(tmp_path: Path) -> None:
+def test_a_table_of_yaml_that_takes_in_another_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(
         "base: &b {param_dtype: float16, reduce_dtype: float32}\nmp_policy:\n  param_dtype: "
         "bfloat16\n  <<: *b\n"
     )
-    plan = read_precision(path).plan
-    assert (plan.compute, plan.reduce) == (BF16, FP32)
+    with raises("precision_file.yaml_merge", path=path, line=4):
+        read_precision(path)

@@ -2,21 +2,21 @@
 
 import re
 import textwrap
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megaprec.errors import UserError
 from megaprec.parsing import MOST_BITS, parse_json, parse_toml
-from tools.interop.foreign.plain import Call, Entry, Row, Symbol, Table, Unknown, inner_table
+from tools.interop.foreign.plain import Call, Entry, Fields, Row, Symbol, Table, Unknown, find
 
 try:
     import yaml
 except ImportError:  # an optional extra
     yaml = None
 
+PATH = re.compile(r"\$\{([\w.]+)\}")
 INTERPOLATED = "is an interpolation, which is not followed"
+MOST_HOPS = 8
 MERGE = "tag:yaml.org,2002:merge"
 MOST_ALIASES = 100
 MOST_VALUES = 50_000
@@ -27,75 +27,27 @@ class TooLarge(Exception):
 
 
 class Data:
-    """A tree of settings.
-
-    calls: the objects in it that `_target_` describes. behind: node of an interpolation -> node of
-        the key it names.
-    """
+    """A tree of settings. calls: the objects in it that `_target_` describes. trees: these and all
+    tables."""
 
     def __init__(self, builder: "_Builder", content: Any) -> None:
         value = builder.value(content)
         self.calls = builder.calls
+        self.trees = builder.trees
         self.table = value if isinstance(value, Table) else Table({"the file": Entry(value)}, 1)
-        self.behind = dict[int, int]()
-        self._follow((self.table,))
+        # one may name another
+        for _ in range(MOST_HOPS):
+            self._follow_interpolations()
 
-    def _follow(self, tables: tuple[Table, ...]) -> None:
-        """Put values in the place of OmegaConf's `${a.b}` that name one. tables: the innermost is
-        the last."""
-        entries = tables[-1].entries
-        for key, entry in entries.items():
-            named = _named(entry.value, tables) if _is_interpolation(entry.value) else None
-            if named is not None:
-                entries[key] = replace(entry, value=named.value)
-                self.behind[entry.node] = named.node
-            inner = inner_table(entry.value)
-            if isinstance(inner, Table):
-                self._follow((*tables, inner))
-
-
-def _is_interpolation(value: Any) -> bool:
-    return isinstance(value, Unknown) and value.why == INTERPOLATED
-
-
-def _named(value: Unknown, tables: tuple[Table, ...], hops: int = 8) -> Entry | None:
-    """Return the entry of the scalar that an interpolation stands for; None if the tree has none.
-
-    A part of a larger configuration says `${part.a}` of its own `a`: a first name that it does not
-    have is left out.
-    """
-    match = re.fullmatch(r"\$\{(\.*)([\w.]+)\}", value.text)
-    if match is None or not hops:
-        return None
-    dots, names = match.groups()
-    path = names.split(".")
-    # a dot is the table that has the interpolation, each further one the table around it
-    if len(dots) > len(tables):
-        return None
-    scopes = tables[: len(tables) - len(dots) + 1] if dots else tables[:1]
-    if not dots and path[0] not in scopes[0].entries:
-        path = path[1:]
-    chain, entry = _entry_at(scopes, path)
-    if entry is None or isinstance(entry.value, Table | Row):
-        return None
-    return _named(entry.value, chain, hops - 1) if _is_interpolation(entry.value) else entry
-
-
-def _entry_at(
-    tables: tuple[Table, ...], path: Sequence[str]
-) -> tuple[tuple[Table, ...], Entry | None]:
-    """Return the entry at a path from the last of `tables`, and the tables down to it."""
-    entry: Entry | None = None
-    for name in path:
-        if entry is not None:
-            inner = inner_table(entry.value)
-            if not isinstance(inner, Table):
-                return tables, None
-            tables = (*tables, inner)
-        entry = tables[-1].entries.get(name)
-        if entry is None:
-            return tables, None
-    return tables, entry
+    def _follow_interpolations(self) -> None:
+        """Put what OmegaConf's `${a.b}` names in its place, if that is a single value."""
+        for tree in self.trees:
+            for key, entry in tree.entries.items():
+                text = entry.value.text if isinstance(entry.value, Unknown) else ""
+                match = PATH.fullmatch(text)
+                named = find(self.table, match[1]) if match else None
+                if named is not None and not isinstance(named.value, Fields | Row | Unknown):
+                    tree.entries[key] = named
 
 
 class _Builder:
@@ -107,6 +59,7 @@ class _Builder:
     def __init__(self) -> None:
         self.count = 0
         self.calls: list[Call] = []
+        self.trees: list[Fields] = []
 
     def value(self, content: Any) -> Any:
         """Return the value of plain data."""
@@ -122,19 +75,19 @@ class _Builder:
 
     def made(self, table: Table) -> Any:
         """Return the table, or the call that it describes."""
+        self.trees.append(table)
         name = table.get("_target_")
         if not isinstance(name, str):
             return table
         function = Symbol(name, imported=True)
         if table.get("_call_") is False:
             return function
-        call = Call(f"{name}(...)", table.line, "comes of a call that is not run")
-        call.function = function
-        call.arguments.line = table.line
+        call = Call(line=table.line, text=f"{name}(...)", function=function)
         for key, entry in table.entries.items():
             if not key.startswith("_") and entry.value is not None:
-                call.arguments.entries[key] = entry
+                call.entries[key] = entry
         self.calls.append(call)
+        self.trees[-1] = call
         return call
 
     def number(self) -> int:
@@ -168,19 +121,19 @@ class _YamlBuilder(_Builder):
         return _plain_scalar(self._scalar(content), line)
 
     def _mapping(self, node: Any, line: int) -> Table:
+        """Return a table. Raises UserError for a key that it has twice, of which programs differ in
+        which they take, and for one that takes in another table."""
         table = Table(line=line)
-        pairs = [pair for pair in node.value if pair[0].tag != MERGE]
-        self._require_once([key for key, _ in pairs])
         for key, inner in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key.value, str):
+                raise UserError.of("precision_file.yaml_key_kind", path=self.path, line=line)
             if key.tag == MERGE:
-                merged = self.value(inner)
-                # of several tables the first wins
-                parts = reversed(merged.items) if isinstance(merged, Row) else [merged]
-                for part in parts:
-                    table.entries |= part.entries if isinstance(part, Table) else {}
-        for key, inner in pairs:  # explicit keys win over those that are merged
+                raise UserError.of("precision_file.yaml_merge", path=self.path, line=line)
             name = str(self._scalar(key))
-            table.entries[name] = Entry(self.value(inner), key.start_mark.line + 1, self.number())
+            if name in table.entries:
+                raise UserError.of("precision_file.key_twice", path=self.path, line=line, name=name)
+            table.entries[name] = Entry(self.value(inner), line, self.number())
         return table
 
     def _scalar(self, node: Any) -> Any:
@@ -200,24 +153,6 @@ class _YamlBuilder(_Builder):
                 "precision_file.yaml_large_integer", path=self.path, line=line, most_bits=MOST_BITS
             )
         return value
-
-    def _require_once(self, keys: Sequence[Any]) -> None:
-        """Raise UserError if a table has a key twice: programs differ in which of the two they
-        take."""
-        lines: dict[str, int] = {}
-        for key in keys:
-            line = key.start_mark.line + 1
-            if not isinstance(key.value, str):
-                raise UserError.of("precision_file.yaml_key_kind", path=self.path, line=line)
-            if key.value in lines:
-                raise UserError.of(
-                    "precision_file.yaml_key_twice",
-                    path=self.path,
-                    line=line,
-                    value=key.value,
-                    lines=lines[key.value],
-                )
-            lines[key.value] = line
 
 
 def from_json(text: str, path: Path | None = None) -> Data | None:
@@ -278,5 +213,6 @@ def from_yaml(path: Path, text: str) -> Data | None:
 def _plain_scalar(value: Any, line: int) -> Any:
     """Return a scalar; an interpolation of OmegaConf or a placeholder is unknown."""
     if isinstance(value, str) and ("${" in value or value == "???"):
-        return Unknown(value, line, "must be filled in" if value == "???" else INTERPOLATED)
+        is_open = value == "???"
+        return Unknown(value, line, "must be filled in" if is_open else INTERPOLATED)
     return value if isinstance(value, bool | int | float | str | None) else str(value)

@@ -9,83 +9,59 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megaprec.dialects import nemo
 from tools.interop.foreign.findings import Settings
-from tools.interop.foreign.plain import Call, Entry, Row, Unknown, attributes_set, spread
+from tools.interop.foreign.plain import ATTRIBUTES, Call, Entry, Unknown, fields_of, items_of
 from tools.interop.foreign.systems import BRIDGE, BRIDGE_KEYS, NEMO, OPTIMIZER_KEYS, maker_of
 
 FLAGS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32"}
 PRECISIONS = {"bf16-mixed": "bf16_mixed", "16-mixed": "fp16_mixed"}
 RECIPES = ("pretrain_recipe", "finetune_recipe", "pretrain_recipe_performance")
 BRIDGE_RECIPES = ("_pretrain_config", "_finetune_config", "_sft_config", "_peft_config")
-BY_MODEL: Mapping[str, str] = {
-    "nemotronh_47b": "nemotron_h_bf16_with_fp8_current_scaling_mixed",
-    "nemotronh_56b": "nemotron_h_bf16_with_fp8_current_scaling_mixed",
-    "nemotron_nano_12b_v2": "nanov2_bf16_with_fp8_current_scaling_mixed",
-}
-UNSURE = "hyena"  # its recipes take an argument that changes precision in ways of its own
-OVERWRITTEN = ("DistributedDataParallelConfig", "OptimizerConfig", "MegatronStrategy")
+# Beginnings of NeMo's models whose recipes have another plugin than bf16_mixed
+OTHER_DEFAULTS = ("nemotron", "hyena")
+NONE = Entry(None)
+OFF = Entry(False)
+NEW_WHOLE = frozenset({"recipe", "precision", "the plugin"})
 
 
 def bridge_fields(fields: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Return fields of Megatron-Bridge's MixedPrecisionConfig as fields of NeMo's plugin."""
-    line = next((entry.line for entry in fields.values() if entry.line), 0)
-    switches = {key: entry for key, entry in fields.items() if key in FLAGS}
-    plugin = {
-        BRIDGE_KEYS.get(key, key): entry
-        for key, entry in fields.items()
-        if key not in FLAGS and key != "library"
-    }
-    precision = _precision_of(switches, line)
-    if precision is not None:
-        plugin["precision"] = precision
-    window = plugin.get("fp16_loss_scale_window")
-    if window is not None and isinstance(window.value, float) and window.value.is_integer():
+    """Return fields of Megatron-Bridge's MixedPrecisionConfig as fields of NeMo's plugin, with what
+    Bridge has where NeMo's plugin has another default."""
+    plugin = _precision_of(fields)
+    for key, entry in fields.items():
+        if key not in (*FLAGS, "library"):
+            plugin[BRIDGE_KEYS.get(key, key)] = entry
+    window = plugin.get("fp16_loss_scale_window", NONE)
+    # Bridge has it as a float
+    if isinstance(window.value, float) and window.value.is_integer():
         plugin["fp16_loss_scale_window"] = replace(window, value=int(window.value))
-    _add_fp8_defaults(plugin, line)
-    return plugin
-
-
-def _precision_of(switches: Mapping[str, Entry], line: int) -> Entry | None:
-    """Return the precision that the switches bf16, fp16 and fp32 stand for; None if all are off."""
-    on = [key for key, entry in switches.items() if entry.value is not False]
-    if not on:
-        return None
-    if len(on) > 1:
-        # no precision has this name, and it is refused by it
-        return Entry(" and ".join(on), line)
-    (key,) = on
-    entry = switches[key]
-    return replace(entry, value=FLAGS[key]) if entry.value is True else entry
-
-
-def _add_fp8_defaults(plugin: dict[str, Entry], line: int) -> None:
-    """Add what Megatron-Bridge has where NeMo's plugin has another default."""
-    recipe = plugin.get("recipe")
-    if recipe is not None and isinstance(recipe.value, str):
+    recipe = plugin.get("recipe", NONE)
+    fp8 = plugin.get("fp8", NONE)
+    if isinstance(recipe.value, str):
         name = recipe.value.replace("-", "_")
         plugin["recipe"] = replace(recipe, value=name)
         if "mxfp8" in name:
             # NeMo's recipe of this name is hybrid
-            plugin.setdefault("fp8", Entry("e4m3", line))
-    elif "fp8" in plugin and plugin["fp8"].value is not None:
-        plugin.setdefault("fp8_recipe", Entry("tensorwise", line))
-    elif "fp8_recipe" in plugin and plugin["fp8_recipe"].value == "tensorwise":
-        # its default, which changes nothing without FP8
-        plugin.pop("fp8_recipe")
+            plugin.setdefault("fp8", Entry("e4m3", recipe.line))
+    elif fp8.value is not None:
+        plugin.setdefault("fp8_recipe", Entry("tensorwise", fp8.line))
+    return plugin
 
 
-def overwritten(call: Call) -> dict[str, Entry]:
-    """Return the arguments of a call which a precision plugin overwrites
-    (update_config_with_dtype_overrides)."""
-    last = call.function.last
-    if last not in OVERWRITTEN and not last.endswith("ModelProvider"):
+def _precision_of(fields: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Return the precision that Bridge's switches are."""
+    on = dict[str, Entry]()
+    for flag, precision in FLAGS.items():
+        switch = fields.get(flag, OFF)
+        if switch.value is not False:
+            on[precision] = switch
+    if not on:
         return {}
-    fields = nemo.MegatronMixedPrecision.model_fields
-    # the plugin does not have the optimizer's own keys
-    known = {*fields, *FLAGS, *BRIDGE_KEYS} - {"library", *OPTIMIZER_KEYS}
-    arguments = spread(call.arguments) | attributes_set(call)
-    return {key: entry for key, entry in arguments.items() if key in known}
+    # no precision has the name of two, and a switch that is not known stays so
+    switch = next(iter(on.values()))
+    if switch.value is True:
+        switch = replace(switch, value=" and ".join(on))
+    return {"precision": switch}
 
 
 def recipe_settings(call: Call) -> Iterator[Settings]:
@@ -94,80 +70,62 @@ def recipe_settings(call: Call) -> Iterator[Settings]:
     function = call.function
     is_nemos = not function.imported or function.name.startswith("nemo")
     if function.last in RECIPES and is_nemos:
-        plugin = _field(_value(call, "trainer"), "plugins")
-        optimizers = [_value(_value(call, "optim"), "config")]
-        fields = _plugin_of_nemo(call, plugin)
+        trainer = _field(call, "trainer")
+        optim = _field(call, "optim")
+        plugin = _field(trainer.value, "plugins")
+        fields = _of_plugin(plugin, _default_of_nemo(call))
+        optimizers = [_field(optim.value, "config")]
     elif function.last.endswith(BRIDGE_RECIPES) and function.name.startswith(BRIDGE):
         plugin = _field(call, "mixed_precision")
-        optimizers = [_value(call, "optimizer"), _value(call, "ddp")]
-        fields = _plugin_of_bridge(call, plugin)
+        default = Entry("bf16_mixed", call.line)
+        fields = bridge_fields(_of_plugin(plugin, default))
+        optimizers = [_field(call, "optimizer"), _field(call, "ddp")]
     else:
         return
     for optimizer in optimizers:
-        for key, entry in attributes_set(optimizer).items():
+        for key, entry in _set(optimizer.value).items():
             if key in OPTIMIZER_KEYS:
                 fields[key] = entry
+    if call.doubt:
+        fields[ATTRIBUTES] = Entry(call, call.line)
     if fields:
-        completes = not {"recipe", "precision", "plugins", "mixed_precision"} & set(fields)
-        name = f"{function.last}()"
-        yield Settings(NEMO, fields, call.line, name, call.guard, True, completes)
+        completes = not NEW_WHOLE & set(fields)
+        yield Settings(NEMO, fields, call.line, f"{function.last}()", completes)
 
 
-def _plugin_of_nemo(call: Call, plugin: Entry | None) -> dict[str, Entry]:
-    if plugin is not None and plugin.node:
-        return _replaced(plugin, "plugins")
-    fields = attributes_set(plugin.value if plugin else None)
-    precision = call.arguments.entries.get("precision")
+def _default_of_nemo(call: Call) -> Entry:
+    """Return the recipe of a model's plugin: that of its argument `precision`, or its default."""
+    precision = call.entries.get("precision")
+    if precision is not None:
+        name = PRECISIONS.get(str(precision.value))
+        return precision if name is None else replace(precision, value=name)
     # llm.llama3_8b.pretrain_recipe
     module, _, _ = call.function.name.rpartition(".")
-    model = module.rpartition(".")[2]
-    recipe = Entry(BY_MODEL.get(model, "bf16_mixed"), call.line)
-    if precision is not None:
-        recipe = precision
-        if isinstance(precision.value, str):
-            name = PRECISIONS.get(precision.value, precision.value)
-            recipe = replace(precision, value=name)
-    elif model.startswith(UNSURE):
-        why = "depends on the arguments of its recipe: assign recipe.trainer.plugins"
-        recipe = Entry(Unknown(call.text, call.line, why), call.line)
-    return {"recipe": recipe} | fields
+    _, _, model = module.rpartition(".")
+    if model.startswith(OTHER_DEFAULTS):
+        why = "has a plugin of its own: assign recipe.trainer.plugins"
+        return Entry(Unknown(call.text, call.line, why), call.line)
+    return Entry("bf16_mixed", call.line)
 
 
-def _plugin_of_bridge(call: Call, plugin: Entry | None) -> dict[str, Entry]:
-    if plugin is not None and plugin.node:
-        fields = _replaced(plugin, "mixed_precision")
-    else:
-        default = {"recipe": Entry("bf16_mixed", call.line)}
-        fields = default | attributes_set(plugin.value if plugin else None)
-    if fields:
-        fields["library"] = Entry("bridge", call.line)
-    return bridge_fields(fields)
-
-
-def _replaced(plugin: Entry, name: str) -> dict[str, Entry]:
-    """Return the fields of an assigned plugin; none if the call that makes it is read itself."""
+def _of_plugin(plugin: Entry, default: Entry) -> dict[str, Entry]:
+    """Return the fields of an assigned plugin, none if the call that makes it is read itself; of
+    the default plugin without one."""
+    if not plugin.node:
+        return {"recipe": default} | _set(plugin.value)
     if isinstance(plugin.value, str):
         return {"recipe": plugin}
-    values = plugin.value.items if isinstance(plugin.value, Row) else [plugin.value]
-    for value in values:
-        if not isinstance(value, Call):
-            return {name: plugin}
-        maker, _ = maker_of(value.function)
-        if maker is None:
-            return {name: plugin}
+    for value in items_of(plugin.value):
+        if not isinstance(value, Call) or maker_of(value.function)[0] is None:
+            return {"the plugin": plugin}
     return {}
 
 
-def _field(value: Any, name: str) -> Entry | None:
-    """Return the entry of an attribute or argument; None if there is neither."""
-    if not isinstance(value, Unknown):
-        return None
-    entry = value.attributes.get(name)
-    if entry is None and isinstance(value, Call):
-        return value.arguments.entries.get(name)
-    return entry
+def _field(value: Any, name: str) -> Entry:
+    """Return the entry of an attribute or argument; an empty one if there is neither."""
+    return value.entries.get(name, NONE) if isinstance(value, Call) else NONE
 
 
-def _value(value: Any, name: str) -> Any:
-    entry = _field(value, name)
-    return None if entry is None else entry.value
+def _set(value: Any) -> dict[str, Entry]:
+    """Return what is set of an object, and not only looked at."""
+    return fields_of(value, ()) if isinstance(value, Call) else {}

@@ -13,8 +13,9 @@ from typing import Any
 from megaprec.dialects.reading import UNKNOWN
 from megaprec.precision.plan import TORCH_DTYPES
 
+# Endings of names that mean the world's process group, under any alias
 WORLD_GROUPS = ("world_process_group", "group.WORLD", "GroupMember.WORLD")
-"""Endings of names that mean the world's process group, under any alias."""
+# Recipes of Transformer Engine, values of `fp8_recipe`, with their parameters by position
 FP8_RECIPES: Mapping[str, tuple[str, ...]] = {
     "DelayedScaling": (
         *("margin", "fp8_format", "amax_history_len", "amax_compute_algo"),
@@ -26,8 +27,8 @@ FP8_RECIPES: Mapping[str, tuple[str, ...]] = {
     "NVFP4BlockScaling": (),
     "CustomRecipe": (),
 }
-"""Recipes of Transformer Engine, values of `fp8_recipe`, with their parameters by position."""
 LAYOUT_KEYS = frozenset({"tp_size", "pp_size"})
+# Keys of models, layouts and clipping: where their value is unknown, the run file's own counts
 OPEN_KEYS = frozenset(
     {
         *("num_attention_heads", "num_kv_attention_heads", "embed_split_hidden", "vocab_size"),
@@ -36,11 +37,11 @@ OPEN_KEYS = frozenset(
         *("tensor", "pipeline", "weight", "size", "max_grad_norm", "clip_grad"),
     }
 )
-"""Keys of models, layouts and clipping: where their value is unknown, the run file's own counts."""
 
 
-ATTRIBUTES = "the attributes"
-"""What stands for the attributes of an object in the place of a key, if they are not known."""
+# What stands for the arguments and attributes of a call in the place of a key, if there is doubt
+# about them
+ATTRIBUTES = "the arguments"
 
 
 class Unreadable(Exception):
@@ -73,17 +74,42 @@ class Entry:
 
 
 @dataclass(eq=False)
-class Table:
-    """A dict. doubt: why its keys may be others than the file shows; empty if they are not."""
+class Fields:
+    """A dict, or what a call returns, by its keys.
+
+    doubt: why they may be others than the file shows; empty if they are not. used: line of its
+    first use, 0 for none. home: the function or loop that makes it. is_read: a key was looked up.
+    """
 
     entries: dict[str, Entry] = field(default_factory=dict)
     line: int = 0
     doubt: str = ""
+    used: int = 0
+    home: Any = None
+    is_read: bool = False
 
     def get(self, key: str) -> Any:
         """Return the value under `key`; None if there is none."""
         entry = self.entries.get(key)
         return None if entry is None else entry.value
+
+
+class Table(Fields):
+    """A dict."""
+
+
+@dataclass(eq=False)
+class Call(Fields):
+    """The result of a call of something outside of the file, or an attribute of one.
+
+    Its entries are the arguments, and the attributes that are set later; those that the file only
+    looks at have no node. text: its source.
+    """
+
+    text: str = ""
+    why: str = "comes of a call that is not run"
+    function: Symbol = Symbol("")
+    node: int = 0
 
 
 @dataclass(eq=False)
@@ -94,38 +120,23 @@ class Row:
     doubt: str = ""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Unknown:
-    """A value that is not known.
-
-    text: its source text. why: the reason. attributes: those that the file sets or looks at.
-    doubt: why these may be others than the file shows; empty if they are not.
-    """
+    """A value that is not known. text: its source text. why: the reason."""
 
     text: str
     line: int
     why: str
-    attributes: dict[str, Entry] = field(default_factory=dict)
-    doubt: str = ""
 
 
-@dataclass(eq=False)
-class Call(Unknown):
-    """The result of a call of something outside of the file.
-
-    guard: the condition under which it is made, with its line; empty for none.
-    """
-
-    function: Symbol = Symbol("")
-    positional: tuple[Entry, ...] = ()
-    arguments: Table = field(default_factory=Table)
-    guard: str = ""
-    node: int = 0
-
-
-def inner_table(value: Any) -> Any:
-    """Return the arguments of a call, or the value itself."""
-    return value.arguments if isinstance(value, Call) else value
+def find(tree: Table, path: str) -> Entry | None:
+    """Return the entry under a dotted path."""
+    fields: Any = tree
+    entry = None
+    for name in path.split("."):
+        entry = fields.entries.get(name) if isinstance(fields, Fields) else None
+        fields = None if entry is None else entry.value
+    return entry
 
 
 def plain(value: Any) -> Any:
@@ -143,11 +154,11 @@ def plain(value: Any) -> Any:
         case Call() if value.function.last in FP8_RECIPES:
             fields = fields_of(value, FP8_RECIPES[value.function.last])
             return {"recipe": value.function.last} | _of_entries(fields)
-        case Call() if is_dtype(value.function) and not value.arguments.entries:
+        case Call() if is_dtype(value.function) and not value.entries:
             return value.function.name  # torch.bfloat16(), as one system's documentation has it
         case ast.AST():
             raise Unreadable("it is a function, which would have to be run")
-        case Unknown():
+        case Unknown() | Call():
             raise Unreadable(f"`{value.text}` {value.why}")
     return value
 
@@ -181,35 +192,44 @@ def is_dtype(symbol: Symbol) -> bool:
 
 
 def fields_of(call: Call, order: tuple[str, ...]) -> dict[str, Entry]:
-    """Return the arguments of a call by name, overwritten by attributes that are set later.
+    """Return the arguments of a call by name, with attributes that are set later.
 
     order: the names of positional arguments; one that has none is "argument N".
     """
+    names = {argument(index): name for index, name in enumerate(order)}
     fields = dict[str, Entry]()
-    for index, entry in enumerate(call.positional):
-        name = order[index] if index < len(order) else f"argument {index + 1}"
-        fields[name] = entry
-    return fields | spread(call.arguments) | attributes_set(call)
+    for key, entry in spread(call).items():
+        if entry.node:
+            fields[names.get(key, key)] = entry
+    if call.doubt:
+        fields[ATTRIBUTES] = Entry(call, call.line)
+    return fields
 
 
-def spread(table: Table) -> dict[str, Entry]:
-    """Return the entries of a dict, with those that it takes in by **.
+def items_of(value: Any) -> list[Any]:
+    """Return the items of a list that is known, or the value alone."""
+    return value.items if isinstance(value, Row) and not value.doubt else [value]
+
+
+def argument(index: int) -> str:
+    """Return the key of a positional argument."""
+    return f"argument {index + 1}"
+
+
+def positional(call: Call) -> list[Entry]:
+    """Return the positional arguments of a call."""
+    return [entry for key, entry in call.entries.items() if key.startswith("argument ")]
+
+
+def spread(fields: Fields) -> dict[str, Entry]:
+    """Return the entries of a dict or call, with those that it takes in by **.
 
     A dict that is not known stays under its text: "**load()".
     """
     entries = dict[str, Entry]()
-    for key, entry in table.entries.items():
+    for key, entry in fields.entries.items():
         if key.startswith("**") and isinstance(entry.value, Table) and not entry.value.doubt:
             entries |= spread(entry.value)
         else:
             entries[key] = entry
     return entries
-
-
-def attributes_set(value: Any) -> dict[str, Entry]:
-    """Return the attributes of an object that the file sets; it only looks at the others."""
-    if not isinstance(value, Unknown):
-        return {}
-    if value.doubt:
-        return {ATTRIBUTES: Entry(value, value.line)}
-    return {name: entry for name, entry in value.attributes.items() if entry.node}

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
+from typing import Any
 
 from megaprec.dialects import (
     colossalai,
@@ -22,7 +23,16 @@ from megaprec.dialects import (
 )
 from megaprec.dialects.reading import Keys
 from megaprec.dialects.scaling import GradScaler
-from tools.interop.foreign.plain import Call, Entry, Row, Symbol, Table, Unknown, inner_table
+from tools.interop.foreign.plain import (
+    Call,
+    Entry,
+    Fields,
+    Row,
+    Symbol,
+    Table,
+    Unknown,
+    positional,
+)
 
 
 def _words(text: str) -> frozenset[str]:
@@ -39,6 +49,7 @@ PHRASES = _words(
     "gradient_clip max_grad_norm max_norm stochastic_rounding opt_level keep_batchnorm "
     "grad_reduce zero_one matmul_precision grad_acc_hook main_grad main_params e4m3 e5m2"
 )
+# Keys of the systems that mean other things elsewhere: they count only in the systems' tables
 GENERIC = _words(
     "mode recipe enabled margin checkpoint parallel tensor pipeline weight zero1 model "
     "optimizer_config plugin vocab_size hidden_size num_layers num_attention_heads "
@@ -46,22 +57,22 @@ GENERIC = _words(
     "use_flash_attn drop_rate no_bias model_type layer_norm_epsilon tp_size pp_size zero_stage "
     "stage kind interval environment optim_name cast_inputs v1 sequence_parallel verbose"
 )
-"""Keys of the systems that mean other things elsewhere: they count only in the systems' tables."""
+# Keys of InternEvo's model that bear on precision; the others are about its shape
 PRECISE = _words(
     "dtype residual_in_fp32 use_fp32_norm output_tf32 output_to_fp32 embed_grad_scale grad_scaler"
 )
-"""Keys of InternEvo's model that bear on precision; the others are about its shape."""
 MAKING_TENSORS = (
     *("torch.tensor", "torch.zeros", "torch.ones", "torch.empty", "torch.full"),
     *("torch.arange", "torch.rand"),
 )
+# Beginnings of values that are no floating-point dtype
 OTHER_NUMBERS = (
     *("np.", "numpy.", "pd.", "pandas.", "jnp.", "tf."),
     *("torch.int", "torch.uint", "torch.long", "torch.bool", "lambda"),
 )
-"""Beginnings of values that are no floating-point dtype."""
 LONGEST_NAME = 60
 HIDING = ("exec", "eval", "globals", "locals")  # calls behind which anything may be set
+NAMING = ("setattr", "setdefault", "putenv")  # calls that set what they are told the name of
 DIALECTS = (
     *(colossalai, colossalai_plugins, internevo, internevo_model),
     *(nemo, nemo_v1, nxd, smp),
@@ -70,12 +81,16 @@ DIALECTS = (
 
 @dataclass(frozen=True)
 class Mention:
-    """A name that concerns precision. node: id of its syntax node, or the number of its key. text:
-    source text, for messages."""
+    """A name that concerns precision.
+
+    node: id of its syntax node, or the number of its key. text: source text, for messages. value:
+    what it stands for.
+    """
 
     node: int
     line: int
     text: str
+    value: Any = None
 
 
 def _vocabulary() -> frozenset[str]:
@@ -117,49 +132,37 @@ def shortened(node: ast.AST, longest: int = 100) -> str:
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
-def mentions_of(named: Iterable[tuple[str, Entry]], calls: Iterable[Call]) -> Iterator[Mention]:
-    """Return every mention of precision among the keys, names and calls of a Python file."""
-    for name, entry in named:
+def mentions_of(made: Iterable[Fields], loose: Iterable[tuple[str, Entry]]) -> Iterator[Mention]:
+    """Return every mention of precision in the dicts and calls of a file, and in what else it sets
+    by name."""
+    pairs = [*loose]
+    for fields in made:
+        if isinstance(fields, Call) and _call_bears_on_precision(fields):
+            yield Mention(fields.node, fields.line, fields.text)
+        if not _is_of_other_numbers(fields):
+            pairs += fields.entries.items()
+    for name, entry in pairs:
         text = shown(entry.value)
-        # a dtype by its own name is one of a list, of which one is chosen elsewhere
-        is_listed = name in DTYPES and text.removeprefix("torch.") in DTYPES
-        is_other = is_listed or text.startswith(OTHER_NUMBERS)
-        if entry.node and bears_on_precision(name) and not is_other:
-            yield Mention(entry.node, entry.line, f"{name} = {text}")
-    for call in calls:
-        if _call_bears_on_precision(call):
-            yield Mention(call.node, call.line, call.text)
+        is_set = entry.node != 0 and entry.value is not None
+        if is_set and bears_on_precision(name) and not text.startswith(OTHER_NUMBERS):
+            yield Mention(entry.node, entry.line, f"{name} = {text}", entry.value)
+
+
+def _is_of_other_numbers(fields: Fields) -> bool:
+    others = (*MAKING_TENSORS, *OTHER_NUMBERS)
+    return isinstance(fields, Call) and fields.function.name.startswith(others)
 
 
 def _call_bears_on_precision(call: Call) -> bool:
-    name = call.function.last
-    arguments = [shown(entry.value) for entry in call.positional]
-    if call.function.name in HIDING:
-        return True
-    # model.to(torch.bfloat16)
-    if name in ("to", "type"):
-        dtypes = {text.removeprefix("torch.") for text in arguments}
-        return not DTYPES.isdisjoint(dtypes)
-    # setattr(config, "dtype", ...)
-    if name == "setattr":
-        return any(map(bears_on_precision, arguments[1:2]))
-    # what torch has without this call
-    if name == "set_default_dtype" and arguments[:1] in (["torch.float"], ["torch.float32"]):
-        return False
-    return bears_on_precision(name) and not call.function.name.startswith(OTHER_NUMBERS)
-
-
-def mentions_in_data(table: Table, path: str = "") -> Iterator[Mention]:
-    """Return every mention of precision among the keys of a tree."""
-    for key, entry in table.entries.items():
-        name = f"{path}.{key}" if path else key
-        if bears_on_precision(key) and entry.value is not None:
-            yield Mention(entry.node, entry.line, f"{name} = {shown(entry.value)}")
-        values = entry.value.items if isinstance(entry.value, Row) else [entry.value]
-        for value in values:
-            inner = inner_table(value)
-            if isinstance(inner, Table):
-                yield from mentions_in_data(inner, name)
+    function = call.function
+    arguments = [shown(entry.value).removeprefix("torch.") for entry in positional(call)]
+    if function.last in ("to", "type"):
+        # model.to(torch.bfloat16)
+        return not DTYPES.isdisjoint(arguments)
+    if function.last in NAMING:
+        return any(map(bears_on_precision, arguments))
+    is_other = function.name.startswith(OTHER_NUMBERS)
+    return function.name in HIDING or (bears_on_precision(function.last) and not is_other)
 
 
 def shown(value: object) -> str:

@@ -15,12 +15,12 @@ from megaprec.parsing import read_text
 from tools.console.toml import Setting
 from tools.interop.foreign.data_files import Data, TooLarge, from_json, from_toml, from_yaml
 from tools.interop.foreign.findings import Findings, Known
-from tools.interop.foreign.precision_words import mentions_in_data, mentions_of
+from tools.interop.foreign.precision_words import mentions_of
 from tools.interop.foreign.python_file import PythonFile
 from tools.interop.foreign.python_settings import Gatherer
-from tools.interop.foreign.systems import INTERNEVO, NXD, NXD_OPTIMIZER
-from tools.interop.foreign.whose import DEEPSPEED, whose_file
-from tools.interop.foreign.yaml_forms import note_composed, read_flat, read_forms
+from tools.interop.foreign.systems import NXD, NXD_OPTIMIZER
+from tools.interop.foreign.whose import whose_file
+from tools.interop.foreign.yaml_forms import note_composed, read_forms
 
 # bytes, commas and brackets; what has more would take seconds to read
 LARGEST = 256 * 1024
@@ -30,7 +30,6 @@ KNOWN = (
     "dict(dtype=...), bf16_mixed()"
 )
 TOO_MUCH = "more work than a configuration asks for: give the part about precision"
-NOT_PARSED = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
 @dataclass(frozen=True)
@@ -111,66 +110,36 @@ def _data(path: Path, text: str) -> Data | None:
 
 
 def _of_data(path: Path, text: str, data: Data, given: Collection[str]) -> Findings:
-    findings = Findings(str(path), mentions_in_data(data.table), given)
-    findings.behind = data.behind
+    findings = Findings(str(path), mentions_of(data.trees, ()), given)
     kind = whose_file(path, text)
-    if kind is not None and kind is DEEPSPEED:
+    if kind is not None and not kind.shown:
         raise UserError(kind.of(path))
     if not read_forms(data.table, findings):
-        Gatherer(data.calls, [data.table], {}, findings).gather()
-    if not findings.settings:
-        if kind is not None and not kind.shown:
-            raise UserError(kind.of(path))
-        read_flat(data.table, findings)
+        Gatherer(data.calls, data.table, findings).gather()
     note_composed(data.table, findings)
     return findings
 
 
 def _of_python(path: Path, text: str, given: Collection[str]) -> Findings:
-    """Return what a Python file says of precision. given: keys that the command line gives."""
-    tree = _parsed(path, text)
-    file = PythonFile(path, tree)
-    findings = Findings(str(path), mentions_of(file.named, file.calls), given)
-    findings.problems += file.problems
-    for line, note in file.notes:
-        findings.note(line, note)
-    Gatherer(file.calls, file.scopes, file.environment, findings).gather(file.named)
-    # A star import may define any name, unless the file itself sets the dtype. Only InternEvo's
-    # files are plain assignments at the top, into which another file's dtype may be imported.
-    dtype_is_settled = any(
-        "dtype" in settings.fields or settings.system != INTERNEVO for settings in findings.settings
-    )
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
-            statement = f"from {node.module} import *"
-            if dtype_is_settled:
-                findings.note(node.lineno, f"{statement}: what it brings is not read")
-            else:
-                why = "it may bring the precision: write it here, or give that file"
-                findings.refuse(node.lineno, f"{statement}: {why}")
+    file = PythonFile(_parsed(path, text))
+    findings = Findings(str(path), mentions_of(file.made, file.loose), given)
+    for line, name, why in file.uncertain:
+        findings.refuse_unknown(line, name, why)
+    Gatherer(file.calls, file.names, findings).gather()
     return findings
 
 
 def _parsed(path: Path, text: str) -> ast.Module:
-    """Return the parsed module; lines of dots, as in documentation, are skipped."""
     try:
         return ast.parse(text)
-    except NOT_PARSED as error:
-        lines = ["" if line.strip() in ("...", "...,") else line for line in text.split("\n")]
-        try:
-            return ast.parse("\n".join(lines))
-        except NOT_PARSED:
-            raise UserError(_why_not_python(path, text, error)) from error
-
-
-def _why_not_python(path: Path, text: str, error: Exception) -> str:
+    except SyntaxError as error:
+        place = f"{path}, line {error.lineno}" if error.lineno else str(path)
+        why = error.msg
+    except (ValueError, RecursionError, MemoryError):
+        place = str(path)
+        why = "nested too deeply, or holds null bytes"
     formats = "Python" if path.suffix == ".py" else "TOML, JSON or Python"
-    if not isinstance(error, SyntaxError):
-        return f"{path}: not {formats}: nested too deeply, or holds null bytes"
-    line = f", line {error.lineno}" if error.lineno else ""
-    is_one_line = len(text) > 200 and text.count("\n") < 3 and text.count("import ") > 1
-    hint = "; several statements stand on one line: were line breaks lost in copying?"
-    return f"{path}{line}: not {formats}: {error.msg}{hint if is_one_line else ''}"
+    raise UserError.of("precision_file.not_python", path=place, what=f"{formats}: {why}")
 
 
 def _settings(path: Path, tables: Mapping[str, Known], findings: Findings) -> dict[str, Setting]:
@@ -182,19 +151,7 @@ def _settings(path: Path, tables: Mapping[str, Known], findings: Findings) -> di
             origin = f"file {findings.place(entry.line)}"
             settings[f"precision.{table}.{key}"] = Setting(value, origin)
     if NXD in tables and NXD_OPTIMIZER not in tables and "precision_type" not in tables[NXD]:
-        key = f"precision.{NXD_OPTIMIZER}.zero_one_enabled"
-        settings[key] = _zero_of_nxd(tables[NXD], findings)
+        settings[f"precision.{NXD_OPTIMIZER}.zero_one_enabled"] = Setting(False, "NxD's default")
+        why = "NxD leaves ZeRO-1 off unless told otherwise"
+        findings.notes.append(f"optimizer_config is not in the file: {why}")
     return settings
-
-
-def _zero_of_nxd(known: Known, findings: Findings) -> Setting:
-    """Return the setting of ZeRO-1, which all of NxD's mixed precision depends on, where the file
-    does not state it."""
-    for key, (value, entry) in known.items():
-        if value is True:
-            why = f"ZeRO-1 is taken to be on, as {key} = true needs it"
-            findings.notes.append(f"optimizer_config is not in the file: {why}")
-            return Setting(True, f"file {findings.place(entry.line)}")
-    why = "NxD leaves ZeRO-1 off unless told otherwise"
-    findings.notes.append(f"optimizer_config is not in the file: {why}")
-    return Setting(False, "NxD's default")

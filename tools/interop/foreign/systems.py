@@ -40,8 +40,7 @@ class Maker:
 
     table: whose keys its arguments are; empty if it only holds tables. order: parameters by
     position. packages: modules that it is imported from. keys: argument -> key, where the names
-    differ. unrelated: arguments that do not concern precision. remarks: arguments that
-    are understood but not used, and why. adds: keys that the call implies.
+    differ. unrelated: arguments that do not concern precision. adds: keys that the call implies.
     tables: arguments that are tables themselves. strict: any other argument is passed on as a key.
     completes: its keys complete those of another call for the same table.
     """
@@ -51,7 +50,6 @@ class Maker:
     packages: tuple[str, ...] = ()
     keys: Mapping[str, str] = field(default_factory=dict)
     unrelated: frozenset[str] = frozenset()
-    remarks: Mapping[str, str] = field(default_factory=dict)
     adds: Mapping[str, Any] = field(default_factory=dict)
     tables: Mapping[str, str] = field(default_factory=dict)
     strict: bool = True
@@ -130,7 +128,6 @@ PRECISION_OF_PLUGINS = frozenset(
         "master_weights cast_inputs force_outputs_fp32 use_fp8 fp8_communication tp_size pp_size"
     )
 )
-WITHOUT_BUFFERS = "the trainer's models have no buffers that ranks could differ in"
 BRIDGE_KEYS = {
     "fp8_param": "fp8_params",
     "loss_scale": "fp16_loss_scale",
@@ -139,11 +136,13 @@ BRIDGE_KEYS = {
     "loss_scale_window": "fp16_loss_scale_window",
     "hysteresis": "fp16_hysteresis",
 }
+# Fields of NeMo's plugin that say the dtype; a trainer has others of these names
+WHOLE_FIELDS = ("precision", "recipe", "v1")
+# Arguments of Megatron's OptimizerConfig that bear on precision and are read
 OPTIMIZER_KEYS = _words(
     "clip_grad use_distributed_optimizer use_precision_aware_optimizer main_grads_dtype "
     "main_params_dtype exp_avg_dtype exp_avg_sq_dtype"
 )
-"""Arguments of Megatron's OptimizerConfig that bear on precision and are read."""
 
 
 def _plugin(kind: str, order: tuple[str, ...]) -> Maker:
@@ -162,20 +161,28 @@ def _holder(order: tuple[str, ...], packages: tuple[str, ...], tables: Mapping[s
     return Maker("", order, packages, tables=tables, strict=False)
 
 
-def _of_optimizer(*keys: str) -> Maker:
+def _with_fields(*keys: str) -> Maker:
     """Return a maker of which only some arguments are keys of NeMo's plugin."""
-    return Maker(
-        NEMO, packages=NEMO_PACKAGES, keys={key: key for key in keys}, strict=False, completes=True
-    )
+    same = {key: key for key in keys}
+    return Maker(NEMO, packages=NEMO_PACKAGES, keys=same, strict=False, completes=True)
 
 
 _WRAPPER = _holder(FSDP_ORDER, (*FSDP, "colossalai"), {"mixed_precision": SMP_POLICY})
 _NXD_CONFIG = _holder(
     NXD_CONFIG, NXD_PACKAGES, {"mixed_precision_config": NXD, "optimizer_config": NXD_OPTIMIZER}
 )
-_TRAINERS = ("nemo", "nl", "lightning", "pytorch_lightning")
+# NeMo's documentation hands fields of the plugin to the trainer
+_TRAINER = Maker(
+    NEMO,
+    packages=("nemo", "nl", "lightning", "pytorch_lightning"),
+    keys={key: key for key in nemo.MegatronMixedPrecision.model_fields if key not in WHOLE_FIELDS},
+    tables={"plugins": NEMO},
+    strict=False,
+    completes=True,
+)
 _GRAPH = frozenset({"_graph"})
 
+# Classes and functions by the last part of their name, the first that fits its import
 MAKERS: Mapping[str, tuple[Maker, ...]] = {
     "MixedPrecision": (Maker(SMP_POLICY, POLICY, FSDP),),
     "MixedPrecisionPolicy": (Maker(SMP_POLICY2, POLICY2, FSDP),),
@@ -223,8 +230,8 @@ MAKERS: Mapping[str, tuple[Maker, ...]] = {
             INTERNEVO,
             _words("model output_to_fp32 parallel_mode sync_buffer dtype"),
             ("internlm", "internevo", "megaprec"),
-            unrelated=frozenset({"model"}),
-            remarks=dict.fromkeys(("parallel_mode", "sync_buffer"), WITHOUT_BUFFERS),
+            # models here have no buffers that ranks could differ in
+            unrelated=frozenset({"model", "parallel_mode", "sync_buffer"}),
         ),
     ),
     "MegatronMixedPrecision": (Maker(NEMO, MEGATRON_PLUGIN, NEMO_PACKAGES),),
@@ -235,44 +242,47 @@ MAKERS: Mapping[str, tuple[Maker, ...]] = {
     "get_mixed_precision_config": (
         Maker(NEMO, ("recipe",), ("megatron",), adds={"library": "bridge"}),
     ),
-    "Trainer": (_holder((), _TRAINERS, {"plugins": NEMO}),),
+    "Trainer": (_TRAINER,),
     "ConfigContainer": (_holder((), ("megatron",), {"mixed_precision": NEMO}),),
-    "DistributedDataParallelConfig": (_of_optimizer("use_distributed_optimizer"),),
-    "OptimizerConfig": (_of_optimizer(*OPTIMIZER_KEYS),),
-    "distributed_fused_adam_with_cosine_annealing": (_of_optimizer(*OPTIMIZER_KEYS),),
+    "DistributedDataParallelConfig": (_with_fields("use_distributed_optimizer"),),
+    "OptimizerConfig": (_with_fields(*OPTIMIZER_KEYS),),
+    "distributed_fused_adam_with_cosine_annealing": (_with_fields(*OPTIMIZER_KEYS),),
 }
-"""Classes and functions by the last part of their name, the first that fits its import."""
 
+# Dicts by the name that their system gives them
 TABLES: Mapping[str, str] = {
     "mixed_precision_config": NXD,
     "optimizer_config": NXD_OPTIMIZER,
     "fp16": FP16,
     "model": INTERNEVO,
     "grad_scaler": "internevo.grad_scaler",
+    "zero": "colossalai.zero",
     "hybrid_zero_optimizer": "internevo.hybrid_zero_optimizer",
     "parallel": "internevo.parallel",
     "mixed_precision": SMP_POLICY,
     "mp_policy": SMP_POLICY2,
     "fp8_autocast": SMP_FP8,
 }
-"""Dicts by the name that their system gives them."""
+# Of dicts whose names mean other things elsewhere, keys of which one must be there
 MARKS: Mapping[str, frozenset[str]] = {
     "model": frozenset({"dtype", "num_attention_heads", "embed_grad_scale"}),
     "parallel": frozenset({"zero1"}),
     "mixed_precision": frozenset(smp.MixedPrecision.model_fields),
     "optimizer_config": frozenset(nxd.OptimizerConfig.model_fields),
+    # that of Colossal-AI before its plugins, which its dialect refuses
+    "zero": frozenset({"model_config", "optimizer_config", "level", "tensor_placement_policy"}),
 }
-"""Of dicts whose names mean other things elsewhere, keys of which one must be there."""
+# Variables that belong to a system's configuration, where they stand beside a dict of it
 LOOSE: Mapping[str, tuple[str, ...]] = {
     COLOSSALAI: ("clip_grad_norm",),
     INTERNEVO: ("use_fp32_norm", "model_type", "output_tf32"),
 }
-"""Variables that belong to a system's configuration, where they stand beside a dict of it."""
+# What of a system says the dtype; its other tables and classes alone do not say the precision
 WITH_DTYPE: Mapping[str, str] = {
     INTERNEVO: "InternEvo's `model = dict(...)`",
     NEMO: "NeMo's precision plugin or recipe",
 }
-"""What of a system says the dtype; its other tables and classes alone do not say the precision."""
+NXD_MASTERS = frozenset({"use_master_weights", "use_fp32_grad_acc", "use_master_weights_in_ckpt"})
 ENVIRONMENT = _words("NEURON_RT_STOCHASTIC_ROUNDING_EN XLA_USE_BF16 XLA_DOWNCAST_BF16")
 
 
@@ -297,21 +307,19 @@ def table_of(name: str, content: Table, beside: Mapping[str, Any]) -> str:
     beside: the dicts and values that stand beside it, by name.
     """
     keys = set(content.entries)
-    # a `model` with a type is that of Colossal-AI before its plugins, which says no precision
-    if name not in TABLES or (name == "model" and "type" in keys):
+    if name not in TABLES or (name == "model" and _is_no_internevo(content)):
         return ""
     if name == "grad_scaler" and {"mixed_precision", "mp_policy"} & set(beside):
         return SMP_SCALER
-    if name not in MARKS or (name == "optimizer_config" and "mixed_precision_config" in beside):
-        return TABLES[name]
-    marks = keys & MARKS[name]
-    if name == "model" and marks == {"dtype"}:
-        return _table_of_dtype(content.get("dtype"))
-    return TABLES[name] if marks else ""
+    is_nxds = name == "optimizer_config" and "mixed_precision_config" in beside
+    is_marked = name not in MARKS or bool(keys & MARKS[name])
+    return TABLES[name] if is_marked or is_nxds else ""
 
 
-def _table_of_dtype(dtype: object) -> str:
-    """Return the table of a `model` that has only a dtype: InternEvo takes a text for one only with
-    its "torch."."""
+def _is_no_internevo(model: Table) -> bool:
+    """Return True for a `model` of Colossal-AI before its plugins, which has a type, and for one
+    with a dtype alone whose text is not InternEvo's "torch.bfloat16"."""
+    dtype = model.get("dtype")
+    is_alone = not MARKS["model"] - {"dtype"} & set(model.entries)
     is_other = isinstance(dtype, str) and not dtype.startswith("torch.")
-    return "" if is_other else TABLES["model"]
+    return "type" in model.entries or (is_alone and is_other)

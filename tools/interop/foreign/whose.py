@@ -5,15 +5,14 @@ A door that takes another system's file asks here first, so that its refusal nam
 what to do instead.
 """
 
-import ast
 import re
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from megaprec.errors import UserError
 from tools.interop.foreign.data_files import TooLarge, from_json, from_toml, from_yaml
-from tools.interop.foreign.plain import Table, inner_table
+from tools.interop.foreign.plain import Fields, Table
 
 SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".py")
 KEYS = (
@@ -45,10 +44,9 @@ class Kind:
         return f"{file}: {self.whose}: {self.way.replace('FILE', str(file))}"
 
 
-def _keys(*pairs: str) -> str:
-    """Return the way out of pairs, theirs and ours."""
-    listed = ", ".join(f"{pair.partition('=')[0]} is {pair.partition('=')[2]}" for pair in pairs)
-    return f"{KEYS}; {listed}"
+def _keys(pairs: str) -> str:
+    """Return the way out of pairs, theirs and ours: "lr=lr.peak, max_steps=train.steps"."""
+    return f"{KEYS}; {pairs.replace('=', ' is ')}"
 
 
 DEEPSPEED = Kind(
@@ -66,16 +64,20 @@ RUN = Kind(
     ("train.steps", "train.global_batch", "train.init_from", "data.source model", "model.preset"),
     "megaprec train FILE runs it",
 )
+# Kinds of other systems, the most particular first: the first one that fits counts
 KINDS: tuple[Kind, ...] = (
+    Kind(
+        "a configuration of NxD",
+        ("mixed_precision_config", "distributed_strategy", "optimizer_config.zero_one_enabled"),
+        f"{SHOWN} (docs/migrating.md)",
+        shown=True,
+    ),
     Kind(
         "a configuration of GPT-NeoX",
         ("pipe_parallel_size", "zero_optimization num_layers", "zero_optimization hidden_size"),
         _keys(
-            "num-layers=model.layers",
-            "hidden-size=model.hidden",
-            "train-iters=train.steps",
-            "model-parallel-size=parallel.tensor",
-            "pipe-parallel-size=parallel.pipeline",
+            "num-layers=model.layers, hidden-size=model.hidden, train-iters=train.steps, "
+            "model-parallel-size=parallel.tensor, pipe-parallel-size=parallel.pipeline"
         ),
     ),
     Kind(
@@ -86,23 +88,26 @@ KINDS: tuple[Kind, ...] = (
             "base_model adapter",
             "base_model micro_batch_size",
         ),
-        _keys(
-            "base_model=train.init_from", "sequence_len=train.seq_length", "learning_rate=lr.peak"
-        ),
+        _keys("base_model=train.init_from, sequence_len=train.seq_length, learning_rate=lr.peak"),
     ),
     Kind(
         "a configuration of LLaMA-Factory",
         ("finetuning_type", "model_name_or_path stage", "model_name_or_path cutoff_len"),
         _keys(
-            "model_name_or_path=train.init_from",
-            "cutoff_len=train.seq_length",
-            "learning_rate=lr.peak",
+            "model_name_or_path=train.init_from, cutoff_len=train.seq_length, learning_rate=lr.peak"
+        ),
+    ),
+    Kind(
+        "a recipe of SageMaker HyperPod",
+        ("use_smp_model", "model.backward_fetch_policy", "model.shard_degree"),
+        _keys(
+            "model.precision=precision.compute, model.fp8=fp8.kind, model.grad_clip=optimizer.clip"
         ),
     ),
     Kind(
         "a configuration of accelerate",
         ("compute_environment", "distributed_type", "mixed_precision num_processes"),
-        _keys("mixed_precision=precision.compute", "num_processes=the product of [parallel]"),
+        _keys("mixed_precision=precision.compute, num_processes=the product of [parallel]"),
     ),
     Kind(
         "arguments of Hugging Face's Trainer",
@@ -116,16 +121,14 @@ KINDS: tuple[Kind, ...] = (
             "learning_rate output_dir",
         ),
         _keys(
-            "per_device_train_batch_size=train.micro_batch",
-            "max_steps=train.steps",
-            "learning_rate=lr.peak",
-            "model_name_or_path=train.init_from",
+            "per_device_train_batch_size=train.micro_batch, max_steps=train.steps, "
+            "learning_rate=lr.peak, model_name_or_path=train.init_from"
         ),
     ),
     Kind(
         "a recipe of torchtune",
         ("model._component_", "tokenizer._component_", "optimizer._component_"),
-        _keys("max_steps_per_epoch=train.steps", "optimizer.lr=lr.peak", "dtype=precision.compute"),
+        _keys("max_steps_per_epoch=train.steps, optimizer.lr=lr.peak, dtype=precision.compute"),
     ),
     Kind(
         "a configuration of torchtitan",
@@ -137,29 +140,25 @@ KINDS: tuple[Kind, ...] = (
             "model.flavor",
         ),
         _keys(
-            "model.flavor=model.preset",
-            "training.steps=train.steps",
-            "training.seq_len=train.seq_length",
-            "training.local_batch_size=train.micro_batch",
-            "optimizer.lr=lr.peak",
+            "model.flavor=model.preset, training.steps=train.steps, "
+            "training.seq_len=train.seq_length, "
+            "training.local_batch_size=train.micro_batch, optimizer.lr=lr.peak"
         ),
     ),
     Kind(
         "a configuration of nanotron",
         ("tokens.train_steps", "parallelism tokens", "model.model_config"),
         _keys(
-            "tokens.train_steps=train.steps",
-            "tokens.sequence_length=train.seq_length",
-            "parallelism=[parallel]",
+            "tokens.train_steps=train.steps, tokens.sequence_length=train.seq_length, "
+            "parallelism=[parallel]"
         ),
     ),
     Kind(
         "a configuration of MosaicML's Composer or OLMo",
         ("max_duration", "global_train_batch_size", "device_train_microbatch_size"),
         _keys(
-            "global_train_batch_size=train.global_batch",
-            "max_seq_len=train.seq_length",
-            "optimizer.lr=lr.peak",
+            "global_train_batch_size=train.global_batch, max_seq_len=train.seq_length, "
+            "optimizer.lr=lr.peak"
         ),
     ),
     Kind(
@@ -171,10 +170,9 @@ KINDS: tuple[Kind, ...] = (
             "checkpoint_dir train eval",
         ),
         _keys(
-            "train.global_batch_size=train.global_batch",
-            "train.micro_batch_size=train.micro_batch",
-            "train.max_seq_length=train.seq_length",
-            "precision=precision.compute",
+            "train.global_batch_size=train.global_batch, "
+            "train.micro_batch_size=train.micro_batch, "
+            "train.max_seq_length=train.seq_length, precision=precision.compute"
         ),
     ),
     Kind(
@@ -196,13 +194,9 @@ KINDS: tuple[Kind, ...] = (
             "block_size learning_rate",
         ),
         _keys(
-            "n_layer=model.layers",
-            "n_embd=model.hidden",
-            "n_head=model.heads",
-            "block_size=train.seq_length",
-            "batch_size=train.micro_batch",
-            "learning_rate=lr.peak",
-            "max_iters=train.steps",
+            "n_layer=model.layers, n_embd=model.hidden, n_head=model.heads, "
+            "block_size=train.seq_length, batch_size=train.micro_batch, "
+            "learning_rate=lr.peak, max_iters=train.steps"
         ),
     ),
     Kind(
@@ -212,7 +206,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "a configuration of Megatron-Bridge",
-        ("_target_ megatron.bridge",),
+        ("_target_.megatron.bridge",),
         (
             f"{SHOWN}, and its arguments are read without _target_: a table of names such as "
             "train_iters"
@@ -221,10 +215,10 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "a recipe of NeMo 2",
-        ("_target_ nemo",),
+        ("_target_.nemo", "_target_.nemo_automodel"),
         (
             f"{SHOWN} (docs/migrating.md); "
-            f"{_keys('trainer.max_steps=train.steps', 'model.config=[model]')}"
+            f"{_keys('trainer.max_steps=train.steps, model.config=[model]')}"
         ),
         shown=True,
     ),
@@ -239,17 +233,9 @@ KINDS: tuple[Kind, ...] = (
         ),
         f"{SHOWN} (docs/migrating.md); "
         + _keys(
-            "trainer.max_steps=train.steps",
-            "model.encoder_seq_length=train.seq_length",
-            "model.micro_batch_size=train.micro_batch",
-            "model.optim.lr=lr.peak",
+            "trainer.max_steps=train.steps, model.encoder_seq_length=train.seq_length, "
+            "model.micro_batch_size=train.micro_batch, model.optim.lr=lr.peak"
         ),
-        shown=True,
-    ),
-    Kind(
-        "a configuration of NxD",
-        ("mixed_precision_config", "distributed_strategy", "optimizer_config.zero_one_enabled"),
-        f"{SHOWN} (docs/migrating.md)",
         shown=True,
     ),
     Kind(
@@ -271,7 +257,6 @@ KINDS: tuple[Kind, ...] = (
         "data.tokenizer=FILE takes a tokenizer.json",
     ),
 )
-"""Kinds of other systems, the most particular first: the first one that fits counts."""
 
 
 def whose(names: Iterable[str]) -> Kind | None:
@@ -279,21 +264,9 @@ def whose(names: Iterable[str]) -> Kind | None:
     underscores."""
     have = {name.removeprefix("--").replace("-", "_") for name in names}
     for kind in (*KINDS, RUN, DEEPSPEED):
-        if any(set(mark.split()) <= have for mark in _plain_marks(kind)):
-            return kind
-        if any(_targets(mark, have) for mark in kind.marks):
+        if any(set(mark.split()) <= have for mark in kind.marks):
             return kind
     return None
-
-
-def _plain_marks(kind: Kind) -> Iterator[str]:
-    return (mark for mark in kind.marks if not mark.startswith("_target_ "))
-
-
-def _targets(mark: str, have: Set[str]) -> bool:
-    """Return True if a file's `_target_` begins as a mark says."""
-    first, _, package = mark.partition(" ")
-    return first == "_target_" and any(name.startswith(f"_target_ {package}") for name in have)
 
 
 def names_in(table: Table) -> set[str]:
@@ -301,9 +274,8 @@ def names_in(table: Table) -> set[str]:
     names = set[str]()
     for key, entry in table.entries.items():
         names.add(str(key))
-        inner = inner_table(entry.value)
-        if isinstance(inner, Table):
-            names |= {f"{key}.{name}" for name in inner.entries}
+        if isinstance(entry.value, Fields):
+            names |= {f"{key}.{name}" for name in entry.value.entries}
     return names
 
 
@@ -312,7 +284,8 @@ def whose_file(path: Path, text: str) -> Kind | None:
     be read."""
     suffix = path.suffix.lower()
     if suffix == ".py":
-        return whose(_names_in_python(text))
+        # what it assigns at its top, and what it calls
+        return whose(re.findall(r"^\w+(?= *=)|\w+(?=\()", text, re.MULTILINE))
     try:
         if suffix in (".yaml", ".yml"):
             data = from_yaml(path, text)
@@ -326,23 +299,8 @@ def whose_file(path: Path, text: str) -> Kind | None:
         return None
     if data is None:
         return None
-    targets = {f"_target_ {name}" for name in TARGET.findall(text)}
-    return whose(names_in(data.table) | targets)
-
-
-def _names_in_python(text: str) -> set[str]:
-    """Return what a Python file assigns at its top, and the classes that it calls."""
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return set()
-    names = set[str]()
-    for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        names |= {target.id for target in targets if isinstance(target, ast.Name)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            function = node.func
-            names |= {function.id} if isinstance(function, ast.Name) else set()
-            names |= {function.attr} if isinstance(function, ast.Attribute) else set()
-    return names
+    names = names_in(data.table)
+    for target in TARGET.findall(text):
+        package, _, rest = target.partition(".")
+        names |= {f"_target_.{package}", f"_target_.{package}.{rest.partition('.')[0]}"}
+    return whose(names)

@@ -17,7 +17,7 @@ from megaprec.parsing import read_text
 
 NAME = r"\$(?: [A-Za-z_]\w*+ | [0-9@*\#?$!-] | \{ \w++ (?:\[[@*]\])? \} )"
 # What a shell would run or change is not followed, so only its end counts.
-_RUN = r"""[^()"'`] | '[^']*' | "[^"()`]*" """
+_RUN = r"""[^()"'`<] | <(?!<-?[ \t]*['"\\]?[A-Za-z_]) | '[^']*' | "[^"()`]*" """
 _RUN = rf"{_RUN} | \( (?:{_RUN})*+ \)"
 ODD = rf"""
     \$\( (?: {_RUN} | \( (?:{_RUN})*+ \) )*+ \)
@@ -134,8 +134,10 @@ def _lines(text: str, file: str) -> Iterator[list[_Token]]:
     for match in TOKEN.finditer(f"{text}\n".replace("\r\n", "\n")):
         token = _Token(str(match.lastgroup), match[0], file, number)
         number += token.text.count("\n")
-        if token.kind == "other" and token.text in "'\"`<":
-            raise UserError.of("import.open_block", place=token.place, sign=token.text)
+        begin, _, _ = token.text.partition("\n")
+        has_two_documents = token.kind == "document" and begin.count("<<") > 1
+        if has_two_documents or (token.kind == "other" and begin in "'\"`<"):
+            raise UserError.of("import.open_block", place=token.place, sign=begin)
         if token.kind != "newline":
             tokens += [token] if token.kind != "blank" else []
         elif tokens:

@@ -22,19 +22,30 @@ _RUN = rf"{_RUN} | \( (?:{_RUN})*+ \)"
 ODD = rf"""
     \$\( (?: {_RUN} | \( (?:{_RUN})*+ \) )*+ \)
     | \$\{{ (?: [^{{}}"'`] | '[^']*' | "[^"{{}}`]*" )*+ \}} | `[^`]*`"""
+# What a word is made of.
 PIECE = rf"""
-    (?P<name> {NAME} ) | (?P<odd> {ODD} | \{{ ) | '(?P<single> [^']* )'
+    (?P<name> {NAME} )
+    | (?P<odd> {ODD} | \{{ )
+    | '(?P<single> [^']* )'
     | "(?P<double> (?: [^"\\`$] | \\. | {NAME} | {ODD} | \$(?![\w({{]) )*+ )"
-    | \\\n | \\(?P<escape> . ) | (?P<text> [^\s;&|()<>'"`\\${{]++ )"""
+    | \\\n
+    | \\(?P<escape> . )
+    | (?P<text> [^\s;&|()<>'"`\\${{]++ )"""
 ITEM = re.sub(r"\?P<\w+>", "?:", f"(?: {PIECE} )++")
+# What a script is made of. An operator goes on in the next line, a here-document has its end; a
+# string with quotes within quotes is torn.
 TOKEN = re.compile(
     rf"""
-    (?P<blank> (?: [ \t\r] | \\\n )++ | \#[^\n]* ) | (?P<newline> \n )
+    (?P<blank> (?: [ \t\r] | \\\n )++ | \#[^\n]* )
+    | (?P<newline> \n )
     | (?P<document> <<-?(?!<) [ \t]* ['"\\]? (?P<marker> [A-Za-z_]\w* ) .*? \n\t*(?P=marker)(?=\n) )
     | (?P<redirect> (?: &>>? | \d*(?: >>?[&|]? | <<< | <[&>]?(?!<) ) ) [ \t]* (?: {ITEM} )? )
-    | (?P<operator> (?: && | \|\| | \|&? ) (?: \s | \#[^\n]* )*+ | ;;&? | ;& | & ) | (?P<end> ; )
-    | (?P<array> [A-Za-z_]\w*\+?=\( (?: \s | \#[^\n]* | {ITEM} )*+ \) ) | (?P<word> {ITEM} )
-    | (?P<torn> "(?:[^"\\]|\\.)*+" ) | (?P<other> . )
+    | (?P<operator> (?: && | \|\| | \|&? ) (?: \s | \#[^\n]* )*+ | ;;&? | ;& | & )
+    | (?P<end> ; )
+    | (?P<array> [A-Za-z_]\w*\+?=\( (?: \s | \#[^\n]* | {ITEM} )*+ \) )
+    | (?P<word> {ITEM} )
+    | (?P<torn> "(?:[^"\\]|\\.)*+" )
+    | (?P<other> . )
     """,
     re.VERBOSE | re.DOTALL,
 )

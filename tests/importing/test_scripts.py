@@ -90,7 +90,7 @@ OPEN = (
     *("A=${B:-2}", "A=2\nA=${A:-3}", "A=$((2 * (3 + 4)))", "A=${B%x}", "A=$'x\\ty'", "A=<(echo 1)"),
     *('A="$(cd "$(dirname "$0")" && echo ")")"', "A=$(dirname $(realpath $0))/data", "A={1,2}"),
     *("A=2\nsource env.sh", "A=2\n. ../other.sh", "A=2\n[ -f env.sh ] && . env.sh", "A=$B", "A=$A$A"),
-    *("A=2\ncat <<E\n${A:=4}\nE", "coproc A { cat; }"),
+    *("A=2\ncat <<E\n${A:=4}\nE", "A=1\nB=$(cat <<E\n) \nA=2\nE\n)", "coproc A { cat; }"),
 )  # fmt: skip
 
 
@@ -158,6 +158,7 @@ def test_a_program_that_a_script_runs_in_another_form_is_refused(script: str, li
         (f'A="x\n{RUN} --a 1', "import.open_block", {"place": "train.sh, line 1", "sign": '"'}),
         (f"{RUN} --a 'x", "import.open_block", {"sign": "'"}),
         (f"cat <<EOF\n{RUN} --a 'x", "import.open_block", {"sign": "<"}),
+        (f"cat <<A <<B\nA\nC=1\nB\n{RUN} --a 1", "import.open_block", {"sign": "<<A <<B"}),
         (f"{RUN} --a ${{X", "import.program_hidden", {"place": "train.sh, line 1"}),
         (f"A=(1 2\n{RUN} --a 1", "import.program_hidden", {"place": "train.sh, line 2"}),
     ],

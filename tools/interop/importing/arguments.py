@@ -14,6 +14,7 @@ from typing import Any
 
 from megaprec.errors import Problem, did_you_mean
 from tools.convert.megatron.keys import unknown_arguments
+from tools.convert.megatron.kinds import COUNT, NUMBER, SIZE
 from tools.interop.arguments.megatron import (
     DEFAULTS,
     NUMBERS,
@@ -32,10 +33,10 @@ from tools.interop.importing.shell import Word
 NEGATIVE = re.compile(r"-\d+$|-\d*\.\d+$")
 FLAGS = {"true": True, "false": False}
 KINDS = {
-    "size": "a whole number from 1 on",
-    "count": "a whole number from 0 on",
+    "size": SIZE,
+    "count": COUNT,
     "int": "a whole number",
-    "number": "a number",
+    "number": NUMBER,
 }
 LEAST = {"size": 1, "count": 0}
 MOST = 2**63  # whole numbers of a TOML file have 64 bits
@@ -47,8 +48,16 @@ for _row in READ.values():
     if _row.kept not in READ:
         TYPED.setdefault(_row.kept, _row.name)
 # flags that Megatron-LM refuses here, kept under the name of what they turn off
-TURNED_OFF = {"perform_initialization": "no_initialization", "data_sharding": "no_data_sharding"}
-DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}
+TURNED_OFF = {
+    "perform_initialization": "no_initialization",
+    "data_sharding": "no_data_sharding",
+}
+DTYPES = {
+    "torch.float32": "fp32",
+    "torch.bfloat16": "bf16",
+    "torch.float16": "fp16",
+    "torch.uint8": "fp8",
+}
 
 
 @dataclass
@@ -167,7 +176,8 @@ def _read_option(word: Word, following: Sequence[Word], arguments: Arguments) ->
     name = typed.removeprefix("--").replace("-", "_") if is_option else ""
     form = form_of(name)
     if form is None and name not in arguments.dropped:
-        arguments.add_problem(word.text, word.place, word.unknown or _why_unknown(word.text))
+        why = word.unknown or _why_unknown(word.text)
+        arguments.add_problem(word.text, word.place, why)
         return len(following)
     if equals and form == "flag":
         arguments.add_problem(word.text, word.place, "is a flag, which takes no value")
@@ -184,8 +194,8 @@ def _read_option(word: Word, following: Sequence[Word], arguments: Arguments) ->
     if form == "value" and not values:
         arguments.add_problem(word.text, word.place, "a value must follow")
     else:
-        said = " ".join(given.text for given in (word, *values))
-        arguments.take(name, values, said, word.place)
+        texts = [given.text for given in (word, *values)]
+        arguments.take(name, values, " ".join(texts), word.place)
     return len(values)
 
 
@@ -214,10 +224,12 @@ def read_table(table: Mapping[str, Any], arguments: Arguments, place: str) -> No
             is_given = switch if name == kept else switch is READ[name].sets
             read_words(words if is_given else [], arguments)
         elif form == "value":
-            read_words([Word(f"{option(name)}={value}", place)], arguments)
+            typed = f"{option(name)}={value}"
+            read_words([Word(typed, place)], arguments)
         else:
-            texts = value if isinstance(value, list | tuple) else str(value).split()
-            words += [Word(str(text), place) for text in texts]
+            is_list = isinstance(value, list | tuple)
+            for text in value if is_list else str(value).split():
+                words.append(Word(str(text), place))
             read_words(words, arguments)
 
 
@@ -237,8 +249,10 @@ def read_kept(args: Mapping[str, Any], arguments: Arguments, place: str) -> list
         if is_from_here and arguments.get(name) == DEFAULTS[name]:
             del arguments.values[name]
     # the log has hundreds of them: their number is enough
-    unused = [name for name in known if arguments.unused.pop(name, None)]
-    arguments.unused[place] = f"{len(unused)} other arguments of {place}"
+    num_unused = 0
+    for name in known:
+        num_unused += arguments.unused.pop(name, None) is not None
+    arguments.unused[place] = f"{num_unused} other arguments of {place}"
     strange = list[str]()
     for text in unknown_arguments(args):
         name, _, _ = text.partition(" ")
@@ -264,7 +278,7 @@ def _known_of_kept(args: Mapping[str, Any]) -> dict[str, Any]:
     known = dict[str, Any]()
     for name, value in table.items():
         if is_known(name):
-            known[name] = DTYPES.get(str(value).removeprefix("torch."), value)
+            known[name] = DTYPES.get(str(value), value)
     return known
 
 

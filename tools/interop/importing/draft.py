@@ -1,7 +1,8 @@
 """A run file in the making: its keys with where each value comes from, notes, problems, and its
 text."""
 
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ NO_HALF = "neither --bf16 nor --fp16"
 ASSUMED = frozenset({MEGATRON, DEEPSPEED, NO_RANKS, NO_HALF})
 """Origins of values that the user has not given, which another source may replace."""
 WIDTH = 100
+WIDEST = 40  # letters before the comment of a key
 
 
 @dataclass
@@ -57,17 +59,16 @@ class Draft:
             "from."
         ]
         for table in tables_of_a_run():
-            rows = {
-                f"{key.partition('.')[2]} = {toml(entry.value)}": entry.origin
-                for key, entry in self.keys.items()
-                if key.startswith(f"{table}.")
-            }
+            rows = dict[str, str]()
+            for key, entry in self.keys.items():
+                of_table, _, name = key.partition(".")
+                if of_table == table:
+                    rows[f"{name} = {toml(entry.value)}"] = _printable(entry.origin)
             if rows:
-                width = min(40, max(map(len, rows)))
                 lines += ["", f"[{table}]"]
-                lines += [
-                    f"{line:{width}}  # {_printable(origin)}" for line, origin in rows.items()
-                ]
+            width = min(WIDEST, max(map(len, rows), default=0))
+            for row, origin in rows.items():
+                lines.append(f"{row:{width}}  # {origin}")
         if notes:
             lines += ["", "# To know:"]
         for note in notes:
@@ -77,15 +78,16 @@ class Draft:
         return "\n".join(lines) + "\n"
 
 
-def _wrapped(text: str) -> Iterator[str]:
-    """Yield lines of a comment; the words of one argument may stand on two."""
-    line = "#"
-    for word in _printable(text).split(" "):
-        if len(line) + len(word) >= WIDTH and line.strip("# "):
-            yield line
-            line = "#  "
-        line += f" {word}"
-    yield line
+def _wrapped(text: str) -> list[str]:
+    """Return the lines of a comment; the words of one argument may stand on two."""
+    return textwrap.wrap(
+        _printable(text),
+        WIDTH,
+        initial_indent="# ",
+        subsequent_indent="#   ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _printable(text: str) -> str:

@@ -17,24 +17,35 @@ from megaprec.parsing import read_text
 
 NAME = r"\$(?: [A-Za-z_]\w*+ | [0-9@*\#?$!-] | \{ \w++ (?:\[[@*]\])? \} )"
 # What a shell would run or change is not followed, so only its end counts.
-_RUN = r"""[^()"'`] | '[^']*' | "[^"()`]*" """
+_RUN = r"""[^()"'`<] | <(?!<-?[ \t]*['"\\]?[A-Za-z_]) | '[^']*' | "[^"()`]*" """
 _RUN = rf"{_RUN} | \( (?:{_RUN})*+ \)"
 ODD = rf"""
     \$\( (?: {_RUN} | \( (?:{_RUN})*+ \) )*+ \)
     | \$\{{ (?: [^{{}}"'`] | '[^']*' | "[^"{{}}`]*" )*+ \}} | `[^`]*`"""
+# What a word is made of.
 PIECE = rf"""
-    (?P<name> {NAME} ) | (?P<odd> {ODD} | \{{ ) | '(?P<single> [^']* )'
+    (?P<name> {NAME} )
+    | (?P<odd> {ODD} | \{{ )
+    | '(?P<single> [^']* )'
     | "(?P<double> (?: [^"\\`$] | \\. | {NAME} | {ODD} | \$(?![\w({{]) )*+ )"
-    | \\\n | \\(?P<escape> . ) | (?P<text> [^\s;&|()<>'"`\\${{]++ )"""
+    | \\\n
+    | \\(?P<escape> . )
+    | (?P<text> [^\s;&|()<>'"`\\${{]++ )"""
 ITEM = re.sub(r"\?P<\w+>", "?:", f"(?: {PIECE} )++")
+# What a script is made of. An operator goes on in the next line, a here-document has its end; a
+# string with quotes within quotes is torn.
 TOKEN = re.compile(
     rf"""
-    (?P<blank> (?: [ \t\r] | \\\n )++ | \#[^\n]* ) | (?P<newline> \n )
+    (?P<blank> (?: [ \t\r] | \\\n )++ | \#[^\n]* )
+    | (?P<newline> \n )
     | (?P<document> <<-?(?!<) [ \t]* ['"\\]? (?P<marker> [A-Za-z_]\w* ) .*? \n\t*(?P=marker)(?=\n) )
     | (?P<redirect> (?: &>>? | \d*(?: >>?[&|]? | <<< | <[&>]?(?!<) ) ) [ \t]* (?: {ITEM} )? )
-    | (?P<operator> (?: && | \|\| | \|&? ) (?: \s | \#[^\n]* )*+ | ;;&? | ;& | & ) | (?P<end> ; )
-    | (?P<array> [A-Za-z_]\w*\+?=\( (?: \s | \#[^\n]* | {ITEM} )*+ \) ) | (?P<word> {ITEM} )
-    | (?P<torn> "(?:[^"\\]|\\.)*+" ) | (?P<other> . )
+    | (?P<operator> (?: && | \|\| | \|&? ) (?: \s | \#[^\n]* )*+ | ;;&? | ;& | & )
+    | (?P<end> ; )
+    | (?P<array> [A-Za-z_]\w*\+?=\( (?: \s | \#[^\n]* | {ITEM} )*+ \) )
+    | (?P<word> {ITEM} )
+    | (?P<torn> "(?:[^"\\]|\\.)*+" )
+    | (?P<other> . )
     """,
     re.VERBOSE | re.DOTALL,
 )
@@ -134,8 +145,10 @@ def _lines(text: str, file: str) -> Iterator[list[_Token]]:
     for match in TOKEN.finditer(f"{text}\n".replace("\r\n", "\n")):
         token = _Token(str(match.lastgroup), match[0], file, number)
         number += token.text.count("\n")
-        if token.kind == "other" and token.text in "'\"`<":
-            raise UserError.of("import.open_block", place=token.place, sign=token.text)
+        begin, _, _ = token.text.partition("\n")
+        has_two_documents = token.kind == "document" and begin.count("<<") > 1
+        if has_two_documents or (token.kind == "other" and begin in "'\"`<"):
+            raise UserError.of("import.open_block", place=token.place, sign=begin)
         if token.kind != "newline":
             tokens += [token] if token.kind != "blank" else []
         elif tokens:

@@ -28,6 +28,7 @@ from megaprec.optim.step_report import LOSS, Offender
 
 _MAX_BYTES = 4096  # of JSON that each rank may send: this is a report, not a dump
 _NEVER = 1 << 60  # later than any moment
+TensorOnRank = tuple[str, int, int]  # name, pipeline rank and tensor-parallel rank
 
 
 class _Finding(NamedTuple):
@@ -198,8 +199,8 @@ def _gather_findings(
 def _merge(findings: Iterable[_Finding], most: int) -> tuple[Offender, ...]:
     """Return one offender for each tensor and tp rank: replicas of a slice count once, disjoint
     slices are added."""
-    # by tensor, pipeline rank and tp rank; then by the start of the slice
-    slices: dict[tuple[str, int, int], dict[int, Offender]] = defaultdict(dict)
+    # then by the start of the slice
+    slices: dict[TensorOnRank, dict[int, Offender]] = defaultdict(dict)
     for start, offender in findings:
         key = (offender.name, offender.stage, offender.tp_rank)
         by_start = slices[key]

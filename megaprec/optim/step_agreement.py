@@ -200,7 +200,8 @@ def summarize_presence(buffers: Sequence[Buffer], settings: Sequence[str] = ()) 
     must share too."""
     names = missing_gradients(buffers, by_place=True)
     num_parameters = sum(len(buffer.parameters) for buffer in buffers)
-    return Presence(_digest_of_names([*names, *settings]), num_parameters - len(names))
+    digest = _digest_of_names([*names, *settings])
+    return Presence(digest, num_parameters - len(names))
 
 
 def _digest_of_names(names: Sequence[str]) -> float:

@@ -345,7 +345,7 @@ def initial(model: Model) -> dict[str, Any]:
     else:
         stds = {name: float(getattr(model, key)) for key, name in STDS.items()}
     if gated(model) and not model.use_swiglu:
-        # the feed-forward without flash attention, whose matrices have one initial std in InternEvo
+        # without flash attention InternEvo does not tell the matrices apart by name
         stds["up"] = stds["down"]
     return stds | {"shrink": "layer" if model.use_scaled_init else "none"}
 

@@ -199,7 +199,7 @@ def _gather_findings(
 def _merge(findings: Iterable[_Finding], most: int) -> tuple[Offender, ...]:
     """Return one offender for each tensor and tp rank: replicas of a slice count once, disjoint
     slices are added."""
-    # then by the start of the slice
+    # by tensor, then by the start of the slice
     slices: dict[TensorOnRank, dict[int, Offender]] = defaultdict(dict)
     for start, offender in findings:
         key = (offender.name, offender.stage, offender.tp_rank)

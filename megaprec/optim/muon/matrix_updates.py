@@ -216,7 +216,7 @@ def _move(local: LocalElements, result: Tensor, step: Step) -> None:
         move = direction.to(weights.dtype) * (step.lr * local.scale)
         updated = decayed.sub_(move)
         weights.copy_(torch.where(step.skip == 0, updated, weights))
-        tile.keep_masters(weights, step.steps)
+        tile.keep_weights(weights, step.steps)
 
 
 def require_muon_patterns(rule: UpdateRule, model_parts: Sequence[nn.Module], ranks: Ranks) -> None:

@@ -66,8 +66,10 @@ def is_number(value: object, whole: bool = False) -> bool:
     """Return True for a finite float or an int that is one, never for True and False. whole: an int
     alone will do."""
     kinds = int if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds):  # True and False are integers
+        return False
     try:
-        return isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
+        return math.isfinite(value)
     except OverflowError:  # an int that no float holds
         return False
 
@@ -98,7 +100,9 @@ def _matches(value: object, hint: Any) -> bool:
         return is_number(value, whole=origin is int)
     if origin is tuple:
         kind, *_ = get_args(hint)  # tuple[kind, ...]
-        return isinstance(value, tuple | list) and all(_matches(item, kind) for item in value)
+        if not isinstance(value, tuple | list):
+            return False
+        return all(_matches(item, kind) for item in value)
     if origin is torch.dtype:
         return value in NUMBERS
     return isinstance(value, origin)

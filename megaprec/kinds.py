@@ -17,7 +17,7 @@ import torch
 from megaprec.errors import UserError, did_you_mean
 
 # dtypes that a plan may name
-NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+PLAN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def wrong_kinds(value: Any) -> list[str]:
@@ -104,7 +104,7 @@ def _matches(value: object, hint: Any) -> bool:
             return False
         return all(_matches(item, kind) for item in value)
     if origin is torch.dtype:
-        return value in NUMBERS
+        return value in PLAN_DTYPES
     return isinstance(value, origin)
 
 
@@ -124,7 +124,7 @@ def _describe(hint: Any) -> str:
         float: "a finite number",
         str: "text",
         NoneType: "None",
-        torch.dtype: f"one of {', '.join(map(str, NUMBERS))}",
+        torch.dtype: f"one of {', '.join(map(str, PLAN_DTYPES))}",
         Mapping: "a mapping",
         Callable: "a function",
     }

@@ -36,8 +36,8 @@ def parse_json(text: str | bytes, keys_only: bool = False) -> Any:
     """Return the value of a JSON text.
 
     keys_only: values are not looked at, which takes a third of the time, because another reader,
-    which is strict on them, reads the text too. Raises ValueError if it is not JSON, nested too deeply or no
-    Unicode, or has a key twice: programs differ in which of the two they take.
+    which is strict on them, reads the text too. Raises ValueError if it is not JSON, nested too
+    deeply or no Unicode, or has a key twice: programs differ in which of the two they take.
     """
     try:
         value = json.loads(text, object_pairs_hook=_object)

@@ -17,7 +17,7 @@ import torch
 from megaprec.errors import UserError, did_you_mean
 
 # dtypes that a plan may name
-NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+PLAN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def wrong_kinds(value: Any) -> list[str]:
@@ -66,8 +66,10 @@ def is_number(value: object, whole: bool = False) -> bool:
     """Return True for a finite float or an int that is one, never for True and False. whole: an int
     alone will do."""
     kinds = int if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds):  # True and False are integers
+        return False
     try:
-        return isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
+        return math.isfinite(value)
     except OverflowError:  # an int that no float holds
         return False
 
@@ -98,9 +100,11 @@ def _matches(value: object, hint: Any) -> bool:
         return is_number(value, whole=origin is int)
     if origin is tuple:
         kind, *_ = get_args(hint)  # tuple[kind, ...]
-        return isinstance(value, tuple | list) and all(_matches(item, kind) for item in value)
+        if not isinstance(value, tuple | list):
+            return False
+        return all(_matches(item, kind) for item in value)
     if origin is torch.dtype:
-        return value in NUMBERS
+        return value in PLAN_DTYPES
     return isinstance(value, origin)
 
 
@@ -120,7 +124,7 @@ def _describe(hint: Any) -> str:
         float: "a finite number",
         str: "text",
         NoneType: "None",
-        torch.dtype: f"one of {', '.join(map(str, NUMBERS))}",
+        torch.dtype: f"one of {', '.join(map(str, PLAN_DTYPES))}",
         Mapping: "a mapping",
         Callable: "a function",
     }

@@ -32,18 +32,18 @@ LONGEST_NAME = 255
 LONGEST_PATH = 4095
 
 
-def parse_json(text: str | bytes, read_again: bool = False) -> Any:
+def parse_json(text: str | bytes, keys_only: bool = False) -> Any:
     """Return the value of a JSON text.
 
-    read_again: another reader, which is strict on values, reads the text too, so that only keys are
-    looked at, in a third of the time. Raises ValueError if it is not JSON, nested too deeply or no
-    Unicode, or has a key twice: programs differ in which of the two they take.
+    keys_only: values are not looked at, which takes a third of the time, because another reader,
+    which is strict on them, reads the text too. Raises ValueError if it is not JSON, nested too
+    deeply or no Unicode, or has a key twice: programs differ in which of the two they take.
     """
     try:
         value = json.loads(text, object_pairs_hook=_object)
     except RecursionError as error:
         raise ValueError(f"nested more than {NESTING} levels deep") from error
-    if not read_again:
+    if not keys_only:
         _check(value)
     return value
 
@@ -115,9 +115,9 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
-    """Return the bytes of a regular file of at most `most` bytes. Raises OSError, with `path` as
-    its filename."""
+def read_regular(path: Path, max_bytes: int = MOST_BYTES) -> bytes:
+    """Return the bytes of a regular file of at most `max_bytes`. Raises OSError, with `path` as its
+    filename."""
     # a pipe without a writer would block
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -130,18 +130,18 @@ def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
             raise OSError(errno.EINVAL, f"it is a {kind}, not a regular file", str(path))
         with naming_file(path), open(descriptor, "rb", closefd=False) as file:
             # one byte more than is allowed: the file may grow while it is read
-            content = file.read(most + 1) if status.st_size <= most else b""
+            content = file.read(max_bytes + 1) if status.st_size <= max_bytes else b""
     finally:
         os.close(descriptor)
-    if max(status.st_size, len(content)) > most:
-        raise OSError(errno.EOVERFLOW, f"it is larger than {most:,} bytes", str(path))
+    if max(status.st_size, len(content)) > max_bytes:
+        raise OSError(errno.EOVERFLOW, f"it is larger than {max_bytes:,} bytes", str(path))
     return content
 
 
-def read_text(path: Path, most: int = MOST_BYTES) -> str:
-    """Return the text of a regular UTF-8 file of at most `most` bytes. Raises OSError or
+def read_text(path: Path, max_bytes: int = MOST_BYTES) -> str:
+    """Return the text of a regular UTF-8 file of at most `max_bytes`. Raises OSError or
     UnicodeDecodeError."""
-    content = io.BytesIO(read_regular(path, most))
+    content = io.BytesIO(read_regular(path, max_bytes))
     return io.TextIOWrapper(content, encoding="utf-8").read()  # any line end is \n
 
 

@@ -106,14 +106,14 @@ def has_hooks(parameter: Tensor) -> bool:
 
 def has_any_hook(target: nn.Module | Tensor) -> bool:
     """Return True if a module or a parameter has a hook of any kind."""
-    kinds = (
+    tables = (
         "_forward_hooks",
         "_forward_pre_hooks",
         "_backward_hooks",
         "_backward_pre_hooks",
         "_post_accumulate_grad_hooks",
     )
-    return any(getattr(target, kind, None) for kind in kinds)
+    return any(getattr(target, table, None) for table in tables)
 
 
 def reshaped_result(tensor: Tensor, shape: Sequence[int]) -> Tensor:

@@ -84,14 +84,14 @@ class Axis:
         return Axis._joined(mesh, "dp", ("dp", "cp"))
 
     @staticmethod
-    def stage(mesh: DeviceMesh | None, own: bool = False) -> "Axis":
+    def stage(mesh: DeviceMesh | None, separate_group: bool = False) -> "Axis":
         """Return the axis over all ranks of this pipeline stage: dp, cp and tp. Collective over the
         world.
 
-        own: create a separate process group, for collectives that run while others are in flight
-            over these axes.
+        separate_group: create a process group of its own, for collectives that run while others
+            are in flight over these axes.
         """
-        return Axis._joined(mesh, "stage", ("dp", "cp", "tp"), own)
+        return Axis._joined(mesh, "stage", ("dp", "cp", "tp"), separate_group)
 
     @staticmethod
     def _joined(

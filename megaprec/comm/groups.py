@@ -3,7 +3,7 @@
 A mesh has thousands of groups of each kind, such as its pipelines or the pairs that exchange
 activations. A call of torch's `new_group` makes one group and needs every rank of the world, so the
 number of calls, and with NCCL an exchange among all ranks in each of them, would grow with the
-world. Groups of one kind are disjoint: `split` makes all of them by one call. `pairings`
+world. Groups of one kind are disjoint: `make_groups` makes all of them by one call. `pairings`
 distributes pairs of ranks over the fewest such calls.
 
 torch gives a new group its own default time limit, half an hour, whatever the limit of the world

@@ -98,11 +98,12 @@ def collect(parameter: nn.Parameter, main: Tensor) -> None:
 
 
 @cache
-def _guarded_class(kind: type[nn.Parameter]) -> type[GuardedParameter]:
-    """Return the class of guarded parameters of this kind, which may be a user's own."""
-    if kind is nn.Parameter:
+def _guarded_class(parameter_class: type[nn.Parameter]) -> type[GuardedParameter]:
+    """Return the class of guarded parameters of this class, which may be a user's own."""
+    if parameter_class is nn.Parameter:
         return GuardedParameter
-    return new_class(f"Guarded{kind.__name__}", (GuardedParameter, kind))
+    name = f"Guarded{parameter_class.__name__}"
+    return new_class(name, (GuardedParameter, parameter_class))
 
 
 def has_main_grad(parameter: nn.Parameter) -> bool:

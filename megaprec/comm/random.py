@@ -87,7 +87,8 @@ def normal_part(
     dim = part.dim or 0
     row_length = prod(part.local[dim:])
     row_stride = prod(part.shape[dim:])  # from row to row in the logical tensor
-    offset = part.start * prod(part.shape[dim + 1 :])  # of the first row
+    elements_per_index = prod(part.shape[dim + 1 :])
+    offset = part.start * elements_per_index  # of the first row
     divisor = max(1, row_length)  # a slice may have no elements
     num_rows = prod(part.local) // divisor
     values = torch.empty(num_rows, row_length, dtype=dtype)
@@ -133,8 +134,8 @@ def _normal_runs(
         # a view, which is faster than to gather
         first_column = int(is_odd[0])
         return drawn[:, first_column : first_column + length]
-    columns = is_odd.unsqueeze(-1) + torch.arange(length, device=starts.device)
-    return drawn.gather(1, columns)
+    columns = torch.arange(length, device=starts.device)
+    return drawn.gather(1, is_odd.unsqueeze(-1) + columns)
 
 
 def _normal_pairs(words: Tensor) -> Tensor:
@@ -181,8 +182,10 @@ def _quantile_lines() -> _Lines:
     edge_bits = segments << (23 - _SEGMENTS)
     edges = edge_bits.view(torch.float32).double()
     quantile_of = NormalDist().inv_cdf
-    # negated: the quantile of a probability below 1/2, without its sign
-    magnitudes = [-quantile_of(edge * 2.0**-32) for edge in edges.tolist()]
+    magnitudes: list[float] = []
+    for edge in edges.tolist():
+        # negated: quantiles of probabilities up to 1/2 are negative, and the sign is drawn
+        magnitudes.append(-quantile_of(edge * 2.0**-32))
     quantiles = torch.tensor(magnitudes, dtype=torch.float64)
     slopes = quantiles.diff() / edges.diff()
     values = quantiles[:-1] - slopes * edges[:-1]
@@ -208,7 +211,8 @@ def logical_indices(
     # logical tensor.
     row_length = prod(part.local[part.dim :])
     row_stride = prod(part.shape[part.dim :])
-    offset = part.start * prod(part.shape[part.dim + 1 :])
+    elements_per_index = prod(part.shape[part.dim + 1 :])
+    offset = part.start * elements_per_index
     row = index // row_length
     skipped = row * (row_stride - row_length)  # elements of other slices between the runs
     return index + skipped + offset

@@ -200,7 +200,7 @@ def read_definition(path: Path) -> tuple[str, dict[str, Any]]:
     """Return the text of a tokenizer.json, and what it says. Raises UserError."""
     try:
         text = read_text(path)
-        definition = parse_json(text, read_again=True)
+        definition = parse_json(text, keys_only=True)
     except (JSONDecodeError, UnicodeDecodeError) as error:
         raise neither(path, f"{error}") from error
     except (OSError, ValueError) as error:

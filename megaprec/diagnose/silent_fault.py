@@ -149,6 +149,13 @@ class _Disagreement(NamedTuple):
     certain: bool
 
 
+class _Sent(NamedTuple):
+    """A message as it was sent."""
+
+    sender: RankEvidence
+    digest: str
+
+
 class _WrongReplica(NamedTuple):
     """A replica whose trace of the micro-batch is not the one that is right."""
 
@@ -275,24 +282,25 @@ def _first_disagreement(
 def _message_fault(evidence: Sequence[RankEvidence]) -> Fault | None:
     """Return the fault of the first message that was received with other bits than it was sent
     with."""
-    sent: dict[tuple[tuple[int, int], str], tuple[RankEvidence, str]] = {}
+    # by name, which is unique within a pipeline, and by the dp and tp rank that name the pipeline
+    sent: dict[tuple[str, int, int], _Sent] = {}
     for sender in evidence:
+        _, dp_rank, tp_rank = sender.coordinates
         for message_name, sides in sender.messages.items():
             if "sent" in sides:
-                # a message's name is unique within its pipeline, which dp and tp name
-                sent[sender.coordinates[1:], message_name] = (sender, sides["sent"])
+                sent[message_name, dp_rank, tp_rank] = _Sent(sender, sides["sent"])
     for receiver in evidence:
+        _, dp_rank, tp_rank = receiver.coordinates
         for message_name, sides in receiver.messages.items():
-            key = (receiver.coordinates[1:], message_name)
+            message = sent.get((message_name, dp_rank, tp_rank))
             # the other end of a link between stages of one rank is noted once only
-            if "received" not in sides or key not in sent:
+            if "received" not in sides or message is None:
                 continue
-            sender, sent_digest = sent[key]
-            if sides["received"] != sent_digest:
+            if sides["received"] != message.digest:
                 return _fault(
                     "message",
                     message_name,
-                    [sender, receiver],
+                    [message.sender, receiver],
                     certain=False,
                     can_be_saved=True,
                     transient=True,

@@ -43,11 +43,14 @@ class StateDigest:
             if tensor_name in local:
                 terms = terms + local[tensor_name]
             local[tensor_name] = terms
+        # gathered once: the names are the same in every step
         if self._names is None:
-            self._names = sorted(gather_entries(dict.fromkeys(local), world, device))
+            names_of_all = gather_entries(dict.fromkeys(local), world, device)
+            self._names = sorted(names_of_all)
         # zeros where this rank has nothing of a tensor: all ranks sum one table
         nothing = _zero_terms(device)
-        table = torch.stack([local.get(tensor_name, nothing) for tensor_name in self._names])
+        rows = [local.get(tensor_name, nothing) for tensor_name in self._names]
+        table = torch.stack(rows)
         sums = world.sum_(table).cpu()
         digests: Digests = {}
         for tensor_name, sums_of_name in zip(self._names, sums, strict=True):
@@ -97,9 +100,11 @@ def _terms_of(
     span: range,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the terms of the elements `span` of the buffer, which are of a piece."""
+    part = piece.part
     start = span.start - piece.start
     for kind, values in _state_of(buffer, span):
-        yield f"{kind}/{piece.part.name}", digest_terms(values, piece.part, start)
+        terms = digest_terms(values, part, start)
+        yield f"{kind}/{part.name}", terms
 
 
 def _state_of(buffer: Buffer, span: range) -> Iterator[tuple[str, Tensor]]:

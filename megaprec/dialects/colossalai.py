@@ -321,6 +321,7 @@ def _autocast(reading: Reading) -> dict[str, Decision]:
     products in FP16."""
     fp32 = reading.decided_by(torch.float32, "fp16.mode")
     fp16 = reading.decided_by(torch.float16, "fp16.mode")
+    # the residual stream begins with the embedding in FP32, so that sums with it are FP32
     in_fp32 = ("parameters", "residual", "pipeline", "masters", "moments", "gradients", "reduce")
     return all_of(in_fp32, fp32) | all_of(("compute", "output"), fp16)
 
@@ -492,6 +493,7 @@ def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, 
         "master_weights": plan.masters == torch.float32,
         "cast_model_outputs": name_of(plan.output),
     }
+    # which of all these is the nearest, `translate` finds
     modes = [
         {"mode": "TORCH"} | express_torch_scaling(scaling),
         level_1,

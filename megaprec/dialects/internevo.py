@@ -415,7 +415,7 @@ def _express_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return InternEvo's keys of optimizer and parallelism."""
     config: dict[str, Any] = {}
     for key, name in _MODEL_KEYS.items():
-        if settings.get(name):  # the defaults say the same as 0 and none
+        if settings.get(name):  # InternEvo's default is the same as 0 or no value
             config[key] = settings[name]
     optimizer = {key: settings[name] for key, name in _OPTIMIZER_KEYS.items() if name in settings}
     if optimizer:

@@ -345,7 +345,7 @@ def initial(model: Model) -> dict[str, Any]:
     else:
         stds = {name: float(getattr(model, key)) for key, name in STDS.items()}
     if gated(model) and not model.use_swiglu:
-        # the feed-forward without flash attention, whose matrices have one initial std in InternEvo
+        # without flash attention InternEvo does not tell the matrices apart by name
         stds["up"] = stds["down"]
     return stds | {"shrink": "layer" if model.use_scaled_init else "none"}
 
@@ -406,7 +406,10 @@ def _notes_of_later_types(model: Model, described: bool) -> Iterator[str]:
 def express_model(plan: PrecisionPlan, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the dict nearest to the keys of [model] in `settings`; it describes no model if there
     are no sizes."""
-    config = {key: settings[name] for key, name in _TRAINED.items() if name in settings}
+    config: dict[str, Any] = {}
+    for key, name in _TRAINED.items():
+        if name in settings:
+            config[key] = settings[name]
     if settings.get("model.embedding_grad_scale", 1) != 1:
         config["embed_grad_scale"] = settings["model.embedding_grad_scale"]
     model = {
@@ -416,7 +419,9 @@ def express_model(plan: PrecisionPlan, settings: Mapping[str, Any]) -> dict[str,
     }
     if not any(model.get(_ARCHITECTURE[key]) for key in SIZES):
         return config
-    config |= {key: model[name] for key, name in _ARCHITECTURE.items() if model.get(name)}
+    for key, name in _ARCHITECTURE.items():
+        if model.get(name):
+            config[key] = model[name]
     if model.get("norm"):
         norm_types = {norm: norm_type for norm_type, norm in NORMS.items()}
         config["norm_type"] = norm_types[model["norm"]]
@@ -471,7 +476,9 @@ def _express_type(model: Mapping[str, Any], sizes: Model) -> dict[str, Any]:
     if has_groups:
         config["num_kv_attention_heads"] = model["kv_heads"]
     default_std = model.get("init_std", 0.02)
-    return config | {key: init.get(name) or default_std for key, name in STDS.items()}
+    for key, name in STDS.items():
+        config[key] = init.get(name) or default_std  # 0 is the default too
+    return config
 
 
 def has_flash(plan: PrecisionPlan) -> bool:

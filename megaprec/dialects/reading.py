@@ -36,7 +36,7 @@ class Keys(BaseModel):
         extra="forbid",
         strict=True,
         allow_inf_nan=False,
-        arbitrary_types_allowed=True,
+        arbitrary_types_allowed=True,  # torch.dtype
     )
 
 
@@ -244,6 +244,7 @@ class Reading:
         idle: list[str] = []
         for key in keys:
             is_set = self._full_key(table, key) in self.set_keys
+            # a key at its default says what is so anyway
             if is_set and getattr(values, key) != key_infos[key].default:
                 idle.append(self._under(table, key))
         if not idle:

@@ -374,7 +374,7 @@ def _recipe(name: str, keys: Mapping[str, Any], calibrating: bool) -> FP8Recipe:
     # Each class has some of the keys; the others have the values that its scaling implies, or that
     # FP8Recipe has by default.
     power_2_scales = keys.get("use_power_2_scales", False)
-    if name == "Float8BlockScaling":
+    if name == "Float8BlockScaling":  # whose key is the opposite one
         power_2_scales = not keys["use_f32_scales"]
     # (forward, input gradient, weight gradient): Transformer Engine allows the last alone
     *_, wide_weight_gradients = keys.get("override_linear_precision", (False,))

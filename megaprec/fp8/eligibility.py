@@ -44,7 +44,9 @@ def eligibility(recipe: FP8Recipe, parts: Sequence[Part], layers: int) -> Eligib
     """
     name = parts[0].name
     # parts are stacked by rows; a weight with more dims counts as [n, k]
-    shape = sum(part.padded[0] for part in parts), prod(parts[0].padded[1:])
+    outputs = sum(part.padded[0] for part in parts)
+    inputs = prod(parts[0].padded[1:])
+    shape = (outputs, inputs)
     reasons = {excluded_by(recipe, part.name, layers) for part in parts}
     if "" in reasons and len(reasons) > 1:
         names = " and ".join(part.name for part in parts)
@@ -52,7 +54,7 @@ def eligibility(recipe: FP8Recipe, parts: Sequence[Part], layers: int) -> Eligib
     if reason := min(reasons):  # any of them, the same one in every run
         return Eligibility(name, shape, reason)
     # padding makes any size fit
-    unfit = misfit(recipe.kind, *shape)
+    unfit = misfit(recipe.kind, outputs, inputs)
     if unfit and not recipe.pad:
         return Eligibility(name, shape, f"{unfit}, and fp8.pad = false")
     return Eligibility(name, shape)

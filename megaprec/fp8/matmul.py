@@ -59,8 +59,9 @@ def multiply(
     device = a.values.device
     if not a.values.numel() or not b.values.numel():
         return torch.zeros(len(a.values), len(b.values), dtype=out, device=device)
+    kind = _kind_of(a, b)
     square = b.block[0] == 128
-    kernel, _ = choose_kernel(_kind_of(a, b), a.values.dtype, square, out, device, backend)
+    kernel, _ = choose_kernel(kind, a.values.dtype, square, out, device, backend)
     if kernel is None:
         return emulated(a, b, out)
     return kernel(a, b, out, fast)

@@ -167,9 +167,9 @@ def amax_of(x: Tensor, block: tuple[int, int] | None = None) -> Tensor:
         whole is 0.
     """
     m, k = x.shape
-    if block is None or (block[0] >= m and block[1] >= k):
+    height, width = block or (m, k)
+    if height >= m and width >= k:
         return _amax(x).float().view(1, 1)
-    height, width = block
     # numbers of blocks, rounded up; the zeros that fill the last ones change no amax
     rows = -(-m // height)
     columns = -(-k // width)

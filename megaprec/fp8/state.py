@@ -43,6 +43,7 @@ from megaprec.torch_private import num_writes
 # the three tensors of a linear layer's products
 ROLES: tuple[Role, ...] = get_args(Role)
 Casts = tuple[Codes, Codes]
+CastKey = tuple[int, int]  # a weight's version, and the `advances` of the state, when it was cast
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,7 @@ class FP8State:
         self._pass_start: tuple[Tensor, Tensor] | None = None
         self._pending = False  # True if amaxes may have been recorded since the last roll
         self._in_autocast = False  # True within an autocast
-        # by weight: the casts of this pass, and the weight's version and the `advances` they are of
-        self._casts: dict[str, tuple[tuple[int, int], Casts]] = {}
+        self._casts: dict[str, tuple[CastKey, Casts]] = {}  # of this pass, by weight
         self._lost: dict[str, Tensor] | None = None  # inside `watching` only
 
     @staticmethod
@@ -124,7 +124,7 @@ class FP8State:
             dp = Axis.replicas(mesh)
         else:
             # overlapping passes of "te" reduce amid other collectives, hence a group of its own
-            stage = Axis.stage(mesh, own=recipe.history == "te")
+            stage = Axis.stage(mesh, separate_group=recipe.history == "te")
         return FP8State(recipe, layers, tp, stage, dp, device_of(mesh))
 
     def register(self, parts: Sequence[Part]) -> Eligibility:

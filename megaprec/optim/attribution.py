@@ -28,6 +28,7 @@ from megaprec.optim.step_report import LOSS, Offender
 
 _MAX_BYTES = 4096  # of JSON that each rank may send: this is a report, not a dump
 _NEVER = 1 << 60  # later than any moment
+TensorOnRank = tuple[str, int, int]  # name, pipeline rank and tensor-parallel rank
 
 
 class _Finding(NamedTuple):
@@ -44,7 +45,7 @@ def attribute_nonfinite(
     tp_rank: int | None,
     world: Axis,
     device: torch.device,
-    most: int = 5,
+    max_offenders: int = 5,
 ) -> tuple[Offender, ...]:
     """Return the logical tensors with the most non-finite gradient elements, worst first, the same
     on every rank.
@@ -53,7 +54,7 @@ def attribute_nonfinite(
     that it alone counts, with ZeRO-1 or without it. Only if all these parts are finite does each
     rank read all the gradients that it holds, because then a replica's copy is the bad one.
     tp_rank: of this process; None: a slice's virtual rank is named instead.
-    most: the number of tensors that are named.
+    max_offenders: the number of tensors that are named.
     Collective over the whole mesh.
     """
 
@@ -63,17 +64,17 @@ def attribute_nonfinite(
         for buffer in buffers:
             start, stop = span_of(buffer)
             findings += _findings(buffer, start, stop, pp.rank, tp_rank)
-        worst = _worst(findings, most)
+        worst = _worst(findings, max_offenders)
         gathered = _gather_findings(worst, world, device)
-        return _merge(gathered, most)
+        return _merge(gathered, max_offenders)
 
     # first the parts that are counted once: a replica's copy is read only if these are finite
     in_shares = offenders_in(lambda buffer: buffer.share)
     return in_shares or offenders_in(lambda buffer: (buffer.start, buffer.stop))
 
 
-def _worst(findings: Iterable[_Finding], most: int) -> list[_Finding]:
-    return sorted(findings, key=lambda finding: -finding.offender.bad)[:most]
+def _worst(findings: Iterable[_Finding], max_offenders: int) -> list[_Finding]:
+    return sorted(findings, key=lambda finding: -finding.offender.bad)[:max_offenders]
 
 
 def _findings(
@@ -195,11 +196,11 @@ def _gather_findings(
     return findings_of_all
 
 
-def _merge(findings: Iterable[_Finding], most: int) -> tuple[Offender, ...]:
+def _merge(findings: Iterable[_Finding], max_offenders: int) -> tuple[Offender, ...]:
     """Return one offender for each tensor and tp rank: replicas of a slice count once, disjoint
     slices are added."""
-    # by tensor, pipeline rank and tp rank; then by the start of the slice
-    slices: dict[tuple[str, int, int], dict[int, Offender]] = defaultdict(dict)
+    # by tensor, then by the start of the slice
+    slices: dict[TensorOnRank, dict[int, Offender]] = defaultdict(dict)
     for start, offender in findings:
         key = (offender.name, offender.stage, offender.tp_rank)
         by_start = slices[key]
@@ -208,7 +209,7 @@ def _merge(findings: Iterable[_Finding], most: int) -> tuple[Offender, ...]:
         by_start[start] = offender if offender.bad >= replica.bad else replica
     merged = [_add(list(by_start.values())) for by_start in slices.values()]
     merged.sort(key=lambda offender: (-offender.bad, offender.name, offender.tp_rank))
-    return tuple(merged[:most])
+    return tuple(merged[:max_offenders])
 
 
 def _add(slices: Sequence[Offender]) -> Offender:

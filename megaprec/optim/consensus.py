@@ -211,8 +211,8 @@ class StepConsensus:
         )
         *_, norm_slots = self.lengths
         norms = torch.zeros(norm_slots, dtype=torch.float64, device=self.device)
-        # no element for the L2 norm
-        norms[self.world.rank : self.world.rank + 1] = local.measured.norm
+        own_slot = slice(self.world.rank, self.world.rank + 1)  # no element for the L2 norm
+        norms[own_slot] = local.measured.norm
         loss = local.loss
         numbers = _RankNumbers(
             squares=squares,
@@ -230,7 +230,8 @@ class StepConsensus:
         """Return the consensus that the sum over the world contains."""
         of_ranks, of_stages, norms = summed.split(self.lengths)
         ranks = _RankNumbers(*of_ranks.unbind())
-        stages = _StageNumbers(*of_stages.view(len(_StageNumbers._fields), -1).unbind())
+        rows_of_stages = of_stages.view(len(_StageNumbers._fields), -1)
+        stages = _StageNumbers(*rows_of_stages.unbind())
         ranks_of_stage = self.world.size // self.pp.size
         same_parameters = _are_equal(stages.digests, stages.digests_squared, ranks_of_stage)
         return Consensus(
@@ -276,4 +277,5 @@ def digest(numbers: Iterable[Tensor]) -> Tensor:
     products = [value * multiplier for value, multiplier in zip(values, multipliers, strict=True)]
     total = torch.stack(products).sum()
     # the upper bits of a product depend on all bits of its factors
-    return ((total >> 40) & ((1 << DIGEST_BITS) - 1)).double()
+    mask = (1 << DIGEST_BITS) - 1
+    return ((total >> 40) & mask).double()

@@ -77,9 +77,11 @@ class FrozenState:
             counts = self._counts(layout)
             # without padding, and each logical element is saved by one rank
             for part, start, stop in layout.spans():
-                yield FrozenSlice(part, values[start:stop], counts and part.copy == 0)
+                is_saved = counts and part.copy == 0
+                yield FrozenSlice(part, values[start:stop], is_saved)
 
     def _counts(self, layout: Layout) -> bool:
+        """Return True if this pipeline rank and this replica save a parameter."""
         return layout.counts(self._pp_rank) and self._is_first_replica(layout)
 
     def num_saved(self) -> int:

@@ -60,9 +60,15 @@ class Numerics:
         """Return the sums of gradients over micro-batches. chunks: the buffers of each."""
         return RunningSums()
 
-    def consensus(self, pp: Axis, world: Axis, norm: float, device: torch.device) -> StepConsensus:
-        """Return the agreement of all ranks. norm: the order of the gradients' norm."""
-        return StepConsensus(pp, world, norm, device)
+    def consensus(
+        self,
+        pp: Axis,
+        world: Axis,
+        order: float,
+        device: torch.device,
+    ) -> StepConsensus:
+        """Return the agreement of all ranks. order: of the gradients' norm."""
+        return StepConsensus(pp, world, order, device)
 
     def arrange_loss(
         self,

@@ -48,12 +48,15 @@ def sum_partial_slices(buffers: Sequence[Buffer], virtual: VirtualAxis) -> None:
     every layout. The buffers of all virtual ranks of this process have the same sizes, so their
     slices are at the same positions.
     """
-    by_rank: dict[int, list[_PartialGrad]] = {rank: [] for rank in virtual.ranks}
+    by_rank: dict[int, list[_PartialGrad]] = {}
+    for rank in virtual.ranks:  # in this order, in which the sum takes them
+        by_rank[rank] = []
     for partial_grad in _partial_grads_in_shards(buffers):
         by_rank[partial_grad.part.rank].append(partial_grad)
     if not all(by_rank.values()):  # no rank has any, because all have slices of the same parameters
         return
-    total = virtual.sum([_pack(partial_grads) for partial_grads in by_rank.values()])
+    packed = [_pack(partial_grads) for partial_grads in by_rank.values()]
+    total = virtual.sum(packed)
     for partial_grads in by_rank.values():
         _unpack(total, partial_grads)
 

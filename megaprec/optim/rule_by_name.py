@@ -19,18 +19,22 @@ def rule(name: str, options: dict[str, Any] | None = None) -> UpdateRule:
     """
     makers = {"adamw": AdamW, "sgd": SGD, "muon": _muon}
     make = makers.get(name.lower())
-    kind = getattr(torch.optim, name, None)
+    member = getattr(torch.optim, name, None)
     base = torch.optim.Optimizer  # itself no rule
     try:
         if make is not None:
             return make(**(options or {}))
-        if isinstance(kind, type) and issubclass(kind, base) and kind is not base:
-            return Torch(kind, options)
+        if isinstance(member, type) and issubclass(member, base) and member is not base:
+            return Torch(member, options)
     except TypeError as error:  # of an option that the rule does not have
         raise UserError.of("optimizer.rule_options", name=name, error=error) from error
     raise UserError.of("optimizer.rule_unknown", name=name)
 
 
 def _muon(**options: Any) -> Muon:
-    of_adamw = {key: options.pop(key) for key in ("betas", "eps") if key in options}
-    return Muon(**options, adamw=AdamW(**of_adamw))
+    """Return Muon, with its AdamW's options among those of the rule."""
+    adamw_options: dict[str, Any] = {}
+    for key in ("betas", "eps"):
+        if key in options:
+            adamw_options[key] = options.pop(key)
+    return Muon(**options, adamw=AdamW(**adamw_options))

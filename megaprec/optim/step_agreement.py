@@ -135,7 +135,7 @@ def require_same_replicated_grads(
         gradients = buffer.grads[owned.in_buffer]
         sums[number, 0] = gradients.sum(dtype=torch.float64)
         sums[number, 1] = gradients.double().square().sum()
-        # the parameter that the piece is a part of: the last one that starts before its end
+        # the parameter that the piece is a part of: the last one that starts there or before
         number = bisect_right(buffer.starts, owned.piece.start) - 1
         if not has_gradient(buffer.parameters[number]):
             sums[number] = nan  # no number, so that it is not compared
@@ -200,7 +200,8 @@ def summarize_presence(buffers: Sequence[Buffer], settings: Sequence[str] = ()) 
     must share too."""
     names = missing_gradients(buffers, by_place=True)
     num_parameters = sum(len(buffer.parameters) for buffer in buffers)
-    return Presence(_digest_of_names([*names, *settings]), num_parameters - len(names))
+    digest = _digest_of_names([*names, *settings])
+    return Presence(digest, num_parameters - len(names))
 
 
 def _digest_of_names(names: Sequence[str]) -> float:

@@ -103,14 +103,7 @@ class Tile:
         """Store the tensors of `wide` after step number `steps`, and round the masters to the
         layers' weights."""
         self.keep_moments(state, steps)
-        self.keep_masters(weights, steps)
-
-    def keep_masters(self, weights: Tensor, steps: Tensor) -> None:
-        """Store the masters of `wide` after step number `steps`, and round them to the layers'
-        weights."""
-        # masters that are the weights were updated in place
-        if not _share_memory(weights, self.weights):
-            self.keep_weights(weights, steps)
+        self.keep_weights(weights, steps)
 
     def keep_moments(self, state: Sequence[Tensor], steps: Tensor) -> None:
         """Store the moments of `wide` after step number `steps`."""
@@ -120,17 +113,18 @@ class Tile:
                 stored.copy_(stochastic(values, drawn))
 
     def keep_weights(self, wide: Tensor, steps: Tensor | None = None) -> None:
-        """Store the masters, and the layers' rounded weights. Without `steps` weights are rounded
-        to nearest."""
+        """Store the masters of `wide` after step number `steps`, and round them to the layers'
+        weights. Without `steps` weights are rounded to nearest."""
+        # masters that are the weights were updated in place
+        if _share_memory(wide, self.weights):
+            return
         if self.remainder is not None:
             split(wide, self.weights, self.remainder)
             return
         masters = self.masters
-        if (
-            masters is not None
-            and masters.dtype == wide.dtype  # else they are the weights
-            and not _share_memory(masters, wide)  # else they were updated in place
-        ):
+        is_stored_wide = masters is not None and masters.dtype == wide.dtype
+        # masters of another dtype are the weights, which are written below
+        if masters is not None and is_stored_wide and not _share_memory(masters, wide):
             masters.copy_(wide)
         if self.nearest or steps is None:
             self.weights.copy_(wide)

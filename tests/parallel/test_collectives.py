@@ -170,7 +170,7 @@ def check_exchange(mesh: DeviceMesh) -> dict[str, Tensor]:
 
 def sizes(ranks: int) -> list[int]:
     """Numbers of floats on both sides of the threshold."""
-    ring = -(-gloo.RING // (4 * (ranks - 1)))
+    ring = -(-gloo.RING_BYTES // (4 * (ranks - 1)))
     return [1, 7, 4096, ring - 1, ring, ring + 1]
 
 
@@ -228,7 +228,7 @@ def check_many_at_once(axis: Axis) -> None:
     """Several are begun before the first is waited for, and they are finished in another order."""
     sums: list[tuple[Tensor, Callable[[], object], Tensor]] = []
     parts: list[tuple[Callable[[], Tensor], Tensor]] = []
-    for i, n in enumerate((3, 2, 1000, gloo.RING // 4)):
+    for i, n in enumerate((3, 2, 1000, gloo.RING_BYTES // 4)):
         everyone = torch.stack(
             [integers(10 * i + r, (n * axis.size,), torch.float32) for r in range(axis.size)]
         )

@@ -201,7 +201,7 @@ def limits(mesh: DeviceMesh) -> set[timedelta]:
     set_timeout(timedelta(seconds=1234), dist.group.WORLD)
     mesh = make_mesh(1, 2, 2)
     made = [
-        Axis.stage(mesh, own=True),
+        Axis.stage(mesh, separate_group=True),
         Axis.of(mesh, "dp").subaxis(1, "zero"),
         *(Axis.of(mesh, name) for name in ("dp", "tp")),
     ]

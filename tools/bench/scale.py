@@ -103,7 +103,7 @@ def _make_groups(pipeline_ranks: int, replicas: int, tensor_ranks: int) -> dict[
     dist.init_process_group("fake", rank=0, world_size=pipeline_ranks * replicas * tensor_ranks)
     try:
         mesh = make_mesh(pp=pipeline_ranks, dp=replicas, tp=tensor_ranks)
-        Axis.stage(mesh, own=True)
+        Axis.stage(mesh, separate_group=True)
         Axis.of(mesh, "dp").subaxis(max(1, replicas // 2), "zero")
         pipelines = Axis.of(mesh, "pp")
         if pipelines.rank_groups is not None and pipeline_ranks > 1:

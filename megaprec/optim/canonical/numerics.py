@@ -47,10 +47,10 @@ class CanonicalNumerics(Numerics):
         self,
         pp: Axis,
         world: Axis,
-        norm: float,
+        order: float,
         device: torch.device,
     ) -> CanonicalConsensus:
-        return CanonicalConsensus(pp, world, norm, device)
+        return CanonicalConsensus(pp, world, order, device)
 
     def arrange_loss(
         self,

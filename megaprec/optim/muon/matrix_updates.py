@@ -216,7 +216,7 @@ def _move(local: LocalElements, result: Tensor, step: Step) -> None:
         move = direction.to(weights.dtype) * (step.lr * local.scale)
         updated = decayed.sub_(move)
         weights.copy_(torch.where(step.skip == 0, updated, weights))
-        tile.keep_masters(weights, step.steps)
+        tile.keep_weights(weights, step.steps)
 
 
 def require_muon_patterns(rule: UpdateRule, model_parts: Sequence[nn.Module], ranks: Ranks) -> None:
@@ -238,8 +238,8 @@ def require_muon_patterns(rule: UpdateRule, model_parts: Sequence[nn.Module], ra
         _require_default_match(key, sorted_names, ranks)
     else:
         require_used(key, rule.by_adamw, sorted_names, ranks.world, ranks.device)
-    # by sentence: the code and the fields that a Problem is made of again, for JSON carries none
-    local_problems: dict[str, tuple[str, dict[str, Any]]] = {}
+    # by sentence, code and fields: a Problem is made of them again, for JSON carries none
+    local_problems: dict[str, Any] = {}
     for problem in _problems_of_split_parameters(rule, model_parts):
         local_problems[str(problem)] = (problem.code, problem.fields)
     entries = gather_entries(local_problems, ranks.world, ranks.device)

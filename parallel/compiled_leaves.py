@@ -48,8 +48,10 @@ def trial_difference(call: Call, compiled_form: Callable[..., Any]) -> str:
     """Return in words how a compiled form differs from its leaf on trial, "" if it does not."""
     tensors = call.example_tensors()
     # copies, because a leaf may write to its arguments
-    results = _as_tuple(compiled_form(*map(_copy, tensors)))
-    expected = _as_tuple(call.run(list(map(_copy, tensors))))
+    first_copies = [_copy(tensor) for tensor in tensors]
+    results = _as_tuple(compiled_form(*first_copies))
+    second_copies = [_copy(tensor) for tensor in tensors]
+    expected = _as_tuple(call.run(second_copies))
     if all(_is_close(*pair) for pair in zip(results, expected, strict=True)):
         return ""
     return "its compiled form computes other numbers"

@@ -140,6 +140,7 @@ class Context:
         wide = self.plan.sensitive
         dtypes = dict.fromkeys(("compute", "residual", "attention", "scores"), wide)
         plan = replace(self.plan, **dtypes, keep_fp32=("*",), fp8=None)
+        # a state without a recipe, as the plan has none
         return replace(self, plan=plan, fp8=FP8State())
 
     def for_experts(self) -> "Context":

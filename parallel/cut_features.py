@@ -78,6 +78,7 @@ class CutSize(int):
     def refuse(self, *_: object) -> Any:
         raise self.refusal
 
+    # what math.sqrt(size), size ** 0.5 and 1 / size call
     __float__ = __pow__ = __rpow__ = __rtruediv__ = refuse
 
 

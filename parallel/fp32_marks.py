@@ -40,6 +40,7 @@ def compute_marked_in_fp32(model: nn.Module, plan: PrecisionPlan) -> None:
         # norms of this project round to the dtype of products, whatever their input has
         norm_dtype = plan.compute if isinstance(part, RMSNorm | LayerNorm) else None
 
+        # a default binds the dtype of this part: the loop goes on with other ones
         def output_dtype(
             input_dtype: torch.dtype | None, norm_dtype: torch.dtype | None = norm_dtype
         ) -> torch.dtype:

@@ -63,7 +63,8 @@ def join(
     hosts_store = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = _connect(rank, size, address, port, hosts_store, seconds)
     # says that this rank is there, and where
-    store.set(_key(rank), json.dumps(asdict(Seat.of_this_process())))
+    seat = Seat.of_this_process()
+    store.set(_key(rank), json.dumps(asdict(seat)))
     if rank == 0:
         ends_alone = is_interactive(environment, _reads_a_terminal())
         problem = _wait_for_ranks(
@@ -240,7 +241,8 @@ def _count_missing(missing: list[int], size: int) -> str:
 
 
 def _read_seat(store: dist.Store, rank: int) -> Seat:
-    return Seat(**json.loads(store.get(_key(rank))))
+    fields = json.loads(store.get(_key(rank)))
+    return Seat(**fields)
 
 
 def _key(rank: int) -> str:

@@ -64,7 +64,11 @@ def make_mesh(
     # in the order of AXES, of which the last varies fastest
     names = tuple(name for name in AXES if name != "cp" or cp > 1)
     ranks = torch.arange(world, dtype=torch.int).view([degrees[name] for name in names])
-    groups = [_group(ranks.movedim(dim, -1).flatten(0, -2)) for dim in range(ranks.ndim)]
+    groups: list[dist.ProcessGroup] = []
+    for dim in range(ranks.ndim):
+        # one for each place along the other dimensions: ranks that differ along this one alone
+        groups_of_axis = ranks.movedim(dim, -1).flatten(0, -2)
+        groups.append(_group(groups_of_axis))
     return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=names)
 
 
@@ -89,12 +93,14 @@ def _require_type_of_device(device: object) -> None:
         raise UserError.of("parallel.device_type", device=device)
 
 
-def _group(runs: torch.Tensor) -> dist.ProcessGroup:
-    """Return the group of this rank among `runs`, [groups, ranks of a group]: the world's if there
-    is only one."""
+def _group(groups_of_axis: torch.Tensor) -> dist.ProcessGroup:
+    """Return the group of this rank among those of an axis, [groups, ranks of a group]: the world's
+    if there is only one."""
     world_group = dist.group.WORLD
     assert world_group is not None
-    return world_group if len(runs) == 1 else make_groups(runs)
+    if len(groups_of_axis) == 1:
+        return world_group
+    return make_groups(groups_of_axis)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from parallel.dropout import drop
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from parallel.norms import LayerNorm, RMSNorm
 
-# the largest difference between sums over an input on different ranks, as a share of its norm:
+# the largest difference between sums over an input on different ranks, as a fraction of its norm:
 # ranks may add in another order, and other samples differ by far more
 ROUNDING = 1e-3
 
@@ -44,7 +44,7 @@ class Watch:
         self.sequence = context.cut_sequence
         self.checks = False
         self._depth = 0
-        # by whether the module is in training
+        # by whether the module is in training, as what its code does may depend on it
         self._pass_counts = {True: 0, False: 0}
         self._last_was_checked = {True: False, False: False}
         self._first_layer: nn.Module | None = None

@@ -120,6 +120,7 @@ class _Call:
         assert len(saved) == self.count, (
             f"recomputed {len(saved)} of {self.count} tensors: not the same computation"
         )
+        # by number: the second call saves its tensors in the order of the first
         self.recomputed |= enumerate(saved)
 
 

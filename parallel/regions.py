@@ -194,6 +194,7 @@ def _trace(
         return [*results, *saved, *grad_by_position.values()]
 
     input_count = len(inputs)
+    # the forward pass enables gradients itself, and the backward pass needs none of its own
     with torch.no_grad():
         # examples of the gradients of the results, of which only shape and dtype count
         tangents = [torch.randn_like(y) for y in region(*inputs)]

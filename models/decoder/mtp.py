@@ -130,6 +130,7 @@ def make_mtp_batch(
     """
     device = scale.device
     if mask is None:
+        # weights also where all count, as shifting makes some of them 0
         weights = torch.ones(tokens.shape, dtype=torch.float64, device=tokens.device)
     else:
         weights = mask.double()

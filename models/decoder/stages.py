@@ -134,6 +134,7 @@ class Stage(nn.Module):
             self.mtp = nn.ModuleDict(
                 {str(number): self._make_module(number) for number in range(config.mtp_layers)}
             )
+        # by name, as `layers`
         self._windows = {str(number): config.of_layer(number).window for number in cut.layers}
         # By window or not, length, and for consecutive positions or any.
         self._rotary_tables: dict[tuple[bool, int, bool], RotaryTables] = {}

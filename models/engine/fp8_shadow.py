@@ -112,18 +112,18 @@ def run_shadow(
     require_steady_scales(fp8, "compare a micro-batch with itself")
     fp8.roll()  # as at the start of the step itself
     buffers = optimizer.all_buffers()
-    names = fp8.weight_names
+    fp8_names = fp8.weight_names
     with passes.scratch_gradients(), fp8.autocast(enabled=False):
         wide_loss, counted_part = _run_first_microbatch(passes, share, number)
-        gradients = _weight_gradients(buffers, names)
+        gradients = _weight_gradients(buffers, fp8_names)
         # Copies, because the second run overwrites the buffers.
-        wide = {name: gradient.clone() for name, gradient in gradients.items()}
+        wide_gradients = {name: gradient.clone() for name, gradient in gradients.items()}
     with passes.scratch_gradients():
         with fp8.replayed(), fp8.watching() as casts:
             loss, _ = _run_first_microbatch(passes, share, number)
-        narrow = _weight_gradients(buffers, names)
-        lost = _count_lost_values(casts, names, buffers)
-        sums = _sum_over_ranks(wide, narrow, lost, (optimizer.tp, optimizer.dp))
+        fp8_gradients = _weight_gradients(buffers, fp8_names)
+        lost = _count_lost_values(casts, fp8_names, buffers)
+        sums = _sum_over_ranks(wide_gradients, fp8_gradients, lost, (optimizer.tp, optimizer.dp))
     # One message, and one wait of the host.
     losses = optimizer.world.sum_(torch.stack([loss, wide_loss, counted_part]))
     loss, wide_loss, counted_part = losses.tolist()
@@ -165,17 +165,17 @@ def _run_first_microbatch(
     return state.loss.sum(), counted_part
 
 
-def _weight_gradients(buffers: Sequence[Buffer], names: Set[str]) -> dict[str, Tensor]:
+def _weight_gradients(buffers: Sequence[Buffer], fp8_names: Set[str]) -> dict[str, Tensor]:
     """Return flat views of this rank's gradients of the FP8 weights, by logical name.
 
     A view is empty if another tensor-parallel rank counts the slice.
-    names: the first logical tensor of each parameter.
+    fp8_names: the first logical tensor of each parameter with FP8 products.
     """
     gradients: dict[str, Tensor] = {}
     for buffer in buffers:
         for parameter in buffer.parameters:
             layout = layout_of(parameter)
-            if layout.parts[0].name not in names:
+            if layout.parts[0].name not in fp8_names:
                 continue
             flat_gradient = parameter.main_grad.view(-1)  # type: ignore[attr-defined]
             for part, first, last in layout.spans():
@@ -187,18 +187,18 @@ def _weight_gradients(buffers: Sequence[Buffer], names: Set[str]) -> dict[str, T
 
 def _count_lost_values(
     casts: Mapping[str, Tensor],
-    names: Set[str],
+    fp8_names: Set[str],
     buffers: Sequence[Buffer],
 ) -> dict[str, Tensor]:
     """Return the counts of values that casts lost, with zeros for tensors without a cast.
 
     For weights that are kept as FP8 codes the counts are read from the parameter.
     casts: the result of `FP8State.watching`.
-    names: as in `_weight_gradients`.
+    fp8_names: as in `_weight_gradients`.
     """
     zeros = torch.zeros(4, dtype=torch.float64, device=buffers[0].weights.device)
     counts: dict[str, Tensor] = {}
-    for name in names:
+    for name in fp8_names:
         counts |= {f"{name}.{role}": zeros for role in ROLES}
     counts |= casts
     for buffer in buffers:
@@ -208,16 +208,16 @@ def _count_lost_values(
 
 
 def _sum_over_ranks(
-    wide: Mapping[str, Tensor],
-    narrow: Mapping[str, Tensor],
+    wide_gradients: Mapping[str, Tensor],
+    fp8_gradients: Mapping[str, Tensor],
     lost: Mapping[str, Tensor],
     axes: Sequence[Axis],
 ) -> Sums:
     """Return this stage's numbers for `Shadow.of`, summed over `axes`, whose ranks all have the
     same names."""
     sums: dict[str, Tensor] = {}
-    for name, gradient in wide.items():
-        sums[name] = _scalar_products(gradient.double(), narrow[name].double())
+    for name, gradient in wide_gradients.items():
+        sums[name] = _scalar_products(gradient.double(), fp8_gradients[name].double())
     sums |= lost
     if not sums:
         return {}
@@ -231,6 +231,6 @@ def _sum_over_ranks(
     return {name: part.tolist() for name, part in zip(names, parts, strict=True)}
 
 
-def _scalar_products(wide: Tensor, narrow: Tensor) -> Tensor:
+def _scalar_products(x: Tensor, y: Tensor) -> Tensor:
     """Return the product of two vectors, and the squares of each: [3]."""
-    return torch.stack([wide @ narrow, wide @ wide, narrow @ narrow])
+    return torch.stack([x @ y, x @ x, y @ y])

@@ -171,7 +171,9 @@ class MixtureOfExperts(nn.Module):
             output = output + self._apply_shared(tokens, self.shared)
         # The one collective out: sums of all ranks' partial sums.
         output = output.view(full.shape)
-        return collectives.reduce_scatter(output, tp) if cut else collectives.reduce(output, tp)
+        if cut:
+            return collectives.reduce_scatter(output, tp)
+        return collectives.reduce(output, tp)
 
     def _apply_shared(self, tokens: Tensor, shared: nn.Module) -> Tensor:
         """Map tokens [t, hidden] to this rank's partial sum of the shared experts, times their

@@ -128,6 +128,7 @@ def _make_correction(
 ) -> nn.Parameter:
     """Return the correction of the choice: zeros [experts] in the sensitive dtype, the same on all
     ranks."""
+    # wide: a step moves it by less than half precision can tell apart
     values = torch.zeros(config.experts, dtype=context.plan.sensitive)
     # NaN until other values are loaded, as of every parameter.
     if context.blank:

@@ -63,6 +63,7 @@ def schedule(
         raise UserError(*problems)
     build = KINDS[kind]
     chunks = chunks or default_chunks(kind)
+    # without split backwards there is nothing to place
     if kind not in SPLIT or cost is equal:
         return build(ranks, microbatches, chunks, equal)
     candidates = [build(ranks, microbatches, chunks, placed_by) for placed_by in (cost, equal)]

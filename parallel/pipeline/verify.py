@@ -43,8 +43,9 @@ def check(schedule: Schedule) -> None:
     if faults:
         # reversed, so that the first fault of a rank is the one that is kept
         marks = {fault.rank: Mark(fault.index, fault.note) for fault in reversed(faults)}
+        lines = [f"rank {fault.rank}: {fault.note}" for fault in faults]
         raise RefusedSchedule(
-            *(f"rank {fault.rank}: {fault.note}" for fault in faults),
+            *lines,
             schedule=schedule,
             spans=_spans_before(schedule, marks),
             marks=dict(sorted(marks.items())),

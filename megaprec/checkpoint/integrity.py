@@ -40,7 +40,9 @@ def require_intact(
     flags = torch.zeros(len(names), device=device)
     owners = _assign_files([sizes[name] for name in names], world.size)
     for number, (name, owner) in enumerate(zip(names, owners, strict=True)):
-        if owner == world.rank and not _is_intact(store.file(name), store.digests[name]):
+        if owner != world.rank:
+            continue
+        if not _is_intact(store.file(name), store.digests[name]):
             flags[number] = 1
     world.max_(flags)
     damaged = [names[number] for number in flags.nonzero().flatten().tolist()]

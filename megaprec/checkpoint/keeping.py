@@ -49,7 +49,8 @@ class Keep:
     @classmethod
     def of(cls, keep: int | str, every: int = 0) -> "Keep":
         """Return the rule of the key or argument `keep`, a number or "all"."""
-        return cls(None if isinstance(keep, str) else keep, every)
+        newest = None if isinstance(keep, str) else keep
+        return cls(newest, every)
 
     def expired(self, steps: Sequence[int], later: int = 0) -> list[int]:
         """Return the steps, of those that saves have made, in order, whose checkpoints go after
@@ -125,12 +126,12 @@ def make_way(folder: Path, step: int) -> list[str]:
     if not os.path.lexists(path) or path in made_here(folder):
         return []
     if path in whole_checkpoints(folder):
-        kind = "other"
+        suffix = "other"
         why = "no save into this folder made it"
     else:
-        kind = "damaged"
+        suffix = "damaged"
         why = "it was damaged"
-    new_path = free_path(path, f"{path.name}.{kind}")
+    new_path = free_path(path, f"{path.name}.{suffix}")
     path.rename(new_path)
     return [f"{path} was in the way of a save and is {new_path.name} now: {why}"]
 

@@ -212,13 +212,12 @@ class Store:
                 files |= {chunk["file"] for chunk in entry["chunks"]}
         return files
 
-    def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
-        """Return logical name -> shape of the tensors of one kind: prefix weight, exp_avg or
-        exp_avg_sq."""
+    def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
+        """Return logical name -> shape of the tensors of a kind: weight, exp_avg or exp_avg_sq."""
         shapes: dict[str, tuple[int, ...]] = {}
         for key, entry in self.index["tensors"].items():
-            kind, _, name = key.partition("/")
-            if kind == prefix:
+            kind_of_entry, _, name = key.partition("/")
+            if kind_of_entry == kind:
                 shapes[name] = tuple(entry["shape"])
         return shapes
 
@@ -229,8 +228,9 @@ class Store:
         num_stored = 0
         for chunk in entry["chunks"]:
             chunk_shape = stored_shape(chunk)
+            stored = self._open_tensor(chunk["file"], key)
             # the header has another shape if a file was replaced by another
-            if self._open_tensor(chunk["file"], key).get_shape() == chunk_shape:
+            if stored.get_shape() == chunk_shape:
                 num_stored += prod(chunk_shape)
         if num_stored != prod(shape):
             raise self._lacks_a_part(key)
@@ -262,7 +262,8 @@ class Store:
         if part.dim is not None:
             offset[part.dim] = part.start
         offset[0] += first_row
-        rows = self.rectangle(f"{kind}/{part.name}", offset, (end_row - first_row, *row_shape))
+        rows_shape = (end_row - first_row, *row_shape)
+        rows = self.rectangle(f"{kind}/{part.name}", offset, rows_shape)
         skipped = first_row * row_size
         return rows.reshape(-1)[first - skipped : last - skipped]
 
@@ -332,10 +333,12 @@ class Store:
     def _open_tensor(self, file: str, key: str) -> Any:
         """Return safetensors' lazy slice of a stored tensor: indexing reads from the file."""
         kind, name = key.split("/", 1)
+        # In the files weights have their logical names alone.
+        name_in_file = name if kind == "weight" else key
         try:
             if file not in self._open:
                 self._open[file] = safe_open(self.file(file), "pt")
-            return self._open[file].get_slice(name if kind == "weight" else key)
+            return self._open[file].get_slice(name_in_file)
         except (OSError, SafetensorError) as error:
             raise UserError.of(
                 "checkpoint.part_range", path=self.path / file, error=error

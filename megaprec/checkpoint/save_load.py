@@ -100,20 +100,22 @@ def _precision_loss(store: Store, plan: PrecisionPlan) -> str:
         kind, _, name = key.partition("/")
         if kind == "weight" and not entry.get("frozen"):
             saved_dtypes[name] = entry["dtype"]
-    itemsizes = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in DTYPES.values()}
+    itemsizes: dict[str, int] = {}
+    for dtype in DTYPES.values():
+        itemsizes[str(dtype).removeprefix("torch.")] = dtype.itemsize
     narrow: list[str] = []
-    for name, dtype in saved_dtypes.items():
+    for name, saved_dtype in saved_dtypes.items():
         # a dtype that no plan has, such as FP8, counts as narrow
-        saved_itemsize = itemsizes.get(dtype, 0)
+        saved_itemsize = itemsizes.get(saved_dtype, 0)
         if saved_itemsize < _master_dtype(plan, name).itemsize:
             narrow.append(name)
     if not narrow:
         return ""
-    saved_dtype = saved_dtypes[narrow[0]]
+    first_dtype = saved_dtypes[narrow[0]]
     masters = dtype_name(_master_dtype(plan, narrow[0]))
     num_narrow = f"{len(narrow)} of {len(saved_dtypes)}"
     return (
-        f"{store.path} holds {num_narrow} weights rounded to {saved_dtype} only: "
+        f"{store.path} holds {num_narrow} weights rounded to {first_dtype} only: "
         f"{masters} masters begin at these, accumulated updates smaller than their last bit are "
         "lost, and the run does not resume bit for bit"
     )

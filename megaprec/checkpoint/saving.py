@@ -165,7 +165,8 @@ class Saving:
         elif failed:
             self._close(self._abandon)
         elif self._partial is None:
-            self._partial = partial = partial_path(self.folder, self.step, number)
+            partial = partial_path(self.folder, self.step, number)
+            self._partial = partial
             self._run(lambda: self._write(partial))
         elif self._merged:
             partial = self._partial
@@ -217,8 +218,8 @@ class Saving:
             del files[name]
         if self._world.rank == 0:
             digests |= {file.name: _copy(file, partial) for file in self._files}
-        part = {"tensors": self._snapshot.entries, FILE_DIGESTS: digests}
-        _write_list(partial, self._world.rank, part)
+        written = {"tensors": self._snapshot.entries, FILE_DIGESTS: digests}
+        _write_list(partial, self._world.rank, written)
 
     def _merge(self, partial: Path) -> None:
         """Let each FAN-th rank write one list instead of those of the FAN ranks from itself on."""
@@ -241,8 +242,9 @@ class Saving:
     def _commit(self, partial: Path) -> None:
         """Make the checkpoint of what the ranks have written, then remove older ones."""
         try:
-            ranks = range(0, self._world.size, FAN if self._world.size > FAN else 1)
-            _write_index(partial, ranks, self._index)
+            # Those that have a list: all of them, or the FAN-th ones that have merged.
+            step = FAN if self._world.size > FAN else 1
+            _write_index(partial, range(0, self._world.size, step), self._index)
             self._warnings += make_way(self.folder, self.step)
             self._warnings += record_save(self.folder, self.step, partial / INDEX)
             final = commit(self.folder, self.step, partial)
@@ -315,8 +317,8 @@ def _list_name(rank: int) -> str:
     return f"index-{rank:05d}.json"
 
 
-def _write_list(partial: Path, rank: int, part: dict[str, Any]) -> None:
-    write_file(partial / _list_name(rank), json.dumps(part).encode())
+def _write_list(partial: Path, rank: int, written: dict[str, Any]) -> None:
+    write_file(partial / _list_name(rank), json.dumps(written).encode())
 
 
 def _merge_lists(partial: Path, ranks: Iterable[int]) -> dict[str, Any]:
@@ -325,12 +327,12 @@ def _merge_lists(partial: Path, ranks: Iterable[int]) -> dict[str, Any]:
     digests: dict[str, str] = {}
     for rank in ranks:
         file = partial / _list_name(rank)
-        part = json.loads(read_whole(file))
-        for key, entry in part["tensors"].items():
+        written = json.loads(read_whole(file))
+        for key, entry in written["tensors"].items():
             # several ranks have written chunks of one tensor
             merged = tensors.setdefault(key, {**entry, "chunks": []})
             merged["chunks"] += entry["chunks"]
-        digests |= part[FILE_DIGESTS]
+        digests |= written[FILE_DIGESTS]
         # whatever is left in the folder would be listed as a file of the checkpoint
         file.unlink()
     return {"tensors": tensors, FILE_DIGESTS: digests}
@@ -338,8 +340,8 @@ def _merge_lists(partial: Path, ranks: Iterable[int]) -> dict[str, Any]:
 
 def _write_index(partial: Path, ranks: Iterable[int], index: dict[str, Any]) -> None:
     """Merge the lists of these ranks into checkpoint.json."""
-    part = _merge_lists(partial, ranks)
-    tensors: dict[str, Any] = part["tensors"]
+    written = _merge_lists(partial, ranks)
+    tensors: dict[str, Any] = written["tensors"]
     for key, entry in tensors.items():
         num_written = sum(map(_count_elements, entry["chunks"]))
         if num_written != prod(entry["shape"]):
@@ -348,7 +350,7 @@ def _write_index(partial: Path, ranks: Iterable[int], index: dict[str, Any]) -> 
                 "same name?"
             )
     files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
-    full_index = {**index, "format": FORMAT, "files": files, **part}
+    full_index = {**index, "format": FORMAT, "files": files, **written}
     write_file(partial / INDEX, seal_index(full_index))
 
 

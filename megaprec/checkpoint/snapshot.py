@@ -47,11 +47,13 @@ class Snapshot:
         chunk: see `megaprec.checkpoint.ranges`.
         """
         dtype = str(values.dtype).removeprefix("torch.")
-        entry = self.entries.setdefault(key, {"dtype": dtype, "shape": list(shape), "chunks": []})
+        new_entry = {"dtype": dtype, "shape": list(shape), "chunks": []}
+        entry = self.entries.setdefault(key, new_entry)
         number = len(entry["chunks"])
         suffix = f"-{number}" if number else ""
         file = f"{kind}-{self.rank:05d}{suffix}.safetensors"
-        self.files.setdefault(file, {})[key.removeprefix("weight/")] = values
+        tensors = self.files.setdefault(file, {})
+        tensors[key.removeprefix("weight/")] = values
         entry["chunks"].append({"file": file, **chunk})
 
 
@@ -99,8 +101,8 @@ def _add_buffer(
     for kind, values in buffer.saved().items():
         file = "model" if kind == "weight" else "optimizer"
         # one copy from the device for all ranges; `values` begins at the shard, `buffer.start`
-        of_ranges = values[begin - buffer.start : end - buffer.start]
-        on_cpu = _on_cpu(of_ranges, copy)
+        values_of_ranges = values[begin - buffer.start : end - buffer.start]
+        on_cpu = _on_cpu(values_of_ranges, copy)
         for saved_range in ranges:
             stored = on_cpu[saved_range.first - begin : saved_range.last - begin]
             _add_range(snapshot, file, kind, saved_range, stored)
@@ -116,6 +118,7 @@ def owned_ranges(buffer: Buffer, pp_rank: int) -> Iterator[OwnedRange]:
         layouts += [layout] * len(layout.parts)
     share_start, share_stop = buffer.share
     for piece, layout in zip(buffer.pieces, layouts, strict=True):
+        # What of the piece is in this rank's share of the buffer; nothing of it may be.
         first = max(piece.start, share_start)
         last = max(first, min(piece.stop, share_stop))
         # Each copy over tp, on each pipeline rank that holds a tied one, saves an equal part.
@@ -131,8 +134,11 @@ def _on_cpu(values: Tensor, copy: bool) -> Tensor:
     """Return the values in host memory. copy: True if they must not share the memory of
     `values`."""
     on_cpu = values.detach().cpu()
+    # What comes from a device is a copy already.
     shares_memory = on_cpu.data_ptr() == values.data_ptr()
-    return on_cpu.clone() if copy and shares_memory else on_cpu
+    if copy and shares_memory:
+        return on_cpu.clone()
+    return on_cpu
 
 
 def _add_range(

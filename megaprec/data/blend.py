@@ -52,9 +52,9 @@ class Blend:
         self._samples_of_period = np.bincount(self._pattern, minlength=len(parts))
         # for each position in the period, the number of earlier samples of the same data set
         self._num_earlier = np.empty_like(self._pattern)
-        for part, count in enumerate(self._samples_of_period):
+        for part, samples in enumerate(self._samples_of_period):
             is_of_part = self._pattern == part
-            self._num_earlier[is_of_part] = np.arange(count)
+            self._num_earlier[is_of_part] = np.arange(samples)
 
     def __len__(self) -> int:
         """Return the number of samples in all data sets together."""
@@ -77,7 +77,8 @@ class Blend:
             rows_by_part.append(rows)
         # the batches are joined by data set; this brings their rows back into the blend's order
         joined_rows = np.concatenate(rows_by_part)
-        order = torch.from_numpy(np.argsort(joined_rows))
+        blend_order = np.argsort(joined_rows)
+        order = torch.from_numpy(blend_order)
         id_offsets = torch.from_numpy(self._id_offsets[part_of_row])
         tokens = torch.cat([batch.tokens for batch in batches])
         targets = torch.cat([batch.targets for batch in batches])
@@ -105,27 +106,32 @@ class Blend:
 
         positions: int64, an array or a number, as are the results.
         """
-        periods, places_in_period = np.divmod(positions, len(self._pattern))
-        parts = self._pattern[places_in_period]
+        periods, positions_in_period = np.divmod(positions, len(self._pattern))
+        parts = self._pattern[positions_in_period]
         in_earlier_periods = periods * self._samples_of_period[parts]
-        return parts, in_earlier_periods + self._num_earlier[places_in_period]
+        earlier_in_period = self._num_earlier[positions_in_period]
+        return parts, in_earlier_periods + earlier_in_period
 
     def labels(self, ids: torch.Tensor) -> list[str]:
         """Return "name:number" for each sample: its data set and its number there."""
         # ids of a data set begin at its offset
-        parts = np.searchsorted(self._id_offsets, ids.numpy(), side="right") - 1
+        begun_parts = np.searchsorted(self._id_offsets, ids.numpy(), side="right")
+        parts = begun_parts - 1
         labels: list[str] = []
         for part, sample_id in zip(parts, ids.tolist(), strict=True):
+            name = self._names[part]
             number_in_part = sample_id - self._id_offsets[part]
-            labels.append(f"{self._names[part]}:{number_in_part}")
+            labels.append(f"{name}:{number_in_part}")
         return labels
 
     def samples_taken(self, samples: int) -> list[int]:
         """Return, for each data set, how many of the first `samples` samples come from it."""
         periods, remainder = divmod(samples, len(self._pattern))
-        of_last_period = np.bincount(self._pattern[:remainder], minlength=len(self.parts))
+        last_period = self._pattern[:remainder]
+        of_last_period = np.bincount(last_period, minlength=len(self.parts))
         of_full_periods = periods * self._samples_of_period
-        return (of_full_periods + of_last_period).tolist()
+        taken = of_full_periods + of_last_period
+        return taken.tolist()
 
 
 def shares(weights: Sequence[float]) -> list[int]:
@@ -140,11 +146,12 @@ def shares(weights: Sequence[float]) -> list[int]:
     numerators = [int(fraction * denominator) for fraction in fractions]
     divisor = math.gcd(*numerators)
     ratio = [numerator // divisor for numerator in numerators]
-    if sum(ratio) > LONGEST_PERIOD:
+    period = sum(ratio)
+    if period > LONGEST_PERIOD:
         raise UserError.of(
             "data.blend_weights_too_fine",
             map=", ".join(map(repr, weights)),
-            ratio=sum(ratio),
+            ratio=period,
             longest_period=LONGEST_PERIOD,
         )
     return ratio
@@ -154,22 +161,26 @@ def pattern(shares: Sequence[int]) -> NDArray[np.int64]:
     """Return one period of the pattern: the data set at each position, int64 [sum(shares)]."""
     period = sum(shares)
     parts = np.empty(period, dtype=np.int64)
-    # Two heaps of the next sample of each data set: (earliest position, data set, index of the
-    # sample), and those whose earliest position has come: (deadline, data set, index), where the
-    # sample must precede the position `deadline`.
+    # Two heaps of the next sample of each data set: (earliest position, data set, number of the
+    # sample), and those whose earliest position has come: (deadline, data set, number), where the
+    # sample must precede the position `deadline`. Of equal positions the first data set comes
+    # first, so that the pattern is always the same.
     waiting = [(0, part, 0) for part in range(len(shares))]
     ready: list[tuple[int, int, int]] = []
     for position in range(period):
-        while waiting and waiting[0][0] <= position:
-            _, part, number = heapq.heappop(waiting)
+        while waiting:
+            earliest, part, number = waiting[0]
+            if earliest > position:
+                break
+            heapq.heappop(waiting)
             end_of_turn = (number + 1) * period
             # rounded up
             deadline = -(-end_of_turn // shares[part])
             heapq.heappush(ready, (deadline, part, number))
         _, part, number = heapq.heappop(ready)
         parts[position] = part
-        earliest = (number + 1) * period // shares[part]
-        heapq.heappush(waiting, (earliest, part, number + 1))
+        next_earliest = (number + 1) * period // shares[part]
+        heapq.heappush(waiting, (next_earliest, part, number + 1))
     return parts
 
 

@@ -116,7 +116,8 @@ def prepare(
     if chosen is None:
         assert vocab_size is not None
         texts = (text for _, text in source)
-        chosen = load_tokenizer(train_sentencepiece(texts, prefix, vocab_size, overwrite))
+        trained = train_sentencepiece(texts, prefix, vocab_size, overwrite)
+        chosen = load_tokenizer(trained)
     return build(
         source, chosen, prefix, workers=workers, overwrite=overwrite, on_progress=on_progress
     )
@@ -178,11 +179,11 @@ def build(
     try:
         # an error of the disk that names no file names the prefix
         with naming_file(prefix):
-            text = TextDigest()
+            text_digest = TextDigest()
             report = on_progress or (lambda *totals: None)
             ids = _write(
                 source,
-                text,
+                text_digest,
                 tokenizer,
                 prefix,
                 inputs,
@@ -201,7 +202,7 @@ def build(
         contents = {
             "ids": ids,
             TOKENS_DIGEST: tokens_digest(tokenizer),
-            "text_sha256": text.hexdigest(),
+            "text_sha256": text_digest.hexdigest(),
             **_digests(prefix),
         }
         content = json.dumps(inputs | counts | contents, indent=2)
@@ -325,9 +326,11 @@ def _has_the_text(
     digest = record.get("text_sha256")  # of which earlier versions recorded none
     if not isinstance(digest, str) or not has_digest(source, digest, record["chars"]):
         return False
-    record[SAME] = [*_same_texts(record), source.identity()][-MAX_SAME:]
+    identities = [*_same_texts(record), source.identity()]
+    record[SAME] = identities[-MAX_SAME:]
+    content = json.dumps(record, indent=2)
     with suppress(OSError):  # then it is read again the next time
-        write_whole(with_suffix(prefix, ".json"), f"{json.dumps(record, indent=2)}\n".encode())
+        write_whole(with_suffix(prefix, ".json"), f"{content}\n".encode())
     return True
 
 
@@ -392,21 +395,21 @@ class _State:
     mark: Mark | None
 
 
-def _interrupted_state(prefix: Path, made_of: dict[str, Any]) -> _State:
+def _interrupted_state(prefix: Path, inputs: dict[str, Any]) -> _State:
     """Return the state of an interrupted build of exactly the same inputs if it is complete, else
     the initial one."""
     try:
         saved = parse_json(read_text(with_suffix(prefix, ".resume")))
         mark = Mark(**saved["mark"])
         sizes = {".bin": mark.tokens, ".lengths": mark.lengths, ".documents": mark.documents}
-        # a file may be longer: what came after the mark is cut off and written again
-        complete = all(
-            with_suffix(prefix, f"{suffix}.part").stat().st_size >= size
-            for suffix, size in sizes.items()
-        )
+        complete = True
+        for suffix, size in sizes.items():
+            part = with_suffix(prefix, f"{suffix}.part")
+            # a file may be longer: what came after the mark is cut off and written again
+            complete = complete and part.stat().st_size >= size
         # an earlier version counted other things
         same_counts = saved["counts"].keys() == asdict(_Counts()).keys()
-        if complete and same_counts and saved["made_of"] == made_of:
+        if complete and same_counts and saved["made_of"] == inputs:
             return _State(saved["chunks"], _Counts(**saved["counts"]), mark)
     except (OSError, ValueError, KeyError, TypeError):
         pass  # a state that cannot be read is as none
@@ -415,10 +418,10 @@ def _interrupted_state(prefix: Path, made_of: dict[str, Any]) -> _State:
 
 def _write(
     source: Source,
-    text: TextDigest,
+    text_digest: TextDigest,
     tokenizer: Tokenizer,
     prefix: Path,
-    made_of: dict[str, Any],
+    inputs: dict[str, Any],
     state: _State,
     workers: int,
     report: Progress,
@@ -426,14 +429,16 @@ def _write(
     """Write the chunks that are not written yet; return the smallest and largest id.
 
     Updates `state`, and periodically saves it to `PREFIX.resume`.
-    text: the digest, to which all text is added.
+    text_digest: all text is added to it.
     """
     counts = state.counts
     saved_chars = state.counts.chars
     with IndexedWriter(prefix, tokenizer.vocab_size, state.mark) as writer:
         # skipped chunks are read all the same: the digest is of the whole text
-        chunks = islice(_chunks(text.reading(source)), state.chunks, None)
-        for chunk, (ids, ends) in encode_chunks(chunks, tokenizer, _worker_count(source, workers)):
+        all_chunks = _chunks(text_digest.reading(source))
+        chunks = islice(all_chunks, state.chunks, None)
+        num_workers = _worker_count(source, workers)
+        for chunk, (ids, ends) in encode_chunks(chunks, tokenizer, num_workers):
             writer.extend(ids, ends)
             state.chunks += 1
             counts.documents += len(ends)
@@ -445,7 +450,7 @@ def _write(
             if counts.chars - saved_chars >= RESUME_CHARS:
                 saved_chars = counts.chars
                 state.mark = writer.mark()
-                content = json.dumps({"made_of": made_of, **asdict(state)})
+                content = json.dumps({"made_of": inputs, **asdict(state)})
                 write_whole(with_suffix(prefix, ".resume"), content.encode())
         if counts.documents == 0:
             raise UserError.of("data.text_empty", name=source.name)

@@ -42,14 +42,17 @@ def share_with(
         return 0.0
     count = dataset.num_documents
     if count > SAMPLED:
-        numbers = sorted({i * count // SAMPLED for i in range(SAMPLED)})
+        numbers = [sample * count // SAMPLED for sample in range(SAMPLED)]
     else:
         numbers = range(count)
-    documents = [document for document in map(dataset.document, numbers) if len(document)]
-    if not documents:
-        return 0.0
-    num_with_token = sum(int(document[index_in_document]) == token for document in documents)
-    return num_with_token / len(documents)
+    num_documents = 0
+    num_with_token = 0
+    for number in numbers:
+        document = dataset.document(number)
+        if len(document):
+            num_documents += 1
+            num_with_token += int(document[index_in_document]) == token
+    return num_with_token / num_documents if num_documents else 0.0
 
 
 def with_begin(
@@ -92,7 +95,7 @@ def document_tokens(
     return DocumentTokens(present_begin, present_end)
 
 
-class Piece(NamedTuple):
+class _Span(NamedTuple):
     """Tokens [start, stop) of a stream, all of one document, by its number."""
 
     document: int
@@ -115,7 +118,8 @@ class WithBeginTokens(IndexedDataset):
 
     def document(self, index: int) -> NDArray[np.generic]:
         """Return the token ids of document `index`, its begin token first, int64, as a copy."""
-        return np.concatenate(([self.begin], super().document(index).astype(np.int64)))
+        stored = super().document(index).astype(np.int64)
+        return np.concatenate(([self.begin], stored))
 
     def document_lengths(self) -> NDArray[np.int64]:
         """Return the number of tokens of each document with its begin token, int64
@@ -136,25 +140,26 @@ class WithBeginTokens(IndexedDataset):
             )
         self.require_ids()
         ids = np.empty(length, np.int64)
-        for piece in self._documents_within(start, length):
-            begin_place = self._start_of(piece.document)
+        for span in self._spans_within(start, length):
+            document_start = self._start_of(span.document)
             # the file lacks the begin tokens of the documents before, and the document's own
-            lacking = piece.document + 1
-            stored_start = max(piece.start, begin_place + 1) - lacking
-            stored_stop = max(piece.stop, begin_place + 1) - lacking
+            lacking = span.document + 1
+            stored_start = max(span.start, document_start + 1) - lacking
+            stored_stop = max(span.stop, document_start + 1) - lacking
             stored = self._stream[stored_start:stored_stop]
-            stop_in_ids = piece.stop - start
+            # at the end of the span, for a begin token may be before them
+            stop_in_ids = span.stop - start
             ids[stop_in_ids - len(stored) : stop_in_ids] = stored
-            if piece.start == begin_place:
-                ids[piece.start - start] = self.begin
+            if span.start == document_start:
+                ids[span.start - start] = self.begin
         return ids
 
     def documents_of(self, start: int, length: int) -> NDArray[np.int64]:
         """Return the document number of each of the tokens [start, start + length), int64
         [length]."""
         numbers = np.empty(length, np.int64)
-        for piece in self._documents_within(start, length):
-            numbers[piece.start - start : piece.stop - start] = piece.document
+        for span in self._spans_within(start, length):
+            numbers[span.start - start : span.stop - start] = span.document
         return numbers
 
     def stored_place(self, token: int) -> int:
@@ -196,18 +201,18 @@ class WithBeginTokens(IndexedDataset):
         """Return the number of the document of a token."""
         return bisect_right(range(self.num_documents), token, key=self._start_of) - 1
 
-    def _documents_within(self, start: int, length: int) -> list[Piece]:
-        """Return the tokens [start, start + length), cut into the pieces of documents."""
-        pieces: list[Piece] = []
+    def _spans_within(self, start: int, length: int) -> list[_Span]:
+        """Return the tokens [start, start + length), cut into the spans of documents."""
+        spans: list[_Span] = []
         end = start + length
-        piece_start = start
+        span_start = start
         document = self._document_at(start) if length else 0
-        while piece_start < end:
-            piece_end = min(self._start_of(document + 1), end)
-            pieces.append(Piece(document, piece_start, piece_end))
-            piece_start = piece_end
+        while span_start < end:
+            span_stop = min(self._start_of(document + 1), end)
+            spans.append(_Span(document, span_start, span_stop))
+            span_start = span_stop
             document += 1
-        return pieces
+        return spans
 
     @property
     def _stored_tokens(self) -> int:

@@ -96,8 +96,9 @@ def without_special_tokens(definition: str) -> str:
         if len(model["merges"]) == merge_count and not finds_whole_words:
             return ""  # no merge makes one of them
     # random, so that no text can hold it
-    unspoken = uuid.uuid4().hex
-    _rename_tokens(tokenizer, {token: f"{unspoken} {token}" for token in hidden})
+    prefix = uuid.uuid4().hex
+    new_names = {token: f"{prefix} {token}" for token in hidden}
+    _rename_tokens(tokenizer, new_names)
     return json.dumps(tokenizer)
 
 
@@ -125,8 +126,9 @@ def _merges_without(tokens: set[str], model: dict[str, Any]) -> list[Any]:
     merges: list[Any] = []
     for merge in model["merges"]:
         # a pair, or in older files a text with a space between both
-        first, second = merge.split(" ") if isinstance(merge, str) else merge
-        if first + second[prefix_length:] not in tokens:
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
+        # the right half has the prefix of what continues a word, which the whole has not
+        if left + right[prefix_length:] not in tokens:
             merges.append(merge)
     return merges
 
@@ -187,7 +189,7 @@ def send_request(
 ) -> None:
     """Send a request to a worker; called in the main process."""
     pieces = [text.encode() for text in texts]
-    sizes = np.array([len(piece) for piece in pieces], "<i8")
+    sizes = np.array([*map(len, pieces)], "<i8")
     stream.write(HEAD.pack(len(pieces), int(sizes.sum())))
     stream.write(sizes.tobytes())
     stream.write(np.array(ends, "u1").tobytes())
@@ -201,11 +203,13 @@ def read_answer(stream: IO[bytes]) -> Encoded:
     Raises EOFError if the worker has ended, and ValueError, with the reason, if a text cannot be
     encoded.
     """
-    tokens, documents = HEAD.unpack(_read_bytes(stream, HEAD.size))
-    if tokens == REFUSED:
-        raise ValueError(_read_bytes(stream, documents).decode())
-    document_ends = np.frombuffer(_read_bytes(stream, 8 * documents), "<i8")
-    ids = np.frombuffer(_read_bytes(stream, 4 * tokens), "<i4")
+    head = _read_bytes(stream, HEAD.size)
+    num_tokens, num_documents = HEAD.unpack(head)
+    if num_tokens == REFUSED:
+        reason = _read_bytes(stream, num_documents)  # of a refusal it is the number of bytes
+        raise ValueError(reason.decode())
+    document_ends = _read_array(stream, "<i8", num_documents)
+    ids = _read_array(stream, "<i4", num_tokens)
     return ids, document_ends
 
 
@@ -223,14 +227,15 @@ def serve(
     while head := requests.read(HEAD.size):
         head += _read_bytes(requests, HEAD.size - len(head))
         num_pieces, num_bytes = HEAD.unpack(head)
-        piece_sizes = np.frombuffer(_read_bytes(requests, 8 * num_pieces), "<i8")
-        ends = np.frombuffer(_read_bytes(requests, num_pieces), "u1").astype(bool)
+        piece_sizes = _read_array(requests, "<i8", num_pieces)
+        ends = _read_array(requests, "u1", num_pieces).astype(bool)
         content = _read_bytes(requests, num_bytes)
         texts: list[str] = []
-        first = 0
+        begin = 0
         for piece_size in piece_sizes.tolist():
-            texts.append(content[first : first + piece_size].decode())
-            first += piece_size
+            end = begin + piece_size
+            texts.append(content[begin:end].decode())
+            begin = end
         try:
             ids, document_ends = encode_pieces(encode, texts, ends.tolist(), eos)
         except Exception as problem:  # the libraries raise bare Exception
@@ -242,6 +247,12 @@ def serve(
         answers.write(document_ends.astype("<i8", copy=False).tobytes())
         answers.write(ids.astype("<i4", copy=False).tobytes())
         answers.flush()
+
+
+def _read_array(stream: IO[bytes], dtype: str, count: int) -> NDArray[Any]:
+    """Return the next `count` numbers. Raises EOFError if there are fewer."""
+    content = _read_bytes(stream, count * np.dtype(dtype).itemsize)
+    return np.frombuffer(content, dtype)
 
 
 def _read_bytes(stream: IO[bytes], size: int) -> bytes:

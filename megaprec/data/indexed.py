@@ -90,13 +90,16 @@ class IndexedWriter:
         self._prefix = prefix
         self._vocab_size = vocab_size
         self._code = UINT16_CODE if vocab_size < UINT16_VOCABULARY else INT32_CODE
-        mark = mark or Mark(0, 0, 0, 0, (vocab_size, -1))
+        # of no id: each is smaller than the one and larger than the other
+        no_ids = (vocab_size, -1)
+        mark = mark or Mark(tokens=0, lengths=0, documents=0, open=0, ids=no_ids)
         self._bin = open_part(with_suffix(prefix, ".bin"), mark.tokens)
         self._lengths = open_part(with_suffix(prefix, ".lengths"), mark.lengths)
         self._documents = open_part(with_suffix(prefix, ".documents"), mark.documents)
         self._sequences = mark.lengths // 4
         self._open = mark.open  # tokens of the open sequence
-        self.ids = mark.ids[0], mark.ids[1]  # the smallest and largest id that was written
+        low, high = mark.ids  # a list, if it was read from JSON
+        self.ids = low, high  # the smallest and largest id that was written
         if not mark.documents:
             self._documents.write(bytes(8))  # the first document begins at sequence 0
 
@@ -172,9 +175,8 @@ class IndexedWriter:
         for part in self._parts:
             part.flush()
             os.fsync(part.fileno())
-        return Mark(
-            self._bin.tell(), self._lengths.tell(), self._documents.tell(), self._open, self.ids
-        )
+        tokens, lengths, documents = (part.tell() for part in self._parts)
+        return Mark(tokens, lengths, documents, self._open, self.ids)
 
     def close(self) -> None:
         """Publish the pair. An older pair of the same name ceases to be readable before it is
@@ -199,6 +201,7 @@ class IndexedWriter:
         idx_path: Path,
     ) -> None:
         try:
+            # the index last: a pair is there once its index is
             publish(self._bin, bin_path)
             publish(idx, idx_path)
         except BaseException:
@@ -236,6 +239,7 @@ class IndexedWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # KeyboardInterrupt and SystemExit are no Exception
         interrupted = kind is not None and not issubclass(kind, Exception)
         try:
             if kind is None:

@@ -137,12 +137,10 @@ def check_vocabulary(
     if contents.low >= 0 and contents.high < vocab:
         return
     token = dataset.first_outside(vocab)
-    if token is None:
-        first = ""
-    else:
-        first = (
-            f"; the first is {dataset.tokens(token, 1)[0]} {describe_token_place(dataset, token)}"
-        )
+    first = ""
+    if token is not None:
+        token_id = dataset.tokens(token, 1)[0]
+        first = f"; the first is {token_id} {describe_token_place(dataset, token)}"
     raise UserError.of(
         "data.vocabulary_too_small",
         prefix=dataset.prefix,
@@ -297,7 +295,9 @@ def _check_some_blocks(
     expected = _recorded_blocks(record)
     if record:
         sample_size = min(SAMPLED, block_count)
-        numbers = sorted(random.SystemRandom().sample(range(block_count), sample_size))
+        # Others at each start, whatever seed the run has: all blocks are read in the end.
+        generator = random.SystemRandom()
+        numbers = sorted(generator.sample(range(block_count), sample_size))
     else:
         numbers = _spread(block_count)
     digest = hashlib.sha256()
@@ -334,7 +334,10 @@ def _recorded_blocks(record: dict[str, Any] | None) -> list[str]:
 def _spread(count: int) -> Iterable[int]:
     """Return the numbers of at most SAMPLED of `count` blocks, evenly spaced from the first to the
     last."""
-    return sorted({round(i * (count - 1) / max(1, SAMPLED - 1)) for i in range(SAMPLED)})
+    steps = max(1, SAMPLED - 1)
+    # A set, for fewer blocks than SAMPLED are met several times.
+    numbers = {round(step * (count - 1) / steps) for step in range(SAMPLED)}
+    return sorted(numbers)
 
 
 def _cache_path(file: Path) -> Path | None:

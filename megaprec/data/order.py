@@ -16,7 +16,9 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-ROUNDS = 8  # of the Feistel network
+# Of the Feistel network: more than the four that suffice where a round is random (Luby and Rackoff,
+# 1988), for `_mix` is not.
+ROUNDS = 8
 
 
 def order(
@@ -35,7 +37,8 @@ def order(
     if not shuffle:
         return indices
     sample_numbers = np.empty_like(indices)
-    for epoch in set(epochs.ravel().tolist()):  # np.unique imports numpy.ma first, in every process
+    distinct_epochs = set(epochs.ravel().tolist())  # np.unique imports numpy.ma, in every process
+    for epoch in distinct_epochs:
         is_of_epoch = epochs == epoch
         indices_of_epoch = indices[is_of_epoch]
         sample_numbers[is_of_epoch] = permute(indices_of_epoch, samples, seed, epoch)
@@ -69,7 +72,8 @@ def _feistel(
     keys: NDArray[np.uint64],
 ) -> NDArray[np.uint64]:
     """Return the images of `numbers` under a permutation of all numbers of 2 * `half_bits` bits."""
-    mask = (np.uint64(1) << half_bits) - np.uint64(1)
+    one = np.uint64(1)
+    mask = (one << half_bits) - one
     left = numbers >> half_bits
     right = numbers & mask
     for key in keys:

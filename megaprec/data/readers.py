@@ -76,10 +76,10 @@ WHICH = (
 ONE_SPELLING = re.compile(r"[\w .:-]+", re.ASCII)
 
 Piece = tuple[str, str]
-Bad = Callable[[UserError], None]
+OnFault = Callable[[UserError], None]
 
 
-def stop(error: UserError) -> None:
+def raise_fault(error: UserError) -> None:
     """Raise the error of a bad document."""
     raise error
 
@@ -89,20 +89,20 @@ def pieces(
     document: str,
     field: str,
     skip_undecodable: bool,
-    bad: Bad = stop,
+    on_fault: OnFault = raise_fault,
 ) -> Iterator[Piece]:
     """Yield the text in `file` in pieces; `document` is the prefix of its documents' names.
 
-    bad: called with the error of each line, item or row that is no document; reading goes on if it
-        returns.
+    on_fault: called with the error of each line, item or row that is no document; reading goes on
+        if it returns.
     """
     match form(file):
         case ".jsonl":
-            return _jsonl_pieces(file, document, field, bad)
+            return _jsonl_pieces(file, document, field, on_fault)
         case ".json":
-            return _list_pieces(file, document, field, bad)
+            return _list_pieces(file, document, field, on_fault)
         case ".parquet":
-            return _parquet_pieces(file, document, field, bad)
+            return _parquet_pieces(file, document, field, on_fault)
         case _:
             return _text_pieces(file, document, skip_undecodable)
 
@@ -202,11 +202,13 @@ def _jsonl_pieces(
     file: Path,
     document: str,
     field: str,
-    bad: Bad,
+    on_fault: OnFault,
 ) -> Iterator[Piece]:
     number = 0
     with _reading(file, lambda: str(number + 1)), _open_unpacked(file) as stream:
-        for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE + 1), b""), 1):
+        # One byte more than a line may have, so that a longer one is told from one that just fits.
+        lines = iter(lambda: stream.readline(MAX_LINE + 1), b"")
+        for number, line in enumerate(lines, 1):
             if len(line) > MAX_LINE:
                 raise UserError.of(
                     "data.line_too_long", file=file, number=number, max_line=MAX_LINE
@@ -215,18 +217,19 @@ def _jsonl_pieces(
                 continue
             where = f"{file}:{number}"
             try:
-                text = _text_of(_parse_line(line, field, where), field, where)
+                record = _parse_line(line, field, where)
+                text = _text_of(record, field, where)
             except UserError as error:
-                bad(error)
+                on_fault(error)
                 continue
             yield from _cut(f"{document}:{number}", text)
 
 
 @contextmanager
-def _reading(file: Path, place: Callable[[], str]) -> Iterator[None]:
+def _reading(file: Path, position: Callable[[], str]) -> Iterator[None]:
     """Raise UserError for a file that cannot be read or unpacked inside the context.
 
-    place: returns the number of the line or item that is being read.
+    position: returns the number of the line or item that is being read.
     """
     try:
         yield
@@ -235,12 +238,12 @@ def _reading(file: Path, place: Callable[[], str]) -> Iterator[None]:
         # an error number is the system's, and none of unpacking
         if compression is None or getattr(problem, "errno", None):
             raise UserError.of(
-                "data.row_unreadable", file=file, place=place(), problem=problem
+                "data.row_unreadable", file=file, place=position(), problem=problem
             ) from problem
         raise UserError.of(
             "data.file_not_whole",
             file=file,
-            place=place(),
+            place=position(),
             compression=compression,
             problem=problem,
         ) from problem
@@ -250,7 +253,7 @@ def _list_pieces(
     file: Path,
     document: str,
     field: str,
-    bad: Bad,
+    on_fault: OnFault,
 ) -> Iterator[Piece]:
     """Yield the texts of a JSON list, whose items are texts or objects with the field."""
     if not is_list(file):
@@ -272,7 +275,7 @@ def _list_pieces(
                     else:
                         text = _text_of(item, field, where)
                 except UserError as error:
-                    bad(error)
+                    on_fault(error)
                     continue
                 yield from _cut(f"{document}:{number}", text)
     except UserError:
@@ -338,6 +341,7 @@ def _text_of(
 ) -> str:
     """Return the text of a record. Raises UserError, which names `where`, if there is none."""
     if not isinstance(record, dict):
+        # A list or a text may be long; numbers, true, false and null are shown.
         kind = {list: "a list", str: "a text"}.get(type(record)) or json.dumps(record)
         raise UserError.of("data.row_not_object", where=where, kind=kind, field=field)
     if field not in record:
@@ -372,7 +376,7 @@ def _parquet_pieces(
     file: Path,
     document: str,
     field: str,
-    bad: Bad,
+    on_fault: OnFault,
 ) -> Iterator[Piece]:
     arrow = _import_pyarrow(file)
     number = 0
@@ -387,10 +391,12 @@ def _parquet_pieces(
                     try:
                         text = value.as_py()
                     except UnicodeDecodeError as problem:
-                        bad(UserError.of("data.not_utf8", file=where, other_form=problem.reason))
+                        on_fault(
+                            UserError.of("data.not_utf8", file=where, other_form=problem.reason)
+                        )
                         continue
                     if text is None:
-                        bad(UserError.of("data.field_null", where=where))
+                        on_fault(UserError.of("data.field_null", where=where))
                         continue
                     yield from _cut(f"{document}:{number}", text)
     except (arrow.ArrowException, OSError) as problem:

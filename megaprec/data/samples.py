@@ -199,6 +199,7 @@ def split(
     needed = 2 if held_out_count else 1
     if total < needed:
         raise _too_short(dataset, seq_length, needed)
+    # a fraction near 1 must leave one for training
     count = max(1, total - held_out_count)
     training = Samples(dataset, seq_length, seed, shuffle, first=0, count=count, resets=resets)
     if not held_out_count:

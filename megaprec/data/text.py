@@ -39,14 +39,14 @@ from megaprec.data.readers import (
     PACKED,
     SUFFIXES,
     TEXT,
-    Bad,
+    OnFault,
     Piece,
     check_readable,
     form,
     is_list,
     pieces,
+    raise_fault,
     require_read,
-    stop,
 )
 from megaprec.errors import Problem, UserError
 from megaprec.parsing import home_expanded
@@ -83,23 +83,25 @@ class Source:
         Raises UserError that names all bad files and rows of the source, the first of many.
         """
         try:
-            yield from self._read(stop)
+            yield from self._read(raise_fault)
         except UserError as error:
             raise self._all_faults(error) from error
 
-    def _read(self, bad: Bad) -> Iterator[Piece]:
+    def _read(self, on_fault: OnFault) -> Iterator[Piece]:
         """Yield the pieces.
 
-        bad: called with the error of each document that is none and of each file that ends early.
-        Raises the error where `bad` does.
+        on_fault: called with the error of each document that is none and of each file that ends
+            early.
+        Raises the error where `on_fault` does.
         """
         remaining = self.max_chars
         for file in self.files:
             document = self._document(file)
             try:
-                for name, text in pieces(
-                    file, document, self.text_field, self.skip_undecodable, bad
-                ):
+                file_pieces = pieces(
+                    file, document, self.text_field, self.skip_undecodable, on_fault
+                )
+                for name, text in file_pieces:
                     # the last piece may be cut
                     yield name, text[:remaining]
                     if remaining is not None:
@@ -107,7 +109,7 @@ class Source:
                         if remaining <= 0:
                             return
             except UserError as error:
-                bad(error)
+                on_fault(error)
 
     def _all_faults(self, first: UserError) -> UserError:
         """Return an error about all bad files and rows: a line for each file and reason, at most
@@ -127,6 +129,7 @@ class Source:
                 counts[key] += 1
 
         deadline = time.monotonic() + SEARCH_SECONDS
+        # Read for its faults alone, which are noted on the way.
         for _ in self._read(note):
             if time.monotonic() > deadline:
                 break
@@ -154,7 +157,9 @@ class Source:
         It is `max_chars` if a file is packed or a table, whose sizes do not tell.
         """
         for file in self.files:
-            if file.suffix.lower() in PACKED or form(file) in SUFFIXES[len(TEXT) :]:
+            is_packed = file.suffix.lower() in PACKED
+            is_table = form(file) in SUFFIXES[len(TEXT) :]  # those after plain text
+            if is_packed or is_table:
                 return self.max_chars
         size = self.total_bytes()
         return size if self.max_chars is None else min(size, self.max_chars)
@@ -296,8 +301,9 @@ def _text_files(root: Path) -> tuple[list[Path], dict[str, int]]:
     left_out = Counter[str]()
     unreadable: list[Problem] = []
     for folder, subfolders, names in os.walk(root):
+        # os.walk does not follow them
         left_out["links to folders"] += sum(Path(folder, name).is_symlink() for name in subfolders)
-        left_out["hidden"] += sum(_is_hidden(name) for name in [*subfolders, *names])
+        left_out["hidden"] += sum(map(_is_hidden, [*subfolders, *names]))
         # in place: os.walk goes on with what is left
         subfolders[:] = [name for name in subfolders if not _is_hidden(name)]
         for name in names:
@@ -345,7 +351,7 @@ def _standard_library(max_chars: int | None) -> Source:
     files = {file.relative_to(root).as_posix(): file for file in _library_files(root)}
     if not files:
         raise UserError.of("data.no_standard_library", root=root)
-    # scattered, so that any beginning has varied modules
+    # by digest, so that any beginning has varied modules, and the same on every machine
     scattered = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())
     return Source(
         "python",
@@ -362,9 +368,8 @@ def _library_files(root: Path) -> Iterator[Path]:
     Installed packages, which may be large, are not even listed.
     """
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [
-            name for name in subfolders if not _is_hidden(name) and name not in NOT_LIBRARY
-        ]
+        kept = [name for name in subfolders if name not in NOT_LIBRARY]
+        subfolders[:] = [name for name in kept if not _is_hidden(name)]
         for name in names:
             file = Path(folder, name)
             if name.endswith(".py") and not _is_hidden(name) and file.is_file():

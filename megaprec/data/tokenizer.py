@@ -40,7 +40,7 @@ TOKENS_DIGEST = "tokens_sha256"
 USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 NAMES = ("tokenizer.json", "tokenizer.model")  # of a tokenizer in a folder of Hugging Face's
 # all keys of a tokenizer.json that the package tokenizers knows
-PARTS = {
+_KNOWN_KEYS = {
     "version",
     "truncation",
     "padding",
@@ -140,7 +140,7 @@ class SentencePieceTokenizer:
 
     def vocabulary(self) -> dict[str, int]:
         """Return the ids of all pieces."""
-        return {self._processor.id_to_piece(i): i for i in range(self.vocab_size)}
+        return {self._processor.id_to_piece(each): each for each in range(self.vocab_size)}
 
 
 class HuggingFaceTokenizer:
@@ -159,7 +159,7 @@ class HuggingFaceTokenizer:
         except ImportError as problem:
             raise UserError.of("data.tokenizers_missing", path=path) from problem
         except Exception as problem:  # the library raises bare Exception
-            unknown_keys = ", ".join(sorted(definition.keys() - PARTS))
+            unknown_keys = ", ".join(sorted(definition.keys() - _KNOWN_KEYS))
             if unknown_keys:
                 reason = f"it does not know {unknown_keys}: give a tokenizer.json without that"
             else:
@@ -228,7 +228,7 @@ def _unknown_id(model: Mapping[str, Any], vocabulary: Mapping[str, int]) -> int 
 
 def _losses(tokenizer: Tokenizer) -> list[str]:
     """Return a note if texts do not come back from their tokens as they were."""
-    lost = [kind for kind, text in LOST.items() if not _comes_back(tokenizer, text)]
+    lost = [feature for feature, text in LOST.items() if not _comes_back(tokenizer, text)]
     if not _comes_back(tokenizer, PLAIN):
         detail = f", not even {PLAIN!r}"
     elif lost:
@@ -293,23 +293,25 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise neither(path, reason) from problem
 
 
-def same_tokens(one: Path, other: Path) -> bool:
+def same_tokens(first: Path, second: Path) -> bool:
     """Return True if equal ids mean equal tokens in two files of tokenizers, and a text of many
     kinds has equal ids.
 
     A SentencePiece model and the tokenizer.json that was made of it have the same. Raises
     UserError.
     """
-    if read_whole(one) == read_whole(other):
+    if read_whole(first) == read_whole(second):
         return True
-    return tokens_digest(load_tokenizer(one)) == tokens_digest(load_tokenizer(other))
+    return tokens_digest(load_tokenizer(first)) == tokens_digest(load_tokenizer(second))
 
 
 def tokens_digest(tokenizer: Tokenizer) -> str:
     """Return a SHA-256 of what the ids mean: equal for two tokenizers that `same_tokens` holds for
     the same."""
     meaning = [tokenizer.vocabulary(), _ids_of_probe(tokenizer)]
-    return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()
+    # Sorted, for libraries list their tokens in orders of their own.
+    content = json.dumps(meaning, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def has_built(tokenizer: Tokenizer, record: Mapping[str, Any]) -> bool | None:
@@ -358,7 +360,10 @@ def _id_of(
     default: int | None = None,
 ) -> int | None:
     """Return the id of the token that settings name for a role; `default` if they name none."""
-    return vocabulary[settings.named[role][0]] if role in settings.named else default
+    if role not in settings.named:
+        return default
+    token, _ = settings.named[role]
+    return vocabulary[token]
 
 
 def _usual_eos(
@@ -392,7 +397,7 @@ def _end_in_texts(
 ) -> tuple[str, ...]:
     """Return a note if a text can hold the token that ends a document, which is then no special
     one."""
-    token = next((token for token, id in vocabulary.items() if id == eos), "")
+    token = next((token for token, token_id in vocabulary.items() if token_id == eos), "")
     try:
         is_ordinary = eos in encode(token)
     except Exception:  # the libraries raise bare Exception; such texts are refused
@@ -407,14 +412,15 @@ def _end_in_texts(
 
 def _checked_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
     """Return the ids. Raises UserError for one beyond the vocabulary."""
-    numbers = [int(number) for number in ids]
+    token_ids = [int(each) for each in ids]
     vocab_size = tokenizer.vocab_size
-    for number in numbers:
-        if not 0 <= number < vocab_size:
+    # The libraries leave such ids out, or raise errors without a name.
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
             raise UserError.of(
-                "data.token_missing", path=tokenizer.path, wrong=number, vocab_size=vocab_size
+                "data.token_missing", path=tokenizer.path, wrong=token_id, vocab_size=vocab_size
             )
-    return numbers
+    return token_ids
 
 
 def _require_unicode(text: str) -> str:

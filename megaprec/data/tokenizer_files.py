@@ -45,7 +45,8 @@ _KINDS = {  # how a file of another kind begins -> what it is
 _MODEL_KEYS = ("type", "vocab", "merges", "unk_id", "byte_fallback")
 # keys of an added token that it reads
 _TOKEN_KEYS = ("id", "content", "single_word", "lstrip", "rstrip", "normalized", "special")
-_OLD_METASPACE = ("add_prefix_space", "str_rep")  # taken over as prepend_scheme and replacement
+# Keys of Metaspace in older files, taken over as prepend_scheme and replacement.
+_OLD_METASPACE = ("add_prefix_space", "str_rep")
 # key of tokenizer_config.json -> part and key of tokenizer.json that it stands for
 _CONTRADICTED = {
     "add_prefix_space": ("pre_tokenizer", "add_prefix_space"),
@@ -118,12 +119,12 @@ def read_settings(path: Path, definition: Mapping[str, Any]) -> Settings:
     further = dict(_listed_tokens(config, config_file))
     further |= _listed_tokens(special_map, map_file)
     added: dict[str, tuple[int, Path]] = {}
-    for token, number in _added_tokens(tables.get(ADDED, {}), added_file):
-        added[token] = (number, added_file)
+    for token, token_id in _added_tokens(tables.get(ADDED, {}), added_file):
+        added[token] = (token_id, added_file)
     special: set[str] = set()
     # after the older file, whose ids it replaces
-    for token, number, is_special in _decoder_tokens(config, config_file):
-        added[token] = (number, config_file)
+    for token, token_id, is_special in _decoder_tokens(config, config_file):
+        added[token] = (token_id, config_file)
         if is_special:
             special.add(token)
     return Settings(
@@ -144,15 +145,15 @@ def with_other_names(
     Only special tokens may have another name: no text holds them, so ids are the same by either
     name.
     """
-    tokens = {number: token for token, number in vocabulary.items()}
+    tokens = {token_id: token for token, token_id in vocabulary.items()}
     with_names = dict(vocabulary)
     notes: list[str] = []
     for token in sorted(settings.special - vocabulary.keys()):
-        number, file = settings.added[token]
-        if number in tokens:
-            with_names[token] = number
+        token_id, file = settings.added[token]
+        if token_id in tokens:
+            with_names[token] = token_id
             notes.append(
-                f"{file}: {token!r} is token {number}, which is {tokens[number]!r} in the "
+                f"{file}: {token!r} is token {token_id}, which is {tokens[token_id]!r} in the "
                 "tokenizer itself"
             )
     if len(notes) > 1:
@@ -170,21 +171,24 @@ def require_agreeing(
 
     transformers adds such a token to the vocabulary, so that texts have other ids there.
     """
-    for token, (number, file) in settings.added.items():
-        tokenizer_number = vocabulary.get(token)
-        if tokenizer_number != number:
-            has = "does not have" if tokenizer_number is None else f"has as {tokenizer_number}"
+    for token, (token_id, file) in settings.added.items():
+        own_id = vocabulary.get(token)
+        if own_id != token_id:
+            has = "does not have" if own_id is None else f"has as {own_id}"
             raise UserError.of(
                 "data.added_token_conflict",
                 file=file,
-                number=number,
+                number=token_id,
                 token=token,
                 name=path.name,
                 has=has,
                 save_anew=SAVE_ANEW,
             )
-    named = [(f"{role} = {token!r}", token, file) for role, (token, file) in settings.named.items()]
-    named += [(f"{key}: {token!r}", token, file) for token, (key, file) in settings.further.items()]
+    named = []
+    for role, (token, file) in settings.named.items():
+        named.append((f"{role} = {token!r}", token, file))
+    for token, (key, file) in settings.further.items():
+        named.append((f"{key}: {token!r}", token, file))
     for setting, token, file in named:
         if token not in vocabulary:
             raise UserError.of(
@@ -222,23 +226,23 @@ def require_as_written(
             "data.tokenizer_dropout", path=path, dropout=definition["model"]["dropout"]
         )
     for added in definition.get("added_tokens") or ():
-        number = vocabulary.get(added["content"])
-        if number != added["id"]:
+        token_id = vocabulary.get(added["content"])
+        if token_id != added["id"]:
             raise UserError.of(
                 "data.added_token_moves",
                 path=path,
                 content=added["content"],
                 id=added["id"],
-                number=number,
+                number=token_id,
             )
     # two tokens of one id would be one token to the model
     tokens: dict[int, str] = {}
-    for token, number in vocabulary.items():
-        earlier = tokens.setdefault(number, token)
+    for token, token_id in vocabulary.items():
+        earlier = tokens.setdefault(token_id, token)
         if earlier != token:
             first, second = sorted((earlier, token))
             raise UserError.of(
-                "data.token_id_twice", path=path, first=first, second=second, number=number
+                "data.token_id_twice", path=path, first=first, second=second, number=token_id
             )
     if not tokens:
         raise UserError.of("data.tokenizer_empty", path=path)
@@ -286,6 +290,7 @@ def _keys_lacking(
         for key, value in written.items():
             if key in table:
                 yield from _keys_lacking(value, table[key], f"{location}.{key}")
+            # In older files Metaspace has other keys, which the library renames.
             elif not ("prepend_scheme" in table and key in _OLD_METASPACE):
                 yield f"{location}.{key}"
     elif isinstance(written, list) and isinstance(read, list):
@@ -352,6 +357,7 @@ def protobuf_fields(content: bytes) -> Iterator[tuple[int, Any]]:
         if wire_type == 0:
             yield number, read_varint()
             continue
+        # Texts, bytes and messages state their length; 1 and 5 are numbers of 64 and 32 bits.
         length = read_varint() if wire_type == 2 else {1: 8, 5: 4}[wire_type]
         yield number, content[position : position + length]
         position += length
@@ -360,6 +366,7 @@ def protobuf_fields(content: bytes) -> Iterator[tuple[int, Any]]:
 def require_whole(path: Path, content: bytes) -> None:
     """Raise UserError for a SentencePiece model without its last parts, for which the library takes
     its defaults."""
+    # By their numbers in sentencepiece_model.proto.
     parts = {2: "trainer_spec", 3: "normalizer_spec"}
     missing = parts.keys() - {number for number, _ in protobuf_fields(content)}
     if missing:
@@ -399,10 +406,12 @@ def _listed_tokens(table: Mapping[str, Any], file: Path) -> Iterator[tuple[str, 
 
 def _added_tokens(table: Mapping[str, Any], file: Path) -> Iterator[tuple[str, int]]:
     """Yield each token of an added_tokens.json with its id."""
-    for token, number in table.items():
-        if type(number) is not int:
-            raise UserError.of("data.special_id_not_number", file=file, token=token, number=number)
-        yield token, number
+    for token, token_id in table.items():
+        if type(token_id) is not int:
+            raise UserError.of(
+                "data.special_id_not_number", file=file, token=token, number=token_id
+            )
+        yield token, token_id
 
 
 def _decoder_tokens(config: Mapping[str, Any], file: Path) -> Iterator[tuple[str, int, bool]]:
@@ -410,12 +419,12 @@ def _decoder_tokens(config: Mapping[str, Any], file: Path) -> Iterator[tuple[str
     table = config.get("added_tokens_decoder") or {}
     if not isinstance(table, dict):
         raise UserError.of("data.decoder_not_table", file=file)
-    for number, value in table.items():
+    for key, value in table.items():
         token = _token_of(value)
-        if not number.isdecimal() or not isinstance(token, str):
-            raise UserError.of("data.decoder_entry", file=file, number=number, value=value)
+        if not key.isdecimal() or not isinstance(token, str):
+            raise UserError.of("data.decoder_entry", file=file, number=key, value=value)
         is_special = isinstance(value, dict) and value.get("special") is True
-        yield token, int(number), is_special
+        yield token, int(key), is_special
 
 
 def _not_followed(
@@ -465,7 +474,7 @@ def _kind_of_json(value: Any) -> str:
         return "it holds no JSON object"
     if "tokenizer_class" in value or "eos_token" in value:
         return f"it has the settings of a tokenizer ({CONFIG}): give the tokenizer.json beside it"
-    if value and all(type(number) is int for number in value.values()):
+    if value and all(type(token_id) is int for token_id in value.values()):
         return (
             "it is a vocabulary (vocab.json) without merges: give the tokenizer.json that is made "
             "of both"

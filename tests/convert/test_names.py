@@ -38,7 +38,7 @@ from tools.convert.core.transforms import (
     Transform,
 )
 from tools.convert.formats import open_source
-from tools.convert.hf.config import config_of, from_hugging_face, model_type
+from tools.convert.hf.config import config_of, from_hugging_face, model_type_of
 from tools.convert.hf.folder import open_hf
 from tools.convert.megatron.args import args_of, model_of_args
 from tools.convert.megatron.layout import cut_part, part_shape
@@ -132,7 +132,7 @@ def test_the_logical_shapes_are_those_of_the_model(kind: str) -> None:
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_configuration_survives_the_way_to_ours_and_back(kind: str) -> None:
     model = from_hugging_face(CONFIGS[kind])
-    assert model_type(model) == CONFIGS[kind]["model_type"]
+    assert model_type_of(model) == CONFIGS[kind]["model_type"]
     assert from_hugging_face(config_of(model, "float32")) == model
 
 

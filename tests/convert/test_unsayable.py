@@ -16,7 +16,7 @@ from tests.models.drawn import CHOICES, FAMILIES, SCALINGS
 from tests.refusals import sentence
 from tools.convert.core.names import HUGGING_FACE
 from tools.convert.core.rules import has_module_rules
-from tools.convert.hf.config import config_of, model_type, omitted_settings
+from tools.convert.hf.config import config_of, model_type_of, omitted_settings
 from tools.convert.megatron.args import args_of
 from tools.convert.megatron.args import omitted_fields as unsaid_by_args
 
@@ -110,7 +110,7 @@ def sayable(model: ModelConfig) -> str:
     """What refuses a model; nothing if a config.json says it. Modules for which a family has no
     place are left out."""
     try:
-        kind = model_type(model)
+        kind = model_type_of(model)
         omitted_settings(model if has_module_rules(HUGGING_FACE[kind]) else model.without_mtp)
     except UserError as refused:
         return "; ".join(refused.problems)

@@ -103,9 +103,11 @@ def open_source(
 
 def check_vocab(vocab: int | None, *paths: Path) -> None:
     """Raise UserError for a --vocab below 1, or that none of the folders has a use for."""
-    if vocab is not None and vocab < 1:
+    if vocab is None:
+        return
+    if vocab < 1:
         raise UserError.of("convert.vocab_option", vocab=vocab)
-    if vocab is not None and not any(format_of(folder)[0] in WITH_VOCAB for folder in paths):
+    if not any(format_of(folder)[0] in WITH_VOCAB for folder in paths):
         formats = " and ".join(FORMATS[kind].name for kind in WITH_VOCAB)
         raise UserError.of(
             "convert.vocab_unused",
@@ -128,7 +130,7 @@ def format_of(path: Path) -> tuple[str, Path]:
     require_fetched(path)
     folders = _recognize(path)
     if folders.keys() <= {"megatron"}:  # NeMo 1 calls the folders of ranks as Megatron-LM does
-        refuse_older(path, bool(folders))
+        refuse_older(path, holds_others=bool(folders))
     if "megaprec" not in folders:
         for folder in {path, *folders.values()}:
             require_no_adapter(folder)

@@ -94,10 +94,9 @@ def start_from(folder: Path, optimizer: ParallelAMPOptimizer) -> None:
     """
     # Checksums of files of ours are known; other formats are checked as they are read.
     if checkpoint := checkpoint_at(folder):
-        checkpoint_store = Store(checkpoint)
-        require_intact(
-            checkpoint_store, checkpoint_store.files_of("weight"), optimizer.world, optimizer.device
-        )
+        store = Store(checkpoint)
+        weight_files = store.files_of("weight")
+        require_intact(store, weight_files, optimizer.world, optimizer.device)
     # Every rank opens the folder, and reads no more than it holds.
     slices = Slices(open_initial(folder))
     load_weights(slices, optimizer)

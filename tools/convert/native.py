@@ -26,7 +26,12 @@ from models.logical_shapes import logical_shapes
 from tools.convert.core.rules import Match
 from tools.convert.core.source import Facts, Origin, Source
 from tools.convert.core.target import JOURNAL, Location, Target, Write
-from tools.convert.core.tensors import Stored, reserve_safetensors, safetensors_in
+from tools.convert.core.tensors import (
+    Stored,
+    reserve_safetensors,
+    safetensors_in,
+    torch_name,
+)
 from tools.convert.core.transforms import SAME
 from tools.convert.hf.folder import check_tensors
 from tools.convert.hf.vocabulary import main_file
@@ -51,10 +56,10 @@ OPTIMIZER_FILE = "optimizer-00000.safetensors"
 def native_model(path: Path) -> tuple[ModelConfig, Path | None]:
     """Return the model of a checkpoint and its tokenizer file, if there is one."""
     checkpoint = Store(path)
-    tokenizer = read_tokenizer(checkpoint) if "tokenizer" in checkpoint.index else None
-    require_intact(
-        checkpoint, tokenizer_files(checkpoint) if "tokenizer" in checkpoint.index else []
-    )
+    tokenizer = None
+    if "tokenizer" in checkpoint.index:
+        tokenizer = read_tokenizer(checkpoint)
+        require_intact(checkpoint, tokenizer_files(checkpoint))
     return read_model(checkpoint), tokenizer
 
 
@@ -75,13 +80,17 @@ def open_native(path: Path) -> Source:
     model = read_model(checkpoint)
     require_builtin(model, "conversion")
     index = checkpoint.index
-    logical = {key: entry for key, entry in index["tensors"].items() if not key.startswith(SCALES)}
+    logical = {}
+    for tensor_key, entry in index["tensors"].items():
+        if not tensor_key.startswith(SCALES):
+            logical[tensor_key] = entry
     _check_shapes(path, model, checkpoint, logical)
     names = tokenizer_files(checkpoint) if index.get("tokenizer") else []
+    optimizer = index["optimizer"]
     facts = Facts(
-        index["optimizer"]["steps"],
-        index["optimizer"]["scaler"],
-        index["optimizer"].get("rule", {}),
+        optimizer["steps"],
+        optimizer["scaler"],
+        optimizer.get("rule", {}),
         progress=asdict(read_progress(checkpoint)) if index.get("progress") else {},
         watch=read_overflow_monitor(checkpoint) if index.get("watch") else {},
         precision=read_table(checkpoint, "precision"),
@@ -96,7 +105,8 @@ def open_native(path: Path) -> Source:
 
 
 def _origins(checkpoint: Store, logical: Mapping[str, Any]) -> list[Origin]:
-    """Return the origins of logical tensors: all of a tensor after another, whatever their kind.
+    """Return the origins of logical tensors, those of one tensor together: its weight, and its
+    moments.
 
     logical: key -> its entry in the checkpoint's index.
     """
@@ -105,8 +115,9 @@ def _origins(checkpoint: Store, logical: Mapping[str, Any]) -> list[Origin]:
         if file_name.endswith(".safetensors"):
             files[file_name] = safetensors_in(checkpoint.file(file_name))
 
-    def name_then_kind(tensor_key: str) -> list[str]:
-        return tensor_key.split("/", 1)[::-1]
+    def name_then_kind(tensor_key: str) -> tuple[str, str]:
+        kind, _, name = tensor_key.partition("/")
+        return name, kind
 
     origins = []
     for tensor_key in sorted(logical, key=name_then_kind):
@@ -114,9 +125,8 @@ def _origins(checkpoint: Store, logical: Mapping[str, Any]) -> list[Origin]:
         rows = bind(_read_rows, checkpoint, tensor_key, files)
         shape = tuple(entry["shape"])
         load = bind(_read_whole, rows, shape)
-        origins.append(
-            Origin(tensor_key, (tensor_key,), (shape,), getattr(torch, entry["dtype"]), load, rows)
-        )
+        dtype = getattr(torch, entry["dtype"])
+        origins.append(Origin(tensor_key, (tensor_key,), (shape,), dtype, load, rows))
     return origins
 
 
@@ -143,9 +153,12 @@ def _check_shapes(
 def _has_kind(kind: str, tensor_name: str, by_muon: bool) -> bool:
     """Return True if a tensor has this moment, or kind is "weight". by_muon: True if Muon updates
     the tensor."""
-    return kind == "weight" or (
-        not is_correction(tensor_name) and (kind == MUON_MOMENTUM) == by_muon
-    )
+    if kind == "weight":
+        return True
+    # Loads move a correction, not the optimizer's rule.
+    if is_correction(tensor_name):
+        return False
+    return (kind == MUON_MOMENTUM) == by_muon
 
 
 def _read_whole(rows: Callable[[int, int], Tensor], shape: Sequence[int]) -> list[Tensor]:
@@ -158,32 +171,23 @@ def _read_rows(
     """Return rows [top, bottom) of a logical tensor, of the chunks that ranks wrote."""
     entry = checkpoint.index["tensors"][tensor_key]
     # One chunk that is the whole tensor is read from its file directly.
-    if [chunk["shape"] for chunk in entry["chunks"]] == [entry["shape"]]:
-        stored = files[entry["chunks"][0]["file"]].get(_name_in_file(tensor_key))
+    first_chunk = entry["chunks"][0]
+    if len(entry["chunks"]) == 1 and first_chunk["shape"] == entry["shape"]:
+        stored = files[first_chunk["file"]].get(_name_in_file(tensor_key))
         if stored is not None and list(stored.shape) == entry["shape"]:
             return stored.rows(top, bottom)
     row_shape = entry["shape"][1:]
-    return checkpoint.rectangle(
-        tensor_key, [top, *(0 for _ in row_shape)], [bottom - top, *row_shape]
-    )
+    offset = [top] + [0] * len(row_shape)
+    return checkpoint.rectangle(tensor_key, offset, [bottom - top, *row_shape])
 
 
 def native_target(source: Source, dtype: torch.dtype | None) -> Target:
     """Return a target with all tensors of `source`: weights in `dtype` or their own dtype, moments
     unchanged."""
-    dtypes: dict[str, torch.dtype] = {}
-    for kind in source.kinds:
-        for tensor_name in logical_shapes(source.model):
-            tensor_key = f"{kind}/{tensor_name}"
-            if kind == "weight":
-                dtypes[tensor_key] = source.dtype_in(tensor_key, dtype)
-            elif (
-                tensor_key in source.shapes
-            ):  # Muon keeps a moment of matrices, AdamW two of others
-                dtypes[tensor_key] = source.dtype_in(tensor_key, None)
-    size = sum(
-        prod(source.shapes[tensor_key]) * dtype.itemsize for tensor_key, dtype in dtypes.items()
-    )
+    dtypes = _dtypes_by_key(source, dtype)
+    size = 0
+    for tensor_key, stored_dtype in dtypes.items():
+        size += prod(source.shapes[tensor_key]) * stored_dtype.itemsize
 
     def reserve(folder: Path, write: bool) -> list[Write]:
         writes = []
@@ -193,14 +197,11 @@ def native_target(source: Source, dtype: torch.dtype | None) -> Target:
                 tensors[_name_in_file(tensor_key)] = (dtypes[tensor_key], source.shapes[tensor_key])
             starts = reserve_safetensors(folder / safetensors_file, tensors, write)
             for tensor_key in keys:
-                location = Location(
-                    safetensors_file,
-                    starts[_name_in_file(tensor_key)],
-                    methodcaller("to", dtypes[tensor_key]),
-                )
-                writes.append(
-                    Write(tensor_key, (tensor_key,), itemgetter(0), (location,), straight=True)
-                )
+                start = starts[_name_in_file(tensor_key)]
+                cast = methodcaller("to", dtypes[tensor_key])
+                location = Location(safetensors_file, start, cast)
+                join = itemgetter(0)  # of one tensor; the file has the logical tensors themselves
+                writes.append(Write(tensor_key, (tensor_key,), join, (location,), straight=True))
         return writes
 
     def finish(folder: Path) -> None:
@@ -214,10 +215,27 @@ def native_target(source: Source, dtype: torch.dtype | None) -> Target:
     )
 
 
+def _dtypes_by_key(source: Source, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Return key -> dtype of the tensors to write. dtype: of weights; None: their own."""
+    dtypes: dict[str, torch.dtype] = {}
+    for kind in source.kinds:
+        for tensor_name in logical_shapes(source.model):
+            tensor_key = f"{kind}/{tensor_name}"
+            if kind == "weight":
+                dtypes[tensor_key] = source.dtype_in(tensor_key, dtype)
+            # Muon keeps a moment of matrices, AdamW two of others.
+            elif tensor_key in source.shapes:
+                dtypes[tensor_key] = source.dtype(tensor_key)
+    return dtypes
+
+
 def _keys_by_file(dtypes: dict[str, torch.dtype]) -> dict[str, list[str]]:
     weights = [tensor_key for tensor_key in dtypes if tensor_key.startswith("weight/")]
     moments = [tensor_key for tensor_key in dtypes if not tensor_key.startswith("weight/")]
-    return {MODEL_FILE: weights} | ({OPTIMIZER_FILE: moments} if moments else {})
+    keys_by_file = {MODEL_FILE: weights}
+    if moments:
+        keys_by_file[OPTIMIZER_FILE] = moments
+    return keys_by_file
 
 
 def _name_in_file(tensor_key: str) -> str:
@@ -233,8 +251,9 @@ def _write_index(folder: Path, source: Source, dtypes: dict[str, torch.dtype]) -
         for tensor_key in keys:
             shape = list(source.shapes[tensor_key])
             chunk = {"file": file_name, "offset": [0] * len(shape), "shape": shape}
-            dtype = str(dtypes[tensor_key]).removeprefix("torch.")
+            dtype = torch_name(dtypes[tensor_key])
             tensors[tensor_key] = {"dtype": dtype, "shape": shape, "chunks": [chunk]}
+    # The journal of the conversion is removed before the folder gets its name.
     files = [file for file in sorted(folder.iterdir()) if file.name != JOURNAL]
     index = {
         "model": json.loads(source.model.model_dump_json()),

@@ -52,6 +52,7 @@ WEIGHT_SCALE = 0.25
 CORRECTION_SCALE = 0.1
 MOST_REASON = 300  # characters of an error of transformers that are shown
 CORRECTION = "e_score_correction_bias"
+EMBEDDINGS = ("embed_in", "embed_tokens", "wte", "wpe")  # parts of names in transformers
 Json = Mapping[str, Any]
 
 
@@ -110,7 +111,8 @@ def reduced(config: Json) -> dict[str, Any]:
     for config_key, value in _without_weights(config).items():
         if config_key not in names:
             small[config_key] = value
-    for config_key, value in (_sizes(config, our_model) | _lengths(config, our_model)).items():
+    reduced_values = _sizes(config, our_model) | _lengths(config, our_model)
+    for config_key, value in reduced_values.items():
         small[names.get(config_key, config_key)] = value
     return small | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
@@ -175,8 +177,8 @@ def _expert_sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
     if "moe_intermediate_size" in defaults:
         sizes["moe_intermediate_size"] = FFN
     is_dense = [layer in model.dense_layers for layer in range(model.layers)]
-    is_dense = _spread(is_dense, min(model.layers, LAYERS))
-    dense_layers = [layer for layer, dense in enumerate(is_dense) if dense]
+    small_is_dense = _spread(is_dense, min(model.layers, LAYERS))
+    dense_layers = [layer for layer, dense in enumerate(small_is_dense) if dense]
     if has_leading_dense:
         sizes["first_k_dense_replace"] = len(dense_layers)
     elif model.dense_layers:
@@ -291,9 +293,8 @@ def difference(config: str) -> float:
     if our_model.positions != "learned":
         length = our_model.max_positions * 3 // 2  # more than any window or length
     threads = torch.get_num_threads()
-    token_ids = torch.randint(
-        our_model.vocab, (2, length), generator=torch.Generator().manual_seed(0)
-    )
+    generator = torch.Generator().manual_seed(0)
+    token_ids = torch.randint(our_model.vocab, (2, length), generator=generator)
     try:
         torch.set_num_threads(1)  # more only wait for each other in so small a model
         with TemporaryDirectory(prefix="megaprec_probe_") as name:
@@ -302,10 +303,12 @@ def difference(config: str) -> float:
             (folder / CONFIG).write_text(config)
             # Our model reads the weights that transformers has saved: names and layouts are tried
             # too.
-            ours = load_stage(open_hf(folder), "fp64")(token_ids.t()).transpose(0, 1).detach()
+            stage = load_stage(open_hf(folder), "fp64")
+            ours = stage(token_ids.t()).transpose(0, 1).detach()
     finally:
         torch.set_num_threads(threads)
-    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+    largest_difference = (ours - theirs).abs().max()
+    return (largest_difference / theirs.abs().max()).item()
 
 
 @torch.no_grad()
@@ -342,8 +345,8 @@ def _draw_weights(model: Any) -> None:
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        embeds = any(part in name for part in ("embed_in", "embed_tokens", "wte", "wpe"))
-        scale = EMBEDDING_SCALE if embeds else WEIGHT_SCALE
+        is_embedding = any(module in name for module in EMBEDDINGS)
+        scale = EMBEDDING_SCALE if is_embedding else WEIGHT_SCALE
         mean = float("norm" in name or "ln_" in name)
         parameter.copy_(scale * noise + mean)
     for name, buffer in model.named_buffers():

@@ -57,10 +57,9 @@ def open_newest_checkpoint(folder: Path) -> Store | None:
         raise UserError(
             *error.problems, Problem.of("convert.newest_damaged", path=path, remedy=remedy(path))
         ) from error
-    # loading checks those
-    require_intact(
-        checkpoint, (name for name in checkpoint.digests if not name.endswith(".safetensors"))
-    )
+    # Loading checks the files of tensors, which take long.
+    others = [name for name in checkpoint.digests if not name.endswith(".safetensors")]
+    require_intact(checkpoint, others)
     return checkpoint
 
 
@@ -92,8 +91,9 @@ def read_overflow_monitor(checkpoint: Store) -> dict[str, Any]:
 def read_model(checkpoint: Store) -> ModelConfig:
     """Return the model. Raises UserError if it is damaged; keys that the checkpoint lacks have
     their defaults."""
-    _require_known(checkpoint, "model", stored_value(checkpoint, "model"), ModelConfig.model_fields)
-    return make_model(stored_value(checkpoint, "model"), f"{checkpoint.path}/{INDEX}")
+    fields = stored_value(checkpoint, "model")
+    _require_known(checkpoint, "model", fields, ModelConfig.model_fields)
+    return make_model(fields, f"{checkpoint.path}/{INDEX}")
 
 
 def read_tokenizer(checkpoint: Store) -> Path | None:
@@ -112,9 +112,10 @@ def tokenizer_files(checkpoint: Store) -> list[str]:
     Raises UserError if the checkpoint does not say whether there is one.
     """
     tokenizer = read_tokenizer(checkpoint)
-    if tokenizer:
-        return [tokenizer.name, *(name for name in SETTINGS if name in checkpoint.index["files"])]
-    return []
+    if not tokenizer:
+        return []
+    settings = [name for name in SETTINGS if name in checkpoint.index["files"]]
+    return [tokenizer.name, *settings]
 
 
 def read_table(checkpoint: Store, table_name: str) -> dict[str, Any]:
@@ -134,8 +135,11 @@ def read_ids(checkpoint: Store, table_name: str) -> dict[str, int | list[int] | 
     """
     stored_table = read_table(checkpoint, table_name)
     for value in stored_table.values():
+        # Null is no token.
+        if value is None:
+            continue
         ids = value if isinstance(value, list) else [value]
-        if value is not None and not all(map(_is_id, ids)):
+        if not all(map(_is_id, ids)):
             raise _damaged(checkpoint, table_name)
     return stored_table
 

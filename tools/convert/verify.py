@@ -20,7 +20,8 @@ from models.decoder.cutting import cuts
 from models.decoder.stages import Stage
 from parallel.context import Context
 from tools.convert.core.source import Source
-from tools.convert.formats import format_of, open_intact
+from tools.convert.core.tensors import torch_name
+from tools.convert.formats import WITH_CONFIG, format_of, open_intact
 from tools.convert.hf.folder import in_fp8
 from tools.convert.initial import Slices
 from tools.convert.transformers_package import if_untested, quiet_transformers, why_missing
@@ -68,7 +69,8 @@ def compare_logits(
     # In bf16 both round, each in an order of its own: only the choice is compared.
     first_tokens = logits(first, token_ids, torch.bfloat16, vocab, model).argmax(-1)
     second_tokens = logits(second, token_ids, torch.bfloat16, vocab).argmax(-1)
-    agreement = (first_tokens == second_tokens).double().mean().item()
+    agree = first_tokens == second_tokens
+    agreement = agree.double().mean().item()
     remarks = []
     for folder in (first, second):
         if in_fp8(folder):
@@ -89,9 +91,11 @@ def require_comparable(source: Source, dtype: torch.dtype | None) -> None:
         before = source.dtype(key)
         after = source.dtype_in(key, dtype)
         if torch.promote_types(before, after) != after:
-            before_name, after_name = (str(each).removeprefix("torch.") for each in (before, after))
             raise UserError.of(
-                "convert.verify_dtype", key=key, before_name=before_name, after_name=after_name
+                "convert.verify_dtype",
+                key=key,
+                before_name=torch_name(before),
+                after_name=torch_name(after),
             )
 
 
@@ -116,7 +120,7 @@ def logits(
 def _is_run_by_transformers(path: Path) -> bool:
     """Return True if transformers computes the logits of a checkpoint."""
     kind, folder = format_of(path)
-    return kind in ("hf", "colossalai") and not in_fp8(folder)  # one format
+    return kind in WITH_CONFIG and not in_fp8(folder)
 
 
 def _forward_of_transformers(folder: Path, dtype: torch.dtype) -> Forward:
@@ -162,7 +166,8 @@ def _forward_of_megaprec(source: Source, dtype: torch.dtype) -> Forward:
 def load_stage(source: Source, compute: str = "fp32") -> Stage:
     """Return the whole model on this process, with the weights of `source`."""
     config = source.model.without_mtp.with_zero_weights
-    stage = Stage(config, Context(plan(compute)), cuts(config, 1, config.max_positions)[0])
+    (whole,) = cuts(config, 1, config.max_positions)
+    stage = Stage(config, Context(plan(compute)), whole)
     read_weights(stage, source)
     return stage
 
@@ -178,5 +183,6 @@ def read_weights(stage: Stage, source: Source) -> None:
         is_correction = layout_of(parameter).balancing is not None
         dtype = precision.sensitive if is_correction else precision.parameters
         parameter.data = parameter.data.to(dtype)
+        flat = parameter.view(-1)
         for part, first, last in layout_of(parameter).spans():
-            parameter.view(-1)[first:last] = slices.read_range("weight", part, 0, last - first)
+            flat[first:last] = slices.read_range("weight", part, 0, last - first)

@@ -95,15 +95,18 @@ class Journal(AbstractContextManager["Journal"]):
 
     With start_step = 0 in the folder of a run that left no checkpoint, that run's records are kept
     as metrics.jsonl.old.
+
+    total_steps: of the run. print_every: steps from one printed line to the next. shows_bar: on a
+    terminal, show progress and the newest step.
     """
 
     def __init__(
         self,
         folder: Path,
         start_step: int,
-        total: int,
-        every: int,
-        progress: bool,
+        total_steps: int,
+        print_every: int,
+        shows_bar: bool,
         trackers: Sequence[Feed] = (),
     ) -> None:
         metrics_path = folder / METRICS
@@ -116,16 +119,19 @@ class Journal(AbstractContextManager["Journal"]):
         _print_note(lost_steps(metrics_path, start_step))
         self._trackers = trackers
         self._newest = start_step
-        self._total = total
-        self._every = every
+        self._total_steps = total_steps
+        self._print_every = print_every
         self._step_seconds: deque[float] = deque(maxlen=PACE_STEPS)
-        self._bar = Steps(start_step, total) if progress and sys.stdout.isatty() else None
+        self._bar = None
+        if shows_bar and sys.stdout.isatty():
+            self._bar = Steps(start_step, total_steps)
 
     def __exit__(self, *error: object) -> None:
+        is_complete = self._newest == self._total_steps
         # Called in the reverse order: whatever fails, the others are closed.
         with ExitStack() as closing:
             for tracker in self._trackers:
-                closing.callback(tracker.finish, self._newest == self._total)
+                closing.callback(tracker.finish, is_complete)
             if self._bar:
                 closing.callback(self._bar.stop)
             closing.callback(self._metrics.close)
@@ -142,7 +148,7 @@ class Journal(AbstractContextManager["Journal"]):
             tracker.log(step_record)
         self._step_seconds.append(step_record["seconds"])
         mean_seconds = sum(self._step_seconds) / len(self._step_seconds)
-        steps_left = self._total - step_number
+        steps_left = self._total_steps - step_number
         self._show(step_record, eta=steps_left * mean_seconds)
 
     def write_event(self, event: dict[str, Any]) -> None:
@@ -165,14 +171,15 @@ class Journal(AbstractContextManager["Journal"]):
         remaining = f"ETA {_format_clock(eta)}"
         events = _format_events(step_record)
         columns = [
-            f"step {step_number}/{self._total}",
+            f"step {step_number}/{self._total_steps}",
             *_format_numbers(step_record),
             remaining,
             *events,
         ]
         line = "  ".join(columns)
         # A step with an event has a line, whatever `log.every` is.
-        due = step_number % self._every == 0 or step_number == self._total or events
+        is_regular = step_number % self._print_every == 0
+        is_due = is_regular or step_number == self._total_steps or bool(events)
         if self._bar:
             bar = [
                 _format_loss(step_record),
@@ -181,9 +188,9 @@ class Journal(AbstractContextManager["Journal"]):
                 remaining,
             ]
             self._bar.update(step_number, bar)
-            if due:
+            if is_due:
                 self._bar.say(line)
-        elif due:
+        elif is_due:
             print(line, flush=True)
 
 
@@ -265,12 +272,12 @@ def _reopen(path: Path, start_step: int) -> Lines:
         print(
             f"note       {path} was a link, and is a file of this run now; {target} stays as it is"
         )
-    retained = [
-        line.content
-        for line in lines
-        if line.record is None or _is_retained(line.record, start_step)
-    ]
-    write_whole(path, b"".join(content + b"\n" for content in retained))
+    retained = list[bytes]()
+    for line in lines:
+        # What is no record stays as it is: nobody knows of which step it is.
+        if line.record is None or _is_retained(line.record, start_step):
+            retained.append(line.content + b"\n")
+    write_whole(path, b"".join(retained))
     _print_note(odd_lines(path))
     return Lines(path)
 
@@ -279,11 +286,10 @@ def _repeated_steps(path: Path, start_step: int) -> str:
     """Return a line about the records that go, for their steps are taken again; empty if there are
     none.
     """
-    steps = [
-        line.record["step"]
-        for line in read_lines(path)
-        if line.record and not _is_retained(line.record, start_step)
-    ]
+    steps = list[int]()
+    for line in read_lines(path):
+        if line.record and not _is_retained(line.record, start_step):
+            steps.append(line.record["step"])
     if not steps:
         return ""
     if len(steps) == 1:

@@ -69,7 +69,10 @@ def read_lines(path: Path) -> list[Line]:
         # Of a last line that is a record only the newline is missing.
         if record is not None or (content.strip() and not is_last):
             lines.append(Line(number, content, record))
-    return [*_without_late_records(lines)] if path.name == METRICS else lines
+    # A step has one record, but may have several events.
+    if path.name == METRICS:
+        return [*_without_late_records(lines)]
+    return lines
 
 
 def _without_late_records(lines: Sequence[Line]) -> Iterator[Line]:
@@ -178,6 +181,7 @@ def _is_record(record: dict[str, Any]) -> bool:
     event_kind = record.get("event", "")
     if type(record.get("step")) is not int:  # not isinstance: true is no step
         return False
+    # An editor may have left a list or a number there, which cannot be looked up.
     outcome = record.get("outcome", "")
     if not isinstance(event_kind, str) or not isinstance(outcome, str):
         return False

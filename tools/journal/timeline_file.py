@@ -35,7 +35,8 @@ def write_trace(path: Path, spans: Sequence[Span], title: str) -> None:
         name = {"name": f"pipeline rank {rank}"}
         trace_events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": name})
     trace_events += map(_event, spans)
-    write_whole(path, json.dumps({"traceEvents": trace_events, "displayTimeUnit": "ms"}).encode())
+    trace = {"traceEvents": trace_events, "displayTimeUnit": "ms"}
+    write_whole(path, json.dumps(trace).encode())
 
 
 def read_trace(path: Path) -> list[Span]:
@@ -59,7 +60,10 @@ def read_trace_of(path: Path, schedule: Schedule) -> list[Span]:
     for rank, program in enumerate(schedule.programs):
         expected += [(rank, instruction) for instruction in program]
     spans = read_trace(path)
-    return spans if [(span.rank, span.instruction) for span in spans] == expected else []
+    recorded = [(span.rank, span.instruction) for span in spans]
+    if recorded != expected:
+        return []
+    return spans
 
 
 def _event(span: Span) -> dict[str, Any]:
@@ -85,6 +89,6 @@ def _event(span: Span) -> dict[str, Any]:
 def _span(trace_event: dict[str, Any]) -> Span:
     start = float(trace_event["ts"]) / MICROSECONDS
     seconds = float(trace_event["dur"]) / MICROSECONDS
-    return Span(
-        int(trace_event["tid"]), Instruction.parse(trace_event["name"]), start, start + seconds
-    )
+    rank = int(trace_event["tid"])
+    instruction = Instruction.parse(trace_event["name"])
+    return Span(rank, instruction, start, start + seconds)

@@ -261,9 +261,9 @@ class Feed:
             tracker = make_tracker(folder)
             tracker.start(configuration, step)
             while not isinstance(item := self._queue.get(), bool):
-                step, numbers = item
-                tracker.log(step, numbers)
-            tracker.finish(item)
+                tracker.log(*item)
+            # The last item says whether the run is complete.
+            tracker.finish(complete=item)
         except BaseException as error:  # a tracker that calls sys.exit ends itself alone
             self._failed = True
             _warn(f"no more numbers for {self._name}: {_in_a_line(error)}; training goes on")

@@ -91,7 +91,8 @@ def score(
     tokens_per_batch = LOGITS // config.vocab
     # Dynamic angles follow from the length of the sequence, padding included.
     same_length = config.rope_scaling.kind == "dynamic"
-    for number, batch in enumerate(batches(all_windows(), tokens_per_batch, same_length)):
+    all_batches = batches(all_windows(), tokens_per_batch, same_length)
+    for number, batch in enumerate(all_batches):
         targets = sum(len(window.targets) - window.first for window in batch)
         total.tokens += targets
         # Replicas take the batches in turn.
@@ -129,6 +130,7 @@ def _nats(model: Relay, batch: list[Window]) -> float:
     """Return the sum of the losses of the targets that count, on the last stage's first tensor
     rank; 0 on others."""
     tokens, targets, counts = padded(batch, model)
+    # Collective over the stages and tensor ranks: all of a replica get here.
     logits = model.logits(tokens)
     if logits is None or model.last_stage is None:
         return 0.0
@@ -148,7 +150,8 @@ def padded(batch: list[Window], model: Relay) -> tuple[Tensor, Tensor, Tensor]:
     context = model.local_stage.context
     unit = context.tp.size if context.cut_sequence else 1
     longest = max(len(window.tokens) for window in batch)
-    shape = (-(-longest // unit) * unit, len(batch))
+    padded_length = -(-longest // unit) * unit
+    shape = (padded_length, len(batch))
     tokens = np.zeros(shape, np.int64)
     targets = np.zeros(shape, np.int64)
     counts = np.zeros(shape, bool)

@@ -14,11 +14,13 @@ from models.engine.relay import Relay
 from tools.text.evaluation import LOGITS, batches, padded
 from tools.text.windows import Window
 
+Likelihood = tuple[float, bool]  # log probability of targets, and if each is the likeliest token
+
 
 @torch.no_grad()
 def likelihoods(
     model: Relay, windows: Sequence[Window], report: Callable[[int], None]
-) -> list[tuple[float, bool]]:
+) -> list[Likelihood]:
     """Return for each window the log probability of its targets that count, and if each is the
     likeliest token.
 
@@ -41,14 +43,17 @@ def likelihoods(
             rows_of_batch = [rows[id(window)] for window in batch]
             sums[rows_of_batch] = _sums_of_batch(model, batch)
         report(len(batch))
+    # In the last round the first replicas have a batch, and the others none.
     in_last_round = len(all_batches) % replicas.size
     is_idle = 0 < in_last_round <= replicas.rank
     has_experts = stage.context.experts is not None
     if is_idle and has_experts:
         # Tokens of the busy replicas may travel to this rank's experts, so it computes too.
         _sums_of_batch(model, all_batches[0])
-    results = list[tuple[float, bool]]()
-    for log_probability, unlikely in model.world.sum_(sums).tolist():
+    results = list[Likelihood]()
+    # Zeros but on the first tensor rank of each replica's last stage, so no window is added twice.
+    total_sums = model.world.sum_(sums)
+    for log_probability, unlikely in total_sums.tolist():
         is_likeliest = not unlikely
         results.append((log_probability, is_likeliest))
     return results
@@ -67,12 +72,15 @@ def _sums_of_batch(model: Relay, batch: list[Window]) -> Tensor:
     if logits is None or stage is None:
         return _zero_sums(model, len(batch))
     losses = stage.losses(logits, targets)
-    log_probabilities = (-losses.double() * counts).sum(0)
+    # In float64, for sums over many tokens.
+    counted_losses = losses.double() * counts
+    log_probabilities = -counted_losses.sum(0)
     are_likeliest = _are_likeliest(stage, logits, targets)
-    are_unlikely = ~are_likeliest & counts
-    # Other tensor ranks have the same sums, and all ranks are added.
+    # Other tensor ranks have the same sums, and all ranks are added. Not before the maximum over
+    # the tensor axis, which all of them take.
     if stage.context.tp.rank:
         return _zero_sums(model, len(batch))
+    are_unlikely = ~are_likeliest & counts
     unlikely = are_unlikely.double().sum(0)
     return torch.stack((log_probabilities, unlikely), dim=1)
 
@@ -90,7 +98,8 @@ def _are_likeliest(stage: Stage, logits: Tensor, targets: Tensor) -> Tensor:
     local_targets = targets - part.start
     nearest_rows = local_targets.clamp(0, last_row)
     is_local = nearest_rows == local_targets
-    target_logits = local_logits.gather(-1, nearest_rows.unsqueeze(-1))
+    indices = nearest_rows.unsqueeze(-1)
+    target_logits = local_logits.gather(-1, indices)
     target_logits = target_logits.squeeze(-1)
     target_logits = target_logits.masked_fill(~is_local, -torch.inf)
     largest = tp.max_(largest_logits)

@@ -72,7 +72,7 @@ def find_checkpoint(path: Path) -> Path:
 
 def load_model(
     path: Path,
-    kind: type[S],
+    stage_class: type[S],
     compute: str = "fp32",
     tokenizer: Path | None = None,
     mesh: DeviceMesh | None = None,
@@ -80,7 +80,7 @@ def load_model(
     """Return the model on the CPU, whatever format, layout and precision the folder has. Raises
     UserError.
 
-    kind: class of the stage that holds it.
+    stage_class: of the stage that holds it.
     compute: precision, as in precision.compute.
     tokenizer: file to use in place of the folder's own.
     mesh: the layout of the ranks, each of which reads what it holds of the stage of its pipeline
@@ -88,7 +88,7 @@ def load_model(
     """
     source = _open(path)
     chosen_tokenizer = _choose_tokenizer(source, tokenizer)
-    stage = _load_stage(source, kind, compute, mesh)
+    stage = _load_stage(source, stage_class, compute, mesh)
     return LoadedModel(
         stage,
         chosen_tokenizer,
@@ -115,7 +115,7 @@ def _choose_tokenizer(source: Source, file: Path | None) -> Tokenizer | None:
     return tokenizer
 
 
-def _load_stage(source: Source, kind: type[S], compute: str, mesh: DeviceMesh | None) -> S:
+def _load_stage(source: Source, stage_class: type[S], compute: str, mesh: DeviceMesh | None) -> S:
     """Return this rank's stage with its weights."""
     # Modules of multi-token prediction serve training alone; weights are read, not drawn.
     config = source.model.without_mtp.with_zero_weights
@@ -124,8 +124,8 @@ def _load_stage(source: Source, kind: type[S], compute: str, mesh: DeviceMesh | 
     require_layout(config, tp.size, pp.size)
     cut = cuts(config, pp.size, config.max_positions)[pp.rank]
     # The last stage has a copy of the embedding as its head.
-    tied = (0, pp.size - 1) if config.tied and pp.size > 1 else ()
-    stage = kind(config, Context(plan(compute), tp), cut, tied)
+    tied_stages = (0, pp.size - 1) if config.tied and pp.size > 1 else ()
+    stage = stage_class(config, Context(plan(compute), tp), cut, tied_stages)
     read_weights(stage, source)
     return stage
 
@@ -195,8 +195,10 @@ def _begin(source: Source, tokenizer: Tokenizer | None) -> int | None:
     begins = stated_ids(facts.special, "bos_token_id", _count_ids(source, tokenizer))
     if begins:
         return begins[0]
-    names_none = "eos_token_id" in facts.special and facts.special["eos_token_id"] is None
-    return tokenizer.eos if tokenizer and not names_none else None
+    names_no_end = "eos_token_id" in facts.special and facts.special["eos_token_id"] is None
+    if tokenizer is None or names_no_end:
+        return None
+    return tokenizer.eos
 
 
 def _ends(source: Source, tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -114,9 +114,9 @@ def _print_evaluated(config: RunConfig, corpus: Corpus) -> None:
         available = len(samples)
         taken = evaluated_samples(train, available)
         if taken < available:
-            kind = "held-out" if name == "eval_loss" else name.removeprefix(VALIDATION_PREFIX)
+            set_name = "held-out" if name == "eval_loss" else name.removeprefix(VALIDATION_PREFIX)
             say(
-                f"evaluated  {taken:,} of {available:,} {kind} samples: train.eval_batches = "
+                f"evaluated  {taken:,} of {available:,} {set_name} samples: train.eval_batches = "
                 f"{train.eval_batches} of train.global_batch = {train.global_batch}"
             )
 
@@ -141,9 +141,8 @@ def _describe_samples(config: RunConfig, corpus: Corpus) -> str:
     taken_samples = corpus.train.samples_taken(steps * config.train.global_batch)
     total_weight = sum(source.weight for source in config.data.blend)
     lines = [f"blended from {len(corpus.datasets)}"]
-    for source, part, taken in zip(
-        config.data.blend, corpus.train.parts, taken_samples, strict=True
-    ):
+    sets = zip(config.data.blend, corpus.train.parts, taken_samples, strict=True)
+    for source, part, taken in sets:
         share = source.weight / total_weight
         lines.append(
             f"           {share:.4g} of the samples from {source.source}: {taken:,} of "

@@ -268,10 +268,11 @@ def same_rates(old_rates: Rates, new_rates: Rates, progress: TrainState) -> bool
     last_step = max(0, *ends)
     stride = max(1, last_step // COMPARED_RATES)
     steps = {*range(0, last_step, stride), *ends, last_step}
-    # An end may lie in the past.
-    return all(
-        old_rates.at(progress, step) == new_rates.at(progress, step) for step in steps if step >= 0
-    )
+    for step in steps:
+        # An end may lie in the past.
+        if step >= 0 and old_rates.at(progress, step) != new_rates.at(progress, step):
+            return False
+    return True
 
 
 def arithmetic() -> dict[str, str]:

@@ -57,16 +57,16 @@ def compile_leaves(
         )
     forms, hindrances = try_calls(calls)
     # what one rank cannot compile is compiled on none
-    every = gather_entries(dict.fromkeys((call.name for call in forms), ""), world, device)
+    own_names = dict.fromkeys((call.name for call in forms), "")
+    compiled_names = gather_entries(own_names, world, device)
     reasons = {name: f"rank {world.rank}: {reason}" for name, reason in hindrances.items()}
     failures = gather_entries(reasons, world, device)
-    leaf_names = ", ".join(sorted({*every} - {*failures}))
+    leaf_names = ", ".join(sorted(compiled_names.keys() - failures.keys()))
     if world.rank == 0:
         seconds = time.perf_counter() - start
-        for line in (
-            *_describe_outcome(leaf_names, failures, seconds),
-            *_describe_change(leaf_names, resumed),
-        ):
+        for line in _describe_outcome(leaf_names, failures, seconds):
+            say(line)
+        for line in _describe_change(leaf_names, resumed):
             say(line)
     forms = {call: form for call, form in forms.items() if call.name not in failures}
     return Leaves(forms, leaf_names, by_region=config.train.compile == "block")

@@ -45,10 +45,10 @@ class Corpus:
     """The opened data of a run.
 
     model: the run's, with its vocabulary size. held_out, tokenizer: None if the run has none.
-    begin: id of the token that stands before each document of the samples, None if none was asked
-    for. documents: the tokens that the model sees before and after documents. identity: identifies
-    the data in checkpoints; None if it was not checked. notes: lines for the user. validation:
-    further sets to evaluate, by name.
+    begin_token: id of the token that stands before each document of the samples, None if none was
+    asked for. documents: the tokens that the model sees before and after documents. identity:
+    identifies the data in checkpoints; None if it was not checked. notes: lines for the user.
+    validation: further sets to evaluate, by name.
     """
 
     datasets: tuple[IndexedDataset, ...]
@@ -186,7 +186,8 @@ def open_built(config: RunConfig, prefixes: Sequence[Path], tokenizer_file: Path
     tokenizer = load_tokenizer(tokenizer_file) if tokenizer_file else None
     model = config.model.with_vocab(vocabulary_size(config, tokenizer))
     begin_token = requested_begin_token(config)
-    _require_token(config, begin_token, tokenizer.vocab_size if tokenizer else model.vocab)
+    ids = tokenizer.vocab_size if tokenizer else model.vocab
+    _require_token(config, begin_token, ids)
     sources = training_sources(config)
     datasets = list[IndexedDataset]()
     streams = list[IndexedDataset]()  # the data sets with the token before each document
@@ -250,11 +251,11 @@ def requested_begin_token(config: RunConfig) -> int | None:
     use the weights of train.init_from. Otherwise the run file has the id of these weights.
     """
     begin_token = config.data.begin
-    left_open = begin_token == "auto" or _is_of_first_weights(config)
-    checkpoint = open_newest_checkpoint(config.checkpoint_folder) if left_open else None
-    identity = read_identity(checkpoint) if checkpoint else None
-    if identity:
-        return identity.begin
+    if begin_token == "auto" or _is_of_first_weights(config):
+        checkpoint = open_newest_checkpoint(config.checkpoint_folder)
+        identity = read_identity(checkpoint) if checkpoint else None
+        if identity:
+            return identity.begin
     return begin_token if isinstance(begin_token, int) else None
 
 
@@ -281,9 +282,9 @@ def _tokens_around_documents(
     end = tokenizer.eos if tokenizer else None
     if begin_token is None and tokenizer:
         begin_token = tokenizer.bos
-    tokens_of_sets = [document_tokens(stream, begin_token, end) for stream in streams]
+    candidates = [document_tokens(stream, begin_token, end) for stream in streams]
     # Of equally frequent ones the first.
-    return max(tokens_of_sets, key=tokens_of_sets.count)
+    return max(candidates, key=candidates.count)
 
 
 def open_run_data(config: RunConfig) -> Corpus:
@@ -314,9 +315,11 @@ def _build_validation(config: RunConfig, corpus: Corpus) -> Iterator[str]:
             if not source.is_tokenized:
                 build_validation_set(config, source, corpus.tokenizer)
             dataset = IndexedDataset(prefix)
-            check_vocabulary(dataset, contents_of(dataset), corpus.ids)
+            contents = contents_of(dataset)
+            check_vocabulary(dataset, contents, corpus.ids)
+            record = read_record(prefix)
             yield from dataset.notes
-            yield from tokenizer_notes(prefix, read_record(prefix), corpus.tokenizer)
+            yield from tokenizer_notes(prefix, record, corpus.tokenizer)
 
 
 def open_validation(config: RunConfig, begin_token: int | None) -> Mapping[str, Samples]:

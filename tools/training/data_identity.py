@@ -63,9 +63,10 @@ class Identity(_Saved):
 
 @dataclass(frozen=True)
 class Difference:
-    """One difference. what: one of ALLOW. line: the old and the new value."""
+    """One difference. option: what --allow accepts it by, one of ALLOW. line: the old and the new
+    value."""
 
-    what: str
+    option: str
     line: str
 
 
@@ -83,7 +84,8 @@ def read_identity(checkpoint: Store) -> Identity | None:
         for problem in error.errors(include_url=False):
             if problem["type"] != "extra_forbidden":
                 raise UserError.of("training.data_record_damaged", path=checkpoint.path) from error
-            unknown_keys.append(".".join(map(str, ("data", *problem["loc"]))))
+            location = ("data", *problem["loc"])
+            unknown_keys.append(".".join(map(str, location)))
         # Keys that are only unknown are those of a later version, no damage.
         raise newer_version(checkpoint.path, f"says {', '.join(unknown_keys)}") from error
 
@@ -107,13 +109,15 @@ def _other_weights(saved: Identity, data: Data) -> Iterator[Difference]:
     weights = [source.weight for source in data.blend] or [1.0]  # without a blend one set
     # Other numbers of sets cannot be compared one by one.
     if len(saved.sets) != len(weights):
-        change = f"{counted(len(saved.sets), 'data set')} -> {counted(len(weights), 'data set')}"
-        yield Difference("data", f"data.blend: {change}")
+        before = counted(len(saved.sets), "data set")
+        now = counted(len(weights), "data set")
+        yield Difference("data", f"data.blend: {before} -> {now}")
         return
-    for i, (saved_set, weight) in enumerate(zip(saved.sets, weights, strict=True)):
+    pairs = zip(saved.sets, weights, strict=True)
+    for number, (saved_set, weight) in enumerate(pairs):
         if saved_set.weight != weight:
             change = f"{toml(saved_set.weight)} -> {toml(weight)}"
-            yield Difference("data", f"data.blend[{i}].weight: {change}")
+            yield Difference("data", f"data.blend[{number}].weight: {change}")
 
 
 def other_sets(saved: Identity, now: Identity, between: str = " -> ") -> Iterator[Difference]:
@@ -122,16 +126,18 @@ def other_sets(saved: Identity, now: Identity, between: str = " -> ") -> Iterato
     between: the words between the old and the new value.
     """
     if saved.begin != now.begin:
-        change = f"{_describe_begin(saved.begin)}{between}{_describe_begin(now.begin)}"
+        saved_begin = _describe_begin(saved.begin)
+        change = f"{saved_begin}{between}{_describe_begin(now.begin)}"
         yield Difference("data", f"data.begin: {change}: the tokens before documents are others")
     if len(saved.sets) != len(now.sets):  # `other_settings` names it
         return
-    for i, (saved_set, current_set) in enumerate(zip(saved.sets, now.sets, strict=True)):
+    pairs = zip(saved.sets, now.sets, strict=True)
+    for number, (saved_set, current_set) in enumerate(pairs):
         if not _is_same(saved_set, current_set):
             # The key as the run file has it: a single set has no number.
-            key = "data.source" if len(now.sets) == 1 else f"data.blend[{i}].source"
-            change = f"{_describe_set(saved_set)}{between}{_describe_set(current_set)}"
-            yield Difference("data", f"{key}: {change}")
+            key = "data.source" if len(now.sets) == 1 else f"data.blend[{number}].source"
+            before = _describe_set(saved_set)
+            yield Difference("data", f"{key}: {before}{between}{_describe_set(current_set)}")
 
 
 def _describe_begin(begin: int | None) -> str:

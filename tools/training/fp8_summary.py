@@ -182,13 +182,15 @@ def _join_layers(weights: list[Eligibility]) -> Iterator[str]:
     """Yield the names of the weights, those of all layers and experts together, as
     "layers.0-3.mlp.down.weight".
     """
-    layers_by_name = defaultdict[str, dict[int, int]](dict)
+    layers_by_pattern = defaultdict[str, set[int]](set)
     for weight in weights:
-        pattern = re.sub(r"\.experts\.\d+\.", ".experts.*.", weight.name)
+        name = re.sub(r"\.experts\.\d+\.", ".experts.*.", weight.name)
         # Weights outside of the layers count as layer 0, whose number is not shown.
-        in_layer = re.match(r"layers\.(\d+)\.", pattern)
+        in_layer = re.match(r"layers\.(\d+)\.", name)
         layer = int(in_layer[1]) if in_layer else 0
-        layers_by_name[re.sub(r"^layers\.\d+\.", "layers.%.", pattern)][layer] = 1
-    for pattern, layers in layers_by_name.items():
-        for layer_range, _ in layer_spans(layers):
+        pattern = re.sub(r"^layers\.\d+\.", "layers.%.", name)
+        layers_by_pattern[pattern].add(layer)
+    for pattern, layers in layers_by_pattern.items():
+        counts = dict.fromkeys(layers, 1)  # which are of no use here
+        for layer_range, _ in layer_spans(counts):
             yield pattern.replace("%", layer_range)

@@ -29,13 +29,12 @@ from models.engine.relay import Relay
 from tools.config.data_settings import Data
 from tools.config.run_file import RunConfig
 from tools.journal.records import TASK_PREFIX
-from tools.text.likelihood import likelihoods
+from tools.text.likelihood import Likelihood, likelihoods
 from tools.text.windows import Ids, Window, windows
 from tools.training.corpus import Corpus
 
 FEWSHOT_SEED = 1234  # the harness's own
 PHASE = "tasks of lm-evaluation-harness"  # this rank's position while it computes them
-Likelihood = tuple[float, bool]  # log probability of a continuation, and if it is the likeliest
 Ask = Callable[[Sequence[Window]], list[Likelihood]]
 
 

@@ -140,7 +140,8 @@ def _note_needless_allowances(
     """Print a note for each --allow that names something in which run and checkpoint agree."""
     differing = set[str]()
     if checkpoint is not None:
-        differing = {difference.what for difference in data_differences(checkpoint, config, corpus)}
+        differences = data_differences(checkpoint, config, corpus)
+        differing = {difference.option for difference in differences}
     if any(other_tokens(config, corpus)):
         differing.add("tokenizer")
     for name in sorted(set(allowed) - differing):

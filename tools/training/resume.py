@@ -83,7 +83,7 @@ def check_resumable(
     ]
     refused = list[Difference]()
     for difference in data_differences(checkpoint, config, corpus):
-        if difference.what not in allowed:
+        if difference.option not in allowed:
             refused.append(difference)
     # All are told at once; problems cannot be accepted, and so decide the remedy.
     lines = [*problems, *(difference.line for difference in refused)]
@@ -102,8 +102,8 @@ def check_resumable(
 
 def _allow_flags(refused: Sequence[Difference]) -> str:
     """Return the options that accept these differences, in the order of ALLOW."""
-    kinds = {difference.what for difference in refused}
-    return " ".join(f"--allow {kind}" for kind in ALLOW if kind in kinds)
+    options = {difference.option for difference in refused}
+    return " ".join(f"--allow {option}" for option in ALLOW if option in options)
 
 
 def data_differences(
@@ -360,7 +360,8 @@ def resumed_progress(checkpoint: Store, config: RunConfig, corpus: Corpus) -> Tr
     kept in tokens.
     """
     progress = read_progress(checkpoint)
-    return replace(progress, samples=_data_position(checkpoint, config, corpus).next_sample)
+    position = _data_position(checkpoint, config, corpus)
+    return replace(progress, samples=position.next_sample)
 
 
 def _position_notes(checkpoint: Store, config: RunConfig, corpus: Corpus) -> Iterator[str]:

@@ -60,11 +60,14 @@ def _check_outside(config: RunConfig) -> None:
     """
     data = config.data
     folder = Path(config.train.folder).resolve()
-    sources = [(f"data.blend[{i}].source", blended.source) for i, blended in enumerate(data.blend)]
+    sources = []
+    for number, blended in enumerate(data.blend):
+        sources.append((f"data.blend[{number}].source", blended.source))
     # data.source alone is read if there is no blend
     if not sources:
-        sources = [("data.source", data.source)]
-    sources += [(f"data.validation {blended.name}", blended.source) for blended in data.validation]
+        sources.append(("data.source", data.source))
+    for evaluated in data.validation:
+        sources.append((f"data.validation {evaluated.name}", evaluated.source))
     for key, source in sources:
         # "python" names the sources of the interpreter, not a folder
         if source == "python" or not Path(source).is_dir():
@@ -103,7 +106,8 @@ class RunFolder:
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
         self._identities: dict[Path, Identity] = {}  # of what was there when the run began
-        for path in (folder, folder / LOCK) if rank == 0 else ():
+        watched = (folder, folder / LOCK) if rank == 0 else ()
+        for path in watched:
             identity = _identity(path)
             if identity:
                 self._identities[path] = identity

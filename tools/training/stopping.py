@@ -88,7 +88,8 @@ def as_user_error(error: Exception) -> Exception:
 
 def ended_on_purpose(reason: str) -> bool:
     """Return True if a rank that has noted this reason ended on purpose."""
-    return reason.startswith(tuple(f"{kind.__name__}: " for kind in ON_PURPOSE))
+    beginnings = tuple(f"{error_type.__name__}: " for error_type in ON_PURPOSE)
+    return reason.startswith(beginnings)
 
 
 def code_of(reason: str, exitcode: int) -> int:
@@ -99,8 +100,8 @@ def code_of(reason: str, exitcode: int) -> int:
     """
     if reason.startswith(f"{Stopped.__name__}: "):
         return Stopped.named_by(reason).exit_code
-    for kind, code in EXIT_CODES.items():
-        if reason.startswith(f"{kind.__name__}: "):
+    for error_type, code in EXIT_CODES.items():
+        if reason.startswith(f"{error_type.__name__}: "):
             return code
     # A crash whose traceback was noted, and that the launcher was quicker to end.
     return 1 if reason and exitcode == -signal.SIGTERM else exitcode

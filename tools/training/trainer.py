@@ -222,10 +222,10 @@ class Trainer:
             if error.fault.can_be_saved and self.progress.step > self._saved_step:
                 self._save()
             self._saves.finish(self.progress.step, str(error))
-        event, stop = self._checks.outcome(error, self.progress.step, self._saved_step)
+        event, faulty_hardware = self._checks.outcome(error, self.progress.step, self._saved_step)
         if journal is not None:
             journal.write_event(event)
-        raise stop
+        raise faulty_hardware
 
     def _describe_divergence(self) -> str:
         """Return the reason why further steps are of no use; empty if training may go on."""

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from tools.convert.core.tensors import torch_name
+
 MOST_NAMED = 5  # tensors that are told by name, so that the notes of a damaged model stay readable
 
 
@@ -34,20 +36,21 @@ class NotFinite:
     def lines(self, casts: Iterable[tuple[str, torch.dtype, torch.dtype]]) -> list[str]:
         """Return a line for each of the first tensors with such numbers. casts: key, dtype before
         and dtype after."""
-        lines: dict[str, str] = {}
+        by_key: dict[str, str] = {}
         for tensor_key, (bad_count, total) in self.counts.items():
-            lines[tensor_key] = (
+            by_key[tensor_key] = (
                 f"{tensor_key} has {bad_count:,} of {total:,} numbers that are NaN or infinite"
             )
         for tensor_key, before, after in casts:
             # The cast itself may have made infinities: FP16 ends at 65,504.
-            if tensor_key in lines and before != after:
-                lines[tensor_key] += f", as {_dtype_name(after)}; it was {_dtype_name(before)}"
+            if tensor_key in by_key and before != after:
+                by_key[tensor_key] += f", as {torch_name(after)}; it was {torch_name(before)}"
+        lines = list(by_key.values())
         unnamed = len(lines) - MOST_NAMED
         if unnamed > 0:
-            named = list(lines.values())[:MOST_NAMED]
-            return [*named, f"... and {unnamed} more tensors with such numbers"]
-        return list(lines.values())
+            lines = lines[:MOST_NAMED]
+            lines.append(f"... and {unnamed} more tensors with such numbers")
+        return lines
 
 
 def same_values(first: Tensor, second: Tensor) -> bool:
@@ -72,8 +75,5 @@ def not_finite(values: Tensor) -> int:
     """
     if not values.is_floating_point() or values.sum().isfinite():
         return 0
-    return int((~values.isfinite()).sum())
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    is_bad = ~values.isfinite()
+    return int(is_bad.sum())

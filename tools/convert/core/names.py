@@ -213,7 +213,8 @@ def _with_modules(rules: Sequence[NameRule]) -> list[NameRule]:
     """
     layer = "model.layers.N"
     # After the last row of a layer, where the modules' layers are numbered on.
-    end = 1 + max(number for number, rule in enumerate(rules) if ".N." in rule.foreign)
+    of_layers = [number for number, rule in enumerate(rules) if ".N." in rule.foreign]
+    end = of_layers[-1] + 1
     return [
         *rules[:end],
         *_weight_and_bias(f"{layer}.enorm", "mtp.K.embedding_norm"),
@@ -330,6 +331,8 @@ def _megatron_attention(
         projections = _megatron_latents(attention, fused_norms, down)
     else:
         projections = _megatron_qkv(attention, interleaved)
+    # `Attention` registers its output before `SelfAttention` does the projections, with which a
+    # fused norm comes (megatron/core/transformer/attention.py).
     if fused:
         return [*output, *norm, *projections]
     return [*norm, *output, *projections]
@@ -429,7 +432,8 @@ def internevo(mlp: Mapping[str, str], split_hidden: bool, weight_parallel: bool)
     split_hidden: the embedding's features are cut over ranks, not its vocabulary.
     weight_parallel: the rows of every linear layer are cut, as they lie.
     """
-    # Tensor parallelism cuts the features in of a branch's last layer, whose bias is then whole.
+    # Tensor parallelism cuts each of query, key and value, which are one tensor, and the features
+    # in of a branch's last layer, whose bias is then whole.
     qkv: Cut = "rows" if weight_parallel else "thirds"
     closing: Cut = "rows" if weight_parallel else "columns"
     closing_bias: Cut = "rows" if weight_parallel else "whole"

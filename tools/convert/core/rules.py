@@ -66,20 +66,21 @@ def matches(rules: Sequence[NameRule], model: ModelConfig) -> list[Match]:
     sizes = head_sizes(model)
     expected: list[Match] = []
     covered: list[str] = []
-    for name_rule in _rules_in_order(rules, model):
-        names = name_rule.logical
-        # A rule of a tensor that this model does not have, such as a bias, matches nothing.
-        if not names or any(tensor_name not in shapes for tensor_name in names):
+    for rule in _rules_in_order(rules, model):
+        names = rule.logical
+        # A rule of a tensor that this model does not have, such as a bias, matches nothing; nor
+        # does one of all experts where there are none.
+        if not names or not shapes.keys() >= set(names):
             continue
         # What a tensor without values becomes tells the foreign tensor's shape.
         parts = [torch.empty(shapes[tensor_name], device="meta") for tensor_name in names]
-        shape = tuple(name_rule.how.join(parts, sizes).shape)
-        expected.append(Match(name_rule.foreign, names, name_rule.how, name_rule.cut, shape))
+        joined = rule.how.join(parts, sizes)
+        shape = tuple(joined.shape)
+        expected.append(Match(rule.foreign, names, rule.how, rule.cut, shape))
         covered += names
     # A tensor in two rows would be written twice, and one in none would be lost.
-    assert sorted(covered) == sorted(shapes), (
-        f"the table does not cover {set(shapes) ^ set(covered)}"
-    )
+    uncovered = shapes.keys() ^ set(covered)
+    assert sorted(covered) == sorted(shapes), f"the table does not cover {uncovered}"
     return expected
 
 
@@ -89,85 +90,86 @@ def _rules_in_order(rules: Sequence[NameRule], model: ModelConfig) -> Iterator[N
     """
     in_modules: list[NameRule] = []
     in_layers: list[NameRule] = []
-    for name_rule in rules:
-        # Those of modules come first: the layer of a module has a number too.
-        if has_module_rules([name_rule]):
-            in_modules.append(name_rule)
-        elif ".N." in name_rule.foreign:
-            in_layers.append(name_rule)
-    for name_rule in rules:
+    for rule in rules:
+        # Asked first, for the layer of a module has a number of a layer too.
+        if has_module_rules([rule]):
+            in_modules.append(rule)
+        elif ".N." in rule.foreign:
+            in_layers.append(rule)
+    numbered = (*in_layers, *in_modules)
+    for rule in rules:
         # Tensors outside of layers: embedding, last norm, head.
-        if name_rule not in (*in_layers, *in_modules):
-            yield name_rule
-        elif name_rule is in_layers[0]:
+        if rule not in numbered:
+            yield rule
+        elif rule is in_layers[0]:
             yield from _rules_of_layers(in_layers, model)
-        elif in_modules and name_rule is in_modules[0]:
+        elif in_modules and rule is in_modules[0]:
             yield from _rules_of_modules(in_modules, model)
 
 
 def _rules_of_layers(rules: Sequence[NameRule], model: ModelConfig) -> Iterator[NameRule]:
     for layer in range(model.layers):
-        for name_rule in _rules_for_kind(rules, model.kind_of_layer(layer)):
-            yield from _insert_numbers(name_rule, layer, model.experts)
+        layer_model = model.kind_of_layer(layer)
+        for rule in _rules_for_layer(rules, layer_model):
+            yield from _insert_numbers(rule, layer, model.experts)
 
 
 def _rules_of_modules(rules: Sequence[NameRule], model: ModelConfig) -> Iterator[NameRule]:
     """Yield the rules of modules, whose layers are of the kind of the model's last."""
-    kind = model.kind_of_layer(model.layers - 1)
+    layer_model = model.kind_of_layer(model.layers - 1)
     for module in range(model.mtp_layers):
-        for name_rule in _rules_for_kind(rules, kind):
-            numbered = _replace_in_names(name_rule, ".K.", f".{module}.")
+        for rule in _rules_for_layer(rules, layer_model):
+            numbered = _replace_in_names(rule, ".K.", f".{module}.")
             yield from _insert_numbers(numbered, model.layers + module, model.experts)
 
 
 def has_module_rules(rules: Sequence[NameRule]) -> bool:
     """Return True if a table has rows for modules of multi-token prediction."""
-    logical_names = chain.from_iterable(name_rule.logical for name_rule in rules)
+    logical_names = chain.from_iterable(rule.logical for rule in rules)
     return any(name.startswith("mtp.K.") for name in logical_names)
 
 
 def layers_of_modules(rules: Sequence[NameRule], layer: str, module: str) -> list[NameRule]:
     """Return the rows of the layers of modules, whose names have `module` for `layer`."""
     of_modules = []
-    for name_rule in rules:
-        if ".N." in name_rule.foreign:
-            foreign = name_rule.foreign.replace(layer, module)
-            logical = tuple(name.replace("layers.N.", "mtp.K.") for name in name_rule.logical)
-            of_modules.append(replace(name_rule, foreign=foreign, logical=logical))
+    for rule in rules:
+        if ".N." in rule.foreign:
+            foreign = rule.foreign.replace(layer, module)
+            logical = tuple(name.replace("layers.N.", "mtp.K.") for name in rule.logical)
+            of_modules.append(replace(rule, foreign=foreign, logical=logical))
     return of_modules
 
 
-def _rules_for_kind(rules: Sequence[NameRule], layer: ModelConfig) -> list[NameRule]:
-    """Return the rules for a layer with experts, or for one without."""
-    kind = "experts" if layer.experts else "dense"
-    of_kind = []
-    for name_rule in rules:
-        if name_rule.layers in ("all", kind):
-            of_kind.append(name_rule)
-    return of_kind
+def _rules_for_layer(rules: Sequence[NameRule], layer_model: ModelConfig) -> list[NameRule]:
+    """Return the rules for a layer with experts, or for one without.
+
+    layer_model: the model as it would be if all layers were like this one.
+    """
+    layers = "experts" if layer_model.experts else "dense"
+    return [rule for rule in rules if rule.layers in ("all", layers)]
 
 
-def _replace_in_names(name_rule: NameRule, placeholder: str, number: str) -> NameRule:
+def _replace_in_names(rule: NameRule, placeholder: str, number: str) -> NameRule:
     """Return the rule with `number` for `placeholder` in its names."""
-    logical = tuple(name.replace(placeholder, number) for name in name_rule.logical)
-    return replace(
-        name_rule, foreign=name_rule.foreign.replace(placeholder, number), logical=logical
-    )
+    foreign = rule.foreign.replace(placeholder, number)
+    logical = tuple(name.replace(placeholder, number) for name in rule.logical)
+    return replace(rule, foreign=foreign, logical=logical)
 
 
-def _insert_numbers(name_rule: NameRule, layer: int, experts: int) -> Iterator[NameRule]:
+def _insert_numbers(rule: NameRule, layer: int, experts: int) -> Iterator[NameRule]:
     """Yield the rule for a layer: one for each expert, one with all experts' tensors, or one."""
-    name_rule = _replace_in_names(name_rule, ".N.", f".{layer}.")
-    if not any(".E." in name for name in (name_rule.foreign, *name_rule.logical)):
-        yield name_rule
+    rule = _replace_in_names(rule, ".N.", f".{layer}.")
+    names = (rule.foreign, *rule.logical)
+    if not any(".E." in name for name in names):
+        yield rule
         return
-    of_experts = [_replace_in_names(name_rule, ".E.", f".{expert}.") for expert in range(experts)]
-    if ".E." in name_rule.foreign:
+    of_experts = [_replace_in_names(rule, ".E.", f".{expert}.") for expert in range(experts)]
+    if ".E." in rule.foreign:
         yield from of_experts
     else:
         # One foreign tensor has all experts, whose parts follow expert by expert.
         logical_names = chain.from_iterable(numbered.logical for numbered in of_experts)
-        yield replace(name_rule, logical=tuple(logical_names))
+        yield replace(rule, logical=tuple(logical_names))
 
 
 def head_sizes(model: ModelConfig) -> HeadSizes:

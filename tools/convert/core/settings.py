@@ -49,12 +49,13 @@ def problems_of_keys(
             yield Problem.of("convert.model_key_missing", origin=origin, key=key)
     for key, allowed in only.items():
         if settings.get(key, allowed[0]) not in allowed:
+            alternatives = " or ".join(map(repr, allowed))
             yield Problem.of(
                 "convert.model_key_only",
                 origin=origin,
                 key=key,
                 value=settings[key],
-                allowed=" or ".join(map(repr, allowed)),
+                allowed=alternatives,
             )
     for key in settings:
         if key not in required and key not in only and key not in known:

@@ -17,9 +17,9 @@ from torch import Tensor
 from megaprec.errors import UserError
 from tools.convert.core.finite import same_values
 from tools.convert.core.rules import Cut, Match
-from tools.convert.core.tensors import Stored
+from tools.convert.core.tensors import Stored, torch_name
 
-# how many parts of a tensor are each cut over the ranks
+# How many blocks a tensor consists of that are each cut over the ranks.
 BLOCKS: dict[Cut, int] = {"halves": 2, "thirds": 3}
 
 
@@ -34,8 +34,6 @@ class MergedTensor:
 
 TensorSource = Stored | MergedTensor
 Shards = list[TensorSource]  # of a tensor, in order
-
-
 Rank = TypeVar("Rank")
 
 
@@ -81,6 +79,7 @@ def collect_shards(
     counts: dict[str, int] = {}  # of parts that there must be
     for part_of, tensors in ranks:
         for tensor_name, stored in tensors.items():
+            # Ranks put their parts together along a dimension, which a scalar has not.
             if not stored.shape:
                 raise UserError.of("convert.tensor_scalar", path=checkpoint, name=tensor_name)
             part = part_of(tensor_name)
@@ -125,7 +124,8 @@ def _merge(checkpoint: Path, match: Match, shards: Sequence[TensorSource]) -> Te
     rows = match.shape[0]
     if match.cut == "vocabulary" and joined.shape[0] > rows:
         # Rows beyond those of the tensor pad the vocabulary.
-        return MergedTensor((rows, *joined.shape[1:]), joined.dtype, lambda: joined.read()[:rows])
+        shape = (rows, *joined.shape[1:])
+        return MergedTensor(shape, joined.dtype, lambda: joined.read()[:rows])
     # A single part of another shape is one that `check_tensors` speaks of.
     if len(shards) > 1 and joined.shape != match.shape:
         raise UserError.of(
@@ -180,18 +180,21 @@ def join_parts(parts: Iterator[Tensor], cut: Cut, shape: Sequence[int]) -> Tenso
 def _joined_shape(cut: Cut, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
     """Return the shape of the parts put together; None if they do not fit each other."""
     dim = 1 if cut == "columns" else 0
-    joined = list(shapes[0])
-    if len(joined) <= dim:
+    first = shapes[0]
+    if len(first) <= dim:
         return None
     blocks = BLOCKS.get(cut, 1)
-    joined[dim] = 0
+    length = 0
+    before = first[:dim]
+    after = first[dim + 1 :]
     for shape in shapes:
         # All sizes but that of the cut dimension are the same, and blocks are cut evenly.
-        same_sizes = shape[:dim] == shapes[0][:dim] and shape[dim + 1 :] == shapes[0][dim + 1 :]
-        if len(shape) != len(joined) or not same_sizes or shape[0] % blocks:
+        if len(shape) != len(first) or shape[0] % blocks:
             return None
-        joined[dim] += shape[dim]
-    return tuple(joined)
+        if shape[:dim] != before or shape[dim + 1 :] != after:
+            return None
+        length += shape[dim]
+    return (*before, length, *after)
 
 
 def checked_copy(
@@ -218,7 +221,7 @@ def require_one_dtype(checkpoint: Path, tensor_name: str, parts: Sequence[Tensor
     """Raise UserError if ranks hold a tensor in several dtypes: put together, some of it would be
     rounded."""
     # Sorted, so that the same files always give the same message.
-    dtypes = sorted({str(part.dtype).removeprefix("torch.") for part in parts})
+    dtypes = sorted({torch_name(part.dtype) for part in parts})
     if len(dtypes) > 1:
         raise UserError.of(
             "convert.ranks_dtypes",
@@ -259,8 +262,8 @@ def number_over_stages(
             # The embedding beside modules of multi-token prediction is on the first stage and the
             # last.
             if global_name in merged:
-                pairs = zip(merged[global_name], parts, strict=True)
-                parts = [checked_copy(checkpoint, tensor_name, pair) for pair in pairs]
+                copies = zip(merged[global_name], parts, strict=True)
+                parts = [checked_copy(checkpoint, tensor_name, pair) for pair in copies]
             merged[global_name] = parts
         layers_before += len(local_numbers)
     return merged
@@ -275,9 +278,9 @@ def _check_ends(
     """Raise UserError for a tensor that only another stage has, as `number_over_stages` says."""
     for number, stage in enumerate(stages):
         for tensor_name in stage:
-            owner = next(
-                (end for begin, end in ends.items() if tensor_name.startswith(begin)), number
-            )
+            owners = [owner for begin, owner in ends.items() if tensor_name.startswith(begin)]
+            # What is not among the ends may be on any stage.
+            owner = owners[0] if owners else number
             if owner != number and tensor_name not in repeated:
                 raise UserError.of(
                     "convert.layer_of_stage",

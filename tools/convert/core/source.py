@@ -98,6 +98,7 @@ class Source:
             self.shapes.update(zip(origin.keys, origin.shapes, strict=True))
             self._origins.update(dict.fromkeys(origin.keys, origin))
         # What was loaded last: the name of the foreign tensor, and its parts that nobody has read.
+        # One tensor alone, for a target asks in the order of the source.
         self._loaded_name = ""
         self._loaded: dict[str, Tensor] = {}
 
@@ -122,12 +123,14 @@ class Source:
 
     def keys(self, kind: str) -> Iterator[str]:
         """Return all keys of a kind, in the order of the files' tensors."""
-        return (tensor_key for tensor_key in self.shapes if tensor_key.startswith(f"{kind}/"))
+        prefix = f"{kind}/"
+        return (tensor_key for tensor_key in self.shapes if tensor_key.startswith(prefix))
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """Return weight, and exp_avg and exp_avg_sq if the optimizer's state is there."""
-        return tuple(dict.fromkeys(tensor_key.split("/", 1)[0] for tensor_key in self.shapes))
+        kinds = [tensor_key.split("/", 1)[0] for tensor_key in self.shapes]
+        return tuple(dict.fromkeys(kinds))
 
     def dtype(self, tensor_key: str) -> torch.dtype:
         """Return the dtype that a logical tensor is stored in."""
@@ -136,7 +139,10 @@ class Source:
     def dtype_in(self, tensor_key: str, dtype: torch.dtype | None) -> torch.dtype:
         """Return the dtype of a logical tensor in a conversion to `dtype`; None keeps its own, as
         corrections do."""
-        return self.dtype(tensor_key) if dtype is None or is_correction(tensor_key) else dtype
+        # A correction is moved by small steps, which half precision would round away.
+        if dtype is None or is_correction(tensor_key):
+            return self.dtype(tensor_key)
+        return dtype
 
     def rows(self, tensor_key: str, top: int, bottom: int) -> Tensor:
         """Return rows [top, bottom) of a logical tensor."""
@@ -157,9 +163,10 @@ class Source:
         self.loads[origin.name] += 1
         # Pieces of about PIECE bytes, but of whole rows.
         row_bytes = prod(shape[1:]) * origin.dtype.itemsize
-        step = max(1, PIECE // max(1, row_bytes))
-        for top in range(0, shape[0], step):
-            yield origin.rows(top, min(top + step, shape[0]))
+        rows = max(1, PIECE // max(1, row_bytes))
+        for top in range(0, shape[0], rows):
+            bottom = min(top + rows, shape[0])
+            yield origin.rows(top, bottom)
 
     def read(self, tensor_key: str) -> Tensor:
         """Return a logical tensor. The other parts of its foreign tensor stay in memory, for they
@@ -168,7 +175,8 @@ class Source:
         if self._loaded_name != origin.name or tensor_key not in self._loaded:
             # Let go of the old tensor first: two need not be in memory at once.
             self._loaded = {}
-            self._loaded = dict(zip(origin.keys, origin.load(), strict=True))
+            parts = origin.load()
+            self._loaded = dict(zip(origin.keys, parts, strict=True))
             self._loaded_name = origin.name
             self.loads[origin.name] += 1
         return self._loaded.pop(tensor_key)

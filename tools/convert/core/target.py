@@ -113,9 +113,10 @@ def convert(source: Source, target: Target, destination: Path, report: Report) -
         # Only the files of the format remain.
         journal.path.unlink()
         _publish(partial, destination)
-    return damage.lines(
-        (tensor_key, source.dtype(tensor_key), dtype) for tensor_key, dtype in target.dtypes.items()
-    )
+    casts = []
+    for tensor_key, dtype in target.dtypes.items():
+        casts.append((tensor_key, source.dtype(tensor_key), dtype))
+    return damage.lines(casts)
 
 
 def _write_all(
@@ -128,8 +129,10 @@ def _write_all(
     journal.begin()
     for tensor_write in writes:
         if tensor_write.name not in journal.digests:
-            journal.add(tensor_write.name, _write(tensor_write, source, target, partial))
-        report(_nbytes(tensor_write.keys, source, target), f"writing {tensor_write.name}")
+            digests = _write(tensor_write, source, target, partial)
+            journal.add(tensor_write.name, digests)
+        nbytes = _nbytes(tensor_write.keys, source, target)
+        report(nbytes, f"writing {tensor_write.name}")
     target.finish(partial)
 
 
@@ -172,7 +175,8 @@ class Journal:
         if not self.path.is_file():
             return []
         content = read_whole(self.path)
-        complete = content[: content.rfind(b"\n") + 1]
+        length = content.rfind(b"\n") + 1
+        complete = content[:length]
         # The next line must not be appended to half of one.
         os.truncate(self.path, len(complete))
         try:
@@ -223,9 +227,11 @@ def _identity(source: Source, target: Target) -> dict[str, Any]:
     """Return a line that identifies the conversion, including the files of the source."""
     stamps = []
     # Sizes and times tell a changed source; to read gigabytes for digests would take too long.
-    for file in sorted(path for path in source.path.rglob("*") if path.is_file()):
+    files = [path for path in source.path.rglob("*") if path.is_file()]
+    for file in sorted(files):
         status = file.stat()
-        stamps.append((str(file.relative_to(source.path)), status.st_size, status.st_mtime_ns))
+        name = str(file.relative_to(source.path))
+        stamps.append((name, status.st_size, status.st_mtime_ns))
     # A source that was changed in between is converted anew, not resumed.
     digest = hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
     return {"target": target.describe, "source": str(source.path.absolute()), "files": digest}
@@ -270,21 +276,20 @@ def _check_complete(writes: Sequence[Write], target: Target, source: Source) -> 
 
 def _nbytes(keys: Sequence[str], source: Source, target: Target) -> int:
     """Return the bytes that logical tensors take in the target."""
-    return sum(
-        prod(source.shapes[tensor_key]) * target.dtypes[tensor_key].itemsize for tensor_key in keys
-    )
+    nbytes = 0
+    for tensor_key in keys:
+        nbytes += prod(source.shapes[tensor_key]) * target.dtypes[tensor_key].itemsize
+    return nbytes
 
 
 def _write(tensor_write: Write, source: Source, target: Target, partial: Path) -> dict[str, str]:
     """Write one tensor of the target; return the checksums of its logical tensors by key."""
     if tensor_write.straight:
         (tensor_key,) = tensor_write.keys
-        return {tensor_key: _copy_pieces(tensor_write, source, target.dtypes[tensor_key], partial)}
+        dtype = target.dtypes[tensor_key]
+        return {tensor_key: _copy_pieces(tensor_write, source, dtype, partial)}
     parts = [source.read(tensor_key) for tensor_key in tensor_write.keys]
-    digests = {
-        tensor_key: _checksum_as(target.dtypes[tensor_key], part)
-        for tensor_key, part in zip(tensor_write.keys, parts, strict=True)
-    }
+    digests = _checksums(tensor_write.keys, parts, target)
     joined = tensor_write.join(parts)
     del parts  # memory that is not needed twice
     for location in tensor_write.locations:
@@ -292,8 +297,13 @@ def _write(tensor_write: Write, source: Source, target: Target, partial: Path) -
     return digests
 
 
-def _checksum_as(dtype: torch.dtype, values: Tensor) -> str:
-    return checksum(dtype, values.shape, [values.to(dtype)])
+def _checksums(keys: Sequence[str], parts: Sequence[Tensor], target: Target) -> dict[str, str]:
+    """Return the checksums of logical tensors by key, of their values as they will be read back."""
+    digests = {}
+    for tensor_key, part in zip(keys, parts, strict=True):
+        dtype = target.dtypes[tensor_key]
+        digests[tensor_key] = checksum(dtype, part.shape, [part.to(dtype)])
+    return digests
 
 
 def _copy_pieces(tensor_write: Write, source: Source, dtype: torch.dtype, partial: Path) -> str:
@@ -328,7 +338,9 @@ def _compare(written: Source, digests: dict[str, str], damage: NotFinite, report
     for tensor_key, expected in digests.items():
         shape = written.shapes[tensor_key]
         dtype = written.dtype(tensor_key)
-        if checksum(dtype, shape, damage.seen(tensor_key, written.pieces(tensor_key))) != expected:
+        # Counted on the way, so that no tensor is read for that alone.
+        pieces = damage.seen(tensor_key, written.pieces(tensor_key))
+        if checksum(dtype, shape, pieces) != expected:
             raise UserError.of("convert.read_back_differs", path=written.path, key=tensor_key)
         report(prod(shape) * dtype.itemsize, f"checking {tensor_key}")
 

@@ -96,9 +96,10 @@ class Stored:
         """Return rows [top, bottom), without reading the others."""
         if self.strides is not None or (top, bottom) == (0, self.shape[0]):
             return self.read()[top:bottom]
-        row_elements = prod(self.shape[1:])
-        start = self.start + top * row_elements * self.dtype.itemsize
-        return self.part((bottom - top, *self.shape[1:]), start).read()
+        row_shape = self.shape[1:]
+        row_bytes = prod(row_shape) * self.dtype.itemsize
+        rows = self.part((bottom - top, *row_shape), self.start + top * row_bytes)
+        return rows.read()
 
     def part(
         self, shape: tuple[int, ...], start: int, strides: tuple[int, ...] | None = None
@@ -141,6 +142,11 @@ class Stored:
         return values.view(self.dtype)
 
 
+def torch_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def safetensors_in(safetensors_file: Path) -> dict[str, Stored]:
     """Return the tensors of a safetensors file. Raises UserError if the safetensors library finds
     it damaged."""
@@ -163,10 +169,10 @@ def safetensors_in(safetensors_file: Path) -> dict[str, Stored]:
     values_start = 8 + header_length
     tensors = {}
     for name, entry in header.items():
-        start = values_start + entry["data_offsets"][0]
-        tensors[name] = Stored(
-            safetensors_file, DTYPES[entry["dtype"]], tuple(entry["shape"]), start
-        )
+        dtype = DTYPES[entry["dtype"]]
+        shape = tuple(entry["shape"])
+        first, _ = entry["data_offsets"]
+        tensors[name] = Stored(safetensors_file, dtype, shape, values_start + first)
     return tensors
 
 
@@ -227,4 +233,5 @@ def fill(file: Path, start: int, values: Tensor) -> None:
     with naming_file(file), open(file, "r+b", buffering=0) as opened:
         opened.seek(start)
         while content:
-            content = content[opened.write(content[:PIECE]) :]
+            written = opened.write(content[:PIECE])
+            content = content[written:]

@@ -40,9 +40,10 @@ def contents(files: Sequence[Path]) -> list[Any]:
     # One process for many files: starting Python with torch takes seconds.
     for first in range(0, len(files), AT_ONCE):
         answers += _ask(files[first : first + AT_ONCE])
-    return [
-        _build_value(torch_file, answer) for torch_file, answer in zip(files, answers, strict=True)
-    ]
+    values = []
+    for torch_file, answer in zip(files, answers, strict=True):
+        values.append(_build_value(torch_file, answer))
+    return values
 
 
 def distributed_contents(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
@@ -55,13 +56,16 @@ def distributed_contents(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[
     (answer,) = _ask([folder])
     tensors = answer["tensors"]
     for entry in tensors.values():
-        entry["chunks"] = [
-            (chunk["offset"], _build_stored(folder / chunk["file"], chunk))
-            for chunk in entry["chunks"]
-        ]
+        chunks = []
+        for chunk in entry["chunks"]:
+            file = folder / chunk.pop("file")
+            offset = chunk.pop("offset")
+            chunks.append((offset, _build_stored(file, **chunk)))
+        entry["chunks"] = chunks
     optimizer = {}
     for name, entry in answer["optimizer"].items():
-        optimizer[name] = _build_value(folder / entry["file"], entry["content"], entry["start"])
+        file = folder / entry["file"]
+        optimizer[name] = _build_value(file, entry["content"], base=entry["start"])
     return tensors, optimizer
 
 
@@ -91,7 +95,8 @@ def state_in(torch_file: Path, content: Any, with_references: bool = False) -> d
 def _ask(paths: Sequence[Path]) -> list[Any]:
     """Return the answer of the other process about each path."""
     # -P keeps the program's folder off sys.path, whose names would shadow modules of the library.
-    command = [sys.executable, "-P", str(PROGRAM), *(str(path.absolute()) for path in paths)]
+    names = [str(path.absolute()) for path in paths]
+    command = [sys.executable, "-P", str(PROGRAM), *names]
     try:
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=PATIENCE, stdin=subprocess.DEVNULL
@@ -102,6 +107,7 @@ def _ask(paths: Sequence[Path]) -> list[Any]:
         ) from error
     if result.returncode:
         lines = [line for line in result.stderr.splitlines() if line.strip()]
+        # It prints one line on a fault of a file; libraries may have warned before.
         if lines:
             raise UserError(lines[-1])
         raise UserError.of(
@@ -118,10 +124,7 @@ def _build_value(torch_file: Path, answer: Any, base: int = 0) -> Any:
     kind, content = answer
     if kind == "tensor":
         dtype, shape, strides, start, crc = content
-        return _build_stored(
-            torch_file,
-            {"dtype": dtype, "shape": shape, "strides": strides, "start": base + start, "crc": crc},
-        )
+        return _build_stored(torch_file, dtype, shape, strides, base + start, crc)
     if kind == "dict":
         return {key: _build_value(torch_file, value, base) for key, value in content}
     if kind == "list":
@@ -132,10 +135,11 @@ def _build_value(torch_file: Path, answer: Any, base: int = 0) -> Any:
     return content if kind == "plain" else None
 
 
-def _build_stored(file: Path, entry: dict[str, Any]) -> Stored:
-    dtype = getattr(torch, entry["dtype"])
-    strides = _strides_unless_contiguous(entry["shape"], entry["strides"])
-    return Stored(file, dtype, tuple(entry["shape"]), entry["start"], strides, entry["crc"])
+def _build_stored(
+    file: Path, dtype: str, shape: list[int], strides: list[int], start: int, crc: int | None
+) -> Stored:
+    own_strides = _strides_unless_contiguous(shape, strides)
+    return Stored(file, getattr(torch, dtype), tuple(shape), start, own_strides, crc)
 
 
 def _strides_unless_contiguous(shape: list[int], strides: list[int]) -> tuple[int, ...] | None:

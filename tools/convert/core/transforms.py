@@ -40,6 +40,11 @@ class HeadSizes:
     rotary: int
     value: int = 0
 
+    @property
+    def unrotated(self) -> int:
+        """Return the features of a query or key head without rotary positions."""
+        return self.dim - self.rotary
+
 
 @dataclass(frozen=True)
 class Transform:
@@ -83,9 +88,10 @@ def _join_grouped(parts: Parts, head_sizes: HeadSizes) -> Tensor:
 
 def _split_grouped(joined: Tensor, head_sizes: HeadSizes) -> Parts:
     # Of a group: all its queries, and one head of keys and values each.
+    queries_of_group = head_sizes.query // head_sizes.kv
     head_rows = head_sizes.dim
-    query_rows = head_sizes.query // head_sizes.kv * head_rows
-    return _split_per_head(joined, head_sizes.kv, [query_rows, head_rows, head_rows])
+    rows = [queries_of_group * head_rows, head_rows, head_rows]
+    return _split_per_head(joined, head_sizes.kv, rows)
 
 
 def _interleave(weight: Tensor, head_sizes: HeadSizes) -> Tensor:
@@ -104,12 +110,13 @@ def _transpose_pairs(weight: Tensor, head_sizes: HeadSizes, pairs: tuple[int, in
     """Return [heads dim, ...] with the rotary features of each head, which lie as `pairs`,
     transposed."""
     heads = weight.unflatten(0, (-1, head_sizes.dim))
-    rotary = heads[:, : head_sizes.rotary].unflatten(1, pairs)
-    transposed = rotary.transpose(1, 2).flatten(1, 2)
     # Features beyond the rotary ones have no partner, and stay.
-    unrotated = heads[:, head_sizes.rotary :]
-    turned = torch.cat((transposed, unrotated), 1)
-    return turned.flatten(0, 1)
+    rotary, unrotated = heads.split([head_sizes.rotary, head_sizes.unrotated], 1)
+    in_pairs = rotary.unflatten(1, pairs)
+    transposed = in_pairs.transpose(1, 2)
+    rotary = transposed.flatten(1, 2)
+    heads = torch.cat((rotary, unrotated), 1)
+    return heads.flatten(0, 1)
 
 
 def _join_grouped_interleaved(parts: Parts, head_sizes: HeadSizes) -> Tensor:
@@ -137,19 +144,16 @@ def _latent_query(interleaved: bool) -> Transform:
         (query,) = parts
         if interleaved:
             query = _interleave(query, head_sizes)
-        query = query.unflatten(0, (-1, head_sizes.dim))
-        rotary = query[:, : head_sizes.rotary]
-        unrotated = query[:, head_sizes.rotary :]
-        query = torch.cat((unrotated, rotary), 1)
-        return query.flatten(0, 1)
+        heads = query.unflatten(0, (-1, head_sizes.dim))
+        rotary, unrotated = heads.split([head_sizes.rotary, head_sizes.unrotated], 1)
+        heads = torch.cat((unrotated, rotary), 1)
+        return heads.flatten(0, 1)
 
     def split(joined: Tensor, head_sizes: HeadSizes) -> Parts:
-        query = joined.unflatten(0, (-1, head_sizes.dim))
-        unrotated_dim = head_sizes.dim - head_sizes.rotary
-        rotary = query[:, unrotated_dim:]
-        unrotated = query[:, :unrotated_dim]
-        query = torch.cat((rotary, unrotated), 1)
-        query = query.flatten(0, 1)
+        heads = joined.unflatten(0, (-1, head_sizes.dim))
+        unrotated, rotary = heads.split([head_sizes.unrotated, head_sizes.rotary], 1)
+        heads = torch.cat((rotary, unrotated), 1)
+        query = heads.flatten(0, 1)
         if interleaved:
             query = _deinterleave(query, head_sizes)
         return [query]
@@ -186,8 +190,9 @@ def _join_latent_up(parts: Parts, head_sizes: HeadSizes) -> Tensor:
 
 
 def _split_latent_up(joined: Tensor, head_sizes: HeadSizes) -> Parts:
-    nope_dim = head_sizes.dim - head_sizes.rotary  # features of a key without positions
-    return _split_per_head(joined, head_sizes.query, [nope_dim, head_sizes.value])
+    # A head's key without positions, then its value; the rotary part of keys is all heads' own.
+    rows = [head_sizes.unrotated, head_sizes.value]
+    return _split_per_head(joined, head_sizes.query, rows)
 
 
 def _join_experts_transposed(parts: Parts, head_sizes: HeadSizes) -> Tensor:
@@ -203,7 +208,8 @@ def _join_experts_interleaved(parts: Parts, head_sizes: HeadSizes) -> Tensor:
     without h."""
     experts = []
     for gate, up in zip(parts[::2], parts[1::2], strict=True):
-        gate_up = torch.stack((gate, up), 1).flatten(0, 1)
+        pairs = torch.stack((gate, up), 1)
+        gate_up = pairs.flatten(0, 1)
         experts.append(gate_up.t())
     return torch.stack(experts)
 
@@ -219,16 +225,27 @@ def _split_experts_interleaved(joined: Tensor, head_sizes: HeadSizes) -> Parts:
 
 def _transposed(transform: Transform) -> Transform:
     """Return the transform whose joined tensor is the transpose of another's."""
-    return Transform(
-        lambda parts, head_sizes: transform.join(parts, head_sizes).t(),
-        lambda joined, head_sizes: transform.split(joined.t(), head_sizes),
-    )
+
+    def join(parts: Parts, head_sizes: HeadSizes) -> Tensor:
+        joined = transform.join(parts, head_sizes)
+        return joined.t()
+
+    def split(joined: Tensor, head_sizes: HeadSizes) -> Parts:
+        return transform.split(joined.t(), head_sizes)
+
+    return Transform(join, split)
 
 
-SAME = Transform(lambda parts, _: parts[0], lambda joined, _: [joined])
+SAME = Transform(
+    join=lambda parts, head_sizes: parts[0],
+    split=lambda joined, head_sizes: [joined],
+)
 TRANSPOSED = _transposed(SAME)
-# Two of one size, such as gate and up.
-STACKED = Transform(_join_stacked, lambda joined, _: joined.chunk(2))
+# Two tensors of one size, such as gate and up.
+STACKED = Transform(
+    join=_join_stacked,
+    split=lambda joined, head_sizes: joined.chunk(2),
+)
 PACKED = Transform(_join_stacked, _split_packed)
 PACKED_TRANSPOSED = _transposed(PACKED)
 GROUPED = Transform(_join_grouped, _split_grouped)

@@ -251,7 +251,8 @@ def _locate(value: torch.Tensor, storages: Mapping[int, tuple[int, int]]) -> tup
     end = 0  # in elements from the start of the storage
     if 0 not in value.shape:
         steps = zip(value.shape, value.stride(), strict=True)
-        end = value.storage_offset() + sum((size - 1) * stride for size, stride in steps) + 1
+        last = value.storage_offset() + sum((size - 1) * stride for size, stride in steps)
+        end = last + 1
     itemsize = value.dtype.itemsize
     if end * itemsize > storage_size:
         raise ValueError("a tensor in it is larger than its values are")

@@ -20,18 +20,17 @@ from tools.convert.hf.quantized import require_readable
 # Fields that say nothing by themselves.
 NAMES = ("family", "bias")
 _SIZES = ("layers", "hidden", "heads", "ffn", "vocab", "max_positions")
-# Fields that a refusal may name.
-_FIELDS = [
-    name for name in ModelConfig.model_fields if name not in (*TRAINING_ONLY_KEYS, *NAMES, *_SIZES)
-]
+# Fields that no refusal names: every family has the sizes, and no logit depends on the others.
+_UNNAMED_FIELDS = (*TRAINING_ONLY_KEYS, *NAMES, *_SIZES)
+_NAMEABLE_FIELDS = [field for field in ModelConfig.model_fields if field not in _UNNAMED_FIELDS]
 
 
 def from_hugging_face(config: Json) -> ModelConfig:
     """Return the model of a config.json. Raises UserError for an unknown architecture, key or
     value."""
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise UserError.of("convert.hf_model_type", kind=kind, readers=", ".join(FAMILIES))
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise UserError.of("convert.hf_model_type", kind=model_type, readers=", ".join(FAMILIES))
     keys = keys_of(config)
     try:
         require_readable(keys)
@@ -45,8 +44,9 @@ def from_hugging_face(config: Json) -> ModelConfig:
     except UserError as error:
         # A null that was read explains what else went wrong.
         raise UserError(*(keys.nulls() or error.problems)) from error
+    # Entries count with what the file says, and a file may say anything.
     except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
-        misstated = Problem.of("convert.hf_misstated", kind=kind, error=error)
+        misstated = Problem.of("convert.hf_misstated", kind=model_type, error=error)
         raise UserError(*(keys.nulls() or [misstated])) from error
 
 
@@ -57,49 +57,61 @@ def special_ids(config: Json) -> dict[str, Any]:
     return {key: keys[key] for key in IDS}
 
 
-def model_type(model: ModelConfig) -> str:
-    """Return the Hugging Face family that can say all of `model`, its own if that can. UserError if
-    there is none."""
-    own_kind = next(kind for kind, family in FAMILIES.items() if family.ours == model.family)
-    for kind in (own_kind, *FAMILIES):
-        if _unsaid(kind, model) == []:
-            return kind
+def model_type_of(model: ModelConfig) -> str:
+    """Return the model_type that can say all of `model`, that of its own family if that can.
+    UserError if there is none."""
+    # The first with the family's name: Qwen's dense one stands before the one with experts.
+    types = [name for name, family in FAMILIES.items() if family.ours == model.family]
+    own_type = types[0]
+    for model_type in (own_type, *FAMILIES):
+        if _unsaid(model_type, model) == []:
+            return model_type
     computed = with_idle_keys_reset(model)
-    if remedies := _remedies(own_kind, computed):
+    if remedies := _remedies(own_type, computed):
         raise UserError.of(
-            "convert.hf_not_expressible", own_kind=own_kind, remedies="; or ".join(remedies)
+            "convert.hf_not_expressible", own_kind=own_type, remedies="; or ".join(remedies)
         )
     # Where the class makes no such model at all, all that is unusual about it is named.
-    unsaid = _unsaid(own_kind, model) or [
-        field for field in _FIELDS if getattr(computed, field) != _default(computed, field)
-    ]
-    settings = ", ".join(f"{field} = {getattr(computed, field)}" for field in unsaid)
-    raise UserError.of("convert.hf_no_family", settings=settings, own_kind=own_kind)
+    named = _unsaid(own_type, model) or _unusual_fields(computed)
+    settings = ", ".join(f"{field} = {getattr(computed, field)}" for field in named)
+    raise UserError.of("convert.hf_no_family", settings=settings, own_kind=own_type)
+
+
+def _unusual_fields(model: ModelConfig) -> list[str]:
+    """Return the fields of a model that have another value than their default."""
+    unusual = []
+    for field in _NAMEABLE_FIELDS:
+        if getattr(model, field) != _default(model, field):
+            unusual.append(field)
+    return unusual
 
 
 def config_of(model: ModelConfig, dtype: str) -> dict[str, Any]:
     """Return the config.json of `model`, with weights in `dtype` (float32, bfloat16, ...)."""
-    return _config_of_kind(model_type(model), model) | {"torch_dtype": dtype}
+    config = _config_of_type(model_type_of(model), model)
+    # torch_dtype is the name that transformers 4 reads; 5 takes both.
+    return config | {"torch_dtype": dtype}
 
 
-def _config_of_kind(kind: str, model: ModelConfig) -> dict[str, Any]:
+def _config_of_type(model_type: str, model: ModelConfig) -> dict[str, Any]:
     """Return what a config.json of a model_type can say of a model, whether that is all or not."""
-    config = {"architectures": [FAMILIES[kind].architecture], "model_type": kind}
-    for entry in FAMILIES[kind].entries:
+    family = FAMILIES[model_type]
+    config = {"architectures": [family.architecture], "model_type": model_type}
+    for entry in family.entries:
         config |= entry.write(model)
     return config
 
 
-def _unsaid(kind: str, model: ModelConfig) -> list[str] | None:
+def _unsaid(model_type: str, model: ModelConfig) -> list[str] | None:
     """Return the fields of a model that logits depend on and that a config.json of a model_type
     does not say; None if that makes no such model.
 
     Modules for multi-token prediction are left out where a family has no place for them.
     """
-    if not FAMILIES[kind].requires(model):
+    if not FAMILIES[model_type].requires(model):
         return None
     try:
-        read_back = from_hugging_face(_config_of_kind(kind, model))
+        read_back = from_hugging_face(_config_of_type(model_type, model))
     except UserError:
         return None
     needless = {*_without_effect(model), "mtp_layers"}
@@ -146,26 +158,28 @@ def notes_on_older_transformers(model: ModelConfig) -> list[str]:
     computes otherwise."""
     readers = "transformers 4, and what goes by its keys, such as vLLM and llama.cpp"
     notes = []
-    for what in FAMILIES[model_type(model)].beyond_transformers_4(model):
-        notes.append(f"config.json needs transformers 5 or newer: {readers}, cannot {what}")
+    family = FAMILIES[model_type_of(model)]
+    for deed in family.beyond_transformers_4(model):
+        notes.append(f"config.json needs transformers 5 or newer: {readers}, cannot {deed}")
     return notes
 
 
-def _remedies(kind: str, model: ModelConfig) -> list[str]:
-    """Return, for each field whose change alone makes a model that a family says, its value and one
-    that would do."""
+def _remedies(model_type: str, model: ModelConfig) -> list[str]:
+    """Return, for each field whose change alone makes a model that a model_type can say, its value
+    and one that would do."""
     remedies = []
-    for field in _FIELDS:
+    for field in _NAMEABLE_FIELDS:
         value = getattr(model, field)
         candidates = [_default(model, field)]
         if field == "shared_experts" and model.ffn:
             # Hugging Face counts shared experts of the width of the others.
-            candidates.append(model.ffn * max(1, round(model.shared_experts / model.ffn)))
+            count = max(1, round(model.shared_experts / model.ffn))
+            candidates.append(model.ffn * count)
         if isinstance(value, bool):
             candidates.append(not value)
         for candidate in candidates:
             changed = model.model_copy(update={field: candidate})
-            if candidate != value and _unsaid(kind, changed) == []:
+            if candidate != value and _unsaid(model_type, changed) == []:
                 remedies.append(f"{field} = {value}: {candidate} would do")
                 break
     return remedies
@@ -174,9 +188,9 @@ def _remedies(kind: str, model: ModelConfig) -> list[str]:
 def _default(model: ModelConfig, field: str) -> Any:
     """Return the value that a field has if neither it nor `bias`, from which some follow, is
     given."""
-    given_names = model.model_fields_set - {field, "bias"}
-    given = {key: value for key, value in model.model_dump().items() if key in given_names}
+    given = model.model_dump(include=model.model_fields_set - {field, "bias"})
     try:
-        return getattr(ModelConfig.model_validate(given), field)
+        without_field = ModelConfig.model_validate(given)
+        return getattr(without_field, field)
     except ValueError:  # what is given fits this value alone
         return getattr(model, field)

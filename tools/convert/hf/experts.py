@@ -26,13 +26,14 @@ def experts_of_qwen(shared: bool) -> Entry:
         if shared:
             width = config["shared_expert_intermediate_size"]
             routed |= {"shared_experts": width, "shared_gate": True}
-        # A file may name experts that no layer has.
         dense = _dense_layers_of_qwen(config)
+        fields = _feed_forwards(config, dense)
+        # A file may name experts that no layer has.
         if len(dense) == config["num_hidden_layers"]:
-            return _feed_forwards(config, dense)
+            return fields
         if shared and not routed["shared_experts"]:
             raise UserError.of("convert.hf_shared_expert_zero")
-        return {**routed, **_feed_forwards(config, dense)}
+        return {**routed, **fields}
 
     def write(model: ModelConfig) -> Json:
         config: Fields = {
@@ -54,11 +55,12 @@ def experts_of_qwen(shared: bool) -> Entry:
 
 def _dense_layers_of_qwen(config: ConfigKeys) -> list[int]:
     """Return the numbers of the layers without experts."""
-    dense_only = config["mlp_only_layers"] or ()
-    step = config["decoder_sparse_step"]
+    without_experts = config["mlp_only_layers"] or ()
+    sparse_step = config["decoder_sparse_step"]
     dense = []
     for layer in range(config["num_hidden_layers"]):
-        if layer in dense_only or (layer + 1) % step or not config["num_experts"]:
+        is_off_step = (layer + 1) % sparse_step > 0
+        if layer in without_experts or is_off_step or not config["num_experts"]:
             dense.append(layer)
     return dense
 
@@ -100,6 +102,8 @@ def _read_glm4_moe(config: ConfigKeys) -> Fields:
 
 
 def _corrected_router(config: ConfigKeys) -> Fields:
+    """Return the router of DeepSeek-V3 and GLM-4.5, whose classes compare groups by the sum of
+    their two best experts."""
     scale = float(config["routed_scaling_factor"])
     return {"score": "sigmoid", "correction": True, "scale": scale, **_groups(config, best=2)}
 
@@ -114,9 +118,11 @@ def _read_deepseek_v2(config: ConfigKeys) -> Fields:
         return fields
     require(config["norm_topk_prob"], "norm_topk_prob", (False, None))
     router: Fields = {"score": "softmax", "scale": float(config["routed_scaling_factor"])}
-    methods = ("greedy", "group_limited_greedy")
-    if require(config["topk_method"], "topk_method", methods) == "group_limited_greedy":
+    method = config["topk_method"]
+    require(method, "topk_method", ("greedy", "group_limited_greedy"))
+    if method == "group_limited_greedy":
         _require_groups(config)
+        # Its class compares groups by their best expert.
         router |= _groups(config, best=1)
     return {**fields, "router": router}
 
@@ -146,6 +152,7 @@ def _deepseek_experts(config: ConfigKeys) -> Fields:
     }
     dense = min(config["first_k_dense_replace"], config["num_hidden_layers"])
     fields = _feed_forwards(config, list(range(dense)))
+    # `_feed_forwards` states their number only where it is 0.
     if "experts" in fields:
         return fields
     if not shared or not scale:
@@ -218,8 +225,9 @@ def _write_deepseek(model: ModelConfig, method: str) -> Json:
 
 
 def _write_deepseek_v2(model: ModelConfig) -> Json:
-    limits_groups = model.router.limits
-    return _write_deepseek(model, "group_limited_greedy" if limits_groups else "greedy")
+    # Where all groups may be chosen, greedy is the same.
+    method = "group_limited_greedy" if model.router.limits else "greedy"
+    return _write_deepseek(model, method)
 
 
 EXPERTS_OF_GLM4 = Entry(_read_glm4_moe, _write_after_dense)

@@ -231,6 +231,7 @@ _GEMMA = (
     _ATTENTION_BIAS,
     Entry(
         lambda config: {"attention_scalar": float(config["query_pre_attn_scalar"])},
+        # Its class takes whole numbers alone. A fraction is lost, and refused when it is read back.
         lambda model: {"query_pre_attn_scalar": int(model.attention_scalar)},
     ),
 )
@@ -316,7 +317,6 @@ _GEMMA_DEFAULTS = _LLAMA_DEFAULTS | {
 }
 _EXPERTS_DEFAULTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.001}
 _DEEPSEEK_DEFAULTS = _LLAMA_DEFAULTS | {
-    "rms_norm_eps": 1e-6,
     "q_lora_rank": 1536,
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
@@ -400,7 +400,7 @@ FAMILIES: dict[str, Family] = {
             "attention_bias": True,
             "rotary_pct": 0.25,
             "rotary_emb_base": 10000.0,
-            "rope_theta": None,
+            "rope_theta": None,  # its class goes by rotary_emb_base
             "bos_token_id": 0,
         },
         entries=(

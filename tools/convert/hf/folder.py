@@ -30,13 +30,18 @@ from tools.convert.core.names import BUFFERS, HUGGING_FACE, IN_HALVES, PREFIXES
 from tools.convert.core.rules import Match, NameRule, has_module_rules, head_sizes, matches
 from tools.convert.core.source import Facts, Origin, Source
 from tools.convert.core.target import Location, Target, Write
-from tools.convert.core.tensors import Stored, reserve_safetensors, safetensors_in
+from tools.convert.core.tensors import (
+    Stored,
+    reserve_safetensors,
+    safetensors_in,
+    torch_name,
+)
 from tools.convert.core.torch_files import tensors_in
 from tools.convert.core.transforms import SAME
 from tools.convert.hf.config import (
     config_of,
     from_hugging_face,
-    model_type,
+    model_type_of,
     omitted_settings,
     special_ids,
 )
@@ -75,6 +80,9 @@ NO_FACTS = Facts()
 SHARD_BYTES = 5_000_000_000  # as transformers 4 has it
 MOST_PROBLEMS = 10  # lines of a refusal
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", *SETTINGS)
+# Names in the families that have modules of multi-token prediction.
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
 
 
 def find_hf(path: Path) -> Path | None:
@@ -145,27 +153,30 @@ def open_hf(folder: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source
     config = read_config(folder)
     # of a model with several kinds of input: with that of its text model inside
     full_config = read_json(folder / CONFIG)
-    kind = config["model_type"]
-    files = _read_tensors(folder)
-    tensors = text_tensors(files, full_config)
-    tensors = _named_like_the_table(tensors, PREFIXES.get(kind, "model."))
-    tensors = unstack_experts(tensors, kind)
+    model_type = config["model_type"]
+    file_tensors = _read_tensors(folder)
+    # Names first, as the table has them: what follows goes by names.
+    tensors = text_tensors(file_tensors, full_config)
+    tensors = _named_like_the_table(tensors, PREFIXES.get(model_type, "model."))
+    tensors = unstack_experts(tensors, model_type)
     stored = with_quantized(tensors, config, folder)
     # DeepSeek-V3 may say so; published files have rotary partners side by side.
     in_halves = config.get("rope_interleave", True) is False
-    expected = matches((IN_HALVES if in_halves else HUGGING_FACE)[kind], model)
+    tables = IN_HALVES if in_halves else HUGGING_FACE
+    expected = matches(tables[model_type], model)
     # Copies are dropped before the tensors are counted.
     check_tied(folder, model, stored, expected)
     _drop_module_copies(folder, model, stored)
     check_tensors(folder, expected, stored)
     folder_notes = [
-        *notes(config, FAMILIES[kind].architecture, model.mtp_layers > 0),
-        *wrapped_notes(files, full_config),
+        *notes(config, FAMILIES[model_type].architecture, model.mtp_layers > 0),
+        *wrapped_notes(file_tensors, full_config),
         *quantized_notes(config),
-        *rotary_notes(model, files),
-        *_notes_on_index(folder, files, system),
+        *rotary_notes(model, file_tensors),
+        *_notes_on_index(folder, file_tensors, system),
     ]
-    if unread := unread_weights(folder, {tensor.file for tensor in files.values()}):
+    read_files = {tensor.file for tensor in file_tensors.values()}
+    if unread := unread_weights(folder, read_files):
         folder_notes.append(unread)
     named_notes = [f"{folder}: {note}" for note in folder_notes]
     facts = replace(
@@ -178,11 +189,12 @@ def open_hf(folder: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source
     return Source(folder, system, model, origins, facts, hf_tokenizer(folder))
 
 
-def _notes_on_index(folder: Path, files: Mapping[str, Stored], system: str) -> Sequence[str]:
+def _notes_on_index(folder: Path, file_tensors: Mapping[str, Stored], system: str) -> Sequence[str]:
     """Return notes on the index of shards that was read, if there is one."""
     for weights in WEIGHTS:
-        if (folder / weights.index).is_file():
-            return [*index_notes(folder / weights.index, files, system == "hf")]
+        index = folder / weights.index
+        if index.is_file():
+            return [*index_notes(index, file_tensors, in_bytes=system == "hf")]
     return ()
 
 
@@ -268,7 +280,8 @@ def _read_shards(folder: Path, weights: WeightFormat) -> dict[str, Stored]:
     """Return the tensors of all shards. Raises UserError unless they are those of the index."""
     index = weights.index
     weight_map = read_json(folder / index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
+    is_map = isinstance(weight_map, dict)
+    if not is_map or not all(map(_is_file_name, weight_map.values())):
         raise UserError.of("convert.hf_weight_map", path=folder / index)
     # Each file is opened once, however many tensors the index names in it.
     shards = sorted(set(weight_map.values()))
@@ -301,11 +314,11 @@ def _named_like_the_table(tensors: Mapping[str, Stored], prefix: str) -> dict[st
     for tensor_name, stored in tensors.items():
         if not tensor_name.endswith(BUFFERS):
             parameters[tensor_name] = stored
-    # A folder that was saved with the head has the prefix already.
-    if any(
-        tensor_name.startswith(prefix) or f".{prefix}" in tensor_name for tensor_name in parameters
-    ):
-        return parameters
+    for tensor_name in parameters:
+        # A folder that was saved with the head has the prefix already, if only behind another that
+        # `check_tensors` speaks of.
+        if tensor_name.startswith(prefix) or f".{prefix}" in tensor_name:
+            return parameters
     return {prefix + tensor_name: stored for tensor_name, stored in parameters.items()}
 
 
@@ -334,7 +347,8 @@ def check_tensors(folder: Path, expected: Sequence[Match], tensors: Mapping[str,
     """Raise UserError unless `tensors` are exactly those that are expected, with the same shapes,
     of floats."""
     shapes = {match.foreign: match.shape for match in expected}
-    _check_not_wrapped(folder, next(iter(shapes), ""), tensors)
+    first_name = next(iter(shapes), "")
+    _check_not_wrapped(folder, first_name, tensors)
     problems = [*_tensor_problems(folder, shapes, tensors)]
     # Of another model every tensor is a problem.
     unnamed = len(problems) - MOST_PROBLEMS
@@ -373,8 +387,9 @@ def _tensor_problems(
         dtype = tensors[name].dtype
         # FP8 without scales is no weight.
         if not dtype.is_floating_point or dtype.itemsize == 1:
-            dtype_name = str(dtype).removeprefix("torch.")
-            yield Problem.of("convert.tensor_dtype", path=folder, name=name, dtype=dtype_name)
+            yield Problem.of(
+                "convert.tensor_dtype", path=folder, name=name, dtype=torch_name(dtype)
+            )
 
 
 def _check_not_wrapped(folder: Path, first: str, tensors: Mapping[str, Any]) -> None:
@@ -396,9 +411,9 @@ def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHAR
     shard_bytes: the largest size of a file with several tensors.
     Raises UserError for a tokenizer that the format cannot hold, or whose package is missing.
     """
-    # Now, and not after hours of writing weights.
+    # At once, and not after hours of writing weights.
     require_writable(source.tokenizer)
-    rules = HUGGING_FACE[model_type(source.model)]
+    rules = HUGGING_FACE[model_type_of(source.model)]
     left_out: tuple[str, ...] = ()
     if not has_module_rules(rules):
         left_out = _left_out_modules(source.model)
@@ -432,9 +447,8 @@ class _Writer:
         }
         # As transformers splits: in the order of the modules, no file above the limit.
         self.shards = _shards(self.dtype_of, shard_bytes)
-        self.size = sum(
-            prod(match.shape) * dtype.itemsize for match, dtype in self.dtype_of.items()
-        )
+        self.size = sum(_nbytes(match, dtype) for match, dtype in self.dtype_of.items())
+        # By the keys of logical tensors.
         self.dtypes: dict[str, torch.dtype] = {}
         for match in self.matches:
             for tensor_name in match.logical:
@@ -443,41 +457,46 @@ class _Writer:
     def reserve(self, folder: Path, write: bool) -> list[Write]:
         """Make the shards; return a write for each tensor, with a location for each copy of it."""
         locations: dict[Match, Location] = {}
-        for file, of_shard in self.shards.items():
-            tensors = {match.foreign: (self.dtype_of[match], match.shape) for match in of_shard}
+        for file, shard in self.shards.items():
+            tensors = {match.foreign: (self.dtype_of[match], match.shape) for match in shard}
             starts = reserve_safetensors(folder / file, tensors, write)
-            for match in of_shard:
+            for match in shard:
                 cast = methodcaller("to", self.dtype_of[match])
                 locations[match] = Location(file, starts[match.foreign], cast)
         sizes = head_sizes(self.source.model)
         writes = []
         for match in self.matches:
-            same = [copy for copy in self.copies if copy.logical == match.logical]
-            writes.append(
-                Write(
-                    match.foreign,
-                    tuple(f"weight/{tensor_name}" for tensor_name in match.logical),
-                    bind(match.join, sizes),
-                    tuple(locations[of_tensor] for of_tensor in (match, *same)),
-                    straight=match.how is SAME and not same,
-                )
+            copies = [copy for copy in self.copies if copy.logical == match.logical]
+            tensor_write = Write(
+                match.foreign,
+                keys=tuple(f"weight/{tensor_name}" for tensor_name in match.logical),
+                join=bind(match.join, sizes),
+                locations=tuple(locations[each] for each in (match, *copies)),
+                # Piece by piece only into one place: `convert` reads a piece once.
+                straight=match.how is SAME and not copies,
             )
+            writes.append(tensor_write)
         return writes
 
     def finish(self, folder: Path) -> None:
         """Write everything but tensors."""
         # That of the first: only corrections of routers may keep another.
-        dtype = str(next(iter(self.dtype_of.values()))).removeprefix("torch.")
+        first_dtype = next(iter(self.dtype_of.values()))
+        config = config_of(self.source.model, torch_name(first_dtype))
         ids = special_ids_of(self.source)
-        _write_json(folder / CONFIG, config_of(self.source.model, dtype) | ids)
+        _write_json(folder / CONFIG, config | ids)
         write_generation(folder, self.source.facts.generation or ids)
         if len(self.shards) > 1:
             weight_map = {}
-            for file, of_shard in self.shards.items():
-                weight_map |= {match.foreign: file for match in of_shard}
+            for file, shard in self.shards.items():
+                weight_map |= {match.foreign: file for match in shard}
             index = {"metadata": {"total_size": self.size}, "weight_map": weight_map}
             _write_json(folder / "model.safetensors.index.json", index)
         write_tokenizer(self.source.tokenizer, folder, ids["bos_token_id"])
+
+
+def _nbytes(match: Match, dtype: torch.dtype) -> int:
+    return prod(match.shape) * dtype.itemsize
 
 
 def _shards(dtype_of: Mapping[Match, torch.dtype], shard_bytes: int) -> dict[str, list[Match]]:
@@ -486,7 +505,7 @@ def _shards(dtype_of: Mapping[Match, torch.dtype], shard_bytes: int) -> dict[str
     shards: list[list[Match]] = [[]]
     free = shard_bytes
     for match, dtype in dtype_of.items():
-        nbytes = prod(match.shape) * dtype.itemsize
+        nbytes = _nbytes(match, dtype)
         if shards[-1] and nbytes > free:
             shards.append([])
             free = shard_bytes
@@ -496,8 +515,9 @@ def _shards(dtype_of: Mapping[Match, torch.dtype], shard_bytes: int) -> dict[str
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}
     files = {}
+    count = len(shards)
     for number, shard in enumerate(shards, 1):
-        files[f"model-{number:05d}-of-{len(shards):05d}.safetensors"] = shard
+        files[f"model-{number:05d}-of-{count:05d}.safetensors"] = shard
     return files
 
 
@@ -524,10 +544,6 @@ def tokenizer_ids(source: Source) -> dict[str, int | None]:
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
 
 
 def _has_modules(model: ModelConfig, names: set[str]) -> bool:
@@ -557,7 +573,7 @@ def _drop_module_copies(folder: Path, model: ModelConfig, stored: dict[str, Any]
     original."""
     for match in _module_copies(model):
         # A tied model's head is its embedding, and so is the module's.
-        original = EMBEDDING if match.logical == ("embedding.weight",) else HEAD
+        original = _EMBEDDING if match.logical == ("embedding.weight",) else _HEAD
         if match.foreign in stored and original in stored:
             # Published files have copies; a module trained apart would be another model.
             if not same_values(stored[match.foreign].read(), stored[original].read()):

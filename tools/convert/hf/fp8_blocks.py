@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megaprec.errors import UserError
-from tools.convert.core.tensors import Stored
+from tools.convert.core.tensors import Stored, torch_name
 from tools.convert.hf.keys import short
 
 FP8 = torch.float8_e4m3fn
@@ -118,8 +118,9 @@ def with_blocks(
     quantization: its quantization_config. Raises UserError if that does not say what is stored, for
         a matrix without scales, scales without a matrix, and scales of another shape.
     """
-    # In order, and found at once: a folder has tens of thousands of each.
-    quantized = dict.fromkeys(name for name, tensor in stored.items() if tensor.dtype == FP8)
+    # Keys of a dict, in order and found at once: a folder has tens of thousands of each.
+    fp8_names = [name for name, tensor in stored.items() if tensor.dtype == FP8]
+    quantized = dict.fromkeys(fp8_names)
     if quantization is None:
         if quantized:
             first = next(iter(quantized))
@@ -160,8 +161,10 @@ def _matrix(
     scales = stored.get(tensor_name + SCALES)
     if scales is None:
         raise UserError.of("convert.fp8_scale_missing", path=path, name=tensor_name, scales=SCALES)
-    # The last block of a row or column may be smaller.
-    expected = tuple(-(-size // length) for size, length in zip(codes.shape, block, strict=False))
+    # The last block of a row or column may be smaller. A tensor that is no matrix has another
+    # number of dimensions than blocks, and is refused below.
+    sizes = zip(codes.shape, block, strict=False)
+    expected = tuple(-(-size // length) for size, length in sizes)
     if len(codes.shape) != 2 or scales.shape != expected:
         cause = ": they are transposed" if scales.shape == expected[::-1] else ""
         raise UserError.of(
@@ -182,7 +185,7 @@ def _matrix(
             path=path,
             name=tensor_name,
             scales=SCALES,
-            dtype=str(scales.dtype).removeprefix("torch."),
+            dtype=torch_name(scales.dtype),
         )
     return Blocks(tensor_name, codes, scales, block)
 
@@ -195,7 +198,7 @@ def _is_size(block: Any) -> bool:
 
 
 def _is_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _is_excepted(tensor_name: str, quantization: Mapping[str, Any]) -> bool:

@@ -239,13 +239,12 @@ class ConfigKeys:
     """The keys of a config.json, missing ones with the default of the family. Records which were
     read.
 
-    kind: the model_type.
     stated: the keys that the file itself has, by their usual names.
     Raises UserError for values of another kind, and for two names of a key that differ.
     """
 
     def __init__(self, config: Json, family: Family) -> None:
-        self.kind: str = config["model_type"]
+        self.model_type: str = config["model_type"]
         self.family = family
         self.stated = dict(config)
         self._read = set[str]()
@@ -293,6 +292,7 @@ class ConfigKeys:
         """Yield a line for each key that was not read and may change what the model computes."""
         for key in sorted(self.stated.keys() - self._read - FREE.keys()):
             stated_value = self.stated[key]
+            # A family may take other values than most.
             allowed = self.family.allowed.get(key) or ALLOWED.get(key)
             if key in _WHY:
                 if stated_value is not None:
@@ -304,7 +304,10 @@ class ConfigKeys:
                     yield _not_allowed(key, stated_value, allowed)
             elif stated_value is not None:
                 yield Problem.of(
-                    "convert.hf_key_unread", key=key, value=short(stated_value), kind=self.kind
+                    "convert.hf_key_unread",
+                    key=key,
+                    value=short(stated_value),
+                    kind=self.model_type,
                 )
 
 
@@ -316,7 +319,7 @@ def require(value: Any, key: str, allowed: tuple[Any, ...]) -> Any:
 
 
 def _not_allowed(key: str, value: Any, allowed: tuple[Any, ...]) -> Problem:
-    alternatives = ("null" if value is None else repr(value) for value in allowed)
+    alternatives = ("null" if other is None else repr(other) for other in allowed)
     return Problem.of(
         "convert.hf_only_value",
         key=key,
@@ -327,9 +330,10 @@ def _not_allowed(key: str, value: Any, allowed: tuple[Any, ...]) -> Problem:
 
 def _is_among(value: Any, allowed: tuple[Any, ...]) -> bool:
     """Return True if `value` is in `allowed`, where 1 is not True."""
+    is_bool = isinstance(value, bool)
+    # Python takes True for 1, and JSON does not.
     return any(
-        value == candidate and isinstance(value, bool) == isinstance(candidate, bool)
-        for candidate in allowed
+        value == candidate and is_bool == isinstance(candidate, bool) for candidate in allowed
     )
 
 

@@ -88,20 +88,23 @@ def with_quantized(stored: Mapping[str, Stored], quantization: Any, path: object
     quantization: quantization_config, which says whether there are such pairs. Raises UserError if
         it does not say what is stored, or for a half of a pair.
     """
-    halves = [tensor_name for tensor_name in stored if tensor_name.endswith((_BLOCKS, _SCALES))]
+    halves = [name for name in stored if name.endswith((_BLOCKS, _SCALES))]
     # What is stored and what is said of it must go together.
     if bool(halves) != bool(quantization):
         stores = f"stores {halves[0]}" if halves else "stores no MXFP4 blocks"
         stated = "mxfp4" if quantization else "missing"
         raise UserError.of("convert.quantization_mismatch", path=path, stores=stores, stated=stated)
-    tensors: dict[str, Any] = {
-        tensor_name: tensor for tensor_name, tensor in stored.items() if tensor_name not in halves
-    }
+    tensors: dict[str, Any] = {}
+    for tensor_name, tensor in stored.items():
+        if tensor_name not in halves:
+            tensors[tensor_name] = tensor
+    # Pairs are found by their blocks; what is left then are scales without blocks.
     for half in halves:
+        if not half.endswith(_BLOCKS):
+            continue
         tensor_name = half.removesuffix(_BLOCKS)
-        if tensor_name == half:
-            continue  # scales
-        if tensor_name + _SCALES not in stored:
+        scales = stored.get(tensor_name + _SCALES)
+        if scales is None:
             raise UserError.of(
                 "convert.mxfp4_pair_missing",
                 path=path,
@@ -109,12 +112,10 @@ def with_quantized(stored: Mapping[str, Stored], quantization: Any, path: object
                 blocks=_BLOCKS,
                 scales=_SCALES,
             )
-        tensors[tensor_name] = _pair(
-            stored[tensor_name + _BLOCKS], stored[tensor_name + _SCALES], f"{path}: {tensor_name}"
-        )
+        where = f"{path}: {tensor_name}"
+        tensors[tensor_name] = _pair(stored[half], scales, where)
     for half in halves:
-        tensor_name = half.removesuffix(_SCALES)
-        if tensor_name != half and tensor_name + _BLOCKS not in stored:
+        if half.endswith(_SCALES) and half.removesuffix(_SCALES) + _BLOCKS not in stored:
             raise UserError.of("convert.mxfp4_blocks_missing", path=path, half=half)
     return tensors
 
@@ -123,8 +124,10 @@ def _pair(blocks: Stored, scales: Stored, where: str) -> Quantized:
     """Return blocks and scales as one tensor. Raises UserError unless they are. where: for
     messages."""
     same_groups = len(blocks.shape) == 4 and blocks.shape[:3] == scales.shape
+    # A byte holds two of a block's numbers.
+    are_whole = same_groups and blocks.shape[3] == BLOCK // 2
     are_bytes = {blocks.dtype, scales.dtype} == {torch.uint8}
-    if not same_groups or blocks.shape[3] != BLOCK // 2 or not are_bytes:
+    if not are_whole or not are_bytes:
         raise UserError.of(
             "convert.mxfp4_shapes",
             where=where,

@@ -22,18 +22,18 @@ ANGLE_RTOL = 0.02
 ANGLE_ATOL = 1e-6
 
 
-def notes(config: Json, architecture: str, read: bool) -> list[str]:
+def notes(config: Json, architecture: str, has_modules: bool) -> list[str]:
     """Return notes on settings of a config.json that are ignored though users may expect otherwise.
 
     architecture: the class of transformers that it is read as.
-    read: the files hold the layers for multi-token prediction that it names.
+    has_modules: the files hold the layers for multi-token prediction that it names.
     """
     remarks = [*_notes_on_code(config, architecture)]
     remarks += [f"{key} = {config[key]}, {KEPT}" for key in _ids_beyond_vocabulary(config)]
     remarks += _notes_on_versions(config)
     # transformers leaves these layers out when it saves, but not their number.
     layers = further_layers(config)
-    if layers and read:
+    if layers and has_modules:
         remarks.append(
             f"{layers} layers for multi-token prediction: they are read as model.mtp_layers, "
             "which only training uses"
@@ -49,8 +49,9 @@ def notes(config: Json, architecture: str, read: bool) -> list[str]:
 def _notes_on_code(config: Json, architecture: str) -> Iterator[str]:
     """Yield remarks on a class or on code that a config.json names and that is not run."""
     architectures = config.get("architectures")
-    family = architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel").lower()
     # By their beginning: a class for another task has the same layers.
+    beginning = architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    family = beginning.lower()
     if isinstance(architectures, list):
         others = [name for name in architectures if not str(name).lower().startswith(family)]
         if others:
@@ -96,7 +97,8 @@ def rotary_notes(model: ModelConfig, files: Mapping[str, Stored]) -> Iterator[st
 def _are_angles(saved: Tensor, model: ModelConfig) -> bool:
     """Return True if saved angles are those of some layers of a model, or those before scaling."""
     # Some saved the angles of one type of layer, others those before they are stretched.
-    for base in (model.rope_base, model.window_rope_base or model.rope_base):
+    window_base = model.window_rope_base or model.rope_base
+    for base in (model.rope_base, window_base):
         for scaling in (model.rope_scaling, RopeScaling()):
             angles = frequencies(scaling, base, model.rotary_dims, model.max_positions)
             if torch.allclose(saved, angles, rtol=ANGLE_RTOL, atol=ANGLE_ATOL):
@@ -121,7 +123,8 @@ def _sliding_base_is_open(config: Json) -> bool:
     window have."""
     # transformers 4 took this base for all layers, 5 takes it for some.
     base = config.get("rope_theta")
-    window_parameters = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+    tables = config.get("rope_parameters") or {}
+    window_parameters = tables.get("sliding_attention") or {}
     has_own_base = base not in (None, FAMILIES["olmo3"].defaults["rope_theta"])
     return has_own_base and "rope_theta" not in window_parameters
 

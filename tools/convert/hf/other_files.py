@@ -30,11 +30,11 @@ _OTHER_FORMATS = {
 
 def require_fetched(folder: Path) -> None:
     """Raise UserError for a folder with a file that Git LFS has not fetched, of any format."""
-    for found_file in sorted(folder.iterdir()):
+    for file in sorted(folder.iterdir()):
         # Only small files are opened: weights have gigabytes.
-        is_small = found_file.is_file() and found_file.stat().st_size < POINTER_BYTES
-        if is_small and read_regular(found_file).startswith(POINTER):
-            raise UserError.of("convert.lfs_pointer", file=found_file)
+        is_small = file.is_file() and file.stat().st_size < POINTER_BYTES
+        if is_small and read_regular(file).startswith(POINTER):
+            raise UserError.of("convert.lfs_pointer", file=file)
 
 
 def require_no_adapter(folder: Path) -> None:
@@ -57,35 +57,33 @@ def require_plain(folder: Path, indices: Mapping[str, str]) -> None:
             raise UserError.of("convert.two_stores", path=folder, single=single, index=index)
 
 
-def unread_weights(folder: Path, read: Collection[Path]) -> str:
+def unread_weights(folder: Path, read_files: Collection[Path]) -> str:
     """Return what to say of files beside those that were read that have names of weights; "" if
     there are none."""
     unread = []
     for file in sorted(folder.iterdir()):
-        if file.is_file() and _WEIGHTS.fullmatch(file.name) and file not in read:
+        if file.is_file() and _WEIGHTS.fullmatch(file.name) and file not in read_files:
             unread.append(file.name)
     if not unread:
         return ""
-    verb = " is"
+    are = " is"
     if len(unread) > 1:
         files = "files" if len(unread) > 2 else "file"
-        verb = f" and {len(unread) - 1} more {files} of weights are"
-    return (
-        f"{unread[0]}{verb} not read: {min(read).name if read else 'nothing'} and what belongs to "
-        "it hold the model"
-    )
+        are = f" and {len(unread) - 1} more {files} of weights are"
+    first_read = min(read_files).name if read_files else "nothing"
+    return f"{unread[0]}{are} not read: {first_read} and what belongs to it hold the model"
 
 
-def index_notes(index: Path, files: Mapping[str, Stored], in_bytes: bool) -> Iterator[str]:
+def index_notes(index: Path, file_tensors: Mapping[str, Stored], in_bytes: bool) -> Iterator[str]:
     """Yield notes on what an index says of its shards, other than they are.
 
-    files: the tensors in them, by name.
+    file_tensors: the tensors of the shards, by name.
     in_bytes: total_size is in bytes; Colossal-AI counts in MiB, with fractions.
     """
     content = read_json(index)
     metadata = content.get("metadata")
     total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
-    actual_size = sum(stored.nbytes for stored in files.values())
+    actual_size = sum(stored.nbytes for stored in file_tensors.values())
     # Counted by others in other units, or left from before a file was changed.
     if in_bytes and total_size not in (None, actual_size):
         yield (
@@ -93,13 +91,21 @@ def index_notes(index: Path, files: Mapping[str, Stored], in_bytes: bool) -> Ite
             f"{actual_size:,} bytes: {_AS_THEY_ARE}"
         )
     weight_map = content["weight_map"]
-    misplaced = [name for name, stored in files.items() if weight_map.get(name) != stored.file.name]
+    misplaced = []
+    for name, stored in file_tensors.items():
+        if weight_map.get(name) != stored.file.name:
+            misplaced.append(name)
     if misplaced:
         name = misplaced[0]
         shard = weight_map.get(name)
-        statement = f"puts {name} in {shard}, but it" if shard else f"does not name {name}, which"
-        others = f", and {len(misplaced) - 1} more such" if len(misplaced) > 1 else ""
-        yield f"{index.name} {statement} is in {files[name].file.name}{others}: {_AS_THEY_ARE}"
+        actual_shard = file_tensors[name].file.name
+        statement = f"does not name {name}, which"
+        if shard:
+            statement = f"puts {name} in {shard}, but it"
+        others = ""
+        if len(misplaced) > 1:
+            others = f", and {len(misplaced) - 1} more such"
+        yield f"{index.name} {statement} is in {actual_shard}{others}: {_AS_THEY_ARE}"
 
 
 def template_notes(folder: Path) -> Iterator[str]:
@@ -112,8 +118,7 @@ def template_notes(folder: Path) -> Iterator[str]:
 def other_weights(folder: Path) -> str:
     """Return what to say of weights in formats that are not read; "" if there are none."""
     for file in sorted(folder.iterdir()):
-        if file.suffix in _OTHER_FORMATS:
-            return (
-                f"; {file.name} has the format of {_OTHER_FORMATS[file.suffix]}, which is not read"
-            )
+        other_format = _OTHER_FORMATS.get(file.suffix)
+        if other_format:
+            return f"; {file.name} has the format of {other_format}, which is not read"
     return ""

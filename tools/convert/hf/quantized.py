@@ -36,7 +36,7 @@ def require_readable(keys: ConfigKeys) -> None:
     keys.mark_read(KEY)
     quantization = keys.stated.get(KEY)
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-    if keys.kind == "gpt_oss":
+    if keys.model_type == "gpt_oss":
         mxfp4.require_known(quantization)
     elif isinstance(quantization, Mapping) and method == "fp8":
         fp8_blocks.require_known_blocks(quantization)

@@ -15,16 +15,17 @@ from models.config import ModelConfig
 from models.rope_scaling import ORIGINAL, PARAMETERS
 from tools.convert.hf.keys import ConfigKeys, Entry, Fields, Json, require
 
-REQUIRED = {"llama3": ("low_freq_factor", "high_freq_factor")}  # besides a factor
+_REQUIRED = {"llama3": ("low_freq_factor", "high_freq_factor")}  # besides a factor
 DEFAULT = {"rope_type": "default"}
 LAYER_TYPES = ("full_attention", "sliding_attention")
-KINDS = tuple(kind for kind in PARAMETERS if kind != "none")
-TYPE_KEYS = ("rope_type", "type")
+ROPE_TYPES = tuple(name for name in PARAMETERS if name != "none")
+_TYPE_KEYS = ("rope_type", "type")  # names of the same key; the second is that of older files
 # model_type of families that turn layers with the window in their own way
 BY_LAYER = ("olmo3", "gemma3_text")
-STRETCHED = ("llama3", "yarn")  # kinds by which a top-level original length is read
-# of rope_scaling in transformers 4's OLMo 2, which takes only `type` and `factor`
-TWO_FIELDS = ("linear", "dynamic")
+# Types for which transformers reads an original length beside the rope parameters.
+TYPES_WITH_ORIGINAL = ("llama3", "yarn")
+# Types in transformers 4's OLMo 2, whose rope_scaling has `type` and `factor` and nothing else.
+OLMO2_TYPES = ("linear", "dynamic")
 GPT_OSS_PARAMETERS = {  # of a config.json that says nothing
     "rope_type": "yarn",
     "factor": 32.0,
@@ -54,7 +55,8 @@ def _read_gpt_neox(config: ConfigKeys) -> Fields:
     """Return the fields of GPT-NeoX, of which transformers goes by rotary_emb_base and
     rotary_pct."""
     base = config["rotary_emb_base"]
-    rotary = _fields(_parameters(config), config, base, config["rotary_pct"], "rotary_emb_base")
+    parameters = _parameters(config)
+    rotary = _fields(parameters, config, base, config["rotary_pct"], base_key="rotary_emb_base")
     require(config["rope_theta"], "rope_theta", (rotary["rope_base"], None))
     rotary_fraction = rotary["rotary_fraction"]
     require(config["partial_rotary_factor"], "partial_rotary_factor", (rotary_fraction, None))
@@ -112,7 +114,7 @@ def _write_gpt_neox(model: ModelConfig) -> Json:
 def _write_olmo2(model: ModelConfig) -> Json:
     config = _write(model)
     scaling = model.rope_scaling
-    if scaling.kind in TWO_FIELDS:
+    if scaling.kind in OLMO2_TYPES:
         return {**config, "rope_scaling": {"type": scaling.kind, "factor": scaling.factor}}
     return config
 
@@ -154,9 +156,11 @@ def rope_by_layer(windows: Entry, window_base_key: str = "") -> Entry:
         windowed = full
         if model.window_rope_base:
             windowed = {**DEFAULT, "rope_theta": model.window_rope_base}
-        base = {window_base_key: windowed["rope_theta"]} if window_base_key else {}
-        tables = {"full_attention": full, "sliding_attention": windowed}
-        return {**windows.write(model), **_write(model), **base, "rope_parameters": tables}
+        config = {**windows.write(model), **_write(model)}
+        if window_base_key:
+            config[window_base_key] = windowed["rope_theta"]
+        config["rope_parameters"] = {"full_attention": full, "sliding_attention": windowed}
+        return config
 
     return Entry(read, write)
 
@@ -170,15 +174,16 @@ def _read_by_layer(config: ConfigKeys, window_base: float, has_window: bool) -> 
     full, windowed = _tables_by_layer(config)
     older = _table(config, "rope_scaling")
     if older and "rope_type" not in config["rope_scaling"]:
-        raise UserError.of("convert.rope_scaling_type", kind=config.kind)
+        raise UserError.of("convert.rope_scaling_type", kind=config.model_type)
     for table in (full, windowed, older):
         # transformers 5 does not look for it by layer, which `notes` says
         table.pop("truncate", None)
     _require_same(older, full, config)
-    fields = _fields(full or older or dict(DEFAULT), config, config["rope_theta"])
-    window_fields = _fields(
-        windowed or dict(DEFAULT), config, window_base, base_key="rope_local_base_freq"
-    )
+    # Copies of DEFAULT, for `_fields` takes out what it has read.
+    full = full or older or dict(DEFAULT)
+    windowed = windowed or dict(DEFAULT)
+    fields = _fields(full, config, config["rope_theta"])
+    window_fields = _fields(windowed, config, window_base, base_key="rope_local_base_freq")
     for each in (fields, window_fields):
         require(each.pop("rotary_fraction"), "partial_rotary_factor", (1.0,))
     # Without such layers, or where all turn alike, one set of fields says all.
@@ -192,20 +197,23 @@ def _read_by_layer(config: ConfigKeys, window_base: float, has_window: bool) -> 
 def olmo2_beyond_transformers_4(model: ModelConfig) -> Iterator[str]:
     """Yield what transformers 4 cannot do with the positions of an OLMo 2."""
     rope_type = model.rope_scaling.kind
-    if rope_type not in ("none", *TWO_FIELDS):
+    if rope_type not in ("none", *OLMO2_TYPES):
         yield f"scale the rotary positions of an olmo2 model by rope_type {rope_type!r}"
 
 
-def by_layer_beyond_transformers_4(kind: str) -> Callable[[ModelConfig], Iterator[str]]:
+def by_layer_beyond_transformers_4(model_type: str) -> Callable[[ModelConfig], Iterator[str]]:
     """Return the function that yields what transformers 4 cannot do with the positions of layers
-    with the window. kind: model_type."""
+    with the window."""
 
     def yield_lines(model: ModelConfig) -> Iterator[str]:
         if not model.window:
             return
         if model.rope_scaling.kind != "none" and not model.window_rope_base:
-            yield f"scale the rotary positions of layers with sliding_attention in a {kind} model"
-        elif kind == "olmo3" and model.window_rope_base not in (0, model.rope_base):
+            yield (
+                "scale the rotary positions of layers with sliding_attention in a "
+                f"{model_type} model"
+            )
+        elif model_type == "olmo3" and model.window_rope_base not in (0, model.rope_base):
             yield (
                 "give the layers with sliding_attention of an olmo3 model a rope_theta of their "
                 "own, as this one has"
@@ -222,10 +230,11 @@ def _tables_by_layer(config: ConfigKeys) -> tuple[Fields, Fields]:
         raise UserError.of(
             "convert.rope_by_layer", tables=tables, layer_types=" and ".join(LAYER_TYPES)
         )
-    full, windowed = (
-        _with_rope_type(tables.get(layer_type) or {}, f"rope_parameters.{layer_type}")
-        for layer_type in LAYER_TYPES
-    )
+    by_type = []
+    for layer_type in LAYER_TYPES:
+        table = tables.get(layer_type) or {}
+        by_type.append(_with_rope_type(table, f"rope_parameters.{layer_type}"))
+    full, windowed = by_type
     return full, windowed
 
 
@@ -236,7 +245,8 @@ def _fields(
     fraction: float = 1.0,
     base_key: str = "rope_theta",
 ) -> Fields:
-    """Return our fields of rope parameters, which may say base and fraction too.
+    """Return our fields of rope parameters, which may say base and fraction too; those that are
+    read are taken out of `parameters`.
 
     base, fraction: what other keys of the file say, or the family.
     base_key: the name of the key of `base`.
@@ -259,7 +269,7 @@ def _fields(
 
 
 def _parameters(config: ConfigKeys) -> dict[str, Any]:
-    """Return the rope parameters, their kind as rope_type."""
+    """Return the rope parameters, their type under rope_type."""
     older = _table(config, "rope_scaling")
     newer = _table(config, "rope_parameters")
     _require_same(older, newer, config)
@@ -285,12 +295,15 @@ def _table(config: ConfigKeys, config_key: str) -> dict[str, Any]:
 
 
 def _with_rope_type(table: Mapping[str, Any], config_key: str) -> dict[str, Any]:
-    """Return the parameters in `table`, their kind as rope_type."""
+    """Return the parameters in `table`, their type under rope_type."""
     nested = [name for name, value in table.items() if isinstance(value, Mapping)]
     if nested:
         raise UserError.of("convert.rope_partial", key=config_key, nested=nested[0])
-    kinds = {str(table[name]) for name in TYPE_KEYS if table.get(name) is not None}
-    if len(kinds) > 1:
+    stated_types = set()
+    for type_key in _TYPE_KEYS:
+        if table.get(type_key) is not None:
+            stated_types.add(str(table[type_key]))
+    if len(stated_types) > 1:
         raise UserError.of(
             "convert.rope_two_types",
             key=config_key,
@@ -299,8 +312,9 @@ def _with_rope_type(table: Mapping[str, Any], config_key: str) -> dict[str, Any]
         )
     if not table:
         return {}
-    parameters = {name: value for name, value in table.items() if name not in TYPE_KEYS}
-    return {"rope_type": kinds.pop() if kinds else "default", **parameters}
+    parameters = {name: value for name, value in table.items() if name not in _TYPE_KEYS}
+    rope_type = stated_types.pop() if stated_types else "default"
+    return {"rope_type": rope_type, **parameters}
 
 
 def _scaling(parameters: dict[str, Any], config: ConfigKeys) -> dict[str, Any]:
@@ -310,13 +324,13 @@ def _scaling(parameters: dict[str, Any], config: ConfigKeys) -> dict[str, Any]:
     stated = {key: value for key, value in parameters.items() if value is not None}
     original = config[ORIGINAL]
     longest = config["max_position_embeddings"]
-    if original is not None and rope_type not in STRETCHED:
+    if original is not None and rope_type not in TYPES_WITH_ORIGINAL:
         raise UserError.of("convert.rope_key_unread", key=ORIGINAL, value=original, kind=rope_type)
     if rope_type == "default":
         _require_nothing_else(stated)
         return {}
-    if rope_type not in KINDS:
-        raise UserError.of("convert.rope_type_unknown", kind=rope_type, kinds=", ".join(KINDS))
+    if rope_type not in ROPE_TYPES:
+        raise UserError.of("convert.rope_type_unknown", kind=rope_type, kinds=", ".join(ROPE_TYPES))
     # Where nothing says the length, the model was trained for its own.
     if ORIGINAL in PARAMETERS[rope_type]:
         stated[ORIGINAL] = _original_length(stated.get(ORIGINAL), original, longest, rope_type)
@@ -344,8 +358,9 @@ def _yarn_defaults(
 
 
 def _require_complete(rope_type: str, stated: dict[str, Any]) -> None:
-    """Raise UserError for parameters that a kind needs, and for a factor that leaves nothing."""
-    for key in ("factor", *REQUIRED.get(rope_type, ())):
+    """Raise UserError for parameters that a rope_type needs, and for a factor that leaves
+    nothing."""
+    for key in ("factor", *_REQUIRED.get(rope_type, ())):
         if key not in stated:
             raise UserError.of("convert.rope_key_missing", key=key, kind=rope_type)
     if stated.get("attention_factor") == 0:
@@ -354,7 +369,8 @@ def _require_complete(rope_type: str, stated: dict[str, Any]) -> None:
 
 def _require_nothing_else(parameters: dict[str, Any]) -> None:
     """Raise UserError for the first parameter of positions that are not scaled."""
-    for key, value in parameters.items():
+    if parameters:
+        key, value = next(iter(parameters.items()))
         raise UserError.of("convert.rope_key_without_type", key=key, value=value)
 
 

@@ -81,12 +81,14 @@ def _unstack(
         )
     experts, height, width = tensor.shape
     rows = height // len(parts)
+    # A contiguous tensor has no strides, nor have its matrices.
     expert_stride, row_stride, _ = tensor.strides or (height * width, width, 1)
-    # A contiguous tensor has contiguous matrices.
     matrix_strides = None if tensor.strides is None else tuple(tensor.strides[1:])
+    module = f"{prefix}{names.module}.{experts_name}"
     for expert in range(experts):
         for number, part in enumerate(parts):
+            # The rows of a gate come first, and those of its up follow.
             elements = expert * expert_stride + number * rows * row_stride
             start = tensor.start + elements * tensor.dtype.itemsize
-            published = f"{prefix}{names.module}.{experts_name}{expert}.{part}.weight"
-            yield published, tensor.part((rows, width), start, matrix_strides)
+            matrix = tensor.part((rows, width), start, matrix_strides)
+            yield f"{module}{expert}.{part}.weight", matrix

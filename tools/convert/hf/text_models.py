@@ -14,6 +14,7 @@ from tools.convert.hf.keys import FREE, IDS, short
 
 Json = Mapping[str, Any]
 
+# model_type of a model of several kinds of input -> that of its text model.
 TEXT = {"gemma3": "gemma3_text"}
 # Keys under which configs of other models have another one, of texts, images or sound.
 PARTS = (
@@ -68,10 +69,10 @@ def text_config(config: Json) -> Json:
     inner_config = config.get("text_config")
     if not isinstance(inner_config, Mapping):
         raise UserError.of("convert.hf_text_config_missing", kind=model_type, text=TEXT[model_type])
-    inner_kind = inner_config.get("model_type", TEXT[model_type])
-    if inner_kind != TEXT[model_type]:
+    inner_type = inner_config.get("model_type", TEXT[model_type])
+    if inner_type != TEXT[model_type]:
         raise UserError.of(
-            "convert.hf_text_config_type", short=short(inner_kind), text=TEXT[model_type]
+            "convert.hf_text_config_type", short=short(inner_type), text=TEXT[model_type]
         )
     # Keys outside may contradict those inside, of which transformers lets one win.
     _check_outer_keys(config, inner_config, model_type)
@@ -90,11 +91,8 @@ def _check_outer_keys(config: Json, inner_config: Json, model_type: str) -> None
                 kind=model_type,
             )
     for outer_key in ALIKE_IF_IN_BOTH:
-        if (
-            outer_key in config
-            and outer_key in inner_config
-            and inner_config[outer_key] != config[outer_key]
-        ):
+        in_both = outer_key in config and outer_key in inner_config
+        if in_both and inner_config[outer_key] != config[outer_key]:
             raise UserError.of(
                 "convert.hf_text_config_differs",
                 key=outer_key,
@@ -141,10 +139,10 @@ def _refusal(model_type: Any, parts: list[str], inner_config: Json) -> UserError
 
     inner_config: the first of its parts.
     """
-    text_kind = None
+    text_type = None
     if "vision" not in parts[0] and "audio" not in parts[0]:
-        text_kind = inner_config.get("model_type")
-    text = f"a text model of model_type {text_kind!r}" if text_kind else "its text model"
+        text_type = inner_config.get("model_type")
+    text = f"a text model of model_type {text_type!r}" if text_type else "its text model"
     return UserError.of(
         "convert.hf_several_inputs", kind=model_type, parts=", ".join(parts), text=text
     )

@@ -132,14 +132,12 @@ def _notes_on_disagreement(tokenizer_file: Path, pieces: Path) -> Iterator[str]:
             return
 
 
-def stated_ids(special: Mapping[str, Any], key: str, known: int) -> list[int]:
-    """Return the ids under a key, such as bos_token_id, which may hold one, a list or none.
-
-    known: number of ids that a token may have; others are left out.
-    """
+def stated_ids(special: Mapping[str, Any], key: str, vocab_size: int) -> list[int]:
+    """Return the ids under a key, such as bos_token_id, which may hold one, a list or none. Ids
+    that no token has are left out."""
     value = special.get(key)
     token_ids = value if isinstance(value, list) else [value]
-    return [token_id for token_id in token_ids if type(token_id) is int and 0 <= token_id < known]
+    return [each for each in token_ids if type(each) is int and 0 <= each < vocab_size]
 
 
 def begin_note(source: Source, tokenizer: Tokenizer | None) -> list[str]:
@@ -186,7 +184,8 @@ def write_tokenizer(
         (folder / special_map.name).write_bytes(read_whole(special_map))
     # The proof that nothing was lost on the way.
     probe = PROBE + _text_of_symbols(tokenizer_file)
-    if load_tokenizer(folder / "tokenizer.json").encode(probe) != tokenizer.encode(probe):
+    written = load_tokenizer(folder / "tokenizer.json")
+    if written.encode(probe) != tokenizer.encode(probe):
         raise UserError.of("convert.tokenizer_splits", file=tokenizer_file)
 
 
@@ -238,16 +237,20 @@ def require_writable(tokenizer_files: Sequence[Path]) -> None:
         try:
             write_tokenizer(tokenizer_files, Path(folder))
         except UserError as error:
-            raise UserError(
-                *(problem.replace(f"{folder}/", "") for problem in error.problems)
-            ) from error
+            # The folder is gone when the user reads this.
+            problems = [problem.replace(f"{folder}/", "") for problem in error.problems]
+            raise UserError(*problems) from error
 
 
 def _text_of_symbols(tokenizer_file: Path) -> str:
     """Return a text with every user-defined symbol of a SentencePiece model, among others and
     alone."""
-    symbols = [] if tokenizer_file.suffix == ".json" else _user_defined(tokenizer_file)
-    return "".join(f"a{symbol} {symbol}{symbol}b" for symbol in symbols).replace(SPACE, " ")
+    if tokenizer_file.suffix == ".json":
+        return ""
+    symbols = _user_defined(tokenizer_file)
+    text = "".join(f"a{symbol} {symbol}{symbol}b" for symbol in symbols)
+    # Pieces have a character of their own for the space of texts.
+    return text.replace(SPACE, " ")
 
 
 def _user_defined(tokenizer_file: Path) -> list[str]:
@@ -265,8 +268,9 @@ def _user_defined(tokenizer_file: Path) -> list[str]:
 def _missing_roles(
     content: dict[str, Any], tokenizer: Tokenizer, begin: int | None, named: Collection[str]
 ) -> dict[str, Any]:
-    """Return the roles of tokens that no file names, for tokenizer_config.json. named: the others.
+    """Return the roles of tokens that no file names, for tokenizer_config.json.
 
+    named: roles that files name.
     The begin token is that of the model, and not a piece `<s>` that the model may never have seen.
     """
     tokens = {token_id: token for token, token_id in tokenizer.vocabulary().items()}
@@ -303,13 +307,13 @@ def _as_tokenizer_json(tokenizer_file: Path) -> dict[str, Any]:
             mergeable[piece] = token_id
     # Bytes stand for characters that no piece has.
     byte_fallback = any(map(model.is_byte, pieces.values()))
+    merges = _merges(mergeable, model)
+    added_tokens = [_added_token(model.id_to_piece(each), each) for each in sorted(special)]
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [
-            _added_token(model.id_to_piece(token_id), token_id) for token_id in sorted(special)
-        ],
+        "added_tokens": added_tokens,
         "normalizer": {
             "type": "Sequence",
             "normalizers": _normalizers(tokenizer_file, dummy_prefix),
@@ -330,7 +334,7 @@ def _as_tokenizer_json(tokenizer_file: Path) -> dict[str, Any]:
             "byte_fallback": byte_fallback,
             "ignore_merges": bool(symbols),  # a symbol is no merge of pieces
             "vocab": pieces,
-            "merges": [[left, right] for left, right in _merges(mergeable, model)],
+            "merges": [[left, right] for left, right in merges],
         },
     }
 
@@ -395,20 +399,22 @@ def _added_token(content: str, token_id: int) -> dict[str, Any]:
     }
 
 
-def _merges(ids: dict[str, int], model: Any) -> Iterator[tuple[str, str]]:
+def _merges(mergeable: dict[str, int], model: Any) -> Iterator[tuple[str, str]]:
     """Yield pairs of pieces that make a piece, the best-scored piece first: SentencePiece merges in
-    that order. ids: of the pieces that can be merged."""
+    that order. mergeable: the pieces that may be halves or wholes, and their ids."""
 
     def best_first(piece: str) -> tuple[float, int]:
-        return -model.get_score(ids[piece]), ids[piece]
+        token_id = mergeable[piece]
+        return -model.get_score(token_id), token_id
 
     def ids_of(pair: tuple[str, str]) -> tuple[int, int]:
-        return ids[pair[0]], ids[pair[1]]
+        left, right = pair
+        return mergeable[left], mergeable[right]
 
-    for piece in sorted(ids, key=best_first):
-        pairs = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
-        known_pairs = [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
-        yield from sorted(known_pairs, key=ids_of)
+    for piece in sorted(mergeable, key=best_first):
+        halves = [(piece[:end], piece[end:]) for end in range(1, len(piece))]
+        pairs = [pair for pair in halves if pair[0] in mergeable and pair[1] in mergeable]
+        yield from sorted(pairs, key=ids_of)
 
 
 def _is_lossless(tokenizer_file: Path) -> bool:
@@ -416,9 +422,9 @@ def _is_lossless(tokenizer_file: Path) -> bool:
     by nothing else."""
     parts = dict(protobuf_fields(read_whole(tokenizer_file)))
     tables = []
-    for part in (NORMALIZER, DENORMALIZER):
-        fields = dict(protobuf_fields(parts.get(part, b"")))
-        tables.append(fields.get(TABLE))
+    for number in (NORMALIZER, DENORMALIZER):
+        spec = dict(protobuf_fields(parts.get(number, b"")))
+        tables.append(spec.get(TABLE))
     return tuple(tables) == escapes()
 
 

@@ -6,6 +6,7 @@ from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.convert.hf.keys import ConfigKeys, Entry, Fields, Json, require
 
+# Types of layers in layer_types, and whether they have the window.
 LAYER_TYPES = {"full_attention": False, "attention": False, "sliding_attention": True}
 
 
@@ -96,11 +97,16 @@ def _write_qwen(model: ModelConfig) -> Json:
 
 def _write_qwen2_moe(model: ModelConfig) -> Json:
     config = _write_optional(model)
-    return {**config, "layer_types": _layer_types(model)} if model.window else config
+    # Without a window there is none to tell the layers apart.
+    if not model.window:
+        return config
+    return {**config, "layer_types": _layer_types(model)}
 
 
 WINDOW_OF_ALL_LAYERS = Entry(_read_of_all, lambda model: {"sliding_window": model.window or None})
-NO_WINDOW = Entry(lambda config: require_layers_alike(config, 0, config["num_hidden_layers"]))
+NO_WINDOW = Entry(
+    lambda config: require_layers_alike(config, window=0, layers=config["num_hidden_layers"])
+)
 WINDOWS_OF_QWEN = Entry(_read_qwen, _write_qwen)
 WINDOWS_OF_QWEN2_MOE = Entry(_read_qwen2_moe, _write_qwen2_moe)
 WINDOW_OF_QWEN3_MOE = Entry(
@@ -130,16 +136,20 @@ def window_fields(has_window: list[bool], window: int) -> Fields:
     # No layers in particular are all layers.
     if all(has_window):
         return {"window": window, "window_layers": ()}
-    layers_with_window = tuple(number for number, has in enumerate(has_window) if has)
-    return {"window": window, "window_layers": layers_with_window}
+    window_layers = tuple(number for number, has in enumerate(has_window) if has)
+    return {"window": window, "window_layers": window_layers}
 
 
-def _layers_with_window(types: Any, layers: int) -> list[bool]:
+def _layers_with_window(types: list[Any], layers: int) -> list[bool]:
     """Return of each layer whether it has the window."""
-    if not isinstance(types, list) or len(types) != layers:
+    if len(types) != layers:
         raise UserError.of("convert.hf_layer_types", num_types=len(types), layers=layers)
     allowed = tuple(LAYER_TYPES)
-    return [LAYER_TYPES[require(name, "layer_types", allowed)] for name in types]
+    has_window = []
+    for layer_type in types:
+        require(layer_type, "layer_types", allowed)
+        has_window.append(LAYER_TYPES[layer_type])
+    return has_window
 
 
 def _layer_types(model: ModelConfig) -> list[str]:
@@ -154,7 +164,9 @@ def require_layers_alike(config: ConfigKeys, window: int, layers: int) -> Fields
     """Return no fields. Raises UserError if layer_types tells layers apart in a family whose layers
     transformers treats alike."""
     types = config["layer_types"]
-    if types is not None and set(_layers_with_window(types, layers)) - {window > 0}:
+    if types is None:
+        return {}
+    if set(_layers_with_window(types, layers)) - {window > 0}:
         expected = "sliding_attention" if window else "full_attention"
-        raise UserError.of("convert.hf_layers_alike", kind=config.kind, expected=expected)
+        raise UserError.of("convert.hf_layers_alike", kind=config.model_type, expected=expected)
     return {}

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from operator import add, lt
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +46,14 @@ _OPTIMIZER_OBJECT = re.compile(
 )
 BRIDGE = "run_config.yaml"
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
+
+
+class _Box(NamedTuple):
+    """The place of a chunk in its tensor: the first element along each dimension, and the one after
+    the last."""
+
+    first: list[int]
+    end: list[int]
 
 
 @dataclass(frozen=True)
@@ -89,7 +98,7 @@ def has_args(checkpoint: Path) -> bool:
 
 def _common(checkpoint: Path) -> dict[str, Any]:
     file = checkpoint / "common.pt"
-    common = contents([file])[0] if file.is_file() else {}
+    (common,) = contents([file]) if file.is_file() else ({},)
     if isinstance(common, dict) and isinstance(common.get("args"), dict):
         return common
     return {}
@@ -153,12 +162,13 @@ def read_chunked(checkpoint: Path) -> Contents:
             kind, tensor_name = state.groups()
             if kind in _MASTERS:
                 kind = "master"
-        of_kind = by_kind.setdefault(kind, {})
-        if tensor_name in of_kind:
+        tensors = by_kind.setdefault(kind, {})
+        # Two optimizers in a row may each name a tensor, of which one is wrong.
+        if tensor_name in tensors:
             raise UserError.of(
                 "convert.megatron_optimizer_twice", path=checkpoint, kind=kind, name=tensor_name
             )
-        of_kind[tensor_name] = tensor
+        tensors[tensor_name] = tensor
     return Contents(by_kind, flat, _optimizer_settings(optimizer_objects))
 
 
@@ -191,24 +201,26 @@ def _check_separate(checkpoint: Path, tensor: Chunked) -> None:
     leave a hole."""
     boxes = []
     for offset, stored in tensor.chunks:
-        end = [start + size for start, size in zip(offset, stored.shape, strict=True)]
-        boxes.append((list(offset), end))
-    # Comparing each part with each would take hours for thousands of ranks.
-    boxes.sort(key=lambda box: box[0])
-    open_boxes: list[tuple[list[int], list[int]]] = []  # those that end after the next one begins
-    for first, end in boxes:
-        # Boxes are sorted along the first dimension, so few are compared with each other.
-        open_boxes = [box for box in open_boxes if not first or box[1][0] > first[0]]
-        if any(_overlap(box, (first, end)) for box in open_boxes):
+        end = list(map(add, offset, stored.shape))
+        boxes.append(_Box(list(offset), end))
+    # Comparing each part with each would take hours for thousands of ranks: sorted along the first
+    # dimension, few have to be.
+    boxes.sort()
+    open_boxes: list[_Box] = []  # those that end after the next one begins
+    for box in boxes:
+        # A tensor without dimensions has one element, which all its parts share.
+        if box.first:
+            open_boxes = [each for each in open_boxes if each.end[0] > box.first[0]]
+        if any(_overlap(each, box) for each in open_boxes):
             raise UserError.of("convert.megatron_parts_overlap", path=checkpoint, name=tensor.name)
-        open_boxes.append((first, end))
+        open_boxes.append(box)
 
 
-def _overlap(first: tuple[list[int], list[int]], second: tuple[list[int], list[int]]) -> bool:
-    """Return True if two boxes (first corner, end) have an element in common."""
-    starts = map(max, first[0], second[0])
-    ends = map(min, first[1], second[1])
-    return all(start < end for start, end in zip(starts, ends, strict=True))
+def _overlap(box: _Box, other: _Box) -> bool:
+    """Return True if two boxes have an element in common."""
+    starts = map(max, box.first, other.first)
+    ends = map(min, box.end, other.end)
+    return all(map(lt, starts, ends))
 
 
 def merge_chunks(
@@ -267,10 +279,10 @@ def _spellings(tensor_name: str, model: ModelConfig) -> list[Spelling]:
             Spelling(f"{prefix}experts.{int(number)}{suffix}", ()),
             Spelling(f"{prefix}experts{suffix}", (stacked,)),
         ]
-    return [
-        Spelling(outer.name + inner.name, outer.indices + inner.indices)
-        for outer, inner in product(of_layer, of_expert)
-    ]
+    spellings = []
+    for outer, inner in product(of_layer, of_expert):
+        spellings.append(Spelling(outer.name + inner.name, outer.indices + inner.indices))
+    return spellings
 
 
 def _unstack(checkpoint: Path, tensor: Chunked, indices: tuple[StackIndex, ...]) -> Chunked:
@@ -287,11 +299,13 @@ def _unstack(checkpoint: Path, tensor: Chunked, indices: tuple[StackIndex, ...])
         )
     chunks = []
     for offset, stored in tensor.chunks:
-        inside = [index.number - start for index, start in zip(indices, offset, strict=False)]
+        stacked_dims = zip(indices, offset, strict=False)
+        in_chunk = [index.number - start for index, start in stacked_dims]
         # Chunks of other layers or experts do not hold this tensor.
-        if all(0 <= number < size for number, size in zip(inside, stored.shape, strict=False)):
+        limits = zip(in_chunk, stored.shape, strict=False)
+        if all(0 <= number < size for number, size in limits):
             # A chunk of several stacked tensors: the part of it that is of this one.
-            chunks.append((offset[depth:], _select(stored, inside)))
+            chunks.append((offset[depth:], _select(stored, in_chunk)))
     return Chunked(tensor.name, tensor.shape[depth:], chunks)
 
 
@@ -300,8 +314,10 @@ def _select(stored: Stored, index: Sequence[int]) -> Stored:
     depth = len(index)
     strides = stored.strides
     if strides is None:
-        strides = [prod(stored.shape[dim + 1 :]) for dim in range(len(stored.shape))]
-    elements = sum(i * stride for i, stride in zip(index, strides, strict=False))
+        dims = range(len(stored.shape))
+        strides = [prod(stored.shape[dim + 1 :]) for dim in dims]
+    steps = zip(index, strides, strict=False)
+    elements = sum(number * stride for number, stride in steps)
     start = stored.start + elements * stored.dtype.itemsize
     inner_strides = None if stored.strides is None else stored.strides[depth:]
     return stored.part(stored.shape[depth:], start, inner_strides)
@@ -347,9 +363,8 @@ def _read(checkpoint: Path, parts: Sequence[Chunked], merged: Tensor) -> Tensor:
     for part, view in zip(parts, merged.split(rows), strict=True):
         filled = 0
         for offset, stored in part.chunks:
-            box = tuple(
-                slice(start, start + size) for start, size in zip(offset, stored.shape, strict=True)
-            )
+            ranges = zip(offset, stored.shape, strict=True)
+            box = tuple(slice(start, start + size) for start, size in ranges)
             view[box] = stored.read()
             filled += prod(stored.shape)
         if filled != view.numel():

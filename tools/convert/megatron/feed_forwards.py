@@ -41,7 +41,8 @@ def activation_of(arguments: Args, bias: bool, experts: int) -> dict[str, Any]:
     if arguments.get("use_te_activation_func"):
         raise UserError.of("convert.megatron_te_gelu")
     # Fused with a bias it is the tanh approximation; experts are never fused so.
-    return {"mlp": "gelu" if _is_fused(arguments) and bias and not experts else "gelu_exact"}
+    is_tanh = _is_fused(arguments) and bias and not experts
+    return {"mlp": "gelu" if is_tanh else "gelu_exact"}
 
 
 def _is_fused(arguments: Args) -> bool:
@@ -71,11 +72,10 @@ def _clamped(arguments: Args, clamp: float | None, offset: float, fused: bool) -
     if arguments.get("use_te_activation_func"):
         raise UserError.of("convert.megatron_te_clamp", setting=setting)
     if fused and not arguments.get("moe_grouped_gemm"):
-        key = (
-            "bias_activation_fusion"
-            if "bias_activation_fusion" in arguments
-            else "bias_gelu_fusion"
-        )
+        # megatron-core's name of the switch, or Megatron-LM's.
+        key = "bias_activation_fusion"
+        if key not in arguments:
+            key = "bias_gelu_fusion"
         raise UserError.of("convert.megatron_clamp_bias", key=key, setting=setting)
     return {"mlp": "swiglu_clamped", "swiglu_alpha": ALPHA, "swiglu_limit": float(clamp)}
 
@@ -105,10 +105,11 @@ def experts_of(arguments: Args, experts: int, bias: bool) -> dict[str, Any]:
     if bias and (dense or shared):
         key = "moe_layer_freq" if dense else "moe_shared_expert_intermediate_size"
         raise UserError.of("convert.megatron_expert_bias", key=key, args=arguments[key])
+    norm_topk = experts_per_token > 1 if sigmoid else not pre_softmax
     fields: dict[str, Any] = {
         "experts": experts,
         "experts_per_token": experts_per_token,
-        "norm_topk": experts_per_token > 1 if sigmoid else not pre_softmax,
+        "norm_topk": norm_topk,
         "router": _router(arguments, experts_per_token, sigmoid),
         **_router_losses(arguments),
         "expert_bias": bias,
@@ -128,12 +129,11 @@ def _router_losses(arguments: Args) -> dict[str, float]:
     # The coefficient may be left over from before balancing was switched off.
     if arguments.get("moe_router_load_balancing_type") == "none":
         aux_loss = 0.0
+    correction_speed = argument_or(arguments, "moe_router_bias_update_rate", 1e-3)
     return {
         "router_aux_loss": float(aux_loss),
         "router_z_loss": float(arguments.get("moe_z_loss_coeff") or 0.0),
-        "router_correction_speed": float(
-            argument_or(arguments, "moe_router_bias_update_rate", 1e-3)
-        ),
+        "router_correction_speed": float(correction_speed),
     }
 
 
@@ -147,19 +147,19 @@ def _dense_layers(arguments: Args) -> tuple[int, ...]:
     layers = arguments["num_layers"]
     setting = f"Megatron's moe_layer_freq = {frequency!r}"
     if isinstance(frequency, list | tuple):
-        kinds = [*frequency]
+        has_experts = [*frequency]
     # Megatron counts from the first layer, which has experts with any frequency.
     elif isinstance(frequency, int) and frequency > 0:
-        kinds = [int(layer % frequency == 0) for layer in range(layers)]
+        has_experts = [int(layer % frequency == 0) for layer in range(layers)]
     else:
         raise UserError.of("convert.megatron_dense_form", setting=setting)
-    if len(kinds) != layers or not all(kind in (0, 1) for kind in kinds):
+    if len(has_experts) != layers or not all(has in (0, 1) for has in has_experts):
         raise UserError.of("convert.megatron_dense_length", setting=setting, layers=layers)
-    if not any(kinds):
+    if not any(has_experts):
         raise UserError.of(
             "convert.megatron_dense_all", setting=setting, num_experts=arguments["num_experts"]
         )
-    return tuple(layer for layer, kind in enumerate(kinds) if not kind)
+    return tuple(layer for layer, has in enumerate(has_experts) if not has)
 
 
 def _router(arguments: Args, experts_per_token: int, sigmoid: bool) -> dict[str, Any]:
@@ -188,6 +188,7 @@ def _router_groups(arguments: Args, topk: int, sigmoid: bool) -> dict[str, Any]:
     fields: dict[str, Any] = {"groups": groups, "groups_per_token": chosen}
     if chosen == groups:  # all groups are chosen, so how they compare does not matter
         return fields
+    # Megatron compares groups by so many of their experts.
     best = topk // chosen
     if not best:
         raise UserError.of("convert.megatron_router_topk", chosen=chosen, topk=topk)

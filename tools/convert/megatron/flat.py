@@ -40,7 +40,6 @@ from tools.convert.hf.folder import check_tensors
 from tools.convert.megatron.distributed import Chunked
 from tools.convert.megatron.layout import (
     EMBEDDING,
-    HEAD,
     expert_of,
     is_expert,
     is_trained,
@@ -69,7 +68,8 @@ _KEY = re.compile(
 # forms of the state: this one, and one unread
 RESHARDABLE = "dp_reshardable"
 GATHERED = "dp_zero_gather_scatter"
-Parts = dict[str, dict[str, dict[int, TensorSource]]]  # kind -> name -> by tensor-parallel rank
+# kind -> name of a tensor -> number of the part -> the part
+Parts = dict[str, dict[str, dict[int, TensorSource]]]
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,10 @@ def buffers_of(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
 def buckets_of(
     parameters: Sequence[Parameter], is_full: Callable[[int, int], bool]
 ) -> list[Bucket]:
-    """Return the buckets of a buffer. is_full(number, elements): whether that bucket ends where it
-    has so many elements."""
+    """Return the buckets of a buffer.
+
+    is_full: tells, of a bucket's number and the elements in it, whether it ends there.
+    """
     buckets: list[Bucket] = []
     starts: dict[str, int] = {}
     length = 0
@@ -145,9 +147,9 @@ def flat_state(
     shared: names of weights that the first and the last stage each have.
     """
     states = state if isinstance(state, list) else [state]
-    chunks: list[dict[str, dict[str, Stored]]] = [
-        {kind: {} for kind in FLAT} for _ in rank_file.chunks
-    ]
+    chunks: list[dict[str, dict[str, Stored]]] = []
+    for _ in rank_file.chunks:
+        chunks.append({kind: {} for kind in FLAT})
     for number, optimizer_state in enumerate(states):
         if optimizer_state is None:
             continue  # another rank has it
@@ -158,6 +160,8 @@ def flat_state(
         if len(buffers) != len(flats):
             raise _unknown_buffers(rank_file)
         for (chunk, parameters), flat_tensors in zip(buffers, flats, strict=True):
+            # Megatron gives every later chunk one bucket (`disable_bucketing` of
+            # DistributedDataParallel).
             bucket_size = 0 if chunk else _bucket_size(rank_file, arguments, stage)
             parts_by_kind = _name_parts(
                 rank_file, rank_file.chunks[chunk], parameters, bucket_size, flat_tensors
@@ -186,11 +190,12 @@ def _name_parts(
         raise _unknown_buffers(rank_file)
     named: dict[str, dict[str, Stored]] = {}
     for kind, flat_name in FLAT.items():
+        flat = flat_tensors[flat_name]
         named[kind] = {}
         for tensor_name, start in starts.items():
-            named[kind][tensor_name] = _part(
-                flat_tensors[flat_name], start, weights[tensor_name].shape
-            )
+            shape = weights[tensor_name].shape
+            first_byte = flat.start + start * flat.dtype.itemsize
+            named[kind][tensor_name] = flat.part(shape, first_byte)
     return named
 
 
@@ -204,6 +209,7 @@ def _flats(rank_file: RankFile, state: Any) -> Iterator[Mapping[str, Any]]:
     if not isinstance(state, dict) or not state.get("buckets_coalesced"):
         raise _unknown_buffers(rank_file)
     required_keys = {"numel_unpadded", *FLAT.values()}
+    # Chunks are counted from 0 among other keys, so there are no more numbers than keys.
     for number in range(len(state)):
         # By dtype, one buffer each.
         for flat_tensors in state.get(number, {}).values():
@@ -238,7 +244,8 @@ def _bucket_size(rank_file: RankFile, arguments: Mapping[str, Any], stage: int) 
     if buckets := arguments.get("ddp_num_buckets"):
         elements = 0
         for chunk in rank_file.chunks:
-            elements += sum(prod(stored.shape) for stored in chunk.values())
+            for stored in chunk.values():
+                elements += prod(stored.shape)
         return elements // buckets
     if stated_size := arguments.get("ddp_bucket_size"):
         return stated_size
@@ -258,15 +265,10 @@ def _starts(parameters: Sequence[Parameter], bucket_size: int) -> tuple[dict[str
     starts: dict[str, int] = {}
     elements_before = 0  # of the buckets before this one
     for bucket in buckets_of(parameters, is_full):
-        starts |= {
-            tensor_name: elements_before + start for tensor_name, start in bucket.starts.items()
-        }
+        for tensor_name, start in bucket.starts.items():
+            starts[tensor_name] = elements_before + start
         elements_before += bucket.length
     return starts, elements_before
-
-
-def _part(flat: Stored, start: int, shape: Sequence[int]) -> Stored:
-    return flat.part(tuple(shape), flat.start + start * flat.dtype.itemsize)
 
 
 class _BufferKey(NamedTuple):
@@ -356,8 +358,8 @@ def bucketed_state(
     state = {}
     for kind, parts_of_kind in parts.items():
         parts_by_name = {}
-        for tensor_name, by_rank in parts_of_kind.items():
-            parts_by_name[tensor_name] = [by_rank[part] for part in sorted(by_rank)]
+        for tensor_name, by_number in parts_of_kind.items():
+            parts_by_name[tensor_name] = [by_number[number] for number in sorted(by_number)]
         merged = merge_parts(flat_layout.path, list(flat_layout.expected), parts_by_name)
         check_tensors(flat_layout.path, flat_layout.expected, merged)
         state[kind] = merged
@@ -377,19 +379,20 @@ def _group_by_buffer(
         match = _KEY.fullmatch(tensor_name)
         if not match or len(tensor.shape) != 1 or not tensor.chunks:
             raise _unknown_layout(flat_layout)
-        optimizer, number, buffer, dtype, bucket, kind = match.groups()
+        optimizer, rank, buffer, dtype, bucket, kind = match.groups()
         # By where they begin, so that pieces are found by bisection.
         chunks = sorted(tensor.chunks, key=_first_element)
         starts = [offset[0] for offset, _ in chunks]
         pieces = [stored for _, stored in chunks]
-        key = _BufferKey(int(optimizer or 0), int(number), int(buffer), dtype)
-        buckets = by_buffer.setdefault(key, {})
-        buckets.setdefault(int(bucket), {})[kind] = _Flat(
-            tensor_name, tensor.shape[0], starts, pieces
-        )
-    return {
-        key: [buckets[number] for number in sorted(buckets)] for key, buckets in by_buffer.items()
-    }
+        # Only several optimizers in a row are numbered.
+        key = _BufferKey(int(optimizer or 0), int(rank), int(buffer), dtype)
+        by_number = by_buffer.setdefault(key, {})
+        flats_by_kind = by_number.setdefault(int(bucket), {})
+        flats_by_kind[kind] = _Flat(tensor_name, tensor.shape[0], starts, pieces)
+    grouped: dict[_BufferKey, Buckets] = {}
+    for key, by_number in by_buffer.items():
+        grouped[key] = [by_number[number] for number in sorted(by_number)]
+    return grouped
 
 
 def _first_element(chunk: tuple[Sequence[int], Stored]) -> int:
@@ -405,17 +408,22 @@ def _ranks(flat_layout: FlatLayout) -> Iterator[_OptimizerRank]:
     separate_experts = sizes.ep > 1
     # In the order of Megatron's numbers: tp runs fastest.
     for pp, tp in product(range(sizes.pp), range(sizes.tp)):
+        # `stages` has one virtual stage of every rank, then the next of every rank.
         local = stages[pp :: sizes.pp]
         if separate_experts:
             local = [_select_experts(stage, (None,)) for stage in local]
-        yield _OptimizerRank(0, pp * sizes.tp + tp, local, tp, tp % sizes.expert_tp)
+        number = pp * sizes.tp + tp
+        yield _OptimizerRank(0, number, local, part=tp, expert_part=tp % sizes.expert_tp)
     if not separate_experts:
         return
     count = flat_layout.model.experts // sizes.ep
-    for pp, ep, tp in product(range(sizes.pp), range(sizes.ep), range(sizes.expert_tp)):
+    numbers = product(range(sizes.pp), range(sizes.ep), range(sizes.expert_tp))
+    for pp, ep, tp in numbers:
         local_experts = range(ep * count, (ep + 1) * count)
         local = [_select_experts(stage, local_experts) for stage in stages[pp :: sizes.pp]]
-        yield _OptimizerRank(1, (pp * sizes.ep + ep) * sizes.expert_tp + tp, local, 0, tp)
+        number = (pp * sizes.ep + ep) * sizes.expert_tp + tp
+        # Nothing but experts is in this optimizer, so `part` is of nothing.
+        yield _OptimizerRank(1, number, local, part=0, expert_part=tp)
 
 
 def _select_experts(stage: Sequence[Match], experts: Container[int | None]) -> list[Match]:
@@ -431,16 +439,16 @@ def _claim(
 ) -> None:
     """Move a rank's flat tensors from `unclaimed` into `parts`."""
     for number, (registered, buffer) in enumerate(_buffers(flat_layout, rank)):
-        key = _BufferKey(rank.optimizer, rank.number, number, str(buffer[0].dtype))
+        dtype = str(buffer[0].dtype)
+        key = _BufferKey(rank.optimizer, rank.number, number, dtype)
         flats_of_buckets = unclaimed.pop(key, [])
         buckets = _buckets(flat_layout, buffer, flats_of_buckets)
         for bucket, flats in zip(buckets, flats_of_buckets, strict=True):
             for tensor_name, start in bucket.starts.items():
+                parameter = registered[tensor_name]
                 for kind, flat_name in FLAT.items():
                     flat = flats[flat_name]
-                    _note_parts(
-                        flat_layout, rank, registered[tensor_name], flat, start, parts[kind]
-                    )
+                    _note_parts(flat_layout, rank, parameter, flat, start, parts[kind])
 
 
 def _buffers(
@@ -452,6 +460,7 @@ def _buffers(
     for stage in rank.stages:
         registered: dict[str, Registered] = {}
         for parameter in parameters_of(stage, flat_layout.args):
+            # A packed one goes by the name of its first expert's tensor.
             registered[parameter.matches[0].foreign] = parameter
         laid_out = []
         for tensor_name, parameter in registered.items():
@@ -463,10 +472,11 @@ def _buffers(
 def _lay_out(flat_layout: FlatLayout, tensor_name: str, parameter: Registered) -> Parameter:
     elements = sum(prod(_local_shape(flat_layout, match)) for match in parameter.matches)
     # Its gradient is reduced over two stages besides, so it shares no bucket.
-    alone = tensor_name in shared_weights(flat_layout.model, sizes_of(flat_layout.args).pp)
+    sizes = sizes_of(flat_layout.args)
+    alone = tensor_name in shared_weights(flat_layout.model, sizes.pp)
     # A tied head is a copy of the embedding, and has no weight of its own.
-    dtype = flat_layout.dtypes[EMBEDDING if tensor_name == HEAD else tensor_name]
-    return Parameter(tensor_name, elements, dtype, alone)
+    weight_name = tensor_name if tensor_name in flat_layout.dtypes else EMBEDDING
+    return Parameter(tensor_name, elements, flat_layout.dtypes[weight_name], alone)
 
 
 def _local_shape(flat_layout: FlatLayout, match: Match) -> tuple[int, ...]:
@@ -489,7 +499,7 @@ def _buckets(
     saved_lengths = [flats["param"].length for flats in flats_of_buckets]
 
     def is_full(number: int, elements: int) -> bool:
-        return saved_lengths[number : number + 1] == [elements]
+        return number < len(saved_lengths) and saved_lengths[number] == elements
 
     buckets = buckets_of(buffer, is_full)
     lengths = [bucket.length for bucket in buckets]
@@ -517,6 +527,7 @@ def _note_parts(
         if match.foreign not in flat_layout.dtypes:  # the copy of a tied embedding
             continue
         shape = _local_shape(flat_layout, match)
+        # Packed experts lie one after another.
         first = start + number * prod(shape)
         read = partial(_read, flat_layout.path, flat, first, shape, parameter.packed)
         part = rank.part if expert_of(match.foreign) is None else rank.expert_part
@@ -539,10 +550,11 @@ def _read(
         top = max(start, piece_start)
         bottom = min(end, piece_start + piece.shape[0])
         if top < bottom:
-            values[top - start : bottom - start] = piece.rows(
-                top - piece_start, bottom - piece_start
-            )
+            overlap = piece.rows(top - piece_start, bottom - piece_start)
+            values[top - start : bottom - start] = overlap
             filled += bottom - top
     if filled != len(values):
         raise UserError.of("convert.megatron_part_missing", path=checkpoint, name=flat.name)
-    return values.view(shape[::-1]).t() if transposed else values.view(shape)
+    if transposed:
+        return values.view(shape[::-1]).t()
+    return values.view(shape)

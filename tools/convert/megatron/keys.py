@@ -126,9 +126,11 @@ def canonical_names(args: Args) -> dict[str, Any]:
             canonical[name] = values[0]
     for alias, name in ALIASES.items():
         value = args.get(alias)
-        if value is not None and canonical.get(name) in (None, value):
+        if value is None:
+            continue
+        if canonical.get(name) in (None, value):
             canonical[name] = value
-        elif value is not None and canonical[name] is not True:  # rope_scaling is a number in some
+        elif canonical[name] is not True:  # rope_scaling is a number in some
             raise UserError.of(
                 "convert.megatron_args_differ",
                 alias=alias,
@@ -174,9 +176,11 @@ def refuse_others(args: Args) -> None:
 def unknown_arguments(args: Args) -> Iterator[str]:
     """Yield key = value of arguments that no table here has, unless they are off."""
     known = {*ALLOWED_VALUES, *READ_ARGUMENTS, *ALIASES, *FREE}
-    for key, value in sorted(args.items(), key=lambda item: str(item[0])):
-        if key not in known and not str(key).startswith(FREE_PREFIXES) and not _is_off(value):
-            yield f"{key} = {value!r}"
+    # A file of others may have keys of several kinds, which Python does not sort.
+    for key in sorted(args, key=str):
+        is_known = key in known or str(key).startswith(FREE_PREFIXES)
+        if not is_known and not _is_off(args[key]):
+            yield f"{key} = {args[key]!r}"
 
 
 def _is_off(value: Any) -> bool:
@@ -184,7 +188,8 @@ def _is_off(value: Any) -> bool:
 
 
 def _is_allowed(value: Any, allowed: tuple[Any, ...]) -> bool:
-    return any(value == one for one in allowed) or value == []
+    # An empty list is what an argument of several values has if none was given.
+    return value in allowed or value == []
 
 
 def _describe_allowed(allowed: tuple[Any, ...]) -> str:

@@ -41,7 +41,8 @@ def cut_part(tensor: Tensor, cut: Cut, rank: int, tensor_ranks: int, padded: int
     if cut == "columns":
         return tensor.chunk(tensor_ranks, 1)[rank]
     if cut in BLOCKS:
-        return torch.cat([block.chunk(tensor_ranks)[rank] for block in tensor.chunk(BLOCKS[cut])])
+        blocks = tensor.chunk(BLOCKS[cut])
+        return torch.cat([block.chunk(tensor_ranks)[rank] for block in blocks])
     if cut == "vocabulary":
         # The last ranks may have fewer tokens than rows.
         rows = padded // tensor_ranks
@@ -53,13 +54,15 @@ def cut_part(tensor: Tensor, cut: Cut, rank: int, tensor_ranks: int, padded: int
 def part_shape(shape: Sequence[int], cut: Cut, tensor_ranks: int, padded: int) -> tuple[int, ...]:
     """Return the shape of what each rank has. UserError if the tensor cannot be cut evenly."""
     rows, *others = shape
-    units = {"rows": rows, "halves": rows // 2, "columns": others[0] if others else 0}
-    if cut in units and units[cut] % tensor_ranks:
+    columns = others[0] if others else 0
+    # What must be a multiple of the ranks; a vocabulary is padded to one.
+    lengths = {"rows": rows, "halves": rows // 2, "columns": columns}
+    if cut in lengths and lengths[cut] % tensor_ranks:
         raise UserError.of("convert.megatron_uneven", shape=list(shape), tp=tensor_ranks)
     if cut == "whole":
         return tuple(shape)
     if cut == "columns":
-        return rows, others[0] // tensor_ranks
+        return rows, columns // tensor_ranks
     if cut == "vocabulary":
         return padded // tensor_ranks, *others
     return rows // tensor_ranks, *others
@@ -104,16 +107,19 @@ def with_global_experts(
     for tensor_name, stored in tensors.items():
         if match := _LOCAL.fullmatch(tensor_name):
             prefix, number, suffix = match.groups()
-            renamed[f"{prefix}{int(number) + first}{suffix}"] = stored
+            expert = first + int(number)
+            renamed[f"{prefix}{expert}{suffix}"] = stored
         elif match := _GROUPED.fullmatch(tensor_name):
-            prefix, layer, number = match.groups()
-            renamed[f"{prefix}local_experts.{int(number) + first}.{layer}"] = stored
+            prefix, suffix, number = match.groups()
+            expert = first + int(number)
+            renamed[f"{prefix}local_experts.{expert}.{suffix}"] = stored
         elif match := _PACKED.fullmatch(tensor_name):
-            prefix, layer = match.groups()
-            matrices = _unpack(stored, hidden, count, features_in_first=layer == "1")
+            prefix, linear = match.groups()
+            # The first linear layer goes out from the model's features, the second back to them.
+            matrices = _unpack(stored, hidden, count, is_hidden_in=linear == "1")
             # All experts of the rank are in this one tensor.
             for expert, matrix in enumerate(matrices, first):
-                renamed[f"{prefix}local_experts.{expert}.linear_fc{layer}.weight"] = matrix
+                renamed[f"{prefix}local_experts.{expert}.linear_fc{linear}.weight"] = matrix
         else:
             renamed[tensor_name] = stored
     return renamed
@@ -132,7 +138,8 @@ def local_name(tensor_name: str, count: int, grouped: bool) -> str:
     # Each rank has as many experts, in order.
     local_number = int(number) % count
     if grouped:
-        return f"{prefix.removesuffix('local_experts.')}{suffix.removeprefix('.')}{local_number}"
+        experts = prefix.removesuffix("local_experts.")
+        return f"{experts}{suffix.removeprefix('.')}{local_number}"
     return f"{prefix}{local_number}{suffix}"
 
 
@@ -142,15 +149,16 @@ def expert_of(tensor_name: str) -> int | None:
     return int(match[2]) if match else None
 
 
-def _unpack(stored: Stored, hidden: int, count: int, features_in_first: bool) -> list[Stored]:
+def _unpack(stored: Stored, hidden: int, count: int, is_hidden_in: bool) -> list[Stored]:
     """Return each expert's matrix [features out, features in] of a tensor that has them all as
     [features in, features out].
 
-    features_in_first: `hidden` is the number of features in; otherwise that of features out.
+    is_hidden_in: `hidden` is the number of features in; otherwise that of features out.
     """
     # Nothing but the tensor's size tells the width of an expert.
-    size = prod(stored.shape) // count
-    if stored.strides is not None or size * count != prod(stored.shape) or size % hidden:
+    elements = prod(stored.shape)
+    size = elements // count
+    if stored.strides is not None or size * count != elements or size % hidden:
         raise UserError.of(
             "convert.megatron_expert_tensor",
             file=stored.file,
@@ -159,7 +167,7 @@ def _unpack(stored: Stored, hidden: int, count: int, features_in_first: bool) ->
         )
     features_in = hidden
     features_out = size // hidden
-    if not features_in_first:
+    if not is_hidden_in:
         features_in = size // hidden
         features_out = hidden
     nbytes = size * stored.dtype.itemsize

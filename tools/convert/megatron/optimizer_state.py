@@ -55,13 +55,11 @@ def optimizer_state(
     first_chunk = next(iter(states.values()))[0]
     merged_by_kind = {}
     for kind in sorted(first_chunk):
-        parts_by_name = parts_over_all(rank_files, partial(_tensors_of_kind, states, kind))
+        tensors_of = partial(_tensors_of_kind, states, kind)
+        parts_by_name = parts_over_all(rank_files, tensors_of)
         # What is not among the names is the last stage's copy of the embedding, as a head.
-        parts_by_name = {
-            tensor_name: parts
-            for tensor_name, parts in parts_by_name.items()
-            if tensor_name in names
-        }
+        for tensor_name in parts_by_name.keys() - names:
+            del parts_by_name[tensor_name]
         merged = merge_parts(rank_files.path, trained, parts_by_name)
         check_tensors(rank_files.path, trained, merged)
         merged_by_kind[kind] = merged
@@ -125,26 +123,29 @@ def _read_distributed(rank_files: RankFiles, model: ModelConfig) -> dict[Path, R
 def _read_numbered(rank_files: RankFiles) -> dict[Path, RankState]:
     """Return by folder what the optimizers in the ranks' own files hold; nothing unless all have
     state."""
-    optimizers = {}
+    optimizers_by_folder = {}
     for rank_file in rank_files.files.values():
-        optimizers[rank_file.folder] = _optimizers(rank_file.content)
-    for of_rank in optimizers.values():
-        if not of_rank or not all(_inner(optimizer).get("state") for optimizer in of_rank):
+        optimizers_by_folder[rank_file.folder] = _optimizers(rank_file.content)
+    for optimizers in optimizers_by_folder.values():
+        if not optimizers or not all(_inner(optimizer).get("state") for optimizer in optimizers):
             return {}
     states = {}
     for rank_file in rank_files.files.values():
-        states[rank_file.folder] = _named_state(rank_file, optimizers[rank_file.folder])
+        optimizers = optimizers_by_folder[rank_file.folder]
+        states[rank_file.folder] = _named_state(rank_file, optimizers)
     return states
 
 
 def _named_state(rank_file: RankFile, optimizers: Sequence[Content]) -> RankState:
     """Return the masters and the moments of a rank's numbered parameters by their names."""
-    chunks: RankState = [{kind: {} for kind in MOMENTS} for _ in rank_file.chunks]
+    chunks: RankState = []
+    for _ in rank_file.chunks:
+        chunks.append({kind: {} for kind in MOMENTS})
     for optimizer in optimizers:
         inner = _inner(optimizer)
         # FP32 masters are a list beside the groups, group by group.
         masters = optimizer.get("fp32_from_fp16_params")
-        for number, group in enumerate(inner["param_groups"]):
+        for group_number, group in enumerate(inner["param_groups"]):
             parameters = list(_parameters_of_group(rank_file, group))
             indices = group["params"]
             if len(parameters) != len(indices):
@@ -154,7 +155,8 @@ def _named_state(rank_file: RankFile, optimizers: Sequence[Content]) -> RankStat
                 for kind in MOMENTS:
                     chunks[chunk][kind][tensor_name] = moments[kind]
             if masters:
-                for (chunk, tensor_name), master in zip(parameters, masters[number], strict=True):
+                masters_of_group = zip(parameters, masters[group_number], strict=True)
+                for (chunk, tensor_name), master in masters_of_group:
                     masters_of_chunk = chunks[chunk].setdefault("master", {})
                     masters_of_chunk[tensor_name] = master
     _require_all_parameters(rank_file, chunks)
@@ -171,6 +173,7 @@ def _require_all_parameters(rank_file: RankFile, chunks: RankState) -> None:
 
 def _parameters_of_group(rank_file: RankFile, group: Content) -> Iterator[tuple[int, str]]:
     """Yield (chunk, name) of the parameters that Megatron puts in such a group, in its order."""
+    # Groups without Megatron's own factor of the decay are torch's, and have the decay itself.
     group_decays = bool(group.get("wd_mult", group.get("weight_decay", 0)))
     group_has_experts = bool(group.get("is_expert_parallel"))
     # They have an optimizer of their own.

@@ -58,13 +58,19 @@ def sizes_of(arguments: Mapping[str, Any]) -> Sizes:
     tp = arguments.get("tensor_model_parallel_size") or 1
     pp = arguments.get("pipeline_model_parallel_size") or 1
     ep = arguments.get("expert_model_parallel_size") or 1
+    # Without pipeline stages there are no virtual ones, whatever the args say.
     virtual = arguments.get("virtual_pipeline_model_parallel_size") if pp > 1 else None
-    return Sizes(tp, pp, virtual or 1, ep, arguments.get("expert_tensor_parallel_size") or tp)
+    # By default an expert is cut as all else is.
+    expert_tp = arguments.get("expert_tensor_parallel_size") or tp
+    return Sizes(tp, pp, virtual or 1, ep, expert_tp)
 
 
 def unknown_order_setting(arguments: Mapping[str, Any]) -> str:
     """Return a setting under which the order is not known; empty if there is none."""
-    return next((f"{key} = {arguments[key]!r}" for key in UNKNOWN_ORDER if arguments.get(key)), "")
+    for key in UNKNOWN_ORDER:
+        if arguments.get(key):
+            return f"{key} = {arguments[key]!r}"
+    return ""
 
 
 def stages_of(
@@ -76,16 +82,18 @@ def stages_of(
     The last stage's copy of a tied embedding is a match of its own, HEAD; one for modules of
     multi-token prediction is there twice. Empty if the args describe no such stages.
     """
-    counts = _layers_per_stage(arguments, model.layers)
-    if sum(counts) != model.layers or min(counts) < 0:
+    layer_counts = _layers_per_stage(arguments, model.layers)
+    if sum(layer_counts) != model.layers or min(layer_counts) < 0:
         return []
-    ends = list(accumulate(counts))
-    last = len(counts) - 1
-    stages: list[list[Match]] = [[] for _ in counts]
+    # The number of the layer after each stage's last.
+    ends = list(accumulate(layer_counts))
+    last = len(layer_counts) - 1
+    stages: list[list[Match]] = [[] for _ in layer_counts]
     for match in _in_order_of_model(expected, arguments, model):
         if layer := LAYER.match(match.foreign):
             stage = bisect_right(ends, int(layer[2]))
         else:
+            # Last norm, head and modules of multi-token prediction are on the last stage.
             stage = 0 if match.foreign.startswith("embedding.") else last
         stages[stage].append(match)
     embedding = next(match for match in expected if match.foreign == EMBEDDING)
@@ -117,21 +125,24 @@ def _layers_per_stage(arguments: Mapping[str, Any], layers: int) -> list[int]:
     """Return the number of layers of each virtual stage."""
     sizes = sizes_of(arguments)
     stated: dict[int, int] = {}
-    for stage, end in ((0, "first"), (sizes.pp - 1, "last")):
+    for rank, end in ((0, "first"), (sizes.pp - 1, "last")):
         count = arguments.get(f"decoder_{end}_pipeline_num_layers")
         if count is not None:
-            stated[stage] = count
+            stated[rank] = count
     # An embedding or a loss may count as a layer.
-    embedding = bool(arguments.get("account_for_embedding_in_pipeline_split"))
-    loss = bool(arguments.get("account_for_loss_in_pipeline_split"))
-    # What is left for stages of which nothing is stated, in equal numbers.
-    unstated = layers + embedding + loss - sum(stated.values())
+    embedding_layers = int(bool(arguments.get("account_for_embedding_in_pipeline_split")))
+    loss_layers = int(bool(arguments.get("account_for_loss_in_pipeline_split")))
+    # What is left for ranks of which nothing is stated, in equal numbers.
+    unstated = layers + embedding_layers + loss_layers - sum(stated.values())
     evenly = unstated // max(1, sizes.pp - len(stated))
-    counts = [stated.get(stage, evenly) // sizes.virtual for stage in range(sizes.pp)]
+    counts = []
+    for rank in range(sizes.pp):
+        layers_of_rank = stated.get(rank, evenly)
+        counts.append(layers_of_rank // sizes.virtual)
     # The first virtual stages of all ranks, then the second ones.
     counts *= sizes.virtual
-    counts[0] -= embedding
-    counts[-1] -= loss
+    counts[0] -= embedding_layers
+    counts[-1] -= loss_layers
     return counts
 
 
@@ -143,9 +154,11 @@ def _in_order_of_model(
     The names of a distributed checkpoint do not tell whether norms belong to the linear layers
     after them, which decides the order; the args do.
     """
-    fused = arguments.get("transformer_impl") != "local"
+    fused_norms = arguments.get("transformer_impl") != "local"
+    # Where rotary partners are decides no place in the order.
+    rules = megatron(fused_norms, interleaved=False, model=model)
     positions = {}
-    for number, match in enumerate(matches(megatron(fused, False, model), model)):
+    for number, match in enumerate(matches(rules, model)):
         positions[match.logical] = number
     in_order = sorted(expected, key=lambda match: positions[match.logical])
     return in_registered_order(in_order, bool(arguments.get("moe_grouped_gemm")))
@@ -157,28 +170,34 @@ def in_registered_order(expected: Sequence[Match], grouped: bool) -> list[Match]
     # The name table has them grouped already.
     if grouped:
         return list(expected)
-    # Where the experts of each layer begin, by what is before their names.
-    begins: dict[str, int] = {}
+    # Where the experts of each layer begin, by the name of the layer's feed-forward.
+    first_numbers: dict[str, int] = {}
     for number, match in enumerate(expected):
-        begins.setdefault(match.foreign.partition(".experts.")[0], number)
+        first_numbers.setdefault(_before_experts(match.foreign), number)
 
-    def position(item: tuple[int, Match]) -> tuple[int, int]:
-        number, match = item
+    def position(numbered: tuple[int, Match]) -> tuple[int, int]:
+        number, match = numbered
         expert = expert_of(match.foreign)
         # What is no expert's stays where the table has it.
         if expert is None:
             return number, 0
-        return begins[match.foreign.partition(".experts.")[0]], expert
+        return first_numbers[_before_experts(match.foreign)], expert
 
-    return [match for _, match in sorted(enumerate(expected), key=position)]
+    in_order = sorted(enumerate(expected), key=position)
+    return [match for _, match in in_order]
+
+
+def _before_experts(tensor_name: str) -> str:
+    return tensor_name.partition(".experts.")[0]
 
 
 def parameters_of(local: Sequence[Match], arguments: Mapping[str, Any]) -> list[Registered]:
     """Return a rank's parameters, in the order of what it has of the model."""
-    packs = arguments.get("transformer_impl") == "local" or arguments.get(
-        "moe_use_legacy_grouped_gemm"
-    )
-    packed = bool(arguments.get("moe_grouped_gemm") and packs)
+    is_local = arguments.get("transformer_impl") == "local"
+    is_legacy = bool(arguments.get("moe_use_legacy_grouped_gemm"))
+    # Grouped experts are packed in one tensor by GroupedMLP of megatron/core/transformer/moe; those
+    # of Transformer Engine are not.
+    packed = bool(arguments.get("moe_grouped_gemm")) and (is_local or is_legacy)
 
     def parameter(match: Match) -> tuple[str, bool]:
         """Return the name that all tensors of a parameter share, and if it packs experts."""
@@ -187,6 +206,7 @@ def parameters_of(local: Sequence[Match], arguments: Mapping[str, Any]) -> list[
             return match.foreign, False
         return match.foreign.replace(f"local_experts.{expert}.", ""), True
 
-    return [
-        Registered(tuple(group), is_packed) for (_, is_packed), group in groupby(local, parameter)
-    ]
+    parameters = []
+    for (_, is_packed), group in groupby(local, parameter):
+        parameters.append(Registered(tuple(group), is_packed))
+    return parameters

@@ -154,11 +154,11 @@ def _check_complete(rank_files: RankFiles) -> None:
         )
     # An expert's part is the same on all tp ranks that are equal modulo expert_tp, and all else is
     # the same on all ep ranks.
-    dense_parts = {(rank_axes.tp, rank_axes.pp) for rank_axes in rank_files.files}
-    expert_parts = {
-        (rank_axes.tp % rank_files.expert_tp, rank_axes.pp, rank_axes.ep)
-        for rank_axes in rank_files.files
-    }
+    dense_parts = set()
+    expert_parts = set()
+    for tp, pp, ep in rank_files.files:
+        dense_parts.add((tp, pp))
+        expert_parts.add((tp % rank_files.expert_tp, pp, ep))
     for tp, pp, ep in product(range(sizes.tp), range(sizes.pp), range(sizes.ep)):
         has_expert = (tp % rank_files.expert_tp, pp, ep) in expert_parts
         if (tp, pp) not in dense_parts or not has_expert:
@@ -215,18 +215,18 @@ def notes_on_contradictions(rank_files: RankFiles) -> Iterator[str]:
                 f"args say {argument_name} = {stated}, but there are files of {size}; the files "
                 "were read as they are"
             )
-    numbers = {}
+    stated_ranks = {}
     for rank_axes, rank_file in rank_files.files.items():
-        numbers[rank_axes] = rank_file.content["args"].get("rank")
-    if len({*numbers.values()}) == 1:  # as programs write it that convert files
+        stated_ranks[rank_axes] = rank_file.content["args"].get("rank")
+    if len({*stated_ranks.values()}) == 1:  # as programs write it that convert files
         return
-    for rank_axes, number in numbers.items():
+    for rank_axes, stated_rank in stated_ranks.items():
         # Megatron numbers ranks along tensor first.
-        if isinstance(number, int) and number % rank_files.sizes.tp != rank_axes.tp:
+        if isinstance(stated_rank, int) and stated_rank % rank_files.sizes.tp != rank_axes.tp:
             rank_file = rank_files.files[rank_axes].folder / FILE
             yield (
-                f"args of {rank_file} say rank = {number}, which has another folder: files may "
-                "have each other's names"
+                f"args of {rank_file} say rank = {stated_rank}, which has another folder: files "
+                "may have each other's names"
             )
             return
 
@@ -248,11 +248,12 @@ def _rank_of_folder(match: re.Match[str], experts_are_spread: bool) -> PerAxis:
 def model_chunks(content: Mapping[str, Any]) -> list[dict[str, Stored]]:
     """Return the tensors of a rank: of its model, or of each of its virtual stages."""
     # Virtual stages are model0, model1, ...; a rank without them has one model.
-    numbered = [f"model{number}" for number in range(len(content))]
-    keys = ["model"] if "model" in content else [key for key in numbered if key in content]
-    surplus = [key for key in content if CHUNK.fullmatch(key)]
-    if "model" not in content:
-        surplus = surplus[len(keys) :]
+    possible_keys = [f"model{number}" for number in range(len(content))]
+    if "model" in content:
+        keys = ["model"]
+    else:
+        keys = [key for key in possible_keys if key in content]
+    surplus = [key for key in content if CHUNK.fullmatch(key) and key not in keys]
     if surplus:
         raise UserError.of("convert.megatron_beside_whole", surplus=surplus[-1])
     chunks = [content[key] for key in keys]

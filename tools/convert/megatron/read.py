@@ -58,6 +58,7 @@ BY_NAME = "--dist-ckpt-optim-fully-reshardable saves it by name"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Digits of a tracker file's number: nobody trains more steps.
 MOST_DIGITS = 19
+MOST_TRACKER_BYTES = 1000  # what is longer is no number, and is not read to its end
 # Versions of files: before 2.0 rows of query, key and value had another order.
 OLDEST_VERSION = 2
 NEWEST_VERSION = 3
@@ -68,12 +69,15 @@ def find_megatron(path: Path) -> Path | None:
     there is none."""
     # A run's folder is given more often than that of an iteration.
     if (path / TRACKER).is_file():
-        tracker = read_regular(path / TRACKER, 1000).decode("utf-8", "backslashreplace").strip()
+        content = read_regular(path / TRACKER, MOST_TRACKER_BYTES)
+        tracker = content.decode("utf-8", "backslashreplace").strip()
         name = _iteration_folder(tracker)
         if not name or not (path / name).is_dir():
             raise UserError.of("convert.megatron_tracker", path=path / TRACKER, tracker=tracker)
         path = path / name
-    if (path / ".metadata").is_file() or any(RANK.fullmatch(file.name) for file in path.iterdir()):
+    if (path / ".metadata").is_file():
+        return path
+    if any(RANK.fullmatch(file.name) for file in path.iterdir()):
         return path
     return None
 
@@ -112,10 +116,11 @@ def open_megatron(
 
 def _open_without_args(checkpoint: Path, model: ModelConfig) -> Source:
     """Open a checkpoint of which only its names and `model` say what it is."""
-    arguments = args_of(model, model.vocab, 1, 1, True, torch.float32)
+    # Of these args only the rotary ones are looked at, which no layout decides.
+    arguments = args_of(model, model.vocab, tp=1, pp=1, fused_norms=True, dtype=torch.float32)
     saved = read_chunked(checkpoint)
     weights = saved.by_kind["weight"]
-    expected = _expected(weights, arguments, model, "whole")
+    expected = _expected(weights, arguments, model, down="whole")
     merged = merge_chunks(checkpoint, expected, weights, model)
     # The state is there, but the args say how its flat buffers are laid out.
     has_state = len(saved.by_kind) > 1 or saved.flat
@@ -134,17 +139,21 @@ def _open_legacy(checkpoint: Path, vocab: int | None, weights_only: bool) -> Sou
     parts_by_name = parts_over_all(rank_files, lambda rank: rank.chunks)
     # Before names are matched, for the table has no such tensor in a tied model.
     _drop_tied_head(checkpoint, model, parts_by_name)
-    expected = _expected(
-        parts_by_name, rank_files.args, model, _latent_down_cut(parts_by_name, model)
-    )
+    down = _latent_down_cut(parts_by_name, model)
+    expected = _expected(parts_by_name, rank_files.args, model, down)
     weights = merge_parts(checkpoint, expected, parts_by_name)
     check_tensors(checkpoint, expected, weights)
     state = {} if weights_only else optimizer_state(rank_files, expected, model)
     facts = _facts(rank_files.first.content, rank_files.args, rank_files.sizes)
-    rows = sum(part.shape[0] for part in parts_by_name[EMBEDDING])
-    notes = (*facts.notes, *_notes_on_files(rank_files), *_notes_on_padding(rank_files.args, rows))
-    unread = facts.unread
-    if rank_files.first.content.get("optimizer") is not None and not state and not weights_only:
+    padded = sum(part.shape[0] for part in parts_by_name[EMBEDDING])
+    notes = (
+        *facts.notes,
+        *_notes_on_files(rank_files),
+        *_notes_on_padding(rank_files.args, padded),
+    )
+    unread = ""
+    has_optimizer = rank_files.first.content.get("optimizer") is not None
+    if has_optimizer and not state and not weights_only:
         unread = "the optimizer's state, which not all files hold in a form that is known here"
     facts = replace(facts, notes=notes, unread=unread)
     return _source(checkpoint, model, expected, {"weight": weights, **state}, facts)
@@ -167,8 +176,8 @@ def _open_distributed(checkpoint: Path, vocab: int | None, weights_only: bool) -
     trained = [match for match in expected if is_trained(match.foreign)]
     merged: dict[str, Mapping[str, TensorSource]] = {}
     for kind, tensors in saved.by_kind.items():
-        of_kind = expected if kind == "weight" else trained
-        merged[kind] = merge_chunks(checkpoint, of_kind, tensors, model)
+        expected_of_kind = expected if kind == "weight" else trained
+        merged[kind] = merge_chunks(checkpoint, expected_of_kind, tensors, model)
     unread = _unread(common, saved)
     # What was saved, whatever the args say: a note tells where they differ.
     padded = weights[EMBEDDING].shape[0]
@@ -177,7 +186,8 @@ def _open_distributed(checkpoint: Path, vocab: int | None, weights_only: bool) -
         layout = FlatLayout(checkpoint, arguments, model, trained, dtypes, padded)
         merged |= bucketed_state(layout, saved.flat)
     sizes = sizes_of(arguments)
-    facts = _facts(common | saved.optimizer, arguments, PerAxis(sizes.tp, sizes.pp, sizes.ep))
+    ranks = PerAxis(sizes.tp, sizes.pp, sizes.ep)
+    facts = _facts(common | saved.optimizer, arguments, ranks)
     notes = (*facts.notes, *_notes_on_padding(arguments, padded))
     return _source(checkpoint, model, expected, merged, replace(facts, unread=unread, notes=notes))
 
@@ -249,8 +259,8 @@ def _expected(
     down: how projections down to latents are cut.
     """
 
-    def is_in_names(part: str) -> bool:
-        return any(f".{part}" in tensor_name for tensor_name in names)
+    def is_in_names(module: str) -> bool:
+        return any(f".{module}" in tensor_name for tensor_name in names)
 
     # Names tell whether Transformer Engine made them; args of other programs may not.
     after_norm = "linear_kv_up_proj" if model.latent else "linear_qkv"
@@ -258,7 +268,8 @@ def _expected(
     fused_before_mlp = is_in_names("mlp.linear_fc1.layer_norm_")
     fused_before_experts = fused_before_mlp and not is_in_names("pre_mlp_layernorm.")
     interleaved = bool(arguments.get("rotary_interleaved"))
-    return matches(megatron(fused, interleaved, model, fused_before_experts, down), model)
+    rules = megatron(fused, interleaved, model, fused_before_experts, down)
+    return matches(rules, model)
 
 
 def _latent_down_cut(parts_by_name: Mapping[str, list[TensorSource]], model: ModelConfig) -> Cut:
@@ -373,19 +384,19 @@ def _notes_on_files(rank_files: RankFiles) -> Iterator[str]:
     distinct: dict[PerAxis, list[dict[str, Stored]]] = {}
     for rank, file in rank_files.files.items():
         # Ranks of one ep axis hold the same by design if their stage has no experts.
-        if not any(is_expert(name) for chunk in file.chunks for name in chunk):
+        if not any(any(map(is_expert, chunk)) for chunk in file.chunks):
             rank = rank._replace(ep=0)
         distinct.setdefault(rank, file.chunks)
     yield from notes_on_copies(rank_files.path, distinct)
 
 
-def _notes_on_padding(arguments: Mapping[str, Any], rows: int) -> Iterator[str]:
+def _notes_on_padding(arguments: Mapping[str, Any], padded: int) -> Iterator[str]:
     """Yield a note if the args say another number of rows of the padded vocabulary than there
     are."""
     stated = arguments.get("padded_vocab_size")
-    if stated not in (None, rows):
+    if stated not in (None, padded):
         yield (
-            f"args say padded_vocab_size = {stated}, but {EMBEDDING} has {rows} rows; the files "
+            f"args say padded_vocab_size = {stated}, but {EMBEDDING} has {padded} rows; the files "
             "were read as they are"
         )
 

@@ -15,10 +15,12 @@ from models.config import ModelConfig
 from models.rope_scaling import ORIGINAL, RopeScaling
 from tools.convert.megatron.keys import Args, argument_or, query_groups
 
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL: 8192}  # fixed there
+# Numbers of Llama 3.1's scaling that Megatron has in its code (rotary_pos_embedding.py).
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL: 8192}
 LEARNED = "learned_absolute"
 YARN = "yarn"
-LATENT_YARN = {ORIGINAL: 4096, "beta_fast": 32.0, "beta_slow": 1.0}  # there is no argument for them
+# Fields of YaRN and their defaults; of multi-latent attention no command line has them.
+YARN_DEFAULTS = {ORIGINAL: 4096, "beta_fast": 32.0, "beta_slow": 1.0}
 # Arguments of ordinary attention that multi-latent attention ignores, or has a meaning of its own
 # for.
 UNUSED = (
@@ -43,6 +45,7 @@ def rotary_of(arguments: Args, learned: bool) -> dict[str, Any]:
     """Return the fields of rotary positions in ordinary attention."""
     fraction = 1.0 if learned else float(argument_or(arguments, "rotary_percent", 1.0))
     base = float(argument_or(arguments, "rotary_base", 10000))
+    # Args of rotary positions may be left over; learned ones have none.
     if learned:
         scaling = {}
     elif _is_yarn(arguments):
@@ -98,18 +101,17 @@ def _yarn(arguments: Args, prefix: str, truncate: bool) -> dict[str, Any]:
 
     prefix: of the arguments that only one kind of attention has.
     """
-    original, fast, slow = (
-        argument_or(arguments, f"{prefix}{argument_name}", default)
-        for argument_name, default in LATENT_YARN.items()
-    )
+    stated = {}
+    for field, default in YARN_DEFAULTS.items():
+        stated[field] = argument_or(arguments, f"{prefix}{field}", default)
     factor = _yarn_factor(arguments)
     mscale, mscale_all_dim = _mscales(arguments)
     scaling: dict[str, Any] = {
         "kind": YARN,
         "factor": factor,
-        ORIGINAL: original,
-        "beta_fast": float(fast),
-        "beta_slow": float(slow),
+        ORIGINAL: stated[ORIGINAL],
+        "beta_fast": float(stated["beta_fast"]),
+        "beta_slow": float(stated["beta_slow"]),
         "truncate": truncate,
     }
     # Ours takes the quotient of their factors only if both are given, and else that of 1.
@@ -125,12 +127,11 @@ def _yarn(arguments: Args, prefix: str, truncate: bool) -> dict[str, Any]:
 
 def _yarn_factor(arguments: Args) -> float:
     if arguments.get("rotary_scaling_factor") is None:
-        argument_name = (
-            "rope_type" if arguments.get("multi_latent_attention") else "position_embedding_type"
-        )
-        raise UserError.of(
-            "convert.megatron_factor_missing", key=argument_name, get=arguments.get(argument_name)
-        )
+        # The argument that says YaRN.
+        key = "position_embedding_type"
+        if arguments.get("multi_latent_attention"):
+            key = "rope_type"
+        raise UserError.of("convert.megatron_factor_missing", key=key, get=arguments.get(key))
     factor = float(arguments["rotary_scaling_factor"])
     if factor < 1:
         raise UserError.of("convert.megatron_factor_below_one", factor=factor)
@@ -174,7 +175,8 @@ def latent_of(arguments: Args) -> dict[str, Any]:
     }
     if argument_or(arguments, "rope_type", YARN) == YARN:
         return {**fields, "rope_scaling": _yarn(arguments, "", truncate=True)}
-    # Scores are divided by the root of the scalar, and multiplied by the square of YaRN's factor.
+    # Scores are divided by the root of the scalar, and multiplied by the square of YaRN's factor:
+    # the scalar is to be divided by its fourth power.
     attention_scalar = float(rope_dim + nope_dim)
     _, mscale_all_dim = _mscales(arguments)
     if mscale_all_dim:
@@ -211,15 +213,16 @@ def _require_latent(arguments: Args) -> None:
 def rotary_args(model: ModelConfig) -> dict[str, Any]:
     """Return Megatron's args of positions."""
     scaling = model.rope_scaling
-    kind = YARN if scaling.kind == YARN and not model.latent else "rope"
+    # In multi-latent attention rope_type says YaRN.
+    embedding_type = YARN if scaling.kind == YARN and not model.latent else "rope"
     if model.positions == "learned":
-        kind = LEARNED
+        embedding_type = LEARNED
     # Megatron-LM's argument is a whole number.
     base = model.rope_base
     return {
-        "position_embedding_type": kind,
-        "add_position_embedding": kind == LEARNED,
-        "use_rotary_position_embeddings": kind == "rope",
+        "position_embedding_type": embedding_type,
+        "add_position_embedding": embedding_type == LEARNED,
+        "use_rotary_position_embeddings": embedding_type == "rope",
         "rotary_base": int(base) if base == int(base) else base,
         "rotary_percent": model.rotary_fraction,
         "rotary_interleaved": False,
@@ -231,6 +234,7 @@ def rotary_args(model: ModelConfig) -> dict[str, Any]:
 
 
 def _linear_factor(scaling: RopeScaling) -> int | None:
+    # A whole number in Megatron-LM; another factor is refused when the args are read back.
     return int(scaling.factor) if scaling.kind == "linear" else None
 
 
@@ -245,10 +249,8 @@ def _yarn_args(model: ModelConfig) -> dict[str, Any]:
         "mscale_all_dim": scaling.mscale_all_dim,
     }
     if not model.latent:
-        arguments |= {
-            f"yarn_{argument_name}": getattr(scaling, argument_name)
-            for argument_name in LATENT_YARN
-        }
+        for field in YARN_DEFAULTS:
+            arguments[f"yarn_{field}"] = getattr(scaling, field)
         arguments["yarn_correction_range_round_to_int"] = scaling.truncate
     return arguments
 
@@ -277,8 +279,8 @@ def latent_args(model: ModelConfig) -> dict[str, Any]:
     }
     if scaling.kind == YARN:
         arguments["rope_type"] = YARN
-        for argument_name in LATENT_YARN:
-            arguments[argument_name] = getattr(scaling, argument_name)
+        for field in YARN_DEFAULTS:
+            arguments[field] = getattr(scaling, field)
     return arguments
 
 
@@ -288,7 +290,8 @@ def unsaid_by_arguments(model: ModelConfig) -> list[str]:
         return []
     scaling = model.rope_scaling
     unsaid = []
-    for argument_name, fixed in LATENT_YARN.items():
-        if getattr(scaling, argument_name) != fixed:
-            unsaid.append(f"{argument_name} = {getattr(scaling, argument_name)}")
+    for field, default in YARN_DEFAULTS.items():
+        value = getattr(scaling, field)
+        if value != default:
+            unsaid.append(f"{field} = {value}")
     return unsaid

@@ -47,7 +47,8 @@ from tools.convert.megatron.optimizer_state import MOMENTS, decayed
 from tools.convert.megatron.order import in_registered_order
 from tools.convert.megatron.read import find_megatron, open_megatron
 
-# rows of the vocabulary are padded to this times the tensor-parallel ranks, as Megatron does
+# Rows of the vocabulary are padded to a multiple of this times the tensor-parallel ranks, as
+# Megatron does.
 DIVISIBLE = 128
 HALF = (torch.bfloat16, torch.float16)
 # Megatron looks for these, and takes its own with --override-opt-param-scheduler.
@@ -114,10 +115,12 @@ def megatron_target(source: Source, dtype: torch.dtype | None, layout: MegatronL
     """Return a target that is a folder with one iteration. UserError for a model or a layout that
     Megatron does not have."""
     _check_layout(source.model, layout)
-    weights = dtype or source.dtype("weight/embedding.weight")
-    writer = _Writer(source, layout, weights)
+    weight_dtype = dtype or source.dtype("weight/embedding.weight")
+    writer = _Writer(source, layout, weight_dtype)
     describe = {"to": "megatron", "dtype": str(dtype), "layout": astuple(layout)}
-    size = sum(prod(source.shapes[key]) * dtype.itemsize for key, dtype in writer.dtypes.items())
+    size = 0
+    for tensor_key, stored_dtype in writer.dtypes.items():
+        size += prod(source.shapes[tensor_key]) * stored_dtype.itemsize
     left_out = list(writer.left_out)
     if source.tokenizer:
         left_out.append("the tokenizer")
@@ -131,7 +134,8 @@ def _check_layout(model: ModelConfig, layout: MegatronLayout) -> None:
     if layout.tp < 1 or layout.pp < 1 or model.layers % layout.pp:
         raise UserError.of("convert.target_stages", tp=layout.tp, pp=layout.pp, layers=model.layers)
     # Each rank has as many experts, and each stage as many layers.
-    if layout.ep < 1 or model.experts % layout.ep or (layout.ep > 1 and not model.experts):
+    has_ranks_without = layout.ep > 1 and not model.experts
+    if layout.ep < 1 or model.experts % layout.ep or has_ranks_without:
         raise UserError.of("convert.target_expert_ranks", ep=layout.ep, experts=model.experts)
     if layout.grouped and not model.experts:
         raise UserError.of("convert.target_no_experts")
@@ -161,31 +165,35 @@ class _Slots:
 
 
 class _Writer:
-    """The files of one conversion. weights: dtype of the model's weights in them."""
+    """The files of one conversion. weight_dtype: of the model's weights in them."""
 
-    def __init__(self, source: Source, layout: MegatronLayout, weights: torch.dtype) -> None:
+    def __init__(self, source: Source, layout: MegatronLayout, weight_dtype: torch.dtype) -> None:
         self.source = source
         self.layout = layout
-        self.weights = weights
+        self.weight_dtype = weight_dtype
         model = source.model
         unit = DIVISIBLE * layout.tp
         self.padded = -(-model.vocab // unit) * unit
         # Megatron has biases of experts only where these are not cut; others are cut as all else
         # is.
         self.expert_tp = 1 if model.expert_bias else layout.tp
-        self.args = args_of(model, self.padded, layout.tp, layout.pp, layout.fused_norms, weights)
+        self.args = args_of(
+            model, self.padded, layout.tp, layout.pp, layout.fused_norms, weight_dtype
+        )
         self.left_out = omitted_fields(model, self.args)
         self.args |= source.facts.special
         self.args |= {"expert_model_parallel_size": layout.ep, "moe_grouped_gemm": layout.grouped}
         if model.expert_bias:
             self.args["expert_tensor_parallel_size"] = self.expert_tp
-        self.matches = matches(megatron(layout.fused_norms, False, model, down=layout.down), model)
+        rules = megatron(layout.fused_norms, interleaved=False, model=model, down=layout.down)
+        self.matches = matches(rules, model)
         # The state of other rules is not written, nor that of Muon, which mixes two.
         self.has_state = _has_all_moments(source)
         # FP32 masters take the place of half weights: they are what is read back.
-        self.masters = self.has_state and weights in HALF
+        self.has_masters = self.has_state and weight_dtype in HALF
         # A source without progress counts the steps that were applied.
-        self.folder = f"iter_{source.facts.progress.get('step', source.facts.steps):07d}"
+        self.iteration = source.facts.progress.get("step", source.facts.steps)
+        self.folder = f"iter_{self.iteration:07d}"
         self.stages = [list(self._stage(stage)) for stage in range(layout.pp)]
         self.dtypes = self._dtypes()
 
@@ -193,10 +201,10 @@ class _Writer:
         """Return key -> dtype in which a logical tensor is read back: masters in place of half
         weights, and the moments of what is trained."""
         dtypes: dict[str, torch.dtype] = {}
-        weights = torch.float32 if self.masters else self.weights
+        read_dtype = torch.float32 if self.has_masters else self.weight_dtype
         for match in self.matches:
             for name in match.logical:
-                dtypes[f"weight/{name}"] = self._dtype(match, weights)
+                dtypes[f"weight/{name}"] = self._dtype(match, read_dtype)
         if not self.has_state:
             return dtypes
         for kind in MOMENTS:
@@ -212,6 +220,7 @@ class _Writer:
         # A single stage has the embedding already.
         is_another_last = pp > 1 and stage == pp - 1
         embedding = next(match for match in self.matches if match.foreign == EMBEDDING)
+        # Modules of multi-token prediction embed tokens too, before their layers.
         if self.source.model.mtp_layers and is_another_last:
             yield self._local(EMBEDDING, embedding)
         for match in in_registered_order(self.matches, self.layout.grouped):
@@ -222,10 +231,9 @@ class _Writer:
             yield self._local(HEAD, embedding)
 
     def _local(self, tensor_name: str, name_match: Match) -> _LocalTensor:
+        ranks = self._ranks(name_match)
         try:
-            shape = part_shape(
-                name_match.shape, name_match.cut, self._ranks(name_match), self.padded
-            )
+            shape = part_shape(name_match.shape, name_match.cut, ranks, self.padded)
         except UserError as error:
             raise UserError.of(
                 "convert.target_tensor_ranks", tp=self.layout.tp, name=tensor_name, error=error
@@ -234,10 +242,10 @@ class _Writer:
         tensor_name = local_name(tensor_name, experts, self.layout.grouped)
         return _LocalTensor(tensor_name, name_match, shape, expert_of(name_match.foreign))
 
-    def _dtype(self, name_match: Match, weights: torch.dtype) -> torch.dtype:
+    def _dtype(self, name_match: Match, weight_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of a tensor among weights; a router's correction keeps its own."""
         if is_trained(name_match.foreign):
-            return weights
+            return weight_dtype
         return self.source.dtype(f"weight/{name_match.logical[0]}")
 
     def _ranks(self, name_match: Match) -> int:
@@ -247,7 +255,7 @@ class _Writer:
         return self.expert_tp
 
     def _files(self) -> Iterator[tuple[int, str, list[_LocalTensor]]]:
-        """Yield (tp rank, file, what is in it) of every rank."""
+        """Yield (tp rank, file, the tensors in it) of every rank."""
         layout = self.layout
         experts = self.source.model.experts // layout.ep
         for stage, tensors in enumerate(self.stages):
@@ -268,13 +276,18 @@ class _Writer:
                 match = slot.tensor.match
                 ranks = self._ranks(match)
                 take = bind(_unpadded_part, match, tp % ranks, ranks, self.padded, slot.dtype)
-                locations.setdefault((slot.kind, match), []).append(Location(file, start, take))
+                locations_of_tensor = locations.setdefault((slot.kind, match), [])
+                locations_of_tensor.append(Location(file, start, take))
         sizes = head_sizes(self.source.model)
         writes = []
-        for (kind, match), of_tensor in locations.items():
-            keys = tuple(f"{kind}/{name}" for name in match.logical)
-            name = f"{kind}/{match.foreign}"
-            writes.append(Write(name, keys, bind(match.join, sizes), tuple(of_tensor)))
+        for (kind, match), locations_of_tensor in locations.items():
+            tensor_write = Write(
+                f"{kind}/{match.foreign}",
+                keys=tuple(f"{kind}/{name}" for name in match.logical),
+                join=bind(match.join, sizes),
+                locations=tuple(locations_of_tensor),
+            )
+            writes.append(tensor_write)
         return writes
 
     def _make_file(
@@ -289,7 +302,8 @@ class _Writer:
             file.parent.mkdir(parents=True, exist_ok=True)
             with torch.serialization.skip_data(materialize_fake_tensors=True):
                 torch.save(content, file)
-        # torch.save numbers storages in the order in which it meets the tensors.
+        # torch.save numbers storages in the order in which it meets the tensors, which is that of
+        # the slots.
         for slot, start in zip(slots.slots, _storage_starts(file), strict=True):
             if slot is not None:
                 yield slot, start
@@ -308,13 +322,12 @@ class _Writer:
             args["seq_length"] = progress.get("tokens", 0) // samples
         weights = {}
         for tensor in tensors:
-            weights[tensor.name] = slots.add(
-                "weight", tensor, self._dtype(tensor.match, self.weights)
-            )
+            dtype = self._dtype(tensor.match, self.weight_dtype)
+            weights[tensor.name] = slots.add("weight", tensor, dtype)
         content: dict[str, Any] = {
             "args": argparse.Namespace(**args),
             "checkpoint_version": 3.0,
-            "iteration": progress.get("step", self.source.facts.steps),
+            "iteration": self.iteration,
             "model": weights,
         }
         if self.has_state:
@@ -338,7 +351,9 @@ class _Writer:
 
     def _optimizer(self, tensors: Sequence[_LocalTensor], slots: _Slots) -> dict[str, Any]:
         """Return the state of an optimizer: parameters with weight decay, then those without."""
-        has_experts = self.layout.ep > 1 and any(tensor.expert is not None for tensor in tensors)
+        # With ep > 1 an optimizer is of experts alone, or of all else.
+        is_of_experts = any(tensor.expert is not None for tensor in tensors)
+        has_experts = self.layout.ep > 1 and is_of_experts
         steps = self.source.facts.steps
         # Megatron numbers parameters in this order: first those with weight decay.
         groups = []
@@ -355,11 +370,12 @@ class _Writer:
                 moments = {kind: slots.add(kind, tensor, torch.float32) for kind in MOMENTS}
                 state[len(state)] = {"step": float(steps), **moments}
         inner = {"state": state, "param_groups": param_groups}
-        if not self.masters:
+        if not self.has_masters:
             return inner
-        masters = [
-            [slots.add("weight", tensor, torch.float32) for tensor in group] for group in groups
-        ]
+        # After the moments in the file, and so after them among the slots.
+        masters = []
+        for group in groups:
+            masters.append([slots.add("weight", tensor, torch.float32) for tensor in group])
         return {
             "optimizer": inner,
             "fp32_from_fp16_params": masters,
@@ -384,7 +400,7 @@ class _Writer:
         not look at."""
         if generation := self.source.facts.generation:
             write_generation(folder / self.folder, generation)
-        (folder / TRACKER).write_text(str(int(self.folder.removeprefix("iter_"))))
+        (folder / TRACKER).write_text(str(self.iteration))
 
 
 def _has_all_moments(source: Source) -> bool:
@@ -419,7 +435,9 @@ def _name_in_stage(tensor_name: str, stage: int, layers: int, pp: int) -> str | 
     if tensor_name.startswith("decoder.layers."):
         number, suffix = tensor_name.removeprefix("decoder.layers.").split(".", 1)
         local_number = int(number) - stage * layers
-        return f"decoder.layers.{local_number}.{suffix}" if 0 <= local_number < layers else None
+        if not 0 <= local_number < layers:
+            return None
+        return f"decoder.layers.{local_number}.{suffix}"
     owner = 0 if tensor_name.startswith("embedding.") else pp - 1
     return tensor_name if stage == owner else None
 

@@ -27,8 +27,9 @@ OPTIMIZER = re.compile(r"(?:pytorch_optim|optimizer)[-._].*(?:bin|safetensors|js
 
 def find_colossalai(path: Path) -> Path | None:
     """Return the folder of the shards: `path`, or its modeling/."""
-    for folder in (path, path / MODELING):
-        names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
+    folders = [folder for folder in (path, path / MODELING) if folder.is_dir()]
+    for folder in folders:
+        names = [file.name for file in folder.iterdir()]
         # shards of ours have such names, and no such index
         indexed = has_weights(folder) or STAGES in names
         if indexed and any(SHARD.fullmatch(name) for name in names):

@@ -89,7 +89,7 @@ def find_internevo(path: Path) -> Path | None:
 
 
 def _is_rank_file(file_name: str) -> bool:
-    return any(kind.fullmatch(file_name) for kind in (FILE, SHARDED, EXPERT))
+    return any(pattern.fullmatch(file_name) for pattern in (FILE, SHARDED, EXPERT))
 
 
 def open_internevo(checkpoint: Path) -> Source:
@@ -99,19 +99,22 @@ def open_internevo(checkpoint: Path) -> Source:
     config = _read_config(checkpoint / CONFIG)
     shards_by_name = _shards_over_all(rank_files)
     mlp, ffn = _feed_forward(checkpoint, shards_by_name)
-    biased = "blocks.0.mixer.Wqkv.bias" in shards_by_name
     # What the dict does not say, the tensors do: gates, widths and biases.
-    model, note = model_of(config, "gate" in mlp.values(), ffn, biased, str(checkpoint / CONFIG))
-    chunks = len(next(iter(rank_files.chunks.values())))
-    if config.get("num_chunks", chunks) != chunks:
+    gated = "gate" in mlp.values()
+    biased = "blocks.0.mixer.Wqkv.bias" in shards_by_name
+    model, note = model_of(config, gated, ffn, biased, origin=str(checkpoint / CONFIG))
+    first_chunks = next(iter(rank_files.chunks.values()))
+    num_chunks = len(first_chunks)
+    if config.get("num_chunks", num_chunks) != num_chunks:
         raise UserError.of(
             "convert.internevo_chunks",
             path=checkpoint / CONFIG,
             num_chunks=config["num_chunks"],
-            chunks=chunks,
+            chunks=num_chunks,
         )
     split_hidden = _split_hidden(shards_by_name, model.hidden)
-    expected = matches(internevo(mlp, split_hidden, rank_files.weight_parallel), model)
+    rules = internevo(mlp, split_hidden, rank_files.weight_parallel)
+    expected = matches(rules, model)
     weights = merge_shards(checkpoint, expected, shards_by_name)
     check_tensors(checkpoint, expected, weights)
     layout = {"tensor": rank_files.sizes.tp, "pipeline": rank_files.sizes.pp}
@@ -126,9 +129,10 @@ def open_internevo(checkpoint: Path) -> Source:
 
 def _refuse_unread_kinds(checkpoint: Path) -> None:
     """Raise UserError for files of ranks that hold something else than whole layers."""
-    for kind, content in ((SHARDED, "a part of each parameter (zero1.fsdp)"), (EXPERT, "experts")):
+    unread = ((SHARDED, "a part of each parameter (zero1.fsdp)"), (EXPERT, "experts"))
+    for pattern, content in unread:
         for file in sorted(checkpoint.iterdir()):
-            if kind.fullmatch(file.name):
+            if pattern.fullmatch(file.name):
                 raise UserError.of(
                     "convert.internevo_kinds", path=checkpoint / file.name, content=content
                 )
@@ -143,9 +147,9 @@ def _read_ranks(checkpoint: Path) -> RankFiles:
             matches_by_name[file_name] = match
     # Weight parallelism (isp) names wp, the other modes name tp, older versions both: one save has
     # one form.
-    forms = {
-        tuple(number is not None for number in match.groups()) for match in matches_by_name.values()
-    }
+    forms = set()
+    for match in matches_by_name.values():
+        forms.add(tuple(number is not None for number in match.groups()))
     if len(forms) > 1:
         raise UserError.of(
             "convert.internevo_two_forms",
@@ -159,10 +163,10 @@ def _read_ranks(checkpoint: Path) -> RankFiles:
     # Where files name both, a rank has one number of each, and not every pair is a rank.
     if not (names_tp and names_wp):
         _require_all_ranks(checkpoint, file_of_rank, sizes, names_tp, names_wp)
+    # All files at once: starting the process that opens pickles takes seconds.
+    states = contents([*file_of_rank.values()])
     chunks = {}
-    for (rank_axes, rank_file), state in zip(
-        file_of_rank.items(), contents([*file_of_rank.values()]), strict=True
-    ):
+    for (rank_axes, rank_file), state in zip(file_of_rank.items(), states, strict=True):
         chunks[rank_axes] = _chunks(rank_file, state)
     return RankFiles(checkpoint, chunks, sizes, names_wp)
 
@@ -244,9 +248,7 @@ def _distinct_ranks(rank_files: RankFiles) -> dict[RankAxes, Chunks]:
     parallelism cuts layers, those with the same part of a stage that has nothing but layers."""
     distinct: dict[RankAxes, Chunks] = {}
     for rank_axes, chunks in rank_files.chunks.items():
-        has_layers_alone = all(
-            LAYER.match(tensor_name) for chunk in chunks for tensor_name in chunk
-        )
+        has_layers_alone = all(all(map(LAYER.match, chunk)) for chunk in chunks)
         if rank_files.weight_parallel and has_layers_alone:
             rank_axes = rank_axes._replace(tp=0)
         distinct.setdefault(rank_axes, chunks)
@@ -257,11 +259,12 @@ def _shards_of_stage(
     rank_files: RankFiles, stage: int, chunk: int
 ) -> dict[str, list[TensorSource]]:
     """Return name -> its parts, of one stage."""
-    of_stage = []
+    ranks_of_stage = []
     for rank_axes, chunks in rank_files.chunks.items():
         if rank_axes.pp == stage:
-            of_stage.append((partial(_part_of, rank_files, rank_axes), chunks[chunk]))
-    return collect_shards(rank_files.path, of_stage, LONE)
+            part_of = partial(_part_of, rank_files, rank_axes)
+            ranks_of_stage.append((part_of, chunks[chunk]))
+    return collect_shards(rank_files.path, ranks_of_stage, LONE)
 
 
 def _part_of(rank_files: RankFiles, rank: RankAxes, tensor_name: str) -> Part:
@@ -317,11 +320,9 @@ def _unread(checkpoint: Path) -> str:
     unread = []
     if any(file_name.startswith("optimizer_") for file_name in names):
         unread.append("the optimizer's state (optimizer_*.pt)")
-    unread += [
-        file_name
-        for file_name in names
-        if file_name.startswith("sampler") or file_name in UNREAD_FILES
-    ]
+    for file_name in names:
+        if file_name.startswith("sampler") or file_name in UNREAD_FILES:
+            unread.append(file_name)
     return ", ".join(unread)
 
 
@@ -450,11 +451,10 @@ def _refuse(config: Mapping[str, Any], origin: str) -> None:
 def _problems_of_numbers(config: Mapping[str, Any], origin: str) -> Iterator[Problem]:
     """Yield a line for each value that is not the number that it has to be."""
     for setting in WHOLE_NUMBERS:
-        if setting in config and not (
-            is_number(config[setting], whole=True) and config[setting] > 0
-        ):
+        value = config.get(setting, 1)
+        if not is_number(value, whole=True) or value <= 0:
             yield Problem.of(
-                "convert.internevo_whole_number", origin=origin, key=setting, value=config[setting]
+                "convert.internevo_whole_number", origin=origin, key=setting, value=value
             )
     for setting in NUMBERS:
         if setting in config and not is_number(config[setting]):

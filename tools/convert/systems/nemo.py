@@ -48,7 +48,8 @@ EXPORT = "NeMo's llm.export_ckpt(path, target='hf') makes a Hugging Face folder 
 
 def find_nemo(path: Path) -> Path | None:
     """Return the checkpoint's folder: `path`, or the one above, if it is its `weights`."""
-    for folder in (path, path.parent) if path.name == WEIGHTS else (path,):
+    folders = (path, path.parent) if path.name == WEIGHTS else (path,)
+    for folder in folders:
         has_weights = (folder / WEIGHTS).is_dir() or (folder / ".metadata").is_file()
         if has_weights and (folder / CONTEXT).is_dir():
             return folder
@@ -109,7 +110,8 @@ def open_nemo(checkpoint: Path, vocab: int | None = None) -> Source:
 def _check_complete(checkpoint: Path, folder: Path) -> None:
     """Raise UserError if the checkpoint was not saved or fetched whole, or holds an adapter
     alone."""
-    mark = checkpoint.absolute().with_name(f"{checkpoint.absolute().name}{UNFINISHED}")
+    absolute = checkpoint.absolute()
+    mark = absolute.with_name(f"{absolute.name}{UNFINISHED}")
     if mark.exists():
         raise UserError.of("convert.nemo_not_whole", path=checkpoint, mark=mark)
     # A pointer of Git LFS in place of a file would be taken for a damaged one.
@@ -194,7 +196,8 @@ def _notes_on_padding(
     if config["vocab_size"] is not None or EMBEDDING not in tensors:
         return
     rows = tensors[EMBEDDING].shape[0]
-    padded = -(-vocab // (divisor * tp)) * divisor * tp
+    unit = divisor * tp
+    padded = -(-vocab // unit) * unit
     if rows != padded:
         yield (
             f"--vocab {vocab} is {padded} rows with NeMo's padding (make_vocab_size_divisible_by = "
@@ -453,7 +456,8 @@ def _problems_of_layers(spec: Any, origin: str) -> Iterator[Problem]:
     """Yield a line if layers are made by a function that NeMo does not have: nothing says what it
     makes."""
     function_name = _function_name(spec)
-    if function_name not in (None, *(f"{MODULE}base.{layer}" for layer in LAYERS)):
+    known_names = [f"{MODULE}base.{layer}" for layer in LAYERS]
+    if function_name is not None and function_name not in known_names:
         yield Problem.of(
             "convert.nemo_layer_spec",
             origin=origin,
@@ -479,10 +483,11 @@ def _mlp(config: Mapping[str, Any], gated: bool, origin: str) -> str:
     """Return the kind of feed-forward. Megatron-core's fused GELU is the tanh approximation, the
     other is not (fusions/)."""
     function_name = _function_name(config["activation_func"])
-    kind = ACTIVATIONS.get(function_name) if isinstance(function_name, str) else None
-    if (kind, gated) == ("silu", True):
+    # A function with arguments is dumped as a table, which no key of ACTIVATIONS is.
+    activation = ACTIVATIONS.get(function_name) if isinstance(function_name, str) else None
+    if (activation, gated) == ("silu", True):
         return "swiglu"
-    if (kind, gated) == ("gelu", False):
+    if (activation, gated) == ("gelu", False):
         return "gelu" if config["bias_activation_fusion"] else "gelu_exact"
     gate = "a gate" if gated else "no gate"
     raise UserError.of("convert.nemo_activation", origin=origin, name=function_name, gate=gate)

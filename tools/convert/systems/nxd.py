@@ -104,11 +104,10 @@ def find_nxd(path: Path) -> Path | None:
     if merged or _has_ranks(path / "model") or _has_ranks(path):
         return path
     # The folder of a run, with a folder for each checkpoint.
-    candidates = [
-        candidate
-        for candidate in sorted(path.iterdir())
-        if (candidate / "checkpoint").is_file() and _has_ranks(candidate / "model")
-    ]
+    candidates = []
+    for folder in sorted(path.iterdir()):
+        if (folder / "checkpoint").is_file() and _has_ranks(folder / "model"):
+            candidates.append(folder)
     # One that was interrupted is left out, unless there is no other.
     complete = [candidate for candidate in candidates if (candidate / "done").is_file()]
     if len(complete) > 1:
@@ -122,9 +121,8 @@ def _has_ranks(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     names = [file.name for file in folder.iterdir()]
-    return any(
-        kind.fullmatch(file_name) for kind, file_name in product((FILE, OLD, EXPERTS), names)
-    )
+    candidates = product((FILE, OLD, EXPERTS), names)
+    return any(pattern.fullmatch(file_name) for pattern, file_name in candidates)
 
 
 def open_nxd(checkpoint: Path) -> Source:
@@ -133,28 +131,28 @@ def open_nxd(checkpoint: Path) -> Source:
     if (checkpoint / "checkpoint").is_file() and not (checkpoint / "done").is_file():
         raise UserError.of("convert.nxd_not_whole", path=checkpoint, last_file=checkpoint / "done")
     config_file, config = _read_config(checkpoint)
-    model, kind = _model_of(config_file, config)
+    model, model_type = _model_of(config_file, config)
     rank_files = _find_files(checkpoint)
-    tensors, unread_keys = _read_tensors(rank_files)
-    tensor_ranks, pipeline_ranks = count_ranks(tensors)
+    tensors_by_rank, unread_keys = _read_tensors(rank_files)
+    tensor_ranks, pipeline_ranks = count_ranks(tensors_by_rank)
     ranks = []
-    for model_rank, of_rank in tensors.items():
-        ranks.append((partial(_part_of, model_rank, tensor_ranks), of_rank))
+    for model_rank, tensors in tensors_by_rank.items():
+        ranks.append((partial(_part_of, model_rank, tensor_ranks), tensors))
     weights = hugging_face(checkpoint, collect_shards(checkpoint, ranks), model)
-    expected = matches(HUGGING_FACE[kind], model)
+    expected = matches(HUGGING_FACE[model_type], model)
     check_tied(checkpoint, model, weights, expected)
     check_tensors(checkpoint, expected, weights)
-    chunks = {model_rank: [of_rank] for model_rank, of_rank in tensors.items()}
+    chunks = {model_rank: [tensors] for model_rank, tensors in tensors_by_rank.items()}
+    # The model is read without modules of multi-token prediction.
+    architecture = FAMILIES[model_type].architecture
+    config_notes = notes(config, architecture, has_modules=False)
     facts = Facts(
         layout={"tensor": tensor_ranks, "pipeline": pipeline_ranks},
         unread=_unread(checkpoint, unread_keys),
         special=special_ids(config),
         generation=read_generation(config_file.parent),
         notes=(
-            *(
-                f"{config_file}: {note}"
-                for note in notes(config, FAMILIES[kind].architecture, False)
-            ),
+            *(f"{config_file}: {note}" for note in config_notes),
             *notes_on_copies(checkpoint, chunks),
         ),
     )
@@ -179,7 +177,7 @@ def _read_config(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _model_of(config_file: Path, config: dict[str, Any]) -> tuple[ModelConfig, str]:
-    """Return the model of config.json, and its family there."""
+    """Return the model of config.json, and its model_type."""
     # Quantized layers hold codes under the usual names, and scales beside them
     # (quantization/quantization_layers.py).
     if config.get("quantization_config") is not None:
@@ -264,8 +262,11 @@ def _ranks_of_optimizer(checkpoint: Path) -> list[ModelRank]:
     folder = checkpoint / "optim"
     if not folder.is_dir():
         return []
-    matches = [FILE.fullmatch(file.name) for file in folder.iterdir()]
-    return [ModelRank(int(match[2]), int(match[3])) for match in matches if match]
+    ranks = []
+    for file in folder.iterdir():
+        if match := FILE.fullmatch(file.name):
+            ranks.append(ModelRank(int(match[2]), int(match[3])))
+    return ranks
 
 
 def _read_tensors(
@@ -274,9 +275,9 @@ def _read_tensors(
     """Return the tensors of each rank by name; and the keys of what the files hold besides."""
     tensors: dict[ModelRank, dict[str, Stored]] = {}
     unread_keys: set[str] = set()
-    for (model_rank, rank_file), content in zip(
-        rank_files.items(), contents(list(rank_files.values())), strict=True
-    ):
+    # All files at once: starting the process that opens pickles takes seconds.
+    loaded = contents(list(rank_files.values()))
+    for (model_rank, rank_file), content in zip(rank_files.items(), loaded, strict=True):
         if not isinstance(content, dict):
             raise UserError.of("convert.not_a_state", file=rank_file)
         state = content
@@ -284,10 +285,9 @@ def _read_tensors(
         if isinstance(content.get("model"), dict):
             state = content["model"]
             unread_keys |= {str(key) for key in content if key != "model"}
+        resolved = _resolve(rank_file, state)
         tensors[model_rank] = {
-            tensor_name: value
-            for tensor_name, value in _resolve(rank_file, state).items()
-            if not tensor_name.endswith(BUFFERS)
+            name: stored for name, stored in resolved.items() if not name.endswith(BUFFERS)
         }
     return tensors, sorted(unread_keys)
 
@@ -305,18 +305,20 @@ def _resolve(rank_file: Path, state: Mapping[str, Any]) -> dict[str, Stored]:
             raise UserError.of("convert.nxd_file_missing", tensor_file=tensor_file)
     resolved = dict(state)
     if files:
-        resolved.update(zip(files, contents(list(files.values())), strict=True))
+        values = contents(list(files.values()))
+        resolved.update(zip(files, values, strict=True))
+    # What lies in a file of its own has to be a tensor too.
     return state_in(rank_file, resolved)
 
 
 def _unread(checkpoint: Path, unread_keys: Sequence[str]) -> str:
     """Return the files that are ignored: those beside the weights."""
-    unread = ["the optimizer's state (optim/)"] if (checkpoint / "optim").is_dir() else []
-    unread += [
-        file_name
-        for file_name in ("scheduler.pt", "user_content.pt")
-        if (checkpoint / file_name).is_file()
-    ]
+    unread = []
+    if (checkpoint / "optim").is_dir():
+        unread.append("the optimizer's state (optim/)")
+    for file_name in ("scheduler.pt", "user_content.pt"):
+        if (checkpoint / file_name).is_file():
+            unread.append(file_name)
     return ", ".join([*unread, *unread_keys])
 
 
@@ -358,7 +360,8 @@ class HeadCopies:
         """Return [key/value heads, copies, rows of one, ...]."""
         if self.grouped:
             return values.unflatten(0, (self.heads, self.count, -1))
-        return values.unflatten(0, (self.count, self.heads, -1)).transpose(0, 1)
+        repeated = values.unflatten(0, (self.count, self.heads, -1))
+        return repeated.transpose(0, 1)
 
 
 def hugging_face(
@@ -368,12 +371,17 @@ def hugging_face(
     the tensor-parallel ranks."""
     unfused: dict[str, Sequence[TensorSource]] = {}
     for tensor_name, shards in shards_by_name.items():
-        for unfused_name, own_shards in _unfuse(checkpoint, tensor_name, shards, model).items():
-            if unfused_name in unfused:
+        projections = _unfuse(checkpoint, tensor_name, shards, model)
+        for projection_name, own_shards in projections.items():
+            # A projection in a fused tensor and apart: nothing says which of the two counts.
+            if projection_name in unfused:
                 raise UserError.of(
-                    "convert.nxd_mixed", path=checkpoint, own_name=unfused_name, name=tensor_name
+                    "convert.nxd_mixed",
+                    path=checkpoint,
+                    own_name=projection_name,
+                    name=tensor_name,
                 )
-            unfused[unfused_name] = own_shards
+            unfused[projection_name] = own_shards
     merged = {}
     for tensor_name, shards in unfused.items():
         merged[tensor_name] = _merge(checkpoint, tensor_name, shards, model)
@@ -398,14 +406,15 @@ def _unfuse(
         raise unlike_shapes(checkpoint, tensor_name, shards)
     rows = shards[0].shape[0]
     if gate_up:
-        prefix, kind = gate_up.groups()
+        prefix, suffix = gate_up.groups()
         _require_halves(checkpoint, tensor_name, rows)
-        return _split_rows(shards, prefix, kind, {"gate": rows // 2, "up": rows // 2})
+        return _split_rows(shards, prefix, suffix, {"gate": rows // 2, "up": rows // 2})
     if not qkv:
         return {tensor_name: shards}
-    prefix, kind, part = qkv.groups()
-    if part in ("q", "k", "v"):
-        return {f"{prefix}{part}_proj.{kind}": shards}
+    prefix, suffix, projection = qkv.groups()
+    # Without fuse_qkv one module has the three as parameters of their own.
+    if projection in ("q", "k", "v"):
+        return {f"{prefix}{projection}_proj.{suffix}": shards}
     # Each rank has as many query heads; keys and values share what is left.
     query_rows = model.heads * model.head_dim // len(shards)
     kv_rows = (rows - query_rows) // 2
@@ -414,24 +423,23 @@ def _unfuse(
             "convert.nxd_rows", path=checkpoint, name=tensor_name, rows=rows, query_rows=query_rows
         )
     _require_halves(checkpoint, tensor_name, rows - query_rows)
-    return _split_rows(shards, prefix, kind, {"q": query_rows, "k": kv_rows, "v": kv_rows})
+    return _split_rows(shards, prefix, suffix, {"q": query_rows, "k": kv_rows, "v": kv_rows})
 
 
 def _split_rows(
-    shards: Sequence[TensorSource], prefix: str, kind: str, rows: Mapping[str, int]
+    shards: Sequence[TensorSource], prefix: str, suffix: str, rows: Mapping[str, int]
 ) -> dict[str, Sequence[TensorSource]]:
     """Return the projections that lie one below the other in each shard.
 
-    prefix, kind: what is before and after a projection in names.
+    prefix, suffix: what is before and after a projection in names.
     rows: of each projection, in order.
     """
     projections: dict[str, Sequence[TensorSource]] = {}
     top = 0
     for projection, count in rows.items():
         bottom = top + count
-        projections[f"{prefix}{projection}_proj.{kind}"] = [
-            _rows(shard, top, bottom) for shard in shards
-        ]
+        name = f"{prefix}{projection}_proj.{suffix}"
+        projections[name] = [_rows(shard, top, bottom) for shard in shards]
         top = bottom
     return projections
 
@@ -459,7 +467,7 @@ def _merge(
     checkpoint: Path, tensor_name: str, shards: Sequence[TensorSource], model: ModelConfig
 ) -> TensorSource:
     """Return the ranks' parts put together."""
-    # shard_across_embedding
+    # NxD's shard_across_embedding cuts the features of the embedding, not its vocabulary.
     cuts_features = "embed_tokens" in tensor_name and shards[0].shape[-1] != model.hidden
     cut: Cut = "whole"  # as norms and biases of closing layers are on every rank
     if COLUMNS.fullmatch(tensor_name) or cuts_features:
@@ -517,7 +525,8 @@ def _without_copies(
 
     shape = tensor.shape
     if KEY_VALUE.fullmatch(tensor_name):
-        return MergedTensor((shape[0] // copies.count, *shape[1:]), tensor.dtype, read_once)
+        shape_once = (shape[0] // copies.count, *shape[1:])
+        return MergedTensor(shape_once, tensor.dtype, read_once)
     if QUERY.fullmatch(tensor_name):
         return MergedTensor(shape, tensor.dtype, read_query)
     if OUTPUT.fullmatch(tensor_name):

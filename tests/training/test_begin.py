@@ -220,7 +220,7 @@ def test_a_data_set_whose_documents_have_the_token_gets_no_second_one(
     ("value", "told"),
     [
         ("300", sentence("training.begin_token", begin=300, ids=300)),
-        ("-1", sentence("training.begin_token", begin=-1)),
+        ("-1", "data.begin = -1"),
         ("x", "none"),
     ],
 )

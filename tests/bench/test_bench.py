@@ -17,6 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
+from megaprec.errors import Problem
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from models.engine.engine import RankStages
 from parallel import recomputation
@@ -139,7 +140,10 @@ def test_ranks_are_started() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["parallel.chunks=2"], "parallel.chunks 2: 1f1b has one chunk a rank, not 2"),
+        (
+            ["parallel.chunks=2"],
+            sentence("pipeline.one_chunk", kind="parallel.chunks 2: 1f1b", chunks=2),
+        ),
         (
             ["parallel.data=3"],
             sentence("config.global_batch", global_batch=2, micro_batch=1, data=3),
@@ -247,8 +251,8 @@ def sums_each_way(mesh: DeviceMesh) -> dict[str, float]:
 def test_a_sum_over_one_rank_is_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["sums", "--ranks", "1", "--rounds", "0"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "--ranks: must be at least 2",
-        "--rounds: must be at least 1",
+        Problem.of("bench.too_small", name="ranks", least=2),
+        Problem.of("bench.too_small", name="rounds", least=1),
     ]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megaprec.errors import Problem
 from tests.project.test_readme import ROOT
 from tools.bench import __main__ as bench
 from tools.bench import gpu
@@ -40,7 +41,7 @@ def test_without_a_gpu_one_line_says_so_and_the_page_stays(
 ) -> None:
     assert bench.main(["gpu", "--page", str(tmp_path / "gpu.md")]) == 2
     said = capsys.readouterr()
-    assert said.err.startswith("no GPU here: ") and said.err.count("\n") == 1 and not said.out
+    assert said.err == f"{Problem.of('bench.no_gpu')}\n" and not said.out
     assert list(tmp_path.iterdir()) == []
 
 

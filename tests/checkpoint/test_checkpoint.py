@@ -178,9 +178,9 @@ def load_what_one_stage_cannot(mesh: DeviceMesh, folder: Path) -> None:
     optimizer.world.barrier()
     spoil(optimizer)
     if mesh.get_local_rank("pp"):
-        message = "lacks a part of exp_avg/final_norm.weight"
+        message = sentence("checkpoint.part_missing", key="exp_avg/final_norm.weight")
     else:
-        message = "by another rank"
+        message = sentence("checkpoint.load_failed_elsewhere")
     require_refused(path, optimizer, message)
 
 
@@ -237,9 +237,22 @@ def require_refused(path: Path, optimizer: ParallelAMPOptimizer, message: str) -
         (
             6,
             False,
-            r"another model: 3 of 5 tensors differ\n(.*\n)*linear.weight is \[3, 6\] in the model, \[3, 5\] in",
+            sentence("checkpoint.other_model_tensors", num_different=3, num_local=5)
+            + r"\n(.*\n)*"
+            + sentence(
+                "checkpoint.other_model_shape",
+                name="linear.weight",
+                shape=[3, 6],
+                saved_shape=[3, 5],
+            ),
         ),
-        (5, True, r"another model: 1 of 6 tensors differ\nextra is \[1\] in the model, not in"),
+        (
+            5,
+            True,
+            sentence("checkpoint.other_model_tensors", num_different=1, num_local=6)
+            + r"\n"
+            + sentence("checkpoint.other_model_shape", name="extra", shape=[1], saved_shape="not"),
+        ),
     ],
 )
 def test_tensors_that_differ_are_named(
@@ -250,7 +263,9 @@ def test_tensors_that_differ_are_named(
 
 def test_a_checkpoint_with_more_in_it_is_of_another_model(tmp_path: Path) -> None:
     path = save(tmp_path, 1, small(extra=True), {})
-    require_refused(path, small(), "another model: it has 55 parameters, not 54")
+    require_refused(
+        path, small(), sentence("checkpoint.other_model_size", elements=55, expected=54)
+    )
 
 
 def change_index(change: Callable[[dict[str, Any]], object], path: Path) -> None:

@@ -2,6 +2,7 @@
 nothing is changed."""
 
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -81,7 +82,9 @@ def test_a_flipped_byte_is_refused_before_anything_is_changed(name: str, path: P
         require_refused(
             path,
             small(),
-            "checkpoint" if name == INDEX else f"{path} is damaged: {name} is not what was",
+            "checkpoint"
+            if name == INDEX
+            else sentence("checkpoint.digest_differs_newest", path=path, wrong=name, verb="is"),
         )
         (path / name).write_bytes(whole)
     load(path, small())
@@ -97,7 +100,7 @@ def test_what_is_not_a_byte_of_the_index_is_not_taken_for_one(path: Path) -> Non
     ):
         (path / INDEX).write_bytes(other)
         with pytest.raises(
-            UserError, match=sentence("checkpoint.digest_differs_newest", wrong=INDEX, verb="is")
+            UserError, match=sentence("checkpoint.digest_differs", path=path, index=INDEX)
         ):
             Store(path)
 
@@ -105,11 +108,14 @@ def test_what_is_not_a_byte_of_the_index_is_not_taken_for_one(path: Path) -> Non
 def test_the_checkpoint_before_it_is_named(path: Path) -> None:
     for name in FILES[:2]:
         flip(path / name, 300)
-    said = (
-        f"{', '.join(FILES[1::-1])} are not what was saved .*: restore it, or move it away to go "
-        "on from step_00000001$"
+    said = sentence(
+        "checkpoint.digest_differs_newest",
+        path=path,
+        wrong=", ".join(FILES[1::-1]),
+        verb="are",
+        remedy="restore it, or move it away to go on from step_00000001",
     )
-    require_refused(path, small(), said)
+    require_refused(path, small(), f"{said}$")
     shutil.rmtree(checkpoints(path.parent)[0])
     require_refused(path, small(), "restore it, or move it away to start anew$")
 
@@ -123,7 +129,9 @@ def test_a_byte_that_goes_wrong_on_the_way_to_the_disk_is_found(
         write(descriptor, memoryview(bytes([*content[:-1], content[-1] ^ 1])))
 
     monkeypatch.setattr(shard_file, "write_all", badly)
-    require_refused(saved(tmp_path), small(), "are not what was saved")
+    require_refused(
+        saved(tmp_path), small(), sentence("checkpoint.digest_differs_newest", verb="are")
+    )
 
 
 def test_a_file_that_cannot_be_read_is_damaged(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +139,11 @@ def test_a_file_that_cannot_be_read_is_damaged(path: Path, monkeypatch: pytest.M
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(integrity, "file_digest", bad_disk)
-    require_refused(path, small(), "extra.txt are not what was saved")
+    require_refused(
+        path,
+        small(),
+        sentence("checkpoint.digest_differs_newest", wrong=re.compile(r"extra\.txt$"), verb="are"),
+    )
 
 
 def test_a_checkpoint_of_an_earlier_version_is_taken_as_it_is(tmp_path: Path) -> None:

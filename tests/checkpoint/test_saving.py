@@ -24,7 +24,7 @@ from megaprec.checkpoint.atomic import checkpoints, latest
 from megaprec.checkpoint.keeping import Keep
 from megaprec.checkpoint.save_load import load, save
 from megaprec.checkpoint.saving import Saving
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from tests.checkpoint.test_checkpoint import (
     MODEL,
     all_tensors,
@@ -65,9 +65,7 @@ def test_a_file_that_is_copied_into_a_checkpoint_takes_the_name_of_no_other(
         tmp_path / folder / name for folder in (("one", "two") if name == "words.txt" else ("one",))
     ]
     (said,) = run_ranks(save_beside, {}, folder=tmp_path / "saved", files=files)
-    assert said == (
-        f"{files[0]}: another file of a checkpoint has the name {name}: give this one another name"
-    )
+    assert said == Problem.of("checkpoint.name_taken_in_checkpoint", file=files[0], name=name)
     assert not (tmp_path / "saved").exists()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megaprec.errors import Problem
 from tests.refusals import shows
 from tests.runs import losses, train, write_run
 from tools import cli
@@ -88,7 +89,7 @@ def test_what_cannot_be_compared_is_said_in_one_line_each(
     lines = capsys.readouterr().err.splitlines()
     assert lines == [f"{f} has no steps in {METRICS}: give run folders" for f in (empty, absent)]
     assert cli.main(["compare", str(run), "-o", "a.pdf"]) == 2
-    assert capsys.readouterr().err == "--output a.pdf: the plot is written as .png\n"
+    assert capsys.readouterr().err == f"{Problem.of('command.plot_suffix', path='a.pdf')}\n"
     assert cli.main(["compare", str(run), "-o", str(absent / "a.png")]) == 2
     assert shows(capsys.readouterr().err, "command.plot_folder", parent=absent)
     assert not list(tmp_path.glob("*.png"))
@@ -131,4 +132,4 @@ def test_a_table_needs_no_picture_and_the_reference_is_in_it(
         assert cli.main(["compare", "a", "b", "--against", other]) == 0
         assert capsys.readouterr().out.count("line 2 is no record") == 1
     assert cli.main(["compare", "b", "--against", "b"]) == 2
-    assert capsys.readouterr().err == "--against b: give another run to compare it with\n"
+    assert capsys.readouterr().err == f"{Problem.of('command.against_alone', against='b')}\n"

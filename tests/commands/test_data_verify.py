@@ -52,14 +52,18 @@ def test_a_data_set_as_it_was_built_is_ok(good: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("suffix", "change", "why"),
     [
-        (".bin", flip_last_bit, "bad   hash       x.bin is not what was built"),
+        (
+            ".bin",
+            flip_last_bit,
+            "bad   hash       x.bin is not what was built",
+        ),
         (".bin", lambda content: content.extend(b"\0\0"), "bad   index .* where x.bin has"),
         (".bin", bytearray.clear, "bad   index .* where x.bin has 0"),
         (".idx", lambda content: content.__delitem__(slice(-1, None)), "bad   index .*truncated"),
         (".idx", lambda content: content.__setitem__(34, 255), "bad   index "),
         (".json", bytearray.clear, "bad   record "),
         (".json", lambda content: content.__setitem__(slice(None), b"{}"), "bad   record "),
-        (".model", bytearray.clear, "bad   tokenizer .*neither"),
+        (".model", bytearray.clear, "bad   tokenizer  " + sentence("data.not_a_tokenizer")),
     ],
 )
 def test_damage_is_bad(
@@ -154,7 +158,8 @@ def test_texts_are_read_to_their_end(tmp_path: Path, capsys: pytest.CaptureFixtu
     path.write_text('{"text": "ab"}\n{"text": "c"\n')
     assert command("verify", path) == 2
     said = capsys.readouterr().out
-    assert f"bad   text       {path}:2: not JSON" in said
+    bad = sentence("data.row_not_json_object", where=f"{path}:2")
+    assert re.search(f"bad   text       {bad}", said)
     path.write_text(json.dumps({"body": "x"}) + "\n")
     assert command("verify", path, "--text-field", "body") == 0
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -14,10 +15,11 @@ import torch
 from megaprec.checkpoint.reader import Store
 from megaprec.data.tokenizer import load_tokenizer
 from megaprec.data.training import train_hugging_face
+from megaprec.errors import Problem
 from models.config import ModelConfig
 from models.decoder.kv_cache import CachedStage
 from tests import oracle
-from tests.refusals import shows
+from tests.refusals import sentence, shows
 from tests.runs import WORDS, checkpoint, train_on, write_run
 from tools.cli import main
 from tools.text.generation import Generation, escape_control_characters
@@ -309,7 +311,12 @@ WRONG = {
     "--tokens -1": "--tokens -1: give 0 or more",
     "--prompts no.txt": "--prompts no.txt: no such file",
     "--prompt - --prompt -": "--prompt -: standard input can be read once; give it once",
-    "--tokenizer no.json": "no.json: no such file; give a SentencePiece .model or a Hugging Face tokenizer.json",
+    "--tokenizer no.json": Problem.of(
+        "data.tokenizer_file_unusable",
+        path="no.json",
+        problem=": no such file",
+        inside="a SentencePiece .model or a Hugging Face tokenizer.json",
+    ),
 }
 
 
@@ -448,15 +455,14 @@ def test_prompts_are_texts_as_those_of_a_data_set(
 
     assert run(b"\xef\xbb\xbfthe model\n") == 0
     assert [one["prompt"] for one in lines(capsys)] == ["the model"]
-    for content, why in (
-        (b"the \xff\n", "give UTF-8 text"),
-        ("the".encode("utf-16-le"), "it has zero bytes"),
+    for content, code in (
+        (b"the \xff\n", "command.prompts_unreadable"),
+        ("the".encode("utf-16-le"), "command.prompts_zero_bytes"),
     ):
         assert run(content) == 2
         (said,) = capsys.readouterr().err.splitlines()
-        assert (
-            said.startswith(f"{option} {file if option == '--prompts' else '-'}: ") and why in said
-        )
+        where = f"{option} {file if option == '--prompts' else '-'}"
+        assert re.fullmatch(sentence(code, option=where), said)
 
 
 def test_no_prompt_and_no_model_are_refused(
@@ -468,4 +474,7 @@ def test_no_prompt_and_no_model_are_refused(
         == "give --prompt TEXT, --prompt - for standard input, or --prompts FILE\n"
     )
     assert main(["generate", "nowhere", "--prompt", "x"]) == 2
-    assert capsys.readouterr().err.startswith("nowhere does not exist: give a run folder, ")
+    assert (
+        capsys.readouterr().err
+        == f"{Problem.of('text.no_checkpoint', path='nowhere', problem='does not exist')}\n"
+    )

@@ -1,6 +1,7 @@
 """`megaprec inspect` and `megaprec diff` over formats, and what train.init_from refuses."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from megaprec.errors import UserError
 from megaprec.parsing import read_json
 from models.config import ModelConfig
 from tests.other_systems import write_folder
-from tests.refusals import raises
+from tests.refusals import raises, sentence
 from tools.cli import main
 from tools.commands import diff
 from tools.commands.diff import compare
@@ -205,7 +206,9 @@ def test_every_key_may_be_given_as_the_folder_has_it(tmp_path: Path) -> None:
 def test_a_run_from_a_folder_that_is_none_or_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "hf", "llama")
     (tmp_path / "run.toml").write_text(RUN)
-    none = r"^train.init_from \(command line\): .*none is not there: give a folder with a model"
+    none = r"^train.init_from \(command line\): " + sentence(
+        "convert.not_a_folder", path=re.compile("none$"), what_it_is="not there"
+    )
     with pytest.raises(
         UserError, match=f"{none}$"
     ):  # and not a word of the keys that it would have brought

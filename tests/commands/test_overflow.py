@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.reader import Store
+from megaprec.errors import Problem
 from parallel.layers import VocabParallelEmbedding
 from tests.ranks import run_ranks
 from tests.runs import checkpoint, steps, tensors, train, train_on, write_run
@@ -113,10 +114,14 @@ def test_a_run_without_skips_says_so_and_another_folder_is_refused(
     train(run_file, f"train.folder={folder}")
     assert explain(folder, capsys) == (0, f"{folder}: no step was skipped\n")
     for last in ("0", "-1"):
-        assert explain(folder, capsys, f"--last={last}") == (2, f"--last {last}: give at least 1\n")
+        assert explain(folder, capsys, f"--last={last}") == (
+            2,
+            f"{Problem.of('command.last', last=last)}\n",
+        )
     code, said = explain(tmp_path, capsys)
     assert code == 2
-    assert said == f"{tmp_path} is not a run folder: it has no metrics.jsonl\n"
+    line = Problem.of("command.not_a_run_folder", folder=tmp_path, metrics="metrics.jsonl")
+    assert said == f"{line}\n"
 
 
 # --- where it began
@@ -303,9 +308,15 @@ def test_what_a_replay_lacks_is_said_in_one_line(
     }
     (folder / "run.toml").write_text(changed[what])
     expected = {
-        "no run.toml": f"{folder} has no run.toml that megaprec wrote",
-        "another batch": f"step {planted[2]} had 8 samples, but train.global_batch is 4",
-        "no data": "the run's data is gone: there is no nowhere/text.idx",
+        "no run.toml": Problem.of("command.replay_no_run_file", folder=folder),
+        "another batch": Problem.of(
+            "command.replay_batch",
+            step=planted[2],
+            num_samples=8,
+            global_batch=4,
+            folder=folder,
+        ),
+        "no data": Problem.of("training.data_gone", index_file="nowhere/text.idx"),
     }
     code, said = explain(folder, capsys, "--replay")
     assert code == 2
@@ -316,7 +327,10 @@ def test_a_step_that_was_not_skipped_is_refused(
     planted: tuple[Path, int, int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, said = explain(planted[0], capsys, "--step", "1")
-    assert (code, said) == (2, f"--step 1: that step was not skipped; skipped were {planted[2]}\n")
+    assert (code, said) == (
+        2,
+        f"{Problem.of('command.step_not_skipped', step=1, skipped=planted[2])}\n",
+    )
 
 
 def test_a_run_that_is_to_raise_leaves_an_event_and_its_state_and_says_where_it_began(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.parity.test_command import open_tags
+from tests.refusals import sentence
 from tests.runs import train, write_run
 from tools import cli
 from tools.analysis.report.sections import SECTIONS
@@ -244,17 +245,20 @@ def test_what_cannot_be_reported_is_refused_in_a_line(
     for words, line in (
         (
             [str(empty), "-o", str(tmp_path / "a.html")],
-            "empty has no steps in metrics.jsonl: give the folder of a run",
+            sentence("report.not_a_run", folder=empty, problem="has no steps in metrics.jsonl"),
         ),
         (
             ["missing", "-o", str(tmp_path / "a.html")],
-            "missing is no folder: give the folder of a run",
+            sentence("report.not_a_run", folder="missing", problem="is no folder"),
         ),
-        (["empty", "-o", "a.pdf"], "--output a.pdf: the page is written as .html"),
-        (["empty", "-o", str(tmp_path / "no" / "a.html")], f"there is no folder {tmp_path / 'no'}"),
+        (["empty", "-o", "a.pdf"], sentence("command.report_suffix", output="a.pdf")),
+        (
+            ["empty", "-o", str(tmp_path / "no" / "a.html")],
+            sentence("command.plot_folder", parent=tmp_path / "no"),
+        ),
     ):
         assert cli.main(["report", *words]) == 2
-        assert capsys.readouterr().err.strip().endswith(line)
+        assert re.search(f"{line}$", capsys.readouterr().err.strip())
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from parallel.pipeline.builders import schedule
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import simulate
@@ -161,7 +161,7 @@ BAD = [
         sentence("pipeline.count_below_one", name="pipeline ranks", count=0),
     ),
     (("--costs", "1,2"), sentence("command.costs_form", text="1,2")),
-    (("--costs", "1,0,1"), "each number must be above 0"),
+    (("--costs", "1,0,1"), sentence("command.costs_range", text="1,0,1")),
     (
         ("-o", "drawing.pdf"),
         sentence(
@@ -206,7 +206,7 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
 RUNS = [
     (
         ("parallel.chunks=2", "model.layers=8"),
-        "parallel.chunks 2: 1f1b has one chunk a rank, not 2",
+        sentence("pipeline.one_chunk", kind="parallel.chunks 2: 1f1b", chunks=2),
     ),
     (
         ("parallel.schedule=zb-v", "parallel.chunks=3", "model.layers=8"),
@@ -390,6 +390,6 @@ def test_a_schedule_that_may_have_been_edited_is_not_overwritten(
         )
         == 2
     )
-    line = f"--output {own}: it exists, and may have been edited: give another name, or remove it"
+    line = Problem.of("command.schedule_exists", path=own)
     assert capsys.readouterr().err.splitlines() == [line]
     assert own.read_text() == "# mine\n"

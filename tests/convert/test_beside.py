@@ -46,7 +46,7 @@ def write(name: str, content: str) -> Callable[[Path], Any]:
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "weights twice": (
         shards_beside,
-        f"has both model.safetensors and {INDEX}, which names other files",
+        sentence("convert.two_stores", single="model.safetensors", index=INDEX),
     ),
     "an adapter": (
         write("adapter_config.json", "{}"),

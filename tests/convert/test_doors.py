@@ -21,7 +21,7 @@ from tests.internevo import weights
 from tests.nxd import Form
 from tests.nxd import save as save_nxd
 from tests.other_systems import write_folder
-from tests.refusals import shows
+from tests.refusals import sentence, shows
 from tools.cli import main
 from tools.convert.formats import open_source
 
@@ -138,9 +138,10 @@ def test_the_folder_above_names_the_one_that_may_be_meant(
     folder = make(tmp_path)
     folder.rename(tmp_path / "the one")
     shutil.rmtree(tmp_path / "hf", ignore_errors=True)
-    assert refused(tmp_path).endswith(
-        "has none of the known formats, but its the one has one: give that"
+    said = sentence(
+        "convert.format_unknown", path=tmp_path, hint=", but its the one has one: give that"
     )
+    assert re.search(f"{said}$", refused(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -238,8 +239,12 @@ def test_names_of_what_is_around_a_model_are_told_in_one_line(prefix: str, tmp_p
     torch.save(
         {prefix + name: values for name, values in stored.items()}, folder / "pytorch_model.bin"
     )
-    assert refused(folder).startswith(
-        f"{folder}: names of tensors begin with '{prefix}', as in {prefix}model.embed"
+    assert shows(
+        refused(folder),
+        "convert.hf_name_prefix",
+        path=folder,
+        prefix=prefix,
+        name=re.compile(f"^{re.escape(prefix)}model.embed"),
     )
 
 

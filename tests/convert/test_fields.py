@@ -211,7 +211,7 @@ def judge(config: dict[str, Any], change: dict[str, Any]) -> str:
     try:
         apart = difference(json.dumps(config))
     except UserError as error:
-        if "makes no model" in str(error):
+        if "convert.probe_no_model" in error.codes:
             return ""
         return f"taken, but its tensors are refused: {error}"
     if apart <= BOUND:

@@ -163,12 +163,20 @@ def put(name: str, make: Callable[[Tensor], Tensor]) -> Callable[[Tensors], Any]
 SCALES = f"{KV_B}_scale_inv"
 UNSAID = {key: value for key, value in SAID.items() if key != "weight_block_size"}
 REFUSED: dict[str, tuple[Callable[[Tensors], Any], Any, str]] = {
-    "no scales": (drop(SCALES), SAID, f"has {KV_B} in FP8, but lacks {SCALES}"),
-    "no matrix": (drop(KV_B), SAID, f"has {SCALES}, but {KV_B} is not stored in FP8"),
+    "no scales": (
+        drop(SCALES),
+        SAID,
+        sentence("convert.fp8_scale_missing", name=KV_B, scales="_scale_inv"),
+    ),
+    "no matrix": (
+        drop(KV_B),
+        SAID,
+        sentence("convert.fp8_scale_without_weight", name=SCALES, matrix=KV_B),
+    ),
     "a matrix in bf16": (
         put(KV_B, Tensor.bfloat16),
         SAID,
-        f"has {SCALES}, but {KV_B} is not stored in FP8",
+        sentence("convert.fp8_scale_without_weight", name=SCALES, matrix=KV_B),
     ),
     "transposed": (
         put(SCALES, Tensor.t),

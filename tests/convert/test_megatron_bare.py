@@ -109,6 +109,9 @@ def test_a_run_file_is_refused_where_the_folder_itself_says_what_it_is(
     assert (
         main(["convert", str(there), str(tmp_path / "meg"), "--to", "megatron", "--no-verify"]) == 0
     )
-    for folder in (there, tmp_path / "meg"):
+    for folder, code in (
+        (there, "convert.config_unused"),
+        (tmp_path / "meg", "convert.megatron_config_unused"),
+    ):
         assert main(["convert", str(folder), str(tmp_path / "out"), "--config", str(run)]) == 2
-        assert "--config is for " in capsys.readouterr().err
+        assert shows(capsys.readouterr().err, code, path=re.compile(f"^{folder}"))

@@ -202,7 +202,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]]
     ),
     "twice": (
         lambda s: s | {f"{CHAINED}exp_avg.{FC1}": s[FC1], f"optimizer.state.exp_avg.{FC1}": s[FC1]},
-        f"two optimizers have the exp_avg of {FC1}",
+        sentence("convert.megatron_optimizer_twice", kind="exp_avg", name=FC1),
     ),
     "another master": (
         lambda s: s | {f"{CHAINED}fp32_param.{name}": v + 1 for name, v in s.items()},

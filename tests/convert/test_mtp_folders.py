@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megaprec.errors import UserError
 from tests import runs
 from tests.other_systems import CONFIGS, write_folder
 from tests.refusals import raises
@@ -98,7 +97,9 @@ def test_a_copy_that_differs_from_its_original_is_refused(copy: str, tmp_path: P
     folder = folder_of(tmp_path / "hf", "deepseek_v3", 1)
     tensors = load_file(folder / "model.safetensors")
     tensors[f"model.layers.4.{copy}"][3, 2] += 1e-3
-    with pytest.raises(UserError, match=rf"model.layers.4.{copy} differs from {COPIES[copy]}"):
+    with raises(
+        "convert.hf_mtp_copy_differs", foreign=f"model.layers.4.{copy}", original=COPIES[copy]
+    ):
         open_source(put(folder, tensors))
 
 

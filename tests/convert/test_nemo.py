@@ -288,7 +288,12 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
         "- 1": sentence("convert.yaml_not_mapping"),
         "a: 1": sentence("convert.nemo_no_config"),
     }
-    faults |= {f"{text}\nconfig: 3": "config is given twice", POINTER: "is a pointer of Git LFS"}
+    faults |= {
+        f"{text}\nconfig: 3": sentence(
+            "convert.yaml_unreadable", split=re.compile("config is given twice")
+        ),
+        POINTER: sentence("convert.lfs_pointer"),
+    }
     faults[text.replace("  num_layers:", "  num_layers: 9\n  num_layers:")] = (
         "num_layers is given twice"
     )

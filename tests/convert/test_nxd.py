@@ -206,7 +206,7 @@ def test_a_missing_file_is_named(name: str, optim: bool, tmp_path: Path) -> None
     file.unlink()
     if not optim:
         shutil.rmtree(run / "step_100/optim")
-    assert f"{file} is missing" in refused(run)
+    assert shows(refused(run), "convert.megatron_folder_missing", file=file)
 
 
 @here

@@ -199,7 +199,8 @@ def test_an_overflow_names_data_set_and_sample(blended: tuple[Path, str]) -> Non
         ("data.blend=[]", "no problem"),
         (
             'data.blend=[{source = "nowhere", weight = 1.0}]',
-            r'data\.blend\[0\]\.source = "nowhere": .*no such file',
+            r'data\.blend\[0\]\.source = "nowhere": '
+            + sentence("data.source_missing", name="nowhere"),
         ),
         ('data.blend=[{source = "python", weight = 0.0}]', "greater than 0"),
         ('data.blend=[{source = "python", weight = 1}, {source = "x"}]', "weight"),

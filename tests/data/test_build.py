@@ -189,7 +189,7 @@ def test_a_full_disk_is_told_of_and_leaves_nothing(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
     try:
-        with pytest.raises(UserError, match="no room for the data set"):
+        with raises("data.no_room", prefix=tmp_path / "out"):
             build(open_source(str(path)), tokenizer, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -210,7 +210,7 @@ def test_a_bin_of_another_size_is_refused(tmp_path: Path, change: bytes) -> None
 def test_a_missing_half_is_named(tmp_path: Path, suffix: str) -> None:
     write(tmp_path / "x", [[1]])
     (tmp_path / f"x{suffix}").unlink()
-    with pytest.raises(UserError, match=f"x\\{suffix}: no such file"):
+    with raises("data.data_set_missing", path=tmp_path / f"x{suffix}"):
         IndexedDataset(tmp_path / "x")
 
 
@@ -226,9 +226,12 @@ def test_tokens_and_documents_out_of_range_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ids", [[-1], [5, 1000], [70000]])
 def test_an_id_outside_the_vocabulary_is_never_written(tmp_path: Path, ids: list[int]) -> None:
-    with pytest.raises(
-        UserError,
-        match=rf"x: .* do not fit a vocabulary of 1000, the first is {max(ids, key=abs)} in document 1;",
+    with raises(
+        "data.ids_outside_vocabulary",
+        prefix=re.compile("x$"),
+        vocab_size=1000,
+        tokens=max(ids, key=abs),
+        document=1,
     ):
         write(tmp_path / "x", [[1], ids])
     assert os.listdir(tmp_path) == []

@@ -22,7 +22,7 @@ from megaprec.data import build as building
 from megaprec.data import intact
 from megaprec.data.indexed import IndexedDataset, IndexedWriter
 from megaprec.data.intact import NUMBERS, check_vocabulary, contents_of, read_record
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.precision.plan import plan
 from parallel.context import Context
 from parallel.layers import VocabParallelEmbedding
@@ -31,7 +31,7 @@ from tests.commands.test_data_command import command
 from tests.layouts import Run, batches, make_engine, share_of
 from tests.models.test_parity import MODELS
 from tests.ranks import run_ranks
-from tests.refusals import raises
+from tests.refusals import raises, shows
 from tests.runs import rewind, steps, train, write_run
 from tools.cli import main
 from tools.config.run_file import load_run
@@ -100,9 +100,7 @@ def test_a_damaged_token_file_is_never_trained_on_and_its_remedy_works(
     capfd.readouterr()
     assert train(file, *arguments) == 2
     remedy = f"remove {run}/data/text.idx and the same command makes it anew"
-    what = (
-        f"{run}/data/text.bin is not what was built (SHA-256 differs from the record's): {remedy}"
-    )
+    what = Problem.of("data.digest_differs", file=f"{run}/data/text.bin", remedy=remedy)
     assert capfd.readouterr().err == f'data.source = "{file.parent}/text.txt": {what}\n'
     assert main(["data", "verify", str(run / "data" / "text")]) == 2
     assert main(["data", "inspect", str(run / "data" / "text")]) == 2
@@ -147,9 +145,15 @@ def test_an_id_outside_of_the_vocabulary_is_found_before_a_step(
     ]
     assert train(file, *asked, f"train.folder={tmp_path}/run", f"parallel.tensor={tensor}") == 2
     (line,) = capfd.readouterr().err.splitlines()
-    said = f"{tmp_path}/ids has token ids 0 to 400, which a vocabulary of 330 does not hold; "
-    assert (
-        said + f"the first is 400 in document 1 of {tmp_path}/ids.bin, token 302: set the" in line
+    first = f"; the first is 400 in document 1 of {tmp_path}/ids.bin, token 302"
+    assert shows(
+        line,
+        "data.vocabulary_too_small",
+        prefix=tmp_path / "ids",
+        low=0,
+        high=400,
+        vocab=330,
+        first=first,
     )
     assert "data.source = " in line and "model.vocab = 330" in line
     assert not (tmp_path / "run").exists()
@@ -234,9 +238,7 @@ def test_of_a_large_file_blocks_are_compared_and_verify_reads_all(
     capsys.readouterr()
     assert command("verify", tmp_path / "x") == 2
     assert "x.bin is not what was built" in capsys.readouterr().out
-    with pytest.raises(
-        UserError, match="is not what was built"
-    ):  # whatever blocks a start would have read
+    with raises("data.digest_differs"):  # whatever blocks a start would have read
         look(tmp_path / "x")
 
 
@@ -314,10 +316,13 @@ def test_an_id_that_appears_on_the_way_ends_the_run_on_all_ranks_with_its_place(
     asked = [*layout, *data]
     ranks = run_ranks(change_and_train, axes, file=file, overrides=asked, at=5)
     for said, same, saved in ranks:
-        place = f"token id 65000 in document 0 of {tmp_path}/data/text.bin, token 80"
-        assert said.startswith(
-            f"sample 4 has {place}, which a vocabulary of 330 does not hold; no step was "
-            "taken with it"
+        assert shows(
+            said,
+            "data.sample_outside_vocabulary",
+            sample=4,
+            token_id=65000,
+            place=f"in document 0 of {tmp_path}/data/text.bin, token 80",
+            vocab=330,
         )
         assert same and saved is None
 
@@ -333,7 +338,13 @@ def test_an_id_in_what_is_held_out_is_found_too(file: Path, tmp_path: Path) -> N
     assert held_out is not None
     first = held_out.location_of(0)[1]
     ((said, _, _),) = run_ranks(change_and_train, {}, file=file, overrides=asked, at=first + 3)
-    assert said.startswith(f"sample {first + 2} has token id 65000 in document 0")
+    assert shows(
+        said,
+        "data.sample_outside_vocabulary",
+        sample=first + 2,
+        token_id=65000,
+        place=re.compile("^in document 0"),
+    )
 
 
 def strangers(mesh: DeviceMesh, vocab: int, strange: int) -> tuple[Tensor, Tensor, Tensor]:

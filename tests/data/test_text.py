@@ -18,7 +18,7 @@ import pytest
 from megaprec.data import json_list, readers
 from megaprec.data import text as module
 from megaprec.data.text import Source, left_out_words, open_source
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from tests.refusals import raises, sentence, shows
 from tools.cli import main
 
@@ -408,12 +408,19 @@ def test_plain_text_with_zero_bytes_is_refused_with_the_line(
             list(open_source(str(tmp_path / "x.txt")))
 
 
-@pytest.mark.parametrize("form", ["utf-16", "utf-16-le"])
-def test_json_that_is_utf16_is_said_to_be(tmp_path: Path, form: str) -> None:
-    for name, text in (("x.jsonl", '{"text": "a"}\n{"text": "b"}\n'), ("x.json", '["a", "b"]')):
+@pytest.mark.parametrize(
+    ("form", "code_of_list"),
+    [("utf-16", "data.not_json_list"), ("utf-16-le", "data.json_list_broken")],
+)
+def test_json_that_is_utf16_is_said_to_be(tmp_path: Path, form: str, code_of_list: str) -> None:
+    for name, text, code in (
+        ("x.jsonl", '{"text": "a"}\n{"text": "b"}\n', "data.row_not_json"),
+        ("x.json", '["a", "b"]', code_of_list),
+    ):
         (tmp_path / name).write_bytes(text.encode(form))
-        with pytest.raises(UserError, match=rf"{name}.* not .*UTF-16.*convert it to UTF-8"):
+        with raises(code) as refused:
             list(open_source(str(tmp_path / name)))
+        assert re.search(rf"{name}.*UTF-16.*convert it to UTF-8", str(refused.value))
 
 
 def test_text_may_begin_with_the_letters_of_another_form(tmp_path: Path) -> None:
@@ -511,18 +518,18 @@ def test_all_bad_files_and_rows_of_a_folder_are_told_at_once(
     said = capsys.readouterr()
     lines = [line for line in (said.out + said.err).splitlines() if "text/" in line]
     wanted = (
-        "a.jsonl:2: no field 'text'",
-        "a.jsonl:3: not JSON",
-        "a.jsonl:5: field 'text' is 7",
-        "b.txt is not UTF-8",
+        sentence("data.field_missing", where=re.compile("text/a.jsonl:2$"), field="text"),
+        sentence("data.row_not_json_object", where=re.compile("text/a.jsonl:3$")),
+        sentence("data.field_not_text", where=re.compile("text/a.jsonl:5$"), field="text", dumps=7),
+        sentence("data.not_utf8", file=re.compile("text/b.txt$")),
+        "text/c.jsonl.gz:",
+        sentence("data.field_null", where=re.compile("text/d.parquet:2: field 'text'$")),
+        "text/e.json:2: ",
+        sentence(
+            "data.field_not_text", where=re.compile("text/e.json:3$"), field="text", dumps="null"
+        ),
     )
-    wanted += (
-        "c.jsonl.gz:",
-        "d.parquet:2: field 'text' is null",
-        "e.json:2: ",
-        "e.json:3: field 'text' is null",
-    )
-    assert [sum(f"text/{one}" in line for line in lines) for one in wanted] == [1] * 8
+    assert [sum(bool(re.search(one, line)) for line in lines) for one in wanted] == [1] * 8
     assert "; so 1 other rows of this file" in next(line for line in lines if "a.jsonl:2" in line)
 
 
@@ -534,7 +541,9 @@ def test_of_many_bad_files_the_first_are_told_and_the_others_counted(tmp_path: P
     assert len(error.value.problems) == 21
     assert error.value.problems[0].startswith(f"{tmp_path}/100.jsonl:1: ")
     assert error.value.problems[0].endswith("; so 2 other rows of this file")
-    assert error.value.problems[-1] == f"{tmp_path}: and 30 other bad files or rows"
+    assert error.value.problems[-1] == Problem.of(
+        "data.other_bad_rows", name=tmp_path, at_least="", num_others=30
+    )
     assert error.value.codes == ("data.row_not_object",) * 20 + ("data.other_bad_rows",)
 
 
@@ -543,9 +552,13 @@ def test_a_record_with_two_texts_is_refused_and_not_cut_to_one(tmp_path: Path) -
         '{"text": "a \\"text\\""}\n{"text": "first", "text": "second"}\n'
     )
     (tmp_path / "x.json").write_text('["a", {"text": "first", "n": 1, "text": "second"}]')
-    for name in ("x.jsonl", "x.json"):
-        with pytest.raises(UserError, match=rf"{name}:2: not .*field 'text' is given twice"):
+    for name, code in (
+        ("x.jsonl", "data.row_not_json_object"),
+        ("x.json", "data.json_list_broken"),
+    ):
+        with raises(code) as refused:
             documents(open_source(str(tmp_path / name)))
+        assert re.search(rf"{name}:2: .*field 'text' is given twice", str(refused.value))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from megaprec.data.text import open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.data.training import train_hugging_face, train_sentencepiece
 from megaprec.errors import UserError
-from tests.refusals import raises
+from tests.refusals import raises, sentence
 
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\u2581\x10_. \n"))
 
@@ -102,7 +102,17 @@ def test_a_large_text_is_sampled_evenly_and_always_alike() -> None:
 
 @pytest.mark.parametrize(
     ("size", "why"),
-    [(0, "give at least"), (100, "give at least"), (100_000, "give at most that, or more text")],
+    [
+        (0, "give at least"),
+        (100, "give at least"),
+        (
+            100_000,
+            sentence(
+                "data.vocabulary_not_learnable",
+                problem=re.compile("give at most that, or more text$"),
+            ),
+        ),
+    ],
 )
 def test_a_size_that_does_not_suit_the_text_is_refused_with_one_that_does(
     tmp_path: Path, size: int, why: str

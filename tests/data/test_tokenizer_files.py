@@ -84,27 +84,27 @@ def _words(said: Json) -> None:
 READ_OTHERWISE: dict[str, tuple[Callable[[Json], object], str]] = {
     "splits at random": (
         lambda said: said["model"].update(dropout=0.1),
-        "model.dropout = 0.1 splits texts at random",
+        sentence("data.tokenizer_dropout", dropout=0.1),
     ),
     "added after a gap": (
         lambda said: said["added_tokens"].append(added("<x>", SIZE + 7)),
-        f"added_tokens has '<x>' as token {SIZE + 7}, but it becomes token {SIZE}",
+        sentence("data.added_token_moves", content="<x>", id=SIZE + 7, number=SIZE),
     ),
     "added with another id": (
         lambda said: said["added_tokens"][0].update(id=5),
-        "as token 5, but it becomes token 0",
+        sentence("data.added_token_moves", id=5, number=0),
     ),
     "two of one id": (
         lambda said: said["model"]["vocab"].update(zzz=5),
-        "'%' and 'zzz' are both token 5",
+        sentence("data.token_id_twice", first="%", second="zzz", number=5),
     ),
     "beyond reason": (
         lambda said: said["model"]["vocab"].update(zzz=4 * 10**9),
-        "'zzz' is token 4000000000",
+        sentence("data.token_id_too_large", tokens="zzz", largest=4 * 10**9),
     ),
     "ends unclear": (
         lambda said: said["added_tokens"].append(added("</s>", SIZE)),
-        "has <|endoftext|> and </s>, and nothing says which of them ends a document",
+        sentence("data.end_token_ambiguous", candidates="<|endoftext|> and </s>"),
     ),
 }
 
@@ -114,9 +114,7 @@ def test_what_the_library_would_read_otherwise_is_refused_by_name(
     case: str, definition: str, tmp_path: Path
 ) -> None:
     change, why = READ_OTHERWISE[case]
-    with pytest.raises(
-        UserError, match=re.escape(f"{tmp_path}/tokenizer.json") + ".*" + re.escape(why)
-    ):
+    with pytest.raises(UserError, match=re.escape(f"{tmp_path}/tokenizer.json") + ".*" + why):
         load_tokenizer(written(tmp_path, definition, change))
 
 
@@ -142,16 +140,19 @@ def test_values_that_no_tokenizer_has_are_refused(
 SETTINGS: dict[str, tuple[Json, str]] = {
     "an end that is no token": (
         {"tokenizer_config": {"eos_token": "<|im_end|>"}},
-        "eos_token = '<|im_end|>'",
+        sentence("data.special_token_missing", setting="eos_token = '<|im_end|>'"),
     ),
     "another token": (
         {"special_tokens_map": {"cls_token": {"content": "[CLS]"}}},
-        "cls_token = '[CLS]'",
+        sentence("data.special_token_missing", setting="cls_token = '[CLS]'"),
     ),
-    "a further token": ({"special_tokens_map": {"additional_special_tokens": ["<a>"]}}, "'<a>'"),
+    "a further token": (
+        {"special_tokens_map": {"additional_special_tokens": ["<a>"]}},
+        sentence("data.special_token_missing", setting=re.compile("'<a>'")),
+    ),
     "a further token, as transformers 5 writes it": (
         {"tokenizer_config": {"extra_special_tokens": ["<a>"]}},
-        "extra_special_tokens: '<a>'",
+        sentence("data.special_token_missing", setting="extra_special_tokens: '<a>'"),
     ),
     "a further token with a role": (
         {
@@ -159,35 +160,55 @@ SETTINGS: dict[str, tuple[Json, str]] = {
                 "model_specific_special_tokens": {"image_token": {"content": "<a>"}}
             }
         },
-        "model_specific_special_tokens: '<a>'",
+        sentence("data.special_token_missing", setting="model_specific_special_tokens: '<a>'"),
     ),
     "further tokens that are no list": (
         {"tokenizer_config": {"extra_special_tokens": "<a>"}},
-        "extra_special_tokens = '<a>': give a list of tokens",
+        sentence("data.special_not_list", key="extra_special_tokens", values="<a>"),
     ),
     "an added token": (
         {"added_tokens": {"<a>": SIZE}},
-        f"adds token {SIZE}, '<a>', which tokenizer.json does not have",
+        sentence(
+            "data.added_token_conflict",
+            number=SIZE,
+            token="<a>",
+            name="tokenizer.json",
+            has="does not have",
+        ),
     ),
     "an added token, by id": (
         {"tokenizer_config": {"added_tokens_decoder": {str(SIZE): {"content": "<a>"}}}},
-        f"adds token {SIZE}, '<a>', which tokenizer.json does not have",
+        sentence(
+            "data.added_token_conflict",
+            number=SIZE,
+            token="<a>",
+            name="tokenizer.json",
+            has="does not have",
+        ),
     ),
     "another id": (
         {"tokenizer_config": {"added_tokens_decoder": {"7": {"content": END}}}},
-        f"adds token 7, '{END}', which tokenizer.json has as 0",
+        sentence(
+            "data.added_token_conflict", number=7, token=END, name="tokenizer.json", has="has as 0"
+        ),
     ),
-    "a number": ({"tokenizer_config": {"eos_token": 0}}, "eos_token = 0: give a token, as text"),
-    "a list": ({"tokenizer_config": []}, "does not hold a JSON object"),
-    "no JSON": ({"special_tokens_map": "{"}, "cannot be read"),
+    "a number": (
+        {"tokenizer_config": {"eos_token": 0}},
+        sentence("data.special_not_text", role="eos_token", value=0),
+    ),
+    "a list": ({"tokenizer_config": []}, sentence("megaprec.not_json_object")),
+    "no JSON": ({"special_tokens_map": "{"}, sentence("megaprec.file_unreadable")),
     "a key twice": (
         {"tokenizer_config": '{"eos_token": "a", "eos_token": "b"}'},
         "it has the key 'eos_token' twice",
     ),
-    "no id": ({"added_tokens": {"<a>": "x"}}, "'<a>' has the id 'x'"),
+    "no id": (
+        {"added_tokens": {"<a>": "x"}},
+        sentence("data.special_id_not_number", token="<a>", number="x"),
+    ),
     "no table": (
         {"tokenizer_config": {"added_tokens_decoder": [1]}},
-        "added_tokens_decoder is no table",
+        sentence("data.decoder_not_table"),
     ),
 }
 
@@ -197,9 +218,7 @@ def test_settings_that_the_tokenizer_does_not_bear_out_are_refused_by_file_and_t
     case: str, definition: str, tmp_path: Path
 ) -> None:
     beside, why = SETTINGS[case]
-    with pytest.raises(
-        UserError, match=f"^{tmp_path}/{next(iter(beside))}.json.*" + re.escape(why)
-    ):
+    with pytest.raises(UserError, match=f"^{tmp_path}/{next(iter(beside))}.json.*" + why):
         load_tokenizer(written(tmp_path, definition, **beside))
 
 
@@ -388,9 +407,10 @@ KINDS = {
 def test_a_file_of_another_kind_is_called_what_it_is(name: str, tmp_path: Path) -> None:
     content, what = KINDS[name]
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(
-        UserError,
-        match=f"{name} is neither a SentencePiece .* tokenizer.json: it .*{re.escape(what)}",
+    with raises(
+        "data.not_a_tokenizer",
+        path=tmp_path / name,
+        why=re.compile(f"^it .*{re.escape(what)}"),
     ):
         load_tokenizer(tmp_path / name)
 

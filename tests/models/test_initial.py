@@ -191,10 +191,12 @@ def test_a_data_set_of_another_tokenizer_than_that_of_the_weights_is_refused(
     ]
     capsys.readouterr()
     assert train(file, *keys, "train.steps=1") == 2
-    told = (
-        f"{initial}/text.model is not the tokenizer of {tmp_path}/tokens, {tmp_path}/tokens.model"
+    assert shows(
+        capsys.readouterr().err,
+        "training.tokenizer_of_set",
+        tokenizer=initial / "text.model",
+        built_by=f"{tmp_path}/tokens, {tmp_path}/tokens.model",
     )
-    assert told in capsys.readouterr().err
     assert train(file, *keys, "train.steps=1", "--allow=tokenizer") == 0
 
 

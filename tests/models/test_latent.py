@@ -30,11 +30,11 @@ def model(latent: dict[str, Any] = LATENT, **others: Any) -> ModelConfig:
 
 
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"kv_rank": 0}, {}, "latent.query_rank 10 has no effect without latent.kv_rank"),
-    ({"rope_dim": 0}, {}, "latent.rope_dim is missing"),
-    ({"nope_dim": 0}, {}, "latent.nope_dim is missing"),
-    ({"value_dim": 0}, {}, "latent.value_dim is missing"),
-    ({"rope_dim": 5}, {}, "latent.rope_dim 5 must be even"),
+    ({"kv_rank": 0}, {}, sentence("model.latent_key_unused", name="query_rank", value=10)),
+    ({"rope_dim": 0}, {}, sentence("model.latent_key_missing", name="rope_dim")),
+    ({"nope_dim": 0}, {}, sentence("model.latent_key_missing", name="nope_dim")),
+    ({"value_dim": 0}, {}, sentence("model.latent_key_missing", name="value_dim")),
+    ({"rope_dim": 5}, {}, sentence("model.latent_rope_dim", rope_dim=5)),
     ({}, {"kv_heads": 2}, sentence("model.latent_needs", key="kv_heads", value=2, required=4)),
     ({}, {"head_dim": 12}, sentence("model.latent_needs", key="head_dim", value=12, required=10)),
     ({}, {"qk_norm": True}, sentence("model.latent_needs", key="qk_norm", required="false")),

@@ -1,5 +1,6 @@
 """What a model description counts, against published models and counts by hand."""
 
+import re
 from math import prod
 from typing import Any
 
@@ -232,11 +233,19 @@ SCALED = {"kind": "linear", "factor": 2.0}
         ),
         (
             {"rope_scaling": {"kind": "yarn", "factor": 2.0}},
-            "rope_scaling.original_max_position_embeddings is missing",
+            sentence(
+                "model.rope_key_missing", name="original_max_position_embeddings", kind="yarn"
+            ),
         ),
         (
             {"rope_scaling": {"factor": 2.0}},
-            'rope_scaling.factor 2.0 has no effect with kind "none": .* no other key',
+            sentence(
+                "model.rope_key_unused",
+                name="factor",
+                value="2.0",
+                kind="none",
+                parameters=re.compile("no other key"),
+            ),
         ),
         (
             {"rope_scaling": {**SCALED, "mscale": 2.0}},

@@ -28,7 +28,7 @@ from tests.layouts import (
     train_all,
 )
 from tests.models.test_parity import zeros
-from tests.refusals import raises
+from tests.refusals import raises, sentence
 
 SIZES: dict[str, Any] = {
     "layers": 3,
@@ -257,10 +257,13 @@ def test_further_layouts_train_what_one_process_trains(layout: tuple[int, int, i
 
 def test_what_a_model_with_modules_cannot_have_is_refused_by_name() -> None:
     for wrong, said in (
-        ({"positions": "learned"}, 'mtp_layers 1 needs positions = "rope", not "learned"'),
+        (
+            {"positions": "learned"},
+            sentence("model.mtp_positions", mtp_layers=1, positions="learned"),
+        ),
         (
             {"factory": "mine.py:build"},
-            r'mtp_layers 1: the model of factory = "mine.py:build" has no such modules',
+            sentence("model.mtp_factory", mtp_layers=1, factory="mine.py:build"),
         ),
     ):
         with pytest.raises(ValueError, match=said):  # pydantic's, of the problems

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from tests.layouts import Fragment, assemble
 from tests.logical import SHAPES, Case, give, held, make_optimizer, results, train
@@ -123,12 +123,21 @@ def no_tensors(state: State) -> None:
 DAMAGES: list[tuple[Callable[[State], object], str, str]] = [
     (
         lose("weight/query.weight"),
-        "weight/query.weight is [8, 6] in the model, not in the state",
+        Problem.of(
+            "optimizer.state_shape",
+            key="weight/query.weight",
+            shape=[8, 6],
+            described="not",
+        ),
         "first",
     ),
-    (reshape, "exp_avg/head.bias is [5] in the model, [6] in the state", "last"),
-    (add, "weight/other of the state is not in the model", "both"),
-    (add_many, "weight/other0 of the state is not in the model", "both"),
+    (
+        reshape,
+        Problem.of("optimizer.state_shape", key="exp_avg/head.bias", shape=[5], described=[6]),
+        "last",
+    ),
+    (add, Problem.of("optimizer.state_not_in_model", key="weight/other"), "both"),
+    (add_many, Problem.of("optimizer.state_not_in_model", key="weight/other0"), "both"),
     (of_sgd, "momentum_buffer/", ""),
 ]
 
@@ -163,12 +172,12 @@ def test_a_state_of_another_model_is_refused_on_every_rank_and_nothing_changes()
     first, last = run_ranks(refuse, {"pp": 2})
     for n, (_, message, who) in enumerate(DAMAGES):
         for said, stage in ((first[n], "first"), (last[n], "last")):
-            assert said[0] == "the state is of another model"
+            assert said[0] == Problem.of("optimizer.state_of_other_model")
             assert len(said) <= 6
             if who in (stage, "both"):
                 assert message in said
             elif who:
-                assert said[1:] == ["another rank says which tensors differ"]
+                assert said[1:] == [Problem.of("optimizer.state_elsewhere")]
 
 
 @pytest.mark.parametrize("damage", [no_numbers, no_tensors])
@@ -198,7 +207,7 @@ def one_rank_differs(mesh: DeviceMesh) -> str:
 
 def test_a_state_that_only_one_rank_cannot_take_is_taken_by_none() -> None:
     for said in run_ranks(one_rank_differs, {"dp": 2}):
-        assert said.startswith("the state is of another model\n")
+        assert said.startswith(f"{Problem.of('optimizer.state_of_other_model')}\n")
 
 
 def test_moments_can_be_narrowed_and_widened_on_the_way() -> None:

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.layout import Layout, Part, attach, attach_whole
 from megaprec.comm.tree import add_by_tree
-from megaprec.errors import UserError
 from megaprec.optim.canonical.microbatch_sums import MicrobatchTree
 from megaprec.optim.canonical.requirements import canonical_conflicts
 from megaprec.optim.optimizer import ParallelAMPOptimizer
@@ -260,5 +259,5 @@ def test_settings_whose_sums_depend_on_the_layout_are_refused_by_name() -> None:
 def test_an_average_over_dp_ranks_is_refused(mesh: DeviceMesh) -> None:
     net = nn.Linear(3, 1)
     attach_whole(net)
-    with pytest.raises(UserError, match="give average = False"):
+    with raises("optimizer.canonical_average"):
         ParallelAMPOptimizer([net], plan("fp32"), mesh, lr=0.1, canonical=True, average=True)

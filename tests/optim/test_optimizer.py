@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import attach_whole, parameters_of
+from megaprec.errors import Problem
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.step_report import StepReport
@@ -339,13 +340,15 @@ def test_parameters_that_every_tensor_rank_holds_whole_count_once() -> None:
 def refused_layout(mesh: DeviceMesh) -> str:
     model = nn.Linear(3, 5)
     attach_whole(model)  # as if there were one tensor rank
-    with pytest.raises(ValueError, match="laid out for") as caught:
+    with pytest.raises(ValueError, match="weight") as caught:
         ParallelAMPOptimizer([model], plan("fp32"), mesh)
     return str(caught.value)
 
 
 def test_a_layout_for_another_number_of_tensor_ranks_is_refused() -> None:
-    said = "weight is laid out for 1 slices x 1 copies, but there are 2 tensor-parallel ranks"
+    said = Problem.of(
+        "optimizer.layout_with_copies_of_other_ranks", name="weight", shards=1, copies=1, ranks=2
+    )
     assert run_ranks(refused_layout, {"tp": 2}) == [said] * 2
 
 

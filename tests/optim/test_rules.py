@@ -116,17 +116,18 @@ def test_every_class_of_torch_is_taken_or_refused() -> None:
     assert kinds - taken == {"Optimizer", *REFUSED}
 
 
-REFUSED = {
-    "Adafactor": "is not elementwise: a slice updated alone differs",
-    "ASGD": "keeps eta, one number for all elements that depends on learning rate",
-    "LBFGS": "cannot step a flat slice of a parameter: .*closure",
-    "SparseAdam": "cannot step a flat slice of a parameter: .*dense gradients",
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Adafactor": ("optimizer.torch_rule_not_elementwise", {}),
+    "ASGD": ("optimizer.torch_rule_scalar_state", {"name": "eta"}),
+    "LBFGS": ("optimizer.torch_rule_flat", {"error": re.compile("closure")}),
+    "SparseAdam": ("optimizer.torch_rule_flat", {"error": re.compile("dense gradients")}),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_class_that_is_not_elementwise_is_refused_by_name(name: str) -> None:
-    with pytest.raises(UserError, match=f"^optimizer torch.*{name} {REFUSED[name]}"):
+    code, fields = REFUSED[name]
+    with raises(code, title=re.compile(f"^optimizer torch.*{name}$"), **fields):
         rule(name)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from megaprec.errors import UserError
 from parallel.described_world import is_rank_of_world, require_consistent, slurm_environment
-from tests.refusals import sentence, shows
+from tests.refusals import raises, sentence, shows
 
 WHOLE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 SLURM = {
@@ -31,7 +31,7 @@ def test_a_world_is_joined_only_when_it_is_wholly_described() -> None:
     assert is_rank_of_world(SLURM)
     for lost in whole:
         if lost in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
-            with pytest.raises(UserError, match=f"not {lost}"):
+            with raises("parallel.variables_incomplete", missing=lost):
                 is_rank_of_world({name: value for name, value in whole.items() if name != lost})
 
 

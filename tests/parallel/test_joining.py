@@ -13,6 +13,7 @@ from megaprec.errors import UserError
 from parallel import joining
 from parallel.described_world import lone_task
 from tests.hosts import free_port
+from tests.refusals import shows
 
 HOST = socket.gethostname()
 
@@ -70,7 +71,14 @@ def test_a_rank_that_cannot_reach_the_store_says_where_it_looks(
     monkeypatch.setattr(joining, "NEWS", 0.05)
     port = free_port()
     (problem,) = joined([1], 2, port)
-    assert problem.startswith(f"rank 1 on {HOST} has had no answer from 127.0.0.1:{port} for 1 s: ")
+    assert shows(
+        problem,
+        "parallel.no_answer",
+        here=f"rank 1 on {HOST}",
+        address="127.0.0.1",
+        port=port,
+        seconds=1,
+    )
     assert (
         f"rank 1 on {HOST} waits for the ranks' store at 127.0.0.1:{port}: "
         in capfd.readouterr().err
@@ -80,9 +88,7 @@ def test_a_rank_that_cannot_reach_the_store_says_where_it_looks(
 def test_a_port_in_use_is_said() -> None:
     taken = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     (problem,) = joined([0], 2, taken.port)
-    assert problem.startswith(
-        f"rank 0 on {HOST} cannot open port {taken.port} for the ranks' store: "
-    )
+    assert shows(problem, "parallel.port_not_opened", here=f"rank 0 on {HOST}", port=taken.port)
 
 
 def test_many_missing_ranks_are_not_all_named() -> None:

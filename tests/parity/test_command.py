@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from megaprec.errors import Problem
 from models.presets import PRESETS
 from tests.refusals import sentence
 from tools import cli
@@ -155,7 +156,7 @@ def test_layouts_that_do_not_fit_are_not_tried_and_it_is_said_why() -> None:
     assert len(good) == 12
     ((layout, why),) = others
     assert layout.name == "pp=4"
-    assert why == "parallel.pipeline 4 is more than model.layers 3: a stage needs a layer"
+    assert why == Problem.of("config.too_many_stages", pipeline="parallel.pipeline 4", layers=3)
     entries = [{"verdict": "proven"}, not_tried(layout, "float64", why)]
     assert entries[1]["verdict"] == "not tried"
     said = conclusion({"layouts": entries, "tensors": 1, "steps": 4, "applied": 3, "clipped": 3})
@@ -229,12 +230,12 @@ def test_what_a_model_of_ones_own_lacks_is_said_in_a_line(
     [
         (
             ["parallel.sequence=false", "--layouts", "tp=3"],
-            r"--layouts tp=3: parallel.tensor 3 does not divide .*",
+            "--layouts tp=3: " + sentence("config.tensor_sizes", tensor=3),
         ),
         (["--layouts", "tp2"], r'--layouts "tp2": no such key "tp2"; did you mean tp\?'),
         (["--layouts", "tp=2,pp=x"], r'--layouts "tp=2,pp=x": pipeline: must be a valid integer'),
         (["--steps", "0"], sentence("command.steps", steps=0)),
-        (["--layouts", "dp=5"], r"--layouts dp=5: train.global_batch .* is not a multiple .*"),
+        (["--layouts", "dp=5"], "--layouts dp=5: " + sentence("config.global_batch", data=5)),
     ],
 )
 def test_bad_arguments_are_said_in_a_line(

@@ -25,7 +25,7 @@ from megaprec.precision.parallel_modes import ParallelMode
 from megaprec.precision.plan import LossScaling, plan
 from megaprec.precision.tf32 import tf32
 from tests.ranks import run_ranks
-from tests.refusals import raises, sentence
+from tests.refusals import raises, sentence, shows
 
 THIRD = 1 / 3  # no half precision has it
 
@@ -295,9 +295,9 @@ def test_every_way_to_name_a_group_averages_over_that_group(axes: dict[str, int]
 def test_a_group_that_cannot_be_known_is_refused_and_never_left_out_in_silence() -> None:
     for said in run_ranks(_refused, {"dp": 2, "tp": 2}):
         assert said.pop("off") == ""
-        assert "ParallelMode.DATA" in said["default"] and "mesh = the mesh" in said["default"]
-        assert "3 dims" in said["mesh"]
-        assert "dims all" in said["nameless"]
+        assert shows(said["default"], "precision.parallel_mode_unused", mode="ParallelMode.DATA")
+        assert shows(said["mesh"], "precision.parallel_mode_dims", ndim=3)
+        assert shows(said["nameless"], "precision.parallel_mode_dim", dims="all")
         assert "ParallelMode.ZERO1" in said["zero1"]
         assert "did you mean data" in said["unknown"]
         assert "ZERO3_DP" in said["number"]
@@ -406,12 +406,17 @@ def test_a_plan_with_wider_parameters_than_products_is_autocasts_to_run() -> Non
         ("output_to_fp32", None),
         ("sync_buffer", "no"),
         ("sync_buffer", 0),
-        ("mesh", 3),
     ],
 )
-def test_an_argument_of_another_kind_is_refused_by_name(argument: str, value: Any) -> None:
-    with pytest.raises(UserError, match=f"{argument} = {value!r}: must be "):
+def test_a_switch_of_another_kind_is_refused_by_name(argument: str, value: Any) -> None:
+    with raises("precision.not_a_bool", name=argument, value=value):
         NaiveAMPModel(Seen(), **{argument: value})
+
+
+def test_a_mesh_of_another_kind_is_refused() -> None:
+    anything: Any = 3
+    with raises("precision.not_a_mesh", mesh=3):
+        NaiveAMPModel(Seen(), mesh=anything)
 
 
 def test_what_is_no_module_or_no_plan_is_refused_by_name() -> None:

@@ -300,6 +300,7 @@ def test_every_page_has_the_same_order_of_ranks() -> None:
         ("runs.md", "train run.toml train.stps=12 lr.warmup=-1"),
         ("own-text.md", "data verify mine.jsonl"),
     ],
+    ids=["runs", "own-text"],
 )
 def test_what_a_page_says_of_wrong_input_is_what_is_printed(
     page: str,

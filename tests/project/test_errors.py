@@ -11,6 +11,7 @@ import pytest
 
 from megaprec.errors import Problem, UserError, sentences
 from tests.project.errors_page import page
+from tests.refusals import sentence
 from tools.cli import main
 from tools.config.schedules import read_schedule
 
@@ -86,7 +87,7 @@ def test_the_page_has_every_sentence() -> None:
 def test_a_problem_is_its_sentence_and_keeps_its_code_between_processes() -> None:
     problem = Problem.of("data.source_empty", name=Path("a.txt"))
     error = UserError(problem, "one without a code")
-    assert problem == "a.txt is empty; give a text of some length"
+    assert problem == sentences()["data"]["source_empty"].format(name="a.txt")
     assert error.codes == ("data.source_empty", "")
     assert error.problems[0].fields == {"name": "a.txt"}
     again = pickle.loads(pickle.dumps(problem))
@@ -95,15 +96,14 @@ def test_a_problem_is_its_sentence_and_keeps_its_code_between_processes() -> Non
 
 def test_a_line_that_does_not_print_keeps_its_code() -> None:
     (problem,) = UserError.of("data.source_empty", name="a\nb").problems
-    assert problem.startswith("a\\nb is empty")
+    assert problem == sentences()["data"]["source_empty"].format(name="a\\nb")
     assert problem.code == "data.source_empty"
 
 
 def test_a_line_within_another_keeps_its_code(tmp_path: Path) -> None:
     (tmp_path / "schedule.txt").write_text("F0.0 X0.0\n")
-    with pytest.raises(
-        UserError, match=r"schedule .*: line 1: .X0\.0. is no instruction"
-    ) as refused:
+    line = "schedule .*: line 1: " + sentence("pipeline.instruction", text="X0.0")
+    with pytest.raises(UserError, match=line) as refused:
         read_schedule(str(tmp_path / "schedule.txt"))
     assert refused.value.codes == ("pipeline.instruction",)
 

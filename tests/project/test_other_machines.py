@@ -16,7 +16,7 @@ from rich.table import Table
 
 from megaprec.comm.gloo_threads import waiting_their_turn
 from megaprec.diagnose.position import Phase, Position
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.parsing import MOST_SETTINGS, parse_toml
 from megaprec.resources import (
     cores,
@@ -206,9 +206,10 @@ def test_a_run_file_of_a_million_keys_is_refused_by_its_size(
     begun = time.process_time()
     assert cli.main(["train", str(file)]) == 2
     assert time.process_time() - begun < 5
+    larger = f"it is larger than {MOST_SETTINGS:,} bytes"
     assert (
         capsys.readouterr().err
-        == f"run file {file}: cannot be read (it is larger than {MOST_SETTINGS:,} bytes)\n"
+        == f"{Problem.of('config.run_file_unreadable', path=file, reason=larger)}\n"
     )
 
 

@@ -37,7 +37,7 @@ def refused(
     run_file: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., None]:
     """Checks that the command refuses its arguments with these lines, each a regular expression for
-    one, and writes nothing. FOLDER in them is the folder of the run file; the shell stands
+    one, and writes nothing. <folder> in them is the folder of the run file; the shell stands
     there."""
     folder = run_file.parent
     monkeypatch.chdir(folder)
@@ -45,7 +45,7 @@ def refused(
     def check(arguments: list[str], *lines: str) -> None:
         before = state(folder)
         _ = capfd.readouterr()
-        code = main([argument.replace("FOLDER", str(folder)) for argument in arguments])
+        code = main([argument.replace("<folder>", str(folder)) for argument in arguments])
         out, err = capfd.readouterr()
         assert code == 2
         assert out == ""
@@ -54,7 +54,7 @@ def refused(
         ]
         assert len(said) == len(lines), err
         for line, expected in zip(said, lines, strict=True):
-            assert re.fullmatch(expected.replace("FOLDER", re.escape(str(folder))), line), (
+            assert re.fullmatch(expected.replace("<folder>", re.escape(str(folder))), line), (
                 f"{line}\n{expected}"
             )
         assert state(folder) == before
@@ -98,11 +98,17 @@ NEW = ["data.cache=", "train.folder=fresh"]
         ),
         (
             ["precision.loss_scale=1e39"],
-            [r"precision.loss_scale = 1e\+39: loss scale 1e\+39 must lie between .*"],
+            [
+                re.escape("precision.loss_scale = 1e+39: ")
+                + sentence("optimizer.loss_scale_range", scale=1e39)
+            ],
         ),
         (
             ["precision.compute=fp16", "precision.initial_scale=1e39"],
-            [r"precision.initial_scale = 1e\+39: initial scale 1e\+39 must lie between .*"],
+            [
+                re.escape("precision.initial_scale = 1e+39: ")
+                + sentence("optimizer.scaler_range", initial=1e39)
+            ],
         ),
         (
             ["parallel.pipeline=3"],
@@ -129,7 +135,7 @@ NEW = ["data.cache=", "train.folder=fresh"]
             ["train.stpes=3", "model.hidden=17", "parallel.tensor=3", "parallel.data=3"],
             [
                 "train.stpes .*",
-                "model.hidden 17 is not a multiple of heads 4.*",
+                "model." + sentence("model.hidden_not_multiple", hidden=17, heads=4),
                 "train.global_batch 8 .*",
             ],
         ),
@@ -190,54 +196,90 @@ def test_a_path_that_is_not_found_but_lies_beside_the_run_file_is_named(
     [
         (
             ["data.source=nowhere.txt"],
-            [r'data.source = "nowhere.txt": .*no such file or folder in FOLDER; give .*'],
+            [
+                r'data.source = "nowhere.txt": '
+                + sentence("data.source_missing", name="nowhere.txt", folder=" in <folder>")
+            ],
         ),
         (
             ["data.source=empty.txt"],
-            [r'data.source = "empty.txt": empty.txt is empty; give a text of some length'],
+            ['data.source = "empty.txt": ' + sentence("data.source_empty", name="empty.txt")],
         ),
         (
             ["data.source=short.txt"],
             [
-                r'data.source = "short.txt", data.vocab_size = 330: .* there are only \d+ pieces .* or more text'
+                'data.source = "short.txt", data.vocab_size = 330: '
+                + sentence(
+                    "data.vocabulary_not_learnable",
+                    vocab_size=330,
+                    problem=re.compile(r"^there are only \d+ pieces .* or more text$"),
+                )
             ],
         ),
         (
             ["data.source=short.txt", "data.tokenizer=data/text.model"],
             [
-                r'data.source = "short.txt", .*seq_length = 16: .* has \d+ tokens, but 2 .* need 33; give more text .*'
+                'data.source = "short.txt", .*seq_length = 16: '
+                + sentence(
+                    "data.data_too_short",
+                    num_tokens=re.compile(r"^\d+$"),
+                    samples=2,
+                    seq_length=16,
+                    needed_tokens=33,
+                )
             ],
         ),
         (
             ["data.source=broken", "model.vocab=1000"],
             [
-                r'data.source = "broken": broken.idx: corrupt index: truncated: .*; build the data set again or .*'
+                'data.source = "broken": '
+                + sentence("data.index_corrupt", path="broken.idx", why=re.compile("^truncated: "))
             ],
         ),
         (
             ["data.source=ids", "model.vocab=500"],
             [
-                r'data.source = "ids", model.vocab = 500, .*: ids has token ids 0 to 899, .* at least 900 or .*'
+                'data.source = "ids", model.vocab = 500, .*: '
+                + sentence(
+                    "data.vocabulary_too_small",
+                    prefix="ids",
+                    low=0,
+                    high=899,
+                    vocab=500,
+                    needed=900,
+                )
             ],
         ),
         (
             ["data.tokenizer=data/text.model", "model.vocab=200"],
             [
-                r"data.tokenizer = .*: model.vocab = 200 is smaller than the 330 tokens of .*: use 0 or at least 330"
+                "data.tokenizer = .*: "
+                + sentence("training.vocabulary_below_tokenizer", size=200, tokens=330)
             ],
         ),
         (
             ["data.source=ids"],
             [(sentence("training.vocabulary_unknown"))],
         ),
-        (["data.source=ids.bin"], [r'data.source = "ids.bin": give the common prefix .*, "ids"']),
+        (
+            ["data.source=ids.bin"],
+            ['data.source = "ids.bin": ' + sentence("training.data_set_prefix", source="ids")],
+        ),
         (
             ["data.tokenizer=data"],
-            [r'data.tokenizer = "data": data is a folder; give a SentencePiece .model or .*'],
+            [
+                'data.tokenizer = "data": '
+                + sentence(
+                    "data.tokenizer_file_unusable",
+                    path="data",
+                    problem=" is a folder",
+                    inside=re.compile(r"^a SentencePiece \.model or"),
+                )
+            ],
         ),
         (
             ["data.tokenizer=my.toml"],
-            [r'data.tokenizer = "my.toml": my.toml is neither a SentencePiece .*'],
+            ['data.tokenizer = "my.toml": ' + sentence("data.not_a_tokenizer", path="my.toml")],
         ),
         (
             ["data.source=ids", "model.vocab=900", "log.sample=x"],
@@ -249,17 +291,33 @@ def test_a_path_that_is_not_found_but_lies_beside_the_run_file_is_named(
         ),
         (
             ["train.folder=my.toml"],
-            [r'train.folder = "my.toml": FOLDER/my.toml is a file, not a folder; give another'],
-        ),
-        (
-            ["data.source=FOLDER"],
             [
-                r'train.folder = "fresh" lies in data.source = "FOLDER", .* read as text: give a folder outside'
+                sentence(
+                    "command.folder_is_file",
+                    key="train.folder",
+                    folder="my.toml",
+                    existing="<folder>/my.toml",
+                )
             ],
         ),
         (
-            ['data.validation=[{name = "all", source = "FOLDER"}]', "train.eval_every=1"],
-            [r'train.folder = "fresh" lies in data.validation all = "FOLDER", .*'],
+            ["data.source=<folder>"],
+            [
+                sentence(
+                    "command.folder_in_source", folder="fresh", key="data.source", source="<folder>"
+                )
+            ],
+        ),
+        (
+            ['data.validation=[{name = "all", source = "<folder>"}]', "train.eval_every=1"],
+            [
+                sentence(
+                    "command.folder_in_source",
+                    folder="fresh",
+                    key="data.validation all",
+                    source="<folder>",
+                )
+            ],
         ),
         (
             [
@@ -294,10 +352,7 @@ def test_what_is_not_as_the_run_file_says_is_found_before_any_rank_starts(
             [
                 sentence("training.other_model", key="hidden", value=32, saved=16),
                 sentence("training.other_model", key="heads", value=8, saved=4),
-                (
-                    "this run cannot resume from FOLDER/run/checkpoints/step_00000002: set "
-                    "another train.folder"
-                ),
+                sentence("training.not_resumable", path="<folder>/run/checkpoints/step_00000002"),
             ],
         ),
         (
@@ -316,12 +371,17 @@ def test_what_is_not_as_the_run_file_says_is_found_before_any_rank_starts(
         (
             ["data.cache=fresh", "data.max_chars=15000"],
             [
-                r'data.source: "FOLDER/text.txt": not the text that FOLDER/run/.*step_00000002 .*: give --allow data.*'
+                sentence(
+                    "training.other_text",
+                    key="data.source",
+                    names='"<folder>/text.txt"',
+                    path=re.compile("^<folder>/run/.*step_00000002$"),
+                )
             ],
         ),
         (
             ["checkpoint.resume=false"],
-            ["checkpoint.resume = false, but FOLDER/run/.* is there .*another train.folder.*"],
+            [sentence("training.resume_false", path=re.compile("^<folder>/run/"))],
         ),
     ],
     ids=["sizes", "data", "tokenizer", "no resume"],
@@ -343,13 +403,17 @@ def test_a_damaged_checkpoint_is_named_with_what_to_do(
     if not keep:
         shutil.rmtree(checkpoint(fresh, 1))
     if "model" in file:
-        what = f"{damaged}/{file} is missing or does not have the .* bytes .*"
+        what = sentence("checkpoint.file_size", file=damaged / file)
     else:
-        what = f"{damaged} is not .*"
+        what = sentence("checkpoint.not_a_checkpoint", path=damaged)
     instead = "go on from step_00000001" if keep else "start anew"
-    remedy = f"{damaged} is damaged: restore it, or move it away to {instead}"
+    remedy = sentence(
+        "convert.newest_damaged",
+        path=damaged,
+        remedy=f"restore it, or move it away to {instead}",
+    )
     refused(
-        ["train", "my.toml", "data.cache=FOLDER/run/data", f"train.folder={fresh}"], what, remedy
+        ["train", "my.toml", "data.cache=<folder>/run/data", f"train.folder={fresh}"], what, remedy
     )
     refused(["generate", str(fresh), "--prompt", "x"], what)
 
@@ -361,8 +425,8 @@ def test_a_checkpoint_that_another_program_saved_is_refused(
     folder = shutil.copytree(run_file.parent / "run", run_file.parent / "foreign" / lost)
     found = checkpoint(folder, 2)
     edit_index(found, lambda index: index.pop(lost))
-    line = f'{found} was not saved by this `megaprec train`: its checkpoint.json has no "{lost}"'
-    refused(["train", "my.toml", "data.cache=FOLDER/run/data", f"train.folder={folder}"], line)
+    line = sentence("convert.run_keys_missing", path=found, key=lost)
+    refused(["train", "my.toml", "data.cache=<folder>/run/data", f"train.folder={folder}"], line)
     if lost in ("model", "tokenizer"):
         refused(["generate", str(folder), "--prompt", "x"], line)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from models.config import ModelConfig
 from tests.refusals import sentence
 from tools.analysis.planning.memory import sharding_of
@@ -58,11 +58,11 @@ def said(*overrides: str) -> Sequence[str]:
         ("parallel.expert=3", sentence("config.experts_undivided", expert=3, experts=8, possible=": 1, 2 would")),
         (
             "parallel.expert=4",
-            sentence("config.experts_misfit", expert=4, expert_tensor=2, problem="4 ranks x 2 slices = 8 do not divide the data 2 x tensor 2 = 4 ranks of a stage", possible=": 1, 2 would"),
+            sentence("config.experts_misfit", expert=4, expert_tensor=2, problem=Problem.of("comm.experts_ranks", expert=4, expert_tensor=2, expert_ranks=8, data=2, tensor=2, stage_size=4), possible=": 1, 2 would"),
         ),
         (
             "parallel.expert_tensor=3",
-            "parallel.expert_tensor 3: 3 slices of an expert do not divide 2 tensor-parallel ranks",
+            "parallel.expert_tensor 3: " + sentence("comm.experts_slices", expert_tensor=3, tensor=2),
         ),
         (
             "model.experts=0 parallel.expert=2",
@@ -81,8 +81,7 @@ def said(*overrides: str) -> Sequence[str]:
         (
             ("parallel.data=6 train.global_batch=12 parallel.zero_size=3 parallel.expert=4 "
                 "parallel.expert_tensor=1"),
-            ("parallel.zero_size 3: 3 data-parallel ranks that share optimizer state, of 2 "
-                "tensor-parallel ranks each"),
+            "parallel.zero_size 3: " + sentence("optimizer.zero_with_experts", zero_size=3, tp=2),
         ),
     ],
 )  # fmt: skip

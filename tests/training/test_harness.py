@@ -2,6 +2,7 @@
 of the export."""
 
 import json
+import re
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.convert.test_lm_eval import CHOICES, MULTIPLE, ROLLING, TEXTS
+from tests.refusals import sentence, shows
 from tests.runs import checkpoint, steps, train, write_run
 from tests.training.deaths import START
 from tools.cli import main
@@ -160,8 +162,11 @@ def test_tasks_that_cannot_be_evaluated_are_refused_before_the_run(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, said in (
-        ("nowhere", "no such task in the harness nor in "),
-        ("my_text", "has the model write text"),
+        ("nowhere", sentence("training.harness_no_task", searched=re.compile("^ nor in "))),
+        (
+            "my_text",
+            sentence("training.harness_unsupported", reason=re.compile("has the model write text")),
+        ),
     ):
         (tmp_path / "tasks" / "my_text.yaml").write_text(
             GENERATING.replace("TEXTS", str(tmp_path / "texts.jsonl"))
@@ -170,12 +175,14 @@ def test_tasks_that_cannot_be_evaluated_are_refused_before_the_run(
         (line,) = [
             line for line in capsys.readouterr().err.splitlines() if line.startswith("data.lm_eval")
         ]
-        assert line.startswith(f'data.lm_eval = "{name}"') and said in line
+        assert line.startswith(f'data.lm_eval = "{name}"') and re.search(said, line)
     (tmp_path / "texts.jsonl").unlink()
     assert train(file, *asked(file, 'data.lm_eval=["my_text"]')) == 2
-    assert (
-        'data.lm_eval = "my_text": the harness cannot load it: FileNotFound'
-        in capsys.readouterr().err
+    assert shows(
+        capsys.readouterr().err,
+        "training.harness_task",
+        name="my_text",
+        in_a_line=re.compile("^FileNotFound"),
     )
     assert not (tmp_path / "run").exists()
 
@@ -205,15 +212,14 @@ def test_without_the_harness_tasks_are_refused_before_the_run_with_the_line_that
 ) -> None:
     monkeypatch.setattr("tools.training.harness.find_spec", lambda name: None)
     assert train(file, *asked(file)) == 2
-    said = "data.lm_eval needs lm-evaluation-harness: pip install 'lm-eval>=0.4.13,<0.5'\n"
-    assert said in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "training.harness_missing")
     assert not (tmp_path / "run").exists()
 
 
 WRONG = {
-    "train.eval_every=0": "data.lm_eval is evaluated every train.eval_every steps, which is 0",
-    "fp8.kind=current": "data.lm_eval evaluates batches of many shapes",
-    "data.lm_eval=[]": "data.lm_eval_folder does nothing without data.lm_eval: name tasks there",
+    "train.eval_every=0": ("config.lm_eval_never", {}),
+    "fp8.kind=current": ("config.lm_eval_fp8", {}),
+    "data.lm_eval=[]": ("config.lm_eval_key", {"key": "lm_eval_folder"}),
 }
 
 
@@ -222,7 +228,8 @@ def test_keys_that_contradict_the_tasks_are_refused(
     override: str, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", str(file), *asked(file, override)]) == 2
-    assert WRONG[override] in capsys.readouterr().err
+    code, fields = WRONG[override]
+    assert shows(capsys.readouterr().err, code, **fields)
 
 
 def test_tasks_may_be_all_that_is_evaluated(file: Path) -> None:

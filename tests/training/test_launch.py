@@ -287,12 +287,7 @@ def without(limit: str) -> list[str]:
         (
             "files",
             2,
-            (
-                re.escape(
-                    "this process may open 24 files, and local ranks need 36: raise the limit "
-                    "(ulimit -n 1024)\n"
-                )
-            ),
+            sentence("training.open_files", hard=24, needed=36) + "\n",
         ),
         (
             "loopback",

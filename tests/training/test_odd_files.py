@@ -2,11 +2,13 @@
 unsaid."""
 
 import os
+import re
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+from tests.refusals import sentence
 from tests.runs import steps, train, write_run
 from tools import cli
 from tools.training.launch import OURS
@@ -43,8 +45,7 @@ def test_a_folder_in_place_of_a_file_is_refused_before_ranks_start(
     (tmp_path / name).mkdir()
     assert train(file, *QUICK, f"train.folder={tmp_path}") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{tmp_path}/{name} is not a file, but ")
-    assert line.endswith(": move it away")
+    assert re.fullmatch(sentence("command.name_of_file_taken", path=tmp_path / name), line)
 
 
 def test_a_file_of_records_that_is_a_link_is_replaced_with_a_word_and_what_it_points_to_stays(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megaprec.errors import Problem
 from tests.runs import checkpoint, rewind, steps, train, write_run
 from tools.analysis.report.run import Run
 from tools.cli import main
@@ -148,8 +149,6 @@ def test_what_is_no_file_is_found_at_the_start(
     (run / name).unlink()
     (run / name).mkdir()
     assert train(file, "precision.compute=fp16", f"train.folder={run}", "train.steps=7") == 2
-    assert (
-        capsys.readouterr().err
-        == f"{run / name} is not a file, but the records of steps are written there: move it away\n"
-    )
+    line = Problem.of("command.name_of_file_taken", path=run / name, content="the records of steps")
+    assert capsys.readouterr().err == f"{line}\n"
     assert not checkpoint(run, 7).exists()

@@ -446,8 +446,14 @@ def test_ranks_that_start_again_from_a_damaged_checkpoint_name_it_and_the_one_be
     code, run = die_in([Death(1, "step", 8)], run_file, tmp_path, monkeypatch, *keys)
     assert code == 2
     last = capfd.readouterr().err.splitlines()[-1]
-    assert "step_00000006 is damaged: optimizer-00000.safetensors is not what was saved" in last
-    assert last.endswith("move it away to go on from step_00000003")
+    assert shows(
+        last,
+        "checkpoint.digest_differs_newest",
+        path=re.compile("step_00000006$"),
+        wrong="optimizer-00000.safetensors",
+        verb="is",
+        remedy=re.compile("move it away to go on from step_00000003"),
+    )
     assert names(run / "checkpoints") == ["step_00000003", "step_00000006"]
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from megaprec.checkpoint.reader import Store
+from megaprec.errors import Problem
 from models.config import ModelConfig
 from models.presets import preset
 from tools.training.resume import _other_model
@@ -26,8 +27,8 @@ def test_weights_of_a_loss_may_change_but_not_what_the_weights_mean() -> None:
     assert differences(
         saved(model), model.model_copy(update={"window": 7, "experts_per_token": 1})
     ) == [
-        "model.window = 7, but it is 0 in the checkpoint",
-        "model.experts_per_token = 1, but it is 2 in the checkpoint",
+        Problem.of("training.other_model", key="window", value=7, saved=0),
+        Problem.of("training.other_model", key="experts_per_token", value=1, saved=2),
     ]
 
 
@@ -40,5 +41,5 @@ def test_a_checkpoint_without_a_newer_key_has_its_default() -> None:
     }
     assert not differences(older, model)
     assert differences(older, model.model_copy(update={"mlp_bias": False})) == [
-        "model.mlp_bias = false, but it is true in the checkpoint"
+        Problem.of("training.other_model", key="mlp_bias", value="false", saved="true")
     ]

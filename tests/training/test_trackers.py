@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from tests.project.test_readme import ROOT
 from tests.refusals import raises, shows
 from tests.runs import rewind, steps, train, write_run
@@ -175,17 +175,20 @@ def test_only_what_can_be_is_accepted_and_all_that_is_wrong_is_said_at_once(
         require_trackers(names)
     lines = refused.value.problems
     assert lines[0] == 'log.to: "wandb" is named twice'
-    assert lines[1] == 'log.to = "tensorboard" needs tensorboard: pip install tensorboard'
-    assert lines[2] == 'log.to = "wandb" needs wandb: pip install wandb'
-    assert lines[3].startswith(
-        'log.to = "comet": no such tracker; there are tensorboard, wandb, or "file.py:function"'
+    assert lines[1] == Problem.of("journal.tracker_missing", name="tensorboard")
+    assert lines[2] == Problem.of("journal.tracker_missing", name="wandb")
+    assert shows(
+        lines[3],
+        "journal.tracker_unknown",
+        name="comet",
+        choices='tensorboard, wandb, or "file.py:function"',
     )
     assert lines[4].endswith("did you mean tensorboard?")
-    assert lines[5].endswith('mine.py has no function "x"')
+    assert shows(lines[5], "megaprec.function_missing", location=re.compile(r"mine\.py$"), name="x")
     assert shows(
         lines[6], "megaprec.function_not_imported", location="nowhere.py", kind="FileNotFoundError"
     )
-    assert lines[7] == 'log.to = "a:": give "file.py:function" or "package.module:function"'
+    assert lines[7] == Problem.of("megaprec.function_form", key="log.to", named="a:")
 
 
 @pytest.mark.parametrize("value", ["true", "1"])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from parallel.pipeline.builders import (
     KINDS,
     gpipe,
@@ -261,9 +261,13 @@ def test_all_mistakes_of_the_user_are_told_together() -> None:
     with pytest.raises(UserError) as refusal:
         schedule("2f2b", 0, -1)
     assert refusal.value.problems == (
-        "pipeline ranks must be at least 1, got 0",
-        "micro-batches must be at least 1, got -1",
-        "no schedule is called '2f2b': choose one of gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v",
+        Problem.of("pipeline.count_below_one", name="pipeline ranks", count=0),
+        Problem.of("pipeline.count_below_one", name="micro-batches", count=-1),
+        Problem.of(
+            "pipeline.no_such_kind",
+            kind="2f2b",
+            kinds="gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v",
+        ),
     )
 
 
@@ -302,6 +306,6 @@ def test_the_largest_clusters_fit_and_a_slip_of_a_digit_is_refused_before_anythi
 ):
     assert schedule_problems("1f1b", 64, 1024) == []
     (many,) = schedule_problems("1f1b", 1, 100_000)
-    assert many.startswith("100,000 micro-batches of a replica in a step")
+    assert shows(many, "pipeline.too_many_microbatches", count=100_000)
     (long,) = schedule_problems("1f1b", 640, 1024)
     assert shows(long, "pipeline.too_many_passes", passes=655_360)

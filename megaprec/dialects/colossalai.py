@@ -417,7 +417,7 @@ def _cast_model(reading: Reading, level: Mapping[str, Any]) -> dict[str, Decisio
     parameters = reading.decided_by(dtype, "fp16.opt_level", "fp16.cast_model_type")
     # without masters apex updates the model's own weights
     masters = torch.float32 if level["master_weights"] else dtype
-    # FP16 has too little range for moments: without masters they are FP32 all the same
+    # FP16 has too little range for moments: without masters they are FP32 too
     moments = masters if masters != torch.float16 else torch.float32
     keep_fp32 = NORMS if level["keep_batchnorm_fp32"] else ()
     keys_of_masters = ("fp16.opt_level", "fp16.master_weights")

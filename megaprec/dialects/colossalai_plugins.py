@@ -121,7 +121,7 @@ def resolve_plugin(reading: Reading, plugin: Plugin) -> Resolved:
     has_masters = getattr(plugin, "master_weights", True)
     masters_dtype = torch.float32 if has_masters else precision.value
     masters = reading.decided_by(masters_dtype, *_keys_of_masters(plugin))
-    # FP16 has too little range for moments: without masters they are FP32 all the same
+    # FP16 has too little range for moments: without masters they are FP32 too
     moments = masters if masters.value != torch.float16 else reading.always(torch.float32)
     cast_inputs = "root" if getattr(plugin, "cast_inputs", True) else "none"
     # Colossal-AI's FP8 products scale by the tensor itself

@@ -180,7 +180,7 @@ _FP8_FIELDS["fp8_delayed_scaling"] = _FP8_FIELDS["fp8"]  # its name in Megatron-
 # recipes of single models, in which two layers at each end stay in BF16
 _NEMOTRON_H = _MIXED_FIELDS["bf16"] | {"fp8": "hybrid"} | _FP8_FIELDS["fp8_current_scaling"]
 _NEMOTRON_H |= {"num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 2}
-# NeMo calls it a recipe of current scaling all the same
+# NeMo calls it a recipe of current scaling, though its scales are those of blocks
 _NANO_V2 = _NEMOTRON_H | {"fp8_recipe": "blockwise"}
 
 

@@ -123,7 +123,7 @@ class FP8State:
         elif not recipe.reduce_amax:
             dp = Axis.replicas(mesh)
         else:
-            # overlapping passes of "te" reduce amid other collectives, hence a group of its own
+            # overlapping passes of "te" reduce during other collectives, hence a separate group
             stage = Axis.stage(mesh, separate_group=recipe.history == "te")
         return FP8State(recipe, layers, tp, stage, dp, device_of(mesh))
 
@@ -297,7 +297,7 @@ class FP8State:
         elif records:
             self.roll()
             self._pending = True
-        # a training pass may have new scales: codes are made again, even of unchanged masters
+        # a training pass may have new scales: codes are recomputed, even of unchanged masters
         if self.renew is not None and (records or self.outdated):
             is_delayed = self.recipe is not None and self.recipe.kind == "delayed"
             self.renew(records and is_delayed)

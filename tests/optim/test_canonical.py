@@ -134,8 +134,8 @@ def test_a_skipped_step_is_traced_to_its_micro_batch() -> None:
 
 
 def micro_batches_are_added_one_after_the_other() -> None:
-    MicrobatchTree._sibling = lambda self, first, last: (
-        (last, last + 1) if first == 0 else (0, first)
+    MicrobatchTree._sibling = lambda self, start, stop: (
+        (stop, stop + 1) if start == 0 else (0, start)
     )
 
 

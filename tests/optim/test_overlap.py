@@ -164,7 +164,7 @@ def test_a_layer_waits_for_its_own_weights_and_the_model_for_all_others() -> Non
     arrivals = ParamGatherer([net], buffers, early=True)
     for buffer in buffers:
         arrivals.begin(buffer)
-    arrivals.settle()
+    arrivals.finish_update()
     assert seen == []
     net.layers[1](torch.ones(1, 3))
     assert seen == [1]

@@ -28,8 +28,8 @@ from tools.bench.measurement import Step, seconds_of
 
 SUBJECT = "tests and benchmarks that need a GPU"
 OURS = "megaprec"
-PASSES = 2
-WARMUP = 2
+PASSES = 2  # over all systems
+WARMUP = 2  # steps of a system before its clock starts
 PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 
 

@@ -57,6 +57,7 @@ def run_on_ranks(measure: Callable[[], None], ranks: int, threads: int) -> int:
 
 def seconds_of(step: Step, device: torch.device) -> float:
     """Return the seconds of one step, when the device has finished it."""
+    # what was queued before is not of this step
     synchronize(device)
     start = time.perf_counter()
     step()

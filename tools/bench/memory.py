@@ -229,6 +229,7 @@ def _write_model(folder: Path, config: dict[str, Any]) -> tuple[int, int]:
     largest."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
+    # the rules of the converter say which tensors such a folder has
     tensors = matches(HUGGING_FACE["llama"], from_hugging_face(config))
     shapes = {tensor.foreign: tensor.shape for tensor in tensors}
     file = folder / "model.safetensors"

@@ -77,6 +77,7 @@ def main(args: argparse.Namespace) -> int:
     torch.set_num_threads(args.threads)
     device = torch.device(args.device)
     sizes = (args.matrices, args.width)
+    # tensors are made on the device
     with device:
         timed_steps = {
             "bare": bare(*sizes),

@@ -20,7 +20,7 @@ from tools.bench.measurement import print_record, rounded_median, run_on_ranks
 from tools.bench.train import Bench, add_run, mesh_of, run_of
 
 SUBJECT = "time that a save takes from training"
-ROUNDS = 3
+ROUNDS = 3  # of each measurement; medians are printed
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

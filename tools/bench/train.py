@@ -176,6 +176,7 @@ class Bench:
         """Take one step and return its seconds, between two barriers."""
         number = self.steps_taken
         checking = self.sentinel.checking(number, self.share) if self.sentinel else nullcontext()
+        # ranks begin together, and a step ends with the last of them
         dist.barrier()
         start = time.perf_counter()
         cpu_start = time.process_time()

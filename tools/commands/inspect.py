@@ -41,6 +41,7 @@ ALWAYS_SHOWN = (
     "tied",
 )
 WIDTH = 100  # columns that a line takes at most, unless it is one long word
+# paths and digests stay whole, to be copied
 WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
 
 

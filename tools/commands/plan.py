@@ -266,6 +266,7 @@ def _measure_tflops(config: RunConfig, side: int = 512, duration: float = 0.2) -
     The fastest of short products says least about other work that the machine has. side: of the
     matrices. duration: seconds.
     """
+    # in the run's dtype: some CPUs are many times slower in bf16 or fp16
     matrix = torch.ones(side, side, dtype=config.plan.compute)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -35,6 +35,7 @@ def main(args: argparse.Namespace) -> int:
         raise UserError.of("command.report_suffix", output=args.output)
     if not args.output.absolute().parent.is_dir():
         raise UserError.of("command.plot_folder", path=args.output, parent=args.output.parent)
+    # records may hold halves of surrogates, which UTF-8 has no bytes for
     content = page(Run.read(args.folder)).encode("utf-8", errors="replace")
     write_whole(args.output, content)
     print(f"written    {args.output}, {len(content) / 1000:,.0f} kB")

@@ -80,6 +80,7 @@ def main(args: argparse.Namespace) -> int:
     if is_rank_of_world():
         return _train(config, export, args.allow, not args.no_verify)
 
+    # refused before hours of training, not after them
     if export:
         require_builtin(config.model, "--export-hf")
     if export and export.exists():

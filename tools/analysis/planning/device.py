@@ -64,12 +64,14 @@ def target_of(config: RunConfig, gpu: str = "", memory: str = "", ranks: int = 0
     if gpu:
         sheet = _require_gpu(gpu)
         return Target("cuda", sheet.name, size or int(sheet.gigabytes * 10**9), sheet)
+    # memory alone is that of some GPU, whose speed is not known
     if size:
         return Target("cuda", f"a GPU of {memory}", size)
     if config.train.device != "cpu" and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         name = properties.name
         return Target("cuda", name, properties.total_memory, gpu_named(name))
+    # the run asks for a GPU, whatever this machine has
     if config.train.device == "cuda":
         return Target("cuda", "a GPU that is not here")
     ranks = ranks or config.world_size
@@ -105,6 +107,7 @@ def _parse_size(text: str) -> int:
         raise UserError.of("planning.gpu_memory_form", text=text)
     number, unit = match.groups()
     size = int(float(number) * UNITS[unit.upper()])
+    # no GPU has less: 80 without a unit is not meant as bytes
     if not unit and size < 10**6:
         raise UserError.of("planning.gpu_memory_unit", text=text, number=number)
     return size

@@ -112,7 +112,7 @@ def linear_times(
 def seconds(work: Callable[[], object], device: torch.device, rounds: int = 5) -> float:
     """Return the fastest of several runs of `work`, each repeated until it is long enough to be
     timed."""
-    once = _run(work, 2, device) / 2
+    once = _run(work, 2, device) / 2  # warms up, and tells how many repetitions are long enough
     repeats = max(1, int(MIN_TIMED_SECONDS / max(once, 1e-7)))  # a clock may see no time at all
     # the fastest run is least disturbed by other work
     return min(_run(work, repeats, device) for _ in range(rounds)) / repeats

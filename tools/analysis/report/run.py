@@ -79,6 +79,7 @@ class Run:
     @cached_property
     def config(self) -> RunConfig | str:
         """The run file as it was read, or the reason why it cannot be."""
+        # a report is of what was run: a file that the user may have changed since does not count
         if self.run_file is None:
             return "there is no run.toml that the run has written"
         try:

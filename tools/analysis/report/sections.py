@@ -113,6 +113,7 @@ def curves(run: Run) -> Html:
     if isinstance(run.config, RunConfig):
         over = run.config.log.plot_over
     resumes = [event["step"] for event in run.of_kind("resume")]
+    # as in training.png
     drawing = pictures(run.records, over, resumes)
     figures: list[str] = []
     for number, chart in enumerate(drawing.charts):
@@ -414,6 +415,7 @@ def configuration(run: Run) -> Html:
     if not run.keys:
         return paragraph("There is no run.toml that the run has written.")
     head = ("key", "value", "origin")
+    # what the user has chosen is shown, the rest on demand
     all_keys = [_key_row(key) for key in run.keys]
     set_keys = [_key_row(key) for key in run.keys if key.origin != "default"]
     count = len(all_keys)

@@ -148,8 +148,10 @@ def _launch(runs: Sequence[Run], run_folder: Path, patience: float) -> Failure:
     names = "\n".join(folder.name for folder in folders)
     (run_folder / PENDING).write_text(names, encoding="utf-8")
     ranks = runs[0].config.world_size
+    # each rank is `megaprec parity` again, which the option turns into `as_rank`
+    command = ["parity", str(run_folder), FLAG]
     with Watch(run_folder, ranks, patience) as watch:
-        exit_code = launch_local(["parity", str(run_folder), FLAG], ranks, threads=1)
+        exit_code = launch_local(command, ranks, threads=1)
     # before the exit code, which is that of the signal that ended them
     if watch.stuck:
         return _hang(watch.stuck, patience)
@@ -181,7 +183,7 @@ def _hang(stuck: Mapping[int, Mapping[str, Any]], patience: float) -> Failure:
 
 def as_rank(run_folder: Path) -> int:
     """Act as a rank of `run_together`."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # threads of a product cut its sum
     with (
         recorded_position(run_folder / f"{os.environ['RANK']}.at") as trail,
         world(failed=note_failure),

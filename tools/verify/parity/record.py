@@ -176,7 +176,7 @@ def record(
     trail: told where the rank is.
     """
     trail = trail or Trail()
-    # the trainer of `megaprec train`: what is compared is what is trained
+    # that of `megaprec train`: what is compared is what is trained
     trainer = RecordedTrainer(config, corpus, mesh, record_plan, trail.position)
     optimizer = trainer.engine.optimizer
     stages = list(trainer.engine.stages.values())

@@ -38,6 +38,7 @@ def updates(
     repeated_states: dict[str, Tensors] = {}
     for step, report in enumerate(layout_record.steps):
         trainer.apply(layout_record.tensors.get(f"gradient/{step}"), report["grad_norm"])
+        # what the layout has recorded, and no more: a record of a large run leaves out most steps
         for state_kind in layout_record.tensors:
             if state_kind.startswith(f"after/{step}/"):
                 saved_kind = state_kind.rpartition("/")[2]

@@ -30,13 +30,13 @@ def show(certificate: Certificate, console: Console) -> None:
         console.print(_changes_table(certificate))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("layout", "precision", *NUMBERS.values(), "exact", "verdict"):
+        # names of quantities, of which there may be many
         table.add_column(column, no_wrap=column != "exact")
     for layout_entry in certificate["layouts"]:
         color = COLOR[layout_entry["verdict"]]
-        table_cells = [
-            f"[red]{cell.text}[/]" if cell.is_bad else cell.text
-            for cell in number_cells(layout_entry)
-        ]
+        table_cells: list[str] = []
+        for cell in number_cells(layout_entry):
+            table_cells.append(f"[red]{cell.text}[/]" if cell.is_bad else cell.text)
         result = f"[{color}]{verdict(layout_entry)}[/]"
         table.add_row(
             escape_markup(layout_entry["layout"]), layout_entry["precision"], *table_cells, result

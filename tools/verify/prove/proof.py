@@ -104,6 +104,7 @@ def proof(proof_runs: ProofRuns, step_span: Span, layout: Layout | None) -> Iter
 def overall(rows: list[Row], needed: Collection[str] = NEEDED) -> str:
     """Return the verdict on the whole run. needed: rows without which it is not proven."""
     verdicts = {row["row"]: row["verdict"] for row in rows}
+    # of any row, also of one that is not needed
     if WRONG in verdicts.values():
         return WRONG
     if all(verdicts.get(run_name) == PROVEN for run_name in needed):

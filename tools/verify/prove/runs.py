@@ -126,6 +126,7 @@ def _ready(
         "data": run_config.data.model_copy(
             update={"cache": str(cache.absolute()), "validation": ()}
         ),
+        # a run that went on with fewer ranks would be another one
         "parallel": (parallel or run_config.parallel).model_copy(update={"elastic": False}),
     }
     return run_config.model_copy(update=tables)

@@ -92,7 +92,8 @@ def _are_likeliest(stage: Stage, logits: Tensor, targets: Tensor) -> Tensor:
     rows = part.local[0]  # of the vocabulary, on this rank
     last_row = rows - 1
     tp = stage.context.tp
-    local_logits = logits[..., :rows].double()  # without padding
+    without_padding = logits[..., :rows]
+    local_logits = without_padding.double()
     largest_logits = local_logits.amax(-1)
     # A target of another rank takes some logit of this one, which then does not count.
     local_targets = targets - part.start
@@ -103,4 +104,5 @@ def _are_likeliest(stage: Stage, logits: Tensor, targets: Tensor) -> Tensor:
     target_logits = target_logits.squeeze(-1)
     target_logits = target_logits.masked_fill(~is_local, -torch.inf)
     largest = tp.max_(largest_logits)
-    return tp.max_(target_logits) >= largest
+    of_targets = tp.max_(target_logits)
+    return of_targets >= largest

@@ -165,6 +165,7 @@ class Executor:
             if self.observer is not None:
                 self.observer(instruction)
             self._hooks.after(instruction)
+        self._finish()
 
     def abandon(self) -> None:
         """Discard the results of the instructions so far, so that the program can start again."""
@@ -177,7 +178,7 @@ class Executor:
         time."""
         return self._mail.get(message)
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Wait for all sends, and assert that no message, graph or weight gradient is left."""
         self._position.note_action("end of the passes")
         self.links.finish()

@@ -9,7 +9,7 @@ from megaprec.precision.plan import plan
 from models.config import ModelConfig
 from models.feed_forward.grouped_products import GroupedLinear, stack_weights
 from models.feed_forward.moe import Expert, MixtureOfExperts, count_choices
-from parallel.activation_checkpoint import Module, Recompute
+from parallel.activation_checkpoint import Recompute, RecomputedModule
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from parallel.weight_grad_queue import WeightGradQueue
@@ -77,7 +77,7 @@ def test_grouped_products_are_those_of_a_loop(main: bool, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("recompute", [(), ("activation",)])
 def test_experts_compute_the_same_grouped(
-    recompute: tuple[Module, ...], monkeypatch: pytest.MonkeyPatch
+    recompute: tuple[RecomputedModule, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = ModelConfig(
         family="mixtral", layers=1, hidden=16, heads=2, ffn=32, experts=4, init_std=0.5

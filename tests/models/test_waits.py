@@ -133,9 +133,9 @@ def test_the_host_waits_once_a_layer_for_the_counts_of_experts_on_other_ranks(co
 def a_loss_is_looked_at() -> None:
     inner = Passes.scaled_loss
 
-    def look(self: Passes, run: Any, stage: int, logits: Tensor, rows: slice) -> Tensor:
+    def look(self: Passes, state: Any, stage: int, logits: Tensor, rows: slice) -> Tensor:
         self.optimizer.scale.item()
-        return inner(self, run, stage, logits, rows)
+        return inner(self, state, stage, logits, rows)
 
     Passes.scaled_loss = look
 

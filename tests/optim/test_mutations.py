@@ -59,8 +59,8 @@ def the_scale_is_read_after_the_update() -> None:
 
 def the_loss_is_scaled_twice() -> None:
     inner = Passes.scaled_loss
-    Passes.scaled_loss = lambda self, run, stage, logits, rows: (
-        inner(self, run, stage, logits, rows) * self.optimizer.scale
+    Passes.scaled_loss = lambda self, state, stage, logits, rows: (
+        inner(self, state, stage, logits, rows) * self.optimizer.scale
     )
 
 

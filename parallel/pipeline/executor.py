@@ -159,6 +159,7 @@ class Executor:
             if self.observer is not None:
                 self.observer(instruction)
             self._hooks.after(instruction)
+        self.finish()
 
     def abandon(self) -> None:
         """Discard the results of the instructions so far, so that the program can start again."""

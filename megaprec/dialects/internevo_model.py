@@ -406,12 +406,7 @@ def _notes_of_later_types(model: Model, described: bool) -> Iterator[str]:
 def express_model(plan: PrecisionPlan, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the dict nearest to the keys of [model] in `settings`; it describes no model if there
     are no sizes."""
-    config: dict[str, Any] = {}
-    for key, name in _TRAINED.items():
-        if name in settings:
-            config[key] = settings[name]
-    if settings.get("model.embedding_grad_scale", 1) != 1:
-        config["embed_grad_scale"] = settings["model.embedding_grad_scale"]
+    config = _express_training(settings)
     model = {
         name.removeprefix("model."): value
         for name, value in settings.items()
@@ -431,6 +426,17 @@ def express_model(plan: PrecisionPlan, settings: Mapping[str, Any]) -> dict[str,
         config["mlp_ratio"] = _mlp_ratio(model["ffn"], model["hidden"])
     sizes = Model.model_construct(**config, use_flash_attn=has_flash(plan))
     return config | _express_type(model, sizes)
+
+
+def _express_training(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of dropout and of the embedding's gradient."""
+    config: dict[str, Any] = {}
+    for key, name in _TRAINED.items():
+        if name in settings:
+            config[key] = settings[name]
+    if settings.get("model.embedding_grad_scale", 1) != 1:
+        config["embed_grad_scale"] = settings["model.embedding_grad_scale"]
+    return config
 
 
 def _mlp_ratio(ffn: int, hidden: int) -> float:

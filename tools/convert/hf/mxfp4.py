@@ -11,7 +11,7 @@ Every number is exact in bf16, so reading loses nothing. The format: OCP Microsc
 specification 1.0.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,10 +94,7 @@ def with_quantized(stored: Mapping[str, Stored], quantization: Any, path: object
         stores = f"stores {halves[0]}" if halves else "stores no MXFP4 blocks"
         stated = "mxfp4" if quantization else "missing"
         raise UserError.of("convert.quantization_mismatch", path=path, stores=stores, stated=stated)
-    tensors: dict[str, Any] = {}
-    for tensor_name, tensor in stored.items():
-        if tensor_name not in halves:
-            tensors[tensor_name] = tensor
+    tensors: dict[str, Any] = {name: stored[name] for name in stored if name not in halves}
     # Pairs are found by their blocks; what is left then are scales without blocks.
     for half in halves:
         if not half.endswith(_BLOCKS):
@@ -114,10 +111,15 @@ def with_quantized(stored: Mapping[str, Stored], quantization: Any, path: object
             )
         where = f"{path}: {tensor_name}"
         tensors[tensor_name] = _pair(stored[half], scales, where)
-    for half in halves:
-        if half.endswith(_SCALES) and half.removesuffix(_SCALES) + _BLOCKS not in stored:
-            raise UserError.of("convert.mxfp4_blocks_missing", path=path, half=half)
+    _require_blocks_of_scales(halves, path)
     return tensors
+
+
+def _require_blocks_of_scales(halves: Sequence[str], path: object) -> None:
+    """Raise UserError for scales without blocks."""
+    for half in halves:
+        if half.endswith(_SCALES) and half.removesuffix(_SCALES) + _BLOCKS not in halves:
+            raise UserError.of("convert.mxfp4_blocks_missing", path=path, half=half)
 
 
 def _pair(blocks: Stored, scales: Stored, where: str) -> Quantized:

@@ -103,17 +103,22 @@ def find_nxd(path: Path) -> Path | None:
     merged = (path / MERGED).is_file() and not has_weights(path)
     if merged or _has_ranks(path / "model") or _has_ranks(path):
         return path
-    # The folder of a run, with a folder for each checkpoint.
-    candidates = []
-    for folder in sorted(path.iterdir()):
-        if (folder / "checkpoint").is_file() and _has_ranks(folder / "model"):
-            candidates.append(folder)
+    candidates = _checkpoints_of_run(path)
     # One that was interrupted is left out, unless there is no other.
     complete = [candidate for candidate in candidates if (candidate / "done").is_file()]
     if len(complete) > 1:
         names = ", ".join(candidate.name for candidate in complete)
         raise UserError.of("convert.nxd_several", path=path, names=names)
     return next(iter(complete or candidates), None)
+
+
+def _checkpoints_of_run(path: Path) -> list[Path]:
+    """Return the folders of checkpoints in the folder of a run, whole or not."""
+    return [
+        folder
+        for folder in sorted(path.iterdir())
+        if (folder / "checkpoint").is_file() and _has_ranks(folder / "model")
+    ]
 
 
 def _has_ranks(folder: Path) -> bool:

@@ -172,8 +172,7 @@ def _read_option(word: Word, following: Sequence[Word], arguments: Arguments) ->
     following: the words up to the next argument.
     """
     typed, equals, text = word.text.partition("=")
-    is_option = typed.startswith("--")
-    name = typed.removeprefix("--").replace("-", "_") if is_option else ""
+    name = _name_of_option(typed)
     form = form_of(name)
     if form is None and name not in arguments.dropped:
         why = word.unknown or _why_unknown(word.text)
@@ -199,6 +198,11 @@ def _read_option(word: Word, following: Sequence[Word], arguments: Arguments) ->
     return len(values)
 
 
+def _name_of_option(typed: str) -> str:
+    """Return the name of an argument as Megatron-LM keeps it; "" for what is no option."""
+    return typed.removeprefix("--").replace("-", "_") if typed.startswith("--") else ""
+
+
 def _is_known_word(word: Word) -> bool:
     return word.unknown is None
 
@@ -211,11 +215,12 @@ def read_table(table: Mapping[str, Any], arguments: Arguments, place: str) -> No
     """
     for key, value in table.items():
         kept = key.removeprefix("--").replace("-", "_")
-        name = kept if form_of(kept) else TYPED.get(kept, kept)
+        name = _name_in_table(kept)
         form = form_of(name)
         words = [Word(option(name), place)]
         switch = FLAGS.get(str(value).lower())
-        if value in NOT_GIVEN or (is_unused(name) and switch is False):
+        is_off = is_unused(name) and switch is False
+        if value in NOT_GIVEN or is_off:
             continue
         if form == "flag" and switch is None:
             arguments.add_problem(f"{key} = {value!r}", place, "is a flag: true or false")
@@ -227,10 +232,18 @@ def read_table(table: Mapping[str, Any], arguments: Arguments, place: str) -> No
             typed = f"{option(name)}={value}"
             read_words([Word(typed, place)], arguments)
         else:
-            is_list = isinstance(value, list | tuple)
-            for text in value if is_list else str(value).split():
-                words.append(Word(str(text), place))
-            read_words(words, arguments)
+            read_words(words + _words_of(value, place), arguments)
+
+
+def _words_of(value: Any, place: str) -> list[Word]:
+    """Return the words of an argument that may take several."""
+    texts = value if isinstance(value, list | tuple) else str(value).split()
+    return [Word(str(text), place) for text in texts]
+
+
+def _name_in_table(kept: str) -> str:
+    """Return the name as it is typed."""
+    return kept if form_of(kept) else TYPED.get(kept, kept)
 
 
 def read_kept(args: Mapping[str, Any], arguments: Arguments, place: str) -> list[str]:

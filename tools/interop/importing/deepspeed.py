@@ -7,8 +7,8 @@ follows from the rest.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import isfinite
-from typing import Any
+from math import isfinite, prod
+from typing import Any, NamedTuple
 
 from megaprec.errors import did_you_mean
 from tools.console.units import counted
@@ -140,43 +140,96 @@ def _problem_of_value(path: str, value: Any, draft: Draft) -> str:
     return "must be finite" if isinstance(value, float) and not isfinite(value) else ""
 
 
+class _Batch(NamedTuple):
+    """The sizes of DeepSpeed's rule, whole = micro * steps * replicas; None: not known.
+
+    steps: micro-batches of a replica in a step.
+    """
+
+    whole: int | None
+    micro: int | None
+    steps: int | None
+    replicas: int | None
+
+    def with_replicas(self) -> "_Batch":
+        """Return the sizes with the number of replicas, if the others say it."""
+        if self.replicas is None and self.whole and self.micro and self.steps:
+            return self._replace(replicas=self.whole // (self.micro * self.steps))
+        return self
+
+    @property
+    def needs_ranks(self) -> bool:
+        """Return True if what is known does not say the others without the number of ranks, or no
+        batch is known."""
+        if not self.whole and not self.micro:
+            return True
+        return self.replicas is None and not (self.whole and self.micro)
+
+    def completed(self) -> "_Batch":
+        """Return the sizes with those that follow from the others. Needs the number of replicas, or
+        both batches."""
+        whole = self.whole
+        micro = self.micro
+        steps = self.steps
+        replicas = self.replicas or 1
+        if whole and micro:
+            steps = steps or whole // micro // replicas
+        steps = steps or 1
+        if micro is None:
+            assert whole is not None
+            micro = whole // replicas // steps
+        whole = whole or micro * steps * replicas
+        return _Batch(whole, micro, steps, self.replicas)
+
+    @property
+    def follows_rule(self) -> bool:
+        """Return True unless all sizes are known and the rule does not hold."""
+        if None in self:
+            return True
+        return self.whole == prod(filter(None, self[1:]))
+
+
 def _add_batch(config: Config, ranks: int | None) -> None:
     """Add batch, micro-batch and replicas by DeepSpeed's rule."""
     draft = config.draft
     sizes = {name: config.get(name) for name in (WHOLE, MICRO, STEPS)}
     where = f"{config.origin(*sizes)} ({config.place})"
-    if any(size != "auto" and size < 1 for size in sizes.values() if size is not None):
+    numbers = [size for size in sizes.values() if isinstance(size, int)]
+    if min(numbers, default=1) < 1:
         draft.problems.append(f"{where}: give numbers from 1 on")
         return
-    whole, micro, steps = (None if size == "auto" else size for size in sizes.values())
-    whole = whole or draft.value("train.global_batch")
-    micro = micro or draft.value("train.micro_batch")
-    if not whole and not micro:
+    batch = _given_batch(draft, sizes, ranks)
+    if batch.needs_ranks:
+        is_needed = draft.needs("train.global_batch") or draft.needs("train.micro_batch")
+        if is_needed and (batch.whole or batch.micro):
+            problem = "the rest depends on the number of ranks: give --ranks N"
+            draft.problems.append(f"{where}: {problem}")
         return
-    data = _replicas(draft, ranks)
-    if data is None and whole and micro and steps:
-        data = whole // (micro * steps)
-    if data is None and not (whole and micro):
-        if draft.needs("train.global_batch") or draft.needs("train.micro_batch"):
-            draft.problems.append(
-                f"{where}: the rest depends on the number of ranks: give --ranks N"
-            )
-        return
-    replicas = data or 1
-    if whole and micro:
-        steps = steps or whole // micro // replicas
-    steps = steps or 1
-    micro = micro or whole // replicas // steps
-    whole = whole or micro * steps * replicas
-    if data is not None and whole != micro * steps * data:
-        rule = f"{whole} is not {micro} x {steps} x {data} replicas, as DeepSpeed demands"
+    batch = batch.completed()
+    if not batch.follows_rule:
+        rule = (
+            f"{batch.whole} is not {batch.micro} x {batch.steps} x {batch.replicas} replicas, as "
+            "DeepSpeed demands"
+        )
         draft.problems.append(f"{where}: {rule}; --ranks N says how many there are")
         return
-    config.put("train.global_batch", whole, *sizes)
-    config.put("train.micro_batch", micro, *sizes)
-    if data is not None:
+    config.put("train.global_batch", batch.whole, *sizes)
+    config.put("train.micro_batch", batch.micro, *sizes)
+    if batch.replicas is not None:
         origin = counted(ranks, "rank") if ranks else ""
-        config.put("parallel.data", data, *sizes, origin=origin)
+        config.put("parallel.data", batch.replicas, *sizes, origin=origin)
+
+
+def _given_batch(draft: Draft, sizes: Mapping[str, Any], ranks: int | None) -> _Batch:
+    """Return what a file and the keys beside it say of the batch."""
+    whole, micro, steps = (None if size == "auto" else size for size in sizes.values())
+    batch = _Batch(
+        whole or draft.value("train.global_batch"),
+        micro or draft.value("train.micro_batch"),
+        steps,
+        _replicas(draft, ranks),
+    )
+    return batch.with_replicas()
 
 
 def _replicas(draft: Draft, ranks: int | None) -> int | None:
@@ -203,6 +256,13 @@ def _add_precision(config: Config) -> None:
     (compute,) = chosen or ["fp32"]
     config.put("precision.compute", compute, *names)
     config.put("precision.on_nonfinite", "skip", *names)
+    _add_dtypes(config, compute)
+    if compute == "fp16":
+        _add_scaling(config)
+
+
+def _add_dtypes(config: Config, compute: str) -> None:
+    """Add the dtypes in which gradients are accumulated and reduced."""
     # gradients of BF16 are accumulated in FP32 without ZeRO
     is_wide = compute == "bf16" and not config.get(STAGE, 0)
     for key, name, default in (
@@ -214,8 +274,6 @@ def _add_precision(config: Config) -> None:
             config.refuse(name, "the dtypes are fp32, fp16 and bf16")
         elif compute != "fp32":
             config.put(key, DTYPES[dtype], name)
-    if compute == "fp16":
-        _add_scaling(config)
 
 
 def _add_scaling(config: Config) -> None:

@@ -252,12 +252,7 @@ class _Variables:
         items = [Word(value, token.place)] if isinstance(value, str) else value
         if whole["quote"] and name not in self.assumed:
             return items
-        words = list[Word]()
-        for item in items:
-            # what is not known stays whole
-            texts = [item.text] if item.unknown else item.text.split()
-            words += [replace(item, text=text) for text in texts]
-        return words
+        return _cut_at_blanks(items)
 
     def _uncut(self, written: str) -> str:
         """Return what a word stands for. Raises UserError if that is not known, or is not one
@@ -285,6 +280,15 @@ class _Variables:
         if not isinstance(value, str):  # of an array it would be the first item
             raise UserError.of("import.not_followed", written=match[0])
         return value
+
+
+def _cut_at_blanks(items: Sequence[Word]) -> list[Word]:
+    """Return the words that items become without quotes; what is not known stays whole."""
+    words = list[Word]()
+    for item in items:
+        texts = [item.text] if item.unknown else item.text.split()
+        words += [replace(item, text=text) for text in texts]
+    return words
 
 
 class _Script:

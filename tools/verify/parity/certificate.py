@@ -67,14 +67,19 @@ def entry(compared: Compared) -> dict[str, Any]:
         between_runs = [item for item in compared.differences if item.quantity != COUNTED_ONCE]
         fields["equal_bits"] = not any(item.error for item in between_runs)
     if verdict == NOT_TRIED:
-        reasons: list[str] = []
-        for quantity in NEEDED:
-            if quantities[quantity]["verdict"] == NOT_TRIED:
-                reasons.append(f"{quantity}: {quantities[quantity]['why']}")
-        fields["why"] = "; ".join(reasons)
+        fields["why"] = _reasons_not_tried(quantities)
     if failed:
         fields |= _failure_fields(compared, failed)
     return fields
+
+
+def _reasons_not_tried(quantities: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return why quantities that a layout must show were not compared."""
+    reasons: list[str] = []
+    for quantity in NEEDED:
+        if quantities[quantity]["verdict"] == NOT_TRIED:
+            reasons.append(f"{quantity}: {quantities[quantity]['why']}")
+    return "; ".join(reasons)
 
 
 def _failure_fields(compared: Compared, failed: Sequence[Difference]) -> dict[str, Any]:

@@ -306,7 +306,7 @@ def _elementwise_rule(call: Call) -> TensorCutOf:
     size = first.shape[first.cut.dim]
     for x in operands:
         if not isinstance(x, CutTensor):
-            _require_combinable(call, x, from_last, size)
+            _require_shared_or_slice(call, x, from_last, size)
 
     def cut_of(y: Tensor) -> TensorCut:
         # broadcast against a tensor of all features
@@ -323,7 +323,7 @@ def _is_cut_alike(x: CutTensor, other: CutTensor) -> bool:
     return same_dim and x.cut.outer == other.cut.outer
 
 
-def _require_combinable(
+def _require_shared_or_slice(
     call: Call,
     x: Tensor,
     from_last: int,
@@ -599,7 +599,7 @@ def _matmul_rule(call: Call) -> TensorCutOf:
     else:
         uncut = right if left_cut else left
         if from_last > 2:
-            _require_combinable(call, uncut, from_last, first.shape[first.cut.dim])
+            _require_shared_or_slice(call, uncut, from_last, first.shape[first.cut.dim])
         else:
             require_summed_gradient(call, uncut)
     return lambda y: replace(first.cut, dim=y.dim() - from_last)
@@ -643,7 +643,7 @@ def _einsum_rule(call: Call) -> TensorCutOf:
                 raise call.refuse(DIFFERENT_CUTS)
         elif letter in term:
             from_last = x.dim() - term.index(letter)
-            _require_combinable(call, x, from_last, first.shape[first.cut.dim])
+            _require_shared_or_slice(call, x, from_last, first.shape[first.cut.dim])
         else:
             require_summed_gradient(call, x)
     if letter not in result_term:
@@ -668,13 +668,12 @@ def _attention_rule(call: Call) -> TensorCutOf:
     if from_last < 3:
         raise call.refuse(SUMS)
     size = first.shape[first.cut.dim]
-    for x in (query, key, value):
+    masks = [mask] if isinstance(mask, Tensor) else []
+    for x in (query, key, value, *masks):
         if not isinstance(x, CutTensor):
-            _require_combinable(call, x, from_last, size)
-        elif x.dim() - x.cut.dim != from_last:
+            _require_shared_or_slice(call, x, from_last, size)
+        elif not _is_cut_alike(x, first):
             raise call.refuse(DIFFERENT_CUTS)
-    if isinstance(mask, Tensor) and not isinstance(mask, CutTensor):
-        _require_combinable(call, mask, from_last, size)
     return lambda y: replace(first.cut, dim=y.dim() - from_last)
 
 

@@ -193,8 +193,8 @@ def _describe_unmatched(
         else:
             remedy = "leave"
         return (
-            f'styles: "{pattern}" matches {path}, a {kind}, and only nn.Linear and nn.Embedding '
-            f"can be cut: {remedy} the pattern out, and each rank has it whole"
+            f'styles: "{pattern}" matches {path}, a {kind}, and only nn.Linear, nn.Embedding and '
+            f"torch's norms can be replaced: {remedy} the pattern out, and each rank has it whole"
         )
     return f'styles: "{pattern}" matches no layer{did_you_mean(pattern, layers)}'
 

@@ -138,7 +138,7 @@ class WithBeginTokens(IndexedDataset):
                 prefix=self.prefix,
                 num_tokens=self.num_tokens,
             )
-        self.require_ids()
+        self.require_integer_ids()
         ids = np.empty(length, np.int64)
         for span in self._spans_within(start, length):
             document_start = self._start_of(span.document)

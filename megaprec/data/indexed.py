@@ -321,7 +321,7 @@ class IndexedDataset:
                 prefix=self.prefix,
                 num_tokens=self.num_tokens,
             )
-        self.require_ids()
+        self.require_integer_ids()
         return self._stream[start : start + length].astype(np.int64)
 
     def documents_of(self, start: int, length: int) -> NDArray[np.int64]:
@@ -354,7 +354,7 @@ class IndexedDataset:
 
         Reads the whole file in chunks.
         """
-        self.require_ids()
+        self.require_integer_ids()
         smallest: list[int] = []
         largest: list[int] = []
         for start in range(0, len(self._stream), CHUNK):
@@ -384,7 +384,7 @@ class IndexedDataset:
             return self.num_tokens
         return int(self._pointers[sequence]) // self.dtype.itemsize
 
-    def require_ids(self) -> None:
+    def require_integer_ids(self) -> None:
         """Raise UserError if the dtype of the data set is floating-point, so that its numbers are
         no token ids."""
         if self.dtype.kind == "f":

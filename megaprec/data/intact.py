@@ -81,7 +81,7 @@ def contents_of(
     remedy: advice at the end of the error line.
     Raises UserError for a file that has changed since it was built.
     """
-    dataset.require_ids()
+    dataset.require_integer_ids()
     record = read_record(dataset.prefix)
     bin_file = with_suffix(dataset.prefix, ".bin")
     idx_file = with_suffix(dataset.prefix, ".idx")

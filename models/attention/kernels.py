@@ -120,7 +120,8 @@ class KernelInputs(NamedTuple):
         return self.microbatch is not None and self.config.attention_dropout > 0
 
     def window(self, query: Tensor) -> int:
-        """Return the number of last tokens that a token attends to; 0: all earlier ones."""
+        """Return the number of last tokens that a token attends to; 0: all earlier ones, also if
+        the window is longer than the sequence."""
         window = self.config.window
         return window if window < query.shape[2] else 0
 

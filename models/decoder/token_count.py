@@ -1,10 +1,10 @@
 """The number of tokens in the loss of a global batch, by which each micro-batch's loss is divided.
 
 Without a mask it is known: all replicas have equal shares. With a mask it is a sum over dp. That
-sum is started before the passes and awaited where the first loss is divided. NCCL runs the
-operations of one communicator in order, and the all-gathers of weights that the step before has
-started are in the same one: if the host or the first layer waited for the sum at once, it would
-wait for all of them, and they would overlap with nothing.
+sum is started before the passes (an exact one when it is first read) and awaited where the first
+loss is divided. NCCL runs the operations of one communicator in order, and the all-gathers of
+weights that the step before has started are in the same one: if the host or the first layer waited
+for the sum at once, it would wait for all of them, and they would overlap with nothing.
 """
 
 import math
@@ -57,9 +57,10 @@ def count_tokens(
 ) -> TokenCount:
     """Return the count over the replicas. Collective over dp if there is a mask.
 
-    tokens: the number of tokens of a share.
+    tokens: the number of this rank's tokens, the same on every rank of dp.
     mask: the weights of their targets on `device`; None on every replica: all count.
     divides: True on ranks that have the model's last stage; the others divide nothing and get NaN.
+    dp: the ranks that hold the same weights, those of cp among them.
     exact: weights need not be integers, but their sum must have the same bits for every number of
         replicas.
     """

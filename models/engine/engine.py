@@ -330,7 +330,7 @@ class Engine:
         loss = summed_loss(state.loss, self.optimizer.dp, self.optimizer.world)
         # Ids outside the vocabulary make the loss NaN on all ranks (`Passes.begin`).
         if math.isnan(loss):
-            self.passes.require_ids(state)
+            self.passes.require_ids_in_vocabulary(state)
         # NaN on ranks that do not hold the last stage, which alone counts them.
         local_count = state.token_count.total.nan_to_num(nan=-math.inf)
         tokens = self.optimizer.world.max_(local_count).item()
@@ -346,7 +346,7 @@ class Engine:
         had ids outside the vocabulary.
         """
         if math.isnan(report.loss):
-            self.passes.require_ids(state)
+            self.passes.require_ids_in_vocabulary(state)
         if state.mtp_batch is not None:
             losses = self.optimizer.world.sum_(state.mtp_batch.losses.clone())
             report = replace(report, mtp_loss=losses.mean().item())

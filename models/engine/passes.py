@@ -364,7 +364,7 @@ class Passes:
             total += loss.detach()
         return loss * state.scale
 
-    def require_ids(self, state: PassState) -> None:
+    def require_ids_in_vocabulary(self, state: PassState) -> None:
         """Raise OutsideVocabulary, on every rank, if the samples of some rank have ids outside the
         vocabulary.
 

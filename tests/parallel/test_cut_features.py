@@ -106,6 +106,7 @@ OF_HEADS: dict[str, Function] = {
     "masked": lambda x: F.scaled_dot_product_attention(
         x, x, x, torch.ones(LENGTH, LENGTH).bool().tril()
     ),
+    "masked by heads": lambda x: F.scaled_dot_product_attention(x, x, x, x @ x.mT),
     "einsum": lambda x: torch.einsum("bhqd,bhkd->bhqk", x, x.cos()),
     "one batch": lambda x: torch.bmm(
         x.reshape(-1, LENGTH, SIZE), x.reshape(-1, LENGTH, SIZE).transpose(1, 2)
@@ -137,6 +138,13 @@ def test_what_keeps_slices_of_heads_returns_the_slice_of_what_one_process_return
 ) -> None:
     function = OF_HEADS[name]
     require_slices_of(function(heads()), [function(part) for part in slices(heads(), 1)])
+
+
+def masked_by_other_heads(x: Tensor) -> Tensor:
+    """Attention whose mask has the heads where query, key and value have the batch, of one size."""
+    by_head = x.view(LENGTH, BATCH, -1, SIZE).permute(1, 2, 0, 3)[: HEADS // RANKS]
+    mask = (by_head @ by_head.mT).transpose(0, 1)
+    return F.scaled_dot_product_attention(by_head, by_head, by_head, mask)
 
 
 MIXES: dict[str, Callable[[Tensor], Any]] = {
@@ -171,6 +179,7 @@ MIXES: dict[str, Callable[[Tensor], Any]] = {
     "outer": lambda x: x.unsqueeze(-1) * x.unsqueeze(-2),
     "linear": lambda x: F.linear(x, torch.ones(2, HEADS * SIZE // RANKS, dtype=x.dtype)),
     "einsum": lambda x: torch.einsum("sbf,sbf->sb", x, x),
+    "mask of other heads": masked_by_other_heads,
     "attention over features": lambda x: F.scaled_dot_product_attention(x, x, x),
     "root of the size": lambda x: x * x.shape[-1] ** -0.5,
     "math's root of the size": lambda x: x / math.sqrt(x.size(-1)),

@@ -150,7 +150,7 @@ def _data_set_findings(prefix: Path, tokenizer_file: Path | None) -> Iterator[Fi
 def _id_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator[Finding]:
     """Yield whether all token ids are those of tokens."""
     try:
-        dataset.require_ids()
+        dataset.require_integer_ids()
     except UserError as error:
         yield from _problems("ids", error)
         return

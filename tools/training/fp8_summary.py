@@ -60,7 +60,7 @@ def check_fp8(config: RunConfig) -> None:
     if recipe.backend == "transformer_engine":
         problems += _backend_problems(config.train.device)
     if recipe.wide:
-        stage = _stage_of_rank(config, config.sized_model, recipe)
+        stage = _whole_model_of_rank(config, config.sized_model, recipe)
         problems += _unused_patterns(recipe.wide, stage)
     if problems:
         raise UserError(*problems)
@@ -92,10 +92,10 @@ def _backend_problems(device: str) -> Iterator[Problem]:
     yield Problem.of("training.fp8_backend_device", reason=reason)
 
 
-def _unused_patterns(patterns: Sequence[str], stage: Stage) -> Iterator[Problem]:
+def _unused_patterns(patterns: Sequence[str], whole_model: Stage) -> Iterator[Problem]:
     """Yield a problem for each pattern of fp8.wide that no weight of the model has."""
     weight_names = list[str]()
-    for parameter in stage.parameters():
+    for parameter in whole_model.parameters():
         weight_names += [part.name for part in layout_of(parameter).parts]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in weight_names):
@@ -130,10 +130,10 @@ def weight_eligibility(
     config: RunConfig, model: ModelConfig, recipe: FP8Recipe
 ) -> list[Eligibility]:
     """Return the eligibility of each weight of the layers, as the run's tensor ranks hold it."""
-    return _stage_of_rank(config, model, recipe).context.fp8.registered
+    return _whole_model_of_rank(config, model, recipe).context.fp8.registered
 
 
-def _stage_of_rank(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> Stage:
+def _whole_model_of_rank(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> Stage:
     """Return the whole model as one tensor-parallel rank holds it, on the meta device."""
     plan = replace(config.plan, fp8=recipe)
     tensor_axis = Axis("tp", 0, config.parallel.tensor)

@@ -91,7 +91,8 @@ class CanonicalConsensus(StepConsensus):
         return torch.cat((of_base, powers, local.loss))
 
     def read(self, summed: Tensor) -> Consensus:
-        """Return the consensus that the sum over the world contains. The host waits for it."""
+        """Return the consensus that the sum over the world contains. The host waits for
+        the sum, because exact sums are finished there."""
         powers_start = sum(self.lengths)
         losses_start = powers_start + self._num_exact
         of_base, powers, losses = summed.tensor_split((powers_start, losses_start))

@@ -133,7 +133,8 @@ def prediction_lines(
     traffic = predicted.traffic
     speed = rates(config, predicted, assumed)
     run_seconds = config.train.steps * predicted.seconds
-    axes_of_passes = "tensor and context" if traffic.cp else "tensor"
+    in_passes = {"context": traffic.cp, "expert": traffic.experts}
+    axes_of_passes = " and ".join(["tensor", *(axis for axis in in_passes if in_passes[axis])])
     by_axis = {
         "tensor": traffic.tp,
         "context": traffic.cp,

@@ -70,7 +70,7 @@ class Prediction:
 
     seconds: of the step.
     compute: of the matrix products of a rank, on average.
-    tp: of communication in the passes of a rank, over cp too.
+    tp: of communication in the passes of a rank, over cp and to experts too.
     dp: of communication at the end of the step.
     idle: the fraction of the passes that a rank waits, on average.
     """

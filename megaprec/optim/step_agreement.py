@@ -136,8 +136,8 @@ def require_same_replicated_grads(
         sums[number, 0] = gradients.sum(dtype=torch.float64)
         sums[number, 1] = gradients.double().square().sum()
         # the parameter that the piece is a part of: the last one that starts there or before
-        number = bisect_right(buffer.starts, owned.piece.start) - 1
-        if not has_gradient(buffer.parameters[number]):
+        index = bisect_right(buffer.starts, owned.piece.start) - 1
+        if not has_gradient(buffer.parameters[index]):
             sums[number] = nan  # no number, so that it is not compared
     largest = tp.max_(sums.clone())
     smallest = -tp.max_(-sums)

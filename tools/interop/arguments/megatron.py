@@ -128,6 +128,7 @@ save                                       text                   train.folder
 load                                       text                   train.init_from checkpoint.resume
 save_interval                              int                    checkpoint.every
 persistent_save_interval>save_interval     int                    checkpoint.every
+save_retain_interval                       int          checkpoint.keep checkpoint.keep_every
 finetune                                   switch                 train.init_from
 pretrained_checkpoint                      text                   train.init_from
 tensor_model_parallel_size                 size=1                 parallel.tensor
@@ -399,7 +400,7 @@ query_in_block_prob record_memory_history record_shapes refit_method
 relative_attention_max_distance relative_attention_num_buckets replication replication_factor
 replication_jump rerun_mode result_rejected_tracker_filename reuse_grad_buf_for_mxfp8_param_ag
 run_workload_inspector_server s3_cache_path sample_rate save_activations_interval
-save_dgrads_interval save_params_interval save_retain_interval save_tokens_per_expert_interval
+save_dgrads_interval save_params_interval save_tokens_per_expert_interval
 save_wgrads_interval sharp_enabled_group short_seq_prob start_eval_at_iter
 suggested_communication_unit_size swin_backbone_type symmetric_ar_type te_rng_tracker
 tensorboard_log_interval tensorboard_queue_size test_mode timing_log_level timing_log_option

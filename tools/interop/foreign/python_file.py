@@ -11,6 +11,7 @@ import ast
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from tools.interop.foreign.plain import (
@@ -85,12 +86,32 @@ class PythonFile:
                     self.names.entries[name] = Entry(binder)
             if isinstance(node, ast.Name) and not _is_set(node):
                 loaded.add(node.id)
+        self.names.entries |= self._dicts_only_read(tree)
         self._read_parts(tree)
         for function, guard in self._conditional.items():
             self._depend(function, guard)
         for name, entry in self.names.entries.items():
             if name not in loaded:
                 self.loose.append((name, entry))
+
+    def _dicts_only_read(self, tree: ast.Module) -> dict[str, Entry]:
+        """Return the dicts of literals that are assigned once at the top and whose items alone are
+        read: it does not matter where, and documents show uses before what they use."""
+        uses: dict[str, int] = defaultdict(int)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and not _is_set(node):
+                uses[node.id] += 1
+            elif isinstance(node, ast.Subscript) and not _is_set(node):
+                # an item that is read is no other use
+                uses[shortened(node.value)] -= 1
+        entries: dict[str, Entry] = {}
+        for node in tree.body:
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict() as assigned):
+                    if len(self._binders[name]) == 1 and uses[name] == 0:
+                        with suppress(ValueError, TypeError):
+                            entries[name] = Entry(_literal_table(assigned), node.lineno)
+        return entries
 
     def _depend(self, value: Any, guard: str) -> None:
         """Make a call or dict depend on a condition, or all that a function makes and uses."""
@@ -413,6 +434,12 @@ class PythonFile:
         if isinstance(called, ast.Attribute) and called.attr.startswith(CHANGING_METHODS):
             return [self.value(called.value)]
         return []
+
+
+def _literal_table(node: ast.Dict) -> Table:
+    """Return a dict of literals. Raises ValueError or TypeError for another."""
+    entries = {key: Entry(value, node.lineno) for key, value in ast.literal_eval(node).items()}
+    return Table(entries, line=node.lineno)
 
 
 def _unknown(node: ast.AST, why: str) -> Unknown:

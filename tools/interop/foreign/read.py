@@ -7,6 +7,7 @@ name in it that concerns precision is read, refused with its line, or named in a
 
 import ast
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,8 +131,12 @@ def _of_python(path: Path, text: str, given: Collection[str]) -> Findings:
 
 
 def _parsed(path: Path, text: str) -> ast.Module:
+    """Return the parsed module; lines of dots, as in documentation, are skipped."""
+    lines = ["" if line.strip() in ("...", "...,") else line for line in text.split("\n")]
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        return ast.parse("\n".join(lines))
     try:
-        return ast.parse(text)
+        return ast.parse(text)  # for its error
     except SyntaxError as error:
         place = f"{path}, line {error.lineno}" if error.lineno else str(path)
         why = error.msg
@@ -151,7 +156,19 @@ def _settings(path: Path, tables: Mapping[str, Known], findings: Findings) -> di
             origin = f"file {findings.place(entry.line)}"
             settings[f"precision.{table}.{key}"] = Setting(value, origin)
     if NXD in tables and NXD_OPTIMIZER not in tables and "precision_type" not in tables[NXD]:
-        settings[f"precision.{NXD_OPTIMIZER}.zero_one_enabled"] = Setting(False, "NxD's default")
-        why = "NxD leaves ZeRO-1 off unless told otherwise"
-        findings.notes.append(f"optimizer_config is not in the file: {why}")
+        key = f"precision.{NXD_OPTIMIZER}.zero_one_enabled"
+        settings[key] = _zero_of_nxd(tables[NXD], findings)
     return settings
+
+
+def _zero_of_nxd(known: Known, findings: Findings) -> Setting:
+    """Return the setting of ZeRO-1, which all of NxD's mixed precision depends on, where the file
+    does not state it."""
+    for key, (value, entry) in known.items():
+        if value is True:
+            why = f"ZeRO-1 is taken to be on, as {key} = true needs it"
+            findings.notes.append(f"optimizer_config is not in the file: {why}")
+            return Setting(True, f"file {findings.place(entry.line)}")
+    why = "NxD leaves ZeRO-1 off unless told otherwise"
+    findings.notes.append(f"optimizer_config is not in the file: {why}")
+    return Setting(False, "NxD's default")

@@ -144,11 +144,28 @@ def add_run(arguments: Arguments) -> None:
         arguments.copy("train.folder", "save")
         every = arguments.get("save_interval") or 0
         arguments.put("checkpoint.every", every, "save_interval")
-        draft.put("checkpoint.keep", "all", "as Megatron-LM, which keeps them")
+        _add_keeping(arguments)
     else:
         draft.notes.append("--save is not given: the run saves at its end only, in train.folder")
         draft.put("checkpoint.every", 0, "no --save")
     _add_load(arguments)
+
+
+def _add_keeping(arguments: Arguments) -> None:
+    """Add the checkpoints that are kept: all, or the newest and those of each multiple of an
+    interval.
+
+    Megatron-LM's save_checkpoint deletes the checkpoint before, unless its iteration is a multiple.
+    """
+    name = "save_retain_interval"
+    interval = arguments.get(name)
+    if interval is None:
+        arguments.draft.put("checkpoint.keep", "all", "as Megatron-LM, which keeps them")
+    elif interval < 1:
+        arguments.refuse("give a number of iterations from 1 on", name)
+    else:
+        arguments.put("checkpoint.keep", 1, name)
+        arguments.put("checkpoint.keep_every", interval, name)
 
 
 def _add_load(arguments: Arguments) -> None:

@@ -150,8 +150,9 @@ class MatrixUpdates:
         # every exchange starts before the first wait, so that they overlap with the updates
         waits: list[Callable[[], list[ReceivedElements]]] = []
         for number in range(len(self.buffers)):
-            directions = self._directions(number, step_of)
-            waits.append(self._exchange.start_collect(number, directions))
+            # without a name, which would keep the directions after they were sent
+            wait = self._exchange.start_collect(number, self._directions(number, step_of))
+            waits.append(wait)
         received: list[ReceivedElements] = []
         for wait in waits:
             received += wait()

@@ -34,7 +34,6 @@ def orthogonalized(
     eps: the smallest norm by which the matrix is divided; a matrix of zeros stays zero. The norm of
     a bf16 matrix is computed in FP32.
     """
-    a, b, c = coefficients
     wide = matrix if matrix.itemsize >= 4 else matrix.float()
     norm = torch.linalg.vector_norm(wide).clamp(min=eps)
     x = (wide / norm).to(matrix.dtype)
@@ -42,11 +41,16 @@ def orthogonalized(
     if is_tall:
         x = x.t().contiguous()
     for _ in range(steps):
-        # a x + (b g + c g g) x with g = x x^T: in terms of singular values a s + b s^3 + c s^5
-        gram = product(x, x.t())
-        polynomial = sum_with_product(gram, gram, gram, beta=b, alpha=c)
-        x = sum_with_product(x, polynomial, x, beta=a, alpha=1)
+        x = _iterate(x, coefficients)
     return x.t().contiguous() if is_tall else x
+
+
+def _iterate(x: Tensor, coefficients: Coefficients) -> Tensor:
+    """Return a x + (b g + c g g) x with g = x x^T: of singular values a s + b s^3 + c s^5."""
+    a, b, c = coefficients
+    gram = product(x, x.t())
+    polynomial = sum_with_product(gram, gram, gram, beta=b, alpha=c)
+    return sum_with_product(x, polynomial, x, beta=a, alpha=1)
 
 
 def iteration_flops(shape: Sequence[int], steps: int) -> int:

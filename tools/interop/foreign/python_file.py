@@ -108,7 +108,8 @@ class PythonFile:
         for node in tree.body:
             match node:
                 case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict() as assigned):
-                    if len(self._binders[name]) == 1 and uses[name] == 0:
+                    is_assigned_once = len(self._binders[name]) == 1
+                    if is_assigned_once and uses[name] == 0:
                         with suppress(ValueError, TypeError):
                             entries[name] = Entry(_literal_table(assigned), node.lineno)
         return entries
@@ -221,7 +222,8 @@ class PythonFile:
         text = shortened(target)
         # attributes of `self` are of a class of their own
         is_theirs = text.startswith("self.") and text.count(".") == 1
-        is_meant = (key in HOLDING or bears_on_precision(str(key))) and not is_theirs
+        is_of_precision = key in HOLDING or bears_on_precision(str(key))
+        is_meant = is_of_precision and not is_theirs
         if not why and isinstance(key, str):
             base.entries[key] = entry
             return
@@ -303,7 +305,8 @@ class PythonFile:
         if entry is None:
             return _unknown(node, "is not assigned before its use")
         value = entry.value
-        if len(self._binders[name]) > 1 and isinstance(value, Symbol | ast.AST):
+        is_assigned_again = len(self._binders[name]) > 1
+        if is_assigned_again and isinstance(value, Symbol | ast.AST):
             return _unknown(node, "is assigned more than once")
         if isinstance(value, ast.AST):
             self._inside[self._function].append(value)
@@ -317,7 +320,8 @@ class PythonFile:
         """Return the result of arithmetic on numbers of the size that settings have."""
         unknown = _unknown(node, "is not worked out")
         calculate = ARITHMETIC.get(type(node.op))
-        if calculate is None or type(left) not in (int, float) or type(right) not in (int, float):
+        are_numbers = {type(left), type(right)} <= {int, float}
+        if calculate is None or not are_numbers:
             return unknown
         if isinstance(node.op, ast.Pow | ast.LShift) and right > LARGEST_EXPONENT:
             return unknown
@@ -352,7 +356,8 @@ class PythonFile:
         """Return an item of a known dict."""
         if isinstance(base, Table) and not base.doubt:
             entries = spread(base)
-            if key in entries and not any(name.startswith("**") for name in entries):
+            is_spread = any(name.startswith("**") for name in entries)
+            if key in entries and not is_spread:
                 base.is_read = True
                 part = entries[key].value
                 if isinstance(part, Fields):
@@ -438,7 +443,9 @@ class PythonFile:
 
 def _literal_table(node: ast.Dict) -> Table:
     """Return a dict of literals. Raises ValueError or TypeError for another."""
-    entries = {key: Entry(value, node.lineno) for key, value in ast.literal_eval(node).items()}
+    entries: dict[str, Entry] = {}
+    for key, value in ast.literal_eval(node).items():
+        entries[key] = Entry(value, node.lineno)
     return Table(entries, line=node.lineno)
 
 
@@ -492,7 +499,9 @@ def _leaving(node: ast.stmt) -> str:
     if isinstance(node, DEFINITIONS):
         return ""
     # a `break` leaves its own loop only
-    kinds = ast.Return if isinstance(node, LOOPS) else (ast.Return, ast.Break, ast.Continue)
+    kinds: tuple[type[ast.stmt], ...] = (ast.Return, ast.Break, ast.Continue)
+    if isinstance(node, LOOPS):
+        kinds = (ast.Return,)
     for part in ast.walk(node):
         if isinstance(part, kinds):
             return _quoted(part)

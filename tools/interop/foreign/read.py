@@ -132,12 +132,12 @@ def _of_python(path: Path, text: str, given: Collection[str]) -> Findings:
 
 def _parsed(path: Path, text: str) -> ast.Module:
     """Return the parsed module; lines of dots, as in documentation, are skipped."""
-    lines = ["" if line.strip() in ("...", "...,") else line for line in text.split("\n")]
-    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-        return ast.parse("\n".join(lines))
     try:
-        return ast.parse(text)  # for its error
+        return ast.parse(text)
     except SyntaxError as error:
+        lines = ["" if line.strip() in ("...", "...,") else line for line in text.split("\n")]
+        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            return ast.parse("\n".join(lines))
         place = f"{path}, line {error.lineno}" if error.lineno else str(path)
         why = error.msg
     except (ValueError, RecursionError, MemoryError):

@@ -17,7 +17,7 @@ as a string.
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -29,6 +29,7 @@ from megaprec.errors import Problem, UserError, did_you_mean
 from megaprec.optim.lr import LRSchedule
 from megaprec.parsing import MOST_SETTINGS, home_expanded, home_problem, parse_toml, read_text
 from megaprec.precision.plan import PrecisionPlan
+from models.attention.backends import kernel_names
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
 from models.engine.options import EngineOptions
@@ -143,6 +144,28 @@ class RunConfig(BaseModel):
         if self.train.numerics == "canonical":
             return self.train.canonical_shards
         return 0
+
+    def compile_mode(self, device: str) -> Literal["off", "leaves", "block"]:
+        """Return what is compiled, by train.compile. device: type of the ranks' devices."""
+        mode = self.train.compile
+        if mode != "auto":
+            return mode
+        # canonical sums have an order that no compiler knows; no leaf of a factory's model is known
+        is_compilable = not self.canonical_shards and not self.model.factory
+        # on a CPU compiling takes longer than a short run gains by it
+        return "block" if device == "cuda" and is_compilable else "off"
+
+    def attention_kernels(self, model: ModelConfig) -> list[str]:
+        """Return the kernels of attention that the layers of `model` take in this run, each once,
+        for tensors of the default device (`models.attention.backends`)."""
+        return kernel_names(
+            model,
+            self.plan,
+            self.parallel.tensor,
+            self.parallel.context,
+            (self.train.micro_batch, self.train.seq_length),
+            self.data.reset_attention_mask,
+        )
 
     @property
     def engine_options(self) -> EngineOptions:

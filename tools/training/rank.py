@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megaprec.diagnose.position import Phase, Position
+from models.attention.backends import gpu_kernels
 from parallel.hangs.watchdog import longest_wait
 from parallel.mesh import broadcast_from_first, make_mesh, world
 from tools.config.run_file import RunConfig
@@ -58,6 +59,7 @@ def train_rank(
     with (
         # A wait longer than any phase, so that the watchdog acts first and names the culprit.
         world(device, longest_wait(parallel.timeout) / 60, note_failure) as store,
+        gpu_kernels(device, config.train.deterministic),
         ExitStack() as locks,
         watching(
             Path(config.train.folder),

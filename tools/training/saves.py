@@ -30,8 +30,8 @@ class Saves:
         self._config = config
         self._optimizer = engine.optimizer
         self._fp8 = engine.fp8
-        self._compiled: dict[str, Any] = {}  # the entry about compiled modules, if there are any
-        if config.train.compile != "off":
+        self._compiled: dict[str, Any] = {}  # the entry about compiled leaves, if there are any
+        if engine.leaves.names:
             self._compiled = {"compiled": engine.leaves.names}
         self._saving: Saving | None = None
         self._problem = ""  # of the newest save, if it failed

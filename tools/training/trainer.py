@@ -32,9 +32,11 @@ from models.engine.engine import Engine, build_stages
 from models.engine.fp8_shadow import Shadow, run_shadow
 from models.engine.passes import OutsideVocabulary, Share
 from models.engine.sentinel import SilentFault
+from parallel.leaves import Leaves
 from parallel.pipeline.timeline import Recording
 from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
+from tools.console.wrapped import say
 from tools.convert.initial import start_from
 from tools.convert.train_state import TrainState, read_overflow_monitor
 from tools.journal.journal import Journal
@@ -42,7 +44,7 @@ from tools.journal.shadow_records import shadow_event, shadow_fields
 from tools.journal.timeline_file import TIMELINE, write_trace
 from tools.training.banner import print_marked, print_memory, print_start
 from tools.training.batches import Batches, evaluated_samples
-from tools.training.compiling import compile_leaves
+from tools.training.compiling import compile_leaves, missed_lines
 from tools.training.corpus import Corpus
 from tools.training.harness import Harness
 from tools.training.recording import record_run
@@ -179,6 +181,9 @@ class Trainer:
         for event in self._digests.of_loaded(self.progress, self.resumed):
             if journal is not None:
                 journal.write_event(event)
+        leaves = self.engine.leaves
+        leaves.misses.clear()  # those of other passes than steps
+        first_step = self.progress.step + 1
         while self.progress.step < self.config.train.steps and not self._is_stopping:
             self.position.enter(Phase.STEP, self.progress.step + 1)
             # A run whose folder was removed has nowhere to save, and stops on all ranks.
@@ -188,6 +193,8 @@ class Trainer:
                 report, shadow = self.step()
             except SilentFault as error:
                 self._end_for(error, journal)
+            if leaves.names and self.progress.step == first_step:
+                self._say_misses(leaves)
             self._write(journal, report, shadow, time.perf_counter() - start_time)
             divergence = self._describe_divergence()
             steps_done = self.progress.step
@@ -200,6 +207,13 @@ class Trainer:
                 raise TrainingDiverged(
                     f"stopped after step {steps_done}, state saved: {divergence}"
                 )
+
+    def _say_misses(self, leaves: Leaves) -> None:
+        """Say which compiled leaves also ran uncompiled. Collective over the world."""
+        lines = missed_lines(leaves, self.engine.optimizer.world, self.engine.device)
+        if self.rank == 0:
+            for line in lines:
+                say(line)
 
     def _save_if_due(self, ends: bool) -> None:
         """Look after a save that is under way, and begin one that is due. ends: the run does."""

@@ -180,6 +180,7 @@ class RunConfig(BaseModel):
             recompute=self.recompute,
             expert=parallel.expert,
             expert_tensor=parallel.expert_tensor,
+            # named ring from here on
             ring=parallel.context_by == "ring",
             seed=self.train.seed,
             trace=self.precision.trace_overflows,

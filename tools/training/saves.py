@@ -58,7 +58,7 @@ class Saves:
         if not settings.background:
             self._wait()
 
-    def require_whole(self) -> None:
+    def require_savable_once(self) -> None:
         """Raise UserError on every rank if no checkpoint can hold all state that training changes.
 
         Looks once, after the first step, which is the first moment at which it shows.

@@ -195,7 +195,7 @@ class Trainer:
                 self._end_for(error, journal)
             if leaves.names and self.progress.step == first_step:
                 self._say_misses(leaves)
-            self._write(journal, report, shadow, time.perf_counter() - start_time)
+            self._evaluate_and_record(journal, report, shadow, time.perf_counter() - start_time)
             divergence = self._describe_divergence()
             steps_done = self.progress.step
             if self._is_stopping:
@@ -217,7 +217,7 @@ class Trainer:
 
     def _save_if_due(self, ends: bool) -> None:
         """Look after a save that is under way, and begin one that is due. ends: the run does."""
-        self._saves.require_whole()
+        self._saves.require_savable_once()
         self._saves.poll()
         if ends or self._saves_after(self.progress.step):
             with self.position.in_phase(Phase.SAVE):
@@ -255,11 +255,11 @@ class Trainer:
             self.config, self.corpus, self.resumed, lambda: self.progress, self.engine.optimizer
         )
 
-    def _write(
+    def _evaluate_and_record(
         self, journal: Journal | None, report: StepReport, shadow: Shadow | None, seconds: float
     ) -> None:
-        """Evaluate if that is due after the step, feed the overflow monitor and write the step's
-        record and events.
+        """Evaluate if that is due after the step, let the overflow monitor note the step, and write
+        its record and events (rank 0 alone). Collective over the world.
 
         shadow: the FP8 comparison of the step, if one was due.
         seconds: of the step.
@@ -271,8 +271,8 @@ class Trainer:
                 for name, samples in self.corpus.evaluated.items():
                     record[name] = self.evaluate(samples)
                 record |= self._harness.results()
-        record |= self._checks.fields(progress.step)
-        self.position.record()
+        record |= self._checks.note_clean(progress.step)
+        self.position.end_computation()
         self.monitor.note(report)
         # Evaluations and digests are collective, so every rank gets here; rank 0 alone writes.
         events = self._step_events(report, progress)
@@ -288,7 +288,8 @@ class Trainer:
                 journal.write_event(event)
 
     def _step_events(self, report: StepReport, progress: TrainState) -> list[dict[str, Any]]:
-        """Return the event of a skipped step, and that of its digests if they are due."""
+        """Return the event of a step that was skipped, or applied although it was not finite, and
+        that of its digests if they are due. Collective then."""
         events = list[dict[str, Any]]()
         samples = range(progress.samples - self.config.train.global_batch, progress.samples)
         if report.outcome == NO_TOKENS:
@@ -310,7 +311,7 @@ class Trainer:
     def step(self) -> tuple[StepReport, Shadow | None]:
         """Take the next step. Return its report, and the FP8 comparison if one was due.
 
-        A NonFiniteStep is kept, to be raised once the state is saved.
+        A NonFiniteStep is kept: once the state is saved, TrainingDiverged ends the run for it.
         """
         step_number = self.progress.step  # from 0
         first_sample = self.progress.samples

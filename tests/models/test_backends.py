@@ -10,6 +10,7 @@ from megaprec.precision.plan import plan
 from models.attention.backends import backend_order, gpu_kernels, kernel_names
 from models.config import ModelConfig
 from models.estimate.storage import without_storage
+from tools.config.run_file import load_run
 
 SMALL: dict[str, Any] = {
     "family": "llama",
@@ -68,6 +69,35 @@ def test_cudnn_comes_first_where_it_is_faster_and_never_where_bits_must_repeat()
     for capability in ((8, 0), (9, 0), (10, 0)):
         order = backend_order(capability, deterministic=True)
         assert set(order) == set(hopper) - {SDPBackend.CUDNN_ATTENTION}
+
+
+@pytest.mark.parametrize(
+    ("keys", "device", "shared"),
+    [
+        (["parallel.tensor=2"], "cuda", True),
+        (["parallel.tensor=2"], "cpu", False),
+        (["parallel.tensor=2", "parallel.sequence=false"], "cuda", False),
+        ([], "cuda", False),
+        (["parallel.tensor=2", "train.seq_length=15"], "cuda", False),
+        (["parallel.tensor=2", "parallel.context=2", "train.seq_length=12"], "cuda", True),
+        (
+            ["parallel.tensor=2", "train.numerics=canonical", "train.threads=1"],
+            "cuda",
+            False,
+        ),
+    ],
+    ids=str,
+)
+def test_on_gpus_tensor_ranks_share_the_activations_between_products(
+    keys: list[str], device: str, shared: bool
+) -> None:
+    model = ["model.layers=1", "model.hidden=32", "model.heads=4", "model.vocab=64"]
+    sizes = ["train.steps=1", "train.global_batch=2", "train.micro_batch=1", "data.vocab_size=64"]
+    config = load_run(None, [*model, *sizes, "train.seq_length=16", *keys]).on_device(device)
+    assert config.parallel.sequence == shared
+    expected = "default on a GPU" if shared else "default"
+    if "parallel.sequence=false" not in keys:
+        assert config.origin("parallel.sequence") == expected
 
 
 def test_settings_for_a_gpu_leave_a_process_on_a_cpu_as_it_was() -> None:

@@ -1,4 +1,4 @@
-"""What is true of a GPU and of torch's build for it: versions, ceilings of speed, the backends of
+"""Probes of a GPU and of torch's build for it: versions, ceilings of speed, the backends of
 attention, and what NCCL takes.
 
 Each probe prints a line as soon as it is done; one that fails says why, and the others go on.

@@ -102,7 +102,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run `python -m tools.bench train`. Raises UserError."""
     require_gpu(args.device)
-    config = run_of(args)
+    config = run_of(args).on_device(args.device)
 
     def measure_here() -> None:
         kernels = gpu_kernels(args.device, config.train.deterministic)

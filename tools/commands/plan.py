@@ -126,6 +126,7 @@ def main(args: argparse.Namespace) -> int:
     tell_notes(config.notes, args.strict)
     require_builtin(config.model, "megaprec plan")
     target = target_of(config, args.gpu, args.gpu_memory)
+    config = config.on_device(target.device)
     assumed = _assumptions(config, target, args)
     if args.ranks and assumed is None:
         raise UserError.of("command.peak_unknown")

@@ -39,6 +39,7 @@ from models.presets import PRESETS
 from parallel.activation_checkpoint import Recompute
 from parallel.pipeline.instructions import Instruction
 from parallel.pipeline.schedules import Schedule
+from parallel.sequence_cut import length_multiple
 from tools.config.checks import cross_problems, lr_schedule, with_vocabulary_size
 from tools.config.data_settings import Data
 from tools.config.dialect_tables import resolve_dialect
@@ -220,6 +221,19 @@ class RunConfig(BaseModel):
         changed = [key for key, value in parallel if value != getattr(self.parallel, key)]
         config._origins = {**self._origins, **{f"parallel.{key}": origin for key in changed}}
         return config
+
+    def on_device(self, device: str) -> Self:
+        """Return the run with the defaults of its ranks' devices: on GPUs tensor-parallel ranks
+        share the activations between products too. device: their type."""
+        parallel = self.parallel
+        is_free = not self.given("parallel.sequence") and not self.model.factory
+        shares = parallel.tensor > 1 and not self.canonical_shards
+        if device != "cuda" or not is_free or not shares:
+            return self
+        if self.train.seq_length % length_multiple(parallel.context, parallel.tensor):
+            return self
+        shared = parallel.model_copy(update={"sequence": True})
+        return self.with_parallel(shared, "default on a GPU")
 
     def origin(self, key: str) -> str:
         """Return the origin of the dotted `key`: "default", "file ...", "command line" or "preset

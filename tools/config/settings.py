@@ -86,7 +86,8 @@ class Parallel(Table):
     sequence: bool = Field(
         default=False,
         description="Sequence parallelism: shard activations along the sequence over the "
-        "tensor-parallel ranks, outside of the matrix products.",
+        "tensor-parallel ranks, outside of the matrix products. On GPUs it is on unless the run "
+        "says otherwise, wherever the lengths allow it.",
     )
 
     # the pipeline: its schedule and its stages

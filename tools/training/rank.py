@@ -51,6 +51,7 @@ def train_rank(
         stand_by()
         return None
     device = device_of_run(config)
+    config = config.on_device(device)
     torch.set_num_threads(config.train.threads or share_of_cores(local_ranks(config)))
     # Steps allocate and free the same sizes over and over.
     keep_freed_memory()

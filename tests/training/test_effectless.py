@@ -114,6 +114,7 @@ CASES = [
         for key, value in (("final", "1e-05"), ("length", "7"))
     ),
     ("lr.decay", "2", "", "lr.schedule=wsd"),
+    ("lr.wsd_decay", "sqrt", "", "lr.schedule=wsd"),
     ("train.canonical_shards", "4", "", CANONICAL),
     ("train.eval_batches", "9", "", "train.eval_every=3"),
     *(

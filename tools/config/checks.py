@@ -102,7 +102,7 @@ def lr_schedule(lr: LR, train: Train) -> LRSchedule:
     if lr.unit == "samples":
         run_length *= train.global_batch
     length = lr.length or run_length
-    return LRSchedule(lr.schedule, lr.peak, lr.final, lr.warmup, length, lr.decay)
+    return LRSchedule(lr.schedule, lr.peak, lr.final, lr.warmup, length, lr.decay, lr.wsd_decay)
 
 
 def _schedule(lr: LR, train: Train) -> Iterator[str]:

@@ -309,6 +309,12 @@ class LR(Table):
         le=MAX_STEPS,
         description="Length of the decay of wsd at the end of the schedule, in lr.unit.",
     )
+    wsd_decay: Literal["exponential", "linear", "cosine", "sqrt"] = Field(
+        default="exponential",
+        description="Shape of the decay of wsd; with r, the part of it that is done, the rate is "
+        "above lr.final by 2 * 0.5**r - 1 (exponential), 1 - r (linear), (cos(pi * r) + 1) / 2 "
+        "(cosine) or 1 - sqrt(r) (sqrt) of the whole height.",
+    )
     length: int = Field(
         default=0,
         ge=0,

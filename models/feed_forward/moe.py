@@ -130,8 +130,8 @@ class MixtureOfExperts(nn.Module):
             local_numbers = range(config.experts)
         else:
             local_numbers = context.experts.local_experts(config.experts)
-        local_context = context.for_experts()
-        remote_context = context.for_experts_elsewhere()
+        local_context = context.for_experts(f"{name}.experts")
+        remote_context = context.for_experts_elsewhere(f"{name}.experts")
         for number in range(config.experts):
             expert_name = f"{name}.experts.{number}"
             if number in local_numbers:

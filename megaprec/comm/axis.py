@@ -290,16 +290,22 @@ class Axis:
         by_rank = list(received.split(received_sizes))
         return Pending([work], by_rank)
 
-    def exchanged_counts(self, counts: Tensor) -> tuple[list[int], list[int]]:
-        """Exchange counts and return those sent and those received, in the order of ranks.
+    def start_exchange_of_counts(self, counts: Tensor) -> Callable[[], tuple[list[int], list[int]]]:
+        """Start to exchange counts; the returned function returns those sent and those received, in
+        the order of ranks.
 
-        counts: int64 [size * n]; chunk r counts what goes to rank r. The host waits for the device
-        here.
+        counts: int64 [size * n]; chunk r counts what goes to rank r. In the returned function the
+        host waits for the device, but not for what the device was given since.
         """
         received = self.exchange(counts)
         # one copy to the host for both
-        outgoing, incoming = torch.stack((counts, received)).tolist()
-        return outgoing, incoming
+        wait_for_both = start_copy_to_host(torch.stack((counts, received)))
+
+        def finish() -> tuple[list[int], list[int]]:
+            outgoing, incoming = wait_for_both().tolist()
+            return outgoing, incoming
+
+        return finish
 
     def barrier(self) -> None:
         """Wait until every rank of this axis has called `barrier`."""
@@ -363,3 +369,23 @@ def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and _on_cpu(values):
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device, non_blocking=_on_cpu(values))
+
+
+def start_copy_to_host(values: Tensor) -> Callable[[], Tensor]:
+    """Start to copy `values` to the host; the returned function waits for them and returns them.
+
+    From a GPU they go to pinned memory, and the host waits for the copy alone. From another device
+    the values themselves are returned, and whoever reads them waits.
+    """
+    if values.device.type != "cuda":
+        return lambda: values
+    on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    on_host.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> Tensor:
+        copied.synchronize()
+        return on_host
+
+    return wait

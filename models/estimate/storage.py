@@ -116,11 +116,11 @@ class SimulatedAxis(Axis):
         gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
         return lambda: gathered
 
-    def exchanged_counts(self, counts: Any) -> tuple[list[int], list[int]]:
+    def start_exchange_of_counts(self, counts: Any) -> Callable[[], tuple[list[int], list[int]]]:
         sent = counts.tolist()
         # Every rank's router sends as many.
         received = sent[: len(sent) // self.size] * self.size
-        return sent, received
+        return lambda: (sent, received)
 
     def start_uneven_exchange(
         self, outgoing: Sequence[Tensor], sizes: Sequence[int]

@@ -11,11 +11,12 @@ experts must know the numbers on the host, which then waits for the device once 
 torch's grouped product takes one tensor of all weights. Experts are separate parameters, but if one
 of the optimizer's buckets holds them all (`Layout.together`), they lie there at equal distances,
 and a strided view is that tensor. Otherwise they are copied together. The main gradients lie as the
-weights do, and one operator adds to those of all experts.
+weights do, and one operator adds to those of all experts (`grouped_sums.py`).
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -97,6 +98,21 @@ class GroupedLinear(torch.autograd.Function):
         return grad_x, None, None, *([None] * len(weights))
 
 
+@cache
+def sums_in_triton(device: torch.device) -> Any:
+    """Return the module `grouped_sums`, if its kernel works on a CUDA device, where it is tried
+    once; else None."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    try:
+        from models.feed_forward import grouped_sums  # noqa: PLC0415 (Triton is optional)
+
+        return grouped_sums if grouped_sums.computes_the_sums(device) else None
+    # Triton raises errors of many kinds, for instance if there is no C compiler.
+    except Exception:
+        return None
+
+
 def stack_weights(weights: Sequence[Tensor]) -> Tensor:
     """Return [len(weights), n, k]: a view if the weights lie in one memory at equal distances, else
     a copy."""
@@ -150,13 +166,15 @@ def _add_weight_gradients(
         total, is_first = begin_accumulation(weight)
         totals.append(total)
         first_ones.append(is_first)
-    gradients = _weight_gradients(grad, x, ends)
     stacked = view_as_stacked(totals)
-    if stacked is not None and len({*first_ones}) == 1:
-        _accumulate(stacked, gradients, first_ones[0])
-        return
-    for total, gradient, is_first in zip(totals, gradients, first_ones, strict=True):
-        _accumulate(total, gradient, is_first)
+    if stacked is None or len({*first_ones}) > 1:
+        gradients = _weight_gradients(grad, x, ends)
+        for total, gradient, is_first in zip(totals, gradients, first_ones, strict=True):
+            _accumulate(total, gradient, is_first)
+    elif stacked.dtype == torch.float32 and (sums := sums_in_triton(grad.device)):
+        sums.add_products_(stacked, grad, x, ends, first_ones[0])
+    else:
+        _accumulate(stacked, _weight_gradients(grad, x, ends), first_ones[0])
 
 
 def _accumulate(total: Tensor, gradient: Tensor, is_first: bool) -> None:

@@ -13,7 +13,7 @@ from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.model_buffers import buckets
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
-from models.feed_forward import moe
+from models.feed_forward import grouped_products, moe
 from models.feed_forward.grouped_products import GroupedLinear, stack_weights
 from models.feed_forward.moe import Expert, MixtureOfExperts, count_choices
 from parallel.activation_checkpoint import Recompute, RecomputedModule
@@ -135,12 +135,40 @@ def operators_of_experts(experts: int, monkeypatch: pytest.MonkeyPatch) -> list[
         for bucket in buckets([*layer.parameters()], plan("bf16"), 1, whole_groups=True):
             Buffer(bucket, plan("bf16"), Axis("dp"), Axis("zero"), 0, torch.device("meta"))
         x = torch.empty(32, 1, 64, dtype=torch.bfloat16, requires_grad=True)
+        operators = Operators()
         for _ in range(2):
-            operators = Operators()
+            operators.names.clear()
             with operators:
                 y = layer(x, MicrobatchInfo(0, torch.arange(1), torch.ones(())))
                 y.backward(torch.empty_like(y))
     return operators.names
+
+
+class SumsInTriton:
+    """In place of the module `grouped_sums`: its kernel is one launch."""
+
+    def __init__(self) -> None:
+        self.firsts: list[bool] = []
+
+    def add_products_(
+        self, totals: Tensor, grad: Tensor, x: Tensor, ends: Tensor, first: bool
+    ) -> None:
+        assert totals.shape == (len(ends), grad.shape[1], x.shape[1])
+        assert totals.dtype == torch.float32
+        self.firsts.append(first)
+        totals.zero_()
+
+
+def test_gradients_of_all_experts_are_summed_by_one_kernel_where_triton_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plainly = operators_of_experts(8, monkeypatch)
+    sums = SumsInTriton()
+    monkeypatch.setattr(grouped_products, "sums_in_triton", lambda _: sums)
+    operators = operators_of_experts(8, monkeypatch)
+    assert sums.firsts == [True, True, False, False]
+    assert operators.count("aten::_grouped_mm") == 4
+    assert len(operators) == len(plainly) - 8
 
 
 def test_a_layer_launches_as_many_kernels_for_many_experts_as_for_few(

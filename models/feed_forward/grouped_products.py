@@ -16,6 +16,7 @@ weights do, and one operator adds to those of all experts (`grouped_sums.py`).
 
 from collections.abc import Sequence
 from functools import cache, partial
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
@@ -105,8 +106,8 @@ def sums_in_triton(device: torch.device) -> Any:
     if device.type != "cuda" or find_spec("triton") is None:
         return None
     try:
-        from models.feed_forward import grouped_sums  # noqa: PLC0415 (Triton is optional)
-
+        # By name: it imports Triton, which is optional.
+        grouped_sums = import_module("models.feed_forward.grouped_sums")
         return grouped_sums if grouped_sums.computes_the_sums(device) else None
     # Triton raises errors of many kinds, for instance if there is no C compiler.
     except Exception:
@@ -178,8 +179,8 @@ def _add_weight_gradients(
 
 
 def _accumulate(total: Tensor, gradient: Tensor, is_first: bool) -> None:
-    """Add the gradient to the total. The first one of a step overwrites: nobody clears a main
-    gradient between steps."""
+    """Add the gradient to the total. The first one of a step overwrites: main gradients are not
+    cleared between steps."""
     if is_first:
         total.copy_(gradient)
     else:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from megaprec.comm.main_grad import (
     Destination,
     begin_accumulation,
-    destination,
+    destinations,
     note_weights_read,
     require_unchanged_weights,
 )
@@ -91,10 +91,10 @@ class GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = grouped_product(grad, stack_weights(weights), ends)
         # Numbers count the tensors among the inputs: x, ends, and then the weights.
-        destinations = {destination(ctx, 2 + n, weight) for n, weight in enumerate(weights)}
-        if Destination.AUTOGRAD in destinations:
+        wanted = {*destinations(ctx, 2, weights)}
+        if Destination.AUTOGRAD in wanted:
             return grad_x, None, None, *_weight_gradients(grad, x, ends).unbind()
-        if Destination.MAIN in destinations:
+        if Destination.MAIN in wanted:
             ctx.deferred.offer(partial(_add_weight_gradients, weights, grad, x, ends))
         return grad_x, None, None, *([None] * len(weights))
 

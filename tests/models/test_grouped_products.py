@@ -125,11 +125,14 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operators_of_experts(experts: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def operators_of_experts(
+    experts: int, monkeypatch: pytest.MonkeyPatch, family: str = "mixtral"
+) -> list[str]:
     """The operators of the passes of a layer whose optimizer is one on a GPU, where meta tensors
     stand for its; in the second micro-batch of a step."""
     monkeypatch.setattr(moe, "groups_on", lambda *_: True)
-    config = ModelConfig(family="mixtral", layers=1, hidden=64, heads=2, ffn=96, experts=experts)
+    fields: dict[str, Any] = {"family": family, "experts": experts}
+    config = ModelConfig(**fields, layers=1, hidden=64, heads=2, ffn=96)
     with torch.device("meta"):
         layer = MixtureOfExperts(config.with_zero_weights, Context(plan("bf16")), "mlp")
         for bucket in buckets([*layer.parameters()], plan("bf16"), 1, whole_groups=True):
@@ -180,6 +183,12 @@ def test_a_layer_launches_as_many_kernels_for_many_experts_as_for_few(
     assert few.count("aten::_grouped_mm") == 6
     assert "aten::stack" not in few
     assert len(few) <= 102
+
+
+def test_so_does_a_layer_whose_experts_have_biases(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = operators_of_experts(4, monkeypatch, "gpt_oss")
+    many = operators_of_experts(64, monkeypatch, "gpt_oss")
+    assert few == many
 
 
 def test_the_experts_of_a_layer_lie_in_one_bucket_on_a_gpu_alone() -> None:

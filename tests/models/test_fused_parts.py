@@ -1,15 +1,23 @@
 """Attention of cut sequences, by one call of a fused kernel for the keys of each rank."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
+from models.attention import attention
 from models.attention.context_parallel import attend_over_ranks
 from models.attention.fused_parts import FusedParts, FusedPartsGradients, visible_part
+from models.attention.kernels import AttentionCall, Kernel
 from models.attention.partial import AttentionRule
+from parallel.activation_checkpoint import Recompute
 from parallel.sequence_cut import chunks_of_rank, positions, take_own_positions
+from tests.layouts import Run, train_all
+from tests.models.test_parity import MODELS, SIZES
 from tests.ranks import run_ranks
 
 SCALE = 0.3
@@ -120,3 +128,41 @@ def test_cut_sequences_attend_as_in_one_process_by_ring_and_by_gather(
             for one, other in zip(made[ring], expected, strict=True):
                 assert (one.double() - other).abs().max() <= TOLERANCE[dtype] * other.abs().max()
         assert torch.equal(*(made[ring][0] for ring in (False, True)))
+
+
+def take_the_fused_way() -> None:
+    """As on a GPU in half precision, but in float64."""
+    choose = attention.choose_kernel
+
+    def choose_fused(call: AttentionCall) -> Kernel:
+        assert call.over_ranks
+        return choose(replace(call, parts_fuse=True))
+
+    attention.choose_kernel = choose_fused
+
+
+ROOM: dict[str, Any] = {**SIZES, "layers": 2, "max_positions": 32, "init_std": 0.1}
+RUNS = [
+    Run({"family": "llama", **ROOM, "kv_heads": 2}, length=16, steps=1),
+    Run(
+        {"family": "llama", **ROOM, "kv_heads": 2},
+        length=16,
+        steps=1,
+        recompute=Recompute(("attention",)),
+        ring=False,
+    ),
+    Run({**MODELS["gpt_oss"], **ROOM, "window_layers": [0]}, length=16, steps=1),
+    Run({**MODELS["deepseek_v2"], **ROOM, "kv_heads": 4}, length=16, steps=1),
+]
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("layout", [(1, 1, 1, 2), (2, 1, 1, 2), (1, 1, 1, 4)], ids=str)
+def test_models_train_by_fused_calls_what_one_process_trains(layout: tuple[int, ...]) -> None:
+    alone = train_all(RUNS)
+    fused = [replace(run, before=take_the_fused_way) for run in RUNS]
+    for found, expected in zip(train_all(fused, *layout), alone, strict=True):
+        assert found.reports[0].loss == pytest.approx(expected.reports[0].loss, rel=1e-9)
+        largest = max(gradient.abs().max() for gradient in expected.grads[0].values())
+        for name, gradient in expected.grads[0].items():
+            assert (found.grads[0][name] - gradient).abs().max() <= 1e-9 * largest, name

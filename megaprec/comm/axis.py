@@ -290,6 +290,36 @@ class Axis:
         by_rank = list(received.split(received_sizes))
         return Pending([work], by_rank)
 
+    def start_exchange_of_rows(
+        self,
+        rows: Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+    ) -> Callable[[], Tensor]:
+        """Start an all-to-all of rows [n, h]; the returned function waits for the received ones, and
+        returns them: [m, h], by rank.
+
+        sent, received: the numbers of rows that go to each rank, and come from it.
+        """
+        rows = rows.contiguous()
+        width = rows.shape[1]
+        if self.group is None or _on_cpu(rows):
+            outgoing = [part.reshape(-1) for part in rows.split(list(sent))]
+            wait = self.start_uneven_exchange(outgoing, [count * width for count in received])
+            return lambda: torch.cat(wait()).view(-1, width)
+        # One tensor each way: nothing is put together or taken apart.
+        incoming = rows.new_empty((sum(received), width))
+        work = dist.all_to_all_single(
+            incoming,
+            rows,
+            list(received),
+            list(sent),
+            group=self.group,
+            async_op=True,
+        )
+        assert work is not None
+        return Pending([work], incoming)
+
     def start_exchange_of_counts(self, counts: Tensor) -> Callable[[], tuple[list[int], list[int]]]:
         """Start to exchange counts; the returned function returns those sent and those received, in
         the order of ranks.

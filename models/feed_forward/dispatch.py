@@ -179,22 +179,9 @@ class ExchangeRows(torch.autograd.Function):
         ctx.axis = axis
         ctx.sent = sent
         ctx.received = received
-        return _exchange_rows(rows, axis, sent, received)
+        return axis.start_exchange_of_rows(rows, sent, received)()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return _exchange_rows(grad, ctx.axis, ctx.received, ctx.sent), None, None, None
-
-
-def _exchange_rows(
-    rows: Tensor,
-    axis: Axis,
-    sent: Sequence[int],
-    received: Sequence[int],
-) -> Tensor:
-    width = rows.shape[1]
-    # The exchange takes flat parts, whose sizes are numbers of elements.
-    outgoing = [part.reshape(-1) for part in rows.contiguous().split(list(sent))]
-    incoming_sizes = [count * width for count in received]
-    wait = axis.start_uneven_exchange(outgoing, incoming_sizes)
-    return torch.cat(wait()).view(-1, width)
+        wait = ctx.axis.start_exchange_of_rows(grad, ctx.received, ctx.sent)
+        return wait(), None, None, None

@@ -296,7 +296,7 @@ class Axis:
         sent: Sequence[int],
         received: Sequence[int],
     ) -> Callable[[], Tensor]:
-        """Start an all-to-all of rows [n, h]; the returned function waits for the received ones, and
+        """Start an all-to-all of rows [n, h]; the returned function waits for those that come, and
         returns them: [m, h], by rank.
 
         sent, received: the numbers of rows that go to each rank, and come from it.

@@ -53,10 +53,10 @@ def forward(
         output, log_sums = cpu_fused.forward(query, key, value, causal, bias, scale)
         return FusedAttention(output, log_sums, ())
     if _takes_flash(query, bias):
-        output, log_sums, key_starts, query_starts, _, _, seed, offset, _ = (
+        output, log_sums, query_starts, key_starts, _, _, seed, offset, _ = (
             flash_attention_by_heads(query, key, value, _NO_DROPOUT, causal, scale=scale)
         )
-        return FusedAttention(output, log_sums, (key_starts, query_starts, seed, offset))
+        return FusedAttention(output, log_sums, (query_starts, key_starts, seed, offset))
     output, log_sums, *others = efficient_attention(
         query,
         key,
@@ -93,14 +93,14 @@ def backward(
     if query.device.type == "cpu":
         return cpu_fused.backward(grad, inputs, output, log_sums, causal, bias, scale)
     if _takes_flash(query, bias):
-        key_starts, query_starts, seed, offset = backward_inputs
+        query_starts, key_starts, seed, offset = backward_inputs
         return flash_attention_gradients(
             grad,
             *inputs,
             output,
             log_sums.contiguous(),
-            key_starts,
             query_starts,
+            key_starts,
             query.shape[2],
             key.shape[2],
             _NO_DROPOUT,

@@ -233,7 +233,7 @@ def _repeat_heads(
     return key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
 
 
-def _prepare_fused(
+def prepare_fused(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -357,7 +357,7 @@ def _sinks(
     inputs: KernelInputs,
 ) -> Tensor:
     mask = inputs.mask_of(query)
-    query, key, value = _prepare_fused(query, key, value, mask)
+    query, key, value = prepare_fused(query, key, value, mask)
     sinks = inputs.wide_sinks()
     assert sinks is not None
     return sink_attention.attend(query, key, value, sinks, mask, inputs.scale)
@@ -380,7 +380,7 @@ def _torch_fused(
     inputs: KernelInputs,
 ) -> Tensor:
     mask = inputs.mask_of(query)
-    query, key, value = _prepare_fused(query, key, value, mask)
+    query, key, value = prepare_fused(query, key, value, mask)
     return F.scaled_dot_product_attention(
         query,
         key,

@@ -153,7 +153,7 @@ def _run_first_microbatch(
     passes.executor(state, program).run()
     for buffer in passes.optimizer.all_buffers():
         sum_partial(buffer.parameters, passes.optimizer.tp)
-    counted_part = torch.zeros_like(state.num_tokens)
+    counted_part = torch.zeros_like(state.divisor)
     if passes.last_stage in passes.stages and passes.optimizer.tp.rank == 0:
         targets = state.share.targets[: passes.micro_batch]
         mask = state.share.mask
@@ -161,7 +161,7 @@ def _run_first_microbatch(
             tokens = float(targets.numel())
         else:
             tokens = mask[: passes.micro_batch].sum(dtype=torch.float64)
-        counted_part = tokens / state.num_tokens
+        counted_part = tokens / state.divisor
     return state.loss.sum(), counted_part
 
 

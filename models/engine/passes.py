@@ -88,7 +88,7 @@ class PassState:
 
     share: the part of `full_share` that this rank of cp computes.
     token_count: the number of tokens in the loss, over the global batch.
-    step: number of the training step; None in evaluation.
+    step: number of the training step, counted from 0; None in evaluation.
     scale: factor of the loss (the loss scale).
     loss: this rank's part of the mean loss, without the scale; of each micro-batch if the optimizer
         is canonical.
@@ -108,7 +108,7 @@ class PassState:
     mtp_batch: MTPBatch | None = None
 
     @property
-    def num_tokens(self) -> Tensor:
+    def divisor(self) -> Tensor:
         """Return the number of tokens that the loss is divided by: float64 [].
 
         The first call may wait for a sum over dp.
@@ -124,7 +124,8 @@ class PassState:
 
 
 class OutsideVocabulary(UserError):
-    """A step had an id outside the vocabulary; the step changed nothing.
+    """A step had an id outside the vocabulary. It has changed nothing, unless
+    precision.on_nonfinite is "ignore".
 
     sample: the number of the first such sample within the global batch.
     """
@@ -208,9 +209,10 @@ class Passes:
         step: int | None,
         scale: Tensor,
     ) -> PassState:
-        """Prepare the passes of a share. Collective over dp if the share has a mask.
+        """Prepare the passes of a share. Collective over the optimizer's dp if the share has a mask
+        or the model has multi-token prediction.
 
-        The sum of the mask is under way until `PassState.num_tokens` is read, by the first loss.
+        The sum of the mask is under way until `PassState.divisor` is read, by the first loss.
         """
         if len(share.tokens) != self._num_samples:
             raise ValueError(
@@ -345,7 +347,8 @@ class Passes:
         logits: Tensor,
         rows: slice,
     ) -> Tensor:
-        """Return a micro-batch's part of the mean loss, times the loss scale.
+        """Add a micro-batch's part of the mean loss to `state.loss`, and return it times the loss
+        scale.
 
         Losses of routers are not in it: each router adds its own to the graph, times the weight in
         `MicrobatchInfo`, as multi-token prediction does, times `MTPBatch.scale`.
@@ -354,7 +357,7 @@ class Passes:
         losses = self.stages[stage].losses(logits, self._ids_inside(state.share.targets[rows]))
         if state.share.mask is not None:
             losses = losses * _columns(state.share.mask[rows]).to(losses.dtype)
-        loss = losses.sum() / state.num_tokens.to(losses.dtype)
+        loss = losses.sum() / state.divisor.to(losses.dtype)
         # Kept on the first tp rank alone: an evaluation sums losses over the world, and the
         # optimizer takes 0 from the others.
         if self.optimizer.tp.rank == 0:
@@ -397,7 +400,7 @@ class Passes:
         """Return bool [samples, s], True where an id is outside the vocabulary.
 
         The loss is NaN in that case. All ranks thus learn of it from the values that they reduce
-        anyway, and no step is taken.
+        anyway, and no step is taken unless precision.on_nonfinite is "ignore".
         """
         return (ids < 0) | (ids >= self.config.vocab)
 

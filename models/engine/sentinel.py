@@ -100,8 +100,8 @@ class Sentinel(StepObserver):
         """Check step `number`, which is taken inside. Raises SilentFault, on every rank, before the
         step's update.
 
-        share_of: returns the share of a data-parallel rank in this step. The step before must be
-            settled. Collective.
+        share_of: returns the share of a data-parallel rank in this step.
+        `Engine.step` of the step before must have returned. Collective.
         """
         engine = self.engine
         self._number = number

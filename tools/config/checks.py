@@ -140,7 +140,7 @@ def _scales_advance(fp8: FP8) -> bool:
 
 
 def _compile(train: Train, model: ModelConfig) -> Iterator[str]:
-    if train.compile != "off" and model.factory:
+    if train.compile not in ("auto", "off") and model.factory:
         yield Problem.of("config.compile_factory", compile=train.compile, factory=model.factory)
 
 

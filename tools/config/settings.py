@@ -86,7 +86,8 @@ class Parallel(Table):
     sequence: bool = Field(
         default=False,
         description="Sequence parallelism: shard activations along the sequence over the "
-        "tensor-parallel ranks, outside of the matrix products.",
+        "tensor-parallel ranks, outside of the matrix products. On GPUs it is on unless the run "
+        "says otherwise, wherever the lengths allow it.",
     )
 
     # the pipeline: its schedule and its stages
@@ -379,12 +380,18 @@ class Train(Table):
     )
 
     # where and how ranks compute
-    compile: Literal["off", "leaves", "block"] = Field(
-        default="off",
+    compile: Literal["auto", "off", "leaves", "block"] = Field(
+        default="auto",
         description="Compilation by torch before the first step, which changes rounding. leaves: "
         "norms, rotary positions, gates, dropout and losses, each alone; block: all that lies "
         "between two matrix products of a layer in one, and the other leaves; off: all is computed "
-        "operator by operator.",
+        'operator by operator; auto: block on a GPU, off on a CPU, with numerics = "canonical" and '
+        "with model.factory.",
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="On a GPU: only kernels that compute the same bits whenever a step is "
+        "repeated, flash attention in place of cuDNN's; slower. On a CPU all kernels do.",
     )
     folder: FilePath = Field(
         default="runs/default",

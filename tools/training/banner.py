@@ -5,6 +5,8 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from megaprec.checkpoint.atomic import damaged_beside, step_of, whole_checkpoints
 from megaprec.checkpoint.keeping import Keep, made_here
 from megaprec.comm.layout import Part
@@ -15,6 +17,7 @@ from megaprec.optim.muon.rule import Muon
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.plan import dtype_name
 from models.decoder.kv_cache import CachedStage
+from models.estimate.storage import without_storage
 from parallel.pipeline.simulation import bubble, simulate
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
@@ -50,6 +53,9 @@ def print_start(
     _print_settings(config, corpus, device)
     if config.train.eval_every:
         _print_evaluated(config, corpus)
+    if not config.model.factory:
+        with without_storage("cpu") if device == "cpu" else torch.device(device):
+            say(f"attention  {'; '.join(config.attention_kernels(corpus.model))}")
     for note in corpus.notes:
         say(f"note       {note}")
     for line in fp8_lines(config, corpus.model, device):

@@ -119,7 +119,8 @@ def changed_keys(checkpoint: Store, config: RunConfig, progress: TrainState) -> 
     saved_values = saved_keys(checkpoint)
     # A run goes on as though a removed key had its default.
     current_values = {**FORMER_DEFAULTS, **_all_keys(config)}
-    exact_patterns = (*KEYS_WITHOUT_EFFECT, "optimizer.validation")
+    # what is compiled is compared by its names (`compile_leaves`)
+    exact_patterns = (*KEYS_WITHOUT_EFFECT, "optimizer.validation", "train.compile")
     if saved_values.get("train.numerics") == current_values["train.numerics"] == toml("canonical"):
         exact_patterns = (*exact_patterns, *LAYOUT_KEYS)
     rates_change = _rates_change(saved_values, config, progress)

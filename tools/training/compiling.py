@@ -44,10 +44,14 @@ def compile_leaves(
 
     model: with the size of its vocabulary. resumed: the checkpoint from which the run resumes.
     """
-    if config.train.compile == "off":
-        return PLAIN
     world = Axis.world(mesh)
     device = device_of(mesh)
+    mode = config.compile_mode(device.type)
+    if mode == "off":
+        if world.rank == 0:
+            for line in _describe_change("", resumed):
+                say(line)
+        return PLAIN
     start = time.perf_counter()
     calls = leaf_calls(config, model, mesh, device)
     if world.rank == 0:
@@ -69,7 +73,24 @@ def compile_leaves(
         for line in _describe_change(leaf_names, resumed):
             say(line)
     forms = {call: form for call, form in forms.items() if call.name not in failures}
-    return Leaves(forms, leaf_names, by_region=config.train.compile == "block")
+    return Leaves(forms, leaf_names, by_region=mode == "block")
+
+
+def missed_lines(leaves: Leaves, world: Axis, device: torch.device) -> list[str]:
+    """Return a line for each compiled leaf that was also called in forms that are not compiled, in
+    the steps of any rank. Collective over the world."""
+    compiled_names = leaves.names.split(", ")
+    misses = dict[str, str]()
+    for name, count in leaves.misses.items():
+        if name in compiled_names:
+            misses[name] = f"{counted(count, 'call')} on rank {world.rank}"
+    lines = list[str]()
+    for name, calls in gather_entries(misses, world, device).items():
+        lines.append(
+            f"note       {name}: {calls} of the first step ran uncompiled, with other shapes or "
+            "strides than the calls that were foreseen"
+        )
+    return lines
 
 
 def _describe_outcome(
@@ -87,11 +108,10 @@ def _describe_outcome(
 
 
 def _describe_change(leaf_names: str, resumed: Path | None) -> Iterator[str]:
-    """Yield a line if the checkpoint's run had other compiled leaves although `train.compile` was
-    the same."""
-    before = leaf_names
-    if resumed:
-        before = Store(resumed).index.get("compiled", leaf_names)
+    """Yield a line if the checkpoint's run had other compiled leaves."""
+    if resumed is None:
+        return
+    before = Store(resumed).index.get("compiled", "")
     if before != leaf_names:
         change = f"{before or 'none'} -> {leaf_names or 'none'}"
         yield f"changed    compiled code: {change}{NOT_EXACT_MARK}"
@@ -104,7 +124,7 @@ def leaf_calls(
     noted = dict[Call, None]()
     options = replace(
         config.engine_options,
-        leaves=Leaves(recorded_calls=noted, by_region=config.train.compile == "block"),
+        leaves=Leaves(recorded_calls=noted, by_region=config.compile_mode(device.type) == "block"),
     )
     # The estimate of memory runs each stage on tensors without storage, and so calls every leaf.
     memory = StageMemory(

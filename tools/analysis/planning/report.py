@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from models.estimate.flops import training_flops
+from models.estimate.storage import without_storage
 from tools.analysis.planning.device import RESERVED, Target, target_of
 from tools.analysis.planning.memory import MemoryModel, RankBytes
 from tools.analysis.planning.search import LayoutSearch, Planned, plan_run
@@ -44,6 +45,9 @@ def run_lines(config: RunConfig, target: Target) -> Iterator[str]:
         f"batch      {train.global_batch:,} samples = {parallel.data:,} x {microbatches}, "
         f"{config.tokens_per_step:,} tokens a step"
     )
+    if not model.factory:
+        with without_storage(target.device):
+            yield f"attention  {'; '.join(config.attention_kernels(model))}"
     memory = f"{size(target.memory)} of memory" if target.memory else "memory not known"
     # the name of a CPU is its memory
     if target.device == "cpu":

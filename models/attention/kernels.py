@@ -36,7 +36,7 @@ class Kernel(Enum):
     """A way to compute attention."""
 
     OVER_RANKS = "partial attention, over the keys of all ranks of cp"
-    FUSED_OVER_RANKS = "a fused kernel for the keys of each rank of cp"
+    FUSED_OVER_RANKS = "flash attention on a GPU, for the keys of each rank of cp"
     FLASH_WINDOWS = "flash attention on a GPU, within windows and documents"
     UNFUSED = "matrix products and a softmax, all scores in memory"
     BF16_PRODUCTS = "bf16 matrix products on a CPU, head by head"

@@ -15,7 +15,7 @@ Layers add gradients to `main_grad` by themselves, in the backward pass of an au
 other gradients or wants them returned.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from functools import cache
 from threading import current_thread
@@ -117,9 +117,30 @@ def destination(ctx: Any, number: int, parameter: nn.Parameter) -> Destination:
     number: of the parameter among those arguments that are tensors. Raises UserError for what a
     gradient that is added to `main_grad` cannot be: seen by a hook, or differentiated.
     """
+    (only_one,) = destinations(ctx, number, [parameter])
+    return only_one
+
+
+def destinations(
+    ctx: Any,
+    first: int,
+    parameters: Sequence[nn.Parameter],
+) -> list[Destination]:
+    """Return the `destination` of each of several parameters.
+
+    first: the number of the first one; the others follow.
+    """
+    nodes = ctx.next_functions  # read once: torch makes the whole tuple each time
+    return [
+        _destination_of(nodes[first + place][0], parameter)
+        for place, parameter in enumerate(parameters)
+    ]
+
+
+def _destination_of(node: Any, parameter: nn.Parameter) -> Destination:
+    """Return the `destination` of a parameter, whose gradient autograd gives to `node`."""
     if not has_main_grad(parameter):
         return Destination.AUTOGRAD
-    node = ctx.next_functions[number][0]
     try:
         if node is None or not backward_pass_executes(node):
             return Destination.NOWHERE

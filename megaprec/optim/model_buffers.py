@@ -34,6 +34,7 @@ from megaprec.precision.marks import parameters_of_marked
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 
 _MIN_ELEMENTS = 40_000_000  # a message over few ranks; Megatron-LM's default
+_MOST_ELEMENTS_TOGETHER = 1 << 29  # of a group that is not cut; the update of a buffer copies it
 _ELEMENTS_PER_RANK = 1_000_000  # keeps the part of each of many ranks large
 # the names of the moments that are kept of a parameter
 Moments = Callable[[nn.Parameter], Sequence[str]]
@@ -150,15 +151,16 @@ class ModelBuffers:
     def _buckets(self, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
         """Return the parameters of each buffer. Virtual ranks have buffers of their own, all of the
         same sizes."""
+        whole_groups = self._ranks.device.type == "cuda"
         if self._virtual is None:
-            return buckets(parameters, self._plan, self._bucket, self._moments)
+            return buckets(parameters, self._plan, self._bucket, self._moments, whole_groups)
         parameters_of_rank: dict[int, list[nn.Parameter]] = {
             rank: [] for rank in self._virtual.ranks
         }
         for parameter in parameters:
             parameters_of_rank[layout_of(parameter).parts[0].rank].append(parameter)
         buckets_of_ranks = [
-            buckets(of_rank, self._plan, self._bucket, self._moments)
+            buckets(of_rank, self._plan, self._bucket, self._moments, whole_groups)
             for of_rank in parameters_of_rank.values()
         ]
         # the same bucket of all virtual ranks side by side, in the order of a real rank's buckets
@@ -345,6 +347,7 @@ def buckets(
     plan: PrecisionPlan,
     size: int,
     moments: Moments = lambda _: (),
+    whole_groups: bool = False,
 ) -> list[list[nn.Parameter]]:
     """Return lists of parameters that share a buffer.
 
@@ -353,25 +356,41 @@ def buckets(
     get buffers of their own, so that every holder cuts them into the same slices. So do experts on
     ranks of their own, parameters that torch has sharded over more ranks than the tensor-parallel
     ones, and parameters that balance loads.
+    whole_groups: True if a group of parameters that are to lie together (`Layout.together`) is not
+        cut, unless it is very large.
     """
+    sizes = [parameter.numel() for parameter in parameters]
+    uncut = _uncut_groups(parameters, sizes) if whole_groups else set()
     # the bucket of each kind that is being filled, and its number of elements
     open_buckets: dict[tuple[object, ...], list[nn.Parameter]] = {}
     num_elements = Counter[tuple[object, ...]]()
     in_order: list[list[nn.Parameter]] = []
-    for parameter in parameters:
+    for parameter, num in zip(parameters, sizes, strict=True):
         layout = layout_of(parameter)
         part = layout.parts[0]
         num_ranks = part.shards * part.copies
         # what a reduction, an all-gather or an update treats in its own way
         facts = (layout.tied, layout.again, layout.expert, layout.balancing)
         kind = (*facts, param_dtype(parameter, plan), num_ranks, moments(parameter))
-        if kind not in open_buckets or num_elements[kind] >= size:
+        is_full = kind in open_buckets and num_elements[kind] >= size
+        if is_full and layout.together in uncut:
+            last = open_buckets[kind][-1]
+            is_full = layout_of(last).together != layout.together
+        if kind not in open_buckets or is_full:
             open_buckets[kind] = []
             num_elements[kind] = 0
             in_order.append(open_buckets[kind])
         open_buckets[kind].append(parameter)
-        num_elements[kind] += parameter.numel()
+        num_elements[kind] += num
     return in_order
+
+
+def _uncut_groups(parameters: Sequence[nn.Parameter], sizes: Sequence[int]) -> set[str]:
+    """Return the names of the groups that are not too large for one buffer."""
+    elements = Counter[str]()
+    for parameter, size in zip(parameters, sizes, strict=True):
+        elements[layout_of(parameter).together] += size
+    return {name for name, total in elements.items() if name and total <= _MOST_ELEMENTS_TOGETHER}
 
 
 def bucket_elements(requested: int, dp: int) -> int:

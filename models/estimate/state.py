@@ -117,10 +117,10 @@ def state_bytes(
         kinds = [_kind_of_stage(config, cut) for cut in cuts if rank_of_stage[cut.stage] == rank]
         kind = (*kinds, ranks_differ and rank)
         if kind not in by_kind:
-            # State is laid out alike on all devices, and meta tensors are faster.
+            # Tensors of state are alike on all devices, and meta tensors are faster.
             with without_storage("cuda"):
                 stages = _build_stages(config, plan, cuts, rank_of_stage, rank, sharding)
-                buffers = _build_buffers(stages, plan, rank, sharding, rule)
+                buffers = _build_buffers(stages, plan, rank, sharding, rule, device)
                 by_kind[kind] = _measure(buffers, plan, sharding, rule, device)
         bytes_of_ranks.append(by_kind[kind])
     return bytes_of_ranks
@@ -162,6 +162,7 @@ def _build_buffers(
     rank: int,
     sharding: Sharding,
     rule: UpdateRule,
+    device: Device,
 ) -> list[Buffer]:
     """Return the flat buffers of the optimizer over these stages."""
     elements = bucket_elements(sharding.bucket, sharding.dp)
@@ -174,7 +175,7 @@ def _build_buffers(
             parameter for parameter in parameters_of([stage]) if parameter not in in_buffers
         ]
         in_buffers.update(parameters)
-        for bucket in buckets(parameters, plan, elements, moments):
+        for bucket in buckets(parameters, plan, elements, moments, device == "cuda"):
             buffers.append(_build_buffer(bucket, plan, rank, sharding, moments))
     return buffers
 

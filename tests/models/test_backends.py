@@ -22,6 +22,7 @@ SMALL: dict[str, Any] = {
     "max_positions": 256,
 }
 CUDNN = "cuDNN from compute capability 9.0 on, else flash attention"
+PARTIAL = "partial attention, over the keys of all ranks of cp"
 FLASH_WINDOWS = "flash attention on a GPU, within windows and documents"
 
 
@@ -40,7 +41,9 @@ def kernels_on_gpu(precision: str = "bf16", cp: int = 1, **model: Any) -> list[s
         ({"window": 64}, [FLASH_WINDOWS]),
         ({"window": 64, "window_layers": (0, 2)}, [CUDNN, FLASH_WINDOWS]),
         ({"window": 512}, [CUDNN]),
-        ({"cp": 2}, ["partial attention, over the keys of all ranks of cp"]),
+        ({"cp": 2}, ["flash attention on a GPU, for the keys of each rank of cp"]),
+        ({"cp": 2, "precision": "fp32"}, [PARTIAL]),
+        ({"cp": 2, "window": 64}, [PARTIAL]),
         (
             {"attention_dropout": 0.1},
             ["matrix products and a softmax, all scores in memory"],

@@ -22,7 +22,7 @@ from megaprec.precision.plan import plan
 from models.config import ModelConfig
 from models.decoder.layer import DecoderLayer
 from models.decoder.stages import Cut, Stage
-from models.estimate.storage import without_storage
+from models.estimate.storage import SimulatedAxis, without_storage
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from parallel.leaves import PLAIN, Leaves, call_of
@@ -160,18 +160,24 @@ def wide_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "add_product_", add_product_)
 
 
-def costs(layers: int, fused: bool) -> dict[str, Cost]:
-    """The costs of the passes of a stage with all of a model."""
+def costs(layers: int, fused: bool, cp: int = 1, ring: bool = True) -> dict[str, Cost]:
+    """The costs of the passes of a stage with all of a model, on one of `cp` ranks that share each
+    sequence."""
     config = ModelConfig(**LLAMA_8B, layers=layers)
     counting = Counting()
     costs = {name: Cost() for name in ("forward", "loss", "backward")}
     with without_storage("cuda"):
-        context = Context(plan("bf16"), leaves=Fused(counting) if fused else PLAIN)
+        context = Context(
+            plan("bf16"),
+            cp=SimulatedAxis("cp", 0, cp),
+            ring=ring,
+            leaves=Fused(counting) if fused else PLAIN,
+        )
         stage = Stage(config.with_zero_weights, context, Cut(0, range(layers), True, True))
         for parameter in stage.parameters():
             parameter.data = parameter.data.bfloat16()  # as the optimizer does
             parameter.main_grad = torch.zeros(parameter.shape)  # type: ignore[attr-defined]
-        ids = torch.zeros(TOKENS, 1, dtype=torch.int64)
+        ids = torch.zeros(TOKENS // cp, 1, dtype=torch.int64)
         info = MicrobatchInfo(0, torch.arange(1), torch.ones(()))
         with counting:
             counting.cost = costs["forward"]
@@ -183,10 +189,10 @@ def costs(layers: int, fused: bool) -> dict[str, Cost]:
     return costs
 
 
-def cost_of_layer(fused: bool) -> dict[str, Cost]:
+def cost_of_layer(fused: bool, cp: int = 1, ring: bool = True) -> dict[str, Cost]:
     """The cost of each further layer."""
-    deeper = costs(2, fused)
-    shallower = costs(1, fused)
+    deeper = costs(2, fused, cp, ring)
+    shallower = costs(1, fused, cp, ring)
     return {name: deeper[name].without(shallower[name]) for name in ("forward", "backward")}
 
 
@@ -201,6 +207,25 @@ BOUNDS = {
 def test_a_layer_and_the_loss_launch_no_more_kernels_and_move_no_more_bytes(fused: bool) -> None:
     measured = cost_of_layer(fused) | {"loss": costs(1, fused)["loss"]}
     for part, (launches, gigabytes) in BOUNDS[fused].items():
+        assert measured[part].launches <= launches, part
+        assert measured[part].bytes <= gigabytes * 1e9, part
+
+
+# fused: (launches, gigabytes) of a layer of half the tokens; products over blocks of scores would
+# launch 1,607 kernels forward and 1,869 backward, and move 84 GB
+BOUNDS_OF_TWO_RANKS = {
+    False: {"forward": (53, 2.62), "backward": (79, 5.74)},
+    True: {"forward": (20, 1.15), "backward": (35, 1.90)},
+}
+
+
+@pytest.mark.parametrize("ring", [True, False], ids=["ring", "gather"])
+@pytest.mark.parametrize("fused", BOUNDS_OF_TWO_RANKS, ids=["by operators", "by regions"])
+def test_a_layer_of_a_sequence_on_two_ranks_launches_no_more_kernels(
+    fused: bool, ring: bool
+) -> None:
+    measured = cost_of_layer(fused, 2, ring)
+    for part, (launches, gigabytes) in BOUNDS_OF_TWO_RANKS[fused].items():
         assert measured[part].launches <= launches, part
         assert measured[part].bytes <= gigabytes * 1e9, part
 

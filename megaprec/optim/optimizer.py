@@ -39,7 +39,7 @@ from megaprec.errors import UserError
 from megaprec.optim.attribution import attribute_nonfinite
 from megaprec.optim.canonical.numerics import CanonicalNumerics
 from megaprec.optim.consensus import Consensus, LocalNumbers, StepNumbers, digest, to_host
-from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.flat_buffer import Buffer, GradReduction
 from megaprec.optim.full_state import gather_tensors, load_tensors
 from megaprec.optim.grad_sync import GradReducer, ParamGatherer
 from megaprec.optim.load_balance import LoadBalance
@@ -146,6 +146,9 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
     norm: its order, 2, inf or any p >= 1.
     zero_size: number of neighbouring dp ranks that share one copy of masters and moments (ZeRO-1):
         0 for all dp ranks, 1 for no sharding. It must divide the number of dp ranks.
+    shard_gradients: these ranks share one copy of gradients too (ZeRO-2): each keeps the sum of
+        its own slice. Gradients are reduced and freed in each backward pass that `expect` announces
+        or, if none is announced, whole in `end_microbatch` or `step`. Not with `canonical`.
     overlap: the reduction over dp starts during the backward pass that `expect` announces, and
         weights are all-gathered during the next forward pass. Call `wait` before reading weights in
         between, and before discarding the optimizer: later collectives would be matched with those
@@ -183,6 +186,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         clip: float = 1.0,
         norm: float = 2.0,
         zero_size: int = 0,
+        shard_gradients: bool = False,
         overlap: bool = False,
         bucket: int = 0,
         seed: int = 0,
@@ -206,8 +210,16 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
             "seed": seed,
             "lr": lr,
         }
-        switches = {"average": average, "overlap": overlap, "canonical": canonical}
+        switches = {
+            "average": average,
+            "overlap": overlap,
+            "canonical": canonical,
+            "shard_gradients": shard_gradients,
+        }
         require_settings(**numbers, **switches)
+        if shard_gradients and canonical:
+            # a canonical sum adds the micro-batches of a rank before those of other ranks
+            raise UserError.of("optimizer.canonical_shard_gradients")
         require_same_plan(parts, plan)
         self.observers = [*observers]
         self.stop = False  # any rank may set it, and all learn of it
@@ -252,7 +264,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
 
         # From here on the optimizer takes over the parameters' memory and their gradients.
         disable_ddp_sync(parts)
-        require_no_double_sharding(parts, overlap, zero_size)
+        sharding = {"overlap": overlap, "zero_size": zero_size, "shard_gradients": shard_gradients}
+        require_no_double_sharding(parts, sharding)
         self.shards = self.dp.subaxis(zero_size or self.dp.size, "zero")
         self._memory = ModelBuffers(
             parts,
@@ -264,8 +277,11 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
             bucket=bucket,
             moments=partial(moments_of, rule),
             seed=seed,
-            average=self.average,
-            start_sum=self._numerics.start_sum,
+            reduction=GradReduction(
+                self.average,
+                self._numerics.start_sum,
+                sharded=shard_gradients,
+            ),
             virtual=virtual,
         )
         self._virtual = virtual
@@ -387,12 +403,20 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         load_tensors(state["tensors"], self.all_buffers(), self.world, self.device)
         self.load_numbers(state)
 
-    def expect(self, chunk: int = 0) -> None:
-        """Announce that the next backward pass through model chunk `chunk` completes its gradients.
+    @property
+    def shards_gradients(self) -> bool:
+        """Return True if this rank frees gradients within a step (ZeRO-2 over several ranks)."""
+        return any(buffer.shards_gradients for buffer in self.all_buffers())
 
-        With `overlap`, the reduction of each buffer starts when its gradients are complete.
+    def expect(self, chunk: int = 0, is_last: bool = True) -> None:
+        """Announce that the next backward pass through model chunk `chunk` completes the gradients
+        of a micro-batch.
+
+        With `overlap` or `shard_gradients`, the reduction of each buffer starts when its gradients
+        are complete.
+        is_last: it is the last such pass of the step. `overlap` alone looks at no other.
         """
-        self._reducer.expect(chunk)
+        self._reducer.expect(chunk, is_last)
 
     @torch.no_grad()
     def end_microbatch(
@@ -406,9 +430,10 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         in a model chunk.
 
         complete: False if a second pass of the micro-batch computes the gradients of further
-        parameters. Without effect unless `canonical`. Raises UserError for contradicting numbers.
+        parameters. Without effect unless `canonical` or `shard_gradients`. Raises UserError for
+        contradicting numbers.
         """
-        self._reducer.microbatches.end(number, count, chunk, complete)
+        self._reducer.end_microbatch(number, count, chunk, complete)
 
     @torch.no_grad()
     def reduce(self, chunk: int = 0) -> None:

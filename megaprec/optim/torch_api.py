@@ -26,6 +26,7 @@ FIXED = [
     "groups",
     "norm",
     "zero_size",
+    "shard_gradients",
     "overlap",
     "bucket",
     "seed",

@@ -185,7 +185,8 @@ class Engine:
         mesh = rank_stages.mesh
         options = rank_stages.options
         context = rank_stages.context
-        self.trace = options.trace
+        # A replay holds the whole gradients of all parameters, for which ZeRO-2 has no memory.
+        self.trace = options.trace and not optimizer.shards_gradients
         self.leaves = options.leaves
         self.schedule = rank_stages.schedule
         self.stages = rank_stages.by_number

@@ -44,6 +44,28 @@ class ReadsLate(Protocol):
         ...
 
 
+def forward_order(model_part: nn.Module) -> dict[nn.Parameter, int]:
+    """Return the position of each parameter in a forward pass: as they are registered, but those
+    last that are read after the layers (`ReadsLate`). A backward pass has the reverse order."""
+    parameters = list(model_part.parameters())
+    if isinstance(model_part, ReadsLate):
+        late = set(chain.from_iterable(model_part.read_late().values()))
+        parameters.sort(key=lambda parameter: parameter in late)
+    return {parameter: position for position, parameter in enumerate(parameters)}
+
+
+def in_forward_order(model_part: nn.Module, buffers: Sequence[Buffer]) -> list[Buffer]:
+    """Return the buffers of a model part by the first of their parameters in a forward pass: the
+    gradients of a buffer are complete when those of this one are."""
+    positions = forward_order(model_part)
+
+    def first_position(buffer: Buffer) -> int:
+        # a slice of a DTensor is no parameter of the model, and its gradients are not reduced
+        return min(positions.get(parameter, 0) for parameter in buffer.parameters)
+
+    return sorted(buffers, key=first_position)
+
+
 class _Pass:
     """An announced backward pass: what is reduced as soon as it has completed the gradients.
 

@@ -41,7 +41,7 @@ from megaprec.optim.canonical.numerics import CanonicalNumerics
 from megaprec.optim.consensus import Consensus, LocalNumbers, StepNumbers, digest, to_host
 from megaprec.optim.flat_buffer import Buffer, GradReduction
 from megaprec.optim.full_state import gather_tensors, load_tensors
-from megaprec.optim.grad_sync import GradReducer, ParamGatherer
+from megaprec.optim.grad_sync import GradReducer, ParamGatherer, in_forward_order
 from megaprec.optim.load_balance import LoadBalance
 from megaprec.optim.model_buffers import ModelBuffers
 from megaprec.optim.model_checks import (
@@ -293,7 +293,11 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         self._whole_updates = self._make_whole_updates(groups, mesh)
         self._buffer_slices = self._cut_into_slices(groups)
         sums = self._numerics.sums_over_microbatches(self.buffers)
-        self._reducer = GradReducer(self.buffers, tp, overlap, sums)
+        chunks = [
+            in_forward_order(part, buffers)
+            for part, buffers in zip(parts, self.buffers, strict=True)
+        ]
+        self._reducer = GradReducer(chunks, tp, overlap, sums)
         self._gatherer = ParamGatherer(parts, buffers, overlap)
         # views, made once: the memory of the gradients is the same in every step
         self._counted_grads = list(self._memory.counted())

@@ -1,7 +1,6 @@
 """ZeRO-2: gradients are reduced into their owner's slice in each backward pass, and freed."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.layout import attach_whole
-from megaprec.errors import UserError
-from megaprec.optim.grad_buffer import GradBuffer
 from megaprec.optim.muon.rule import Muon
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.plan import LossScaling, plan
@@ -21,6 +18,7 @@ from tests.models.test_parity import MODELS
 from tests.optim.test_overlap import require_same_bits
 from tests.ranks import run_ranks
 from tests.refusals import raises
+from tests.whole_gradients import counted_whole_gradients
 
 SMALL = 300  # elements of a bucket: most matrices of these models get one of their own
 OPTIONS = {"bucket": SMALL}
@@ -49,7 +47,7 @@ def pairs(results: Sequence[Result]) -> Iterator[tuple[Result, Result]]:
 def test_with_one_micro_batch_zero_2_has_the_bits_of_zero_1(
     model: str, layout: tuple[int, int, int]
 ) -> None:
-    tp, pp, dp = layout
+    tp, _, dp = layout
     run = Run(MODELS[model], compute="bf16", sequence=tp > 1, options=OPTIONS, micro_batch=8 // dp)
     runs = [
         run,
@@ -152,53 +150,22 @@ def in_dp2(body: Callable[..., Any], **arguments: Any) -> list[Any]:
     return run_ranks(body, {"dp": 2}, **arguments)
 
 
-@contextmanager
-def counted_peak(peaks: list[int]) -> Iterator[None]:
-    """Append the most elements of whole gradients that were allocated at the same time."""
-    live = 0
-    peak = 0
-    make_room, free = GradBuffer.make_room, GradBuffer.free
-
-    def size(gradients: GradBuffer) -> int:
-        return 0 if gradients.whole is None else gradients.whole.numel()
-
-    def counting_make_room(self: GradBuffer) -> None:
-        nonlocal live, peak
-        before = size(self)
-        make_room(self)
-        live += size(self) - before
-        peak = max(peak, live)
-
-    def counting_free(self: GradBuffer) -> None:
-        nonlocal live
-        before = size(self)
-        free(self)
-        live -= before - size(self)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(GradBuffer, "make_room", counting_make_room)
-        patched.setattr(GradBuffer, "free", counting_free)
-        yield
-    peaks.append(peak)
-
-
-def loop(mesh: DeviceMesh, announced: bool, **options: Any) -> tuple[list[Tensor], list[int]]:
-    """Two steps of two micro-batches in a loop of one's own: the weights, and the peaks."""
+def loop(mesh: DeviceMesh, announced: bool, **options: Any) -> tuple[list[Tensor], int, int]:
+    """Two steps of two micro-batches in a loop of one's own: the weights, and the bytes of whole
+    gradients at their peak and at the end."""
     net = Net()
-    peaks: list[int] = []
-    with counted_peak(peaks):
+    with counted_whole_gradients() as counted:
         optimizer = optimizer_of(net, mesh, **options)
         for step in range(2):
             for number in range(2):
                 if announced:
                     optimizer.expect(is_last=number == 1)
-                loss = net(batch(mesh, 2 * step + number)).square().mean() / 2
-                loss.backward()
+                (net(batch(mesh, 2 * step + number)).square().mean() / 2).backward()
                 if announced:
                     optimizer.end_microbatch(number, 2)
-            optimizer.step(lr=1e-2, loss=loss.detach())
+            optimizer.step(lr=1e-2)
     optimizer.wait()
-    return [parameter.detach().clone() for parameter in net.parameters()], peaks
+    return [parameter.detach().clone() for parameter in net.parameters()], counted.peak, counted.now
 
 
 def test_a_loop_that_announces_nothing_gets_the_bits_of_zero_1() -> None:
@@ -213,7 +180,9 @@ def test_a_loop_that_announces_nothing_gets_the_bits_of_zero_1() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_loop_that_announces_passes_holds_one_bucket_at_a_time(overlap: bool) -> None:
-    layer = 16 * 16 + 128  # bias, and both padded to runs of two ranks
+    weight_bytes = 4 * 16 * 16
+    bias_bytes = 4 * 2 * 64  # padded
+    layer = weight_bytes + bias_bytes
     for ours, theirs in zip(
         in_dp2(loop, announced=True, shard_gradients=True, overlap=overlap),
         in_dp2(loop, announced=True),
@@ -221,8 +190,10 @@ def test_a_loop_that_announces_passes_holds_one_bucket_at_a_time(overlap: bool) 
     ):
         for weight, other in zip(ours[0], theirs[0], strict=True):
             torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-7)
-        assert 0 < ours[1][0] <= layer
-        assert theirs[1] == [0], "without ZeRO-2 gradients are there for good"
+        # with overlap one more is under way
+        assert 0 < ours[1] <= layer + overlap * weight_bytes
+        assert ours[2] == 0
+        assert theirs[1] == 0, "without ZeRO-2 gradients are there for good"
 
 
 def freed(mesh: DeviceMesh) -> None:

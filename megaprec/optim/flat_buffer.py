@@ -105,7 +105,7 @@ def start_sum(dp: Axis, gradients: Tensor, only_local: bool) -> Callable[[], obj
 
 @dataclass(frozen=True)
 class GradReduction:
-    """How gradients are reduced over dp.
+    """The way in which gradients are reduced over dp.
 
     average: the sum over dp is divided by the number of dp ranks.
     start_sum: starts the sum.

@@ -473,6 +473,13 @@ def require_steady_scales(fp8: FP8State, purpose: str) -> None:
         raise UserError.of("model.fp8_history_unsteady", purpose=purpose)
 
 
+def require_whole_gradients(optimizer: ParallelAMPOptimizer, purpose: str) -> None:
+    """Raise UserError if ZeRO-2 frees gradients within a step. purpose: the task that needs all of
+    them."""
+    if optimizer.shards_gradients:
+        raise UserError.of("model.gradients_freed", purpose=purpose)
+
+
 def _columns(samples: Tensor) -> Tensor:
     """Return samples [b, s] of the data set as [s, b] of the model."""
     return samples.t().contiguous()

@@ -150,9 +150,9 @@ class Parallel(Table):
     # the optimizer's state and its communication
     zero: Annotated[bool | Literal[2], BeforeValidator(_zero_stage)] = Field(
         default=True,
-        description="true or 1: ZeRO-1, shard master weights and moments over the replicas, and "
-        "over the context-parallel ranks of each; 2: ZeRO-2, shard gradients too, which are then "
-        "reduced in each micro-batch; false or 0: each holds all.",
+        description="ZeRO-1: shard master weights and moments over the replicas, and over the "
+        "context-parallel ranks of each; 2: ZeRO-2, shard gradients too, which are then reduced in "
+        "each micro-batch; false: each holds all. 1 and 0 are read as true and false.",
     )
     overlap: bool | Literal["auto"] = Field(
         default="auto",

@@ -23,8 +23,8 @@ it is the rank's share of a mean over all samples: `average` says which.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +52,14 @@ from megaprec.optim.model_checks import (
 from megaprec.optim.muon.matrix_updates import MatrixUpdates, require_muon_patterns
 from megaprec.optim.muon.rule import Muon, moments_of
 from megaprec.optim.numerics import Numerics
+from megaprec.optim.one_pass import (
+    AdamWNumbers,
+    CallLeaf,
+    adamw_numbers,
+    has_one_pass,
+    runs,
+    update_in_one_pass,
+)
 from megaprec.optim.param_groups import (
     NO_FACTORS,
     Factors,
@@ -159,6 +167,9 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
     canonical: weights, moments, loss and norm have the same bits for every number of dp ranks, a
         power of two, for all zero sizes and pipelines. Call `end_microbatch` after each backward
         pass; average must be False.
+    leaves: calls the statistics of gradients and AdamW's update in their compiled forms, which read
+        and write memory once (`megaprec.optim.one_pass`), as `parallel.leaves.Leaves` does; None:
+        both run operator by operator. Not with `canonical`.
     observers: called at each moment of a step; more may be added to the attribute of this name.
 
     Raises UserError for settings out of their range, for a model that no step could train right,
@@ -191,6 +202,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         bucket: int = 0,
         seed: int = 0,
         canonical: bool = False,
+        leaves: CallLeaf | None = None,
         observers: Sequence[StepObserver] = (),
     ) -> None:
         if torch.is_inference_mode_enabled():
@@ -251,6 +263,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         # the sum over virtual ranks is that of `ModelBuffers.sum_copies`
         tp = Axis("tp") if virtual else self.tp
         self._numerics = CanonicalNumerics() if canonical else Numerics()
+        self._leaves = None if canonical else leaves
         self._numerics.require_supported(parts, plan, self.dp, tp, self.average)
 
         self.scaler = make_scaler(plan.scaling, self.device)
@@ -305,7 +318,9 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         self._fp8_masters = self._memory.fp8_masters(
             self._gatherer.begin, self._gatherer.finish_update
         )
-        self._consensus = self._numerics.consensus(self.pp, self.world, norm, self.device)
+        self._consensus = self._numerics.consensus(
+            self.pp, self.world, norm, self.device, self._leaves
+        )
         # of the whole model, on all ranks
         self.num_elements, self.num_frozen = self._memory.num_elements(self.world)
 
@@ -333,11 +348,19 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         for buffer in self._memory.all:
             if buffer not in others:
                 of_buffer = [
-                    _SliceTiles(part, list(buffer.tiles(part.start, part.stop)))
+                    _SliceTiles(part, list(self._tiles(buffer, part)))
                     for part in slices(buffer, groups)
                 ]
                 cut_buffers.append(_BufferSlices(buffer, of_buffer))
         return cut_buffers
+
+    def _tiles(self, buffer: Buffer, part: Slice) -> Iterator[Tile]:
+        """Yield the tiles of a slice of a buffer, of the lengths of leaves if they are used."""
+        if self._leaves is None:
+            yield from buffer.tiles(part.start, part.stop)
+            return
+        for start, stop in runs(part.start, part.stop):
+            yield from buffer.tiles(start, stop, stop - start)
 
     def all_buffers(self) -> list[Buffer]:
         """Return every buffer of this rank, in an order that all dp ranks share."""
@@ -627,17 +650,29 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         # at least 1: a skipped first step must not divide by 1 - beta**0
         steps = self.steps.clamp(min=1)
 
+        @cache
         def step_of(factors: Factors) -> Step:
             rates = self._rates[factors]
             return Step(rates.lr, rates.weight_decay, divisor, skip, steps)
+
+        @cache
+        def numbers_of(factors: Factors) -> AdamWNumbers | None:
+            rule = self._rules[factors]
+            if self._leaves is None or type(rule) is not AdamW:
+                return None
+            return adamw_numbers(rule, step_of(factors))
 
         for buffer, of_buffer in self._buffer_slices:
             for buffer_slice, tiles in of_buffer:
                 # a group's rule has the options that a scheduler has changed there
                 rule = self._rules[buffer_slice.factors]
                 step = step_of(buffer_slice.factors)
+                numbers = numbers_of(buffer_slice.factors)
                 for tile in tiles:
-                    self._update_tile(tile, rule, step)
+                    if numbers is not None and has_one_pass(tile, rule):
+                        self._update_in_one_pass(tile, rule, step, numbers)
+                    else:
+                        self._update_tile(tile, rule, step)
             self._gather(buffer)  # overlaps with the update of the next buffer
         for updates in self._whole_updates:
             updates.apply(step_of, self._gather)
@@ -650,6 +685,23 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         later."""
         if not buffer.has_fp8_weights:
             self._gatherer.begin(buffer)
+
+    def _update_in_one_pass(
+        self,
+        tile: Tile,
+        rule: UpdateRule,
+        step: Step,
+        numbers: AdamWNumbers,
+    ) -> None:
+        """Update one tile by compiled code, if there is any for it."""
+        assert self._leaves is not None
+        update_in_one_pass(
+            self._leaves,
+            tile,
+            rule,
+            numbers,
+            otherwise=lambda: self._update_tile(tile, rule, step),
+        )
 
     def _update_tile(self, tile: Tile, rule: UpdateRule, step: Step) -> None:
         """Update one tile. Its gradients may be overwritten, but non-finite ones stay

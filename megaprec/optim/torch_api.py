@@ -31,6 +31,7 @@ FIXED = [
     "bucket",
     "seed",
     "canonical",
+    "leaves",
     # torch's, which the rule has here
     "betas",
     "eps",

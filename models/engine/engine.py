@@ -83,6 +83,9 @@ class RankStages:
             settings["canonical"] = True
         if self.context.experts is not None:
             settings["experts"] = self.context.experts
+        # On a CPU torch's own kernels are as fast, and the bits stay those of uncompiled runs.
+        if device_of(self.mesh).type == "cuda" and self.options.leaves.compiled:
+            settings.setdefault("leaves", self.options.leaves)
         return kind(list(self.by_number.values()), self.plan, self.mesh, **settings)
 
 

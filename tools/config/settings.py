@@ -394,8 +394,9 @@ class Train(Table):
         default="off",
         description="Compilation by torch before the first step, which changes rounding. leaves: "
         "norms, rotary positions, gates, dropout and losses, each alone; block: all that lies "
-        "between two matrix products of a layer in one, and the other leaves; off: all is computed "
-        "operator by operator.",
+        "between two matrix products of a layer in one, and the other leaves; both also the "
+        "optimizer's statistics and AdamW's update on a GPU; off: all is computed operator by "
+        "operator.",
     )
     folder: FilePath = Field(
         default="runs/default",

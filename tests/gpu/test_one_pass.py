@@ -35,6 +35,7 @@ def compiled_leaves(device: str, monkeypatch: pytest.MonkeyPatch) -> Leaves:
     return Leaves(forms)
 
 
+@pytest.mark.slow
 def test_the_update_in_one_pass_is_that_of_the_kernels(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,6 +68,7 @@ def test_the_update_in_one_pass_is_that_of_the_kernels(
     assert torch.equal(buffer.weights[:n], buffer.masters[:n].bfloat16())
 
 
+@pytest.mark.slow
 def test_the_statistics_in_one_pass_are_those_of_two(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@ few launches and bytes."""
 import os
 import shutil
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -45,8 +45,6 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of lengths that take no time."""
     monkeypatch.setattr(one_pass, "LENGTHS", LENGTHS)
     monkeypatch.setattr(compiling, "LENGTHS", LENGTHS)
-    if not shutil.which((os.environ.get("CC") or "cc").split()[0]):
-        pytest.skip("needs a C compiler")
 
 
 class CountedLeaves(Leaves):
@@ -73,15 +71,32 @@ class CountedLeaves(Leaves):
 
 
 @cache
-def forms_of(precision: PrecisionPlan) -> dict[Call, Callable[..., Any]]:
-    """The leaves of an optimizer with this plan, compiled by torch for a CPU."""
-    forms, reasons = try_calls([call.on("cpu") for call in one_pass_calls(precision, RULE)])
+def forms_of(precision: PrecisionPlan, by_compiler: bool) -> dict[Call, Callable[..., Any]]:
+    """Forms of the leaves of an optimizer with this plan on a CPU: compiled by torch, or the leaves
+    themselves."""
+    calls = [call.on("cpu") for call in one_pass_calls(precision, RULE)]
+    if not by_compiler:
+        return {call: partial(run, call) for call in calls}
+    forms, reasons = try_calls(calls)
     assert reasons == {}
     return forms
 
 
-def by_torch(precision: PrecisionPlan) -> CountedLeaves:
-    return CountedLeaves(forms_of(precision))
+def run(call: Call, *tensors: Tensor) -> Any:
+    return call.run(tensors)
+
+
+def leaves_of(precision: PrecisionPlan, by_compiler: bool) -> CountedLeaves:
+    if by_compiler and not shutil.which((os.environ.get("CC") or "cc").split()[0]):
+        pytest.skip("needs a C compiler")
+    return CountedLeaves(forms_of(precision, by_compiler))
+
+
+BY_COMPILER = pytest.mark.parametrize(
+    "by_compiler",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["by operators", "compiled"],
+)
 
 
 class Net(nn.Module):
@@ -121,13 +136,15 @@ def train(precision: PrecisionPlan, leaves: Leaves | None) -> list[Tensor]:
     return state
 
 
-@pytest.mark.cases(0, 3)
+@BY_COMPILER
 @pytest.mark.usefixtures("short_runs")
 @pytest.mark.parametrize("compute", ["fp64", "fp32", "bf16"])
-def test_the_compiled_update_is_that_of_torchs_adamw_within_rounding(compute: str) -> None:
+def test_the_update_in_one_pass_is_that_of_torchs_kernel_within_rounding(
+    compute: str, by_compiler: bool
+) -> None:
     scaling = LossScaling("constant", initial=64.0) if compute != "fp64" else None
     precision = plan(compute, scaling)
-    leaves = by_torch(precision)
+    leaves = leaves_of(precision, by_compiler)
     ours = train(precision, leaves)
     theirs = train(precision, None)
     calls, uncompiled = leaves.calls  # type: ignore[attr-defined]
@@ -194,10 +211,11 @@ def update(call: Any, tile: Tile, numbers: AdamWNumbers) -> None:
     update_in_one_pass(call, tile, RULE, numbers, refuse)
 
 
+@BY_COMPILER
 @pytest.mark.usefixtures("short_runs")
-def test_an_element_does_not_depend_on_the_run_that_it_is_in() -> None:
+def test_an_element_does_not_depend_on_the_run_that_it_is_in(by_compiler: bool) -> None:
     """Of the longest run, of a shorter one, or of a rest that is padded."""
-    leaves = by_torch(plan("bf16"))
+    leaves = leaves_of(plan("bf16"), by_compiler)
     numbers = adamw_numbers(RULE, step_of(1))
     updated: list[list[Tensor]] = []
     for n in (1024, 256, 77):
@@ -215,9 +233,10 @@ def test_an_element_does_not_depend_on_the_run_that_it_is_in() -> None:
         assert torch.equal(longest[:77], rest)
 
 
+@BY_COMPILER
 @pytest.mark.usefixtures("short_runs")
-def test_a_skipped_update_leaves_every_bit() -> None:
-    leaves = by_torch(plan("bf16"))
+def test_a_skipped_update_leaves_every_bit(by_compiler: bool) -> None:
+    leaves = leaves_of(plan("bf16"), by_compiler)
     tile = tile_of(1024)
     tile.grads.fill_(float("nan"))
     before = [values.clone() for values in values_of(tile)]
@@ -227,10 +246,11 @@ def test_a_skipped_update_leaves_every_bit() -> None:
     assert tile.grads.isnan().all(), "the gradients are searched for what was not finite"
 
 
+@BY_COMPILER
 @pytest.mark.usefixtures("short_runs")
 @pytest.mark.parametrize("bad", [0.0, float("inf"), float("nan"), 3e38])
-def test_statistics_in_one_read_are_those_of_two(bad: float) -> None:
-    leaves = by_torch(plan("fp32"))
+def test_statistics_in_one_read_are_those_of_two(bad: float, by_compiler: bool) -> None:
+    leaves = leaves_of(plan("fp32"), by_compiler)
     generator = torch.Generator().manual_seed(3)
     gradients = [torch.randn(n, generator=generator) for n in (2048 + 256 + 3, 5, 256)]
     gradients[0][7] = bad

@@ -247,12 +247,8 @@ class Buffer:
 
     @property
     def grads_dtype(self) -> torch.dtype:
+        """Return the dtype in which gradients accumulate."""
         return self._gradients.dtype
-
-    @property
-    def whole_grads(self) -> Tensor | None:
-        """Return the gradients [size] of all parameters, None if they have no memory now."""
-        return self._gradients.whole
 
     @property
     def grads(self) -> Tensor:
@@ -456,7 +452,6 @@ class Buffer:
         Under ZeRO-2 the wait adds the sum to `local_grads`, and `grads` is given up. Further
         gradients of the step are reduced by another call.
         """
-        self.make_room()
         # With fewer shards than dp ranks a shard is longer than a rank's part of a reduce-scatter.
         is_sharded = self.shards.size == self.dp.size
         sent = self.grads

@@ -114,9 +114,8 @@ class GradReducer:
         self._reduced: set[int] = set()
         # buffers whose last reduction of the step has started
         self._final: set[Buffer] = set()
-        self._num_ended = Counter[
-            int
-        ]()  # micro-batches that were announced to have ended, by chunk
+        # micro-batches that were announced to have ended, by chunk
+        self._num_ended = Counter[int]()
         self._passes: dict[int, _Pass] = {}  # that are under way, by chunk
         # autograd does not keep the nodes alive, and the hooks die with them
         self._nodes: list[object] = []
@@ -151,9 +150,12 @@ class GradReducer:
 
         is_last: it is the last pass of the step that accumulates gradients of `chunk`.
         """
+        announced = self._passes.get(chunk)
+        if announced is not None and not announced.is_last:
+            self._end_pass(chunk)
         buffers = [
             buffer
-            for buffer in self._chunks[chunk]
+            for buffer in self._open_buffers(chunk)
             if buffer.shards_gradients or (is_last and self._early)
         ]
         if any(buffer.shards_gradients for buffer in buffers):
@@ -197,18 +199,30 @@ class GradReducer:
         sum_partial(buffer.parameters, self.tp)
         return buffer.start_reduce()
 
+    def _open_buffers(self, chunk: int) -> list[Buffer]:
+        """Return the buffers of a chunk that are still to be reduced in this step, in order."""
+        return [buffer for buffer in self._chunks[chunk] if buffer not in self._final]
+
+    @torch.no_grad()
+    def _end_pass(self, chunk: int) -> None:
+        """Start the reductions of an announced pass that it has not completed on this rank: others
+        may have."""
+        announced = self._passes.pop(chunk, None)
+        if announced is not None:
+            for buffer in announced.buffers:
+                self._start(chunk, buffer, announced.is_last)
+
     def end_microbatch(self, number: int, count: int, chunk: int, complete: bool) -> None:
         """Take the gradients of a micro-batch in a chunk; arguments as of
         `ParallelAMPOptimizer.end_microbatch`."""
         self.microbatches.end(number, count, chunk, complete)
-        sharded = [buffer for buffer in self._chunks[chunk] if buffer.shards_gradients]
+        sharded = [buffer for buffer in self._open_buffers(chunk) if buffer.shards_gradients]
         if not complete or not sharded:
             return
         self._num_ended[chunk] += 1
         is_last = self._num_ended[chunk] == count
-        announced = self._passes.pop(chunk, None) or _Pass(sharded, is_last)
-        for buffer in announced.buffers:
-            self._start(chunk, buffer, announced.is_last)
+        self._passes.setdefault(chunk, _Pass(sharded, is_last))
+        self._end_pass(chunk)
         if is_last:
             # also those of a pass that was not announced as the last one
             self._final.update(sharded)
@@ -224,10 +238,9 @@ class GradReducer:
                 "summed twice"
             )
         self._reduced.add(chunk)
-        self._passes.pop(chunk, None)  # nothing more is expected of a backward pass
-        for buffer in self._chunks[chunk]:
-            if buffer not in self._final:
-                self._start(chunk, buffer, is_last=True)
+        self._end_pass(chunk)
+        for buffer in self._open_buffers(chunk):
+            self._start(chunk, buffer, is_last=True)
         if not self._early:
             self._wait(chunk)
 

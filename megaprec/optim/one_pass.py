@@ -117,10 +117,12 @@ def adamw_numbers(rule: AdamW, step: Step) -> AdamWNumbers:
 def has_one_pass(tile: Tile, rule: UpdateRule) -> bool:
     """Return True if a rule has a leaf that updates all that is stored for a tile.
 
-    Numbers that are rounded stochastically, and masters without a tensor of their own, have none.
+    Numbers that are rounded stochastically, masters in 16 bits, and those that are in two parts
+    have none.
     """
-    is_wide = all(moments.itemsize >= 4 for _, moments in tile.state)
-    return type(rule) is AdamW and tile.masters is not None and tile.nearest and is_wide
+    if type(rule) is not AdamW or tile.masters is None or not tile.nearest:
+        return False
+    return all(values.itemsize >= 4 for values in (tile.masters, *dict(tile.state).values()))
 
 
 def update_in_one_pass(

@@ -23,7 +23,7 @@ it is the rank's share of a mean over all samples: `average` says which.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -348,19 +348,20 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         for buffer in self._memory.all:
             if buffer not in others:
                 of_buffer = [
-                    _SliceTiles(part, list(self._tiles(buffer, part)))
-                    for part in slices(buffer, groups)
+                    _SliceTiles(part, self._tiles(buffer, part)) for part in slices(buffer, groups)
                 ]
                 cut_buffers.append(_BufferSlices(buffer, of_buffer))
         return cut_buffers
 
-    def _tiles(self, buffer: Buffer, part: Slice) -> Iterator[Tile]:
-        """Yield the tiles of a slice of a buffer, of the lengths of leaves if they are used."""
-        if self._leaves is None:
-            yield from buffer.tiles(part.start, part.stop)
-            return
+    def _tiles(self, buffer: Buffer, part: Slice) -> list[Tile]:
+        """Return the tiles of a slice of a buffer, of the lengths of leaves if these update it."""
+        tiles = list(buffer.tiles(part.start, part.stop))
+        if self._leaves is None or not tiles or not has_one_pass(tiles[0], self.rule):
+            return tiles
+        of_runs: list[Tile] = []
         for start, stop in runs(part.start, part.stop):
-            yield from buffer.tiles(start, stop, stop - start)
+            of_runs += buffer.tiles(start, stop, stop - start)
+        return of_runs
 
     def all_buffers(self) -> list[Buffer]:
         """Return every buffer of this rank, in an order that all dp ranks share."""

@@ -45,8 +45,7 @@ def test_the_update_in_one_pass_is_that_of_the_kernels(
     random = torch.Generator(on).manual_seed(0)
     parameter = nn.Parameter(torch.randn(n, generator=random, device=on))
     attach(parameter, Layout((Part("weight", (n,)),)))
-    dp, zero = Axis("dp"), Axis("zero")
-    buffer = Buffer([parameter], plan("bf16"), dp, zero, 0, on, RULE.names)
+    buffer = Buffer([parameter], plan("bf16"), Axis("dp"), Axis("zero"), 0, on, RULE.names)
     buffer.local_grads[:n].normal_(generator=random)
     assert buffer.masters is not None
     expected = [buffer.masters.clone(), *(moments.clone() for moments in buffer.state.values())]

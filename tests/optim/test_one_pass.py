@@ -20,6 +20,7 @@ from megaprec.optim.one_pass import (
     AdamWNumbers,
     adamw_,
     adamw_numbers,
+    has_one_pass,
     runs,
     squares_and_zeros,
     statistics_in_one_pass,
@@ -27,7 +28,7 @@ from megaprec.optim.one_pass import (
 )
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.param_groups import Group
-from megaprec.optim.update_rules import AdamW, Step
+from megaprec.optim.update_rules import SGD, AdamW, Step
 from megaprec.optim.update_tile import Tile
 from megaprec.precision.plan import LossScaling, PrecisionPlan, plan
 from parallel.leaves import Call, Leaves, TensorSpec
@@ -38,6 +39,7 @@ from tools.training.compiling import one_pass_calls, try_calls
 LENGTHS = (1024, 256)
 RULE = AdamW((0.9, 0.95), 1e-8)
 CPU = torch.device("cpu")
+BF16 = plan("bf16")
 
 
 @pytest.fixture
@@ -191,11 +193,11 @@ def step_of(number: int, divisor: float = 1.0, skip: float = 0.0) -> Step:
     )
 
 
-def tile_of(n: int, device: torch.device = CPU) -> Tile:
-    """A tile of bf16 weights with FP32 masters."""
+def tile_of(n: int, device: torch.device = CPU, precision: PrecisionPlan = BF16) -> Tile:
+    """A tile of weights, by default in bf16 with FP32 masters."""
     parameter = nn.Parameter(torch.ones(n, device=device))
     attach(parameter, Layout((Part("weight", (n,)),)))
-    buffer = Buffer([parameter], plan("bf16"), Axis("dp"), Axis("zero"), 0, device, RULE.names)
+    buffer = Buffer([parameter], precision, Axis("dp"), Axis("zero"), 0, device, RULE.names)
     return next(buffer.tiles(0, n, n))
 
 
@@ -259,6 +261,25 @@ def test_statistics_in_one_read_are_those_of_two(bad: float, by_compiler: bool) 
     theirs = statistics(gradients, (), CPU)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0, equal_nan=True)
     assert ours[1] == theirs[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"parameters": "fp32"}, True),
+        ({"masters": "split"}, False),
+        ({"masters": "none"}, False),
+        ({"moments": "bf16"}, False),
+        ({"rounding": "stochastic"}, False),
+    ],
+)
+def test_what_is_rounded_in_another_way_is_left_to_torchs_kernels(
+    changes: dict[str, Any], expected: bool
+) -> None:
+    tile = tile_of(256, precision=plan("bf16", **changes))
+    assert has_one_pass(tile, RULE) == expected
+    assert not has_one_pass(tile, SGD())
 
 
 class AsOneLaunch:

@@ -240,6 +240,26 @@ def test_a_gradient_that_one_rank_lacks_is_named_and_nothing_hangs() -> None:
     in_dp2(missing)
 
 
+def half_missing(mesh: DeviceMesh) -> list[Tensor]:
+    """Weights after a step of two announced passes of which one rank's first misses layers."""
+    net = Net()
+    optimizer = optimizer_of(net, mesh, shard_gradients=True)
+    for number in range(2):
+        layers = net.layers[:2] if mesh.get_local_rank("dp") > number else net.layers
+        optimizer.expect(is_last=number == 1)
+        x = batch(mesh, number)
+        for layer in layers:
+            x = layer(x)
+        x.sum().backward()
+    optimizer.step(lr=1e-2)
+    return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+def test_ranks_that_lack_gradients_in_a_micro_batch_reduce_as_often_as_others() -> None:
+    first, second = in_dp2(half_missing)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
 def resumed(mesh: DeviceMesh, before: bool, after: bool) -> list[Tensor]:
     """Weights after two steps, of which the second continues the state of the first."""
     net = Net()

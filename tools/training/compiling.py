@@ -157,8 +157,8 @@ def one_pass_calls(plan: PrecisionPlan, rule: UpdateRule) -> list[Call]:
         parameter = torch.nn.Parameter(torch.empty(LENGTHS[0], device="meta"))
         attach(parameter, Layout((Part("weight", (LENGTHS[0],)),)))
         state = moments_of(rule, parameter)
-        dp, zero = Axis("dp"), Axis("zero")
-        buffer = Buffer([parameter], of_kind, dp, zero, 0, torch.device("meta"), state)
+        meta = torch.device("meta")
+        buffer = Buffer([parameter], of_kind, Axis("dp"), Axis("zero"), 0, meta, state)
         for length in LENGTHS:
             tile = next(buffer.tiles(0, length, length))
             leaves(squares_and_zeros, tile.grads)

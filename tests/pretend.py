@@ -88,6 +88,8 @@ def install() -> None:
     gemm._has_bf16_products = lambda: True
     # what is asked of it is done when it returns
     torch.accelerator.synchronize = lambda device=None: None
+    # of autocast, which a loop may step within
+    torch.pretend.get_amp_supported_dtype = lambda: [torch.bfloat16]  # type: ignore[attr-defined]
     torch.pretend.library = library  # type: ignore[attr-defined]  # which takes all back when it is collected
 
 

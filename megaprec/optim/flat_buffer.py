@@ -372,7 +372,7 @@ class Buffer:
             grads=self.local_grads[in_slice],
             masters=None if self.masters is None else self.masters[in_slice],
             remainder=None if self.remainder is None else self.remainder[in_slice],
-            state=tuple((name, moments[in_slice]) for name, moments in self.state.items()),
+            moments=tuple((name, moments[in_slice]) for name, moments in self.state.items()),
             draw=Draw(self.seed, stop - start, spans, self.weights.device),
             nearest=self.plan.rounding == "nearest" or self.weights.dtype != torch.bfloat16,
         )
@@ -386,7 +386,7 @@ class Buffer:
             if self.masters is not None:
                 weight = self.masters
             else:
-                weight = self._tile(0, len(weight)).wide_weights()
+                weight = self._tile(0, len(weight)).wide_masters()
         return {"weight": weight, **self.state}
 
     @property
@@ -400,7 +400,7 @@ class Buffer:
         stop = start + len(values)
         if name == "weight" and self.masters is None:
             wide = values.to(self.weights.device, torch.float32)
-            self._tile(start, stop).keep_weights(wide)
+            self._tile(start, stop).keep_masters(wide)
             return
         target = self.masters if name == "weight" else self.state[name]
         assert target is not None
@@ -483,7 +483,7 @@ class Buffer:
             return
         if self.masters is not None and self.masters.dtype != self.weights.dtype:
             for tile in self.tiles(0, self.local_size):
-                tile.keep_weights(tile.wide_weights(), steps)
+                tile.keep_masters(tile.wide_masters(), steps)
         wait = self.start_all_gather()
         wait()
 

@@ -27,15 +27,15 @@ _GPU_BLOCK = 1 << 24  # elements: the largest count that is exact in FP32
 
 def statistics(
     gradients: Sequence[Tensor],
-    copies: Sequence[Tensor],
+    counted_elsewhere: Sequence[Tensor],
     device: torch.device,
     call: CallLeaf | None = None,
 ) -> Tensor:
     """Return float64 [2]: (sum of squares, number of zeros) over flat tensors in which every
     element counts once.
 
-    copies: elements that are counted elsewhere. They make the sum NaN if one is not finite and have
-    no effect otherwise.
+    counted_elsewhere: elements that another rank counts. They make the sum NaN if one is not finite
+    and have no effect otherwise.
     call: calls the leaf that computes both numbers in one read; None: two reads compute them.
     """
     counted_blocks = _all_blocks(gradients)
@@ -45,7 +45,7 @@ def statistics(
         counted = _squares_and_zeros(counted_blocks)
     else:
         counted = torch.zeros(2, dtype=torch.float64, device=device)
-    copied_blocks = _all_blocks(copies)
+    copied_blocks = _all_blocks(counted_elsewhere)
     if copied_blocks:
         squares_of_copies = _sum_of_squares(_norms(copied_blocks), copied_blocks)
         counted[0] += 0 * squares_of_copies  # 0, or NaN if they are not finite

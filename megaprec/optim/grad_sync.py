@@ -86,13 +86,14 @@ class GradReducer:
     chunks: the buffers of each model chunk, in the order of the forward pass.
     early: True to start the reduction during the last backward pass, so that it overlaps with later
         work; otherwise it is complete when `reduce` returns.
-    microbatches: the sums over micro-batches, which are completed first.
+    sums: the sums over micro-batches, which are completed first.
 
     Buffers that shard their gradients (ZeRO-2) are reduced in each backward pass that is announced,
     and at the end of each micro-batch. One of them at a time is under way, so that few are whole.
 
     before_reduce: called with a buffer that is about to be reduced.
-    num_microbatches: of the last step that was reduced, if the sums over them know it.
+    num_microbatches: of the step that `finish` has reduced; 0 unless numerics are canonical, which
+        alone read it.
     """
 
     def __init__(
@@ -100,9 +101,9 @@ class GradReducer:
         chunks: Sequence[Sequence[Buffer]],
         tp: Axis,
         early: bool,
-        microbatches: RunningSums | None = None,
+        sums: RunningSums | None = None,
     ) -> None:
-        self.microbatches = microbatches or RunningSums()
+        self.sums = sums or RunningSums()
         self.num_microbatches = 0
         self.tp = tp
         self.before_reduce: Callable[[Buffer], None] | None = None
@@ -189,7 +190,7 @@ class GradReducer:
     def _start_reduce(self, buffer: Buffer, is_last: bool, in_flight: bool) -> Wait:
         """Start to sum the gradients of a buffer over tp and dp, and return the function that
         waits. Arguments as of `_start`."""
-        self.microbatches.finish(buffer.parameters, in_flight=in_flight)
+        self.sums.finish(buffer.parameters, in_flight=in_flight)
         zero_missing_grads(buffer.parameters)
         if self.before_reduce is not None:
             self.before_reduce(buffer)
@@ -215,7 +216,7 @@ class GradReducer:
     def end_microbatch(self, number: int, count: int, chunk: int, complete: bool) -> None:
         """Take the gradients of a micro-batch in a chunk; arguments as of
         `ParallelAMPOptimizer.end_microbatch`."""
-        self.microbatches.end(number, count, chunk, complete)
+        self.sums.end(number, count, chunk, complete)
         sharded = [buffer for buffer in self._open_buffers(chunk) if buffer.shards_gradients]
         if not complete or not sharded:
             return
@@ -266,8 +267,8 @@ class GradReducer:
         self._passes.clear()
         for buffer in chain.from_iterable(self._chunks):
             close_accumulation(buffer.parameters, False)
-        self.num_microbatches = self.microbatches.count
-        self.microbatches.forget()
+        self.num_microbatches = self.sums.count
+        self.sums.forget()
 
     def _wait_for_all(self) -> None:
         for chunk in list(self._waits):

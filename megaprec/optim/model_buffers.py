@@ -215,7 +215,7 @@ class ModelBuffers:
                 firsts[_slice_names(buffer)] = buffer
         return [_Twins(firsts[_slice_names(second)], second) for second in seconds]
 
-    def sum_copies(self) -> None:
+    def sum_tied_and_virtual(self) -> None:
         """Sum gradients that are reduced over dp over the copies of a parameter: virtual ranks' and
         tied ones."""
         if self._virtual is not None:
@@ -279,7 +279,7 @@ class ModelBuffers:
             for start, stop in buffer.counted():
                 yield buffer.local_grads[start:stop]
 
-    def copies(self) -> Iterator[Tensor]:
+    def counted_elsewhere(self) -> Iterator[Tensor]:
         """Yield flat views of the gradients in this rank's slices that another rank counts."""
         for buffer in self._loss_buffers():
             for start, stop in buffer.counted_elsewhere():
@@ -289,7 +289,7 @@ class ModelBuffers:
         """Yield the buffers whose gradients are those of a loss."""
         return (buffer for buffer in self.all if not buffer.holds_loads)
 
-    def adopt_model(self, everything: bool, steps: Tensor) -> None:
+    def adopt_written_weights(self, everything: bool, steps: Tensor) -> None:
         """Take weights that someone has written to as they are now.
 
         everything, steps: as in `Buffer.adopt_weights`. Raises an error that names parameters if

@@ -85,4 +85,4 @@ class Numerics:
 
     def update_(self, rule: UpdateRule, wide: Wide, step: Step) -> None:
         """Apply a rule to the tensors of a tile, in place."""
-        rule.update_(wide.weights, wide.grads, wide.moments, step)
+        rule.update_(wide.masters, wide.grads, wide.moments, step)

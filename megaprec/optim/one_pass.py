@@ -122,7 +122,7 @@ def has_one_pass(tile: Tile, rule: UpdateRule) -> bool:
     """
     if type(rule) is not AdamW or tile.masters is None or not tile.nearest:
         return False
-    return all(values.itemsize >= 4 for values in (tile.masters, *dict(tile.state).values()))
+    return all(values.itemsize >= 4 for values in (tile.masters, *dict(tile.moments).values()))
 
 
 def update_in_one_pass(
@@ -139,7 +139,7 @@ def update_in_one_pass(
     is_master = (
         weights.data_ptr() == tile.masters.data_ptr() and weights.dtype == tile.masters.dtype
     )
-    (_, exp_avg), (_, exp_avg_sq) = tile.state
+    (_, exp_avg), (_, exp_avg_sq) = tile.moments
     stored = [tile.grads, tile.masters, exp_avg, exp_avg_sq]
     if not is_master:
         stored.append(weights)

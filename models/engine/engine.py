@@ -379,4 +379,4 @@ class Engine:
         may_fall = scaling.kind == "dynamic" and report.loss_scale > scaling.minimum
         if not may_fall or not math.isfinite(report.loss):
             return False
-        return self.optimizer.numbers()["steps"] == 0
+        return self.optimizer.saved_numbers()["steps"] == 0

@@ -134,7 +134,7 @@ class Sentinel(StepObserver):
         optimizer = self.optimizer
         stages = engine.stages.values()
         all_held = digest_held_state(buffers, stages)
-        strays = find_strayed(buffers, optimizer.steps)
+        strays = find_strayed(buffers, optimizer.applied_steps)
         agreement = compare(all_held, engine.pp, *self._holders(), optimizer.device)
         # one that is false, as `torch.stack` takes no empty list
         no_stray = torch.zeros((), dtype=torch.bool, device=optimizer.device)

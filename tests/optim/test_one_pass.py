@@ -189,7 +189,7 @@ def step_of(number: int, divisor: float = 1.0, skip: float = 0.0) -> Step:
         weight_decay=0.3,
         divisor=torch.tensor(divisor, dtype=torch.float64),
         skip=torch.tensor(skip),
-        steps=torch.tensor(float(number)),
+        applied=torch.tensor(float(number)),
     )
 
 
@@ -203,7 +203,7 @@ def tile_of(n: int, device: torch.device = CPU, precision: PrecisionPlan = BF16)
 
 def values_of(tile: Tile) -> list[Tensor]:
     assert tile.masters is not None
-    return [tile.weights, tile.masters, *(moments for _, moments in tile.state)]
+    return [tile.weights, tile.masters, *(moments for _, moments in tile.moments)]
 
 
 def update(call: Any, tile: Tile, numbers: AdamWNumbers) -> None:

@@ -64,4 +64,4 @@ class CanonicalNumerics(Numerics):
         return in_slots(loss, num_microbatches, dp, device)
 
     def update_(self, rule: UpdateRule, wide: Wide, step: Step) -> None:
-        update_padded(rule, wide.weights, wide.grads, wide.moments, step)
+        update_padded(rule, wide.masters, wide.grads, wide.moments, step)

@@ -204,7 +204,7 @@ def record(
         step_report, _ = trainer.step()
         fields: dict[str, Any] = dict(report_fields(step_report))
         fields["offenders"] = sorted({offender.name for offender in step_report.offenders})
-        fields["scaler"] = optimizer.numbers()["scaler"]
+        fields["scaler"] = optimizer.saved_numbers()["scaler"]
         steps.append(fields)
         is_first_or_last = step_number in (0, record_plan.steps - 1)
         is_small_update = record_plan.small and step_report.changed

@@ -207,7 +207,7 @@ class FP8Gemm:
             role,
             scale=scale,
             reduce_max=reduce_max,
-            leaves=self.leaves,
+            leaves=self._leaves_for(x),
         )
         # counts nothing unless somebody watches
         self.state.note_lost(self.eligibility.name, role, x, codes)
@@ -224,7 +224,12 @@ class FP8Gemm:
 
     def _record(self, x: Tensor, role: Role) -> None:
         if self.scope.records:
-            self.state.record(self.eligibility.name, role, self.leaves(amax_of, x))
+            self.state.record(self.eligibility.name, role, self._leaves_for(x)(amax_of, x))
+
+    def _leaves_for(self, x: Tensor) -> LeafCaller:
+        """Return `leaves` for a tensor of a GPU. A CPU emulates products, and torch's compiler has
+        not all formats there."""
+        return uncompiled if x.device.type == "cpu" else self.leaves
 
     def _reduce_max(self, amax: Tensor) -> None:
         self.tp.max_(amax)

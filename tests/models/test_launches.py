@@ -1,4 +1,4 @@
-"""Upper bounds of what one layer, and the loss, cost a GPU besides arithmetic: kernels launched and
+"""Upper bounds of what one layer, the loss, and FP8 casts cost a GPU besides arithmetic: kernels launched and
 bytes moved.
 
 They are counted on tensors without storage, where every operator that is no view stands for one
@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megaprec.fp8.quantize import amax_of, quantize_both
+from megaprec.fp8.state import ROLES
 from megaprec.precision import gemm
+from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
 from models.decoder.layer import DecoderLayer
@@ -231,3 +234,33 @@ def test_an_operator_more_in_each_layer_is_noticed(monkeypatch: pytest.MonkeyPat
     hidden = TOKENS * LLAMA_8B["hidden"] * 2
     assert after["forward"].launches == before["forward"].launches + 1
     assert after["forward"].bytes == before["forward"].bytes + 2 * hidden
+
+
+# of one matrix: (launches, bytes an element) by operators, and as leaves. Two bytes are read by
+# each leaf, and two are written: the codes of the matrix and of its transpose.
+CAST_BOUNDS: dict[Kind, dict[bool, tuple[int, float]]] = {
+    "delayed": {False: (13, 47.01), True: (2, 6.01)},
+    "current": {False: (24, 47.01), True: (2, 6.01)},
+    "rowwise": {False: (46, 106.1), True: (1, 4.01)},
+    "blockwise": {False: (48, 123.3), True: (1, 4.07)},
+}
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["by operators", "by leaves"])
+@pytest.mark.parametrize("kind", CAST_BOUNDS)
+def test_fp8_casts_launch_no_more_kernels_and_move_no_more_bytes(kind: Kind, fused: bool) -> None:
+    launches, bytes_per_element = CAST_BOUNDS[kind][fused]
+    recipe = FP8Recipe(kind)
+    for role in ROLES:
+        counting = Counting()
+        leaves = Fused(counting) if fused else PLAIN
+        with without_storage("cuda"):
+            x = torch.empty(TOKENS, LLAMA_8B["hidden"], dtype=torch.bfloat16)
+            scale = torch.ones(()) if kind == "delayed" else None
+            with counting:
+                counting.cost = Cost()
+                if kind == "delayed":
+                    leaves(amax_of, x)  # for the scales of later steps
+                quantize_both(x, recipe, role, scale, leaves=leaves)
+        assert counting.cost.launches <= launches, role
+        assert counting.cost.bytes <= bytes_per_element * x.numel(), role

@@ -9,6 +9,7 @@ Private names of torch and Triton stand here and nowhere else: this is tried wit
 """
 
 import importlib
+import math
 import types
 import warnings
 from collections.abc import Callable, Sequence
@@ -90,7 +91,9 @@ class Kernel:
         """What the generated code calls. On tensors of the CPU the kernel is interpreted."""
         if any(isinstance(x, Tensor) and x.is_meta for x in arguments):
             return
-        blocks = dict(self._autotuner.configs[0].kwargs)
+        # the fewest programs, each of which takes as long whatever its size
+        choices = [dict(each.kwargs) for each in self._autotuner.configs]
+        blocks = max(choices, key=lambda each: math.prod(each.values()))
         if "R0_BLOCK" in blocks:
             blocks["R0_BLOCK"] = SMALL_BLOCK
         grid = triton_heuristics.GridExpr.from_meta(self._autotuner.inductor_meta, blocks)
@@ -121,6 +124,7 @@ class PretendedH100:
         if interpreted:
             patch.setattr(triton_helpers, "libdevice", _functions_of_libdevice())
             patch.setattr(triton_interpreter, "_convert_float", _converted)
+            patch.setattr(triton_interpreter.ReduceOps, "generic_reduce", _reduced)
 
     def _note(self, name: str, source: str, device_str: str = "cuda") -> Kernel:
         self.kernels.append(Kernel(name, source))
@@ -170,6 +174,35 @@ def _functions_of_libdevice() -> types.SimpleNamespace:
         isnan=lambda x: x != x,
         isinf=lambda x: language.abs(x) == float("inf"),
     )
+
+
+def _reduced(reduction: Any, inputs: Sequence[Any]) -> list[Any]:
+    """Reduce blocks, whose sizes are powers of two, by halves. The interpreter itself combines
+    numbers one by one, for seconds."""
+    arrays = [block.handle.data for block in inputs]
+    axis = reduction.axis
+    if axis is None:
+        arrays = [array.reshape(-1) for array in arrays]
+        axis = 0
+    while arrays[0].shape[axis] > 1:
+        halves = zip(*(np.split(array, 2, axis) for array in arrays), strict=True)
+        blocks = [
+            reduction.to_tensor(array, block.dtype)
+            for half in halves
+            for array, block in zip(half, inputs, strict=True)
+        ]
+        combined = reduction.combine_fn.fn(*blocks)
+        results = combined if isinstance(combined, tuple) else (combined,)
+        arrays = [result.handle.data for result in results]
+    if reduction.axis is None:
+        shape = [1] * inputs[0].handle.data.ndim if reduction.keep_dims else []
+        arrays = [array.reshape(shape) for array in arrays]
+    elif not reduction.keep_dims:
+        arrays = [array.squeeze(axis) for array in arrays]
+    return [
+        reduction.to_tensor(array if array.ndim else array.item(), block.dtype)
+        for array, block in zip(arrays, inputs, strict=True)
+    ]
 
 
 _DTYPES = {

@@ -13,8 +13,16 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part
 from parallel.leaves import PLAIN, Call, Leaves
 from parallel.loss import cross_entropy
-from tests.offline_gpu.calls import FAMILIES, SMALL, calls_of
+from tests.offline_gpu.calls import (
+    FAMILIES,
+    FP8_KINDS,
+    SMALL,
+    SMALL_FP8,
+    calls_of,
+    fp8_calls_of,
+)
 from tests.parallel.test_loss import unusual_logits
+from tests.pretend import bits
 
 pytestmark = pytest.mark.campaign
 
@@ -101,6 +109,19 @@ def test_interpreted_kernels_are_as_near_to_float64_as_operators(
                 continue
             ulp = torch.finfo(one.dtype).eps * true.abs().max().item()
             assert error(one, true) <= 2 * error(other, true) + ulp, call.name
+
+
+@pytest.mark.parametrize("kind", FP8_KINDS)
+def test_interpreted_fp8_casts_have_the_bits_of_operators(interpreter: Any, kind: str) -> None:
+    for call in fp8_calls_of(SMALL_FP8, kind):
+        tensors = tensors_for(call)
+        for scale in tensors[1:]:
+            scale.abs_()  # or an amax, neither of which is negative
+        plain = results_of(lambda *x, of=call: of.run(x), tensors, False)
+        compiled = results_of(interpreter.compiled(call), tensors, False)
+        for one, other in zip(compiled, plain, strict=True):
+            assert one.dtype == other.dtype
+            assert torch.equal(bits(one), bits(other)), (call.name, call.arguments)
 
 
 class Interpreted(Mapping[Call, Any]):

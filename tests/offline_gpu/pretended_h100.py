@@ -40,8 +40,10 @@ triton_driver: Any = importlib.import_module("triton.runtime.driver")
 triton_interpreter: Any = importlib.import_module("triton.runtime.interpreter")
 interpreted: bool = triton.knobs.runtime.interpret
 
-# of the dim that a kernel sums over: small sizes have several blocks and a rest
-SMALL_BLOCK = 64
+# blocks for the interpreter, of the dim that a kernel sums over and of the others: small sizes have
+# several blocks and a rest
+SUMMED_BLOCK = 64
+LEAST_BLOCK = 32
 SHARED_MEMORY = 227 * 2**10
 PROPERTIES = types.SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
@@ -95,7 +97,14 @@ class Kernel:
         choices = [dict(each.kwargs) for each in self._autotuner.configs]
         blocks = max(choices, key=lambda each: math.prod(each.values()))
         if "R0_BLOCK" in blocks:
-            blocks["R0_BLOCK"] = SMALL_BLOCK
+            blocks["R0_BLOCK"] = SUMMED_BLOCK
+        if "XBLOCK" in blocks:
+            blocks["XBLOCK"] = max(blocks["XBLOCK"], LEAST_BLOCK)
+        # Triton has no name for scales of MX, and Inductor takes them as bytes
+        arguments = tuple(
+            x.view(torch.uint8) if isinstance(x, Tensor) and x.dtype == torch.float8_e8m0fnu else x
+            for x in arguments
+        )
         grid = triton_heuristics.GridExpr.from_meta(self._autotuner.inductor_meta, blocks)
         named = dict(zip(self._autotuner.fn.arg_names, arguments, strict=False))
         launch = self._autotuner.fn[grid.eval_slow({**named, **blocks})]

@@ -57,6 +57,41 @@ code.
 `tests/gpu/test_kernels.py` |
 | two GPUs train over NCCL in float64 what one process trains; their links are in order | \
 `tests/gpu/test_several.py` |
+
+## Without a GPU
+
+torch's build for CUDA can be imported, and compiles, where there is no driver. `make \
+offline-gpu` installs it in a folder of
+its own, `.venv-cuda` (some gigabytes), and checks there what can be known of the code for GPUs \
+without one. It is no part of
+`make test`; in other environments its tests are skipped for a reason that is said.
+
+```console
+make offline-gpu
+make offline-gpu CUDA_TORCH=2.13.0      # another release of torch: the tests name private parts \
+of 2.11
+```
+
+| law | file |
+|---|---|
+| every operator that a training step issues, in all families, precisions and layouts that are \
+tried on a device of the tests, has a kernel for CUDA | `tests/offline_gpu/test_operators.py` |
+| every leaf, region and FP8 cast of a model of Llama-3 8B's size becomes machine code of an \
+H100, in a number of kernels that is written down | `tests/offline_gpu/test_machine_code.py` |
+| the compiled loss reads the logits in one kernel, once, and overwrites them in another | the \
+same |
+| these kernels, run by Triton's interpreter on sizes that are no multiple of a block, are as \
+near to float64 as operators | `tests/offline_gpu/test_interpreted.py` |
+| FP8 casts have the bits of operators there; infinities, NaNs and targets that are no words pass \
+through the loss | the same |
+
+torch is told that there is an H100 (`tests/offline_gpu/pretended_h100.py`). Inductor then writes \
+the Triton that it would
+write on one, with each choice of blocks, and NVIDIA's assembler translates it. What this does \
+not show: speed, the choice
+among blocks, races between threads, how a GPU rounds `exp` and divisions, and products and \
+attention, whose kernels are
+libraries.
 """
 
 

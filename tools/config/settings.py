@@ -382,9 +382,9 @@ class Train(Table):
     compile: Literal["off", "leaves", "block"] = Field(
         default="off",
         description="Compilation by torch before the first step, which changes rounding. leaves: "
-        "norms, rotary positions, gates, dropout and losses, each alone; block: all that lies "
-        "between two matrix products of a layer in one, and the other leaves; off: all is computed "
-        "operator by operator.",
+        "norms, rotary positions, gates, dropout, losses and on a GPU FP8 casts, each alone; "
+        "block: all that lies between two matrix products of a layer in one, and the other leaves; "
+        "off: all is computed operator by operator.",
     )
     folder: FilePath = Field(
         default="runs/default",

@@ -9,6 +9,7 @@ TEST_ARGS ?=
 WORKERS ?= 2
 CAMPAIGN_ARGS ?= 200 0
 GPU_ARGS ?=
+GPU_PYTHON ?=
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 CPU_BUILDS ?= https://download.pytorch.org/whl/cpu
@@ -29,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo    pretrain a small model on 4 local ranks      (DEMO_ARGS=\"train.steps=20\" changes the run)"
 	@echo "make test    run the tests in WORKERS=2 processes         (TEST_ARGS=\"-k lr\" goes to pytest)"
-	@echo "make gpu     run all that needs a GPU, and write docs/gpu.md  (GPU_ARGS=\"--layers 4\" goes to the benchmark)"
+	@echo "make gpu     run all that needs a GPU, and write docs/gpu.md  (GPU_PYTHON=python3: with the packages that are there)"
 	@echo "make offline-gpu  check without a GPU what torch's build for CUDA makes of the code: machine code, its numbers"
 	@echo "make campaign  run all of what tests only sample: hours  (CAMPAIGN_ARGS=\"50 1000\": 50 parity runs from seed 1000 on)"
 	@echo "make oracles install megatron-core, lm-eval and transformers 4, which tests compare with and are skipped without"
@@ -45,8 +46,8 @@ test: $(READY)
 
 gpu:
 	@nvidia-smi -L > /dev/null 2>&1 || { echo "no GPU here: nothing was run, and docs/gpu.md is as it was" >&2; exit 2; }
-	@$(MAKE) --no-print-directory $(READY)
-	$(BIN)/python -m tools.bench gpu $(GPU_ARGS)
+	@test -n "$(GPU_PYTHON)" || $(MAKE) --no-print-directory $(READY)
+	$(or $(GPU_PYTHON),$(BIN)/python) -m tools.bench gpu $(GPU_ARGS)
 
 offline-gpu: $(CUDA_READY)
 	$(CUDA_BIN)/python -m pytest -m campaign tests/offline_gpu/test_operators.py tests/offline_gpu/test_machine_code.py

@@ -32,6 +32,7 @@ softmax_gradient: Callable[..., Tensor] = torch._softmax_backward_data
 # Fused attention with the logs of sums, which torch's public function neither returns nor takes.
 
 _ATEN = torch.ops.aten
+fused_attention_backend: Callable[..., int] = torch._fused_sdp_choice
 flash_attention: Callable[..., Any] = _ATEN._flash_attention_forward
 flash_attention_by_heads: Callable[..., Any] = _ATEN._scaled_dot_product_flash_attention
 flash_attention_gradients: Callable[..., Any] = _ATEN._scaled_dot_product_flash_attention_backward

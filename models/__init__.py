@@ -10,7 +10,7 @@ The smallest whole use, in one process:
     options = EngineOptions(micro_batch=1, seq_length=64)
     engine = Engine.build(config, plan("bf16"), None, schedule("1f1b", 1, 4), options)
     # tokens, targets: int64 [samples, sequence]
-    report = engine.step(Share(tokens, targets), lr=3e-4, number=1)
+    report = engine.step(Share(tokens, targets), lr=3e-4, number=0)
 """
 
 from models.attention.packing import Packing

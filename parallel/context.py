@@ -42,6 +42,7 @@ class Context:
     experts: the ranks that share the experts of a layer; None if experts are cut as any other
         feed-forward is.
     of_experts: the parameters of these layers are those of experts that lie on their own ranks.
+    together: `Layout.together` of the parameters of these layers.
     leaves: calls norms, rotations, gates, dropout, losses and FP8 casts, in their compiled forms if
         there are any. These are leaves of the model's code, not of autograd's graph.
 
@@ -59,6 +60,7 @@ class Context:
     blank: bool = False
     experts: ExpertAxes | None = None
     of_experts: bool = False
+    together: str = ""
     cp: Axis = Axis("cp")
     ring: bool = True
     leaves: Leaves = field(default=PLAIN, compare=False)
@@ -143,16 +145,16 @@ class Context:
         # a state without a recipe, as the plan has none
         return replace(self, plan=plan, fp8=FP8State())
 
-    def for_experts(self) -> "Context":
-        """Return this context for the layers of an expert: over the tp axis of experts, if they
-        have one."""
+    def for_experts(self, name: str) -> "Context":
+        """Return this context for the layers of the experts called `name`: over the tp axis of
+        experts, if they have one."""
         if self.experts is None:
-            return self
-        return replace(self, tp=self.experts.tp, of_experts=True)
+            return replace(self, together=name)
+        return replace(self, tp=self.experts.tp, of_experts=True, together=name)
 
-    def for_experts_elsewhere(self) -> "Context":
+    def for_experts_elsewhere(self, name: str) -> "Context":
         """Return the context for layers of an expert of another rank: no weights are drawn."""
-        return replace(self.for_experts(), blank=True)
+        return replace(self.for_experts(name), blank=True)
 
     @property
     def cut_sequence(self) -> bool:

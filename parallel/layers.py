@@ -328,5 +328,6 @@ def parameter(
         tied,
         again,
         expert=context.of_experts,
+        together=context.together,
     )
     return attach(nn.Parameter(stacked), layout)

@@ -12,8 +12,9 @@ Compiled code rounds differently, because numbers between operators stay unround
 the same tensors.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -65,6 +66,11 @@ class Call:
         ]
         return replace(self, arguments=tuple(arguments))
 
+    def in_float64(self) -> "Call":
+        """Return this call with tensors of float64 in place of other floating-point ones, and with
+        float64 wherever an argument names such a dtype."""
+        return replace(self, arguments=tuple(map(_widened, self.arguments)))
+
     def example_tensors(self) -> list[Tensor]:
         """Return tensors of the call's specs, for a trial."""
         return [
@@ -100,6 +106,17 @@ def _spec(argument: Any) -> Any:
     )
 
 
+def _widened(argument: Any) -> Any:
+    """Return an argument of a call with float64 in place of other floating-point dtypes."""
+    if isinstance(argument, torch.dtype):
+        return torch.float64 if argument.is_floating_point else argument
+    # specs, and the rules of norms and heads
+    if is_dataclass(argument) and not isinstance(argument, type):
+        values = {item.name: _widened(getattr(argument, item.name)) for item in fields(argument)}
+        return replace(argument, **values)
+    return argument
+
+
 def _tensor_arguments(arguments: tuple[Any, ...]) -> list[Tensor]:
     return [argument for argument in arguments if isinstance(argument, Tensor)]
 
@@ -113,12 +130,14 @@ class Leaves:
     recorded_calls: if given, every call is noted in it, and leaves run as in a run in which all
         are compiled.
     by_region: modules are to call regions, where there is one, instead of its leaves.
+    misses: the number of calls without a compiled form, by name, if any call has one.
     """
 
     compiled: Mapping[Call, Callable[..., Any]] = field(default_factory=dict)
     names: str = ""
     recorded_calls: dict[Call, None] | None = None
     by_region: bool = False
+    misses: Counter[str] = field(default_factory=Counter, compare=False)
 
     def __call__(
         self,
@@ -140,6 +159,8 @@ class Leaves:
             if call in self.compiled:
                 tensors = [tensor.detach() for tensor in _tensor_arguments(arguments)]
                 return self.compiled[call](*tensors)
+            if self.compiled:
+                self.misses[call.name] += 1
         return (otherwise or leaf)(*arguments)
 
     def call_region(self, region: Callable[..., Any], *arguments: Any) -> Any:
@@ -149,6 +170,8 @@ class Leaves:
             self.recorded_calls[call] = None
         if call in self.compiled:
             return self.compiled[call](*_tensor_arguments(arguments))
+        if self.compiled:
+            self.misses[call.name] += 1
         return region(*arguments)
 
 

@@ -65,10 +65,16 @@ def make_mesh(
     names = tuple(name for name in AXES if name != "cp" or cp > 1)
     ranks = torch.arange(world, dtype=torch.int).view([degrees[name] for name in names])
     groups: list[dist.ProcessGroup] = []
+    alone: dist.ProcessGroup | None = None  # this rank's, for all axes of size one
     for dim in range(ranks.ndim):
         # one for each place along the other dimensions: ranks that differ along this one alone
         groups_of_axis = ranks.movedim(dim, -1).flatten(0, -2)
-        groups.append(_group(groups_of_axis))
+        if groups_of_axis.shape[1] > 1 or world == 1:
+            groups.append(_group(groups_of_axis))
+            continue
+        # nothing is sent along it, and each group over NCCL costs some 100 MB of a GPU
+        alone = alone or make_groups(groups_of_axis)
+        groups.append(alone)
     return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=names)
 
 
@@ -144,7 +150,10 @@ def world(
             rank=rank,
             world_size=size,
             device_id=gpu,
+            pg_options=_nccl_options() if gpu else None,
         )
+    if gpu is not None:
+        _start_backward_thread(gpu)
     try:
         yield store
     except BaseException as error:
@@ -153,6 +162,24 @@ def world(
         _leave_world(gpu)
         raise
     dist.destroy_process_group()
+
+
+def _nccl_options() -> Any:
+    """Return the options of the world's group, which all groups that are split from it take over.
+
+    Messages run on streams of high priority: a GPU begins them although products wait before them.
+    """
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+
+
+def _start_backward_thread(gpu: torch.device) -> None:
+    """Compute a gradient, so that autograd's thread for this device has a context of CUDA.
+
+    cuBLAS warns if the first operator of that thread is a product, as in a middle stage of a
+    pipeline.
+    """
+    x = torch.ones(1, device=gpu, requires_grad=True)
+    (x * x).sum().backward()
 
 
 @contextmanager
@@ -242,6 +269,9 @@ def _own_device() -> torch.device:
     # A launcher may show each rank its own device only, which is then number 0.
     if count == 0 or (count > 1 and local_rank >= count):
         raise UserError.of("parallel.no_device_for_rank", local_rank=local_rank, count=count)
+    # Steps of another length, such as evaluations, then do not fragment the memory. Read by torch
+    # when it first allocates; an earlier setting counts.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     device = torch.device("cuda", local_rank if count > 1 else 0)
     torch.cuda.set_device(device)
     # Pipeline messages have their own communicators (`parallel.pipeline.p2p`), so torch's warning

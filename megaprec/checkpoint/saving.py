@@ -1,7 +1,7 @@
 """One save of all ranks, beside the training: what may fail, and how all ranks learn of it.
 
-    start      each rank copies its part of the state to host memory; rank 0 makes the hidden folder
-               in a thread
+    start      each rank copies its part of the state to host memory, or on a GPU begins to; rank 0
+               makes the hidden folder in a thread
     writing    each rank writes its own files in a thread: no communication, and no value of another
                rank
     merging    with many ranks: each FAN-th rank merges the lists of the FAN ranks from itself on,
@@ -211,6 +211,7 @@ class Saving:
         wait.
         """
         digests = dict[str, str]()
+        self._snapshot.wait()
         files = self._snapshot.files
         while files:
             name = next(iter(files))

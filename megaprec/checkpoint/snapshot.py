@@ -7,12 +7,13 @@ saves an equal part of it. So all ranks of a stage write the same number of byte
 and none needs values of another. Frozen parameters are in no buffer; the first replica saves them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from megaprec.checkpoint.host_copies import HostCopies, do_not_wait
 from megaprec.checkpoint.ranges import share
 from megaprec.comm.layout import Layout, Part, layout_of
 from megaprec.optim.flat_buffer import Buffer, Piece
@@ -23,13 +24,15 @@ from megaprec.optim.optimizer import ParallelAMPOptimizer
 class Snapshot:
     """The tensors that rank `rank` writes, on the CPU.
 
-    files: by file name and name in the file.
+    files: by file name and name in the file. Call `wait` before you read these tensors.
     entries: of checkpoint.json, by key.
+    wait: waits for copies from a GPU that are under way.
     """
 
     rank: int
     files: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
+    wait: Callable[[], None] = do_not_wait
 
     def add(
         self,
@@ -72,17 +75,19 @@ def take_snapshot(optimizer: ParallelAMPOptimizer, copy: bool) -> Snapshot:
         step.
     """
     snapshot = Snapshot(optimizer.world.rank)
+    copies = HostCopies()
     for buffer in optimizer.all_buffers():
-        _add_buffer(snapshot, buffer, optimizer.pp.rank, copy)
+        _add_buffer(snapshot, buffer, optimizer.pp.rank, copy, copies)
     for frozen in optimizer.frozen.slices():
         if not frozen.saved or not frozen.values.numel():
             continue
         part = frozen.part
         key = f"weight/{part.name}"
-        values = _on_cpu(frozen.values, copy).view(part.local)
+        values = _on_cpu(frozen.values, copy, copies).view(part.local)
         snapshot.add("model", key, values, part.shape, _rectangle(part))
         # a resumed run that trains it finds no moments, and is told why
         snapshot.entries[key]["frozen"] = True
+    snapshot.wait = copies.begun()
     return snapshot
 
 
@@ -91,6 +96,7 @@ def _add_buffer(
     buffer: Buffer,
     pp_rank: int,
     copy: bool,
+    copies: HostCopies,
 ) -> None:
     """Add what this rank saves of the weights and moments in a buffer."""
     ranges = list(owned_ranges(buffer, pp_rank))
@@ -102,7 +108,7 @@ def _add_buffer(
         file = "model" if kind == "weight" else "optimizer"
         # one copy from the device for all ranges; `values` begins at the shard, `buffer.start`
         values_of_ranges = values[begin - buffer.start : end - buffer.start]
-        on_cpu = _on_cpu(values_of_ranges, copy)
+        on_cpu = _on_cpu(values_of_ranges, copy, copies)
         for saved_range in ranges:
             stored = on_cpu[saved_range.first - begin : saved_range.last - begin]
             _add_range(snapshot, file, kind, saved_range, stored)
@@ -130,9 +136,18 @@ def owned_ranges(buffer: Buffer, pp_rank: int) -> Iterator[OwnedRange]:
             yield OwnedRange(piece, first, last)
 
 
-def _on_cpu(values: Tensor, copy: bool) -> Tensor:
-    """Return the values in host memory. copy: True if they must not share the memory of
-    `values`."""
+def _on_cpu(
+    values: Tensor,
+    copy: bool,
+    copies: HostCopies,
+) -> Tensor:
+    """Return the values in host memory.
+
+    copy: True if they must not share the memory of `values`.
+    copies: those from a GPU, of which this is then one.
+    """
+    if values.device.type == "cuda":
+        return copies.start(values.detach())
     on_cpu = values.detach().cpu()
     # What comes from a device is a copy already.
     shares_memory = on_cpu.data_ptr() == values.data_ptr()

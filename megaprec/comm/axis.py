@@ -290,16 +290,52 @@ class Axis:
         by_rank = list(received.split(received_sizes))
         return Pending([work], by_rank)
 
-    def exchanged_counts(self, counts: Tensor) -> tuple[list[int], list[int]]:
-        """Exchange counts and return those sent and those received, in the order of ranks.
+    def start_exchange_of_rows(
+        self,
+        rows: Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+    ) -> Callable[[], Tensor]:
+        """Start an all-to-all of rows [n, h]; the returned function waits for those that come, and
+        returns them: [m, h], by rank.
 
-        counts: int64 [size * n]; chunk r counts what goes to rank r. The host waits for the device
-        here.
+        sent, received: the numbers of rows that go to each rank, and come from it.
+        """
+        rows = rows.contiguous()
+        width = rows.shape[1]
+        if self.group is None or _on_cpu(rows):
+            outgoing = [part.reshape(-1) for part in rows.split(list(sent))]
+            wait = self.start_uneven_exchange(outgoing, [count * width for count in received])
+            return lambda: torch.cat(wait()).view(-1, width)
+        # One tensor each way: nothing is put together or taken apart.
+        incoming = rows.new_empty((sum(received), width))
+        work = dist.all_to_all_single(
+            incoming,
+            rows,
+            list(received),
+            list(sent),
+            group=self.group,
+            async_op=True,
+        )
+        assert work is not None
+        return Pending([work], incoming)
+
+    def start_exchange_of_counts(self, counts: Tensor) -> Callable[[], tuple[list[int], list[int]]]:
+        """Start to exchange counts; the returned function returns those sent and those received, in
+        the order of ranks.
+
+        counts: int64 [size * n]; chunk r counts what goes to rank r. In the returned function the
+        host waits for the device, but not for what the device was given since.
         """
         received = self.exchange(counts)
         # one copy to the host for both
-        outgoing, incoming = torch.stack((counts, received)).tolist()
-        return outgoing, incoming
+        wait_for_both = start_copy_to_host(torch.stack((counts, received)))
+
+        def finish() -> tuple[list[int], list[int]]:
+            outgoing, incoming = wait_for_both().tolist()
+            return outgoing, incoming
+
+        return finish
 
     def barrier(self) -> None:
         """Wait until every rank of this axis has called `barrier`."""
@@ -363,3 +399,23 @@ def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and _on_cpu(values):
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device, non_blocking=_on_cpu(values))
+
+
+def start_copy_to_host(values: Tensor) -> Callable[[], Tensor]:
+    """Start to copy `values` to the host; the returned function waits for them and returns them.
+
+    From a GPU they go to pinned memory, and the host waits for the copy alone. From another device
+    the values themselves are returned, and whoever reads them waits.
+    """
+    if values.device.type != "cuda":
+        return lambda: values
+    on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    on_host.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> Tensor:
+        copied.synchronize()
+        return on_host
+
+    return wait

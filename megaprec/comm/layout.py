@@ -132,6 +132,8 @@ class Layout:
     expert: True if other ranks of the stage hold other experts in its place: its slices and
         replicas are then those of `ExpertAxes`, and each of these replicas has a whole gradient of
         its own rows.
+    together: the name of the group whose parameters lie in one buffer on a GPU, in their order:
+        those of all experts of a layer, which a product then takes as one tensor. Empty: none.
     """
 
     parts: tuple[Part, ...]
@@ -140,6 +142,7 @@ class Layout:
     again: bool = False
     balancing: float | None = None
     expert: bool = False
+    together: str = ""
 
     def holder(self, pp_rank: int) -> int:
         """Return the index of this copy among those of all pipeline ranks."""

@@ -92,7 +92,7 @@ def _tensors_of_state(buffer: Buffer) -> dict[str, Tensor]:
     if buffer.remainder is not None:
         tensors["remainder"] = buffer.remainder
     tensors |= buffer.state
-    tensors[GRADIENT] = buffer.local_part(buffer.grads)
+    tensors[GRADIENT] = buffer.local_grads
     return tensors
 
 

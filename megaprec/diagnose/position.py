@@ -125,9 +125,8 @@ class Position:
         self._head = f"{phase}\t{self.step}\t".encode()
         self.note_action("")
 
-    def record(self) -> None:
-        """Note that the record of the step is written now, which is no part of the step's
-        computation."""
+    def end_computation(self) -> None:
+        """Note that the step's computation has ended, and that its record is written now."""
         self._keep_account(time.monotonic(), computes=False)
         self.note_action(RECORD)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megaprec.comm.axis import Axis
 from megaprec.optim.grad_stats import joined_norm, norm_of, statistics
+from megaprec.optim.one_pass import CallLeaf
 
 DIGEST_BITS = 18  # a sum of squares over 2**17 ranks is then less than 2**53: exact in float64
 # Odd multipliers of a multiplicative hash, as signed 64-bit integers: one for each number of a
@@ -173,14 +174,24 @@ class _StageNumbers(NamedTuple):
 
 
 class StepConsensus:
-    """Packs the numbers of a rank into one tensor and reads the sum. order: of the gradient
-    norm."""
+    """Packs the numbers of a rank into one tensor and reads the sum.
 
-    def __init__(self, pp: Axis, world: Axis, order: float, device: torch.device) -> None:
+    order: of the gradient norm. call: as in `grad_stats.statistics`.
+    """
+
+    def __init__(
+        self,
+        pp: Axis,
+        world: Axis,
+        order: float,
+        device: torch.device,
+        call: CallLeaf | None = None,
+    ) -> None:
         self.pp = pp
         self.world = world
         self.order = order
         self.device = device
+        self._call = call
         # only the L2 norm comes from sums of squares; any other takes a slot for each rank
         norm_slots = 0 if order == 2 else world.size
         stage_slots = len(_StageNumbers._fields) * pp.size
@@ -191,7 +202,7 @@ class StepConsensus:
 
         gradients, copies: as in `grad_stats.statistics`.
         """
-        counted = statistics(gradients, copies, self.device)
+        counted = statistics(gradients, copies, self.device, self._call)
         if self.order == 2:
             return Measured(counted, counted[0])
         return Measured(counted, norm_of(gradients, self.order, self.device))

@@ -9,8 +9,9 @@ the step after n = 0 has rate 0 and changes only Adam's moments. After `total` t
 
 - constant: the peak.
 - linear, cosine: from the peak, at the end of warm-up, down to final at `total`.
-- wsd (warm-up, stable, decay): the peak until `decay` before `total`, then down to final; as in
-  Megatron by the factor 2 * 0.5**r - 1, where r is the completed fraction of the decay.
+- wsd (warm-up, stable, decay): the peak until `decay` before `total`, then down to final in the
+  shape `tail`. With r, the completed fraction of the decay, the factors are Megatron's: exponential
+  2 * 0.5**r - 1, linear 1 - r, cosine (cos(pi * r) + 1) / 2, sqrt 1 - sqrt(r).
 """
 
 import math
@@ -22,15 +23,16 @@ from megaprec.errors import Problem, UserError
 from megaprec.kinds import wrong_kinds
 
 Kind = Literal["constant", "linear", "cosine", "wsd"]
+Tail = Literal["exponential", "linear", "cosine", "sqrt"]
 
 
 @dataclass(frozen=True)
 class LRSchedule:
     """A learning-rate schedule; `warmup`, `total` and `decay` are all in steps or all in samples.
 
-    `peak` and `final` are the highest and the lowest learning rate; `decay` is the length of the
-    final phase of "wsd" and is ignored by the other kinds. Raises UserError that names all
-    inconsistent values.
+    `peak` and `final` are the highest and the lowest learning rate; `decay` and `tail` are the
+    length and the shape of the final phase of "wsd", and are ignored by the other kinds. Raises
+    UserError that names all inconsistent values.
     """
 
     kind: Kind
@@ -39,6 +41,7 @@ class LRSchedule:
     warmup: int
     total: int
     decay: int
+    tail: Tail = "exponential"
 
     def __post_init__(self) -> None:
         if problems := wrong_kinds(self) or list(self._problems()):
@@ -59,13 +62,8 @@ class LRSchedule:
         """Return the position of the rate between final (0) and peak (1) after warm-up."""
         if self.kind == "wsd":
             into_tail = completed - (self.total - self.decay)
-            if into_tail <= 0:
-                return 1.0
-            return 2 * 0.5 ** (into_tail / self.decay) - 1  # from 1 to 0
-        progress = (completed - self.warmup) / (self.total - self.warmup)
-        if self.kind == "linear":
-            return 1 - progress
-        return 0.5 * (math.cos(math.pi * progress) + 1)
+            return 1.0 if into_tail <= 0 else _fall(self.tail, into_tail / self.decay)
+        return _fall(self.kind, (completed - self.warmup) / (self.total - self.warmup))
 
     def _problems(self) -> Iterator[Problem]:
         """Yield a problem for each value that is out of its range or contradicts another one."""
@@ -78,3 +76,14 @@ class LRSchedule:
             yield Problem.of("optimizer.schedule_decay", decay=self.decay, longest=longest_decay)
         if not 0 <= self.final <= self.peak:
             yield Problem.of("optimizer.schedule_final", final=self.final, peak=self.peak)
+
+
+def _fall(shape: str, fraction: float) -> float:
+    """Return the height, from 1 down to 0, after a fraction of a decay of this shape."""
+    if shape == "linear":
+        return 1 - fraction
+    if shape == "cosine":
+        return 0.5 * (math.cos(math.pi * fraction) + 1)
+    if shape == "sqrt":
+        return 1 - math.sqrt(fraction)
+    return 2 * 0.5**fraction - 1

@@ -23,7 +23,7 @@ from megaprec.comm.tied import tied_axes
 from megaprec.comm.virtual import VirtualAxis
 from megaprec.errors import UserError
 from megaprec.fp8.params import FP8BufferShards, FP8Group, FP8Masters
-from megaprec.optim.flat_buffer import Buffer, StartSum, param_dtype, require_in_place, start_sum
+from megaprec.optim.flat_buffer import Buffer, GradReduction, param_dtype, require_in_place
 from megaprec.optim.frozen_state import FrozenState
 from megaprec.optim.model_checks import TrainedModel
 from megaprec.optim.param_groups import Group, in_order_of_factors
@@ -34,6 +34,7 @@ from megaprec.precision.marks import parameters_of_marked
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 
 _MIN_ELEMENTS = 40_000_000  # a message over few ranks; Megatron-LM's default
+_MOST_ELEMENTS_TOGETHER = 1 << 29  # of a group that is not cut; the update of a buffer copies it
 _ELEMENTS_PER_RANK = 1_000_000  # keeps the part of each of many ranks large
 # the names of the moments that are kept of a parameter
 Moments = Callable[[nn.Parameter], Sequence[str]]
@@ -58,7 +59,7 @@ class ModelBuffers:
     """The buffers of all parameters of `model_parts`. Tensors that are not trained are moved to the
     ranks' device.
 
-    shards, average, start_sum, seed: as in `Buffer`.
+    shards, seed, reduction: as in `Buffer`.
     moments: names of the moments of a parameter; those of a buffer have the same.
     bucket: elements of a buffer, as `bucket_elements` takes them; its last parameter may exceed
         this number.
@@ -84,11 +85,9 @@ class ModelBuffers:
         bucket: int,
         moments: Moments,
         seed: int,
-        average: bool,
-        start_sum: StartSum = start_sum,
+        reduction: GradReduction,
         virtual: VirtualAxis | None = None,
     ) -> None:
-        self._start_sum = start_sum
         self._virtual = virtual
         self._experts = expert_replicas(ranks.experts, ranks.dp.size, ranks.tp.size, shards.size)
         self._bucket = bucket_elements(bucket, ranks.dp.size)
@@ -98,7 +97,7 @@ class ModelBuffers:
         self._groups = groups
         self._moments = moments
         self._seed = seed
-        self._average = average
+        self._reduction = reduction
         self._model = TrainedModel(model_parts)
         dtensor_slices = {
             parameter: DTensorSlice(parameter, plan, ranks.device)
@@ -150,15 +149,16 @@ class ModelBuffers:
     def _buckets(self, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
         """Return the parameters of each buffer. Virtual ranks have buffers of their own, all of the
         same sizes."""
+        whole_groups = self._ranks.device.type == "cuda"
         if self._virtual is None:
-            return buckets(parameters, self._plan, self._bucket, self._moments)
+            return buckets(parameters, self._plan, self._bucket, self._moments, whole_groups)
         parameters_of_rank: dict[int, list[nn.Parameter]] = {
             rank: [] for rank in self._virtual.ranks
         }
         for parameter in parameters:
             parameters_of_rank[layout_of(parameter).parts[0].rank].append(parameter)
         buckets_of_ranks = [
-            buckets(of_rank, self._plan, self._bucket, self._moments)
+            buckets(of_rank, self._plan, self._bucket, self._moments, whole_groups)
             for of_rank in parameters_of_rank.values()
         ]
         # the same bucket of all virtual ranks side by side, in the order of a real rank's buckets
@@ -171,7 +171,9 @@ class ModelBuffers:
         on every rank, because their update needs all counts of a layer.
         """
         is_dtensor_slice = bucket[0] in self._dtensor_parameters
+        reduction = self._reduction
         if is_dtensor_slice:
+            reduction = GradReduction()  # torch has reduced their gradients
             replicas = Replicas(Axis("dp"), Axis("zero"))
         else:
             replicas = self._replicas(layout_of(bucket[0]))
@@ -184,8 +186,7 @@ class ModelBuffers:
             device=self._ranks.device,
             state=self._moments(bucket[0]),
             seed=self._seed,
-            average=self._average and not is_dtensor_slice,
-            start_sum=self._start_sum,
+            reduction=reduction,
         )
 
     def _replicas(self, layout: Layout) -> Replicas:
@@ -221,13 +222,11 @@ class ModelBuffers:
             sum_partial_slices(self.all, self._virtual)
         # after the sum over dp, of slices only: all holders of tied parameters cut them alike
         for buffer, axis in self.tied:
-            axis.sum_(buffer.local_part(buffer.grads))
+            axis.sum_(buffer.local_grads)
         for first, second in self.twins:
             # both copies are updated by the same sum, so they stay equal
-            grads = first.local_part(first.grads)
-            copied = second.local_part(second.grads)
-            grads.add_(copied)
-            copied.copy_(grads)
+            first.local_grads.add_(second.local_grads)
+            second.local_grads.copy_(first.local_grads)
 
     def fp8_masters(
         self,
@@ -278,13 +277,13 @@ class ModelBuffers:
         """Yield flat views of the gradients in this rank's slices that no other rank counts."""
         for buffer in self._loss_buffers():
             for start, stop in buffer.counted():
-                yield buffer.local_part(buffer.grads)[start:stop]
+                yield buffer.local_grads[start:stop]
 
     def copies(self) -> Iterator[Tensor]:
         """Yield flat views of the gradients in this rank's slices that another rank counts."""
         for buffer in self._loss_buffers():
             for start, stop in buffer.counted_elsewhere():
-                yield buffer.local_part(buffer.grads)[start:stop]
+                yield buffer.local_grads[start:stop]
 
     def _loss_buffers(self) -> Iterator[Buffer]:
         """Yield the buffers whose gradients are those of a loss."""
@@ -317,6 +316,7 @@ class ModelBuffers:
         """Discard all gradients, to begin a new step."""
         for buffer in self.all:
             reset_accumulation(buffer.parameters)
+            buffer.forget_gradients()
         for dtensor_slice in self.dtensor_slices:
             dtensor_slice.forget_gradient()
 
@@ -345,6 +345,7 @@ def buckets(
     plan: PrecisionPlan,
     size: int,
     moments: Moments = lambda _: (),
+    whole_groups: bool = False,
 ) -> list[list[nn.Parameter]]:
     """Return lists of parameters that share a buffer.
 
@@ -353,25 +354,41 @@ def buckets(
     get buffers of their own, so that every holder cuts them into the same slices. So do experts on
     ranks of their own, parameters that torch has sharded over more ranks than the tensor-parallel
     ones, and parameters that balance loads.
+    whole_groups: True if a group of parameters that are to lie together (`Layout.together`) is not
+        cut, unless it is very large.
     """
+    sizes = [parameter.numel() for parameter in parameters]
+    uncut = _uncut_groups(parameters, sizes) if whole_groups else set()
     # the bucket of each kind that is being filled, and its number of elements
     open_buckets: dict[tuple[object, ...], list[nn.Parameter]] = {}
     num_elements = Counter[tuple[object, ...]]()
     in_order: list[list[nn.Parameter]] = []
-    for parameter in parameters:
+    for parameter, num in zip(parameters, sizes, strict=True):
         layout = layout_of(parameter)
         part = layout.parts[0]
         num_ranks = part.shards * part.copies
         # what a reduction, an all-gather or an update treats in its own way
         facts = (layout.tied, layout.again, layout.expert, layout.balancing)
         kind = (*facts, param_dtype(parameter, plan), num_ranks, moments(parameter))
-        if kind not in open_buckets or num_elements[kind] >= size:
+        is_full = kind in open_buckets and num_elements[kind] >= size
+        if is_full and layout.together in uncut:
+            last = open_buckets[kind][-1]
+            is_full = layout_of(last).together != layout.together
+        if kind not in open_buckets or is_full:
             open_buckets[kind] = []
             num_elements[kind] = 0
             in_order.append(open_buckets[kind])
         open_buckets[kind].append(parameter)
-        num_elements[kind] += parameter.numel()
+        num_elements[kind] += num
     return in_order
+
+
+def _uncut_groups(parameters: Sequence[nn.Parameter], sizes: Sequence[int]) -> set[str]:
+    """Return the names of the groups that are not too large for one buffer."""
+    elements = Counter[str]()
+    for parameter, size in zip(parameters, sizes, strict=True):
+        elements[layout_of(parameter).together] += size
+    return {name for name, total in elements.items() if name and total <= _MOST_ELEMENTS_TOGETHER}
 
 
 def bucket_elements(requested: int, dp: int) -> int:

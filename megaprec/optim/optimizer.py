@@ -24,7 +24,7 @@ it is the rank's share of a mean over all samples: `average` says which.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,9 +39,9 @@ from megaprec.errors import UserError
 from megaprec.optim.attribution import attribute_nonfinite
 from megaprec.optim.canonical.numerics import CanonicalNumerics
 from megaprec.optim.consensus import Consensus, LocalNumbers, StepNumbers, digest, to_host
-from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.flat_buffer import Buffer, GradReduction
 from megaprec.optim.full_state import gather_tensors, load_tensors
-from megaprec.optim.grad_sync import GradReducer, ParamGatherer
+from megaprec.optim.grad_sync import GradReducer, ParamGatherer, in_forward_order
 from megaprec.optim.load_balance import LoadBalance
 from megaprec.optim.model_buffers import ModelBuffers
 from megaprec.optim.model_checks import (
@@ -52,6 +52,14 @@ from megaprec.optim.model_checks import (
 from megaprec.optim.muon.matrix_updates import MatrixUpdates, require_muon_patterns
 from megaprec.optim.muon.rule import Muon, moments_of
 from megaprec.optim.numerics import Numerics
+from megaprec.optim.one_pass import (
+    AdamWNumbers,
+    CallLeaf,
+    adamw_numbers,
+    has_one_pass,
+    runs,
+    update_in_one_pass,
+)
 from megaprec.optim.param_groups import (
     NO_FACTORS,
     Factors,
@@ -146,6 +154,9 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
     norm: its order, 2, inf or any p >= 1.
     zero_size: number of neighbouring dp ranks that share one copy of masters and moments (ZeRO-1):
         0 for all dp ranks, 1 for no sharding. It must divide the number of dp ranks.
+    shard_gradients: these ranks share one copy of gradients too (ZeRO-2): each keeps the sum of
+        its own slice. Gradients are reduced and freed in each backward pass that `expect` announces
+        or, if none is announced, whole in `end_microbatch` or `step`. Not with `canonical`.
     overlap: the reduction over dp starts during the backward pass that `expect` announces, and
         weights are all-gathered during the next forward pass. Call `wait` before reading weights in
         between, and before discarding the optimizer: later collectives would be matched with those
@@ -156,6 +167,9 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
     canonical: weights, moments, loss and norm have the same bits for every number of dp ranks, a
         power of two, for all zero sizes and pipelines. Call `end_microbatch` after each backward
         pass; average must be False.
+    leaves: calls the statistics of gradients and AdamW's update in their compiled forms, which read
+        and write memory once (`megaprec.optim.one_pass`), as `parallel.leaves.Leaves` does; None:
+        both run operator by operator. Not with `canonical`.
     observers: called at each moment of a step; more may be added to the attribute of this name.
 
     Raises UserError for settings out of their range, for a model that no step could train right,
@@ -183,10 +197,12 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         clip: float = 1.0,
         norm: float = 2.0,
         zero_size: int = 0,
+        shard_gradients: bool = False,
         overlap: bool = False,
         bucket: int = 0,
         seed: int = 0,
         canonical: bool = False,
+        leaves: CallLeaf | None = None,
         observers: Sequence[StepObserver] = (),
     ) -> None:
         if torch.is_inference_mode_enabled():
@@ -206,8 +222,16 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
             "seed": seed,
             "lr": lr,
         }
-        switches = {"average": average, "overlap": overlap, "canonical": canonical}
+        switches = {
+            "average": average,
+            "overlap": overlap,
+            "canonical": canonical,
+            "shard_gradients": shard_gradients,
+        }
         require_settings(**numbers, **switches)
+        if shard_gradients and canonical:
+            # a canonical sum adds the micro-batches of a rank before those of other ranks
+            raise UserError.of("optimizer.canonical_shard_gradients")
         require_same_plan(parts, plan)
         self.observers = [*observers]
         self.stop = False  # any rank may set it, and all learn of it
@@ -239,6 +263,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         # the sum over virtual ranks is that of `ModelBuffers.sum_copies`
         tp = Axis("tp") if virtual else self.tp
         self._numerics = CanonicalNumerics() if canonical else Numerics()
+        self._leaves = None if canonical else leaves
         self._numerics.require_supported(parts, plan, self.dp, tp, self.average)
 
         self.scaler = make_scaler(plan.scaling, self.device)
@@ -252,7 +277,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
 
         # From here on the optimizer takes over the parameters' memory and their gradients.
         disable_ddp_sync(parts)
-        require_no_double_sharding(parts, overlap, zero_size)
+        sharding = {"overlap": overlap, "zero_size": zero_size, "shard_gradients": shard_gradients}
+        require_no_double_sharding(parts, sharding)
         self.shards = self.dp.subaxis(zero_size or self.dp.size, "zero")
         self._memory = ModelBuffers(
             parts,
@@ -264,8 +290,11 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
             bucket=bucket,
             moments=partial(moments_of, rule),
             seed=seed,
-            average=self.average,
-            start_sum=self._numerics.start_sum,
+            reduction=GradReduction(
+                self.average,
+                self._numerics.start_sum,
+                sharded=shard_gradients,
+            ),
             virtual=virtual,
         )
         self._virtual = virtual
@@ -277,7 +306,11 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         self._whole_updates = self._make_whole_updates(groups, mesh)
         self._buffer_slices = self._cut_into_slices(groups)
         sums = self._numerics.sums_over_microbatches(self.buffers)
-        self._reducer = GradReducer(self.buffers, tp, overlap, sums)
+        chunks = [
+            in_forward_order(part, buffers)
+            for part, buffers in zip(parts, self.buffers, strict=True)
+        ]
+        self._reducer = GradReducer(chunks, tp, overlap, sums)
         self._gatherer = ParamGatherer(parts, buffers, overlap)
         # views, made once: the memory of the gradients is the same in every step
         self._counted_grads = list(self._memory.counted())
@@ -285,7 +318,9 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         self._fp8_masters = self._memory.fp8_masters(
             self._gatherer.begin, self._gatherer.finish_update
         )
-        self._consensus = self._numerics.consensus(self.pp, self.world, norm, self.device)
+        self._consensus = self._numerics.consensus(
+            self.pp, self.world, norm, self.device, self._leaves
+        )
         # of the whole model, on all ranks
         self.num_elements, self.num_frozen = self._memory.num_elements(self.world)
 
@@ -313,11 +348,20 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         for buffer in self._memory.all:
             if buffer not in others:
                 of_buffer = [
-                    _SliceTiles(part, list(buffer.tiles(part.start, part.stop)))
-                    for part in slices(buffer, groups)
+                    _SliceTiles(part, self._tiles(buffer, part)) for part in slices(buffer, groups)
                 ]
                 cut_buffers.append(_BufferSlices(buffer, of_buffer))
         return cut_buffers
+
+    def _tiles(self, buffer: Buffer, part: Slice) -> list[Tile]:
+        """Return the tiles of a slice of a buffer, of the lengths of leaves if these update it."""
+        tiles = list(buffer.tiles(part.start, part.stop))
+        if self._leaves is None or not tiles or not has_one_pass(tiles[0], self.rule):
+            return tiles
+        of_runs: list[Tile] = []
+        for start, stop in runs(part.start, part.stop):
+            of_runs += buffer.tiles(start, stop, stop - start)
+        return of_runs
 
     def all_buffers(self) -> list[Buffer]:
         """Return every buffer of this rank, in an order that all dp ranks share."""
@@ -387,12 +431,20 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         load_tensors(state["tensors"], self.all_buffers(), self.world, self.device)
         self.load_numbers(state)
 
-    def expect(self, chunk: int = 0) -> None:
-        """Announce that the next backward pass through model chunk `chunk` completes its gradients.
+    @property
+    def shards_gradients(self) -> bool:
+        """Return True if this rank frees gradients within a step (ZeRO-2 over several ranks)."""
+        return any(buffer.shards_gradients for buffer in self.all_buffers())
 
-        With `overlap`, the reduction of each buffer starts when its gradients are complete.
+    def expect(self, chunk: int = 0, is_last: bool = True) -> None:
+        """Announce that the next backward pass through model chunk `chunk` completes the gradients
+        of a micro-batch.
+
+        With `overlap` or `shard_gradients`, the reduction of each buffer starts when its gradients
+        are complete.
+        is_last: it is the last such pass of the step. `overlap` alone looks at no other.
         """
-        self._reducer.expect(chunk)
+        self._reducer.expect(chunk, is_last)
 
     @torch.no_grad()
     def end_microbatch(
@@ -406,9 +458,10 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         in a model chunk.
 
         complete: False if a second pass of the micro-batch computes the gradients of further
-        parameters. Without effect unless `canonical`. Raises UserError for contradicting numbers.
+        parameters. Without effect unless `canonical` or `shard_gradients`. Raises UserError for
+        contradicting numbers.
         """
-        self._reducer.microbatches.end(number, count, chunk, complete)
+        self._reducer.end_microbatch(number, count, chunk, complete)
 
     @torch.no_grad()
     def reduce(self, chunk: int = 0) -> None:
@@ -598,17 +651,29 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         # at least 1: a skipped first step must not divide by 1 - beta**0
         steps = self.steps.clamp(min=1)
 
+        @cache
         def step_of(factors: Factors) -> Step:
             rates = self._rates[factors]
             return Step(rates.lr, rates.weight_decay, divisor, skip, steps)
+
+        @cache
+        def numbers_of(factors: Factors) -> AdamWNumbers | None:
+            rule = self._rules[factors]
+            if self._leaves is None or type(rule) is not AdamW:
+                return None
+            return adamw_numbers(rule, step_of(factors))
 
         for buffer, of_buffer in self._buffer_slices:
             for buffer_slice, tiles in of_buffer:
                 # a group's rule has the options that a scheduler has changed there
                 rule = self._rules[buffer_slice.factors]
                 step = step_of(buffer_slice.factors)
+                numbers = numbers_of(buffer_slice.factors)
                 for tile in tiles:
-                    self._update_tile(tile, rule, step)
+                    if numbers is not None and has_one_pass(tile, rule):
+                        self._update_in_one_pass(tile, rule, step, numbers)
+                    else:
+                        self._update_tile(tile, rule, step)
             self._gather(buffer)  # overlaps with the update of the next buffer
         for updates in self._whole_updates:
             updates.apply(step_of, self._gather)
@@ -621,6 +686,23 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         later."""
         if not buffer.has_fp8_weights:
             self._gatherer.begin(buffer)
+
+    def _update_in_one_pass(
+        self,
+        tile: Tile,
+        rule: UpdateRule,
+        step: Step,
+        numbers: AdamWNumbers,
+    ) -> None:
+        """Update one tile by compiled code, if there is any for it."""
+        assert self._leaves is not None
+        update_in_one_pass(
+            self._leaves,
+            tile,
+            rule,
+            numbers,
+            otherwise=lambda: self._update_tile(tile, rule, step),
+        )
 
     def _update_tile(self, tile: Tile, rule: UpdateRule, step: Step) -> None:
         """Update one tile. Its gradients may be overwritten, but non-finite ones stay

@@ -3,8 +3,9 @@
     gather   each rank all-gathers the keys and values of a whole sequence, for one layer at a time
     ring     each rank passes the keys and values of one rank on to the next: none ever holds all
 
-Both are the same sums: attention is merged from the ranks' parts (`partial.py`), in FP32
-or wider, beginning with the local part. Only their own query, key, value and result are saved for
+Both are the same sums: attention is merged from the ranks' parts, in FP32 or wider, beginning with
+the local part: by one call of a fused kernel for each (`fused_parts.py`), or by matrix products
+(`partial.py`). Only their own query, key, value and result are saved for
 the backward pass, which fetches the other parts again. It sums the gradients of keys and values in
 FP32 or wider, by a reduce-scatter, or on their way round the ring. Communication of a part overlaps
 with the work on the part before it.
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megaprec.comm.axis import Axis
+from models.attention.fused_parts import FusedParts, FusedPartsGradients
 from models.attention.partial import AttentionGradients, AttentionRule, MergedAttention
 from parallel.sequence_cut import chunks_of_rank
 
@@ -34,6 +36,7 @@ def attend_over_ranks(
     ring: bool,
     wide_dtype: torch.dtype,
     sinks: Tensor | None = None,
+    fused: bool = False,
 ) -> Tensor:
     """Return attention of this rank's queries over the keys of all ranks of cp: [b, n, s, e] in the
     dtype of query.
@@ -42,9 +45,11 @@ def attend_over_ranks(
     rule: of positions in the whole sequence.
     wide_dtype: the dtype of scores and sums.
     sinks: [n] (`sink_attention.py`), whose gradient is that of this rank's tokens; None: without.
+    fused: a fused kernel attends to the keys of each rank. It takes the scale of the rule alone,
+        and d must be e.
     Collective over cp, forward and backward.
     """
-    return _AttendOverRanks.apply(query, key, value, sinks, cp, rule, ring, wide_dtype)
+    return _AttendOverRanks.apply(query, key, value, sinks, cp, rule, ring, wide_dtype, fused)
 
 
 class _AttendOverRanks(torch.autograd.Function):
@@ -61,13 +66,20 @@ class _AttendOverRanks(torch.autograd.Function):
         rule: AttentionRule,
         ring: bool,
         wide_dtype: torch.dtype,
+        fused: bool,
     ) -> Tensor:
         length = query.shape[2]
         key_heads = key.shape[1]
         widths = (key.shape[-1], value.shape[-1])
         # a chunk of positions is a run of the partial attention
         local_runs = chunks_of_rank(cp.rank, cp.size, length)
-        merged = MergedAttention(query, local_runs, key_heads, widths[1], rule, wide_dtype, sinks)
+        merged: FusedParts | MergedAttention
+        if fused:
+            merged = FusedParts(query, local_runs, rule.scale, sinks)
+        else:
+            merged = MergedAttention(
+                query, local_runs, key_heads, widths[1], rule, wide_dtype, sinks
+            )
         parts_of_ranks = _pass_parts_around if ring else _gather_parts
         # Key and value travel as one message.
         for rank, part in parts_of_ranks(torch.cat((key, value), -1), cp):
@@ -80,6 +92,7 @@ class _AttendOverRanks(torch.autograd.Function):
         output.copy_(exact)
         ctx.save_for_backward(query, key, value, sinks, output, log_sum)
         ctx.settings = cp, rule, ring, wide_dtype
+        ctx.of_fused = merged.backward_inputs if isinstance(merged, FusedParts) else None
         return output
 
     @staticmethod
@@ -90,7 +103,15 @@ class _AttendOverRanks(torch.autograd.Function):
         length = query.shape[2]
         widths = (key.shape[-1], value.shape[-1])
         local_runs = chunks_of_rank(cp.rank, cp.size, length)
-        gradients = AttentionGradients(query, local_runs, output, log_sum, grad, rule, wide_dtype)
+        gradients: FusedPartsGradients | AttentionGradients
+        if ctx.of_fused is not None:
+            gradients = FusedPartsGradients(
+                query, local_runs, output, log_sum, grad, rule.scale, ctx.of_fused
+            )
+        else:
+            gradients = AttentionGradients(
+                query, local_runs, output, log_sum, grad, rule, wide_dtype
+            )
 
         def add_gradient(
             rank: int,
@@ -111,6 +132,7 @@ class _AttendOverRanks(torch.autograd.Function):
             grad_key.to(key.dtype),
             grad_value.to(value.dtype),
             grad_sinks,
+            None,
             None,
             None,
             None,

@@ -39,20 +39,22 @@ def forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    causal: bool,
     bias: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Return attention [b, n, s, d], in FP32 or in the dtype of the query, and its logs of sums [b,
     n, s].
 
-    bias: [s, t] or [b, 1, s, t], which is added to the scores; None: causal attention.
+    causal: a query attends to the keys up to its own row.
+    bias: [s, t] or [b, 1, s, t], which is added to the scores.
     """
     return cpu_attention(
         _widen(query),
         _widen(key),
         _widen(value),
         _NO_DROPOUT,
-        bias is None,
+        causal,
         attn_mask=_widen_bias(bias),
         scale=scale,
     )
@@ -61,9 +63,10 @@ def forward(
 def backward(
     grad: Tensor,
     inputs: tuple[Tensor, Tensor, Tensor],
-    bias: Tensor | None,
     output: Tensor,
     log_sums: Tensor,
+    causal: bool,
+    bias: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, in the dtype of `grad`.
@@ -80,7 +83,7 @@ def backward(
         _widen(output),
         log_sums,
         _NO_DROPOUT,
-        bias is None,
+        causal,
         attn_mask=_widen_bias(bias),
         scale=scale,
     )
@@ -109,7 +112,7 @@ class _AttendInFP32(torch.autograd.Function):
         scale: float | None,
     ) -> Tensor:
         bias = None if attn_mask is None else bias_of_mask(attn_mask, torch.float32)
-        output, log_sums = forward(query, key, value, bias, scale)
+        output, log_sums = forward(query, key, value, bias is None, bias, scale)
         # The backward pass reads the rounded output, for the wide one would be saved besides.
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, attn_mask, output, log_sums)
@@ -122,5 +125,7 @@ class _AttendInFP32(torch.autograd.Function):
         query, key, value, attn_mask, output, log_sums = ctx.saved_tensors
         # The mask is saved and not the bias, which takes four times its memory.
         bias = None if attn_mask is None else bias_of_mask(attn_mask, torch.float32)
-        grads = backward(grad, (query, key, value), bias, output, log_sums, ctx.scale)
+        causal = bias is None
+        inputs = (query, key, value)
+        grads = backward(grad, inputs, output, log_sums, causal, bias, ctx.scale)
         return *grads, None, None

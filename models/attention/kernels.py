@@ -36,6 +36,7 @@ class Kernel(Enum):
     """A way to compute attention."""
 
     OVER_RANKS = "partial attention, over the keys of all ranks of cp"
+    FUSED_OVER_RANKS = "flash attention on a GPU, for the keys of each rank of cp"
     FLASH_WINDOWS = "flash attention on a GPU, within windows and documents"
     UNFUSED = "matrix products and a softmax, all scores in memory"
     BF16_PRODUCTS = "bf16 matrix products on a CPU, head by head"
@@ -49,6 +50,8 @@ class AttentionCall:
     """The facts that decide which kernel computes a call of attention.
 
     over_ranks: sequences are cut over the ranks of cp.
+    parts_fuse: a fused kernel attends with this rank's queries to the keys of one rank of cp.
+    restricted: attention is within a window or documents (of cut sequences alone).
     softcap, dropout, sinks: the scores have a soft cap, weights are dropped, heads have sinks.
     rounded_scores: the plan rounds scores to a narrower dtype than the sensitive one.
     sinks_fuse: a fused kernel that can be corrected for the sinks takes this query.
@@ -58,6 +61,8 @@ class AttentionCall:
     """
 
     over_ranks: bool = False
+    parts_fuse: bool = False
+    restricted: bool = False
     softcap: bool = False
     dropout: bool = False
     sinks: bool = False
@@ -70,9 +75,11 @@ class AttentionCall:
 
 def choose_kernel(call: AttentionCall) -> Kernel:
     """Return the fastest kernel that computes what the call asks for."""
-    # Only partial attention merges a softmax over keys that lie on several ranks.
+    # The softmax over keys that lie on several ranks is merged from parts.
     if call.over_ranks:
-        return Kernel.OVER_RANKS
+        only_products = call.softcap or call.dropout or call.restricted
+        fuses = call.parts_fuse and not only_products
+        return Kernel.FUSED_OVER_RANKS if fuses else Kernel.OVER_RANKS
     # Fused kernels have no soft cap, and draw dropout from a generator that does not know the
     # layout: each layout would drop other weights.
     if call.softcap or call.dropout:
@@ -156,7 +163,7 @@ def describe_call(
 ) -> AttentionCall:
     """Return the facts by which the kernel of these tensors is chosen."""
     if inputs.context.cp.size > 1:
-        return AttentionCall(over_ranks=True)
+        return _describe_over_ranks(query, key, value, inputs)
     plan = inputs.context.plan
     rounded_scores = plan.scores != plan.sensitive
     in_documents = isinstance(inputs.mask, Documents)
@@ -172,6 +179,34 @@ def describe_call(
         bf16_products=bf16_products.is_faster(query, rounded_scores),
         slow_bf16=slow_bf16(query),
     )
+
+
+def _describe_over_ranks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    inputs: KernelInputs,
+) -> AttentionCall:
+    """Return the facts about a call whose sequences are cut over the ranks of cp."""
+    config = inputs.config
+    context = inputs.context
+    length = query.shape[2] * context.cp.size
+    in_window = 0 < config.window < length
+    # Its logs of sums are in FP32.
+    merges_in_fp32 = _dtype_of_sums(context) == torch.float32
+    return AttentionCall(
+        over_ranks=True,
+        parts_fuse=merges_in_fp32 and flash_windows.can_attend(query, key, value),
+        restricted=in_window or inputs.mask is not None,
+        softcap=config.attention_softcap > 0,
+        dropout=inputs.dropout,
+        sinks=inputs.sinks is not None,
+    )
+
+
+def _dtype_of_sums(context: Context) -> torch.dtype:
+    """Return the dtype of sums over the parts of keys."""
+    return torch.promote_types(context.plan.sensitive, torch.float32)
 
 
 def takes_groups(query: Tensor, masked: bool) -> bool:
@@ -198,7 +233,7 @@ def _repeat_heads(
     return key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
 
 
-def _prepare_fused(
+def prepare_fused(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -218,8 +253,12 @@ def _over_ranks(
     key: Tensor,
     value: Tensor,
     inputs: KernelInputs,
+    fused: bool = False,
 ) -> Tensor:
-    """Attend with this rank's tokens to those of all ranks of cp. Collective over cp."""
+    """Attend with this rank's tokens to those of all ranks of cp. Collective over cp.
+
+    fused: by a fused kernel for the keys of each rank.
+    """
     config = inputs.config
     context = inputs.context
     assert not isinstance(inputs.mask, Documents)  # under cp they come as numbers
@@ -227,7 +266,6 @@ def _over_ranks(
     scale = config.attention_scalar**-0.5 if inputs.scale is None else inputs.scale
     drop = partial(_drop_weights, inputs) if inputs.dropout else None
     rule = AttentionRule(scale, config.window, inputs.mask, drop, config.attention_softcap)
-    wide_dtype = torch.promote_types(context.plan.sensitive, torch.float32)
     return attend_over_ranks(
         query,
         key,
@@ -235,8 +273,9 @@ def _over_ranks(
         context.cp,
         rule,
         context.ring,
-        wide_dtype,
+        _dtype_of_sums(context),
         inputs.wide_sinks(),
+        fused,
     )
 
 
@@ -318,7 +357,7 @@ def _sinks(
     inputs: KernelInputs,
 ) -> Tensor:
     mask = inputs.mask_of(query)
-    query, key, value = _prepare_fused(query, key, value, mask)
+    query, key, value = prepare_fused(query, key, value, mask)
     sinks = inputs.wide_sinks()
     assert sinks is not None
     return sink_attention.attend(query, key, value, sinks, mask, inputs.scale)
@@ -341,7 +380,7 @@ def _torch_fused(
     inputs: KernelInputs,
 ) -> Tensor:
     mask = inputs.mask_of(query)
-    query, key, value = _prepare_fused(query, key, value, mask)
+    query, key, value = prepare_fused(query, key, value, mask)
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -355,6 +394,7 @@ def _torch_fused(
 
 KERNELS: dict[Kernel, Callable[[Tensor, Tensor, Tensor, KernelInputs], Tensor]] = {
     Kernel.OVER_RANKS: _over_ranks,
+    Kernel.FUSED_OVER_RANKS: partial(_over_ranks, fused=True),
     Kernel.FLASH_WINDOWS: _flash_windows,
     Kernel.UNFUSED: _unfused,
     Kernel.BF16_PRODUCTS: _bf16_products,

@@ -15,28 +15,20 @@ So a sink costs two passes over the output, and no matrix of scores is kept. In 
 output is rounded once more than without a sink.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megaprec.torch_private import (
-    efficient_attention,
-    efficient_attention_gradients,
-    flash_attention_by_heads,
-    flash_attention_gradients,
-)
-from models.attention import cpu_fused
+from models.attention import fused_kernels
 from models.attention.packing import bias_of_mask
 
 # Elements: kernels want the rows of a bias to begin at multiples of it.
 _BIAS_ALIGNMENT = 16
 # Features of a head: flash attention takes no more.
 _FLASH_WIDEST = 256
-# Kernels would draw it from a generator that does not know the layout.
-_NO_DROPOUT = 0.0
 
 
 def fuses(query: Tensor) -> bool:
@@ -91,14 +83,6 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return weights[..., :-1]  # without that of the sink, whose value is zero
 
 
-class _FusedAttention(NamedTuple):
-    """The result of a fused kernel that knows no sinks."""
-
-    output: Tensor
-    log_sums: Tensor  # [b, n, >= s], of the exponentials of each token's scores
-    backward_inputs: tuple[Any, ...]  # what else the kernel's backward pass needs
-
-
 class _AttendWithSinks(torch.autograd.Function):
     """A fused attention, corrected for sinks; see the module."""
 
@@ -112,16 +96,15 @@ class _AttendWithSinks(torch.autograd.Function):
         bias: Tensor | None,
         scale: float | None,
     ) -> Tensor:
-        fused = _fused_forward(query, key, value, bias, scale)
-        length = query.shape[2]
-        log_sums = fused.log_sums[..., :length]  # a kernel may return more rows than tokens
+        causal = bias is None
+        fused = fused_kernels.forward(query, key, value, causal, bias, scale)
+        log_sums = fused.log_sums
         log_sums_with_sinks = torch.logaddexp(log_sums, sinks.to(log_sums.dtype)[:, None])
         factors = (log_sums - log_sums_with_sinks).exp().unsqueeze(-1)
         output = (fused.output * factors).to(query.dtype)
         ctx.save_for_backward(query, key, value, sinks, bias, output, log_sums_with_sinks)
         ctx.backward_inputs = fused.backward_inputs
         ctx.scale = scale
-        ctx.padding = fused.log_sums.shape[-1] - length
         return output
 
     @staticmethod
@@ -131,19 +114,14 @@ class _AttendWithSinks(torch.autograd.Function):
         grad_dot_output = (grad.to(log_sums.dtype) * output).sum(-1)
         sink_weights = (sinks.to(log_sums.dtype)[:, None] - log_sums).exp()
         grad_sinks = -(sink_weights * grad_dot_output).sum((0, 2)).to(sinks.dtype)
-        # The kernel reads its added rows too. Infinity, which it makes there itself, gives them no
-        # weight.
-        if ctx.padding:
-            log_sums = F.pad(log_sums, (0, ctx.padding), value=torch.inf)
-        grads = _fused_backward(
+        grads = fused_kernels.backward(
             grad,
-            query,
-            key,
-            value,
-            bias,
+            (query, key, value),
             output,
             log_sums,
             ctx.backward_inputs,
+            bias is None,
+            bias,
             ctx.scale,
         )
         return *grads, grad_sinks, None, None
@@ -158,86 +136,3 @@ def _make_bias(attn_mask: Tensor, query: Tensor) -> Tensor:
     # Padded and cut again: a view whose rows begin where the kernel wants them.
     aligned = F.pad(bias, (0, -keys % _BIAS_ALIGNMENT))[..., :keys]
     return aligned.expand(*query.shape[:3], keys)
-
-
-def _takes_flash(query: Tensor, bias: Tensor | None) -> bool:
-    """Return True if a GPU takes flash attention: half precision without a mask; else its other
-    fused kernel."""
-    return bias is None and query.dtype.itemsize == 2
-
-
-def _fused_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    scale: float | None,
-) -> _FusedAttention:
-    """Return the attention without sinks."""
-    causal = bias is None
-    if query.device.type == "cpu":
-        output, log_sums = cpu_fused.forward(query, key, value, bias, scale)
-        return _FusedAttention(output, log_sums, ())
-    if _takes_flash(query, bias):
-        results = flash_attention_by_heads(query, key, value, _NO_DROPOUT, causal, scale=scale)
-        # The last result is a mask of dropout, which torch returns for debugging.
-        return _FusedAttention(results[0], results[1], tuple(results[2:8]))
-    output, log_sums, *others = efficient_attention(
-        query,
-        key,
-        value,
-        bias,
-        True,
-        _NO_DROPOUT,
-        causal,
-        scale=scale,
-    )
-    return _FusedAttention(output, log_sums, tuple(others))
-
-
-def _fused_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    output: Tensor,
-    log_sums: Tensor,
-    backward_inputs: tuple[Any, ...],
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value of an attention with this output and these logs
-    of sums."""
-    causal = bias is None
-    attended = (query, key, value)
-    if query.device.type == "cpu":
-        return cpu_fused.backward(grad, attended, bias, output, log_sums, scale)
-    if _takes_flash(query, bias):
-        # The kernel takes dropout and `causal` between these inputs.
-        *lengths, seed, offset = backward_inputs
-        return flash_attention_gradients(
-            grad,
-            *attended,
-            output,
-            log_sums,
-            *lengths,
-            _NO_DROPOUT,
-            causal,
-            seed,
-            offset,
-            scale=scale,
-        )
-    wanted_gradients = (True, True, True, False)  # none of the bias
-    grads = efficient_attention_gradients(
-        grad,
-        *attended,
-        bias,
-        output,
-        log_sums,
-        *backward_inputs,
-        _NO_DROPOUT,
-        wanted_gradients,
-        causal,
-        scale=scale,
-    )
-    return grads[:3]

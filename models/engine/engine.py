@@ -83,6 +83,9 @@ class RankStages:
             settings["canonical"] = True
         if self.context.experts is not None:
             settings["experts"] = self.context.experts
+        # On a CPU torch's own kernels are as fast, and the bits stay those of uncompiled runs.
+        if device_of(self.mesh).type == "cuda" and self.options.leaves.compiled:
+            settings.setdefault("leaves", self.options.leaves)
         return kind(list(self.by_number.values()), self.plan, self.mesh, **settings)
 
 
@@ -185,7 +188,8 @@ class Engine:
         mesh = rank_stages.mesh
         options = rank_stages.options
         context = rank_stages.context
-        self.trace = options.trace
+        # A replay holds the whole gradients of all parameters, for which ZeRO-2 has no memory.
+        self.trace = options.trace and not optimizer.shards_gradients
         self.leaves = options.leaves
         self.schedule = rank_stages.schedule
         self.stages = rank_stages.by_number
@@ -275,6 +279,7 @@ class Engine:
         """Run training step `number`; every rank gets the same report. Collective over the whole
         mesh.
 
+        number: of the step, counted from 0, skipped steps too: dropout is drawn by it.
         recording: receives the time span of each instruction.
         Raises NonFiniteStep, on every rank, if the step is not finite and the precision plan asks
         for an error.
@@ -295,7 +300,8 @@ class Engine:
         executor = self.passes.executor(state, spans=recording.spans if recording else None)
         if self.watch is not None:
             self.watch(executor)
-        # One autocast around all micro-batches: FP8's scales advance once a step.
+        # One autocast around all micro-batches: FP8's scales advance once a step, or with
+        # fp8.history = "te" after each pass (`PassHooks.after`).
         with self.passes.in_fp8():
             executor.run()
         return state
@@ -327,6 +333,7 @@ class Engine:
         state = self.passes.begin(share, None, self.optimizer.scale)
         with self.passes.in_fp8():
             self.passes.executor(state, self._evaluation_program).run()
+        # Canonical numerics have a loss for each micro-batch, others one, summed over the world.
         loss = summed_loss(state.loss, self.optimizer.dp, self.optimizer.world)
         # Ids outside the vocabulary make the loss NaN on all ranks (`Passes.begin`).
         if math.isnan(loss):
@@ -355,7 +362,8 @@ class Engine:
             return report
         offenders = report.offenders
         if offenders and offenders[0].name == LOSS:
-            # The optimizer does not know which rank computes the loss.
+            # The optimizer does not know which rank computes the loss. The "stage" of an offender
+            # is a pipeline rank.
             last_rank = self.schedule.rank_of_stage[-1]
             offenders = (replace(offenders[0], stage=last_rank), *offenders[1:])
         if self.trace and offenders and not self._searches_scale(report):

@@ -22,7 +22,7 @@ from megaprec.comm.layout import layout_of
 from megaprec.fp8.state import ROLES
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.partial_grads import sum_partial
-from models.engine.passes import Passes, Share, require_steady_scales
+from models.engine.passes import Passes, Share, require_steady_scales, require_whole_gradients
 from parallel.pipeline.instructions import Op
 
 Sums = dict[str, list[float]]
@@ -110,6 +110,7 @@ def run_shadow(
     fp8 = passes.fp8
     optimizer = passes.optimizer
     require_steady_scales(fp8, "compare a micro-batch with itself")
+    require_whole_gradients(optimizer, "compare a micro-batch with itself")
     fp8.roll()  # as at the start of the step itself
     buffers = optimizer.all_buffers()
     fp8_names = fp8.weight_names
@@ -153,7 +154,7 @@ def _run_first_microbatch(
     passes.executor(state, program).run()
     for buffer in passes.optimizer.all_buffers():
         sum_partial(buffer.parameters, passes.optimizer.tp)
-    counted_part = torch.zeros_like(state.num_tokens)
+    counted_part = torch.zeros_like(state.divisor)
     if passes.last_stage in passes.stages and passes.optimizer.tp.rank == 0:
         targets = state.share.targets[: passes.micro_batch]
         mask = state.share.mask
@@ -161,7 +162,7 @@ def _run_first_microbatch(
             tokens = float(targets.numel())
         else:
             tokens = mask[: passes.micro_batch].sum(dtype=torch.float64)
-        counted_part = tokens / state.num_tokens
+        counted_part = tokens / state.divisor
     return state.loss.sum(), counted_part
 
 

@@ -88,7 +88,7 @@ class PassState:
 
     share: the part of `full_share` that this rank of cp computes.
     token_count: the number of tokens in the loss, over the global batch.
-    step: number of the training step; None in evaluation.
+    step: number of the training step, counted from 0; None in evaluation.
     scale: factor of the loss (the loss scale).
     loss: this rank's part of the mean loss, without the scale; of each micro-batch if the optimizer
         is canonical.
@@ -108,7 +108,7 @@ class PassState:
     mtp_batch: MTPBatch | None = None
 
     @property
-    def num_tokens(self) -> Tensor:
+    def divisor(self) -> Tensor:
         """Return the number of tokens that the loss is divided by: float64 [].
 
         The first call may wait for a sum over dp.
@@ -124,7 +124,8 @@ class PassState:
 
 
 class OutsideVocabulary(UserError):
-    """A step had an id outside the vocabulary; the step changed nothing.
+    """A step had an id outside the vocabulary. It has changed nothing, unless
+    precision.on_nonfinite is "ignore".
 
     sample: the number of the first such sample within the global batch.
     """
@@ -208,9 +209,10 @@ class Passes:
         step: int | None,
         scale: Tensor,
     ) -> PassState:
-        """Prepare the passes of a share. Collective over dp if the share has a mask.
+        """Prepare the passes of a share. Collective over the optimizer's dp if the share has a mask
+        or the model has multi-token prediction.
 
-        The sum of the mask is under way until `PassState.num_tokens` is read, by the first loss.
+        The sum of the mask is under way until `PassState.divisor` is read, by the first loss.
         """
         if len(share.tokens) != self._num_samples:
             raise ValueError(
@@ -285,7 +287,7 @@ class Passes:
             self,
             state,
             advances_fp8=state.step is not None and self.fp8.by_microbatch,
-            sums_by_tree=self.optimizer.canonical and is_training_step,
+            trains=is_training_step,
             after_each=after_each,
         )
         return Executor(
@@ -345,7 +347,8 @@ class Passes:
         logits: Tensor,
         rows: slice,
     ) -> Tensor:
-        """Return a micro-batch's part of the mean loss, times the loss scale.
+        """Add a micro-batch's part of the mean loss to `state.loss`, and return it times the loss
+        scale.
 
         Losses of routers are not in it: each router adds its own to the graph, times the weight in
         `MicrobatchInfo`, as multi-token prediction does, times `MTPBatch.scale`.
@@ -354,7 +357,7 @@ class Passes:
         losses = self.stages[stage].losses(logits, self._ids_inside(state.share.targets[rows]))
         if state.share.mask is not None:
             losses = losses * _columns(state.share.mask[rows]).to(losses.dtype)
-        loss = losses.sum() / state.num_tokens.to(losses.dtype)
+        loss = losses.sum() / state.divisor.to(losses.dtype)
         # Kept on the first tp rank alone: an evaluation sums losses over the world, and the
         # optimizer takes 0 from the others.
         if self.optimizer.tp.rank == 0:
@@ -385,6 +388,7 @@ class Passes:
         at the end. Gradients that were there before are lost."""
         buffers = self.optimizer.all_buffers()
         for buffer in buffers:
+            buffer.make_room()
             buffer.grads.zero_()
         try:
             yield
@@ -392,12 +396,13 @@ class Passes:
             # The first pass of the step overwrites what is left in the buffers.
             for buffer in buffers:
                 reset_accumulation(buffer.parameters)
+                buffer.forget_gradients()
 
     def _is_outside(self, ids: Tensor) -> Tensor:
         """Return bool [samples, s], True where an id is outside the vocabulary.
 
         The loss is NaN in that case. All ranks thus learn of it from the values that they reduce
-        anyway, and no step is taken.
+        anyway, and no step is taken unless precision.on_nonfinite is "ignore".
         """
         return (ids < 0) | (ids >= self.config.vocab)
 
@@ -412,15 +417,14 @@ class PassHooks(StageHooks):
     """The hooks of an executor that runs the passes of one share.
 
     advances_fp8: FP8's amax histories advance after each pass.
-    sums_by_tree: the optimizer is told of each backward pass, to sum the gradients of micro-batches
-        by a tree.
+    trains: the passes are those of a training step, whose gradients the optimizer takes.
     after_each: called after each instruction.
     """
 
     passes: Passes
     state: PassState
     advances_fp8: bool = False
-    sums_by_tree: bool = False
+    trains: bool = False
     after_each: Callable[[Instruction], None] | None = None
 
     def forward(
@@ -431,10 +435,10 @@ class PassHooks(StageHooks):
     ) -> Tensor:
         return self.passes.forward(self.state, stage, microbatch, received)
 
-    def expect(self, stage: int) -> None:
+    def expect(self, stage: int, is_last: bool) -> None:
         passes = self.passes
         if not passes.is_reduced_late(stage):
-            passes.optimizer.expect(passes.chunk_of_stage[stage])
+            passes.optimizer.expect(passes.chunk_of_stage[stage], is_last)
 
     def reduce(self, stage: int) -> None:
         passes = self.passes
@@ -448,7 +452,7 @@ class PassHooks(StageHooks):
             self.passes.fp8.advance()
         if self.after_each is not None:
             self.after_each(instruction)
-        if self.sums_by_tree and op in INPUT_GRADIENTS | WEIGHT_GRADIENTS:
+        if op in INPUT_GRADIENTS | WEIGHT_GRADIENTS and self._announces(instruction.stage):
             self.passes.optimizer.end_microbatch(
                 instruction.microbatch,
                 self.passes.schedule.microbatches,
@@ -456,12 +460,27 @@ class PassHooks(StageHooks):
                 op is not Op.BACKWARD_INPUT,
             )
 
+    def _announces(self, stage: int) -> bool:
+        """Return True if the optimizer is told of the end of each backward pass through `stage`."""
+        optimizer = self.passes.optimizer
+        # to reduce gradients of each micro-batch, of stages that are complete at its end
+        by_microbatch = optimizer.shards_gradients and not self.passes.is_reduced_late(stage)
+        # or to sum them by a tree
+        return self.trains and (by_microbatch or optimizer.canonical)
+
 
 def require_steady_scales(fp8: FP8State, purpose: str) -> None:
     """Raise UserError if FP8 scales depend on earlier micro-batches. purpose: the task that needs
     them steady."""
     if fp8.by_microbatch:
         raise UserError.of("model.fp8_history_unsteady", purpose=purpose)
+
+
+def require_whole_gradients(optimizer: ParallelAMPOptimizer, purpose: str) -> None:
+    """Raise UserError if ZeRO-2 frees gradients within a step. purpose: the task that needs all of
+    them."""
+    if optimizer.shards_gradients:
+        raise UserError.of("model.gradients_freed", purpose=purpose)
 
 
 def _columns(samples: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ from models.engine.microbatch_trace import (
     MicrobatchTrace,
     message_name,
 )
-from models.engine.passes import Share, require_steady_scales
+from models.engine.passes import Share, require_steady_scales, require_whole_gradients
 from parallel.pipeline.instructions import Op
 
 ShareOf = Callable[[int], Share]
@@ -70,6 +70,7 @@ class Sentinel(StepObserver):
 
     def __init__(self, engine: Engine, exact: bool) -> None:
         require_steady_scales(engine.fp8, "compute a micro-batch again")
+        require_whole_gradients(engine.optimizer, "compute a micro-batch again")
         require_uncut_sequences(engine.cp.size, "check steps for hardware that computes wrongly")
         self.engine = engine
         self.optimizer = engine.optimizer
@@ -100,8 +101,8 @@ class Sentinel(StepObserver):
         """Check step `number`, which is taken inside. Raises SilentFault, on every rank, before the
         step's update.
 
-        share_of: returns the share of a data-parallel rank in this step. The step before must be
-            settled. Collective.
+        share_of: returns the share of a data-parallel rank in this step.
+        `Engine.step` of the step before must have returned. Collective.
         """
         engine = self.engine
         self._number = number

@@ -116,11 +116,23 @@ class SimulatedAxis(Axis):
         gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
         return lambda: gathered
 
-    def exchanged_counts(self, counts: Any) -> tuple[list[int], list[int]]:
+    def start_exchange_of_counts(self, counts: Any) -> Callable[[], tuple[list[int], list[int]]]:
         sent = counts.tolist()
         # Every rank's router sends as many.
         received = sent[: len(sent) // self.size] * self.size
-        return sent, received
+        return lambda: (sent, received)
+
+    def start_exchange_of_rows(
+        self,
+        rows: Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+    ) -> Callable[[], Tensor]:
+        # Over gloo each rank's rows are a tensor of their own.
+        if not rows.is_meta:
+            return super().start_exchange_of_rows(rows, sent, received)
+        incoming = rows.new_empty((sum(received), rows.shape[1]))
+        return lambda: incoming
 
     def start_uneven_exchange(
         self, outgoing: Sequence[Tensor], sizes: Sequence[int]

@@ -10,7 +10,7 @@ to the experts, gradients of rows come back.
 
 The ranks first exchange how many rows go where. The host waits for these numbers once a layer and
 pass, because a message needs a size; products of the rows then need no further wait, grouped or
-not. A recomputed layer waits again.
+not. Meanwhile the device sorts the rows. A recomputed layer waits again.
 
 Ranks that hold slices of the same experts also hold the same tokens, and send the same rows along
 their own axes. Where experts have fewer slices than there are tp ranks, each tp rank takes a part
@@ -18,7 +18,7 @@ of the tokens, so that none is sent twice. The sums of an expert run over its ro
 then by token; a token's results are summed as they were chosen.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -95,17 +95,24 @@ class Dispatch:
     received: tuple[tuple[int, ...], ...]
 
     @staticmethod
-    def of(counts: Tensor, axis: Axis) -> "Dispatch":
-        """Return the exchange of rows that are sorted by expert. Collective over the axis.
+    def start(counts: Tensor, axis: Axis) -> Callable[[], "Dispatch"]:
+        """Start to exchange the counts of rows that are sorted by expert; the returned function
+        waits for those of other ranks. Collective over the axis.
 
-        counts: int64, the rows of each expert of the layer. The host waits for them here.
+        counts: int64, the rows of each expert of the layer. The host waits for them in the returned
+        function.
         """
-        to_experts, from_ranks = axis.exchanged_counts(counts)
-        experts_per_rank = len(to_experts) // axis.size
-        # an expert's rows are counted apart only where they arrive
-        sent = [sum(rank_counts) for rank_counts in _by_rank(to_experts, experts_per_rank)]
-        received = _by_rank(from_ranks, experts_per_rank)
-        return Dispatch(axis, tuple(sent), tuple(received))
+        wait_for_counts = axis.start_exchange_of_counts(counts)
+
+        def finish() -> Dispatch:
+            to_experts, from_ranks = wait_for_counts()
+            experts_per_rank = len(to_experts) // axis.size
+            # an expert's rows are counted apart only where they arrive
+            sent = [sum(rank_counts) for rank_counts in _by_rank(to_experts, experts_per_rank)]
+            received = _by_rank(from_ranks, experts_per_rank)
+            return Dispatch(axis, tuple(sent), tuple(received))
+
+        return finish
 
     @property
     def received_of_rank(self) -> tuple[int, ...]:
@@ -172,22 +179,9 @@ class ExchangeRows(torch.autograd.Function):
         ctx.axis = axis
         ctx.sent = sent
         ctx.received = received
-        return _exchange_rows(rows, axis, sent, received)
+        return axis.start_exchange_of_rows(rows, sent, received)()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return _exchange_rows(grad, ctx.axis, ctx.received, ctx.sent), None, None, None
-
-
-def _exchange_rows(
-    rows: Tensor,
-    axis: Axis,
-    sent: Sequence[int],
-    received: Sequence[int],
-) -> Tensor:
-    width = rows.shape[1]
-    # The exchange takes flat parts, whose sizes are numbers of elements.
-    outgoing = [part.reshape(-1) for part in rows.contiguous().split(list(sent))]
-    incoming_sizes = [count * width for count in received]
-    wait = axis.start_uneven_exchange(outgoing, incoming_sizes)
-    return torch.cat(wait()).view(-1, width)
+        wait = ctx.axis.start_exchange_of_rows(grad, ctx.received, ctx.sent)
+        return wait(), None, None, None

@@ -14,8 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.layout import Part, layout_of
-from megaprec.comm.main_grad import Destination, cleared_main_grad, destination
+from megaprec.comm.main_grad import (
+    Destination,
+    begin_accumulation,
+    cleared_main_grad,
+    destinations,
+    has_gradient,
+)
 from megaprec.precision.row_sums import add_rows_
+from models.feed_forward.grouped_products import view_as_stacked
 from parallel.context import Context
 from parallel.layers import parameter
 
@@ -83,10 +90,13 @@ class _AddBiases(torch.autograd.Function):
         # Numbers count the tensors among the inputs: y, ends if there are any, then the biases.
         first_bias = 1 if ctx.expert_of_row is None else 2
         sums = _sum_rows(grad[:, ctx.features], ctx.expert_of_row, len(ctx.biases))
-        gradients: list[Tensor | None] = []
-        for number, bias in enumerate(ctx.biases):
-            where = destination(ctx, first_bias + number, bias)
-            gradients.append(_deliver_gradient(bias, sums[number], where))
+        wanted = destinations(ctx, first_bias, ctx.biases)
+        if {*wanted} == {Destination.MAIN} and _add_to_all(ctx.biases, sums):
+            return grad, None, None, *([None] * len(wanted))
+        gradients = [
+            _deliver_gradient(bias, gradient, where)
+            for bias, gradient, where in zip(ctx.biases, sums, wanted, strict=True)
+        ]
         return grad, None, None, *gradients
 
 
@@ -109,6 +119,22 @@ def _sum_rows(
     sums = rows.new_zeros(experts, rows.shape[1], dtype=wide_dtype)
     add_rows_(sums, expert_of_row, rows.to(wide_dtype))
     return sums
+
+
+def _add_to_all(biases: Sequence[nn.Parameter], gradients: Tensor) -> bool:
+    """Add gradients [experts, n] to the main gradients of the biases by one operator.
+
+    Return False, and add nothing, unless these lie in one memory at equal distances, and all or
+    none are the first ones of a step.
+    """
+    totals = view_as_stacked([bias.main_grad for bias in biases])  # type: ignore[attr-defined]
+    if totals is None or len({has_gradient(bias) for bias in biases}) > 1:
+        return False
+    first_ones = [begin_accumulation(bias)[1] for bias in biases]
+    if first_ones[0]:
+        totals.zero_()
+    totals[:, : gradients.shape[1]].add_(gradients)
+    return True
 
 
 def _deliver_gradient(

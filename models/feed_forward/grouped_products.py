@@ -9,12 +9,15 @@ experts must know the numbers on the host, which then waits for the device once 
     grad_weight[e] = grad[rows of e].T @ x[rows of e]
 
 torch's grouped product takes one tensor of all weights. Experts are separate parameters, but if one
-of the optimizer's buckets holds them all, they lie there at equal distances, and a strided view is
-that tensor. Otherwise they are copied together.
+of the optimizer's buckets holds them all (`Layout.together`), they lie there at equal distances,
+and a strided view is that tensor. Otherwise they are copied together. The main gradients lie as the
+weights do, and one operator adds to those of all experts (`grouped_sums.py`).
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +28,7 @@ from torch import Tensor, nn
 from megaprec.comm.main_grad import (
     Destination,
     begin_accumulation,
-    destination,
+    destinations,
     note_weights_read,
     require_unchanged_weights,
 )
@@ -88,43 +91,67 @@ class GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = grouped_product(grad, stack_weights(weights), ends)
         # Numbers count the tensors among the inputs: x, ends, and then the weights.
-        destinations = {destination(ctx, 2 + n, weight) for n, weight in enumerate(weights)}
-        if Destination.AUTOGRAD in destinations:
-            return grad_x, None, None, *_weight_gradients(grad, x, ends)
-        if Destination.MAIN in destinations:
+        wanted = {*destinations(ctx, 2, weights)}
+        if Destination.AUTOGRAD in wanted:
+            return grad_x, None, None, *_weight_gradients(grad, x, ends).unbind()
+        if Destination.MAIN in wanted:
             ctx.deferred.offer(partial(_add_weight_gradients, weights, grad, x, ends))
         return grad_x, None, None, *([None] * len(weights))
+
+
+@cache
+def sums_in_triton(device: torch.device) -> Any:
+    """Return the module `grouped_sums`, if its kernel works on a CUDA device, where it is tried
+    once; else None."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    try:
+        # By name: it imports Triton, which is optional.
+        grouped_sums = import_module("models.feed_forward.grouped_sums")
+        return grouped_sums if grouped_sums.computes_the_sums(device) else None
+    # Triton raises errors of many kinds, for instance if there is no C compiler.
+    except Exception:
+        return None
 
 
 def stack_weights(weights: Sequence[Tensor]) -> Tensor:
     """Return [len(weights), n, k]: a view if the weights lie in one memory at equal distances, else
     a copy."""
-    first = weights[0]
-    offsets = [weight.storage_offset() for weight in weights]
-    # A single weight has no distance to a next one; its own size serves as well as any.
+    stacked = view_as_stacked(weights)
+    if stacked is None:
+        return torch.stack([weight.detach() for weight in weights])
+    return stacked
+
+
+def view_as_stacked(matrices: Sequence[Tensor]) -> Tensor | None:
+    """Return a view [len(matrices), n, k] of matrices that lie in one memory at equal distances;
+    None of others."""
+    first = matrices[0]
+    offsets = [matrix.storage_offset() for matrix in matrices]
+    # A single matrix has no distance to a next one; its own size serves as well as any.
     distances = {after - before for before, after in pairwise(offsets)} or {first.numel()}
     distance = min(distances)
-    storages = {storage_address(weight) for weight in weights}
-    in_one_memory = len(storages) == 1 and all(weight.is_contiguous() for weight in weights)
-    if in_one_memory and len(distances) == 1 and distance > 0:
-        size = (len(weights), *first.shape)
-        stride = (distance, *first.stride())
-        return first.detach().as_strided(size, stride, offsets[0])
-    return torch.stack([weight.detach() for weight in weights])
+    storages = {storage_address(matrix) for matrix in matrices}
+    in_one_memory = len(storages) == 1 and all(matrix.is_contiguous() for matrix in matrices)
+    if not in_one_memory or len(distances) > 1 or distance < first.numel():
+        return None
+    size = (len(matrices), *first.shape)
+    stride = (distance, *first.stride())
+    return first.detach().as_strided(size, stride, offsets[0])
 
 
 def _weight_gradients(
     grad: Tensor,
     x: Tensor,
     ends: Tensor,
-) -> tuple[Tensor, ...]:
-    """Return the weight gradient [n, k] of each expert; 0 for one without rows."""
+) -> Tensor:
+    """Return the weight gradients [experts, n, k]; 0 for an expert without rows."""
     gradients = grouped_product(grad.t(), x, ends)
     starts = F.pad(ends, (1, 0))[:-1]
     has_no_rows = ends == starts
     # Where an expert has no rows, torch may leave what it finds in memory (issue 172439 of
     # pytorch/pytorch).
-    return gradients.masked_fill_(has_no_rows[:, None, None], 0).unbind()
+    return gradients.masked_fill_(has_no_rows[:, None, None], 0)
 
 
 def _add_weight_gradients(
@@ -134,10 +161,27 @@ def _add_weight_gradients(
     ends: Tensor,
 ) -> None:
     """Add the weight gradients to the main gradients."""
-    for weight, gradient in zip(weights, _weight_gradients(grad, x, ends), strict=True):
-        main, is_first = begin_accumulation(weight)
-        # The first one overwrites: nobody clears a main gradient between steps.
-        if is_first:
-            main.copy_(gradient)
-        else:
-            main.add_(gradient)
+    totals: list[Tensor] = []
+    first_ones: list[bool] = []
+    for weight in weights:
+        total, is_first = begin_accumulation(weight)
+        totals.append(total)
+        first_ones.append(is_first)
+    stacked = view_as_stacked(totals)
+    if stacked is None or len({*first_ones}) > 1:
+        gradients = _weight_gradients(grad, x, ends)
+        for total, gradient, is_first in zip(totals, gradients, first_ones, strict=True):
+            _accumulate(total, gradient, is_first)
+    elif stacked.dtype == torch.float32 and (sums := sums_in_triton(grad.device)):
+        sums.add_products_(stacked, grad, x, ends, first_ones[0])
+    else:
+        _accumulate(stacked, _weight_gradients(grad, x, ends), first_ones[0])
+
+
+def _accumulate(total: Tensor, gradient: Tensor, is_first: bool) -> None:
+    """Add the gradient to the total. The first one of a step overwrites: main gradients are not
+    cleared between steps."""
+    if is_first:
+        total.copy_(gradient)
+    else:
+        total.add_(gradient)

@@ -13,7 +13,7 @@ and its partial sums are added to theirs, so there is no further collective. The
 as in Qwen2-MoE: the sigmoid of one more logit of each token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -130,8 +130,8 @@ class MixtureOfExperts(nn.Module):
             local_numbers = range(config.experts)
         else:
             local_numbers = context.experts.local_experts(config.experts)
-        local_context = context.for_experts()
-        remote_context = context.for_experts_elsewhere()
+        local_context = context.for_experts(f"{name}.experts")
+        remote_context = context.for_experts_elsewhere(f"{name}.experts")
         for number in range(config.experts):
             expert_name = f"{name}.experts.{number}"
             if number in local_numbers:
@@ -195,6 +195,9 @@ class MixtureOfExperts(nn.Module):
     ) -> Tensor:
         """Map tokens [t, hidden], weights and chosen [t, k] to this rank's partial sum [t,
         hidden]."""
+        counts = count_choices(chosen, self.config.experts)
+        # Begun before the rows are sorted, so that the device has work while the host waits.
+        wait_for_dispatch = self._start_dispatch(counts)
         experts_per_token = chosen.shape[1]
         # The t * k pairs of a token and an expert, sorted by expert: pair p is of token p // k. A
         # stable sort keeps the tokens of an expert in their order.
@@ -203,22 +206,29 @@ class MixtureOfExperts(nn.Module):
         row_of_pair = pairs.argsort()
         # Unnamed tensors here and below are freed at once: a name would hold them up to the end.
         rows = TakeRows.apply(tokens, pairs // experts_per_token, row_of_pair.view(chosen.shape))
-        results = self._apply_spread_experts(rows, count_choices(chosen, self.config.experts))
+        if wait_for_dispatch is None:
+            results = self._apply_local_experts(rows, counts)
+        else:
+            # The host waits for the counts here, because messages need sizes.
+            results = self._apply_spread_experts(rows, wait_for_dispatch())
         by_pair = TakeRows.apply(results, row_of_pair, pairs.unsqueeze(1))
         by_token = by_pair.view(*chosen.shape, tokens.shape[1])
         # Summed in the dtype of weights, the sensitive one, and rounded once.
         return (by_token * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
 
-    def _apply_spread_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Map rows that are sorted by expert to the results of experts of any rank.
+    def _start_dispatch(self, counts: Tensor) -> Callable[[], Dispatch] | None:
+        """Start to tell other ranks how many rows their experts get; None if this rank has all
+        experts.
 
         counts: int64, the rows of each expert of the layer.
         """
         experts = self.context.experts
         if experts is None or experts.spread.size == 1:
-            return self._apply_local_experts(rows, counts)
-        # The host waits for the counts here, because messages need sizes.
-        dispatch = Dispatch.of(counts, experts.spread)
+            return None
+        return Dispatch.start(counts, experts.spread)
+
+    def _apply_spread_experts(self, rows: Tensor, dispatch: Dispatch) -> Tensor:
+        """Map rows that are sorted by expert to the results of experts of any rank."""
         received = dispatch.send(rows)
         return dispatch.send_back(self._apply_local_experts(received, dispatch.counts))
 

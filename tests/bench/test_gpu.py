@@ -3,8 +3,8 @@ run."""
 
 import os
 import subprocess
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,35 +13,26 @@ from megaprec.errors import Problem
 from tests.project.test_readme import ROOT
 from tools.bench import __main__ as bench
 from tools.bench import gpu
-from tools.bench.gpu_page import NOTHING, page
-from tools.bench.gpu_peers import torch_native
+from tools.bench.gpu import Measurement, measurements, read_records, to_take
+from tools.bench.gpu_page import with_results
+from tools.bench.gpu_peers import PEERS, Decoder, Layer
 from tools.bench.llama_layers import Workload
+from tools.config.run_file import load_run
 
-TINY = [
-    "--layers",
-    "2",
-    "--hidden",
-    "64",
-    "--vocab",
-    "128",
-    "--tokens",
-    "16",
-    "--micro-batch",
-    "1",
-    "--rounds",
-    "1",
-]
 WORK = Workload(2, 64, 4, 2, 224, 128, 16, 1, 2, "cpu")
+PAGE = (ROOT / "docs" / "gpu.md").read_text()
 here = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 
 
 @here
-def test_without_a_gpu_one_line_says_so_and_the_page_stays(
+def test_without_a_gpu_one_line_says_so_and_nothing_is_written(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert bench.main(["gpu", "--page", str(tmp_path / "gpu.md")]) == 2
-    said = capsys.readouterr()
-    assert said.err == f"{Problem.of('bench.no_gpu')}\n" and not said.out
+    files = ["--page", str(tmp_path / "gpu.md"), "--records", str(tmp_path / "runs" / "gpu.jsonl")]
+    for command in (["gpu", *files], ["probe"], ["peer", "torch"], ["train", "--device", "cuda"]):
+        assert bench.main(command) == 2
+        output = capsys.readouterr()
+        assert output.err == f"{Problem.of('bench.no_gpu')}\n" and not output.out
     assert list(tmp_path.iterdir()) == []
 
 
@@ -58,75 +49,110 @@ def test_make_gpu_says_so_before_it_sets_anything_up(tmp_path: Path) -> None:
     )
 
 
-def test_megaprec_and_torch_take_steps_of_the_same_work(tmp_path: Path) -> None:
-    file = tmp_path / "gpu.md"
-    systems = ["megaprec", "torch", "Transformer Engine"]
-    assert (
-        bench.main(
-            [
-                "gpu",
-                "--device",
-                "cpu",
-                "--no-tests",
-                "--page",
-                str(file),
-                *TINY,
-                "--systems",
-                *systems,
-            ]
-        )
-        == 0
+def test_make_gpu_with_the_packages_that_are_there_installs_nothing() -> None:
+    printed = subprocess.run(
+        ["make", "--dry-run", "gpu", "GPU_PYTHON=python3"], cwd=ROOT, capture_output=True, text=True
     )
-    text = file.read_text()
-    assert "device no GPU: the CPU, to try the program" in text and NOTHING not in text
-    rows = {
-        line.split("|")[1].strip(): line.split("|")[2].strip()
-        for line in text.splitlines()
-        if line[:2] == "| "
-    }
-    assert all(float(rows[name].replace(",", "")) > 0 for name in systems[:2])
-    assert rows["Transformer Engine"].startswith(
-        "not measured: transformer_engine is not installed"
-    )
-    assert "The tests were not run (`--no-tests`)." in text
+    assert "python3 -m tools.bench gpu" in printed.stdout
+    assert "pip" not in printed.stdout
 
 
-def test_the_work_is_the_same_to_the_parameter_and_the_first_loss() -> None:
-    config = WORK.model
+def test_the_work_of_all_systems_is_the_same_to_the_parameter() -> None:
+    native = Decoder(WORK, [Layer(WORK) for _ in range(WORK.layers)])
+    assert sum(p.numel() for p in native.parameters()) == WORK.model.num_parameters
+    config = load_run(None, ["train.steps=1", *WORK.keys])
+    assert config.model.num_parameters == WORK.model.num_parameters
+    assert config.tokens_per_step == 2 * 16
+    args = bench.parser().parse_args(["peer", "torch", *WORK.options])
+    assert Workload.of(args) == WORK
+
+
+def test_a_peer_learns_from_the_loss_of_chance_on() -> None:
     torch.manual_seed(0)
-    step = torch_native(WORK)
-    losses = [step() for _ in range(4)]
-    first, later = (
-        float(loss) for loss in (losses[0], losses[-1]) if isinstance(loss, torch.Tensor)
-    )
-    assert first == pytest.approx(5.0, abs=0.6) and later < first  # ln 128 = 4.85
-    native = gpu.PEERS["torch"].__globals__["Decoder"](
-        WORK, [gpu.PEERS["torch"].__globals__["Layer"](WORK) for _ in "12"]
-    )
-    assert sum(p.numel() for p in native.parameters()) == config.num_parameters
+    step: Any = PEERS["torch"](WORK)
+    losses = [float(step()) for _ in range(4)]
+    assert losses[0] == pytest.approx(5.0, abs=0.6)  # ln 128 = 4.85
+    assert losses[-1] < losses[0]
 
 
-def test_the_committed_page_is_the_programs_own() -> None:
-    text = (ROOT / "docs" / "gpu.md").read_text()
-    assert text == page() or (NOTHING not in text and "CUDA " in text), (
-        "write it with python -m tools.bench gpu"
-    )
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_measurement_has_a_command_that_is_understood(device: str) -> None:
+    parser = bench.parser()
+    planned = measurements(device)
+    assert len({measurement.name for measurement in planned}) == len(planned)
+    for measurement in planned:
+        assert measurement.seconds < 540, "a call takes less than ten minutes"
+        if measurement.arguments:
+            args = parser.parse_args(measurement.arguments)
+            if measurement.arguments[0] == "train":
+                load_run(None, ["train.steps=8", *args.keys])
 
 
-def test_a_system_that_fails_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(work: Workload) -> None:
-        raise RuntimeError("CUDA out of memory\nmore")
+def run_gpu(folder: Path, *options: str) -> int:
+    files = ["--page", str(folder / "gpu.md"), "--records", str(folder / "gpu.jsonl")]
+    return bench.main(["gpu", "--device", "cpu", *files, *options])
 
-    monkeypatch.setitem(gpu.PEERS, "torch", broken)
-    rows = gpu.measure_systems(replace(WORK, layers=1), ["torch"], 1)
-    assert rows == {"torch": "RuntimeError: CUDA out of memory"}
-    assert "| torch | not measured: RuntimeError: CUDA out of memory |" in page(
-        {"device": "x"}, WORK, rows, {}
-    )
+
+def planned(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """All measurements are these, and each yields its name."""
+    plan = [Measurement(name, ("probe",), seconds=1.0) for name in names]
+    monkeypatch.setattr(gpu, "measurements", lambda device: plan)
+    monkeypatch.setattr(gpu, "take", lambda measurement: iter([{"took": measurement.name}]))
+
+
+def test_a_call_ends_in_time_says_what_is_left_and_the_next_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned(monkeypatch, "first", "second")
+    assert run_gpu(tmp_path, "--minutes", "0") == 0
+    assert "left       first; second: run it again" in capsys.readouterr().out
+    (tmp_path / "gpu.jsonl").write_text('{"measurement": "first", "at": "1"}\n{"measurement": "sec')
+    assert run_gpu(tmp_path) == 0
+    assert "measuring  second" in capsys.readouterr().out
+    taken = [record["measurement"] for record in read_records(tmp_path / "gpu.jsonl")]
+    assert taken == ["first", "second"]
+    assert "second: " in (tmp_path / "gpu.md").read_text()
+
+
+def test_what_is_named_is_taken_again_and_counts_instead(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.jsonl"
+    for at, speed in (("1", 1.0), ("2", 2.0)):
+        gpu.append(file, {"measurement": "torch", "at": at, "tokens_per_s": speed})
+    (record,) = read_records(file)
+    assert record["tokens_per_s"] == 2.0
+    plan = [Measurement("torch"), Measurement("megaprec")]
+    assert to_take(plan, [record], []) == plan[1:]
+    assert to_take(plan, [record], ["torch"]) == plan[:1]
+
+
+def test_a_measurement_that_fails_is_a_record_that_says_why() -> None:
+    wrong = Measurement("wrong", ("train", "model.layers=no"))
+    (record,) = gpu.take(wrong)
+    assert "model.layers" in record["refused"]
+    late = Measurement("late", ("probe", "--device=cpu"), seconds=0.1)
+    (record,) = gpu.take(late)
+    assert record["refused"] == "not done after 0 s"
+
+
+@pytest.mark.slow
+def test_megaprec_and_peers_are_measured_and_the_page_has_them(tmp_path: Path) -> None:
+    names = ["machine", "torch", "torchtitan-like", "megaprec, off", "Transformer Engine"]
+    assert run_gpu(tmp_path, "--only", *names) == 0
+    text = (tmp_path / "gpu.md").read_text()
+    assert "device no GPU: the CPU, to try the program" in text
+    rows = {}
+    for line in text.splitlines():
+        if line.startswith(("| torch", "| megaprec")):
+            _, name, speed, *_ = line.split("|")
+            rows[name.strip()] = float(speed.replace(",", ""))
+    assert set(rows) == {"torch", "torchtitan-like", "megaprec, off"} and min(rows.values()) > 0
+    assert "transformer_engine is not installed" in text
+    probes = [record.get("probe") for record in read_records(tmp_path / "gpu.jsonl")]
+    assert {"versions", "ceilings", "products", "attention", "collectives"} <= set(probes)
 
 
 REPORT = """<testsuites><testsuite><testcase classname="tests.gpu.test_a" name="one"/>
-<testcase classname="tests.gpu.test_a" name="two"><skipped message="needs 2 GPUs, and torch sees 1"/></testcase>
+<testcase classname="tests.gpu.test_a" name="two"><skipped message="needs 2 GPUs"/></testcase>
 <testcase classname="tests.gpu.test_a" name="three"><failure message="assert 1 == 2&#10;more"/></testcase>
 </testsuite></testsuites>"""
 
@@ -134,24 +160,41 @@ REPORT = """<testsuites><testsuite><testcase classname="tests.gpu.test_a" name="
 def test_the_outcome_of_each_test_is_on_the_page_and_a_failure_is_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = gpu.read_outcomes(REPORT)
+    outcomes = gpu.read_outcomes(REPORT)
     name = "tests/gpu/test_a.py::"
-    reason = "skipped: needs 2 GPUs, and torch sees 1"
-    assert found == {
+    assert outcomes == {
         f"{name}one": "passed",
-        f"{name}two": reason,
+        f"{name}two": "skipped: needs 2 GPUs",
         f"{name}three": "failed: assert 1 == 2",
     }
-    monkeypatch.setattr(gpu, "run_tests", lambda: found)
-    monkeypatch.setattr(
-        gpu,
-        "measure_systems",
-        lambda *_: {"megaprec": {"tokens_per_s": 1.0, "step_s": 1.0, "tflops": 1.0}},
-    )
-    assert bench.main(["gpu", "--device", "cpu", "--page", str(tmp_path / "gpu.md")]) == 1
+    records = [{"test": test, "outcome": outcome} for test, outcome in outcomes.items()]
+    monkeypatch.setattr(gpu, "measurements", lambda device: [Measurement(gpu.LAWS, seconds=1.0)])
+    monkeypatch.setattr(gpu, "take", lambda measurement: iter(records))
+    assert run_gpu(tmp_path) == 1
     text = (tmp_path / "gpu.md").read_text()
-    assert (
-        "Tests: 1 passed, 1 failed, 1 skipped." in text
-        and f"- `{name}three` failed: assert 1 == 2" in text
-    )
+    assert "Tests: 1 passed, 1 failed, 1 skipped." in text
+    assert f"- `{name}three` failed: assert 1 == 2" in text
     assert f"failed     {name}three" in capsys.readouterr().out
+
+
+def test_what_was_seen_takes_the_place_of_what_was_seen_before_and_of_nothing_else() -> None:
+    record = {
+        "measurement": "torch",
+        "at": "1",
+        "tokens_per_s": 1234.0,
+        "step_s": 0.5,
+        "tflops": 1.0,
+    }
+    once = with_results(PAGE, {"device": "x"}, [record])
+    assert "| torch | 1,234 | 500.0 ms | 1 | not known | not known |" in once
+    assert "Nothing on this page has been run on a GPU" not in once
+    heads = [line for line in once.splitlines() if line.startswith("#")]
+    assert heads == [line for line in PAGE.splitlines() if line.startswith("#")]
+    again = with_results(once, {"device": "x"}, [record])
+    assert again == once
+
+
+def test_every_file_of_the_page_is_there() -> None:
+    for word in PAGE.replace("|", " ").replace("`", " ").split():
+        if word.startswith("tests/") and word.endswith(".py"):
+            assert (ROOT / word).is_file(), word

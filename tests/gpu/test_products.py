@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megaprec.precision.gemm import add_product_, adds_unrounded, fp32_sums
-from models.feed_forward.grouped_products import GroupedLinear, groups_on
+from models.feed_forward.grouped_products import GroupedLinear, groups_on, sums_in_triton
 from parallel.weight_grad_queue import WeightGradQueue
 
 ENDS = {"several": (3, 3, 100, 112), "none": (0, 0, 0, 0), "all of one": (0, 0, 64, 64)}
@@ -42,6 +42,31 @@ def test_grouped_products_are_those_of_a_loop_also_of_no_rows(
         assert near(y[first:last], mine @ weight.t(), 0.01)
         assert near(found[0][first:last], gradient @ weight, 0.01)
         assert near(found[1 + expert], gradient.t() @ mine, 0.01)
+
+
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
+def test_weight_gradients_of_experts_are_added_to_fp32_totals(
+    ends: tuple[int, ...], device: str
+) -> None:
+    random = torch.Generator().manual_seed(0)
+    size = 200 * 136
+    flat = torch.zeros(2, 4, size + 64, device=device)  # weights, totals
+    weights = [torch.nn.Parameter(row[:size].view(200, 136).bfloat16()) for row in flat[0]]
+    for weight, row in zip(weights, flat[1], strict=True):
+        weight.main_grad = row[:size].view(200, 136).fill_(torch.nan)  # type: ignore[attr-defined]
+    exact = torch.zeros(4, 200, 136, dtype=torch.float64)
+    for _ in range(2):  # micro-batches
+        x, grad = (torch.randn(ends[-1], n, generator=random).bfloat16() for n in (136, 200))
+        rows = x.to(device).requires_grad_()
+        ends_there = torch.tensor(ends, dtype=torch.int32, device=device)
+        y = GroupedLinear.apply(rows, ends_there, WeightGradQueue(), *weights)
+        y.backward(grad.to(device))
+        for expert, (first, last) in enumerate(zip((0, *ends), ends, strict=False)):
+            exact[expert] += grad[first:last].double().t() @ x[first:last].double()
+    rounds = sums_in_triton(torch.device(device)) is None
+    for weight, total in zip(weights, exact, strict=True):
+        assert near(weight.main_grad, total, 0.01 if rounds else 1e-5)  # type: ignore[attr-defined]
+    assert not flat[1, :, size:].any()
 
 
 @pytest.mark.parametrize("first", [False, True])

@@ -259,6 +259,9 @@ RATES = (
     "--lr-decay-style cosine --lr-warmup-fraction 0.05 --lr-decay-iters 60", "--lr-warmup-fraction 0.03",
     "--lr-decay-iters 150 --min-lr 1e-5", "--lr-decay-style WSD --lr-wsd-decay-iters 20 --lr-warmup-iters 5",
     "--lr-decay-style WSD --lr-wsd-decay-iters 20 --lr-decay-iters 80 --min-lr 1e-4",
+    "--lr-decay-style WSD --lr-wsd-decay-iters 20 --lr-wsd-decay-style linear --min-lr 1e-4",
+    "--lr-decay-style WSD --lr-wsd-decay-iters 20 --lr-wsd-decay-style cosine",
+    "--lr-decay-style WSD --lr-wsd-decay-iters 30 --lr-wsd-decay-style minus_sqrt --min-lr 1e-4",
     "--train-samples 803 --lr-warmup-samples 33", "--train-samples 800 --lr-decay-samples 600 --lr-warmup-fraction 0.1",
     "--train-samples 800 --lr-decay-style WSD --lr-wsd-decay-samples 100 --lr-decay-samples 700 --min-lr 2e-4",
 )  # fmt: skip

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from megaprec.comm.axis import Axis
 from megaprec.precision.plan import plan
 from models.attention import bf16_products, flash_windows, kernels
 from models.attention.attention import Attention
@@ -71,6 +72,11 @@ CHOICES = [
     ("over_ranks", Kernel.OVER_RANKS),
     ("over_ranks softcap dropout sinks rounded_scores", Kernel.OVER_RANKS),
     ("over_ranks flash_windows bf16_products slow_bf16", Kernel.OVER_RANKS),
+    ("over_ranks parts_fuse", Kernel.FUSED_OVER_RANKS),
+    ("over_ranks parts_fuse sinks", Kernel.FUSED_OVER_RANKS),
+    ("over_ranks parts_fuse softcap", Kernel.OVER_RANKS),
+    ("over_ranks parts_fuse dropout", Kernel.OVER_RANKS),
+    ("over_ranks parts_fuse restricted", Kernel.OVER_RANKS),
 ]
 
 
@@ -94,6 +100,15 @@ CALLS: list[tuple[str, dict[str, Any], str, Any, Kernel]] = [
     ("fp32", {"attention_sinks": True}, "", DOCUMENTS, Kernel.SINKS),
     ("fp32", {"attention_softcap": 9.0}, "", None, Kernel.UNFUSED),
     ("fp32", {"attention_dropout": 0.5}, "", None, Kernel.UNFUSED),
+    ("bf16", {}, "flash, cut", None, Kernel.FUSED_OVER_RANKS),
+    ("bf16", {"window": 14}, "flash, cut", None, Kernel.FUSED_OVER_RANKS),
+    ("bf16", {"window": 13}, "flash, cut", None, Kernel.OVER_RANKS),
+    ("bf16", {"attention_sinks": True}, "flash, cut", None, Kernel.FUSED_OVER_RANKS),
+    ("bf16", {"attention_softcap": 9.0}, "flash, cut", None, Kernel.OVER_RANKS),
+    ("bf16", {"attention_dropout": 0.5}, "flash, cut", None, Kernel.OVER_RANKS),
+    ("bf16", {}, "flash, cut", DOCUMENTS.numbers, Kernel.OVER_RANKS),
+    ("fp64", {}, "flash, cut", None, Kernel.OVER_RANKS),
+    ("bf16", {}, "cut", None, Kernel.OVER_RANKS),
 ]
 
 
@@ -110,7 +125,7 @@ def test_attention_calls_the_kernel_that_plan_model_mask_and_machine_allow(
         return machine == "bf16 products"
 
     def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-        return machine == "flash"
+        return machine.startswith("flash")
 
     def slow(query: torch.Tensor) -> bool:
         return machine == "slow bf16"
@@ -127,7 +142,8 @@ def test_attention_calls_the_kernel_that_plan_model_mask_and_machine_allow(
     monkeypatch.setattr(flash_windows, "can_attend", flash)
     monkeypatch.setattr(kernels, "slow_bf16", slow)
     config = ModelConfig(layers=1, hidden=8, heads=2, **fields)
-    attention = Attention(config, Context(plan(compute)), "attention")
+    cp = Axis("cp", 0, 2) if machine.endswith("cut") else Axis("cp")
+    attention = Attention(config, Context(plan(compute), cp=cp), "attention")
     x = torch.zeros(7, 2, 8, dtype=attention.context.plan.compute)
     attention(x, None, MicrobatchInfo(0, torch.arange(2)), mask)
     assert called == [kernel]

@@ -111,9 +111,9 @@ def test_biases_of_an_expert_without_rows_have_a_gradient_of_zero() -> None:
 
 
 @pytest.mark.parametrize("again", [(), ("activation",)])
-@pytest.mark.parametrize("main", [False, True])
+@pytest.mark.parametrize("main", [False, True, "in a bucket"])
 def test_grouped_products_add_the_biases_of_a_loop(
-    main: bool, again: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+    main: bool | str, again: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's grouped product on a CPU takes bf16 alone; float64 ones are made expert by expert."""
 
@@ -129,11 +129,15 @@ def test_grouped_products_add_the_biases_of_a_loop(
         monkeypatch.setattr(moe, "groups_on", lambda *_, way=way: way)
         context = Context(plan("fp64"), recompute=Recompute(again))
         experts = MixtureOfExperts(ModelConfig(**GPT_OSS), context, "mlp").to(torch.float64)
-        for parameter in experts.parameters():
+        sizes = [parameter.numel() for parameter in experts.parameters()]
+        bucket = torch.full((sum(sizes),), torch.nan, dtype=torch.float64)
+        for parameter, part in zip(experts.parameters(), bucket.split(sizes), strict=True):
             if main:
-                parameter.main_grad = torch.full_like(parameter, torch.nan)  # type: ignore[attr-defined]
+                total = part.view(parameter.shape)
+                parameter.main_grad = total if main == "in a bucket" else total.clone()  # type: ignore[attr-defined]
         x = some().requires_grad_()
-        experts(x, None).square().sum().backward()
+        for _ in range(2):  # micro-batches
+            experts(x, None).square().sum().backward()
         held = [p.main_grad if main else p.grad for p in experts.parameters()]  # type: ignore[attr-defined]
         grads.append([x.grad, *held])
     for one, other in zip(*grads, strict=True):

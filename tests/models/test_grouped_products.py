@@ -1,12 +1,19 @@
 """Grouped products of experts: the numbers of a loop over experts, from counts that never leave the
 device."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megaprec.comm.axis import Axis
+from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.model_buffers import buckets
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
+from models.feed_forward import grouped_products, moe
 from models.feed_forward.grouped_products import GroupedLinear, stack_weights
 from models.feed_forward.moe import Expert, MixtureOfExperts, count_choices
 from parallel.activation_checkpoint import Recompute, RecomputedModule
@@ -54,8 +61,9 @@ def test_grouped_products_are_those_of_a_loop(main: bool, monkeypatch: pytest.Mo
     grad = torch.randn(12, 8)
     firsts = (0, *ENDS[:-1])
     if main:
-        for weight in weights:
-            weight.main_grad = torch.full(weight.shape, float("nan"))  # type: ignore[attr-defined]
+        totals = weights_in_one_memory(4, 8, 16, 64)
+        for weight, total in zip(weights, totals, strict=True):
+            weight.main_grad = total.detach().fill_(torch.nan)  # type: ignore[attr-defined]
     inner = torch._grouped_mm
 
     def dirty(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
@@ -102,3 +110,92 @@ def test_experts_compute_the_same_grouped(
 def test_counts_are_those_of_bincount() -> None:
     chosen = torch.randint(0, 5, (7, 2))
     assert torch.equal(count_choices(chosen, 8), chosen.flatten().bincount(minlength=8))
+
+
+class Operators(TorchDispatchMode):
+    """Lists the operators that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of_experts(
+    experts: int, monkeypatch: pytest.MonkeyPatch, family: str = "mixtral"
+) -> list[str]:
+    """The operators of the passes of a layer whose optimizer is one on a GPU, where meta tensors
+    stand for its; in the second micro-batch of a step."""
+    monkeypatch.setattr(moe, "groups_on", lambda *_: True)
+    fields: dict[str, Any] = {"family": family, "experts": experts}
+    config = ModelConfig(**fields, layers=1, hidden=64, heads=2, ffn=96)
+    with torch.device("meta"):
+        layer = MixtureOfExperts(config.with_zero_weights, Context(plan("bf16")), "mlp")
+        for bucket in buckets([*layer.parameters()], plan("bf16"), 1, whole_groups=True):
+            Buffer(bucket, plan("bf16"), Axis("dp"), Axis("zero"), 0, torch.device("meta"))
+        x = torch.empty(32, 1, 64, dtype=torch.bfloat16, requires_grad=True)
+        operators = Operators()
+        for _ in range(2):
+            operators.names.clear()
+            with operators:
+                y = layer(x, MicrobatchInfo(0, torch.arange(1), torch.ones(())))
+                y.backward(torch.empty_like(y))
+    return operators.names
+
+
+class SumsInTriton:
+    """In place of the module `grouped_sums`: its kernel is one launch."""
+
+    def __init__(self) -> None:
+        self.firsts: list[bool] = []
+
+    def add_products_(
+        self, totals: Tensor, grad: Tensor, x: Tensor, ends: Tensor, first: bool
+    ) -> None:
+        assert totals.shape == (len(ends), grad.shape[1], x.shape[1])
+        assert totals.dtype == torch.float32
+        self.firsts.append(first)
+        totals.zero_()
+
+
+def test_gradients_of_all_experts_are_summed_by_one_kernel_where_triton_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plainly = operators_of_experts(8, monkeypatch)
+    sums = SumsInTriton()
+    monkeypatch.setattr(grouped_products, "sums_in_triton", lambda _: sums)
+    operators = operators_of_experts(8, monkeypatch)
+    assert sums.firsts == [True, True, False, False]
+    assert operators.count("aten::_grouped_mm") == 4
+    assert len(operators) == len(plainly) - 8
+
+
+def test_a_layer_launches_as_many_kernels_for_many_experts_as_for_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few = operators_of_experts(4, monkeypatch)
+    many = operators_of_experts(64, monkeypatch)
+    assert few == many
+    assert few.count("aten::_grouped_mm") == 6
+    assert "aten::stack" not in few
+    assert len(few) <= 102
+
+
+def test_so_does_a_layer_whose_experts_have_biases(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = operators_of_experts(4, monkeypatch, "gpt_oss")
+    many = operators_of_experts(64, monkeypatch, "gpt_oss")
+    assert few == many
+
+
+def test_the_experts_of_a_layer_lie_in_one_bucket_on_a_gpu_alone() -> None:
+    config = ModelConfig(family="mixtral", layers=1, hidden=16, heads=2, ffn=32, experts=4)
+    layer = MixtureOfExperts(config, Context(plan("fp32")), "mlp")
+    parameters = [*layer.parameters()]
+    router, *of_experts = parameters
+    assert buckets(parameters, plan("fp32"), 1) == [[parameter] for parameter in parameters]
+    whole = buckets(parameters, plan("fp32"), 1, whole_groups=True)
+    assert [list(map(id, bucket)) for bucket in whole] == [[id(router)], list(map(id, of_experts))]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaprec.precision.plan import plan
-from models.attention import sink_attention
+from models.attention import fused_kernels, sink_attention
 from models.attention.attention import Attention
 from models.attention.kernels import softcap
 from models.attention.packing import causal_mask
@@ -128,25 +128,27 @@ def test_rows_that_a_kernel_adds_to_the_sums_are_given_back_as_it_makes_them(
 ) -> None:
     """torch's efficient attention makes multiples of 32 rows, and its backward pass reads all:
     infinity, no weight."""
-    (query, key, value, sinks), wanted = tensors()
-    forward = sink_attention._fused_forward
+    kernel = fused_kernels.efficient_attention_gradients
+    pad = F.pad
     given = list[Tensor]()
+    added = list[float]()
 
-    def padded(*args: Any) -> Any:
-        fused = forward(*args)
-        return fused._replace(log_sums=F.pad(fused.log_sums, (0, 32 - S), value=torch.inf))
+    def recording_pad(x: Tensor, sizes: Sequence[int], value: float) -> Tensor:
+        added.append(value)
+        return pad(x, sizes, value=value)
 
-    def backward(
-        grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any
-    ) -> tuple[Tensor, ...]:
-        given.append(others[2])
-        return query, key, value
+    def recording_kernel(*args: Any, **options: Any) -> Any:
+        given.append(args[6])
+        return kernel(*args, **options)
 
-    monkeypatch.setattr(sink_attention, "_fused_forward", padded)
-    monkeypatch.setattr(sink_attention, "_fused_backward", backward)
-    sink_attention.attend(query, key, value, sinks).backward(wanted)
-    assert given[0].shape[-1] == 32 and given[0][..., :S].isfinite().all()
-    assert (given[0][..., S:] == torch.inf).all()
+    monkeypatch.setattr(F, "pad", recording_pad)
+    monkeypatch.setattr(fused_kernels, "efficient_attention_gradients", recording_kernel)
+    with torch.device("meta"):
+        query, key, value = (torch.empty(B, N, S, 8, requires_grad=True) for _ in range(3))
+        attended = sink_attention.attend(query, key, value, torch.empty(N))
+        attended.backward(torch.empty_like(attended))
+    assert given[0].shape == (B, N, 32)
+    assert added == [torch.inf]
 
 
 def test_a_gpu_without_a_kernel_for_heads_of_such_a_width_or_dtype_takes_the_unfused_way() -> None:

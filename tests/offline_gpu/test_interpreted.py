@@ -1,7 +1,6 @@
 """The kernels that torch writes for an H100, run by Triton's interpreter, compute what their leaves
 and regions compute."""
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,19 +24,6 @@ from tests.parallel.test_loss import unusual_logits
 from tests.pretend import bits
 
 pytestmark = pytest.mark.campaign
-
-
-def in_float64(argument: Any) -> Any:
-    """An argument of a call with float64 in the place of every other dtype of floating point."""
-    if isinstance(argument, torch.dtype) and argument.is_floating_point:
-        return torch.float64
-    if dataclasses.is_dataclass(argument) and not isinstance(argument, type):
-        fields = {
-            field.name: in_float64(getattr(argument, field.name))
-            for field in dataclasses.fields(argument)
-        }
-        return dataclasses.replace(argument, **fields)
-    return argument
 
 
 def tensors_for(call: Call) -> list[Tensor]:
@@ -98,7 +84,7 @@ def test_interpreted_kernels_are_as_near_to_float64_as_operators(
 ) -> None:
     for call in calls_of(SMALL, family):
         tensors = tensors_for(call)
-        exact_call = dataclasses.replace(call, arguments=tuple(map(in_float64, call.arguments)))
+        exact_call = call.in_float64()
         exact = results_of(lambda *x, of=exact_call: of.run(x), tensors, call.region, torch.float64)
         plain = results_of(lambda *x, of=call: of.run(x), tensors, call.region)
         compiled = results_of(interpreter.compiled(call), tensors, call.region)

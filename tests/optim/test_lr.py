@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megaprec.errors import UserError
-from megaprec.optim.lr import Kind, LRSchedule
+from megaprec.optim.lr import Kind, LRSchedule, Tail
 from tests.refusals import sentence, shows
 
 
@@ -46,6 +46,21 @@ def test_cosine_falls_by_half_a_wave_to_final() -> None:
 def test_wsd_holds_the_peak_until_its_tail_and_then_halves_towards_final() -> None:
     rates = [schedule("wsd").at(n) for n in (11, 70, 90, 110, 111)]
     assert rates == pytest.approx([1.0, 1.0, 0.2 + 0.8 * (2 * 0.5**0.5 - 1), 0.2, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("tail", "halfway"),
+    [
+        ("exponential", 2 * 0.5**0.5 - 1),
+        ("linear", 0.5),
+        ("cosine", 0.5),
+        ("sqrt", 1 - math.sqrt(0.5)),
+    ],
+)
+def test_the_tail_of_wsd_has_the_shape_that_is_asked_for(tail: Tail, halfway: float) -> None:
+    wsd = LRSchedule("wsd", 1.0, 0.2, 10, 110, decay=40, tail=tail)
+    rates = [wsd.at(n) for n in (70, 90, 110, 111)]
+    assert rates == pytest.approx([1.0, 0.2 + 0.8 * halfway, 0.2, 0.2])
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine"])

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel import compiled_leaves
-from parallel.compiled_leaves import trial_difference
+from models.attention.regions import NormRule
+from parallel.compiled_leaves import copied, trial_difference
 from parallel.leaves import PLAIN, Call, Leaves, call_of
 
 X = torch.arange(12.0).view(3, 4)
@@ -64,11 +64,76 @@ def test_a_form_that_computes_something_else_is_found_on_trial(wrong: Any) -> No
     assert trial_difference(call, wrong)
 
 
+def scaled_sum(x: Tensor, y: Tensor) -> Tensor:
+    """Rounds once more than a compiled form, which keeps the sum in FP32."""
+    return ((x.float() + y.float()).to(x.dtype) * 3).to(x.dtype)
+
+
+def without_last_row(x: Tensor) -> Tensor:
+    x[-1] = 0
+    return x
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda y: y / 2,
+        lambda y: y * 1.03,
+        lambda y: y.roll(1),
+        lambda y: y.clamp(max=2),
+        without_last_row,
+    ],
+    ids=["half", "3 % more", "moved", "clamped", "a row less"],
+)
+def test_in_half_precision_a_wrong_form_is_no_rounding(dtype: torch.dtype, wrong: Any) -> None:
+    x = torch.zeros(64, 32, dtype=dtype)
+    call = call_of(scaled_sum, (x, x))
+
+    def fused(x: Tensor, y: Tensor) -> Tensor:
+        return (x.float() + y.float()) * 3
+
+    assert trial_difference(call, lambda x, y: fused(x, y).to(dtype)) == ""
+    assert trial_difference(call, lambda x, y: wrong(fused(x, y)).to(dtype))
+
+
+def test_a_trial_in_float64_widens_dtypes_that_arguments_name() -> None:
+    rule = NormRule(1e-5, torch.float32, torch.bfloat16)
+    call = call_of(double, (X, torch.bfloat16, rule, torch.int64)).in_float64()
+    spec, dtype, wide_rule, integer = call.arguments
+    assert spec.dtype == dtype == torch.float64
+    assert (wide_rule.sensitive, wide_rule.compute) == (torch.float64, torch.float64)
+    assert integer == torch.int64
+
+
+def test_calls_without_a_compiled_form_are_counted_by_name() -> None:
+    made = form_of(call_of(double, (X, 2)))
+    made(double, X, 2)
+    made(double, X[:2], 2)
+    made(double, X, 3)
+    made.call_region(add_, X.clone(), X)
+    assert made.misses == {"double": 2, "add": 1}
+    plain = Leaves()
+    plain(double, X)
+    assert not plain.misses, "nothing is compiled, and so nothing is missed"
+
+
 def test_arguments_of_a_trial_have_the_strides_of_the_call() -> None:
     x = torch.zeros(4, 2, 12)[..., 4:8].unflatten(-1, (2, 2))
     call = call_of(double, (x, torch.tensor([True]), torch.tensor([3])))
     first, second, third = call.example_tensors()
     assert (first.shape, first.stride()) == (x.shape, x.stride())
     assert second.all() and not third.any()
-    assert compiled_leaves._copy(first).stride() == x.stride()
+    assert copied(first).stride() == copied(first, in_float64=True).stride() == x.stride()
     assert call.on("meta").arguments[0].device == "meta"
+
+
+def to_fp8(x: Tensor) -> Tensor:
+    return (x * 3).to(torch.float8_e4m3fn)
+
+
+def test_codes_of_fp8_may_move_by_a_step_where_rounding_turns_and_by_no_more() -> None:
+    call = call_of(to_fp8, (torch.zeros(100, 100),))
+    assert trial_difference(call, lambda x: to_fp8(x * (1 + 1e-6))) == ""
+    assert trial_difference(call, lambda x: to_fp8(x * 1.2))
+    assert trial_difference(call, lambda x: to_fp8(x * float("nan")))

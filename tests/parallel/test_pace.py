@@ -121,7 +121,7 @@ def test_a_rank_counts_the_time_in_steps_in_which_it_neither_waits_nor_writes_re
         with waits.noted(position.waits), waits.waiting():
             clock.now += 20.0
     clock.now += 4.0
-    position.record()
+    position.end_computation()
     clock.now += 50.0
     position.enter(at.Phase.STEP, 5)
     assert (position.computed(), position.begun) == (7.0, 2)

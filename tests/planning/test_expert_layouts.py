@@ -130,11 +130,11 @@ class Counted(SimulatedAxis):
         self._count(tensor.nbytes)
         return super().start_shift(tensor)
 
-    def start_uneven_exchange(
-        self, outgoing: Sequence[Tensor], sizes: Sequence[int]
-    ) -> Callable[[], list[Tensor]]:
-        self._count(sum(part.nbytes for part in outgoing[1:]))
-        return super().start_uneven_exchange(outgoing, sizes)
+    def start_exchange_of_rows(
+        self, rows: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> Callable[[], Tensor]:
+        self._count(sum(sent[1:]) * rows.shape[1] * rows.itemsize)
+        return super().start_exchange_of_rows(rows, sent, received)
 
 
 def sent_in_a_step(config: RunConfig) -> Counter[str]:

@@ -114,6 +114,7 @@ CASES = [
         for key, value in (("final", "1e-05"), ("length", "7"))
     ),
     ("lr.decay", "2", "", "lr.schedule=wsd"),
+    ("lr.wsd_decay", "sqrt", "", "lr.schedule=wsd lr.decay=2"),
     ("train.canonical_shards", "4", "", CANONICAL),
     ("train.eval_batches", "9", "", "train.eval_every=3"),
     *(
@@ -150,7 +151,8 @@ precision: keep_fp32 masters masters_in_checkpoint tf32 on_nonfinite trace_overf
 fp8: kind
 optimizer: name options groups clip norm
 lr: peak schedule warmup unit
-train: steps global_batch micro_batch seq_length init_from seed numerics compile folder device threads restarts
+train: steps global_batch micro_batch seq_length init_from seed numerics compile deterministic folder device threads
+train: restarts
 checkpoint: every keep background resume
 log: every to plot plot_over progress peak_tflops sample
 """

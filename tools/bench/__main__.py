@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from megaprec.errors import UserError
-from tools.bench import fp8, gpu, memory, optimizer, save, scale, sums, train
+from tools.bench import fp8, gpu, gpu_probe, memory, optimizer, peer, save, scale, sums, train
 
 MEASUREMENTS = {
     "train": train,
@@ -13,6 +13,8 @@ MEASUREMENTS = {
     "optimizer": optimizer,
     "fp8": fp8,
     "gpu": gpu,
+    "probe": gpu_probe,
+    "peer": peer,
     "memory": memory,
     "scale": scale,
     "sums": sums,

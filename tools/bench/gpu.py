@@ -1,109 +1,203 @@
-"""All that needs a GPU: the tests marked `gpu`, and training steps beside other systems; both go to
-docs/gpu.md.
+"""All that needs a GPU, one process after the other: what the machine can do, the tests of
+tests/gpu, and training steps beside other systems. docs/gpu.md is written of it.
 
-The stack is that of `python -m tools.bench fp8`: layers of Llama 3 8B, fewer of them. Systems are
-measured one after the other, twice, each alone on the device, and medians are compared. Without a
-GPU one line says so, the exit code is 2, and nothing is written. `--device cpu` tries the program
+Each result is a line of JSON in a file, written at once. A call takes what is not there yet, the
+most telling first, and ends after --minutes; the next call goes on. Nothing is downloaded. Without
+a GPU one line says so, the exit code is 2, and nothing is written. `--device cpu` tries the program
 itself, with small sizes; its page says so.
 """
 
 import argparse
-import gc
-import statistics
+import json
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import torch
 
-from megaprec.errors import UserError
-from parallel.mesh import world
-from tools.bench.gpu_page import page
-from tools.bench.gpu_peers import PEERS, Absent
-from tools.bench.llama_layers import Workload, add_workload, megaprec_step
-from tools.bench.measurement import Step, seconds_of
+from tools.bench.gpu_page import with_results
+from tools.bench.llama_layers import Workload
+from tools.bench.measurement import add_device, require_gpu
 
 SUBJECT = "tests and benchmarks that need a GPU"
-OURS = "megaprec"
-PASSES = 2  # over all systems
-WARMUP = 2  # steps of a system before its clock starts
-PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "gpu.md"
+RECORDS = ROOT / "runs" / "gpu" / "gpu.jsonl"
+LAWS = "tests/gpu"
+# 8 layers of Llama 3 8B with an eighth of its vocabulary, or all of it
+LAYERS_8B = Workload(8, 4096, 32, 8, 14336, 32768, 8192, 1, 4, "cuda")
+WITH_HEAD = replace(LAYERS_8B, vocab=128256)
+WHOLE_1B = Workload(16, 2048, 32, 8, 8192, 128256, 8192, 1, 4, "cuda")
+TRIAL = Workload(2, 64, 4, 2, 224, 128, 16, 1, 2, "cpu")
+STEPS = ["--warmup=3", "--steps=5"]
+LIMIT = 110.0  # seconds of a measurement, unless it says otherwise
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One process. arguments: of `python -m tools.bench`; none: the tests of tests/gpu. seconds:
+    its limit."""
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    seconds: float = LIMIT
+
+
+def measurements(device: str) -> list[Measurement]:
+    """Return all measurements, the most telling first."""
+    on_gpu = device == "cuda"
+    layers = LAYERS_8B if on_gpu else TRIAL
+    with_head = WITH_HEAD if on_gpu else TRIAL
+    small = WHOLE_1B if on_gpu else TRIAL
+    experts = replace(layers, layers=2)
+    # without Transformer Engine Megatron-core keeps the scores of all tokens
+    short = replace(layers, tokens=2048, micro_batch=4) if on_gpu else TRIAL
+    fewer_layers = replace(layers, layers=min(3, layers.layers))
+    return [
+        Measurement("machine", ("probe", f"--device={device}")),
+        Measurement(LAWS, seconds=270),
+        _ours("megaprec, block", layers, "train.compile=block"),
+        _peer("torch", layers),
+        _peer("torchtitan-like", layers),
+        _ours("megaprec, off", layers, "train.compile=off"),
+        _ours("megaprec, block, again", layers, "train.compile=block"),
+        _ours("megaprec, block, whole vocabulary", with_head, "train.compile=block"),
+        _ours("megaprec, block, deterministic", layers, "train.deterministic=true"),
+        _ours("megaprec, leaves", layers, "train.compile=leaves"),
+        _ours("megaprec, block, FP8", layers, "train.compile=block", "fp8.kind=current"),
+        _peer("torch, compiled", layers, seconds=180),
+        _peer("Megatron-core", short, "Megatron-core, 2048 tokens"),
+        _ours("megaprec, block, 2048 tokens", short, "train.compile=block"),
+        _peer("Transformer Engine", layers),
+        _ours("megaprec, off, whole vocabulary", with_head, "train.compile=off"),
+        _ours("megaprec, block, Llama 3.2 1B", small, "train.compile=block"),
+        _peer("torchtitan-like", small, "torchtitan-like, Llama 3.2 1B"),
+        _ours(
+            "megaprec, block, 8 experts",
+            experts,
+            "train.compile=block",
+            "model.family=mixtral",
+            "model.experts=8",
+        ),
+        _ours("megaprec, off, Muon", fewer_layers, "train.compile=off", "optimizer.name=muon"),
+        Measurement("FP8 products and steps", ("fp8", *fewer_layers.options), seconds=200),
+        Measurement("optimizer", ("optimizer", f"--device={device}")),
+    ]
+
+
+def _ours(name: str, workload: Workload, *keys: str) -> Measurement:
+    command = ("train", f"--device={workload.device}", *STEPS, *workload.keys, *keys)
+    return Measurement(name, command)
+
+
+def _peer(system: str, workload: Workload, name: str = "", seconds: float = LIMIT) -> Measurement:
+    return Measurement(name or system, ("peer", system, *workload.options), seconds)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this measurement."""
-    add_workload(parser)
+    add_device(parser)
     parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="page to write")
     parser.add_argument(
-        "--systems",
-        nargs="+",
-        choices=(OURS, *PEERS),
-        default=[OURS, *PEERS],
-        metavar="NAME",
-        help="that are measured",
+        "--records", type=Path, default=RECORDS, metavar="FILE", help="lines of JSON"
     )
-    parser.add_argument("--no-tests", action="store_true", help="measure only")
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="after which no measurement begins"
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help="measurements, taken again"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
     """Run `python -m tools.bench gpu`.
 
-    Exit code 1: a test has failed, or megaprec was not measured. Raises UserError without a GPU.
+    Exit code 1: a test has failed, or a measurement of megaprec. Raises UserError without a GPU.
     """
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UserError.of("bench.no_gpu")
-    workload = Workload.of(args)
-    outcomes = {} if args.no_tests else run_tests()
-    with world(args.device):
-        rows = measure_systems(workload, args.systems, args.rounds)
-    text = page(describe_machine(args.device), workload, rows, outcomes)
+    require_gpu(args.device)
+    end = time.monotonic() + 60 * args.minutes
+    args.records.parent.mkdir(parents=True, exist_ok=True)
+    remaining = to_take(measurements(args.device), read_records(args.records), args.only)
+    while remaining and time.monotonic() + remaining[0].seconds < end:
+        measurement = remaining.pop(0)
+        print(f"measuring  {measurement.name}, at most {measurement.seconds:.0f} s", flush=True)
+        start = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}"
+        for record in take(measurement):
+            append(args.records, {"measurement": measurement.name, "at": start, **record})
+    records = read_records(args.records)
+    text = with_results(PAGE.read_text(encoding="utf-8"), describe_machine(args.device), records)
     args.page.write_text(text, encoding="utf-8")
     print(f"written    {args.page}")
-    failed = [name for name, outcome in outcomes.items() if outcome.startswith("failed")]
-    for name in failed:
-        print(f"failed     {name}")
-    return int(bool(failed) or isinstance(rows.get(OURS), str))
+    if remaining:
+        names = "; ".join(measurement.name for measurement in remaining)
+        print(f"left       {names}: run it again")
+    failed = list(describe_failures(records))
+    for line in failed:
+        print(f"failed     {line}")
+    return int(bool(failed))
 
 
-def describe_machine(device: str) -> dict[str, str]:
-    """Return what a reader must know of the machine and the software."""
-    if device == "cpu":
-        facts = {"device": "no GPU: the CPU, to try the program"}
-    else:
-        devices = torch.cuda.device_count()
-        facts = {
-            "device": f"{devices} x {torch.cuda.get_device_name()}",
-            "CUDA": str(torch.version.cuda),
-        }
-    return facts | {
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "torch": torch.__version__,
-        "commit": _commit(),
-    }
+def to_take(
+    planned: Sequence[Measurement], records: Sequence[Mapping[str, Any]], only: Sequence[str]
+) -> list[Measurement]:
+    """Return the measurements that are named, or else those without a record."""
+    if only:
+        return [measurement for measurement in planned if measurement.name in only]
+    taken = {record["measurement"] for record in records}
+    return [measurement for measurement in planned if measurement.name not in taken]
 
 
-def _commit() -> str:
-    git = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=PAGE.parent, capture_output=True, text=True
+def take(measurement: Measurement) -> Iterator[dict[str, Any]]:
+    """Run a measurement and yield its records; at least one, which says why there is no other."""
+    if measurement.name == LAWS:
+        yield from _run_laws(measurement.seconds)
+        return
+    command = [sys.executable, "-m", "tools.bench", *measurement.arguments]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    # git prints nothing where there is no clone
-    return git.stdout.strip() or "not known"
+    try:
+        output, errors = process.communicate(timeout=measurement.seconds)
+        reason = _last_line(errors) or "it printed no record"
+    except subprocess.TimeoutExpired:
+        process.kill()
+        # what it had printed is read all the same
+        output, _ = process.communicate()
+        reason = f"not done after {measurement.seconds:.0f} s"
+    records = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    yield from records
+    if process.returncode and not any("refused" in record for record in records):
+        yield {"refused": reason}
 
 
-def run_tests() -> dict[str, str]:
-    """Run the tests with the marker `gpu`; return the outcome of each: passed, failed: why, or
-    skipped: why."""
-    # pytest's own folder, which git ignores
-    report = PAGE.parent.parent / ".pytest_cache" / "gpu.xml"
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", f"--junitxml={report}"]
-    # pytest's exit code is 1 if a test fails, which the report says, too.
-    subprocess.run(command, cwd=PAGE.parent.parent, check=False)
-    if not report.is_file():
-        raise UserError.of("bench.no_test_report", command=" ".join(command[1:]))
-    return read_outcomes(report.read_text(encoding="utf-8"))
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1][:200] if lines else ""
+
+
+def _run_laws(seconds: float) -> Iterator[dict[str, Any]]:
+    """Run the tests of tests/gpu that need a GPU; yield the outcome of each."""
+    report = RECORDS.with_name("laws.xml")
+    report.parent.mkdir(parents=True, exist_ok=True)
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
+    command += [f"--junitxml={report}", LAWS]
+    try:
+        # pytest's exit code is 1 if a test fails, which the report says, too
+        subprocess.run(command, cwd=ROOT, check=False, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        yield {"refused": f"the tests were not done after {seconds:.0f} s"}
+    if report.is_file():
+        outcomes = read_outcomes(report.read_text(encoding="utf-8"))
+        yield from ({"test": name, "outcome": outcome} for name, outcome in outcomes.items())
+    else:
+        yield {"refused": f"no report: run {' '.join(command[1:])}"}
 
 
 def read_outcomes(xml: str) -> dict[str, str]:
@@ -127,51 +221,59 @@ def _read_outcome(case: ElementTree.Element) -> str:
     return "passed"
 
 
-def measure_systems(
-    workload: Workload, systems: list[str], rounds: int
-) -> dict[str, dict[str, float] | str]:
-    """Return tokens a second, memory and MFU of each system, or why it was not measured. Passes
-    alternate."""
-    builders: dict[str, Callable[[Workload], Step]] = {OURS: megaprec_step, **PEERS}
-    seconds: dict[str, list[float]] = {name: [] for name in systems}
-    peak_gib = dict[str, float]()
-    refused = dict[str, str]()
-    # Each system twice, so that a change of the machine meanwhile is seen by all.
-    for _ in range(PASSES):
-        for name in systems:
-            if name in refused:
-                continue
-            try:
-                times, peak_gib[name] = time_steps(builders[name], workload, rounds)
-                seconds[name] += times
-            except Exception as error:
-                # a system that cannot do the work here is a row that says why
-                prefix = "" if isinstance(error, Absent) else f"{type(error).__name__}: "
-                refused[name] = f"{prefix}{error}".splitlines()[0]
-    rows: dict[str, dict[str, float] | str] = {}
-    for name in systems:
-        if name in refused:
-            rows[name] = refused[name]
-            continue
-        speed = workload.speed(statistics.median(seconds[name]))
-        rows[name] = {**speed, "gib": peak_gib[name]}
-    return rows
+def append(path: Path, record: Mapping[str, Any]) -> None:
+    """Append a record to the file, as one line."""
+    # a machine that went away may have left half a line
+    is_cut_off = path.is_file() and not path.read_bytes().endswith(b"\n")
+    with path.open("a", encoding="utf-8") as file:
+        if is_cut_off:
+            file.write("\n")
+        file.write(f"{json.dumps(record)}\n")
 
 
-def time_steps(
-    build: Callable[[Workload], Step], workload: Workload, rounds: int
-) -> tuple[list[float], float]:
-    """Build a system, take WARMUP steps, and return the seconds of `rounds` more and the peak of
-    its memory in GiB."""
-    # Memory of the system that was measured before must not count.
-    gc.collect()
-    if workload.device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    step = build(workload)
-    for _ in range(WARMUP):
-        step()
-    device = torch.device(workload.device)
-    times = [seconds_of(step, device) for _ in range(rounds)]
-    peak = torch.cuda.max_memory_allocated() if workload.device == "cuda" else 0
-    return times, peak / 2**30
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Return the records of the file, of a measurement that was taken again the newest ones."""
+    if not path.is_file():
+        return []
+    records: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        # a line that was cut off when the machine went away
+        if line.endswith("}"):
+            records.append(json.loads(line))
+    newest = {record["measurement"]: record["at"] for record in records}
+    return [record for record in records if record["at"] == newest[record["measurement"]]]
+
+
+def describe_failures(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line for each test that has failed, and for each measurement of megaprec that could
+    not be taken."""
+    for record in records:
+        if str(record.get("outcome", "")).startswith("failed"):
+            yield f"{record['test']} {record['outcome']}"
+        elif "refused" in record and record["measurement"].startswith(("megaprec", LAWS)):
+            yield f"{record['measurement']}: {record['refused']}"
+
+
+def describe_machine(device: str) -> dict[str, str]:
+    """Return what a reader must know of the machine and the software."""
+    if device == "cpu":
+        facts = {"device": "no GPU: the CPU, to try the program"}
+    else:
+        devices = torch.cuda.device_count()
+        facts = {
+            "device": f"{devices} x {torch.cuda.get_device_name()}",
+            "CUDA": str(torch.version.cuda),
+        }
+    return facts | {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "torch": torch.__version__,
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str:
+    git = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
+    # git prints nothing where there is no clone
+    return git.stdout.strip() or "not known"

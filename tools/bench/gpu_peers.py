@@ -100,11 +100,14 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of a micro-batch."""
+        return _mean_loss(self.logits(tokens), targets)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Return the logits of a micro-batch, [b, s, vocabulary]."""
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, self.cos, self.sin)
-        logits = self.head(self.norm(x)).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return self.head(self.norm(x))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -140,9 +143,42 @@ def _make_step(
 
 def torch_native(workload: Workload, compiled: bool = False) -> Step:
     """Return the step of plain torch modules. compiled: as a whole, by torch.compile."""
-    model = Decoder(workload, [Layer(workload) for _ in range(workload.layers)])
-    model.to(workload.device, torch.bfloat16)
+    with torch.device(workload.device):
+        model = Decoder(workload, [Layer(workload) for _ in range(workload.layers)])
+    model.to(torch.bfloat16)
     return _make_step(model, workload, torch.compile(model) if compiled else model)
+
+
+def torchtitan_like(workload: Workload) -> Step:
+    """Return the step as torchtitan takes it on one GPU: FP32 weights under autocast, each layer
+    and the loss compiled, torch's fused AdamW."""
+    with torch.device(workload.device):
+        model = Decoder(workload, [Layer(workload) for _ in range(workload.layers)])
+    for layer in model.layers:
+        layer.compile(fullgraph=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+    batches = workload.batches()
+    loss_of = torch.compile(_mean_loss)
+
+    def step() -> Tensor:
+        step_loss = torch.zeros((), device=workload.device)
+        for tokens, targets in batches:
+            with torch.autocast(workload.device, torch.bfloat16):
+                loss = loss_of(model.logits(tokens), targets) / len(batches)
+            loss.backward()
+            step_loss += loss.detach()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        return step_loss
+
+    return step
+
+
+def _mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def transformer_engine(workload: Workload) -> Step:
@@ -278,6 +314,7 @@ def _module(name: str) -> Any:
 PEERS: dict[str, Callable[[Workload], Step]] = {
     "torch": torch_native,
     "torch, compiled": partial(torch_native, compiled=True),
+    "torchtitan-like": torchtitan_like,
     "Megatron-core": megatron_core,
     "Transformer Engine": transformer_engine,
 }

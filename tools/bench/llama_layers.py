@@ -10,7 +10,7 @@ where forward FLOPs are those of all matrix products, attention counted as if it
 """
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count
 
 import torch
@@ -52,19 +52,47 @@ class Workload:
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Workload":
         """Return the work that the options of `add_workload` ask for."""
-        heads = max(4, args.hidden // 128)
+        heads = args.heads or max(4, args.hidden // 128)
         return cls(
             layers=args.layers,
             hidden=args.hidden,
             heads=heads,
-            kv_heads=max(2, heads // 4),
-            ffn=args.hidden * 7 // 2,  # 14336 of 4096
+            kv_heads=args.kv_heads or max(2, heads // 4),
+            ffn=args.ffn or args.hidden * 7 // 2,  # 14336 of 4096
             vocab=args.vocab,
             tokens=args.tokens,
             micro_batch=args.micro_batch,
             microbatches=args.microbatches,
             device=args.device,
         )
+
+    @property
+    def options(self) -> list[str]:
+        """Return the options of `add_workload` that ask for this work."""
+        sizes = asdict(self)
+        device = sizes.pop("device")
+        options = [f"--device={device}"]
+        for name, size in sizes.items():
+            options.append(f"--{name.replace('_', '-')}={size}")
+        return options
+
+    @property
+    def keys(self) -> list[str]:
+        """Return the keys of a run with this work, for `python -m tools.bench train`."""
+        return [
+            "model.family=llama",
+            f"model.layers={self.layers}",
+            f"model.hidden={self.hidden}",
+            f"model.heads={self.heads}",
+            f"model.kv_heads={self.kv_heads}",
+            f"model.ffn={self.ffn}",
+            f"model.vocab={self.vocab}",
+            f"model.max_positions={self.tokens}",
+            f"data.vocab_size={self.vocab}",
+            f"train.seq_length={self.tokens}",
+            f"train.micro_batch={self.micro_batch}",
+            f"train.global_batch={self.micro_batch * self.microbatches}",
+        ]
 
     @property
     def model(self) -> ModelConfig:
@@ -116,6 +144,9 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         {
             "layers": (8, "layers"),
             "hidden": (4096, "width"),
+            "heads": (0, "of attention; 0: as many as are 128 wide"),
+            "kv-heads": (0, "key and value heads; 0: a quarter of the heads"),
+            "ffn": (0, "width of the feed-forward; 0: 3.5 times the width"),
             "vocab": (8192, "vocabulary; small, for the layers are what is measured"),
             "tokens": (4096, "of a sequence"),
             "micro-batch": (2, "sequences"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megaprec.errors import UserError
 from parallel.mesh import world
 from tools.analysis.planning.fp8_timing import synchronize
 from tools.training.launch import start_ranks
@@ -26,11 +27,17 @@ def add_integers(parser: argparse.ArgumentParser, options: Mapping[str, tuple[in
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=meaning)
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """Add the option of a measurement that is about GPUs."""
+def add_device(parser: argparse.ArgumentParser, default: str = "cuda") -> None:
+    """Add the device of the ranks as an option."""
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program"
+        "--device", choices=("cuda", "cpu"), default=default, help="device of each rank"
     )
+
+
+def require_gpu(device: str) -> None:
+    """Raise UserError if a measurement on a GPU is asked for and there is none."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError.of("bench.no_gpu")
 
 
 def print_record(record: Mapping[str, Any]) -> None:
@@ -38,11 +45,11 @@ def print_record(record: Mapping[str, Any]) -> None:
     print(json.dumps(record), flush=True)
 
 
-def run_on_ranks(measure: Callable[[], None], ranks: int, threads: int) -> int:
+def run_on_ranks(measure: Callable[[], None], ranks: int, threads: int, device: str = "cpu") -> int:
     """Call `measure` on each of `ranks` ranks of this program; return the exit code.
 
     The process that the user starts starts the ranks, unless it is the only one. threads: of each
-    rank.
+    rank. device: type of the ranks' devices.
     """
     # A rank that this program, torchrun or Slurm has started finds RANK.
     if ranks > 1 and "RANK" not in os.environ:
@@ -50,7 +57,7 @@ def run_on_ranks(measure: Callable[[], None], ranks: int, threads: int) -> int:
     torch.set_num_threads(threads)
     # As `megaprec train` does, or steps would take longer than there.
     keep_freed_memory()
-    with world():
+    with world(device):
         measure()
     return 0
 

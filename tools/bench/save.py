@@ -58,6 +58,7 @@ def _time_round(bench: Bench, folder: Path) -> dict[str, Any]:
     step_seconds = bench.step()
     start = time.perf_counter()
     snapshot = take_snapshot(optimizer, copy=True)
+    snapshot.wait()
     copy_seconds = time.perf_counter() - start
     num_bytes = 0
     for tensors in snapshot.files.values():

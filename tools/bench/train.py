@@ -26,14 +26,22 @@ from torch.utils._pytree import tree_map
 from megaprec.comm.axis import device_of
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.step_report import StepObserver, StepReport
+from megaprec.precision.gemm import fp32_sums
+from megaprec.precision.tf32 import tf32
+from models.attention.backends import gpu_kernels
 from models.engine.engine import Engine, build_stages
 from models.engine.passes import Share
 from models.engine.sentinel import Sentinel
 from parallel.mesh import make_mesh
+from tools.analysis.planning.fp8_timing import synchronize
+from tools.analysis.planning.memory import MemoryModel
+from tools.analysis.planning.search import plan_run
 from tools.bench.measurement import (
+    add_device,
     add_integers,
     print_profile,
     print_record,
+    require_gpu,
     rounded_median,
     run_on_ranks,
 )
@@ -66,6 +74,7 @@ REPEATS = 9  # of each product; the first warms up
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this measurement."""
     add_run(parser)
+    add_device(parser, default="cpu")
     parser.add_argument(
         "--profile", action="store_true", help="print rank 0's operators by time, of one step more"
     )
@@ -92,12 +101,16 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run `python -m tools.bench train`. Raises UserError."""
-    config = run_of(args)
+    require_gpu(args.device)
+    config = run_of(args).on_device(args.device)
 
     def measure_here() -> None:
-        measure(args, config, mesh_of(config))
+        kernels = gpu_kernels(args.device, config.train.deterministic)
+        # the settings of a run
+        with kernels, tf32(config.plan.tf32), fp32_sums():
+            measure(args, config, mesh_of(config, args.device))
 
-    return run_on_ranks(measure_here, config.world_size, config.train.threads)
+    return run_on_ranks(measure_here, config.world_size, config.train.threads, args.device)
 
 
 def run_of(args: argparse.Namespace) -> RunConfig:
@@ -106,10 +119,10 @@ def run_of(args: argparse.Namespace) -> RunConfig:
     return load_run(None, [*WORKLOAD, f"train.steps={steps}", *args.keys])
 
 
-def mesh_of(config: RunConfig) -> dist.DeviceMesh:
+def mesh_of(config: RunConfig, device: str = "cpu") -> dist.DeviceMesh:
     """Return the mesh of the run's ranks. Collective over the world."""
     parallel = config.parallel
-    return make_mesh(parallel.pipeline, parallel.data, parallel.tensor, cp=parallel.context)
+    return make_mesh(parallel.pipeline, parallel.data, parallel.tensor, device, parallel.context)
 
 
 def measure(args: argparse.Namespace, config: RunConfig, mesh: dist.DeviceMesh) -> None:
@@ -152,7 +165,8 @@ class Bench:
         train = config.train
         self.config = config
         self.update_times = UpdateTimes()
-        options = replace(config.engine_options, leaves=compile_leaves(config, config.model, mesh))
+        leaves = compile_leaves(config, config.model, mesh)
+        options = replace(config.engine_options, leaves=leaves)
         stages = build_stages(config.model, config.plan, mesh, config.schedule, options)
         optimizer = stages.make_optimizer(**optimizer_options(config, device_of(mesh)))
         self.engine = Engine(stages, optimizer, [self.update_times])
@@ -168,8 +182,9 @@ class Bench:
     def share(self, replica: int) -> Share:
         """Return the samples of a data-parallel rank."""
         samples = self.shares[replica]
-        tokens = samples[:, :-1]
-        targets = samples[:, 1:]
+        # contiguous, as a run's are: they travel to a GPU from pinned memory
+        tokens = samples[:, :-1].contiguous()
+        targets = samples[:, 1:].contiguous()
         return Share(tokens, targets, first=replica * len(samples))
 
     def step(self) -> float:
@@ -182,6 +197,7 @@ class Bench:
         cpu_start = time.process_time()
         with checking:
             self.engine.step(self.share(self.engine.dp.rank), LEARNING_RATE, number)
+        synchronize(self.engine.device)
         dist.barrier()
         self.cpu_seconds.append(time.process_time() - cpu_start)
         self.steps_taken += 1
@@ -199,6 +215,7 @@ class Bench:
         # the newest: steps that warmed up come before
         cpu_seconds = self.cpu_seconds[-len(seconds) :]
         update_cpu_seconds = self.update_times.cpu_seconds[-len(seconds) :]
+        on_gpu = self._gpu_record() if self.engine.device.type == "cuda" else {}
         return {
             "tokens_per_s": round(tokens_per_s, 1),
             **{name: round(value, 4) for name, value in throughput_fields.items()},
@@ -208,6 +225,24 @@ class Bench:
             "cpu_s": rounded_median(cpu_seconds),
             "update_cpu_s": rounded_median(update_cpu_seconds, 4),
             "peak_rss_mb": [round(megabytes) for megabytes in memory_mb.tolist()],
+            **on_gpu,
+        }
+
+    def _gpu_record(self) -> dict[str, Any]:
+        """Return what a measurement on a GPU says besides: its peak of memory in GiB on this rank
+        and that of the fullest rank by plan, the kernels of attention, and what is compiled and
+        was missed."""
+        leaves = self.engine.leaves
+        planned = plan_run(self.config, MemoryModel("cuda"), None)
+        with torch.device("cuda"):
+            attention = self.config.attention_kernels(self.config.model)
+        return {
+            "gpu": torch.cuda.get_device_name(),
+            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+            "planned_gib": round(planned.total / 2**30, 2),
+            "attention": attention,
+            "compiled": leaves.names,
+            "uncompiled_calls": dict(leaves.misses),
         }
 
     def limit_by_products(self, seconds: list[float]) -> dict[str, float]:

@@ -126,6 +126,7 @@ def main(args: argparse.Namespace) -> int:
     tell_notes(config.notes, args.strict)
     require_builtin(config.model, "megaprec plan")
     target = target_of(config, args.gpu, args.gpu_memory)
+    config = config.on_device(target.device)
     assumed = _assumptions(config, target, args)
     if args.ranks and assumed is None:
         raise UserError.of("command.peak_unknown")
@@ -213,11 +214,9 @@ def _notes(config: RunConfig, target: Target) -> Iterator[str]:
             "the speed of FP8 is not predicted: its products are timed as those of "
             f"{config.precision.compute}, and their casts as nothing; the bytes are those of FP8"
         )
-    if config.train.compile != "off":
-        yield (
-            f'the speed of train.compile = "{config.train.compile}" is not predicted: nothing but '
-            "products takes time"
-        )
+    compile_mode = config.compile_mode(target.device)
+    if compile_mode != "off":
+        yield f'the speed of train.compile = "{compile_mode}" is not predicted'
     if config.canonical_shards:
         yield (
             'times are those of train.numerics = "fast"; canonical sums take longer '

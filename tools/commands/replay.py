@@ -20,6 +20,7 @@ from megaprec.diagnose.nonfinite_trace import Trace
 from megaprec.errors import UserError
 from megaprec.precision.gemm import fp32_sums
 from megaprec.precision.tf32 import tf32
+from models.attention.backends import gpu_kernels
 from models.engine.replay import trace_modules
 from parallel.mesh import make_mesh, world
 from tools.config.layouts import in_words
@@ -60,7 +61,8 @@ def replay(folder: Path, event: dict[str, Any]) -> Replay:
     start = _last_checkpoint_before(config.checkpoint_folder, step)
     device = _replay_device(config)
     torch.set_num_threads(config.train.threads or share_of_cores(1))
-    with world(device), tf32(config.plan.tf32), fp32_sums():
+    kernels = gpu_kernels(device, config.train.deterministic)
+    with world(device), kernels, tf32(config.plan.tf32), fp32_sums():
         trainer = Trainer(config, corpus, make_mesh(device=device), start)
         _catch_up(trainer, step, "the initial weights" if start is None else start.name)
         microbatch, trace = _trace_step(trainer, event)

@@ -287,6 +287,7 @@ def _report_of_run(config: RunConfig, args: argparse.Namespace) -> _ScheduleRepo
     model = config.sized_model
     costs = config.stage_costs(model, schedule.rank_of_stage)
     target = target_of(config, args.gpu)
+    config = config.on_device(target.device)
     kept_activations = list[ActivationBytes]()
     rank_bytes = list[RankBytes]()
     if not config.model.factory:  # the memory of a custom model is not known before it is built

@@ -56,7 +56,7 @@ def unequal_steps(train: Train) -> Iterator[str]:
         yield Problem.of("config.canonical_threads")
     if train.sentinel:
         yield Problem.of("config.canonical_sentinel", sentinel=train.sentinel)
-    if train.compile != "off":
+    if train.compile not in ("auto", "off"):
         yield Problem.of("config.canonical_compile", compile=train.compile)
 
 

@@ -232,7 +232,7 @@ EFFECT_RULES: tuple[EffectRule, ...] = (
         "lr.schedule",
         holds=lambda tables: tables.lr.schedule != "constant",
     ),
-    EffectRule("lr.decay", "lr.schedule", only_with="wsd"),
+    EffectRule("lr.decay lr.wsd_decay", "lr.schedule", only_with="wsd"),
     EffectRule("train.canonical_shards", "train.numerics", only_with="canonical"),
     EffectRule("train.eval_batches", "train.eval_every"),
     EffectRule(

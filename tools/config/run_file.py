@@ -17,7 +17,7 @@ as a string.
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -29,6 +29,7 @@ from megaprec.errors import Problem, UserError, did_you_mean
 from megaprec.optim.lr import LRSchedule
 from megaprec.parsing import MOST_SETTINGS, home_expanded, home_problem, parse_toml, read_text
 from megaprec.precision.plan import PrecisionPlan
+from models.attention.backends import kernel_names
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
 from models.engine.options import EngineOptions
@@ -38,6 +39,7 @@ from models.presets import PRESETS
 from parallel.activation_checkpoint import Recompute
 from parallel.pipeline.instructions import Instruction
 from parallel.pipeline.schedules import Schedule
+from parallel.sequence_cut import length_multiple
 from tools.config.checks import cross_problems, lr_schedule, with_vocabulary_size
 from tools.config.data_settings import Data
 from tools.config.dialect_tables import resolve_dialect
@@ -144,6 +146,28 @@ class RunConfig(BaseModel):
             return self.train.canonical_shards
         return 0
 
+    def compile_mode(self, device: str) -> Literal["off", "leaves", "block"]:
+        """Return what is compiled, by train.compile. device: type of the ranks' devices."""
+        mode = self.train.compile
+        if mode != "auto":
+            return mode
+        # canonical sums have an order that no compiler knows; no leaf of a factory's model is known
+        is_compilable = not self.canonical_shards and not self.model.factory
+        # on a CPU compiling takes longer than a short run gains by it
+        return "block" if device == "cuda" and is_compilable else "off"
+
+    def attention_kernels(self, model: ModelConfig) -> list[str]:
+        """Return the kernels of attention that the layers of `model` take in this run, each once,
+        for tensors of the default device (`models.attention.backends`)."""
+        return kernel_names(
+            model,
+            self.plan,
+            self.parallel.tensor,
+            self.parallel.context,
+            (self.train.micro_batch, self.train.seq_length),
+            self.data.reset_attention_mask,
+        )
+
     @property
     def engine_options(self) -> EngineOptions:
         """The options of the run's engine; initial weights are drawn, and nothing is compiled."""
@@ -157,6 +181,7 @@ class RunConfig(BaseModel):
             recompute=self.recompute,
             expert=parallel.expert,
             expert_tensor=parallel.expert_tensor,
+            # named ring from here on
             ring=parallel.context_by == "ring",
             seed=self.train.seed,
             trace=self.precision.trace_overflows,
@@ -196,6 +221,19 @@ class RunConfig(BaseModel):
         changed = [key for key, value in parallel if value != getattr(self.parallel, key)]
         config._origins = {**self._origins, **{f"parallel.{key}": origin for key in changed}}
         return config
+
+    def on_device(self, device: str) -> Self:
+        """Return the run with the defaults of its ranks' devices: on GPUs tensor-parallel ranks
+        share the activations between products too. device: their type."""
+        parallel = self.parallel
+        is_free = not self.given("parallel.sequence") and not self.model.factory
+        shares = parallel.tensor > 1 and not self.canonical_shards
+        if device != "cuda" or not is_free or not shares:
+            return self
+        if self.train.seq_length % length_multiple(parallel.context, parallel.tensor):
+            return self
+        shared = parallel.model_copy(update={"sequence": True})
+        return self.with_parallel(shared, "default on a GPU")
 
     def origin(self, key: str) -> str:
         """Return the origin of the dotted `key`: "default", "file ...", "command line" or "preset

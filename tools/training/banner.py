@@ -5,6 +5,8 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from megaprec.checkpoint.atomic import damaged_beside, step_of, whole_checkpoints
 from megaprec.checkpoint.keeping import Keep, made_here
 from megaprec.comm.layout import Part
@@ -15,6 +17,7 @@ from megaprec.optim.muon.rule import Muon
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.plan import dtype_name
 from models.decoder.kv_cache import CachedStage
+from models.estimate.storage import without_storage
 from parallel.pipeline.simulation import bubble, simulate
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
@@ -50,6 +53,9 @@ def print_start(
     _print_settings(config, corpus, device)
     if config.train.eval_every:
         _print_evaluated(config, corpus)
+    if not config.model.factory:
+        with without_storage("cpu") if device == "cpu" else torch.device(device):
+            say(f"attention  {'; '.join(config.attention_kernels(corpus.model))}")
     for note in corpus.notes:
         say(f"note       {note}")
     for line in fp8_lines(config, corpus.model, device):
@@ -104,7 +110,7 @@ def _modes(config: RunConfig) -> Iterator[str]:
     if parallel.context > 1:
         yield f"context by {parallel.context_by}"
     if parallel.zero and parallel.copies > 1:
-        yield "ZeRO-1"
+        yield "ZeRO-2" if parallel.shards_gradients else "ZeRO-1"
 
 
 def _print_evaluated(config: RunConfig, corpus: Corpus) -> None:
@@ -203,7 +209,9 @@ def print_marked(optimizer: ParallelAMPOptimizer) -> None:
 def _bytes_formula(optimizer: ParallelAMPOptimizer, buffer_kind: _BufferKind) -> str:
     """Return the bytes of a parameter of this kind: on every rank, and of optimizer state."""
     on_every_rank, sharded = optimizer.plan.bytes_per_parameter(
-        buffer_kind.moments, buffer_kind.in_fp8
+        buffer_kind.moments,
+        buffer_kind.in_fp8,
+        shards_gradients=optimizer.shards_gradients and buffer_kind.ranks > 1,
     )
     divisor = f"/{buffer_kind.ranks}" if buffer_kind.ranks > 1 else ""
     total = on_every_rank + sharded / buffer_kind.ranks

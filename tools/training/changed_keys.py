@@ -119,7 +119,8 @@ def changed_keys(checkpoint: Store, config: RunConfig, progress: TrainState) -> 
     saved_values = saved_keys(checkpoint)
     # A run goes on as though a removed key had its default.
     current_values = {**FORMER_DEFAULTS, **_all_keys(config)}
-    exact_patterns = (*KEYS_WITHOUT_EFFECT, "optimizer.validation")
+    # what is compiled is compared by its names (`compile_leaves`)
+    exact_patterns = (*KEYS_WITHOUT_EFFECT, "optimizer.validation", "train.compile")
     if saved_values.get("train.numerics") == current_values["train.numerics"] == toml("canonical"):
         exact_patterns = (*exact_patterns, *LAYOUT_KEYS)
     rates_change = _rates_change(saved_values, config, progress)
@@ -129,11 +130,21 @@ def changed_keys(checkpoint: Store, config: RunConfig, progress: TrainState) -> 
         if saved_values[key] == current_values[key]:
             continue
         is_exact = any(fnmatchcase(key, pattern) for pattern in exact_patterns)
+        if reorders_sums(key, saved_values[key], current_values[key]):
+            is_exact = False
         if rates_change and _decides_rates(key, config):
             is_exact = False
         mark = "" if is_exact else NOT_EXACT_MARK
         lines.append(f"{key}: {saved_values[key]} -> {current_values[key]}{mark}")
     return sorted(lines)
+
+
+def reorders_sums(key: str, *values: object) -> bool:
+    """Return True for a change to or from ZeRO-2, which adds ranks before micro-batches.
+
+    values: the two of the key, as they are or in TOML's grammar.
+    """
+    return key == "parallel.zero" and "2" in map(str, values)
 
 
 def _rates_change(saved: dict[str, str], config: RunConfig, progress: TrainState) -> bool:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megaprec.diagnose.position import Phase, Position
+from models.attention.backends import gpu_kernels
 from parallel.hangs.watchdog import longest_wait
 from parallel.mesh import broadcast_from_first, make_mesh, world
 from tools.config.run_file import RunConfig
@@ -50,6 +51,7 @@ def train_rank(
         stand_by()
         return None
     device = device_of_run(config)
+    config = config.on_device(device)
     torch.set_num_threads(config.train.threads or share_of_cores(local_ranks(config)))
     # Steps allocate and free the same sizes over and over.
     keep_freed_memory()
@@ -58,6 +60,7 @@ def train_rank(
     with (
         # A wait longer than any phase, so that the watchdog acts first and names the culprit.
         world(device, longest_wait(parallel.timeout) / 60, note_failure) as store,
+        gpu_kernels(device, config.train.deterministic),
         ExitStack() as locks,
         watching(
             Path(config.train.folder),

@@ -30,8 +30,8 @@ class Saves:
         self._config = config
         self._optimizer = engine.optimizer
         self._fp8 = engine.fp8
-        self._compiled: dict[str, Any] = {}  # the entry about compiled modules, if there are any
-        if config.train.compile != "off":
+        self._compiled: dict[str, Any] = {}  # the entry about compiled leaves, if there are any
+        if engine.leaves.names:
             self._compiled = {"compiled": engine.leaves.names}
         self._saving: Saving | None = None
         self._problem = ""  # of the newest save, if it failed
@@ -58,7 +58,7 @@ class Saves:
         if not settings.background:
             self._wait()
 
-    def require_whole(self) -> None:
+    def require_savable_once(self) -> None:
         """Raise UserError on every rank if no checkpoint can hold all state that training changes.
 
         Looks once, after the first step, which is the first moment at which it shows.

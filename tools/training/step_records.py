@@ -139,7 +139,8 @@ def overflow_event(
     overflow_monitor: OverflowMonitor,
     samples_in_order: Samples | Blend,
 ) -> dict[str, Any]:
-    """Return the record of a skipped step for events.jsonl.
+    """Return the record for events.jsonl of a step that was not finite, skipped or applied all the
+    same.
 
     samples: positions of the global batch in the run's order. samples_in_order: the samples in that
     order, which have numbers in their data set; in a blend with the name of the data set.
@@ -268,8 +269,9 @@ class SentinelChecks:
             return nullcontext()
         return self._sentinel.checking(number, share_of)
 
-    def fields(self, step: int) -> dict[str, str]:
-        """Return the field of metrics.jsonl of a step that was taken; empty if it was not checked.
+    def note_clean(self, step: int) -> dict[str, str]:
+        """Note that a checked step was clean, and return its field of metrics.jsonl; empty if it
+        was not checked.
 
         step: counted from 1.
         """

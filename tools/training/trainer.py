@@ -32,9 +32,11 @@ from models.engine.engine import Engine, build_stages
 from models.engine.fp8_shadow import Shadow, run_shadow
 from models.engine.passes import OutsideVocabulary, Share
 from models.engine.sentinel import SilentFault
+from parallel.leaves import Leaves
 from parallel.pipeline.timeline import Recording
 from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
+from tools.console.wrapped import say
 from tools.convert.initial import start_from
 from tools.convert.train_state import TrainState, read_overflow_monitor
 from tools.journal.journal import Journal
@@ -42,7 +44,7 @@ from tools.journal.shadow_records import shadow_event, shadow_fields
 from tools.journal.timeline_file import TIMELINE, write_trace
 from tools.training.banner import print_marked, print_memory, print_start
 from tools.training.batches import Batches, evaluated_samples
-from tools.training.compiling import compile_leaves
+from tools.training.compiling import compile_leaves, missed_lines
 from tools.training.corpus import Corpus
 from tools.training.harness import Harness
 from tools.training.recording import record_run
@@ -179,6 +181,9 @@ class Trainer:
         for event in self._digests.of_loaded(self.progress, self.resumed):
             if journal is not None:
                 journal.write_event(event)
+        leaves = self.engine.leaves
+        leaves.misses.clear()  # those of other passes than steps
+        first_step = self.progress.step + 1
         while self.progress.step < self.config.train.steps and not self._is_stopping:
             self.position.enter(Phase.STEP, self.progress.step + 1)
             # A run whose folder was removed has nowhere to save, and stops on all ranks.
@@ -188,7 +193,9 @@ class Trainer:
                 report, shadow = self.step()
             except SilentFault as error:
                 self._end_for(error, journal)
-            self._write(journal, report, shadow, time.perf_counter() - start_time)
+            if leaves.names and self.progress.step == first_step:
+                self._say_misses(leaves)
+            self._evaluate_and_record(journal, report, shadow, time.perf_counter() - start_time)
             divergence = self._describe_divergence()
             steps_done = self.progress.step
             if self._is_stopping:
@@ -201,9 +208,16 @@ class Trainer:
                     f"stopped after step {steps_done}, state saved: {divergence}"
                 )
 
+    def _say_misses(self, leaves: Leaves) -> None:
+        """Say which compiled leaves also ran uncompiled. Collective over the world."""
+        lines = missed_lines(leaves, self.engine.optimizer.world, self.engine.device)
+        if self.rank == 0:
+            for line in lines:
+                say(line)
+
     def _save_if_due(self, ends: bool) -> None:
         """Look after a save that is under way, and begin one that is due. ends: the run does."""
-        self._saves.require_whole()
+        self._saves.require_savable_once()
         self._saves.poll()
         if ends or self._saves_after(self.progress.step):
             with self.position.in_phase(Phase.SAVE):
@@ -241,11 +255,11 @@ class Trainer:
             self.config, self.corpus, self.resumed, lambda: self.progress, self.engine.optimizer
         )
 
-    def _write(
+    def _evaluate_and_record(
         self, journal: Journal | None, report: StepReport, shadow: Shadow | None, seconds: float
     ) -> None:
-        """Evaluate if that is due after the step, feed the overflow monitor and write the step's
-        record and events.
+        """Evaluate if that is due after the step, let the overflow monitor note the step, and write
+        its record and events (rank 0 alone). Collective over the world.
 
         shadow: the FP8 comparison of the step, if one was due.
         seconds: of the step.
@@ -257,8 +271,8 @@ class Trainer:
                 for name, samples in self.corpus.evaluated.items():
                     record[name] = self.evaluate(samples)
                 record |= self._harness.results()
-        record |= self._checks.fields(progress.step)
-        self.position.record()
+        record |= self._checks.note_clean(progress.step)
+        self.position.end_computation()
         self.monitor.note(report)
         # Evaluations and digests are collective, so every rank gets here; rank 0 alone writes.
         events = self._step_events(report, progress)
@@ -274,7 +288,8 @@ class Trainer:
                 journal.write_event(event)
 
     def _step_events(self, report: StepReport, progress: TrainState) -> list[dict[str, Any]]:
-        """Return the event of a skipped step, and that of its digests if they are due."""
+        """Return the event of a step that was skipped, or applied although it was not finite, and
+        that of its digests if they are due. Collective then."""
         events = list[dict[str, Any]]()
         samples = range(progress.samples - self.config.train.global_batch, progress.samples)
         if report.outcome == NO_TOKENS:
@@ -296,7 +311,7 @@ class Trainer:
     def step(self) -> tuple[StepReport, Shadow | None]:
         """Take the next step. Return its report, and the FP8 comparison if one was due.
 
-        A NonFiniteStep is kept, to be raised once the state is saved.
+        A NonFiniteStep is kept: once the state is saved, TrainingDiverged ends the run for it.
         """
         step_number = self.progress.step  # from 0
         first_sample = self.progress.samples
@@ -436,5 +451,6 @@ def optimizer_options(config: RunConfig, device: torch.device) -> dict[str, Any]
         "overlap": parallel.overlaps(device.type),
         "bucket": parallel.bucket,
         "zero_size": parallel.zero_size if parallel.zero else 1,
+        "shard_gradients": parallel.shards_gradients,
         "seed": config.train.seed,
     }

@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from models.estimate.flops import training_flops
+from models.estimate.storage import without_storage
 from tools.analysis.planning.device import RESERVED, Target, target_of
 from tools.analysis.planning.memory import MemoryModel, RankBytes
 from tools.analysis.planning.search import LayoutSearch, Planned, plan_run
@@ -22,6 +23,7 @@ MAIN_KINDS = ("weights", "gradients", "masters", "moments", "activations")
 OTHER_KINDS = {
     "buffers": "rotary tables and FP8 casts",
     "communication": "gradients that travel",
+    "arriving": "gradients of buckets until they are reduced",
     "sums": "sums of micro-batches",
     "optimizer": "the update",
     "save": "the copy of a save",
@@ -44,6 +46,9 @@ def run_lines(config: RunConfig, target: Target) -> Iterator[str]:
         f"batch      {train.global_batch:,} samples = {parallel.data:,} x {microbatches}, "
         f"{config.tokens_per_step:,} tokens a step"
     )
+    if not model.factory:
+        with without_storage(target.device):
+            yield f"attention  {'; '.join(config.attention_kernels(model))}"
     memory = f"{size(target.memory)} of memory" if target.memory else "memory not known"
     # the name of a CPU is its memory
     if target.device == "cpu":
@@ -59,7 +64,7 @@ def _modes(parallel: Parallel) -> Iterator[str]:
     if parallel.sequence:
         yield "sequence parallel"
     if parallel.zero and parallel.copies > 1:
-        yield "ZeRO-1"
+        yield "ZeRO-2" if parallel.shards_gradients else "ZeRO-1"
     if parallel.context > 1:
         yield f"context by {parallel.context_by}"
     if parallel.recompute != "none":

@@ -117,7 +117,7 @@ lr_warmup_iters                            int=0                  lr.warmup
 lr_warmup_samples                          int=0                  lr.warmup lr.unit
 lr_wsd_decay_iters                         int                    lr.decay
 lr_wsd_decay_samples                       int                    lr.decay lr.unit
-lr_wsd_decay_style                         exponential|linear|cosine|minus_sqrt lr.schedule
+lr_wsd_decay_style                         exponential|linear|cosine|minus_sqrt lr.wsd_decay
 seed                                       int=1234               train.seed
 eval_interval                              int=1000               train.eval_every
 eval_iters                                 int=100                train.eval_batches

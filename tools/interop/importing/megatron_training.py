@@ -14,6 +14,12 @@ from tools.interop.arguments.megatron import option
 from tools.interop.importing.arguments import Arguments
 from tools.interop.importing.draft import NO_HALF
 
+TAILS = {
+    "exponential": "exponential",
+    "linear": "linear",
+    "cosine": "cosine",
+    "minus_sqrt": "sqrt",
+}
 STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
 # fields of NeMo's plugin that Megatron-LM has under another name
 FP16_NAMES = (
@@ -111,8 +117,8 @@ def add_rate(arguments: Arguments) -> None:
         _add_lengths(arguments, steps, batch)
     if style != "WSD":
         return
-    if arguments.get("lr_wsd_decay_style") != "exponential" and draft.needs("lr.schedule"):
-        arguments.refuse("the decay of wsd is exponential here", "lr_wsd_decay_style")
+    tail = TAILS[arguments.get("lr_wsd_decay_style")]
+    arguments.put("lr.wsd_decay", tail, "lr_wsd_decay_style")
     if "lr.decay" not in draft.keys and draft.needs("lr.decay"):
         draft.missing.append("--lr-decay-style WSD needs --lr-wsd-decay-iters or -samples")
 

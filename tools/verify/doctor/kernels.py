@@ -6,6 +6,7 @@ that is not here is no fault where the code does without; it is one if the run a
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -45,15 +46,15 @@ def probe(context: RankContext) -> Answer:
     return {"host": context.host, "device": context.device, "tried": trials}
 
 
-def _try_flash_attention(device: torch.device) -> Trial:
-    """Return if torch's flash attention computes what the plain formula does."""
+def _try_attention(backend: SDPBackend, device: torch.device) -> Trial:
+    """Return if a backend of torch's attention computes what the plain formula does."""
     shape = (2, 4, 128, 64)  # batch, heads, tokens, head size
     query = _random_bf16(shape, 0, device)
     key = _random_bf16(shape, 1, device)
     value = _random_bf16(shape, 2, device)
 
-    def flash() -> Tensor:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    def attend() -> Tensor:
+        with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
     # the plain formula, in float64
@@ -63,7 +64,7 @@ def _try_flash_attention(device: torch.device) -> Trial:
     masked = scores.masked_fill(~causal, -torch.inf)
     probabilities = masked.softmax(-1)
     expected = probabilities @ value.double()
-    return _compare(flash, expected)
+    return _compare(attend, expected)
 
 
 def _try_grouped_products(device: torch.device) -> Trial:
@@ -117,7 +118,8 @@ def _compare(kernel: Callable[[], Tensor], expected: Tensor) -> Trial:
 
 
 KERNELS: dict[str, Callable[[torch.device], Trial]] = {
-    "flash attention": _try_flash_attention,
+    "flash attention": partial(_try_attention, SDPBackend.FLASH_ATTENTION),
+    "cuDNN attention": partial(_try_attention, SDPBackend.CUDNN_ATTENTION),
     "grouped products": _try_grouped_products,
     "FP8 products": _try_fp8_products,
     "MX products": _try_mx_products,

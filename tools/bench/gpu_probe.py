@@ -1,0 +1,244 @@
+"""Probes of a GPU and of torch's build for it: versions, ceilings of speed, the backends of
+attention, and what NCCL takes.
+
+Each probe prints a line as soon as it is done; one that fails says why, and the others go on.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.cuda import nccl
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from models.attention.backends import NAMES
+from parallel.mesh import world
+from tools.analysis.planning.fp8_timing import seconds
+from tools.bench.measurement import add_device, print_record, require_gpu
+
+SUBJECT = "what a GPU and torch's build for it can do"
+PACKAGES = ("torch", "triton", "numpy", "pydantic", "nvidia-cudnn-cu13", "nvidia-nccl-cu13")
+# of Llama 3 8B: output and input features
+PRODUCTS = {
+    "query, key, value": (6144, 4096),
+    "attention output": (4096, 4096),
+    "gate, up": (28672, 4096),
+    "down": (4096, 14336),
+}
+# of attention: head width, heads, key and value heads, tokens, samples
+ATTENTION = (
+    (128, 32, 8, 8192, 1),
+    (64, 32, 8, 8192, 1),
+    (128, 32, 8, 4096, 2),
+    (128, 32, 8, 200, 2),
+)
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
+TERA = 1e12
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this measurement."""
+    add_device(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run `python -m tools.bench probe`."""
+    require_gpu(args.device)
+    device = torch.device(args.device)
+    # tensors of a CPU are small: they try the program
+    shrink = 1 if args.device == "cuda" else 64
+    probes: dict[str, Callable[[], dict[str, Any]]] = {
+        "versions": lambda: _versions(device),
+        "ceilings": lambda: _ceilings(device, shrink),
+        "products": lambda: _products(device, shrink),
+        "attention": lambda: _attention(device, shrink),
+    }
+    for name, probe in probes.items():
+        _print_outcome(name, probe)
+    with world(args.device):
+        _print_outcome("collectives", lambda: _collectives(device))
+    return 0
+
+
+def _print_outcome(name: str, probe: Callable[[], dict[str, Any]]) -> None:
+    start = time.perf_counter()
+    try:
+        outcome = probe()
+    except Exception as error:
+        # the next probe may work all the same
+        outcome = {"failed": _first_line(error)}
+    print_record({"probe": name, **outcome, "seconds": round(time.perf_counter() - start, 1)})
+
+
+def _first_line(error: Exception) -> str:
+    line = f"{type(error).__name__}: {error}".splitlines()[0]
+    return line[:200]
+
+
+def _versions(device: torch.device) -> dict[str, Any]:
+    versions: dict[str, Any] = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    versions["cpus"] = os.cpu_count()
+    if device.type == "cuda":
+        versions["device"] = torch.cuda.get_device_name()
+        versions["cudnn"] = torch.backends.cudnn.version()
+        versions["nccl"] = ".".join(map(str, nccl.version()))
+    return versions
+
+
+def _ceilings(device: torch.device, shrink: int) -> dict[str, Any]:
+    """Return the speed of bf16 products, one alone and without a pause, and of copies."""
+    side = 8192 // shrink
+    first = torch.randn(side, side, device=device, dtype=torch.bfloat16)
+    second = torch.randn(side, side, device=device, dtype=torch.bfloat16)
+    source = torch.empty((1 << 30) // shrink**3, device=device, dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    flops = 2 * side**3
+    alone = seconds(lambda: first @ second, device)
+    copied = seconds(lambda: target.copy_(source), device)
+    # longer than a GPU's power limit takes to lower its clock
+    start = time.perf_counter()
+    count = 0
+    while time.perf_counter() - start < 2:
+        seconds(lambda: first @ second, device, rounds=20)
+        count += 1
+        if device.type == "cpu":
+            break
+    sustained = seconds(lambda: first @ second, device, rounds=20)
+    return {
+        "product_tflops": round(flops / alone / TERA, 1),
+        "sustained_tflops": round(flops / sustained / TERA, 1),
+        "copy_tb_per_s": round(2 * source.nbytes / copied / TERA, 2),
+    }
+
+
+def _products(device: torch.device, shrink: int) -> dict[str, Any]:
+    """Return TFLOP/s of a layer's products at 8192 tokens: forward, gradient of the input, gradient
+    of the weight, and that added to an FP32 total."""
+    tokens = 8192 // shrink
+    speeds: dict[str, Any] = {}
+    for name, (outputs, inputs) in PRODUCTS.items():
+        outputs //= shrink
+        inputs //= shrink
+        x = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16)
+        weight = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16)
+        grad = torch.randn(tokens, outputs, device=device, dtype=torch.bfloat16)
+        total = torch.zeros(outputs, inputs, device=device)
+        kinds: dict[str, Callable[[], object]] = {
+            "forward": lambda x=x, weight=weight: x @ weight.t(),
+            "input gradient": lambda grad=grad, weight=weight: grad @ weight,
+            "weight gradient": lambda grad=grad, x=x: grad.t() @ x,
+        }
+        if device.type == "cuda":
+            kinds["added in FP32"] = lambda total=total, grad=grad, x=x: torch.addmm(
+                total, grad.t(), x, out_dtype=torch.float32, out=total
+            )
+        flops = 2 * tokens * outputs * inputs
+        speeds[name] = {
+            kind: round(flops / seconds(product, device) / TERA, 1)
+            for kind, product in kinds.items()
+        }
+    return {"tflops": speeds}
+
+
+def _attention(device: torch.device, shrink: int) -> dict[str, Any]:
+    """Return TFLOP/s of causal attention by backend, forward and backward."""
+    speeds: dict[str, Any] = {}
+    for width, heads, key_heads, tokens, samples in ATTENTION:
+        tokens = max(8, tokens // shrink)
+        name = f"head {width}, {heads} / {key_heads} heads, {samples} x {tokens} tokens"
+        speeds[name] = dict(_backends_of((width, heads, key_heads, tokens, samples), device))
+    return speeds
+
+
+def _backends_of(
+    shape: tuple[int, int, int, int, int], device: torch.device
+) -> Iterator[tuple[str, Any]]:
+    width, heads, key_heads, tokens, samples = shape
+
+    def random(count: int) -> Tensor:
+        # the strides that a layer passes: tokens come first in memory
+        made = torch.randn(tokens, samples, count, width, device=device, dtype=torch.bfloat16)
+        return made.permute(1, 2, 0, 3)
+
+    query = random(heads).requires_grad_()
+    key = random(key_heads).requires_grad_()
+    value = random(key_heads).requires_grad_()
+    grad = random(heads)
+    # causal: half of all products of tokens; forward has two products, backward five
+    flops = 2 * samples * heads * tokens**2 * width
+
+    def attend() -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    default = attend().grad_fn
+    yield "default", type(default).__name__
+    for backend, name in NAMES.items():
+        # scores of all tokens do not fit
+        if backend is SDPBackend.MATH and tokens > 2048:
+            continue
+        with sdpa_kernel(backend):
+            try:
+                output = attend()
+                inputs = (query, key, value)
+                forward = seconds(attend, device)
+
+                def backward(output: Tensor = output, inputs: Any = inputs) -> None:
+                    torch.autograd.grad(output, inputs, grad, retain_graph=True)
+
+                backward_seconds = seconds(backward, device)
+            except RuntimeError as error:
+                yield name, _first_line(error)
+                continue
+        yield (
+            name,
+            {
+                "forward_tflops": round(flops / forward / TERA, 1),
+                "backward_tflops": round(2.5 * flops / backward_seconds / TERA, 1),
+            },
+        )
+
+
+def _collectives(device: torch.device) -> dict[str, Any]:
+    """Return what a world of one rank refuses of each dtype: every collective goes through NCCL."""
+    refused: dict[str, Any] = {}
+    for dtype in DTYPES:
+        tensor = torch.ones(64, device=device).to(dtype)
+        calls: dict[str, Callable[[], object]] = {
+            "sum": lambda tensor=tensor: dist.all_reduce(tensor),
+            "max": lambda tensor=tensor: dist.all_reduce(tensor, dist.ReduceOp.MAX),
+            "gather": lambda tensor=tensor: dist.all_gather_into_tensor(tensor, tensor),
+            "scatter": lambda tensor=tensor: dist.reduce_scatter_tensor(tensor, tensor),
+            "exchange": lambda tensor=tensor: dist.all_to_all_single(
+                torch.empty_like(tensor), tensor, [64], [64]
+            ),
+            "broadcast": lambda tensor=tensor: dist.broadcast(tensor, 0),
+        }
+        problems = list[str]()
+        for name, call in calls.items():
+            try:
+                call()
+            except (RuntimeError, TypeError) as error:
+                problems.append(f"{name}: {_first_line(error)}")
+        refused[str(dtype).removeprefix("torch.")] = problems or "all taken"
+    return refused

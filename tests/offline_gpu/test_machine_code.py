@@ -26,6 +26,9 @@ KERNELS = {
     "scaled loss sums": 1,
     "losses": 1,
     "loss gradient": 1,
+    # sums are made in two steps
+    "squares and zeros": 3,
+    "adamw": 1,
     # queries, keys and values forward and backward
     "split heads": 6,
     # backward one sums over features and one over tokens, for the weight

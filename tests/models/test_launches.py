@@ -1,4 +1,4 @@
-"""Upper bounds of what one layer, and the loss, cost a GPU besides arithmetic: kernels launched and
+"""Upper bounds of what one layer, the loss, and FP8 casts cost a GPU besides arithmetic: kernels launched and
 bytes moved.
 
 They are counted on tensors without storage, where every operator that is no view stands for one
@@ -13,7 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megaprec.fp8.quantize import amax_of, quantize_both
+from megaprec.fp8.state import ROLES
 from megaprec.precision import gemm
+from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
 from models.decoder.layer import DecoderLayer
@@ -46,12 +49,15 @@ def wide_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "add_product_", add_product_)
 
 
+PASSES = ("forward", "loss", "loss backward", "backward")
+
+
 def costs(layers: int, fused: bool, cp: int = 1, ring: bool = True) -> dict[str, Cost]:
     """The costs of the passes of a stage with all of a model, on one of `cp` ranks that share each
     sequence."""
     config = ModelConfig(**LLAMA_8B, layers=layers)
     counting = Counting()
-    costs = {name: Cost() for name in ("forward", "loss", "backward")}
+    costs = {name: Cost() for name in PASSES}
     with without_storage("cuda"):
         context = Context(
             plan("bf16"),
@@ -70,8 +76,10 @@ def costs(layers: int, fused: bool, cp: int = 1, ring: bool = True) -> dict[str,
             logits = stage(ids, info)
             counting.cost = costs["loss"]
             loss = stage.losses(logits, ids).sum()
+            counting.cost = costs["loss backward"]
+            (gradient,) = torch.autograd.grad(loss, logits)
             counting.cost = costs["backward"]
-            loss.backward()
+            logits.backward(gradient)
     return costs
 
 
@@ -82,16 +90,29 @@ def cost_of_layer(fused: bool, cp: int = 1, ring: bool = True) -> dict[str, Cost
     return {name: deeper[name].without(shallower[name]) for name in ("forward", "backward")}
 
 
-# fused: (launches, gigabytes) of a layer forward and backward, and of the loss forward
+# fused: (launches, gigabytes) of a layer and of the loss. The bf16 logits have 2.10 gigabytes:
+# fused, the loss reads them once, and its backward pass reads and overwrites them once.
 BOUNDS = {
-    False: {"forward": (44, 4.45), "backward": (61, 9.63), "loss": (593, 33.7)},
-    True: {"forward": (12, 1.65), "backward": (19, 2.12), "loss": (17, 4.21)},
+    False: {
+        "forward": (44, 4.45),
+        "backward": (61, 9.63),
+        "loss": (593, 33.7),
+        "loss backward": (522, 46.3),
+    },
+    True: {
+        "forward": (12, 1.65),
+        "backward": (19, 2.12),
+        "loss": (6, 2.11),
+        "loss backward": (3, 4.21),
+    },
 }
 
 
 @pytest.mark.parametrize("fused", BOUNDS, ids=["by operators", "by regions"])
 def test_a_layer_and_the_loss_launch_no_more_kernels_and_move_no_more_bytes(fused: bool) -> None:
-    measured = cost_of_layer(fused) | {"loss": costs(1, fused)["loss"]}
+    of_one = costs(1, fused)
+    of_loss = {name: of_one[name] for name in ("loss", "loss backward")}
+    measured = cost_of_layer(fused) | of_loss
     for part, (launches, gigabytes) in BOUNDS[fused].items():
         assert measured[part].launches <= launches, part
         assert measured[part].bytes <= gigabytes * 1e9, part
@@ -124,3 +145,33 @@ def test_an_operator_more_in_each_layer_is_noticed(monkeypatch: pytest.MonkeyPat
     hidden = TOKENS * LLAMA_8B["hidden"] * 2
     assert after["forward"].launches == before["forward"].launches + 1
     assert after["forward"].bytes == before["forward"].bytes + 2 * hidden
+
+
+# of one matrix: (launches, bytes an element) by operators, and as leaves. Two bytes are read by
+# each leaf, and two are written: the codes of the matrix and of its transpose.
+CAST_BOUNDS: dict[Kind, dict[bool, tuple[int, float]]] = {
+    "delayed": {False: (13, 47.01), True: (2, 6.01)},
+    "current": {False: (24, 47.01), True: (2, 6.01)},
+    "rowwise": {False: (46, 106.1), True: (1, 4.01)},
+    "blockwise": {False: (48, 123.3), True: (1, 4.07)},
+}
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["by operators", "by leaves"])
+@pytest.mark.parametrize("kind", CAST_BOUNDS)
+def test_fp8_casts_launch_no_more_kernels_and_move_no_more_bytes(kind: Kind, fused: bool) -> None:
+    launches, bytes_per_element = CAST_BOUNDS[kind][fused]
+    recipe = FP8Recipe(kind)
+    for role in ROLES:
+        counting = Counting()
+        leaves = Fused(counting) if fused else PLAIN
+        with without_storage("cuda"):
+            x = torch.empty(TOKENS, LLAMA_8B["hidden"], dtype=torch.bfloat16)
+            scale = torch.ones(()) if kind == "delayed" else None
+            with counting:
+                counting.cost = Cost()
+                if kind == "delayed":
+                    leaves(amax_of, x)  # for the scales of later steps
+                quantize_both(x, recipe, role, scale, leaves=leaves)
+        assert counting.cost.launches <= launches, role
+        assert counting.cost.bytes <= bytes_per_element * x.numel(), role

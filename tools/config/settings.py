@@ -400,8 +400,9 @@ class Train(Table):
     compile: Literal["auto", "off", "leaves", "block"] = Field(
         default="auto",
         description="Compilation by torch before the first step, which changes rounding. leaves: "
-        "norms, rotary positions, gates, dropout and losses, each alone; block: all that lies "
-        "between two matrix products of a layer in one, and the other leaves; both also the "
+        "norms, rotary positions, gates, dropout, losses and on a GPU FP8 casts, each alone; "
+        "block: all that lies between two matrix products of a layer in one, and the other leaves; "
+        "both also the "
         "optimizer's statistics and AdamW's update on a GPU; off: all is computed operator by "
         'operator; auto: block on a GPU, off on a CPU, with numerics = "canonical" and '
         "with model.factory.",

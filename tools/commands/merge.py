@@ -57,7 +57,7 @@ def add_parser(subparsers: Any) -> None:
     shares.add_argument(
         "--weights",
         metavar="W,W,...",
-        help="what each checkpoint counts for, such as 0.2,0.3,0.5; they sum to 1",
+        help="weight of each checkpoint in the mean, such as 0.2,0.3,0.5; they sum to 1",
     )
     parser.add_argument(
         "--to",

@@ -20,7 +20,7 @@ from torch import Tensor
 from megaprec.checkpoint.reader import Store
 from megaprec.data.training import train_sentencepiece
 from models.feed_forward.router import is_correction
-from tests.other_systems import FOR_MEGATRON, usually, write_folder
+from tests.other_systems import FOR_MEGATRON, IN_MEGATRON, usually, write_folder
 from tests.refusals import raises, shows
 from tests.runs import checkpoint, train, train_on, write_run
 from tools.cli import main
@@ -126,7 +126,7 @@ def test_tensors_that_formats_pack_differently_are_each_read_once(
     run("convert", tmp_path / "b", tmp_path / "native", "--no-verify")
     shares = (0.5, 0.3, 0.2)
     others = [tmp_path / "native", tmp_path / "c"]
-    if kind != "gpt_neox":  # Megatron has no parallel residual
+    if kind in IN_MEGATRON:
         run("convert", tmp_path / "c", tmp_path / "m", "--to", "megatron", "--no-verify")
         others[1] = tmp_path / "m"
     for folders in ([hf, *others], [*others[::-1], hf]):

@@ -40,6 +40,7 @@ from tools.commands import (
     init,
     inspect,
     keys,
+    merge,
     plan,
     precision,
     prove,
@@ -61,6 +62,7 @@ RETRIED_COMMANDS = (
     generate.main,
     evaluate.main,
     convert.main,
+    merge.main,
     report.main,
     compare.main,
 )
@@ -200,6 +202,7 @@ def parser_of_all() -> argparse.ArgumentParser:
     inspect.add_parser(commands)
     import_args.add_parser(commands)
     diff.add_parser(commands)
+    merge.add_parser(commands)
     compare.add_parser(commands)
     report.add_parser(commands)
     plan.add_parser(commands)

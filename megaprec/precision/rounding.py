@@ -1,4 +1,5 @@
-"""Rounding of FP32 numbers to BF16, for weights and moments that are stored in 16 bits.
+"""Rounding of FP32 numbers to BF16, for weights and moments that are stored in 16 bits, and of FP64
+numbers to any dtype.
 
 A bfloat16 is the upper half of a float32, so rounding removes 16 bits. These can be stored
 separately, or replaced by a random choice:
@@ -12,6 +13,9 @@ separately, or replaced by a random choice:
                 BF16 moment with a decay of 0.999 would never change, nor would a BF16 weight
                 without an FP32 master. Above the largest finite bfloat16 the upper neighbour is
                 inf, as in rounding to nearest
+
+torch rounds FP64 to 16 bits by way of FP32, which rounds twice: a number beside a tie may become
+the tie, and then go to the wrong side. `from_double` rounds once.
 
 A single Python number is rounded without a tensor: where tensors have no storage, they have no
 value either.
@@ -53,6 +57,21 @@ def stochastic(wide: Tensor, bits: Tensor) -> Tensor:
     rounded = _upper(raised).view(torch.bfloat16)
     # the bits of inf and NaN are no magnitudes, to which something can be added
     return torch.where(wide.isfinite(), rounded, wide.bfloat16())
+
+
+def from_double(wide: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return FP64 `wide` [...] rounded once to `dtype`: to nearest, ties to even."""
+    if dtype.itemsize >= torch.float32.itemsize:
+        return wide.to(dtype)
+    # To FP32 such that every number that it does not hold gets an odd last bit. It then lies on no
+    # tie of a narrower dtype, and on the same side of all of them as before.
+    single = wide.float()
+    error = wide - single.double()
+    is_even = (single.view(torch.int32) & 1) == 0
+    direction = torch.where(error > 0, torch.inf, -torch.inf).float()
+    odd_neighbour = torch.nextafter(single, direction)
+    rounded_to_odd = torch.where((error != 0) & is_even, odd_neighbour, single)
+    return rounded_to_odd.to(dtype)
 
 
 def nearest(number: float, dtype: torch.dtype) -> float:

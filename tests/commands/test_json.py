@@ -20,6 +20,7 @@ WITHOUT = {
     "train",
     "generate",
     "convert",
+    "merge",
     "report",
     "import-args",
     "init",

@@ -1,6 +1,7 @@
 """The laws of FP32 kept in 16 bits: split numbers come back, and drawn ones are right in the
 mean."""
 
+import math
 import random
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megaprec.comm.random import bits
-from megaprec.precision.rounding import join, nearest, split, stochastic
+from megaprec.precision.rounding import from_double, join, nearest, split, stochastic
 
 LARGEST = 0x7F7F << 16  # the bits of the largest finite bfloat16
 INF = float("inf")
@@ -175,3 +176,36 @@ def test_a_number_is_rounded_as_torch_rounds_it(dtype: torch.dtype) -> None:
     for number in [*ties, *largest, *others, *subnormal]:
         assert nearest(number, dtype) == torch.tensor(number, dtype=torch.float64).to(dtype).item()
     assert nearest(0.0, dtype) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_doubles_are_rounded_once_beside_ties_too(dtype: torch.dtype) -> None:
+    """Each number, each tie between two, and the doubles beside the ties, of all magnitudes."""
+    limits = torch.finfo(dtype)
+    dice = random.Random(7)
+    exponents = [math.frexp(limits.tiny)[1] - 6, -3, 0, 1, 5, math.frexp(limits.max)[1]]
+    numbers = [0.0, -0.0, limits.max, limits.tiny]
+    for exponent in exponents:
+        for _ in range(40):
+            (number,) = from_double(
+                doubles(math.ldexp(dice.uniform(0.5, 1), exponent)), dtype
+            ).tolist()
+            unit = limits.eps * 2.0 ** (math.frexp(number)[1] - 1)
+            tie = number + max(unit, limits.smallest_normal * limits.eps) / 2
+            numbers += [number, tie, math.nextafter(tie, 0), math.nextafter(tie, INF)]
+    numbers = [number for number in numbers if abs(number) <= limits.max]
+    numbers += [-number for number in numbers]
+    made = from_double(doubles(*numbers), dtype).double().tolist()
+    assert made == [nearest(number, dtype) for number in numbers]
+    assert [math.copysign(1, each) for each in made] == [math.copysign(1, n) for n in numbers]
+
+
+def test_torch_rounds_doubles_twice() -> None:
+    """The reason for a rounding of our own: a double just above a tie."""
+    wide = doubles(1 + 2**-8 + 2**-40)
+    assert wide.bfloat16().item() == 1
+    assert from_double(wide, torch.bfloat16).item() == 1 + 2**-7
+
+
+def doubles(*numbers: float) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)

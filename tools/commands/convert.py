@@ -185,7 +185,8 @@ def write_model(
         for line in _verify_configs(source, format_name, destination):
             print(line)
     # every byte is written and read back
-    with bytes_progress(f"{source.path} to {destination}", 2 * target.size) as report:
+    names = ", ".join(map(str, source.folders))
+    with bytes_progress(f"{names} to {destination}", 2 * target.size) as report:
         damage = convert(source, target, destination, report)
     print(_summary(source, target, destination))
     version_notes = notes_on_older_transformers(source.model) if format_name == "hf" else []

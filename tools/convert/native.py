@@ -266,7 +266,7 @@ def _write_index(folder: Path, source: Source, dtypes: dict[str, torch.dtype]) -
         **({"documents": facts.documents} if facts.documents else {}),
         "tokenizer": tokenizer.name if tokenizer else "",
         "torch": torch.__version__,
-        "converted_from": {"format": source.kind, "folder": source.path.name},
+        **_record_of_origin(source),
         "step": progress["step"],
         "optimizer": {"steps": facts.steps, "scaler": facts.scaler, "rule": facts.rule},
         "format": FORMAT,
@@ -275,3 +275,15 @@ def _write_index(folder: Path, source: Source, dtypes: dict[str, torch.dtype]) -
         "tensors": tensors,
     }
     (folder / INDEX).write_bytes(seal_index(index))
+
+
+def _record_of_origin(source: Source) -> dict[str, Any]:
+    """Return the entry of an index that says which model was converted, or which were merged."""
+    if not source.facts.merged:
+        return {"converted_from": {"format": source.kind, "folder": source.path.name}}
+    inputs = []
+    for each in source.facts.merged:
+        # The whole path: checkpoints of two runs have the same names.
+        record = {"format": each.kind, "folder": str(each.path), "weight": each.weight}
+        inputs.append(record)
+    return {"merged_from": inputs}

@@ -39,6 +39,19 @@ class Origin:
 
 
 @dataclass(frozen=True)
+class MergedInput:
+    """A model among those whose mean another one is.
+
+    kind: of its source.
+    weight: its factor in the mean.
+    """
+
+    path: Path
+    kind: str
+    weight: float
+
+
+@dataclass(frozen=True)
 class Facts:
     """The information of a model folder besides tensors; fields are empty if the folder lacks it.
 
@@ -51,6 +64,7 @@ class Facts:
     generation: contents of generation_config.json.
     documents: the ids "begin" and "end" of the tokens around documents in the training of a run,
         each None if there was none; empty if that is not known.
+    merged: the models whose mean this is, in order; empty if it was not merged.
     notes: remarks for the user, a sentence each.
     """
 
@@ -65,6 +79,7 @@ class Facts:
     special: dict[str, Any] = field(default_factory=dict)
     generation: dict[str, Any] = field(default_factory=dict)
     documents: dict[str, int | None] = field(default_factory=dict)
+    merged: tuple[MergedInput, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -120,6 +135,16 @@ class Source:
             self.facts,
             self.tokenizer,
         )
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Return the folders that are read: one, or those of all models that are merged."""
+        merged_folders = tuple(each.path for each in self.facts.merged)
+        return merged_folders or (self.path,)
+
+    def origin(self, tensor_key: str) -> Origin:
+        """Return the foreign tensor that has a logical one."""
+        return self._origins[tensor_key]
 
     def keys(self, kind: str) -> Iterator[str]:
         """Return all keys of a kind, in the order of the files' tensors."""

@@ -227,14 +227,23 @@ def _identity(source: Source, target: Target) -> dict[str, Any]:
     """Return a line that identifies the conversion, including the files of the source."""
     stamps = []
     # Sizes and times tell a changed source; to read gigabytes for digests would take too long.
-    files = [path for path in source.path.rglob("*") if path.is_file()]
-    for file in sorted(files):
-        status = file.stat()
-        name = str(file.relative_to(source.path))
-        stamps.append((name, status.st_size, status.st_mtime_ns))
+    for folder in source.folders:
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        for file in sorted(files):
+            status = file.stat()
+            name = str(file.relative_to(folder))
+            stamps.append((name, status.st_size, status.st_mtime_ns))
     # A source that was changed in between is converted anew, not resumed.
     digest = hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
-    return {"target": target.describe, "source": str(source.path.absolute()), "files": digest}
+    identity = {
+        "target": target.describe,
+        "source": str(source.path.absolute()),
+        "files": digest,
+    }
+    if source.facts.merged:
+        merged = [[str(each.path.absolute()), each.weight] for each in source.facts.merged]
+        identity["merged"] = merged
+    return identity
 
 
 def _make_folder(partial: Path, size: int) -> None:

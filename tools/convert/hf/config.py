@@ -114,7 +114,7 @@ def _unsaid(model_type: str, model: ModelConfig) -> list[str] | None:
         read_back = from_hugging_face(_config_of_type(model_type, model))
     except UserError:
         return None
-    needless = {*_without_effect(model), "mtp_layers"}
+    needless = {*without_effect(model), "mtp_layers"}
     return [field for field in differing_fields(model, read_back) if field not in needless]
 
 
@@ -126,7 +126,7 @@ def differing_fields(model: ModelConfig, other: ModelConfig) -> list[str]:
     return [field for field in fields if getattr(ours, field) != getattr(theirs, field)]
 
 
-def _without_effect(model: ModelConfig) -> Sequence[str]:
+def without_effect(model: ModelConfig) -> Sequence[str]:
     """Return the fields on which the logits of a model do not depend."""
     names = (*TRAINING_ONLY_KEYS, *NAMES)
     # Without a table of positions it is the size of nothing.
@@ -140,7 +140,7 @@ def omitted_settings(model: ModelConfig) -> list[str]:
     differing = differing_fields(model, from_hugging_face(config_of(model, "float32")))
     problems: list[Problem] = []
     for field in differing:
-        if field not in _without_effect(model):
+        if field not in without_effect(model):
             problems.append(
                 Problem.of("convert.hf_field_lost", name=field, value=getattr(model, field))
             )

@@ -135,7 +135,7 @@ def test_the_help_of_keys_fits_the_terminal_and_says_the_same(width: int) -> Non
     [
         (["da"], {"data"}),
         (["data", "bu"], {"build"}),
-        (["train", "run.toml", "lr.w"], {"lr.warmup="}),
+        (["train", "run.toml", "lr.wa"], {"lr.warmup="}),
         (["data", "build", "x", "--ov"], {"--overwrite"}),
         (["keys", "opt"], {"optimizer"}),
         (["convert", "a", "b", "--to", "me"], {"megaprec", "megatron"}),
@@ -176,7 +176,7 @@ def test_the_script_of_a_shell_is_one_that_the_shell_reads(
         ("megaprec prec", "precision"),
         ("megaprec data bu", "build"),
         ("megaprec plan --gpu-", "--gpu-memory"),
-        ("megaprec train run.toml lr.w", "lr.warmup="),
+        ("megaprec train run.toml lr.wa", "lr.warmup="),
     ],
 )
 def test_fish_completes_commands_and_options(line: str, completed: str, tmp_path: Path) -> None:

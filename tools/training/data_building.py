@@ -20,7 +20,8 @@ from megaprec.resources import cores
 from tools.config.run_file import RunConfig
 from tools.console.progress_bar import build_progress
 from tools.console.toml import toml
-from tools.convert.train_state import open_newest_checkpoint, read_tokenizer
+from tools.convert.train_state import read_tokenizer
+from tools.training.branch import open_start
 from tools.training.data_identity import DataSet, read_identity
 from tools.training.data_sources import DataSource, data_folder, naming_settings, trained_tokenizer
 
@@ -74,7 +75,7 @@ def build_texts(
     for source in sources:
         with naming_settings(config, source):
             texts[source] = source.open_text(config.data)
-    checkpoint = open_newest_checkpoint(config.checkpoint_folder)
+    checkpoint = open_start(config)
     tokenizer = _tokenizer_of_texts(
         config, tokenizer_file, None if "tokenizer" in allowed else checkpoint
     )

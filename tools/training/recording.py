@@ -37,8 +37,8 @@ def record_run(
     """Yield the journal of a run and close it. A process that has no step to take records no event.
 
     resumed: the checkpoint from which the run resumes or branches. progress: returns that after the
-    last step that is known. Raises UserError for a file that cannot be written, which ends with the newest
-    whole checkpoint.
+    last step that is known. Raises UserError for a file that cannot be written, which ends with the
+    newest whole checkpoint.
     """
     folder = Path(config.train.folder)
     total_steps = config.train.steps

@@ -60,6 +60,7 @@ from tools.training.launch import was_restarted
 
 RECORDS = {"the data": "data", "the keys": "run"}  # not in checkpoints of earlier versions
 LENGTH_KEY = "train.seq_length"
+MOST_REASONS = 4  # that the line about a checkpoint that a run cannot branch from names
 
 
 def check_resumable(
@@ -92,7 +93,7 @@ def check_resumable(
     lines = [*problems, *(difference.line for difference in refused)]
     path = checkpoint.path
     if branches:
-        _require_origin_of_this_run(config, path, lines, "" if problems else _allow_flags(refused))
+        _require_origin(config, path, step, lines, "" if problems else _allow_flags(refused))
         return
     if problems:
         raise UserError(*lines, Problem.of("training.not_resumable", path=path))
@@ -106,16 +107,24 @@ def check_resumable(
         raise UserError(*lines, Problem.of("training.changes_on_resume", path=path, flags=flags))
 
 
-def _require_origin_of_this_run(
-    config: RunConfig, path: Path, lines: Sequence[str], flags: str
+def _require_origin(
+    config: RunConfig, path: Path, step: int, lines: Sequence[str], flags: str
 ) -> None:
     """Raise UserError, in one line, if the run cannot branch from a checkpoint.
 
-    lines: the reasons, none if it can. flags: the options that accept them all, "" if none do.
+    step: of the checkpoint. lines: what does not fit. flags: the options that accept all of that,
+    "" if none do.
     """
     if not lines:
+        if step >= config.train.steps:
+            raise UserError.of(
+                "training.no_step_after_branch", steps=config.train.steps, path=path, step=step
+            )
         return
-    reasons = "; ".join(lines)
+    # Of another family nearly every key differs.
+    reasons = "; ".join(lines[:MOST_REASONS])
+    if len(lines) > MOST_REASONS:
+        reasons += f"; and {len(lines) - MOST_REASONS} more"
     if flags:
         raise UserError.of("training.changes_on_branch", path=path, reasons=reasons, flags=flags)
     raise UserError.of("training.no_origin", path=path, reasons=reasons)

@@ -16,17 +16,22 @@ CPU_BUILDS ?= https://download.pytorch.org/whl/cpu
 INSTALLED := .venv/installed
 READY := .venv/ready
 ORACLES := .venv/oracles
+# torch's build for CUDA, as machines with GPUs have it: it can be imported, and compile, without one.
+CUDA_TORCH ?= 2.11.0
+CUDA_BIN := .venv-cuda/bin
+CUDA_READY := .venv-cuda/ready
 
 # Tests start hundreds of processes: none compiles again what the one before it compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu campaign oracles lint format clean
+.PHONY: help demo test gpu offline-gpu campaign oracles lint format clean
 
 help:
 	@echo "make demo    pretrain a small model on 4 local ranks      (DEMO_ARGS=\"train.steps=20\" changes the run)"
 	@echo "make test    run the tests in WORKERS=2 processes         (TEST_ARGS=\"-k lr\" goes to pytest)"
 	@echo "make gpu     run all that needs a GPU, and write docs/gpu.md  (GPU_PYTHON=python3: with the packages that are there)"
+	@echo "make offline-gpu  check without a GPU what torch's build for CUDA makes of the code: machine code, its numbers"
 	@echo "make campaign  run all of what tests only sample: hours  (CAMPAIGN_ARGS=\"50 1000\": 50 parity runs from seed 1000 on)"
 	@echo "make oracles install megatron-core, lm-eval and transformers 4, which tests compare with and are skipped without"
 	@echo "make lint    check style and types"
@@ -43,6 +48,10 @@ gpu:
 	@nvidia-smi -L > /dev/null 2>&1 || { echo "no GPU here: nothing was run, and docs/gpu.md is as it was" >&2; exit 2; }
 	@test -n "$(GPU_PYTHON)" || $(MAKE) --no-print-directory $(READY)
 	$(or $(GPU_PYTHON),$(BIN)/python) -m tools.bench gpu $(GPU_ARGS)
+
+offline-gpu: $(CUDA_READY)
+	$(CUDA_BIN)/python -m pytest -m campaign tests/offline_gpu/test_operators.py tests/offline_gpu/test_machine_code.py
+	TRITON_INTERPRET=1 $(CUDA_BIN)/python -m pytest -m campaign tests/offline_gpu/test_interpreted.py
 
 campaign: $(READY)
 	$(PYTEST) -m campaign
@@ -61,7 +70,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis *.egg-info build dist
+	rm -rf .venv .venv-cuda .pytest_cache .ruff_cache .hypothesis *.egg-info build dist
 
 # torch first and alone, so that nothing that depends on it chooses another version, and so that the CPU builds' index,
 # which is asked briefly, is asked for torch alone. Modules are compiled when they are first imported.
@@ -77,6 +86,12 @@ $(INSTALLED): setup.py pyproject.toml constraints.txt
 
 $(READY): $(INSTALLED)
 	$(PIP) -e ".[test]"
+	touch $@
+
+# Triton's interpreter fails with newer versions of numpy.
+$(CUDA_READY): setup.py
+	$(PYTHON) -m venv .venv-cuda
+	$(CUDA_BIN)/python -m pip install --quiet --no-compile torch==$(CUDA_TORCH) "numpy<2.4" -e . "pytest>=9,<10" "hypothesis<7"
 	touch $@
 
 # torch is there by now, and stays the build that it is. Transformers 4 has a folder of its own beside the 5 of all else.

@@ -43,8 +43,8 @@ class Context:
         feed-forward is.
     of_experts: the parameters of these layers are those of experts that lie on their own ranks.
     together: `Layout.together` of the parameters of these layers.
-    leaves: calls norms, rotations, gates, dropout and losses, in their compiled forms if there are
-        any. These are leaves of the model's code, not of autograd's graph.
+    leaves: calls norms, rotations, gates, dropout, losses and FP8 casts, in their compiled forms if
+        there are any. These are leaves of the model's code, not of autograd's graph.
 
     Raises ValueError if `fp8` has another recipe than the plan, and UserError if whole layers are
     recomputed although FP8 scales advance with every micro-batch, and for values of another kind.
@@ -126,7 +126,7 @@ class Context:
         if self.fp8.recipe.parameters:
             codes = FP8Param(self.fp8, layer)
             mark_fp8(weight, codes)
-        return FP8Gemm(self.fp8, layer, parts[0].dim, wide, self.tp, codes)
+        return FP8Gemm(self.fp8, layer, parts[0].dim, wide, self.tp, codes, self.leaves)
 
     def products_of_head(self, name: str, grad_scale: float = 1.0) -> Gemm:
         """Return the products of an output head.

@@ -127,7 +127,8 @@ class Leaves:
     as they are.
 
     names: the names of all ranks' compiled leaves, in one text.
-    recorded_calls: if given, every call is noted in it.
+    recorded_calls: if given, every call is noted in it, and leaves run as in a run in which all
+        are compiled.
     by_region: modules are to call regions, where there is one, instead of its leaves.
     misses: the number of calls without a compiled form, by name, if any call has one.
     """
@@ -154,6 +155,7 @@ class Leaves:
             call = call_of(leaf, arguments)
             if self.recorded_calls is not None:
                 self.recorded_calls[call] = None
+                return leaf(*arguments)
             if call in self.compiled:
                 tensors = [tensor.detach() for tensor in _tensor_arguments(arguments)]
                 return self.compiled[call](*tensors)

@@ -108,42 +108,41 @@ class CrossEntropy(torch.autograd.Function):
         # a matrix: one row for each token
         rows = logits.reshape(-1, logits.shape[-1])
         flat_targets = targets.reshape(-1)
-        target_columns, is_local = _local_columns(flat_targets, vocabulary)
         unpadded = rows[:, : vocabulary.local[0]]
-        if unpadded.shape[1]:
-            # The largest logit is subtracted before the exponentials, which could overflow.
-            largest = tp.max_(unpadded.amax(-1).to(sensitive))
-            sums = leaves(
-                _loss_sums,
-                unpadded,
-                target_columns,
-                is_local,
-                largest,
-                otherwise=_loss_sums_by_blocks,
-            )
-        else:  # this rank has padding only, and still takes part in the collectives
-            largest = tp.max_(_lowest(rows, sensitive))
-            sums = torch.zeros(2, len(rows), dtype=sensitive, device=rows.device)
-        outside = (flat_targets < 0) | (flat_targets >= vocabulary.shape[0])
-        sums[1].masked_fill_(outside, math.nan)
+        largest, sums = _largest_and_sums(
+            unpadded,
+            flat_targets,
+            vocabulary.start,
+            tp,
+            sensitive,
+            leaves,
+        )
         # one message for both
         exponentials, target = tp.sum_(sums)
+        # not in the leaf, which is tried with numbers that may be negative
         shifted_log_sum = exponentials.log()
-        # the logarithm of the sum of exp(logits), from which softmax follows
-        log_sum = shifted_log_sum + largest
-        ctx.save_for_backward(rows, target_columns, is_local, log_sum)
+        losses, log_sum = leaves(
+            _losses,
+            shifted_log_sum,
+            target,
+            largest,
+            flat_targets,
+            vocabulary.shape[0],
+        )
+        ctx.save_for_backward(rows, flat_targets, log_sum)
+        ctx.first = vocabulary.start
         ctx.columns = unpadded.shape[1]
         ctx.shape = logits.shape
         ctx.consume = consume
         ctx.leaves = leaves
-        return (shifted_log_sum - target).view(targets.shape)
+        return losses.view(targets.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return (softmax - [1 at the target]) * grad, rounded to the dtype of the logits."""
-        rows, target_columns, is_local, log_sum = ctx.saved_tensors
+        rows, targets, log_sum = ctx.saved_tensors
         grad_column = grad.flatten().contiguous()[:, None]
-        arguments = (target_columns, is_local, log_sum, grad_column, ctx.columns)
+        arguments = (targets, log_sum, grad_column, ctx.first, ctx.columns)
         if ctx.consume:
             result = rows.detach()
             write_blocks = partial(_write_gradient, result)
@@ -155,31 +154,97 @@ class CrossEntropy(torch.autograd.Function):
         return result.view(ctx.shape), None, None, None, None, None, None
 
 
+def _largest_and_sums(
+    logits: Tensor,
+    targets: Tensor,
+    first: int,
+    tp: Axis,
+    sensitive: torch.dtype,
+    leaves: Leaves,
+) -> tuple[Tensor, Tensor]:
+    """Return the largest logit of each row on any rank [rows], and this rank's sums [2, rows]: of
+    the exponentials of its logits less the largest, and of the target's logit less the largest,
+    which is 0 if another rank has it.
+
+    One all-reduce MAX over tp. The compiled form reads the logits once: exponentials are first
+    taken relative to this rank's own largest logit, then scaled. Operator by operator they are
+    read twice.
+    logits: [rows, columns] without padding. first: the id of column 0.
+    """
+    columns = logits.shape[1]
+    if columns == 0:  # this rank has padding only, and still takes part in the collectives
+        largest = tp.max_(_lowest(logits, sensitive))
+        return largest, torch.zeros(2, len(logits), dtype=sensitive, device=logits.device)
+    own = leaves(_loss_sums, logits, targets, first, sensitive, otherwise=_not_in_one_read)
+    if own is None:
+        largest = tp.max_(logits.amax(-1).to(sensitive))
+        return largest, _sums_by_blocks(logits, targets, first, largest)
+    own_largest, exponentials, target = own
+    largest = tp.max_(own_largest.clone())
+    sums = leaves(
+        _scaled_loss_sums,
+        own_largest,
+        exponentials,
+        target,
+        largest,
+        targets,
+        first,
+        columns,
+    )
+    return largest, sums
+
+
 def _loss_sums(
     logits: Tensor,
-    target_columns: Tensor,
-    is_local: Tensor,
-    largest: Tensor,
-) -> Tensor:
-    """Return the sum of the exponentials of each row, and its target's logit: [2, rows].
+    targets: Tensor,
+    first: int,
+    sensitive: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each row's largest logit, the sum of exponentials of its logits less that, and its
+    target's logit, 0 if another rank has it: three times [rows] of dtype `sensitive`.
 
-    logits: [rows, columns] without padding.
-    target_columns: int64 [rows], the column of the target.
-    is_local: bool [rows], True if this rank has that column.
-    largest: [rows], the largest logit of each row on any rank, which is subtracted from all.
+    torch's compiler for GPUs computes the first two in one read of the logits: the sum is scaled
+    whenever a larger logit is met. It knows this form of them by its pattern.
     """
-    wide = logits.to(largest.dtype) - largest[:, None]
-    target = torch.where(is_local, wide.gather(1, target_columns[:, None]).squeeze(1), 0)
-    return torch.stack((wide.exp().sum(-1), target))
+    wide = logits.to(sensitive)
+    largest = wide.amax(-1, keepdim=True)
+    exponentials = (wide - largest).exp().sum(-1, keepdim=True)
+    target_columns, is_local = _local_columns(targets, first, logits.shape[1])
+    at_target = logits.gather(1, target_columns.unsqueeze(1)).squeeze(1).to(sensitive)
+    target = torch.where(is_local, at_target, 0)
+    return largest.squeeze(1), exponentials.squeeze(1), target
 
 
-def _loss_sums_by_blocks(
+def _not_in_one_read(*_: Any) -> None:
+    """Take the place of `_loss_sums` where it is not compiled, and so would read the logits
+    twice."""
+
+
+def _scaled_loss_sums(
+    own_largest: Tensor,
+    exponentials: Tensor,
+    target: Tensor,
+    largest: Tensor,
+    targets: Tensor,
+    first: int,
+    columns: int,
+) -> Tensor:
+    """Return the sums [2, rows] of `_largest_and_sums` from the results of `_loss_sums`."""
+    scale = (own_largest - largest).exp()
+    # where this rank has minus infinities only, the sum of their exponentials is NaN
+    scaled = torch.where(scale == 0, 0, exponentials * scale)
+    _, is_local = _local_columns(targets, first, columns)
+    return torch.stack((scaled, torch.where(is_local, target - largest, 0)))
+
+
+def _sums_by_blocks(
     logits: Tensor,
-    target_columns: Tensor,
-    is_local: Tensor,
+    targets: Tensor,
+    first: int,
     largest: Tensor,
 ) -> Tensor:
-    """Return what `_loss_sums` does, computed a block of rows at a time."""
+    """Return the sums [2, rows] of `_largest_and_sums`, computed a block of rows at a time."""
+    target_columns, is_local = _local_columns(targets, first, logits.shape[1])
     sums = torch.zeros(2, len(logits), dtype=largest.dtype, device=logits.device)
     for block in _blocks(logits):
         # a copy: the logits are not modified
@@ -191,12 +256,29 @@ def _loss_sums_by_blocks(
     return sums
 
 
+def _losses(
+    shifted_log_sum: Tensor,
+    target: Tensor,
+    largest: Tensor,
+    targets: Tensor,
+    vocabulary_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of each row, NaN if its target is outside the vocabulary, and the logarithm
+    of the sum of the exponentials of its logits, from which softmax follows.
+
+    shifted_log_sum, target: the logarithm of that sum and the target's logit, both less `largest`.
+    """
+    outside = (targets < 0) | (targets >= vocabulary_size)
+    losses = shifted_log_sum - target.masked_fill(outside, math.nan)
+    return losses, shifted_log_sum + largest
+
+
 def _loss_gradient(
     rows: Tensor,
-    target_columns: Tensor,
-    is_local: Tensor,
+    targets: Tensor,
     log_sum: Tensor,
     grad_column: Tensor,
+    first: int,
     columns: int,
 ) -> Tensor:
     """Overwrite logits, which are `columns` and padding, with their gradient.
@@ -207,7 +289,7 @@ def _loss_gradient(
     """
     column = torch.arange(rows.shape[1], device=rows.device)
     softmax = (rows.to(log_sum.dtype) - log_sum[:, None]).exp()
-    at_target = (column == target_columns[:, None]) & is_local[:, None]
+    at_target = column + first == targets[:, None]
     gradient = (softmax - at_target.to(softmax.dtype)) * grad_column
     return rows.copy_(torch.where(column < columns, gradient, 0))
 
@@ -215,16 +297,17 @@ def _loss_gradient(
 def _write_gradient(
     result: Tensor,
     rows: Tensor,
-    target_columns: Tensor,
-    is_local: Tensor,
+    targets: Tensor,
     log_sum: Tensor,
     grad: Tensor,
+    first: int,
     columns: int,
 ) -> None:
     """Write the gradient of logits into `result`, a block of rows at a time."""
     result[:, columns:] = 0
     if columns == 0:
         return
+    target_columns, is_local = _local_columns(targets, first, columns)
     for block in _blocks(rows):
         wide = rows[block, :columns].to(log_sum.dtype, copy=True)
         softmax = wide.sub_(log_sum[block, None]).exp_()
@@ -235,14 +318,18 @@ def _write_gradient(
         del wide, softmax  # before the next block is made
 
 
-def _local_columns(targets: Tensor, vocabulary: Part) -> tuple[Tensor, Tensor]:
+def _local_columns(
+    targets: Tensor,
+    first: int,
+    columns: int,
+) -> tuple[Tensor, Tensor]:
     """Return each target's column on this rank, and a bool: True if this rank holds the target.
 
-    The column is 0 if another rank holds it.
+    The column is 0 if another rank holds it. first: the id of column 0. columns: of this rank.
     """
-    columns = targets - vocabulary.start
-    is_local = (columns >= 0) & (columns < vocabulary.local[0])
-    return columns.masked_fill(~is_local, 0), is_local
+    target_columns = targets - first
+    is_local = (target_columns >= 0) & (target_columns < columns)
+    return target_columns.masked_fill(~is_local, 0), is_local
 
 
 def _lowest(rows: Tensor, dtype: torch.dtype) -> Tensor:

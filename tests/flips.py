@@ -157,7 +157,7 @@ def state(engine: Engine) -> list[Tensor]:
     engine.optimizer.wait()
     buffers = engine.optimizer.all_buffers()
     return [x.clone() for b in buffers for x in (b.weights, *b.saved().values())] + [
-        engine.optimizer.steps.clone()
+        engine.optimizer.applied_steps.clone()
     ]
 
 
@@ -202,7 +202,9 @@ def _plant(engine: Engine, flip: Flip, inside: ExitStack) -> None:
         )
     elif flip.kind == "reduced gradient":
         (main,) = (_main_grad(p) for p, name in parameters if name == flip.at)
-        inside.enter_context(_after(ModelBuffers, "sum_copies", lambda *_: flip_(main, flip.bit)))
+        inside.enter_context(
+            _after(ModelBuffers, "sum_tied_and_virtual", lambda *_: flip_(main, flip.bit))
+        )
     else:
         inside.enter_context(patch.object(P2P, *_transfer(flip, turns)))
 

@@ -111,7 +111,7 @@ class Gradients(StepObserver):
         self.seen: list[list[Fragment]] = []
 
     def decided(self, buffers: Sequence[Buffer], scale: Tensor, skip: Tensor) -> None:
-        self.seen.append(fragments(buffers, lambda buffer: buffer.local_part(buffer.grads)))
+        self.seen.append(fragments(buffers, lambda buffer: buffer.local_grads))
 
 
 class Recording(ParallelAMPOptimizer):

@@ -239,7 +239,7 @@ def train_cases(
     for case in cases:
         optimizer, reports = train(mesh, case)
         answers.append(
-            (reports, held(optimizer), optimizer.numbers(), optimizer.bytes_per_parameter)
+            (reports, held(optimizer), optimizer.saved_numbers(), optimizer.bytes_per_parameter)
         )
     return answers
 

@@ -52,6 +52,7 @@ _NO_ADDRESS = 1 << 62  # set in an address, it is none
 waits: list[
     str
 ] = []  # operators for which a host waits for its device, in the order of their calls
+issued: set[str] = set()  # names of all operators that ran on the device
 _SENT = {
     torch.uint8,
     torch.int8,
@@ -88,6 +89,8 @@ def install() -> None:
     gemm._has_bf16_products = lambda: True
     # what is asked of it is done when it returns
     torch.accelerator.synchronize = lambda device=None: None
+    # of autocast, which a loop may step within
+    torch.pretend.get_amp_supported_dtype = lambda: [torch.bfloat16]  # type: ignore[attr-defined]
     torch.pretend.library = library  # type: ignore[attr-defined]  # which takes all back when it is collected
 
 
@@ -192,6 +195,7 @@ class _Call:
 
 def _run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     waits.extend([op._opname] * _times_waited_for(op, args))
+    issued.add(op.name())
     call = _Call(op)
     below = call.down(args)
     named = {name: call.down(value) for name, value in kwargs.items()}
@@ -219,6 +223,7 @@ def _times_waited_for(op: torch._ops.OpOverload, args: Sequence[Any]) -> int:
 
 def _copy_(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """The one operator that goes from one device to the other."""
+    issued.add("aten::copy_")
     if not non_blocking and _on_device(to) != _on_device(source):
         waits.append("copy_")
     below, above = (on_host(tensor) if _on_device(tensor) else tensor for tensor in (to, source))

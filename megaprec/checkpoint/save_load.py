@@ -86,7 +86,7 @@ def load(
         for kind in buffer.saved_names:
             _read_into(store, kind, buffer)
     _read_frozen(store, optimizer)
-    optimizer.load_numbers(store.index["optimizer"])
+    optimizer.load_saved_numbers(store.index["optimizer"])
     if fp8 is not None:
         take_up(scales, store.index.get("fp8", {"rolls": 0})["rolls"], fp8)
     return store.index
@@ -151,7 +151,9 @@ def load_weights(weights: Weights, optimizer: ParallelAMPOptimizer) -> None:
     for buffer in optimizer.all_buffers():
         _read_into(weights, "weight", buffer)
     _read_frozen(weights, optimizer)
-    optimizer.load_numbers(optimizer.numbers())  # rounds the masters to the layers' weights
+    optimizer.load_saved_numbers(
+        optimizer.saved_numbers()
+    )  # rounds the masters to the layers' weights
 
 
 def _open_on_all_ranks(

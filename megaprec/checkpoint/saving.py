@@ -119,7 +119,7 @@ class Saving:
         self._index = {
             **extra,
             "step": step,
-            "optimizer": optimizer.numbers(),
+            "optimizer": optimizer.saved_numbers(),
             "fp8": {"rolls": fp8.rolls if fp8 else 0},
         }
         if self._world.rank == 0:

@@ -10,12 +10,16 @@ of parameters that received no gradient are cleared before gradients are reduced
 that reads it there, to clip or to unscale, would find nothing and continue with a norm of 0; code
 that discards or replaces it would do so in vain. A `GuardedParameter` raises an error instead.
 
+Under ZeRO-2 the memory behind `main_grad` comes with the first gradient of a micro-batch and goes
+when gradients have been reduced. Between the two `main_grad` is a meta tensor: it has a shape and a
+dtype, and no values that code could read by mistake.
+
 Layers add gradients to `main_grad` by themselves, in the backward pass of an autograd function.
 `destination` says whether they may: `torch.autograd.grad` runs the same function, but asks for
 other gradients or wants them returned.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import cache
 from threading import current_thread
@@ -34,6 +38,10 @@ _autograd_grad: Any = torch.Tensor.grad  # autograd's own, even if a subclass ov
 # attribute of a parameter: the thread whose gradients of this step it has
 _THREAD = "megaprec_thread"
 _SEVERAL = "several"  # in place of one thread
+# attribute of a parameter: gives `main_grad` its memory, where it does not have it for good
+_MAKE_ROOM = "megaprec_make_room"
+# attribute of a parameter: True if gradients of this step were taken out of `main_grad`
+_TAKEN = "megaprec_taken"
 
 
 class Destination(Enum):
@@ -50,7 +58,7 @@ class GuardedParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        if has_gradient(self):
+        if received_gradient(self):
             name = layout_of(self).parts[0].name
             raise UserError.of("optimizer.grad_is_taken", name=name)
         return _autograd_grad.__get__(self)
@@ -79,17 +87,24 @@ class GuardedParameter(nn.Parameter):
 
 def _require_none_of_this_step(parameter: nn.Parameter) -> None:
     """Raise UserError for a gradient that `grad` would neither discard nor replace."""
-    if has_gradient(parameter):
+    if received_gradient(parameter):
         name = layout_of(parameter).parts[0].name
         raise UserError.of("optimizer.grad_beside_main_grad", name=name)
 
 
-def collect(parameter: nn.Parameter, main: Tensor) -> None:
+def collect(
+    parameter: nn.Parameter,
+    main: Tensor,
+    make_room: Callable[[], None] | None = None,
+) -> None:
     """Accumulate all later gradients of the parameter in `main`, which has the parameter's shape.
 
     A gradient that an earlier backward pass has left in `grad` is accumulated first.
+    make_room: called before each gradient is accumulated, to give `main_grad` its memory; None if
+        `main` has it for good.
     """
     parameter.main_grad = main  # type: ignore[attr-defined]
+    setattr(parameter, _MAKE_ROOM, make_room)
     parameter.megaprec_has_gradient = False  # type: ignore[attr-defined]
     parameter.register_post_accumulate_grad_hook(_accumulate_in_thread)
     accumulate_autograd_grad(parameter)
@@ -177,8 +192,13 @@ def require_unchanged_weights(ctx: Any) -> None:
 
 
 def has_gradient(parameter: nn.Parameter) -> bool:
-    """Return True if `main_grad` holds gradients of this step."""
+    """Return True if `main_grad` holds gradients of this step, to which the next one is added."""
     return getattr(parameter, "megaprec_has_gradient", False)
+
+
+def received_gradient(parameter: nn.Parameter) -> bool:
+    """Return True if gradients of this step are in `main_grad`, or were taken out of it."""
+    return has_gradient(parameter) or getattr(parameter, _TAKEN, False)
 
 
 def set_gradient(parameter: nn.Parameter, present: bool) -> None:
@@ -187,6 +207,15 @@ def set_gradient(parameter: nn.Parameter, present: bool) -> None:
     parameter.megaprec_has_gradient = present  # type: ignore[attr-defined]
     if not present:
         vars(parameter).pop(_THREAD, None)
+
+
+def take_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Mark the gradients in the parameters' `main_grad` as taken out of it, within the step: the
+    next ones overwrite the views."""
+    for parameter in parameters:
+        if has_gradient(parameter):
+            setattr(parameter, _TAKEN, True)
+            set_gradient(parameter, False)
 
 
 def begin_accumulation(parameter: nn.Parameter) -> tuple[Tensor, bool]:
@@ -201,9 +230,17 @@ def begin_accumulation(parameter: nn.Parameter) -> tuple[Tensor, bool]:
             "optimizer.gradient_after_reduction", name=layout_of(parameter).parts[0].name
         )
     _require_one_thread(parameter)
+    _make_room(parameter)
     is_first = not has_gradient(parameter)
     parameter.megaprec_has_gradient = True  # type: ignore[attr-defined]
     return parameter.main_grad, is_first  # type: ignore[attr-defined]
+
+
+def _make_room(parameter: nn.Parameter) -> None:
+    """Give `main_grad` its memory, if it is without."""
+    make_room: Callable[[], None] | None = getattr(parameter, _MAKE_ROOM, None)
+    if make_room is not None:
+        make_room()
 
 
 def cleared_main_grad(parameter: nn.Parameter) -> Tensor:
@@ -263,8 +300,8 @@ def accumulate_autograd_grad(parameter: nn.Parameter) -> None:
 
 
 def zero_missing_grads(parameters: Iterable[nn.Parameter]) -> None:
-    """Accumulate gradients that were assigned to `grad`, and clear `main_grad` where no gradient of
-    this step arrived.
+    """Accumulate gradients that were assigned to `grad`, and clear `main_grad` where it holds no
+    gradient of this step.
 
     A cleared `main_grad` does not count as a gradient.
     """
@@ -274,6 +311,7 @@ def zero_missing_grads(parameters: Iterable[nn.Parameter]) -> None:
             _require_one_thread(parameter)
         accumulate_autograd_grad(parameter)
         if not has_gradient(parameter):
+            _make_room(parameter)
             parameter.main_grad.zero_()  # type: ignore[attr-defined]
 
 
@@ -288,4 +326,5 @@ def reset_accumulation(parameters: Iterable[nn.Parameter]) -> None:
     """Mark the parameters as having no gradient, to begin a new step."""
     for parameter in parameters:
         set_gradient(parameter, False)
+        setattr(parameter, _TAKEN, False)
         _autograd_grad.__set__(parameter, None)

@@ -92,7 +92,7 @@ def _tensors_of_state(buffer: Buffer) -> dict[str, Tensor]:
     if buffer.remainder is not None:
         tensors["remainder"] = buffer.remainder
     tensors |= buffer.state
-    tensors[GRADIENT] = buffer.local_part(buffer.grads)
+    tensors[GRADIENT] = buffer.local_grads
     return tensors
 
 
@@ -146,7 +146,7 @@ def find_strayed(buffers: Sequence[Buffer], steps: Tensor) -> dict[str, Tensor]:
         for tile in buffer.tiles(0, buffer.local_size):
             weights = tile.weights
             rounded = replace(tile, weights=torch.empty_like(weights))
-            rounded.keep_weights(tile.wide_weights(), steps)
+            rounded.keep_masters(tile.wide_masters(), steps)
             # bytes are compared, since NaN is not equal to itself
             differ = rounded.weights.view(torch.uint8) != weights.view(torch.uint8)
             size = weights.itemsize

@@ -115,7 +115,7 @@ def _state_of(buffer: Buffer, span: range) -> Iterator[tuple[str, Tensor]]:
         yield "weight", buffer.masters[shard_start:shard_stop]
     else:
         (tile,) = buffer.tiles(shard_start, shard_stop, shard_stop - shard_start)
-        yield "weight", tile.wide_weights()
+        yield "weight", tile.wide_masters()
     for kind, values in buffer.state.items():
         yield kind, values[shard_start:shard_stop]
 

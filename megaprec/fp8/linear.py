@@ -23,7 +23,14 @@ from megaprec.fp8.eligibility import Eligibility
 from megaprec.fp8.formats import Role
 from megaprec.fp8.matmul import add_product_, multiply
 from megaprec.fp8.params import FP8Param
-from megaprec.fp8.quantize import Codes, amax_of, block_of, quantize_both
+from megaprec.fp8.quantize import (
+    Codes,
+    LeafCaller,
+    amax_of,
+    block_of,
+    quantize_both,
+    uncompiled,
+)
 from megaprec.fp8.state import OFF, Casts, FP8State, Scope
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.gemm import Gemm
@@ -38,6 +45,7 @@ class FP8Gemm:
     cut: the dim of the weight that is sharded over `tp`; None: each rank has all of it, and maybe
         tokens of its own.
     fp8_param: the codes of a weight that is stored in FP8 only.
+    leaves: calls the passes of casts over a tensor, in their compiled forms if there are any.
     scales, advances: of the forward pass, if scales change within a step. The output and the
     input's gradient have high-precision dtypes.
     """
@@ -48,6 +56,7 @@ class FP8Gemm:
     wide: Gemm
     tp: Axis
     fp8_param: FP8Param | None = None
+    leaves: LeafCaller = uncompiled
     scope: Scope = OFF
     scales: Mapping[Role, Tensor] = field(default_factory=dict)
     advances: int = 0
@@ -198,6 +207,7 @@ class FP8Gemm:
             role,
             scale=scale,
             reduce_max=reduce_max,
+            leaves=self._leaves_for(x),
         )
         # counts nothing unless somebody watches
         self.state.note_lost(self.eligibility.name, role, x, codes)
@@ -214,7 +224,12 @@ class FP8Gemm:
 
     def _record(self, x: Tensor, role: Role) -> None:
         if self.scope.records:
-            self.state.record(self.eligibility.name, role, amax_of(x))
+            self.state.record(self.eligibility.name, role, self._leaves_for(x)(amax_of, x))
+
+    def _leaves_for(self, x: Tensor) -> LeafCaller:
+        """Return `leaves` for a tensor of a GPU. A CPU emulates products, and torch's compiler has
+        not all formats there."""
+        return uncompiled if x.device.type == "cpu" else self.leaves
 
     def _reduce_max(self, amax: Tensor) -> None:
         self.tp.max_(amax)

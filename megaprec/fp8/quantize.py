@@ -17,6 +17,7 @@ transposed matrix.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,9 +43,9 @@ class Codes:
 
     def t(self) -> "Codes":
         """Return the transposed matrix [k, m] in the same codes; copied on a GPU, whose kernels
-        read along rows."""
+        read along rows, and on the meta device, which stands for one."""
         values = self.values.t()
-        if values.is_cuda:
+        if values.is_cuda or values.is_meta:
             values = values.contiguous()
         block_rows, block_columns = self.block
         return Codes(values, self.inverse.t(), (block_columns, block_rows))
@@ -53,6 +54,16 @@ class Codes:
         """Return the dequantized numbers, float32 [m, k]."""
         inverse = expand_blocks(self.inverse.float(), self.block, self.values.shape)
         return self.values.float() * inverse
+
+
+LeafCaller = Callable[..., Any]
+"""Calls a leaf, a function of tensors and settings without messages or state: (leaf, its
+arguments) -> the leaf's result, computed in its compiled form if there is one."""
+
+
+def uncompiled(leaf: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a leaf operator by operator."""
+    return leaf(*arguments)
 
 
 def quantize(
@@ -68,21 +79,34 @@ def quantize(
     place to its maximum over the ranks that hold parts of x, for current scaling; the other kinds
     share no scale between ranks.
     """
+    if recipe.kind == "delayed":
+        assert scale is not None, "delayed scaling needs the scale of its history"
+        return _scale_and_cast(x, recipe, role, scale)
+    amax = amax_of(x, block_of(recipe, role, x.shape))
+    if recipe.kind == "current" and reduce_max is not None:
+        reduce_max(amax)  # before the scale is computed: all ranks then compute the same one
+    return _scale_and_cast(x, recipe, role, amax)
+
+
+def _scale_and_cast(
+    x: Tensor,
+    recipe: FP8Recipe,
+    role: Role,
+    scale_or_amax: Tensor,
+) -> Codes:
+    """Return x [m, k] in codes. scale_or_amax: the delayed scale, or the amaxes of x's blocks."""
     dtype = format_of(recipe, role)
     block = block_of(recipe, role, x.shape)
     if recipe.kind == "delayed":
-        assert scale is not None, "delayed scaling needs the scale of its history"
         # the scale is that of earlier passes, whatever is in x
-        return Codes(cast(x, dtype, scale), scale.reshape(1, 1).reciprocal(), block)
-    amax = amax_of(x, block)
-    if recipe.kind == "current" and reduce_max is not None:
-        reduce_max(amax)  # before the scale is computed: all ranks then compute the same one
+        inverse = scale_or_amax.reshape(1, 1).reciprocal()
+        return Codes(cast(x, dtype, scale_or_amax), inverse, block)
     if recipe.kind == "mx":
         # E8M0 has only powers of two, whose reciprocals are exact
-        inverse = mx_inverse(amax, limit(dtype))
+        inverse = mx_inverse(scale_or_amax, limit(dtype))
         factors = inverse.float().reciprocal()
     else:
-        factors = scale_of(amax, limit(dtype), power_2=recipe.power_2_scales)
+        factors = scale_of(scale_or_amax, limit(dtype), power_2=recipe.power_2_scales)
         inverse = factors.reciprocal()
     codes = cast(x, dtype, expand_blocks(factors, block, x.shape))
     return Codes(codes, inverse, block)
@@ -94,19 +118,52 @@ def quantize_both(
     role: Role,
     scale: Tensor | None = None,
     reduce_max: Callable[[Tensor], None] | None = None,
+    leaves: LeafCaller = uncompiled,
 ) -> tuple[Codes, Codes]:
     """Return `quantize` of x [m, k] and of its transpose [k, m]; one set of codes serves both where
-    it can."""
+    it can.
+
+    leaves: calls the passes over x, which may be compiled: one for the amax of all of x, where
+    scaling is current, and one for both sets of codes.
+    """
     # an empty matrix has nothing to cast: torch makes its codes
     if recipe.backend == "transformer_engine" and x.numel():
         if scale is None:
             scale = _current_scale(x, recipe, role, reduce_max)
         return _by_transformer_engine(x, recipe, role, scale)
-    codes = quantize(x, recipe, role, scale, reduce_max)
+    scale_or_amax = scale
+    if recipe.kind == "current":
+        scale_or_amax = leaves(amax_of, x)
+        if reduce_max is not None:
+            reduce_max(scale_or_amax)
+    values, inverse, transposed, transposed_inverse = leaves(
+        _fp8_casts, x, recipe, role, scale_or_amax
+    )
+    m, k = x.shape
+    codes = Codes(values, inverse, block_of(recipe, role, x.shape))
+    rows, columns = codes.block
+    block = block_of(recipe, role, torch.Size((k, m)))
     if serves_both(recipe, role):
-        return codes, codes.t()
-    # the kinds that are left have no scale of before, and share none between ranks
-    return codes, quantize(x.t(), recipe, role)
+        block = (columns, rows)
+    return codes, Codes(transposed, transposed_inverse, block)
+
+
+def _fp8_casts(
+    x: Tensor,
+    recipe: FP8Recipe,
+    role: Role,
+    scale_or_amax: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return values and inverse scales of the codes of x [m, k], and those of its transpose.
+
+    scale_or_amax: what determines a scale of all of x; None: scales of blocks are computed here.
+    """
+    if scale_or_amax is None:
+        codes = quantize(x, recipe, role)
+    else:
+        codes = _scale_and_cast(x, recipe, role, scale_or_amax)
+    transposed = codes.t() if serves_both(recipe, role) else quantize(x.t(), recipe, role)
+    return codes.values, codes.inverse, transposed.values, transposed.inverse
 
 
 def _by_transformer_engine(

@@ -1,3 +1,3 @@
 """The parallel AMP optimizer: flat buffers, gradient reduction, statistics, the consensus of all
-ranks, loss scaling, update rules, ZeRO-1.
+ranks, loss scaling, update rules, ZeRO.
 """

@@ -86,7 +86,7 @@ def _findings(
 ) -> Iterator[_Finding]:
     """Yield a finding for each piece with non-finite gradients among elements [start, stop)."""
     for owned in buffer.owned_pieces(start, stop):
-        gradients = buffer.grads[owned.in_buffer]
+        gradients = buffer.local_grads[owned.in_shard]
         if sum_of_squares(gradients).isfinite():  # exactly if every element is
             continue
         part = owned.piece.part

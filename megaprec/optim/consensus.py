@@ -2,10 +2,10 @@
 the whole mesh.
 
 A sum is sufficient. Sums of squares and counts of zeros are added. Values that must be *equal* on
-all ranks (the scaler, the list of parameters that have a gradient) are sent as a digest d and its
-square, because the mean of the squares is the square of the mean only if all digests are equal;
-digests are so short that this test is exact. A norm other than L2 is sent in a slot per rank, and
-every rank computes the same global norm from the slots.
+all ranks (the scaler, step count and rate; of a stage the parameters without a gradient, and
+settings) are sent as a digest d and its square, because the mean of the squares is the square of
+the mean only if all digests are equal; digests are so short that this test is exact. A norm other
+than L2 is sent in a slot per rank, and every rank computes the same global norm from the slots.
 """
 
 import math
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megaprec.comm.axis import Axis
 from megaprec.optim.grad_stats import joined_norm, norm_of, statistics
+from megaprec.optim.one_pass import CallLeaf
 
 DIGEST_BITS = 18  # a sum of squares over 2**17 ranks is then less than 2**53: exact in float64
 # Odd multipliers of a multiplicative hash, as signed 64-bit integers: one for each number of a
@@ -41,7 +42,9 @@ class Consensus:
     norm: of the gradients, including the loss scale.
     zeros: zero elements by pipeline rank, [pp].
     finite: True if gradients and loss are finite.
-    same_scaler, same_parameters: True if all ranks sent equal ones.
+    same_common: True if all ranks sent one scaler, step count and learning rate.
+    same_in_stages: True if the ranks of each stage lack the same gradients and have the same
+        settings.
     stops: number of ranks that were asked to stop.
     num_gradients: number of parameters that have one, over all ranks.
     nothing_counts: True if some rank has said that no token of the batch counts in the loss.
@@ -52,8 +55,8 @@ class Consensus:
     loss: Tensor
     zeros: Tensor
     finite: Tensor
-    same_scaler: Tensor
-    same_parameters: Tensor
+    same_common: Tensor
+    same_in_stages: Tensor
     stops: Tensor
     num_gradients: Tensor
     nothing_counts: Tensor
@@ -62,7 +65,7 @@ class Consensus:
     def forbids(self, on_nonfinite: str) -> Tensor:
         """Return float32 [], 1 if the step must change nothing. on_nonfinite: as in the precision
         plan."""
-        ranks_agree = self.same_scaler & self.same_parameters
+        ranks_agree = self.same_common & self.same_in_stages
         allowed = ranks_agree & (self.num_gradients > 0) & ~self.nothing_counts
         if on_nonfinite != "ignore":
             allowed = allowed & self.finite
@@ -79,8 +82,8 @@ class StepNumbers:
     stops: float
     num_gradients: float
     finite: bool
-    same_scaler: bool
-    same_parameters: bool
+    same_common: bool
+    same_in_stages: bool
     nothing_counts: bool
     gave_loss: bool
     zeros: tuple[int, ...]
@@ -97,8 +100,8 @@ def to_host(reduced: Consensus, norm: Tensor, loss_scale: Tensor) -> StepNumbers
     }
     flags = {
         "finite": reduced.finite,
-        "same_scaler": reduced.same_scaler,
-        "same_parameters": reduced.same_parameters,
+        "same_common": reduced.same_common,
+        "same_in_stages": reduced.same_in_stages,
         "nothing_counts": reduced.nothing_counts,
         "gave_loss": reduced.gave_loss,
     }
@@ -133,7 +136,7 @@ class LocalNumbers:
 
     measured: of its gradients; the norm is read only for a norm other than L2.
     loss: this rank's share; None for no share.
-    scaler, parameters: digests of what must be equal on all ranks, and on those of a stage.
+    common_digest, stage_digest: of what must be equal on all ranks, and on those of a stage.
     num_gradients: how many of this rank's parameters have one.
     stop: True if this rank was asked to stop.
     counted_tokens: of the batch, in the loss; None or NaN if this rank does not know it.
@@ -142,8 +145,8 @@ class LocalNumbers:
 
     measured: Measured
     loss: Tensor | None
-    scaler: Tensor
-    parameters: float
+    common_digest: Tensor
+    stage_digest: float
     num_gradients: int = 1
     stop: bool = False
     counted_tokens: Tensor | None = None
@@ -155,8 +158,8 @@ class _RankNumbers(NamedTuple):
 
     squares: Tensor
     loss: Tensor
-    scaler: Tensor
-    scaler_squared: Tensor
+    common: Tensor
+    common_squared: Tensor
     stops: Tensor
     num_gradients: Tensor
     nothing_counts: Tensor
@@ -173,25 +176,35 @@ class _StageNumbers(NamedTuple):
 
 
 class StepConsensus:
-    """Packs the numbers of a rank into one tensor and reads the sum. order: of the gradient
-    norm."""
+    """Packs the numbers of a rank into one tensor and reads the sum.
 
-    def __init__(self, pp: Axis, world: Axis, order: float, device: torch.device) -> None:
+    order: of the gradient norm. call: as in `grad_stats.statistics`.
+    """
+
+    def __init__(
+        self,
+        pp: Axis,
+        world: Axis,
+        order: float,
+        device: torch.device,
+        call: CallLeaf | None = None,
+    ) -> None:
         self.pp = pp
         self.world = world
         self.order = order
         self.device = device
+        self._call = call
         # only the L2 norm comes from sums of squares; any other takes a slot for each rank
         norm_slots = 0 if order == 2 else world.size
         stage_slots = len(_StageNumbers._fields) * pp.size
         self.lengths = (len(_RankNumbers._fields), stage_slots, norm_slots)
 
-    def measure(self, gradients: Sequence[Tensor], copies: Sequence[Tensor]) -> Measured:
+    def measure(self, gradients: Sequence[Tensor], counted_elsewhere: Sequence[Tensor]) -> Measured:
         """Return sum of squares and number of zeros, and the norm, of this rank's gradients.
 
-        gradients, copies: as in `grad_stats.statistics`.
+        gradients, counted_elsewhere: as in `grad_stats.statistics`.
         """
-        counted = statistics(gradients, copies, self.device)
+        counted = statistics(gradients, counted_elsewhere, self.device, self._call)
         if self.order == 2:
             return Measured(counted, counted[0])
         return Measured(counted, norm_of(gradients, self.order, self.device))
@@ -199,7 +212,7 @@ class StepConsensus:
     def pack(self, local: LocalNumbers) -> Tensor:
         """Return this rank's numbers, to be summed over the world: float64."""
         squares, zeros = local.measured.counted.unbind()
-        parameters = self._scalar(local.parameters)
+        stage_digest = self._scalar(local.stage_digest)
         of_stages = torch.zeros(
             len(_StageNumbers._fields),
             self.pp.size,
@@ -207,7 +220,7 @@ class StepConsensus:
             device=self.device,
         )
         of_stages[:, self.pp.rank] = torch.stack(
-            _StageNumbers(zeros=zeros, digests=parameters, digests_squared=parameters.square())
+            _StageNumbers(zeros=zeros, digests=stage_digest, digests_squared=stage_digest.square())
         )
         *_, norm_slots = self.lengths
         norms = torch.zeros(norm_slots, dtype=torch.float64, device=self.device)
@@ -217,8 +230,8 @@ class StepConsensus:
         numbers = _RankNumbers(
             squares=squares,
             loss=self._scalar(0.0) if loss is None else loss.double().reshape(()),
-            scaler=local.scaler,
-            scaler_squared=local.scaler.square(),
+            common=local.common_digest,
+            common_squared=local.common_digest.square(),
             stops=self._scalar(float(local.stop)),
             num_gradients=self._scalar(local.num_gradients),
             nothing_counts=self._nothing_counts(local.counted_tokens),
@@ -233,14 +246,14 @@ class StepConsensus:
         rows_of_stages = of_stages.view(len(_StageNumbers._fields), -1)
         stages = _StageNumbers(*rows_of_stages.unbind())
         ranks_of_stage = self.world.size // self.pp.size
-        same_parameters = _are_equal(stages.digests, stages.digests_squared, ranks_of_stage)
+        same_in_stages = _are_equal(stages.digests, stages.digests_squared, ranks_of_stage)
         return Consensus(
             norm=ranks.squares.sqrt() if self.order == 2 else joined_norm(norms, self.order),
             loss=ranks.loss.where(ranks.num_losses > 0, math.nan),
             zeros=stages.zeros,
             finite=of_ranks[:2].isfinite().all(),  # squares and loss
-            same_scaler=_are_equal(ranks.scaler, ranks.scaler_squared, self.world.size),
-            same_parameters=same_parameters.all(),
+            same_common=_are_equal(ranks.common, ranks.common_squared, self.world.size),
+            same_in_stages=same_in_stages.all(),
             stops=ranks.stops,
             num_gradients=ranks.num_gradients,
             nothing_counts=ranks.nothing_counts > 0,

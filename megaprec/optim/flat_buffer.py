@@ -8,6 +8,8 @@ one collective on one tensor, and the statistics and the update read memory once
 
     weights    [size]   as the plan holds them   the weights that layers read
     grads      [size]   plan.gradients           accumulated over micro-batches
+    local_grads  [local]  plan.gradients         those that the update reads: a slice of `grads`, or
+                                                 under ZeRO-2 (`grad_buffer`) a tensor of its own
     masters    [local]  plan.masters             the optimizer's weights; the same memory as
                                                  `weights` if the dtypes agree, and absent if the
                                                  plan keeps remainders
@@ -29,9 +31,9 @@ from torch.autograd.graph import increment_version
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part, layout_of
-from megaprec.comm.main_grad import collect, has_main_grad
 from megaprec.errors import UserError
 from megaprec.fp8.params import FP8ParamShard, fp8_param_of
+from megaprec.optim.grad_buffer import GradBuffer
 from megaprec.optim.update_tile import Draw, DrawSpan, Tile
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 from megaprec.precision.rounding import split
@@ -101,6 +103,21 @@ def start_sum(dp: Axis, gradients: Tensor, only_local: bool) -> Callable[[], obj
     return start(gradients)
 
 
+@dataclass(frozen=True)
+class GradReduction:
+    """The way in which gradients are reduced over dp.
+
+    average: the sum over dp is divided by the number of dp ranks.
+    start_sum: starts the sum.
+    sharded: a rank keeps the reduced gradients of its own slice only, and adds those of one
+        micro-batch to the next (ZeRO-2); without effect on buffers that are not sharded.
+    """
+
+    average: bool = False
+    start_sum: StartSum = start_sum
+    sharded: bool = False
+
+
 class _Dtypes(NamedTuple):
     """The dtypes of a buffer. reduce: in which gradients travel over dp."""
 
@@ -119,8 +136,6 @@ class Buffer:
     shards: the ranks over which masters and state are sharded; of size one without ZeRO-1.
     state: names of the optimizer's moments.
     seed: of stochastic rounding.
-    average: True if the sum over dp is divided by the number of dp ranks.
-    start_sum: starts the sum of gradients over dp.
     The masters are initialised from the original values of the parameters, before rounding.
     """
 
@@ -134,16 +149,14 @@ class Buffer:
         device: torch.device,
         state: Sequence[str] = (),
         seed: int = 0,
-        average: bool = False,
-        start_sum: StartSum = start_sum,
+        reduction: GradReduction = GradReduction(),
     ) -> None:
         self.parameters = tuple(parameters)
         self.plan = plan
         self.dp = dp
         self.shards = shards
         self.seed = seed
-        self.average = average
-        self._start_sum = start_sum
+        self.reduction = reduction
         # all parameters of a buffer are of one kind (`model_buffers.buckets`)
         layout = layout_of(self.parameters[0])
         # True if the weights are FP8 codes
@@ -202,20 +215,61 @@ class Buffer:
         dtypes = self._choose_dtypes()
         self.reduce_dtype = dtypes.reduce
         self.weights = torch.zeros(self.size, dtype=dtypes.weights, device=device)
-        self.grads = torch.zeros(self.size, dtype=dtypes.grads, device=device)
+        self._gradients = GradBuffer(
+            self.parameters,
+            self.starts,
+            self.size,
+            slice(self.start, self.stop),
+            dtypes.grads,
+            device,
+            # a single shard is the whole
+            sharded=self.reduction.sharded and self.shards.size > 1,
+        )
+        self.local_grads = self._gradients.local
         self._allocate_masters(dtypes.masters)
         self.state = {
             name: torch.zeros(self.local_size, dtype=dtypes.moments, device=device)
             for name in state
         }
-        for parameter, start in zip(self.parameters, self.starts, strict=True):
-            self._move_in(parameter, start)
+        for number in range(len(self.parameters)):
+            self._move_in(number)
         # the codes that this rank computes
         self.fp8_shards = tuple(self._fp8_shards()) if self.has_fp8_weights else ()
         has_masters = self.masters is not None and dtypes.masters != dtypes.weights
         self._is_rounded = has_masters and not self.has_fp8_weights
         self._has_changed = False  # True once an update or a state was written to the weights
         self._versions = self._read_versions()
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Return True if `grads` has memory only until it is reduced (ZeRO-2)."""
+        return self._gradients.sharded
+
+    @property
+    def grads_dtype(self) -> torch.dtype:
+        """Return the dtype in which gradients accumulate."""
+        return self._gradients.dtype
+
+    @property
+    def grads(self) -> Tensor:
+        """Return the gradients [size] of all parameters. Raises RuntimeError while they have no
+        memory."""
+        whole = self._gradients.whole
+        if whole is None:
+            name = self.pieces[0].part.name
+            raise RuntimeError(
+                f"the gradients of {name} and others were reduced and freed, or have not come yet "
+                "(ZeRO-2): local_grads has this rank's slice of their sum"
+            )
+        return whole
+
+    def make_room(self) -> None:
+        """Allocate `grads`, if it has no memory; its values are then undefined."""
+        self._gradients.make_room()
+
+    def forget_gradients(self) -> None:
+        """Begin a new step: discard what ZeRO-2 has summed or allocated in this one."""
+        self._gradients.forget()
 
     def _choose_dtypes(self) -> _Dtypes:
         """Return the dtypes of the parameters, which are of one kind."""
@@ -258,8 +312,10 @@ class Buffer:
             masters = self.masters[shard_start - self.start : shard_stop - self.start]
             yield FP8ParamShard(fp8_param, parameter.data.view(-1), masters, shard_start - start)
 
-    def _move_in(self, parameter: nn.Parameter, start: int) -> None:
-        """Make the parameter a view of `weights`, and its values this rank's masters."""
+    def _move_in(self, number: int) -> None:
+        """Make parameter `number` a view of `weights`, and its values this rank's masters."""
+        parameter = self.parameters[number]
+        start = self.starts[number]
         values = parameter.data.reshape(-1)
         stop = start + values.numel()
         view = self.weights[start:stop].view_as(parameter)
@@ -273,7 +329,7 @@ class Buffer:
             assert self.masters is not None
             view.copy_(parameter.data.to(self.masters.dtype))
         parameter.data = view
-        collect(parameter, self.grads[start:stop].view_as(parameter))
+        self._gradients.collect(number)
         shard_start = max(start, self.start)
         shard_stop = min(stop, self.stop)
         if shard_start < shard_stop:
@@ -313,10 +369,10 @@ class Buffer:
         in_slice = slice(start, stop)
         return Tile(
             weights=weights[in_slice],
-            grads=self.local_part(self.grads)[in_slice],
+            grads=self.local_grads[in_slice],
             masters=None if self.masters is None else self.masters[in_slice],
             remainder=None if self.remainder is None else self.remainder[in_slice],
-            state=tuple((name, moments[in_slice]) for name, moments in self.state.items()),
+            moments=tuple((name, moments[in_slice]) for name, moments in self.state.items()),
             draw=Draw(self.seed, stop - start, spans, self.weights.device),
             nearest=self.plan.rounding == "nearest" or self.weights.dtype != torch.bfloat16,
         )
@@ -330,7 +386,7 @@ class Buffer:
             if self.masters is not None:
                 weight = self.masters
             else:
-                weight = self._tile(0, len(weight)).wide_weights()
+                weight = self._tile(0, len(weight)).wide_masters()
         return {"weight": weight, **self.state}
 
     @property
@@ -344,7 +400,7 @@ class Buffer:
         stop = start + len(values)
         if name == "weight" and self.masters is None:
             wide = values.to(self.weights.device, torch.float32)
-            self._tile(start, stop).keep_weights(wide)
+            self._tile(start, stop).keep_masters(wide)
             return
         target = self.masters if name == "weight" else self.state[name]
         assert target is not None
@@ -390,24 +446,30 @@ class Buffer:
         """Start to sum or average the gradients over dp, and return a function that waits for the
         result.
 
-        After the wait this rank's slice of `grads` is final, and the rest of `grads` is not. To
-        average, the gradients are divided before the sum, because a half-precision sum could
-        overflow.
+        After the wait `local_grads` is final, and the rest of `grads` is not. To average, the
+        gradients are divided before the sum, because a half-precision sum could overflow.
+
+        Under ZeRO-2 the wait adds the sum to `local_grads`, and `grads` is given up. Further
+        gradients of the step are reduced by another call.
         """
         # With fewer shards than dp ranks a shard is longer than a rank's part of a reduce-scatter.
         is_sharded = self.shards.size == self.dp.size
-        if self.average and not self.holds_loads:
-            self.grads.div_(self.dp.size)
         sent = self.grads
-        if self.dp.size > 1:
-            # a copy only if gradients travel in another dtype than they are accumulated in
-            sent = self.grads.to(self.reduce_dtype)
-        wait = self._start_sum(self.dp, sent, is_sharded)
+        if self.reduction.average and not self.holds_loads:
+            sent.div_(self.dp.size)
+        # a copy only if gradients travel in another dtype than they are accumulated in
+        is_copied = self.dp.size > 1 and self.reduce_dtype != sent.dtype
+        if is_copied:
+            sent = sent.to(self.reduce_dtype)
+        self._gradients.take()
+        wait = self.reduction.start_sum(self.dp, sent, is_sharded)
 
         def finish() -> None:
             wait()
-            if sent is not self.grads:
-                self.local_part(self.grads).copy_(self.local_part(sent))
+            if self.shards_gradients:
+                self._gradients.add_reduced(self.local_part(sent))
+            elif is_copied:
+                self.local_grads.copy_(self.local_part(sent))
 
         return finish
 
@@ -421,7 +483,7 @@ class Buffer:
             return
         if self.masters is not None and self.masters.dtype != self.weights.dtype:
             for tile in self.tiles(0, self.local_size):
-                tile.keep_weights(tile.wide_weights(), steps)
+                tile.keep_masters(tile.wide_masters(), steps)
         wait = self.start_all_gather()
         wait()
 
@@ -450,8 +512,9 @@ class Buffer:
         have taken it over.
         """
         lost = set[int]()
-        for parameter, start in zip(self.parameters, self.starts, strict=True):
-            if not self._can_reclaim(parameter, start):
+        for number, parameter in enumerate(self.parameters):
+            start = self.starts[number]
+            if not self._can_reclaim(number):
                 lost.add(start)
             elif parameter.numel() and not self._is_view(parameter, start):
                 view = self.weights[start : start + parameter.numel()].view_as(parameter)
@@ -459,21 +522,20 @@ class Buffer:
                 parameter.data = view
         return [piece.part.name for piece in self.pieces if piece.start in lost]
 
-    def _can_reclaim(self, parameter: nn.Parameter, start: int) -> bool:
-        """Return True if gradients of the parameter come here, and its values are of a kind that
-        can be kept here."""
-        if not has_main_grad(parameter):
+    def _can_reclaim(self, number: int) -> bool:
+        """Return True if gradients of parameter `number` come here, and its values are of a kind
+        that can be kept here."""
+        if not self._gradients.collects(number):
             return False
-        main_grad: Tensor = parameter.main_grad  # type: ignore[attr-defined]
-        if parameter.numel():  # a tensor without elements has no address
-            if main_grad.data_ptr() != self._address(self.grads, start):
-                return False
-            # codes without the scales that belong to them are no values
-            if self.has_fp8_weights and not self._is_view(parameter, start):
-                return False
+        parameter = self.parameters[number]
+        # a tensor without elements has no address
+        is_elsewhere = parameter.numel() and not self._is_view(parameter, self.starts[number])
+        # codes without the scales that belong to them are no values
+        if self.has_fp8_weights and is_elsewhere:
+            return False
         same_dtype = parameter.dtype == self.weights.dtype
         same_device = parameter.device == self.weights.device
-        return same_dtype and same_device and parameter.shape == main_grad.shape
+        return same_dtype and same_device and self._gradients.fits(number)
 
     def _is_view(self, parameter: nn.Parameter, start: int) -> bool:
         return parameter.data_ptr() == self._address(self.weights, start)
@@ -517,7 +579,8 @@ class Buffer:
         """Return the memory of this buffer in bytes: of weights, gradients, masters and moments.
 
         Scales of weights in FP8 belong to the weights, remainders to the masters. Masters that are
-        the weights take no memory of their own.
+        the weights take no memory of their own. Of gradients only what is held between steps
+        counts.
         """
         masters: list[Tensor] = []
         if self.remainder is not None:
@@ -528,7 +591,7 @@ class Buffer:
         weights += [shard.param.inverse for shard in self.fp8_shards]
         return {
             "weights": _num_bytes(weights),
-            "gradients": self.grads.nbytes,
+            "gradients": self._gradients.lasting_bytes(),
             "masters": _num_bytes(masters),
             "moments": _num_bytes(self.state.values()),
         }

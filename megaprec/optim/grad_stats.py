@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from megaprec.optim.one_pass import CallLeaf, statistics_in_one_pass
 from megaprec.torch_private import foreach_norm
 
 # elements: a block is still in a core's cache when it is read for the second time
@@ -26,29 +27,38 @@ _GPU_BLOCK = 1 << 24  # elements: the largest count that is exact in FP32
 
 def statistics(
     gradients: Sequence[Tensor],
-    copies: Sequence[Tensor],
+    counted_elsewhere: Sequence[Tensor],
     device: torch.device,
+    call: CallLeaf | None = None,
 ) -> Tensor:
     """Return float64 [2]: (sum of squares, number of zeros) over flat tensors in which every
     element counts once.
 
-    copies: elements that are counted elsewhere. They make the sum NaN if one is not finite and have
-    no effect otherwise.
+    counted_elsewhere: elements that another rank counts. They make the sum NaN if one is not finite
+    and have no effect otherwise.
+    call: calls the leaf that computes both numbers in one read; None: two reads compute them.
     """
     counted_blocks = _all_blocks(gradients)
-    if counted_blocks:
-        norms, num_nonzero = _norms_and_nonzero(counted_blocks)
-        squares = _sum_of_squares(norms, counted_blocks)
-        num_elements = sum(block.numel() for block in counted_blocks)
-        num_zeros = num_elements - num_nonzero.sum()
-        counted = torch.stack((squares, num_zeros.double()))  # no wait of the host
+    if counted_blocks and call is not None:
+        counted = statistics_in_one_pass(call, gradients, lambda run: _squares_and_zeros([run]))
+    elif counted_blocks:
+        counted = _squares_and_zeros(counted_blocks)
     else:
         counted = torch.zeros(2, dtype=torch.float64, device=device)
-    copied_blocks = _all_blocks(copies)
+    copied_blocks = _all_blocks(counted_elsewhere)
     if copied_blocks:
         squares_of_copies = _sum_of_squares(_norms(copied_blocks), copied_blocks)
         counted[0] += 0 * squares_of_copies  # 0, or NaN if they are not finite
     return counted
+
+
+def _squares_and_zeros(blocks: Sequence[Tensor]) -> Tensor:
+    """Return float64 [2]: (sum of squares, number of zeros) over blocks."""
+    norms, num_nonzero = _norms_and_nonzero(blocks)
+    squares = _sum_of_squares(norms, blocks)
+    num_elements = sum(block.numel() for block in blocks)
+    num_zeros = num_elements - num_nonzero.sum()
+    return torch.stack((squares, num_zeros.double()))  # no wait of the host
 
 
 def sum_of_squares(values: Tensor) -> Tensor:

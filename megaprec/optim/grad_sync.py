@@ -4,11 +4,14 @@ weights.
 A backward pass runs from the last layer to the first, so the gradients of the last layers are final
 long before the pass ends. `GradReducer` starts to reduce a buffer after its last gradient has been
 accumulated. All ranks start their buffers in one fixed order, whatever the order in which the
-buffers become ready, because collectives are matched by order. All-gathering weights under ZeRO-1
-is the reverse: the next forward pass needs the first layers first, so `ParamGatherer` makes each
-layer wait only for the buffers that hold its own weights.
+buffers become ready, because collectives are matched by order. Under ZeRO-2 this happens in the
+backward pass of each micro-batch, and frees the gradients that were reduced.
+
+All-gathering weights under ZeRO-1 is the reverse: the next forward pass needs the first layers
+first, so `ParamGatherer` makes each layer wait only for the buffers that hold its own weights.
 """
 
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -41,16 +44,56 @@ class ReadsLate(Protocol):
         ...
 
 
+def forward_order(model_part: nn.Module) -> dict[nn.Parameter, int]:
+    """Return the position of each parameter in a forward pass: as they are registered, but those
+    last that are read after the layers (`ReadsLate`). A backward pass has the reverse order."""
+    parameters = list(model_part.parameters())
+    if isinstance(model_part, ReadsLate):
+        late = set(chain.from_iterable(model_part.read_late().values()))
+        parameters.sort(key=lambda parameter: parameter in late)
+    return {parameter: position for position, parameter in enumerate(parameters)}
+
+
+def in_forward_order(model_part: nn.Module, buffers: Sequence[Buffer]) -> list[Buffer]:
+    """Return the buffers of a model part by the first of their parameters in a forward pass: the
+    gradients of a buffer are complete when those of this one are."""
+    positions = forward_order(model_part)
+
+    def first_position(buffer: Buffer) -> int:
+        # a slice of a DTensor is no parameter of the model, and its gradients are not reduced
+        return min(positions.get(parameter, 0) for parameter in buffer.parameters)
+
+    return sorted(buffers, key=first_position)
+
+
+class _Pass:
+    """An announced backward pass: what is reduced as soon as it has completed the gradients.
+
+    buffers: in the order in which all ranks reduce them.
+    is_last: no gradient of these buffers follows in the step.
+    awaited: parameters whose gradients the pass has not computed yet, by buffer.
+    """
+
+    def __init__(self, buffers: Sequence[Buffer], is_last: bool) -> None:
+        self.buffers = deque(buffers)
+        self.is_last = is_last
+        self.awaited = {buffer: set(buffer.parameters) for buffer in buffers}
+
+
 class GradReducer:
     """The reduction of gradients over tp and dp, by model chunk.
 
     chunks: the buffers of each model chunk, in the order of the forward pass.
     early: True to start the reduction during the last backward pass, so that it overlaps with later
         work; otherwise it is complete when `reduce` returns.
-    microbatches: the sums over micro-batches, which are completed first.
+    sums: the sums over micro-batches, which are completed first.
+
+    Buffers that shard their gradients (ZeRO-2) are reduced in each backward pass that is announced,
+    and at the end of each micro-batch. One of them at a time is under way, so that few are whole.
 
     before_reduce: called with a buffer that is about to be reduced.
-    num_microbatches: of the last step that was reduced, if the sums over them know it.
+    num_microbatches: of the step that `finish` has reduced; 0 unless numerics are canonical, which
+        alone read it.
     """
 
     def __init__(
@@ -58,9 +101,9 @@ class GradReducer:
         chunks: Sequence[Sequence[Buffer]],
         tp: Axis,
         early: bool,
-        microbatches: RunningSums | None = None,
+        sums: RunningSums | None = None,
     ) -> None:
-        self.microbatches = microbatches or RunningSums()
+        self.sums = sums or RunningSums()
         self.num_microbatches = 0
         self.tp = tp
         self.before_reduce: Callable[[Buffer], None] | None = None
@@ -70,17 +113,19 @@ class GradReducer:
         # wait functions of the started reductions, by chunk
         self._waits: dict[int, list[Wait]] = {}
         self._reduced: set[int] = set()
-        # parameters whose gradients are not final, by chunk and buffer; only after `expect`
-        self._awaited: dict[int, list[set[nn.Parameter]]] = {}
+        # buffers whose last reduction of the step has started
+        self._final: set[Buffer] = set()
+        # micro-batches that were announced to have ended, by chunk
+        self._num_ended = Counter[int]()
+        self._passes: dict[int, _Pass] = {}  # that are under way, by chunk
         # autograd does not keep the nodes alive, and the hooks die with them
         self._nodes: list[object] = []
-        if early:
-            for chunk, buffers in enumerate(self._chunks):
-                for number, buffer in enumerate(buffers):
-                    for parameter in buffer.parameters:
-                        self._nodes.append(self._watch(parameter, chunk, number))
+        for chunk, buffers in enumerate(self._chunks):
+            for buffer in buffers:
+                if early or buffer.shards_gradients:
+                    self._nodes += [self._watch(each, chunk, buffer) for each in buffer.parameters]
 
-    def _watch(self, parameter: nn.Parameter, chunk: int, buffer: int) -> object:
+    def _watch(self, parameter: nn.Parameter, chunk: int, buffer: Buffer) -> object:
         """Start reductions when a backward pass has finished the gradient; return the autograd node
         to keep."""
         # The node that accumulates a leaf's gradient is found behind any use of the leaf. autograd
@@ -93,48 +138,97 @@ class GradReducer:
         assert node is not None
 
         def on_gradient(*_: Tensor | tuple[Tensor, ...]) -> None:
-            if chunk in self._awaited:
-                self._awaited[chunk][buffer].discard(parameter)
-                self._start_ready(chunk)
+            announced = self._passes.get(chunk)
+            if announced is not None and buffer in announced.awaited:
+                announced.awaited[buffer].discard(parameter)
+                self._start_ready(chunk, announced)
 
         node.register_hook(on_gradient)
         return node
 
-    def expect(self, chunk: int) -> None:
-        """Announce that the next backward pass is the last one that accumulates gradients of
-        `chunk`."""
-        if self._early:
-            self._awaited[chunk] = [set(buffer.parameters) for buffer in self._chunks[chunk]]
-            self._start_ready(chunk)
+    def expect(self, chunk: int, is_last: bool = True) -> None:
+        """Announce that the next backward pass completes the gradients of a micro-batch in `chunk`.
+
+        is_last: it is the last pass of the step that accumulates gradients of `chunk`.
+        """
+        announced = self._passes.get(chunk)
+        if announced is not None and not announced.is_last:
+            self._end_pass(chunk)
+        buffers = [
+            buffer
+            for buffer in self._open_buffers(chunk)
+            if buffer.shards_gradients or (is_last and self._early)
+        ]
+        if any(buffer.shards_gradients for buffer in buffers):
+            self._wait_for_all()  # by now without cost; its memory is needed
+        if buffers:
+            self._passes[chunk] = _Pass(buffers, is_last)
+            self._start_ready(chunk, self._passes[chunk])
 
     @torch.no_grad()
-    def _start_ready(self, chunk: int) -> None:
+    def _start_ready(self, chunk: int, announced: _Pass) -> None:
         """Start the reductions of all buffers whose gradients are final and whose predecessors have
         started."""
-        waits = self._waits.setdefault(chunk, [])
-        awaited = self._awaited.get(chunk)  # None: the gradients of all buffers are final
-        buffers = self._chunks[chunk]
-        while len(waits) < len(buffers):
-            number = len(waits)
-            if awaited and awaited[number]:
-                return
-            wait = self._start_reduce(buffers[number], in_flight=awaited is not None)
-            waits.append(wait)
+        while announced.buffers and not announced.awaited[announced.buffers[0]]:
+            self._start(chunk, announced.buffers.popleft(), announced.is_last, in_flight=True)
 
-    def _start_reduce(self, buffer: Buffer, in_flight: bool) -> Wait:
-        """Start to sum the gradients of a buffer over tp and dp, and return the function that
-        waits.
+    def _start(self, chunk: int, buffer: Buffer, is_last: bool, in_flight: bool = False) -> None:
+        """Start a reduction of a buffer.
 
-        in_flight: True during the backward pass of the last micro-batch.
+        is_last: of the last reduction of the buffer in the step.
+        in_flight: True during the backward pass.
         """
-        self.microbatches.finish(buffer.parameters, in_flight=in_flight)
+        if buffer.shards_gradients:
+            self._wait_for_all()
+        if is_last:
+            self._final.add(buffer)
+        wait = self._start_reduce(buffer, is_last, in_flight)
+        self._waits.setdefault(chunk, []).append(wait)
+        if buffer.shards_gradients and not self._early:
+            self._wait(chunk)
+
+    def _start_reduce(self, buffer: Buffer, is_last: bool, in_flight: bool) -> Wait:
+        """Start to sum the gradients of a buffer over tp and dp, and return the function that
+        waits. Arguments as of `_start`."""
+        self.sums.finish(buffer.parameters, in_flight=in_flight)
         zero_missing_grads(buffer.parameters)
         if self.before_reduce is not None:
             self.before_reduce(buffer)
-        # from here on a gradient of this rank alone would be lost on the others
-        close_accumulation(buffer.parameters, True)
+        if is_last:
+            # from here on a gradient of this rank alone would be lost on the others
+            close_accumulation(buffer.parameters, True)
         sum_partial(buffer.parameters, self.tp)
         return buffer.start_reduce()
+
+    def _open_buffers(self, chunk: int) -> list[Buffer]:
+        """Return the buffers of a chunk that are still to be reduced in this step, in order."""
+        return [buffer for buffer in self._chunks[chunk] if buffer not in self._final]
+
+    @torch.no_grad()
+    def _end_pass(self, chunk: int) -> None:
+        """Start the reductions of an announced pass that it has not completed on this rank: others
+        may have."""
+        announced = self._passes.pop(chunk, None)
+        if announced is not None:
+            for buffer in announced.buffers:
+                self._start(chunk, buffer, announced.is_last)
+
+    def end_microbatch(self, number: int, count: int, chunk: int, complete: bool) -> None:
+        """Take the gradients of a micro-batch in a chunk; arguments as of
+        `ParallelAMPOptimizer.end_microbatch`."""
+        self.sums.end(number, count, chunk, complete)
+        sharded = [buffer for buffer in self._open_buffers(chunk) if buffer.shards_gradients]
+        if not complete or not sharded:
+            return
+        self._num_ended[chunk] += 1
+        is_last = self._num_ended[chunk] == count
+        self._passes.setdefault(chunk, _Pass(sharded, is_last))
+        self._end_pass(chunk)
+        if is_last:
+            # also those of a pass that was not announced as the last one
+            self._final.update(sharded)
+            for buffer in sharded:
+                close_accumulation(buffer.parameters, True)
 
     def reduce(self, chunk: int) -> None:
         """Start the remaining reductions of `chunk`, whose gradients are final. To be called once
@@ -145,8 +239,9 @@ class GradReducer:
                 "summed twice"
             )
         self._reduced.add(chunk)
-        self._awaited.pop(chunk, None)  # nothing more is expected of a backward pass
-        self._start_ready(chunk)
+        self._end_pass(chunk)
+        for buffer in self._open_buffers(chunk):
+            self._start(chunk, buffer, is_last=True)
         if not self._early:
             self._wait(chunk)
 
@@ -160,29 +255,30 @@ class GradReducer:
 
     def drop(self) -> None:
         """Wait for all running reductions, discard their results and begin a new step."""
-        for chunk in self._waits:
-            self._wait(chunk)
-        self._awaited.clear()
+        self._wait_for_all()
         self._reset()
 
     def _reset(self) -> None:
         """Forget what was reduced. Gradients stay until they are discarded by their buffers."""
         self._waits.clear()
         self._reduced.clear()
+        self._final.clear()
+        self._num_ended.clear()
+        self._passes.clear()
         for buffer in chain.from_iterable(self._chunks):
             close_accumulation(buffer.parameters, False)
-        self.num_microbatches = self.microbatches.count
-        self.microbatches.forget()
+        self.num_microbatches = self.sums.count
+        self.sums.forget()
+
+    def _wait_for_all(self) -> None:
+        for chunk in list(self._waits):
+            self._wait(chunk)
 
     def _wait(self, chunk: int) -> None:
         """Wait for the started reductions of a chunk, for each only once."""
-        for number, wait in enumerate(self._waits[chunk]):
+        # forgotten too: a wait function holds the memory of what travelled
+        for wait in self._waits.pop(chunk, ()):
             wait()
-            self._waits[chunk][number] = _do_nothing
-
-
-def _do_nothing() -> None:
-    """Replace the wait function of a reduction that is complete."""
 
 
 class ParamGatherer:

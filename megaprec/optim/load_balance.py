@@ -40,11 +40,11 @@ class LoadBalance:
         step = step_of(NO_FACTORS)
         for buffer, tiles in zip(self.buffers, self._tiles, strict=True):
             for tile, speed in tiles:
-                weights = tile.wide_weights()
+                weights = tile.wide_masters()
                 directions = corrections(tile.grads).to(weights.dtype)
                 updated = weights + directions * speed
                 weights.copy_(torch.where(step.skip == 0, updated, weights))
-                tile.keep_weights(weights, step.steps)
+                tile.keep_masters(weights, step.applied)
             done(buffer)
 
 

@@ -23,7 +23,7 @@ from megaprec.comm.tied import tied_axes
 from megaprec.comm.virtual import VirtualAxis
 from megaprec.errors import UserError
 from megaprec.fp8.params import FP8BufferShards, FP8Group, FP8Masters
-from megaprec.optim.flat_buffer import Buffer, StartSum, param_dtype, require_in_place, start_sum
+from megaprec.optim.flat_buffer import Buffer, GradReduction, param_dtype, require_in_place
 from megaprec.optim.frozen_state import FrozenState
 from megaprec.optim.model_checks import TrainedModel
 from megaprec.optim.param_groups import Group, in_order_of_factors
@@ -59,7 +59,7 @@ class ModelBuffers:
     """The buffers of all parameters of `model_parts`. Tensors that are not trained are moved to the
     ranks' device.
 
-    shards, average, start_sum, seed: as in `Buffer`.
+    shards, seed, reduction: as in `Buffer`.
     moments: names of the moments of a parameter; those of a buffer have the same.
     bucket: elements of a buffer, as `bucket_elements` takes them; its last parameter may exceed
         this number.
@@ -85,11 +85,9 @@ class ModelBuffers:
         bucket: int,
         moments: Moments,
         seed: int,
-        average: bool,
-        start_sum: StartSum = start_sum,
+        reduction: GradReduction,
         virtual: VirtualAxis | None = None,
     ) -> None:
-        self._start_sum = start_sum
         self._virtual = virtual
         self._experts = expert_replicas(ranks.experts, ranks.dp.size, ranks.tp.size, shards.size)
         self._bucket = bucket_elements(bucket, ranks.dp.size)
@@ -99,7 +97,7 @@ class ModelBuffers:
         self._groups = groups
         self._moments = moments
         self._seed = seed
-        self._average = average
+        self._reduction = reduction
         self._model = TrainedModel(model_parts)
         dtensor_slices = {
             parameter: DTensorSlice(parameter, plan, ranks.device)
@@ -173,7 +171,9 @@ class ModelBuffers:
         on every rank, because their update needs all counts of a layer.
         """
         is_dtensor_slice = bucket[0] in self._dtensor_parameters
+        reduction = self._reduction
         if is_dtensor_slice:
+            reduction = GradReduction()  # torch has reduced their gradients
             replicas = Replicas(Axis("dp"), Axis("zero"))
         else:
             replicas = self._replicas(layout_of(bucket[0]))
@@ -186,8 +186,7 @@ class ModelBuffers:
             device=self._ranks.device,
             state=self._moments(bucket[0]),
             seed=self._seed,
-            average=self._average and not is_dtensor_slice,
-            start_sum=self._start_sum,
+            reduction=reduction,
         )
 
     def _replicas(self, layout: Layout) -> Replicas:
@@ -216,20 +215,18 @@ class ModelBuffers:
                 firsts[_slice_names(buffer)] = buffer
         return [_Twins(firsts[_slice_names(second)], second) for second in seconds]
 
-    def sum_copies(self) -> None:
+    def sum_tied_and_virtual(self) -> None:
         """Sum gradients that are reduced over dp over the copies of a parameter: virtual ranks' and
         tied ones."""
         if self._virtual is not None:
             sum_partial_slices(self.all, self._virtual)
         # after the sum over dp, of slices only: all holders of tied parameters cut them alike
         for buffer, axis in self.tied:
-            axis.sum_(buffer.local_part(buffer.grads))
+            axis.sum_(buffer.local_grads)
         for first, second in self.twins:
             # both copies are updated by the same sum, so they stay equal
-            grads = first.local_part(first.grads)
-            copied = second.local_part(second.grads)
-            grads.add_(copied)
-            copied.copy_(grads)
+            first.local_grads.add_(second.local_grads)
+            second.local_grads.copy_(first.local_grads)
 
     def fp8_masters(
         self,
@@ -280,19 +277,19 @@ class ModelBuffers:
         """Yield flat views of the gradients in this rank's slices that no other rank counts."""
         for buffer in self._loss_buffers():
             for start, stop in buffer.counted():
-                yield buffer.local_part(buffer.grads)[start:stop]
+                yield buffer.local_grads[start:stop]
 
-    def copies(self) -> Iterator[Tensor]:
+    def counted_elsewhere(self) -> Iterator[Tensor]:
         """Yield flat views of the gradients in this rank's slices that another rank counts."""
         for buffer in self._loss_buffers():
             for start, stop in buffer.counted_elsewhere():
-                yield buffer.local_part(buffer.grads)[start:stop]
+                yield buffer.local_grads[start:stop]
 
     def _loss_buffers(self) -> Iterator[Buffer]:
         """Yield the buffers whose gradients are those of a loss."""
         return (buffer for buffer in self.all if not buffer.holds_loads)
 
-    def adopt_model(self, everything: bool, steps: Tensor) -> None:
+    def adopt_written_weights(self, everything: bool, steps: Tensor) -> None:
         """Take weights that someone has written to as they are now.
 
         everything, steps: as in `Buffer.adopt_weights`. Raises an error that names parameters if
@@ -319,6 +316,7 @@ class ModelBuffers:
         """Discard all gradients, to begin a new step."""
         for buffer in self.all:
             reset_accumulation(buffer.parameters)
+            buffer.forget_gradients()
         for dtensor_slice in self.dtensor_slices:
             dtensor_slice.forget_gradient()
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megaprec.comm.axis import Axis
 from megaprec.optim.consensus import StepConsensus
 from megaprec.optim.flat_buffer import Buffer, StartSum, start_sum
+from megaprec.optim.one_pass import CallLeaf
 from megaprec.optim.update_rules import Step, UpdateRule
 from megaprec.optim.update_tile import Wide
 from megaprec.precision.plan import PrecisionPlan
@@ -66,9 +67,11 @@ class Numerics:
         world: Axis,
         order: float,
         device: torch.device,
+        leaves: CallLeaf | None = None,
     ) -> StepConsensus:
-        """Return the agreement of all ranks. order: of the gradients' norm."""
-        return StepConsensus(pp, world, order, device)
+        """Return the agreement of all ranks. order: of the gradients' norm. leaves: as for the
+        optimizer."""
+        return StepConsensus(pp, world, order, device, leaves)
 
     def arrange_loss(
         self,
@@ -82,4 +85,4 @@ class Numerics:
 
     def update_(self, rule: UpdateRule, wide: Wide, step: Step) -> None:
         """Apply a rule to the tensors of a tile, in place."""
-        rule.update_(wide.weights, wide.grads, wide.moments, step)
+        rule.update_(wide.masters, wide.grads, wide.moments, step)

@@ -8,12 +8,12 @@ One step, after the backward pass has accumulated gradients in the buffers:
                    mesh, so that every rank has the same loss, norm and zero count and takes the
                    same decision, in every precision
     3. update      one pass over this rank's slices. Unscaling and clipping are one division inside
-                   it, and if a gradient or the loss was not finite, weights, moments and step
-                   count stay unchanged
+                   it, and if the step is forbidden (`Consensus.forbids`), weights, moments and
+                   step count stay unchanged
     4. gather      the masters were rounded to the weights in 3; under ZeRO-1 the slices are now
                    all-gathered
-    5. report      one wait of the host for a few numbers. Only after a skipped step, the parameters
-                   that held non-finite gradients are named
+    5. report      one wait of the host for a few numbers. Only if the step was not finite, applied
+                   or not, the parameters that held non-finite gradients are named
     6. scaler      is updated; the divisor in 3 is the scale by which the loss was multiplied
 
 `ParallelAMPOptimizer.step` is `_prepare` (1), `_local_numbers` (2) and `_conclude` (3 to 6).
@@ -24,7 +24,7 @@ it is the rank's share of a mean over all samples: `average` says which.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,9 +39,9 @@ from megaprec.errors import UserError
 from megaprec.optim.attribution import attribute_nonfinite
 from megaprec.optim.canonical.numerics import CanonicalNumerics
 from megaprec.optim.consensus import Consensus, LocalNumbers, StepNumbers, digest, to_host
-from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.flat_buffer import Buffer, GradReduction
 from megaprec.optim.full_state import gather_tensors, load_tensors
-from megaprec.optim.grad_sync import GradReducer, ParamGatherer
+from megaprec.optim.grad_sync import GradReducer, ParamGatherer, in_forward_order
 from megaprec.optim.load_balance import LoadBalance
 from megaprec.optim.model_buffers import ModelBuffers
 from megaprec.optim.model_checks import (
@@ -52,18 +52,26 @@ from megaprec.optim.model_checks import (
 from megaprec.optim.muon.matrix_updates import MatrixUpdates, require_muon_patterns
 from megaprec.optim.muon.rule import Muon, moments_of
 from megaprec.optim.numerics import Numerics
+from megaprec.optim.one_pass import (
+    AdamWNumbers,
+    CallLeaf,
+    adamw_numbers,
+    has_one_pass,
+    runs,
+    update_in_one_pass,
+)
 from megaprec.optim.param_groups import (
     NO_FACTORS,
     Factors,
+    FactorSpan,
     Group,
-    Slice,
     cycled_options,
     describe_settings,
+    factor_spans,
     load_groups,
     param_groups,
     require_unreplaced_groups,
     saved_groups,
-    slices,
     step_rates,
     step_rules,
 )
@@ -107,19 +115,20 @@ from megaprec.precision.plan import PrecisionPlan
 _CLIP_EPSILON = 1e-6  # added to the norm, as in torch's clip_grad_norm_ and in Megatron-LM
 
 
-class _SliceTiles(NamedTuple):
+class _SpanTiles(NamedTuple):
     """Elements of a buffer that share the numbers of a step, and the tiles that they are updated
     in."""
 
-    slice: Slice
+    span: FactorSpan
     tiles: list[Tile]
 
 
-class _BufferSlices(NamedTuple):
-    """A buffer that is updated element by element, cut where the numbers of a step change."""
+class _BufferSpans(NamedTuple):
+    """A buffer that is updated element by element, cut where the factors of
+    learning rate and weight decay change."""
 
     buffer: Buffer
-    slices: list[_SliceTiles]
+    spans: list[_SpanTiles]
 
 
 class ParallelAMPOptimizer(TorchOptimizerApi):
@@ -146,6 +155,9 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
     norm: its order, 2, inf or any p >= 1.
     zero_size: number of neighbouring dp ranks that share one copy of masters and moments (ZeRO-1):
         0 for all dp ranks, 1 for no sharding. It must divide the number of dp ranks.
+    shard_gradients: these ranks share one copy of gradients too (ZeRO-2): each keeps the sum of
+        its own slice. Gradients are reduced and freed in each backward pass that `expect` announces
+        or, if none is announced, whole in `end_microbatch` or `step`. Not with `canonical`.
     overlap: the reduction over dp starts during the backward pass that `expect` announces, and
         weights are all-gathered during the next forward pass. Call `wait` before reading weights in
         between, and before discarding the optimizer: later collectives would be matched with those
@@ -156,14 +168,17 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
     canonical: weights, moments, loss and norm have the same bits for every number of dp ranks, a
         power of two, for all zero sizes and pipelines. Call `end_microbatch` after each backward
         pass; average must be False.
+    leaves: calls the statistics of gradients and AdamW's update in their compiled forms, which read
+        and write memory once (`megaprec.optim.one_pass`), as `parallel.leaves.Leaves` does; None:
+        both run operator by operator. Not with `canonical`.
     observers: called at each moment of a step; more may be added to the attribute of this name.
 
     Raises UserError for settings out of their range, for a model that no step could train right,
     and, on every rank, if ranks would train different models.
     """
 
-    # True: each step looks for weights that someone has written to, and steps 1, 2, 4, 8, ...
-    # compare what ranks must have in common
+    # True: each step compares all weights with their masters, not only after a version has changed,
+    # and steps 1, 2, 4, 8, ... compare what ranks must have in common
     checks_loop = True
     _num_prepared = 0  # steps that were tried
 
@@ -183,10 +198,12 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         clip: float = 1.0,
         norm: float = 2.0,
         zero_size: int = 0,
+        shard_gradients: bool = False,
         overlap: bool = False,
         bucket: int = 0,
         seed: int = 0,
         canonical: bool = False,
+        leaves: CallLeaf | None = None,
         observers: Sequence[StepObserver] = (),
     ) -> None:
         if torch.is_inference_mode_enabled():
@@ -206,8 +223,16 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
             "seed": seed,
             "lr": lr,
         }
-        switches = {"average": average, "overlap": overlap, "canonical": canonical}
+        switches = {
+            "average": average,
+            "overlap": overlap,
+            "canonical": canonical,
+            "shard_gradients": shard_gradients,
+        }
         require_settings(**numbers, **switches)
+        if shard_gradients and canonical:
+            # a canonical sum adds the micro-batches of a rank before those of other ranks
+            raise UserError.of("optimizer.canonical_shard_gradients")
         require_same_plan(parts, plan)
         self.observers = [*observers]
         self.stop = False  # any rank may set it, and all learn of it
@@ -219,7 +244,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         ranks = Ranks.of(mesh, parts, experts)
         self._ranks = ranks
         self.pp = ranks.pp
-        self.dp = ranks.dp
+        self.dp = ranks.dp  # with the ranks of cp: all that hold the same weights
         self.tp = ranks.tp
         self.world = ranks.world
         self.device = ranks.device
@@ -236,15 +261,16 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         require_muon_patterns(rule, parts, ranks)
         settings = {**numbers, **switches, "groups": groups, "rule": rule}
         require_equal_on_all_ranks(parts, ranks, plan, settings)
-        # the sum over virtual ranks is that of `ModelBuffers.sum_copies`
+        # the sum over virtual ranks is that of `ModelBuffers.sum_tied_and_virtual`
         tp = Axis("tp") if virtual else self.tp
         self._numerics = CanonicalNumerics() if canonical else Numerics()
+        self._leaves = None if canonical else leaves
         self._numerics.require_supported(parts, plan, self.dp, tp, self.average)
 
         self.scaler = make_scaler(plan.scaling, self.device)
         self._scale_read = False  # True once a loop has asked for the scale
         # number of applied steps, on the device: only it knows whether a step was applied
-        self.steps = torch.zeros((), dtype=torch.float32, device=self.device)
+        self.applied_steps = torch.zeros((), dtype=torch.float32, device=self.device)
         cycled = cycled_options(rule)
         self._groups = param_groups(parameters_of(parts), groups, lr, weight_decay, cycled)
         rate_defaults = {} if lr is None else {"lr": lr, **cycled}
@@ -252,9 +278,10 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
 
         # From here on the optimizer takes over the parameters' memory and their gradients.
         disable_ddp_sync(parts)
-        require_no_double_sharding(parts, overlap, zero_size)
+        sharding = {"overlap": overlap, "zero_size": zero_size, "shard_gradients": shard_gradients}
+        require_no_double_sharding(parts, sharding)
         self.shards = self.dp.subaxis(zero_size or self.dp.size, "zero")
-        self._memory = ModelBuffers(
+        self._model_buffers = ModelBuffers(
             parts,
             plan,
             mesh=mesh,
@@ -264,30 +291,39 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
             bucket=bucket,
             moments=partial(moments_of, rule),
             seed=seed,
-            average=self.average,
-            start_sum=self._numerics.start_sum,
+            reduction=GradReduction(
+                self.average,
+                self._numerics.start_sum,
+                sharded=shard_gradients,
+            ),
             virtual=virtual,
         )
         self._virtual = virtual
         # with the attribute `buffers` the optimizer is complete for `TorchOptimizerApi`
-        self.buffers = self._memory.chunks
-        self.frozen = self._memory.frozen
-        buffers = self._memory.all
+        self.buffers = self._model_buffers.chunks
+        self.frozen = self._model_buffers.frozen
+        buffers = self._model_buffers.all
         claim_rule(rule)
         self._whole_updates = self._make_whole_updates(groups, mesh)
-        self._buffer_slices = self._cut_into_slices(groups)
+        self._buffer_spans = self._cut_into_spans(groups)
         sums = self._numerics.sums_over_microbatches(self.buffers)
-        self._reducer = GradReducer(self.buffers, tp, overlap, sums)
+        chunks = [
+            in_forward_order(part, buffers)
+            for part, buffers in zip(parts, self.buffers, strict=True)
+        ]
+        self._reducer = GradReducer(chunks, tp, overlap, sums)
         self._gatherer = ParamGatherer(parts, buffers, overlap)
         # views, made once: the memory of the gradients is the same in every step
-        self._counted_grads = list(self._memory.counted())
-        self._copied_grads = list(self._memory.copies())
-        self._fp8_masters = self._memory.fp8_masters(
+        self._counted_grads = list(self._model_buffers.counted())
+        self._grads_counted_elsewhere = list(self._model_buffers.counted_elsewhere())
+        self._fp8_masters = self._model_buffers.fp8_masters(
             self._gatherer.begin, self._gatherer.finish_update
         )
-        self._consensus = self._numerics.consensus(self.pp, self.world, norm, self.device)
+        self._consensus = self._numerics.consensus(
+            self.pp, self.world, norm, self.device, self._leaves
+        )
         # of the whole model, on all ranks
-        self.num_elements, self.num_frozen = self._memory.num_elements(self.world)
+        self.num_elements, self.num_frozen = self._model_buffers.num_elements(self.world)
 
     def _make_whole_updates(
         self,
@@ -296,32 +332,44 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
     ) -> list[MatrixUpdates | LoadBalance]:
         """Return the updates that are not element by element: of whole matrices by Muon, and of
         parameters from counts. Collective over the world if the rule is Muon."""
-        updates: list[MatrixUpdates | LoadBalance] = [LoadBalance(self._memory.all)]
+        updates: list[MatrixUpdates | LoadBalance] = [LoadBalance(self._model_buffers.all)]
         if isinstance(self.rule, Muon):
             ranks = self._ranks
             stage = ranks.dp if mesh is None else Axis.stage(mesh)
-            matrices = MatrixUpdates(self.rule, self._memory.all, groups, stage, ranks.device)
+            matrices = MatrixUpdates(
+                self.rule, self._model_buffers.all, groups, stage, ranks.device
+            )
             updates.insert(0, matrices)
         return [update for update in updates if update.buffers]
 
-    def _cut_into_slices(self, groups: Sequence[Group]) -> list[_BufferSlices]:
-        """Return the slices and tiles of each buffer that is updated element by element."""
+    def _cut_into_spans(self, groups: Sequence[Group]) -> list[_BufferSpans]:
+        """Return the spans and tiles of each buffer that is updated element by element."""
         others: set[Buffer] = set()
         for updates in self._whole_updates:
             others.update(updates.buffers)
-        cut_buffers: list[_BufferSlices] = []
-        for buffer in self._memory.all:
+        cut_buffers: list[_BufferSpans] = []
+        for buffer in self._model_buffers.all:
             if buffer not in others:
-                of_buffer = [
-                    _SliceTiles(part, list(buffer.tiles(part.start, part.stop)))
-                    for part in slices(buffer, groups)
+                spans = [
+                    _SpanTiles(span, self._tiles(buffer, span))
+                    for span in factor_spans(buffer, groups)
                 ]
-                cut_buffers.append(_BufferSlices(buffer, of_buffer))
+                cut_buffers.append(_BufferSpans(buffer, spans))
         return cut_buffers
+
+    def _tiles(self, buffer: Buffer, span: FactorSpan) -> list[Tile]:
+        """Return the tiles of a span of a buffer, of the lengths of leaves if these update it."""
+        tiles = list(buffer.tiles(span.start, span.stop))
+        if self._leaves is None or not tiles or not has_one_pass(tiles[0], self.rule):
+            return tiles
+        of_runs: list[Tile] = []
+        for start, stop in runs(span.start, span.stop):
+            of_runs += buffer.tiles(start, stop, stop - start)
+        return of_runs
 
     def all_buffers(self) -> list[Buffer]:
         """Return every buffer of this rank, in an order that all dp ranks share."""
-        return self._memory.all
+        return self._model_buffers.all
 
     @property
     def scale(self) -> Tensor:
@@ -338,11 +386,11 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         num_bytes = sum(buffer.num_bytes() for buffer in buffers)
         return num_bytes / max(1, sum(buffer.size for buffer in buffers))
 
-    def numbers(self) -> dict[str, Any]:
+    def saved_numbers(self) -> dict[str, Any]:
         """Return the state that is not a tensor of the model: plain numbers, the same on every
         rank."""
         numbers: dict[str, Any] = {
-            "steps": int(self.steps.item()),
+            "steps": int(self.applied_steps.item()),
             "scaler": self.scaler.state_dict(),
             "rule": self.rule.scalars,
         }
@@ -352,30 +400,30 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         return numbers
 
     @torch.no_grad()
-    def load_numbers(self, numbers: dict[str, Any]) -> None:
+    def load_saved_numbers(self, numbers: dict[str, Any]) -> None:
         """Load saved numbers, and compute the weights from the present masters."""
         require_saved(numbers, ("steps", "scaler"))
         self.wait()
-        self.steps.fill_(numbers["steps"])
+        self.applied_steps.fill_(numbers["steps"])
         self.scaler.load_state_dict(numbers["scaler"])
         self.rule.load_scalars(numbers.get("rule", {}))
         load_groups(numbers.get("param_groups", ()), self._groups)
         # only masters were loaded: weights are their rounding, as after the step of the checkpoint
         for buffer in self.all_buffers():
-            buffer.publish(self.steps)
-        self._memory.write_dtensor_weights()
+            buffer.publish(self.applied_steps)
+        self._model_buffers.write_dtensor_weights()
         if self._fp8_masters is not None:
             self._fp8_masters.outdate()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state on every rank: `numbers` and, by "kind/logical name", tensors on
-        the CPU.
+        """Return the whole state on every rank: `saved_numbers` and, by "kind/logical name",
+        tensors on the CPU.
 
         Collective over the mesh. For a state that does not fit into the memory of each rank, use
         `megaprec.checkpoint`.
         """
-        numbers = self.numbers()
+        numbers = self.saved_numbers()
         return numbers | {"tensors": gather_tensors(self.all_buffers(), self.world, self.device)}
 
     @torch.no_grad()
@@ -385,14 +433,22 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         require_saved(state, ("tensors", "steps", "scaler"))
         self.wait()
         load_tensors(state["tensors"], self.all_buffers(), self.world, self.device)
-        self.load_numbers(state)
+        self.load_saved_numbers(state)
 
-    def expect(self, chunk: int = 0) -> None:
-        """Announce that the next backward pass through model chunk `chunk` completes its gradients.
+    @property
+    def shards_gradients(self) -> bool:
+        """Return True if this rank frees gradients within a step (ZeRO-2 over several ranks)."""
+        return any(buffer.shards_gradients for buffer in self.all_buffers())
 
-        With `overlap`, the reduction of each buffer starts when its gradients are complete.
+    def expect(self, chunk: int = 0, is_last: bool = True) -> None:
+        """Announce that the next backward pass through model chunk `chunk` completes the gradients
+        of a micro-batch.
+
+        With `overlap` or `shard_gradients`, the reduction of each buffer starts when its gradients
+        are complete.
+        is_last: it is the last such pass of the step. `overlap` alone looks at no other.
         """
-        self._reducer.expect(chunk)
+        self._reducer.expect(chunk, is_last)
 
     @torch.no_grad()
     def end_microbatch(
@@ -406,9 +462,10 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         in a model chunk.
 
         complete: False if a second pass of the micro-batch computes the gradients of further
-        parameters. Without effect unless `canonical`. Raises UserError for contradicting numbers.
+        parameters. Without effect unless `canonical` or `shard_gradients`. Raises UserError for
+        contradicting numbers.
         """
-        self._reducer.microbatches.end(number, count, chunk, complete)
+        self._reducer.end_microbatch(number, count, chunk, complete)
 
     @torch.no_grad()
     def reduce(self, chunk: int = 0) -> None:
@@ -433,7 +490,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         """Discard the gradients of this step, as `step` does by itself. Collective while reductions
         are running."""
         self._reducer.drop()
-        self._memory.forget_gradients()
+        self._model_buffers.forget_gradients()
 
     @torch.no_grad()
     def step(  # pyright: ignore
@@ -478,12 +535,13 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         self._rules = step_rules(self._groups, self.rule)
         require_scaled(self._scale_read, self.plan.scaling)
         # The order matters: weights have arrived before they are compared with their masters, and
-        # gradients are in the buffers before they are reduced, over dp first and then over copies.
+        # gradients are in the buffers before they are reduced, over tp and dp first and then over
+        # tied and virtual copies.
         self.wait()
-        self._memory.adopt_model(self.checks_loop, self.steps)
-        self._memory.read_dtensor_gradients()
+        self._model_buffers.adopt_written_weights(self.checks_loop, self.applied_steps)
+        self._model_buffers.read_dtensor_gradients()
         self._reducer.finish()
-        self._memory.sum_copies()
+        self._model_buffers.sum_tied_and_virtual()
         self._num_prepared += 1
         is_power_of_two = self._num_prepared & (self._num_prepared - 1) == 0
         if self.checks_loop and is_power_of_two:  # ever rarer: they cost nothing in the long run
@@ -520,23 +578,16 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         report = self._report(reduced, norm, scale)
         if report.changed and self._fp8_masters is not None:
             self._fp8_masters.outdate()  # the next pass computes the codes
-        self._update_scale(reduced)
-        self._memory.forget_gradients()
+        # a step in which no token counts says nothing about the scale
+        if report.outcome != NO_TOKENS:
+            self.scaler.update(reduced.finite.logical_not())
+        self._model_buffers.forget_gradients()
         for observer in self.observers:
             observer.outcome(report)
         # last, so that a caller who catches it has an optimizer that is ready for the next step
         if report.overflowed and self.plan.on_nonfinite == "raise":
             raise NonFiniteStep(report)
         return report
-
-    def _update_scale(self, reduced: Consensus) -> None:
-        """Update the loss scale. A step in which no token counts says nothing about it, and leaves
-        it as it is."""
-        # updated and put back, because the host does not know yet whether a token counts
-        saved = [number.clone() for number in self.scaler.tensors()]
-        self.scaler.update(reduced.finite.logical_not())
-        for number, before in zip(self.scaler.tensors(), saved, strict=True):
-            number.copy_(torch.where(reduced.nothing_counts, before, number))
 
     def _local_numbers(
         self,
@@ -554,7 +605,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
             self.dp,
             self.device,
         )
-        measured = self._consensus.measure(self._counted_grads, self._copied_grads)
+        measured = self._consensus.measure(self._counted_grads, self._grads_counted_elsewhere)
         # ranks whose schedulers have gone apart would update replicas by different rates
         rate = torch.full((), self._learning_rate, dtype=torch.float32, device=self.device)
         if loss is not None and self.average:
@@ -569,8 +620,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         local = LocalNumbers(
             measured=measured,
             loss=loss,
-            scaler=digest((*self.scaler.tensors(), self.steps, rate)),
-            parameters=presence.digest,
+            common_digest=digest((*self.scaler.tensors(), self.applied_steps, rate)),
+            stage_digest=presence.digest,
             num_gradients=presence.num_gradients,
             stop=self.stop,
             counted_tokens=counted_tokens,
@@ -588,32 +639,42 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
 
     def _update(self, divisor: Tensor, skip: Tensor) -> None:
         """Apply the rule to gradient / divisor, or change nothing if `skip` is 1."""
-        self.steps += 1 - skip  # no read of `skip`, for which the host would wait
+        self.applied_steps += 1 - skip  # no read of `skip`, for which the host would wait
         # A GPU does not wait for `skip`: an update that is skipped changes nothing.
         if self.device.type != "cpu" or not skip:
             self._apply(divisor, skip)
 
     def _apply(self, divisor: Tensor, skip: Tensor) -> None:
-        """Update all tiles as step number `steps`, and all-gather the weights."""
-        # at least 1: a skipped first step must not divide by 1 - beta**0
-        steps = self.steps.clamp(min=1)
+        """Update all tiles as step number `applied_steps`, and all-gather the weights."""
 
+        @cache
         def step_of(factors: Factors) -> Step:
             rates = self._rates[factors]
-            return Step(rates.lr, rates.weight_decay, divisor, skip, steps)
+            return Step(rates.lr, rates.weight_decay, divisor, skip, self.applied_steps)
 
-        for buffer, of_buffer in self._buffer_slices:
-            for buffer_slice, tiles in of_buffer:
+        @cache
+        def numbers_of(factors: Factors) -> AdamWNumbers | None:
+            rule = self._rules[factors]
+            if self._leaves is None or type(rule) is not AdamW:
+                return None
+            return adamw_numbers(rule, step_of(factors))
+
+        for buffer, spans in self._buffer_spans:
+            for span, tiles in spans:
                 # a group's rule has the options that a scheduler has changed there
-                rule = self._rules[buffer_slice.factors]
-                step = step_of(buffer_slice.factors)
+                rule = self._rules[span.factors]
+                step = step_of(span.factors)
+                numbers = numbers_of(span.factors)
                 for tile in tiles:
-                    self._update_tile(tile, rule, step)
+                    if numbers is not None and has_one_pass(tile, rule):
+                        self._update_in_one_pass(tile, rule, step, numbers)
+                    else:
+                        self._update_tile(tile, rule, step)
             self._gather(buffer)  # overlaps with the update of the next buffer
         for updates in self._whole_updates:
             updates.apply(step_of, self._gather)
         self._gatherer.finish_update()
-        self._memory.write_dtensor_weights()
+        self._model_buffers.write_dtensor_weights()
         self.rule.advance(skip)
 
     def _gather(self, buffer: Buffer) -> None:
@@ -622,17 +683,32 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         if not buffer.has_fp8_weights:
             self._gatherer.begin(buffer)
 
+    def _update_in_one_pass(
+        self,
+        tile: Tile,
+        rule: UpdateRule,
+        step: Step,
+        numbers: AdamWNumbers,
+    ) -> None:
+        """Update one tile by compiled code, if there is any for it."""
+        assert self._leaves is not None
+        update_in_one_pass(
+            self._leaves,
+            tile,
+            rule,
+            numbers,
+            otherwise=lambda: self._update_tile(tile, rule, step),
+        )
+
     def _update_tile(self, tile: Tile, rule: UpdateRule, step: Step) -> None:
         """Update one tile. Its gradients may be overwritten, but non-finite ones stay
         non-finite."""
         wide = tile.wide()  # views where the stored dtype is wide enough
         self._numerics.update_(rule, wide, step)
-        # Not `step.steps`, which is at least 1: of 0, in a skipped first step, weights are rounded
-        # to nearest, which leaves them as they are.
-        tile.keep(wide.weights, wide.moments, self.steps)
+        tile.keep(wide.masters, wide.moments, step.applied)
 
     def _report(self, reduced: Consensus, norm: Tensor, scale: Tensor) -> StepReport:
-        """Return the report of the step, with offenders if it was skipped.
+        """Return the report of the step, with offenders if it was not finite.
 
         The host waits for the device here, and elsewhere only in steps that are skipped or in which
         ranks are compared, and with canonical numerics.
@@ -655,10 +731,12 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
     def _require_agreement(self, numbers: StepNumbers) -> None:
         """Raise RuntimeError, on every rank, if the ranks cannot take one step together. Nothing
         was changed then."""
-        if not numbers.same_scaler:
-            raise RuntimeError(disagreement(self.scaler, int(self.steps), self._learning_rate))
+        if not numbers.same_common:
+            raise RuntimeError(
+                disagreement(self.scaler, int(self.applied_steps), self._learning_rate)
+            )
         has_gradients = numbers.num_gradients > 0
-        if not numbers.same_parameters or not has_gradients:
+        if not numbers.same_in_stages or not has_gradients:
             raise RuntimeError(
                 explain_presence(
                     self.all_buffers(),

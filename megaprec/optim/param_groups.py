@@ -70,7 +70,7 @@ NO_FACTORS = Factors(1.0, 1.0)  # of a tensor that the optimizer's own values ap
 
 
 @dataclass(frozen=True)
-class Slice:
+class FactorSpan:
     """Elements [start, stop) of this rank's slice of a buffer, and the factors that they share."""
 
     start: int
@@ -103,7 +103,7 @@ def in_order_of_factors(
     return list(chain.from_iterable(by_factors.values()))
 
 
-def slices(buffer: Buffer, groups: Sequence[Group]) -> Iterator[Slice]:
+def factor_spans(buffer: Buffer, groups: Sequence[Group]) -> Iterator[FactorSpan]:
     """Yield this rank's slice of the buffer, cut where the factors change.
 
     Padding belongs to the slice before it, because it holds only zeros.
@@ -122,7 +122,7 @@ def slices(buffer: Buffer, groups: Sequence[Group]) -> Iterator[Slice]:
         start = max(span_start, buffer.start)
         stop = min(span_stop, buffer.stop)
         if start < stop:
-            yield Slice(start - buffer.start, stop - buffer.start, span_factors)
+            yield FactorSpan(start - buffer.start, stop - buffer.start, span_factors)
 
 
 StepOf = Callable[[Factors], Step]  # the numbers of a step, by the factors of a group

@@ -72,7 +72,7 @@ def _partial_grads_in_shards(buffers: Sequence[Buffer]) -> Iterator[_PartialGrad
         for owned in buffer.owned_pieces():
             part = owned.piece.part
             if part in partial_parts and part.copies > 1:
-                yield _PartialGrad(part, buffer.grads[owned.in_buffer])
+                yield _PartialGrad(part, buffer.local_grads[owned.in_shard])
 
 
 def _partial_grads_of(parameter: nn.Parameter) -> list[_PartialGrad]:

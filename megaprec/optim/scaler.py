@@ -27,13 +27,11 @@ _LARGEST = 2.0**127
 
 
 class GradScaler(Protocol):
-    """The interface of a scaler that the optimizer uses. `scale` and `inv_scale` are float32
-    tensors of shape []."""
+    """The interface of a scaler that the optimizer uses. `scale` is a float32 tensor of shape
+    []."""
 
     @property
     def scale(self) -> Tensor: ...
-    @property
-    def inv_scale(self) -> Tensor: ...
     def update(self, found_inf: Tensor) -> None: ...
     def tensors(self) -> tuple[Tensor, ...]: ...
     def state_dict(self) -> dict[str, float]: ...
@@ -48,10 +46,6 @@ class ConstantGradScaler:
         if not _SMALLEST <= scale <= _LARGEST:
             raise UserError.of("optimizer.loss_scale_range", scale=scale)
         self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
-
-    @property
-    def inv_scale(self) -> Tensor:
-        return _inverse(self.scale)
 
     def update(self, found_inf: Tensor) -> None:
         pass
@@ -85,10 +79,6 @@ class DynamicGradScaler:
         self.hysteresis_tracker = torch.full(
             (), scaling.hysteresis, dtype=torch.int32, device=device
         )
-
-    @property
-    def inv_scale(self) -> Tensor:
-        return _inverse(self.scale)
 
     def update(self, found_inf: Tensor) -> None:
         """Update the scale after a step. found_inf: [] or [1], non-zero if any gradient on any rank
@@ -171,8 +161,3 @@ def _problems(scaling: LossScaling) -> Iterator[Problem]:
         yield Problem.of("optimizer.scaler_interval", growth_interval=scaling.growth_interval)
     if not scaling.hysteresis >= 1:
         yield Problem.of("optimizer.scaler_hysteresis", hysteresis=scaling.hysteresis)
-
-
-def _inverse(scale: Tensor) -> Tensor:
-    """Return 1 / scale, divided in float64 and then rounded once."""
-    return scale.double().reciprocal().float()

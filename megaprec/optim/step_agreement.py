@@ -20,7 +20,7 @@ from torch import Tensor
 from megaprec.comm.axis import Axis
 from megaprec.comm.gathered_texts import gather_entries
 from megaprec.comm.layout import layout_of
-from megaprec.comm.main_grad import has_gradient
+from megaprec.comm.main_grad import received_gradient
 from megaprec.errors import UserError
 from megaprec.optim.consensus import DIGEST_BITS
 from megaprec.optim.flat_buffer import Buffer, OwnedPiece
@@ -132,12 +132,12 @@ def require_same_replicated_grads(
     # a sum and a sum of squares of each
     sums = torch.zeros(len(pieces), 2, dtype=torch.float64, device=device)
     for number, (buffer, owned) in enumerate(pieces):
-        gradients = buffer.grads[owned.in_buffer]
+        gradients = buffer.local_grads[owned.in_shard]
         sums[number, 0] = gradients.sum(dtype=torch.float64)
         sums[number, 1] = gradients.double().square().sum()
         # the parameter that the piece is a part of: the last one that starts there or before
         index = bisect_right(buffer.starts, owned.piece.start) - 1
-        if not has_gradient(buffer.parameters[index]):
+        if not received_gradient(buffer.parameters[index]):
             sums[number] = nan  # no number, so that it is not compared
     largest = tp.max_(sums.clone())
     smallest = -tp.max_(-sums)
@@ -185,7 +185,7 @@ def missing_gradients(buffers: Sequence[Buffer], by_place: bool = False) -> list
     parameters = chain.from_iterable(buffer.parameters for buffer in buffers)
     # by position, because every rank of a stage holds its experts at the same ones
     for number, parameter in enumerate(parameters):
-        if has_gradient(parameter):
+        if received_gradient(parameter):
             continue
         layout = layout_of(parameter)
         if by_place and layout.expert:

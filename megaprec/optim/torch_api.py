@@ -26,10 +26,12 @@ FIXED = [
     "groups",
     "norm",
     "zero_size",
+    "shard_gradients",
     "overlap",
     "bucket",
     "seed",
     "canonical",
+    "leaves",
     # torch's, which the rule has here
     "betas",
     "eps",

@@ -16,7 +16,7 @@ step. FSDP has already averaged the gradient over all ranks, accumulated in the 
 parameter: the optimizer reduces nothing, and refuses a plan whose dtypes differ from FSDP's.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -209,15 +209,14 @@ def _ddp_wrappers(model_parts: Sequence[nn.Module]) -> Iterator[DistributedDataP
 
 def require_no_double_sharding(
     model_parts: Sequence[nn.Module],
-    overlap: bool,
-    zero_size: int,
+    settings: Mapping[str, int],
 ) -> None:
     """Raise UserError if the optimizer is asked to shard or to overlap parameters that fully_shard
-    manages."""
+    manages. settings: those that ask it, by name; 0 and False do not."""
     dtensor = next(filter(is_dtensor, parameters_of(model_parts)), None)
     if dtensor is None:
         return
-    for key, value in {"overlap": overlap, "zero_size": zero_size}.items():
+    for key, value in settings.items():
         if value:
             raise UserError.of(
                 "optimizer.fsdp_shards_itself",

@@ -14,6 +14,7 @@ its moments in the order of `names`, all zero before the first step.
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -33,14 +34,22 @@ class Step:
 
     divisor: float64 [], the divisor of the gradients: loss scale over clip factor.
     skip: float32 [], 1 if nothing may change, else 0.
-    steps: float32 [], the number of this step among the applied ones, from 1 on.
+    applied: float32 [], the number of applied steps, this one included if it is applied. A GPU
+        updates in skipped steps too: the numbers that are drawn are then those of the last applied
+        step, which round weights to what they are.
     """
 
     lr: float
     weight_decay: float
     divisor: Tensor
     skip: Tensor
-    steps: Tensor
+    applied: Tensor
+
+    @cached_property
+    def steps(self) -> Tensor:
+        """Return the number of this step among the applied ones, from 1 on: a skipped first step
+        must not divide by 1 - beta**0."""
+        return self.applied.clamp(min=1)
 
 
 class UpdateRule(Protocol):

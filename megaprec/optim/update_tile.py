@@ -20,7 +20,7 @@ from megaprec.precision.rounding import join, split, stochastic
 class Wide(NamedTuple):
     """Tensors of a tile for an update in place, all FP32 or wider."""
 
-    weights: Tensor
+    masters: Tensor
     grads: Tensor
     moments: list[Tensor]
 
@@ -75,14 +75,14 @@ class Tile:
     grads: Tensor
     masters: Tensor | None
     remainder: Tensor | None
-    state: tuple[tuple[str, Tensor], ...]
+    moments: tuple[tuple[str, Tensor], ...]
     draw: Draw
     nearest: bool
 
     def wide(self) -> Wide:
         """Return masters, gradients and moments for an update in place, copied if narrower than
         FP32."""
-        return Wide(self.wide_weights(), self.wide_gradients(), self.wide_moments())
+        return Wide(self.wide_masters(), self.wide_gradients(), self.wide_moments())
 
     def wide_gradients(self) -> Tensor:
         """Return the gradients, FP32 or wider."""
@@ -90,29 +90,29 @@ class Tile:
 
     def wide_moments(self) -> list[Tensor]:
         """Return the moments, FP32 or wider."""
-        return [_widen(values) for _, values in self.state]
+        return [_widen(values) for _, values in self.moments]
 
-    def wide_weights(self) -> Tensor:
+    def wide_masters(self) -> Tensor:
         """Return the masters, FP32 or wider."""
         if self.masters is not None:
             return _widen(self.masters)
         assert self.remainder is not None
         return join(self.weights, self.remainder)
 
-    def keep(self, weights: Tensor, state: Sequence[Tensor], steps: Tensor) -> None:
+    def keep(self, masters: Tensor, moments: Sequence[Tensor], steps: Tensor) -> None:
         """Store the tensors of `wide` after step number `steps`, and round the masters to the
         layers' weights."""
-        self.keep_moments(state, steps)
-        self.keep_weights(weights, steps)
+        self.keep_moments(moments, steps)
+        self.keep_masters(masters, steps)
 
-    def keep_moments(self, state: Sequence[Tensor], steps: Tensor) -> None:
+    def keep_moments(self, moments: Sequence[Tensor], steps: Tensor) -> None:
         """Store the moments of `wide` after step number `steps`."""
-        for (name, stored), values in zip(self.state, state, strict=True):
+        for (name, stored), values in zip(self.moments, moments, strict=True):
             if stored.dtype != values.dtype:  # else they were updated in place
                 drawn = self.draw.bits(name, steps)
                 stored.copy_(stochastic(values, drawn))
 
-    def keep_weights(self, wide: Tensor, steps: Tensor | None = None) -> None:
+    def keep_masters(self, wide: Tensor, steps: Tensor | None = None) -> None:
         """Store the masters of `wide` after step number `steps`, and round them to the layers'
         weights. Without `steps` weights are rounded to nearest."""
         # masters that are the weights were updated in place

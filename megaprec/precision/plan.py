@@ -228,12 +228,18 @@ class PrecisionPlan:
         """Return the dtype of products with the parameter of this logical name."""
         return self.sensitive if self.keeps_fp32(name) else self.compute
 
-    def bytes_per_parameter(self, averages: int, in_fp8: bool = False) -> tuple[int, int]:
+    def bytes_per_parameter(
+        self,
+        averages: int,
+        in_fp8: bool = False,
+        shards_gradients: bool = False,
+    ) -> tuple[int, int]:
         """Return (bytes on every rank, bytes sharded over the ranks that share optimizer state) per
         parameter.
 
         averages: number of moments of the update rule. in_fp8: for a weight stored in FP8 only; its
-            scales not counted.
+            scales not counted. shards_gradients: under ZeRO-2; gradients that have not been reduced
+            are not counted.
         """
         weight = 1 if in_fp8 else self.parameters.itemsize
         if self.remainders and not in_fp8:
@@ -242,7 +248,10 @@ class PrecisionPlan:
             master = self.masters.itemsize
         else:
             master = 0  # the weights are the masters
-        return weight + self.gradients.itemsize, master + averages * self.moments.itemsize
+        state = master + averages * self.moments.itemsize
+        if shards_gradients:
+            return weight, self.gradients.itemsize + state
+        return weight + self.gradients.itemsize, state
 
     def keeps_fp32(self, name: str) -> bool:
         """Return True if a pattern of `keep_fp32` matches this logical name."""

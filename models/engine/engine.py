@@ -83,6 +83,9 @@ class RankStages:
             settings["canonical"] = True
         if self.context.experts is not None:
             settings["experts"] = self.context.experts
+        # On a CPU torch's own kernels are as fast, and the bits stay those of uncompiled runs.
+        if device_of(self.mesh).type == "cuda" and self.options.leaves.compiled:
+            settings.setdefault("leaves", self.options.leaves)
         return kind(list(self.by_number.values()), self.plan, self.mesh, **settings)
 
 
@@ -185,7 +188,8 @@ class Engine:
         mesh = rank_stages.mesh
         options = rank_stages.options
         context = rank_stages.context
-        self.trace = options.trace
+        # A replay holds the whole gradients of all parameters, for which ZeRO-2 has no memory.
+        self.trace = options.trace and not optimizer.shards_gradients
         self.leaves = options.leaves
         self.schedule = rank_stages.schedule
         self.stages = rank_stages.by_number
@@ -375,4 +379,4 @@ class Engine:
         may_fall = scaling.kind == "dynamic" and report.loss_scale > scaling.minimum
         if not may_fall or not math.isfinite(report.loss):
             return False
-        return self.optimizer.numbers()["steps"] == 0
+        return self.optimizer.saved_numbers()["steps"] == 0

@@ -22,7 +22,7 @@ from megaprec.comm.layout import layout_of
 from megaprec.fp8.state import ROLES
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.partial_grads import sum_partial
-from models.engine.passes import Passes, Share, require_steady_scales
+from models.engine.passes import Passes, Share, require_steady_scales, require_whole_gradients
 from parallel.pipeline.instructions import Op
 
 Sums = dict[str, list[float]]
@@ -110,6 +110,7 @@ def run_shadow(
     fp8 = passes.fp8
     optimizer = passes.optimizer
     require_steady_scales(fp8, "compare a micro-batch with itself")
+    require_whole_gradients(optimizer, "compare a micro-batch with itself")
     fp8.roll()  # as at the start of the step itself
     buffers = optimizer.all_buffers()
     fp8_names = fp8.weight_names

@@ -28,7 +28,7 @@ class EngineOptions:
     seed: seed of initial weights and dropout.
     blank: initial weights are not drawn; the caller loads others before the first pass.
     trace: a skipped step is run again to find the micro-batch and the samples that broke it.
-    leaves: the form in which norms, rotations, gates, dropout and losses are computed.
+    leaves: the form in which norms, rotations, gates, dropout, losses and FP8 casts are computed.
     """
 
     micro_batch: int

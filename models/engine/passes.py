@@ -287,7 +287,7 @@ class Passes:
             self,
             state,
             advances_fp8=state.step is not None and self.fp8.by_microbatch,
-            sums_by_tree=self.optimizer.canonical and is_training_step,
+            trains=is_training_step,
             after_each=after_each,
         )
         return Executor(
@@ -388,6 +388,7 @@ class Passes:
         at the end. Gradients that were there before are lost."""
         buffers = self.optimizer.all_buffers()
         for buffer in buffers:
+            buffer.make_room()
             buffer.grads.zero_()
         try:
             yield
@@ -395,6 +396,7 @@ class Passes:
             # The first pass of the step overwrites what is left in the buffers.
             for buffer in buffers:
                 reset_accumulation(buffer.parameters)
+                buffer.forget_gradients()
 
     def _is_outside(self, ids: Tensor) -> Tensor:
         """Return bool [samples, s], True where an id is outside the vocabulary.
@@ -415,15 +417,14 @@ class PassHooks(StageHooks):
     """The hooks of an executor that runs the passes of one share.
 
     advances_fp8: FP8's amax histories advance after each pass.
-    sums_by_tree: the optimizer is told of each backward pass, to sum the gradients of micro-batches
-        by a tree.
+    trains: the passes are those of a training step, whose gradients the optimizer takes.
     after_each: called after each instruction.
     """
 
     passes: Passes
     state: PassState
     advances_fp8: bool = False
-    sums_by_tree: bool = False
+    trains: bool = False
     after_each: Callable[[Instruction], None] | None = None
 
     def forward(
@@ -434,10 +435,10 @@ class PassHooks(StageHooks):
     ) -> Tensor:
         return self.passes.forward(self.state, stage, microbatch, received)
 
-    def expect(self, stage: int) -> None:
+    def expect(self, stage: int, is_last: bool) -> None:
         passes = self.passes
         if not passes.is_reduced_late(stage):
-            passes.optimizer.expect(passes.chunk_of_stage[stage])
+            passes.optimizer.expect(passes.chunk_of_stage[stage], is_last)
 
     def reduce(self, stage: int) -> None:
         passes = self.passes
@@ -451,7 +452,7 @@ class PassHooks(StageHooks):
             self.passes.fp8.advance()
         if self.after_each is not None:
             self.after_each(instruction)
-        if self.sums_by_tree and op in INPUT_GRADIENTS | WEIGHT_GRADIENTS:
+        if op in INPUT_GRADIENTS | WEIGHT_GRADIENTS and self._announces(instruction.stage):
             self.passes.optimizer.end_microbatch(
                 instruction.microbatch,
                 self.passes.schedule.microbatches,
@@ -459,12 +460,27 @@ class PassHooks(StageHooks):
                 op is not Op.BACKWARD_INPUT,
             )
 
+    def _announces(self, stage: int) -> bool:
+        """Return True if the optimizer is told of the end of each backward pass through `stage`."""
+        optimizer = self.passes.optimizer
+        # to reduce gradients of each micro-batch, of stages that are complete at its end
+        by_microbatch = optimizer.shards_gradients and not self.passes.is_reduced_late(stage)
+        # or to sum them by a tree
+        return self.trains and (by_microbatch or optimizer.canonical)
+
 
 def require_steady_scales(fp8: FP8State, purpose: str) -> None:
     """Raise UserError if FP8 scales depend on earlier micro-batches. purpose: the task that needs
     them steady."""
     if fp8.by_microbatch:
         raise UserError.of("model.fp8_history_unsteady", purpose=purpose)
+
+
+def require_whole_gradients(optimizer: ParallelAMPOptimizer, purpose: str) -> None:
+    """Raise UserError if ZeRO-2 frees gradients within a step. purpose: the task that needs all of
+    them."""
+    if optimizer.shards_gradients:
+        raise UserError.of("model.gradients_freed", purpose=purpose)
 
 
 def _columns(samples: Tensor) -> Tensor:

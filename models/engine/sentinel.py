@@ -45,7 +45,7 @@ from models.engine.microbatch_trace import (
     MicrobatchTrace,
     message_name,
 )
-from models.engine.passes import Share, require_steady_scales
+from models.engine.passes import Share, require_steady_scales, require_whole_gradients
 from parallel.pipeline.instructions import Op
 
 ShareOf = Callable[[int], Share]
@@ -70,6 +70,7 @@ class Sentinel(StepObserver):
 
     def __init__(self, engine: Engine, exact: bool) -> None:
         require_steady_scales(engine.fp8, "compute a micro-batch again")
+        require_whole_gradients(engine.optimizer, "compute a micro-batch again")
         require_uncut_sequences(engine.cp.size, "check steps for hardware that computes wrongly")
         self.engine = engine
         self.optimizer = engine.optimizer
@@ -133,7 +134,7 @@ class Sentinel(StepObserver):
         optimizer = self.optimizer
         stages = engine.stages.values()
         all_held = digest_held_state(buffers, stages)
-        strays = find_strayed(buffers, optimizer.steps)
+        strays = find_strayed(buffers, optimizer.applied_steps)
         agreement = compare(all_held, engine.pp, *self._holders(), optimizer.device)
         # one that is false, as `torch.stack` takes no empty list
         no_stray = torch.zeros((), dtype=torch.bool, device=optimizer.device)

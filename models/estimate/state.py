@@ -5,17 +5,20 @@ optimizer, by the code that does so in training. So padding, tied embeddings, Ze
 weights in FP8 and parameters that stay in FP32 are counted as they are.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from math import prod
+from typing import NamedTuple
 
 import torch
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import layout_of, parameters_of
 from megaprec.fp8.state import FP8State
-from megaprec.optim.flat_buffer import BLOCK, Buffer
+from megaprec.optim.flat_buffer import BLOCK, Buffer, GradReduction
+from megaprec.optim.grad_sync import forward_order
 from megaprec.optim.model_buffers import Moments, bucket_elements, buckets
 from megaprec.optim.muon.matrix_exchange import owners_of
 from megaprec.optim.muon.matrix_updates import held_span_of
@@ -46,6 +49,8 @@ class StateBytes:
         are reduced.
     update: the peak that the update of one block adds, or the orthogonalization of matrices by
         Muon.
+    arriving: under ZeRO-2, the most that gradients take until they are reduced: the buckets that
+        one layer's gradients are in, and one more that is under way.
     saved: what this rank writes to a checkpoint, of which a save in the background makes a copy in
         host memory.
     """
@@ -56,6 +61,7 @@ class StateBytes:
     moments: int
     reduction: int
     update: int
+    arriving: int
     saved: int
 
     @property
@@ -73,6 +79,7 @@ class Sharding:
     expert, expert_tensor: the ranks over which experts are spread, and their slices, as for
         `EngineOptions`.
     separate_head: a tied head is a copy on the same rank too.
+    gradients: these replicas share gradients too (ZeRO-2).
     """
 
     tp: int = 1
@@ -82,6 +89,7 @@ class Sharding:
     expert: int = 1
     expert_tensor: int = 0
     separate_head: bool = False
+    gradients: bool = False
 
     def replicas(self, of_experts: bool) -> tuple[Axis, Axis]:
         """Return the replicas of experts, or of other weights, and those among them that share
@@ -92,6 +100,20 @@ class Sharding:
         replicas = self.dp * self.tp // (self.expert * slices)
         sharing = sharing_replicas(self.tp, self.zero, self.expert, slices)
         return Axis("dp", 0, replicas), Axis("zero", 0, sharing)
+
+
+class _StageBuffers(NamedTuple):
+    stage: Stage
+    buffers: list[Buffer]
+
+
+class _Span(NamedTuple):
+    """The layers whose gradients are in a buffer, its bytes, and those of the copy that travels."""
+
+    first: int
+    last: int
+    whole: int
+    copied: int
 
 
 def state_bytes(
@@ -120,8 +142,8 @@ def state_bytes(
             # Tensors of state are alike on all devices, and meta tensors are faster.
             with without_storage("cuda"):
                 stages = _build_stages(config, plan, cuts, rank_of_stage, rank, sharding)
-                buffers = _build_buffers(stages, plan, rank, sharding, rule, device)
-                by_kind[kind] = _measure(buffers, plan, sharding, rule, device)
+                by_stage = _build_buffers(stages, plan, rank, sharding, rule, device)
+                by_kind[kind] = _measure(by_stage, plan, sharding, rule, device)
         bytes_of_ranks.append(by_kind[kind])
     return bytes_of_ranks
 
@@ -139,7 +161,7 @@ def _build_stages(
     rank_of_stage: Sequence[int],
     rank: int,
     sharding: Sharding,
-) -> Iterable[Stage]:
+) -> Sequence[Stage]:
     """Return the stages of a pipeline rank."""
     tp = SimulatedAxis("tp", 0, sharding.tp)
     experts = simulated_experts(sharding.tp, sharding.expert, sharding.expert_tensor)
@@ -153,21 +175,21 @@ def _build_stages(
         rank,
         separate_head=sharding.separate_head,
     )
-    return stages.values()
+    return [*stages.values()]
 
 
 def _build_buffers(
-    stages: Iterable[Stage],
+    stages: Sequence[Stage],
     plan: PrecisionPlan,
     rank: int,
     sharding: Sharding,
     rule: UpdateRule,
     device: Device,
-) -> list[Buffer]:
+) -> list[_StageBuffers]:
     """Return the flat buffers of the optimizer over these stages."""
     elements = bucket_elements(sharding.bucket, sharding.dp)
     moments = partial(moments_of, rule)
-    buffers = list[Buffer]()
+    by_stage = list[_StageBuffers]()
     # A parameter of two stages is in the first one's buffers.
     in_buffers = set[torch.nn.Parameter]()
     for stage in stages:
@@ -175,9 +197,12 @@ def _build_buffers(
             parameter for parameter in parameters_of([stage]) if parameter not in in_buffers
         ]
         in_buffers.update(parameters)
-        for bucket in buckets(parameters, plan, elements, moments, device == "cuda"):
-            buffers.append(_build_buffer(bucket, plan, rank, sharding, moments))
-    return buffers
+        buffers = [
+            _build_buffer(bucket, plan, rank, sharding, moments)
+            for bucket in buckets(parameters, plan, elements, moments, device == "cuda")
+        ]
+        by_stage.append(_StageBuffers(stage, buffers))
+    return by_stage
 
 
 def _build_buffer(
@@ -193,17 +218,27 @@ def _build_buffer(
     if layout.balancing is not None:
         zero = Axis("zero")
     meta = torch.device("meta")
-    return Buffer(parameters, plan, dp, zero, rank, meta, moments(parameters[0]))
+    return Buffer(
+        parameters,
+        plan,
+        dp,
+        zero,
+        rank,
+        meta,
+        moments(parameters[0]),
+        reduction=GradReduction(sharded=sharding.gradients),
+    )
 
 
 def _measure(
-    buffers: Sequence[Buffer],
+    by_stage: Sequence[_StageBuffers],
     plan: PrecisionPlan,
     sharding: Sharding,
     rule: UpdateRule,
     device: Device,
 ) -> StateBytes:
     """Return the bytes of a rank with these buffers."""
+    buffers = list(chain.from_iterable(buffers for _, buffers in by_stage))
     totals = dict.fromkeys(("weights", "gradients", "masters", "moments"), 0)
     reduction = 0
     saved = 0
@@ -211,9 +246,8 @@ def _measure(
         by_kind = buffer.bytes_by_kind()
         for kind in totals:
             totals[kind] += by_kind[kind]
-        # Gradients that travel as they are need no copy.
-        if buffer.dp.size > 1 and buffer.reduce_dtype != buffer.grads.dtype:
-            reduction += buffer.size * buffer.reduce_dtype.itemsize
+        if not buffer.shards_gradients:
+            reduction += _copied_bytes(buffer)
         saved += sum(tensor.nbytes for tensor in buffer.saved().values())
     # Elements of a block of the update; 0: a whole buffer.
     block = BLOCK if device == "cpu" else 0
@@ -224,8 +258,62 @@ def _measure(
         **totals,
         reduction=reduction,
         update=max(peaks),
+        arriving=max(_arriving_bytes(stage, buffers) for stage, buffers in by_stage),
         saved=saved,
     )
+
+
+def _copied_bytes(buffer: Buffer) -> int:
+    """Return the bytes of the copy of a buffer's gradients that travels."""
+    # Gradients that travel as they are need no copy.
+    if buffer.dp.size == 1 or buffer.reduce_dtype == buffer.grads_dtype:
+        return 0
+    return buffer.size * buffer.reduce_dtype.itemsize
+
+
+def _arriving_bytes(stage: Stage, buffers: Sequence[Buffer]) -> int:
+    """Return the most bytes of gradients that ZeRO-2 holds whole during a backward pass through a
+    stage.
+
+    The pass computes the gradients of one layer after the other, those of a layer in any order. A
+    buffer is whole from its last layer to its first. Another may be under way meanwhile.
+    """
+    layers = _numbers_of_layers(stage)
+    spans = list[_Span]()
+    for buffer in buffers:
+        if buffer.shards_gradients:
+            numbers = [layers[parameter] for parameter in buffer.parameters]
+            whole = buffer.size * buffer.grads_dtype.itemsize
+            copied = _copied_bytes(buffer)
+            spans.append(_Span(min(numbers), max(numbers), whole, copied))
+    largest = 0
+    for layer in range(len(layers)):
+        is_open = [span for span in spans if span.first <= layer <= span.last]
+        copies = [span.copied for span in is_open if span.first == layer]
+        # of what was reduced before, the last may still travel
+        before = [span for span in spans if span.first > layer]
+        travelling = 0
+        if before:
+            last_reduced = min(before, key=lambda span: span.first)
+            travelling = last_reduced.copied or last_reduced.whole
+        held = sum(span.whole for span in is_open) + max(copies, default=0)
+        largest = max(largest, held + travelling)
+    return largest
+
+
+def _numbers_of_layers(stage: Stage) -> dict[torch.nn.Parameter, int]:
+    """Return the position of each parameter's layer in a forward pass; a parameter of no layer is
+    by itself."""
+    names = {parameter: name for name, parameter in stage.named_parameters()}
+    numbers = dict[torch.nn.Parameter, int]()
+    seen = dict[str, int]()
+    for parameter in forward_order(stage):
+        name = names[parameter]
+        container, _, rest = name.partition(".")
+        number, _, _ = rest.partition(".")
+        layer = f"{container}.{number}" if number.isdigit() else name
+        numbers[parameter] = seen.setdefault(layer, len(seen))
+    return numbers
 
 
 def _update_peak(buffer: Buffer, block: int) -> int:

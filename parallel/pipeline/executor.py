@@ -61,10 +61,12 @@ class StageHooks(Protocol):
         """Reduce the gradients of `stage` over dp; they are final."""
         raise AssertionError(f"the program says R{stage}, but no `reduce` was given")
 
-    def expect(self, stage: int) -> None:
-        """Prepare for the gradients of `stage`: the backward pass that begins now completes them.
+    def expect(self, stage: int, is_last: bool) -> None:
+        """Prepare for the gradients of `stage`: the backward pass that begins now completes those
+        of a micro-batch.
 
-        Called only for stages whose program has REDUCE. A split backward has no such pass.
+        is_last: it completes those of the step.
+        Called only for stages whose program has REDUCE, and for no half of a split backward.
         """
 
     def after(self, instruction: Instruction, /) -> None:
@@ -111,6 +113,9 @@ class Executor:
         self._hooks = hooks
         self._posts: Mapping[Instruction, int] = posts or {}
         self._completing = _completing_passes(program)
+        self._reduced_stages = {
+            instruction.stage for instruction in program if instruction.op is Op.REDUCE
+        }
         self._position = position or Position()
         self._mail: dict[Message, Tensor] = {}
         # the next two by stage and micro-batch
@@ -208,9 +213,9 @@ class Executor:
             self._mail[gradient] = _gradient_of_loss(output)
 
     def _backward(self, instruction: Instruction) -> None:
-        _, stage, microbatch = instruction
-        if instruction in self._completing:
-            self._hooks.expect(stage)
+        op, stage, microbatch = instruction
+        if op is Op.BACKWARD and stage in self._reduced_stages:
+            self._hooks.expect(stage, instruction in self._completing)
         received, output_edge = self._inputs_and_edges.pop((stage, microbatch))
         gradient = self._mail.pop(Message(MessageType.GRADIENT, stage, microbatch))
         torch.autograd.backward((output_edge,), (gradient,))

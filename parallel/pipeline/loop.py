@@ -23,7 +23,7 @@ from parallel.context import Context
 from parallel.cut_features import CutTensor, unchecked
 from parallel.pipeline.builders import schedule as make_schedule
 from parallel.pipeline.executor import Executor, StageHooks
-from parallel.pipeline.instructions import Instruction, Op
+from parallel.pipeline.instructions import INPUT_GRADIENTS, WEIGHT_GRADIENTS, Instruction, Op
 from parallel.pipeline.loop_checks import (
     call_loss_fn,
     require_alike,
@@ -279,10 +279,17 @@ class _TrainingHooks(_EvaluationHooks):
     def reduce(self, stage: int) -> None:
         self._pipeline.optimizer.reduce(self._pipeline._chunk_of_stage[stage])
 
-    def expect(self, stage: int) -> None:
-        self._pipeline.optimizer.expect(self._pipeline._chunk_of_stage[stage])
+    def expect(self, stage: int, is_last: bool) -> None:
+        self._pipeline.optimizer.expect(self._pipeline._chunk_of_stage[stage], is_last)
 
     def after(self, instruction: Instruction) -> None:
+        if instruction.op in INPUT_GRADIENTS | WEIGHT_GRADIENTS:
+            self._pipeline.optimizer.end_microbatch(
+                instruction.microbatch,
+                self._pipeline.microbatches,
+                self._pipeline._chunk_of_stage[instruction.stage],
+                instruction.op is not Op.BACKWARD_INPUT,
+            )
         passes = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT)
         if self._pipeline._context and instruction.op in passes:
             self._pipeline._context.fp8.advance()

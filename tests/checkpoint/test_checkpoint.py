@@ -88,7 +88,7 @@ def save_and_load(
         assert path is not None
         assert load(path, engine.optimizer)["who"] == other
         assert weights_are_rounded_masters(engine.optimizer)
-        assert engine.optimizer.numbers()["steps"] == len(batches(run))
+        assert engine.optimizer.saved_numbers()["steps"] == len(batches(run))
         found[other] = held(engine.optimizer)
     return found
 
@@ -158,7 +158,7 @@ def resume_and_compare(
             assert str(again) == str(reports[first:]), (
                 f"{compute} resumed before step {first}, {zero_size=}"
             )
-            assert resumed.optimizer.numbers() == engine.optimizer.numbers()
+            assert resumed.optimizer.saved_numbers() == engine.optimizer.saved_numbers()
             for ours, theirs in zip(
                 resumed.optimizer.all_buffers(), engine.optimizer.all_buffers(), strict=True
             ):
@@ -210,7 +210,7 @@ def saved(folder: Path, step: int = 1, value: float = 1.0, keep: int = 2) -> Pat
     optimizer = small()
     for tensor in all_tensors(optimizer):
         tensor.fill_(value)
-    optimizer.steps.fill_(step)
+    optimizer.applied_steps.fill_(step)
     return save(folder, step, optimizer, {}, keep)
 
 
@@ -222,13 +222,13 @@ def holds(optimizer: ParallelAMPOptimizer, value: float) -> bool:
 
 def require_refused(path: Path, optimizer: ParallelAMPOptimizer, message: str) -> None:
     before = [t.clone() for t in all_tensors(optimizer)]
-    numbers = optimizer.numbers()
+    numbers = optimizer.saved_numbers()
     with pytest.raises(UserError, match=message):
         load(path, optimizer)
     assert all(torch.equal(a, b) for a, b in zip(all_tensors(optimizer), before, strict=True)), (
         "something was loaded"
     )
-    assert optimizer.numbers() == numbers
+    assert optimizer.saved_numbers() == numbers
 
 
 @pytest.mark.parametrize(
@@ -558,7 +558,7 @@ def test_a_process_killed_in_mid_save_leaves_a_whole_checkpoint(tmp_path: Path) 
         optimizer = small()
         assert newest is not None
         step = load(newest, optimizer)["step"]
-        assert step == optimizer.numbers()["steps"] == int(newest.name[5:]) >= first
+        assert step == optimizer.saved_numbers()["steps"] == int(newest.name[5:]) >= first
         assert holds(optimizer, step)
         first = step + 1
     assert cut_short, "no save was interrupted"

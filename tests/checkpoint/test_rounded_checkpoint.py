@@ -65,17 +65,17 @@ def require_rounded(mesh: DeviceMesh | None, folder: Path, changes: dict[str, An
     )
     by_hand = first.optimizer
     for buffer in by_hand.all_buffers():
-        exact = buffer._tile(0, buffer.stop - buffer.start).wide_weights().clone()
+        exact = buffer._tile(0, buffer.stop - buffer.start).wide_masters().clone()
         buffer.restore("weight", 0, buffer.local_part(buffer.weights).float())
         if buffer.weights.dtype == torch.bfloat16:
-            assert not torch.equal(exact, buffer._tile(0, len(exact)).wide_weights()), (
+            assert not torch.equal(exact, buffer._tile(0, len(exact)).wide_masters()), (
                 "no bits to lose"
             )
     for engine in (first, again):
         engine.step(share_of(mesh, data[1]), 1e-2, 1)
     assert all_equal(weights(first.optimizer), weights(again.optimizer))
     for one, other in zip(by_hand.all_buffers(), again.optimizer.all_buffers(), strict=True):
-        assert torch.equal(*(b._tile(0, b.stop - b.start).wide_weights() for b in (one, other)))
+        assert torch.equal(*(b._tile(0, b.stop - b.start).wide_masters() for b in (one, other)))
         assert all(torch.equal(one.state[name], other.state[name]) for name in one.state)
 
 

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from megaprec.fp8 import linear
 from megaprec.fp8.state import FP8State
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from megaprec.precision.plan import LossScaling
 from models.engine.engine import Engine
+from parallel.activation_checkpoint import KEEP, Recompute
 from tests.dialects.test_modes import distance
 from tests.layouts import SAMPLES, Result, Run, batches, make_engine, share_of, train, train_all
 from tests.parallel.pipeline.test_schedules_train import require_same_bits
@@ -221,6 +223,25 @@ def require_evaluation_leaves_the_state() -> None:
 
 def test_an_evaluation_neither_records_nor_rolls() -> None:
     require_evaluation_leaves_the_state()
+
+
+@pytest.mark.parametrize("recompute", [KEEP, Recompute(fraction=1.0)], ids=["kept", "recomputed"])
+def test_a_weight_is_cast_once_a_step_whatever_the_number_of_micro_batches(
+    monkeypatch: pytest.MonkeyPatch, recompute: Recompute
+) -> None:
+    roles: list[str] = []
+    inner = linear.quantize_both
+
+    def noted(x: Tensor, recipe: FP8Recipe, role: Any, **options: Any) -> Any:
+        roles.append(role)
+        return inner(x, recipe, role, **options)
+
+    monkeypatch.setattr(linear, "quantize_both", noted)
+    one = run(fp8("current"), micro_batch=1, steps=2, recompute=recompute)
+    engine = engine_of(one)
+    weights = len(engine.fp8.weight_names)
+    assert roles.count("weight") == weights * one.steps
+    assert roles.count("gradient") == weights * one.steps * SAMPLES
 
 
 def test_a_skipped_step_that_is_run_again_leaves_the_state_and_rolls_like_any_other() -> None:

@@ -99,7 +99,7 @@ class Coded:
 def codes_rank(mesh: DeviceMesh | None, one: Run, state: dict[str, Tensor]) -> list[Coded]:
     """What the layers hold in the second pass after the state was taken up."""
     engine = engine_of(one, mesh)
-    engine.optimizer.load_state_dict({**engine.optimizer.numbers(), "tensors": state})
+    engine.optimizer.load_state_dict({**engine.optimizer.saved_numbers(), "tensors": state})
     for _ in range(2):
         with engine.fp8.autocast():
             engine.optimizer.wait()
@@ -276,7 +276,7 @@ def test_products_outside_of_fp8_are_made_of_what_the_codes_stand_for() -> None:
             values[0, 0] = 448
             values *= 2.0**-12
     for engine in (ours, plain):
-        engine.optimizer.load_state_dict({**engine.optimizer.numbers(), "tensors": state})
+        engine.optimizer.load_state_dict({**engine.optimizer.saved_numbers(), "tensors": state})
     x = batches(kept())[0][0].t().contiguous()
     with torch.no_grad(), ours.fp8.autocast(enabled=False):
         assert torch.equal(ours.stages[0](x), plain.stages[0](x))

@@ -52,7 +52,7 @@ class ThroughHost(dist.ProcessGroup):
     supports_splitting = False
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self.gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def _get_backend(self, device: torch.device) -> "ThroughHost":
@@ -114,9 +114,9 @@ class ThroughHost(dist.ProcessGroup):
         return self.gloo.barrier()
 
     # the names of the same in torch 2.11
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-    alltoall_base = all_to_all_single
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
 
 
 def _make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> ThroughHost:

@@ -60,9 +60,11 @@ def test_each_backend_that_takes_a_call_computes_what_float64_does(
     key = heads_of(device, tokens, samples, key_heads, width)
     value = heads_of(device, tokens, samples, key_heads, width)
     grad = heads_of(device, tokens, samples, heads, width).detach()
-    wide = [x.detach().double().requires_grad_() for x in (query, key, value)]
+    wide_query, wide_key, wide_value = (
+        x.detach().double().requires_grad_() for x in (query, key, value)
+    )
     with sdpa_kernel(SDPBackend.MATH):
-        exact = attend(*wide, grad.double())
+        exact = attend(wide_query, wide_key, wide_value, grad.double())
     taken = []
     for backend, name in NAMES.items():
         try:

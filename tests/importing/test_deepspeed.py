@@ -118,6 +118,12 @@ def test_the_batch_is_that_of_deepspeeds_rule(
     assert (run.train.global_batch, run.train.micro_batch, run.parallel.data) == expected
 
 
+@pytest.mark.parametrize(("stage", "zero"), [(0, False), (1, True), (2, 2)])
+def test_stages_of_zero_keep_their_numbers(stage: int, zero: bool | int, tmp_path: Path) -> None:
+    run = made(tmp_path, FULL | {"zero_optimization": {"stage": stage}})
+    assert run.parallel.zero == zero and run.parallel.shards_gradients == (stage == 2)
+
+
 @pytest.mark.parametrize(
     ("change", "line"),
     [

@@ -267,7 +267,7 @@ MUTATIONS: dict[str, tuple[str, str, Mutation]] = {
     "tied gradients are summed after another rounding": (
         "gpt2",
         "fp32",
-        lambda: put(model_buffers.ModelBuffers, "sum_copies", rounded_copies),
+        lambda: put(model_buffers.ModelBuffers, "sum_tied_and_virtual", rounded_copies),
     ),
 }
 

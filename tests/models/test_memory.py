@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, cycle, product
+from math import prod
 from typing import Any, get_args
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 
 from megaprec.comm.axis import Axis
+from megaprec.fp8.state import FP8State
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
@@ -26,7 +28,7 @@ from models.engine.options import EngineOptions
 from models.engine.passes import Share
 from models.estimate import memory
 from models.estimate.memory import ActivationBytes, StageMemory, message_bytes
-from models.estimate.storage import Device
+from models.estimate.storage import Device, without_storage
 from parallel.activation_checkpoint import KEEP, MODULES, Recompute
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
@@ -327,6 +329,25 @@ def test_a_stage_in_fp8_is_counted_on_a_gpu_which_keeps_what_a_cpu_does(kind: Ki
     gpu = StageMemory(model, fp8, options, device="cuda").activation_bytes(cut)
     assert gpu.activations == pytest.approx(cpu.activations, rel=0.01)
     assert gpu.backward <= cpu.backward
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_a_gpu_keeps_both_sets_of_codes_of_every_weight_over_the_micro_batches(kind: Kind) -> None:
+    model = ModelConfig(**FAMILIES["llama"])
+    recipe = FP8Recipe(kind, history_length=1) if kind == "delayed" else FP8Recipe(kind)
+    fp8 = plan("bf16", fp8=recipe)
+    cut = middle(FAMILIES["llama"])
+    options = EngineOptions(BATCH, LENGTH)
+    kept = [
+        StageMemory(model, each, options, device="cuda").activation_bytes(cut).buffers
+        for each in (fp8, plan("bf16"))
+    ]
+    state = FP8State(fp8.fp8, model.layers, device="meta")
+    with without_storage("cuda"):
+        Stage(model.with_zero_weights, Context(fp8, fp8=state), cut)
+    elements = sum(prod(weight.shape) for weight in state.registered if not weight.fallback_reason)
+    # and scales, of 32 numbers each at least
+    assert 2 * elements < kept[0] - kept[1] < 2 * elements * (1 + 4 / 32)
 
 
 def test_experts_keep_what_is_foretold_whatever_the_router_does() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -34,12 +34,22 @@ from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.module_wrappers import PlannedModel
 from megaprec.precision.plan import LossScaling, plan
 from models.decoder.kv_cache import CachedStage
+from models.engine.engine import Engine
 from models.engine.passes import Share
 from models.engine.replay import trace_modules
 from parallel.activation_checkpoint import Recompute
 from parallel.pipeline.p2p import CPU, P2P
 from tests import pretend
-from tests.layouts import Fragment, Run, Trained, train_rank
+from tests.layouts import (
+    Fragment,
+    Run,
+    Trained,
+    batches,
+    make_engine,
+    packings,
+    share_of,
+    train_rank,
+)
 from tests.ranks import on_ranks, run_ranks
 from tests.runs import checkpoint, steps, tensors, write_run
 from tools.config.run_file import load_run
@@ -209,6 +219,29 @@ TOGETHER = {
 @pytest.mark.parametrize("name", ALONE)
 def test_one_rank_trains_on_the_device_as_on_the_cpu(name: str) -> None:
     run_ranks(train_both, {}, runs=ALONE[name])
+
+
+def skip_first_step(mesh: DeviceMesh) -> None:
+    """On a device whose host does not wait for the decision, the update runs and keeps nothing."""
+    pretend.install()
+    mesh = pretend.join(mesh)
+    for name in ("adamw", "muon"):
+        options = {"rule": rule(name)}
+        one = run(plant=(0, 0, math.nan), changes={"rounding": "stochastic"}, options=options)
+        engine = make_engine(mesh, one)
+        before = [weight.detach().cpu().clone() for weight in weights_of(engine)]
+        report = engine.step(share_of(mesh, batches(one)[0], packings(one)[0]), one.lr, 0)
+        assert report.outcome == "skipped_overflow"
+        after = [weight.detach().cpu() for weight in weights_of(engine)]
+        assert all(map(torch.equal, before, after)), name
+
+
+def weights_of(engine: Engine) -> list[Tensor]:
+    return [weight for stage in engine.stages.values() for weight in stage.parameters()]
+
+
+def test_a_skipped_first_step_leaves_weights_that_are_rounded_stochastically() -> None:
+    run_ranks(skip_first_step, {})
 
 
 @pytest.mark.cases(0, sample=1)

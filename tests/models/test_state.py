@@ -64,20 +64,27 @@ class Case:
     expert: int = 1
     expert_tensor: int = 0
     canonical: int = 0
+    zero_2: bool = False
+    bucket: int = 0
+    overlap: bool = False
 
 
 def held(mesh: DeviceMesh | None, cases: Sequence[Case], pp: int = 1) -> list[dict[str, int]]:
     """The bytes by kind that this rank's engine holds in each case."""
-    return [_bytes_of_rank(mesh, case, pp) for case in cases]
+    return [bytes_of_rank(mesh, case, pp) for case in cases]
 
 
-def _bytes_of_rank(mesh: DeviceMesh | None, case: Case, pp: int) -> dict[str, int]:
-    engine = _engine(mesh, case, pp)
+def bytes_of_rank(mesh: DeviceMesh | None, case: Case, pp: int) -> dict[str, int]:
+    return bytes_of(engine_of(mesh, case, pp))
+
+
+def bytes_of(engine: Engine) -> dict[str, int]:
+    """The bytes by kind that an engine holds on this rank."""
     found = [buffer.bytes_by_kind() for buffer in engine.optimizer.all_buffers()]
     return {kind: sum(one[kind] for one in found) for kind in KINDS}
 
 
-def _engine(mesh: DeviceMesh | None, case: Case, pp: int) -> Engine:
+def engine_of(mesh: DeviceMesh | None, case: Case, pp: int) -> Engine:
     made = schedule(case.kind, pp, 4)
     return Engine.build(
         ModelConfig(**case.model),
@@ -93,6 +100,9 @@ def _engine(mesh: DeviceMesh | None, case: Case, pp: int) -> Engine:
             canonical_shards=case.canonical,
         ),
         rule=case.rule,
+        shard_gradients=case.zero_2,
+        bucket=case.bucket,
+        overlap=case.overlap,
     )
 
 
@@ -100,7 +110,15 @@ def foretold(case: Case, pp: int = 1, dp: int = 1, tp: int = 1) -> list[StateByt
     model = ModelConfig(**case.model)
     placed = schedule(case.kind, pp, 4).rank_of_stage
     cut = cuts(model, len(placed), LENGTH, case.layers, placed)
-    sharding = Sharding(tp, dp, dp, expert=case.expert, expert_tensor=case.expert_tensor)
+    sharding = Sharding(
+        tp,
+        dp,
+        dp,
+        bucket=case.bucket,
+        expert=case.expert,
+        expert_tensor=case.expert_tensor,
+        gradients=case.zero_2,
+    )
     return state_bytes(model, case.plan, cut, placed, sharding, case.rule)
 
 
@@ -108,14 +126,14 @@ def foretold(case: Case, pp: int = 1, dp: int = 1, tp: int = 1) -> list[StateByt
 def test_one_process_holds_what_is_foretold_in_every_precision(precision: str) -> None:
     case = Case(LLAMA, PLANS[precision])
     (said,) = foretold(case)
-    assert _bytes_of_rank(None, case, 1) == {kind: getattr(said, kind) for kind in KINDS}
+    assert bytes_of_rank(None, case, 1) == {kind: getattr(said, kind) for kind in KINDS}
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_one_process_holds_what_is_foretold_of_every_family(model: str) -> None:
     case = Case(MODELS[model], plan("bf16"))
     (said,) = foretold(case)
-    assert _bytes_of_rank(None, case, 1) == {kind: getattr(said, kind) for kind in KINDS}
+    assert bytes_of_rank(None, case, 1) == {kind: getattr(said, kind) for kind in KINDS}
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -126,7 +144,7 @@ def test_one_process_holds_what_its_virtual_ranks_would(model: str) -> None:
     config = ModelConfig(**case.model)
     cut = cuts(config, 1, LENGTH, case.layers, made)
     (said,) = state_bytes(config, case.plan, cut, made, Sharding(2, separate_head=True), case.rule)
-    assert _bytes_of_rank(None, case, 1) == {kind: 2 * getattr(said, kind) for kind in KINDS}
+    assert bytes_of_rank(None, case, 1) == {kind: 2 * getattr(said, kind) for kind in KINDS}
 
 
 FEW = [
@@ -189,7 +207,7 @@ def test_stages_that_share_a_rank_are_counted_together() -> None:
 
 def peak_of_update(mesh: DeviceMesh | None, case: Case, pp: int = 1) -> int:
     """The bytes that an optimizer step adds at its peak, on this rank, with gradients of zero."""
-    optimizer = _engine(mesh, case, pp).optimizer
+    optimizer = engine_of(mesh, case, pp).optimizer
     declare(optimizer)
     with torch.no_grad(), LiveMemory() as live:
         optimizer.step(1e-3)

@@ -73,7 +73,7 @@ def norms_of_equal_elements(
     found = []
     for value, p in product(values, norms):
         optimizer = make_optimizer(mesh, Case("fp32", options={"norm": p}))
-        for own in (*optimizer._counted_grads, *optimizer._copied_grads):
+        for own in (*optimizer._counted_grads, *optimizer._grads_counted_elsewhere):
             own.fill_(-value)
         for buffer in optimizer.all_buffers():  # already summed: nothing is to be added to it
             buffer.start_reduce = lambda: lambda: None  # type: ignore[method-assign]
@@ -152,7 +152,7 @@ def test_a_step_asks_the_whole_mesh_once() -> None:
 
 def state(optimizer: ParallelAMPOptimizer) -> list[Tensor]:
     optimizer.wait()
-    tensors = [optimizer.steps, *optimizer.scaler.tensors()]
+    tensors = [optimizer.applied_steps, *optimizer.scaler.tensors()]
     for buffer in optimizer.all_buffers():
         tensors += [buffer.weights, *buffer.saved().values()]
     return [tensor.clone() for tensor in tensors]
@@ -175,7 +175,7 @@ def tolerate_less(optimizer: ParallelAMPOptimizer) -> None:
 
 
 def step_ahead(optimizer: ParallelAMPOptimizer) -> None:
-    optimizer.steps.mul_(2**16)  # in FP32 only the exponent differs
+    optimizer.applied_steps.mul_(2**16)  # in FP32 only the exponent differs
 
 
 DISAGREE: list[Callable[[ParallelAMPOptimizer], None]] = [
@@ -332,7 +332,7 @@ def test_digests_are_compared_exactly_whatever_the_number_of_ranks(ranks: int, m
     for other in {mine, mine ^ 1, 2**DIGEST_BITS - 1 - mine}:
         for others in {1, ranks // 2, ranks - 1}:
             agreed = consensus.read((ranks - others) * packed(mine) + others * packed(other))
-            assert agreed.same_scaler == agreed.same_parameters == (other == mine), (other, others)
+            assert agreed.same_common == agreed.same_in_stages == (other == mine), (other, others)
 
 
 @pytest.mark.parametrize("axes", [{}, {"dp": 2}], ids=str)

@@ -198,7 +198,10 @@ def elements(optimizer: ParallelAMPOptimizer, reduced: bool) -> Iterator[Tensor]
 
 def state(optimizer: ParallelAMPOptimizer) -> list[Tensor]:
     buffers = optimizer.all_buffers()
-    return [optimizer.steps, *(t for b in buffers for t in (b.weights, *b.saved().values()))]
+    return [
+        optimizer.applied_steps,
+        *(t for b in buffers for t in (b.weights, *b.saved().values())),
+    ]
 
 
 @pytest.mark.cases(None, sample=1)

@@ -42,8 +42,8 @@ def agreed(
         local = LocalNumbers(
             measured=consensus.measure(gradients, copies),
             loss=in_slots(None, 1, Axis("dp"), CPU),
-            scaler=torch.ones((), dtype=torch.float64),
-            parameters=1.0,
+            common_digest=torch.ones((), dtype=torch.float64),
+            stage_digest=1.0,
         )
         sent.append(consensus.pack(local))
     return consensus.read(torch.stack(sent).sum(0))

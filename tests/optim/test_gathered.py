@@ -144,7 +144,7 @@ DAMAGES: list[tuple[Callable[[State], object], str, str]] = [
 
 def snapshot(optimizer: ParallelAMPOptimizer) -> list[Tensor]:
     optimizer.wait()
-    tensors = [optimizer.steps, *optimizer.scaler.tensors()]
+    tensors = [optimizer.applied_steps, *optimizer.scaler.tensors()]
     tensors += [
         t for buffer in optimizer.all_buffers() for t in (buffer.weights, *buffer.saved().values())
     ]

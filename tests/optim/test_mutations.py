@@ -69,7 +69,7 @@ def found_inf_over(*axes: str) -> None:
 
     def conclude(self: ParallelAMPOptimizer, numbers: Tensor) -> StepReport:
         bad = (
-            statistics(self._counted_grads, self._copied_grads, self.device)
+            statistics(self._counted_grads, self._grads_counted_elsewhere, self.device)
             .isfinite()
             .logical_not()
             .any()
@@ -109,7 +109,7 @@ def copies_are_not_checked() -> None:
 def a_skipped_step_is_counted() -> None:
     def update(self: ParallelAMPOptimizer, divisor: Tensor, skip: Tensor) -> None:
         cleared = INNER_UPDATE(self, divisor, skip)
-        self.steps += skip
+        self.applied_steps += skip
         return cleared
 
     ParallelAMPOptimizer._update = update
@@ -238,7 +238,7 @@ def tied_gradients_are_not_summed() -> None:
         loss: Tensor | None = None,
         counted_tokens: Tensor | float | None = None,
     ) -> StepReport:
-        self._memory.tied = []
+        self._model_buffers.tied = []
         return inner(self, lr, loss, counted_tokens)
 
     ParallelAMPOptimizer.step = step

@@ -152,11 +152,6 @@ def test_the_scaler_follows_its_rules_and_stays_within_its_bounds(
         now = update(ours, found)
         assert now == reference.update(found)
         assert options["minimum"] <= now[0] <= (options["maximum"] or 2.0**127)
-        assert (
-            ours.inv_scale.item()
-            == torch.tensor(1 / now[0], dtype=torch.float64).float().item()
-            > 0
-        )
 
 
 def test_a_shortened_interval_lets_the_scale_grow_at_once() -> None:
@@ -193,11 +188,7 @@ def test_a_constant_scale_never_changes_and_neither_takes_nor_gives_state() -> N
     scaler = ConstantGradScaler(1024.0)
     scaler.update(torch.tensor(1.0))
     scaler.load_state_dict({"scale": 2.0, "growth_tracker": 1, "hysteresis_tracker": 1})
-    assert (scaler.scale.item(), scaler.inv_scale.item(), scaler.state_dict()) == (
-        1024.0,
-        2.0**-10,
-        {},
-    )
+    assert (scaler.scale.item(), scaler.state_dict()) == (1024.0, {})
     dynamic = dynamic_scaler(**SMALL)
     dynamic.load_state_dict(scaler.state_dict())
     assert state(dynamic) == (256.0, 0, 2)

@@ -57,7 +57,7 @@ def updated(name: str, numbers: dict[str, Any], cuts: int | None) -> dict[str, T
 
 
 def cut_tiles(optimizer: ParallelAMPOptimizer, chance: random.Random) -> None:
-    for buffer, parts in optimizer._buffer_slices:
+    for buffer, parts in optimizer._buffer_spans:
         for s, tiles in parts:
             places = sorted(
                 {s.start, s.stop, *(chance.randint(s.start, s.stop) for _ in range(40))}
@@ -65,7 +65,7 @@ def cut_tiles(optimizer: ParallelAMPOptimizer, chance: random.Random) -> None:
             tiles[:] = [tile for a, b in pairwise(places) for tile in buffer.tiles(a, b)]
     assert any(
         len(tile.grads) % VECTOR
-        for _, parts in optimizer._buffer_slices
+        for _, parts in optimizer._buffer_spans
         for _, tiles in parts
         for tile in tiles
     )

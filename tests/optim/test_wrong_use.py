@@ -256,12 +256,12 @@ def test_a_step_for_which_no_parameter_has_a_gradient_is_refused_and_changes_not
     model, optimizer = made()
     backward(model)
     optimizer.step()
-    before = held(model), optimizer.steps.item()
+    before = held(model), optimizer.applied_steps.item()
     with pytest.raises(
         RuntimeError, match=r"^no parameter of the model has a gradient.*nothing was changed"
     ):
         optimizer.step()
-    assert (all(map(torch.equal, held(model), before[0])), optimizer.steps.item()) == (
+    assert (all(map(torch.equal, held(model), before[0])), optimizer.applied_steps.item()) == (
         True,
         before[1],
     )
@@ -525,19 +525,25 @@ def test_a_state_with_a_wrong_number_is_refused_by_name_before_anything_is_loade
 ) -> None:
     change, says = STATES[which]
     model, optimizer = made("fp16", model=make_model(seed=1))
-    before = held(model), optimizer.numbers()
+    before = held(model), optimizer.saved_numbers()
     with pytest.raises(UserError, match=says):
         optimizer.load_state_dict(state_with(change))
-    assert (all(map(torch.equal, held(model), before[0])), optimizer.numbers()) == (True, before[1])
+    assert (all(map(torch.equal, held(model), before[0])), optimizer.saved_numbers()) == (
+        True,
+        before[1],
+    )
 
 
 @pytest.mark.parametrize("count", [-5, -0.5])
 def test_a_number_of_tokens_below_zero_is_refused_with_nothing_changed(count: float) -> None:
     model, optimizer = made("fp32")
-    before = held(model), optimizer.numbers()
+    before = held(model), optimizer.saved_numbers()
     with raises("optimizer.counted_tokens"):
         optimizer.step(1e-2, counted_tokens=count)
-    assert (all(map(torch.equal, held(model), before[0])), optimizer.numbers()) == (True, before[1])
+    assert (all(map(torch.equal, held(model), before[0])), optimizer.saved_numbers()) == (
+        True,
+        before[1],
+    )
 
 
 # Ranks that are not alike.

@@ -39,11 +39,11 @@ def test_a_compiled_form_serves_no_other_shape_stride_dtype_value_or_device() ->
     assert torch.equal(made(add_, X.clone(), X), 2 * X), "nor another leaf"
 
 
-def test_a_call_is_noted_and_runs_as_it_is() -> None:
+def test_a_call_is_noted_and_runs_as_it_is_compiled() -> None:
     noted: dict[Call, None] = {}
     assert torch.equal(Leaves(recorded_calls=noted)(double, X), 2 * X)
     assert [*noted] == [call_of(double, (X,))]
-    assert torch.equal(Leaves(recorded_calls=noted)(double, X, otherwise=lambda x: x + 1), X + 1)
+    assert torch.equal(Leaves(recorded_calls=noted)(double, X, otherwise=lambda x: x + 1), 2 * X)
     assert torch.equal(PLAIN(double, X, otherwise=lambda x: x + 1), X + 1)
     assert len(noted) == 1
 
@@ -126,3 +126,14 @@ def test_arguments_of_a_trial_have_the_strides_of_the_call() -> None:
     assert second.all() and not third.any()
     assert copied(first).stride() == copied(first, in_float64=True).stride() == x.stride()
     assert call.on("meta").arguments[0].device == "meta"
+
+
+def to_fp8(x: Tensor) -> Tensor:
+    return (x * 3).to(torch.float8_e4m3fn)
+
+
+def test_codes_of_fp8_may_move_by_a_step_where_rounding_turns_and_by_no_more() -> None:
+    call = call_of(to_fp8, (torch.zeros(100, 100),))
+    assert trial_difference(call, lambda x: to_fp8(x * (1 + 1e-6))) == ""
+    assert trial_difference(call, lambda x: to_fp8(x * 1.2))
+    assert trial_difference(call, lambda x: to_fp8(x * float("nan")))

@@ -1,7 +1,8 @@
 """The loss in blocks of tokens: the numbers of all tokens at once, in a small part of the
 memory."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +15,7 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part
 from models.estimate.storage import LiveMemory, SimulatedAxis
 from parallel import loss
+from parallel.leaves import PLAIN, Call, Leaves
 from parallel.loss import cross_entropy
 from tests.ranks import run_ranks
 
@@ -63,6 +65,63 @@ def in_blocks(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_blocks_of_tokens_have_the_bits_of_all_tokens_at_once(tp: int) -> None:
     run_ranks(in_blocks, {"tp": tp})
+
+
+class AsTheyAre(Mapping[Call, Any]):
+    """Leaves that are compiled to themselves."""
+
+    def __contains__(self, call: object) -> bool:
+        return True
+
+    def __getitem__(self, call: Call) -> Any:
+        return lambda *tensors: call.run(tensors)
+
+    def __iter__(self) -> Iterator[Call]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 1
+
+
+def unusual_logits(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Logits [9, 12] and targets: rows with infinities, a NaN, a target that is no word, and rows
+    in which the first half is far larger than the second."""
+    logits = torch.randn(9, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    targets = torch.tensor([0, 11, 5, 6, 3, -100, 2, 1, 10])
+    logits[1, :6] = -math.inf
+    logits[2, 6:] = -math.inf
+    logits[3] = -math.inf
+    logits[4, 7] = math.inf
+    logits[6, 8] = math.nan
+    logits[7, :6] += 2000
+    logits[8, :6] += 50
+    return logits.to(dtype), targets
+
+
+def in_one_read(mesh: DeviceMesh) -> None:
+    tp = Axis.of(mesh, "tp")
+    part = Part.cut("head.weight", (12, 4), 0, tp)
+    for dtype in (torch.float64, torch.bfloat16):
+        sensitive = torch.promote_types(dtype, torch.float32)
+        eps = torch.finfo(sensitive).eps
+        logits, targets = unusual_logits(dtype)
+        own = logits[:, part.start : part.start + part.local[0]]
+        seen = []
+        for leaves in (PLAIN, Leaves(AsTheyAre())):
+            given = own.clone().requires_grad_()
+            losses = cross_entropy(given * 1, targets, part, tp, sensitive, True, leaves)
+            losses.nan_to_num(0, 0, 0).sum().backward()
+            seen.append((losses.detach(), given.grad))
+        (plain, plain_grad), (losses, grad) = seen
+        torch.testing.assert_close(losses, plain, rtol=8 * eps, atol=8 * eps, equal_nan=True)
+        torch.testing.assert_close(
+            grad, plain_grad, rtol=8 * torch.finfo(dtype).eps, atol=8 * eps, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_loss_in_one_read_of_the_logits_is_that_in_two(tp: int) -> None:
+    run_ranks(in_one_read, {"tp": tp})
 
 
 def test_targets_that_torch_leaves_out_have_no_number_and_the_mean_of_the_others_is_torchs() -> (

@@ -235,17 +235,17 @@ def unsummed(inner: Any) -> Any:
 
 
 def once_more(inner: Any) -> Any:
-    def sum_copies(self: ModelBuffers) -> None:
+    def sum_tied_and_virtual(self: ModelBuffers) -> None:
         inner(self)
         for buffer, axis in self.tied:
             axis.sum_(buffer.local_part(buffer.grads))
 
-    return sum_copies
+    return sum_tied_and_virtual
 
 
 def untied(inner: Any) -> Any:
     def prepare(self: ParallelAMPOptimizer, lr: float | None, loss: Tensor | None) -> None:
-        self._memory.tied = []
+        self._model_buffers.tied = []
         inner(self, lr, loss)
 
     return prepare

@@ -167,7 +167,11 @@ FAULTS = {
         change(ParallelAMPOptimizer, "_prepare", untied),
     ),
     "tied gradients are summed twice": Fault(
-        "gpt2", PP, "gradients", r"embedding\.weight", change(ModelBuffers, "sum_copies", once_more)
+        "gpt2",
+        PP,
+        "gradients",
+        r"embedding\.weight",
+        change(ModelBuffers, "sum_tied_and_virtual", once_more),
     ),
     "a shared weight's split gradient is added twice": Fault(
         "gpt2",

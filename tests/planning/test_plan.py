@@ -77,6 +77,38 @@ def test_the_verdict_follows_from_the_memory(
     assert "not known" in unknown and "prediction not known" in unknown
 
 
+def test_zero_2_fits_llama_3_8b_into_eight_gpus_of_80_gb(
+    file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "large.toml"
+    text = f"""
+[model]
+preset = "llama-3-8b"
+[precision]
+compute = "bf16"
+[data]
+vocab_size = 128256
+[train]
+steps = 10
+global_batch = 64
+micro_batch = 1
+seq_length = 8192
+folder = "{tmp_path / "run"}"
+[parallel]
+data = 8
+"""
+    path.write_text(text)
+    whole = data(capsys, path, "--gpu", "H100")
+    sharded = data(capsys, path, "parallel.zero=2", "--gpu", "H100")
+    assert (whole["verdict"], sharded["verdict"]) == ("does not fit", "fits")
+    (before,), (after,) = whole["ranks"], sharded["ranks"]
+    assert after["gradients"] == before["gradients"] / 8
+    assert before["arriving"] == 0 and 0 < after["arriving"] < before["gradients"] / 8
+    sent = [one["prediction"]["traffic"]["dp"] for one in (whole, sharded)]
+    # in each of eight micro-batches, beside the weights
+    assert sent[0] * 4 < sent[1] < sent[0] * 8
+
+
 def test_kinds_add_up_and_logits_are_activations(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -133,15 +133,17 @@ def test_the_lines_name_what_is_compiled_and_why_others_are_not(
     tried_with("rotary")
     leaves = compile_leaves(config, config.model, None)
     first, *lines = capsys.readouterr().out.splitlines()
-    assert first == "compiling  8 forms: some seconds each at first, less in later runs"
-    assert lines[0].startswith(
-        "compiled   loss gradient, loss sums, norm, norm gradients, swiglu, swiglu gradient: "
+    assert first == "compiling  10 forms: some seconds each at first, less in later runs"
+    names = (
+        "loss gradient, loss sums, losses, norm, norm gradients, scaled loss sums, swiglu, swiglu "
+        "gradient"
     )
+    assert lines[0].startswith(f"compiled   {names}: ")
     reason = "RuntimeError: x.cpp:3:1: error: no such thing"
     assert lines[1:] == [
         f"note       not compiled on any rank: rotary; the reason on rank 0: {reason}"
     ]
-    assert leaves.names == "loss gradient, loss sums, norm, norm gradients, swiglu, swiglu gradient"
+    assert leaves.names == names
 
 
 def test_a_machine_without_a_compiler_says_so_once(
@@ -225,6 +227,6 @@ def test_a_resume_with_other_compiled_leaves_is_not_called_bit_for_bit(
     assert train(file, leaves, "train.steps=2") == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if "compiled code:" in line)
     assert line.startswith(
-        "changed    compiled code: dropout, dropout gradient, loss gradient, loss sums, norm,"
+        "changed    compiled code: dropout, dropout gradient, loss gradient, loss sums, losses,"
     )
     assert line.endswith("(not bit for bit)")

@@ -181,6 +181,7 @@ def test_unknown_names_in_a_file_say_which_file_and_a_table_is_named_once(run_fi
         ("lr.peak=high", re.escape('lr.peak = "high" (command line): must be a valid number')),
         ("lr.peak=nan", "must be a finite number"),
         ("parallel.zero=True", "must be true or false"),
+        ("parallel.zero=3", "must be true or false or 2"),
         ("optimizer.betas=[0.9, 1.0]", "value 2 must be less than 1"),
         ("optimizer.betas=[0.9]", "too few values"),
         ("precision.compute=fp8", sentence("config.compute_fp8")),
@@ -276,12 +277,46 @@ def test_a_number_where_text_belongs_in_a_file_is_refused(run_file: Path) -> Non
             "model."
             + sentence("model.kv_heads_not_divisor", kv_heads=3, heads=4, divisors="1, 2, 4"),
         ),
+        (
+            ["parallel.zero=2", "train.numerics=canonical"],
+            sentence("config.zero_2_canonical"),
+        ),
+        (["parallel.zero=2", "train.sentinel=5"], sentence("config.zero_2_sentinel", sentinel=5)),
+        (
+            ["parallel.zero=2", "fp8.kind=current", "fp8.shadow_every=5"],
+            sentence("config.zero_2_shadow", shadow_every=5),
+        ),
+        (
+            ["parallel.zero=2", "parallel.pipeline=2", "parallel.schedule=zb-h1"],
+            sentence("config.zero_2_schedule", key="schedule", schedule="zb-h1"),
+        ),
     ],
 )
 def test_tables_that_do_not_fit_are_refused_with_what_would(
     wrong: list[str], expected: str
 ) -> None:
     assert any(re.search(expected, problem) for problem in problems(*MINIMAL, *wrong))
+
+
+@pytest.mark.parametrize(
+    ("written", "read", "shards_gradients"),
+    [
+        ("true", True, False),
+        ("1", True, False),
+        ("false", False, False),
+        ("0", False, False),
+        ("2", 2, True),
+    ],
+)
+def test_stages_of_zero_are_numbers_or_true_and_false(
+    written: str, read: bool | int, shards_gradients: bool, tmp_path: Path
+) -> None:
+    arguments = [*MINIMAL, "train.micro_batch=1", "parallel.data=2", f"parallel.zero={written}"]
+    run = load_run(None, arguments)
+    assert run.parallel.zero is read
+    assert run.parallel.shards_gradients == shards_gradients
+    assert not load_run(None, [*arguments, "parallel.data=1"]).parallel.shards_gradients
+    assert load_run(run.save_resolved(tmp_path)).parallel.zero is read
 
 
 def test_what_fits_is_accepted() -> None:

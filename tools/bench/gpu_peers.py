@@ -153,8 +153,9 @@ def torchtitan_like(workload: Workload) -> Step:
     """Return the step as torchtitan takes it on one GPU: FP32 weights under autocast, each layer
     and the loss compiled, torch's fused AdamW."""
     with torch.device(workload.device):
-        layers = [torch.compile(Layer(workload), fullgraph=True) for _ in range(workload.layers)]
-        model = Decoder(workload, layers)
+        model = Decoder(workload, [Layer(workload) for _ in range(workload.layers)])
+    for layer in model.layers:
+        layer.compile(fullgraph=True)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.cuda import nccl
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -101,7 +102,7 @@ def _versions(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         versions["device"] = torch.cuda.get_device_name()
         versions["cudnn"] = torch.backends.cudnn.version()
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        versions["nccl"] = ".".join(map(str, nccl.version()))
     return versions
 
 

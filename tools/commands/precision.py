@@ -197,7 +197,10 @@ def _understand_run(path: Path, overrides: Sequence[str]) -> PrecisionOfFile:
     settings = dict[str, Setting]()
     for key in RELATED_KEYS:
         if key in known_keys():
-            settings[key] = Setting(config.get(key), config.origin(key))
+            value = config.get(key)
+            if key == "parallel.zero":
+                value = bool(value)  # no precision depends on more than that state is sharded
+            settings[key] = Setting(value, config.origin(key))
     for name, value in config.model:
         settings[f"model.{name}"] = Setting(value, config.origin(f"model.{name}"))
     return PrecisionOfFile(

@@ -22,6 +22,7 @@ from models.attention.context_limits import context_problems
 from models.config import ModelConfig
 from models.logical_shapes import logical_shapes
 from parallel.activation_checkpoint import MODULES
+from parallel.pipeline.builders import SPLIT
 from tools.config.canonical import (
     unequal_models,
     unequal_scales,
@@ -183,6 +184,21 @@ def _zero(parallel: Parallel) -> Iterator[str]:
         )
     if size > 1 and not parallel.zero:
         yield Problem.of("config.zero_size_without_zero", size=size)
+
+
+def _sharded_gradients(parallel: Parallel, train: Train, fp8: FP8) -> Iterator[str]:
+    """Yield a problem for each setting that needs whole gradients, which ZeRO-2 frees."""
+    if parallel.zero != 2:
+        return
+    if train.numerics == "canonical":
+        yield Problem.of("config.zero_2_canonical")
+    if train.sentinel:
+        yield Problem.of("config.zero_2_sentinel", sentinel=train.sentinel)
+    if fp8.shadow_every:
+        yield Problem.of("config.zero_2_shadow", shadow_every=fp8.shadow_every)
+    if parallel.schedule_file or parallel.schedule in SPLIT:
+        key = "schedule_file" if parallel.schedule_file else "schedule"
+        yield Problem.of("config.zero_2_schedule", key=key, schedule=getattr(parallel, key))
 
 
 def _elastic(parallel: Parallel, checkpoint: Checkpoint) -> Iterator[str]:
@@ -510,6 +526,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _optimizer_patterns,
     _fp32_patterns,
     _zero,
+    _sharded_gradients,
     _elastic,
     _recompute,
     _recomputed_layers,

@@ -143,7 +143,15 @@ def _add_zero_of_nxd(settings: Mapping[str, Setting], leaves: dict[str, Setting]
     is_table = whole is None or whole.value == {}
     if is_table and _ZERO_OF_NXD not in leaves:
         zero = settings.get("parallel.zero", Setting(Parallel().zero, "default"))
-        leaves[_ZERO_OF_NXD] = Setting(zero.value, f"parallel.zero, {zero.origin}")
+        leaves[_ZERO_OF_NXD] = Setting(bool(zero.value), f"parallel.zero, {zero.origin}")
+
+
+def _agree(key: str, written: object, decided: object) -> bool:
+    """Return True if the run file's value of a key is what a dialect decides."""
+    # ZeRO-2 shards the optimizer state as ZeRO-1 does
+    if key == "parallel.zero" and written == 2:
+        return bool(decided)
+    return written == decided
 
 
 def _settle(
@@ -165,7 +173,7 @@ def _settle(
         )
     elif written is None:
         settings[key] = decided
-    elif explicit and written.value != decided.value:
+    elif explicit and not _agree(key, written.value, decided.value):
         yield Problem.of(
             "config.dialect_contradicted",
             key=key,

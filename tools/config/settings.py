@@ -9,7 +9,7 @@ true.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from megaprec.checkpoint.keeping import Keep
 from megaprec.optim.optimizer import ParallelAMPOptimizer
@@ -29,9 +29,14 @@ def _default_fraction(values: dict[str, Any]) -> float:
     return float(values["recompute"] == "full" and not values["recompute_layers"])
 
 
+def _zero_stage(value: object) -> object:
+    """Return the stages 0 and 1 as false and true, as they are written elsewhere."""
+    return bool(value) if type(value) is int and value in (0, 1) else value
+
+
 class Parallel(Table):
     """Layout: tensor x pipeline x context x data ranks, pipeline schedule, activation
-    checkpointing, ZeRO-1."""
+    checkpointing, ZeRO."""
 
     # the axes of the mesh
     tensor: int = Field(
@@ -144,10 +149,11 @@ class Parallel(Table):
     )
 
     # the optimizer's state and its communication
-    zero: bool = Field(
+    zero: Annotated[bool | Literal[2], BeforeValidator(_zero_stage)] = Field(
         default=True,
         description="ZeRO-1: shard master weights and moments over the replicas, and over the "
-        "context-parallel ranks of each; false: each holds all.",
+        "context-parallel ranks of each; 2: ZeRO-2, shard gradients too, which are then reduced in "
+        "each micro-batch; false: each holds all. 1 and 0 are read as true and false.",
     )
     overlap: bool | Literal["auto"] = Field(
         default="auto",
@@ -165,7 +171,7 @@ class Parallel(Table):
         ge=0,
         le=MAX_RANKS,
         description="Number of neighboring ranks with equal weights (replicas, and the "
-        "context-parallel ranks of each) over which ZeRO-1 shards one copy of the optimizer state; "
+        "context-parallel ranks of each) over which ZeRO shards one copy of the optimizer state; "
         "0: all of them.",
     )
 
@@ -196,6 +202,11 @@ class Parallel(Table):
         if self.overlap == "auto":
             return device == "cuda" and self.copies > 1
         return self.overlap
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Return True under ZeRO-2, if there are ranks to shard gradients over."""
+        return self.zero == 2 and self.copies > 1 and self.zero_size != 1
 
     @property
     def copies(self) -> int:
@@ -395,9 +406,11 @@ class Train(Table):
     compile: Literal["auto", "off", "leaves", "block"] = Field(
         default="auto",
         description="Compilation by torch before the first step, which changes rounding. leaves: "
-        "norms, rotary positions, gates, dropout and losses, each alone; block: all that lies "
-        "between two matrix products of a layer in one, and the other leaves; off: all is computed "
-        'operator by operator; auto: block on a GPU, off on a CPU, with numerics = "canonical" and '
+        "norms, rotary positions, gates, dropout, losses and on a GPU FP8 casts, each alone; "
+        "block: all that lies between two matrix products of a layer in one, and the other leaves; "
+        "both also the "
+        "optimizer's statistics and AdamW's update on a GPU; off: all is computed operator by "
+        'operator; auto: block on a GPU, off on a CPU, with numerics = "canonical" and '
         "with model.factory.",
     )
     deterministic: bool = Field(

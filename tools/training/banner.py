@@ -112,7 +112,7 @@ def _modes(config: RunConfig) -> Iterator[str]:
     if parallel.context > 1:
         yield f"context by {parallel.context_by}"
     if parallel.zero and parallel.copies > 1:
-        yield "ZeRO-1"
+        yield "ZeRO-2" if parallel.shards_gradients else "ZeRO-1"
 
 
 def _print_evaluated(config: RunConfig, corpus: Corpus) -> None:
@@ -211,7 +211,9 @@ def print_marked(optimizer: ParallelAMPOptimizer) -> None:
 def _bytes_formula(optimizer: ParallelAMPOptimizer, buffer_kind: _BufferKind) -> str:
     """Return the bytes of a parameter of this kind: on every rank, and of optimizer state."""
     on_every_rank, sharded = optimizer.plan.bytes_per_parameter(
-        buffer_kind.moments, buffer_kind.in_fp8
+        buffer_kind.moments,
+        buffer_kind.in_fp8,
+        shards_gradients=optimizer.shards_gradients and buffer_kind.ranks > 1,
     )
     divisor = f"/{buffer_kind.ranks}" if buffer_kind.ranks > 1 else ""
     total = on_every_rank + sharded / buffer_kind.ranks

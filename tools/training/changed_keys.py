@@ -131,11 +131,21 @@ def changed_keys(checkpoint: Store, config: RunConfig, progress: TrainState) -> 
         if saved_values[key] == current_values[key]:
             continue
         is_exact = any(fnmatchcase(key, pattern) for pattern in exact_patterns)
+        if reorders_sums(key, saved_values[key], current_values[key]):
+            is_exact = False
         if rates_change and _decides_rates(key, config):
             is_exact = False
         mark = "" if is_exact else NOT_EXACT_MARK
         lines.append(f"{key}: {saved_values[key]} -> {current_values[key]}{mark}")
     return sorted(lines)
+
+
+def reorders_sums(key: str, *values: object) -> bool:
+    """Return True for a change to or from ZeRO-2, which adds ranks before micro-batches.
+
+    values: the two of the key, as they are or in TOML's grammar.
+    """
+    return key == "parallel.zero" and "2" in map(str, values)
 
 
 def _rates_change(saved: dict[str, str], config: RunConfig, progress: TrainState) -> bool:

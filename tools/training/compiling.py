@@ -22,12 +22,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.checkpoint.reader import Store
 from megaprec.comm.axis import Axis, device_of
 from megaprec.comm.gathered_texts import gather_entries
+from megaprec.comm.layout import Layout, Part, attach
+from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.muon.rule import moments_of
+from megaprec.optim.one_pass import (
+    LENGTHS,
+    adamw_numbers,
+    has_one_pass,
+    squares_and_zeros,
+    update_in_one_pass,
+)
+from megaprec.optim.update_rules import AdamW, Step, UpdateRule
+from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
 from models.estimate.memory import StageMemory
 from parallel.compiled_leaves import compiled, trial_difference
 from parallel.leaves import PLAIN, Call, Leaves
 from parallel.regions import compiled_region, trial_difference_of_region
+from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.units import counted
 from tools.console.wrapped import say
@@ -145,8 +158,34 @@ def leaf_calls(
     for stage in cut:
         if placement[stage.stage] == pp_rank:
             memory.activation_bytes(stage)
+    if device.type == "cuda":
+        noted |= dict.fromkeys(one_pass_calls(config.plan, make_rule(config.optimizer)))
     # Each once, in the order of their first use.
     return list(dict.fromkeys(call.on(device.type) for call in noted))
+
+
+def one_pass_calls(plan: PrecisionPlan, rule: UpdateRule) -> list[Call]:
+    """Return the calls of leaves in the statistics of gradients and in the optimizer's update.
+
+    Weights in FP8, whose updates change masters only, have none.
+    """
+    noted = dict[Call, None]()
+    leaves = Leaves(recorded_calls=noted)
+    step = Step(0.0, 0.0, *torch.ones(3, device="meta").unbind())
+    # weights as the plan holds them, and those that it keeps wider
+    for of_kind in (plan, replace(plan, keep_fp32=("*",))):
+        parameter = torch.nn.Parameter(torch.empty(LENGTHS[0], device="meta"))
+        attach(parameter, Layout((Part("weight", (LENGTHS[0],)),)))
+        state = moments_of(rule, parameter)
+        meta = torch.device("meta")
+        buffer = Buffer([parameter], of_kind, Axis("dp"), Axis("zero"), 0, meta, state)
+        for length in LENGTHS:
+            tile = next(buffer.tiles(0, length, length))
+            leaves(squares_and_zeros, tile.grads)
+            if isinstance(rule, AdamW) and has_one_pass(tile, rule):
+                numbers = adamw_numbers(rule, step)
+                update_in_one_pass(leaves, tile, rule, numbers, lambda: None)
+    return list(noted)
 
 
 def try_calls(calls: list[Call]) -> tuple[dict[Call, Callable[..., Any]], dict[str, str]]:

@@ -128,7 +128,9 @@ def _state_bytes(config: RunConfig) -> int:
     model = config.sized_model
     parallel = config.parallel
     moments = min_moments(make_rule(config.optimizer))
-    on_every_rank, sharded = config.plan.bytes_per_parameter(moments)
+    on_every_rank, sharded = config.plan.bytes_per_parameter(
+        moments, shards_gradients=parallel.shards_gradients
+    )
     # Experts have fewer copies than other weights: those of the expert axis hold different ones.
     experts = model.expert_parameters
 

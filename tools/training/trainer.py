@@ -451,5 +451,6 @@ def optimizer_options(config: RunConfig, device: torch.device) -> dict[str, Any]
         "overlap": parallel.overlaps(device.type),
         "bucket": parallel.bucket,
         "zero_size": parallel.zero_size if parallel.zero else 1,
+        "shard_gradients": parallel.shards_gradients,
         "seed": config.train.seed,
     }

@@ -46,14 +46,14 @@ class CanonicalConsensus(StepConsensus):
         # exchanged numbers of the norm: an exact sum, and the exponent of its unit
         self._num_exact = 0 if is_largest else LENGTH + 1
 
-    def measure(self, gradients: Sequence[Tensor], copies: Sequence[Tensor]) -> Measured:
+    def measure(self, gradients: Sequence[Tensor], counted_elsewhere: Sequence[Tensor]) -> Measured:
         """Return the measures of this rank's gradients; the sum of squares is 0, or not finite if
         an element or a copy is not.
 
         The norm's numbers are the largest magnitude, or a sum of powers and the exponent of their
         unit. Collective for a norm that needs the largest of all ranks.
         """
-        counted = statistics(gradients, copies, self.device)
+        counted = statistics(gradients, counted_elsewhere, self.device)
         # 0 * x is 0 for a finite x, else NaN: only whether the sum of squares is finite is used
         if self.exact_order == math.inf:
             counted[0] *= 0

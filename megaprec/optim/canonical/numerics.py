@@ -12,6 +12,7 @@ from megaprec.optim.canonical.microbatch_sums import MicrobatchSums
 from megaprec.optim.canonical.requirements import require_canonical
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.numerics import Numerics
+from megaprec.optim.one_pass import CallLeaf
 from megaprec.optim.update_rules import Step, UpdateRule, update_padded
 from megaprec.optim.update_tile import Wide
 from megaprec.precision.plan import PrecisionPlan
@@ -49,6 +50,7 @@ class CanonicalNumerics(Numerics):
         world: Axis,
         order: float,
         device: torch.device,
+        leaves: CallLeaf | None = None,
     ) -> CanonicalConsensus:
         return CanonicalConsensus(pp, world, order, device)
 
@@ -62,4 +64,4 @@ class CanonicalNumerics(Numerics):
         return in_slots(loss, num_microbatches, dp, device)
 
     def update_(self, rule: UpdateRule, wide: Wide, step: Step) -> None:
-        update_padded(rule, wide.weights, wide.grads, wide.moments, step)
+        update_padded(rule, wide.masters, wide.grads, wide.moments, step)

@@ -182,7 +182,7 @@ class MatrixUpdates:
             direction = weighted_gradients.add_(new_average * momentum)
         # selected, not multiplied by 0: the new average of a skipped step may be NaN
         average.copy_(torch.where(step.skip == 0, new_average, average))
-        tile.keep_moments([average], step.steps)
+        tile.keep_moments([average], step.applied)
         return direction.to(self._dtype)
 
 
@@ -212,12 +212,12 @@ def _move(local: LocalElements, result: Tensor, step: Step) -> None:
     """Update the weights of some elements by a flat result. Nothing changes if `step.skip` is 1."""
     results = result.split([len(tile.weights) for tile in local.tiles])
     for tile, direction in zip(local.tiles, results, strict=True):
-        weights = tile.wide_weights()
+        weights = tile.wide_masters()
         decayed = weights * (1 - step.lr * step.weight_decay)
         move = direction.to(weights.dtype) * (step.lr * local.scale)
         updated = decayed.sub_(move)
         weights.copy_(torch.where(step.skip == 0, updated, weights))
-        tile.keep_weights(weights, step.steps)
+        tile.keep_masters(weights, step.applied)
 
 
 def require_muon_patterns(rule: UpdateRule, model_parts: Sequence[nn.Module], ranks: Ranks) -> None:

@@ -34,6 +34,7 @@ class RankBytes:
     buffers: rotary tables and FP8 casts of weights.
     communication: copies of gradients that travel between replicas: in another dtype, or under
         canonical numerics.
+    arriving: under ZeRO-2, gradients of buckets that are not reduced yet.
     sums: under canonical numerics, gradients of micro-batches that wait until others are added to
         them.
     optimizer: temporary tensors of an update.
@@ -49,6 +50,7 @@ class RankBytes:
     logits: int
     buffers: int
     communication: int
+    arriving: int
     sums: int
     optimizer: int
     save: int
@@ -138,6 +140,7 @@ class MemoryModel:
                 logits=logits_bytes(config) if rank == rank_of_stage[-1] else 0,
                 buffers=buffers[rank],
                 communication=virtual_ranks * (state.gradients if gathers else state.reduction),
+                arriving=virtual_ranks * state.arriving,
                 sums=virtual_ranks * state.gradients * waiting,
                 # of one block at a time, of whichever virtual rank it is
                 optimizer=state.update,
@@ -191,6 +194,7 @@ def sharding_of(config: RunConfig) -> Sharding:
         parallel.expert,
         parallel.expert_tensor,
         separate_head=config.canonical_shards > 0,
+        gradients=parallel.shards_gradients,
     )
 
 

@@ -23,6 +23,7 @@ MAIN_KINDS = ("weights", "gradients", "masters", "moments", "activations")
 OTHER_KINDS = {
     "buffers": "rotary tables and FP8 casts",
     "communication": "gradients that travel",
+    "arriving": "gradients of buckets until they are reduced",
     "sums": "sums of micro-batches",
     "optimizer": "the update",
     "save": "the copy of a save",
@@ -63,7 +64,7 @@ def _modes(parallel: Parallel) -> Iterator[str]:
     if parallel.sequence:
         yield "sequence parallel"
     if parallel.zero and parallel.copies > 1:
-        yield "ZeRO-1"
+        yield "ZeRO-2" if parallel.shards_gradients else "ZeRO-1"
     if parallel.context > 1:
         yield f"context by {parallel.context_by}"
     if parallel.recompute != "none":

@@ -186,10 +186,11 @@ def least_bytes(config: RunConfig) -> int:
     plan = config.plan
     moments = min_moments(make_rule(config.optimizer))
     # on each rank, and divided among ranks that share state
-    local, sharded = plan.bytes_per_parameter(moments)
+    shards_gradients = parallel.shards_gradients
+    local, sharded = plan.bytes_per_parameter(moments, False, shards_gradients)
     if plan.fp8:
         # which weights have FP8 codes is not known here: the smaller of both is a lower bound
-        fp8_local, fp8_sharded = plan.bytes_per_parameter(moments, True)
+        fp8_local, fp8_sharded = plan.bytes_per_parameter(moments, True, shards_gradients)
         local = min(local, fp8_local)
         sharded = min(sharded, fp8_sharded)
     experts = config.sized_model.expert_parameters

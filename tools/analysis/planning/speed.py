@@ -210,7 +210,10 @@ def predict(
     traffic = Traffic(
         tp=repeats * max(tensor_bytes),
         pp=messages if num_ranks > 1 else 0.0,
-        dp=max(_replica_bytes(config, rank.gradients, rank.weights) for rank in ranks),
+        dp=max(
+            _replica_bytes(config, _whole_gradients(config, rank.gradients), rank.weights)
+            for rank in ranks
+        ),
         experts=repeats * max(expert_bytes),
         cp=repeats * max(context_bytes),
     )
@@ -398,16 +401,28 @@ def _context_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     return _bytes_of(op, layers * of_layer, input_gradient)
 
 
-def _replica_bytes(config: RunConfig, gradients: float, weights: float) -> float:
-    """Return the bytes that a rank sends to its replicas in a step: gradients, and under ZeRO-1
-    weights.
+def _whole_gradients(config: RunConfig, held: float) -> float:
+    """Return the bytes of the gradients of a rank's parameters. held: those that it keeps."""
+    if not config.parallel.shards_gradients:
+        return held
+    expert_elements, other_elements = _elements(config)
+    of_experts = expert_elements / replicas_sharing_state(config.parallel)
+    kept_elements = of_experts + other_elements / sharding_of(config).zero
+    return held * (expert_elements + other_elements) / kept_elements
 
-    gradients, weights: the bytes that the rank holds.
+
+def _replica_bytes(config: RunConfig, gradients: float, weights: float) -> float:
+    """Return the bytes that a rank sends to its replicas in a step: gradients, under ZeRO-2 of each
+    micro-batch, and under ZeRO-1 weights.
+
+    gradients, weights: the bytes of the rank's parameters.
     """
     parallel = config.parallel
     plan = config.plan
     # gradients are held in one dtype and may travel in another
     travelling = gradients * plan.reduce.itemsize / plan.gradients.itemsize
+    if parallel.shards_gradients:
+        travelling *= config.num_microbatches
     expert_elements, other_elements = _elements(config)
     expert_share = expert_elements / (expert_elements + other_elements)
     # by part of the weights: their share, its replicas, and those among them that share state

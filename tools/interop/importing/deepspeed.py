@@ -307,11 +307,7 @@ def _add_zero(config: Config) -> None:
         )
         config.refuse(STAGE, f"weights are not sharded over replicas here: {way}")
         return
-    if stage == 2:
-        config.draft.notes.append(
-            "ZeRO-2 becomes ZeRO-1: the results are the same, each rank holds its whole gradients"
-        )
-    config.put("parallel.zero", stage > 0, STAGE)
+    config.put("parallel.zero", 2 if stage == 2 else stage > 0, STAGE)
     if config.get("zero_optimization.overlap_comm") is True:
         config.put("parallel.overlap", True, "zero_optimization.overlap_comm")
     bucket = config.get("zero_optimization.reduce_bucket_size", "auto")

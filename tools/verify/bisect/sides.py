@@ -31,7 +31,7 @@ from tools.journal.records import (
     read_lines,
     read_metrics,
 )
-from tools.training.changed_keys import KEYS_WITHOUT_EFFECT, Rates, same_rates
+from tools.training.changed_keys import KEYS_WITHOUT_EFFECT, Rates, reorders_sums, same_rates
 from tools.training.corpus import Corpus
 from tools.training.data_identity import other_sets
 from tools.training.step_records import STEP_FIELDS
@@ -146,9 +146,10 @@ def must_be_equal(first_run: RunConfig, second_run: RunConfig) -> bool:
     rounding_keys = [*ROUNDING_KEYS]
     if not (is_canonical(first_run) and is_canonical(second_run)):
         rounding_keys.append("parallel.*")
-    for dotted_key, _, _ in _different_keys(first_run, second_run):
+    for dotted_key, ours, theirs in _different_keys(first_run, second_run):
         # some keys of a table, such as parallel.zero, change no number
         has_effect = not _matches(dotted_key, KEYS_WITHOUT_EFFECT)
+        has_effect = has_effect or reorders_sums(dotted_key, ours, theirs)
         if has_effect and _matches(dotted_key, rounding_keys):
             return False
     return True

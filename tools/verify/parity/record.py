@@ -98,7 +98,7 @@ class GradientRecorder(StepObserver):
 
             def unscaled(flat_buffer: Buffer) -> Tensor:
                 # the optimizer's gradients are those of the scaled loss
-                scaled = flat_buffer.local_part(flat_buffer.grads)
+                scaled = flat_buffer.local_grads
                 return scaled.double() / scale.double()
 
             self.gradients[self.num_steps] = list(take_fragments(buffers, unscaled))
@@ -113,7 +113,7 @@ def _plant_infinity(flat_buffer: Buffer, name: str) -> None:
         has_last_element = buffer_piece.part.shard == buffer_piece.part.shards - 1
         is_local = flat_buffer.start <= last < flat_buffer.stop
         if buffer_piece.part.name == name and has_last_element and is_local:
-            flat_buffer.grads[last] = torch.inf
+            flat_buffer.local_grads[last - flat_buffer.start] = torch.inf
 
 
 class RecordedSamples(Samples):
@@ -204,7 +204,7 @@ def record(
         step_report, _ = trainer.step()
         fields: dict[str, Any] = dict(report_fields(step_report))
         fields["offenders"] = sorted({offender.name for offender in step_report.offenders})
-        fields["scaler"] = optimizer.numbers()["scaler"]
+        fields["scaler"] = optimizer.saved_numbers()["scaler"]
         steps.append(fields)
         is_first_or_last = step_number in (0, record_plan.steps - 1)
         is_small_update = record_plan.small and step_report.changed

@@ -1,0 +1,136 @@
+"""The gradients of a flat buffer, held whole or, under ZeRO-2, whole only until they are reduced.
+
+Without ZeRO-2 the gradients of all parameters of the buffer lie in one flat tensor for good, in
+which micro-batches accumulate. Under ZeRO-2 that tensor is allocated for the first gradient of a
+micro-batch and given up when the gradients are reduced; the rank keeps a sum of its own slice.
+While there is no memory, `main_grad` of a parameter is a meta tensor: it has a shape and a dtype,
+and no values that code could read by mistake.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megaprec.comm.main_grad import collect, has_main_grad, take_gradients
+
+
+class GradBuffer:
+    """The gradients of `parameters`, and the views that are their `main_grad`.
+
+    starts: the first element of each parameter among the `size` elements.
+    own: this rank's slice of the elements.
+    sharded: the whole is given up when it is reduced.
+
+    local: this rank's slice [local] of the gradients, or under ZeRO-2 the sum of those that were
+        reduced in this step.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        starts: Sequence[int],
+        size: int,
+        own: slice,
+        dtype: torch.dtype,
+        device: torch.device,
+        sharded: bool,
+    ) -> None:
+        self.sharded = sharded
+        self.dtype = dtype
+        self._parameters = parameters
+        self._starts = starts
+        self._size = size
+        self._device = device
+        self._whole: Tensor | None = None
+        self._has_sum = False  # True once gradients of this step were added to `local`
+        if sharded:
+            self.local = torch.zeros(own.stop - own.start, dtype=dtype, device=device)
+            views = self._views_of(torch.empty(size, dtype=dtype, device="meta"))
+        else:
+            self._whole = torch.zeros(size, dtype=dtype, device=device)
+            self.local = self._whole[own]
+            views = self._views_of(self._whole)
+        self._lasting_views = views  # the `main_grad` of parameters while nothing is allocated
+        self._views = views
+
+    def _views_of(self, flat: Tensor) -> list[Tensor]:
+        """Return a view of `flat` [size] for each parameter, of its shape."""
+        views: list[Tensor] = []
+        for parameter, start in zip(self._parameters, self._starts, strict=True):
+            view = flat[start : start + parameter.numel()].view(parameter.shape)
+            views.append(view)
+        return views
+
+    def collect(self, number: int) -> None:
+        """Accumulate all later gradients of parameter `number` here."""
+        make_room = self.make_room if self.sharded else None
+        collect(self._parameters[number], self._views[number], make_room)
+
+    def collects(self, number: int) -> bool:
+        """Return True if gradients of parameter `number` come here: no other optimizer has taken
+        it, and it was not exchanged."""
+        parameter = self._parameters[number]
+        if not has_main_grad(parameter):
+            return False
+        main_grad: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+        return main_grad is self._views[number]
+
+    def fits(self, number: int) -> bool:
+        """Return True if parameter `number` still has the shape of its gradient."""
+        return self._parameters[number].shape == self._views[number].shape
+
+    @property
+    def whole(self) -> Tensor | None:
+        """Return the gradients [size] of all parameters; None while they have no memory."""
+        return self._whole
+
+    def make_room(self) -> None:
+        """Allocate the whole, if it is not, for gradients to accumulate in; its values are
+        undefined."""
+        if self._whole is not None:
+            return
+        self._whole = torch.empty(self._size, dtype=self.dtype, device=self._device)
+        # what lies between parameters is reduced too
+        stop = 0
+        for parameter, start in zip(self._parameters, self._starts, strict=True):
+            self._whole[stop:start].zero_()
+            stop = start + parameter.numel()
+        self._whole[stop:].zero_()
+        self._set_main_grads(self._views_of(self._whole))
+
+    def take(self) -> None:
+        """Give up a sharded whole that is being reduced. Further gradients of the step get memory
+        of their own."""
+        if self.sharded:
+            take_gradients(self._parameters)
+            self.free()
+
+    def free(self) -> None:
+        """Give up a sharded whole, and what is in it."""
+        if self.sharded and self._whole is not None:
+            self._whole = None
+            self._set_main_grads(self._lasting_views)
+
+    def _set_main_grads(self, views: list[Tensor]) -> None:
+        self._views = views
+        for parameter, view in zip(self._parameters, views, strict=True):
+            parameter.main_grad = view  # type: ignore[attr-defined]
+
+    def add_reduced(self, reduced: Tensor) -> None:
+        """Add reduced gradients [local] to those of earlier micro-batches of the step."""
+        if self._has_sum:
+            self.local.add_(reduced)
+        else:
+            self.local.copy_(reduced)
+        self._has_sum = True
+
+    def forget(self) -> None:
+        """Begin a new step: the next reduced gradients overwrite the sum of this one."""
+        self._has_sum = False
+        self.free()
+
+    def lasting_bytes(self) -> int:
+        """Return the bytes that are held between steps."""
+        held = self.local if self.sharded or self._whole is None else self._whole
+        return held.nbytes

@@ -135,7 +135,7 @@ def _origin(folder: Path) -> Path | None:
     branching = read_branching(folder)
     if branching is None:
         return None
-    path = Path(branching["checkpoint"])
+    path = Path(str(branching["checkpoint"]))
     if not (path / INDEX).is_file():
         raise UserError.of("command.replay_no_origin", folder=folder, path=path)
     return path

@@ -120,8 +120,9 @@ class Side:
             return {}
         paths = checkpoints(self.folder / "checkpoints")
         branching = read_branching(self.folder)
-        if branching and (Path(branching["checkpoint"]) / INDEX).is_file():
-            paths.insert(0, Path(branching["checkpoint"]))
+        origin = Path(str(branching["checkpoint"])) if branching else None
+        if origin and (origin / INDEX).is_file():
+            paths.insert(0, origin)
         return {read_progress(Store(path)).step: path for path in paths}
 
 

@@ -230,6 +230,27 @@ def test_an_origin_that_does_not_fit_is_refused_in_one_line_and_nothing_is_writt
     assert contents(tmp_path) | contents(first) == before
 
 
+def test_a_run_file_without_a_model_takes_the_checkpoints(
+    file: Path, first: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = file.read_text(encoding="utf-8")
+    bare = tmp_path / "bare.toml"
+    bare.write_text(text[text.index("[data]") :], encoding="utf-8")
+    copy = tmp_path / "first"
+    shutil.copytree(first, copy)
+    keys = [*KEYS, f"train.folder={tmp_path}/run"]
+    half = ["train.steps=15", f"lr.length={LAST}"]
+    assert train(bare, *keys, origin(copy), *half) == 0
+    # of its own checkpoint from then on
+    shutil.rmtree(copy)
+    assert train(bare, *keys, origin(copy)) == 0
+    assert_goes_on_as(tmp_path / "run", first)
+    capfd.readouterr()
+    assert train(bare, *KEYS, f"train.folder={tmp_path}/other", origin(copy)) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert shows(line, "training.no_branch_checkpoint")
+
+
 def test_differences_of_the_data_are_accepted_as_on_a_resume(
     file: Path, first: Path, tmp_path: Path
 ) -> None:

@@ -15,10 +15,20 @@ the same tensors.
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+Leaf = TypeVar("Leaf", bound=Callable[..., Any])
+_ROW_BY_ROW = "_computes_row_by_row"  # attribute of a leaf
+
+
+def row_by_row(leaf: Leaf) -> Leaf:
+    """Mark a leaf whose tensors all have as many rows, their first dim, and whose results have in
+    each row what follows from the same row of its tensors alone: it can be tried on some rows."""
+    setattr(leaf, _ROW_BY_ROW, True)
+    return leaf
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,11 @@ class Call:
             for argument in self.arguments
         ]
         return replace(self, arguments=tuple(arguments))
+
+    @property
+    def is_row_by_row(self) -> bool:
+        """Return True if the leaf is marked so (`row_by_row`)."""
+        return getattr(self.leaf, _ROW_BY_ROW, False)
 
     def in_float64(self) -> "Call":
         """Return this call with tensors of float64 in place of other floating-point ones, and with

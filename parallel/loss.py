@@ -22,7 +22,7 @@ from megaprec.comm.layout import Part, layout_of
 from megaprec.errors import UserError
 from parallel.cut_features import CutTensor, unchecked
 from parallel.layers import ColumnParallelLinear
-from parallel.leaves import PLAIN, Leaves
+from parallel.leaves import PLAIN, Leaves, row_by_row
 
 # elements of FP32 logits at a time on a CPU: they stay in cache and reuse memory
 _BLOCK = 1 << 17
@@ -194,6 +194,7 @@ def _largest_and_sums(
     return largest, sums
 
 
+@row_by_row
 def _loss_sums(
     logits: Tensor,
     targets: Tensor,
@@ -273,6 +274,7 @@ def _losses(
     return losses, shifted_log_sum + largest
 
 
+@row_by_row
 def _loss_gradient(
     rows: Tensor,
     targets: Tensor,

@@ -206,12 +206,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         leaves: CallLeaf | None = None,
         observers: Sequence[StepObserver] = (),
     ) -> None:
-        if torch.is_inference_mode_enabled():
-            # the optimizer's memory could not be trained
-            raise UserError.of("optimizer.inference_mode")
-        if isinstance(parts, nn.Module) and not isinstance(parts, nn.ModuleList):
-            # a Sequential is a sequence too, of its layers: parameters of its own would be left out
-            raise UserError.of("optimizer.parts_not_listed", kind=type(parts).__name__)
+        _require_trainable(parts)
         rule = rule or AdamW()
         groups = tuple(groups)  # read more than once
         numbers = {
@@ -230,9 +225,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
             "shard_gradients": shard_gradients,
         }
         require_settings(**numbers, **switches)
-        if shard_gradients and canonical:
-            # a canonical sum adds the micro-batches of a rank before those of other ranks
-            raise UserError.of("optimizer.canonical_shard_gradients")
+        _require_whole_gradients(shard_gradients, canonical)
         require_same_plan(parts, plan)
         self.observers = [*observers]
         self.stop = False  # any rank may set it, and all learn of it
@@ -765,3 +758,20 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         if numbers.gave_loss and not math.isfinite(numbers.loss):
             return (loss_offender(numbers.loss, self.pp.size - 1), *tensors)
         return tensors
+
+
+def _require_trainable(parts: Sequence[nn.Module]) -> None:
+    """Raise UserError in inference mode, and unless the model chunks are given as a list."""
+    if torch.is_inference_mode_enabled():
+        # the optimizer's memory could not be trained
+        raise UserError.of("optimizer.inference_mode")
+    if isinstance(parts, nn.Module) and not isinstance(parts, nn.ModuleList):
+        # a Sequential is a sequence too, of its layers: parameters of its own would be left out
+        raise UserError.of("optimizer.parts_not_listed", kind=type(parts).__name__)
+
+
+def _require_whole_gradients(shard_gradients: bool, canonical: bool) -> None:
+    """Raise UserError if gradients are to be both freed within a step and summed canonically."""
+    if shard_gradients and canonical:
+        # a canonical sum adds the micro-batches of a rank before those of other ranks
+        raise UserError.of("optimizer.canonical_shard_gradients")

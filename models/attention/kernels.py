@@ -75,11 +75,8 @@ class AttentionCall:
 
 def choose_kernel(call: AttentionCall) -> Kernel:
     """Return the fastest kernel that computes what the call asks for."""
-    # The softmax over keys that lie on several ranks is merged from parts.
     if call.over_ranks:
-        only_products = call.softcap or call.dropout or call.restricted
-        fuses = call.parts_fuse and not only_products
-        return Kernel.FUSED_OVER_RANKS if fuses else Kernel.OVER_RANKS
+        return _choose_over_ranks(call)
     # Fused kernels have no soft cap, and draw dropout from a generator that does not know the
     # layout: each layout would drop other weights.
     if call.softcap or call.dropout:
@@ -101,6 +98,14 @@ def choose_kernel(call: AttentionCall) -> Kernel:
     if call.slow_bf16:
         return Kernel.FP32_ON_CPU
     return Kernel.TORCH_FUSED
+
+
+def _choose_over_ranks(call: AttentionCall) -> Kernel:
+    """Return the fastest kernel where keys lie on several ranks: the softmax is merged from
+    parts."""
+    needs_products = call.softcap or call.dropout or call.restricted
+    fuses = call.parts_fuse and not needs_products
+    return Kernel.FUSED_OVER_RANKS if fuses else Kernel.OVER_RANKS
 
 
 class KernelInputs(NamedTuple):

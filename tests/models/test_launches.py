@@ -1,12 +1,14 @@
-"""Upper bounds of what one layer, the loss, and FP8 casts cost a GPU besides arithmetic: kernels launched and
-bytes moved.
+"""Upper bounds of what one layer, the loss, and FP8 casts cost a GPU besides arithmetic: kernels
+launched and bytes moved.
 
 They are counted on tensors without storage, where every operator that is no view stands for one
 launch, and a compiled leaf or region for one launch in each direction (Inductor makes of most of
-them one kernel, of the heads' region three). A change that adds a kernel
-to each layer fails here, and one that saves kernels lowers the bound.
+them one kernel, of the heads' region three). A rank of any layout is counted alone; messages are
+none of its launches. A change that adds a kernel to each layer fails here, and one that saves
+kernels lowers the bound.
 """
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -37,6 +39,7 @@ LLAMA_8B: dict[str, Any] = {
     "vocab": 128256,
     "max_positions": TOKENS,
 }
+LLAMA_70B = {**LLAMA_8B, "hidden": 8192, "heads": 64, "ffn": 28672}
 
 
 @pytest.fixture(autouse=True)
@@ -52,24 +55,39 @@ def wide_products(monkeypatch: pytest.MonkeyPatch) -> None:
 PASSES = ("forward", "loss", "loss backward", "backward")
 
 
-def costs(layers: int, fused: bool, cp: int = 1, ring: bool = True) -> dict[str, Cost]:
-    """The costs of the passes of a stage with all of a model, on one of `cp` ranks that share each
-    sequence."""
-    config = ModelConfig(**LLAMA_8B, layers=layers)
+@dataclass(frozen=True)
+class Rank:
+    """One rank of a layout, with a stage that holds all of a model. Its tp ranks share the
+    activations between products."""
+
+    tp: int = 1
+    cp: int = 1
+    ring: bool = True
+    model: dict[str, Any] = field(default_factory=lambda: LLAMA_8B)
+
+
+ALONE = Rank()
+
+
+def costs(layers: int, fused: bool, rank: Rank = ALONE) -> dict[str, Cost]:
+    """The costs of the passes of a rank."""
+    config = ModelConfig(**rank.model, layers=layers)
     counting = Counting()
     costs = {name: Cost() for name in PASSES}
     with without_storage("cuda"):
         context = Context(
             plan("bf16"),
-            cp=SimulatedAxis("cp", 0, cp),
-            ring=ring,
+            SimulatedAxis("tp", 0, rank.tp),
+            rank.tp > 1,
+            cp=SimulatedAxis("cp", 0, rank.cp),
+            ring=rank.ring,
             leaves=Fused(counting) if fused else PLAIN,
         )
         stage = Stage(config.with_zero_weights, context, Cut(0, range(layers), True, True))
         for parameter in stage.parameters():
             parameter.data = parameter.data.bfloat16()  # as the optimizer does
             parameter.main_grad = torch.zeros(parameter.shape)  # type: ignore[attr-defined]
-        ids = torch.zeros(TOKENS // cp, 1, dtype=torch.int64)
+        ids = torch.zeros(TOKENS // rank.cp, 1, dtype=torch.int64)
         info = MicrobatchInfo(0, torch.arange(1), torch.ones(()))
         with counting:
             counting.cost = costs["forward"]
@@ -83,10 +101,10 @@ def costs(layers: int, fused: bool, cp: int = 1, ring: bool = True) -> dict[str,
     return costs
 
 
-def cost_of_layer(fused: bool, cp: int = 1, ring: bool = True) -> dict[str, Cost]:
+def cost_of_layer(fused: bool, rank: Rank = ALONE) -> dict[str, Cost]:
     """The cost of each further layer."""
-    deeper = costs(2, fused, cp, ring)
-    shallower = costs(1, fused, cp, ring)
+    deeper = costs(2, fused, rank)
+    shallower = costs(1, fused, rank)
     return {name: deeper[name].without(shallower[name]) for name in ("forward", "backward")}
 
 
@@ -131,8 +149,22 @@ BOUNDS_OF_TWO_RANKS = {
 def test_a_layer_of_a_sequence_on_two_ranks_launches_no_more_kernels(
     fused: bool, ring: bool
 ) -> None:
-    measured = cost_of_layer(fused, 2, ring)
+    measured = cost_of_layer(fused, Rank(cp=2, ring=ring))
     for part, (launches, gigabytes) in BOUNDS_OF_TWO_RANKS[fused].items():
+        assert measured[part].launches <= launches, part
+        assert measured[part].bytes <= gigabytes * 1e9, part
+
+
+BOUNDS_OF_EIGHT_RANKS = {
+    False: {"forward": (46, 1.39), "backward": (62, 2.68)},
+    True: {"forward": (14, 0.71), "backward": (21, 0.83)},
+}
+
+
+@pytest.mark.parametrize("fused", BOUNDS_OF_EIGHT_RANKS, ids=["by operators", "by regions"])
+def test_a_layer_of_70b_on_eight_tensor_ranks_launches_no_more_kernels(fused: bool) -> None:
+    measured = cost_of_layer(fused, Rank(tp=8, model=LLAMA_70B))
+    for part, (launches, gigabytes) in BOUNDS_OF_EIGHT_RANKS[fused].items():
         assert measured[part].launches <= launches, part
         assert measured[part].bytes <= gigabytes * 1e9, part
 

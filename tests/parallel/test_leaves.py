@@ -9,7 +9,7 @@ from torch import Tensor
 
 from models.attention.regions import NormRule
 from parallel.compiled_leaves import copied, trial_difference
-from parallel.leaves import PLAIN, Call, Leaves, call_of
+from parallel.leaves import PLAIN, Call, Leaves, call_of, row_by_row
 
 X = torch.arange(12.0).view(3, 4)
 
@@ -95,6 +95,31 @@ def test_in_half_precision_a_wrong_form_is_no_rounding(dtype: torch.dtype, wrong
 
     assert trial_difference(call, lambda x, y: fused(x, y).to(dtype)) == ""
     assert trial_difference(call, lambda x, y: wrong(fused(x, y)).to(dtype))
+
+
+@row_by_row
+def row_sums(x: Tensor) -> Tensor:
+    return x.float().sum(1)
+
+
+@pytest.mark.parametrize("row", [0, 511, -512, -1])
+def test_a_leaf_of_many_rows_is_tried_on_the_first_and_last_of_them(row: int) -> None:
+    rows = 5000
+    call = call_of(row_sums, (torch.zeros(rows, 3),))
+    tried_rows = []
+
+    def plain(x: Tensor) -> Tensor:
+        tried_rows.append(len(x))
+        return x.sum(1)
+
+    def wrong(x: Tensor) -> Tensor:
+        result = x.sum(1)
+        result[row] += 1
+        return result
+
+    assert trial_difference(call, plain) == ""
+    assert tried_rows == [rows], "the compiled form is made for all rows"
+    assert trial_difference(call, wrong)
 
 
 def test_a_trial_in_float64_widens_dtypes_that_arguments_name() -> None:

@@ -285,7 +285,7 @@ def padding_counts(inner: Any) -> Any:
 def own_tokens(inner: Any) -> Any:
     def begin(self: Passes, share: Any, step: Any, scale: Any) -> Any:
         run = inner(self, share, step, scale)
-        run.num_tokens.copy_(share.mask.sum())
+        run.divisor.copy_(share.mask.sum())
         return run
 
     return begin

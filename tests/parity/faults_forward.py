@@ -330,6 +330,6 @@ FAULTS = {
         "llama", DP, "loss", "head and loss", running(unmasked)
     ),
     "the loss is divided by the micro-batches once more": Fault(
-        "llama", PP, "loss", "head and loss", running(lambda self, run: run.num_tokens.mul_(2))
+        "llama", PP, "loss", "head and loss", running(lambda self, run: run.divisor.mul_(2))
     ),
 }

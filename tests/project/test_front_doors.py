@@ -72,7 +72,7 @@ def test_the_example_of_the_first_door_trains() -> None:
     }
     exec(compile(inspect.cleandoc(code[1]), "docstring", "exec"), names)
     assert names["report"].outcome == "applied"
-    assert float(names["optimizer"].steps) == 3
+    assert float(names["optimizer"].applied_steps) == 3
 
 
 def test_the_example_of_the_models_trains() -> None:

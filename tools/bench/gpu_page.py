@@ -1,12 +1,17 @@
 """The part of docs/gpu.md that says what was seen on a GPU."""
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 Record = Mapping[str, Any]
 SECTION = "## What has been seen"
+WORK = (
+    "Training steps in bf16 with FP32 masters: 8 layers of Llama 3 8B, vocabulary 32768, 4 x 8192 "
+    "tokens, unless the name says otherwise. The gradients of peers add up in bf16. MFU counts "
+    "attention as if it were not causal."
+)
 LABELS = ("measurement", "at")  # what every record has
 
 
@@ -15,50 +20,65 @@ def with_results(page: str, machine: Mapping[str, str], records: Sequence[Record
 
     records: of `python -m tools.bench gpu`.
     """
+    by_kind: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        by_kind[_kind_of(record)].append(record)
     facts = ", ".join(f"{name} {value}" for name, value in machine.items())
-    lines = [SECTION, "", f"{facts}."]
-    lines += _steps([record for record in records if _is_step(record)])
-    lines += _outcomes([record for record in records if "outcome" in record])
-    lines += _others([record for record in records if _is_other(record)])
+    lines = [SECTION, "", f"{facts}.", ""]
+    lines += _steps(by_kind["step"])
+    lines += _outcomes(by_kind["test"])
+    lines += _others(by_kind["other"])
     before, _, rest = page.partition(f"{SECTION}\n")
     _, next_section, after = rest.partition("\n## ")
-    return before + "\n".join(lines) + "\n" + next_section + after
+    section = "\n".join(lines)
+    return f"{before}{section}\n{next_section}{after}"
 
 
-def _is_step(record: Record) -> bool:
-    return "tokens_per_s" in record and "what" not in record
-
-
-def _is_other(record: Record) -> bool:
-    return not _is_step(record) and "outcome" not in record
+def _kind_of(record: Record) -> str:
+    """Return what a record is of: a training step, a test, or something other."""
+    if "outcome" in record:
+        return "test"
+    # a record of FP8 steps says what it compares
+    if "tokens_per_s" in record and "what" not in record:
+        return "step"
+    return "other"
 
 
 def _steps(records: Sequence[Record]) -> Iterator[str]:
     """Yield the table of training steps."""
+    yield WORK
     yield ""
-    yield (
-        "Training steps in bf16 with FP32 masters: 8 layers of Llama 3 8B, vocabulary 32768, 4 x "
-        "8192 tokens, unless the name says otherwise. The gradients of peers add up in bf16. MFU "
-        "counts attention as if it were not causal."
-    )
-    yield from ("", "| | tokens/s | step | TFLOP/s | MFU | memory |", "|---|---|---|---|---|---|")
+    yield "| | tokens/s | step | TFLOP/s | MFU | memory |"
+    yield "|---|---|---|---|---|---|"
     for record in records:
-        mfu = f"{record['mfu']:.1%}" if "mfu" in record else "not known"
-        memory = f"{record['peak_gib']:.1f} GiB" if "peak_gib" in record else "not known"
-        yield (
-            f"| {record['measurement']} | {record['tokens_per_s']:,.0f} | "
-            f"{record['step_s'] * 1e3:.1f} ms | {record['tflops']:.4g} | {mfu} | {memory} |"
-        )
+        cells = [
+            record["measurement"],
+            f"{record['tokens_per_s']:,.0f}",
+            f"{1e3 * record['step_s']:.1f} ms",
+            f"{record['tflops']:.4g}",
+            _known("{:.1%}", record.get("mfu")),
+            _known("{:.1f} GiB", record.get("peak_gib")),
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _known(form: str, number: float | None) -> str:
+    return "not known" if number is None else form.format(number)
 
 
 def _outcomes(records: Sequence[Record]) -> Iterator[str]:
     """Yield how many tests passed, and the others by name."""
+    yield ""
     if not records:
-        yield from ("", "The tests were not run.")
+        yield "The tests were not run."
         return
-    counts = Counter(record["outcome"].partition(":")[0] for record in records)
+    counts = Counter[str]()
+    for record in records:
+        kind, _, _ = record["outcome"].partition(":")
+        counts[kind] += 1
     totals = [f"{counts[kind]} {kind}" for kind in ("passed", "failed", "skipped")]
-    yield from ("", f"Tests: {', '.join(totals)}.", "")
+    yield f"Tests: {', '.join(totals)}."
+    yield ""
     for record in records:
         if record["outcome"] != "passed":
             yield f"- `{record['test']}` {record['outcome']}"
@@ -66,7 +86,8 @@ def _outcomes(records: Sequence[Record]) -> Iterator[str]:
 
 def _others(records: Sequence[Record]) -> Iterator[str]:
     """Yield the other records as they are, those that were refused too."""
-    yield from ("", "```text")
+    yield ""
+    yield "```text"
     for record in records:
         facts = {name: value for name, value in record.items() if name not in LABELS}
         yield f"{record['measurement']}: {json.dumps(facts)}"

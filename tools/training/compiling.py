@@ -207,6 +207,9 @@ def try_calls(calls: list[Call]) -> tuple[dict[Call, Callable[..., Any]], dict[s
                 reason = _error_line(error)
             if reason:
                 reasons.setdefault(call.name, reason)
+    # what trials have used is free for the run
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     return forms, reasons
 
 

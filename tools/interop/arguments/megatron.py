@@ -141,6 +141,7 @@ num_layers_per_virtual_pipeline_stage      int                    parallel.chunk
 num_virtual_stages_per_pipeline_rank       int                    parallel.chunks parallel.schedule
 sequence_parallel                          switch                 parallel.sequence
 use_distributed_optimizer                  switch                 parallel.zero
+deterministic_mode                         switch                 train.deterministic
 overlap_grad_reduce                        switch                 parallel.overlap
 overlap_param_gather                       switch                 parallel.overlap
 ddp_bucket_size                            int                    parallel.bucket
@@ -346,7 +347,7 @@ data_per_class_fraction dataloader_defer_npy_index_mmap dataloader_fast_cache_lo
 ddp_average_in_collective DDP_impl ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw
 ddp_reduce_scatter_with_fp32_accumulation decode_only_cuda_graphs decoder_seq_length
 defer_embedding_wgrad_compute delay_offload_until_cuda_graph delay_param_gather
-delay_wgrad_compute delta_offload_bytes_across_pp_ranks deterministic_mode
+delay_wgrad_compute delta_offload_bytes_across_pp_ranks
 disable_bf16_reduced_precision_matmul disable_chunked_prefill disable_gloo_process_groups
 disable_jit_fuser disable_msc disable_symmetric_registration
 distrib_optim_fully_reshardable_mem_efficient distribute_checkpointed_activations

@@ -69,6 +69,8 @@ def add_length(arguments: Arguments) -> None:
     _require(arguments, "train.micro_batch", "micro_batch_size")
     _add_steps(arguments)
     arguments.copy("train.seed", "seed")
+    if arguments.get("deterministic_mode"):
+        arguments.copy("train.deterministic", "deterministic_mode")
 
 
 def _require(arguments: Arguments, key: str, *names: str) -> None:

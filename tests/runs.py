@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.checkpoint.atomic import latest
 from megaprec.checkpoint.digests import INDEX_DIGEST, seal_index
 from megaprec.checkpoint.reader import INDEX, Store
 from tests.ranks import run_ranks
 from tools import cli
 from tools.convert.initial import resolve_run
 from tools.journal.records import read_metrics
+from tools.training.branch import open_start
 from tools.training.corpus import open_corpus
 from tools.training.trainer import Trainer
 
@@ -121,7 +121,8 @@ def _train_each_rank(mesh: DeviceMesh, file: Path, runs: list[list[str]]) -> Non
 
 def _train_rank(mesh: DeviceMesh, file: Path, overrides: list[str]) -> None:
     config = resolve_run(file, overrides)
-    Trainer(config, open_corpus(config), mesh, latest(config.checkpoint_folder)).run()
+    start = open_start(config)
+    Trainer(config, open_corpus(config), mesh, start.path if start else None).run()
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:

@@ -36,6 +36,7 @@ REFUSED: list[list[str]] = [
             "data.cache",
             "data.source",
             "train.init_from",
+            "train.branch_from",
             "data.tokenizer",
         )
         for value in (LONG, '"a\\u0000b"', "a\0b", "\udcff", "x/" * 3000)

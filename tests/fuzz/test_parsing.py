@@ -122,7 +122,7 @@ def test_a_home_folder_that_is_not_known_is_refused_in_one_line(
         "a/~",
         str(tmp_path),
     ]
-    for key in ("data.source", "train.init_from", "train.folder"):
+    for key in ("data.source", "train.init_from", "train.branch_from", "train.folder"):
         with pytest.raises(UserError) as caught:
             load_run(None, [f"{key}=~nosuch/a"])
         (problem,) = (line for line in caught.value.problems if "nosuch" in line)

@@ -156,6 +156,7 @@ def test_a_wrong_run_file_is_refused_with_all_its_problems(
         ("data.validation", '[{name = "a", source = "near"}]'),
         ("data.blend", '[{source = "near", weight = 1}]'),
         ("train.init_from", '"near"'),
+        ("train.branch_from", '"near"'),
     ],
 )
 def test_a_path_that_is_not_found_but_lies_beside_the_run_file_is_named(

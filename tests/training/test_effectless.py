@@ -152,7 +152,7 @@ fp8: kind
 optimizer: name options groups clip norm
 lr: peak schedule warmup unit
 train: steps global_batch micro_batch seq_length init_from seed numerics compile deterministic folder device threads
-train: restarts
+train: branch_from restarts
 checkpoint: every keep background resume
 log: every to plot plot_over progress peak_tflops sample
 """

@@ -178,10 +178,18 @@ def _replay_steps(
     """Take steps again and return the verdict with the place."""
     # To the step in which the records part. If they agree two steps are enough: the second begins
     # with weights and moments that a step has made.
-    until = records.parting.step if records.parting else min(2, max_steps)
+    first_step = max(first.first_step, second.first_step)
+    until = records.parting.step if records.parting else first_step + min(2, max_steps)
     start = common_start(first, second, until, exact)
     steps = until - start.step
     untaken_verdict = PART if records.parting else UNTRIED
+    is_branch = bool(first.config.train.branch_from or second.config.train.branch_from)
+    if is_branch and not start.checkpoint:
+        reason = (
+            "one is a branch of another run, which did not begin with initial weights, and both "
+            f"have no checkpoint of one step before step {until}"
+        )
+        return {"verdict": untaken_verdict, "why": "; ".join([*start.passed_over, reason])}
     # nearer checkpoints would help, but there are none that both have
     if steps > max_steps:
         reason = (

@@ -13,7 +13,7 @@ from rich.table import Table
 from megaprec.errors import UserError
 from tools.analysis.plots.compare_plot import LAST, Curve, by_loss, draw
 from tools.analysis.plots.drawing import has_matplotlib
-from tools.analysis.report.comparable import differences
+from tools.analysis.report.comparable import branches, differences
 from tools.analysis.report.run import Run
 from tools.console.tables import add_json, print_result, print_table
 from tools.journal.records import METRICS, read_metrics
@@ -80,7 +80,8 @@ def _notes(args: argparse.Namespace) -> list[str]:
     notes = list[str]()
     for run in runs:
         notes += run.notes
-    return [*notes, *differences(_names(folders), runs)]
+    names = _names(folders)
+    return [*notes, *branches(names, runs), *differences(names, runs)]
 
 
 def _require_writable(path: Path) -> None:

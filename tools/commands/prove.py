@@ -27,6 +27,7 @@ from tools.config.run_file import RunConfig, run_file_in
 from tools.console.tables import add_json, print_result, print_table, to_json
 from tools.console.wrapped import say
 from tools.convert.initial import resolve_run
+from tools.training.branch import branch_point
 from tools.verify.parity.certificate import NOT_TRIED, PROVEN, WRONG, run_digest, versions, write
 from tools.verify.parity.layouts import Layout, fitted, requested_layouts
 from tools.verify.parity.ranks import RunFailed
@@ -93,18 +94,20 @@ def main(args: argparse.Namespace) -> int:
 
 
 def open_run(path: str, overrides: list[str]) -> tuple[RunConfig, Path | None]:
-    """Return the run of a run file or a run directory, and the newest checkpoint of a run
-    directory, if there is one.
+    """Return the run of a run file or a run directory, and the checkpoint that it begins with: the
+    newest of a run directory, or that from which it branches; None for the initial weights.
 
-    Raises UserError if there is none.
+    Raises UserError if there is no run.
     """
     folder = Path(path)
     if not folder.is_dir():
-        return resolve_run(path, overrides), None
+        config = resolve_run(path, overrides)
+        return config, branch_point(config)
     run_file = run_file_in(folder)
     if run_file is None:
         raise UserError.of("command.prove_not_a_run", path=path)
-    return resolve_run(run_file, overrides), latest(folder / "checkpoints")
+    config = resolve_run(run_file, overrides)
+    return config, latest(folder / "checkpoints") or branch_point(config)
 
 
 def _other_layout(config: RunConfig, text: str) -> Layout | None:

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import track
 
 from megaprec.checkpoint.atomic import checkpoints, step_of
+from megaprec.checkpoint.reader import INDEX
 from megaprec.diagnose.nonfinite_trace import Trace
 from megaprec.errors import UserError
 from megaprec.precision.gemm import fp32_sums
@@ -26,6 +27,7 @@ from parallel.mesh import make_mesh, world
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig, load_run, run_file_in
 from tools.config.settings import Parallel
+from tools.journal.records import read_branching
 from tools.training.corpus import open_run_data
 from tools.training.launch import share_of_cores
 from tools.training.trainer import Trainer
@@ -58,7 +60,7 @@ def replay(folder: Path, event: dict[str, Any]) -> Replay:
     _require_repeatable(saved, event, folder)
     config = _on_one_process(saved, folder)
     corpus = open_run_data(config)
-    start = _last_checkpoint_before(config.checkpoint_folder, step)
+    start = _last_checkpoint_before(config.checkpoint_folder, step) or _origin(folder)
     device = _replay_device(config)
     torch.set_num_threads(config.train.threads or share_of_cores(1))
     kernels = gpu_kernels(device, config.train.deterministic)
@@ -125,6 +127,18 @@ def _last_checkpoint_before(folder: Path, step: int) -> Path | None:
         if step_of(path) < step:
             newest = path
     return newest
+
+
+def _origin(folder: Path) -> Path | None:
+    """Return the checkpoint from which the run branched; None if it did not. Raises UserError if it
+    is not there any more."""
+    branching = read_branching(folder)
+    if branching is None:
+        return None
+    path = Path(str(branching["checkpoint"]))
+    if not (path / INDEX).is_file():
+        raise UserError.of("command.replay_no_origin", folder=folder, path=path)
+    return path
 
 
 def _saved_run(folder: Path) -> RunConfig:

@@ -392,6 +392,11 @@ def _vocabulary(model: ModelConfig, data: Data) -> Iterator[str]:
         yield Problem.of("config.small_vocab", vocab=model.vocab, vocab_size=data.vocab_size)
 
 
+def _first_state(train: Train) -> Iterator[str]:
+    if train.branch_from and train.init_from:
+        yield Problem.of("config.init_and_branch")
+
+
 def _blend(data: Data) -> Iterator[str]:
     if data.blend and data.source != "python":
         yield Problem.of("config.source_and_blend", source=data.source)
@@ -501,6 +506,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _batch,
     _positions,
     _vocabulary,
+    _first_state,
     _blend,
     _evaluation,
     _validation_names,

@@ -325,26 +325,45 @@ class RunFile:
     def first_weights(self) -> Path | None:
         """Return the folder of train.init_from; None if there is none, or none that a path can
         name."""
-        init_from = self.settings.get("train.init_from")
+        return self._folder_of("train.init_from")
+
+    def _folder_of(self, key: str) -> Path | None:
+        """Return the folder that a key names; None if it names none that a path can."""
+        setting = self.settings.get(key)
         # the checks of the table's types report a value that cannot be
-        if init_from is None or not isinstance(init_from.value, str) or not init_from.value:
+        if setting is None or not isinstance(setting.value, str) or not setting.value:
             return None
-        if home_problem(init_from.value):
+        if home_problem(setting.value):
             return None
-        return Path(home_expanded(init_from.value))
+        return Path(home_expanded(setting.value))
+
+    @property
+    def origin_of_model(self) -> Path | None:
+        """Return the folder of train.branch_from if no key of [model] is given; None if there is
+        none, or none that a path can name."""
+        if any(key.startswith("model.") for key in self.settings):
+            return None
+        return self._folder_of("train.branch_from")
+
+    @property
+    def run_folder(self) -> Path:
+        """Return the folder of the run."""
+        default = tables_of_a_run()["train"].model_fields["folder"].default
+        return self._folder_of("train.folder") or Path(default)
 
     def resolve(self, initial: InitialModel | UserError | None = None) -> RunConfig:
         """Return the run. Raises UserError with all problems.
 
-        initial: the model of `first_weights`, or the error of reading it; None to take all of
-            [model] from the run file.
+        initial: the model of `first_weights` or `origin_of_model`, or the error of reading it; None
+            to take all of [model] from the run file.
         """
         settings = dict(self.settings)
         problems = list(self.problems)
         if isinstance(initial, UserError):
-            init_from = settings["train.init_from"]
-            prefix = f"train.init_from ({init_from.origin}): "
-            hint = working_directory_hint(init_from.origin, init_from.value)
+            key = "train.init_from" if self.first_weights else "train.branch_from"
+            folder = settings[key]
+            prefix = f"{key} ({folder.origin}): "
+            hint = working_directory_hint(folder.origin, folder.value)
             problems += (problem.within(prefix, hint) for problem in initial.problems)
         elif initial is not None:
             problems += add_initial_model(settings, initial)

@@ -359,6 +359,13 @@ class Train(Table):
         description="Folder of a checkpoint, in any format that megaprec reads, from which the run "
         "takes its first weights, [model] and tokenizer; empty: random weights.",
     )
+    branch_from: FilePath = Field(
+        default="",
+        description="Folder of a checkpoint of megaprec, or of a run, of which it is the newest: a "
+        "run without a checkpoint of its own goes on from it, with weights, optimizer state, "
+        "counters and place in the data, and takes its [model] if none is given; empty: it begins "
+        "with step 1.",
+    )
     seed: int = Field(
         default=1234, ge=0, description="Random seed of weights, dropout and sample order."
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megaprec.checkpoint.atomic import checkpoint_at
+from megaprec.checkpoint.atomic import checkpoint_at, latest
 from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import INDEX, Store
 from megaprec.checkpoint.save_load import load_weights
@@ -32,20 +32,36 @@ from tools.convert.native import native_model, special_ids
 
 def resolve_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the run of the TOML file `path`, changed by `overrides`; what they leave open of its
-    model is that of train.init_from.
+    model is that of train.init_from, and a whole [model] that of train.branch_from.
 
     Raises UserError with all problems.
     """
     run_file = RunFile(path, overrides)
-    folder = run_file.first_weights
-    if folder is None:
-        return run_file.resolve()
+    weights = run_file.first_weights
+    origin = run_file.origin_of_model
+    initial = None
     try:
-        initial = initial_model(folder)
+        if weights:
+            initial = initial_model(weights)
+        elif origin:
+            initial = _model_of_branch(origin, run_file.run_folder)
     except UserError as error:
         # raised with the other problems of the run file
         return run_file.resolve(error)
     return run_file.resolve(initial)
+
+
+def _model_of_branch(origin: Path, run_folder: Path) -> InitialModel:
+    """Return the model of a branch: that of its own newest checkpoint, otherwise that of the one in
+    `origin`. Raises UserError.
+
+    Tokenizer and begin token are those of the checkpoint as on a resume, not by a key.
+    """
+    checkpoint = latest(run_folder / "checkpoints") or checkpoint_at(origin)
+    if checkpoint is None:
+        raise UserError.of("training.no_branch_checkpoint", folder=origin)
+    model, _ = native_model(checkpoint)
+    return InitialModel(model, None, None, f"{checkpoint / INDEX}")
 
 
 def initial_model(folder: Path) -> InitialModel:

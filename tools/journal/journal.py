@@ -93,11 +93,12 @@ class Journal(AbstractContextManager["Journal"]):
 
     After a resume from `start_step`, records of later steps are removed: they are taken again.
 
-    With start_step = 0 in the folder of a run that left no checkpoint, that run's records are kept
-    as metrics.jsonl.old.
+    With start_step = 0, or if the run begins as a branch, in the folder of a run that left no
+    checkpoint, that run's records are kept as metrics.jsonl.old.
 
     total_steps: of the run. print_every: steps from one printed line to the next. shows_bar: on a
-    terminal, show progress and the newest step.
+    terminal, show progress and the newest step. branches: the steps until `start_step` are those of
+    another run.
     """
 
     def __init__(
@@ -108,15 +109,18 @@ class Journal(AbstractContextManager["Journal"]):
         print_every: int,
         shows_bar: bool,
         trackers: Sequence[Feed] = (),
+        branches: bool = False,
     ) -> None:
         metrics_path = folder / METRICS
-        if start_step == 0:  # records of steps that are there belong to another run
-            _put_aside(metrics_path, folder / EVENTS, folder / DIGESTS)
+        begins = branches or start_step == 0
+        if begins:  # records of steps that are there belong to another run
+            _put_aside(start_step, metrics_path, folder / EVENTS, folder / DIGESTS)
         _print_note(_repeated_steps(metrics_path, start_step))
         self._metrics = _reopen(metrics_path, start_step)
         self._events = _reopen(folder / EVENTS, start_step)
         self._digests = _LazyLines(folder / DIGESTS, start_step)
-        _print_note(lost_steps(metrics_path, start_step))
+        if not begins:
+            _print_note(lost_steps(metrics_path, start_step))
         self._trackers = trackers
         self._newest = start_step
         self._total_steps = total_steps
@@ -231,14 +235,14 @@ def _print_note(note: str) -> None:
         print(f"note       {note}")
 
 
-def _put_aside(*paths: Path) -> None:
-    """If one of the files has a record of a step after 0, rename all that are not empty to *.old
-    (or *.old2, ..., the first name that is free), and say so.
+def _put_aside(start_step: int, *paths: Path) -> None:
+    """If one of the files has a record of another step than `start_step`, rename all that are not
+    empty to *.old (or *.old2, ..., the first name that is free), and say so.
 
-    Events of step 0 alone belong to the run that starts now: it was restarted before its first
-    checkpoint.
+    Events of `start_step` alone belong to the run that starts now: it was restarted before its
+    first checkpoint.
     """
-    if not any(_has_records_of_steps(path) for path in paths):
+    if not any(_has_other_steps(path, start_step) for path in paths):
         return
     for path in paths:
         if path.is_file() and path.stat().st_size:
@@ -247,9 +251,11 @@ def _put_aside(*paths: Path) -> None:
             print(f"kept       {old_path}, of a run that left no checkpoint")
 
 
-def _has_records_of_steps(path: Path) -> bool:
-    """Return True if a line is of a step after 0, or is damaged and may be."""
-    return any(line.record is None or line.record["step"] for line in read_lines(path))
+def _has_other_steps(path: Path, start_step: int) -> bool:
+    """Return True if a line is of another step than `start_step`, or is damaged and may be."""
+    return any(
+        line.record is None or line.record["step"] != start_step for line in read_lines(path)
+    )
 
 
 def _free_old_path(path: Path) -> Path:

@@ -19,6 +19,7 @@ METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 DIGESTS = "digests.jsonl"
 NO_TOKENS_EVENT = "no_tokens"
+BRANCHED = "branched"  # the kind of event with which a branch of another run begins
 DIGEST = "digest"  # the kind of event that is written to DIGESTS
 # fields of a step that may be "inf" or "nan"
 NUMBERS = ("loss", "mtp_loss", "grad_norm", "loss_scale", "eval_loss")
@@ -35,6 +36,7 @@ REQUIRED_KEYS = {
     "restart": {"ranks", "why", "left"},
     "straggler": {"rank", "slow", "factor", "said"},
     "resume": {"checkpoint", "changed", "notes", "lr_before", "lr_next"},
+    BRANCHED: {"checkpoint", "run", "changed", "notes", "lr_before", "lr_next"},
     "end": {"complete", "why", "peak_memory"},
     DIGEST: {"state", "numbers", "progress", "tensors"},
     "silent_fault": {"checked_step", "kind", "what", "ranks", "hosts", "certain"},
@@ -100,6 +102,12 @@ def read_events(folder: Path, event_kind: str = "overflow") -> list[dict[str, An
     return _records_of_kind(folder / EVENTS, event_kind)
 
 
+def read_branching(folder: Path) -> dict[str, Any] | None:
+    """Return the event with which a run began as a branch of another one; None if it did not."""
+    branchings = read_events(folder, BRANCHED)
+    return branchings[-1] if branchings else None
+
+
 def read_digests(folder: Path) -> list[dict[str, Any]]:
     """Return the digests of a run's state, oldest first; none if it has no digests.jsonl."""
     return _records_of_kind(folder / DIGESTS, DIGEST)
@@ -141,14 +149,17 @@ def odd_lines(path: Path) -> str:
 def lost_steps(path: Path, last_step: int = 0) -> str:
     """Return a note that names the steps without a record; empty if there are none.
 
-    last_step: the step up to which they are looked for; 0: the newest.
+    last_step: the step up to which they are looked for; 0: the newest. Those of a branch begin
+        where it does.
     """
     recorded = {record["step"] for record in _read_records(path)}
+    branching = read_branching(path.parent)
+    start = branching["step"] if branching else 0
     if last_step:
-        up_to_last = sorted(step for step in recorded if 0 < step <= last_step)
-        borders = [0, *up_to_last, last_step + 1]
+        up_to_last = sorted(step for step in recorded if start < step <= last_step)
+        borders = [start, *up_to_last, last_step + 1]
     else:
-        borders = [0, *sorted(recorded)]
+        borders = [start, *sorted(recorded)]
     gaps = list[range]()
     for step, following in pairwise(borders):
         if following > step + 1:

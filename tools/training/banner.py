@@ -30,6 +30,7 @@ from tools.text.generation import Generation, escape_control_characters
 from tools.text.load import find_checkpoint, load_model
 from tools.text.sampling import Sampling
 from tools.training.batches import evaluated_samples
+from tools.training.branch import is_branch
 from tools.training.corpus import Corpus
 from tools.training.fp8_summary import fp8_lines
 from tools.training.resume import resume_lines
@@ -47,8 +48,8 @@ def print_start(
 ) -> None:
     """Print model, data, layout, batch sizes, precision and stages.
 
-    resumed: the checkpoint that the run resumes from, None if it begins. steps_done: the number of
-    steps that it has taken before.
+    resumed: the checkpoint that the run resumes or branches from, None if it begins. steps_done:
+    the number of steps that it has taken before.
     """
     _print_settings(config, corpus, device)
     if config.train.eval_every:
@@ -65,7 +66,8 @@ def print_start(
     if config.train.init_from and not resumed:
         say(f"weights    from {config.train.init_from}")
     if resumed:
-        say(f"resumed    from {resumed}, {_describe_remaining(steps_done, config.train.steps)}")
+        word = "branched" if is_branch(config, resumed) else "resumed"
+        say(f"{word:11}from {resumed}, {_describe_remaining(steps_done, config.train.steps)}")
         for line in resume_lines(config, corpus, resumed):
             say(line)
     for line in deletion_lines(config, steps_done):

@@ -38,6 +38,7 @@ KEYS_WITHOUT_EFFECT = (
     "train.folder",
     "train.eval_*",
     "train.init_from",
+    "train.branch_from",
     "train.steps",
     "train.restarts",
     "train.sentinel",

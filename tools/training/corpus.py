@@ -24,8 +24,8 @@ from models.config import ModelConfig
 from tools.config.data_settings import Data
 from tools.config.run_file import RunConfig
 from tools.convert.initial import initial_model
-from tools.convert.train_state import open_newest_checkpoint
 from tools.journal.records import VALIDATION_PREFIX
+from tools.training.branch import open_start
 from tools.training.data_building import build_texts, build_validation_set
 from tools.training.data_identity import DataSet, Identity, read_identity
 from tools.training.data_notes import begin_notes, different_tokenizer_notes, tokenizer_notes
@@ -252,7 +252,7 @@ def requested_begin_token(config: RunConfig) -> int | None:
     """
     begin_token = config.data.begin
     if begin_token == "auto" or _is_of_first_weights(config):
-        checkpoint = open_newest_checkpoint(config.checkpoint_folder)
+        checkpoint = open_start(config)
         identity = read_identity(checkpoint) if checkpoint else None
         if identity:
             return identity.begin

@@ -20,7 +20,8 @@ from megaprec.resources import cores
 from tools.config.run_file import RunConfig
 from tools.console.progress_bar import build_progress
 from tools.console.toml import toml
-from tools.convert.train_state import open_newest_checkpoint, read_tokenizer
+from tools.convert.train_state import read_tokenizer
+from tools.training.branch import is_branch, open_start
 from tools.training.data_identity import DataSet, read_identity
 from tools.training.data_sources import DataSource, data_folder, naming_settings, trained_tokenizer
 
@@ -74,7 +75,7 @@ def build_texts(
     for source in sources:
         with naming_settings(config, source):
             texts[source] = source.open_text(config.data)
-    checkpoint = open_newest_checkpoint(config.checkpoint_folder)
+    checkpoint = open_start(config)
     tokenizer = _tokenizer_of_texts(
         config, tokenizer_file, None if "tokenizer" in allowed else checkpoint
     )
@@ -84,6 +85,12 @@ def build_texts(
 
     if all(is_built(source) for source in sources):
         return tokenizer.file
+    if checkpoint is not None and is_branch(config, checkpoint.path) and "data" not in allowed:
+        # Before the lock, which makes the folder of a run that cannot begin.
+        unbuilt = [source for source in sources if not is_built(source)]
+        problems = [*_changed_texts(unbuilt, texts, checkpoint)]
+        if problems:
+            raise UserError(*problems)
     with exclusive_lock(data_folder(config) / ".lock", partial(say_busy, data_folder(config))):
         # Asked again: another process may have built them while this one waited.
         missing = [source for source in sources if not is_built(source)]

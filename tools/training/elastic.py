@@ -45,9 +45,10 @@ from tools.config.layouts import (
 from tools.config.run_file import RunConfig
 from tools.config.settings import Parallel
 from tools.console.units import counted
-from tools.convert.train_state import open_newest_checkpoint
+from tools.convert.train_state import open_newest_checkpoint, read_progress
 from tools.journal.journal import rewind
 from tools.journal.records import read_metrics
+from tools.training.branch import open_start
 from tools.training.launch import LostRank, under_torchrun
 from tools.training.stopping import EXIT_CODES, SIGNALS, ended_on_purpose
 
@@ -314,11 +315,14 @@ def ended_by_choice(exitcode: int) -> bool:
 
 
 def newest_step(config: RunConfig) -> int:
-    """Return the step of the newest checkpoint, 0 if there is none. Raises UserError for a damaged
-    one.
+    """Return the step of the newest checkpoint; without one that at which the run branches, 0 if it
+    does not. Raises UserError for a damaged one.
     """
     newest = latest(config.checkpoint_folder)
-    return step_of(newest) if newest else 0
+    if newest:
+        return step_of(newest)
+    origin = open_start(config)
+    return read_progress(origin).step if origin else 0
 
 
 def restart_event(step: int, ranks: int, reason: str, left: int | None) -> dict[str, Any]:

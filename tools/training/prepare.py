@@ -22,8 +22,8 @@ from tools.console.wrapped import say
 from tools.convert.hf.config import config_of
 from tools.convert.initial import open_initial
 from tools.convert.probe import check_config, verify_initial
-from tools.convert.train_state import open_newest_checkpoint
 from tools.journal.trackers import require_trackers
+from tools.training.branch import open_start, require_origin_intact
 from tools.training.corpus import Corpus, identified, open_built, open_corpus, open_validation
 from tools.training.data_identity import Identity
 from tools.training.data_sources import check_sources
@@ -59,6 +59,9 @@ def open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:
         lambda config: require_trackers(config.log.to),
         require_harness,
     )
+    # Before data are built; in a world the ranks check the files together, when they load them.
+    if not is_rank_of_world():
+        require_origin_intact(config)
     corpus = open_corpus(config, allowed)
     # Once more, for the data decides whether the checkpoint is one of this run.
     check_resumable(config, corpus, allowed)
@@ -123,7 +126,7 @@ def prepare(
     for warning in run_warnings(config, corpus, local_ranks(config), device_of_run(config)):
         say(f"warning    {warning}")
     # Named by rank 0, so that all ranks resume from the same one.
-    checkpoint = open_newest_checkpoint(config.checkpoint_folder)
+    checkpoint = open_start(config)
     _note_needless_allowances(config, corpus, checkpoint, allowed)
     return {
         "prefixes": [str(dataset.prefix) for dataset in corpus.datasets],

@@ -18,7 +18,9 @@ from megaprec.resources import peak_memory
 from tools.config.run_file import RunConfig
 from tools.convert.train_state import TrainState
 from tools.journal.journal import Journal, LinesLost
+from tools.journal.records import read_branching
 from tools.journal.trackers import Feed
+from tools.training.branch import is_branch
 from tools.training.corpus import Corpus
 from tools.training.resume import resume_event
 from tools.training.saves import resume_point
@@ -34,20 +36,27 @@ def record_run(
 ) -> Iterator[Journal]:
     """Yield the journal of a run and close it. A process that has no step to take records no event.
 
-    resumed: the checkpoint from which the run resumes. progress: returns that after the last step
-    that is known. Raises UserError for a file that cannot be written, which ends with the newest
-    whole checkpoint.
+    resumed: the checkpoint from which the run resumes or branches. progress: returns that after the
+    last step that is known. Raises UserError for a file that cannot be written, which ends with the
+    newest whole checkpoint.
     """
     folder = Path(config.train.folder)
     total_steps = config.train.steps
     log_settings = config.log
     first_step = progress().step
+    branches = resumed is not None and is_branch(config, resumed)
     settings = config.model_dump(mode="json")
     feeds = [Feed(name, folder, settings, first_step) for name in log_settings.to]
     with (
         _naming_the_checkpoint(config, progress, first_step),
         Journal(
-            folder, first_step, total_steps, log_settings.every, log_settings.progress, feeds
+            folder,
+            first_step,
+            total_steps,
+            log_settings.every,
+            log_settings.progress,
+            feeds,
+            branches,
         ) as journal,
     ):
         # A process without a step to take leaves the records as they are.
@@ -55,7 +64,10 @@ def record_run(
             yield journal
             return
         if resumed:
-            journal.write_event(resume_event(config, corpus, resumed))
+            event = resume_event(config, corpus, resumed)
+            # Ranks that were started again before the first checkpoint branch once more.
+            if not branches or event != read_branching(folder):
+                journal.write_event(event)
         failure = ""
         try:
             yield journal
@@ -89,9 +101,7 @@ def _naming_the_checkpoint(
             raise UserError(*problems, *cause.problems) from error
         if cause is not None:
             raise
-        raise UserError(
-            *problems, resume_point(config.checkpoint_folder, progress().step)
-        ) from error
+        raise UserError(*problems, resume_point(config, progress().step)) from error
     except OSError as error:
         step = progress().step
         if error.filename is None or step == first_step:  # no step is lost
@@ -99,7 +109,7 @@ def _naming_the_checkpoint(
         raise UserError.of(
             "training.ended_with_checkpoint",
             file_error=file_error(error),
-            resume_point=resume_point(config.checkpoint_folder, step),
+            resume_point=resume_point(config, step),
         ) from error
 
 

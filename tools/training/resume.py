@@ -36,6 +36,8 @@ from tools.convert.train_state import (
     read_progress,
     read_tokenizer,
 )
+from tools.journal.records import BRANCHED
+from tools.training.branch import is_branch, open_start, run_of
 from tools.training.changed_keys import (
     NOT_EXACT_MARK,
     arithmetic_changes,
@@ -58,6 +60,7 @@ from tools.training.launch import was_restarted
 
 RECORDS = {"the data": "data", "the keys": "run"}  # not in checkpoints of earlier versions
 LENGTH_KEY = "train.seq_length"
+MOST_REASONS = 4  # that the line about a checkpoint that a run cannot branch from names
 
 
 def check_resumable(
@@ -68,11 +71,12 @@ def check_resumable(
     corpus: None before the data is open; then only keys are compared. allowed: differences that are
     accepted, of `ALLOW`.
     """
-    checkpoint = open_newest_checkpoint(config.checkpoint_folder)
+    checkpoint = open_start(config)
     if checkpoint is None:
         return
+    branches = is_branch(config, checkpoint.path)
     # Ranks that a launcher has started again find the checkpoints of this very run.
-    if not config.checkpoint.resume and not was_restarted():
+    if not branches and not config.checkpoint.resume and not was_restarted():
         raise UserError.of("training.resume_false", path=checkpoint.path)
     step = read_progress(checkpoint).step
     read_overflow_monitor(checkpoint)  # raises UserError if it is damaged
@@ -88,6 +92,9 @@ def check_resumable(
     # All are told at once; problems cannot be accepted, and so decide the remedy.
     lines = [*problems, *(difference.line for difference in refused)]
     path = checkpoint.path
+    if branches:
+        _require_origin(config, path, step, lines, "" if problems else _allow_flags(refused))
+        return
     if problems:
         raise UserError(*lines, Problem.of("training.not_resumable", path=path))
     expected_name = checkpoint_path(config.checkpoint_folder, step).name
@@ -98,6 +105,29 @@ def check_resumable(
     if refused:
         flags = _allow_flags(refused)
         raise UserError(*lines, Problem.of("training.changes_on_resume", path=path, flags=flags))
+
+
+def _require_origin(
+    config: RunConfig, path: Path, step: int, lines: Sequence[str], flags: str
+) -> None:
+    """Raise UserError, in one line, if the run cannot branch from a checkpoint.
+
+    step: of the checkpoint. lines: what does not fit. flags: the options that accept all of that,
+    "" if none do.
+    """
+    if not lines:
+        if step >= config.train.steps:
+            raise UserError.of(
+                "training.no_step_after_branch", steps=config.train.steps, path=path, step=step
+            )
+        return
+    # Of another family nearly every key differs.
+    reasons = "; ".join(lines[:MOST_REASONS])
+    if len(lines) > MOST_REASONS:
+        reasons += f"; and {len(lines) - MOST_REASONS} more"
+    if flags:
+        raise UserError.of("training.changes_on_branch", path=path, reasons=reasons, flags=flags)
+    raise UserError.of("training.no_origin", path=path, reasons=reasons)
 
 
 def _allow_flags(refused: Sequence[Difference]) -> str:
@@ -138,17 +168,18 @@ def resume_lines(config: RunConfig, corpus: Corpus, path: Path) -> Iterator[str]
 
 
 def resume_event(config: RunConfig, corpus: Corpus, path: Path) -> dict[str, Any]:
-    """Return the record of a resume for events.jsonl: its lines, and the learning rates
-    around it.
+    """Return the record of a resume, or of the beginning of a branch, for events.jsonl: its lines,
+    and the learning rates around it.
     """
     checkpoint = Store(path)
     remarks = [*_remarks(config, corpus, checkpoint)]
     progress = read_progress(checkpoint)
     rate_before, rate_after = rates_around(checkpoint, config, progress)
+    origin: dict[str, Any] = {"event": "resume", "step": progress.step, "checkpoint": str(path)}
+    if is_branch(config, path):
+        origin |= {"event": BRANCHED, "run": str(run_of(path))}
     return {
-        "event": "resume",
-        "step": progress.step,
-        "checkpoint": str(path),
+        **origin,
         "ranks": config.world_size,
         "changed": [remark.text for remark in remarks if remark.word == "changed"],
         "notes": [remark.text for remark in remarks if remark.word == "note"],
@@ -176,10 +207,14 @@ def _remarks(config: RunConfig, corpus: Corpus, checkpoint: Store) -> Iterator[_
     for line in arithmetic_changes(checkpoint):
         yield _Remark("changed", f"{line}{NOT_EXACT_MARK}")
 
-    # The key is compared as any other, but a resumed run has its own weights.
-    if any(line.startswith("train.init_from: ") for line in key_lines):
-        weights = f"the run goes on with the weights of {checkpoint.path}"
-        yield _Remark("note", f"train.init_from: not used, for {weights}")
+    # The keys are compared as any others, but a resumed run has its own state.
+    unused = {"train.init_from": "weights"}
+    if not is_branch(config, checkpoint.path):
+        unused["train.branch_from"] = "state"
+    for key, state in unused.items():
+        if config.get(key) and any(_key_of(line) == key for line in key_lines):
+            effect = f"the run goes on with the {state} of {checkpoint.path}"
+            yield _Remark("note", f"{key}: not used, for {effect}")
     yield from _notes(_position_notes(checkpoint, config, corpus))
     yield from _notes(lr_jump(checkpoint, config, progress))
 

@@ -19,6 +19,8 @@ from megaprec.data.tokenizer_files import settings_of
 from megaprec.errors import UserError
 from models.engine.engine import Engine
 from tools.config.run_file import RunConfig
+from tools.convert.train_state import read_progress
+from tools.training.branch import open_start
 from tools.training.changed_keys import arithmetic, keys_of
 from tools.training.corpus import Corpus
 
@@ -88,7 +90,7 @@ class Saves:
         self._wait()
         if self._problem:
             lines = [f"training stopped: {stopped}"] if stopped else []
-            lines.append(f"{self._problem}; {resume_point(self._config.checkpoint_folder, step)}")
+            lines.append(f"{self._problem}; {resume_point(self._config, step)}")
             raise UserError(*lines)
 
     def _wait(self) -> None:
@@ -147,18 +149,21 @@ def tokenizer_files(corpus: Corpus) -> list[Path]:
     return [file for file in (path, *settings_of(path)) if file.is_file()]
 
 
-def resume_point(folder: Path, step: int) -> str:
+def resume_point(config: RunConfig, step: int) -> str:
     """Return where the same command goes on from, and the steps that are lost, in words.
 
     step: the last one taken.
     """
+    folder = config.checkpoint_folder
     try:
         newest = latest(folder)
+        origin = None if newest else open_start(config)
     except UserError as error:
         return str(error)
     if newest is None:
-        saved_step = 0
-        message = f"there is no whole checkpoint in {folder}: the same command starts anew"
+        saved_step = read_progress(origin).step if origin else 0
+        begins = f"branches anew from {origin.path}" if origin else "starts anew"
+        message = f"there is no whole checkpoint in {folder}: the same command {begins}"
     else:
         saved_step = step_of(newest)
         message = f"the newest whole checkpoint is {newest}: the same command goes on from it"

@@ -8,6 +8,7 @@ the keys of the run files do.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megaprec.checkpoint.atomic import latest
 from megaprec.checkpoint.reader import Store
@@ -80,6 +81,20 @@ def differences(run_names: Sequence[str], runs: Sequence[Run]) -> Iterator[str]:
         steps_as_facts[run_name] = {"step": f"{step:,}"}
     yield from _compare_facts("the runs are at different steps", steps_as_facts)
     yield from _older_evaluations(run_names, runs, newest_steps)
+
+
+def branches(run_names: Sequence[str], runs: Sequence[Run]) -> Iterator[str]:
+    """Yield a line for each run that is a branch of another one."""
+    names = {run.folder.resolve(): name for name, run in zip(run_names, runs, strict=True)}
+    for run_name, run in zip(run_names, runs, strict=True):
+        if run.branching is None:
+            continue
+        origin = Path(str(run.branching["run"]))
+        step = f"step {run.branching['step']:,}"
+        if origin in names:
+            yield f"{run_name} is a branch of {names[origin]}: they part after {step}"
+        else:
+            yield f"{run_name} is a branch of {origin}, from which it parts after {step}"
 
 
 def _older_evaluations(

@@ -12,7 +12,15 @@ from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, parse_toml
 from tools.config.run_file import RunConfig, load_run, run_file_in
-from tools.journal.records import EVENTS, METRICS, lost_steps, odd_lines, read_lines, read_metrics
+from tools.journal.records import (
+    BRANCHED,
+    EVENTS,
+    METRICS,
+    lost_steps,
+    odd_lines,
+    read_lines,
+    read_metrics,
+)
 
 LARGEST_FILE = 50_000_000  # bytes of a file that is read whole, other than those of records
 
@@ -61,6 +69,12 @@ class Run:
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         """Return the events of one kind, oldest first."""
         return [event for event in self.events if event.get("event") == kind]
+
+    @property
+    def branching(self) -> dict[str, Any] | None:
+        """The event with which the run began as a branch of another one; None if it did not."""
+        branchings = self.of_kind(BRANCHED)
+        return branchings[-1] if branchings else None
 
     @cached_property
     def run_file(self) -> Path | None:

@@ -23,7 +23,7 @@ from tools.analysis.report.run import Key, Run
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
 from tools.console.units import duration, flops, loss_scale, size
-from tools.journal.records import NO_TOKENS_EVENT
+from tools.journal.records import BRANCHED, NO_TOKENS_EVENT
 from tools.journal.shadow_records import SHADOW
 from tools.journal.timeline_file import TIMELINE, read_trace_of
 from tools.training.hangs import read_records
@@ -53,6 +53,7 @@ def summary(run: Run) -> Html:
     curve = Curve(run.name, run.records)
     rows = [
         ("steps", _describe_steps(run)),
+        *_branch_facts(run),
         ("skipped steps", f"{curve.skipped:,}"),
         *_token_facts(last_record),
         *_loss_facts(curve, last_record["step"]),
@@ -73,6 +74,12 @@ def _describe_steps(run: Run) -> str:
     done = f"{run.records[-1]['step']:,}"
     total = run.config.train.steps if isinstance(run.config, RunConfig) else 0
     return f"{done} of {total:,}" if total else done
+
+
+def _branch_facts(run: Run) -> Iterator[Fact]:
+    branching = run.branching
+    if branching:
+        yield "branched", f"after step {branching['step']:,} from {branching['checkpoint']}"
 
 
 def _token_facts(record: dict[str, Any]) -> Iterator[Fact]:
@@ -130,12 +137,12 @@ def curves(run: Run) -> Html:
 
 
 def changes(run: Run) -> Html | None:
-    """Return what changed on each resume."""
-    resumes = run.of_kind("resume")
-    if not resumes:
+    """Return what changed on each resume, and where the run branched."""
+    beginnings = [event for event in run.events if event.get("event") in ("resume", BRANCHED)]
+    if not beginnings:
         return None
     rows = list[Row]()
-    for event in resumes:
+    for event in beginnings:
         changed = _list_items(event["changed"]) if event["changed"] else "nothing"
         last_rate = _format_number(event["lr_before"])
         rates = f"{last_rate} → {_format_number(event['lr_next'])}"

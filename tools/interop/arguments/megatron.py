@@ -125,7 +125,7 @@ log_interval                               int=100                log.every
 tensorboard_dir                            text                   log.to
 wandb_project                              text                   log.to
 save                                       text                   train.folder
-load                                       text                   train.init_from checkpoint.resume
+load                                       text train.init_from train.branch_from checkpoint.resume
 save_interval                              int                    checkpoint.every
 persistent_save_interval>save_interval     int                    checkpoint.every
 save_retain_interval                       int          checkpoint.keep checkpoint.keep_every

@@ -169,13 +169,14 @@ def _add_keeping(arguments: Arguments) -> None:
 
 
 def _add_load(arguments: Arguments) -> None:
-    """Add the checkpoint that the first weights come from."""
+    """Add the checkpoint that the first weights, or the whole state, come from."""
     draft = arguments.draft
     pretrained = arguments.get("pretrained_checkpoint")
     load = arguments.get("load")
     path = pretrained or load
     weights_only = arguments.get("finetune") or arguments.get("no_load_optim")
-    if not path or not draft.needs("train.init_from"):
+    is_open = draft.needs("train.init_from") and draft.needs("train.branch_from")
+    if not path or not is_open:
         return
     if load == arguments.get("save") and not pretrained:
         draft.notes.append(
@@ -186,8 +187,10 @@ def _add_load(arguments: Arguments) -> None:
         names = ("pretrained_checkpoint", "load", "finetune", "no_load_optim")
         arguments.put("train.init_from", path, *names)
     else:
-        arguments.refuse(
-            f"to begin with its weights give train.init_from={path} beside the arguments; to go on "
-            "with its optimizer state too, convert it first (docs/converting.md)",
-            "load",
+        # loaded with its optimizer state and iteration, and saved elsewhere
+        arguments.put("train.branch_from", path, "load")
+        draft.notes.append(
+            f"{arguments.origin('load')}: train.branch_from goes on from a checkpoint of megaprec: "
+            "convert one of Megatron-LM with its optimizer state first (docs/converting.md), and "
+            "name what was written"
         )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megaprec.checkpoint.atomic import checkpoints
-from megaprec.checkpoint.reader import Store
+from megaprec.checkpoint.reader import INDEX, Store
 from megaprec.errors import UserError
 from tools.config.run_file import RunConfig, run_file_in
 from tools.convert.initial import resolve_run
@@ -26,6 +26,7 @@ from tools.journal.records import (
     DIGESTS,
     METRICS,
     odd_lines,
+    read_branching,
     read_digests,
     read_lines,
     read_metrics,
@@ -106,11 +107,22 @@ class Side:
         if num_others:
             yield f"{path}: {num_others} of {len(lines)} lines are no digests: not used"
 
+    @property
+    def first_step(self) -> int:
+        """The step after which the run begins: that at which it branched, 0 for another run."""
+        branching = read_branching(self.folder) if self.folder else None
+        return branching["step"] if branching else 0
+
     def checkpoints_by_step(self) -> dict[int, Path]:
-        """Return the checkpoints by step."""
+        """Return the checkpoints by step; of a branch that from which it began too, if it is still
+        there."""
         if self.folder is None:
             return {}
         paths = checkpoints(self.folder / "checkpoints")
+        branching = read_branching(self.folder)
+        origin = Path(str(branching["checkpoint"])) if branching else None
+        if origin and (origin / INDEX).is_file():
+            paths.insert(0, origin)
         return {read_progress(Store(path)).step: path for path in paths}
 
 

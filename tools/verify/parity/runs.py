@@ -95,6 +95,7 @@ def made_ready(
     train = {
         "steps": max(steps, run_config.train.steps) if full else steps,
         "folder": str(folder),
+        "branch_from": "",  # the state to begin with is given
         "eval_every": 0,
         "sentinel": 0,
         "threads": 1,

@@ -112,7 +112,13 @@ def _ready(
     # data sets that the user has built are not built again
     user_cache = data_folder(run_config)
     cache = user_cache if user_cache.is_dir() else data
-    train = {"steps": last, "folder": str(folder), "eval_every": 0, "restarts": 0}
+    train = {
+        "steps": last,
+        "folder": str(folder),
+        "branch_from": "",  # a branch begins with the checkpoint of the proof
+        "eval_every": 0,
+        "restarts": 0,
+    }
     tables: dict[str, Any] = {
         "train": run_config.train.model_copy(update=train),
         "checkpoint": run_config.checkpoint.model_copy(

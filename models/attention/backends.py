@@ -5,15 +5,16 @@ torch chooses among them by dtype, shape and device, in an order that differs be
 take, so that a log says what has computed.
 """
 
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import deterministic as torch_deterministic
 
 from megaprec.comm.axis import Axis
 from megaprec.precision.plan import PrecisionPlan
@@ -58,18 +59,19 @@ def gpu_kernels(device: str, deterministic: bool = False) -> Iterator[None]:
     order = backend_order(torch.cuda.get_device_capability(), deterministic)
     before = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = torch_deterministic.fill_uninitialized_memory
+    memory: Any = importlib.import_module("torch.utils.deterministic")
+    fills = memory.fill_uninitialized_memory
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         # memory is never read here before it is written
-        torch_deterministic.fill_uninitialized_memory = False  # type: ignore[assignment]
+        memory.fill_uninitialized_memory = False
     try:
         with sdpa_kernel(order, set_priority=True):
             yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warned_only)
-        torch_deterministic.fill_uninitialized_memory = fills  # type: ignore[assignment]
+        memory.fill_uninitialized_memory = fills
 
 
 def backend_order(capability: tuple[int, int], deterministic: bool) -> list[SDPBackend]:

@@ -308,20 +308,7 @@ def parameter(
     param_dtype = context.plan.param_dtype(parts[0].name)
     masters = context.plan.masters
     dtype = masters if masters.itemsize > param_dtype.itemsize else param_dtype
-    slices = []
-    for part in parts:
-        padded = torch.zeros(prod(part.padded), dtype=dtype).view(part.padded)
-        # a scalar has no rows, and no padding
-        values = padded[: part.local[0]] if part.local else padded
-        # NaN: a weight that is then not loaded must not train unseen
-        if context.blank:
-            values.fill_(math.nan)
-        elif std:
-            values.copy_(normal_part(part, context.seed, std, dtype).add_(mean))
-        else:
-            values.fill_(mean)
-        slices.append(padded)
-    stacked = torch.cat(slices) if slices[0].dim() else slices[0]  # torch.cat takes no scalars
+    values = _initial_values(context, parts, std, mean, dtype)
     layout = Layout(
         tuple(parts),
         partial,
@@ -329,5 +316,33 @@ def parameter(
         again,
         expert=context.of_experts,
         together=context.together,
+        std=std,
+        mean=mean,
     )
-    return attach(nn.Parameter(stacked), layout)
+    return attach(nn.Parameter(values), layout)
+
+
+def _initial_values(
+    context: Context, parts: Sequence[Part], std: float, mean: float, dtype: torch.dtype
+) -> Tensor:
+    """Return the stacked values of parts with their padding; NaN, all of which may share one
+    element in memory, if other values will take their place."""
+    # NaN: a weight that is then not loaded must not train unseen
+    undefined = torch.full((), math.nan, dtype=dtype)
+    has_padding = any(part.padded != part.local for part in parts)
+    if context.blank and parts[0].local and not has_padding:
+        rows = sum(part.local[0] for part in parts)
+        return undefined.expand(rows, *parts[0].local[1:])
+    slices = []
+    for part in parts:
+        padded = torch.zeros(prod(part.padded), dtype=dtype).view(part.padded)
+        # a scalar has no rows, and no padding
+        values = padded[: part.local[0]] if part.local else padded
+        if context.blank:
+            values.copy_(undefined)
+        elif std:
+            values.copy_(normal_part(part, context.seed, std, dtype).add_(mean))
+        else:
+            values.fill_(mean)
+        slices.append(padded)
+    return torch.cat(slices) if slices[0].dim() else slices[0]  # torch.cat takes no scalars

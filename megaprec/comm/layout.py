@@ -13,7 +13,7 @@ counts in place of a gradient (`balancing`).
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from torch import Tensor, nn
@@ -134,6 +134,7 @@ class Layout:
         its own rows.
     together: the name of the group whose parameters lie in one buffer on a GPU, in their order:
         those of all experts of a layer, which a product then takes as one tensor. Empty: none.
+    std, mean: of the initial values, mean + std * normal (`megaprec.comm.random`).
     """
 
     parts: tuple[Part, ...]
@@ -143,6 +144,8 @@ class Layout:
     balancing: float | None = None
     expert: bool = False
     together: str = ""
+    std: float = field(default=0.0, compare=False)
+    mean: float = field(default=0.0, compare=False)
 
     def holder(self, pp_rank: int) -> int:
         """Return the index of this copy among those of all pipeline ranks."""

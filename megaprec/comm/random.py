@@ -79,29 +79,61 @@ def normal_part(
     dtype: torch.dtype,
 ) -> Tensor:
     """Return the slice `part` of a logical tensor of normal numbers: [*part.local], drawn on the
-    CPU.
+    CPU."""
+    return normal_range(part, 0, prod(part.local), seed, std, dtype).view(part.local)
+
+
+def normal_range(
+    part: Part,
+    first: int,
+    last: int,
+    seed: int,
+    std: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return elements [first, last) of the flattened slice `part` of a logical tensor of normal
+    numbers, drawn on the CPU.
 
     The slice is drawn as a matrix: each of its rows is a run of consecutive elements of the logical
     tensor.
     """
     dim = part.dim or 0
-    row_length = prod(part.local[dim:])
+    row_length = max(1, prod(part.local[dim:]))  # a slice may have no elements
     row_stride = prod(part.shape[dim:])  # from row to row in the logical tensor
-    elements_per_index = prod(part.shape[dim + 1 :])
-    offset = part.start * elements_per_index  # of the first row
-    divisor = max(1, row_length)  # a slice may have no elements
-    num_rows = prod(part.local) // divisor
-    values = torch.empty(num_rows, row_length, dtype=dtype)
+    offset = part.start * prod(part.shape[dim + 1 :])  # of the first row
+    values = torch.empty(last - first, dtype=dtype)
     tensor_key = key(seed, part.name)
-    rows_in_block = max(1, _BLOCK // divisor)
+    # the rest of a row, whole rows, and the beginning of a row
+    whole_start = min(last, -(-first // row_length) * row_length)
+    whole_stop = max(whole_start, last // row_length * row_length)
+    for start, stop in ((first, whole_start), (whole_start, whole_stop), (whole_stop, last)):
+        if start < stop:
+            row, column = divmod(start, row_length)
+            rows = max(1, (stop - start) // row_length)
+            matrix = values[start - first : stop - first].view(rows, -1)
+            _fill_normal(matrix, tensor_key, row * row_stride + offset + column, row_stride, std)
+    return values
+
+
+def _fill_normal(
+    values: Tensor,
+    tensor_key: int,
+    first_index: int,
+    row_stride: int,
+    std: float,
+) -> None:
+    """Fill a matrix with normal numbers: row r has those of the logical indices from
+    first_index + r * row_stride on."""
+    row_length = values.shape[1]
+    rows_in_block = max(1, _BLOCK // row_length)
 
     def fill_block(first_row: int, first_column: int) -> None:
         rows_of_values = values[first_row : first_row + rows_in_block]
         block = rows_of_values[:, first_column : first_column + _BLOCK]
         rows = torch.arange(first_row, first_row + len(block))
-        starts = rows * row_stride + (offset + first_column)
+        starts = rows * row_stride + (first_index + first_column)
         drawn = _normal_runs(tensor_key, starts, block.shape[1])
-        block.copy_(drawn.to(dtype).mul_(std))  # rounded before it is scaled
+        block.copy_(drawn.to(values.dtype).mul_(std))  # rounded before it is scaled
 
     first_rows = range(0, len(values), rows_in_block)
     first_columns = range(0, row_length, _BLOCK)
@@ -109,12 +141,11 @@ def normal_part(
     if len(blocks) < 2:
         for first_row, first_column in blocks:
             fill_block(first_row, first_column)
-    else:
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            futures = [pool.submit(fill_block, *block) for block in blocks]
-        for future in futures:
-            future.result()  # raises what a block raised
-    return values.view(part.local)
+        return
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        futures = [pool.submit(fill_block, *block) for block in blocks]
+    for future in futures:
+        future.result()  # raises what a block raised
 
 
 def _normal_runs(

@@ -32,6 +32,7 @@ from models.engine.engine import Engine, build_stages
 from models.engine.fp8_shadow import Shadow, run_shadow
 from models.engine.passes import OutsideVocabulary, Share
 from models.engine.sentinel import SilentFault
+from models.engine.shared_drawing import draw_weights
 from parallel.leaves import Leaves
 from parallel.pipeline.timeline import Recording
 from tools.config.checks import make_rule
@@ -106,6 +107,8 @@ class Trainer:
             self._resume(checkpoint)
         elif config.train.init_from:
             start_from(Path(config.train.init_from), self.engine.optimizer)
+        elif self._shares_drawing:
+            draw_weights(self.engine.stages.values(), self.engine.optimizer, config.train.seed)
         self._saves = Saves(config, self.engine)
         self._saved_step = self.progress.step  # that of the newest checkpoint
         self._nonfinite_step: NonFiniteStep | None = None  # ends the run, with its state saved
@@ -117,8 +120,8 @@ class Trainer:
         config = self.config
         options = replace(
             config.engine_options,
-            # Weights that are loaded afterwards need not be drawn.
-            blank=bool(self.resumed or config.train.init_from),
+            # Weights that are loaded or drawn afterwards need not be drawn by each replica.
+            blank=bool(self.resumed or config.train.init_from or self._shares_drawing),
             leaves=compile_leaves(config, self.corpus.model, mesh, self.resumed),
         )
         stages = build_stages(
@@ -133,6 +136,13 @@ class Trainer:
             self.optimizer_class, **optimizer_options(config, device_of(mesh))
         )
         return Engine(stages, optimizer, [StepPosition(self.position), *observers], self.position)
+
+    @property
+    def _shares_drawing(self) -> bool:
+        """Return True if replicas share out the drawing of initial weights, as they share
+        masters. A model of a factory may have values that no layout states."""
+        parallel = self.config.parallel
+        return bool(parallel.zero) and parallel.copies > 1 and not self.config.model.factory
 
     def _resume(self, checkpoint: Path) -> None:
         """Load the state of the run from a checkpoint."""

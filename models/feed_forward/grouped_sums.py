@@ -80,23 +80,23 @@ def _adds(
     `flat`, as torch does on a CPU."""
     n = grad.shape[1]
     k = x.shape[1]
-    found = flat.to(device, copy=True)
+    computed = flat.to(device, copy=True)
     add_products_(
-        found[:, : n * k].unflatten(1, (n, k)),
+        computed[:, : n * k].unflatten(1, (n, k)),
         grad.to(device),
         x.to(device),
         torch.tensor(ends, dtype=torch.int32, device=device),
         first,
     )
-    wanted = flat.clone()
+    expected = flat.clone()
     start = 0
-    for total, stop in zip(wanted[:, : n * k], ends, strict=True):
+    for total, stop in zip(expected[:, : n * k], ends, strict=True):
         product = grad[start:stop].float().t() @ x[start:stop].float()
         if first:
             total.zero_()
         total.add_(product.flatten())
         start = stop
-    return torch.allclose(found.cpu(), wanted, rtol=_TRIAL_TOLERANCE, atol=_TRIAL_TOLERANCE)
+    return torch.allclose(computed.cpu(), expected, rtol=_TRIAL_TOLERANCE, atol=_TRIAL_TOLERANCE)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from torch import Tensor
 
 from megaprec.optim.grad_buffer import GradBuffer
 
@@ -13,19 +14,20 @@ class WholeGradients:
     """Bytes of whole gradients that are allocated on this rank, and the most so far."""
 
     def __init__(self) -> None:
-        self.now = 0
         self.peak = 0
+        self._tensors: list[weakref.ref[Tensor]] = []
 
     def count(self, gradients: GradBuffer) -> None:
         """Count the whole of `gradients` until its memory is given up, also by who reduces it."""
-        whole = gradients.whole
-        assert whole is not None
-        self.now += whole.nbytes
+        assert gradients.whole is not None
+        self._tensors.append(weakref.ref(gradients.whole))
         self.peak = max(self.peak, self.now)
-        weakref.finalize(whole, self._release, whole.nbytes)
 
-    def _release(self, size: int) -> None:
-        self.now -= size
+    @property
+    def now(self) -> int:
+        """The bytes that are allocated now."""
+        tensors = [reference() for reference in self._tensors]
+        return sum(x.untyped_storage().nbytes() for x in tensors if x is not None)
 
 
 @contextmanager

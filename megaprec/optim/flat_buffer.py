@@ -468,6 +468,8 @@ class Buffer:
             wait()
             if self.shards_gradients:
                 self._gradients.add_reduced(self.local_part(sent))
+                # at once: a thread of gloo may refer to the tensor a little longer
+                sent.untyped_storage().resize_(0)
             elif is_copied:
                 self.local_grads.copy_(self.local_part(sent))
 

@@ -139,10 +139,14 @@ class MatrixUpdates:
                     rule.ns_eps,
                 )
         for number, buffer in enumerate(self.buffers):
-            wait = self._exchange.start_return(number, matrices)
-            for local, result in zip(self._local[number], wait(), strict=True):
-                _move(local, result, step_of(local.factors))
+            # without names, which would keep what was sent and received until the next exchange
+            self._move_buffer(number, self._exchange.start_return(number, matrices)(), step_of)
             done(buffer)  # starts the buffer's all-gather, which overlaps with the next exchange
+
+    def _move_buffer(self, number: int, results: Sequence[Tensor], step_of: StepOf) -> None:
+        """Update this rank's elements of a buffer by the flat results of its matrices."""
+        for local, result in zip(self._local[number], results, strict=True):
+            _move(local, result, step_of(local.factors))
 
     def _collect_directions(self, step_of: StepOf) -> dict[int, Tensor]:
         """Update all momenta, and return the complete directions of this rank's own matrices, by

@@ -62,8 +62,11 @@ class LRSchedule:
         """Return the position of the rate between final (0) and peak (1) after warm-up."""
         if self.kind == "wsd":
             into_tail = completed - (self.total - self.decay)
-            return 1.0 if into_tail <= 0 else _fall(self.tail, into_tail / self.decay)
-        return _fall(self.kind, (completed - self.warmup) / (self.total - self.warmup))
+            if into_tail <= 0:
+                return 1.0
+            return _fall(self.tail, into_tail / self.decay)
+        decayed = (completed - self.warmup) / (self.total - self.warmup)
+        return _fall(self.kind, decayed)
 
     def _problems(self) -> Iterator[Problem]:
         """Yield a problem for each value that is out of its range or contradicts another one."""

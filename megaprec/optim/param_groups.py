@@ -265,7 +265,10 @@ def step_rules(groups: Groups, rule: UpdateRule) -> dict[Factors, UpdateRule]:
     rules: dict[Factors, UpdateRule] = {}
     for group_factors, group in groups.items():
         changed = _changed_options(group)
-        rules[group_factors] = replace(rule, **changed) if changed else rule  # type: ignore[type-var]
+        group_rule = rule
+        if changed:
+            group_rule = replace(rule, **changed)  # type: ignore[type-var]
+        rules[group_factors] = group_rule
         if "momentum" in changed and not changed["momentum"]:
             # such a rule has no moments, but those of the optimizer are allocated
             raise UserError.of("optimizer.momentum_zero")

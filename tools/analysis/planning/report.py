@@ -119,7 +119,7 @@ def summary_line(config: RunConfig) -> str:
     if config.model.factory:
         return ""
     target = target_of(config)
-    planned = plan_run(config, MemoryModel(target.device), None)
+    planned = plan_run(config.on_device(target.device), MemoryModel(target.device), None)
     by_kind = planned.ranks[planned.fullest].by_kind()
     shown = {kind: by_kind[kind] for kind in MAIN_KINDS}
     shown["other"] = _other(by_kind)

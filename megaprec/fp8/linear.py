@@ -25,13 +25,12 @@ from megaprec.fp8.matmul import add_product_, multiply
 from megaprec.fp8.params import FP8Param
 from megaprec.fp8.quantize import (
     Codes,
-    LeafCaller,
     amax_of,
     block_of,
     quantize_both,
-    uncompiled,
 )
 from megaprec.fp8.state import OFF, Casts, FP8State, Scope
+from megaprec.leaf_calls import CallLeaf, uncompiled
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.gemm import Gemm
 from megaprec.precision.gemm_provider import Factor
@@ -56,7 +55,7 @@ class FP8Gemm:
     wide: Gemm
     tp: Axis
     fp8_param: FP8Param | None = None
-    leaves: LeafCaller = uncompiled
+    leaves: CallLeaf = uncompiled
     scope: Scope = OFF
     scales: Mapping[Role, Tensor] = field(default_factory=dict)
     advances: int = 0
@@ -226,7 +225,7 @@ class FP8Gemm:
         if self.scope.records:
             self.state.record(self.eligibility.name, role, self._leaves_for(x)(amax_of, x))
 
-    def _leaves_for(self, x: Tensor) -> LeafCaller:
+    def _leaves_for(self, x: Tensor) -> CallLeaf:
         """Return `leaves` for a tensor of a GPU. A CPU emulates products, and torch's compiler has
         not all formats there."""
         return uncompiled if x.device.type == "cpu" else self.leaves

@@ -17,7 +17,6 @@ transposed matrix.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from torch.nn import functional as F
 from megaprec.fp8.formats import Role, cast, format_of, limit
 from megaprec.fp8.scaling import mx_inverse, scale_of
 from megaprec.fp8.transformer_engine import encode
+from megaprec.leaf_calls import CallLeaf, uncompiled
 from megaprec.precision.fp8_recipe import FP8Recipe
 
 
@@ -54,16 +54,6 @@ class Codes:
         """Return the dequantized numbers, float32 [m, k]."""
         inverse = expand_blocks(self.inverse.float(), self.block, self.values.shape)
         return self.values.float() * inverse
-
-
-LeafCaller = Callable[..., Any]
-"""Calls a leaf, a function of tensors and settings without messages or state: (leaf, its
-arguments) -> the leaf's result, computed in its compiled form if there is one."""
-
-
-def uncompiled(leaf: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a leaf operator by operator."""
-    return leaf(*arguments)
 
 
 def quantize(
@@ -118,7 +108,7 @@ def quantize_both(
     role: Role,
     scale: Tensor | None = None,
     reduce_max: Callable[[Tensor], None] | None = None,
-    leaves: LeafCaller = uncompiled,
+    leaves: CallLeaf = uncompiled,
 ) -> tuple[Codes, Codes]:
     """Return `quantize` of x [m, k] and of its transpose [k, m]; one set of codes serves both where
     it can.

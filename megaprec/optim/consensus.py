@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megaprec.comm.axis import Axis
+from megaprec.leaf_calls import CallLeaf
 from megaprec.optim.grad_stats import joined_norm, norm_of, statistics
-from megaprec.optim.one_pass import CallLeaf
 
 DIGEST_BITS = 18  # a sum of squares over 2**17 ranks is then less than 2**53: exact in float64
 # Odd multipliers of a multiplicative hash, as signed 64-bit integers: one for each number of a

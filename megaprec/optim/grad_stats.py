@@ -17,7 +17,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from megaprec.optim.one_pass import CallLeaf, statistics_in_one_pass
+from megaprec.leaf_calls import CallLeaf
+from megaprec.optim.one_pass import statistics_in_one_pass
 from megaprec.torch_private import foreach_norm
 
 # elements: a block is still in a core's cache when it is read for the second time

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
+from megaprec.leaf_calls import CallLeaf
 from megaprec.optim.consensus import StepConsensus
 from megaprec.optim.flat_buffer import Buffer, StartSum, start_sum
-from megaprec.optim.one_pass import CallLeaf
 from megaprec.optim.update_rules import Step, UpdateRule
 from megaprec.optim.update_tile import Wide
 from megaprec.precision.plan import PrecisionPlan

@@ -7,34 +7,23 @@ masters. One pass for the statistics and one for the update move 34: gradients a
 masters and both moments are read and written, weights are written.
 
 The functions here are leaves: they have a compiled form for certain lengths only, and are called
-through a `CallLeaf`, which the layers' package gives (`parallel.leaves.Leaves`). So slices are cut
-into runs of these lengths. What is left of a slice is padded for the update, so that all elements
-go through the same code and no result depends on the slice that an element is in.
+through a `CallLeaf`. So slices are cut into runs of these lengths. What is left of a slice is
+padded for the update, so that all elements go through the same code and no result depends on the
+slice that an element is in.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megaprec.leaf_calls import CallLeaf
 from megaprec.optim.update_rules import AdamW, Step, UpdateRule
 from megaprec.optim.update_tile import Tile
 
 LENGTHS = (1 << 24, 1 << 22, 1 << 20)
 """Elements of the runs that have compiled forms, longest first."""
-
-
-class CallLeaf(Protocol):
-    """Calls leaf(*arguments) in its compiled form; without one, otherwise(*arguments) or the
-    leaf."""
-
-    def __call__(
-        self,
-        leaf: Callable[..., Any],
-        *arguments: Any,
-        otherwise: Callable[..., Any] | None = None,
-    ) -> Any: ...
 
 
 def runs(start: int, stop: int) -> Iterator[tuple[int, int]]:

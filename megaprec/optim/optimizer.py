@@ -36,6 +36,7 @@ from megaprec.comm.experts import ExpertAxes
 from megaprec.comm.layout import parameters_of
 from megaprec.comm.virtual import VirtualAxis
 from megaprec.errors import UserError
+from megaprec.leaf_calls import CallLeaf
 from megaprec.optim.attribution import attribute_nonfinite
 from megaprec.optim.canonical.numerics import CanonicalNumerics
 from megaprec.optim.consensus import Consensus, LocalNumbers, StepNumbers, digest, to_host
@@ -54,7 +55,6 @@ from megaprec.optim.muon.rule import Muon, moments_of
 from megaprec.optim.numerics import Numerics
 from megaprec.optim.one_pass import (
     AdamWNumbers,
-    CallLeaf,
     adamw_numbers,
     has_one_pass,
     runs,

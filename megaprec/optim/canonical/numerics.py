@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.tree import start_tree_scatter_sum_, start_tree_sum_
+from megaprec.leaf_calls import CallLeaf
 from megaprec.optim.canonical.consensus import CanonicalConsensus, in_slots
 from megaprec.optim.canonical.microbatch_sums import MicrobatchSums
 from megaprec.optim.canonical.requirements import require_canonical
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.numerics import Numerics
-from megaprec.optim.one_pass import CallLeaf
 from megaprec.optim.update_rules import Step, UpdateRule, update_padded
 from megaprec.optim.update_tile import Wide
 from megaprec.precision.plan import PrecisionPlan

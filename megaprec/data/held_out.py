@@ -56,8 +56,19 @@ class Ranges:
     def index_of(self, number: int) -> int:
         """Return how many of the numbers are below `number`: its index in ascending order if it is
         one of them."""
-        lengths = np.clip(number - self.begins, 0, self.ends - self.begins)
-        return int(lengths.sum())
+        return int(self.count_below(np.array(number)))
+
+    def count_below(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many of the numbers are below each one of `numbers`, of the same shape."""
+        lengths = self.ends - self.begins
+        before = np.cumsum(lengths) - lengths
+        block = np.searchsorted(self.begins, numbers, side="right") - 1
+        of_block = np.minimum(numbers - self.begins[block], lengths[block])
+        return np.where(block < 0, 0, before[block] + of_block)
+
+    def tokens(self, length: int) -> "Ranges":
+        """Return the tokens of samples of so many tokens."""
+        return Ranges(self.begins * length, self.ends * length)
 
     def beginning(self, count: int) -> "Ranges":
         """Return the first `count` numbers in ascending order."""

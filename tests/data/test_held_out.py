@@ -45,7 +45,7 @@ def test_any_beginning_of_an_evaluation_is_from_everywhere() -> None:
     for numbers in (evaluation, taken_in_turn(2_000)):
         first = numbers.numbers(np.arange(BLOCKS))
         steps = np.diff(first) * BLOCKS / (100_000 if numbers is evaluation else 2_000)
-        assert 0 <= steps.min() and steps.max() <= 2.1
+        assert steps.min() >= 0 and steps.max() <= 2.1
         second = numbers.numbers(np.arange(BLOCKS, 2 * BLOCKS))
         assert (second == first + 1).all()
 

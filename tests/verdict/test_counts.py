@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ def test_losses_by_counts_are_those_of_the_formulas(
 ) -> None:
     counts = Counts.of(np.array(trained[:-1]), np.array(trained[1:]), VOCABULARY)
     singles = Counter(trained[1:])
-    pairs = Counter(zip(trained[:-1], trained[1:], strict=True))
+    pairs = Counter(pairwise(trained))
 
     def single(token: int) -> float:
         return (singles[token] + 1) / (len(trained) - 1 + VOCABULARY)

@@ -216,30 +216,31 @@ def _held_out_documents(training: Samples, seq_length: int) -> NDArray[np.int64]
     out.
     """
     lengths = training.dataset.document_lengths()
-    ends = np.cumsum(lengths)
-    begins = ends - lengths
-    # By token, whether the training sample before it, if there is one, has ended there.
-    first_tokens = training.chosen.begins * seq_length
-    end_tokens = training.chosen.ends * seq_length
-    before = np.searchsorted(first_tokens, ends - 1, side="right") - 1
-    is_held_out = (before < 0) | (begins >= end_tokens[before])
+    is_held_out = _trained_tokens(training, seq_length, lengths) == 0
     return np.flatnonzero(is_held_out & (lengths >= SHORTEST_DOCUMENT))
 
 
 def _training_documents(
     training: Samples, seq_length: int, wanted_lengths: NDArray[np.int64]
 ) -> Iterator[NDArray[np.int64]]:
-    """Yield the documents of the wanted lengths of which the middle is in a training sample."""
+    """Yield the documents of the wanted lengths of which at least half is in training samples."""
     dataset = training.dataset
     lengths = dataset.document_lengths()
-    # A border cuts a document: it counts on the side where its middle is.
-    middles = np.cumsum(lengths) - lengths // 2
-    first_tokens = training.chosen.begins * seq_length
-    end_tokens = training.chosen.ends * seq_length
-    before = np.searchsorted(first_tokens, middles, side="right") - 1
-    is_trained = (before >= 0) & (middles <= end_tokens[before])
+    is_trained = 2 * _trained_tokens(training, seq_length, lengths) >= lengths
     numbers = np.flatnonzero(is_trained & np.isin(lengths, wanted_lengths))
     yield from _read_evenly(dataset, numbers, MOST_READ)
+
+
+def _trained_tokens(
+    training: Samples, seq_length: int, lengths: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return how many tokens of each document training samples begin with or go over.
+
+    lengths: of the documents of their data set, in tokens.
+    """
+    tokens = training.chosen.tokens(seq_length)
+    ends = np.cumsum(lengths)
+    return tokens.count_below(ends) - tokens.count_below(ends - lengths)
 
 
 def _read_evenly(

@@ -27,7 +27,7 @@ BATCH = 64  # samples that are read at once
 
 def make_yardsticks(config: RunConfig, corpus: Corpus) -> Yardsticks | None:
     """Return the yardsticks of a run, those of its folder if they are of the same data; None if it
-    evaluates no held-out text. Raises UserError and OSError.
+    evaluates no held-out text, or no token counts. Raises UserError and OSError.
     """
     held_out = corpus.evaluated.get(HELD_OUT)
     if held_out is None or not config.train.eval_every:
@@ -39,6 +39,8 @@ def make_yardsticks(config: RunConfig, corpus: Corpus) -> Yardsticks | None:
         return kept
     before, tokens = _targets(_first_batches(held_out, num_samples))
     counted_before, counted = _targets(_spread_batches(corpus.train, config.train.seq_length))
+    if not len(tokens) or not len(counted):
+        return None
     counts = Counts.of(counted_before, counted, corpus.ids)
     nbytes, reason = _count_bytes(corpus, tokens)
     model = corpus.model

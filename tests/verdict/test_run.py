@@ -144,6 +144,9 @@ def test_losses_of_other_text_are_left_out_unless_bits_per_byte_are_known(
     loss = f"{read_metrics(other)[-1]['eval_loss']:.4f}"
     assert loss in together
     (other / YARDSTICKS).unlink()
+    again = said(capsys, "compare", str(run), str(other))
+    assert loss in again  # made of the data once more
+    (other / "data" / "text.idx").unlink()
     apart = said(capsys, "compare", str(run), str(other))
     assert loss not in apart
     assert "losses are left out of the table" in apart

@@ -20,6 +20,7 @@ from tools.analysis.plots.timeline import draw
 from tools.analysis.plots.training_plot import Over, pictures
 from tools.analysis.report.page import Html, Text, document, facts, folded, html, paragraph, table
 from tools.analysis.report.run import Key, Run
+from tools.analysis.verdict.measure import find_yardsticks
 from tools.analysis.verdict.verdict import (
     describe_amount,
     describe_foretold,
@@ -33,7 +34,6 @@ from tools.console.units import duration, flops, loss_scale, size
 from tools.journal.records import BRANCHED, NO_TOKENS_EVENT, SAMPLE
 from tools.journal.shadow_records import SHADOW
 from tools.journal.timeline_file import TIMELINE, read_trace_of
-from tools.journal.yardsticks import read_yardsticks
 from tools.training.hangs import read_records
 from tools.verify.parity.certificate import run_digest
 from tools.verify.parity.summary import conclusion, verdict
@@ -169,7 +169,7 @@ def curves(run: Run) -> Html:
         over = run.config.log.plot_over
     resumes = [event["step"] for event in run.of_kind("resume")]
     # as in training.png
-    drawing = pictures(run.records, over, resumes, read_yardsticks(run.folder))
+    drawing = pictures(run.records, over, resumes, find_yardsticks(run.folder))
     figures: list[str] = []
     for number, chart in enumerate(drawing.charts):
         # its title is text of the page; the legend is the same for all

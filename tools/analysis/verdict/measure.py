@@ -12,12 +12,13 @@ from megaprec.data.blend import Blend
 from megaprec.data.intact import read_record
 from megaprec.data.samples import Batch, Samples
 from megaprec.data.token_bytes import NOT_KNOWN, bytes_of_tokens
+from megaprec.errors import UserError
 from tools.analysis.verdict.counts import Counts, Ids
-from tools.config.run_file import RunConfig
+from tools.config.run_file import RunConfig, load_run, run_file_in
 from tools.journal.records import HELD_OUT
 from tools.journal.yardsticks import Yardsticks, read_yardsticks
 from tools.training.batches import evaluated_samples
-from tools.training.corpus import Corpus
+from tools.training.corpus import Corpus, open_run_data
 
 COUNTED = 1 << 21  # tokens of the training text that are counted, at most
 CHECKED = 1 << 24  # tokens of a data set whose bytes are compared with those of its text
@@ -57,6 +58,23 @@ def make_yardsticks(config: RunConfig, corpus: Corpus) -> Yardsticks | None:
         parameters=0 if model.factory else model.num_parameters,
         epoch_tokens=len(corpus.train) * config.train.seq_length,
     )
+
+
+def find_yardsticks(folder: Path) -> Yardsticks | None:
+    """Return the yardsticks of a run folder, made of its data if the run has not kept them; None if
+    that is not possible. Writes nothing.
+    """
+    kept = read_yardsticks(folder)
+    if kept is not None:
+        return kept
+    run_file = run_file_in(folder, written_by_run=True)
+    if run_file is None:
+        return None
+    try:
+        config = load_run(run_file)
+        return make_yardsticks(config, open_run_data(config))
+    except (UserError, OSError, ValueError):  # the run's data may be anywhere by now
+        return None
 
 
 def _digest(config: RunConfig, corpus: Corpus, num_samples: int) -> str:

@@ -9,16 +9,18 @@ from typing import Any
 
 import numpy as np
 
+from tools.analysis.verdict.measure import find_yardsticks
 from tools.analysis.verdict.power_law import Foretold, foretell
 from tools.analysis.verdict.student import quantile
 from tools.analysis.verdict.trend import Evaluation, Trend, judge
 from tools.console.units import counted
 from tools.journal.records import HELD_OUT, read_evaluations, read_metrics
-from tools.journal.yardsticks import Yardsticks, read_yardsticks
+from tools.journal.yardsticks import Yardsticks
 
 LARGEST_EXPONENT = 700.0  # math.exp overflows above 709
 NO_SAMPLES = "the run has not recorded the losses of its samples"
-NO_YARDSTICKS = "not known: the run's data is not there"
+NO_DATA = "the data of the run is not there"
+OTHER_SAMPLES = "the newest evaluation is of other samples than run.toml says"
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,16 @@ class Verdict:
         return math.exp(self.loss) if self.loss < LARGEST_EXPONENT else math.inf
 
     @property
+    def is_measured(self) -> bool:
+        """True if the yardsticks are of the samples that were evaluated, as far as is known."""
+        sizes = self.yardsticks
+        return sizes is not None and self.samples in (0, sizes.samples)
+
+    @property
     def bits_per_byte(self) -> float | None:
         """The loss in bits over the bytes of the text; None if these are not known."""
         sizes = self.yardsticks
-        if sizes is None or not sizes.nbytes or sizes.samples != self.samples:
+        if sizes is None or not sizes.nbytes or not self.is_measured:
             return None
         return self.loss * sizes.tokens / math.log(2) / sizes.nbytes
 
@@ -83,7 +91,7 @@ def read_verdict(folder: Path) -> Verdict | None:
         samples=samples,
         tokens=_whole(records[-1].get("tokens")),
         learned=_whole(records[-1].get("learned_tokens")),
-        yardsticks=read_yardsticks(folder),
+        yardsticks=find_yardsticks(folder),
         trend=judge(of_text) if of_text else Trend("not known", NO_SAMPLES),
         foretold=_foretell(of_text, records),
     )
@@ -168,9 +176,7 @@ def describe_loss(verdict: Verdict) -> str:
     if bits is not None:
         per_byte = f"{bits:.4f} bits per byte"
     else:
-        sizes = verdict.yardsticks
-        reason = sizes.no_bytes if sizes is not None and sizes.no_bytes else "see the next line"
-        per_byte = f"bits per byte not known ({reason})"
+        per_byte = f"bits per byte not known ({_why_no_bytes(verdict)})"
     samples = f" of {counted(verdict.samples, 'sample')}" if verdict.samples else ""
     return (
         f"{loss}, perplexity {verdict.perplexity:.4g}, {per_byte}, after step "
@@ -178,11 +184,20 @@ def describe_loss(verdict: Verdict) -> str:
     )
 
 
+def _why_no_bytes(verdict: Verdict) -> str:
+    sizes = verdict.yardsticks
+    if sizes is None:
+        return NO_DATA
+    return sizes.no_bytes if verdict.is_measured else OTHER_SAMPLES
+
+
 def describe_yardsticks(verdict: Verdict) -> str:
     """Return what the loss is compared with, and what it is better than."""
     sizes = verdict.yardsticks
     if sizes is None:
-        return NO_YARDSTICKS
+        return f"not known: {NO_DATA}"
+    if not verdict.is_measured:
+        return f"not known: {OTHER_SAMPLES}"
     ladder = (
         ("counts of pairs", sizes.bigram),
         ("counts of single tokens", sizes.unigram),

@@ -352,7 +352,7 @@ def test_a_build_without_bad_rows_has_the_bytes_of_the_good_ones_and_a_list_of_t
     again = prepare(source, tmp_path / "mixed", tokenizer=tokenizer.path)
     assert (again.reused, again.skipped) == (True, 50)
     # one that skips nothing does not take it for its own
-    with raises("data.row_not_json_object"):
+    with raises("data.build_exists"):
         prepare(
             open_source(str(tmp_path / "mixed.jsonl")), tmp_path / "mixed", tokenizer=tokenizer.path
         )

@@ -271,8 +271,8 @@ def _reason_without_digest(source: DataSource) -> str:
     """Return why a text is taken for another one where no digest of it is known."""
     return (
         "its files have another name, size or time, or are read otherwise (text_field, max_chars, "
-        f"encoding, skip_bad); if the text is the same, remove {source.index_file} and the same command makes its tokens anew "
-        "and compares them"
+        f"encoding, skip_bad); if the text is the same, remove {source.index_file} and the same "
+        "command makes its tokens anew and compares them"
     )
 
 

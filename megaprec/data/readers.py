@@ -85,7 +85,7 @@ ONE_SPELLING = re.compile(r"[\w .:-]+", re.ASCII)
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How the text of a source is read.
+    """Options of reading the text of a source.
 
     field: name of the field or column that holds the text.
     encoding: of plain text, separated tables, and pages that do not name theirs, as Python names

@@ -109,17 +109,20 @@ def has_other_tokens(run_names: Sequence[str], runs: Sequence[Run]) -> bool:
 
 
 def differing_keys(run_names: Sequence[str], runs: Sequence[Run]) -> dict[str, dict[str, str]]:
-    """Return the keys of run files that differ, but for names of folders, with the value in each
-    run; of runs without a run file nothing."""
+    """Return the keys that differ, with the value in each run: those that some run was given, but
+    for names of folders. Of runs without a run file nothing."""
     values = dict[str, dict[str, str]]()
+    given = set[str]()
     with_keys = 0
     for run_name, run in zip(run_names, runs, strict=True):
         with_keys += bool(run.keys)
         for key in run.keys:
-            if key.name not in FOLDER_KEYS:
-                values.setdefault(key.name, {})[run_name] = key.value
+            values.setdefault(key.name, {})[run_name] = key.value
+            if key.origin != "default":
+                given.add(key.name)
     differing = dict[str, dict[str, str]]()
-    for name, by_run in values.items():
+    for name in sorted(given.difference(FOLDER_KEYS)):
+        by_run = values[name]
         if len(set(by_run.values())) > 1 or len(by_run) < with_keys:
             differing[name] = by_run
     return differing

@@ -29,6 +29,7 @@ PROCESS = 300 * 10**6  # bytes of Python and torch in a process on a CPU
 class RankBytes:
     """Bytes of one pipeline rank; its tensor-parallel ranks and replicas have as many.
 
+    ema: the moving average of the weights.
     activations: the peak of a step's passes, with messages between stages.
     logits: the part of it that is one micro-batch's logits, on the rank of the last stage.
     buffers: rotary tables and FP8 casts of weights.
@@ -46,6 +47,7 @@ class RankBytes:
     gradients: int
     masters: int
     moments: int
+    ema: int
     activations: int
     logits: int
     buffers: int
@@ -136,6 +138,7 @@ class MemoryModel:
                 gradients=virtual_ranks * state.gradients,
                 masters=virtual_ranks * state.masters,
                 moments=virtual_ranks * state.moments,
+                ema=virtual_ranks * state.ema,
                 activations=peaks[rank],
                 logits=logits_bytes(config) if rank == rank_of_stage[-1] else 0,
                 buffers=buffers[rank],
@@ -195,6 +198,7 @@ def sharding_of(config: RunConfig) -> Sharding:
         parallel.expert_tensor,
         separate_head=config.canonical_shards > 0,
         gradients=parallel.shards_gradients,
+        ema=config.optimizer.ema > 0,
     )
 
 

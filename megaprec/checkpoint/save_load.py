@@ -73,8 +73,8 @@ def load(
     checkpoint.json.
 
     fp8: state into which scales and amax histories are loaded, as far as the checkpoint has them.
-    begin_ema: True if the optimizer's moving average may begin with the weights of a checkpoint that
-        has no average; such a checkpoint is otherwise refused.
+    begin_ema: True if the optimizer's moving average may begin with the weights of a checkpoint
+        that has no average; such a checkpoint is otherwise refused.
 
     Collective over the world: if a byte of the checkpoint has changed since it was saved, or if one
     rank finds that it is of another model, every rank raises UserError before anything is changed.

@@ -607,8 +607,8 @@ class Buffer:
         return sum(self.bytes_by_kind().values())
 
     def bytes_by_kind(self) -> dict[str, int]:
-        """Return the memory of this buffer in bytes: of weights, gradients, masters, moments and the
-        moving average, which is "ema".
+        """Return the memory of this buffer in bytes: of weights, gradients, masters, moments and
+        the moving average, which is "ema".
 
         Scales of weights in FP8 belong to the weights, remainders to the masters. Masters that are
         the weights take no memory of their own. Of gradients only what is held between steps

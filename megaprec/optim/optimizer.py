@@ -490,8 +490,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
             with optimizer.averaged_weights():
                 loss = evaluate(model)
 
-        Meanwhile this rank keeps its slice of the own weights, and whatever is written to weights is
-        lost. Collective over the ranks that share state, at the beginning and at the end. Raises
+        Meanwhile this rank keeps its slice of the own weights, and whatever is written to weights
+        is lost. Collective over the ranks that share state, at the beginning and at the end. Raises
         UserError if no average is kept, and for a step, a save or a load inside the block.
         """
         if self._average is None:
@@ -719,8 +719,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         self.rule.advance(skip)
 
     def _end_update(self, buffer: Buffer, skip: Tensor) -> None:
-        """Start to all-gather the weights of an updated buffer, and let its average follow; FP8 codes
-        are computed and gathered later."""
+        """Start to all-gather the weights of an updated buffer, and let its average follow; FP8
+        codes are computed and gathered later."""
         if not buffer.has_fp8_weights:
             self._gatherer.begin(buffer)  # overlaps with the update of the next buffer
         if self._average is not None:

@@ -34,7 +34,7 @@ from megaprec.optim.update_tile import Tile
 
 
 def run_length(device_type: str) -> int:
-    """Return the elements of an average that are computed at a time, as long as a buffer has them."""
+    """Return the elements of an average that are computed at a time."""
     # a GPU computes longer runs, because each launch has a cost
     return BLOCK if device_type == "cpu" else BLOCK << 6
 

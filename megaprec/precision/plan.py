@@ -258,7 +258,7 @@ class PrecisionPlan:
 
     @property
     def average(self) -> torch.dtype:
-        """Return the dtype of a moving average of the weights: FP32, or FP64 beside such masters."""
+        """Return the dtype of a moving average of weights: FP32, or FP64 beside FP64 masters."""
         return torch.float64 if self.masters == torch.float64 else torch.float32
 
     def keeps_fp32(self, name: str) -> bool:

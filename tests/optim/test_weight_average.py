@@ -1,7 +1,5 @@
 """The moving average of the weights: the plain formula over each applied step, in any layout."""
 
-import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.checkpoint.reader import Store
-from megaprec.checkpoint.save_load import load, load_weights, save
-from megaprec.comm.layout import attach_whole
-from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.rule_by_name import rule
-from megaprec.precision.plan import plan
 from tests.logical import (
     LAYOUTS,
     SHAPES,
@@ -29,8 +19,6 @@ from tests.logical import (
     make_optimizer,
     results,
 )
-from tests.ranks import run_ranks
-from tests.refusals import raises, shows
 
 DECAY = 0.75
 EMA = {"ema": DECAY}

@@ -41,3 +41,12 @@ def add_text_field(parser: ArgumentParser) -> None:
         metavar="NAME",
         help="field of a JSON object, or column of a table, that holds the text (default: text)",
     )
+
+
+def add_ema(parser: ArgumentParser, verb: str) -> None:
+    """Add `--ema`. verb: of what the command does to a model."""
+    parser.add_argument(
+        "--ema",
+        action="store_true",
+        help=f"{verb} the moving average of the weights that a run with optimizer.ema keeps",
+    )

@@ -41,6 +41,7 @@ from tools.console.wrapped import say
 from tools.convert.initial import start_from
 from tools.convert.train_state import TrainState, read_overflow_monitor
 from tools.journal.journal import Journal
+from tools.journal.records import AVERAGE_LOSS, HELD_OUT_LOSS
 from tools.journal.shadow_records import shadow_event, shadow_fields
 from tools.journal.timeline_file import TIMELINE, write_trace
 from tools.training.banner import print_marked, print_memory, print_start
@@ -315,16 +316,17 @@ class Trainer:
         return events + self._digests.of_step(report, progress)
 
     def _evaluation_losses(self) -> dict[str, float]:
-        """Return the loss of each evaluated set, by name, and as NAME_ema that of the average of the
-        weights, if one is kept. Collective over the world."""
+        """Return the losses of all evaluated sets by field of a record, and those of the average of
+        the weights, if one is kept. Collective over the world."""
         losses = dict[str, float]()
         evaluated = self.corpus.evaluated.items()
-        for name, samples in evaluated:
-            losses[name] = self.evaluate(samples)
+        for field, samples in evaluated:
+            losses[field] = self.evaluate(samples)
         if self.config.optimizer.ema:
             with self.engine.optimizer.averaged_weights():
-                for name, samples in evaluated:
-                    losses[f"{name}{EMA_SUFFIX}"] = self.evaluate(samples)
+                for field, samples in evaluated:
+                    average_field = field.replace(HELD_OUT_LOSS, AVERAGE_LOSS, 1)
+                    losses[average_field] = self.evaluate(samples)
         return losses
 
     def _evaluates_after(self, step: int) -> bool:

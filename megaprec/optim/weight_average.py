@@ -132,6 +132,14 @@ class WeightAverage:
             gather(self._buffers)
 
 
+def own_bytes(buffer: Buffer) -> int:
+    """Return the bytes of what a rank keeps of a buffer while the average is in its place."""
+    num_bytes = buffer.local_part(buffer.weights).nbytes
+    if buffer.has_fp8_weights and buffer.masters is not None:
+        num_bytes += buffer.masters.nbytes
+    return num_bytes
+
+
 def _put_in(buffer: Buffer) -> _OwnWeights:
     """Round the average of a buffer to this rank's slice of its weights, and return what was
     there. Of FP8 weights the masters change alone."""

@@ -27,7 +27,7 @@ from megaprec.optim.muon.newton_schulz import iteration_flops, orthogonalized
 from megaprec.optim.muon.rule import MUON_MOMENTUM, Muon, moments_of
 from megaprec.optim.ranks import sharing_replicas
 from megaprec.optim.update_rules import UpdateRule
-from megaprec.optim.weight_average import AveragedTile, run_length
+from megaprec.optim.weight_average import AveragedTile, own_bytes, run_length
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.decoder.cutting import build
@@ -52,6 +52,7 @@ class StateBytes:
     ema: the moving average of the weights.
     update: the peak that the update of one block adds, or that of its moving average, or the
         orthogonalization of matrices by Muon.
+    own: this rank's slice of the weights, which is kept while their average is evaluated.
     arriving: under ZeRO-2, the most that gradients take until they are reduced: the buckets that
         one layer's gradients are in, and one more that is under way.
     saved: what this rank writes to a checkpoint, of which a save in the background makes a copy in
@@ -65,6 +66,7 @@ class StateBytes:
     ema: int
     reduction: int
     update: int
+    own: int
     arriving: int
     saved: int
 
@@ -266,6 +268,7 @@ def _measure(
         **totals,
         reduction=reduction,
         update=max(peaks),
+        own=sum(own_bytes(buffer) for buffer in buffers if buffer.ema is not None),
         arriving=max(_arriving_bytes(stage, buffers) for stage, buffers in by_stage),
         saved=saved,
     )

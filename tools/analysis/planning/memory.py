@@ -38,7 +38,7 @@ class RankBytes:
     arriving: under ZeRO-2, gradients of buckets that are not reduced yet.
     sums: under canonical numerics, gradients of micro-batches that wait until others are added to
         them.
-    optimizer: temporary tensors of an update.
+    optimizer: temporary tensors of an update, or the own weights while their average is evaluated.
     save: on a CPU, the copy from which a checkpoint is written beside the training.
     process: on a CPU, Python and torch.
     """
@@ -132,6 +132,7 @@ class MemoryModel:
         gathers = canonical and config.parallel.copies > 1
         on_cpu = self.device == "cpu"
         copies_to_save = on_cpu and config.checkpoint.background
+        evaluates = config.train.eval_every > 0
         return [
             RankBytes(
                 weights=virtual_ranks * state.weights,
@@ -146,7 +147,7 @@ class MemoryModel:
                 arriving=virtual_ranks * state.arriving,
                 sums=virtual_ranks * state.gradients * waiting,
                 # of one block at a time, of whichever virtual rank it is
-                optimizer=state.update,
+                optimizer=max(state.update, virtual_ranks * state.own if evaluates else 0),
                 save=virtual_ranks * state.saved if copies_to_save else 0,
                 process=PROCESS if on_cpu else 0,
             )

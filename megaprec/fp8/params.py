@@ -203,7 +203,8 @@ class FP8Group:
 
 @dataclass(frozen=True)
 class HeldCodes:
-    """What belongs to the codes of FP8 weights, as it was when they were taken over.
+    """The scales that belonged to codes of FP8 weights at some moment, and whether the codes were
+    outdated.
 
     inverse: the inverse scales of each shard's weight. outdated: of each state.
     """

@@ -115,6 +115,7 @@ def in_fp8(mesh: DeviceMesh | None, runs: Sequence[Run]) -> list[str]:
     for run in runs:
         engine = make_engine(mesh, run)
         without = make_engine(mesh, replace(run, options={}))
+        loss = 0.0
         for number, batch in enumerate(batches(run)):
             share = share_of(mesh, batch)
             for each in (engine, without):

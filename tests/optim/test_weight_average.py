@@ -16,6 +16,7 @@ from megaprec.checkpoint.reader import Store
 from megaprec.checkpoint.save_load import load, load_weights, save
 from megaprec.comm.layout import attach_whole
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.weight_average import averaged_tiles
 from megaprec.precision.plan import plan
 from tests.logical import (
     INF,
@@ -252,6 +253,21 @@ def wrapped_loops(mesh: DeviceMesh) -> list[str]:
 
 def test_own_loops_have_averages_plain_in_ddp_and_in_fully_shard() -> None:
     assert run_ranks(wrapped_loops, {"dp": 2}) == [[], []]
+
+
+def test_a_device_that_updates_in_skipped_steps_too_leaves_the_average_as_it_was() -> None:
+    """A GPU, whose host does not know the decision yet."""
+    optimizer, _ = train(None, replace(PLANS["split masters"], steps=1))
+    for buffer in optimizer.all_buffers():
+        assert buffer.ema is not None
+        buffer.ema[::3] = -0.0
+        before = buffer.ema.clone()
+        for averaged in averaged_tiles(buffer):
+            averaged.move(DECAY, torch.ones(()))
+        assert torch.equal(buffer.ema.view(torch.int32), before.view(torch.int32))
+        for averaged in averaged_tiles(buffer):
+            averaged.move(DECAY, torch.zeros(()))
+        assert not torch.equal(buffer.ema, before)
 
 
 def small(**options: Any) -> tuple[nn.Module, ParallelAMPOptimizer]:

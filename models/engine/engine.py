@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis, device_of
@@ -318,32 +319,39 @@ class Engine:
     def evaluate(self, share: Share) -> float:
         """Return the mean loss over the tokens of all shares that count, NaN if none does.
         Collective over the mesh."""
-        loss, _ = self.evaluate_counted(share)
-        return loss
+        return mean_loss(self.evaluate_samples(share))
 
     @torch.no_grad()
-    def evaluate_counted(self, share: Share) -> tuple[float, float]:
-        """Return the mean loss over the tokens of all shares that count, and their number, or the
-        sum of their weights.
+    def evaluate_samples(self, share: Share) -> Tensor:
+        """Return, for each sample of the global batch, the sum of the losses of its tokens that
+        count, and their number or the sum of their weights: float64 [2, samples], on the CPU.
 
-        The loss is NaN if none counts. Collective over the whole mesh.
+        A sample's numbers do not depend on the others of the batch, nor on where it is computed,
+        but for the rounding of products. Collective over the whole mesh.
         """
         # Weights of the last update may still travel. All at once: nothing overlaps with them here.
         self.optimizer.wait()
         state = self.passes.begin(share, None, self.optimizer.scale)
+        num_samples = len(share.tokens)
+        shape = (2, num_samples * self.dp.size)
+        # Each rank fills in its own samples: a sum with zeros is exact.
+        numbers = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        own = numbers[:, share.first : share.first + num_samples]
+        state.sample_losses = own[0]
         with self.passes.in_fp8():
             self.passes.executor(state, self._evaluation_program).run()
+        is_counting = self.last_stage in self.stages and self.tp.rank == 0
+        if is_counting and state.share.mask is None:
+            own[1] = state.share.targets.shape[1]
+        elif is_counting and state.share.mask is not None:
+            own[1] = state.share.mask.sum(1, dtype=torch.float64)
         # Canonical numerics have a loss for each micro-batch, others one, summed over the world.
         loss = summed_loss(state.loss, self.optimizer.dp, self.optimizer.world)
         # Ids outside the vocabulary make the loss NaN on all ranks (`Passes.begin`).
         if math.isnan(loss):
             self.passes.require_ids_in_vocabulary(state)
-        # NaN on ranks that do not hold the last stage, which alone counts them.
-        local_count = state.token_count.total.nan_to_num(nan=-math.inf)
-        tokens = self.optimizer.world.max_(local_count).item()
-        if tokens <= 0:
-            return math.nan, 0.0
-        return loss, tokens
+        state.await_sums()
+        return self.optimizer.world.sum_(numbers).cpu()
 
     def complete_report(self, report: StepReport, state: PassState) -> StepReport:
         """Return the report of a step with the loss of multi-token prediction; of a skipped step
@@ -380,3 +388,19 @@ class Engine:
         if not may_fall or not math.isfinite(report.loss):
             return False
         return self.optimizer.saved_numbers()["steps"] == 0
+
+
+def mean_loss(numbers: Tensor) -> float:
+    """Return the mean loss over the tokens of samples, whose sums are exact, so that their order
+    does not matter; NaN if no token counts.
+
+    numbers: float64 [2, samples], as `Engine.evaluate_samples` returns them.
+    """
+    losses, counts = numbers.tolist()
+    tokens = math.fsum(counts)
+    if not tokens:
+        return math.nan
+    # `fsum` refuses infinities of both signs.
+    if not all(map(math.isfinite, losses)):
+        return sum(losses) / tokens
+    return math.fsum(losses) / tokens

@@ -96,6 +96,8 @@ class PassState:
     full_share: the share of this dp rank.
     mtp_batch: what the modules of multi-token prediction read and predict; None if there are none,
         and in evaluation.
+    sample_losses: float64 [samples], where the sums of the losses of this rank's tokens of each
+        sample are put; None if they are not wanted.
     """
 
     share: Share
@@ -106,6 +108,7 @@ class PassState:
     outside_vocabulary: Tensor
     full_share: Share
     mtp_batch: MTPBatch | None = None
+    sample_losses: Tensor | None = None
 
     @property
     def divisor(self) -> Tensor:
@@ -365,6 +368,8 @@ class Passes:
             total = state.loss[rows.start // self.micro_batch] if by_microbatch else state.loss
             # in place: it is `state.loss` or a view of it
             total += loss.detach()
+            if state.sample_losses is not None:
+                state.sample_losses[rows] = losses.detach().sum(0, dtype=torch.float64)
         return loss * state.scale
 
     def require_ids_in_vocabulary(self, state: PassState) -> None:

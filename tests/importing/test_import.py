@@ -104,6 +104,7 @@ def test_a_gpt_script_becomes_its_run(scripts: dict[str, str], tmp_path: Path) -
     assert run.data.source == "tokens/mine_text_document" and run.data.held_out == pytest.approx(
         0.051
     )
+    assert run.data.held_out_from == "end"  # Megatron's split
     assert (run.checkpoint.every, run.log.every, t.eval_every, t.eval_batches) == (
         10000,
         100,

@@ -117,6 +117,9 @@ CASES = [
     ("lr.wsd_decay", "sqrt", "", "lr.schedule=wsd lr.decay=2"),
     ("train.canonical_shards", "4", "", CANONICAL),
     ("train.eval_batches", "9", "", "train.eval_every=3"),
+    ("train.eval_samples", "9", "", "train.eval_every=3"),
+    ("train.eval_batches", "9", "train.eval_every=3 train.eval_samples=5", "train.eval_every=3"),
+    ("data.held_out_from", '"end"', "data.held_out=0", ""),
     *(
         (f"{key}", "10", "", "train.steps=10")
         for key in ("train.eval_every", "train.sentinel", "log.timeline", "log.digests")

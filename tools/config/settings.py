@@ -402,7 +402,17 @@ class Train(Table):
         "data.lm_eval; 0: never.",
     )
     eval_batches: int = Field(
-        default=4, gt=0, le=MAX_SIZE, description="Number of global batches per evaluation."
+        default=4,
+        gt=0,
+        le=MAX_SIZE,
+        description="Number of global batches per evaluation, if train.eval_samples is 0.",
+    )
+    eval_samples: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_SIZE,
+        description="Number of samples of each set per evaluation, whatever the batch size; 0: "
+        "train.eval_batches global batches.",
     )
     sentinel: int = Field(
         default=0,

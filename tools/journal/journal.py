@@ -20,6 +20,8 @@ from tools.journal.records import (
     AVERAGE_PREFIX,
     DIGEST,
     DIGESTS,
+    EVALUATION,
+    EVALUATIONS,
     EVENTS,
     HELD_OUT_LOSS,
     LASTING,
@@ -117,11 +119,16 @@ class Journal(AbstractContextManager["Journal"]):
         metrics_path = folder / METRICS
         begins = branches or start_step == 0
         if begins:  # records of steps that are there belong to another run
-            _put_aside(start_step, metrics_path, folder / EVENTS, folder / DIGESTS)
+            others = [folder / name for name in (EVENTS, EVALUATIONS, DIGESTS)]
+            _put_aside(start_step, metrics_path, *others)
         _print_note(_repeated_steps(metrics_path, start_step))
         self._metrics = _reopen(metrics_path, start_step)
         self._events = _reopen(folder / EVENTS, start_step)
-        self._digests = _LazyLines(folder / DIGESTS, start_step)
+        # by the kind of event, the files that have one kind alone
+        self._files = {
+            EVALUATION: _LazyLines(folder / EVALUATIONS, start_step),
+            DIGEST: _LazyLines(folder / DIGESTS, start_step),
+        }
         if not begins:
             _print_note(lost_steps(metrics_path, start_step))
         self._trackers = trackers
@@ -143,7 +150,8 @@ class Journal(AbstractContextManager["Journal"]):
                 closing.callback(self._bar.stop)
             closing.callback(self._metrics.close)
             closing.callback(self._events.close)
-            closing.callback(self._digests.close)
+            for file in self._files.values():
+                closing.callback(file.close)
 
     def write(self, step_record: dict[str, Any]) -> None:
         """Write the record of a step. step_record: the fields of metrics.jsonl."""
@@ -161,12 +169,10 @@ class Journal(AbstractContextManager["Journal"]):
     def write_event(self, event: dict[str, Any]) -> None:
         """Write an event of the step event["step"] to events.jsonl.
 
-        One of the state goes to digests.jsonl.
+        One of the state goes to digests.jsonl, one of an evaluation to evaluations.jsonl.
         """
-        if event["event"] == DIGEST:
-            self._digests.write(to_json(event))
-        else:
-            self._events.write(to_json(event))
+        file = self._files.get(event["event"], self._events)
+        file.write(to_json(event))
 
     def _show(self, step_record: dict[str, Any], eta: float) -> None:
         """Print the line of a step, if it has one; on a terminal above a bar, which shows the
@@ -221,13 +227,22 @@ class _LazyLines:
             self._lines.close()
 
 
+def add_event(folder: Path, event: dict[str, Any]) -> None:
+    """Add an event to a run that has ended. No other process may write its records. Raises OSError
+    or LinesLost."""
+    events = Lines(folder / EVENTS)
+    events.write(to_json(event))
+    events.close()
+
+
 def rewind(folder: Path, step_number: int, event: dict[str, Any]) -> None:
     """Remove the records of steps after `step_number`, which are taken again, and add an event.
 
     No other process may write them.
     """
     _reopen(folder / METRICS, step_number).close()
-    _LazyLines(folder / DIGESTS, step_number).close()
+    for name in (EVALUATIONS, DIGESTS):
+        _LazyLines(folder / name, step_number).close()
     events = _reopen(folder / EVENTS, step_number)
     events.write(to_json(event))
     events.close()

@@ -1,5 +1,6 @@
 """The lines that `megaprec train` prints before the first step and after the last."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
@@ -11,6 +12,7 @@ from megaprec.checkpoint.atomic import damaged_beside, step_of, whole_checkpoint
 from megaprec.checkpoint.keeping import Keep, made_here
 from megaprec.comm.layout import Part
 from megaprec.data.blend import Blend
+from megaprec.durable import file_error
 from megaprec.errors import UserError
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.muon.rule import Muon
@@ -22,14 +24,15 @@ from parallel.pipeline.simulation import bubble, simulate
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
 from tools.config.settings import Checkpoint
-from tools.console.units import counted, first_of
+from tools.console.units import counted, date_now, first_of
 from tools.console.wrapped import say
 from tools.convert.train_state import TrainState
-from tools.journal.records import VALIDATION_PREFIX
+from tools.journal.journal import add_event
+from tools.journal.records import SAMPLE, VALIDATION_PREFIX, read_events
 from tools.text.generation import Generation, escape_control_characters
 from tools.text.load import find_checkpoint, load_model
 from tools.text.sampling import Sampling
-from tools.training.batches import evaluated_samples
+from tools.training.batches import describe_requested, evaluated_samples
 from tools.training.branch import is_branch
 from tools.training.corpus import Corpus
 from tools.training.fp8_summary import fp8_lines
@@ -124,8 +127,8 @@ def _print_evaluated(config: RunConfig, corpus: Corpus) -> None:
         if taken < available:
             set_name = "held-out" if name == "eval_loss" else name.removeprefix(VALIDATION_PREFIX)
             say(
-                f"evaluated  {taken:,} of {available:,} {set_name} samples: train.eval_batches = "
-                f"{train.eval_batches} of train.global_batch = {train.global_batch}"
+                f"evaluated  {taken:,} of {available:,} {set_name} samples: "
+                f"{describe_requested(train)}"
             )
 
 
@@ -371,14 +374,32 @@ def print_skipped(config: RunConfig, progress: TrainState) -> None:
     )
 
 
-def print_outcome(config: RunConfig, plots: Sequence[Path]) -> None:
-    """Print a generated sample and the paths of checkpoint, metrics and plots."""
+def print_outcome(config: RunConfig, plots: Sequence[Path], step: int) -> None:
+    """Print a generated sample, which is kept in events.jsonl, and the paths of checkpoint, metrics
+    and plots. step: the newest one."""
     folder = Path(config.train.folder)
     if config.log.sample:
-        print(f"\nsample\n{_generate_sample(folder, config.log.sample)}\n")
+        text = _generate_sample(folder, config.log.sample)
+        print(f"\nsample\n{text}\n")
+        _keep_sample(folder, step, text)
     say(f"checkpoint {find_checkpoint(folder)}\nmetrics    {folder / 'metrics.jsonl'}")
     if config.log.plot:
         say(f"plots      {', '.join(map(str, plots)) or NO_PLOT}")
+
+
+def _keep_sample(folder: Path, step: int, text: str) -> None:
+    """Write a sample to events.jsonl, unless the same text of this step is there; with a warning if
+    that fails.
+    """
+    known = [(event["step"], event["text"]) for event in read_events(folder, SAMPLE)]
+    if (step, text) in known:
+        return
+    event = {"event": SAMPLE, "step": step, "date": date_now(), "text": text}
+    try:
+        add_event(folder, event)
+    except (OSError, UserError) as error:
+        reason = file_error(error) if isinstance(error, OSError) else error
+        print(f"warning    the sample is not kept: {reason}", file=sys.stderr, flush=True)
 
 
 def _generate_sample(folder: Path, prompt: str) -> str:

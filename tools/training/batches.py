@@ -79,10 +79,18 @@ class Batches:
 
 
 def evaluated_samples(train: Train, available: int) -> int:
-    """Return the number of samples of an evaluation: train.eval_batches global batches, or all that
-    are available.
+    """Return the number of samples of an evaluation: train.eval_samples, or else
+    train.eval_batches global batches; or all that are available.
     """
-    return min(available, train.eval_batches * train.global_batch)
+    requested = train.eval_samples or train.eval_batches * train.global_batch
+    return min(available, requested)
+
+
+def describe_requested(train: Train) -> str:
+    """Return the keys that decide on the samples of an evaluation, with their values."""
+    if train.eval_samples:
+        return f"train.eval_samples = {train.eval_samples}"
+    return f"train.eval_batches = {train.eval_batches} of train.global_batch = {train.global_batch}"
 
 
 class Prefetch(Generic[Batch]):

@@ -16,6 +16,7 @@ from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.resources import peak_memory
 from tools.config.run_file import RunConfig
+from tools.console.units import date_now
 from tools.convert.train_state import TrainState
 from tools.journal.journal import Journal, LinesLost
 from tools.journal.records import read_branching
@@ -68,6 +69,7 @@ def record_run(
             # Ranks that were started again before the first checkpoint branch once more.
             if not branches or event != read_branching(folder):
                 journal.write_event(event)
+        began = date_now()
         failure = ""
         try:
             yield journal
@@ -76,7 +78,7 @@ def record_run(
             failure = " ".join(str(error).split()) or type(error).__name__
             raise
         finally:
-            journal.write_event(_end_event(progress(), total_steps, failure, optimizer))
+            journal.write_event(_end_event(progress(), total_steps, failure, optimizer, began))
 
 
 @contextmanager
@@ -114,9 +116,14 @@ def _naming_the_checkpoint(
 
 
 def _end_event(
-    progress: TrainState, total_steps: int, failure: str, optimizer: ParallelAMPOptimizer
+    progress: TrainState,
+    total_steps: int,
+    failure: str,
+    optimizer: ParallelAMPOptimizer,
+    began: str,
 ) -> dict[str, Any]:
-    """Return the event of the end of a run. failure: why it failed, "" if it did not."""
+    """Return the event of the end of a run. failure: why it failed, "" if it did not. began: date
+    of the first step of this process."""
     complete = progress.step >= total_steps
     if failure:
         reason = failure
@@ -135,6 +142,8 @@ def _end_event(
         "applied": progress.applied,
         "complete": complete,
         "why": reason,
+        "began": began,
+        "date": date_now(),
         "peak_memory": peak_bytes,
         "memory_of": "device" if on_gpu else "process",
         "held_memory": sum(buffer.num_bytes() for buffer in optimizer.all_buffers()),

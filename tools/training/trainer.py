@@ -1,6 +1,5 @@
 """The training loop: steps, records, evaluations and checkpoints. Every rank runs the same loop."""
 
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.reader import Store
@@ -28,7 +28,7 @@ from megaprec.optim.step_report import NO_TOKENS, NonFiniteStep, StepObserver, S
 from megaprec.precision.gemm import fp32_sums
 from megaprec.precision.tf32 import tf32
 from models.decoder.own_model import stage_maker
-from models.engine.engine import Engine, build_stages
+from models.engine.engine import Engine, build_stages, mean_loss
 from models.engine.fp8_shadow import Shadow, run_shadow
 from models.engine.passes import OutsideVocabulary, Share
 from models.engine.sentinel import SilentFault
@@ -57,6 +57,7 @@ from tools.training.step_records import (
     Digests,
     SentinelChecks,
     Throughput,
+    evaluation_event,
     is_due,
     no_tokens_event,
     overflow_event,
@@ -282,15 +283,21 @@ class Trainer:
         """
         progress = self.progress
         record = step_fields(self.config, report, progress, seconds, self._throughput)
+        evaluated = dict[str, Tensor]()
         if self._evaluates_after(progress.step):
             with self.position.in_phase(Phase.EVALUATION):
-                record |= self._evaluation_losses()
+                evaluated = self._evaluate_all()
+                for field, numbers in evaluated.items():
+                    record[field] = mean_loss(numbers)
                 record |= self._harness.results()
         record |= self._checks.note_clean(progress.step)
         self.position.end_computation()
         self.monitor.note(report)
         # Evaluations and digests are collective, so every rank gets here; rank 0 alone writes.
-        events = self._step_events(report, progress)
+        events = [
+            evaluation_event(progress.step, field, numbers) for field, numbers in evaluated.items()
+        ]
+        events += self._step_events(report, progress)
         if shadow is not None:
             record |= shadow_fields(shadow, self.config.fp8)
             events.append(shadow_event(shadow, progress.step, self.config.fp8))
@@ -315,19 +322,19 @@ class Trainer:
             )
         return events + self._digests.of_step(report, progress)
 
-    def _evaluation_losses(self) -> dict[str, float]:
-        """Return the losses of all evaluated sets by field of a record, and those of the average of
-        the weights, if one is kept. Collective over the world."""
-        losses = dict[str, float]()
-        evaluated = self.corpus.evaluated.items()
-        for field, samples in evaluated:
-            losses[field] = self.evaluate(samples)
+    def _evaluate_all(self) -> dict[str, Tensor]:
+        """Return the losses of all evaluated sets by field of a record, as `evaluate` does, and
+        those of the average of the weights, if one is kept. Collective over the world."""
+        evaluated = dict[str, Tensor]()
+        sets = self.corpus.evaluated.items()
+        for field, samples in sets:
+            evaluated[field] = self.evaluate(samples)
         if self.config.optimizer.ema:
             with self.engine.optimizer.averaged_weights():
-                for field, samples in evaluated:
+                for field, samples in sets:
                     average_field = field.replace(HELD_OUT_LOSS, AVERAGE_LOSS, 1)
-                    losses[average_field] = self.evaluate(samples)
-        return losses
+                    evaluated[average_field] = self.evaluate(samples)
+        return evaluated
 
     def _evaluates_after(self, step: int) -> bool:
         """Return True if an evaluation is due after this step."""
@@ -421,25 +428,19 @@ class Trainer:
             file = Path(self.config.train.folder) / TIMELINE
             write_trace(file, spans, title=f"step {self.progress.step}")
 
-    def evaluate(self, samples: Samples | Blend) -> float:
-        """Return the mean loss over the tokens that count of the first samples; NaN if none counts.
+    def evaluate(self, samples: Samples | Blend) -> Tensor:
+        """Return the sum of the losses of the first samples, and the number of their tokens that
+        count: float64 [2, samples].
 
-        These are train.eval_batches global batches of samples, or all if there are fewer. Each
-        counts once, also in a last batch that they do not fill.
+        These are train.eval_samples samples, or else train.eval_batches global batches, or all if
+        there are fewer. Samples that only fill the last batch are left out.
         """
-        # Weighted by tokens, for of some batches more tokens count than of others.
-        total_loss = 0.0
-        counted_tokens = 0.0
+        batches = list[Tensor]()
         end = evaluated_samples(self.config.train, len(samples))
         for first in range(0, end, self.config.train.global_batch):
             with self._locating(samples, first):
-                loss, counted = self.engine.evaluate_counted(self.share(samples, first, end=end))
-            if counted:
-                total_loss += loss * counted
-                counted_tokens += counted
-        if not counted_tokens:
-            return math.nan
-        return total_loss / counted_tokens
+                batches.append(self.engine.evaluate_samples(self.share(samples, first, end=end)))
+        return torch.cat(batches, 1)[:, :end]
 
     def share(
         self,

@@ -182,31 +182,44 @@ def _curve_fields(curve: Curve, compared: _Compared) -> dict[str, Any]:
         "steps": len(curve.records),
         "skipped": curve.skipped,
         "loss": curve.final,
-        "eval_loss": None if math.isnan(curve.held_out) else curve.held_out,
+        "eval_loss": _number_or_none(curve.held_out),
+        "eval_loss_ema": _number_or_none(curve.held_out_of_average),
         "eval_step": curve.held_out_step,
         "bits_per_byte": compared.bits.get(curve.name),
     }
 
 
+def _number_or_none(loss: float) -> float | None:
+    return None if math.isnan(loss) else loss
+
+
 def table(
     curves: Sequence[Curve], bits: Mapping[str, float | None], hides_losses: bool = False
 ) -> Table:
-    """Return a table of the steps and final losses of the runs, lowest loss first.
+    """Return a table of the steps and final losses of the runs, lowest loss first; with a column
+    for the moving average of the weights if a run has evaluated one.
 
     bits: per byte of the held-out text, by the name of the run. hides_losses: leave losses out.
     """
     loss_heading = f"loss, mean of last {LAST} steps"
-    headings = ("run", "steps", "skipped", loss_heading, "held-out", "bits/byte")
-    runs = Table(*headings, box=box.SIMPLE_HEAD)
+    headings = ["run", "steps", "skipped", loss_heading, "held-out"]
+    has_averages = not all(math.isnan(curve.held_out_of_average) for curve in curves)
+    if has_averages:
+        headings.append("held-out, average")
+    runs = Table(*headings, "bits/byte", box=box.SIMPLE_HEAD)
     # a run without held-out text has NaN there
     for curve in by_loss(curves):
+        losses = [f"{curve.final:.4f}", _loss_cell(curve.held_out)]
+        if has_averages:
+            losses.append(_loss_cell(curve.held_out_of_average))
+        if hides_losses:
+            losses = ["-"] * len(losses)
         bits_of_run = bits.get(curve.name)
         runs.add_row(
             curve.name,
             str(len(curve.records)),
             str(curve.skipped),
-            "-" if hides_losses else f"{curve.final:.4f}",
-            "-" if hides_losses else _loss_cell(curve.held_out),
+            *losses,
             _loss_cell(bits_of_run if bits_of_run is not None else math.nan),
         )
     return runs

@@ -41,6 +41,7 @@ from tools.console.wrapped import say
 from tools.convert.initial import start_from
 from tools.convert.train_state import TrainState, read_overflow_monitor
 from tools.journal.journal import Journal
+from tools.journal.records import AVERAGE_LOSS, HELD_OUT_LOSS
 from tools.journal.shadow_records import shadow_event, shadow_fields
 from tools.journal.timeline_file import TIMELINE, write_trace
 from tools.training.banner import print_marked, print_memory, print_start
@@ -149,7 +150,12 @@ class Trainer:
         """Load the state of the run from a checkpoint."""
         # As lines of the run, without a place in the code.
         with warnings.catch_warnings(record=True, action="always") as caught:
-            load(checkpoint, self.engine.optimizer, self.engine.fp8)
+            load(
+                checkpoint,
+                self.engine.optimizer,
+                self.engine.fp8,
+                begin_ema=True,  # accepted by --allow ema
+            )
         for warning in caught:
             print(f"warning    {warning.message}")
         store = Store(checkpoint, self.engine.optimizer.world)
@@ -277,19 +283,21 @@ class Trainer:
         """
         progress = self.progress
         record = step_fields(self.config, report, progress, seconds, self._throughput)
-        evaluations = list[dict[str, Any]]()
+        evaluated = dict[str, Tensor]()
         if self._evaluates_after(progress.step):
             with self.position.in_phase(Phase.EVALUATION):
-                for name, samples in self.corpus.evaluated.items():
-                    numbers = self.evaluate(samples)
-                    record[name] = mean_loss(numbers)
-                    evaluations.append(evaluation_event(progress.step, name, numbers))
+                evaluated = self._evaluate_all()
+                for field, numbers in evaluated.items():
+                    record[field] = mean_loss(numbers)
                 record |= self._harness.results()
         record |= self._checks.note_clean(progress.step)
         self.position.end_computation()
         self.monitor.note(report)
         # Evaluations and digests are collective, so every rank gets here; rank 0 alone writes.
-        events = [*evaluations, *self._step_events(report, progress)]
+        events = [
+            evaluation_event(progress.step, field, numbers) for field, numbers in evaluated.items()
+        ]
+        events += self._step_events(report, progress)
         if shadow is not None:
             record |= shadow_fields(shadow, self.config.fp8)
             events.append(shadow_event(shadow, progress.step, self.config.fp8))
@@ -313,6 +321,20 @@ class Trainer:
                 overflow_event(report, progress.step, samples, self.monitor, self.corpus.train)
             )
         return events + self._digests.of_step(report, progress)
+
+    def _evaluate_all(self) -> dict[str, Tensor]:
+        """Return the losses of all evaluated sets by field of a record, as `evaluate` does, and
+        those of the average of the weights, if one is kept. Collective over the world."""
+        evaluated = dict[str, Tensor]()
+        sets = self.corpus.evaluated.items()
+        for field, samples in sets:
+            evaluated[field] = self.evaluate(samples)
+        if self.config.optimizer.ema:
+            with self.engine.optimizer.averaged_weights():
+                for field, samples in sets:
+                    average_field = field.replace(HELD_OUT_LOSS, AVERAGE_LOSS, 1)
+                    evaluated[average_field] = self.evaluate(samples)
+        return evaluated
 
     def _evaluates_after(self, step: int) -> bool:
         """Return True if an evaluation is due after this step."""
@@ -461,4 +483,5 @@ def optimizer_options(config: RunConfig, device: torch.device) -> dict[str, Any]
         "zero_size": parallel.zero_size if parallel.zero else 1,
         "shard_gradients": parallel.shards_gradients,
         "seed": config.train.seed,
+        "ema": optimizer.ema,
     }

@@ -15,7 +15,7 @@ from megaprec.data.token_bytes import NOT_KNOWN, bytes_of_tokens
 from megaprec.errors import UserError
 from tools.analysis.verdict.counts import Counts, Ids
 from tools.config.run_file import RunConfig, load_run, run_file_in
-from tools.journal.records import HELD_OUT
+from tools.journal.records import HELD_OUT_LOSS
 from tools.journal.yardsticks import Yardsticks, read_yardsticks
 from tools.training.batches import evaluated_samples
 from tools.training.corpus import Corpus, open_run_data
@@ -30,7 +30,7 @@ def make_yardsticks(config: RunConfig, corpus: Corpus) -> Yardsticks | None:
     """Return the yardsticks of a run, those of its folder if they are of the same data; None if it
     evaluates no held-out text, or no token counts. Raises UserError and OSError.
     """
-    held_out = corpus.evaluated.get(HELD_OUT)
+    held_out = corpus.evaluated.get(HELD_OUT_LOSS)
     if held_out is None or not config.train.eval_every:
         return None
     num_samples = evaluated_samples(config.train, len(held_out))

@@ -14,7 +14,7 @@ from tools.analysis.verdict.power_law import Foretold, foretell
 from tools.analysis.verdict.student import quantile
 from tools.analysis.verdict.trend import Evaluation, Trend, judge
 from tools.console.units import counted
-from tools.journal.records import HELD_OUT, read_evaluations, read_metrics
+from tools.journal.records import HELD_OUT_LOSS, read_evaluations, read_metrics
 from tools.journal.yardsticks import Yardsticks
 
 LARGEST_EXPONENT = 700.0  # math.exp overflows above 709
@@ -77,7 +77,7 @@ class Verdict:
 def read_verdict(folder: Path) -> Verdict | None:
     """Return the verdict on the run in a folder; None if it has no held-out loss."""
     records = read_metrics(folder)
-    evaluated = [record for record in records if _is_finite(record.get(HELD_OUT))]
+    evaluated = [record for record in records if _is_finite(record.get(HELD_OUT_LOSS))]
     if not evaluated:
         return None
     newest = evaluated[-1]
@@ -86,7 +86,7 @@ def read_verdict(folder: Path) -> Verdict | None:
     of_text = [evaluation for evaluation, _ in evaluations]
     return Verdict(
         step=newest["step"],
-        loss=newest[HELD_OUT],
+        loss=newest[HELD_OUT_LOSS],
         margin=_margin(of_text),
         samples=samples,
         tokens=_whole(records[-1].get("tokens")),
@@ -120,7 +120,7 @@ def _comparable(
 def _read_evaluation(record: Mapping[str, Any]) -> Evaluation | None:
     """Return the evaluation of the held-out text that a record is of; None if it is of another
     text, not finite, or damaged."""
-    if record.get("set") != HELD_OUT:
+    if record.get("set") != HELD_OUT_LOSS:
         return None
     try:
         losses = np.array(record["losses"], np.float64)

@@ -92,7 +92,7 @@ def test_the_same_lines_end_a_run_and_answer_evaluate(
     assert " ".join(told.split()) == " ".join(" ".join(ended).split())
     document = json.loads(said(capsys, "evaluate", str(run), "--json"))
     assert document["verdict"] in ("still learning", "has stopped", "rises", "not known")
-    assert document["not_foretold"] and document["after_twice_the_steps"] is None
+    assert document["not_predicted"] and document["after_twice_the_steps"] is None
     assert document["loss"] == read_metrics(run)[-1]["eval_loss"]
     explained = GLOSSARY.split("\n## verdict\n")[1].split("\n## ")[0]
     assert {f"`{name}`" for name in document} <= {*re.findall("`[a-z_]+`", explained)}

@@ -8,7 +8,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from tools.analysis.verdict.power_law import foretell
+from tools.analysis.verdict.power_law import predict
 from tools.analysis.verdict.student import quantile
 from tools.analysis.verdict.trend import Evaluation, Trend, chance_of_order, difference, judge
 
@@ -108,10 +108,10 @@ def test_the_band_of_twice_the_steps_holds_what_comes_in_nine_of_ten_cases(
         floor, factor, exponent = dice.uniform((0, 1, 0.1), (3, 6, 1))
         law = floor + factor * (np.array([*steps, 2 * steps[-1]]) / 50.0) ** -exponent
         measured = law + dice.normal(0, jitter, count + 1)
-        foretold = foretell(steps, measured[:-1].tolist(), [1e-3] * count)
-        if not foretold.reason:
+        predicted = predict(steps, measured[:-1].tolist(), [1e-3] * count)
+        if not predicted.reason:
             said += 1
-            held += foretold.low <= measured[-1] <= foretold.high
+            held += predicted.low <= measured[-1] <= predicted.high
     assert said >= 30
     assert held >= 0.9 * said
 
@@ -120,11 +120,11 @@ def test_what_comes_is_not_known_where_the_law_does_not_hold() -> None:
     steps = [50 * number for number in range(1, 13)]
     falling = [5 + 3 * step**-0.3 for step in steps]
     constant = [1e-3] * 12
-    assert not foretell(steps, falling, constant).reason
+    assert not predict(steps, falling, constant).reason
     cosine = [1e-3 * (1 + math.cos(math.pi * step / 600)) / 2 for step in steps]
-    assert "learning rate" in foretell(steps, falling, cosine).reason
-    assert "learning rate" in foretell(steps, falling, [math.nan] * 12).reason
-    assert "too few" in foretell(steps[:7], falling[:7], constant[:7]).reason
-    assert foretell(steps, falling[::-1], constant).reason
+    assert "learning rate" in predict(steps, falling, cosine).reason
+    assert "learning rate" in predict(steps, falling, [math.nan] * 12).reason
+    assert "too few" in predict(steps[:7], falling[:7], constant[:7]).reason
+    assert predict(steps, falling[::-1], constant).reason
     noisy = np.array(falling) + np.random.default_rng(0).normal(0, 0.5, 12)
-    assert foretell(steps, noisy.tolist(), constant).reason
+    assert predict(steps, noisy.tolist(), constant).reason

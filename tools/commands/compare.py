@@ -85,7 +85,7 @@ def main(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Compared:
-    """What is known of runs beside their losses.
+    """The facts that are known of runs beside their losses.
 
     notes: lines on damaged records, and on what else differs. keys: that differ, with the value in
     each run. bits: per byte of the held-out text, by the name of the run; None if not known.

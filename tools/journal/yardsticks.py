@@ -1,4 +1,4 @@
-"""What a run's held-out loss is measured against, kept in its folder as yardsticks.json."""
+"""The numbers that a run's held-out loss is measured against, kept as yardsticks.json."""
 
 import json
 import math

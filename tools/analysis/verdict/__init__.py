@@ -1,1 +1,1 @@
-"""Is a model any good, is it still learning: a run's held-out losses judged."""
+"""The verdict on a run: whether its model is any good, and whether it still learns."""

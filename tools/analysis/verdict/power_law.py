@@ -1,5 +1,5 @@
-"""What twice the steps would bring: a power law, loss = floor + factor * step^-exponent, fitted to
-evaluations by least squares.
+"""Prediction of the loss after twice the steps, by a power law: loss = floor + factor *
+step^-exponent, fitted to evaluations by least squares.
 
 The exponent is tried on a grid; floor and factor follow from it. The band holds the predictions of
 all exponents that fit nearly as well as the best one (a profile likelihood), each with the error of
@@ -34,7 +34,7 @@ Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Foretold:
+class Prediction:
     """A loss after twice the steps. low, high: its band. reason: why it is not known, otherwise
     empty."""
 
@@ -47,14 +47,14 @@ class Foretold:
 @dataclass(frozen=True)
 class _Fit:
     """The law with one exponent. squares: of the residuals. leverage: of the step that is
-    foretold."""
+    predicted."""
 
     squares: float
-    foretold: float
+    predicted: float
     leverage: float
 
 
-def foretell(steps: Sequence[int], losses: Sequence[float], rates: Sequence[float]) -> Foretold:
+def predict(steps: Sequence[int], losses: Sequence[float], rates: Sequence[float]) -> Prediction:
     """Return the loss after twice the steps of the last evaluation.
 
     rates: the learning rates of the steps, NaN where they are not known.
@@ -64,23 +64,23 @@ def foretell(steps: Sequence[int], losses: Sequence[float], rates: Sequence[floa
     late_losses = np.array(losses, np.float64)[is_late]
     late_rates = np.array(rates, np.float64)[is_late]
     if len(late_steps) < FEWEST:
-        return Foretold(reason=f"{len(late_steps)} evaluations are too few, of {FEWEST} at least")
+        return Prediction(reason=f"{len(late_steps)} evaluations are too few, of {FEWEST} at least")
     # not <: the rates may be NaN
     if not late_rates.min() >= LEAST_RATE * late_rates.max():
-        return Foretold(
+        return Prediction(
             reason="the learning rate changed among the evaluations, and a longer run has another "
             'schedule (lr.schedule = "constant" keeps it)'
         )
     return _extrapolate(late_steps, late_losses)
 
 
-def _extrapolate(steps: Numbers, losses: Numbers) -> Foretold:
+def _extrapolate(steps: Numbers, losses: Numbers) -> Prediction:
     fits = list[_Fit]()
     for exponent in EXPONENTS.tolist():
         if (fit := _fit(steps, losses, exponent)) is not None:
             fits.append(fit)
     if not fits:
-        return Foretold(reason="the loss does not fall as a power of the steps")
+        return Prediction(reason="the loss does not fall as a power of the steps")
     freedom = len(steps) - 3
     certain = quantile(CERTAINTY, freedom)
     best = min(fits, key=lambda fit: fit.squares)
@@ -91,12 +91,12 @@ def _extrapolate(steps: Numbers, losses: Numbers) -> Foretold:
     for fit in fits:
         if fit.squares <= accepted:
             margin = certain * math.sqrt(variance * (1 + fit.leverage))
-            low = min(low, fit.foretold - margin)
-            high = max(high, fit.foretold + margin)
+            low = min(low, fit.predicted - margin)
+            high = max(high, fit.predicted + margin)
     fallen = losses[0] - losses[-1]
     if high - low > WIDEST * fallen:
-        return Foretold(reason=f"its band would be from {low:.3f} to {high:.3f}, too wide to say")
-    return Foretold(best.foretold, low, high)
+        return Prediction(reason=f"its band would be from {low:.3f} to {high:.3f}, too wide to say")
+    return Prediction(best.predicted, low, high)
 
 
 def _fit(steps: Numbers, losses: Numbers, exponent: float) -> _Fit | None:
@@ -119,6 +119,6 @@ def _fit(steps: Numbers, losses: Numbers, exponent: float) -> _Fit | None:
     inverse = np.linalg.pinv(rows.T @ rows)
     return _Fit(
         squares=float(residuals @ residuals),
-        foretold=floor + factor * target,
+        predicted=floor + factor * target,
         leverage=float(at_target @ inverse @ at_target),
     )

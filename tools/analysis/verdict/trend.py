@@ -1,4 +1,4 @@
-"""Whether a held-out loss still falls, has stopped falling, or rises.
+"""The trend of a held-out loss: it still falls, has stopped falling, or rises.
 
 Two evaluations are of the same samples, so their difference is known better than either: its
 standard error is that of the differences of pieces of the text (the pairs of a paired test). What

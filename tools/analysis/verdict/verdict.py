@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tools.analysis.verdict.measure import find_yardsticks
-from tools.analysis.verdict.power_law import Foretold, foretell
+from tools.analysis.verdict.power_law import Prediction, predict
 from tools.analysis.verdict.student import quantile
 from tools.analysis.verdict.trend import Evaluation, Trend, judge
 from tools.console.units import counted
@@ -25,7 +25,7 @@ OTHER_SAMPLES = "the newest evaluation is of other samples than run.toml says"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is known of a run's newest held-out loss.
+    """The facts that are known of a run's newest held-out loss.
 
     step, loss: of the newest evaluation. margin: half of the interval, in nats, that the loss on
     all text like this is in with 95 in 100 certainty; NaN if it is not known. tokens, learned:
@@ -40,7 +40,7 @@ class Verdict:
     learned: int
     yardsticks: Yardsticks | None
     trend: Trend
-    foretold: Foretold
+    predicted: Prediction
 
     @property
     def perplexity(self) -> float:
@@ -70,7 +70,7 @@ class Verdict:
 
     @property
     def epochs(self) -> float | None:
-        """How often the training text was read; None if its length is not known."""
+        """The number of times that the training text was read; None if its length is not known."""
         return None if self.yardsticks is None else self.tokens / self.yardsticks.epoch_tokens
 
 
@@ -93,7 +93,7 @@ def read_verdict(folder: Path) -> Verdict | None:
         learned=_whole(records[-1].get("learned_tokens")),
         yardsticks=find_yardsticks(folder),
         trend=judge(of_text) if of_text else Trend("not known", NO_SAMPLES),
-        foretold=_foretell(of_text, records),
+        predicted=_predict(of_text, records),
     )
 
 
@@ -146,16 +146,16 @@ def _margin(evaluations: Sequence[Evaluation]) -> float:
     return quantile(0.975, len(newest.tokens) - 1) * newest.error
 
 
-def _foretell(evaluations: Sequence[Evaluation], records: Sequence[Mapping[str, Any]]) -> Foretold:
+def _predict(evaluations: Sequence[Evaluation], records: Sequence[Mapping[str, Any]]) -> Prediction:
     if not evaluations:
-        return Foretold(reason=NO_SAMPLES)
+        return Prediction(reason=NO_SAMPLES)
     rate_of_step = {record["step"]: record.get("lr") for record in records}
     rates = list[float]()
     for evaluation in evaluations:
         rate = rate_of_step.get(evaluation.step)
         rates.append(float(rate) if isinstance(rate, int | float) else math.nan)
     steps = [evaluation.step for evaluation in evaluations]
-    return foretell(steps, [evaluation.loss for evaluation in evaluations], rates)
+    return predict(steps, [evaluation.loss for evaluation in evaluations], rates)
 
 
 def lines(verdict: Verdict) -> Iterator[str]:
@@ -164,7 +164,7 @@ def lines(verdict: Verdict) -> Iterator[str]:
     yield f"measured   {describe_yardsticks(verdict)}"
     yield f"amount     {describe_amount(verdict)}"
     yield f"verdict    {verdict.trend.kind}: {verdict.trend.reason}"
-    yield f"twice      {describe_foretold(verdict)}"
+    yield f"twice      {describe_predicted(verdict)}"
 
 
 def describe_loss(verdict: Verdict) -> str:
@@ -222,21 +222,21 @@ def describe_amount(verdict: Verdict) -> str:
     )
 
 
-def describe_foretold(verdict: Verdict) -> str:
+def describe_predicted(verdict: Verdict) -> str:
     """Return what twice the steps would bring."""
-    foretold = verdict.foretold
-    if foretold.reason:
-        return f"not known what twice the steps would bring: {foretold.reason}"
+    predicted = verdict.predicted
+    if predicted.reason:
+        return f"not known what twice the steps would bring: {predicted.reason}"
     return (
-        f"{2 * verdict.step:,} steps would bring a loss of {foretold.loss:.3f}, between "
-        f"{foretold.low:.3f} and {foretold.high:.3f}, by a power law"
+        f"{2 * verdict.step:,} steps would bring a loss of {predicted.loss:.3f}, between "
+        f"{predicted.low:.3f} and {predicted.high:.3f}, by a power law"
     )
 
 
 def fields(verdict: Verdict) -> dict[str, Any]:
     """Return the verdict as a document."""
     sizes = verdict.yardsticks
-    foretold = verdict.foretold
+    predicted = verdict.predicted
     return {
         "step": verdict.step,
         "loss": verdict.loss,
@@ -252,9 +252,9 @@ def fields(verdict: Verdict) -> dict[str, Any]:
         "verdict": verdict.trend.kind,
         "why": verdict.trend.reason,
         "rises_since": verdict.trend.since or None,
-        "after_twice_the_steps": _or_none(foretold.loss),
-        "band": None if foretold.reason else [foretold.low, foretold.high],
-        "not_foretold": foretold.reason or None,
+        "after_twice_the_steps": _or_none(predicted.loss),
+        "band": None if predicted.reason else [predicted.low, predicted.high],
+        "not_predicted": predicted.reason or None,
     }
 
 

@@ -111,7 +111,7 @@ def lr_schedule(lr: LR, train: Train) -> LRSchedule:
 
 
 def _schedule(lr: LR, train: Train) -> Iterator[str]:
-    if _wrong_changes(train):
+    if changes_problems(train):
         return  # `_batch_schedule` reports them
     unit = " (in samples)" if lr.unit == "samples" else ""
     for problem in _problems_of(lr_schedule, lr, train):
@@ -371,7 +371,7 @@ def _stages(model: ModelConfig, train: Train, parallel: Parallel) -> Iterator[st
         )
 
 
-def _wrong_changes(train: Train) -> list[str]:
+def changes_problems(train: Train) -> list[str]:
     """Return the problems of train.batch_schedule by itself."""
     changes = train.batch_schedule
     if not changes:
@@ -390,7 +390,7 @@ def _wrong_changes(train: Train) -> list[str]:
 
 
 def _batch_schedule(train: Train) -> Iterator[str]:
-    yield from _wrong_changes(train)
+    yield from changes_problems(train)
     if not train.batch_schedule:
         return
     _, last = train.batch_schedule[-1]

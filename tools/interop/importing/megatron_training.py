@@ -13,6 +13,13 @@ from tools.config.precision_settings import FP8, PLAN_ONLY
 from tools.interop.arguments.megatron import option
 from tools.interop.importing.arguments import Arguments
 from tools.interop.importing.draft import NO_HALF
+from tools.interop.importing.megatron_batches import (
+    IN_STEPS,
+    NO_RANKS_FOR_BATCH,
+    batches_of,
+    iteration_samples,
+    steps_of_samples,
+)
 
 TAILS = {
     "exponential": "exponential",
@@ -93,11 +100,16 @@ def _add_steps(arguments: Arguments) -> None:
         arguments.refuse("give one of them", "train_iters", "train_samples")
     elif isinstance(batch, int) and batch > 0:
         samples = arguments.get("train_samples")
-        steps = samples // batch
+        steps = steps_of_samples(arguments, samples, batch)
         arguments.put("train.steps", steps, "train_samples")
-        if samples % batch:
+        taken = batches_of(draft, batch).after(0, steps)
+        if taken < samples:
             draft.notes.append(
                 f"--train-samples {samples} are {steps} steps; the last part of a batch is left out"
+            )
+        if taken > samples:
+            draft.notes.append(
+                f"--train-samples {samples} are {steps} steps of {taken} samples, as in Megatron-LM"
             )
 
 
@@ -137,22 +149,39 @@ def _add_lengths(arguments: Arguments, steps: int, batch: int) -> None:
     if by_samples:
         arguments.put("lr.unit", "samples", "train_samples")
     run_length = arguments.get("train_samples") if by_samples else steps
-    length = arguments.get(f"lr_decay_{unit}") or run_length
-    _add_warmup(arguments, length, f"lr_warmup_{unit}")
-    if length != run_length or (by_samples and length != steps * batch):
-        origin = arguments.origin(f"lr_decay_{unit}", "train_samples")
+    # samples of an iteration: with batches that change the schedule is one of samples
+    factor = 1
+    is_converted = not by_samples and arguments.has(IN_STEPS)
+    if is_converted:
+        if not draft.given("parallel.data") and draft.needs("parallel.data"):
+            draft.missing.append(f"a schedule of --train-iters {NO_RANKS_FOR_BATCH}")
+            return
+        factor = iteration_samples(arguments)
+        origin = f"{arguments.said[IN_STEPS]}, with {factor} samples an iteration"
+        draft.put("lr.unit", "samples", origin)
+        draft.notes.append(
+            f"lr.unit: Megatron-LM counts each iteration of its schedule as {factor} samples, a "
+            "micro-batch of each replica, whatever the batch is: the rates are the same here"
+        )
+    length = (arguments.get(f"lr_decay_{unit}") or run_length) * factor
+    _add_warmup(arguments, length, f"lr_warmup_{unit}", factor)
+    taken = batches_of(draft, batch).after(0, steps)
+    in_samples = by_samples or is_converted
+    if length != run_length or (in_samples and length != taken):
+        origin = arguments.origin(f"lr_decay_{unit}", "train_samples", "train_iters")
         draft.put("lr.length", length, origin)
     decay = f"lr_wsd_decay_{unit}"
     if arguments.has(decay):
-        arguments.copy("lr.decay", decay)
+        arguments.put("lr.decay", arguments.get(decay) * factor, decay)
 
 
-def _add_warmup(arguments: Arguments, length: int, name: str) -> None:
-    """Add the warm-up. name: of the argument that says it, if it is no share of the length."""
+def _add_warmup(arguments: Arguments, length: int, name: str, factor: int) -> None:
+    """Add the warm-up. name: of the argument that says it, if it is no share of the length. factor:
+    by which it is multiplied."""
     draft = arguments.draft
     fraction = "lr_warmup_fraction"
     if not arguments.has(fraction):
-        arguments.copy("lr.warmup", name)
+        arguments.put("lr.warmup", arguments.get(name) * factor, name)
         return
     if arguments.get(name):
         arguments.refuse("give one of them", fraction, name)

@@ -221,6 +221,16 @@ class RunConfig(BaseModel):
         )
 
     @property
+    def with_batch_of_timeline(self) -> Self:
+        """The run with the batch of the step log.timeline; that of train.global_batch if no step is
+        recorded or all have one."""
+        step = self.log.timeline
+        if not step or not self.train.batch_schedule:
+            return self
+        consumed = self.batches.after(0, step - 1)
+        return self.with_constant_batch(self.batches.at(consumed))
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of one step of train.global_batch samples, over all replicas."""
         return self.train.global_batch * self.train.seq_length

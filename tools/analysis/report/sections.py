@@ -247,6 +247,7 @@ def schedule(run: Run) -> Html | None:
         return paragraph(f"Not known: {config}.")
     if config.parallel.pipeline == 1:
         return None
+    config = config.with_batch_of_timeline
     stages = config.parallel.pipeline * max(1, config.parallel.chunks)
     # forward, two halves of a backward and transfers for each stage and micro-batch
     if 4 * stages * config.num_microbatches > MOST_INSTRUCTIONS:

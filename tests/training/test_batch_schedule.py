@@ -7,24 +7,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from megaprec.checkpoint.reader import Store
 from megaprec.comm.axis import Axis
 from megaprec.data.samples import Batch, Samples
 from megaprec.diagnose.position import Position
 from tests.refusals import shows
 from tests.runs import checkpoint, rewind, steps, tensors, train, train_on, write_run
+from tools.analysis.planning.memory import MemoryModel
+from tools.analysis.planning.search import Planned, plan_run, run_seconds
+from tools.analysis.planning.speed import Assumptions
+from tools.commands.replay import replay
 from tools.config.batch_schedule import BatchSchedule
 from tools.config.checks import cross_problems
 from tools.config.run_file import RunConfig
 from tools.convert.initial import resolve_run
 from tools.convert.train_state import TrainState
+from tools.journal.journal import Journal
+from tools.journal.records import read_events
 from tools.journal.timeline_file import TIMELINE, read_trace_of
 from tools.training.batches import Batches
-from tools.training.changed_keys import Rates
+from tools.training.changed_keys import Rates, keys_of, other_length
 
 RANDOM_SCHEDULES = 1000
 SMALL = {"layers": 2, "hidden": 16, "heads": 4}
@@ -373,3 +381,95 @@ def test_a_schedule_that_never_changes_trains_as_a_constant_batch(
         for record in steps(tmp_path / "schedule")
     ]
     assert scheduled == steps(tmp_path / "constant")
+
+
+def test_a_skipped_step_is_repeated_with_its_batch_and_the_rate_waits(
+    file: Path, tmp_path: Path
+) -> None:
+    scale = ("precision.compute=fp16", "precision.initial_scale=268435456.0", "precision.hysteresis=1")
+    keys = (*KEYS, *scale, "train.steps=12", f"train.folder={tmp_path / 'run'}")
+    train(file, *keys)
+    records = steps(tmp_path / "run")
+    run = PlainRun(((0, 4), (6, 8), (17, 12), (18, 4), (23, 8), (40, 16)))
+    outcomes = [record["outcome"] == "applied" for record in records]
+    assert not any(outcomes[:3]) and any(outcomes)
+    total = ends_of_steps(run.changes, 0, 12)[-1]
+    for record, is_applied in zip(records, outcomes, strict=True):
+        assert record["lr"] == pytest.approx(cosine(run.applied, 10, total, 1e-2, 0.001))
+        run.take_step(is_applied)
+        assert record["tokens"] == 16 * run.consumed
+        assert record["learned_tokens"] == 16 * run.applied
+    events = read_events(tmp_path / "run")
+    skipped = [event for event in events if event["event"] == "overflow"]
+    ends = [0, *ends_of_steps(run.changes, 0, 12)]
+    for event in skipped:
+        first, end = ends[event["step"] - 1 : event["step"] + 1]
+        assert (event["first_sample"], event["num_samples"]) == (first, end - first)
+    # one process takes the step again, with the batch that it had
+    assert replay(tmp_path / "run", skipped[3]).step == skipped[3]["step"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "change", "said"),
+    [
+        (["lr.unit=samples"], ["train.global_batch=4"], "is 24 samples long, not 48"),
+        (["lr.unit=samples", "lr.length=48"], ["train.global_batch=4"], ""),
+        (
+            ["lr.unit=samples"],
+            ["train.batch_schedule=[[0,4],[16,8]]"],
+            "is 32 samples long, not 48",
+        ),
+        ([], ["train.global_batch=4"], "the 4 steps that are left"),
+        (["lr.length=2"], ["train.global_batch=4"], ""),
+        (["lr.schedule=constant"], ["train.global_batch=4"], ""),
+    ],
+    ids=str,
+)
+def test_other_batches_on_a_resume_keep_the_length_of_the_schedule_or_say_that_they_do_not(
+    keys: list[str], change: list[str], said: str, file: Path, tmp_path: Path
+) -> None:
+    before = resolve_run(file, ["lr.schedule=cosine", *keys])
+    after = resolve_run(file, ["lr.schedule=cosine", *keys, *change])
+    progress = TrainState(step=2, applied=2, samples=16, applied_samples=16)
+    store = cast(Store, SimpleNamespace(index={"run": keys_of(before), "model": {}}, path=tmp_path))
+    notes = [*other_length(store, after, progress)]
+    assert len(notes) == bool(said)
+    assert all(said in note for note in notes)
+    if "lr.length=48" in keys:
+        assert before.lr_schedule == after.lr_schedule
+
+
+def test_the_time_left_is_that_of_the_tokens_left(tmp_path: Path) -> None:
+    record = {"loss": 1.0, "lr": 1.0, "grad_norm": 1.0, "loss_scale": 1.0, "outcome": "applied"}
+    record |= {"skipped_total": 0}
+    batches = [4, 4, 8, 8]
+    read = 0
+    with Journal(tmp_path, 0, 6, 1, False, total_tokens=24 + 2 * 16) as journal:
+        for number, batch in enumerate(batches, 1):
+            read += batch
+            seconds = {"seconds": 0.5 * batch, "tokens_per_s": 2.0}
+            journal.write({**record, "step": number, "tokens": read, **seconds})
+            assert journal._seconds_left() == pytest.approx((24 + 32 - read) / 2)
+
+
+def test_a_plan_adds_up_steps_of_all_batches_and_has_room_for_the_largest(file: Path) -> None:
+    keys = ["train.steps=9", "train.micro_batch=1", "parallel.pipeline=2"]
+    ramp = ["train.batch_schedule=[[0,4],[10,16],[60,8]]", "train.global_batch=8"]
+    config = resolve_run(file, [*keys, *ramp])
+    assumed = Assumptions(1.0, 0.5, 100.0, 50.0, 8, "cpu")
+
+    def planned(batch: int) -> Planned:
+        constant = resolve_run(file, [*keys, f"train.global_batch={batch}"])
+        return plan_run(constant, MemoryModel("cpu"), assumed)
+
+    whole = plan_run(config, MemoryModel("cpu"), assumed)
+    assert whole.total == planned(16).total
+    steps_of = {4: 3, 16: 3, 8: 3}
+    assert config.batches.steps_by_batch(9) == steps_of
+    seconds = 0.0
+    for batch, count in steps_of.items():
+        prediction = planned(batch).prediction
+        assert prediction is not None
+        seconds += count * prediction.seconds
+    assert whole.prediction is not None
+    assert run_seconds(whole, whole.prediction, assumed) == pytest.approx(seconds, rel=1e-9)

@@ -209,8 +209,9 @@ def other_length(checkpoint: Store, config: RunConfig, progress: TrainState) -> 
     new_total = new_rates.schedule.total
     if old_rates.batches and new_rates.batches and old_total != new_total:
         yield (
-            f"the schedule of the learning rate is {new_total:,} samples long, not {old_total:,}, "
-            f"for it is as long as the run: lr.length={old_total} keeps its length"
+            f"the schedule of the learning rate is {new_total:,} samples long, not {old_total:,}: "
+            "without lr.length it has those of all steps of the run with these batches; "
+            f"lr.length={old_total} keeps its length"
         )
     steps_left = new_total - progress.applied
     if not old_rates.batches and not new_rates.batches and steps_left > 0:

@@ -386,7 +386,11 @@ def test_a_schedule_that_never_changes_trains_as_a_constant_batch(
 def test_a_skipped_step_is_repeated_with_its_batch_and_the_rate_waits(
     file: Path, tmp_path: Path
 ) -> None:
-    scale = ("precision.compute=fp16", "precision.initial_scale=268435456.0", "precision.hysteresis=1")
+    scale = (
+        "precision.compute=fp16",
+        "precision.initial_scale=268435456.0",
+        "precision.hysteresis=1",
+    )
     keys = (*KEYS, *scale, "train.steps=12", f"train.folder={tmp_path / 'run'}")
     train(file, *keys)
     records = steps(tmp_path / "run")

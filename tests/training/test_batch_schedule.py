@@ -12,11 +12,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.reader import Store
 from megaprec.comm.axis import Axis
 from megaprec.data.samples import Batch, Samples
 from megaprec.diagnose.position import Position
+from tests.ranks import run_ranks
 from tests.refusals import shows
 from tests.runs import checkpoint, rewind, steps, tensors, train, train_on, write_run
 from tools.analysis.planning.memory import MemoryModel
@@ -33,6 +35,8 @@ from tools.journal.records import read_events
 from tools.journal.timeline_file import TIMELINE, read_trace_of
 from tools.training.batches import Batches
 from tools.training.changed_keys import Rates, keys_of, other_length
+from tools.training.corpus import open_corpus
+from tools.training.trainer import Trainer
 
 RANDOM_SCHEDULES = 1000
 SMALL = {"layers": 2, "hidden": 16, "heads": 4}
@@ -477,3 +481,38 @@ def test_a_plan_adds_up_steps_of_all_batches_and_has_room_for_the_largest(file: 
         seconds += count * prediction.seconds
     assert whole.prediction is not None
     assert run_seconds(whole, whole.prediction, assumed) == pytest.approx(seconds, rel=1e-9)
+
+
+OTHERS = {
+    "zero-2": (["parallel.zero=2"], {"data": 2}),
+    "interleaved": (["model.layers=4", "parallel.schedule=interleaved"], {"pipeline": 2}),
+    "zero bubbles": (["parallel.schedule=zb-h1"], {"pipeline": 2}),
+    "cut sequences": (["parallel.context=2", "model.dropout=0.0"], {}),
+    "shadow": (["fp8.kind=current", "fp8.shadow_every=2"], {"data": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_counts_micro_batches_trains_as_one_process(
+    name: str, file: Path, tmp_path: Path
+) -> None:
+    keys, layout = OTHERS[name]
+    alone = [key for key in keys if not key.startswith("parallel")]
+    assert train(file, *KEYS, *alone, f"train.folder={tmp_path / 'one'}") == 0
+    if "parallel.context=2" in keys:
+        run_ranks(_train_cut, {"cp": 2}, file=file, keys=[*KEYS, *keys], folder=tmp_path / "many")
+    else:
+        train_on(file, *KEYS, *keys, f"train.folder={tmp_path / 'many'}", **layout)
+    ours = steps(tmp_path / "many")
+    theirs = steps(tmp_path / "one")
+    assert len(ours) == len(theirs) == 8
+    for our, their in zip(ours, theirs, strict=True):
+        assert our["loss"] == pytest.approx(their["loss"], rel=1e-4)
+        assert our["grad_norm"] == pytest.approx(their["grad_norm"], rel=1e-2)
+        assert our["lr"] == their["lr"]
+
+
+def _train_cut(mesh: DeviceMesh, file: Path, keys: list[str], folder: Path) -> None:
+    config = resolve_run(file, [*keys, f"train.folder={folder}"])
+    Trainer(config, open_corpus(config), mesh).run()

@@ -106,8 +106,11 @@ class BatchSchedule:
         counts = dict[int, int]()
         left = steps
         for stretch in self.stretches():
-            taken = left if stretch.steps is None else min(left, stretch.steps)
+            taken = left
+            if stretch.steps is not None:
+                taken = min(left, stretch.steps)
             if taken:
-                counts[stretch.batch] = counts.get(stretch.batch, 0) + taken
+                counts.setdefault(stretch.batch, 0)
+                counts[stretch.batch] += taken
             left -= taken
         return counts

@@ -62,8 +62,13 @@ def batches_of(draft: Draft, batch: int) -> BatchSchedule:
 
 def iteration_samples(arguments: Arguments) -> int:
     """Return the samples of an iteration by which Megatron-LM counts a schedule of iterations if
-    the batch has steps: those of one micro-batch of each replica."""
-    return arguments.get("micro_batch_size") * arguments.draft.value("parallel.data")
+    the batch has steps: those of one micro-batch of each replica; 1 if they are not known, which
+    other lines report."""
+    micro = arguments.get("micro_batch_size")
+    data = arguments.draft.value("parallel.data")
+    if not isinstance(micro, int) or not isinstance(data, int):
+        return 1
+    return micro * data
 
 
 def steps_of_samples(arguments: Arguments, samples: int, batch: int) -> int:

@@ -142,27 +142,13 @@ def _add_lengths(arguments: Arguments, steps: int, batch: int) -> None:
     draft = arguments.draft
     by_samples = arguments.has("train_samples")
     unit, other_unit = ("samples", "iters") if by_samples else ("iters", "samples")
-    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
-        other = f"{name}_{other_unit}"
-        if arguments.has(other) and arguments.get(other):
-            arguments.refuse(f"the length of the run is in {unit}, so this must be too", other)
+    _refuse_lengths_in(arguments, other_unit, unit)
     if by_samples:
         arguments.put("lr.unit", "samples", "train_samples")
     run_length = arguments.get("train_samples") if by_samples else steps
-    # samples of an iteration: with batches that change the schedule is one of samples
-    factor = 1
+    # with batches that change a schedule of iterations is one of samples
     is_converted = not by_samples and arguments.has(IN_STEPS)
-    if is_converted:
-        if not draft.given("parallel.data") and draft.needs("parallel.data"):
-            draft.missing.append(f"a schedule of --train-iters {NO_RANKS_FOR_BATCH}")
-            return
-        factor = iteration_samples(arguments)
-        origin = f"{arguments.said[IN_STEPS]}, with {factor} samples an iteration"
-        draft.put("lr.unit", "samples", origin)
-        draft.notes.append(
-            f"lr.unit: Megatron-LM counts each iteration of its schedule as {factor} samples, a "
-            "micro-batch of each replica, whatever the batch is: the rates are the same here"
-        )
+    factor = _convert_to_samples(arguments) if is_converted else 1
     length = (arguments.get(f"lr_decay_{unit}") or run_length) * factor
     _add_warmup(arguments, length, f"lr_warmup_{unit}", factor)
     taken = batches_of(draft, batch).after(0, steps)
@@ -173,6 +159,30 @@ def _add_lengths(arguments: Arguments, steps: int, batch: int) -> None:
     decay = f"lr_wsd_decay_{unit}"
     if arguments.has(decay):
         arguments.put("lr.decay", arguments.get(decay) * factor, decay)
+
+
+def _refuse_lengths_in(arguments: Arguments, unit: str, unit_of_run: str) -> None:
+    """Add a problem for each length of the schedule in another unit than that of the run."""
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        length = f"{name}_{unit}"
+        if arguments.has(length) and arguments.get(length):
+            why = f"the length of the run is in {unit_of_run}, so this must be too"
+            arguments.refuse(why, length)
+
+
+def _convert_to_samples(arguments: Arguments) -> int:
+    """Set the unit of the schedule to samples, and return those of an iteration."""
+    draft = arguments.draft
+    if not draft.given("parallel.data") and draft.needs("parallel.data"):
+        draft.missing.append(f"a schedule of --train-iters {NO_RANKS_FOR_BATCH}")
+    factor = iteration_samples(arguments)
+    origin = f"{arguments.said[IN_STEPS]}, with {factor} samples an iteration"
+    draft.put("lr.unit", "samples", origin)
+    draft.notes.append(
+        f"lr.unit: Megatron-LM counts each iteration of its schedule as {factor} samples, a "
+        "micro-batch of each replica, whatever the batch is: the rates are the same here"
+    )
+    return factor
 
 
 def _add_warmup(arguments: Arguments, length: int, name: str, factor: int) -> None:

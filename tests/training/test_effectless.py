@@ -123,6 +123,10 @@ CASES = [
     ),
     ("fp8.shadow_every", "10", FP8, f"{FP8} train.steps=10"),
     ("checkpoint.keep_every", "2", "checkpoint.keep=all", ""),
+    *(
+        (f"data.{key}", value, "", "data.source=mine.txt")
+        for key, value in (("encoding", '"latin-1"'), ("exclude", '["*.log"]'), ("skip_bad", "3"))
+    ),
 ]
 # Keys that have files beside them: see the test below.
 BESIDE_FILES = {
@@ -149,7 +153,7 @@ parallel: zero elastic timeout
 precision: compute parameters gradients moments residual attention scores output rounding loss_scale scaling
 precision: keep_fp32 masters masters_in_checkpoint tf32 on_nonfinite trace_overflows
 fp8: kind
-optimizer: name options groups clip norm
+optimizer: name options groups clip norm ema
 lr: peak schedule warmup unit
 train: steps global_batch batch_schedule micro_batch seq_length init_from seed numerics compile deterministic folder device threads
 train: branch_from restarts

@@ -22,6 +22,7 @@ from tools.console.units import duration, first_of, flops, size
 MOST_CHANGES = 8  # of train.batch_schedule that are named
 MAIN_KINDS = ("weights", "gradients", "masters", "moments", "activations")
 OTHER_KINDS = {
+    "ema": "the average of the weights",
     "buffers": "rotary tables and FP8 casts",
     "communication": "gradients that travel",
     "arriving": "gradients of buckets until they are reduced",

@@ -158,7 +158,7 @@ precision: keep_fp32 masters masters_in_checkpoint tf32 on_nonfinite trace_overf
 fp8: kind
 optimizer: name options groups clip norm ema
 lr: peak schedule warmup unit
-train: steps global_batch micro_batch seq_length init_from seed numerics compile deterministic folder device threads
+train: steps global_batch batch_schedule micro_batch seq_length init_from seed numerics compile deterministic folder device threads
 train: branch_from restarts
 checkpoint: every keep background resume
 log: every to plot plot_over progress peak_tflops sample

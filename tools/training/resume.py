@@ -47,6 +47,7 @@ from tools.training.changed_keys import (
     changed_keys,
     keys_of,
     lr_jump,
+    other_length,
     rates_around,
     saved_keys,
 )
@@ -229,6 +230,7 @@ def _remarks(config: RunConfig, corpus: Corpus, checkpoint: Store) -> Iterator[_
             effect = f"the run goes on with the {state} of {checkpoint.path}"
             yield _Remark("note", f"{key}: not used, for {effect}")
     yield from _notes(_position_notes(checkpoint, config, corpus))
+    yield from _notes(other_length(checkpoint, config, progress))
     yield from _notes(lr_jump(checkpoint, config, progress))
 
 

@@ -186,8 +186,11 @@ def test_the_layouts_found_are_the_fastest_that_fit(
         2,
     )
     found = data(capsys, file, *options)
-    assert [one["prediction"]["seconds"] for one in found["layouts"]] == pytest.approx(times[:10])
-    assert len(found["layouts"]) + found["slower"] + found["too_large"] == len(every)
+    found_times = [one["prediction"]["seconds"] for one in found["layouts"]]
+    # other micro-batches and ZeRO stages of the fastest are tried too
+    for found_time, time in zip(found_times, times, strict=False):
+        assert found_time <= time * (1 + 1e-9)
+    assert len(found["layouts"]) + found["slower"] + found["too_large"] >= len(every)
     assert all(one["verdict"] == "fits" for one in found["layouts"])
 
 
@@ -251,9 +254,9 @@ def test_products_alone_take_the_time_of_their_flops(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One rank, nothing recomputed: MFU is the efficiency that was assumed, less the lookup of the
-    embedding."""
+    embedding and the scores that the backward pass of attention computes again."""
     plan = data(capsys, file, "--tflops", 1, "--efficiency", 0.25)
-    assert plan["prediction"]["mfu"] == pytest.approx(0.25, rel=1e-3)
+    assert 0.245 < plan["prediction"]["mfu"] < 0.25
     assert plan["prediction"]["idle"] == pytest.approx(0)
 
 
@@ -306,6 +309,9 @@ def test_a_gpu_is_known_by_its_name_or_not_at_all(name: str, found: str | None) 
             ("--gpu", "H100", "--ranks", "11", "-o", "b.toml"),
             "11 ranks have no layout: pipeline is at most",
         ),
+        (("--gpu", "H100", "--ranks", "1000003"), "1,000,003 ranks have no layout"),
+        (("--gpu", "H100", "--budget", "-1"), "--budget -1: give a number of rank-hours"),
+        (("--gpu", "H100", "--measured", "no"), sentence("planning.measured_no_run", folder="no")),
     ],
 )
 def test_what_is_wrong_is_told(
@@ -390,9 +396,8 @@ def test_what_a_prediction_leaves_out_is_said_in_lines_and_in_json(
     options = ("--tflops", 1, "--gpu-memory", "80GB")
     fp8 = ("precision.compute=bf16", "fp8.kind=current", "fp8.pad=true")
     for keys, said in (
-        (fp8, "the speed of FP8 is not predicted"),
+        (fp8, "the peak of FP8 is not known"),
         (("train.device=cpu",), 'train.device = "cpu" is left aside'),
-        (("train.compile=leaves",), 'the speed of train.compile = "leaves" is not predicted'),
     ):
         notes = data(capsys, file, *keys, *options)["notes"]
         assert any(said in note for note in notes)

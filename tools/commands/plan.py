@@ -25,7 +25,9 @@ from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.precision.gemm import product
 from megaprec.resources import cores
+from models.config import ModelConfig
 from models.decoder.own_model import require_builtin
+from models.presets import PRESETS
 from tools.analysis.planning.assumptions import Assumptions
 from tools.analysis.planning.device import Target, assumed_devices, target_of
 from tools.analysis.planning.measured import factor_of, read_measured
@@ -227,6 +229,7 @@ def _output_problems(args: argparse.Namespace) -> Iterator[str]:
 
 def _notes(config: RunConfig, target: Target) -> Iterator[str]:
     """Yield a line for each thing that the prediction takes for granted."""
+    yield from _overruled_preset(config)
     if not config.model.vocab:
         yield (
             "model.vocab is left to the tokenizer: planned for data.vocab_size = "
@@ -256,6 +259,27 @@ def _notes(config: RunConfig, target: Target) -> Iterator[str]:
             "experts are taken to get as many tokens each; the router decides, and activations "
             "may be larger"
         )
+
+
+def _overruled_preset(config: RunConfig) -> Iterator[str]:
+    """Yield a line on the keys that the file or the command line give another value than the
+    preset."""
+    origins = {config.origin(f"model.{name}") for name, _ in config.model}
+    presets = [name for name in PRESETS if f"preset {name}" in origins]
+    for preset in presets:
+        changed: list[str] = []
+        for name in PRESETS[preset]:
+            key = f"model.{name}"
+            is_overruled = config.origin(key) != f"preset {preset}"
+            if is_overruled and config.get(key) != getattr(_of_preset(preset), name):
+                changed.append(f"{key} = {config.value(key)} ({config.origin(key)})")
+        if changed:
+            yield f"model.preset {preset} is overruled by {', '.join(changed)}"
+
+
+def _of_preset(preset: str) -> ModelConfig:
+    """Return the model of a preset as it is."""
+    return ModelConfig(**PRESETS[preset])
 
 
 def _assumptions(config: RunConfig, target: Target, args: argparse.Namespace) -> Assumptions | None:

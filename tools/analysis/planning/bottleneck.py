@@ -14,6 +14,8 @@ ADVICE = {
     "update": ("the update", "ZeRO over more replicas"),
 }
 
+MOSTLY_PRODUCTS = 0.8
+
 
 def shares(predicted: Prediction) -> dict[str, float]:
     """Return the fraction of a step that each kind of time takes; together they are 1."""
@@ -23,16 +25,17 @@ def shares(predicted: Prediction) -> dict[str, float]:
     return {kind: of_kind / predicted.seconds for kind, of_kind in seconds.items()}
 
 
-def describe_bottleneck(predicted: Prediction) -> str:
-    """Return the largest part of a step beside products, and what helps; of products if they are
-    four fifths of it."""
+def describe_bottleneck(predicted: Prediction) -> tuple[str, str]:
+    """Return the largest part of a step beside products, or products if they are four fifths of it,
+    and what makes it less."""
     by_kind = shares(predicted)
     products = by_kind["compute"]
     others = {kind: share for kind, share in by_kind.items() if kind != "compute"}
-    kind = max(others, key=lambda kind: others[kind])
-    if products >= 0.8:
-        kind = "compute"
+    kind = "compute"
+    if products < MOSTLY_PRODUCTS:
+        kind = max(others, key=lambda kind: others[kind])
     name, advice = ADVICE[kind]
-    if kind == "compute":
-        return f"{name}: {products:.0%} of the step; less by {advice}"
-    return f"{name}: {by_kind[kind]:.0%}, beside products {products:.0%}; less by {advice}"
+    text = f"{name} {by_kind[kind]:.0%} of the step"
+    if kind != "compute":
+        text += f", products {products:.0%}"
+    return text, f"less by {advice}"

@@ -10,7 +10,7 @@ from models.estimate.gpus import GPU
 from tools.analysis.planning.assumptions import Assumptions
 
 # of the peak of matrix products, by architecture: larger ones are limited by power and memory
-PRODUCTS = {"Ampere": 0.74, "Hopper": 0.68, "Blackwell": 0.58}
+PRODUCTS = {"Ampere": 0.88, "Hopper": 0.69, "Blackwell": 0.58}
 OTHER = 0.5
 # the speed of attention's own products by that of others, of the causal half of scores
 ATTENTION = 0.39

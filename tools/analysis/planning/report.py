@@ -153,7 +153,9 @@ def prediction_lines(
     sent = [f"{size(nbytes)} over {axis}" for axis, nbytes in by_axis.items() if nbytes]
     yield "prediction, not a measurement"
     yield from _step_lines(predicted)
-    yield f"limit      {describe_bottleneck(predicted)}"
+    limit, advice = describe_bottleneck(predicted)
+    yield f"limit      {limit};"
+    yield f"           {advice}"
     yield f"sends      a rank, a step: {', '.join(sent) or 'nothing'}"
     rank_speed = f"{flops(speed['tflops'] * 1e12)}/s a rank, MFU {speed['mfu']:.1%}"
     yield f"speed      {speed['tokens_per_s']:,.0f} tokens/s, {rank_speed}"

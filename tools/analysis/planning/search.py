@@ -211,7 +211,7 @@ def neighbors(config: RunConfig) -> Iterator[RunConfig]:
         changes.append(("parallel.zero", True if parallel.shards_gradients else 2))
     if parallel.schedule == "interleaved":
         chunks = parallel.chunks or default_chunks(parallel.schedule)
-        changes += [("parallel.chunks", other) for other in (chunks - 1, chunks + 1, 2 * chunks)]
+        changes.append(("parallel.chunks", 2 * chunks))
     for key, value in changes:
         try:
             yield config.with_value(key, value, ORIGIN)

@@ -22,8 +22,9 @@ RESIDUAL = 4
 # The fused kernel of attention reads query, key and value and writes the output; rotary positions
 # read and write query and key before.
 ROTATED = 2
-# Softmax and loss read the logits twice; the gradient reads and writes them.
-LOGITS_FORWARD = 2
+# Of logits, in FP32: they are copied from the dtype of the product and read for the maximum, for the
+# sum of exponentials, and for the gradient, which is written in the dtype of the product.
+LOGITS_FORWARD = 3
 LOGITS_BACKWARD = 2
 # A cast of an activation is a part of the operator that makes it, and writes the codes of both
 # directions.
@@ -62,10 +63,10 @@ def forward_bytes(
     return total
 
 
-def loss_bytes(config: ModelConfig, plan: PrecisionPlan, tensor: int) -> tuple[float, float]:
+def loss_bytes(config: ModelConfig, tensor: int) -> tuple[float, float]:
     """Return the bytes that the loss moves per token, forward and backward."""
     heads = 1 + config.mtp_layers
-    logits = heads * config.vocab / tensor * plan.compute_dtype("head.weight").itemsize
+    logits = heads * config.vocab / tensor * torch.float32.itemsize
     return LOGITS_FORWARD * logits, LOGITS_BACKWARD * logits
 
 

@@ -435,11 +435,23 @@ def _document(
         "memory": target.memory,
         "usable": target.usable,
         **own_layout,
-        "assumed": asdict(assumed) if assumed else None,
+        "assumed": _known_speeds(assumed) if assumed else None,
     }
     if search_result:
         document["layouts"] = [
             as_data(planned, shared_target, shared_speeds) for planned in search_result.layouts
         ]
-        document |= {"slower": search_result.slower, "too_large": search_result.too_large}
+        document |= {
+            "slower": search_result.slower,
+            "too_large": search_result.too_large,
+            "unseen": search_result.unseen,
+        }
     return document
+
+
+def _known_speeds(assumed: Assumptions) -> dict[str, Any]:
+    """Return what a prediction rests on, for JSON, which has no infinity."""
+    speeds = asdict(assumed)
+    if math.isinf(assumed.bandwidth):
+        speeds["bandwidth"] = None
+    return speeds

@@ -11,17 +11,19 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from megaprec.optim.canonical.microbatch_sums import num_waiting_sums
+from models.decoder.stages import Cut
 from models.estimate.flops import StageCost
 from models.estimate.memory import ActivationBytes, StageMemory, message_bytes
 from models.estimate.state import Sharding, state_bytes
 from models.estimate.storage import Device
-from parallel.pipeline.builders import SPLIT
+from parallel.pipeline.builders import SPLIT, default_chunks
 from parallel.pipeline.instructions import Instruction
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import peak
 from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
 
+FEW_LAYERS = 2  # of two stages, of which one more layer tells what a layer keeps
 PROCESS = 300 * 10**6  # bytes of Python and torch in a process on a CPU
 
 
@@ -89,7 +91,46 @@ class MemoryModel:
 
     def kept(self, config: RunConfig, costs: Sequence[StageCost]) -> list[ActivationBytes]:
         """Return what each stage keeps of a micro-batch."""
-        virtual, virtual_ranks = in_virtual_ranks(config)
+        _, virtual_ranks = in_virtual_ranks(config)
+        stage_memory = self._stage_memory(config)
+        of_virtual_rank = [stage_memory.activation_bytes(cost.cut) for cost in costs]
+        return [_times(virtual_ranks, kept) for kept in of_virtual_rank]
+
+    def least_activations(self, config: RunConfig) -> int:
+        """Return the bytes of activations that a pipeline rank keeps at least.
+
+        That is what layers such as the model's last one keep, on the second of the ranks, for the
+        first may have layers of another kind. A stage in the middle has no fewer layers than the
+        mean one, rounded down. 0 for schedules other than 1F1B and interleaved 1F1B.
+        """
+        parallel = config.parallel
+        model = config.model
+        recompute = config.recompute
+        is_even = not recompute.layers and recompute.fraction in (0.0, 1.0)
+        if parallel.schedule_file or parallel.schedule not in ("1f1b", "interleaved"):
+            return 0
+        if parallel.cuts or model.window_layers or not is_even:
+            return 0
+        in_flight = 1
+        if parallel.pipeline > 1:
+            in_flight = min(config.num_microbatches, parallel.pipeline - 1)
+        chunks = parallel.chunks or default_chunks(parallel.schedule)
+        layers = chunks * (model.layers // (parallel.pipeline * chunks))
+        if parallel.pipeline == 1:
+            layers -= len(model.dense_layers)
+        last = model.layers - 1
+        if last < FEW_LAYERS or last in model.dense_layers:
+            return 0
+        stage_memory = self._stage_memory(config)
+        fewer = Cut(1, range(last - FEW_LAYERS, last), first=False, last=False)
+        more = Cut(1, range(last - FEW_LAYERS, last + 1), first=False, last=False)
+        kept = [stage_memory.activation_bytes(cut).activations for cut in (fewer, more)]
+        _, virtual_ranks = in_virtual_ranks(config)
+        return in_flight * layers * virtual_ranks * max(0, kept[1] - kept[0])
+
+    def _stage_memory(self, config: RunConfig) -> StageMemory:
+        """Return what counts the bytes of stages, the same for layouts whose stages are alike."""
+        virtual, _ = in_virtual_ranks(config)
         parallel = virtual.parallel
         stage_memory = StageMemory(
             config.sized_model,
@@ -100,9 +141,7 @@ class MemoryModel:
             device=self.device,
             halves=bool(parallel.schedule_file) or parallel.schedule in SPLIT,
         )
-        stage_memory = _first_equal(stage_memory)
-        of_virtual_rank = [stage_memory.activation_bytes(cost.cut) for cost in costs]
-        return [_times(virtual_ranks, kept) for kept in of_virtual_rank]
+        return _first_equal(stage_memory)
 
     def of(self, config: RunConfig, passes: PlannedPasses) -> list[RankBytes]:
         """Return the bytes of each pipeline rank."""

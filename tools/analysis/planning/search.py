@@ -115,11 +115,11 @@ class _Found:
     def look_at(self, config: RunConfig, least_time: float) -> None:
         """Add a layout, unless it does not fit or cannot be one of the fastest."""
         least = least_bytes(config)
-        if self._target.verdict(least) == "does not fit":
-            self.too_large.append(least)
-        elif self.cannot_be_better(least_time):
+        if self._is_too_large(least):
+            return
+        if self.cannot_be_better(least_time):
             self.slower += 1
-        else:
+        elif not self._is_too_large(least + self._memory.least_activations(config)):
             self._plan(config)
 
     def cannot_be_better(self, least_time: float) -> bool:
@@ -129,10 +129,16 @@ class _Found:
         slowest_time, _ = _speed_then_size(self.fitting[MOST_LAYOUTS - 1])
         return least_time > slowest_time
 
+    def _is_too_large(self, least: int) -> bool:
+        """Return True, and note it, if a layout that needs at least so many bytes does not fit."""
+        if self._target.verdict(least) != "does not fit":
+            return False
+        self.too_large.append(least)
+        return True
+
     def _plan(self, config: RunConfig) -> None:
         planned = plan_run(config, self._memory, self._assumed)
-        if self._target.verdict(planned.total) == "does not fit":
-            self.too_large.append(planned.total)
+        if self._is_too_large(planned.total):
             return
         self.fitting.append(planned)
         self.fitting.sort(key=_speed_then_size)

@@ -35,7 +35,7 @@ def elementwise_seconds(
     backward = BACKWARD * forward + again + 2 * casts
     forward += casts
     if cut.last:
-        loss_forward, loss_backward = loss_bytes(model, plan, parallel.tensor)
+        loss_forward, loss_backward = loss_bytes(model, parallel.tensor)
         forward += loss_forward
         backward += loss_backward
     second_bytes = assumed.bandwidth * 1e9

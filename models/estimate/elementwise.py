@@ -22,8 +22,8 @@ RESIDUAL = 4
 # The fused kernel of attention reads query, key and value and writes the output; rotary positions
 # read and write query and key before.
 ROTATED = 2
-# Of logits, in FP32: they are copied from the dtype of the product and read for the maximum, for the
-# sum of exponentials, and for the gradient, which is written in the dtype of the product.
+# Of logits, in FP32: they are copied from the dtype of the product and read for the maximum, for
+# the sum of exponentials, and for the gradient, which is written in the dtype of the product.
 LOGITS_FORWARD = 3
 LOGITS_BACKWARD = 2
 # A cast of an activation is a part of the operator that makes it, and writes the codes of both

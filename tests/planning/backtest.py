@@ -16,9 +16,9 @@ from statistics import correlation, median
 from typing import Any
 
 from models.estimate.gpus import GPU, gpu_named
-from tools.analysis.planning.assumptions import Assumptions
 from tools.analysis.planning.memory import PlannedPasses
 from tools.analysis.planning.reached import assumptions_of
+from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.analysis.planning.seconds.traffic import elements_of_pipeline, replica_bytes
 from tools.analysis.planning.speed import Prediction, passes_of, predict_passes
 from tools.config.run_file import RunConfig, load_run

@@ -14,10 +14,10 @@ from models.estimate.gpus import gpu_named
 from tests.commands.test_schedule_command import run_file as run_file
 from tests.refusals import sentence
 from tests.runs import train
-from tools.analysis.planning.assumptions import Assumptions
 from tools.analysis.planning.device import target_of
 from tools.analysis.planning.memory import MemoryModel
 from tools.analysis.planning.search import candidates, least_bytes, plan_run
+from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.analysis.planning.speed import least_seconds, passes_of
 from tools.cli import main
 from tools.config import run_file as run_file_module

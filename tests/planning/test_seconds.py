@@ -1,21 +1,21 @@
 """The predicted step: its kinds add up, and faster devices are never slower."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from models.estimate.gpus import GPUS, gpu_named
-from tools.analysis.planning.assumptions import Assumptions
 from tools.analysis.planning.bottleneck import shares
 from tools.analysis.planning.measured import read_measured
 from tools.analysis.planning.memory import MemoryModel
 from tools.analysis.planning.reached import assumptions_of
 from tools.analysis.planning.search import neighbors, plan_run
+from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.analysis.planning.seconds.attention import causal_share
 from tools.analysis.planning.seconds.links import link_of
-from tools.analysis.planning.speed import Prediction
+from tools.analysis.planning.speed import Prediction, passes_of, predict
 from tools.config.run_file import RunConfig, load_run
 
 MODEL = (
@@ -58,6 +58,14 @@ def config(request: pytest.FixtureRequest) -> RunConfig:
     return load_run(None, [*MODEL, *LAYOUTS[request.param]]).on_device("cuda")
 
 
+@pytest.fixture(scope="module")
+def predict_with(config: RunConfig) -> Callable[[Assumptions], Prediction]:
+    """Predicts the run with any assumptions; its bytes are counted once."""
+    passes = passes_of(config)
+    ranks = MemoryModel("cuda").of(config, passes)
+    return lambda assumed: predict(config, passes, ranks, assumed)
+
+
 def h100(config: RunConfig) -> Assumptions:
     gpu = gpu_named("H100")
     assert gpu
@@ -72,8 +80,10 @@ def predicted(config: RunConfig, assumed: Assumptions) -> Prediction:
     return planned.prediction
 
 
-def test_kinds_of_time_add_up_to_the_step(config: RunConfig) -> None:
-    step = predicted(config, h100(config))
+def test_kinds_of_time_add_up_to_the_step(
+    config: RunConfig, predict_with: Callable[[Assumptions], Prediction]
+) -> None:
+    step = predict_with(h100(config))
     in_passes = step.compute + step.attention + step.elementwise + step.fixed + step.tp
     whole = in_passes / (1 - step.idle) + step.exposed + step.update
     assert step.seconds == pytest.approx(whole, rel=1e-9)
@@ -86,18 +96,22 @@ def test_kinds_of_time_add_up_to_the_step(config: RunConfig) -> None:
     "faster",
     ["tflops", "efficiency", "fast", "slow", "bandwidth", "attention", "experts", "hidden"],
 )
-def test_no_speed_makes_a_step_slower(config: RunConfig, faster: str) -> None:
+def test_no_speed_makes_a_step_slower(
+    config: RunConfig, predict_with: Callable[[Assumptions], Prediction], faster: str
+) -> None:
     """Nor does a shorter time that is fixed."""
     assumed = h100(config)
-    step = predicted(config, assumed).seconds
+    step = predict_with(assumed).seconds
     quick = replace(assumed, **{faster: getattr(assumed, faster) * 1.3})
-    assert predicted(config, quick).seconds <= step * (1 + 1e-9)
+    assert predict_with(quick).seconds <= step * (1 + 1e-9)
 
 
-def test_a_factor_multiplies_all_times_and_no_byte(config: RunConfig) -> None:
+def test_a_factor_multiplies_all_times_and_no_byte(
+    config: RunConfig, predict_with: Callable[[Assumptions], Prediction]
+) -> None:
     assumed = h100(config)
-    step = predicted(config, assumed)
-    twice = predicted(config, replace(assumed, factor=2.0))
+    step = predict_with(assumed)
+    twice = predict_with(replace(assumed, factor=2.0))
     assert twice.seconds == pytest.approx(2 * step.seconds)
     assert twice.compute == pytest.approx(2 * step.compute)
     assert twice.traffic == step.traffic

@@ -28,7 +28,6 @@ from megaprec.resources import cores
 from models.config import ModelConfig
 from models.decoder.own_model import require_builtin
 from models.presets import PRESETS
-from tools.analysis.planning.assumptions import Assumptions
 from tools.analysis.planning.device import Target, assumed_devices, target_of
 from tools.analysis.planning.measured import factor_of, read_measured
 from tools.analysis.planning.memory import MemoryModel
@@ -45,6 +44,7 @@ from tools.analysis.planning.report import (
     run_lines,
 )
 from tools.analysis.planning.search import LayoutSearch, Planned, plan_run, search
+from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides, add_strict
 from tools.config.layouts import in_words

@@ -14,7 +14,7 @@ from megaprec.optim.canonical.microbatch_sums import num_waiting_sums
 from models.decoder.stages import Cut
 from models.estimate.flops import StageCost
 from models.estimate.memory import ActivationBytes, StageMemory, message_bytes
-from models.estimate.state import Sharding, state_bytes
+from models.estimate.state import state_bytes
 from models.estimate.storage import Device
 from parallel.pipeline.builders import SPLIT, default_chunks
 from parallel.pipeline.instructions import Instruction
@@ -22,6 +22,7 @@ from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import peak
 from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
+from tools.config.sharding import sharding_of
 
 FEW_LAYERS = 2  # of two stages, of which one more layer tells what a layer keeps
 PROCESS = 300 * 10**6  # bytes of Python and torch in a process on a CPU
@@ -124,9 +125,13 @@ class MemoryModel:
         stage_memory = self._stage_memory(config)
         fewer = Cut(1, range(last - FEW_LAYERS, last), first=False, last=False)
         more = Cut(1, range(last - FEW_LAYERS, last + 1), first=False, last=False)
-        kept = [stage_memory.activation_bytes(cut).activations for cut in (fewer, more)]
+        of_fewer = stage_memory.activation_bytes(fewer)
+        of_more = stage_memory.activation_bytes(more)
+        of_layer = max(0, of_more.activations - of_fewer.activations)
         _, virtual_ranks = in_virtual_ranks(config)
-        return in_flight * layers * virtual_ranks * max(0, kept[1] - kept[0])
+        # all are there when a backward pass begins, which needs some more
+        beside = of_fewer.backward if layers >= FEW_LAYERS * chunks else 0
+        return virtual_ranks * (in_flight * layers * of_layer + beside)
 
     def _stage_memory(self, config: RunConfig) -> StageMemory:
         """Return what counts the bytes of stages, the same for layouts whose stages are alike."""
@@ -217,24 +222,6 @@ def in_virtual_ranks(config: RunConfig) -> tuple[RunConfig, int]:
     # virtual ranks always cut the sequence
     virtual = parallel.model_copy(update={"tensor": shards, "sequence": True})
     return config.with_parallel(virtual, "canonical numerics"), shards // parallel.tensor
-
-
-def sharding_of(config: RunConfig) -> Sharding:
-    """Return how the run shards its state, or a virtual rank its own."""
-    parallel = config.parallel
-    sharers = 1
-    if parallel.zero:
-        sharers = parallel.zero_size or parallel.copies
-    return Sharding(
-        config.canonical_shards or parallel.tensor,
-        parallel.copies,
-        sharers,
-        parallel.bucket,
-        parallel.expert,
-        parallel.expert_tensor,
-        separate_head=config.canonical_shards > 0,
-        gradients=parallel.shards_gradients,
-    )
 
 
 def peak_bytes(

@@ -7,7 +7,7 @@ another architecture is taken to be as good as those of `OTHER`.
 
 from megaprec.precision.plan import PrecisionPlan
 from models.estimate.gpus import GPU
-from tools.analysis.planning.assumptions import Assumptions
+from tools.analysis.planning.seconds.assumptions import Assumptions
 
 # of the peak of matrix products, by architecture: larger ones are limited by power and memory
 PRODUCTS = {"Ampere": 0.88, "Hopper": 0.69, "Blackwell": 0.58}

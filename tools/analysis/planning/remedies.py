@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tools.analysis.planning.assumptions import Assumptions
 from tools.analysis.planning.device import Target
 from tools.analysis.planning.memory import MemoryModel
 from tools.analysis.planning.search import ORIGIN, Planned, plan_run
+from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.config.run_file import RunConfig
 
 ZERO_2 = {"parallel.zero": 2}

@@ -11,12 +11,12 @@ from models.estimate.flops import training_flops
 from models.estimate.storage import without_storage
 from parallel.pipeline.builders import default_chunks
 from tools.analysis.planning.accuracy import MEASURED, PLAIN
-from tools.analysis.planning.assumptions import Assumptions
 from tools.analysis.planning.bottleneck import describe_bottleneck
 from tools.analysis.planning.device import RESERVED, Target, target_of
 from tools.analysis.planning.memory import MemoryModel, RankBytes
 from tools.analysis.planning.remedies import Remedy
 from tools.analysis.planning.search import LayoutSearch, Planned, plan_run
+from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.analysis.planning.speed import Prediction
 from tools.config.expert_ranks import expert_slices
 from tools.config.layouts import AXES, in_words

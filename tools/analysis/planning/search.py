@@ -17,14 +17,15 @@ from typing import Any
 
 from megaprec.optim.muon.rule import min_moments
 from parallel.pipeline.builders import default_chunks
-from tools.analysis.planning.assumptions import Assumptions
 from tools.analysis.planning.device import Target
-from tools.analysis.planning.memory import MemoryModel, RankBytes, sharding_of
+from tools.analysis.planning.memory import MemoryModel, RankBytes
+from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.analysis.planning.speed import Prediction, least_seconds, passes_of, predict
 from tools.config.checks import make_rule
 from tools.config.expert_ranks import expert_slices, possible_expert_keys, replicas_sharing_state
 from tools.config.layouts import fit_layout
 from tools.config.run_file import RunConfig
+from tools.config.sharding import sharding_of
 
 ORIGIN = "megaprec plan"
 MOST_LAYOUTS = 10  # that are found

@@ -18,8 +18,8 @@ from parallel.pipeline.builders import default_chunks
 from parallel.pipeline.formulas import TEXTBOOK, Sizes
 from parallel.pipeline.instructions import SENDS, Instruction, Op
 from parallel.pipeline.simulation import Span, simulate
-from tools.analysis.planning.assumptions import Assumptions
 from tools.analysis.planning.memory import PlannedPasses, RankBytes
+from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.analysis.planning.seconds.attention import attention_seconds
 from tools.analysis.planning.seconds.elementwise import elementwise_seconds
 from tools.analysis.planning.seconds.links import Link, axis_links

@@ -5,7 +5,7 @@ A fused kernel computes the half of the scores that is causal, and of a window i
 
 from models.config import ModelConfig
 from models.estimate.flops import StageCost
-from tools.analysis.planning.assumptions import Assumptions
+from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.config.run_file import RunConfig
 
 # Products of the backward pass by those of the forward pass: four, and one that is computed again.

@@ -2,7 +2,7 @@
 
 from models.estimate.elementwise import BACKWARD, Share, cast_bytes, forward_bytes, loss_bytes
 from models.estimate.flops import StageCost
-from tools.analysis.planning.assumptions import Assumptions
+from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.analysis.planning.seconds.products import fp8_share
 from tools.config.expert_ranks import expert_slices
 from tools.config.run_file import RunConfig

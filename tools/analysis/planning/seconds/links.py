@@ -7,7 +7,7 @@ that are in one machine, for these pass on parts of the message side by side.
 
 from dataclasses import dataclass
 
-from tools.analysis.planning.assumptions import Assumptions
+from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.config.expert_ranks import expert_slices
 from tools.config.run_file import RunConfig
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from models.config import ModelConfig
 from models.estimate.flops import StageCost
-from tools.analysis.planning.assumptions import Assumptions
+from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.config.expert_ranks import expert_slices
 from tools.config.run_file import RunConfig
 

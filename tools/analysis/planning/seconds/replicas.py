@@ -9,7 +9,7 @@ the processors of a GPU.
 from math import ceil
 
 from megaprec.optim.model_buffers import bucket_elements
-from tools.analysis.planning.assumptions import Assumptions
+from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.analysis.planning.seconds.links import Link
 from tools.config.run_file import RunConfig
 

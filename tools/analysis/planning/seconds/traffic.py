@@ -5,9 +5,9 @@ import torch
 
 from models.estimate.flops import StageCost
 from parallel.pipeline.instructions import Op
-from tools.analysis.planning.memory import sharding_of
 from tools.config.expert_ranks import expert_replicas, expert_slices, replicas_sharing_state
 from tools.config.run_file import RunConfig
+from tools.config.sharding import sharding_of
 
 
 def bytes_of(op: Op, forward: float, input_gradient: float, weight_gradient: float = 0.0) -> float:

@@ -1,8 +1,8 @@
 """The time of the optimizer's update, which reads and writes every number of its state once."""
 
-from tools.analysis.planning.assumptions import Assumptions
-from tools.analysis.planning.memory import sharding_of
+from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.config.run_file import RunConfig
+from tools.config.sharding import sharding_of
 
 MOMENTS = 2  # of Adam; other rules have fewer or more, and the update is a small part of a step
 

@@ -1,4 +1,4 @@
-"""What `megaprec plan` predicts for training runs whose speed others have published.
+"""Predictions of `megaprec plan` for training runs whose speed others have published.
 
     python -m tests.planning.backtest            # the tables of docs/planning.md
 

@@ -15,7 +15,7 @@ from tests.commands.test_schedule_command import run_file as run_file
 from tests.refusals import sentence
 from tests.runs import train
 from tools.analysis.planning.device import target_of
-from tools.analysis.planning.memory import MemoryModel
+from tools.analysis.planning.memory import MemoryModel, least_activation_bytes
 from tools.analysis.planning.search import candidates, least_bytes, plan_run
 from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.analysis.planning.speed import least_seconds, passes_of
@@ -210,8 +210,10 @@ def test_bounds_by_which_layouts_are_left_out_hold(file: Path) -> None:
         config = load_run(file, overrides)
         planned = plan_run(config, MemoryModel("cuda"), ASSUMED)
         assert planned.prediction is not None
-        least = least_bytes(config) + MemoryModel("cuda").least_activations(config)
-        assert least_bytes(config) < least <= planned.total or "gpipe" in overrides[0]
+        least_activations = MemoryModel("cuda").least_activations(config)
+        assert least_activation_bytes(config) <= least_activations
+        assert (least_activations == 0) == ("gpipe" in overrides[0])
+        assert least_bytes(config) + least_activations <= planned.total
         assert least_seconds(config, ASSUMED) <= planned.prediction.seconds * (1 + 1e-9), overrides
 
 

@@ -1,4 +1,4 @@
-"""How a run shards the optimizer's state over its ranks."""
+"""The ranks over which a run shards its optimizer's state."""
 
 from models.estimate.state import Sharding
 from tools.config.run_file import RunConfig

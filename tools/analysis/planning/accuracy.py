@@ -1,4 +1,4 @@
-"""How far predictions are from measured speeds, by the back-test of docs/planning.md.
+"""The distance of predictions from measured speeds, by the back-test of docs/planning.md.
 
 The numbers are those of `python -m tests.planning.backtest`; `tests/planning/test_backtest.py`
 compares them with its result.

@@ -1,4 +1,4 @@
-"""What takes most of a predicted step, and what is done about it, in a sentence."""
+"""The largest part of a predicted step, and the keys that make it less, in a sentence."""
 
 from tools.analysis.planning.speed import Prediction
 

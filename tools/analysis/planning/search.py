@@ -17,8 +17,9 @@ from typing import Any
 
 from megaprec.optim.muon.rule import min_moments
 from parallel.pipeline.builders import default_chunks
+from parallel.sequence_cut import length_multiple
 from tools.analysis.planning.device import Target
-from tools.analysis.planning.memory import MemoryModel, RankBytes
+from tools.analysis.planning.memory import MemoryModel, RankBytes, least_activation_bytes
 from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.analysis.planning.speed import Prediction, least_seconds, passes_of, predict
 from tools.config.checks import make_rule
@@ -116,7 +117,7 @@ class _Found:
     def look_at(self, config: RunConfig, least_time: float) -> None:
         """Add a layout, unless it does not fit or cannot be one of the fastest."""
         least = least_bytes(config)
-        if self._is_too_large(least):
+        if self._is_too_large(least + least_activation_bytes(config)):
             return
         if self.cannot_be_better(least_time):
             self.slower += 1
@@ -234,10 +235,7 @@ def candidates(config: RunConfig, ranks: int, machine: int) -> Iterator[RunConfi
     for axes in _axes(config, ranks, machine):
         tensor = axes["tensor"]
         copies = axes["data"] * axes["context"]
-        sequence_choices = [parallel.sequence]
-        # without tensor-parallel ranks there is nothing to cut a sequence over
-        if tensor > 1:
-            sequence_choices.append(True)
+        sequence_choices = [*_sequences(config, tensor, axes["context"])]
         expert_choices = possible_expert_keys(parallel, config.model.experts, tensor, copies)
         recompute_choices = (current_recompute, *RECOMPUTE)
         schedule_choices = _schedules(config, axes["pipeline"])
@@ -250,6 +248,18 @@ def candidates(config: RunConfig, ranks: int, machine: int) -> Iterator[RunConfi
             seen.add(identity)
             if fitting := fit_layout(config, keys):
                 yield config.with_parallel(fitting.parallel, ORIGIN)
+
+
+def _sequences(config: RunConfig, tensor: int, context: int) -> Iterator[bool]:
+    """Yield whether the sequence is cut over tensor-parallel ranks: where it can be, unless the run
+    says otherwise, and then both ways."""
+    parallel = config.parallel
+    # without tensor-parallel ranks there is nothing to cut a sequence over
+    can_be_cut = tensor > 1 and config.train.seq_length % length_multiple(context, tensor) == 0
+    if can_be_cut:
+        yield True
+    if not can_be_cut or config.given("parallel.sequence"):
+        yield parallel.sequence
 
 
 def _schedules(config: RunConfig, pipeline: int) -> Iterator[dict[str, Any]]:

@@ -348,7 +348,7 @@ def _require_layouts(search_result: LayoutSearch, ranks: int) -> None:
     """Raise UserError if no number of ranks such as this one has a layout, whatever its memory."""
     if not search_result.layouts and not search_result.too_large:
         reason = none_found(search_result, ranks)
-        raise UserError.of("planning.no_layout", ranks=ranks, reason=reason)
+        raise UserError.of("planning.no_layout", reason=reason)
 
 
 def _share_of_ranks(

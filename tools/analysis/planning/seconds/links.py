@@ -14,7 +14,7 @@ from tools.config.run_file import RunConfig
 
 @dataclass(frozen=True)
 class Link:
-    """How an axis communicates.
+    """The speed of an axis.
 
     bandwidth: bytes a second in each direction.
     latency: seconds of a collective, however small.

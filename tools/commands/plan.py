@@ -339,7 +339,7 @@ def _corrected(
     factor = factor_of(run, predicted)
     note = (
         f"times are corrected by {factor:.3g}, from {run.steps} steps of {run.folder} (median "
-        f"{duration(run.seconds)}); it ran on {target.name}, is assumed"
+        f"{duration(run.seconds)}), which is taken to have run on such devices"
     )
     return replace(assumed, factor=factor), note
 

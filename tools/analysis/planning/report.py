@@ -195,10 +195,10 @@ def _step_lines(predicted: Prediction) -> Iterator[str]:
 
 def _error(assumed: Assumptions) -> str:
     """Return how far predictions are from measured speeds."""
-    if assumed.factor != 1.0:
-        return MEASURED.describe()
     if isinf(assumed.bandwidth):
         return "not known: only products and messages are timed"
+    if assumed.factor != 1.0:
+        return MEASURED.describe()
     return PLAIN.describe()
 
 

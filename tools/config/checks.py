@@ -7,6 +7,7 @@ Every problem is a line with the key, its value, the reason and the nearest valu
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import TypeVar
 
@@ -53,15 +54,24 @@ T = TypeVar("T")
 MOST_CHANGES = 1000
 
 
-def cross_problems(tables: Mapping[str, BaseModel]) -> list[str]:
-    """Return the problems of all rules whose tables could be read."""
+def cross_problems(tables: Mapping[str, BaseModel], changed: str = "") -> list[str]:
+    """Return the problems of all rules whose tables could be read.
+
+    changed: a table, if all rules hold that do not read it.
+    """
     problems: list[str] = []
     for check in CHECKS:
-        # a parameter of a check has the name of the table that it reads
-        required = inspect.signature(check).parameters
-        if required.keys() <= tables.keys():
+        required = _tables_of(check)
+        may_fail = not changed or changed in required
+        if may_fail and required <= tables.keys():
             problems += check(**{name: tables[name] for name in required})
     return problems
+
+
+@cache
+def _tables_of(check: Callable[..., object]) -> frozenset[str]:
+    """Return the names of the tables that a rule reads: those of its parameters."""
+    return frozenset(inspect.signature(check).parameters)
 
 
 def with_vocabulary_size(model: ModelConfig, data: Data) -> ModelConfig:

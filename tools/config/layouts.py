@@ -44,7 +44,8 @@ class FittingLayout:
 
 def layout_problems(config: RunConfig, parallel: Parallel) -> list[str]:
     """Return the reasons why the run cannot have this layout; empty if it can."""
-    return cross_problems({**dict(config), "parallel": parallel})
+    # the rules that read no layout hold, for the run is whole
+    return cross_problems({**dict(config), "parallel": parallel}, "parallel")
 
 
 def fit_layout(config: RunConfig, keys: Mapping[str, Any]) -> FittingLayout | None:

@@ -265,6 +265,21 @@ class RunConfig(BaseModel):
         config._origins = {**self._origins, **{f"parallel.{key}": origin for key in changed}}
         return config
 
+    def with_value(self, key: str, value: object, origin: str) -> Self:
+        """Return the run with another value of a dotted key.
+
+        Raises ValueError if the run cannot have it.
+        """
+        table, name = key.split(".")
+        # what is not given follows from other keys of the table
+        given = getattr(self, table).model_dump(exclude_unset=True)
+        changed = type(getattr(self, table)).model_validate({**given, name: value})
+        config = self.model_copy(update={table: changed})
+        if problems := cross_problems(dict(config), table):
+            raise UserError(*problems)
+        config._origins = {**self._origins, key: origin}
+        return config
+
     def on_device(self, device: str) -> Self:
         """Return the run with the defaults of its ranks' devices: on GPUs tensor-parallel ranks
         share the activations between products too. device: their type."""

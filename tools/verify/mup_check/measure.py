@@ -6,18 +6,20 @@ gradients, and the activations are compared: all that a layer adds to the stream
 the scores of attention, logits of routers and of the head. Each is one number, the root mean square
 over all tokens and features.
 
-Logits change in two ways. The initial weights of a head or a router pass on what has changed before
-them, less the wider they are; that is right, and no sign of how far updates reach. So the products
-of the weights' changes alone are measured besides ("head update", "router update").
+An activation changes because of all that is updated before it. So what the change of each matrix
+alone does is measured besides: its product with the activation that enters it ("qkv update", "head
+update" and so on). In logits only that part moves equally far at all widths: what the initial
+weights of a head or a router pass on of the changes before them is less the wider they are.
+Experts are measured as a whole, by the feed-forward that they are.
 
 The ranks of tp have the same activations, or slices of them. Sums of squares over all ranks, and
 their counts, give the same numbers in both cases.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -31,14 +33,14 @@ from megaprec.optim.update_rules import UpdateRule
 from megaprec.precision.plan import PrecisionPlan
 from models.attention.attention import Attention
 from models.attention.flash_windows import Documents
-from models.attention.latent_attention import LatentAttention
+from models.attention.latent_attention import LatentAttention, ReplicatedLinear
 from models.config import ModelConfig
 from models.decoder.layer import DecoderLayer
 from models.decoder.stages import Cut, Stage
-from models.feed_forward.moe import MixtureOfExperts
 from models.feed_forward.router import Router
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
+from parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 Activations = dict[str, Tensor]
 Keep = Callable[[str, Tensor], None]
@@ -104,14 +106,14 @@ def measure(
     if prepare is not None:
         prepare(stage, optimizer)
     tokens, targets = _sample(model.vocab, training)
-    readouts = {name: weight.detach().clone() for name, weight in _readouts(stage).items()}
-    initial = _record(stage, tokens, readouts)
+    matrices = _matrices(stage)
+    initial = _record(stage, tokens, matrices)
     changes: list[dict[str, float]] = []
     for _ in range(training.steps):
         loss = stage.losses(stage(tokens), targets).mean()
         (loss * optimizer.scale).backward()
         optimizer.step(training.rate, loss.detach())
-        after = _record(stage, tokens, readouts)
+        after = _record(stage, tokens, matrices)
         moved = {name: after[name] - values for name, values in initial.items()}
         changes.append(_sizes(moved, tp))
     return Measured(_sizes(initial, tp), changes)
@@ -135,75 +137,78 @@ def _sizes(activations: Activations, tp: Axis) -> dict[str, float]:
     return sizes
 
 
-def _readouts(stage: "RecordingStage") -> dict[str, nn.Parameter]:
-    """Return the weights that make logits, by the name of what they make."""
-    weights = {"head": stage.head}
-    for number, router in _routers(stage).items():
-        weights[f"layers.{number}.router"] = router.weight
-    return weights
+@dataclass(frozen=True)
+class _Matrix:
+    """A weight whose update is measured.
+
+    module: its forward hook has the activation that enters the weight, as input or as output.
+    of_output: it is the output.
+    initial: the weight before the first step.
+    is_cut: each rank of tp has some of the inputs, so that products are partial sums.
+    """
+
+    module: nn.Module
+    weight: nn.Parameter
+    of_output: bool
+    initial: Tensor
+    is_cut: bool = False
 
 
-def _routers(stage: "RecordingStage") -> dict[str, Router]:
-    """Return the routers of the layers that have one, by the layer's number."""
-    routers: dict[str, Router] = {}
-    for number, layer in _layers(stage).items():
-        if isinstance(layer.mlp, MixtureOfExperts):
-            routers[number] = layer.mlp.router
-    return routers
-
-
-def _layers(stage: "RecordingStage") -> dict[str, DecoderLayer]:
-    """Return the layers of a stage by number."""
-    return {number: layer for number, layer in stage.layers.items() if _is_layer(layer)}
-
-
-def _is_layer(module: nn.Module) -> TypeGuard[DecoderLayer]:
-    return isinstance(module, DecoderLayer)
+def _matrices(stage: "RecordingStage") -> dict[str, _Matrix]:
+    """Return the matrices of a stage by name, as they are before the first step."""
+    matrices: dict[str, _Matrix] = {}
+    for name, module in stage.named_modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear | Router):
+            # Experts are called without their layers' hooks.
+            if ".experts." in name or ".shared." in name:
+                continue
+            initial = module.weight.detach().clone()
+            is_cut = isinstance(module, RowParallelLinear)
+            matrices[name] = _Matrix(module, module.weight, False, initial, is_cut)
+    head_initial = stage.head.detach().clone()
+    matrices["head"] = _Matrix(stage.final_norm, stage.head, True, head_initial)
+    return matrices
 
 
 @torch.no_grad()
 def _record(
-    stage: "RecordingStage", tokens: Tensor, initial_readouts: dict[str, Tensor]
+    stage: "RecordingStage", tokens: Tensor, matrices: Mapping[str, _Matrix]
 ) -> Activations:
-    """Return copies of the activations of the sample, by name.
-
-    initial_readouts: `_readouts` before the first step.
-    """
+    """Return copies of the activations of the sample, by name. Collective over tp."""
     activations: Activations = {}
 
     def keep(name: str, values: Tensor) -> None:
         activations[name] = values.detach().clone()
 
-    with _hooks(stage, keep, initial_readouts):
+    with _hooks(stage, keep, matrices):
         keep("logits", stage(tokens))
     return activations
 
 
 @contextmanager
-def _hooks(
-    stage: "RecordingStage", keep: Keep, initial_readouts: dict[str, Tensor]
-) -> Iterator[None]:
+def _hooks(stage: "RecordingStage", keep: Keep, matrices: Mapping[str, _Matrix]) -> Iterator[None]:
     """Context manager in which the modules of a stage give their activations to `keep`."""
     handles = [stage.layers["0"].register_forward_pre_hook(_input_hook("embedding", keep))]
-    for number, layer in _layers(stage).items():
-        name = f"layers.{number}"
+    for name, matrix in matrices.items():
+        hook = _update_hook(name, matrix, stage.context.tp, keep)
+        handles.append(matrix.module.register_forward_hook(hook))
+    layers = [module for module in stage.layers.values() if isinstance(module, DecoderLayer)]
+    for layer in layers:
+        name = layer.name
         assert isinstance(layer.attention, _ScoresKept)
         layer.attention.keep_scores = _keep_as(f"{name}.attention scores", keep)
-        handles.append(layer.attention.register_forward_hook(_hook(f"{name}.attention", keep)))
-        handles.append(layer.mlp.register_forward_hook(_hook(f"{name}.mlp", keep)))
+        # what is added to the stream, after the norm behind the branch if there is one
+        attention = layer.attention_post_norm or layer.attention
+        handles.append(attention.register_forward_hook(_hook(f"{name}.attention", keep)))
+        feed_forward = layer.mlp_post_norm or layer.mlp
+        handles.append(feed_forward.register_forward_hook(_hook(f"{name}.mlp", keep)))
         handles.append(layer.register_forward_hook(_hook(f"{name}.residual", keep)))
-    head_hook = _readout_hook("head", stage.head, initial_readouts["head"], keep)
-    handles.append(stage.final_norm.register_forward_hook(head_hook))
-    for number, router in _routers(stage).items():
-        name = f"layers.{number}.router"
-        router_hook = _router_hook(name, router.weight, initial_readouts[name], keep)
-        handles.append(router.register_forward_hook(router_hook))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-        for layer in _layers(stage).values():
+        for layer in layers:
             assert isinstance(layer.attention, _ScoresKept)
             layer.attention.keep_scores = None
 
@@ -218,25 +223,19 @@ def _input_hook(name: str, keep: Keep) -> Callable[..., None]:
     return lambda module, inputs: keep(name, inputs[0])
 
 
-def _readout_hook(name: str, weight: Tensor, initial: Tensor, keep: Keep) -> Callable[..., None]:
-    """Return a hook that keeps the product of a module's output with the change of a weight."""
+def _update_hook(name: str, matrix: _Matrix, tp: Axis, keep: Keep) -> Callable[..., None]:
+    """Return a hook that keeps the product of an activation with the change of a weight; of a
+    router its logits too, without the bias. The hook is collective over tp."""
 
-    def keep_update(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        keep(f"{name} update", F.linear(output.to(weight.dtype), weight - initial))
+    def keep_update(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        weight = matrix.weight
+        x: Tensor = output if matrix.of_output else inputs[0]
+        update = F.linear(x.to(weight.dtype), weight - matrix.initial)
+        keep(f"{name} update", tp.sum_(update) if matrix.is_cut else update)
+        if isinstance(module, Router):
+            keep(f"{name} logits", F.linear(x.to(weight.dtype), weight))
 
     return keep_update
-
-
-def _router_hook(name: str, weight: Tensor, initial: Tensor, keep: Keep) -> Callable[..., None]:
-    """Return a hook that keeps the logits of a router without its bias, and what the change of its
-    weight adds to them."""
-
-    def keep_logits(module: nn.Module, inputs: tuple[Any, ...], output: object) -> None:
-        x: Tensor = inputs[0].to(weight.dtype)
-        keep(f"{name} logits", F.linear(x, weight))
-        keep(f"{name} update", F.linear(x, weight - initial))
-
-    return keep_logits
 
 
 def _keep_as(name: str, keep: Keep) -> Callable[[Tensor], None]:

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from fractions import Fraction
+from math import gcd
 from typing import Any, Literal
 
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from models.config import ModelConfig
 from models.latent import Latent
 from models.model_fields import default_attention_scalar
@@ -15,12 +16,13 @@ Growing = Literal["heads", "head_dim"]
 LAYERS = 2
 VOCABULARY = 256
 """Tokens of the models that are measured: what a check of widths needs no more of."""
+EXPERTS = 4
 LENGTH = 8
 """Tokens of each sample. Few: updates add up over features only where there are more of them than
 tokens."""
 DEFAULT_WIDTHS = (1, 2, 4, 8)
 """Multiples of the narrowest hidden size."""
-WIDEST_DEFAULT = 2048
+WIDEST_DEFAULT = 1024
 """Hidden size that the default widths do not exceed, which a CPU measures in seconds."""
 
 
@@ -41,8 +43,8 @@ def at_width(
 ) -> ModelConfig:
     """Return a small model with the widths that `model` has at this hidden size.
 
-    It has its first `LAYERS` layers, a small vocabulary, and neither dropout nor modules of
-    multi-token prediction. Raises UserError if a width would be no whole number.
+    It has its first `LAYERS` layers, a small vocabulary, few experts, and neither dropout nor
+    modules of multi-token prediction. Raises UserError if a width would be no whole number.
     """
     if problems := _problems(model, hidden, growing):
         raise UserError(*problems)
@@ -60,13 +62,20 @@ def models_at(model: ModelConfig, widths: Sequence[int], growing: Growing) -> li
     return [at_width(model, hidden, growing, grows_kv_heads) for hidden in widths]
 
 
-def _problems(model: ModelConfig, hidden: int, growing: Growing) -> list[str]:
-    """Return a line for each width that is no whole number at this hidden size."""
-    lines: list[str] = []
+def _problems(model: ModelConfig, hidden: int, growing: Growing) -> list[Problem]:
+    """Return a problem for each width that is no whole number at this hidden size."""
+    problems: list[Problem] = []
     for key, width in _grown(model, hidden, growing, grows_kv_heads=False).items():
-        if isinstance(width, Fraction) and width.denominator != 1:
-            lines.append(f"--widths {hidden}: {key} would be {float(width):g}: choose other widths")
-    return lines
+        if not isinstance(width, Fraction) or width.denominator == 1:
+            continue
+        of_model = width * model.hidden / hidden
+        unit = model.hidden // gcd(model.hidden, int(of_model))
+        problems.append(
+            Problem.of(
+                "command.mup_check_size", hidden=hidden, key=key, width=float(width), unit=unit
+            )
+        )
+    return problems
 
 
 def _grown(
@@ -131,6 +140,12 @@ def _shortened(model: ModelConfig) -> dict[str, Any]:
     keys["dense_layers"] = (0,) if 0 in model.dense_layers and layers > 1 else ()
     if not keys["dense_layers"]:
         del keys["dense_ffn"]
+    if model.experts:
+        # Each token passes all experts: which ones are chosen jumps, and no weight moves so.
+        experts = min(model.experts, EXPERTS)
+        keys |= {"experts": experts, "experts_per_token": experts}
+        groups = {"groups": 1, "groups_per_token": 1}
+        keys["router"] = model.router.model_copy(update=groups)
     if model.window_layers:
         keys["window_layers"] = tuple(layer for layer in model.window_layers if layer < layers)
         # without numbers of layers, all would have the window

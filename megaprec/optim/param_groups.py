@@ -6,8 +6,8 @@
 Both are factors of the optimizer's own values. The first group that matches a logical tensor
 applies; a factor that it leaves out keeps its default: biases, norms and all other tensors with
 fewer than two dims do not decay. Under muP a tensor has factors of its own besides
-(`megaprec.optim.width`), and both are multiplied. Groups belong to the run and not to a checkpoint, which stores
-state by logical name: a resumed run may have other groups.
+(`megaprec.optim.width`), and both are multiplied. Groups belong to the run and not to a checkpoint,
+which stores state by logical name: a resumed run may have other groups.
 
 Parameters that share factors form a group in torch's format, in which schedulers read and write
 learning rates: its "lr" and "weight_decay" are the effective values, including the factors. The

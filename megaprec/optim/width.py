@@ -12,8 +12,9 @@ all point the same way, a product moves n times as far. So
             that a step takes away, rate times decay, does not depend on the width
     AdamW   epsilon is divided by the growth of the model, because gradients are smaller by it
 
-Sources: "Tensor Programs V" (arXiv 2203.03466), table 3 (Adam) and appendix B.3 (epsilon, and weight
-decay apart from the rate); "A Spectral Condition for Feature Learning" (arXiv 2310.17813) for Muon.
+Sources: "Tensor Programs V" (arXiv 2203.03466), table 3 (Adam) and appendix B.3 (epsilon, and
+weight decay apart from the rate); "A Spectral Condition for Feature Learning" (arXiv 2310.17813)
+for Muon.
 Embeddings, whose one input is chosen, norms and biases grow in outputs only, and keep the base
 model's rate. SGD and other rules scale otherwise and are refused. docs/mup.md has the whole
 convention, with initial weights.
@@ -78,16 +79,20 @@ def _with_smaller_epsilon(rule: AdamW, growth: float) -> AdamW:
 
 
 def require_width_rule(rule: UpdateRule, parts: Sequence[nn.Module]) -> None:
-    """Raise UserError for a rule whose factors under muP are not known, if a model needs any, and
-    if Muon would orthogonalize an embedding."""
+    """Raise UserError for a rule whose factors under muP are not known, if a model needs any."""
     for part in _logical_parts(parts):
-        if part.growth == AS_BASE:
-            continue
-        if not isinstance(rule, AdamW | Muon):
-            raise UserError.of("optimizer.mup_rule", rule=type(rule).__name__)
-        is_embedding = len(part.shape) == 2 and part.growth.inputs == 1
-        if is_embedding and isinstance(rule, Muon) and rule.orthogonalizes(part):
-            raise UserError.of("optimizer.mup_muon_embedding", name=part.name)
+        if part.growth != AS_BASE:
+            require_width_factors(rule, part)
+
+
+def require_width_factors(rule: UpdateRule, part: Part) -> None:
+    """Raise UserError unless a rule has a factor for a logical tensor that grows: if it is neither
+    AdamW nor Muon, or if Muon would orthogonalize an embedding."""
+    if not isinstance(rule, AdamW | Muon):
+        raise UserError.of("optimizer.mup_rule", rule=type(rule).__name__)
+    is_embedding = len(part.shape) == 2 and part.growth.inputs == 1
+    if is_embedding and isinstance(rule, Muon) and rule.orthogonalizes(part):
+        raise UserError.of("optimizer.mup_muon_embedding", name=part.name)
 
 
 def _logical_parts(parts: Sequence[nn.Module]) -> Iterable[Part]:

@@ -22,7 +22,7 @@ from models.mup import Mup
 from tests.ranks import run_ranks
 from tests.refusals import shows
 from tools.cli import main
-from tools.verify.mup_check.measure import Measured, Training, measure
+from tools.verify.mup_check.measure import Measured, Training, measure, measure_draws
 from tools.verify.mup_check.slopes import Row, overall, rows
 from tools.verify.mup_check.widths import LENGTH, default_widths, models_at
 from tools.verify.parity.certificate import NOT_TRIED, PROVEN, WRONG
@@ -54,7 +54,7 @@ folder = "run"
 
 
 def training(rule: UpdateRule | None = None, compute: str = "fp32", steps: int = 3) -> Training:
-    return Training(rule or AdamW(), 3e-4, 0.1, 1.0, (), steps, 1234, LENGTH, plan(compute))
+    return Training(rule or AdamW(), 3e-5, 0.1, 1.0, (), steps, 1234, LENGTH, plan(compute))
 
 
 def rows_of(
@@ -65,7 +65,7 @@ def rows_of(
 ) -> list[Row]:
     model = ModelConfig(**{**SIZES, **switches})
     models = models_at(model, widths, growing)
-    return rows(widths, [measure(one, training(rule)) for one in models])
+    return rows(widths, [measure_draws(one, training(rule), 3) for one in models])
 
 
 def wrong(all_rows: Sequence[Row]) -> dict[str, float]:
@@ -152,7 +152,7 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], UpdateRule | None,
     "the factor twice": (rates_twice, None, "layers.1.attention.output update", -1.0),
     "Muon scaled twice": (muon_scaled_twice, MUON, "layers.1.mlp.down update", -1.0),
     "no multiplier of the head": (no_head_multiplier, None, "head update", 1.0),
-    "initial weights of the base": (initial_weights_of_base, None, "layers.1.residual", 0.5),
+    "initial weights of the base": (initial_weights_of_base, None, "layers.1.residual", 1.0),
 }
 
 
@@ -167,9 +167,11 @@ def test_a_fault_is_found_where_it_is(fault: str, monkeypatch: pytest.MonkeyPatc
 
 def test_scores_that_fall_as_the_root_of_a_heads_width_are_found_where_heads_become_wider() -> None:
     """1 / sqrt(d) is right only for heads of one width."""
-    found = wrong(rows_of({}, "head_dim"))
+    widths = [64, 128, 256, 512]
+    heads = {"heads": 2}
+    found = wrong(rows_of(heads, "head_dim", widths=widths))
     assert {name.split(".", 2)[-1] for name in found} == {"attention scores"}
-    assert not wrong(rows_of({}, "heads"))
+    assert not wrong(rows_of({**heads, "mup_base_head_dim": 32}, "head_dim", widths=widths))
 
 
 def measured_on_rank(mesh: DeviceMesh, model: ModelConfig) -> Measured:

@@ -52,7 +52,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "family": "llama",
         **SIZES,
         "hidden": 12,
-        "heads": 3,
+        "heads": 6,
         "mtp_layers": 1,
     },
     "glm4_moe": {

@@ -34,7 +34,7 @@ from tools.config.settings import Optimizer
 from tools.console.tables import add_json, print_result, print_table
 from tools.console.wrapped import say
 from tools.convert.initial import resolve_run
-from tools.verify.mup_check.measure import Training, measure
+from tools.verify.mup_check.measure import Training, measure_draws
 from tools.verify.mup_check.slopes import (
     LARGEST_INITIAL_SLOPE,
     LARGEST_SLOPE,
@@ -47,9 +47,11 @@ from tools.verify.parity.certificate import NOT_TRIED, PROVEN, WRONG, run_digest
 FORMAT = "megaprec mup-check 1"
 CODES = {PROVEN: 0, WRONG: 1, NOT_TRIED: 2}
 COLORS = {PROVEN: "green", WRONG: "red", NOT_TRIED: "yellow"}
-RATE = 3e-4
+RATE = 3e-5
 """Learning rate of all steps: so low that changes are in proportion to it."""
 MAX_STEPS = 100
+DRAWS = 3
+"""Seeds whose sizes are averaged."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -146,7 +148,7 @@ def certify(args: argparse.Namespace, config: RunConfig, widths: Sequence[int]) 
     """Measure all widths and return the certificate."""
     models = models_at(config.model, widths, args.grow)
     training = _training(args, config, models[0])
-    all_rows = rows(widths, [measure(model, training) for model in models])
+    all_rows = rows(widths, [measure_draws(model, training, DRAWS) for model in models])
     return {
         "format": FORMAT,
         "verdict": overall(all_rows),
@@ -157,6 +159,7 @@ def certify(args: argparse.Namespace, config: RunConfig, widths: Sequence[int]) 
         "widths": list(widths),
         "grows": args.grow,
         "layers": models[0].layers,
+        "draws": DRAWS,
         "steps": args.steps,
         "rate": args.lr,
         "largest_slope": LARGEST_SLOPE,

@@ -18,7 +18,7 @@ their counts, give the same numbers in both cases.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -117,6 +117,28 @@ def measure(
         moved = {name: after[name] - values for name, values in initial.items()}
         changes.append(_sizes(moved, tp))
     return Measured(_sizes(initial, tp), changes)
+
+
+def measure_draws(model: ModelConfig, training: Training, draws: int) -> Measured:
+    """Return the root mean squares over several seeds, each with its weights and its sample: one
+    draw alone may happen to be larger at one width."""
+    measured = [
+        measure(model, replace(training, seed=training.seed + draw)) for draw in range(draws)
+    ]
+    steps = range(training.steps)
+    return Measured(
+        _mean([one.initial for one in measured]),
+        [_mean([one.changes[step] for one in measured]) for step in steps],
+    )
+
+
+def _mean(sizes: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the root mean square of each size."""
+    means: dict[str, float] = {}
+    for name in sizes[0]:
+        squares = [of_draw[name] ** 2 for of_draw in sizes]
+        means[name] = (sum(squares) / len(squares)) ** 0.5
+    return means
 
 
 def _sample(vocab: int, training: Training) -> tuple[Tensor, Tensor]:

@@ -2,9 +2,10 @@
 
 A slope of 0 says that an activation moves equally far at all widths, 0.5 that it moves as the root
 of the width. Under muP all changes have slope 0 in the limit of large widths; at those that are
-measured some are a little below. Logits fall short of it longer, because the part that the initial
-weights pass on vanishes as 1 / sqrt(width), so they are held to the upper bound alone, and the part
-of the updated weights to both. Before training an activation may shrink with width, but not grow.
+measured some are a little below. Logits and scores fall short of it longer, because the part that
+initial weights pass on vanishes as 1 / sqrt(width). They are held to the upper bound alone, and
+what the updates of weights do to both. Before training an activation may shrink with width, but not
+grow.
 """
 
 import math
@@ -20,8 +21,8 @@ LARGEST_SLOPE = 0.25
 that are measured show most."""
 LARGEST_INITIAL_SLOPE = 0.15
 """Of an activation before the first step, up."""
-LOGITS = "logits"
-"""End of the names of activations whose changes may shrink with width."""
+MAY_SHRINK = ("logits", "attention scores")
+"""Ends of the names of activations whose changes may shrink with width."""
 Row = dict[str, Any]
 
 
@@ -82,7 +83,7 @@ def _verdict(name: str, row: Row) -> Row:
     if slope > LARGEST_SLOPE:
         why = f"moves farther the wider the model is: slope {slope:+.2f}"
         return {"verdict": WRONG, "why": why}
-    if slope < -LARGEST_SLOPE and not name.endswith(LOGITS):
+    if slope < -LARGEST_SLOPE and not name.endswith(MAY_SHRINK):
         why = f"moves less far the wider the model is: slope {slope:+.2f}"
         return {"verdict": WRONG, "why": why}
     return {"verdict": PROVEN}

@@ -123,7 +123,7 @@ def main(path: Path) -> None:
     widths = (BASE, 2 * BASE, 4 * BASE, 8 * BASE)
     charts = []
     for title, mup in (("without muP: loss", False), (f"muP, base hidden {BASE}: loss", True)):
-        found = sweep(mup, widths, steps=120)
+        found = sweep(mup, widths)
         print(title, {width: found.best(width) for width in widths}, found.losses)
         charts.append(chart(title, found))
     draw_rows("", [Row(charts, 2, 260.0)]).save(path)

@@ -312,6 +312,7 @@ def test_a_model_of_ones_own_grows_if_its_layouts_say_so() -> None:
     """An optimizer reads the growth where it is noted: in the layout of a parameter."""
     net = nn.Linear(8, 8, bias=False)
     part = Part("weight", (8, 8), growth=Growth(2.0, 2.0))
+    assert isinstance(net.weight, nn.Parameter)
     attach(net.weight, Layout((part,)))
     before = net.weight.detach().clone()
     optimizer = ParallelAMPOptimizer([net], plan("fp32"), weight_decay=0.0)

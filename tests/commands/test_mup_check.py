@@ -97,7 +97,7 @@ def test_mup_is_proven_in_every_family(family: str, rule: UpdateRule) -> None:
         switches |= {"experts": 4, "experts_per_token": 2}
     if family == "deepseek_v3":
         switches |= {"experts": 4, "shared_experts": 64, "shared_gate": True, "latent": LATENT}
-    all_rows = rows_of(switches, rule=rule)
+    all_rows = rows_of(switches, rule=rule, widths=[64, 128, 256, 512])
     assert overall(all_rows) == PROVEN, wrong(all_rows)
 
 
@@ -222,6 +222,9 @@ def test_default_widths_begin_at_the_base_unless_that_takes_long() -> None:
     assert default_widths(ModelConfig(**SIZES), "heads") == [64, 128, 256, 512]
     large = ModelConfig(**{**SIZES, "hidden": 1024, "heads": 16, "mup_base_hidden": 512})
     assert default_widths(large, "heads") == [128, 256, 512, 1024]
+    # four key/value heads, of which a model with fewer heads could not have fewer
+    shared = ModelConfig(**{**SIZES, "hidden": 512, "heads": 8, "kv_heads": 4, "ffn": 1536})
+    assert default_widths(shared, "heads") == [128, 256, 512, 1024]
     # three heads cannot be halved
     odd = ModelConfig(**{**SIZES, "hidden": 768, "heads": 3, "ffn": 768, "mup_base_hidden": 768})
     assert [log2(size / 768) for size in default_widths(odd, "heads")] == [0, 1, 2, 3]

@@ -9,6 +9,7 @@ from megaprec.errors import Problem, UserError
 from models.config import ModelConfig
 from models.latent import Latent
 from models.model_fields import default_attention_scalar
+from tools.convert.core.settings import make_model
 
 Growing = Literal["heads", "head_dim"]
 """What grows of attention with hidden: the number of heads, or their width."""
@@ -33,9 +34,18 @@ def default_widths(model: ModelConfig, growing: Growing) -> list[int]:
     while narrowest * DEFAULT_WIDTHS[-1] > WIDEST_DEFAULT and narrowest % 2 == 0:
         narrowest //= 2
     # as narrow as the numbers of heads and features allow
-    while _problems(model, narrowest, growing) and narrowest < model.hidden:
+    while narrowest < model.hidden and not _has(model, narrowest, growing):
         narrowest *= 2
     return [narrowest * factor for factor in DEFAULT_WIDTHS]
+
+
+def _has(model: ModelConfig, hidden: int, growing: Growing) -> bool:
+    """Return True if there is the model at this hidden size and its multiples."""
+    try:
+        models_at(model, [hidden], growing)
+    except UserError:
+        return False
+    return True
 
 
 def at_width(
@@ -49,7 +59,7 @@ def at_width(
     if problems := _problems(model, hidden, growing):
         raise UserError(*problems)
     changes = _whole(_grown(model, hidden, growing, grows_kv_heads), model.latent)
-    return ModelConfig(**{**_shortened(model), **changes})
+    return make_model({**_shortened(model), **changes}, f"--widths {hidden}")
 
 
 def models_at(model: ModelConfig, widths: Sequence[int], growing: Growing) -> list[ModelConfig]:

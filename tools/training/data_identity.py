@@ -19,7 +19,7 @@ from tools.config.settings import Train
 from tools.console.toml import toml
 from tools.console.units import counted
 
-ALLOW = ("data", "tokenizer", "seed", "shuffle", "seq_length")
+ALLOW = ("data", "tokenizer", "seed", "shuffle", "seq_length", "ema")
 """Differences that a resumed run may have only with --allow."""
 
 

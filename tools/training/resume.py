@@ -21,6 +21,7 @@ from megaprec.data.intact import read_record
 from megaprec.data.samples import Samples, count_training_samples
 from megaprec.data.tokenizer import FILE_DIGEST, Tokenizer, has_built, same_tokens
 from megaprec.errors import Problem, UserError
+from megaprec.optim.flat_buffer import EMA
 from megaprec.optim.torch_rule import Torch
 from models.config import ModelConfig
 from models.equivalence import MUP_KEYS, TRAINING_ONLY_KEYS
@@ -60,6 +61,7 @@ from tools.training.launch import was_restarted
 
 RECORDS = {"the data": "data", "the keys": "run"}  # not in checkpoints of earlier versions
 LENGTH_KEY = "train.seq_length"
+AVERAGE_KEY = "optimizer.ema"
 MOST_REASONS = 4  # that the line about a checkpoint that a run cannot branch from names
 
 
@@ -86,7 +88,7 @@ def check_resumable(
         *_other_canonical_shards(checkpoint, config),
     ]
     refused = list[Difference]()
-    for difference in data_differences(checkpoint, config, corpus):
+    for difference in allowable_differences(checkpoint, config, corpus):
         if difference.option not in allowed:
             refused.append(difference)
     # All are told at once; problems cannot be accepted, and so decide the remedy.
@@ -134,6 +136,14 @@ def _allow_flags(refused: Sequence[Difference]) -> str:
     """Return the options that accept these differences, in the order of ALLOW."""
     options = {difference.option for difference in refused}
     return " ".join(f"--allow {option}" for option in ALLOW if option in options)
+
+
+def allowable_differences(
+    checkpoint: Store, config: RunConfig, corpus: Corpus | None = None
+) -> list[Difference]:
+    """Return the differences of the run from the checkpoint that --allow accepts."""
+    differences = data_differences(checkpoint, config, corpus)
+    return [*differences, *_other_average(checkpoint, config)]
 
 
 def data_differences(
@@ -195,13 +205,14 @@ def _remarks(config: RunConfig, corpus: Corpus, checkpoint: Store) -> Iterator[_
         return
     yield from _notes(_missing_records(checkpoint))
 
-    # A change of the data has a line that says more than the one of its key.
-    data_lines = [difference.line for difference in data_differences(checkpoint, config, corpus)]
-    data_keys = {_key_of(line) for line in data_lines}
+    # A change that --allow accepts has a line that says more than the one of its key.
+    differences = allowable_differences(checkpoint, config, corpus)
+    described_keys = {_key_of(difference.line) for difference in differences}
     all_key_lines = changed_keys(checkpoint, config, progress)
-    key_lines = [line for line in all_key_lines if _key_of(line) not in data_keys]
-    for line in data_lines:
-        yield _Remark("changed", f"{line}{NOT_EXACT_MARK}")
+    key_lines = [line for line in all_key_lines if _key_of(line) not in described_keys]
+    for difference in differences:
+        mark = "" if difference.option == EMA else NOT_EXACT_MARK  # no weight depends on an average
+        yield _Remark("changed", f"{difference.line}{mark}")
     for line in key_lines:
         yield _Remark("changed", line)
     for line in arithmetic_changes(checkpoint):
@@ -276,6 +287,20 @@ def _other_canonical_shards(checkpoint: Store, config: RunConfig) -> Iterator[st
     saved = saved_values.get(key)
     if saved != values[key]:
         yield Problem.of("training.other_shards", key=key, shards=values[key], saved=saved)
+
+
+def _other_average(checkpoint: Store, config: RunConfig) -> Iterator[Difference]:
+    """Yield a difference if the run keeps an average of the weights that the checkpoint lacks, or
+    lacks one that the checkpoint has."""
+    has_average = bool(checkpoint.shapes(EMA))
+    decay = config.optimizer.ema
+    if decay and not has_average:
+        effect = f"{checkpoint.path} has no average of the weights, so one begins with its weights"
+        yield Difference(EMA, f"{AVERAGE_KEY}: {toml(0.0)} -> {toml(decay)}: {effect}")
+    if has_average and not decay:
+        saved = saved_keys(checkpoint).get(AVERAGE_KEY, "on")
+        effect = f"the average of the weights in {checkpoint.path} is given up"
+        yield Difference(EMA, f"{AVERAGE_KEY}: {saved} -> {toml(decay)}: {effect}")
 
 
 def _missing_state(checkpoint: Store, config: RunConfig) -> Iterator[str]:

@@ -13,12 +13,14 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
+from megaprec.comm.layout import Growth, Part
 from megaprec.data.blend import shares
 from megaprec.errors import Problem, UserError
 from megaprec.optim.lr import LRSchedule
 from megaprec.optim.rule_by_name import rule
 from megaprec.optim.scaler import make_scaler
 from megaprec.optim.update_rules import UpdateRule
+from megaprec.optim.width import require_width_factors
 from megaprec.precision.patterns import match_patterns, unmatched_problems
 from models.attention.context_limits import context_problems
 from models.config import ModelConfig
@@ -52,6 +54,8 @@ from tools.config.settings import LR, Checkpoint, Log, Optimizer, Parallel, Trai
 T = TypeVar("T")
 # each batch of a schedule has a pipeline schedule of its own, which is proven when a run begins
 MOST_CHANGES = 1000
+GROWS = Growth(1.0, 2.0)
+"""Of any embedding under muP."""
 
 
 def cross_problems(tables: Mapping[str, BaseModel], changed: str = "") -> list[str]:
@@ -159,6 +163,18 @@ def _scales_advance(fp8: FP8) -> bool:
 def _compile(train: Train, model: ModelConfig) -> Iterator[str]:
     if train.compile not in ("auto", "off") and model.factory:
         yield Problem.of("config.compile_factory", compile=train.compile, factory=model.factory)
+
+
+def _mup_rule(optimizer: Optimizer, model: ModelConfig) -> Iterator[str]:
+    """Yield a problem if the update rule has no factors under muP, or none for an embedding."""
+    if not model.mup_base_hidden or _problems_of(make_rule, optimizer):
+        return
+    update_rule = make_rule(optimizer)
+    for name in ("embedding.weight", "positions.weight"):
+        table = Part(name, (model.max_positions, model.hidden), growth=GROWS)
+        for problem in _problems_of(require_width_factors, update_rule, table):
+            yield problem
+            return
 
 
 def _optimizer_patterns(optimizer: Optimizer, model: ModelConfig) -> Iterator[str]:
@@ -614,6 +630,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _kind_of_scale,
     _scale,
     _rule,
+    _mup_rule,
     _optimizer_patterns,
     _fp32_patterns,
     _zero,

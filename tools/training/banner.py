@@ -18,8 +18,10 @@ from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.muon.rule import Muon
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.plan import dtype_name
+from models.config import ModelConfig
 from models.decoder.kv_cache import CachedStage
 from models.estimate.storage import without_storage
+from models.mup import scaled_widths
 from parallel.pipeline.simulation import bubble, simulate
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
@@ -91,6 +93,7 @@ def _print_settings(config: RunConfig, corpus: Corpus, device: str) -> None:
     say(
         f"model      {model.family}, {model.num_parameters:,} parameters: {layers}, "
         f"hidden {model.hidden}, vocabulary {model.vocab}\n"
+        f"{_describe_mup(model)}"
         f"data       {tokens:,} tokens in {counted(documents, 'document')}, "
         f"{_describe_samples(config, corpus)}\n"
         f"layout     {layout} on {device}, {expert_axes}{modes}\n"
@@ -120,6 +123,17 @@ def _batch_line(config: RunConfig, samples: int, batch: int) -> str:
         f"{tokens:,} tokens a step"
     )
     return f"{line}, after {samples:,} samples" if samples else line
+
+
+def _describe_mup(model: ModelConfig) -> str:
+    """Return the line of the base model of muP; empty without muP."""
+    if not model.mup_base_hidden:
+        return ""
+    growth = model.mup.growth
+    widths = [f"hidden {model.mup_base_hidden}"]
+    for key, width in scaled_widths(model).items():
+        widths.append(f"{key} {width / growth:g}")
+    return f"muP        {growth:g} times as wide as the base model: {', '.join(widths)}\n"
 
 
 def _modes(config: RunConfig) -> Iterator[str]:

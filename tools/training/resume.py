@@ -26,7 +26,7 @@ from megaprec.errors import Problem, UserError
 from megaprec.optim.flat_buffer import EMA
 from megaprec.optim.torch_rule import Torch
 from models.config import ModelConfig
-from models.equivalence import TRAINING_ONLY_KEYS
+from models.equivalence import MUP_KEYS, TRAINING_ONLY_KEYS
 from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
@@ -264,7 +264,7 @@ def _other_model(checkpoint: Store, model: ModelConfig) -> Iterator[str]:
     """
     saved = json.loads(read_model(checkpoint).model_dump_json())
     current = json.loads(model.model_dump_json())
-    free_keys = set(TRAINING_ONLY_KEYS)
+    free_keys = set(TRAINING_ONLY_KEYS).difference(MUP_KEYS)
     if model.positions == "rope":
         free_keys.add("max_positions")  # no weight of the model has that size
     if model.vocab == 0:

@@ -309,6 +309,9 @@ def _model(run_config: RunConfig, layout_limits: LayoutLimits) -> ModelConfig:
         "window": _window(model_config.window, run_config.train.seq_length, sequence_length),
         "window_layers": window_layers(model_config, num_layers),
     }
+    if model_config.mup_base_hidden:
+        # A base that is twice as wide has all widths; the scale of scores stays as it is.
+        sizes |= {"mup_base_hidden": 2 * sizes["hidden"], "mup_base_head_dim": 0}
     return ModelConfig(**{**model_config.model_dump(), **sizes})
 
 

@@ -11,13 +11,15 @@ The output head never has a bias.
 
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
+from math import gcd
 from typing import Any, Self
 
 from pydantic import model_validator
 
 from megaprec.errors import Problem, UserError
 from models.initial_weights import InitialStd, Matrix
-from models.model_fields import GATED, ModelFields
+from models.model_fields import GATED, ModelFields, default_attention_scalar
+from models.mup import Mup, scaled_widths
 from models.router_settings import CORRECTED, PLAIN
 
 # In all layers: each expert is a module of its own.
@@ -58,6 +60,7 @@ class ModelConfig(ModelFields):
         elif self.router not in (PLAIN, CORRECTED):
             yield Problem.of("model.router_without_experts")
         yield from self._mtp_problems()
+        yield from self._mup_problems()
         yield from self._unused_keys()
 
     def _head_problems(self) -> Iterator[Problem]:
@@ -87,6 +90,47 @@ class ModelConfig(ModelFields):
             )
         if self.mtp_layers and self.factory:
             yield Problem.of("model.mtp_factory", mtp_layers=self.mtp_layers, factory=self.factory)
+
+    def _mup_problems(self) -> Iterator[Problem]:
+        """Yield what muP cannot scale from the base model."""
+        base = self.mup_base_hidden
+        base_head_dim = self.mup_base_head_dim
+        if not base:
+            if base_head_dim:
+                yield Problem.of("model.mup_base_head_dim_unused", value=base_head_dim)
+            return
+        scalar = default_attention_scalar(dict(self))
+        if base_head_dim and self.attention_scalar != scalar:
+            yield Problem.of(
+                "model.mup_attention_scalar",
+                value=self.attention_scalar,
+                base=base_head_dim,
+                scalar=scalar,
+            )
+        if self.tied and self.mtp_layers:
+            yield Problem.of("model.mup_tied_mtp", base=base, mtp_layers=self.mtp_layers)
+        if self.factory:
+            yield Problem.of("model.mup_factory", base=base, factory=self.factory)
+        yield from self._mup_width_problems()
+
+    def _mup_width_problems(self) -> Iterator[Problem]:
+        """Yield the widths that a base model cannot have, because they would be no whole
+        numbers."""
+        base = self.mup_base_hidden
+        for key, width in scaled_widths(self).items():
+            if width * base % self.hidden == 0:
+                continue
+            multiple = self.hidden // gcd(self.hidden, base)
+            below = width // multiple * multiple
+            choices = [str(choice) for choice in (below, below + multiple) if choice]
+            yield Problem.of(
+                "model.mup_width",
+                key=key,
+                value=width,
+                base=base,
+                factor=self.hidden / base,
+                nearest=" or ".join(choices),
+            )
 
     def _unused_keys(self) -> Iterator[Problem]:
         """Yield keys that change nothing in this model, though they were given."""
@@ -303,9 +347,21 @@ class ModelConfig(ModelFields):
         # The modules of multi-token prediction have a layer such as the model's last one.
         mtp_layers = 0 if self.layers - 1 in self.dense_layers else self.mtp_layers
         layers = self.layers - len(self.dense_layers) + mtp_layers
+        return layers * self.layer_expert_parameters()
+
+    def layer_expert_parameters(self) -> int:
+        """Return the number of parameters of the experts of one layer that has experts."""
         weights = self.hidden * self._mlp_matrices * self.ffn
         biases = self.expert_bias * self._mlp_biases(self.ffn)
-        return layers * self.experts * (weights + biases)
+        return self.experts * (weights + biases)
+
+    def expert_flops(self) -> int:
+        """Return the forward FLOPs of the routed experts of one layer that has experts, per
+        token."""
+        if not self.experts:
+            return 0
+        # Each weight is one product and one sum.
+        return 2 * self.experts_per_token * self.hidden * self._mlp_matrices * self.ffn
 
     @property
     def gated(self) -> bool:
@@ -320,7 +376,17 @@ class ModelConfig(ModelFields):
     def initial_std(self, matrix: Matrix, layer: int = 0) -> float:
         """Return the standard deviation of the initial weights of a kind of matrix in layer
         `layer`, from 0."""
-        return self.init.std(matrix, self.init_std, self.layers, layer)
+        std = self.init.std(matrix, self.init_std, self.layers, layer)
+        if matrix == "embedding":
+            return std * self.mup.embedding
+        if matrix == "head":
+            return std * self.mup.readout
+        return std * self.mup.hidden
+
+    @property
+    def mup(self) -> Mup:
+        """Return the factors of muP, all 1 without it."""
+        return Mup.of(self)
 
     @property
     def with_zero_weights(self) -> "ModelConfig":

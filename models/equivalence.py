@@ -9,6 +9,8 @@ from typing import Any
 from models.config import ModelConfig
 from models.router_settings import PLAIN
 
+# Keys of muP: initial weights are drawn by them, and their learning rates are right for no others.
+MUP_KEYS: tuple[str, ...] = ("mup_base_hidden", "mup_base_head_dim")
 # Keys that only training goes by.
 TRAINING_ONLY_KEYS: tuple[str, ...] = (
     "dropout",
@@ -23,6 +25,7 @@ TRAINING_ONLY_KEYS: tuple[str, ...] = (
     "embedding_grad_scale",
     "head_grad_scale",
     "mtp_loss_weight",
+    *MUP_KEYS,
 )
 _KEYS_OF_EXPERTS = (
     "experts_per_token",

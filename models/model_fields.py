@@ -63,11 +63,16 @@ def default_attention_scalar(fields: Fields) -> float:
     """Return the number by whose square root scores are divided: the width of a head.
 
     In latent attention YaRN also multiplies scores by the square of a factor, as in DeepSeek-V2.
+    Under muP scores are multiplied by sqrt(mup_base_head_dim) / head_dim.
     """
+    scalar = float(fields["head_dim"])
     if fields["latent"]:
         # Scores are divided by the root of this: a square of the factor is its fourth power here.
-        return fields["head_dim"] / score_factor(fields["rope_scaling"]) ** 4
-    return float(fields["head_dim"])
+        scalar = fields["head_dim"] / score_factor(fields["rope_scaling"]) ** 4
+    if fields["mup_base_head_dim"]:
+        # The root of this once more: sqrt(d) * sqrt(d / base) = d / sqrt(base).
+        return scalar * (fields["head_dim"] / fields["mup_base_head_dim"])
+    return scalar
 
 
 class ModelFields(BaseModel):
@@ -126,6 +131,26 @@ class ModelFields(BaseModel):
         description=(
             "Width of one attention head; default, and if 0: model.hidden / model.heads; with "
             "model.latent the width of a query, rope_dim + nope_dim."
+        ),
+    )
+    # Maximal update parametrization.
+    mup_base_hidden: int = Field(
+        default=0,
+        ge=0,
+        le=LARGEST_SIZE,
+        description=(
+            "Hidden size of the base model of muP (docs/mup.md), whose learning rate and initial "
+            "weights this model's are scaled from, as if all its widths were smaller by "
+            "model.hidden / model.mup_base_hidden; 0: no muP."
+        ),
+    )
+    mup_base_head_dim: int = Field(
+        default=0,
+        ge=0,
+        le=LARGEST_SIZE,
+        description=(
+            "Width of one attention head of the base model of muP, from which scores fall as 1 / "
+            "head_dim; 0: model.head_dim, so that scores are those without muP."
         ),
     )
     # The feed-forward.
@@ -273,8 +298,9 @@ class ModelFields(BaseModel):
         gt=0,
         description=(
             "Attention scores are divided by the square root of this number; default: "
-            "model.head_dim; with model.latent and rope_scaling.mscale_all_dim this divided by the "
-            "fourth power of yarn's factor."
+            "model.head_dim, times model.head_dim / model.mup_base_head_dim if that is given; with "
+            "model.latent and rope_scaling.mscale_all_dim this divided by the fourth power of "
+            "yarn's factor."
         ),
     )
     attention_sinks: bool = Field(

@@ -23,7 +23,8 @@ class RMSNorm(nn.Module):
     """x [..., hidden] / root mean square * weight, in the dtype of products.
 
     differs_over_tp: x differs between tp ranks although the sequence is not sharded, as heads do.
-    offset: added to the weight, which begins at 1 - offset; Gemma's norms have an offset of 1.
+    offset: added to the weight, which begins at scale - offset; Gemma's norms have an offset of 1.
+    scale: the factor that the norm begins with.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class RMSNorm(nn.Module):
         eps: float = 1e-5,
         differs_over_tp: bool = False,
         offset: float = 0.0,
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.context = context
@@ -44,7 +46,7 @@ class RMSNorm(nn.Module):
             context,
             f"{name}.weight",
             hidden,
-            1.0 - offset,
+            scale - offset,
             differs_over_tp,
         )
 
@@ -169,6 +171,7 @@ class LayerNorm(nn.Module):
     products.
 
     differs_over_tp: x differs between tp ranks although the sequence is not sharded, as heads do.
+    scale: the value that the weight begins with.
     """
 
     def __init__(
@@ -179,11 +182,12 @@ class LayerNorm(nn.Module):
         name: str,
         eps: float = 1e-5,
         differs_over_tp: bool = False,
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.context = context
         self.eps = eps
-        self.weight = vector(context, f"{name}.weight", hidden, 1.0, differs_over_tp)
+        self.weight = vector(context, f"{name}.weight", hidden, scale, differs_over_tp)
         self.bias = vector(context, f"{name}.bias", hidden, 0.0, differs_over_tp)
 
     def forward(self, x: Tensor) -> Tensor:

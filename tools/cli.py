@@ -41,6 +41,7 @@ from tools.commands import (
     inspect,
     keys,
     merge,
+    mup_check,
     plan,
     precision,
     prove,
@@ -211,6 +212,7 @@ def parser_of_all() -> argparse.ArgumentParser:
     parity.add_parser(commands)
     prove.add_parser(commands)
     bisect.add_parser(commands)
+    mup_check.add_parser(commands)
     doctor.add_parser(commands)
     fp8_advice.add_parser(commands)
     init.add_parser(commands)

@@ -23,6 +23,25 @@ from megaprec.errors import UserError
 
 
 @dataclass(frozen=True)
+class Growth:
+    """How many times as many features a matrix has as that of the base model of muP
+    (`megaprec.optim.width`).
+
+    inputs: of the features that one output sums over.
+    outputs: of the features that it makes.
+    scale: how many times as large the values are, because the model multiplies by less or more
+        behind them than the rules say.
+    """
+
+    inputs: float = 1.0
+    outputs: float = 1.0
+    scale: float = 1.0
+
+
+AS_BASE = Growth()
+
+
+@dataclass(frozen=True)
 class Part:
     """The slice of one logical tensor on a tp rank.
 
@@ -33,6 +52,7 @@ class Part:
     copies: number of tp ranks that have this slice.
     copy: index of this rank among them; the rank with copy 0 counts the slice in norms and writes
         it to checkpoints.
+    growth: of the logical tensor, under muP.
     """
 
     name: str
@@ -42,6 +62,7 @@ class Part:
     shard: int = 0
     copies: int = 1
     copy: int = 0
+    growth: Growth = field(default=AS_BASE, compare=False)
 
     @staticmethod
     def cut(

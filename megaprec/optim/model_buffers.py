@@ -30,6 +30,7 @@ from megaprec.optim.param_groups import Group, in_order_of_factors
 from megaprec.optim.partial_grads import sum_partial_slices
 from megaprec.optim.ranks import Ranks, Replicas, expert_replicas
 from megaprec.optim.torch_wrappers import DTensorSlice, is_dtensor
+from megaprec.optim.update_rules import UpdateRule
 from megaprec.precision.marks import parameters_of_marked
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 
@@ -82,6 +83,7 @@ class ModelBuffers:
         ranks: Ranks,
         shards: Axis,
         groups: Sequence[Group],
+        rule: UpdateRule,
         bucket: int,
         moments: Moments,
         seed: int,
@@ -97,6 +99,7 @@ class ModelBuffers:
         self._ranks = ranks
         self._shards = shards
         self._groups = groups
+        self._rule = rule
         self._moments = moments
         self._seed = seed
         self._reduction = reduction
@@ -180,7 +183,7 @@ class ModelBuffers:
         else:
             replicas = self._replicas(layout_of(bucket[0]))
         return Buffer(
-            in_order_of_factors(bucket, self._groups),
+            in_order_of_factors(bucket, self._groups, self._rule),
             self._plan,
             dp=replicas.every,
             shards=replicas.sharing,

@@ -111,6 +111,7 @@ from megaprec.optim.torch_wrappers import (
 from megaprec.optim.update_rules import AdamW, Step, UpdateRule, claim_rule
 from megaprec.optim.update_tile import Tile
 from megaprec.optim.weight_average import WeightAverage
+from megaprec.optim.width import require_width_rule, rule_at_width
 from megaprec.precision.marks import keep_marked_in_fp32
 from megaprec.precision.plan import PrecisionPlan
 
@@ -152,7 +153,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
     experts: the ranks of experts that are spread over ranks, as for `parallel.Context`.
     rule: the update rule; AdamW with its defaults unless given. Each optimizer needs its own.
     groups: factors of learning rate and weight decay by logical name; biases and norms do not decay
-        by default.
+        by default. They multiply the factors that muP gives the parameters of a model with
+        `mup_base_hidden`.
     clip: the largest global norm of the gradients; 0 disables clipping.
     norm: its order, 2, inf or any p >= 1.
     zero_size: number of neighbouring dp ranks that share one copy of masters and moments (ZeRO-1):
@@ -241,7 +243,6 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         self.seed = seed
         self.ema = ema
         self.overlap = overlap
-        self.rule: UpdateRule = rule
         ranks = Ranks.of(mesh, parts, experts)
         self._ranks = ranks
         self.pp = ranks.pp
@@ -252,6 +253,9 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
 
         # Checks of the model and of its agreement on all ranks, before anything is taken over.
         require_identifiable(parts, virtual.size if virtual else self.tp.size, experts)
+        require_width_rule(rule, parts)
+        rule = rule_at_width(rule, parts)
+        self.rule: UpdateRule = rule
         self.average = averages(parts, self.dp, average)
         self.canonical = canonical
         patterns = [group.pattern for group in groups]
@@ -273,7 +277,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         # number of applied steps, on the device: only it knows whether a step was applied
         self.applied_steps = torch.zeros((), dtype=torch.float32, device=self.device)
         cycled = cycled_options(rule)
-        self._groups = param_groups(parameters_of(parts), groups, lr, weight_decay, cycled)
+        self._groups = param_groups(parameters_of(parts), groups, lr, weight_decay, cycled, rule)
         rate_defaults = {} if lr is None else {"lr": lr, **cycled}
         super().__init__(self._groups.values(), {"weight_decay": weight_decay, **rate_defaults})
 
@@ -289,6 +293,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
             ranks=ranks,
             shards=self.shards,
             groups=groups,
+            rule=rule,
             bucket=bucket,
             moments=partial(moments_of, rule),
             seed=seed,
@@ -355,7 +360,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
             if buffer not in others:
                 spans = [
                     _SpanTiles(span, self._tiles(buffer, span))
-                    for span in factor_spans(buffer, groups)
+                    for span in factor_spans(buffer, groups, self.rule)
                 ]
                 cut_buffers.append(_BufferSpans(buffer, spans))
         return cut_buffers

@@ -5,8 +5,9 @@
 
 Both are factors of the optimizer's own values. The first group that matches a logical tensor
 applies; a factor that it leaves out keeps its default: biases, norms and all other tensors with
-fewer than two dims do not decay. Groups belong to the run and not to a checkpoint, which stores
-state by logical name: a resumed run may have other groups.
+fewer than two dims do not decay. Under muP a tensor has factors of its own besides
+(`megaprec.optim.width`), and both are multiplied. Groups belong to the run and not to a checkpoint,
+which stores state by logical name: a resumed run may have other groups.
 
 Parameters that share factors form a group in torch's format, in which schedulers read and write
 learning rates: its "lr" and "weight_decay" are the effective values, including the factors. The
@@ -29,12 +30,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from megaprec.comm.layout import Part, layout_of
+from megaprec.comm.layout import AS_BASE, Part, layout_of
 from megaprec.errors import UserError
 from megaprec.kinds import is_number
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.setting_ranges import require_clip, require_rates
 from megaprec.optim.update_rules import SGD, AdamW, Step, UpdateRule
+from megaprec.optim.width import width_rate
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,19 @@ class FactorSpan:
     factors: Factors
 
 
-def factors(part: Part, groups: Sequence[Group]) -> Factors:
-    """Return the factors of learning rate and weight decay for a logical tensor."""
+def factors(part: Part, groups: Sequence[Group], rule: UpdateRule | None = None) -> Factors:
+    """Return the factors of learning rate and weight decay for a logical tensor: those of its
+    group, times those of muP. rule: the update rule, AdamW unless given."""
+    of_group = _group_factors(part, groups)
+    if part.growth == AS_BASE:
+        return of_group
+    lr = width_rate(part, rule or AdamW())
+    # A step shrinks a weight by rate times decay, which is then the same at all widths.
+    return Factors(of_group.lr * lr, of_group.weight_decay / lr)
+
+
+def _group_factors(part: Part, groups: Sequence[Group]) -> Factors:
+    """Return the factors of the first group that matches a logical tensor."""
     # biases, norms and other vectors do not decay
     default_decay = 1.0 if len(part.shape) >= 2 else 0.0
     for group in groups:
@@ -91,19 +104,21 @@ def factors(part: Part, groups: Sequence[Group]) -> Factors:
 
 
 def in_order_of_factors(
-    parameters: Sequence[nn.Parameter], groups: Sequence[Group]
+    parameters: Sequence[nn.Parameter], groups: Sequence[Group], rule: UpdateRule | None = None
 ) -> list[nn.Parameter]:
     """Return the parameters, those with equal factors side by side, so that a buffer has few
     slices."""
     by_factors: dict[tuple[Factors, ...], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         parts = layout_of(parameter).parts
-        part_factors = tuple(factors(part, groups) for part in parts)
+        part_factors = tuple(factors(part, groups, rule) for part in parts)
         by_factors[part_factors].append(parameter)
     return list(chain.from_iterable(by_factors.values()))
 
 
-def factor_spans(buffer: Buffer, groups: Sequence[Group]) -> Iterator[FactorSpan]:
+def factor_spans(
+    buffer: Buffer, groups: Sequence[Group], rule: UpdateRule | None = None
+) -> Iterator[FactorSpan]:
     """Yield this rank's slice of the buffer, cut where the factors change.
 
     Padding belongs to the slice before it, because it holds only zeros.
@@ -113,7 +128,7 @@ def factor_spans(buffer: Buffer, groups: Sequence[Group]) -> Iterator[FactorSpan
     for piece in buffer.pieces:
         if piece.start == piece.stop:
             continue
-        piece_factors = factors(piece.part, groups)
+        piece_factors = factors(piece.part, groups, rule)
         if not spans or spans[-1][1] != piece_factors:
             spans.append((piece.start, piece_factors))
     span_stops = [start for start, _ in spans[1:]] + [buffer.size]
@@ -173,9 +188,10 @@ def param_groups(
     lr: float | None,
     weight_decay: float,
     options: Mapping[str, Any] = MappingProxyType({}),
+    rule: UpdateRule | None = None,
 ) -> dict[Factors, ParamGroup]:
     """Return a group for each pair of factors of learning rate and weight decay. options:
-    `cycled_options`.
+    `cycled_options`. rule: the update rule, AdamW unless given.
 
     The first group has factors 1, even on a rank that has no such parameter. A parameter of several
     logical tensors lies in the group of the first tensor's factors; the groups of the other
@@ -197,7 +213,7 @@ def param_groups(
     for parameter in parameters:
         part_groups: list[ParamGroup] = []
         for part in layout_of(parameter).parts:
-            part_groups.append(group_with(factors(part, groups)))
+            part_groups.append(group_with(factors(part, groups, rule)))
         part_groups[0]["params"].append(parameter)
     for group in made.values():
         group.members = tuple(group["params"])

@@ -146,7 +146,7 @@ def _part_of(parameter: DTensor) -> Part:
             dim = placement.dim
             shards = size
             shard = rank
-    return Part(full.name, full.shape, dim, shards, shard, copies, copy)
+    return Part(full.name, full.shape, dim, shards, shard, copies, copy, full.growth)
 
 
 def _require_planned(name: str, parameter: DTensor, plan: PrecisionPlan) -> None:

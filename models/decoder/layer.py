@@ -25,12 +25,22 @@ def make_norm(
     config: ModelConfig,
     context: Context,
     name: str,
+    scale: float = 1.0,
 ) -> nn.Module:
-    """Return the norm of the model's family, over the hidden features."""
+    """Return the norm of the model's family, over the hidden features.
+
+    scale: the factor that it begins with.
+    """
     if config.norm == "layer":
-        return LayerNorm(context, config.hidden, name=name, eps=config.norm_eps)
-    offset = float(config.norm_unit_offset)
-    return RMSNorm(context, config.hidden, name=name, eps=config.norm_eps, offset=offset)
+        return LayerNorm(context, config.hidden, name=name, eps=config.norm_eps, scale=scale)
+    return RMSNorm(
+        context,
+        config.hidden,
+        name=name,
+        eps=config.norm_eps,
+        offset=float(config.norm_unit_offset),
+        scale=scale,
+    )
 
 
 class DecoderLayer(nn.Module):

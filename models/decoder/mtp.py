@@ -197,7 +197,7 @@ class PredictionModule(nn.Module):
             config.hidden,
             name=f"{name}.projection",
             bias=False,
-            std=config.init_std,
+            std=config.init_std * config.mup.hidden,
         )
         # If the layer is recomputed as a whole, its modules have nothing to recompute themselves.
         inner_context = replace(

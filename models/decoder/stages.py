@@ -48,7 +48,7 @@ Weights are [output features, input features]. Rows of query and key are in the 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -64,9 +64,11 @@ from models.attention.rope import RotaryTables, rotary_tables
 from models.config import ModelConfig
 from models.decoder.layer import DecoderLayer, make_norm
 from models.decoder.mtp import MTPBatch, PredictionModule
+from models.mup import note_growth
 from models.rope_scaling import RopeScaling
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, dropout
+from parallel.gradient_scale import scale_gradient
 from parallel.layers import VocabParallelEmbedding, parameter
 from parallel.linear import Add, InputLayout, Linear
 from parallel.loss import cross_entropy
@@ -126,7 +128,7 @@ class Stage(nn.Module):
             {str(number): self._make_layer(number) for number in cut.layers}
         )
         if cut.last:
-            self.final_norm = make_norm(config, context, "final_norm")
+            self.final_norm = make_norm(config, context, "final_norm", config.mup.final_norm)
             # The modules of multi-token prediction read embeddings here too.
             if config.mtp_layers and not cut.first:
                 self.embedding = self._make_embedding(tied)
@@ -134,6 +136,7 @@ class Stage(nn.Module):
             self.mtp = nn.ModuleDict(
                 {str(number): self._make_module(number) for number in range(config.mtp_layers)}
             )
+        note_growth(self.parameters(), config.mup)
         # by name, as `layers`
         self._windows = {str(number): config.of_layer(number).window for number in cut.layers}
         # By window or not, length, and for consecutive positions or any.
@@ -318,8 +321,7 @@ class Stage(nn.Module):
         # Rounded to the dtype of the embeddings first, as Gemma does.
         if self.config.embedding_scale != 1:
             x = x * nearest(self.config.embedding_scale, x.dtype)
-        if self.config.embedding_grad_scale != 1:
-            x = ScaleGradient.apply(x, self.config.embedding_grad_scale)
+        x = scale_gradient(x, self.config.embedding_grad_scale * self.config.mup.embedding)
         if self.config.positions == "learned":
             x = Add.apply(x, self.position_table, self._position_rows(x, positions))
         rate = self.config.embedding_dropout
@@ -345,8 +347,13 @@ class Stage(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         """Return the logits of hidden states before the final norm."""
+        # The factors are those of the norm's own gradients: the gradient of x has both.
+        norm_scale = self.config.mup.final_norm
         logits = self.context.recompute.run_forward(
-            "norm", self.final_norm, x, then=self._uncapped_logits
+            "norm",
+            self.final_norm,
+            scale_gradient(x, 1 / norm_scale),
+            then=lambda normalized: self._uncapped_logits(scale_gradient(normalized, norm_scale)),
         )
         return softcap(logits, self.config.final_softcap)
 
@@ -359,7 +366,8 @@ class Stage(nn.Module):
         context = self.context
         layout = InputLayout.SEQUENCE if context.cut_sequence else InputLayout.COPIED
         name = layout_of(self.head).parts[0].name
-        products = context.products_of_head(name, self.config.head_grad_scale)
+        grad_scale = self.config.head_grad_scale * self.config.mup.head_gradient
+        products = context.products_of_head(name, grad_scale)
         return Linear.apply(x, self.head, None, layout, context.tp, context.deferred, products)
 
     def _to_output_dtype(self, logits: Tensor, microbatch: MicrobatchInfo | None) -> Tensor:
@@ -448,16 +456,3 @@ class Stage(nn.Module):
             consume=True,
             leaves=context.leaves,
         )
-
-
-class ScaleGradient(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by `scale`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.scale, None

@@ -36,7 +36,7 @@ from parallel.pipeline.instructions import (
 )
 from parallel.pipeline.p2p import P2P
 from parallel.pipeline.posting import posts
-from parallel.pipeline.schedules import Schedule
+from parallel.pipeline.schedules import Schedule, forward_only
 from parallel.pipeline.simulation import Span
 from parallel.sequence_cut import take_own_positions
 from parallel.weight_grad_queue import WeightGradQueue
@@ -163,6 +163,11 @@ class Passes:
     def program(self) -> Program:
         """Return this rank's instructions of a training step."""
         return self.schedule.programs[self.optimizer.pp.rank]
+
+    @cached_property
+    def evaluation_program(self) -> Program:
+        """Return this rank's instructions of an evaluation."""
+        return forward_only(self.schedule).programs[self.optimizer.pp.rank]
 
     @cached_property
     def _posts(self) -> Mapping[Instruction, int]:

@@ -33,6 +33,7 @@ from models.feed_forward.router import Router
 from parallel import collectives
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
+from parallel.gradient_scale import scale_gradient
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, parameter
 from parallel.linear import InputLayout, Linear, Widen
 from parallel.weight_grad_queue import WeightGradQueue
@@ -120,7 +121,8 @@ class MixtureOfExperts(nn.Module):
         if config.shared_gate:
             # On every rank of tp, each of which has a partial gradient.
             gate = Part.cut(f"{name}.shared_gate.weight", (1, config.hidden), None, context.tp)
-            self.shared_gate = parameter(context, [gate], config.init_std, partial=True)
+            std = config.init_std * config.mup.readout
+            self.shared_gate = parameter(context, [gate], std, partial=True)
 
     def _make_experts(self, name: str, layer: int) -> None:
         """Make this rank's experts; of the others, register the FP8 scales."""
@@ -182,7 +184,9 @@ class MixtureOfExperts(nn.Module):
         if self.shared_gate is None:
             return output
         wide_dtype = self.context.plan.sensitive
-        gate_weight = Widen.apply(self.shared_gate, wide_dtype)
+        gate_weight = scale_gradient(
+            Widen.apply(self.shared_gate, wide_dtype), self.config.mup.readout
+        )
         gate = F.linear(tokens.to(wide_dtype), gate_weight).sigmoid()
         # The gate is the same on every rank, so it may be applied to partial sums.
         return (output * gate).to(output.dtype)

@@ -38,6 +38,7 @@ from models.config import ModelConfig
 from models.router_settings import RouterSettings
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
+from parallel.gradient_scale import scale_gradient
 from parallel.layers import parameter
 from parallel.linear import Widen
 from parallel.sequence_cut import mean_of_sequence
@@ -64,7 +65,8 @@ class Router(nn.Module):
         self.context = context
         # All of it is on every rank of tp, but each rank has a partial sum of its gradient.
         weight = Part.cut(f"{name}.weight", (config.experts, config.hidden), None, context.tp)
-        self.weight = parameter(context, [weight], config.init_std, partial=True)
+        std = config.init_std * config.mup.readout
+        self.weight = parameter(context, [weight], std, partial=True)
         self.bias = None
         if config.router_bias:
             bias = Part.cut(f"{name}.bias", (config.experts,), None, context.tp)
@@ -83,7 +85,7 @@ class Router(nn.Module):
         config = self.config
         # Rounded logits would send tokens to other experts.
         wide_dtype = self.context.plan.sensitive
-        weight = Widen.apply(self.weight, wide_dtype)
+        weight = scale_gradient(Widen.apply(self.weight, wide_dtype), config.mup.readout)
         bias = None if self.bias is None else Widen.apply(self.bias, wide_dtype)
         logits = F.linear(x.to(wide_dtype), weight, bias)
         scores = expert_scores(config.router, logits)

@@ -394,8 +394,8 @@ def test_a_run_that_is_shorter_than_megatrons_period_of_evaluation_is_told_of_no
             "the ranks of parallel.context are one group here",
         ),
         (
-            "--rampup-batch-size 1 1 10",
-            "--rampup-batch-size 1 1 10: the batch of a run is constant",
+            "--phase-transition-iterations 10",
+            "--phase-transition-iterations 10: the data of a run has one order",
         ),
         ("--lr abc", "--lr abc: the value must be a number"),
         ("--num-layers 2.5", "--num-layers 2.5: the value must be a whole number"),

@@ -286,6 +286,15 @@ def test_made_small_a_model_has_experts_for_all_ranks_that_they_are_spread_over(
     assert shrunk(own, LayoutLimits(2, 2, 4)).model.experts == 12
 
 
+def test_made_small_a_model_keeps_mup_and_the_scale_of_its_scores() -> None:
+    """With factors that are not 1, and widths that its base has."""
+    sizes = ["preset=llama-demo", "ffn=384", "mup_base_hidden=32", "mup_base_head_dim=8"]
+    config = load_run(None, [*(f"model.{size}" for size in sizes), *TRAIN])
+    small = shrunk(config, LayoutLimits(4, 4, 4)).model
+    assert small.mup.growth == 0.5
+    assert small.attention_scalar == config.model.attention_scalar
+
+
 def test_a_number_is_replaced_by_the_smallest_that_divides_alike() -> None:
     assert alike_size(50257, 61, 4) == 61
     assert alike_size(4096, 61, 4) == 64

@@ -144,7 +144,7 @@ OTHERS = """
 model: family layers hidden heads kv_heads head_dim mlp ffn vocab max_positions norm norm_eps norm_at qk_norm positions
 model: preset parallel_residual attention_scalar attention_sinks attention_softcap final_softcap bias qkv_bias
 model: output_bias mlp_bias tied experts dropout attention_dropout embedding_scale embedding_grad_scale head_grad_scale
-model: mtp_layers factory
+model: mtp_layers factory mup_base_hidden mup_base_head_dim
 model: latent swiglu_alpha swiglu_limit norm_unit_offset rotary_fraction window_rope_base window_layers expert_bias
 model: router_bias dense_layers dense_ffn shared_experts shared_gate
 data: source blend tokenizer begin held_out shuffle reset_attention_mask reset_position_ids eod_mask_loss
@@ -158,7 +158,7 @@ precision: keep_fp32 masters masters_in_checkpoint tf32 on_nonfinite trace_overf
 fp8: kind
 optimizer: name options groups clip norm ema
 lr: peak schedule warmup unit
-train: steps global_batch micro_batch seq_length init_from seed numerics compile deterministic folder device threads
+train: steps global_batch batch_schedule micro_batch seq_length init_from seed numerics compile deterministic folder device threads
 train: branch_from restarts
 checkpoint: every keep background resume
 log: every to plot plot_over progress peak_tflops sample

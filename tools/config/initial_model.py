@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from megaprec.errors import Problem
 from models.config import ModelConfig
-from models.equivalence import TRAINING_ONLY_KEYS
+from models.equivalence import MUP_KEYS, TRAINING_ONLY_KEYS
 from tools.console.toml import Setting, toml
 
 ZERO_LEAVES_OPEN = ("vocab", "head_dim", "mtp_layers")  # keys whose 0 claims nothing
@@ -51,7 +51,7 @@ def _add_model(settings: dict[str, Setting], model: ModelConfig, origin: str) ->
     """Add the keys of `model` that are not given; yield a line for each that is given another
     value."""
     # training may change these, and with rotary positions the length of sequences
-    may_differ = {*TRAINING_ONLY_KEYS}
+    may_differ = set(TRAINING_ONLY_KEYS).difference(MUP_KEYS)
     if model.positions == "rope":
         may_differ.add("max_positions")
     # a dropout of the embedding that equals the model's follows a given dropout

@@ -103,7 +103,8 @@ class Journal(AbstractContextManager["Journal"]):
 
     total_steps: of the run. print_every: steps from one printed line to the next. shows_bar: on a
     terminal, show progress and the newest step. branches: the steps until `start_step` are those of
-    another run.
+    another run. total_tokens: that the run will have read at its end, by which the time left is
+    told; None: by its steps.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Journal(AbstractContextManager["Journal"]):
         shows_bar: bool,
         trackers: Sequence[Feed] = (),
         branches: bool = False,
+        total_tokens: int | None = None,
     ) -> None:
         metrics_path = folder / METRICS
         begins = branches or start_step == 0
@@ -134,8 +136,9 @@ class Journal(AbstractContextManager["Journal"]):
         self._trackers = trackers
         self._newest = start_step
         self._total_steps = total_steps
+        self._total_tokens = total_tokens
         self._print_every = print_every
-        self._step_seconds: deque[float] = deque(maxlen=PACE_STEPS)
+        self._recent: deque[dict[str, Any]] = deque(maxlen=PACE_STEPS)
         self._bar = None
         if shows_bar and sys.stdout.isatty():
             self._bar = Steps(start_step, total_steps)
@@ -161,10 +164,8 @@ class Journal(AbstractContextManager["Journal"]):
         self._newest = step_number
         for tracker in self._trackers:
             tracker.log(step_record)
-        self._step_seconds.append(step_record["seconds"])
-        mean_seconds = sum(self._step_seconds) / len(self._step_seconds)
-        steps_left = self._total_steps - step_number
-        self._show(step_record, eta=steps_left * mean_seconds)
+        self._recent.append(step_record)
+        self._show(step_record, eta=self._seconds_left())
 
     def write_event(self, event: dict[str, Any]) -> None:
         """Write an event of the step event["step"] to events.jsonl.
@@ -173,6 +174,17 @@ class Journal(AbstractContextManager["Journal"]):
         """
         file = self._files.get(event["event"], self._events)
         file.write(to_json(event))
+
+    def _seconds_left(self) -> float:
+        """Return the seconds until the end of the run, at the pace of the newest steps."""
+        newest = self._recent[-1]
+        seconds = sum(record["seconds"] for record in self._recent)
+        if self._total_tokens is None:
+            steps_left = self._total_steps - newest["step"]
+            return steps_left * seconds / len(self._recent)
+        # Steps of different batches take different times, in proportion to their tokens.
+        tokens = sum(record["tokens_per_s"] * record["seconds"] for record in self._recent)
+        return (self._total_tokens - newest["tokens"]) * seconds / tokens
 
     def _show(self, step_record: dict[str, Any], eta: float) -> None:
         """Print the line of a step, if it has one; on a terminal above a bar, which shows the

@@ -18,8 +18,10 @@ from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.muon.rule import Muon
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.plan import dtype_name
+from models.config import ModelConfig
 from models.decoder.kv_cache import CachedStage
 from models.estimate.storage import without_storage
+from models.mup import scaled_widths
 from parallel.pipeline.simulation import bubble, simulate
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
@@ -43,6 +45,7 @@ SAMPLE_TOKENS = 60
 MAX_MARKED = 4
 MAX_LEFT_OUT = 3
 MAX_CHECKPOINTS = 4
+MAX_CHANGES = 8  # lines about train.batch_schedule
 NO_PLOT = "none: pip install matplotlib, or set log.plot = false"
 
 
@@ -78,7 +81,6 @@ def print_start(
 
 
 def _print_settings(config: RunConfig, corpus: Corpus, device: str) -> None:
-    train = config.train
     model = corpus.model
     tokens = sum(dataset.num_tokens for dataset in corpus.datasets)
     documents = sum(dataset.num_documents for dataset in corpus.datasets)
@@ -88,18 +90,50 @@ def _print_settings(config: RunConfig, corpus: Corpus, device: str) -> None:
         expert_axes += ", "
     modes = ", ".join(_modes(config))
     layers = counted(model.layers, "layer")
-    replicas = counted(config.parallel.data, "replica")
-    microbatches = counted(config.num_microbatches, "micro-batch", "es")
     say(
         f"model      {model.family}, {model.num_parameters:,} parameters: {layers}, "
         f"hidden {model.hidden}, vocabulary {model.vocab}\n"
+        f"{_describe_mup(model)}"
         f"data       {tokens:,} tokens in {counted(documents, 'document')}, "
         f"{_describe_samples(config, corpus)}\n"
         f"layout     {layout} on {device}, {expert_axes}{modes}\n"
-        f"batch      {train.global_batch} samples = {replicas} x {microbatches} x "
-        f"{train.micro_batch}, {config.tokens_per_step:,} tokens a step\n"
+        f"{_describe_batch(config)}\n"
         f"precision  {config.precision.compute}"
     )
+
+
+def _describe_batch(config: RunConfig) -> str:
+    """Return the line about the batch of a step; of train.batch_schedule one for each change, or
+    the first and the last if there are many."""
+    changes = config.batches.changes
+    lines = [_batch_line(config, samples, batch) for samples, batch in changes]
+    if len(lines) > MAX_CHANGES:
+        left_out = len(lines) - MAX_CHANGES
+        lines = [*lines[: MAX_CHANGES - 1], f"and {left_out:,} more changes, then", lines[-1]]
+    column = "\n           ".join(lines)
+    return f"batch      {column}"
+
+
+def _batch_line(config: RunConfig, samples: int, batch: int) -> str:
+    replicas = counted(config.parallel.data, "replica")
+    microbatches = counted(config.microbatches_of(batch), "micro-batch", "es")
+    tokens = batch * config.train.seq_length
+    line = (
+        f"{batch} samples = {replicas} x {microbatches} x {config.train.micro_batch}, "
+        f"{tokens:,} tokens a step"
+    )
+    return f"{line}, after {samples:,} samples" if samples else line
+
+
+def _describe_mup(model: ModelConfig) -> str:
+    """Return the line of the base model of muP; empty without muP."""
+    if not model.mup_base_hidden:
+        return ""
+    growth = model.mup.growth
+    widths = [f"hidden {model.mup_base_hidden}"]
+    for key, width in scaled_widths(model).items():
+        widths.append(f"{key} {width / growth:g}")
+    return f"muP        {growth:g} times as wide as the base model: {', '.join(widths)}\n"
 
 
 def _modes(config: RunConfig) -> Iterator[str]:
@@ -149,7 +183,7 @@ def _describe_samples(config: RunConfig, corpus: Corpus) -> str:
         return f"{len(corpus.train):,} samples an epoch"
     steps = config.train.steps
     # of each data set
-    taken_samples = corpus.train.samples_taken(steps * config.train.global_batch)
+    taken_samples = corpus.train.samples_taken(config.total_samples)
     total_weight = sum(source.weight for source in config.data.blend)
     lines = [f"blended from {len(corpus.datasets)}"]
     sets = zip(config.data.blend, corpus.train.parts, taken_samples, strict=True)
@@ -356,17 +390,20 @@ def print_skipped(config: RunConfig, progress: TrainState) -> None:
     per_step = 1
     applied = progress.applied
     without_skips = progress.step
+    more_steps = progress.skipped
     if config.lr.unit == "samples":
-        per_step = config.train.global_batch
+        per_step = config.batches.before(progress.samples)
         applied = progress.applied_samples
         # not progress.samples, which is a position in the data
-        without_skips = applied + progress.skipped_tokens // config.train.seq_length
+        skipped_samples = progress.skipped_tokens // config.train.seq_length
+        without_skips = applied + skipped_samples
+        more_steps = -(-skipped_samples // config.batches.at(progress.samples))
     # The last rate is that of the step before the one that would follow.
     ended = schedule.at(max(0, applied - per_step))
     planned = schedule.at(without_skips - per_step)
     if ended == planned:
         return
-    steps = config.train.steps + progress.skipped
+    steps = config.train.steps + more_steps
     say(
         f"lr         ended at {ended:.3g}, not at {planned:.3g}: it follows applied steps, so the "
         f"schedule was cut short; train.steps={steps} lr.length={schedule.total} goes on to its "

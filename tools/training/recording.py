@@ -58,6 +58,7 @@ def record_run(
             log_settings.progress,
             feeds,
             branches,
+            _total_tokens(config, progress()),
         ) as journal,
     ):
         # A process without a step to take leaves the records as they are.
@@ -79,6 +80,16 @@ def record_run(
             raise
         finally:
             journal.write_event(_end_event(progress(), total_steps, failure, optimizer, began))
+
+
+def _total_tokens(config: RunConfig, progress: TrainState) -> int | None:
+    """Return the tokens that a run with train.batch_schedule will have read at its end; None for a
+    constant batch, with which all steps take as long."""
+    if not config.train.batch_schedule:
+        return None
+    steps_left = max(0, config.train.steps - progress.step)
+    samples_left = config.batches.after(progress.samples, steps_left) - progress.samples
+    return progress.tokens + samples_left * config.train.seq_length
 
 
 @contextmanager

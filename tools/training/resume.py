@@ -26,7 +26,7 @@ from megaprec.errors import Problem, UserError
 from megaprec.optim.flat_buffer import EMA
 from megaprec.optim.torch_rule import Torch
 from models.config import ModelConfig
-from models.equivalence import TRAINING_ONLY_KEYS
+from models.equivalence import MUP_KEYS, TRAINING_ONLY_KEYS
 from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
@@ -47,6 +47,7 @@ from tools.training.changed_keys import (
     changed_keys,
     keys_of,
     lr_jump,
+    other_length,
     rates_around,
     saved_keys,
 )
@@ -229,6 +230,7 @@ def _remarks(config: RunConfig, corpus: Corpus, checkpoint: Store) -> Iterator[_
             effect = f"the run goes on with the {state} of {checkpoint.path}"
             yield _Remark("note", f"{key}: not used, for {effect}")
     yield from _notes(_position_notes(checkpoint, config, corpus))
+    yield from _notes(other_length(checkpoint, config, progress))
     yield from _notes(lr_jump(checkpoint, config, progress))
 
 
@@ -262,7 +264,7 @@ def _other_model(checkpoint: Store, model: ModelConfig) -> Iterator[str]:
     """
     saved = json.loads(read_model(checkpoint).model_dump_json())
     current = json.loads(model.model_dump_json())
-    free_keys = set(TRAINING_ONLY_KEYS)
+    free_keys = set(TRAINING_ONLY_KEYS).difference(MUP_KEYS)
     if model.positions == "rope":
         free_keys.add("max_positions")  # no weight of the model has that size
     if model.vocab == 0:

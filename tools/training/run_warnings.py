@@ -58,7 +58,7 @@ def run_warnings(config: RunConfig, corpus: Corpus, local_ranks: int, device: st
 
 def _many_epochs(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     train = config.train
-    samples = train.steps * train.global_batch
+    samples = config.total_samples
     if isinstance(corpus.train, Blend):
         shares = corpus.train.samples_taken(samples)
     else:
@@ -76,10 +76,7 @@ def _many_epochs(config: RunConfig, corpus: Corpus) -> Iterator[str]:
 
 def _endless_warmup(config: RunConfig) -> Iterator[str]:
     lr = config.lr
-    train = config.train
-    total_count = train.steps
-    if lr.unit == "samples":
-        total_count *= train.global_batch
+    total_count = config.total_samples if lr.unit == "samples" else config.train.steps
     if lr.warmup >= total_count:
         yield (
             f"lr.warmup = {lr.warmup} {lr.unit} is the whole run, so the learning rate never "

@@ -92,14 +92,16 @@ def step_fields(
     config: RunConfig,
     report: StepReport,
     progress: TrainState,
+    batch: int,
     seconds: float,
     throughput: Throughput,
 ) -> dict[str, Any]:
-    """Return the fields of metrics.jsonl that each step has.
+    """Return the fields of metrics.jsonl that each step has; with train.batch_schedule also its
+    batch.
 
-    progress: after the step.
+    progress: after the step. batch: samples of the step.
     """
-    tokens_per_s = config.tokens_per_step / seconds
+    tokens_per_s = batch * config.train.seq_length / seconds
     fields = {
         "step": progress.step,
         **report_fields(report),
@@ -110,6 +112,8 @@ def step_fields(
         "seconds": seconds,
         "skipped_total": progress.skipped,
     }
+    if config.train.batch_schedule:
+        fields["global_batch"] = batch
     if report.offenders:
         fields["overflow_in"] = report.offenders[0].name
     return fields

@@ -34,6 +34,7 @@ from models.engine.passes import OutsideVocabulary, Share
 from models.engine.sentinel import SilentFault
 from models.engine.shared_drawing import draw_weights
 from parallel.leaves import Leaves
+from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.timeline import Recording
 from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
@@ -100,11 +101,13 @@ class Trainer:
         self._digests = Digests(self.engine, config)
         self._harness = Harness(config, corpus, self.engine, self.position)
         self._throughput = Throughput.of(config, corpus.model, self.engine.device)
+        self._sizes = config.batches
         self._batches = Batches(config, corpus.train, self.dp, self.position)
         self.monitor = OverflowMonitor(
             self.engine.optimizer.plan.scaling, config.precision.patience
         )
         self.progress = TrainState()  # after the last step
+        self._samples_of_step = range(0)  # positions of the last step's global batch
         if checkpoint:
             self._resume(checkpoint)
         elif config.train.init_from:
@@ -133,6 +136,7 @@ class Trainer:
             config.schedule,
             options,
             stage_maker(config.model.factory),
+            config.other_schedules,
         )
         optimizer = stages.make_optimizer(
             self.optimizer_class, **optimizer_options(config, device_of(mesh))
@@ -282,7 +286,8 @@ class Trainer:
         seconds: of the step.
         """
         progress = self.progress
-        record = step_fields(self.config, report, progress, seconds, self._throughput)
+        batch = len(self._samples_of_step)
+        record = step_fields(self.config, report, progress, batch, seconds, self._throughput)
         evaluated = dict[str, Tensor]()
         if self._evaluates_after(progress.step):
             with self.position.in_phase(Phase.EVALUATION):
@@ -313,7 +318,7 @@ class Trainer:
         """Return the event of a step that was skipped, or applied although it was not finite, and
         that of its digests if they are due. Collective then."""
         events = list[dict[str, Any]]()
-        samples = range(progress.samples - self.config.train.global_batch, progress.samples)
+        samples = self._samples_of_step
         if report.outcome == NO_TOKENS:
             events.append(no_tokens_event(progress.step, samples))
         elif report.outcome != "applied":
@@ -354,19 +359,20 @@ class Trainer:
         recording = None
         if step_number + 1 == self.config.log.timeline:
             recording = Recording.start(self.engine.pp)
-        share = self._batches.take(first_sample)
+        is_last = step_number + 1 >= self.config.train.steps
+        share = self._batches.take(first_sample, is_last)
         shadow = None
         if is_due(self.config.fp8.shadow_every, step_number + 1):
             # Before the step, with the weights that it will read.
             with self.position.in_phase(Phase.COMPARISON):
-                shadow = run_shadow(self.engine.passes, share, step_number)
+                shadow = run_shadow(self.engine.passes_for(share), share, step_number)
         # The sentinel recomputes the share of any data-parallel rank.
-        share_of = partial(self.share, self.corpus.train, first_sample)
+        share_of = partial(self.share, first_sample)
         with self._locating(self.corpus.train), self._checks.checking(step_number, share_of):
             report = self._engine_step(share, step_number, recording)
         self._advance(report)
         if recording:
-            self._write_timeline(recording)
+            self._write_timeline(recording, self.engine.passes_for(share).schedule)
         return report, shadow
 
     def _engine_step(
@@ -409,8 +415,8 @@ class Trainer:
         """Add a step to `progress`, and note whether a rank was asked to stop."""
         self._is_stopping |= report.stop
         before = self.progress
-        batch = self.config.train.global_batch
-        tokens = self.config.tokens_per_step
+        batch = self._sizes.at(before.samples)
+        tokens = batch * self.config.train.seq_length
         # A skipped step has used up its samples: the next one takes others.
         applied = int(report.changed)
         self.progress = TrainState(
@@ -421,9 +427,10 @@ class Trainer:
             tokens=before.tokens + tokens,
             skipped_tokens=before.skipped_tokens + (1 - applied) * tokens,
         )
+        self._samples_of_step = range(before.samples, self.progress.samples)
 
-    def _write_timeline(self, recording: Recording) -> None:
-        spans = recording.gather(self.engine.schedule, self.engine.device)
+    def _write_timeline(self, recording: Recording, schedule: Schedule) -> None:
+        spans = recording.gather(schedule, self.engine.device)
         if self.rank == 0:
             file = Path(self.config.train.folder) / TIMELINE
             write_trace(file, spans, title=f"step {self.progress.step}")
@@ -439,20 +446,15 @@ class Trainer:
         end = evaluated_samples(self.config.train, len(samples))
         for first in range(0, end, self.config.train.global_batch):
             with self._locating(samples, first):
-                batches.append(self.engine.evaluate_samples(self.share(samples, first, end=end)))
+                share = self._batches.evaluation_share(samples, first, end)
+                batches.append(self.engine.evaluate_samples(share))
         return torch.cat(batches, 1)[:, :end]
 
-    def share(
-        self,
-        samples: Samples | Blend,
-        first_sample: int,
-        replica: int | None = None,
-        end: int | None = None,
-    ) -> Share:
-        """Return a data-parallel rank's part of the global batch that begins at `first_sample`, as
-        `Batches.share` does.
+    def share(self, first_sample: int, replica: int | None = None) -> Share:
+        """Return a data-parallel rank's part of the training batch that begins at `first_sample`,
+        as `Batches.share` does.
         """
-        return self._batches.share(samples, first_sample, replica, end)
+        return self._batches.share(first_sample, replica)
 
     def _save(self) -> None:
         extra = extra_entries(

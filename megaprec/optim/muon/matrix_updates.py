@@ -116,7 +116,7 @@ class MatrixUpdates:
             part = owned.piece.part
             span = held_span_of(buffer, owned.piece, matrix_numbers[part.name], buffer_number)
             tiles = tuple(buffer.tiles(owned.in_shard.start, owned.in_shard.stop))
-            group_factors = factors(part, groups)  # of learning rate and weight decay
+            group_factors = factors(part, groups, self.rule)  # of learning rate and weight decay
             shape_factor = self.rule.factor(part.shape)  # Muon's, of the update
             yield LocalElements(span, tiles, group_factors, shape_factor)
 

@@ -95,7 +95,7 @@ class Muon(Stateless):
             return False
         return not any(fnmatchcase(part.name, pattern) for pattern in self.by_adamw)
 
-    def factor(self, shape: Sequence[int]) -> float:
+    def factor(self, shape: Sequence[float]) -> float:
         """Return the factor of the learning rate for a logical matrix of this shape."""
         rows, columns = shape
         return FACTORS[self.scale](rows, columns)
@@ -110,7 +110,7 @@ class Muon(Stateless):
         self.adamw.update_(weights, grads, state, step)
 
 
-FACTORS: dict[str, Callable[[int, int], float]] = {
+FACTORS: dict[str, Callable[[float, float], float]] = {
     "moonshot": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
     "keller-jordan": lambda rows, columns: max(1.0, rows / columns) ** 0.5,
 }

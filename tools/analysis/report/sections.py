@@ -30,7 +30,7 @@ from tools.analysis.verdict.verdict import (
 )
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
-from tools.console.units import duration, flops, loss_scale, size
+from tools.console.units import duration, first_of, flops, loss_scale, size
 from tools.journal.records import BRANCHED, NO_TOKENS_EVENT, SAMPLE
 from tools.journal.shadow_records import SHADOW
 from tools.journal.timeline_file import TIMELINE, read_trace_of
@@ -42,6 +42,7 @@ from tools.verify.parity.summary import conclusion, verdict
 CURVE_WIDTH = 480.0
 CURVE_HEIGHT = 180.0
 MOST_INSTRUCTIONS = 20_000  # of a schedule that is simulated for the page
+MOST_CHANGES = 8  # of train.batch_schedule that are named
 MOST_DRAWN = 2_000  # instructions of a timeline that is drawn
 LARGEST_PICTURE = 1_000_000  # bytes
 PNG_SIGNATURE = b"\x89PNG"
@@ -127,6 +128,10 @@ def _model_facts(config: RunConfig) -> Iterator[Fact]:
     else:
         yield "model", f"{model.family}, {model.num_parameters:,} parameters"
     yield "layout", in_words(config.parallel)
+    if config.train.batch_schedule:
+        changes = config.batches.changes
+        parts = [f"{batch:,} from sample {samples:,} on" for samples, batch in changes]
+        yield "batch", first_of(parts, MOST_CHANGES)
     yield "precision", str(config.precision.compute)
 
 
@@ -292,6 +297,7 @@ def schedule(run: Run) -> Html | None:
         return paragraph(f"Not known: {config}.")
     if config.parallel.pipeline == 1:
         return None
+    config = config.with_batch_of_timeline
     stages = config.parallel.pipeline * max(1, config.parallel.chunks)
     # forward, two halves of a backward and transfers for each stage and micro-batch
     if 4 * stages * config.num_microbatches > MOST_INSTRUCTIONS:

@@ -59,9 +59,18 @@ ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "moe_router_topk_limited_devices": OFF,
     "moe_token_dropping": OFF,
     "heterogeneous_block_specs": OFF,
+    # its logits are multiplied
+    "use_mup": AS_IT_IS,
 }
 # of [model] on a command line; no weight of a checkpoint depends on them
-_NO_WEIGHTS = {"embedding_init_method_std", "moe_grouped_gemm"}
+_NO_WEIGHTS = {
+    "embedding_init_method_std",
+    "moe_grouped_gemm",
+    "mup_attn_scale_power",
+    "mup_base_head_dim",
+    "mup_base_hidden_size",
+    "use_mup",
+}
 # Fields that a model is read from besides, and the progress of a training.
 _ALSO_READ = """
 gated_linear_unit bias_activation_fusion softmax_scale share_embeddings_and_output_weights

@@ -98,11 +98,18 @@ mtp_loss_scaling_factor                    number=0.1             model.mtp_loss
 hidden_dropout                             number=0.1             model.dropout
 attention_dropout                          number=0.1             model.attention_dropout
 init_method_std                            number=0.02            model.init_std
+use_mup                                    switch                 model.mup_base_hidden
+mup_base_hidden_size                       size                   model.mup_base_hidden
+mup_base_head_dim                          number                 model.mup_base_head_dim
+mup_attn_scale_power                       number=1.0             model.mup_base_head_dim
 embedding_init_method_std                  number                 model.init
 vocab_size                                 size                   model.vocab
 padded_vocab_size                          size                   model.vocab
 micro_batch_size                           int                    train.micro_batch
 global_batch_size                          int                    train.global_batch
+rampup_batch_size                          text*                  train.batch_schedule
+step_batch_size_schedule                   text                   train.batch_schedule
+decrease_batch_size_if_needed              switch     train.global_batch train.batch_schedule
 seq_length                                 size                   train.seq_length
 encoder_seq_length>seq_length              size                   train.seq_length
 train_iters                                int                    train.steps
@@ -215,24 +222,24 @@ _REFUSED: Mapping[str, str] = {
         hybrid_context_parallel hybrid_mlp_ratio=0.0 mhc_init_gating_factor=0.01
         mhc_num_residual_streams=4 mhc_recompute_layer_num= mhc_sinkhorn_iterations=20
         moe_expert_rank_capacity_factor= moe_router_quantile_balancing_ema=0.0 mtp_standalone
-        mup_attn_scale_power=1.0 mup_base_head_dim= mup_base_hidden_size= mup_embedding_mult=1.0
-        mup_output_mult=1.0 mup_width_mult=1.0 retro_attention_gate=1 retro_cyclic_train_iters=
+        retro_attention_gate=1 retro_cyclic_train_iters=
         retro_encoder_attention_dropout=0.1 retro_encoder_hidden_dropout=0.1
         retro_encoder_layers=2 retro_no_verify_neighbor_count retro_num_neighbors=2
-        retro_num_retrieved_chunks=2 retro_project_dir= use_legacy_models use_mup
+        retro_num_retrieved_chunks=2 retro_project_dir= use_legacy_models
     """,
+    (
+        "muP is that of --mup-base-hidden-size alone: model.embedding_scale multiplies embeddings"
+        " that have no learned positions, and the width and the factor of logits follow from the"
+        " hidden sizes"
+    ): "mup_embedding_mult=1.0 mup_output_mult=1.0 mup_width_mult=1.0",
     (
         "the ranks of parallel.context are one group here, in which keys and values go round,"
         " or are gathered: parallel.context_by"
     ): "hierarchical_context_parallel_sizes*",
     (
-        "the batch of a run is constant: give --global-batch-size alone, or run in parts that"
-        " resume with another train.global_batch and train.steps, all with lr.unit=samples "
-        "and lr.length=N, the samples of the whole run"
-    ): """
-        decrease_batch_size_if_needed phase_transition_iterations= rampup_batch_size*
-        step_batch_size_schedule=
-    """,
+        "the data of a run has one order: give each phase a run of its own, which begins with "
+        "train.branch_from or train.init_from"
+    ): "phase_transition_iterations=",
     (
         "weights are not sharded over replicas here: --use-distributed-optimizer "
         "(parallel.zero) shards the optimizer's state"

@@ -16,6 +16,7 @@ from tools.convert.megatron.keys import READ_ARGUMENTS as IN_CHECKPOINTS
 from tools.interop.arguments.megatron import DEFAULTS, READ, option
 from tools.interop.importing.arguments import Arguments
 from tools.interop.importing.draft import Draft
+from tools.interop.importing.megatron_mup import add_mup
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 OF_MODEL = [row for row in READ.values() if row.keys[0].startswith("model.")]
@@ -44,13 +45,15 @@ def add_model(arguments: Arguments) -> None:
     try:
         args = completed(arguments)
         vocab = args["vocab_size"] or args["padded_vocab_size"]
-        model = model_of_args(args, vocab or NO_NAMES)
+        # muP, which no checkpoint may have, is added below
+        model = model_of_args({**args, "use_mup": None}, vocab or NO_NAMES)
     except UserError as error:
         draft.problems += [_as_typed(problem) for problem in error.problems]
         return
     for key, value in _stated(model, arguments).items():
         arguments.put(f"model.{key}", value, *_names_of(key))
     _add_training_only(arguments, model)
+    add_mup(arguments, model)
     _note_balance(args["moe_router_load_balancing_type"], model, draft)
 
 

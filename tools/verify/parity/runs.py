@@ -89,7 +89,12 @@ def made_ready(
     run_config: RunConfig, layout_limits: LayoutLimits, full: bool, steps: int, folder: Path
 ) -> RunConfig:
     """Return the run as it is compared, small unless `full`, in its own layout. folder: folder for
-    its files."""
+    its files.
+
+    Steps that are compared have one batch: with train.batch_schedule the last one.
+    """
+    if run_config.train.batch_schedule:
+        run_config = run_config.with_constant_batch(run_config.train.global_batch)
     ready = run_config if full else shrunk(run_config, layout_limits)
     # evaluations and checks change no number of a step
     train = {
@@ -304,6 +309,9 @@ def _model(run_config: RunConfig, layout_limits: LayoutLimits) -> ModelConfig:
         "window": _window(model_config.window, run_config.train.seq_length, sequence_length),
         "window_layers": window_layers(model_config, num_layers),
     }
+    if model_config.mup_base_hidden:
+        # A base that is twice as wide has all widths; the scale of scores stays as it is.
+        sizes |= {"mup_base_hidden": 2 * sizes["hidden"], "mup_base_head_dim": 0}
     return ModelConfig(**{**model_config.model_dump(), **sizes})
 
 

@@ -1,0 +1,1 @@
+"""`megaprec mup-check`: whether activations move equally far at all widths."""

@@ -167,7 +167,16 @@ EFFECT_RULES: tuple[EffectRule, ...] = (
         "model.dropout_at",
         holds=lambda tables: tables.model.dropout_at != "stream",
     ),
-    EffectRule("model.init_std model.init", "train.init_from", only_with=""),
+    EffectRule(
+        "model.init_std model.init",
+        "train.init_from train.grow_vocabulary",
+        holds=lambda tables: not tables.train.init_from or tables.train.grow_vocabulary == "random",
+    ),
+    EffectRule(
+        "train.grow_vocabulary",
+        "train.init_from",
+        holds=lambda tables: tables.train.init_from != "",
+    ),
     EffectRule(
         "model.init",
         "model.tied",

@@ -366,6 +366,13 @@ class Train(Table):
         "counters and place in the data, and takes its [model] if none is given; empty: it begins "
         "with step 1.",
     )
+    grow_vocabulary: Literal["none", "mean", "zero", "random"] = Field(
+        default="none",
+        description="Rows of embedding and output head that the weights of train.init_from get for "
+        "tokens of data.tokenizer, and for ids below model.vocab, that they have none for. mean: "
+        "the mean of the rows of all tokens that they have; zero; random: drawn as initial weights "
+        "are; none: such tokens are refused.",
+    )
     seed: int = Field(
         default=1234, ge=0, description="Random seed of weights, dropout and sample order."
     )

@@ -20,6 +20,7 @@ EVENTS = "events.jsonl"
 DIGESTS = "digests.jsonl"
 NO_TOKENS_EVENT = "no_tokens"
 BRANCHED = "branched"  # the kind of event with which a branch of another run begins
+INITIAL = "initial"  # the kind of event of a run that begins with weights whose model it changes
 DIGEST = "digest"  # the kind of event that is written to DIGESTS
 # fields of a step that may be "inf" or "nan"
 NUMBERS = ("loss", "mtp_loss", "grad_norm", "loss_scale", "eval_loss")
@@ -37,6 +38,7 @@ REQUIRED_KEYS = {
     "straggler": {"rank", "slow", "factor", "said"},
     "resume": {"checkpoint", "changed", "notes", "lr_before", "lr_next"},
     BRANCHED: {"checkpoint", "run", "changed", "notes", "lr_before", "lr_next"},
+    INITIAL: {"weights", "changed", "notes", "lr_before", "lr_next"},
     "end": {"complete", "why", "peak_memory"},
     DIGEST: {"state", "numbers", "progress", "tensors"},
     "silent_fault": {"checked_step", "kind", "what", "ranks", "hosts", "certain"},

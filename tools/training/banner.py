@@ -33,6 +33,7 @@ from tools.training.batches import evaluated_samples
 from tools.training.branch import is_branch
 from tools.training.corpus import Corpus
 from tools.training.fp8_summary import fp8_lines
+from tools.training.initial import initial_changes, initial_notes
 from tools.training.resume import resume_lines
 
 SAMPLE_TOKENS = 60
@@ -65,6 +66,10 @@ def print_start(
         say(f"stages     {_describe_stages(config, corpus)}")
     if config.train.init_from and not resumed:
         say(f"weights    from {config.train.init_from}")
+        for line in initial_changes(config, corpus):
+            say(f"changed    {line}")
+        for note in initial_notes(config):
+            say(f"note       {note}")
     if resumed:
         word = "branched" if is_branch(config, resumed) else "resumed"
         say(f"{word:11}from {resumed}, {_describe_remaining(steps_done, config.train.steps)}")

@@ -39,6 +39,7 @@ KEYS_WITHOUT_EFFECT = (
     "train.eval_*",
     "train.init_from",
     "train.branch_from",
+    "train.grow_vocabulary",
     "train.steps",
     "train.restarts",
     "train.sentinel",

@@ -32,7 +32,7 @@ from models.engine.engine import Engine, build_stages
 from models.engine.fp8_shadow import Shadow, run_shadow
 from models.engine.passes import OutsideVocabulary, Share
 from models.engine.sentinel import SilentFault
-from models.engine.shared_drawing import draw_weights
+from models.engine.shared_drawing import InitialWeights, draw_weights
 from parallel.leaves import Leaves
 from parallel.pipeline.timeline import Recording
 from tools.config.checks import make_rule
@@ -48,6 +48,7 @@ from tools.training.batches import Batches, evaluated_samples
 from tools.training.compiling import compile_leaves, missed_lines
 from tools.training.corpus import Corpus
 from tools.training.harness import Harness
+from tools.training.initial import growth_of
 from tools.training.recording import record_run
 from tools.training.resume import resumed_progress
 from tools.training.run_folder import RunFolder
@@ -106,7 +107,7 @@ class Trainer:
         if checkpoint:
             self._resume(checkpoint)
         elif config.train.init_from:
-            start_from(Path(config.train.init_from), self.engine.optimizer)
+            self._begin_with(Path(config.train.init_from))
         elif self._shares_drawing:
             draw_weights(self.engine.stages.values(), self.engine.optimizer, config.train.seed)
         self._saves = Saves(config, self.engine)
@@ -143,6 +144,13 @@ class Trainer:
         masters. A model of a factory may have values that no layout states."""
         parallel = self.config.parallel
         return bool(parallel.zero) and parallel.copies > 1 and not self.config.model.factory
+
+    def _begin_with(self, folder: Path) -> None:
+        """Load the weights of train.init_from. Collective over the world."""
+        optimizer = self.engine.optimizer
+        stages = self.engine.stages.values()
+        drawn = InitialWeights(stages, optimizer.plan, self.config.train.seed)
+        start_from(folder, optimizer, growth_of(self.config, self.corpus), drawn)
 
     def _resume(self, checkpoint: Path) -> None:
         """Load the state of the run from a checkpoint."""

@@ -23,7 +23,7 @@ from tools.analysis.report.run import Key, Run
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
 from tools.console.units import duration, flops, loss_scale, size
-from tools.journal.records import BRANCHED, NO_TOKENS_EVENT
+from tools.journal.records import BRANCHED, INITIAL, NO_TOKENS_EVENT
 from tools.journal.shadow_records import SHADOW
 from tools.journal.timeline_file import TIMELINE, read_trace_of
 from tools.training.hangs import read_records
@@ -137,8 +137,10 @@ def curves(run: Run) -> Html:
 
 
 def changes(run: Run) -> Html | None:
-    """Return what changed on each resume, and where the run branched."""
-    beginnings = [event for event in run.events if event.get("event") in ("resume", BRANCHED)]
+    """Return what changed on each resume, where the run branched, and what it changed of the model
+    of its first weights."""
+    kinds = ("resume", BRANCHED, INITIAL)
+    beginnings = [event for event in run.events if event.get("event") in kinds]
     if not beginnings:
         return None
     rows = list[Row]()

@@ -124,6 +124,12 @@ CASES = [
     ),
     ("fp8.shadow_every", "10", FP8, f"{FP8} train.steps=10"),
     ("checkpoint.keep_every", "2", "checkpoint.keep=all", ""),
+    (
+        "checkpoint.keep_best",
+        '"eval_loss"',
+        "checkpoint.keep=all train.eval_every=3",
+        "train.eval_every=3",
+    ),
 ]
 # Keys that have files beside them: see the test below.
 BESIDE_FILES = {

@@ -245,7 +245,7 @@ EFFECT_RULES: tuple[EffectRule, ...] = (
     EffectRule("train.canonical_shards", "train.numerics", only_with="canonical"),
     EffectRule("train.eval_batches", "train.eval_every"),
     EffectRule(
-        "checkpoint.keep_every",
+        "checkpoint.keep_every checkpoint.keep_best",
         "checkpoint.keep",
         holds=lambda tables: tables.checkpoint.keep != "all",
     ),

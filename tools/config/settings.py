@@ -468,6 +468,11 @@ class Checkpoint(Table):
         ge=0,
         description="Checkpoints of each multiple of this step are never deleted; 0: of none.",
     )
+    keep_best: str = Field(
+        default="",
+        description="Evaluation, eval_loss or eval_loss/NAME of a set of data.validation: the "
+        "checkpoint of the step after which it was lowest is never deleted; empty: none.",
+    )
     background: bool = Field(
         default=True,
         description="Write checkpoints beside the next steps, from a copy of the state in host "
@@ -482,7 +487,7 @@ class Checkpoint(Table):
     @property
     def kept(self) -> Keep:
         """Return the rule by which saves delete older checkpoints."""
-        return Keep.of(self.keep, self.keep_every)
+        return Keep.of(self.keep, self.keep_every, self.keep_best)
 
 
 class Log(Table):

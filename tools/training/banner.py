@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from megaprec.checkpoint.atomic import damaged_beside, step_of, whole_checkpoints
-from megaprec.checkpoint.keeping import Keep, made_here
+from megaprec.checkpoint.keeping import Keep, best_made_here, made_here
 from megaprec.comm.layout import Part
 from megaprec.data.blend import Blend
 from megaprec.errors import UserError
@@ -278,18 +278,27 @@ def deletion_lines(config: RunConfig, steps_done: int) -> Iterator[str]:
         for line in damaged_beside(checkpoints[-1]):
             yield f"note       {line}"
     if steps_done < config.train.steps:
-        yield from _keeping_line(config, steps_done, checkpoints)
+        yield from _keeping_lines(config, steps_done, checkpoints)
 
 
-def _keeping_line(config: RunConfig, steps_done: int, checkpoints: Sequence[Path]) -> Iterator[str]:
-    """Yield the line about deletions, none if the saves to come delete nothing.
+def _keeping_lines(
+    config: RunConfig, steps_done: int, checkpoints: Sequence[Path]
+) -> Iterator[str]:
+    """Yield the line about deletions, none if the saves to come delete nothing, and the best
+    checkpoint, if the run keeps it.
 
     checkpoints: those in the run's folder, whoever has made them.
     """
     saved_steps = [step_of(path) for path in made_here(config.checkpoint_folder)]
     following = _saves_after(steps_done, config)
     keep = config.checkpoint.kept
-    expiring = keep.expired(saved_steps, len(following))
+    best = best_made_here(config.checkpoint_folder, keep.best) if keep.best else None
+    best_step = step_of(best.path) if best else None
+    expired = keep.expired(saved_steps, len(following))
+    expiring = [step for step in expired if step != best_step]
+    if best is not None:
+        name = best.path.name
+        yield f"best       {name} has the lowest {keep.best} so far, {best.loss:.4f}"
     if not expiring and not _later_ones_expire(following, keep):
         return
 
@@ -335,9 +344,12 @@ def _describe_rule(settings: Checkpoint) -> str:
         newest = "the newest checkpoint"
     else:
         newest = f"the newest {counted(int(settings.keep), 'checkpoint')}"
+    rules = [newest]
     if settings.keep_every:
-        return f"{newest} and those of each multiple of {settings.keep_every} steps"
-    return newest
+        rules.append(f"those of each multiple of {settings.keep_every} steps")
+    if settings.keep_best:
+        rules.append(f"the one with the lowest {settings.keep_best}")
+    return " and ".join(rules)
 
 
 def print_skipped(config: RunConfig, progress: TrainState) -> None:

@@ -112,6 +112,7 @@ class Trainer:
             draw_weights(self.engine.stages.values(), self.engine.optimizer, config.train.seed)
         self._saves = Saves(config, self.engine)
         self._saved_step = self.progress.step  # that of the newest checkpoint
+        self._evaluated: dict[str, float] = {}  # losses after the newest step, by field
         self._nonfinite_step: NonFiniteStep | None = None  # ends the run, with its state saved
         self._received_signal = 0  # that asked this rank to stop
         self._is_stopping = False  # True when all ranks know that one was asked to stop
@@ -284,10 +285,12 @@ class Trainer:
         """
         progress = self.progress
         record = step_fields(self.config, report, progress, seconds, self._throughput)
+        self._evaluated = {}
         if self._evaluates_after(progress.step):
             with self.position.in_phase(Phase.EVALUATION):
                 for name, samples in self.corpus.evaluated.items():
-                    record[name] = self.evaluate(samples)
+                    self._evaluated[name] = self.evaluate(samples)
+                record |= self._evaluated
                 record |= self._harness.results()
         record |= self._checks.note_clean(progress.step)
         self.position.end_computation()
@@ -446,7 +449,8 @@ class Trainer:
         extra = extra_entries(
             self.config, self.corpus, asdict(self.progress), self.monitor.state_dict()
         )
-        self._saves.start(self.progress.step, extra, tokenizer_files(self.corpus))
+        files = tokenizer_files(self.corpus)
+        self._saves.start(self.progress.step, extra, files, self._evaluated)
         self._saved_step = self.progress.step
 
 

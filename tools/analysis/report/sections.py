@@ -7,6 +7,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+from megaprec.checkpoint.keeping import best_made_here
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from parallel.pipeline.simulation import Span, bubble, simulate
@@ -57,6 +58,7 @@ def summary(run: Run) -> Html:
         ("skipped steps", f"{curve.skipped:,}"),
         *_token_facts(last_record),
         *_loss_facts(curve, last_record["step"]),
+        *_best_facts(run),
     ]
     end_events = run.of_kind("end")
     if end_events:
@@ -102,6 +104,16 @@ def _loss_facts(curve: Curve, last_step: int) -> Iterator[Fact]:
         if step != last_step:
             held_out += f", after step {step:,}"
         yield "held-out loss", held_out
+
+
+def _best_facts(run: Run) -> Iterator[Fact]:
+    """Yield the best of the checkpoints that are there, if the run keeps it."""
+    if not isinstance(run.config, RunConfig) or not run.config.checkpoint.keep_best:
+        return
+    evaluation = run.config.checkpoint.keep_best
+    best = best_made_here(run.folder / "checkpoints", evaluation)
+    if best is not None:
+        yield "best checkpoint", f"{best.path.name}, {evaluation} {best.loss:.4f}"
 
 
 def _model_facts(config: RunConfig) -> Iterator[Fact]:

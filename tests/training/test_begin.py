@@ -12,9 +12,18 @@ from megaprec.data.indexed import IndexedDataset, IndexedWriter
 from megaprec.data.samples import Samples
 from megaprec.data.tokenizer import load_tokenizer
 from tests.families import CASES
-from tests.published import BOS, EOS, TEXTS, folder_of, transformers, written
+from tests.published import (
+    BOS,
+    EOS,
+    TEXTS,
+    folder_of,
+    loss_of,
+    model_of,
+    transformers,
+    written,
+)
 from tests.refusals import sentence
-from tests.runs import train
+from tests.runs import losses, train
 from tools.cli import main
 from tools.convert.initial import resolve_run
 from tools.training.corpus import open_corpus
@@ -83,6 +92,18 @@ def test_documents_begin_with_the_token_in_training_as_transformers_reads_them(
     read = corpus.train.batch(0, len(corpus.train)).tokens.flatten().tolist()
     assert read == expected[: len(read)]
     assert len(read) > 100
+
+
+def test_the_first_loss_is_that_of_transformers_on_ids_with_the_begin_token(
+    tmp_path: Path,
+) -> None:
+    folder = folder_of("gemma3", tmp_path / "hf")
+    file = written(tmp_path, folder, "[precision]", 'compute = "fp64"')
+    assert train(file, "--no-verify") == 0
+    batch = open_corpus(resolve_run(file)).train.batch(0, 2)
+    assert (batch.tokens == BOS).any()
+    expected = loss_of(model_of(folder), batch)
+    assert losses(tmp_path / "run") == [pytest.approx(expected, rel=1e-10)]
 
 
 @pytest.mark.slow

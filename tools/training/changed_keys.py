@@ -46,6 +46,7 @@ KEYS_WITHOUT_EFFECT = (
     "data.source",
     "data.blend",
     "data.text_field",
+    "data.begin",
     "data.tokenizer",
     "data.vocab_size",
     "data.max_chars",

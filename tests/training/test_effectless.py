@@ -130,6 +130,10 @@ CASES = [
         "checkpoint.keep=all train.eval_every=3",
         "train.eval_every=3",
     ),
+    *(
+        (f"data.{key}", value, "", "data.source=mine.txt")
+        for key, value in (("encoding", '"latin-1"'), ("exclude", '["*.log"]'), ("skip_bad", "3"))
+    ),
 ]
 # Keys that have files beside them: see the test below.
 BESIDE_FILES = {

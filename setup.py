@@ -23,6 +23,7 @@ ORACLES = [
 ]
 TENSORBOARD = ["tensorboard>=2.15,<3"]
 WANDB = ["wandb>=0.31,<0.32"]
+REMOTE = ["universal_pathlib>=0.3,<0.4", "fsspec>=2024.6.1,<2027", "aiohttp>=3.9,<4"]
 YAML = ["pyyaml>=6.0.1,<7"]
 README = Path(__file__).with_name("README.md")
 
@@ -60,10 +61,11 @@ setup(
         "lm-eval": LM_EVAL,
         "oracles": ORACLES,
         "plots": PLOTS,
+        "remote": REMOTE,
         "tensorboard": TENSORBOARD,
         "wandb": WANDB,
         "yaml": YAML,
-        "test": [*CHECKS, *DATA, *HF, *PLOTS, *TENSORBOARD, *WANDB, *YAML],
+        "test": [*CHECKS, *DATA, *HF, *PLOTS, *REMOTE, *TENSORBOARD, *WANDB, *YAML],
     },
     entry_points={"console_scripts": ["megaprec = megaprec.__main__:main"]},
     classifiers=[

@@ -6,8 +6,9 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
+from megaprec.data.places import is_remote, naming_url, openable
 from megaprec.errors import UserError
 
 PACKED = {".gz": "gzip", ".zst": "zstd"}  # endings of files that are unpacked as they are read
@@ -19,6 +20,10 @@ def naming_damage(file: Path, position: Callable[[], str]) -> Iterator[None]:
 
     position: returns the number of the line or item that is being read.
     """
+    if is_remote(file):
+        with naming_url(file):
+            yield
+        return
     try:
         yield
     except (EOFError, zlib.error, OSError) as problem:
@@ -40,10 +45,14 @@ def naming_damage(file: Path, position: Callable[[], str]) -> Iterator[None]:
 def open_unpacked(file: Path) -> BinaryIO:
     """Open a file for reading; what it gives is not packed any more."""
     suffix = file.suffix.lower()
+    packed = openable(file)
     if suffix == ".zst":
-        stream = import_pyarrow(file).input_stream(str(file), compression="zstd")
+        stream = import_pyarrow(file).input_stream(packed, compression="zstd")
         return io.BufferedReader(stream, 1 << 16)
-    return gzip.open(file, "rb") if suffix == ".gz" else open(file, "rb")  # pyright: ignore[reportReturnType]
+    if suffix == ".gz":
+        return cast(BinaryIO, gzip.open(packed, "rb"))
+    # the files of some libraries cannot read a line of limited length
+    return io.BufferedReader(packed) if is_remote(file) else open(file, "rb")
 
 
 def import_pyarrow(file: Path) -> Any:

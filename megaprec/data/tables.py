@@ -7,11 +7,13 @@ begin, counted from 1 with the header.
 import csv
 import io
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from megaprec.data.packed_files import import_pyarrow, naming_damage, open_unpacked
 from megaprec.data.pieces import WHICH, OnFault, Piece, cut_document
+from megaprec.data.places import is_remote, naming_url, openable
 from megaprec.errors import UserError
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -86,7 +88,8 @@ def parquet_pieces(file: Path, document: str, field: str, on_fault: OnFault) -> 
     arrow = import_pyarrow(file)
     number = 0
     try:
-        with _open_parquet(file, arrow, field) as table:
+        remote = naming_url(file) if is_remote(file) else nullcontext()
+        with remote, _open_parquet(file, arrow, field) as table:
             for batch in table.iter_batches(
                 batch_size=PARQUET_ROWS, columns=[field], use_threads=False
             ):
@@ -124,7 +127,9 @@ def _open_parquet(
     """
     import pyarrow.parquet  # noqa: PLC0415 (optional)
 
-    table = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20, page_checksum_verification=True)
+    table = pyarrow.parquet.ParquetFile(
+        openable(file), buffer_size=1 << 20, page_checksum_verification=True
+    )
     schema = table.schema_arrow
     _column(file, schema.names, field)
     field_type = schema.field(field).type

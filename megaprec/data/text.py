@@ -42,6 +42,7 @@ from pathlib import Path
 
 from megaprec.data.packed_files import PACKED
 from megaprec.data.pieces import OnFault, Piece
+from megaprec.data.places import is_remote, version_of
 from megaprec.data.readers import (
     SUFFIXES,
     TEXT,
@@ -188,9 +189,13 @@ class Source:
         size or time does, or an option that may change what is read."""
         digest = hashlib.sha256()
         for file in self.files:
-            state = file.stat()
             name = os.fsencode(self._document(file))  # a name need not be UTF-8
-            digest.update(name + f"\0{state.st_size}\0{state.st_mtime_ns}\n".encode())
+            if is_remote(file):
+                version = version_of(file)
+            else:
+                state = file.stat()
+                version = f"{state.st_size}\0{state.st_mtime_ns}"
+            digest.update(name + f"\0{version}\n".encode())
         identity: dict[str, str | int | None] = {
             "name": self.name,
             "text_field": self.options.field,

@@ -10,6 +10,7 @@ from glob import glob, has_magic
 from pathlib import Path
 
 from megaprec.data.packed_files import PACKED
+from megaprec.data.places import is_remote, is_url, naming_url, remote_path
 from megaprec.data.readers import JSON, SUFFIXES, form, is_list, require_read
 from megaprec.errors import Problem, UserError
 from megaprec.parsing import home_expanded
@@ -41,6 +42,9 @@ def text_files(names: Sequence[str], exclude: Sequence[str]) -> FoundFiles:
     files: dict[Path, None] = {}  # a set that keeps its order
     roots: list[Path] = []
     paths = [path for name in names for path in _paths(name)]
+    num_remote = sum(map(is_remote, paths))
+    if 0 < num_remote < len(paths):
+        raise UserError.of("data.url_beside_files", names=", ".join(names))
     for path in paths:
         root = path if path.is_dir() else path.parent
         roots.append(root)
@@ -58,6 +62,9 @@ def text_files(names: Sequence[str], exclude: Sequence[str]) -> FoundFiles:
 def _paths(name: str) -> list[Path]:
     """Return the file or folder of a name, or those that match a pattern, by path. Raises
     UserError if there is none."""
+    if is_url(name):
+        with naming_url(name):
+            return _remote_paths(name)
     expanded = home_expanded(name)
     path = Path(expanded)
     if not path.exists() and has_magic(expanded):
@@ -75,6 +82,23 @@ def _paths(name: str) -> list[Path]:
     return [path]
 
 
+def _remote_paths(url: str) -> list[Path]:
+    """Return the file or folder of a URL, or those that match a pattern, by path. Raises UserError
+    if there is none."""
+    path = remote_path(url)
+    if not has_magic(url):
+        if not path.exists():
+            raise UserError.of("data.url_missing", url=url)
+        return [path]
+    # the deepest folder whose name is no pattern
+    folder = next(parent for parent in path.parents if not has_magic(str(parent)))
+    pattern = path.relative_to(folder).as_posix()
+    matches = sorted(match for match in folder.glob(pattern) if not match.is_dir())
+    if not matches:
+        raise UserError.of("data.pattern_without_match", pattern=url)
+    return matches
+
+
 def _lies_in(match: str, folders: set[str]) -> bool:
     """Return True if a match lies in a folder that the same pattern matches."""
     return any(str(parent) in folders for parent in Path(match).parents)
@@ -82,6 +106,13 @@ def _lies_in(match: str, folders: set[str]) -> bool:
 
 def _common_folder(folders: Sequence[Path]) -> Path:
     """Return the deepest folder that all of these lie in."""
+    if is_remote(folders[0]):
+        candidates = [folders[0], *folders[0].parents]
+        return next(
+            candidate
+            for candidate in candidates
+            if all(candidate == folder or candidate in folder.parents for folder in folders)
+        )
     return Path(os.path.commonpath([folder.absolute() for folder in folders]))
 
 
@@ -93,7 +124,8 @@ def _files_at(
     Raises UserError.
     """
     if path.is_dir():
-        return _files_of_folder(path, exclude, left_out)
+        walk = _remote_files if is_remote(path) else _files_of_folder
+        return walk(path, exclude, left_out)
     if pattern := _excluding(path, root, exclude):
         left_out[f"excluded by {pattern}"] += 1
         return []
@@ -127,6 +159,27 @@ def _files_of_folder(root: Path, exclude: Sequence[str], left_out: Counter[str])
             num_others = len(unreadable) - MOST_SHOWN
             problems.append(Problem.of("data.other_bad_files", root=root, num_others=num_others))
         raise UserError(*problems)
+    return sorted(files)
+
+
+def _remote_files(root: Path, exclude: Sequence[str], left_out: Counter[str]) -> list[Path]:
+    """Return the files of a folder at a URL that are read, by path, and count the others."""
+    files: list[Path] = []
+    for file in root.rglob("*"):
+        if file.is_dir():
+            continue
+        folders = [folder for folder in file.parents if root in folder.parents]
+        at_or_above = [*reversed(folders), file]
+        patterns = [_excluding(path, root, exclude) for path in at_or_above]
+        excluding = next(filter(None, patterns), "")
+        if any(is_hidden(path.name) for path in at_or_above):
+            left_out["hidden"] += 1
+        elif excluding:
+            left_out[f"excluded by {excluding}"] += 1
+        elif reason := _why_left_out(file):
+            left_out[reason] += 1
+        else:
+            files.append(file)
     return sorted(files)
 
 

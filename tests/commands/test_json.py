@@ -131,6 +131,7 @@ def test_a_document_has_the_numbers_of_the_table(
         "skipped": 2,
         "loss": "nan",
         "eval_loss": None,
+        "eval_loss_ema": None,
         "eval_step": None,
     }
     assert [event["step"] for event in document("explain-overflow", run)["events"]] == [1, 2]

@@ -157,7 +157,7 @@ def test_a_field_that_is_two_columns_is_refused_and_other_columns_may_be_given_t
     table = pyarrow.Table.from_arrays(columns, names=["text", "n", "n"])
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
     assert documents(open_source(str(tmp_path / "x.parquet"))) == {"x.parquet:1": "a"}
-    with raises("data.parquet_column_twice", column_count=2, field="n"):
+    with raises("data.column_twice", column_count=2, field="n"):
         list(open_source(str(tmp_path / "x.parquet"), TextOptions(field="n")))
 
 

@@ -23,6 +23,7 @@ OTHERWISE = {
     "megaprec/data/tokenizer_trial.py": "a process of its own; the process that started it names the file",
     "parallel/joining.py": "files of the kernel, which may be missing",
     "megaprec/data/packed_files.py": "its errors have the file, and the line too",
+    "megaprec/data/places.py": "its errors have the URL",
     "tools/convert/core/untrusted.py": "a process without the package; the process that started it names the file",
     "tools/training/torchrun.py": "files of the kernel, which may be missing",
     "tools/journal/trackers.py": "its errors are told with the tracker",

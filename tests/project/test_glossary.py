@@ -43,7 +43,7 @@ def overflowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     named = f'data.validation=[{{name="NAME", source="{file.parent}/text.txt"}}]'
     bf16 = ("precision.compute=bf16", "log.peak_tflops=1")
-    always = ("train.eval_every=1", "model.mtp_layers=1")
+    always = ("train.eval_every=1", "model.mtp_layers=1", "optimizer.ema=0.9")
     assert train(file, "train.steps=1", *always, named, *bf16, *fp8) == 0
     assert train(file, "train.steps=2", *always, *scaled) == 0
     return folder

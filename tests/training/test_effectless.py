@@ -161,7 +161,7 @@ parallel: zero elastic timeout
 precision: compute parameters gradients moments residual attention scores output rounding loss_scale scaling
 precision: keep_fp32 masters masters_in_checkpoint tf32 on_nonfinite trace_overflows
 fp8: kind
-optimizer: name options groups clip norm
+optimizer: name options groups clip norm ema
 lr: peak schedule warmup unit
 train: steps global_batch micro_batch seq_length init_from seed numerics compile deterministic folder device threads
 train: branch_from restarts

@@ -130,24 +130,36 @@ def _curve_fields(curve: Curve) -> dict[str, Any]:
         "steps": len(curve.records),
         "skipped": curve.skipped,
         "loss": curve.final,
-        "eval_loss": None if math.isnan(curve.held_out) else curve.held_out,
+        "eval_loss": _number_or_none(curve.held_out),
+        "eval_loss_ema": _number_or_none(curve.held_out_of_average),
         "eval_step": curve.held_out_step,
     }
 
 
+def _number_or_none(loss: float) -> float | None:
+    return None if math.isnan(loss) else loss
+
+
 def table(curves: Sequence[Curve]) -> Table:
-    """Return a table of the steps and final losses of the runs, lowest loss first."""
+    """Return a table of the steps and final losses of the runs, lowest loss first; with a column
+    for the moving average of the weights if a run has evaluated one."""
     headings = ("run", "steps", "skipped", f"loss, mean of last {LAST} steps", "held-out")
+    has_averages = not all(math.isnan(curve.held_out_of_average) for curve in curves)
+    if has_averages:
+        headings = (*headings, "held-out, average")
     runs = Table(*headings, box=box.SIMPLE_HEAD)
     # a run without held-out text has NaN there
     for curve in by_loss(curves):
-        runs.add_row(
+        cells = [
             curve.name,
             str(len(curve.records)),
             str(curve.skipped),
             f"{curve.final:.4f}",
             _loss_cell(curve.held_out),
-        )
+        ]
+        if has_averages:
+            cells.append(_loss_cell(curve.held_out_of_average))
+        runs.add_row(*cells)
     return runs
 
 

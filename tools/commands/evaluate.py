@@ -30,7 +30,7 @@ from models.decoder.stages import Stage
 from models.engine.relay import Relay
 from parallel.described_world import is_rank_of_world
 from parallel.mesh import make_mesh, world
-from tools.commands.options import add_text_options, text_options
+from tools.commands.options import add_ema, add_text_options, text_options
 from tools.console.progress_bar import tokens_progress
 from tools.console.tables import add_json, print_result, print_table
 from tools.text.evaluation import Score, score
@@ -75,6 +75,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--compute", choices=COMPUTE, default="fp32", help="precision (default: fp32)"
     )
+    add_ema(parser, "evaluate")
     add_text_options(parser)
     parser.add_argument(
         "--max-chars", type=int, metavar="N", help="characters of each text to read (default: all)"
@@ -150,8 +151,9 @@ def _rank_command(args: argparse.Namespace) -> list[str]:
     options = [f"--{name}={value}" for name, value in values.items() if value is not None]
     options += [f"--data={source}" for source in args.data]
     options += [f"--exclude={pattern}" for pattern in args.exclude]
-    if args.json:
-        options.append("--json")
+    for switch in ("ema", "json"):
+        if getattr(args, switch):
+            options.append(f"--{switch}")
     # a model may have a name that begins with a dash
     return ["evaluate", *options, "--", str(args.model)]
 
@@ -160,7 +162,7 @@ def _evaluate(args: argparse.Namespace, mesh: DeviceMesh | None) -> int:
     """Score all sets on the ranks of `mesh` and print the scores on the first of them."""
     sets = _named_sets(args.data)
     is_first = Axis.world(mesh).rank == 0
-    model = load_model(args.model, Stage, args.compute, args.tokenizer, mesh)
+    model = load_model(args.model, Stage, args.compute, args.tokenizer, mesh, args.ema)
     relay = Relay.over(mesh, model.stage)
     window, stride = _window(args, model.stage.config.max_positions)
     # all sets are opened before the first is scored, which may take hours
@@ -180,6 +182,7 @@ def _evaluate(args: argparse.Namespace, mesh: DeviceMesh | None) -> int:
         print(f"note: {note}", file=sys.stderr)
     document = {
         "model": str(args.model),
+        "ema": args.ema,
         "window": window,
         "stride": stride,
         "compute": args.compute,

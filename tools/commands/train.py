@@ -23,6 +23,7 @@ from tools.commands.notes import moved_notes, tell_notes
 from tools.commands.options import add_overrides, add_strict
 from tools.config.run_file import RunConfig
 from tools.console.streams import spare_output
+from tools.convert.averaged import averaged
 from tools.convert.formats import open_intact
 from tools.convert.initial import resolve_run
 from tools.training.banner import print_outcome, print_skipped
@@ -67,6 +68,11 @@ def add_parser(subparsers: Any) -> None:
         metavar="DIR",
         help="after training, export the model to this folder in Hugging Face format",
     )
+    parser.add_argument(
+        "--export-ema",
+        action="store_true",
+        help="let --export-hf export the moving average of the weights (optimizer.ema)",
+    )
     add_strict(parser)
     parser.add_argument(
         "--allow",
@@ -100,9 +106,11 @@ def main(args: argparse.Namespace) -> int:
     tell_notes(untested(), strict=False)
     # a rank of a world that torchrun, Slurm or `launch_local` below has started
     if is_rank_of_world():
-        return _train(config, export, allowed, not args.no_verify)
+        return _train(config, export, args.export_ema, allowed, not args.no_verify)
 
     # refused before hours of training, not after them
+    if args.export_ema:
+        _require_average(config, export)
     if export:
         require_builtin(config.model, "--export-hf")
     if export and export.exists():
@@ -115,11 +123,13 @@ def main(args: argparse.Namespace) -> int:
         verify_models(config, export)
 
     if config.world_size == 1:
-        return _train(config, export, allowed, verify=False)
+        return _train(config, export, args.export_ema, allowed, verify=False)
     # the ranks need not verify again
     options = ["--no-verify", *(f"--allow={difference}" for difference in allowed)]
     if export:
         options += ["--export-hf", str(export)]
+    if args.export_ema:
+        options.append("--export-ema")
     restarts = Restarts(config, lambda: lock_folder(config))
     command = ["train", args.file, *args.overrides, *options]
     return launch_local(command, config.world_size, config.train.threads, restarts.ranks_after)
@@ -136,11 +146,25 @@ def _warn_of_slow_build(config: RunConfig) -> None:
         )
 
 
+def _require_average(config: RunConfig, export: Path | None) -> None:
+    """Raise UserError if there is no average to export, or no folder for it."""
+    if export is None:
+        raise UserError.of("command.export_ema_alone")
+    if not config.optimizer.ema:
+        raise UserError.of("command.export_no_ema")
+
+
 def _train(
-    config: RunConfig, export_folder: Path | None, allowed: Collection[str], verify: bool
+    config: RunConfig,
+    export_folder: Path | None,
+    export_ema: bool,
+    allowed: Collection[str],
+    verify: bool,
 ) -> int:
     """Train as one rank; the first also leaves samples, plots and the export. Return the exit
     code.
+
+    export_ema: the average of the weights is exported.
     """
     trainer = train_rank(config, export_folder, allowed, verify)
     if trainer is None:
@@ -150,7 +174,8 @@ def _train(
     print_skipped(config, trainer.progress)
     print_outcome(config, _write_plots(config) if config.log.plot else [])
     if export_folder:
-        write_model(open_intact(Path(config.train.folder)), "hf", export_folder)
+        trained = open_intact(Path(config.train.folder))
+        write_model(averaged(trained) if export_ema else trained, "hf", export_folder)
     require_applied(trainer.progress, trainer.monitor)
     return 0
 

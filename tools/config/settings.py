@@ -291,6 +291,15 @@ class Optimizer(Table):
         description="Order p of the global gradient norm: 2.0, inf or any p from 1 on.",
     )
 
+    # beside the weights
+    ema: float = Field(
+        default=default_of(ParallelAMPOptimizer, "ema"),
+        ge=0,
+        lt=1,
+        description="Decay of an exponential moving average of the weights, such as 0.999, which "
+        "checkpoints hold and evaluations also score; 0: none is kept.",
+    )
+
 
 class LR(Table):
     """Learning-rate schedule."""

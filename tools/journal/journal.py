@@ -16,9 +16,12 @@ from tools.console.progress_bar import Steps
 from tools.console.tables import to_json
 from tools.console.units import flops, loss_scale
 from tools.journal.records import (
+    AVERAGE_LOSS,
+    AVERAGE_PREFIX,
     DIGEST,
     DIGESTS,
     EVENTS,
+    HELD_OUT_LOSS,
     LASTING,
     METRICS,
     TASK_PREFIX,
@@ -358,12 +361,17 @@ def _format_evaluations(step_record: dict[str, Any]) -> list[str]:
     """Return the losses of the held-out part and of the validation sets, then results of tasks."""
     losses = list[str]()
     tasks = list[str]()
-    if "eval_loss" in step_record:
-        losses.append(f"held-out loss {step_record['eval_loss']:.4f}")
+    if HELD_OUT_LOSS in step_record:
+        losses.append(f"held-out loss {step_record[HELD_OUT_LOSS]:.4f}")
+    if AVERAGE_LOSS in step_record:
+        losses.append(f"held-out loss of the average {step_record[AVERAGE_LOSS]:.4f}")
     for field_name, value in step_record.items():
         if field_name.startswith(VALIDATION_PREFIX):
             name = field_name.removeprefix(VALIDATION_PREFIX)
             losses.append(f"{name} loss {value:.4f}")
+        elif field_name.startswith(AVERAGE_PREFIX):
+            name = field_name.removeprefix(AVERAGE_PREFIX)
+            losses.append(f"{name} loss of the average {value:.4f}")
         elif field_name.startswith(TASK_PREFIX):
             name = field_name.removeprefix(TASK_PREFIX).replace("/", " ")
             tasks.append(f"{name} {value:.4f}")

@@ -22,12 +22,17 @@ NO_TOKENS_EVENT = "no_tokens"
 BRANCHED = "branched"  # the kind of event with which a branch of another run begins
 INITIAL = "initial"  # the kind of event of a run that begins with weights whose model it changes
 DIGEST = "digest"  # the kind of event that is written to DIGESTS
+# losses on the held-out part, of the weights and of their moving average
+HELD_OUT_LOSS = "eval_loss"
+AVERAGE_LOSS = "eval_loss_ema"
 # fields of a step that may be "inf" or "nan"
-NUMBERS = ("loss", "mtp_loss", "grad_norm", "loss_scale", "eval_loss")
-# prefixes of fields that may be, too: losses on the sets of data.validation, and results of the
-# tasks of data.lm_eval, TASK/METRIC
+NUMBERS = ("loss", "mtp_loss", "grad_norm", "loss_scale", HELD_OUT_LOSS, AVERAGE_LOSS)
+# prefixes of fields that may be, too: losses on the sets of data.validation, of the weights and of
+# their moving average, and results of the tasks of data.lm_eval, TASK/METRIC
 VALIDATION_PREFIX = "eval_loss/"
+AVERAGE_PREFIX = "eval_loss_ema/"
 TASK_PREFIX = "lm_eval/"
+NUMBER_PREFIXES = (VALIDATION_PREFIX, AVERAGE_PREFIX, TASK_PREFIX)
 # kind of event, "" for the record of a step -> required keys
 REQUIRED_KEYS = {
     "": {"outcome", "loss", "grad_norm", "loss_scale"},
@@ -199,7 +204,7 @@ def _is_record(record: dict[str, Any]) -> bool:
     if not isinstance(event_kind, str) or not isinstance(outcome, str):
         return False
     for name, value in record.items():
-        is_number_field = name in NUMBERS or name.startswith((VALIDATION_PREFIX, TASK_PREFIX))
+        is_number_field = name in NUMBERS or name.startswith(NUMBER_PREFIXES)
         if is_number_field and type(value) not in (int, float):
             return False
     return REQUIRED_KEYS.get(event_kind, set()) <= record.keys()

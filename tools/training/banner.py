@@ -219,6 +219,7 @@ def _bytes_formula(optimizer: ParallelAMPOptimizer, buffer_kind: _BufferKind) ->
         buffer_kind.moments,
         buffer_kind.in_fp8,
         shards_gradients=optimizer.shards_gradients and buffer_kind.ranks > 1,
+        ema=optimizer.ema > 0,
     )
     divisor = f"/{buffer_kind.ranks}" if buffer_kind.ranks > 1 else ""
     total = on_every_rank + sharded / buffer_kind.ranks

@@ -24,7 +24,7 @@ from models.config import ModelConfig
 from tools.config.data_settings import Data
 from tools.config.run_file import RunConfig
 from tools.convert.initial import initial_model
-from tools.journal.records import VALIDATION_PREFIX
+from tools.journal.records import HELD_OUT_LOSS, VALIDATION_PREFIX
 from tools.training.branch import open_start
 from tools.training.data_building import build_texts, build_validation_set
 from tools.training.data_identity import DataSet, Identity, read_identity
@@ -77,7 +77,7 @@ class Corpus:
         """Return the samples of each evaluation, by the field of metrics.jsonl with its loss."""
         evaluated: dict[str, Samples | Blend] = {}
         if self.held_out is not None:
-            evaluated["eval_loss"] = self.held_out
+            evaluated[HELD_OUT_LOSS] = self.held_out
         for name, samples in self.validation.items():
             evaluated[f"{VALIDATION_PREFIX}{name}"] = samples
         return evaluated

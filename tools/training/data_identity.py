@@ -26,6 +26,7 @@ ALLOW = (
     "seed",
     "shuffle",
     "seq_length",
+    "ema",
     *(f"model.{key}" for key in CONTEXT_KEYS),
 )
 """Differences that a run may have only with --allow: a resumed one from its checkpoint, and of the

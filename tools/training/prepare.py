@@ -33,7 +33,12 @@ from tools.training.harness import require_harness
 from tools.training.initial import check_first_weights, check_growth, differences_from_first_weights
 from tools.training.launch import is_local_rank
 from tools.training.machine import check_this_machine, device_of_run, local_ranks
-from tools.training.resume import allowable_differences, check_resumable, check_tokens, other_tokens
+from tools.training.resume import (
+    allowable_differences,
+    check_resumable,
+    check_tokens,
+    other_tokens,
+)
 from tools.training.run_folder import check_folders, lock_folder
 from tools.training.run_warnings import run_warnings
 

@@ -20,6 +20,7 @@ from megaprec.data.intact import read_record
 from megaprec.data.samples import Samples, count_training_samples
 from megaprec.data.tokenizer import FILE_DIGEST, Tokenizer, has_built, load_tokenizer, same_tokens
 from megaprec.errors import Problem, UserError
+from megaprec.optim.flat_buffer import EMA
 from megaprec.optim.torch_rule import Torch
 from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
@@ -58,6 +59,7 @@ from tools.training.other_model import allow_flags, context_differences, other_k
 
 RECORDS = {"the data": "data", "the keys": "run"}  # not in checkpoints of earlier versions
 LENGTH_KEY = "train.seq_length"
+AVERAGE_KEY = "optimizer.ema"
 MOST_REASONS = 4  # that the line about a checkpoint that a run cannot branch from names
 
 
@@ -132,11 +134,19 @@ def _require_origin(
 def allowable_differences(
     checkpoint: Store, config: RunConfig, corpus: Corpus | None = None
 ) -> list[Difference]:
-    """Return the differences between the run and the checkpoint that --allow accepts: of the keys
-    of a longer context, and of the data, as far as the checkpoint records its data.
+    """Return the differences of the run from the checkpoint that --allow accepts."""
+    context = context_differences(read_model(checkpoint), config.model, config)
+    differences = data_differences(checkpoint, config, corpus)
+    return [*context, *differences, *_other_average(checkpoint, config)]
+
+
+def data_differences(
+    checkpoint: Store, config: RunConfig, corpus: Corpus | None = None
+) -> list[Difference]:
+    """Return the differences between the data of the run and of the checkpoint, as far as the
+    checkpoint records its data.
     """
-    model = read_model(checkpoint)
-    differences = list(context_differences(model, config.model, config))
+    differences = list[Difference]()
     identity = read_identity(checkpoint)
     if identity:
         differences += other_settings(identity, config.data, config.train)
@@ -189,14 +199,14 @@ def _remarks(config: RunConfig, corpus: Corpus, checkpoint: Store) -> Iterator[_
         return
     yield from _notes(_missing_records(checkpoint))
 
-    # Such a change has a line that says more than the one of its key.
+    # A change that --allow accepts has a line that says more than the one of its key.
     differences = allowable_differences(checkpoint, config, corpus)
-    allowed_lines = [difference.line for difference in differences]
-    told_keys = {_key_of(line) for line in allowed_lines}
+    described_keys = {_key_of(difference.line) for difference in differences}
     all_key_lines = changed_keys(checkpoint, config, progress)
-    key_lines = [line for line in all_key_lines if _key_of(line) not in told_keys]
-    for line in allowed_lines:
-        yield _Remark("changed", f"{line}{NOT_EXACT_MARK}")
+    key_lines = [line for line in all_key_lines if _key_of(line) not in described_keys]
+    for difference in differences:
+        mark = "" if difference.option == EMA else NOT_EXACT_MARK  # no weight depends on an average
+        yield _Remark("changed", f"{difference.line}{mark}")
     for line in key_lines:
         yield _Remark("changed", line)
     for line in arithmetic_changes(checkpoint):
@@ -250,6 +260,20 @@ def _other_canonical_shards(checkpoint: Store, config: RunConfig) -> Iterator[st
     saved = saved_values.get(key)
     if saved != values[key]:
         yield Problem.of("training.other_shards", key=key, shards=values[key], saved=saved)
+
+
+def _other_average(checkpoint: Store, config: RunConfig) -> Iterator[Difference]:
+    """Yield a difference if the run keeps an average of the weights that the checkpoint lacks, or
+    lacks one that the checkpoint has."""
+    has_average = bool(checkpoint.shapes(EMA))
+    decay = config.optimizer.ema
+    if decay and not has_average:
+        effect = f"{checkpoint.path} has no average of the weights, so one begins with its weights"
+        yield Difference(EMA, f"{AVERAGE_KEY}: {toml(0.0)} -> {toml(decay)}: {effect}")
+    if has_average and not decay:
+        saved = saved_keys(checkpoint).get(AVERAGE_KEY, "on")
+        effect = f"the average of the weights in {checkpoint.path} is given up"
+        yield Difference(EMA, f"{AVERAGE_KEY}: {saved} -> {toml(decay)}: {effect}")
 
 
 def _missing_state(checkpoint: Store, config: RunConfig) -> Iterator[str]:

@@ -41,6 +41,7 @@ from tools.console.wrapped import say
 from tools.convert.initial import start_from
 from tools.convert.train_state import TrainState, read_overflow_monitor
 from tools.journal.journal import Journal
+from tools.journal.records import AVERAGE_LOSS, HELD_OUT_LOSS
 from tools.journal.shadow_records import shadow_event, shadow_fields
 from tools.journal.timeline_file import TIMELINE, write_trace
 from tools.training.banner import print_marked, print_memory, print_start
@@ -157,7 +158,12 @@ class Trainer:
         """Load the state of the run from a checkpoint."""
         # As lines of the run, without a place in the code.
         with warnings.catch_warnings(record=True, action="always") as caught:
-            load(checkpoint, self.engine.optimizer, self.engine.fp8)
+            load(
+                checkpoint,
+                self.engine.optimizer,
+                self.engine.fp8,
+                begin_ema=True,  # accepted by --allow ema
+            )
         for warning in caught:
             print(f"warning    {warning.message}")
         store = Store(checkpoint, self.engine.optimizer.world)
@@ -288,8 +294,7 @@ class Trainer:
         self._evaluated = {}
         if self._evaluates_after(progress.step):
             with self.position.in_phase(Phase.EVALUATION):
-                for name, samples in self.corpus.evaluated.items():
-                    self._evaluated[name] = self.evaluate(samples)
+                self._evaluated = self._evaluation_losses()
                 record |= self._evaluated
                 record |= self._harness.results()
         record |= self._checks.note_clean(progress.step)
@@ -320,6 +325,20 @@ class Trainer:
                 overflow_event(report, progress.step, samples, self.monitor, self.corpus.train)
             )
         return events + self._digests.of_step(report, progress)
+
+    def _evaluation_losses(self) -> dict[str, float]:
+        """Return the losses of all evaluated sets by field of a record, and those of the average of
+        the weights, if one is kept. Collective over the world."""
+        losses = dict[str, float]()
+        evaluated = self.corpus.evaluated.items()
+        for field, samples in evaluated:
+            losses[field] = self.evaluate(samples)
+        if self.config.optimizer.ema:
+            with self.engine.optimizer.averaged_weights():
+                for field, samples in evaluated:
+                    average_field = field.replace(HELD_OUT_LOSS, AVERAGE_LOSS, 1)
+                    losses[average_field] = self.evaluate(samples)
+        return losses
 
     def _evaluates_after(self, step: int) -> bool:
         """Return True if an evaluation is due after this step."""
@@ -475,4 +494,5 @@ def optimizer_options(config: RunConfig, device: torch.device) -> dict[str, Any]
         "zero_size": parallel.zero_size if parallel.zero else 1,
         "shard_gradients": parallel.shards_gradients,
         "seed": config.train.seed,
+        "ema": optimizer.ema,
     }

@@ -21,6 +21,7 @@ from tools.console.units import duration, flops, size
 # kinds of bytes with a column of their own, and those that share the column "other"
 MAIN_KINDS = ("weights", "gradients", "masters", "moments", "activations")
 OTHER_KINDS = {
+    "ema": "the average of the weights",
     "buffers": "rotary tables and FP8 casts",
     "communication": "gradients that travel",
     "arriving": "gradients of buckets until they are reduced",

@@ -187,10 +187,12 @@ def least_bytes(config: RunConfig) -> int:
     moments = min_moments(make_rule(config.optimizer))
     # on each rank, and divided among ranks that share state
     shards_gradients = parallel.shards_gradients
-    local, sharded = plan.bytes_per_parameter(moments, False, shards_gradients)
+    keeps_ema = config.optimizer.ema > 0
+    local, sharded = plan.bytes_per_parameter(moments, False, shards_gradients, keeps_ema)
     if plan.fp8:
         # which weights have FP8 codes is not known here: the smaller of both is a lower bound
-        fp8_local, fp8_sharded = plan.bytes_per_parameter(moments, True, shards_gradients)
+        fp8_bytes = plan.bytes_per_parameter(moments, True, shards_gradients, keeps_ema)
+        fp8_local, fp8_sharded = fp8_bytes
         local = min(local, fp8_local)
         sharded = min(sharded, fp8_sharded)
     experts = config.sized_model.expert_parameters

@@ -23,7 +23,14 @@ from tools.analysis.plots.charts import (
 )
 from tools.analysis.plots.drawing import has_matplotlib
 from tools.console.units import counted
-from tools.journal.records import VALIDATION_PREFIX, read_events, read_metrics
+from tools.journal.records import (
+    AVERAGE_LOSS,
+    AVERAGE_PREFIX,
+    HELD_OUT_LOSS,
+    VALIDATION_PREFIX,
+    read_events,
+    read_metrics,
+)
 
 Over = Literal["steps", "tokens"]
 Record = dict[str, Any]
@@ -252,20 +259,32 @@ def _series(
     return [each_step, mean], ""
 
 
+def _curve_label(field_name: str) -> str:
+    """Return the label of the curve of a field with the losses of evaluations; "" for another
+    field."""
+    if field_name == HELD_OUT_LOSS:
+        return "held-out"
+    if field_name == AVERAGE_LOSS:
+        return "held-out, average"
+    if field_name.startswith(VALIDATION_PREFIX):
+        return field_name.removeprefix(VALIDATION_PREFIX)
+    if field_name.startswith(AVERAGE_PREFIX):
+        return f"{field_name.removeprefix(AVERAGE_PREFIX)}, average"
+    return ""
+
+
 def _held_out_series(records: Sequence[Record], x_values: Sequence[float]) -> Iterator[Series]:
-    """Yield a curve for the held-out text, and for each set of data.validation."""
+    """Yield a curve for the held-out text, and for each set of data.validation; also for the moving
+    average of the weights."""
     # by field, the x and the records of the steps after which it was evaluated
     curves: dict[str, tuple[list[float], list[Record]]] = {}
     for x_value, record in zip(x_values, records, strict=True):
         for field_name in record:
-            if field_name == "eval_loss" or field_name.startswith(VALIDATION_PREFIX):
+            if _curve_label(field_name):
                 evaluated_x, evaluated = curves.setdefault(field_name, ([], []))
                 evaluated_x.append(x_value)
                 evaluated.append(record)
     for number, (field_name, (evaluated_x, evaluated)) in enumerate(curves.items()):
-        label = field_name.removeprefix(VALIDATION_PREFIX)
-        if field_name == "eval_loss":
-            label = "held-out"
         color = HELD_OUT_COLORS[number % len(HELD_OUT_COLORS)]
         losses = values(evaluated, field_name)
-        yield Series(label, evaluated_x, losses, color, marker="dot")
+        yield Series(_curve_label(field_name), evaluated_x, losses, color, marker="dot")

@@ -104,6 +104,8 @@ def _loss_facts(curve: Curve, last_step: int) -> Iterator[Fact]:
         if step != last_step:
             held_out += f", after step {step:,}"
         yield "held-out loss", held_out
+    if not math.isnan(curve.held_out_of_average):
+        yield "held-out loss of the average", f"{curve.held_out_of_average:.4f}"
 
 
 def _best_facts(run: Run) -> Iterator[Fact]:

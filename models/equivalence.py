@@ -7,6 +7,7 @@ from the same weights.
 from typing import Any
 
 from models.config import ModelConfig
+from models.model_fields import default_attention_scalar
 from models.router_settings import PLAIN
 
 # Keys of muP: initial weights are drawn by them, and their learning rates are right for no others.
@@ -27,6 +28,9 @@ TRAINING_ONLY_KEYS: tuple[str, ...] = (
     "mtp_loss_weight",
     *MUP_KEYS,
 )
+# Keys by which a model of rotary positions reads longer sequences; none of its weights has their
+# size.
+CONTEXT_KEYS: tuple[str, ...] = ("rope_base", "rope_scaling", "max_positions")
 _KEYS_OF_EXPERTS = (
     "experts_per_token",
     "norm_topk",
@@ -61,6 +65,12 @@ def with_idle_keys_reset(model: ModelConfig) -> ModelConfig:
     if not model.mtp_layers:
         reset["mtp_loss_weight"] = _default_of("mtp_loss_weight")
     return model.model_copy(update=reset)
+
+
+def scores_follow_rope_scaling(model: ModelConfig) -> bool:
+    """Return True if latent attention divides its scores by what follows from rope_scaling, so that
+    another scaling is another attention_scalar too."""
+    return bool(model.latent) and model.attention_scalar == default_attention_scalar(dict(model))
 
 
 def _default_of(key: str) -> Any:

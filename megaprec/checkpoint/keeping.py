@@ -1,19 +1,22 @@
 """The checkpoints that a save removes: only older ones that saves into the same folder have made.
 
-Each save adds a line to a hidden file of the folder, with its step and the digest of its
-checkpoint.json. A checkpoint without such a line was put there by somebody: copied as the beginning
-of a branch, restored from a backup, saved by an earlier version. It is never removed, and neither
-is one that is a link: its files lie where other programs may need them. Nor is anything else with
-the name of a checkpoint overwritten: it gets another name.
+Each save adds a line to a hidden file of the folder, with its step, the digest of its
+checkpoint.json and the losses of an evaluation after that step, if there was one. A checkpoint
+without such a line was put there by somebody: copied as the beginning of a branch, restored from a
+backup, saved by an earlier version. It is never removed, and neither is one that is a link: its
+files lie where other programs may need them. Nor is anything else with the name of a checkpoint
+overwritten: it gets another name.
 """
 
 import json
+import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megaprec.checkpoint.atomic import (
     checkpoint_path,
@@ -30,7 +33,9 @@ from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_regular
 
 RECORD = ".saved.jsonl"  # hidden file of the folder, a line for each save
+LOSSES = "losses"  # key of a line, for those of an evaluation by name
 ALL = "all"
+Identity = tuple[int, str]  # of a save: its step, and the digest at the end of checkpoint.json
 TAIL = 200  # bytes at the end of checkpoint.json, which hold its own digest
 SEAL = re.compile(rf'"{INDEX_DIGEST}": "([0-9a-f]{{64}})"\n}}$')
 
@@ -41,20 +46,22 @@ class Keep:
 
     newest: how many of the newest that saves have made; None: all.
     every: also those of each multiple of this step; 0: of none.
+    best: also the one that has the lowest loss in the evaluation of this name; "": none.
     """
 
     newest: int | None
     every: int = 0
+    best: str = ""
 
     @classmethod
-    def of(cls, keep: int | str, every: int = 0) -> "Keep":
+    def of(cls, keep: int | str, every: int = 0, best: str = "") -> "Keep":
         """Return the rule of the key or argument `keep`, a number or "all"."""
         newest = None if isinstance(keep, str) else keep
-        return cls(newest, every)
+        return cls(newest, every, best)
 
     def expired(self, steps: Sequence[int], later: int = 0) -> list[int]:
         """Return the steps, of those that saves have made, in order, whose checkpoints go after
-        `later` more saves."""
+        `later` more saves, if none of them is the best."""
         if self.newest is None:
             return []
         # each later save makes one that is newer
@@ -70,12 +77,25 @@ class Keep:
 USUAL = Keep(2)  # a second one, should the newest be damaged
 
 
-def record_save(folder: Path, step: int, index: Path) -> list[str]:
-    """Record that a save makes the checkpoint of `step`. index: its checkpoint.json.
+@dataclass(frozen=True)
+class Best:
+    """The checkpoint with the lowest loss of those that saves have made."""
+
+    path: Path
+    loss: float
+
+
+def record_save(folder: Path, step: int, index: Path, losses: Mapping[str, float]) -> list[str]:
+    """Record that a save makes the checkpoint of `step`. index: its checkpoint.json. losses: of the
+    evaluation after this step, by name.
 
     Returns a warning if the folder's record cannot be written.
     """
-    record = {"step": step, INDEX_DIGEST: _stored_digest_of_index(index)}
+    record: dict[str, Any] = {"step": step, INDEX_DIGEST: _stored_digest_of_index(index)}
+    # JSON has no infinite number, and none that is no number is the lowest
+    finite = {name: loss for name, loss in losses.items() if math.isfinite(loss)}
+    if finite:
+        record[LOSSES] = finite
     try:
         append_line(folder / RECORD, json.dumps(record))
     except OSError as error:
@@ -97,8 +117,25 @@ def made_here(folder: Path) -> list[Path]:
     return [path for path in whole_checkpoints(folder) if _is_recorded(path, records)]
 
 
+def best_made_here(folder: Path, evaluation: str) -> Best | None:
+    """Return the checkpoint in `folder` with the lowest loss in the evaluation of this name, the
+    oldest of equal ones; None if none that is there was evaluated.
+
+    Raises UserError if the folder cannot be listed.
+    """
+    records = _read_records(folder)
+    best: Best | None = None
+    for path in whole_checkpoints(folder):
+        if not _is_recorded(path, records):
+            continue
+        loss = records[_identity(path)].get(evaluation)
+        if loss is not None and (best is None or loss < best.loss):
+            best = Best(path, loss)
+    return best
+
+
 def remove_expired(folder: Path, keep: Keep, new: Path) -> list[str]:
-    """Remove the checkpoints that `keep` lets go, but never `new`, and all leftovers.
+    """Remove the checkpoints that `keep` lets go, but never `new` nor the best, and all leftovers.
 
     Returns a warning for each that cannot be removed.
     """
@@ -106,12 +143,14 @@ def remove_expired(folder: Path, keep: Keep, new: Path) -> list[str]:
         return remove_leftovers(folder)
     try:
         by_step = {step_of(path): path for path in made_here(folder)}
+        best = best_made_here(folder, keep.best) if keep.best else None
     except UserError as error:
         return list(error.problems)
+    # after a run went back to an earlier step, the newest save has not the highest step
+    lasting = {new} if best is None else {new, best.path}
     warnings: list[str] = []
     for step in keep.expired([*by_step]):
-        # after a run went back to an earlier step, the newest save has not the highest step
-        if by_step[step] != new:
+        if by_step[step] not in lasting:
             warnings += hide(by_step[step])
     return [*warnings, *remove_leftovers(folder)]
 
@@ -136,24 +175,27 @@ def make_way(folder: Path, step: int) -> list[str]:
     return [f"{path} was in the way of a save and is {new_path.name} now: {why}"]
 
 
-def _is_recorded(path: Path, records: Sequence[tuple[int, str]]) -> bool:
+def _is_recorded(path: Path, records: Collection[Identity]) -> bool:
     """Return True if a checkpoint is no link and one of the recorded saves."""
-    if path.is_symlink():
-        return False
-    return (step_of(path), _stored_digest_of_index(path / INDEX)) in records
+    return not path.is_symlink() and _identity(path) in records
 
 
-def _read_records(folder: Path) -> list[tuple[int, str]]:
-    """Return step and digest of each save that is recorded; a line that is damaged is as none."""
-    records: list[tuple[int, str]] = []
+def _identity(path: Path) -> Identity:
+    return step_of(path), _stored_digest_of_index(path / INDEX)
+
+
+def _read_records(folder: Path) -> dict[Identity, dict[str, float]]:
+    """Return the losses of each save that is recorded; a line that is damaged is as none."""
+    records: dict[Identity, dict[str, float]] = {}
     try:
         lines = read_regular(folder / RECORD).splitlines()
     except OSError:
         return records
     for line in lines:
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(ValueError, KeyError, TypeError, AttributeError):
             record = parse_json(line)
-            records.append((record["step"], record[INDEX_DIGEST]))
+            losses = {name: float(loss) for name, loss in record.get(LOSSES, {}).items()}
+            records[record["step"], record[INDEX_DIGEST]] = losses
     return records
 
 

@@ -18,7 +18,7 @@ other errors are raised.
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -79,7 +79,8 @@ class Saving:
 
     extra, files, fp8: see `megaprec.checkpoint.save_load.save`. keep: what the save does not
         remove.
-    background: False writes in this thread, without a copy of the state.
+    background: False writes in this thread, without a copy of the state. losses: of an evaluation
+        after this step, by name.
     """
 
     def __init__(
@@ -92,11 +93,13 @@ class Saving:
         files: Sequence[Path] = (),
         fp8: FP8State | None = None,
         background: bool = False,
+        losses: Mapping[str, float] | None = None,
     ) -> None:
         require_own_names(files)
         self.folder = folder
         self.step = step
         self._keep = keep
+        self._losses = losses or {}
         self._background = background
         self._world = optimizer.world
         self._device = optimizer.device
@@ -247,7 +250,7 @@ class Saving:
             step = FAN if self._world.size > FAN else 1
             _write_index(partial, range(0, self._world.size, step), self._index)
             self._warnings += make_way(self.folder, self.step)
-            self._warnings += record_save(self.folder, self.step, partial / INDEX)
+            self._warnings += record_save(self.folder, self.step, partial / INDEX, self._losses)
             final = commit(self.folder, self.step, partial)
         except OSError:
             self._abandon()

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megaprec import save
-from megaprec.checkpoint.keeping import RECORD, Keep
+from megaprec.checkpoint.keeping import RECORD, Keep, best_made_here
+from megaprec.checkpoint.saving import Saving
 from megaprec.errors import UserError
 from tests.checkpoint.test_checkpoint import names, saved, small
 from tests.refusals import sentence
@@ -36,6 +37,25 @@ def test_the_newest_stay_and_those_of_each_multiple(
     for step in range(10, 60, 10):
         save(tmp_path, step, optimizer, {}, keep=keep, keep_every=every)  # type: ignore[arg-type]
     assert steps_in(tmp_path) == left
+
+
+def test_the_best_is_the_oldest_of_the_lowest_that_are_there_and_no_nan(tmp_path: Path) -> None:
+    optimizer = small()
+    losses = {1: 3.0, 2: 2.0, 3: float("nan"), 4: 2.0, 5: float("inf")}
+    for step, loss in losses.items():
+        keep = Keep(1, best="eval_loss")
+        given = {"eval_loss": loss, "eval_loss/x": -float(step)}
+        assert not Saving(tmp_path, step, optimizer, {}, keep, losses=given).finish().problem
+    Saving(tmp_path, 6, optimizer, {}, Keep(1, best="eval_loss")).finish()
+    assert steps_in(tmp_path) == [2, 6]
+    best = best_made_here(tmp_path, "eval_loss")
+    assert best is not None and (best.path.name, best.loss) == ("step_00000002", 2.0)
+    assert best_made_here(tmp_path, "eval_loss/y") is None
+    # one that is no longer there is not the best, and neither is a line that is damaged
+    shutil.rmtree(best.path)
+    with (tmp_path / RECORD).open("a") as record:
+        record.write('{"step": 6, "losses": {"eval_loss": "low"}}\n{"losses": 3}\n')
+    assert best_made_here(tmp_path, "eval_loss") is None
 
 
 def test_a_checkpoint_that_was_copied_into_the_folder_stays(tmp_path: Path) -> None:

@@ -7,77 +7,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megaprec.data.indexed import IndexedDataset, IndexedWriter
 from megaprec.data.samples import Samples
 from megaprec.data.tokenizer import load_tokenizer
-from tests.families import CASES, THEIRS
+from tests.families import CASES
+from tests.published import (
+    BOS,
+    EOS,
+    TEXTS,
+    folder_of,
+    loss_of,
+    model_of,
+    transformers,
+    written,
+)
 from tests.refusals import sentence
-from tests.runs import RUN, WORDS, train
+from tests.runs import losses, train
 from tools.cli import main
 from tools.convert.initial import resolve_run
 from tools.training.corpus import open_corpus
 
-transformers = pytest.importorskip(
-    "transformers", minversion="5", reason="needs transformers: the extra hf"
-)
-tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers: the extra hf")
-
-PAD = 0
-EOS = 1
-BOS = 2
-SPECIAL = ["<pad>", "<eos>", "<bos>"]
-IDS = {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": BOS}
-TEXTS = [" ".join(WORDS[n:] + WORDS[:n]) for n in range(12)]
 FAMILIES = [name for name in CASES if "kv1" not in name]
-
-
-def folder_of(name: str, place: Path, **ids: int | None) -> Path:
-    """A tiny model of a family with a tokenizer, as transformers saves them."""
-    case = CASES[name]
-    known = transformers.AutoConfig.for_model(case.kind)
-    # others are refused by name
-    shared = {key: value for key, value in THEIRS.items() if hasattr(known, key)}
-    keys = shared | case.theirs | {"vocab_size": 300} | IDS | ids
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(case.kind, **keys)
-    transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(place)
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator(TEXTS, trainer)
-    names = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>"}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names).save_pretrained(place)
-    return place
-
-
-def written(place: Path, init_from: Path, *lines: str) -> Path:
-    """A run file of one step without learning, from a folder and on a text of some documents."""
-    text = place / "texts.jsonl"
-    text.write_text("".join(json.dumps({"text": one}) + "\n" for one in TEXTS), encoding="utf-8")
-    own = (
-        RUN[RUN.index("[data]") :]
-        .replace("{folder}", str(place))
-        .replace("text.txt", "texts.jsonl")
-    )
-    own = (
-        own.replace("vocab_size = 330\n", "")
-        .replace("peak = 1e-2", "peak = 1e-30")
-        .replace("steps = 6", "steps = 1")
-    )
-    own = own.replace("seq_length = 16", "seq_length = 8").replace(
-        "global_batch = 8", "global_batch = 2"
-    )
-    file = place / "run.toml"
-    file.write_text(
-        "\n".join([own.replace("[train]", f'[train]\ninit_from = "{init_from}"'), *lines])
-    )
-    return file
 
 
 def evaluated(model: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -141,6 +92,18 @@ def test_documents_begin_with_the_token_in_training_as_transformers_reads_them(
     read = corpus.train.batch(0, len(corpus.train)).tokens.flatten().tolist()
     assert read == expected[: len(read)]
     assert len(read) > 100
+
+
+def test_the_first_loss_is_that_of_transformers_on_ids_with_the_begin_token(
+    tmp_path: Path,
+) -> None:
+    folder = folder_of("gemma3", tmp_path / "hf")
+    file = written(tmp_path, folder, "[precision]", 'compute = "fp64"')
+    assert train(file, "--no-verify") == 0
+    batch = open_corpus(resolve_run(file)).train.batch(0, 2)
+    assert (batch.tokens == BOS).any()
+    expected = loss_of(model_of(folder), batch)
+    assert losses(tmp_path / "run") == [pytest.approx(expected, rel=1e-10)]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@ be forgotten."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,6 +127,12 @@ CASES = [
     ),
     ("fp8.shadow_every", "10", FP8, f"{FP8} train.steps=10"),
     ("checkpoint.keep_every", "2", "checkpoint.keep=all", ""),
+    (
+        "checkpoint.keep_best",
+        '"eval_loss"',
+        "checkpoint.keep=all train.eval_every=3",
+        "train.eval_every=3",
+    ),
     *(
         (f"data.{key}", value, "", "data.source=mine.txt")
         for key, value in (("encoding", '"latin-1"'), ("exclude", '["*.log"]'), ("skip_bad", "3"))
@@ -136,6 +143,7 @@ BESIDE_FILES = {
     "parallel.schedule": {"schedule": "gpipe"},
     "parallel.chunks": {"chunks": 1},
     "model.init_std": {"init_std": 0.5},
+    "train.grow_vocabulary": {"init_from": "there", "grow_vocabulary": "mean"},
     "model.init": {"init": load_run(None, [*BASE, "model.init={qkv=0.5}"]).model.init},
 }
 # Keys that are refused, or told elsewhere, where they have no effect. The last two lines: their
@@ -205,6 +213,7 @@ def test_every_need_is_tried() -> None:
     }
     assert {need.deciders for need in set(EFFECT_RULES) - failing} == {
         "parallel.schedule_file",
+        "train.init_from train.grow_vocabulary",
         "train.init_from",
     }
 
@@ -213,12 +222,19 @@ def test_every_need_is_tried() -> None:
 def test_a_key_that_a_file_replaces_is_told(key: str) -> None:
     run = Tables.of(dict(load_run(None, BASE)))
     table = key.partition(".")[0]
-    given = {**dict(run.model if table == "model" else run.parallel), **BESIDE_FILES[key]}
+    given = {**dict(getattr(run, table)), **BESIDE_FILES[key]}
     own = replace(run, **{table: type(getattr(run, table)).model_validate(given)})
     assert not [*effectless(own, {key})]
     parallel = own.parallel.model_copy(update={"schedule_file": "mine.txt"})
     train = own.train.model_copy(update={"init_from": "there"})
-    replaced = replace(own, train=train) if table == "model" else replace(own, parallel=parallel)
+    # rows for new tokens are those of such weights, and need them
+    without = own.train.model_copy(update={"init_from": ""})
+    changes: dict[str, Any] = {
+        "model": {"train": train},
+        "parallel": {"parallel": parallel},
+        "train": {"train": without},
+    }
+    replaced = replace(own, **changes[table])
     (told,) = effectless(replaced, {key})
     assert told.startswith(f"{key} = ") and " has no effect with " in told
 

@@ -8,7 +8,10 @@ import pytest
 
 from tests.checkpoint.test_keeping import steps_in
 from tests.importing.test_import import BASE, refused, run_of
-from tests.runs import checkpoint, rewind, train, write_run
+from tests.refusals import shows
+from tests.runs import checkpoint, rewind, steps, train, write_run
+from tools.cli import main
+from tools.convert.initial import resolve_run
 
 QUICK = ("model.layers=1", "train.global_batch=2", "train.micro_batch=2", "checkpoint.every=1")
 
@@ -73,6 +76,101 @@ def test_a_run_that_will_delete_nothing_says_nothing(
     assert kept_lines(capsys.readouterr().out) == said
     first = checkpoint(tmp_path, 1).exists()
     assert first == (not said and keys != ("checkpoint.every=0",))
+
+
+def evaluated(run: Path) -> dict[int, float]:
+    return {record["step"]: record["eval_loss"] for record in steps(run) if "eval_loss" in record}
+
+
+def test_the_best_checkpoint_survives_saves_and_resumes_and_is_named(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rate is so high after step 3 that the loss grows."""
+    run = tmp_path / "run"
+    keys = [
+        *QUICK,
+        f"train.folder={run}",
+        "checkpoint.keep=1",
+        "checkpoint.keep_best=eval_loss",
+        "train.eval_every=1",
+        "train.eval_batches=1",
+    ]
+    assert train(file, *keys, "train.steps=3") == 0
+    capsys.readouterr()
+    rate = "lr.peak=5.0"
+    assert train(file, *keys, rate, "train.steps=5") == 0
+    said = capsys.readouterr().out
+    losses = evaluated(run)
+    assert min(losses, key=losses.__getitem__) == 3
+    assert f"best       step_00000003 has the lowest eval_loss so far, {losses[3]:.4f}" in said
+    assert kept_lines(said) == [
+        "keeps      the newest checkpoint and the one with the lowest eval_loss that it saves; "
+        "older ones are deleted"
+    ]
+    assert steps_in(run / "checkpoints") == [3, 5]
+    # the steps after the resume are evaluated too, and none is better
+    assert train(file, *keys, rate, "train.steps=7", "train.eval_every=2") == 0
+    assert steps_in(run / "checkpoints") == [3, 7]
+    capsys.readouterr()
+    assert main(["inspect", str(run)]) == 0
+    assert "best       step_00000003, with the lowest eval_loss here" in capsys.readouterr().out
+    assert main(["inspect", str(checkpoint(run, 3))]) == 0
+    assert "best       this one" in capsys.readouterr().out
+    assert main(["report", str(run), "-o", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert f"step_00000003, eval_loss {losses[3]:.4f}" in page
+
+    # without the key it is one of the older ones again
+    assert train(file, *keys, rate, "train.steps=8", "checkpoint.keep_best=") == 0
+    assert steps_in(run / "checkpoints") == [8]
+
+
+def test_a_checkpoint_of_a_step_without_an_evaluation_is_never_the_best(
+    file: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    keys = [*QUICK, f"train.folder={run}", "checkpoint.keep=1", "checkpoint.keep_best=eval_loss"]
+    keys += ["train.eval_batches=1", "train.eval_every=4", "lr.peak=5.0"]
+    assert train(file, *keys, "train.steps=7") == 0
+    assert steps_in(run / "checkpoints") == [4, 7]
+
+
+@pytest.mark.parametrize(
+    ("keys", "code"),
+    [
+        (("checkpoint.keep_best=loss", "train.eval_every=1"), "keep_best_unknown"),
+        (("checkpoint.keep_best=eval_loss/new", "train.eval_every=1"), "keep_best_unknown"),
+        (
+            ("checkpoint.keep_best=eval_loss", "data.held_out=0.0", "train.eval_every=0"),
+            "keep_best_unknown",
+        ),
+        (("checkpoint.keep_best=eval_loss",), "keep_best_never_evaluated"),
+        (
+            ("checkpoint.keep_best=eval_loss", "train.eval_every=4", "checkpoint.every=3"),
+            "keep_best_between_saves",
+        ),
+        (
+            ("checkpoint.keep_best=eval_loss", "train.eval_every=5", "checkpoint.every=0"),
+            "keep_best_between_saves",
+        ),
+    ],
+)
+def test_a_best_checkpoint_that_cannot_be_is_refused_in_a_line(
+    keys: tuple[str, ...], code: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert train(file, *keys, "train.steps=6") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert shows(line, f"config.{code}")
+
+
+def test_steps_with_both_are_enough(file: Path) -> None:
+    for keys in (
+        ["train.eval_every=4", "checkpoint.every=6", "train.steps=12"],
+        ["train.eval_every=4", "checkpoint.every=0", "train.steps=8"],
+        ["train.eval_every=4", "checkpoint.every=3", "train.steps=8"],
+    ):
+        assert resolve_run(file, [*keys, "checkpoint.keep_best=eval_loss"])
 
 
 @pytest.mark.parametrize("value", ["0", "none", "1.5", "true"])

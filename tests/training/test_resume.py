@@ -8,11 +8,13 @@ from megaprec.checkpoint.reader import Store
 from megaprec.errors import Problem
 from models.config import ModelConfig
 from models.presets import preset
-from tools.training.resume import _other_model
+from tools.convert.train_state import read_model
+from tools.training.other_model import other_keys
 
 
 def differences(saved: dict[str, Any], asked: ModelConfig) -> list[str]:
-    return [*_other_model(cast(Store, SimpleNamespace(index={"model": saved}, path="here")), asked)]
+    store = cast(Store, SimpleNamespace(index={"model": saved}, path="here"))
+    return [*other_keys(read_model(store), asked, "here")]
 
 
 def saved(model: ModelConfig) -> dict[str, Any]:

@@ -148,7 +148,8 @@ def _kept_checkpoints(config: RunConfig) -> int:
     if settings.every and settings.keep_every:
         # steps that are multiples of both numbers
         never_deleted = steps // math.lcm(settings.every, settings.keep_every)
-    return min(saves, settings.kept.newest + never_deleted)
+    best = int(settings.keep_best != "")
+    return min(saves, settings.kept.newest + never_deleted + best)
 
 
 def _local_findings(config: RunConfig | None, args: argparse.Namespace) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ import argparse
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -17,6 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 from megaprec.checkpoint.digests import tensor_bytes
+from megaprec.checkpoint.keeping import best_made_here
 from megaprec.checkpoint.reader import Store
 from models.config import ModelConfig
 from tools.commands.options import add_vocab
@@ -26,6 +27,7 @@ from tools.console.wrapped import INDENT
 from tools.convert.core.source import Source
 from tools.convert.formats import FORMATS, check_vocab, open_intact
 from tools.convert.hf.vocabulary import folder_notes
+from tools.convert.train_state import kept_evaluation
 
 ALWAYS_SHOWN = (
     "layers",
@@ -67,7 +69,9 @@ def main(args: argparse.Namespace) -> int:
     if not args.json:
         print(describe(source))
         if source.kind == "megaprec":
-            print(_checksum_line(Store(source.path)))
+            store = Store(source.path)
+            print(_checksum_line(store))
+            print(*_best_line(store), sep="", end="")
     total = sum(_nbytes(source, key) for key in source.shapes)
     with bytes_progress(f"reading {source.path}", total) as report:
         tensors, digests = _digests(source, report)
@@ -189,6 +193,15 @@ def _checksum_line(store: Store) -> str:
     if not store.digests:
         return "files      not checked: the version that saved them recorded no digest"
     return f"files      {len(store.digests) + 1}, with the bytes that were saved (SHA-256)"
+
+
+def _best_line(store: Store) -> Iterator[str]:
+    """Yield a line on the best checkpoint of the folder, if the run of this one keeps it."""
+    evaluation = kept_evaluation(store)
+    best = best_made_here(store.path.parent, evaluation) if evaluation else None
+    if best is not None:
+        name = "this one" if best.path == store.path else best.path.name
+        yield f"best       {name}, with the lowest {evaluation} here, {best.loss:.4f}\n"
 
 
 def _digests(source: Source, report: Any) -> tuple[list[_TensorEntry], dict[str, str]]:

@@ -40,7 +40,25 @@ from tools.training.rank import train_rank
 from tools.training.run_folder import lock_folder
 from tools.training.step_records import require_applied
 
+SPELLED_OUT = {"train.seq_length": "seq_length"}  # by the key, as those of [model] are
 SLOW_TO_BUILD = 1000  # feed-forwards; a model that has more takes seconds to build
+
+
+class Allowable(tuple[str, ...]):
+    """The differences that --allow accepts; of a text that names several, all must be among
+    them."""
+
+    __slots__ = ()
+
+    def __contains__(self, text: object) -> bool:
+        return isinstance(text, str) and all(
+            super(Allowable, self).__contains__(name) for name in differences_in(text)
+        )
+
+
+def differences_in(text: str) -> list[str]:
+    """Return the differences that a value of --allow names, with commas between."""
+    return [SPELLED_OUT.get(name, name) for name in text.split(",")]
 
 
 def add_parser(subparsers: Any) -> None:
@@ -65,8 +83,11 @@ def add_parser(subparsers: Any) -> None:
         "--allow",
         action="append",
         default=[],
-        choices=ALLOW,
-        help="resume although this differs from the checkpoint; may be given several times",
+        choices=Allowable(ALLOW),
+        help=(
+            "train although this differs from the checkpoint or the first weights; may be given "
+            "several times, or several with commas between"
+        ),
     )
     parser.add_argument(
         "--no-verify",
@@ -83,13 +104,14 @@ def main(args: argparse.Namespace) -> int:
     """Run `megaprec train`."""
     # A log that takes no more lines, such as that of a closed terminal, does not end a run.
     spare_output()
+    allowed = [name for text in args.allow for name in differences_in(text)]
     config = resolve_run(args.file, args.overrides)
     export = Path(args.export_hf) if args.export_hf else None
     tell_notes([*config.notes, *moved_notes(args.file, config)], args.strict)
     tell_notes(untested(), strict=False)
     # a rank of a world that torchrun, Slurm or `launch_local` below has started
     if is_rank_of_world():
-        return _train(config, export, args.export_ema, args.allow, not args.no_verify)
+        return _train(config, export, args.export_ema, allowed, not args.no_verify)
 
     # refused before hours of training, not after them
     if args.export_ema:
@@ -98,7 +120,7 @@ def main(args: argparse.Namespace) -> int:
         require_builtin(config.model, "--export-hf")
     if export and export.exists():
         raise UserError.of("command.export_exists", export=export)
-    open_checked(config, args.allow)
+    open_checked(config, allowed)
     print_plan(config)
     _warn_of_slow_build(config)
     # before ranks are started, so that a difference costs no start
@@ -106,9 +128,9 @@ def main(args: argparse.Namespace) -> int:
         verify_models(config, export)
 
     if config.world_size == 1:
-        return _train(config, export, args.export_ema, args.allow, verify=False)
+        return _train(config, export, args.export_ema, allowed, verify=False)
     # the ranks need not verify again
-    options = ["--no-verify", *(f"--allow={difference}" for difference in args.allow)]
+    options = ["--no-verify", *(f"--allow={difference}" for difference in allowed)]
     if export:
         options += ["--export-hf", str(export)]
     if args.export_ema:

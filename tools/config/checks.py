@@ -5,6 +5,7 @@ Every problem is a line with the key, its value, the reason and the nearest valu
 """
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -514,6 +515,35 @@ def _evaluation(train: Train, data: Data) -> Iterator[str]:
         yield Problem.of("config.eval_without_text", eval_every=train.eval_every)
 
 
+def _best_checkpoint(train: Train, data: Data, checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield a problem if no checkpoint can be of a step with the evaluation by which the best one
+    is chosen."""
+    name = checkpoint.keep_best
+    if not name:
+        return
+    evaluations = [f"eval_loss/{dataset.name}" for dataset in data.validation]
+    if data.held_out:
+        evaluations.insert(0, "eval_loss")
+    if name not in evaluations:
+        known = ", ".join(evaluations) or "nothing: set data.held_out or data.validation"
+        yield Problem.of("config.keep_best_unknown", name=name, known=known)
+        return
+    every = train.eval_every
+    if not every:
+        yield Problem.of("config.keep_best_never_evaluated", name=name)
+        return
+    # a run also saves after its last step
+    common = math.lcm(every, checkpoint.every) if checkpoint.every else train.steps + 1
+    if common > train.steps and train.steps % every:
+        yield Problem.of(
+            "config.keep_best_between_saves",
+            name=name,
+            eval_every=every,
+            every=checkpoint.every,
+            steps=train.steps,
+        )
+
+
 def _validation_names(data: Data) -> Iterator[str]:
     names = [dataset.name for dataset in data.validation]
     for name in dict.fromkeys(names):
@@ -617,6 +647,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _blend,
     _evaluation,
     _validation_names,
+    _best_checkpoint,
     _lm_eval_keys,
     _lm_eval_steps,
     _lm_eval_family,

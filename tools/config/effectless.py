@@ -168,7 +168,16 @@ EFFECT_RULES: tuple[EffectRule, ...] = (
         "model.dropout_at",
         holds=lambda tables: tables.model.dropout_at != "stream",
     ),
-    EffectRule("model.init_std model.init", "train.init_from", only_with=""),
+    EffectRule(
+        "model.init_std model.init",
+        "train.init_from train.grow_vocabulary",
+        holds=lambda tables: not tables.train.init_from or tables.train.grow_vocabulary == "random",
+    ),
+    EffectRule(
+        "train.grow_vocabulary",
+        "train.init_from",
+        holds=lambda tables: tables.train.init_from != "",
+    ),
     EffectRule(
         "model.init",
         "model.tied",
@@ -252,7 +261,7 @@ EFFECT_RULES: tuple[EffectRule, ...] = (
         holds=lambda tables: _reads_files(tables.data),
     ),
     EffectRule(
-        "checkpoint.keep_every",
+        "checkpoint.keep_every checkpoint.keep_best",
         "checkpoint.keep",
         holds=lambda tables: tables.checkpoint.keep != "all",
     ),

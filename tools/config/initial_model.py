@@ -13,7 +13,12 @@ from pydantic import BaseModel
 
 from megaprec.errors import Problem
 from models.config import ModelConfig
-from models.equivalence import MUP_KEYS, TRAINING_ONLY_KEYS
+from models.equivalence import (
+    CONTEXT_KEYS,
+    MUP_KEYS,
+    TRAINING_ONLY_KEYS,
+    scores_follow_rope_scaling,
+)
 from tools.console.toml import Setting, toml
 
 ZERO_LEAVES_OPEN = ("vocab", "head_dim", "mtp_layers")  # keys whose 0 claims nothing
@@ -24,6 +29,8 @@ class InitialModel:
     """A model of train.init_from, without its weights.
 
     tokenizer: its file, None if there is none.
+    rows: tokens that its weights have rows for, if the model has more (train.grow_vocabulary), else
+        0.
     begin: id of the token before documents in the training of the weights, None if the folder names
         none.
     origin: the file that says what the model is.
@@ -33,13 +40,14 @@ class InitialModel:
     tokenizer: Path | None
     begin: int | None
     origin: str
+    rows: int = 0
 
 
 def add_initial_model(settings: dict[str, Setting], initial: InitialModel) -> Iterator[Problem]:
     """Add to `settings` the keys that the weights decide; yield a line for each that is given
     another value."""
     origin = initial.origin
-    yield from _add_model(settings, initial.model, origin)
+    yield from _add_model(settings, initial.model, origin, initial.rows)
     begin = settings.get("data.begin", Setting("auto", origin))
     if initial.begin is not None and begin.value == "auto":
         settings["data.begin"] = Setting(initial.begin, origin)
@@ -47,15 +55,28 @@ def add_initial_model(settings: dict[str, Setting], initial: InitialModel) -> It
         settings.setdefault("data.tokenizer", Setting(str(initial.tokenizer), origin))
 
 
-def _add_model(settings: dict[str, Setting], model: ModelConfig, origin: str) -> Iterator[Problem]:
+def _add_model(
+    settings: dict[str, Setting], model: ModelConfig, origin: str, rows: int
+) -> Iterator[Problem]:
     """Add the keys of `model` that are not given; yield a line for each that is given another
-    value."""
-    # training may change these, and with rotary positions the length of sequences
+    value.
+
+    Keys of a longer context may have one: a run asks for them (`tools.training.initial`). So
+    may the vocabulary if it grows. rows: tokens that the weights have rows for then, else 0.
+    """
     may_differ = set(TRAINING_ONLY_KEYS).difference(MUP_KEYS)
+    vocab = settings.get("model.vocab", Setting(0, origin))
+    # a value that is no number is reported with the types of its table
+    if rows and not (isinstance(vocab.value, int) and 0 < vocab.value < rows):
+        may_differ.add("vocab")
     if model.positions == "rope":
-        may_differ.add("max_positions")
+        may_differ.update(CONTEXT_KEYS)
+    follows = set[str]()
     # a dropout of the embedding that equals the model's follows a given dropout
-    follows = {"embedding_dropout"} if model.embedding_dropout == model.dropout else set[str]()
+    if model.embedding_dropout == model.dropout:
+        follows.add("embedding_dropout")
+    if "model.rope_scaling" in settings and scores_follow_rope_scaling(model):
+        follows.add("attention_scalar")
     for name, value in model.model_dump(exclude=follows).items():
         key = f"model.{name}"
         chosen = settings.setdefault(key, Setting(value, origin))
@@ -65,6 +86,13 @@ def _add_model(settings: dict[str, Setting], model: ModelConfig, origin: str) ->
             settings[key] = Setting(value, origin)
         if is_open or name in may_differ or _is_equal(getattr(model, name), chosen.value):
             continue
+        if name == "vocab" and rows:
+            yield Problem.of("config.vocabulary_shrinks", vocab=vocab.value, rows=rows, file=origin)
+            continue
+        # positions are learned, or this key would be free
+        if name == "max_positions":
+            yield learned_positions(model, chosen.value, origin)
+            continue
         yield Problem.of(
             "config.not_of_weights",
             key=key,
@@ -73,6 +101,16 @@ def _add_model(settings: dict[str, Setting], model: ModelConfig, origin: str) ->
             value_of_weights=toml(value),
             file=origin,
         )
+
+
+def learned_positions(saved: ModelConfig, max_positions: object, file: str) -> Problem:
+    """Return the problem that learned positions are as many as the weights in `file` have."""
+    return Problem.of(
+        "config.learned_positions",
+        max_positions=max_positions,
+        saved=saved.max_positions,
+        file=file,
+    )
 
 
 def _is_equal(of_weights: Any, chosen: Any) -> bool:

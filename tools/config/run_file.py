@@ -33,7 +33,7 @@ from models.attention.backends import kernel_names
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
 from models.engine.options import EngineOptions
-from models.equivalence import TRAINING_ONLY_KEYS
+from models.equivalence import CONTEXT_KEYS, TRAINING_ONLY_KEYS
 from models.estimate.flops import StageCost, stage_costs
 from models.presets import PRESETS
 from parallel.activation_checkpoint import Recompute
@@ -385,8 +385,20 @@ class RunFile:
         name."""
         return self._folder_of("train.init_from")
 
+    @property
+    def grown_tokenizer(self) -> Path | None:
+        """Return the file of data.tokenizer, for whose tokens train.grow_vocabulary adds rows; None
+        if there is none."""
+        return self._folder_of("data.tokenizer")
+
+    @property
+    def grows(self) -> bool:
+        """Return True if train.grow_vocabulary asks for rows of new tokens."""
+        kind = self.settings.get("train.grow_vocabulary")
+        return kind is not None and kind.value in ("mean", "zero", "random")
+
     def _folder_of(self, key: str) -> Path | None:
-        """Return the folder that a key names; None if it names none that a path can."""
+        """Return the folder or file that a key names; None if it names none that a path can."""
         setting = self.settings.get(key)
         # the checks of the table's types report a value that cannot be
         if setting is None or not isinstance(setting.value, str) or not setting.value:
@@ -397,9 +409,11 @@ class RunFile:
 
     @property
     def origin_of_model(self) -> Path | None:
-        """Return the folder of train.branch_from if no key of [model] is given; None if there is
-        none, or none that a path can name."""
-        if any(key.startswith("model.") for key in self.settings):
+        """Return the folder of train.branch_from if no key of [model] is given but those that a
+        branch may change (`CONTEXT_KEYS`); None if there is none, or none that a path can name."""
+        changeable = {f"model.{key}" for key in CONTEXT_KEYS}
+        given = {key for key in self.settings if key.startswith("model.")}
+        if not given <= changeable:
             return None
         return self._folder_of("train.branch_from")
 

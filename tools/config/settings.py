@@ -391,6 +391,13 @@ class Train(Table):
         "counters and place in the data, and takes its [model] if none is given; empty: it begins "
         "with step 1.",
     )
+    grow_vocabulary: Literal["none", "mean", "zero", "random"] = Field(
+        default="none",
+        description="Rows of embedding and output head that the weights of train.init_from get for "
+        "tokens of data.tokenizer, and for ids below model.vocab, that they have none for. mean: "
+        "the mean of the rows of all tokens that they have; zero; random: drawn as initial weights "
+        "are; none: such tokens are refused.",
+    )
     seed: int = Field(
         default=1234, ge=0, description="Random seed of weights, dropout and sample order."
     )
@@ -496,6 +503,11 @@ class Checkpoint(Table):
         ge=0,
         description="Checkpoints of each multiple of this step are never deleted; 0: of none.",
     )
+    keep_best: str = Field(
+        default="",
+        description="Evaluation, eval_loss or eval_loss/NAME of a set of data.validation: the "
+        "checkpoint of the step after which it was lowest is never deleted; empty: none.",
+    )
     background: bool = Field(
         default=True,
         description="Write checkpoints beside the next steps, from a copy of the state in host "
@@ -510,7 +522,7 @@ class Checkpoint(Table):
     @property
     def kept(self) -> Keep:
         """Return the rule by which saves delete older checkpoints."""
-        return Keep.of(self.keep, self.keep_every)
+        return Keep.of(self.keep, self.keep_every, self.keep_best)
 
 
 class Log(Table):

@@ -6,24 +6,25 @@ if it must be rearranged or assembled first.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
-
-from torch import Tensor
 
 from megaprec.checkpoint.atomic import checkpoint_at, latest
 from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import INDEX, Store
-from megaprec.checkpoint.save_load import load_weights
+from megaprec.checkpoint.save_load import Weights, load_weights
 from megaprec.comm.gathered_texts import gather_entries
-from megaprec.comm.layout import Part
+from megaprec.data.tokenizer import loaded_once
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from tools.config.initial_model import InitialModel
 from tools.config.run_file import RunConfig, RunFile
-from tools.convert.core.finite import NotFinite, not_finite
+from tools.convert.core.finite import NotFinite
+from tools.convert.core.slices import Slices
 from tools.convert.core.source import Source
 from tools.convert.formats import format_of, open_source
+from tools.convert.growth import GrownWeights, Growth
 from tools.convert.hf.config import special_ids as hf_special_ids
 from tools.convert.hf.folder import CONFIG, hf_model, hf_tokenizer, read_config
 from tools.convert.hf.vocabulary import check_tokenizer, main_file, stated_ids
@@ -43,12 +44,23 @@ def resolve_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
     try:
         if weights:
             initial = initial_model(weights)
+            if run_file.grows:
+                initial = _with_more_tokens(initial, run_file.grown_tokenizer)
         elif origin:
             initial = _model_of_branch(origin, run_file.run_folder)
     except UserError as error:
         # raised with the other problems of the run file
         return run_file.resolve(error)
     return run_file.resolve(initial)
+
+
+def _with_more_tokens(initial: InitialModel, tokenizer_file: Path | None) -> InitialModel:
+    """Return the model of first weights with a vocabulary for all tokens of the run's tokenizer."""
+    # one that cannot be read is reported with the sources of the data
+    tokenizer = loaded_once(tokenizer_file) if tokenizer_file else None
+    rows = initial.model.vocab
+    vocab = max(rows, tokenizer.vocab_size) if tokenizer else rows
+    return replace(initial, model=initial.model.with_vocab(vocab), rows=rows)
 
 
 def _model_of_branch(origin: Path, run_folder: Path) -> InitialModel:
@@ -101,8 +113,16 @@ def open_weights(folder: Path) -> Source:
     return open_source(folder, weights_only=kind == "megatron")
 
 
-def start_from(folder: Path, optimizer: ParallelAMPOptimizer) -> None:
+def start_from(
+    folder: Path,
+    optimizer: ParallelAMPOptimizer,
+    growth: Growth | None = None,
+    drawn: Weights | None = None,
+) -> None:
     """Copy the weights of train.init_from into the optimizer and the layers; moments stay zero.
+
+    growth: the rows of new tokens; None if there are none. drawn: initial weights, of which they
+        are rows if growth says so.
 
     Rank 0 prints the folder's notes, and a warning for tensors with numbers that are NaN or
     infinite. Collective over the world. Raises UserError, before anything is changed, if a file of
@@ -115,7 +135,10 @@ def start_from(folder: Path, optimizer: ParallelAMPOptimizer) -> None:
         require_intact(store, weight_files, optimizer.world, optimizer.device)
     # Every rank opens the folder, and reads no more than it holds.
     slices = Slices(open_initial(folder))
-    load_weights(slices, optimizer)
+    if growth:
+        load_weights(GrownWeights(slices, growth, optimizer.plan, drawn), optimizer)
+    else:
+        load_weights(slices, optimizer)
     not_finite_counts = gather_entries(slices.not_finite, optimizer.world, optimizer.device)
     if optimizer.world.rank == 0:
         lines = [f"note: {note}\n" for note in slices.source.facts.notes]
@@ -136,43 +159,3 @@ def _describe_not_finite(source: Source, counts: Mapping[str, int]) -> list[str]
     for tensor_key, count in sorted(by_key.items()):
         damage.counts[tensor_key] = count, prod(source.shapes[tensor_key])
     return damage.lines(())
-
-
-class Slices:
-    """Reader of parts of a source's logical tensors.
-
-    not_finite: by key and location of a slice, how many of its numbers are NaN or infinite, if any
-        are.
-    """
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self.not_finite = dict[str, int]()
-
-    def read_range(self, kind: str, part: Part, first: int, last: int) -> Tensor:
-        """Return elements [first, last) of the flattened slice `part`."""
-        tensor_key = f"{kind}/{part.name}"
-        shape = self.source.shapes.get(tensor_key)
-        if shape != part.shape:
-            problem = f"does not hold {part.name}"
-            if shape:
-                problem = f"holds {part.name} of {list(shape)}"
-            raise UserError.of(
-                "convert.megatron_range",
-                path=self.source.path,
-                problem=problem,
-                shape=list(part.shape),
-            )
-        # Read the rows that have the elements, and cut the rest off.
-        row_elements = prod(part.local[1:])
-        top = first // row_elements
-        bottom = -(-last // row_elements)
-        first_row = part.start if part.dim == 0 else 0
-        rows = self.source.rows(tensor_key, first_row + top, first_row + bottom)
-        if part.dim:
-            rows = rows.narrow(part.dim, part.start, part.local[part.dim])
-        skipped = top * row_elements
-        values = rows.reshape(-1)[first - skipped : last - skipped]
-        if count := not_finite(values):
-            self.not_finite[f"{tensor_key} {part.dim} {part.start} {first}"] = count
-        return values

@@ -127,6 +127,13 @@ def read_table(checkpoint: Store, table_name: str) -> dict[str, Any]:
     return stored_table
 
 
+def kept_evaluation(checkpoint: Store) -> str:
+    """Return the evaluation whose best checkpoint the run keeps (checkpoint.keep_best); "" if it
+    keeps none."""
+    # in TOML's grammar
+    return str(read_table(checkpoint, "run").get("checkpoint.keep_best", "")).strip('"')
+
+
 def read_ids(checkpoint: Store, table_name: str) -> dict[str, int | list[int] | None]:
     """Return a stored table of token ids, empty if there is none: an id or several, as in
     config.json.

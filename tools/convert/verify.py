@@ -20,11 +20,11 @@ from models.decoder.cutting import cuts
 from models.decoder.stages import Stage
 from parallel.context import Context
 from tools.convert.averaged import averaged
+from tools.convert.core.slices import Slices
 from tools.convert.core.source import Source
 from tools.convert.core.tensors import torch_name
 from tools.convert.formats import WITH_CONFIG, format_of, open_intact
 from tools.convert.hf.folder import in_fp8
-from tools.convert.initial import Slices
 from tools.convert.transformers_package import if_untested, quiet_transformers, why_missing
 
 # of the largest difference, for logits of size 1; relative to the largest logit where that is more

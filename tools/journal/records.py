@@ -21,6 +21,7 @@ DIGESTS = "digests.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 NO_TOKENS_EVENT = "no_tokens"
 BRANCHED = "branched"  # the kind of event with which a branch of another run begins
+INITIAL = "initial"  # the kind of event of a run that begins with weights whose model it changes
 DIGEST = "digest"  # the kind of event that is written to DIGESTS
 EVALUATION = "evaluation"  # the kind of event that is written to EVALUATIONS
 SAMPLE = "sample"  # the kind of event with a text that the model has written
@@ -45,6 +46,7 @@ REQUIRED_KEYS = {
     "straggler": {"rank", "slow", "factor", "said"},
     "resume": {"checkpoint", "changed", "notes", "lr_before", "lr_next"},
     BRANCHED: {"checkpoint", "run", "changed", "notes", "lr_before", "lr_next"},
+    INITIAL: {"weights", "changed", "notes", "lr_before", "lr_next"},
     "end": {"complete", "why", "peak_memory"},
     DIGEST: {"state", "numbers", "progress", "tensors"},
     EVALUATION: {"set", "samples", "losses", "tokens"},

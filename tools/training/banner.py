@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from megaprec.checkpoint.atomic import damaged_beside, step_of, whole_checkpoints
-from megaprec.checkpoint.keeping import Keep, made_here
+from megaprec.checkpoint.keeping import Keep, best_made_here, made_here
 from megaprec.comm.layout import Part
 from megaprec.data.blend import Blend
 from megaprec.durable import file_error
@@ -38,6 +38,7 @@ from tools.training.batches import describe_requested, evaluated_samples
 from tools.training.branch import is_branch
 from tools.training.corpus import Corpus
 from tools.training.fp8_summary import fp8_lines
+from tools.training.initial import initial_changes, initial_notes
 from tools.training.resume import resume_lines
 
 SAMPLE_TOKENS = 60
@@ -71,6 +72,10 @@ def print_start(
         say(f"stages     {_describe_stages(config, corpus)}")
     if config.train.init_from and not resumed:
         say(f"weights    from {config.train.init_from}")
+        for line in initial_changes(config, corpus):
+            say(f"changed    {line}")
+        for note in initial_notes(config):
+            say(f"note       {note}")
     if resumed:
         word = "branched" if is_branch(config, resumed) else "resumed"
         say(f"{word:11}from {resumed}, {_describe_remaining(steps_done, config.train.steps)}")
@@ -311,18 +316,27 @@ def deletion_lines(config: RunConfig, steps_done: int) -> Iterator[str]:
         for line in damaged_beside(checkpoints[-1]):
             yield f"note       {line}"
     if steps_done < config.train.steps:
-        yield from _keeping_line(config, steps_done, checkpoints)
+        yield from _keeping_lines(config, steps_done, checkpoints)
 
 
-def _keeping_line(config: RunConfig, steps_done: int, checkpoints: Sequence[Path]) -> Iterator[str]:
-    """Yield the line about deletions, none if the saves to come delete nothing.
+def _keeping_lines(
+    config: RunConfig, steps_done: int, checkpoints: Sequence[Path]
+) -> Iterator[str]:
+    """Yield the line about deletions, none if the saves to come delete nothing, and the best
+    checkpoint, if the run keeps it.
 
     checkpoints: those in the run's folder, whoever has made them.
     """
     saved_steps = [step_of(path) for path in made_here(config.checkpoint_folder)]
     following = _saves_after(steps_done, config)
     keep = config.checkpoint.kept
-    expiring = keep.expired(saved_steps, len(following))
+    best = best_made_here(config.checkpoint_folder, keep.best) if keep.best else None
+    best_step = step_of(best.path) if best else None
+    expired = keep.expired(saved_steps, len(following))
+    expiring = [step for step in expired if step != best_step]
+    if best is not None:
+        name = best.path.name
+        yield f"best       {name} has the lowest {keep.best} so far, {best.loss:.4f}"
     if not expiring and not _later_ones_expire(following, keep):
         return
 
@@ -368,9 +382,12 @@ def _describe_rule(settings: Checkpoint) -> str:
         newest = "the newest checkpoint"
     else:
         newest = f"the newest {counted(int(settings.keep), 'checkpoint')}"
+    rules = [newest]
     if settings.keep_every:
-        return f"{newest} and those of each multiple of {settings.keep_every} steps"
-    return newest
+        rules.append(f"those of each multiple of {settings.keep_every} steps")
+    if settings.keep_best:
+        rules.append(f"the one with the lowest {settings.keep_best}")
+    return " and ".join(rules)
 
 
 def print_skipped(config: RunConfig, progress: TrainState) -> None:

@@ -15,13 +15,23 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from megaprec.checkpoint.reader import Store, newer_version
 from megaprec.data.held_out import HeldOutRule
 from megaprec.errors import UserError
+from models.equivalence import CONTEXT_KEYS
 from tools.config.data_settings import Data
 from tools.config.settings import Train
 from tools.console.toml import toml
 from tools.console.units import counted
 
-ALLOW = ("data", "tokenizer", "seed", "shuffle", "seq_length", "ema")
-"""Differences that a resumed run may have only with --allow."""
+ALLOW = (
+    "data",
+    "tokenizer",
+    "seed",
+    "shuffle",
+    "seq_length",
+    "ema",
+    *(f"model.{key}" for key in CONTEXT_KEYS),
+)
+"""Differences that a run may have only with --allow: a resumed one from its checkpoint, and of the
+keys of [model] also one that begins with weights from these."""
 
 
 class _Saved(BaseModel):

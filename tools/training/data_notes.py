@@ -118,7 +118,9 @@ def _begin_token_notes(
     config: RunConfig, streams: Sequence[IndexedDataset], begin_token: int
 ) -> Iterator[str]:
     """Yield a note on each way in which the begin token comes to stand before documents."""
-    origin = config.origin("data.begin")
+    # left open, it is the token that the checkpoint's run had
+    is_open = config.data.begin == "auto"
+    origin = "the checkpoint" if is_open else config.origin("data.begin")
     setting = f"data.begin = {begin_token} ({origin})"
     if any(isinstance(stream, WithBeginTokens) for stream in streams):
         yield (

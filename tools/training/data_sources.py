@@ -220,7 +220,7 @@ def _too_small_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> Problem:
     size = config.model.vocab
     tokens = tokenizer.vocab_size
     path = tokenizer.path
-    if not config.train.init_from:
+    if not config.train.init_from or config.train.grow_vocabulary != "none":
         return Problem.of(
             "training.vocabulary_below_tokenizer", size=size, tokens=tokens, tokenizer=path
         )

@@ -30,6 +30,7 @@ from tools.training.data_sources import check_sources
 from tools.training.fp8_summary import check_fp8
 from tools.training.hangs import forget_records
 from tools.training.harness import require_harness
+from tools.training.initial import check_first_weights, check_growth, differences_from_first_weights
 from tools.training.launch import is_local_rank
 from tools.training.machine import check_this_machine, device_of_run, local_ranks
 from tools.training.resume import (
@@ -61,6 +62,8 @@ def open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:
         check_sources,
         partial(check_resumable, allowed=allowed),
         _check_initial,
+        partial(check_first_weights, allowed=allowed),
+        partial(check_growth, allowed=allowed),
         lambda config: require_trackers(config.log.to),
         require_harness,
     )
@@ -146,10 +149,11 @@ def _note_needless_allowances(
     config: RunConfig, corpus: Corpus, checkpoint: Store | None, allowed: Collection[str]
 ) -> None:
     """Print a note for each --allow that names something in which run and checkpoint agree."""
-    differing = set[str]()
     if checkpoint is not None:
         differences = allowable_differences(checkpoint, config, corpus)
-        differing = {difference.option for difference in differences}
+    else:
+        differences = differences_from_first_weights(config)
+    differing = {difference.option for difference in differences}
     if any(other_tokens(config, corpus)):
         differing.add("tokenizer")
     for name in sorted(set(allowed) - differing):

@@ -19,10 +19,11 @@ from tools.config.run_file import RunConfig
 from tools.console.units import date_now
 from tools.convert.train_state import TrainState
 from tools.journal.journal import Journal, LinesLost
-from tools.journal.records import read_branching
+from tools.journal.records import INITIAL, read_branching, read_events
 from tools.journal.trackers import Feed
 from tools.training.branch import is_branch
 from tools.training.corpus import Corpus
+from tools.training.initial import initial_event
 from tools.training.resume import resume_event
 from tools.training.saves import resume_point
 
@@ -69,6 +70,11 @@ def record_run(
             event = resume_event(config, corpus, resumed)
             # Ranks that were started again before the first checkpoint branch once more.
             if not branches or event != read_branching(folder):
+                journal.write_event(event)
+        else:
+            event = initial_event(config, corpus)
+            # Ranks that were started again before the first checkpoint begin once more.
+            if event and event not in read_events(folder, INITIAL):
                 journal.write_event(event)
         began = date_now()
         failure = ""

@@ -7,7 +7,6 @@ not at all. Such a change is refused unless --allow accepts it. A blend counts t
 of its sets, alike.
 """
 
-import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,19 +16,18 @@ import numpy as np
 
 from megaprec.checkpoint.atomic import checkpoint_path
 from megaprec.checkpoint.digests import file_digest
-from megaprec.checkpoint.reader import Store
+from megaprec.checkpoint.reader import INDEX, Store
 from megaprec.data.files import with_suffix
 from megaprec.data.intact import read_record
 from megaprec.data.samples import Samples, training_numbers
-from megaprec.data.tokenizer import FILE_DIGEST, Tokenizer, has_built, same_tokens
+from megaprec.data.tokenizer import FILE_DIGEST, Tokenizer, has_built, load_tokenizer, same_tokens
 from megaprec.errors import Problem, UserError
 from megaprec.optim.flat_buffer import EMA
 from megaprec.optim.torch_rule import Torch
-from models.config import ModelConfig
-from models.equivalence import MUP_KEYS, TRAINING_ONLY_KEYS
 from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
+from tools.convert.growth import moved_tokens
 from tools.convert.initial import initial_model
 from tools.convert.train_state import (
     TrainState,
@@ -53,7 +51,6 @@ from tools.training.changed_keys import (
 )
 from tools.training.corpus import Corpus, held_out_rule
 from tools.training.data_identity import (
-    ALLOW,
     Difference,
     other_sets,
     other_settings,
@@ -61,6 +58,7 @@ from tools.training.data_identity import (
 )
 from tools.training.data_sources import validation_sources
 from tools.training.launch import was_restarted
+from tools.training.other_model import allow_flags, context_differences, other_keys
 
 RECORDS = {"the data": "data", "the keys": "run"}  # not in checkpoints of earlier versions
 LENGTH_KEY = "train.seq_length"
@@ -74,7 +72,7 @@ def check_resumable(
     """Raise UserError if the run cannot resume from the newest checkpoint in its folder.
 
     corpus: None before the data is open; then only keys are compared. allowed: differences that are
-    accepted, of `ALLOW`.
+    accepted, of `data_identity.ALLOW`.
     """
     checkpoint = open_start(config)
     if checkpoint is None:
@@ -85,8 +83,9 @@ def check_resumable(
         raise UserError.of("training.resume_false", path=checkpoint.path)
     step = read_progress(checkpoint).step
     read_overflow_monitor(checkpoint)  # raises UserError if it is damaged
+    model = corpus.model if corpus else config.model
     problems = [
-        *_other_model(checkpoint, corpus.model if corpus else config.model),
+        *other_keys(read_model(checkpoint), model, str(checkpoint.path / INDEX)),
         *_missing_state(checkpoint, config),
         *_other_canonical_shards(checkpoint, config),
     ]
@@ -98,7 +97,7 @@ def check_resumable(
     lines = [*problems, *(difference.line for difference in refused)]
     path = checkpoint.path
     if branches:
-        _require_origin(config, path, step, lines, "" if problems else _allow_flags(refused))
+        _require_origin(config, path, step, lines, "" if problems else allow_flags(refused))
         return
     if problems:
         raise UserError(*lines, Problem.of("training.not_resumable", path=path))
@@ -108,7 +107,7 @@ def check_resumable(
             "training.renamed_checkpoint", path=path, step=step, expected_name=expected_name
         )
     if refused:
-        flags = _allow_flags(refused)
+        flags = allow_flags(refused)
         raise UserError(*lines, Problem.of("training.changes_on_resume", path=path, flags=flags))
 
 
@@ -135,18 +134,13 @@ def _require_origin(
     raise UserError.of("training.no_origin", path=path, reasons=reasons)
 
 
-def _allow_flags(refused: Sequence[Difference]) -> str:
-    """Return the options that accept these differences, in the order of ALLOW."""
-    options = {difference.option for difference in refused}
-    return " ".join(f"--allow {option}" for option in ALLOW if option in options)
-
-
 def allowable_differences(
     checkpoint: Store, config: RunConfig, corpus: Corpus | None = None
 ) -> list[Difference]:
     """Return the differences of the run from the checkpoint that --allow accepts."""
+    context = context_differences(read_model(checkpoint), config.model, config)
     differences = data_differences(checkpoint, config, corpus)
-    return [*differences, *_other_average(checkpoint, config)]
+    return [*context, *differences, *_other_average(checkpoint, config)]
 
 
 def data_differences(
@@ -155,8 +149,8 @@ def data_differences(
     """Return the differences between the data of the run and of the checkpoint, as far as the
     checkpoint records its data.
     """
-    identity = read_identity(checkpoint)
     differences = list[Difference]()
+    identity = read_identity(checkpoint)
     if identity:
         differences += other_settings(identity, config.data, config.train)
     differences += _other_length(checkpoint, config)
@@ -258,27 +252,6 @@ def _key_of(line: str) -> str:
     return line.partition(":")[0]
 
 
-def _other_model(checkpoint: Store, model: ModelConfig) -> Iterator[str]:
-    """Yield a problem for each key of [model] that differs from the checkpoint, in which keys that
-    are newer have their default.
-    """
-    saved = json.loads(read_model(checkpoint).model_dump_json())
-    current = json.loads(model.model_dump_json())
-    free_keys = set(TRAINING_ONLY_KEYS).difference(MUP_KEYS)
-    if model.positions == "rope":
-        free_keys.add("max_positions")  # no weight of the model has that size
-    if model.vocab == 0:
-        free_keys.add("vocab")  # not known yet
-    for key, value in current.items():
-        if key not in free_keys and saved.get(key) != value:
-            yield Problem.of(
-                "training.other_model",
-                key=key,
-                value=json.dumps(value),
-                saved=json.dumps(saved.get(key)),
-            )
-
-
 def _other_canonical_shards(checkpoint: Store, config: RunConfig) -> Iterator[str]:
     """Yield a problem if a canonical run would go on in another number of pieces: its bits would be
     others.
@@ -326,7 +299,7 @@ def _missing_state(checkpoint: Store, config: RunConfig) -> Iterator[str]:
 def check_tokens(config: RunConfig, corpus: Corpus, allowed: Collection[str] = ()) -> None:
     """Raise UserError if ids of weights or of a data set mean other tokens than the tokenizer's.
 
-    allowed: differences that are accepted, of `ALLOW`.
+    allowed: differences that are accepted, of `data_identity.ALLOW`.
     """
     if "tokenizer" in allowed:
         return
@@ -344,7 +317,9 @@ def other_tokens(config: RunConfig, corpus: Corpus) -> Iterator[Problem]:
     # A run that resumes does not use the weights of train.init_from.
     if config.train.init_from and open_newest_checkpoint(config.checkpoint_folder) is None:
         weights_tokenizer = initial_model(Path(config.train.init_from)).tokenizer
-        if weights_tokenizer and not same_tokens(weights_tokenizer, tokenizer):
+        if weights_tokenizer and config.train.grow_vocabulary != "none":
+            yield from moved_tokens(load_tokenizer(weights_tokenizer), corpus.tokenizer)
+        elif weights_tokenizer and not same_tokens(weights_tokenizer, tokenizer):
             yield Problem.of(
                 "training.tokenizer_of_weights",
                 tokenizer=tokenizer,

@@ -8,7 +8,7 @@ command goes on from.
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,10 @@ class Saves:
         self._checked_buffers = False  # True when the model's buffers were looked at
         self._printed_warnings: set[str] = set()
 
-    def start(self, step: int, extra: dict[str, Any], files: Sequence[Path]) -> None:
-        """Save the state after `step`, when the save before is finished. extra, files: see
+    def start(
+        self, step: int, extra: dict[str, Any], files: Sequence[Path], losses: Mapping[str, float]
+    ) -> None:
+        """Save the state after `step`, when the save before is finished. extra, files, losses: see
         `Saving`.
         """
         self._wait()  # at most one save is under way
@@ -55,6 +57,7 @@ class Saves:
             files,
             self._fp8,
             background=settings.background,
+            losses=losses,
         )
         # Training waits; the outcome is known before the next step.
         if not settings.background:

@@ -32,7 +32,7 @@ from models.engine.engine import Engine, build_stages, mean_loss
 from models.engine.fp8_shadow import Shadow, run_shadow
 from models.engine.passes import OutsideVocabulary, Share
 from models.engine.sentinel import SilentFault
-from models.engine.shared_drawing import draw_weights
+from models.engine.shared_drawing import InitialWeights, draw_weights
 from parallel.leaves import Leaves
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.timeline import Recording
@@ -50,6 +50,7 @@ from tools.training.batches import Batches, evaluated_samples
 from tools.training.compiling import compile_leaves, missed_lines
 from tools.training.corpus import Corpus
 from tools.training.harness import Harness
+from tools.training.initial import growth_of
 from tools.training.recording import record_run
 from tools.training.resume import resumed_progress
 from tools.training.run_folder import RunFolder
@@ -111,11 +112,12 @@ class Trainer:
         if checkpoint:
             self._resume(checkpoint)
         elif config.train.init_from:
-            start_from(Path(config.train.init_from), self.engine.optimizer)
+            self._begin_with(Path(config.train.init_from))
         elif self._shares_drawing:
             draw_weights(self.engine.stages.values(), self.engine.optimizer, config.train.seed)
         self._saves = Saves(config, self.engine)
         self._saved_step = self.progress.step  # that of the newest checkpoint
+        self._evaluated: dict[str, float] = {}  # losses after the newest step, by field
         self._nonfinite_step: NonFiniteStep | None = None  # ends the run, with its state saved
         self._received_signal = 0  # that asked this rank to stop
         self._is_stopping = False  # True when all ranks know that one was asked to stop
@@ -149,6 +151,13 @@ class Trainer:
         masters. A model of a factory may have values that no layout states."""
         parallel = self.config.parallel
         return bool(parallel.zero) and parallel.copies > 1 and not self.config.model.factory
+
+    def _begin_with(self, folder: Path) -> None:
+        """Load the weights of train.init_from. Collective over the world."""
+        optimizer = self.engine.optimizer
+        stages = self.engine.stages.values()
+        drawn = InitialWeights(stages, optimizer.plan, self.config.train.seed)
+        start_from(folder, optimizer, growth_of(self.config, self.corpus), drawn)
 
     def _resume(self, checkpoint: Path) -> None:
         """Load the state of the run from a checkpoint."""
@@ -289,11 +298,13 @@ class Trainer:
         batch = len(self._samples_of_step)
         record = step_fields(self.config, report, progress, batch, seconds, self._throughput)
         evaluated = dict[str, Tensor]()
+        self._evaluated = {}
         if self._evaluates_after(progress.step):
             with self.position.in_phase(Phase.EVALUATION):
                 evaluated = self._evaluate_all()
                 for field, numbers in evaluated.items():
-                    record[field] = mean_loss(numbers)
+                    self._evaluated[field] = mean_loss(numbers)
+                record |= self._evaluated
                 record |= self._harness.results()
         record |= self._checks.note_clean(progress.step)
         self.position.end_computation()
@@ -460,7 +471,8 @@ class Trainer:
         extra = extra_entries(
             self.config, self.corpus, asdict(self.progress), self.monitor.state_dict()
         )
-        self._saves.start(self.progress.step, extra, tokenizer_files(self.corpus))
+        files = tokenizer_files(self.corpus)
+        self._saves.start(self.progress.step, extra, files, self._evaluated)
         self._saved_step = self.progress.step
 
 

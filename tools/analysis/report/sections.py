@@ -7,6 +7,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+from megaprec.checkpoint.keeping import best_made_here
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from parallel.pipeline.simulation import Span, bubble, simulate
@@ -31,7 +32,7 @@ from tools.analysis.verdict.verdict import (
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
 from tools.console.units import duration, first_of, flops, loss_scale, size
-from tools.journal.records import BRANCHED, NO_TOKENS_EVENT, SAMPLE
+from tools.journal.records import BRANCHED, INITIAL, NO_TOKENS_EVENT, SAMPLE
 from tools.journal.shadow_records import SHADOW
 from tools.journal.timeline_file import TIMELINE, read_trace_of
 from tools.training.hangs import read_records
@@ -72,6 +73,7 @@ def summary(run: Run) -> Html:
         ("skipped steps", f"{curve.skipped:,}"),
         *_token_facts(last_record),
         *_loss_facts(curve, last_record["step"]),
+        *_best_facts(run),
     ]
     end_events = run.of_kind("end")
     if end_events:
@@ -119,6 +121,16 @@ def _loss_facts(curve: Curve, last_step: int) -> Iterator[Fact]:
         yield "held-out loss", held_out
     if not math.isnan(curve.held_out_of_average):
         yield "held-out loss of the average", f"{curve.held_out_of_average:.4f}"
+
+
+def _best_facts(run: Run) -> Iterator[Fact]:
+    """Yield the best of the checkpoints that are there, if the run keeps it."""
+    if not isinstance(run.config, RunConfig) or not run.config.checkpoint.keep_best:
+        return
+    evaluation = run.config.checkpoint.keep_best
+    best = best_made_here(run.folder / "checkpoints", evaluation)
+    if best is not None:
+        yield "best checkpoint", f"{best.path.name}, {evaluation} {best.loss:.4f}"
 
 
 def _model_facts(config: RunConfig) -> Iterator[Fact]:
@@ -192,8 +204,10 @@ def curves(run: Run) -> Html:
 
 
 def changes(run: Run) -> Html | None:
-    """Return what changed on each resume, and where the run branched."""
-    beginnings = [event for event in run.events if event.get("event") in ("resume", BRANCHED)]
+    """Return what changed on each resume, where the run branched, and what it changed of the model
+    of its first weights."""
+    kinds = ("resume", BRANCHED, INITIAL)
+    beginnings = [event for event in run.events if event.get("event") in kinds]
     if not beginnings:
         return None
     rows = list[Row]()

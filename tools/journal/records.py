@@ -22,7 +22,7 @@ NO_TOKENS_EVENT = "no_tokens"
 BRANCHED = "branched"  # the kind of event with which a branch of another run begins
 DIGEST = "digest"  # the kind of event that is written to DIGESTS
 # fields of a step that may be "inf" or "nan"
-NUMBERS = ("loss", "mtp_loss", "grad_norm", "loss_scale", "eval_loss")
+NUMBERS = ("loss", "mtp_loss", "z_loss", "grad_norm", "loss_scale", "eval_loss")
 # prefixes of fields that may be, too: losses on the sets of data.validation, and results of the
 # tasks of data.lm_eval, TASK/METRIC
 VALIDATION_PREFIX = "eval_loss/"
@@ -35,6 +35,7 @@ REQUIRED_KEYS = {
     "fp8_shadow": {"loss_gap", "alarms", "cosines", "saturated", "underflowed"},
     "restart": {"ranks", "why", "left"},
     "straggler": {"rank", "slow", "factor", "said"},
+    "router_collapse": {"layers", "used_experts", "max_load", "bound", "said"},
     "resume": {"checkpoint", "changed", "notes", "lr_before", "lr_next"},
     BRANCHED: {"checkpoint", "run", "changed", "notes", "lr_before", "lr_next"},
     "end": {"complete", "why", "peak_memory"},

@@ -130,6 +130,7 @@ class StepReport:
     z_loss: mean over the same tokens of the square of the log of the sum of the exponentials of
         the logits; None if the model does not train it. It is no part of `loss`.
     routers: of the layers with experts, in order.
+    further: the further numbers that `ParallelAMPOptimizer.step` was given.
     """
 
     outcome: Outcome
@@ -145,6 +146,7 @@ class StepReport:
     mtp_loss: float | None = None
     z_loss: float | None = None
     routers: tuple[RouterReport, ...] = ()
+    further: tuple[float, ...] = ()
 
     @property
     def changed(self) -> bool:
@@ -214,12 +216,14 @@ def _describe_offender(offender: Offender) -> str:
 def report_fields(report: StepReport) -> dict[str, object]:
     """Return the fields of the report by name, in order, without those that the model lacks.
 
-    Offenders are a separate event, and routers have fields of their own.
+    Offenders are a separate event, and routers have fields of their own. Further numbers have no
+    names.
     """
     fields = asdict(report)
     del fields["offenders"]
     del fields["stop"]
     del fields["routers"]
+    del fields["further"]
     for name in ("mtp_loss", "z_loss"):
         if fields[name] is None:
             del fields[name]

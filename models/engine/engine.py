@@ -319,13 +319,12 @@ class Engine:
     def update(self, state: PassState, lr: float) -> StepReport:
         """Run the second half of `step`: apply or skip it."""
         self.passes.position.note_action("gradient reduction")
-        add_sums = self._step_sums.start(state)
+        further = self._step_sums.sum(state)
         try:
-            report = self.optimizer.step(lr, state.loss, state.token_count.total)
+            report = self.optimizer.step(lr, state.loss, state.token_count.total, further)
         except NonFiniteStep as error:
-            report = self.complete_report(add_sums(error.report), state)
-            raise NonFiniteStep(report) from None
-        return self.complete_report(add_sums(report), state)
+            raise NonFiniteStep(self.complete_report(error.report, state)) from None
+        return self.complete_report(report, state)
 
     def evaluate(self, share: Share) -> float:
         """Return the mean loss over the tokens of all shares that count, NaN if none does.
@@ -358,13 +357,15 @@ class Engine:
         return loss, tokens
 
     def complete_report(self, report: StepReport, state: PassState) -> StepReport:
-        """Return the report of a step, of a skipped one with offenders traced.
+        """Return the report of a step with the numbers of `StepSums`, and of a skipped step with
+        offenders traced.
 
         Collective: the step may be run again. Raises OutsideVocabulary, on every rank, if the step
         had ids outside the vocabulary.
         """
         if math.isnan(report.loss):
             self.passes.require_ids_in_vocabulary(state)
+        report = self._step_sums.read(report)
         # Only a step that was skipped for its numbers has offenders to explain.
         if report.changed or not report.overflowed:
             return report

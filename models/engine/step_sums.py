@@ -1,19 +1,19 @@
 """Numbers of a step that are reported beside its loss: of routers, the z-loss, and the losses of
 multi-token prediction.
 
-One all-reduce over the world adds them, and it is started before the optimizer's step: the report,
-for which the host waits anyway, finds them on the host. A model that has none of them sends
-nothing. Nothing in a step depends on them.
+One all-reduce over the world adds them, before the optimizer's step, with whose numbers they reach
+the host: it waits once. They are no part of the optimizer's own all-reduce, whose sums may have
+other last bits in a longer message. A model that has none of them sends nothing.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from megaprec.comm.axis import Axis, start_copy_to_host
+from megaprec.comm.axis import Axis
 from megaprec.optim.step_report import RouterReport, StepReport
 from models.config import ModelConfig
 from models.engine.passes import PassState
@@ -21,8 +21,6 @@ from models.feed_forward.router import Router
 from models.feed_forward.router_tally import RouterSums
 
 NUM_MEASURES = 6  # of a router, without corrections
-
-AddToReport = Callable[[StepReport], StepReport]
 
 
 class StepSums:
@@ -57,14 +55,13 @@ class StepSums:
         for router in self._routers.values():
             router.tally.clear()
 
-    def start(self, state: PassState) -> AddToReport:
-        """Start to add the numbers of a step's passes over all ranks.
+    def sum(self, state: PassState) -> Tensor | None:
+        """Return the numbers of a step's passes, summed over all ranks, for the report of the
+        optimizer's step: float64 [n]; None if the model has none.
 
-        The returned function adds them to the report of the step; the host waits there for a copy
-        only. Collective over the world, if there are numbers.
+        Collective over the world, if there are numbers.
         """
-        config = self._config
-        z_loss = state.z_loss.view(1) if config.z_loss else self._no_numbers
+        z_loss = state.z_loss.view(1) if self._config.z_loss else self._no_numbers
         mtp_losses = self._no_numbers
         if state.mtp_batch is not None:
             mtp_losses = state.mtp_batch.losses
@@ -73,24 +70,31 @@ class StepSums:
         parts = (tallies.view(-1), corrections.view(-1), z_loss, mtp_losses)
         packed = torch.cat(parts)
         if not len(packed):
-            return _unchanged
+            return None
         summed = self._world.sum_(packed)
-        tallied, corrected, z_losses, mtp_means = summed.split([len(part) for part in parts])
-        measures = _measures(tallied.view_as(tallies), config.experts_per_token)
-        by_layer = torch.cat((measures, corrected.view_as(corrections)), 1)
-        on_host = start_copy_to_host(
-            torch.cat((by_layer.view(-1), z_losses, _mean_if_any(mtp_means)))
+        tallied, corrected, z_losses, summed_mtp_losses = summed.split(
+            [len(part) for part in parts]
         )
+        measures = _measures(tallied.view_as(tallies), self._config.experts_per_token)
+        by_layer = torch.cat((measures, corrected.view_as(corrections)), 1)
+        return torch.cat((by_layer.view(-1), z_losses, _mean_if_any(summed_mtp_losses)))
 
-        def add_to(report: StepReport) -> StepReport:
-            numbers = on_host().tolist()
-            if len(mtp_means):
-                report = replace(report, mtp_loss=numbers.pop())
-            if len(z_losses):
-                report = replace(report, z_loss=numbers.pop())
-            return replace(report, routers=self._read_routers(numbers, by_layer.shape[1]))
-
-        return add_to
+    def read(self, report: StepReport) -> StepReport:
+        """Return the report of a step, whose further numbers are those of `sum`, with them in their
+        places."""
+        numbers = [*report.further]
+        if not numbers:
+            return report
+        # from the end, as they were put together
+        mtp_loss = numbers.pop() if self._config.mtp_layers else None
+        z_loss = numbers.pop() if self._config.z_loss else None
+        return replace(
+            report,
+            mtp_loss=mtp_loss,
+            z_loss=z_loss,
+            routers=self._read_routers(numbers),
+            further=(),
+        )
 
     @property
     def _no_numbers(self) -> Tensor:
@@ -121,9 +125,10 @@ class StepSums:
                 row.copy_(torch.stack(router.correction.detach().aminmax()))
         return table
 
-    def _read_routers(self, numbers: list[float], width: int) -> tuple[RouterReport, ...]:
-        """Return the reports of all layers, of which each has `width` numbers."""
+    def _read_routers(self, numbers: Sequence[float]) -> tuple[RouterReport, ...]:
+        """Return the reports of all layers from their numbers, one layer after the other."""
         config = self._config
+        width = NUM_MEASURES + (2 if config.router.correction else 0)
         reports: list[RouterReport] = []
         for index, layer in enumerate(self._layers):
             of_layer = numbers[index * width : (index + 1) * width]
@@ -198,7 +203,3 @@ def _entropy(shares: Tensor) -> Tensor:
 def _mean_if_any(numbers: Tensor) -> Tensor:
     """Return the mean of numbers as [1], or nothing of nothing."""
     return numbers.mean().view(1) if len(numbers) else numbers
-
-
-def _unchanged(report: StepReport) -> StepReport:
-    return report

@@ -10,7 +10,7 @@ from setuptools import find_packages, setup
 PACKAGES = ("megaprec", "parallel", "models", "tools")
 CHECKS = ["pytest>=9,<10", "pytest-xdist>=3.6,<4", "execnet>=2.1,<3", "hypothesis>=6.100,<7"]
 CHECKS += ["ruff>=0.9,<0.18", "pyright>=1.1.390,<2", "spmd_types>=0.3,<0.4"]
-DATA = ["pyarrow>=17,<27"]
+DATA = ["pyarrow>=17,<27", "inscriptis>=2.6,<3"]
 HF = ["tokenizers>=0.23.1,<0.24", "transformers>=5.20,<6"]
 PLOTS = ["matplotlib>=3.10.8,<4"]
 # Other people's code that slow tests compare with.
@@ -23,6 +23,7 @@ ORACLES = [
 ]
 TENSORBOARD = ["tensorboard>=2.15,<3"]
 WANDB = ["wandb>=0.31,<0.32"]
+REMOTE = ["universal_pathlib>=0.3,<0.4", "fsspec>=2024.6.1,<2027", "aiohttp>=3.9,<4"]
 YAML = ["pyyaml>=6.0.1,<7"]
 README = Path(__file__).with_name("README.md")
 
@@ -60,10 +61,11 @@ setup(
         "lm-eval": LM_EVAL,
         "oracles": ORACLES,
         "plots": PLOTS,
+        "remote": REMOTE,
         "tensorboard": TENSORBOARD,
         "wandb": WANDB,
         "yaml": YAML,
-        "test": [*CHECKS, *DATA, *HF, *PLOTS, *TENSORBOARD, *WANDB, *YAML],
+        "test": [*CHECKS, *DATA, *HF, *PLOTS, *REMOTE, *TENSORBOARD, *WANDB, *YAML],
     },
     entry_points={"console_scripts": ["megaprec = megaprec.__main__:main"]},
     classifiers=[

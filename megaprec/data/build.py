@@ -12,7 +12,7 @@ or trains the tokenizer and builds.
 
 import errno
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import groupby, islice
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from megaprec.data import intact
 from megaprec.data.files import file_digest, with_suffix, write_whole
 from megaprec.data.indexed import IndexedDataset, IndexedWriter, Mark
-from megaprec.data.readers import Piece
+from megaprec.data.pieces import Piece
 from megaprec.data.text import Source, TextDigest, has_digest
 from megaprec.data.tokenizer import (
     FILE_DIGEST,
@@ -38,7 +38,7 @@ from megaprec.data.tokenizer import (
 from megaprec.data.training import train_sentencepiece
 from megaprec.data.workers import Chunk, encode_chunks
 from megaprec.durable import naming_file
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.parsing import parse_json, read_text
 
 # of text that is encoded together; the boundaries of chunks change no byte of the result
@@ -50,6 +50,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RESUME_CHARS = 1 << 26  # of text between two points from which a killed build can resume
 
 RECORD_BYTES = 1 << 24  # more than any record has
+
+SKIPPED = ".skipped.txt"  # ends the name of the list of bad files and rows that were left out
 
 SAME = "same_texts"  # key of a record: identities of texts that were found to be the same
 MAX_SAME = 16  # so that a record does not grow for ever
@@ -65,6 +67,7 @@ class BuildResult:
     tokens: with the end-of-document tokens.
     bytes: of the text, in UTF-8; None if the data set was built before they were counted.
     unknown: number of tokens that stand for text which the tokenizer does not know.
+    skipped: number of bad files and rows that were left out, named in `PREFIX.skipped.txt`.
     reused: the data set was there already.
     """
 
@@ -77,6 +80,7 @@ class BuildResult:
     chars: int
     bytes: int | None
     unknown: int = 0
+    skipped: int = 0
     reused: bool = False
 
 
@@ -181,9 +185,11 @@ def build(
         with naming_file(prefix):
             text_digest = TextDigest()
             report = on_progress or (lambda *totals: None)
+            skipped: list[Problem] = []
             ids = _write(
                 source,
                 text_digest,
+                skipped,
                 tokenizer,
                 prefix,
                 inputs,
@@ -199,8 +205,10 @@ def build(
         raise
     counts = asdict(state.counts)
     try:
+        _write_skipped(prefix, skipped)
         contents = {
             "ids": ids,
+            "skipped": len(skipped),
             TOKENS_DIGEST: tokens_digest(tokenizer),
             "text_sha256": text_digest.hexdigest(),
             **_digests(prefix),
@@ -218,7 +226,19 @@ def build(
         tokenizer.vocab_size,
         tokenizer.eos,
         **counts,
+        skipped=len(skipped),
     )
+
+
+def _write_skipped(prefix: Path, skipped: Sequence[Problem]) -> None:
+    """Write a line for each bad file and row that was left out, or remove the list of an earlier
+    build."""
+    path = with_suffix(prefix, SKIPPED)
+    if not skipped:
+        path.unlink(missing_ok=True)
+        return
+    lines = "".join(f"{problem}\n" for problem in skipped)
+    write_whole(path, lines.encode(errors="surrogateescape"))
 
 
 def _digests(prefix: Path) -> dict[str, Any]:
@@ -284,7 +304,9 @@ def reusable(
         tokens=record["tokens"],
         chars=record["chars"],
         bytes=record.get("bytes"),
-        unknown=record.get("unknown", 0),  # earlier versions did not count them
+        # earlier versions did not count them
+        unknown=record.get("unknown", 0),
+        skipped=record.get("skipped", 0),
         reused=True,
     )
 
@@ -419,6 +441,7 @@ def _interrupted_state(prefix: Path, inputs: dict[str, Any]) -> _State:
 def _write(
     source: Source,
     text_digest: TextDigest,
+    skipped: list[Problem],
     tokenizer: Tokenizer,
     prefix: Path,
     inputs: dict[str, Any],
@@ -430,12 +453,13 @@ def _write(
 
     Updates `state`, and periodically saves it to `PREFIX.resume`.
     text_digest: all text is added to it.
+    skipped: what is left out of the text is added to it.
     """
     counts = state.counts
     saved_chars = state.counts.chars
     with IndexedWriter(prefix, tokenizer.vocab_size, state.mark) as writer:
         # skipped chunks are read all the same: the digest is of the whole text
-        all_chunks = _chunks(text_digest.reading(source))
+        all_chunks = _chunks(text_digest.reading(source.reading(skipped.append)))
         chunks = islice(all_chunks, state.chunks, None)
         num_workers = _worker_count(source, workers)
         for chunk, (ids, ends) in encode_chunks(chunks, tokenizer, num_workers):

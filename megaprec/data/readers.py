@@ -1,24 +1,40 @@
-"""Readers of one text file: plain text, JSON lines, a JSON list (each also compressed by gzip or
-zstd) or Parquet.
+"""Readers of one text file: plain text, JSON lines, a JSON list, tables, HTML pages and notebooks,
+each also compressed by gzip or zstd (but for Parquet).
 
 Each reader yields pieces `(document, text)`; consecutive pieces of one document have the same name.
 A file that is truncated, damaged or not of the format that its name says raises a `UserError` that
 names the file and the line (for Parquet the row, for a list the item), counted from 1. Zstd and
-Parquet are read with the optional package `pyarrow`.
+Parquet are read with the optional package `pyarrow`, pages with `inscriptis`.
 """
 
 import codecs
-import gzip
 import io
 import json
 import re
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from megaprec.data.json_list import items, once
+from megaprec.data.marked_up import (
+    NOTEBOOK,
+    PAGES,
+    import_inscriptis,
+    notebook_pieces,
+    page_pieces,
+)
+from megaprec.data.packed_files import PACKED, import_pyarrow, naming_damage, open_unpacked
+from megaprec.data.pieces import (
+    PIECE_CHARS,
+    WHICH,
+    OnFault,
+    Piece,
+    cut_document,
+    raise_fault,
+    require_unicode,
+)
+from megaprec.data.tables import SEPARATORS, parquet_pieces, separated_pieces
 from megaprec.errors import UserError
 
 TEXT = (".txt", ".text", ".md", ".rst", ".py")
@@ -26,21 +42,13 @@ JSONL = ".jsonl"
 ALSO_JSONL = (".ndjson", ".jsonlines")  # other names of the same form
 JSON = ".json"
 PARQUET = ".parquet"
-PACKED = {".gz": "gzip", ".zst": "zstd"}  # may follow all of these but .parquet
-SUFFIXES = (*TEXT, JSONL, *ALSO_JSONL, JSON, PARQUET)
-PIECE_CHARS = 1 << 20
+SUFFIXES = (*TEXT, JSONL, *ALSO_JSONL, JSON, *SEPARATORS, PARQUET, *PAGES, NOTEBOOK)
+OWN_ENCODING = (JSONL, *ALSO_JSONL, JSON, PARQUET, NOTEBOOK)  # UTF-8, as their formats say
 MAX_LINE = 1 << 26  # bytes of a line of JSONL, which is parsed whole
-ROWS = 256  # of a Parquet file that are read together
+UTF8 = "utf-8"
 # Endings of forms that are not read, and would be one plain text in silence: what the file is, and
 # what to do.
 NOT_READ = {
-    **dict.fromkeys(
-        (".csv", ".tsv"), "a table: write it as .jsonl; to read it as one text, name it .txt"
-    ),
-    **dict.fromkeys(
-        (".html", ".htm", ".xhtml"),
-        "marked up: extract its text; to read it with its tags, name it .txt",
-    ),
     **dict.fromkeys(
         (".zip", ".tar", ".tgz", ".7z", ".rar"), "an archive: unpack it and give the folder"
     ),
@@ -64,31 +72,51 @@ MAGIC = {
     b"ARROW1\0\0": f"it is {NOT_READ['.arrow']}",
     b"%PDF-": "it is a PDF: extract its text first",
     b"PK\x03\x04": "it is a zip archive or an office document: extract its text first",
+}
+UTF16_MAGIC = {
     codecs.BOM_UTF16_LE: "it is UTF-16 or UTF-32: convert it to UTF-8",
     codecs.BOM_UTF16_BE: "it is UTF-16: convert it to UTF-8",
 }
 ZERO = "it is UTF-16 or binary; convert it to UTF-8 or leave it out"
-WHICH = (
-    "name the field that holds the text: data.text_field in a run file, --text-field in a command"
-)
 
 # names of fields that JSON can spell in one way only, but for escapes such as \u0041
 ONE_SPELLING = re.compile(r"[\w .:-]+", re.ASCII)
 
-Piece = tuple[str, str]
-OnFault = Callable[[UserError], None]
+
+@dataclass(frozen=True)
+class TextOptions:
+    """Options of reading the text of a source.
+
+    field: name of the field or column that holds the text.
+    encoding: of plain text, separated tables, and pages that do not name theirs, as Python names
+        it; other forms are always UTF-8.
+    exclude: shell patterns of files to leave out, by name or by path below the folder; `*` stands
+        for any characters, `/` too. A folder that one matches is left out whole.
+    skip_bad: number of bad files and rows that are left out; with one more, and with 0, the source
+        is refused.
+    max_chars: number of characters after which reading stops, even within a document.
+    """
+
+    field: str = "text"
+    encoding: str = UTF8
+    exclude: tuple[str, ...] = ()
+    skip_bad: int = 0
+    max_chars: int | None = None
 
 
-def raise_fault(error: UserError) -> None:
-    """Raise the error of a bad document."""
-    raise error
+def encoding_problem(encoding: str) -> str:
+    """Return why text cannot have this encoding; "" if it can."""
+    try:
+        "a".encode(encoding)
+    except (LookupError, ValueError) as problem:
+        return str(problem)
+    return ""
 
 
 def pieces(
     file: Path,
     document: str,
-    field: str,
-    skip_undecodable: bool,
+    options: TextOptions,
     on_fault: OnFault = raise_fault,
 ) -> Iterator[Piece]:
     """Yield the text in `file` in pieces; `document` is the prefix of its documents' names.
@@ -98,13 +126,26 @@ def pieces(
     """
     match form(file):
         case ".jsonl":
-            return _jsonl_pieces(file, document, field, on_fault)
+            return _jsonl_pieces(file, document, options.field, on_fault)
         case ".json":
-            return _list_pieces(file, document, field, on_fault)
+            return _list_pieces(file, document, options.field, on_fault)
         case ".parquet":
-            return _parquet_pieces(file, document, field, on_fault)
+            return parquet_pieces(file, document, options.field, on_fault)
+        case ".csv" | ".tsv" as suffix:
+            encoding = _without_byte_order_mark(options.encoding)
+            separator = SEPARATORS[suffix]
+            return separated_pieces(file, document, options.field, encoding, separator, on_fault)
+        case ".html" | ".htm" | ".xhtml":
+            return page_pieces(file, document, options.encoding)
+        case ".ipynb":
+            return notebook_pieces(file, document)
         case _:
-            return _text_pieces(file, document, skip_undecodable)
+            return _text_pieces(file, document, options)
+
+
+def _without_byte_order_mark(encoding: str) -> str:
+    """Return the encoding that also drops the mark at the beginning of a file, of UTF-8."""
+    return "utf-8-sig" if codecs.lookup(encoding).name == UTF8 else encoding
 
 
 def form(file: Path) -> str:
@@ -125,77 +166,114 @@ def require_read(file: Path) -> None:
 
 def check_readable(files: Sequence[Path]) -> None:
     """Raise UserError if a package is missing that one of the files needs."""
-    for file in files:
-        if file.suffix.lower() == ".zst" or form(file) == PARQUET:
-            _import_pyarrow(file)
-            return
+    arrow_files = [file for file in files if file.suffix.lower() == ".zst" or form(file) == PARQUET]
+    if arrow_files:
+        import_pyarrow(arrow_files[0])
+    page_files = [file for file in files if form(file) in PAGES]
+    if page_files:
+        import_inscriptis(page_files[0])
 
 
 def is_list(file: Path) -> bool:
     """Return True if a .json file is a list, by its first sign. Other JSON is no text: settings,
     notebooks, tables."""
-    with _reading(file, lambda: "1"), _open_unpacked(file) as stream:
+    with naming_damage(file, lambda: "1"), open_unpacked(file) as stream:
         start = stream.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8).lstrip()
         while not start and (sign := stream.read(1)):
             start = sign.strip()
         return start.startswith(b"[")
 
 
-def _text_pieces(
-    file: Path,
-    document: str,
-    skip_undecodable: bool,
-) -> Iterator[Piece]:
+def _text_pieces(file: Path, document: str, options: TextOptions) -> Iterator[Piece]:
+    """Yield a plain text.
+
+    If bad files are to be skipped, the text is read twice: none of it is yielded before all of it
+    has been decoded.
+    """
+    if options.skip_bad:
+        for _ in _decoded_pieces(file, document, options.encoding):
+            pass
+    yield from _decoded_pieces(file, document, options.encoding)
+
+
+def _decoded_pieces(file: Path, document: str, encoding: str) -> Iterator[Piece]:
+    """Yield a plain text. Raises UserError where it is no text of this encoding."""
     line = 1
-    other_form = _other_form(file)
+    other_form = _other_form(file, encoding)
     if other_form:
-        if skip_undecodable:
-            return
         raise UserError.of("data.not_utf8", file=file, other_form=other_form)
     try:
         with (
-            _reading(file, lambda: str(line)),
-            io.TextIOWrapper(_open_unpacked(file), "utf-8-sig", newline="") as stream,
+            naming_damage(file, lambda: str(line)),
+            io.TextIOWrapper(
+                open_unpacked(file), _without_byte_order_mark(encoding), newline=""
+            ) as stream,
         ):
             while text := stream.read(PIECE_CHARS):
                 # to the end of a line, or as much again of a very long one
                 text += stream.readline(PIECE_CHARS)
                 zero = text.find("\0")
-                if zero >= 0 and not skip_undecodable:
+                if zero >= 0:
                     line += text.count("\n", 0, zero)
                     raise UserError.of("data.zero_byte", file=file, line=line, zero=ZERO)
                 line += text.count("\n")
                 yield document, text
-    except UnicodeDecodeError as problem:
-        if not skip_undecodable:
-            reason = f"{problem.reason} in line {_undecodable_line(file)}"
-            raise UserError.of("data.not_utf8_in_line", file=file, reason=reason) from problem
+    except UnicodeError as problem:
+        raise _not_decodable(file, encoding, problem) from problem
 
 
-def _other_form(file: Path) -> str:
+def _not_decodable(file: Path, encoding: str, problem: UnicodeError) -> UserError:
+    """Return the error of a plain text that is not of its encoding."""
+    reason = getattr(problem, "reason", problem)
+    line = _undecodable_line(file, encoding)
+    if codecs.lookup(encoding).name == UTF8:
+        return UserError.of("data.not_utf8_in_line", file=file, reason=f"{reason} in line {line}")
+    return UserError.of(
+        "data.not_of_encoding", file=file, encoding=encoding, reason=reason, line=line
+    )
+
+
+def _other_form(file: Path, encoding: str = UTF8) -> str:
     """Return what a file is, by its first bytes, and what to do; "" if they may be text."""
-    with _reading(file, lambda: "1"), _open_unpacked(file) as stream:
-        return _by_first_bytes(stream.read(max(map(len, MAGIC))))
+    with naming_damage(file, lambda: "1"), open_unpacked(file) as stream:
+        beginning = stream.read(max(map(len, MAGIC)))
+    other_form = _by_first_bytes(beginning)
+    # other encodings may begin with the mark of UTF-16, or be it
+    is_utf8 = codecs.lookup(encoding).name == UTF8
+    return "" if other_form in UTF16_MAGIC.values() and not is_utf8 else other_form
 
 
 def _by_first_bytes(content: bytes) -> str:
-    for magic, description in MAGIC.items():
+    for magic, description in {**MAGIC, **UTF16_MAGIC}.items():
         if content.startswith(magic):
             return description
     return ""
 
 
-def _undecodable_line(file: Path) -> int:
-    """Return the number of the line that holds the first byte that is not UTF-8."""
+def _undecodable_line(file: Path, encoding: str) -> int:
+    """Return the number of the line that holds the first byte that is not of the encoding."""
     line = 1
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    with _open_unpacked(file) as stream:
+    decoder = codecs.getincrementaldecoder(encoding)()
+    with open_unpacked(file) as stream:
         while piece := stream.read(PIECE_CHARS):
+            state = decoder.getstate()
             try:
                 line += decoder.decode(piece).count("\n")
-            except UnicodeDecodeError as problem:
-                return line + problem.object[: problem.start].count(b"\n")
+            except UnicodeError:
+                decoder.setstate(state)
+                return line + _lines_before_fault(decoder, piece)
     return line
+
+
+def _lines_before_fault(decoder: codecs.IncrementalDecoder, content: bytes) -> int:
+    """Return the number of lines that end before the first byte that cannot be decoded."""
+    lines = 0
+    for byte in content:
+        try:
+            lines += decoder.decode(bytes([byte])).count("\n")
+        except UnicodeError:
+            break
+    return lines
 
 
 def _jsonl_pieces(
@@ -205,7 +283,7 @@ def _jsonl_pieces(
     on_fault: OnFault,
 ) -> Iterator[Piece]:
     number = 0
-    with _reading(file, lambda: str(number + 1)), _open_unpacked(file) as stream:
+    with naming_damage(file, lambda: str(number + 1)), open_unpacked(file) as stream:
         # One byte more than a line may have, so that a longer one is told from one that just fits.
         lines = iter(lambda: stream.readline(MAX_LINE + 1), b"")
         for number, line in enumerate(lines, 1):
@@ -222,31 +300,7 @@ def _jsonl_pieces(
             except UserError as error:
                 on_fault(error)
                 continue
-            yield from _cut(f"{document}:{number}", text)
-
-
-@contextmanager
-def _reading(file: Path, position: Callable[[], str]) -> Iterator[None]:
-    """Raise UserError for a file that cannot be read or unpacked inside the context.
-
-    position: returns the number of the line or item that is being read.
-    """
-    try:
-        yield
-    except (EOFError, zlib.error, OSError) as problem:
-        compression = PACKED.get(file.suffix.lower())
-        # an error number is the system's, and none of unpacking
-        if compression is None or getattr(problem, "errno", None):
-            raise UserError.of(
-                "data.row_unreadable", file=file, place=position(), problem=problem
-            ) from problem
-        raise UserError.of(
-            "data.file_not_whole",
-            file=file,
-            place=position(),
-            compression=compression,
-            problem=problem,
-        ) from problem
+            yield from cut_document(f"{document}:{number}", text)
 
 
 def _list_pieces(
@@ -264,54 +318,31 @@ def _list_pieces(
     number = 0
     try:
         with (
-            _reading(file, lambda: str(number + 1)),
-            io.TextIOWrapper(_open_unpacked(file), "utf-8-sig") as stream,
+            naming_damage(file, lambda: str(number + 1)),
+            io.TextIOWrapper(open_unpacked(file), "utf-8-sig") as stream,
         ):
             for number, item in enumerate(items(stream, field), 1):
                 where = f"{file}:{number}"
                 try:
                     if isinstance(item, str):
-                        text = _require_unicode(item, where, "the item")
+                        text = require_unicode(item, where, "the item")
                     else:
                         text = _text_of(item, field, where)
                 except UserError as error:
                     on_fault(error)
                     continue
-                yield from _cut(f"{document}:{number}", text)
+                yield from cut_document(f"{document}:{number}", text)
     except UserError:
         raise
     except UnicodeDecodeError as problem:
         raise UserError.of("data.json_list_not_utf8", file=file, reason=problem.reason) from problem
     except (ValueError, RecursionError) as problem:
         # UTF-16 is a common reason, and its error is of no help
-        with _open_unpacked(file) as stream:
+        with open_unpacked(file) as stream:
             reason = ZERO if b"\0" in stream.read(2) else problem
         raise UserError.of(
             "data.json_list_broken", file=file, number=number + 1, reason=reason
         ) from problem
-
-
-def _cut(document: str, text: str) -> Iterator[Piece]:
-    """Yield a document's text in pieces, cut at line ends where there are some."""
-    start = 0
-    while len(text) - start > PIECE_CHARS:
-        latest_end = start + 2 * PIECE_CHARS
-        line_end = text.find("\n", start + PIECE_CHARS, latest_end)
-        end = latest_end if line_end < 0 else line_end + 1
-        yield document, text[start:end]
-        start = end
-    # an empty document is a document too
-    if start < len(text) or not text:
-        yield document, text[start:]
-
-
-def _open_unpacked(file: Path) -> BinaryIO:
-    """Open a file for reading; what it gives is not packed any more."""
-    suffix = file.suffix.lower()
-    if suffix == ".zst":
-        stream = _import_pyarrow(file).input_stream(str(file), compression="zstd")
-        return io.BufferedReader(stream, 1 << 16)
-    return gzip.open(file, "rb") if suffix == ".gz" else open(file, "rb")  # pyright: ignore[reportReturnType]
 
 
 def _parse_line(
@@ -356,93 +387,4 @@ def _text_of(
             dumps=json.dumps(text)[:40],
             which=WHICH,
         )
-    return _require_unicode(text, where, f"field {field!r}")
-
-
-def _require_unicode(
-    text: str,
-    where: str,
-    what: str,
-) -> str:
-    """Return the text. Raises UserError for half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as problem:
-        raise UserError.of("data.half_surrogate_in_row", where=where, what=what) from problem
-    return text
-
-
-def _parquet_pieces(
-    file: Path,
-    document: str,
-    field: str,
-    on_fault: OnFault,
-) -> Iterator[Piece]:
-    arrow = _import_pyarrow(file)
-    number = 0
-    try:
-        with _open_parquet(file, arrow, field) as table:
-            for batch in table.iter_batches(batch_size=ROWS, columns=[field], use_threads=False):
-                # a column named a.b may come with b of a structure a
-                column = batch.column(batch.schema.get_field_index(field))
-                for value in column:
-                    number += 1
-                    where = f"{file}:{number}: field {field!r}"
-                    try:
-                        text = value.as_py()
-                    except UnicodeDecodeError as problem:
-                        on_fault(
-                            UserError.of("data.not_utf8", file=where, other_form=problem.reason)
-                        )
-                        continue
-                    if text is None:
-                        on_fault(UserError.of("data.field_null", where=where))
-                        continue
-                    yield from _cut(f"{document}:{number}", text)
-    except (arrow.ArrowException, OSError) as problem:
-        reason = " ".join(str(problem).split())
-        raise UserError.of(
-            "data.parquet_not_whole", file=file, number=number + 1, reason=reason
-        ) from problem
-
-
-def _open_parquet(
-    file: Path,
-    arrow: Any,
-    field: str,
-) -> Any:
-    """Open a Parquet file that has a column `field` of texts; row groups are read in small pieces.
-
-    Raises UserError if the column is missing or has another type.
-    """
-    import pyarrow.parquet  # noqa: PLC0415 (optional)
-
-    table = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20, page_checksum_verification=True)
-    schema = table.schema_arrow
-    if field not in schema.names:
-        names = ", ".join(schema.names) or "none"
-        raise UserError.of("data.field_missing", where=file, field=field, names=names, which=WHICH)
-    column_count = schema.names.count(field)
-    if column_count > 1:
-        raise UserError.of(
-            "data.parquet_column_twice",
-            file=file,
-            column_count=column_count,
-            field=field,
-            which=WHICH,
-        )
-    field_type = schema.field(field).type
-    value_type = field_type.value_type if arrow.types.is_dictionary(field_type) else field_type
-    if not (arrow.types.is_string(value_type) or arrow.types.is_large_string(value_type)):
-        raise UserError.of(
-            "data.parquet_type", file=file, field=field, field_type=field_type, which=WHICH
-        )
-    return table
-
-
-def _import_pyarrow(file: Path) -> Any:
-    try:
-        import pyarrow  # noqa: PLC0415 (optional)
-    except ImportError as problem:
-        raise UserError.of("data.pyarrow_missing", file=file) from problem
-    return pyarrow
+    return require_unicode(text, where, f"field {field!r}")

@@ -1,27 +1,33 @@
-"""Text sources: the standard library, a file, a folder, JSONL, Parquet.
+"""Text sources: the standard library, files of many forms, folders, patterns of file names.
 
 A source is a stream of pieces `(document, text)`; consecutive pieces of one document have the same
 name. Large files come in pieces of about a million characters, cut at line ends, so that no file
 need fit into memory.
 
-| given as            | documents                                                               |
-|---------------------|-------------------------------------------------------------------------|
-| `python`            | the running interpreter's standard library, its tests left out, in an   |
-|                     | order that is scattered but always the same: any beginning is varied    |
-| `FILE.jsonl`        | one a line, the text under `text_field`; also `.ndjson`, `.jsonlines`   |
-| `FILE.json`, a list | one an item: a text, or an object with the text under `text_field`      |
-| `FILE.parquet`      | one a row, the text in column `text_field`                              |
-| any other file      | one, the whole file; tables, archives and the like (`NOT_READ`) are     |
-|                     | refused                                                                 |
-| a folder            | one a file (line, item, row) of its `SUFFIXES`, by path; `left_out` has |
-|                     | the others: other endings, JSON that is no list, names with a leading   |
-|                     | dot, links                                                              |
+| given as             | documents                                                              |
+|----------------------|------------------------------------------------------------------------|
+| `python`             | the running interpreter's standard library, its tests left out, in an  |
+|                      | order that is scattered but always the same: any beginning is varied   |
+| `FILE.jsonl`         | one a line, the text under `TextOptions.field`; also `.ndjson`,        |
+|                      | `.jsonlines`                                                           |
+| `FILE.json`, a list  | one an item: a text, or an object with the text under that field       |
+| `FILE.csv`, `.tsv`   | one a row, the text in that column                                     |
+| `FILE.parquet`       | one a row, the text in that column                                     |
+| `FILE.html`, `.htm`, | one, the text of the page as a browser lays it out                     |
+| `.xhtml`             |                                                                        |
+| `FILE.ipynb`         | one, the sources of a notebook's cells                                 |
+| any other file       | one, the whole file; archives and the like (`NOT_READ`) are refused    |
+| a folder             | one a file (line, item, row) of its `SUFFIXES`, by path; `left_out`    |
+|                      | has the others: other endings, JSON that is no list, names with a      |
+|                      | leading dot, links, what `TextOptions.exclude` names                   |
+| a pattern            | those of the files and folders that match, by path; `**` stands for    |
+|                      | any folders                                                            |
+| a list of these      | those of each, in this order; a file that was read before is left out  |
 
 All but Parquet may be packed, with `.gz` or `.zst` at the end of the name. Endings may have any
 case.
 
-Text is UTF-8 and is not changed, line ends included. A folder called `python` is given as
-`./python`.
+Plain text is not changed, line ends included. A folder called `python` is given as `./python`.
 """
 
 import hashlib
@@ -30,30 +36,30 @@ import re
 import sysconfig
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megaprec.data.packed_files import PACKED
+from megaprec.data.pieces import OnFault, Piece
+from megaprec.data.places import is_remote, version_of
 from megaprec.data.readers import (
-    JSON,
-    PACKED,
     SUFFIXES,
     TEXT,
-    OnFault,
-    Piece,
+    UTF8,
+    TextOptions,
     check_readable,
+    encoding_problem,
     form,
-    is_list,
     pieces,
-    raise_fault,
-    require_read,
 )
+from megaprec.data.text_files import is_hidden, left_out_words, text_files
 from megaprec.errors import Problem, UserError
-from megaprec.parsing import home_expanded
 
 SHOWN = 20  # lines about bad files and rows
 ROW = re.compile(r"(.*?):\d+: (.*)", re.DOTALL)  # a line about a row: its file, and the reason
 SEARCH_SECONDS = 60.0  # in which bad files and rows are searched for, once there is one
+STANDARD_LIBRARY = "python"
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -63,8 +69,6 @@ class Source:
 
     name: the name that the user gave.
     files: the files to read, in this order, below `root`.
-    max_chars: number of characters after which reading stops, even within a document.
-    skip_undecodable: skip files that are not UTF-8 instead of raising UserError.
     left_out: number of files of a folder that are not read, by the reason; empty ones, which give
         no text, are among `files` too.
     """
@@ -72,18 +76,33 @@ class Source:
     name: str
     root: Path
     files: tuple[Path, ...]
-    text_field: str = "text"
-    max_chars: int | None = None
-    skip_undecodable: bool = False
+    options: TextOptions = field(default_factory=TextOptions)
     left_out: Mapping[str, int] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Piece]:
+        """Yield the pieces, as `reading` does."""
+        return self.reading(lambda problem: None)
+
+    def reading(self, on_skip: Callable[[Problem], None]) -> Iterator[Piece]:
         """Yield the pieces.
 
-        Raises UserError that names all bad files and rows of the source, the first of many.
+        on_skip: called with each bad file or row that is left out, of which there are at most
+            `options.skip_bad`.
+        Raises UserError that names all bad files and rows of the source, the first of many, if
+        there are more.
         """
+        num_skipped = 0
+
+        def skip_or_raise(error: UserError) -> None:
+            nonlocal num_skipped
+            num_skipped += 1
+            if num_skipped > self.options.skip_bad:
+                raise error
+            for problem in error.problems:
+                on_skip(problem)
+
         try:
-            yield from self._read(raise_fault)
+            yield from self._read(skip_or_raise)
         except UserError as error:
             raise self._all_faults(error) from error
 
@@ -94,14 +113,11 @@ class Source:
             early.
         Raises the error where `on_fault` does.
         """
-        remaining = self.max_chars
+        remaining = self.options.max_chars
         for file in self.files:
             document = self._document(file)
             try:
-                file_pieces = pieces(
-                    file, document, self.text_field, self.skip_undecodable, on_fault
-                )
-                for name, text in file_pieces:
+                for name, text in pieces(file, document, self.options, on_fault):
                     # the last piece may be cut
                     yield name, text[:remaining]
                     if remaining is not None:
@@ -136,6 +152,10 @@ class Source:
         if not first_problems:  # it can be read by now
             return first
         problems: list[Problem] = []
+        if self.options.skip_bad:
+            problems.append(
+                Problem.of("data.skip_bad_exceeded", name=self.name, most=self.options.skip_bad)
+            )
         num_others = 0
         for key, problem in first_problems.items():
             if len(problems) < SHOWN:
@@ -154,31 +174,40 @@ class Source:
     def total_chars(self) -> int | None:
         """Return an estimate of the number of characters, from file sizes.
 
-        It is `max_chars` if a file is packed or a table, whose sizes do not tell.
+        It is `options.max_chars` if a file is packed or a table, whose sizes do not tell.
         """
         for file in self.files:
             is_packed = file.suffix.lower() in PACKED
             is_table = form(file) in SUFFIXES[len(TEXT) :]  # those after plain text
             if is_packed or is_table:
-                return self.max_chars
+                return self.options.max_chars
         size = self.total_bytes()
-        return size if self.max_chars is None else min(size, self.max_chars)
+        return size if self.options.max_chars is None else min(size, self.options.max_chars)
 
     def identity(self) -> dict[str, str | int | None]:
         """Return the identity of this text for the build record; it changes when a file's name,
-        size or time does."""
+        size or time does, or an option that may change what is read."""
         digest = hashlib.sha256()
         for file in self.files:
-            state = file.stat()
             name = os.fsencode(self._document(file))  # a name need not be UTF-8
-            digest.update(name + f"\0{state.st_size}\0{state.st_mtime_ns}\n".encode())
-        return {
+            if is_remote(file):
+                version = version_of(file)
+            else:
+                state = file.stat()
+                version = f"{state.st_size}\0{state.st_mtime_ns}"
+            digest.update(name + f"\0{version}\n".encode())
+        identity: dict[str, str | int | None] = {
             "name": self.name,
-            "text_field": self.text_field,
-            "max_chars": self.max_chars,
+            "text_field": self.options.field,
+            "max_chars": self.options.max_chars,
             "files": len(self.files),
             "files_sha256": digest.hexdigest(),
         }
+        if self.options.encoding != UTF8:
+            identity["encoding"] = self.options.encoding
+        if self.options.skip_bad and self.name != STANDARD_LIBRARY:
+            identity["skip_bad"] = True  # how many may be left out changes no byte
+        return identity
 
     def total_bytes(self) -> int:
         """Return the total size of the files in bytes."""
@@ -219,131 +248,55 @@ def has_digest(
     digest: str,
     chars: int,
 ) -> bool:
-    """Return True if the text of a source has this digest. chars: its length; no more is read."""
+    """Return True if the text of a source can be read and has this digest.
+
+    chars: its length; no more is read.
+    """
     actual = TextDigest()
-    for _ in actual.reading(source):
-        if actual.chars > chars:
-            return False
+    try:
+        for _ in actual.reading(source):
+            if actual.chars > chars:
+                return False
+    except UserError:
+        return False
     return actual.chars == chars and actual.hexdigest() == digest
 
 
-def open_source(
-    name: str,
-    *,
-    text_field: str = "text",
-    max_chars: int | None = None,
-) -> Source:
+def open_source(name: str | Sequence[str], options: TextOptions | None = None) -> Source:
     """Return the source `name` (see the module's table).
 
     Raises UserError if it does not exist or has no text.
     """
-    if max_chars is not None and max_chars < 1:
-        raise UserError.of("data.max_chars_zero", max_chars=max_chars)
-    if name == "python":
-        return _standard_library(max_chars)
-    path = Path(home_expanded(name))
-    _require_file_or_folder(name, path)
-    left_out: dict[str, int] = {}
-    if path.is_dir():
-        root = path
-        files, left_out = _text_files(path)
-    else:
-        require_read(path)
-        root = path.parent
-        files = [path]
-    if not files:
-        reasons = f" ({', '.join(left_out_words(left_out))} left out)" if left_out else ""
-        raise UserError.of(
-            "data.folder_without_text", name=name, suffixes=", ".join(SUFFIXES), reasons=reasons
+    options = options or TextOptions()
+    if options.max_chars is not None and options.max_chars < 1:
+        raise UserError.of("data.max_chars_zero", max_chars=options.max_chars)
+    if why := encoding_problem(options.encoding):
+        raise UserError.of("data.encoding_unknown", encoding=options.encoding, why=why)
+    names = [name] if isinstance(name, str) else name
+    if [*names] == [STANDARD_LIBRARY]:
+        return _standard_library(options.max_chars)
+    found = text_files(names, options.exclude)
+    shown_name = ", ".join(names)
+    if not found.files:
+        reasons = (
+            f" ({', '.join(left_out_words(found.left_out))} left out)" if found.left_out else ""
         )
-    if not any(file.stat().st_size for file in files):
-        raise UserError.of("data.source_empty", name=name)
-    check_readable(files)
-    return Source(
-        name,
-        root,
-        tuple(files),
-        text_field,
-        max_chars,
-        left_out=left_out,
-    )
-
-
-def _require_file_or_folder(name: str, path: Path) -> None:
-    """Raise UserError unless there is a file or folder at the path of this name."""
-    if not path.exists():
-        folder = "" if path.is_absolute() else f" in {Path.cwd()}"
-        raise UserError.of("data.source_missing", name=name, folder=folder)
-    if not (path.is_dir() or path.is_file()):
-        raise UserError.of("data.source_not_file", name=name)
+        raise UserError.of(
+            "data.folder_without_text",
+            name=shown_name,
+            suffixes=", ".join(SUFFIXES),
+            reasons=reasons,
+        )
+    if not any(file.stat().st_size for file in found.files):
+        raise UserError.of("data.source_empty", name=shown_name)
+    check_readable(found.files)
+    return Source(shown_name, found.root, found.files, options, found.left_out)
 
 
 def _with_others(problem: Problem, others: int) -> Problem:
     """Return the problem of a bad row, with the number of other rows of its file that have the same
     fault."""
     return problem.within(after=f"; so {others:,} other rows of this file") if others else problem
-
-
-def left_out_words(left_out: Mapping[str, int]) -> list[str]:
-    """Return the counts of files that are not read: 3 .html, 1 .pdf."""
-
-    def most_first(reason: str) -> tuple[int, str]:
-        return -left_out[reason], reason
-
-    reasons = sorted(left_out, key=most_first)
-    return [f"{left_out[reason]:,} {reason}" for reason in reasons]
-
-
-def _text_files(root: Path) -> tuple[list[Path], dict[str, int]]:
-    """Return the files of a folder that are read, by path, and the number of the others by the
-    reason."""
-    files: list[Path] = []
-    left_out = Counter[str]()
-    unreadable: list[Problem] = []
-    for folder, subfolders, names in os.walk(root):
-        # os.walk does not follow them
-        left_out["links to folders"] += sum(Path(folder, name).is_symlink() for name in subfolders)
-        left_out["hidden"] += sum(map(_is_hidden, [*subfolders, *names]))
-        # in place: os.walk goes on with what is left
-        subfolders[:] = [name for name in subfolders if not _is_hidden(name)]
-        for name in names:
-            if _is_hidden(name):
-                continue
-            file = Path(folder, name)
-            try:
-                reason = _why_left_out(file)
-            except UserError as error:
-                unreadable += error.problems
-                continue
-            if reason:
-                left_out[reason] += 1
-            else:
-                files.append(file)
-                left_out["empty"] += not file.stat().st_size
-    if unreadable:
-        problems = sorted(unreadable)[:SHOWN]
-        if len(unreadable) > SHOWN:
-            num_others = len(unreadable) - SHOWN
-            problems.append(Problem.of("data.other_bad_files", root=root, num_others=num_others))
-        raise UserError(*problems)
-    return sorted(files), dict(+left_out)  # + leaves out what was not found
-
-
-def _is_hidden(name: str) -> bool:
-    return name.startswith(".")
-
-
-def _why_left_out(file: Path) -> str:
-    """Return the reason why a file of a folder is no text; empty if it is one."""
-    if not file.is_file():
-        return "broken links or devices"
-    file_form = form(file)
-    if file_form not in SUFFIXES:
-        endings = file.suffixes[-2:] if file.suffix in PACKED else [file.suffix]
-        return "".join(endings).lower() or "without ending"
-    if file_form == JSON and not is_list(file):
-        return ".json that is no list"
-    return ""
 
 
 def _standard_library(max_chars: int | None) -> Source:
@@ -354,11 +307,11 @@ def _standard_library(max_chars: int | None) -> Source:
     # by digest, so that any beginning has varied modules, and the same on every machine
     scattered = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())
     return Source(
-        "python",
+        STANDARD_LIBRARY,
         root,
         tuple(files[name] for name in scattered),
-        max_chars=max_chars,
-        skip_undecodable=True,
+        # the user can mend no file of Python's own
+        TextOptions(max_chars=max_chars, skip_bad=len(files)),
     )
 
 
@@ -369,8 +322,8 @@ def _library_files(root: Path) -> Iterator[Path]:
     """
     for folder, subfolders, names in os.walk(root):
         kept = [name for name in subfolders if name not in NOT_LIBRARY]
-        subfolders[:] = [name for name in kept if not _is_hidden(name)]
+        subfolders[:] = [name for name in kept if not is_hidden(name)]
         for name in names:
             file = Path(folder, name)
-            if name.endswith(".py") and not _is_hidden(name) and file.is_file():
+            if name.endswith(".py") and not is_hidden(name) and file.is_file():
                 yield file

@@ -172,9 +172,7 @@ def test_nothing_at_all_is_the_users_error(tmp_path: Path) -> None:
 def test_an_option_of_texts_is_refused_beside_tokens_and_one_of_tokens_beside_texts(
     good: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(
-        UserError, match=sentence("command.text_field_of_tokens", text_field="body", path=good)
-    ):
+    with pytest.raises(UserError, match=sentence("command.text_options_of_tokens", path=good)):
         command("verify", good, "--text-field", "body")
     (tmp_path / "x.txt").write_text("text")
     with pytest.raises(

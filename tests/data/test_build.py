@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from megaprec.data import build as module
-from megaprec.data import readers
+from megaprec.data import pieces, readers
 from megaprec.data.build import build, prepare, reusable
 from megaprec.data.indexed import IndexedDataset, IndexedWriter
+from megaprec.data.readers import TextOptions
 from megaprec.data.text import open_source
 from megaprec.data.tokenizer import load_tokenizer
 from megaprec.errors import UserError
@@ -130,6 +131,7 @@ def test_memory_does_not_grow_with_the_text(
     tmp_path: Path, tokenizer: Bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readers, "PIECE_CHARS", 1 << 14)
+    monkeypatch.setattr(pieces, "PIECE_CHARS", 1 << 14)
     monkeypatch.setattr(module, "CHUNK_CHARS", 1 << 14)
 
     def peak(lines: int, suffix: str, line: str) -> int:
@@ -252,7 +254,7 @@ def test_a_data_set_is_reused_only_for_the_same_text_and_tokenizer(
         result.chars,
     )
     assert (again.vocab_size, again.eos, again.tokenizer) == (257, 256, tokenizer.path)
-    assert reusable(out, open_source(str(lines), max_chars=3), tokenizer) is None
+    assert reusable(out, open_source(str(lines), TextOptions(max_chars=3)), tokenizer) is None
     assert reusable(out, open_source(str(lines)), tokenizer, vocab_size=300) is None
     tokenizer.path.write_text("other")
     assert reusable(out, open_source(str(lines)), tokenizer) is None
@@ -311,7 +313,7 @@ def test_a_record_never_vouches_for_a_data_set_made_later(
 
 
 def test_prepare_trains_builds_and_then_reuses(tmp_path: Path) -> None:
-    source = open_source("python", max_chars=100_000)
+    source = open_source("python", TextOptions(max_chars=100_000))
     out = tmp_path / "data" / "py"
     made = prepare(source, out, vocab_size=400)
     assert names(out.parent) == {"py.model", "py.bin", "py.idx", "py.json"}
@@ -331,7 +333,7 @@ def test_prepare_trains_builds_and_then_reuses(tmp_path: Path) -> None:
 
 
 def test_prepare_takes_up_after_an_interrupted_build(tmp_path: Path) -> None:
-    source = open_source("python", max_chars=50_000)
+    source = open_source("python", TextOptions(max_chars=50_000))
     prepare(source, tmp_path / "py", vocab_size=400)
     (tmp_path / "py.idx").unlink()
     assert not prepare(source, tmp_path / "py", vocab_size=400).reused
@@ -341,4 +343,4 @@ def test_prepare_takes_up_after_an_interrupted_build(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given", [{}, {"tokenizer": Path("x"), "vocab_size": 3}])
 def test_prepare_needs_a_tokenizer_or_a_size(tmp_path: Path, given: dict) -> None:
     with raises("data.tokenizer_or_vocabulary"):
-        prepare(open_source("python", max_chars=10), tmp_path / "x", **given)
+        prepare(open_source("python", TextOptions(max_chars=10)), tmp_path / "x", **given)

@@ -8,6 +8,7 @@ from shutil import which
 
 import pytest
 
+from megaprec.data.readers import TextOptions
 from megaprec.data.text import open_source
 from tools.bench.memory import peak
 
@@ -32,7 +33,8 @@ pytestmark = [
 
 def test_memory_is_bounded_and_does_not_grow_with_the_text(tmp_path: Path) -> None:
     lines = [
-        json.dumps({"text": text}) + "\n" for _, text in open_source("python", max_chars=BLOCK)
+        json.dumps({"text": text}) + "\n"
+        for _, text in open_source("python", TextOptions(max_chars=BLOCK))
     ]
     found = []
     for repeats in (4, 10):  # before 4, buffers still fill

@@ -8,6 +8,7 @@ import sentencepiece
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from megaprec.data.readers import TextOptions
 from megaprec.data.text import open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.data.training import train_hugging_face, train_sentencepiece
@@ -47,7 +48,7 @@ SPELLED = [
 
 
 def library() -> list[str]:
-    return [text for _, text in open_source("python", max_chars=300_000)]
+    return [text for _, text in open_source("python", TextOptions(max_chars=300_000))]
 
 
 @pytest.fixture(scope="module")

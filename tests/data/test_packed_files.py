@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from megaprec.data.build import build
+from megaprec.data.readers import TextOptions
 from megaprec.data.text import open_source
 from megaprec.data.tokenizer import load_tokenizer
 from megaprec.errors import UserError
@@ -146,7 +147,7 @@ def test_a_column_that_is_no_text_is_refused(
     with pytest.raises(UserError, match=why):
         list(open_source(str(path)))
     with raises("data.field_missing", field="body", names="id, text"):
-        list(open_source(str(path), text_field="body"))
+        list(open_source(str(path), TextOptions(field="body")))
 
 
 def test_a_field_that_is_two_columns_is_refused_and_other_columns_may_be_given_twice(
@@ -156,15 +157,15 @@ def test_a_field_that_is_two_columns_is_refused_and_other_columns_may_be_given_t
     table = pyarrow.Table.from_arrays(columns, names=["text", "n", "n"])
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
     assert documents(open_source(str(tmp_path / "x.parquet"))) == {"x.parquet:1": "a"}
-    with raises("data.parquet_column_twice", column_count=2, field="n"):
-        list(open_source(str(tmp_path / "x.parquet"), text_field="n"))
+    with raises("data.column_twice", column_count=2, field="n"):
+        list(open_source(str(tmp_path / "x.parquet"), TextOptions(field="n")))
 
 
 def test_a_column_with_a_dot_in_its_name_is_not_a_part_of_another(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(
         pyarrow.table({"a": [{"b": "part"}], "a.b": ["text"]}), tmp_path / "x.parquet"
     )
-    assert [*open_source(str(tmp_path / "x.parquet"), text_field="a.b")] == [
+    assert [*open_source(str(tmp_path / "x.parquet"), TextOptions(field="a.b"))] == [
         ("x.parquet:1", "text")
     ]
 

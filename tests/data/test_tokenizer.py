@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaprec.data import training as module
+from megaprec.data.readers import TextOptions
 from megaprec.data.text import open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.data.training import train_hugging_face, train_sentencepiece
@@ -22,7 +23,7 @@ ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\
 
 
 def library(chars: int) -> list[str]:
-    return [text for _, text in open_source("python", max_chars=chars)]
+    return [text for _, text in open_source("python", TextOptions(max_chars=chars))]
 
 
 @pytest.fixture(scope="module")

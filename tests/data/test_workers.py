@@ -17,6 +17,7 @@ from megaprec.data import encoding, workers
 from megaprec.data.build import build
 from megaprec.data.encoding import send_request
 from megaprec.data.indexed import IndexedDataset
+from megaprec.data.readers import TextOptions
 from megaprec.data.text import Source, open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.data.training import train_sentencepiece
@@ -52,7 +53,7 @@ build.build(open_source(source), load_tokenizer(Path(tokenizer)), Path(prefix), 
 def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
     """Documents of all lengths: none, less than a chunk and many chunks."""
     path = tmp_path_factory.mktemp("text") / "x.jsonl"
-    library = "".join(text for _, text in open_source("python", max_chars=900_000))
+    library = "".join(text for _, text in open_source("python", TextOptions(max_chars=900_000)))
     cuts = [
         0,
         10,
@@ -72,7 +73,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    texts = (text for _, text in open_source("python", max_chars=200_000))
+    texts = (text for _, text in open_source("python", TextOptions(max_chars=200_000)))
     return load_tokenizer(train_sentencepiece(texts, tmp_path_factory.mktemp("model") / "m", 500))
 
 
@@ -182,7 +183,7 @@ def test_what_another_text_left_is_not_taken_up(
     tmp_path: Path, source: Source, model: Tokenizer
 ) -> None:
     interrupt(source, model, tmp_path / "out")
-    other = open_source("python", max_chars=100_000)
+    other = open_source("python", TextOptions(max_chars=100_000))
     build(other, model, tmp_path / "out")
     build(other, model, tmp_path / "fresh")
     assert digests(tmp_path / "out") == digests(tmp_path / "fresh")
@@ -240,7 +241,9 @@ def test_a_short_text_is_not_worth_a_process(
     tmp_path: Path, model: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers, "_start_workers", lambda *_: pytest.fail("a process was started"))
-    assert build(open_source("python", max_chars=5_000), model, tmp_path / "a", workers=1).documents
+    assert build(
+        open_source("python", TextOptions(max_chars=5_000)), model, tmp_path / "a", workers=1
+    ).documents
     (tmp_path / "a.txt").write_text("short")
     assert (
         build(open_source(str(tmp_path / "a.txt")), model, tmp_path / "b", workers=8).documents == 1

@@ -123,6 +123,10 @@ CASES = [
     ),
     ("fp8.shadow_every", "10", FP8, f"{FP8} train.steps=10"),
     ("checkpoint.keep_every", "2", "checkpoint.keep=all", ""),
+    *(
+        (f"data.{key}", value, "", "data.source=mine.txt")
+        for key, value in (("encoding", '"latin-1"'), ("exclude", '["*.log"]'), ("skip_bad", "3"))
+    ),
 ]
 # Keys that have files beside them: see the test below.
 BESIDE_FILES = {

@@ -15,14 +15,15 @@ from megaprec.data.files import exclusive_lock, with_suffix
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import check_vocabulary, contents_of
 from megaprec.data.readers import SUFFIXES
-from megaprec.data.text import Source, left_out_words, open_source
+from megaprec.data.text import Source, open_source
+from megaprec.data.text_files import left_out_words
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.data.training import train_hugging_face, train_sentencepiece
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.resources import cores, most_processes
 from tools.commands import data_verify as verification
-from tools.commands.options import add_text_field
-from tools.console.progress_bar import build_progress, tell_left_out
+from tools.commands.options import add_skip_bad, add_text_options, text_options
+from tools.console.progress_bar import build_progress, skipped_words, tell_left_out
 from tools.console.tables import add_json, print_result
 from tools.console.units import counted
 
@@ -58,7 +59,7 @@ def _add_verify(commands: SubParsers) -> None:
         metavar="FILE",
         help="tokenizer of the token ids (default: PREFIX.model)",
     )
-    add_text_field(parser)
+    add_text_options(parser)
     add_json(parser)
     parser.set_defaults(run=verification.verify)
 
@@ -84,11 +85,14 @@ def _add_tokenizer(commands: SubParsers) -> None:
 def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
+        nargs="+",
         metavar="SOURCE",
-        help="'python' (the standard library), a text file, or a folder of "
-        f"{' '.join(SUFFIXES)}; all but .parquet also with .gz or .zst",
+        help="'python' (the standard library), a text file, a folder of "
+        f"{' '.join(SUFFIXES)} (all but .parquet also with .gz or .zst), or a pattern such as "
+        "'texts/**/*.md'; several are read one after the other",
     )
-    add_text_field(parser)
+    add_text_options(parser)
+    add_skip_bad(parser)
     parser.add_argument(
         "--max-chars", type=int, metavar="N", help="use only the first N characters"
     )
@@ -147,7 +151,7 @@ def build(args: argparse.Namespace) -> int:
     the same.
     """
     _check_build(args)
-    source = open_source(args.source, text_field=args.text_field, max_chars=args.max_chars)
+    source = _open(args)
     if args.tokenizer:
         _print_notes(load_tokenizer(args.tokenizer))  # refused before there is a lock
     # beside the data set, so that all hosts of a shared folder see it
@@ -179,6 +183,12 @@ def build(args: argparse.Namespace) -> int:
             "characters/s"
         )
     return 0
+
+
+def _open(args: argparse.Namespace) -> Source:
+    """Open the text that `_add_source` names. Raises UserError."""
+    options = text_options(args, max_chars=args.max_chars, skip_bad=args.skip_bad)
+    return open_source(args.source, options)
 
 
 def _check_build(args: argparse.Namespace) -> None:
@@ -213,10 +223,11 @@ def _print_waiting(prefix: Path) -> None:
 def train_tokenizer(args: argparse.Namespace) -> int:
     """Run `megaprec data tokenizer`. Raises UserError on bad input, before anything is written."""
     path: Path = args.path
-    source = open_source(args.source, text_field=args.text_field, max_chars=args.max_chars)
+    source = _open(args)
     # `build_progress` does it for a data set
     tell_left_out(source.name, left_out_words(source.left_out))
-    texts = (text for _, text in source)
+    skipped: list[Problem] = []
+    texts = (text for _, text in source.reading(skipped.append))
     if path.suffix == ".json":
         train_hugging_face(texts, path, args.vocab_size, args.overwrite)
     elif path.suffix == ".model":
@@ -224,6 +235,8 @@ def train_tokenizer(args: argparse.Namespace) -> int:
     else:
         raise UserError.of("command.tokenizer_suffix", path=path)
     print(f"{path}: {args.vocab_size:,} tokens, learned from {source.name}")
+    for problem in skipped:
+        print(f"skipped    {problem}", file=sys.stderr)
     return 0
 
 
@@ -292,6 +305,8 @@ def _summary(source: Source, result: BuildResult) -> str:
     )
     if result.unknown:
         summary += f"; {result.unknown:,} tokens stand for text that the tokenizer does not know"
+    if result.skipped:
+        summary += f"; {skipped_words(result)}"
     if result.eos is None:
         summary += "; the tokenizer has no end-of-document token, so none was written"
     return summary

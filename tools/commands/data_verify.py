@@ -21,9 +21,12 @@ from megaprec.data.files import with_suffix
 from megaprec.data.index_check import CHUNK
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import describe_token_place, read_record, scan_file
-from megaprec.data.text import left_out_words, open_source
+from megaprec.data.readers import TextOptions
+from megaprec.data.text import open_source
+from megaprec.data.text_files import left_out_words
 from megaprec.data.tokenizer import Tokenizer, has_built, load_tokenizer
 from megaprec.errors import UserError
+from tools.commands.options import text_options
 from tools.console.tables import print_result
 from tools.console.units import counted
 
@@ -38,7 +41,7 @@ def verify(args: argparse.Namespace) -> int:
     exist."""
     entries = list[dict[str, str]]()
     worst = OK
-    all_findings = findings(args.path, args.tokenizer, args.text_field)
+    all_findings = findings(args.path, args.tokenizer, text_options(args))
     for level, check, seen in _with_status(args.path, all_findings):
         worst = max(worst, level)
         entries.append({"level": LEVELS[level], "check": check, "seen": seen})
@@ -66,26 +69,29 @@ def _problems(check: str, error: UserError) -> Iterator[Finding]:
         yield BAD, check, problem
 
 
-def findings(path: str, tokenizer: Path | None, text_field: str = "text") -> Iterator[Finding]:
+def findings(
+    path: str, tokenizer: Path | None, options: TextOptions | None = None
+) -> Iterator[Finding]:
     """Yield the findings on a data set or a text. Raises UserError for an option that only the
     other one has."""
+    options = options or TextOptions()
     # who completes the name by Tab gives one of the two files
     if path.endswith((".bin", ".idx")):
         path = path[:-4]
     if with_suffix(Path(path), ".idx").exists() or with_suffix(Path(path), ".bin").exists():
-        if text_field != "text":
-            raise UserError.of("command.text_field_of_tokens", text_field=text_field, path=path)
+        if options != TextOptions():
+            raise UserError.of("command.text_options_of_tokens", path=path)
         yield from _data_set_findings(Path(path), tokenizer)
     else:
         if tokenizer:
             raise UserError.of("command.tokenizer_of_text", tokenizer=tokenizer, path=path)
-        yield from _text_findings(path, text_field)
+        yield from _text_findings(path, options)
 
 
-def _text_findings(path: str, text_field: str) -> Iterator[Finding]:
+def _text_findings(path: str, options: TextOptions) -> Iterator[Finding]:
     """Yield the findings on a text, whose documents are counted."""
     # files that `data build` would leave out are named below
-    source = open_source(path, text_field=text_field)
+    source = open_source(path, options)
     documents = 0
     chars = 0
     empty = 0

@@ -30,7 +30,7 @@ from models.decoder.stages import Stage
 from models.engine.relay import Relay
 from parallel.described_world import is_rank_of_world
 from parallel.mesh import make_mesh, world
-from tools.commands.options import add_text_field
+from tools.commands.options import add_text_options, text_options
 from tools.console.progress_bar import tokens_progress
 from tools.console.tables import add_json, print_result, print_table
 from tools.text.evaluation import Score, score
@@ -75,7 +75,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--compute", choices=COMPUTE, default="fp32", help="precision (default: fp32)"
     )
-    add_text_field(parser)
+    add_text_options(parser)
     parser.add_argument(
         "--max-chars", type=int, metavar="N", help="characters of each text to read (default: all)"
     )
@@ -143,11 +143,13 @@ def _rank_command(args: argparse.Namespace) -> list[str]:
         "stride": args.stride,
         "compute": args.compute,
         "text-field": args.text_field,
+        "encoding": args.encoding,
         "max-chars": args.max_chars,
         "tokenizer": args.tokenizer,
     }
     options = [f"--{name}={value}" for name, value in values.items() if value is not None]
     options += [f"--data={source}" for source in args.data]
+    options += [f"--exclude={pattern}" for pattern in args.exclude]
     if args.json:
         options.append("--json")
     # a model may have a name that begins with a dash
@@ -162,10 +164,8 @@ def _evaluate(args: argparse.Namespace, mesh: DeviceMesh | None) -> int:
     relay = Relay.over(mesh, model.stage)
     window, stride = _window(args, model.stage.config.max_positions)
     # all sets are opened before the first is scored, which may take hours
-    documents_by_set = {
-        name: read_documents(path, model, args.text_field, args.max_chars)
-        for name, path in sets.items()
-    }
+    options = text_options(args, max_chars=args.max_chars)
+    documents_by_set = {name: read_documents(path, model, options) for name, path in sets.items()}
     # all ranks take part in each set, in the same order
     scores = dict[str, Score]()
     for name, documents in documents_by_set.items():

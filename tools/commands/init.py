@@ -14,15 +14,18 @@ import tempfile
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 
-from megaprec.data.text import Source, left_out_words, open_source
+from megaprec.data.readers import TextOptions
+from megaprec.data.text import STANDARD_LIBRARY, Source, open_source
+from megaprec.data.text_files import left_out_words
 from megaprec.data.tokenizer import load_tokenizer
 from megaprec.data.training import ImpossibleVocabulary, sample_lines, train_sentencepiece
 from megaprec.errors import UserError
 from models.presets import PRESETS
-from tools.commands.options import add_text_field
+from tools.commands.options import add_skip_bad, add_text_options, text_options
 from tools.config.key_help import key_tables, keys_of
 from tools.config.run_file import load_run
 from tools.console.toml import toml
@@ -82,7 +85,8 @@ def add_parser(subparsers: Any) -> None:
         nargs="?",
         default="python",
         metavar="TEXT",
-        help="folder or file of text (default: python's sources)",
+        help="folder or file of text, or a pattern such as 'texts/**/*.md' (default: python's "
+        "sources)",
     )
     parser.add_argument(
         "--preset",
@@ -90,7 +94,8 @@ def add_parser(subparsers: Any) -> None:
         metavar="NAME",
         help=f"known model (default: {DEMO_PRESET})",
     )
-    add_text_field(parser)
+    add_text_options(parser)
+    add_skip_bad(parser)
     parser.add_argument(
         "-o",
         "--output",
@@ -107,7 +112,7 @@ def main(args: argparse.Namespace) -> int:
     exists."""
     if os.path.lexists(args.output):
         raise UserError.of("command.run_file_exists", output=args.output)
-    source = open_source(args.source, text_field=args.text_field)
+    source = open_source(args.source, text_options(args, skip_bad=args.skip_bad))
     sizes = _measure_text(source)
     content = _run_file(args, sizes)
     with open(args.output, "x", encoding="utf-8") as file:
@@ -209,8 +214,9 @@ def _sample_pieces(source: Source, total: int | None) -> tuple[list[str], bool]:
     share = SAMPLED_CHARS // len(sampled_files)
     complete = len(sampled_files) == len(files)
     pieces = list[str]()
+    sampled_options = replace(source.options, max_chars=share)
     for file in sampled_files:
-        file_source = replace(source, files=(file,), max_chars=share)
+        file_source = replace(source, files=(file,), options=sampled_options)
         file_pieces = [text for _, text in file_source]
         # a file that fills its share may be longer
         complete &= sum(map(len, file_pieces)) < share
@@ -281,8 +287,7 @@ def _key_values(args: argparse.Namespace, sizes: TextSizes) -> dict[str, Any]:
     if PRESETS[preset].get("vocab"):
         values["model.vocab"] = 0  # the tokenizer decides, not the preset
     values["data.source"] = args.source
-    if args.text_field != "text":
-        values["data.text_field"] = args.text_field
+    values |= _given_text_options(args)
     return values | {
         "data.vocab_size": sizes.vocab_size,
         "data.held_out": 0.05,
@@ -300,10 +305,29 @@ def _key_values(args: argparse.Namespace, sizes: TextSizes) -> dict[str, Any]:
     }
 
 
+def _given_text_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the keys of how the text is read that are not the defaults."""
+    options = text_options(args, skip_bad=args.skip_bad)
+    defaults = TextOptions()
+    values: dict[str, Any] = {}
+    if options.field != defaults.field:
+        values["data.text_field"] = options.field
+    if options.encoding != defaults.encoding:
+        values["data.encoding"] = options.encoding
+    if options.exclude:
+        values["data.exclude"] = list(options.exclude)
+    if options.skip_bad:
+        values["data.skip_bad"] = options.skip_bad
+    return values
+
+
 def _new_run_folder(source: str) -> str:
     """Return a new folder for the run that is no part of the text."""
     path = Path(source).expanduser()
-    name = path.resolve().stem if source != "python" else source
+    if has_magic(source) and not path.exists():
+        # the folder in which the pattern begins
+        path = next(parent for parent in path.parents if not has_magic(str(parent)))
+    name = path.resolve().stem if source != STANDARD_LIBRARY else source
     # a text around the working directory would have "runs" inside it
     contains_cwd = path.is_dir() and path.resolve() in (Path.cwd(), *Path.cwd().parents)
     parent = Path("runs")

@@ -1,6 +1,9 @@
 """Arguments that several commands have."""
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
+
+from megaprec.data.readers import UTF8, TextOptions
+from megaprec.errors import UserError
 
 
 def add_overrides(parser: ArgumentParser, place: str = "") -> None:
@@ -33,11 +36,55 @@ def add_vocab(parser: ArgumentParser) -> None:
     )
 
 
-def add_text_field(parser: ArgumentParser) -> None:
-    """Add the name that the text has in files with fields."""
+def add_text_options(parser: ArgumentParser) -> None:
+    """Add how the files of a text are read."""
     parser.add_argument(
         "--text-field",
         default="text",
         metavar="NAME",
         help="field of a JSON object, or column of a table, that holds the text (default: text)",
+    )
+    parser.add_argument(
+        "--encoding",
+        default=UTF8,
+        metavar="NAME",
+        help="encoding of plain text, .csv, .tsv, and pages that do not name their own (default: "
+        "utf-8)",
+    )
+    parser.add_argument(
+        "--exclude",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="leave out files and folders of this name or path below the folder, such as "
+        "'*.min.js' or 'build/*'; may be given several times",
+    )
+
+
+def add_skip_bad(parser: ArgumentParser) -> None:
+    """Add how many bad files and rows are left out."""
+    parser.add_argument(
+        "--skip-bad",
+        type=int,
+        default=0,
+        metavar="N",
+        help="leave out at most N bad files and rows instead of ending at the first (default: 0)",
+    )
+
+
+def text_options(
+    args: Namespace, *, max_chars: int | None = None, skip_bad: int = 0
+) -> TextOptions:
+    """Return how texts are read, as `add_text_options` has it. Raises UserError.
+
+    max_chars, skip_bad: of options that only some commands have.
+    """
+    if skip_bad < 0:
+        raise UserError.of("command.skip_bad", skip_bad=skip_bad)
+    return TextOptions(
+        field=args.text_field,
+        encoding=args.encoding,
+        exclude=tuple(args.exclude),
+        skip_bad=skip_bad,
+        max_chars=max_chars,
     )

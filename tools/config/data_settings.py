@@ -3,16 +3,35 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from megaprec.data.files import with_suffix
+from megaprec.data.readers import UTF8
 from tools.config.table import MAX_SIZE, FilePath, Table
+
+
+def _as_tuple(value: object) -> object:
+    """Return a list of TOML as a tuple."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+TextSource = Annotated[
+    Annotated[FilePath, Field(min_length=1)]
+    | Annotated[tuple[Annotated[FilePath, Field(min_length=1)], ...], Field(min_length=1)],
+    BeforeValidator(_as_tuple),
+]
+"""A text or data set by its name, or several texts by theirs, which are read in this order."""
+
+
+def names_of(source: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of a source."""
+    return (source,) if isinstance(source, str) else source
 
 
 class Blended(Table):
     """One text or data set of a blend."""
 
-    source: FilePath = Field(min_length=1, description="Text or data set, as in data.source.")
+    source: TextSource = Field(description="Text or data set, as in data.source.")
     weight: float = Field(
         gt=0, description="Share of the samples, relative to the sum of all weights."
     )
@@ -25,19 +44,18 @@ class Validated(Table):
         min_length=1,
         description="Name of the set in the log and in metrics.jsonl, as eval_loss/NAME.",
     )
-    source: FilePath = Field(min_length=1, description="Text or data set, as in data.source.")
+    source: TextSource = Field(description="Text or data set, as in data.source.")
 
 
 class Data(Table):
     """Training data: text or token files, tokenizer, held-out part."""
 
     # what is read
-    source: FilePath = Field(
+    source: TextSource = Field(
         default="python",
-        min_length=1,
-        description='Training data: "python" (the source of Python\'s standard library), a text '
-        "file, a folder, a .jsonl, .json or .parquet file, or the common prefix of a .bin and .idx "
-        "pair.",
+        description='Training data: "python" (the source of Python\'s standard library), a file, '
+        'a folder, a pattern such as "texts/**/*.md", a list of these, which are read one after '
+        "the other, or the common prefix of a .bin and .idx pair.",
     )
     blend: tuple[Blended, ...] = Field(
         default=(),
@@ -50,7 +68,26 @@ class Data(Table):
         default="text",
         min_length=1,
         description="Name of the field of a .jsonl line or of an object in a .json list, or the "
-        "column of a .parquet file, that holds the text.",
+        "column of a .csv, .tsv or .parquet file, that holds the text.",
+    )
+    encoding: str = Field(
+        default=UTF8,
+        min_length=1,
+        description="Encoding of plain text, .csv and .tsv files, and of .html pages that do not "
+        "name their own.",
+    )
+    exclude: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description="Shell patterns of files and folders to leave out, by name or by path below "
+        'the folder: ["*.min.js", "build/*"].',
+    )
+    skip_bad: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_SIZE,
+        description="Number of bad files and rows of each text to leave out and list; one more "
+        "refuses the text.",
     )
 
     # how it becomes tokens
@@ -141,7 +178,8 @@ class Data(Table):
     @property
     def sources(self) -> list[str]:
         """The texts and data sets of the training data."""
-        return [part.source for part in self.blend] or [self.source]
+        sources = [part.source for part in self.blend] or [self.source]
+        return [", ".join(names_of(source)) for source in sources]
 
     def has_text(self) -> bool:
         """Return True if any training data is text, for which a tokenizer is needed, and not tokens

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
+from megaprec.data.text import STANDARD_LIBRARY
 from models.config import ModelConfig
 from models.initial_weights import InitialStd
 from models.logical_shapes import logical_shapes
 from tools.config.checks import with_vocabulary_size
-from tools.config.data_settings import Data
+from tools.config.data_settings import Data, names_of
 from tools.config.precision_settings import FP8, Precision
 from tools.config.schedules import stage_count
 from tools.config.settings import LR, Checkpoint, Log, Optimizer, Parallel, Train
@@ -236,12 +237,23 @@ EFFECT_RULES: tuple[EffectRule, ...] = (
     EffectRule("train.canonical_shards", "train.numerics", only_with="canonical"),
     EffectRule("train.eval_batches", "train.eval_every"),
     EffectRule(
+        "data.encoding data.exclude data.skip_bad",
+        "data.source",
+        holds=lambda tables: _reads_files(tables.data),
+    ),
+    EffectRule(
         "checkpoint.keep_every",
         "checkpoint.keep",
         holds=lambda tables: tables.checkpoint.keep != "all",
     ),
     *map(_reached, PERIODS),
 )
+
+
+def _reads_files(data: Data) -> bool:
+    """Return True if any text is not Python's standard library."""
+    evaluated = [", ".join(names_of(part.source)) for part in data.validation]
+    return any(source != STANDARD_LIBRARY for source in (*data.sources, *evaluated))
 
 
 def effectless(tables: Tables, written: Collection[str]) -> Iterator[str]:

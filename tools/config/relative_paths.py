@@ -5,9 +5,9 @@ run file, so the error that a file is not found says if it lies there.
 from pathlib import Path
 
 from megaprec.data.files import with_suffix
+from megaprec.data.text import STANDARD_LIBRARY
 
 FROM_FILE = "file "  # begins the origin of a value of a run file
-STANDARD_LIBRARY = "python"  # a text that is no file
 
 
 def working_directory_hint(origin: str, name: str) -> str:

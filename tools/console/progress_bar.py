@@ -17,6 +17,8 @@ from rich.progress import (
 )
 from rich.table import Column
 
+from megaprec.data.build import SKIPPED, BuildResult
+from megaprec.data.files import with_suffix
 from tools.console.wrapped import last_parts_that_fit, say, wrapped_parts
 
 PLAIN_SECONDS = 10  # between two plain lines
@@ -29,6 +31,12 @@ def tell_left_out(text_name: str, left_out: Sequence[str]) -> None:
     in words."""
     if left_out:
         say(f"{text_name}: left out {', '.join(left_out)}", sys.stderr)
+
+
+def skipped_words(result: BuildResult) -> str:
+    """Return how many bad files and rows a build has left out, and where they are named."""
+    listed = with_suffix(result.prefix, SKIPPED)
+    return f"bad files and rows left out: {result.skipped:,}, named in {listed}"
 
 
 @contextmanager

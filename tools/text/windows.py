@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from megaprec.data.files import with_suffix
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import check_vocabulary, contents_of, read_record
+from megaprec.data.readers import TextOptions
 from megaprec.data.text import open_source
 from megaprec.data.tokenizer import Tokenizer
 from megaprec.errors import UserError
@@ -70,19 +71,18 @@ def windows(ids: Ids, begin: int | None, length: int, stride: int) -> Iterator[W
 
 
 def read_documents(
-    path: str, model: LoadedModel[Stage], text_field: str, max_chars: int | None
+    path: str, model: LoadedModel[Stage], options: TextOptions
 ) -> Iterable[Document]:
     """Return the documents of a text, of a folder of texts, or of a data set PREFIX.bin and
     PREFIX.idx.
 
-    text_field: of JSON lines, the field that has the text.
-    max_chars: number of characters of a text to read.
+    options: of a text.
     Raises UserError, at the latest when they are iterated.
     """
     if path.endswith((".bin", ".idx")):
         raise UserError.of("text.data_set_prefix", path=path, prefix=path[:-4])
     if with_suffix(Path(path), ".idx").is_file():
-        if max_chars is not None:
+        if options.max_chars is not None:
             raise UserError.of("text.max_chars_of_tokens", path=path)
         dataset = IndexedDataset(Path(path))
         vocab = model.stage.config.vocab
@@ -90,7 +90,7 @@ def read_documents(
             vocab = min(model.tokenizer.vocab_size, vocab)
         check_vocabulary(dataset, contents_of(dataset), vocab)
         return _documents_of_tokens(dataset, model)
-    source = open_source(path, text_field=text_field, max_chars=max_chars)
+    source = open_source(path, options)
     if model.tokenizer is None:
         raise UserError.of("text.text_without_tokenizer", path=path)
     return _documents_of_text(source, model.tokenizer)

@@ -11,15 +11,17 @@ from typing import Any
 from megaprec.checkpoint.reader import Store
 from megaprec.data.build import prepare, reusable
 from megaprec.data.files import exclusive_lock, write_whole
-from megaprec.data.text import Source, has_digest, left_out_words
+from megaprec.data.text import STANDARD_LIBRARY, Source, has_digest
+from megaprec.data.text_files import left_out_words
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer, loaded_once
 from megaprec.data.training import train_sentencepiece
 from megaprec.durable import read_whole
 from megaprec.errors import Problem, UserError
 from megaprec.resources import cores
 from tools.config.run_file import RunConfig
-from tools.console.progress_bar import build_progress
+from tools.console.progress_bar import build_progress, skipped_words
 from tools.console.toml import toml
+from tools.console.wrapped import say
 from tools.convert.train_state import read_tokenizer
 from tools.training.branch import is_branch, open_start
 from tools.training.data_identity import DataSet, read_identity
@@ -202,7 +204,7 @@ def _build_data_set(
     """Tokenize a text, with progress on a terminal."""
     left_out = left_out_words(text.left_out)
     with build_progress(text.name, text.total_chars(), left_out) as report:
-        prepare(
+        result = prepare(
             text,
             source.prefix,
             tokenizer=tokenizer_file,
@@ -210,6 +212,8 @@ def _build_data_set(
             overwrite=not config.data.cache,  # other runs may use what is in data.cache
             on_progress=report,
         )
+    if result.skipped and text.name != STANDARD_LIBRARY:
+        say(f"{source.key}: {skipped_words(result)}", sys.stderr)
 
 
 def _changed_texts(
@@ -266,9 +270,9 @@ def _is_text(saved_text: dict[str, Any] | None, text: Source) -> bool:
 def _reason_without_digest(source: DataSource) -> str:
     """Return why a text is taken for another one where no digest of it is known."""
     return (
-        "its files have another name, size or time, or text_field or max_chars is another; if the "
-        f"text is the same, remove {source.index_file} and the same command makes its tokens anew "
-        "and compares them"
+        "its files have another name, size or time, or are read otherwise (text_field, max_chars, "
+        f"encoding, skip_bad); if the text is the same, remove {source.index_file} and the same "
+        "command makes its tokens anew and compares them"
     )
 
 

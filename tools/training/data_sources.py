@@ -9,12 +9,13 @@ from pathlib import Path
 from megaprec.checkpoint.saving import require_own_names
 from megaprec.data.files import with_suffix
 from megaprec.data.indexed import IndexedDataset
+from megaprec.data.readers import TextOptions
 from megaprec.data.text import Source, open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.durable import read_whole
 from megaprec.errors import Problem, UserError
 from tools.config.checks import check_all
-from tools.config.data_settings import Data
+from tools.config.data_settings import Data, names_of
 from tools.config.relative_paths import working_directory_hint
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
@@ -24,16 +25,20 @@ from tools.console.toml import toml
 class DataSource:
     """One text or data set of a run.
 
-    key: the run-file key that names it. name: the value of that key. prefix: of its data set, which
-    may have to be built. weight: in a blend. validation_name: of a set of data.validation, "" for
-    training data.
+    key: the run-file key that names it. names: the value of that key, one or several. prefix: of
+    its data set, which may have to be built. weight: in a blend. validation_name: of a set of
+    data.validation, "" for training data.
     """
 
     key: str
-    name: str
+    names: tuple[str, ...]
     prefix: Path
     weight: float = 1.0
     validation_name: str = ""
+
+    @property
+    def name(self) -> str:
+        return ", ".join(self.names)
 
     @property
     def is_tokenized(self) -> bool:
@@ -53,7 +58,14 @@ class DataSource:
             raise UserError.of("training.data_set_prefix", source=self.name[:-4])
         # Only training data is cut.
         max_chars = None if self.validation_name else data.max_chars or None
-        return open_source(self.name, text_field=data.text_field, max_chars=max_chars)
+        options = TextOptions(
+            field=data.text_field,
+            encoding=data.encoding,
+            exclude=data.exclude,
+            skip_bad=data.skip_bad,
+            max_chars=max_chars,
+        )
+        return open_source(self.names, options)
 
 
 def data_folder(config: RunConfig) -> Path:
@@ -67,13 +79,14 @@ def training_sources(config: RunConfig) -> list[DataSource]:
     """Return the source of data.source, or those of a blend."""
     folder = data_folder(config)
     if not config.data.blend:
-        name = config.data.source
-        return [DataSource("data.source", name, _prefix(name, folder / "text"))]
+        names = names_of(config.data.source)
+        return [DataSource("data.source", names, _prefix(names, folder / "text"))]
     sources = list[DataSource]()
     for i, source in enumerate(config.data.blend):
-        prefix = _prefix(source.source, folder / f"text{i}")
+        names = names_of(source.source)
+        prefix = _prefix(names, folder / f"text{i}")
         key = f"data.blend[{i}].source"
-        sources.append(DataSource(key, source.source, prefix, weight=source.weight))
+        sources.append(DataSource(key, names, prefix, weight=source.weight))
     return sources
 
 
@@ -81,16 +94,18 @@ def validation_sources(config: RunConfig) -> list[DataSource]:
     """Return the sets of data.validation, which are evaluated beside the held-out training data."""
     sources = list[DataSource]()
     for i, source in enumerate(config.data.validation):
-        prefix = _prefix(source.source, data_folder(config) / f"eval-{source.name}")
+        names = names_of(source.source)
+        prefix = _prefix(names, data_folder(config) / f"eval-{source.name}")
         key = f"data.validation[{i}].source"
-        sources.append(DataSource(key, source.source, prefix, validation_name=source.name))
+        sources.append(DataSource(key, names, prefix, validation_name=source.name))
     return sources
 
 
-def _prefix(name: str, built: Path) -> Path:
+def _prefix(names: tuple[str, ...], built: Path) -> Path:
     """Return the prefix of a source's data set: its name, or `built` if the source is text."""
-    path = Path(name)
-    return path if with_suffix(path, ".idx").is_file() else built
+    path = Path(names[0])
+    is_data_set = len(names) == 1 and with_suffix(path, ".idx").is_file()
+    return path if is_data_set else built
 
 
 @contextmanager

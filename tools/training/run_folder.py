@@ -3,14 +3,18 @@
 import errno
 import os
 from contextlib import AbstractContextManager
+from fnmatch import fnmatchcase
+from glob import has_magic
 from pathlib import Path
 
 import torch
 
 from megaprec.checkpoint.atomic import require_room
 from megaprec.data.files import exclusive_lock
+from megaprec.data.text import STANDARD_LIBRARY
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from tools.config.data_settings import names_of
 from tools.config.run_file import RunConfig
 from tools.journal.records import DIGESTS, EVENTS, METRICS
 
@@ -62,21 +66,35 @@ def _check_outside(config: RunConfig) -> None:
     folder = Path(config.train.folder).resolve()
     sources = []
     for number, blended in enumerate(data.blend):
-        sources.append((f"data.blend[{number}].source", blended.source))
+        key = f"data.blend[{number}].source"
+        sources += [(key, name) for name in names_of(blended.source)]
     # data.source alone is read if there is no blend
     if not sources:
-        sources.append(("data.source", data.source))
+        sources += [("data.source", name) for name in names_of(data.source)]
     for evaluated in data.validation:
-        sources.append((f"data.validation {evaluated.name}", evaluated.source))
+        key = f"data.validation {evaluated.name}"
+        sources += [(key, name) for name in names_of(evaluated.source)]
     for key, source in sources:
-        # "python" names the sources of the interpreter, not a folder
-        if source == "python" or not Path(source).is_dir():
-            continue
-        # The text of a folder is all files below it.
-        if folder.is_relative_to(Path(source).resolve()):
+        if _would_be_read(folder, source):
             raise UserError.of(
                 "command.folder_in_source", folder=config.train.folder, key=key, source=source
             )
+
+
+def _would_be_read(folder: Path, source: str) -> bool:
+    """Return True if records in the run folder would be part of a text.
+
+    folder: as an absolute path.
+    """
+    # "python" names the sources of the interpreter, not a folder
+    if source == STANDARD_LIBRARY:
+        return False
+    if Path(source).is_dir():
+        # the text of a folder is all files below it
+        return folder.is_relative_to(Path(source).resolve())
+    # `*` stands for `/` too: a pattern is refused rather once too often
+    pattern = os.path.abspath(source)
+    return has_magic(source) and fnmatchcase(str(folder / METRICS), pattern)
 
 
 def lock_folder(config: RunConfig) -> AbstractContextManager[None]:

@@ -19,7 +19,7 @@ from megaprec.data.files import with_suffix
 from megaprec.data.indexed import IndexedDataset
 from megaprec.resources import cores
 from models.router_settings import PLAIN
-from tools.config.data_settings import Data
+from tools.config.data_settings import Data, names_of
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
 from tools.console.units import counted
@@ -139,7 +139,7 @@ def _text_keys_without_effect(config: RunConfig, corpus: Corpus) -> Iterator[str
     """Yield a line for each key of texts without effect, for the data sets are tokens already."""
     data = config.data
     defaults = Data()
-    evaluated = [source.source for source in data.validation]
+    evaluated = [", ".join(names_of(source.source)) for source in data.validation]
     tokenized = [name for name in data.sources if _is_tokenized(name)]
     if data.max_chars and tokenized:
         yield (
@@ -152,6 +152,11 @@ def _text_keys_without_effect(config: RunConfig, corpus: Corpus) -> Iterator[str
             f"data.text_field = {toml(data.text_field)} has no effect on {', '.join(tokenized)}: "
             f"{ALREADY_TOKENS}"
         )
+    if not texts:
+        given = ["data." + key for key in ("encoding", "exclude", "skip_bad")]
+        given = [key for key in given if config.given(key)]
+        if given:
+            yield f"{', '.join(given)}: no effect on {', '.join(tokenized)}: {ALREADY_TOKENS}"
     # A size that the data has anyway is no contradiction: it may be a leftover of a text run.
     if data.vocab_size not in (defaults.vocab_size, corpus.ids, config.model.vocab):
         yield (

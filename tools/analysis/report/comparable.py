@@ -21,7 +21,15 @@ from tools.training.data_identity import Identity, read_identity
 
 Facts = Mapping[str, str]
 
-TEXT_KEYS = ("data.source", "data.blend", "data.text_field", "data.max_chars")
+TEXT_KEYS = (
+    "data.source",
+    "data.blend",
+    "data.text_field",
+    "data.encoding",
+    "data.exclude",
+    "data.skip_bad",
+    "data.max_chars",
+)
 TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size")
 SAMPLE_KEYS = (
     "train.seq_length",

@@ -1,0 +1,64 @@
+"""A file of text, opened as what it holds: unpacked from gzip or zstd, with its damage named."""
+
+import gzip
+import io
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from megaprec.data.places import is_remote, naming_url, openable
+from megaprec.errors import UserError
+
+PACKED = {".gz": "gzip", ".zst": "zstd"}  # endings of files that are unpacked as they are read
+
+
+@contextmanager
+def naming_damage(file: Path, position: Callable[[], str]) -> Iterator[None]:
+    """Raise UserError for a file that cannot be read or unpacked inside the context.
+
+    position: returns the number of the line or item that is being read.
+    """
+    if is_remote(file):
+        with naming_url(file):
+            yield
+        return
+    try:
+        yield
+    except (EOFError, zlib.error, OSError) as problem:
+        compression = PACKED.get(file.suffix.lower())
+        # an error number is the system's, and none of unpacking
+        if compression is None or getattr(problem, "errno", None):
+            raise UserError.of(
+                "data.row_unreadable", file=file, place=position(), problem=problem
+            ) from problem
+        raise UserError.of(
+            "data.file_not_whole",
+            file=file,
+            place=position(),
+            compression=compression,
+            problem=problem,
+        ) from problem
+
+
+def open_unpacked(file: Path) -> BinaryIO:
+    """Open a file for reading; what it gives is not packed any more."""
+    suffix = file.suffix.lower()
+    packed = openable(file)
+    if suffix == ".zst":
+        stream = import_pyarrow(file).input_stream(packed, compression="zstd")
+        return io.BufferedReader(stream, 1 << 16)
+    if suffix == ".gz":
+        return cast(BinaryIO, gzip.open(packed, "rb"))
+    # the files of some libraries cannot read a line of limited length
+    return io.BufferedReader(packed) if is_remote(file) else open(file, "rb")
+
+
+def import_pyarrow(file: Path) -> Any:
+    """Return the package pyarrow. Raises UserError, which names the file that needs it."""
+    try:
+        import pyarrow  # noqa: PLC0415 (optional)
+    except ImportError as problem:
+        raise UserError.of("data.pyarrow_missing", file=file) from problem
+    return pyarrow

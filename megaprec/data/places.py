@@ -1,0 +1,78 @@
+"""Places of text: paths of this machine, and URLs (`s3://`, `gs://`, `hf://`, `https://`, ...),
+which the package fsspec lists and reads with the credentials that it finds.
+
+A file at a URL is a `UPath` of universal_pathlib. It has the methods of `Path` that the readers
+use, and stands under its type.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from megaprec.errors import UserError
+
+URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+
+
+def is_url(name: str) -> bool:
+    """Return True if a name is that of a place that is not on this machine."""
+    return URL.match(name) is not None
+
+
+def remote_path(url: str) -> Path:
+    """Return the file or folder at a URL.
+
+    Raises UserError if the package that reads this kind of URL is missing, or the URL is none.
+    """
+    try:
+        from upath import UPath  # noqa: PLC0415 (optional)
+    except ImportError as problem:
+        raise UserError.of("data.url_reader_missing", url=url) from problem
+    if "::" in url:
+        raise UserError.of("data.url_chained", url=url)
+    with naming_url(url):
+        path = UPath(url)
+        # the package of the kind of URL is imported here
+        _ = path.fs
+        return cast(Path, path)
+
+
+def is_remote(path: Path) -> bool:
+    """Return True if a path is of a URL."""
+    return not isinstance(path, Path)
+
+
+def file_system(path: Path) -> Any:
+    """Return the fsspec file system of a remote path."""
+    return cast(Any, path).fs
+
+
+def openable(file: Path) -> Any:
+    """Return what libraries open: the path of a file of this machine, an open file of another."""
+    return file.open("rb") if is_remote(file) else str(file)
+
+
+@contextmanager
+def naming_url(url: object) -> Iterator[None]:
+    """Raise UserError, which names the URL, for what goes wrong with it inside the context.
+
+    The libraries of the many kinds of URLs raise errors of their own, without a common class.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except ImportError as problem:
+        raise UserError.of("data.url_package_missing", url=url, problem=problem) from problem
+    except Exception as problem:
+        reason = " ".join(str(problem).split()) or type(problem).__name__
+        raise UserError.of("data.url_unreadable", url=url, reason=reason) from problem
+
+
+def version_of(path: Path) -> str:
+    """Return what changes when a remote file does, as far as its server tells: its size, time or
+    tag."""
+    with naming_url(path):
+        return str(file_system(path).ukey(cast(Any, path).path))

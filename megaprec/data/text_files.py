@@ -1,0 +1,235 @@
+"""The files of a text source: those that a name, a folder or a pattern stands for, and how many
+are left out, by the reason."""
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from glob import glob, has_magic
+from pathlib import Path
+
+from megaprec.data.packed_files import PACKED
+from megaprec.data.places import is_remote, is_url, naming_url, remote_path
+from megaprec.data.readers import JSON, SUFFIXES, form, is_list, require_read
+from megaprec.errors import Problem, UserError
+from megaprec.parsing import home_expanded
+
+MOST_SHOWN = 20  # lines about files that cannot be read
+NAMED_TWICE = "named twice"
+
+
+@dataclass(frozen=True)
+class FoundFiles:
+    """Files to read, in this order, all below `root`.
+
+    left_out: number of files that are not read, by the reason; empty ones, which give no text, are
+        among `files` too.
+    """
+
+    root: Path
+    files: tuple[Path, ...]
+    left_out: Mapping[str, int]
+
+
+def text_files(names: Sequence[str], exclude: Sequence[str]) -> FoundFiles:
+    """Return the files that names of files and folders and patterns stand for.
+
+    exclude: see `megaprec.data.readers.TextOptions`.
+    Raises UserError for a name that stands for no file, and for one that cannot be read.
+    """
+    left_out = Counter[str]()
+    files: dict[Path, None] = {}  # a set that keeps its order
+    roots: list[Path] = []
+    paths = [path for name in names for path in _paths(name)]
+    num_remote = sum(map(is_remote, paths))
+    if 0 < num_remote < len(paths):
+        raise UserError.of("data.url_beside_files", names=", ".join(names))
+    for path in paths:
+        root = path if path.is_dir() else path.parent
+        roots.append(root)
+        for file in _files_at(path, root, exclude, left_out):
+            # the same file may be spelled otherwise
+            spelled = file if len(paths) == 1 else file.absolute()
+            left_out[NAMED_TWICE] += spelled in files
+            files[spelled] = None
+    for file in files:
+        left_out["empty"] += not file.stat().st_size
+    root = roots[0] if len(paths) == 1 else _common_folder(roots)
+    return FoundFiles(root, tuple(files), dict(+left_out))  # + leaves out what was not found
+
+
+def _paths(name: str) -> list[Path]:
+    """Return the file or folder of a name, or those that match a pattern, by path. Raises
+    UserError if there is none."""
+    if is_url(name):
+        with naming_url(name):
+            return _remote_paths(name)
+    expanded = home_expanded(name)
+    path = Path(expanded)
+    if not path.exists() and has_magic(expanded):
+        matches = sorted(glob(expanded, recursive=True))
+        if not matches:
+            raise UserError.of("data.pattern_without_match", pattern=name)
+        # of a folder and what lies in it, the folder alone: it has the rest
+        folders = {match.rstrip("/") for match in matches if os.path.isdir(match)}
+        return [Path(match) for match in matches if not _lies_in(match, folders)]
+    if not path.exists():
+        folder = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise UserError.of("data.source_missing", name=name, folder=folder)
+    if not (path.is_dir() or path.is_file()):
+        raise UserError.of("data.source_not_file", name=name)
+    return [path]
+
+
+def _remote_paths(url: str) -> list[Path]:
+    """Return the file or folder of a URL, or those that match a pattern, by path. Raises UserError
+    if there is none."""
+    path = remote_path(url)
+    if not has_magic(url):
+        if not path.exists():
+            raise UserError.of("data.url_missing", url=url)
+        return [path]
+    # the deepest folder whose name is no pattern
+    folder = next(parent for parent in path.parents if not has_magic(str(parent)))
+    pattern = path.relative_to(folder).as_posix()
+    matches = sorted(match for match in folder.glob(pattern) if not match.is_dir())
+    if not matches:
+        raise UserError.of("data.pattern_without_match", pattern=url)
+    return matches
+
+
+def _lies_in(match: str, folders: set[str]) -> bool:
+    """Return True if a match lies in a folder that the same pattern matches."""
+    return any(str(parent) in folders for parent in Path(match).parents)
+
+
+def _common_folder(folders: Sequence[Path]) -> Path:
+    """Return the deepest folder that all of these lie in."""
+    if is_remote(folders[0]):
+        candidates = [folders[0], *folders[0].parents]
+        return next(
+            candidate
+            for candidate in candidates
+            if all(candidate == folder or candidate in folder.parents for folder in folders)
+        )
+    return Path(os.path.commonpath([folder.absolute() for folder in folders]))
+
+
+def _files_at(
+    path: Path, root: Path, exclude: Sequence[str], left_out: Counter[str]
+) -> Sequence[Path]:
+    """Return the files to read at a path, a file or a folder, and count the others.
+
+    Raises UserError.
+    """
+    if path.is_dir():
+        walk = _remote_files if is_remote(path) else _files_of_folder
+        return walk(path, exclude, left_out)
+    if pattern := _excluding(path, root, exclude):
+        left_out[f"excluded by {pattern}"] += 1
+        return []
+    require_read(path)
+    return [path]
+
+
+def _files_of_folder(root: Path, exclude: Sequence[str], left_out: Counter[str]) -> list[Path]:
+    """Return the files of a folder that are read, by path, and count the others by the reason."""
+    files: list[Path] = []
+    unreadable: list[Problem] = []
+    for folder, subfolders, names in os.walk(root):
+        # os.walk does not follow them
+        left_out["links to folders"] += sum(Path(folder, name).is_symlink() for name in subfolders)
+        kept_folders = [*_kept(Path(folder), subfolders, root, exclude, left_out)]
+        # in place: os.walk goes on with what is left
+        subfolders[:] = [kept.name for kept in kept_folders]
+        for file in _kept(Path(folder), names, root, exclude, left_out):
+            try:
+                reason = _why_left_out(file)
+            except UserError as error:
+                unreadable += error.problems
+                continue
+            if reason:
+                left_out[reason] += 1
+            else:
+                files.append(file)
+    if unreadable:
+        problems = sorted(unreadable)[:MOST_SHOWN]
+        if len(unreadable) > MOST_SHOWN:
+            num_others = len(unreadable) - MOST_SHOWN
+            problems.append(Problem.of("data.other_bad_files", root=root, num_others=num_others))
+        raise UserError(*problems)
+    return sorted(files)
+
+
+def _remote_files(root: Path, exclude: Sequence[str], left_out: Counter[str]) -> list[Path]:
+    """Return the files of a folder at a URL that are read, by path, and count the others."""
+    files: list[Path] = []
+    for file in root.rglob("*"):
+        if file.is_dir():
+            continue
+        folders = [folder for folder in file.parents if root in folder.parents]
+        at_or_above = [*reversed(folders), file]
+        patterns = [_excluding(path, root, exclude) for path in at_or_above]
+        excluding = next(filter(None, patterns), "")
+        if any(is_hidden(path.name) for path in at_or_above):
+            left_out["hidden"] += 1
+        elif excluding:
+            left_out[f"excluded by {excluding}"] += 1
+        elif reason := _why_left_out(file):
+            left_out[reason] += 1
+        else:
+            files.append(file)
+    return sorted(files)
+
+
+def _kept(
+    folder: Path, names: Sequence[str], root: Path, exclude: Sequence[str], left_out: Counter[str]
+) -> Iterator[Path]:
+    """Yield what lies in a folder under these names and is not hidden nor excluded; count the
+    others."""
+    for name in names:
+        path = folder / name
+        if is_hidden(name):
+            left_out["hidden"] += 1
+        elif pattern := _excluding(path, root, exclude):
+            left_out[f"excluded by {pattern}"] += 1
+        else:
+            yield path
+
+
+def _excluding(path: Path, root: Path, exclude: Sequence[str]) -> str:
+    """Return the first pattern that matches a path below `root` or its name; "" if none does."""
+    below = path.relative_to(root).as_posix()
+    for pattern in exclude:
+        if fnmatchcase(below, pattern) or fnmatchcase(path.name, pattern):
+            return pattern
+    return ""
+
+
+def is_hidden(name: str) -> bool:
+    """Return True for the name of a hidden file."""
+    return name.startswith(".")
+
+
+def _why_left_out(file: Path) -> str:
+    """Return the reason why a file of a folder is no text; empty if it is one."""
+    if not file.is_file():
+        return "broken links or devices"
+    file_form = form(file)
+    if file_form not in SUFFIXES:
+        endings = file.suffixes[-2:] if file.suffix in PACKED else [file.suffix]
+        return "".join(endings).lower() or "without ending"
+    if file_form == JSON and not is_list(file):
+        return ".json that is no list"
+    return ""
+
+
+def left_out_words(left_out: Mapping[str, int]) -> list[str]:
+    """Return the counts of files that are not read: 3 .html, 1 .pdf."""
+
+    def most_first(reason: str) -> tuple[int, str]:
+        return -left_out[reason], reason
+
+    reasons = sorted(left_out, key=most_first)
+    return [f"{left_out[reason]:,} {reason}" for reason in reasons]

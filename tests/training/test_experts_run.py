@@ -13,12 +13,19 @@ from megaprec.diagnose.router_monitor import STEPS
 from megaprec.optim.step_report import RouterReport
 from models.feed_forward.router import Router
 from parallel.dropout import MicrobatchInfo
+from tests.project.test_glossary import explained
 from tests.runs import steps, train, write_run
 from tools.analysis.plots.training_plot import pictures
 from tools.analysis.report.run import Run
-from tools.analysis.report.sections import page
+from tools.analysis.report.sections import EXPERT_COLUMNS, page
 from tools.journal.records import read_events, read_metrics
-from tools.journal.router_records import router_fields, router_scalars, router_values
+from tools.journal.router_records import (
+    COLLAPSE,
+    ROUTER,
+    router_fields,
+    router_scalars,
+    router_values,
+)
 
 MOE = ["model.family=mixtral", "model.experts=4", "model.router_bias=true", "model.layers=3"]
 MOE += ["model.dense_layers=[0]", "model.router_z_loss=0.001", "model.z_loss=1e-4", "lr.peak=1e-3"]
@@ -74,6 +81,9 @@ def test_a_router_that_collapses_is_named_at_the_step_in_an_event_and_a_line(
     )
     (line,) = [line for line in printed.splitlines() if "has collapsed" in line]
     assert line.startswith(f"step {event['step']}/{LENGTH}  loss") and event["said"] in line
+    (record,) = [record for record in read_metrics(folder) if COLLAPSE in record]
+    assert (record["step"], record[COLLAPSE]) == (event["step"], event["said"])
+    assert sorted(explained(COLLAPSE)) == sorted(event)
 
 
 def test_a_healthy_run_has_no_such_event(run_file: Path) -> None:
@@ -97,6 +107,14 @@ def test_each_step_records_a_list_by_layer_of_each_measure(collapsed: tuple[Path
         assert (router["max_load"][2] == 1.0 and router["min_load"][2] == 0.0) == fell
         # of a model that is hardly trained: the square of the log of the vocabulary
         assert record["z_loss"] > 1.0
+
+
+def test_the_glossary_explains_each_measure() -> None:
+    assert explained(ROUTER) == [
+        "max_load", "min_load", "used_experts", "entropy", "balance_loss", "z_loss",
+        "min_correction", "max_correction",
+    ]  # fmt: skip
+    assert {*explained(ROUTER)} == {*EXPERT_COLUMNS}
 
 
 def test_trackers_get_a_number_for_each_measure_and_layer(collapsed: tuple[Path, str]) -> None:

@@ -77,7 +77,7 @@ class RouterTally:
         if not weights.requires_grad:
             self.add(packed)
             return weights
-        return _Counted.apply(weights, packed, self)
+        return WithTally.apply(weights, packed, self)
 
 
 @torch.no_grad()
@@ -115,7 +115,7 @@ def rounded_to(unit: float, numbers: Tensor) -> Tensor:
     return (numbers / unit).round_() * unit
 
 
-class _Counted(torch.autograd.Function):
+class WithTally(torch.autograd.Function):
     """The identity on x, whose backward pass adds `packed` to a tally."""
 
     @staticmethod

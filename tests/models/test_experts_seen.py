@@ -10,6 +10,8 @@ import torch
 from megaprec.optim.step_report import RouterReport, StepReport
 from megaprec.precision.plan import LossScaling
 from models.engine.engine import Engine
+from models.feed_forward.router import Router
+from models.feed_forward.router_tally import RouterSums
 from parallel.activation_checkpoint import Recompute
 from tests import oracle
 from tests.layouts import Run, batches, make_engine, share_of, train_all
@@ -45,6 +47,17 @@ def test_tokens_that_are_recomputed_or_evaluated_do_not_count(
     assert all(len(report.routers) == (2 if run is GLM else 4) for report in usual)
     assert reports(replace(run, recompute=recompute)) == usual
     assert reports(run, evaluates=True) == usual
+    # shares do not show that everything was counted twice
+    engine = make_engine(None, replace(run, recompute=recompute))
+    engine.accumulate(share_of(None, batches(run)[0]), 0)
+    routers = [m for m in engine.stages[0].modules() if isinstance(m, Router)]
+    assert len(routers) == len(usual[0].routers)
+    for router in routers:
+        assert router.tally.sums is not None
+        sums = RouterSums.unpacked(router.tally.sums)
+        assert sums.choices.sum() == run.samples * run.length * run.config.experts_per_token
+        assert sums.samples == run.samples
+        assert sums.probabilities.sum() == pytest.approx(run.samples * run.length, rel=1e-8)
 
 
 @pytest.mark.parametrize("run", [GLM, MIXTRAL], ids=["corrected", "plain"])

@@ -21,7 +21,7 @@ from megaprec.checkpoint.saving import Saving
 from megaprec.comm.layout import Part
 from megaprec.errors import Problem, UserError
 from megaprec.fp8.state import FP8State
-from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.flat_buffer import EMA, Buffer
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.plan import DTYPES, PrecisionPlan, dtype_name
 
@@ -64,27 +64,37 @@ def save(
 
 
 def load(
-    path: Path | str, optimizer: ParallelAMPOptimizer, fp8: FP8State | None = None
+    path: Path | str,
+    optimizer: ParallelAMPOptimizer,
+    fp8: FP8State | None = None,
+    begin_ema: bool = False,
 ) -> dict[str, Any]:
     """Load weights, moments, step count and scaler into an optimizer of any layout, and return
     checkpoint.json.
 
     fp8: state into which scales and amax histories are loaded, as far as the checkpoint has them.
+    begin_ema: True if the optimizer's moving average may begin with the weights of a checkpoint
+        that has no average; such a checkpoint is otherwise refused.
 
     Collective over the world: if a byte of the checkpoint has changed since it was saved, or if one
     rank finds that it is of another model, every rank raises UserError before anything is changed.
     Each file is hashed once, by one rank. Rank 0 warns if the weights in the checkpoint are
-    narrower than the masters.
+    narrower than the masters, and if it has an average that the optimizer does not keep.
     """
     path = required_path(path, optimizer, "path")
-    store, scales = _open_on_all_ranks(path, optimizer, fp8 or FP8State())
+    optimizer.require_own_weights("a load")
+    store, scales = _open_on_all_ranks(path, optimizer, fp8 or FP8State(), begin_ema)
     # Every rank has found the checkpoint loadable: from here on the state changes.
-    lost_precision = _precision_loss(store, optimizer.plan)
-    if lost_precision and optimizer.world.rank == 0:
-        warnings.warn(lost_precision, stacklevel=2)
+    if optimizer.world.rank == 0:
+        for loss in (_precision_loss(store, optimizer.plan), _average_loss(store, optimizer)):
+            if loss:
+                warnings.warn(loss, stacklevel=2)
+    has_average = bool(store.shapes(EMA))
+    optimizer.restart_ema()  # an average that is not loaded begins with the loaded weights
     for buffer in optimizer.all_buffers():
         for kind in buffer.saved_names:
-            _read_into(store, kind, buffer)
+            if kind != EMA or has_average:
+                _read_into(store, kind, buffer)
     _read_frozen(store, optimizer)
     optimizer.load_saved_numbers(store.index["optimizer"])
     if fp8 is not None:
@@ -121,6 +131,17 @@ def _precision_loss(store: Store, plan: PrecisionPlan) -> str:
     )
 
 
+def _average_loss(store: Store, optimizer: ParallelAMPOptimizer) -> str:
+    """Return a warning if the optimizer does not keep the checkpoint's average of the weights; else
+    an empty text."""
+    if optimizer.ema or not store.shapes(EMA):
+        return ""
+    return (
+        f"{store.path} holds an average of the weights (ema), which this optimizer does not keep: "
+        "later checkpoints have none"
+    )
+
+
 def _master_dtype(plan: PrecisionPlan, name: str) -> torch.dtype:
     """Return the dtype of the masters of the parameter of this logical name."""
     return max(plan.masters, plan.param_dtype(name), key=lambda dtype: dtype.itemsize)
@@ -140,16 +161,18 @@ class Weights(Protocol):
 
 @torch.no_grad()
 def load_weights(weights: Weights, optimizer: ParallelAMPOptimizer) -> None:
-    """Load only weights, from any source; moments, step count and scaler stay. Each rank reads its
-    own slices.
+    """Load only weights, from any source; moments, step count and scaler stay, and a moving average
+    begins anew with these weights. Each rank reads its own slices.
 
     weights: for a checkpoint, `Store(path)` of `megaprec.checkpoint.reader`.
     """
     # a state_dict is the likeliest mistake
     if not callable(getattr(weights, "read_range", None)):
         raise UserError.of("checkpoint.weights_only_from_store", kind=type(weights).__name__)
+    optimizer.require_own_weights("a load")
     for buffer in optimizer.all_buffers():
         _read_into(weights, "weight", buffer)
+    optimizer.restart_ema()
     _read_frozen(weights, optimizer)
     optimizer.load_saved_numbers(
         optimizer.saved_numbers()
@@ -157,16 +180,19 @@ def load_weights(weights: Weights, optimizer: ParallelAMPOptimizer) -> None:
 
 
 def _open_on_all_ranks(
-    path: Path, optimizer: ParallelAMPOptimizer, fp8: FP8State
+    path: Path,
+    optimizer: ParallelAMPOptimizer,
+    fp8: FP8State,
+    begin_ema: bool,
 ) -> tuple[Store, Scales]:
     """Return the checkpoint and its FP8 scales, after every rank has found that it can load it.
-    Collective."""
+    begin_ema: as for `load`. Collective."""
 
     def open_store() -> Store:
         return Store(path, optimizer.world)
 
     def check_and_read_scales() -> Scales:
-        check_same_model(store, optimizer)
+        check_same_model(store, optimizer, begin_ema)
         return read_fp8(store, fp8)
 
     # The index first: it says which files there are to hash, and which tensors to look for.
@@ -194,9 +220,13 @@ def _on_all_ranks(path: Path, optimizer: ParallelAMPOptimizer, make: Callable[[]
     return results[0]
 
 
-def check_same_model(store: Store, optimizer: ParallelAMPOptimizer) -> None:
+def check_same_model(
+    store: Store,
+    optimizer: ParallelAMPOptimizer,
+    begin_ema: bool = False,
+) -> None:
     """Raise UserError unless the checkpoint has the model's parameter count and all tensors that
-    this rank reads."""
+    this rank reads. begin_ema: as for `load`."""
     saved = store.shapes("weight")
     local = _local_shapes(optimizer)
     different = [name for name, shape in local.items() if saved.get(name) != shape]
@@ -226,7 +256,9 @@ def check_same_model(store: Store, optimizer: ParallelAMPOptimizer) -> None:
         raise UserError.of(
             "checkpoint.other_model_size", path=store.path, elements=elements, expected=expected
         )
-    _require_moments(store, optimizer)
+    if optimizer.ema and not begin_ema and not store.shapes(EMA):
+        raise UserError.of("checkpoint.ema_missing", path=store.path)
+    _require_state(store, optimizer)
 
 
 def _local_shapes(optimizer: ParallelAMPOptimizer) -> dict[str, tuple[int, ...]]:
@@ -240,9 +272,9 @@ def _local_shapes(optimizer: ParallelAMPOptimizer) -> dict[str, tuple[int, ...]]
     return shapes
 
 
-def _require_moments(store: Store, optimizer: ParallelAMPOptimizer) -> None:
+def _require_state(store: Store, optimizer: ParallelAMPOptimizer) -> None:
     """Raise UserError unless the checkpoint has the moments that this rank reads, and all parts of
-    its tensors."""
+    its tensors, with those of an average that it has."""
     needed: dict[str, None] = {}
     for buffer in optimizer.all_buffers():
         needed |= dict.fromkeys(buffer.state)
@@ -252,8 +284,10 @@ def _require_moments(store: Store, optimizer: ParallelAMPOptimizer) -> None:
         raise UserError.of(
             "checkpoint.state_missing", path=store.path, lacking=" and no ".join(lacking)
         )
+    has_average = bool(store.shapes(EMA))
     for buffer in optimizer.all_buffers():
-        for kind, owned in product(buffer.saved_names, buffer.owned_pieces()):
+        kinds = [kind for kind in buffer.saved_names if kind != EMA or has_average]
+        for kind, owned in product(kinds, buffer.owned_pieces()):
             part = owned.piece.part
             _require_same_rule(store, kind, part.name, buffer)
             store.require(f"{kind}/{part.name}", part.shape)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, Part, has_layout, layout_of
 from megaprec.comm.tensor_digests import digest
-from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.flat_buffer import EMA, Buffer
 
 WEIGHT = "weight"
 GRADIENT = "gradient"
@@ -81,7 +81,8 @@ def _shard_of_state(buffer: Buffer) -> Iterator[HeldDigest]:
 
 
 def _tensors_of_state(buffer: Buffer) -> dict[str, Tensor]:
-    """Return this rank's shard of masters, moments and reduced gradients, by kind."""
+    """Return this rank's shard of masters, moments, moving average and reduced gradients, by
+    kind."""
     tensors: dict[str, Tensor] = {}
     if buffer.masters is not None:
         # masters that are the weights themselves are digested as weights
@@ -92,6 +93,9 @@ def _tensors_of_state(buffer: Buffer) -> dict[str, Tensor]:
     if buffer.remainder is not None:
         tensors["remainder"] = buffer.remainder
     tensors |= buffer.state
+    if buffer.ema is not None:
+        buffer.begin_ema()
+        tensors[EMA] = buffer.ema
     tensors[GRADIENT] = buffer.local_grads
     return tensors
 

@@ -16,7 +16,7 @@ from megaprec.comm.gathered_texts import gather_entries
 from megaprec.comm.layout import Part
 from megaprec.comm.tensor_digests import digest_terms, hexadecimal
 from megaprec.fp8.state import FP8State
-from megaprec.optim.flat_buffer import Buffer, Piece
+from megaprec.optim.flat_buffer import EMA, Buffer, Piece
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 
 Digests = dict[str, dict[str, str]]
@@ -108,7 +108,8 @@ def _terms_of(
 
 
 def _state_of(buffer: Buffer, span: range) -> Iterator[tuple[str, Tensor]]:
-    """Yield the masters, as "weight", and the moments of these elements of the buffer."""
+    """Yield the masters, as "weight", the moments and the moving average of these elements of the
+    buffer."""
     shard_start = span.start - buffer.start
     shard_stop = span.stop - buffer.start
     if buffer.masters is not None:
@@ -118,6 +119,9 @@ def _state_of(buffer: Buffer, span: range) -> Iterator[tuple[str, Tensor]]:
         yield "weight", tile.wide_masters()
     for kind, values in buffer.state.items():
         yield kind, values[shard_start:shard_stop]
+    if buffer.ema is not None:
+        buffer.begin_ema()
+        yield EMA, buffer.ema[shard_start:shard_stop]
 
 
 def _no_terms(

@@ -201,6 +201,27 @@ class FP8Group:
         return shards
 
 
+@dataclass(frozen=True)
+class HeldCodes:
+    """The scales that belonged to codes of FP8 weights at some moment, and whether the codes were
+    outdated.
+
+    inverse: the inverse scales of each shard's weight. outdated: of each state.
+    """
+
+    shards: Sequence[FP8ParamShard]
+    inverse: Sequence[Tensor]
+    states: Sequence[FP8State]
+    outdated: Sequence[bool]
+
+    def put_back(self) -> None:
+        """Restore the scales, for codes that their owner restores."""
+        for shard, inverse in zip(self.shards, self.inverse, strict=True):
+            shard.param.inverse.copy_(inverse)
+        for state, outdated in zip(self.states, self.outdated, strict=True):
+            state.outdated = outdated
+
+
 class FP8Masters:
     """The masters that this rank owns of all weights that are stored in FP8, and the computation of
     their codes.
@@ -225,6 +246,15 @@ class FP8Masters:
         """Mark the codes of all weights as not matching the present masters."""
         for state in self._states:
             state.outdated = True
+
+    def hold_codes(self) -> HeldCodes:
+        """Return a copy of the scales that belong to the present codes."""
+        shards: list[FP8ParamShard] = []
+        for group in self._groups:
+            shards += group.owned
+        inverse = [shard.param.inverse.clone() for shard in shards]
+        outdated = [state.outdated for state in self._states]
+        return HeldCodes(shards, inverse, self._states, outdated)
 
     @torch.no_grad()
     def renew(self, records: bool) -> None:

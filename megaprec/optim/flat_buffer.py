@@ -16,6 +16,8 @@ one collective on one tensor, and the statistics and the update read memory once
     remainder  [local]  int16                    with remainders only: the bits that `weights`
                                                  lacks to be FP32 masters
     state      [local]  plan.moments, by name    the optimizer's moments
+    ema        [local]  FP32, or that of wider   the moving average of the masters, if one is kept
+                        masters                  (`weight_average`)
 
 Where `weights` are FP8 codes (`megaprec.fp8.params`), an update changes only the masters; the codes
 are computed later.
@@ -39,6 +41,7 @@ from megaprec.precision.plan import PrecisionPlan, dtype_name
 from megaprec.precision.rounding import split
 from megaprec.torch_private import num_writes
 
+EMA = "ema"  # the kind of the moving average in a checkpoint and in a state
 BLOCK = 1 << 18  # elements: a CPU's block stays in a core's cache between its uses
 _COMPARED_ELEMENTS = 1 << 16  # at a time: they stay in a core's cache
 _ALIGNMENT = 64  # elements; vector loads and GEMMs are fast for parameters that start at a multiple
@@ -136,7 +139,10 @@ class Buffer:
     shards: the ranks over which masters and state are sharded; of size one without ZeRO-1.
     state: names of the optimizer's moments.
     seed: of stochastic rounding.
+    keeps_ema: True for a moving average of the weights. Parameters that balance loads have none.
     The masters are initialised from the original values of the parameters, before rounding.
+
+    ema_has_begun: False until the average is a copy of the masters, or was loaded.
     """
 
     def __init__(
@@ -150,6 +156,7 @@ class Buffer:
         state: Sequence[str] = (),
         seed: int = 0,
         reduction: GradReduction = GradReduction(),
+        keeps_ema: bool = False,
     ) -> None:
         self.parameters = tuple(parameters)
         self.plan = plan
@@ -183,6 +190,10 @@ class Buffer:
         self.share = (share_start, share_start + share_size)
         self.pieces = tuple(self._pieces(pp_rank))
         self._allocate(device, state)
+        self.ema: Tensor | None = None
+        self.ema_has_begun = False
+        if keeps_ema and not self.holds_loads:
+            self.ema = torch.zeros(self.local_size, dtype=plan.average, device=device)
 
     def _pieces(self, pp_rank: int) -> Iterator[Piece]:
         """Yield the pieces of all parameters, in order."""
@@ -379,7 +390,7 @@ class Buffer:
 
     def saved(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint, by name: this rank's slices of the masters, as
-        "weight", and of the moments.
+        "weight", of the moments, and of the moving average, as "ema".
         """
         weight = self.local_part(self.weights)
         if self.plan.masters_in_checkpoint:  # always so if the weights are FP8 codes
@@ -387,12 +398,26 @@ class Buffer:
                 weight = self.masters
             else:
                 weight = self._tile(0, len(weight)).wide_masters()
-        return {"weight": weight, **self.state}
+        tensors = {"weight": weight, **self.state}
+        if self.ema is not None:
+            self.begin_ema()
+            tensors[EMA] = self.ema
+        return tensors
 
     @property
     def saved_names(self) -> tuple[str, ...]:
         """Return the names of the tensors in `saved`."""
-        return ("weight", *self.state)
+        kept = ("weight", *self.state)
+        return kept if self.ema is None else (*kept, EMA)
+
+    def begin_ema(self) -> None:
+        """Make the moving average a copy of the masters, if there is one that has not begun."""
+        if self.ema is None or self.ema_has_begun:
+            return
+        self.ema_has_begun = True
+        for start in range(0, self.local_size, BLOCK):
+            stop = min(start + BLOCK, self.local_size)
+            self.ema[start:stop].copy_(self._tile(start, stop).wide_masters())
 
     def restore(self, name: str, start: int, values: Tensor) -> None:
         """Load saved values, from element `start` of this rank's slice on. For weights, call
@@ -402,7 +427,11 @@ class Buffer:
             wide = values.to(self.weights.device, torch.float32)
             self._tile(start, stop).keep_masters(wide)
             return
-        target = self.masters if name == "weight" else self.state[name]
+        if name == EMA:
+            target = self.ema
+            self.ema_has_begun = True
+        else:
+            target = self.masters if name == "weight" else self.state[name]
         assert target is not None
         target[start:stop].copy_(values)
 
@@ -578,7 +607,8 @@ class Buffer:
         return sum(self.bytes_by_kind().values())
 
     def bytes_by_kind(self) -> dict[str, int]:
-        """Return the memory of this buffer in bytes: of weights, gradients, masters and moments.
+        """Return the memory of this buffer in bytes: of weights, gradients, masters, moments and
+        the moving average, which is "ema".
 
         Scales of weights in FP8 belong to the weights, remainders to the masters. Masters that are
         the weights take no memory of their own. Of gradients only what is held between steps
@@ -596,6 +626,7 @@ class Buffer:
             "gradients": self._gradients.lasting_bytes(),
             "masters": _num_bytes(masters),
             "moments": _num_bytes(self.state.values()),
+            EMA: 0 if self.ema is None else self.ema.nbytes,
         }
 
 

@@ -59,7 +59,7 @@ class ModelBuffers:
     """The buffers of all parameters of `model_parts`. Tensors that are not trained are moved to the
     ranks' device.
 
-    shards, seed, reduction: as in `Buffer`.
+    shards, seed, reduction, keeps_ema: as in `Buffer`.
     moments: names of the moments of a parameter; those of a buffer have the same.
     bucket: elements of a buffer, as `bucket_elements` takes them; its last parameter may exceed
         this number.
@@ -86,8 +86,10 @@ class ModelBuffers:
         moments: Moments,
         seed: int,
         reduction: GradReduction,
+        keeps_ema: bool = False,
         virtual: VirtualAxis | None = None,
     ) -> None:
+        self._keeps_ema = keeps_ema
         self._virtual = virtual
         self._experts = expert_replicas(ranks.experts, ranks.dp.size, ranks.tp.size, shards.size)
         self._bucket = bucket_elements(bucket, ranks.dp.size)
@@ -187,6 +189,7 @@ class ModelBuffers:
             state=self._moments(bucket[0]),
             seed=self._seed,
             reduction=reduction,
+            keeps_ema=self._keeps_ema,
         )
 
     def _replicas(self, layout: Layout) -> Replicas:

@@ -11,7 +11,7 @@ One step, after the backward pass has accumulated gradients in the buffers:
                    it, and if the step is forbidden (`Consensus.forbids`), weights, moments and
                    step count stay unchanged
     4. gather      the masters were rounded to the weights in 3; under ZeRO-1 the slices are now
-                   all-gathered
+                   all-gathered, while a moving average of the masters, if one is kept, follows them
     5. report      one wait of the host for a few numbers. Only if the step was not finite, applied
                    or not, the parameters that held non-finite gradients are named
     6. scaler      is updated; the divisor in 3 is the scale by which the loss was multiplied
@@ -23,7 +23,8 @@ it is the rank's share of a mean over all samples: `average` says which.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -109,6 +110,7 @@ from megaprec.optim.torch_wrappers import (
 )
 from megaprec.optim.update_rules import AdamW, Step, UpdateRule, claim_rule
 from megaprec.optim.update_tile import Tile
+from megaprec.optim.weight_average import WeightAverage
 from megaprec.precision.marks import keep_marked_in_fp32
 from megaprec.precision.plan import PrecisionPlan
 
@@ -171,6 +173,9 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
     leaves: calls the statistics of gradients and AdamW's update in their compiled forms, which read
         and write memory once (`megaprec.optim.one_pass`), as `parallel.leaves.Leaves` does; None:
         both run operator by operator. Not with `canonical`.
+    ema: the decay of an exponential moving average of the weights, such as 0.999, which each
+        applied step moves (`megaprec.optim.weight_average`). It is sharded as masters are and
+        belongs to the saved state; `averaged_weights` computes with it. 0: none is kept.
     observers: called at each moment of a step; more may be added to the attribute of this name.
 
     Raises UserError for settings out of their range, for a model that no step could train right,
@@ -205,6 +210,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         seed: int = 0,
         canonical: bool = False,
         leaves: CallLeaf | None = None,
+        ema: float = 0.0,
         observers: Sequence[StepObserver] = (),
     ) -> None:
         _require_trainable(parts)
@@ -218,6 +224,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
             "weight_decay": weight_decay,
             "seed": seed,
             "lr": lr,
+            "ema": ema,
         }
         switches = {
             "average": average,
@@ -233,6 +240,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         self.clip = clip
         self.weight_decay = weight_decay
         self.seed = seed
+        self.ema = ema
         self.overlap = overlap
         self.rule: UpdateRule = rule
         ranks = Ranks.of(mesh, parts, experts)
@@ -290,8 +298,10 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
                 self._numerics.start_sum,
                 sharded=shard_gradients,
             ),
+            keeps_ema=ema > 0,
             virtual=virtual,
         )
+        self._average = WeightAverage(self._model_buffers.all, ema) if ema else None
         self._virtual = virtual
         # with the attribute `buffers` the optimizer is complete for `TorchOptimizerApi`
         self.buffers = self._model_buffers.chunks
@@ -374,8 +384,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Return this rank's bytes of weights, gradients, masters and moments for each element of
-        its weights."""
+        """Return this rank's bytes of weights, gradients, masters, moments and a moving average for
+        each element of its weights."""
         buffers = self.all_buffers()
         num_bytes = sum(buffer.num_bytes() for buffer in buffers)
         return num_bytes / max(1, sum(buffer.size for buffer in buffers))
@@ -383,6 +393,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
     def saved_numbers(self) -> dict[str, Any]:
         """Return the state that is not a tensor of the model: plain numbers, the same on every
         rank."""
+        self.require_own_weights("a save")
         numbers: dict[str, Any] = {
             "steps": int(self.applied_steps.item()),
             "scaler": self.scaler.state_dict(),
@@ -397,6 +408,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
     def load_saved_numbers(self, numbers: dict[str, Any]) -> None:
         """Load saved numbers, and compute the weights from the present masters."""
         require_saved(numbers, ("steps", "scaler"))
+        self.require_own_weights("a load")
         self.wait()
         self.applied_steps.fill_(numbers["steps"])
         self.scaler.load_state_dict(numbers["scaler"])
@@ -425,6 +437,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         """Load a state of any layout. Raise UserError, before anything is changed, if it belongs to
         another model."""
         require_saved(state, ("tensors", "steps", "scaler"))
+        self.require_own_weights("a load")
         self.wait()
         load_tensors(state["tensors"], self.all_buffers(), self.world, self.device)
         self.load_saved_numbers(state)
@@ -469,6 +482,38 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         With `overlap` the reduction is only started, and `step` waits for it.
         """
         self._reducer.reduce(chunk)
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Inside the block the model has the moving average of its weights, rounded to their dtype;
+        afterwards its own weights with equal bits.
+
+            with optimizer.averaged_weights():
+                loss = evaluate(model)
+
+        Meanwhile this rank keeps its slice of the own weights, and whatever is written to weights
+        is lost. Collective over the ranks that share state, at the beginning and at the end. Raises
+        UserError if no average is kept, and for a step, a save or a load inside the block.
+        """
+        if self._average is None:
+            raise UserError.of("optimizer.no_ema")
+        self.require_own_weights("another averaged_weights")
+        self.wait()
+        self._model_buffers.adopt_written_weights(self.checks_loop, self.applied_steps)
+        self._average.begin()
+        with self._average.swapped_in(self._fp8_masters, self._gather_at_once):
+            yield
+
+    def restart_ema(self) -> None:
+        """Let the moving average, if one is kept, begin anew with the weights of the next step."""
+        if self._average is not None:
+            self._average.restart()
+
+    def require_own_weights(self, action: str) -> None:
+        """Raise UserError if the model has the average of its weights, of which `action` would make
+        its own."""
+        if self._average is not None and self._average.is_swapped_in:
+            raise UserError.of("optimizer.averaged_weights_held", action=action)
 
     def watch_local_gradients(self, look: Callable[[Buffer], None] | None) -> None:
         """Call `look`, if it is not None, with each buffer whose gradients on this rank are about
@@ -524,6 +569,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
     def _prepare(self, lr: float | None, loss: Tensor | None) -> None:
         """Refuse what no step can be made of, complete all reductions and show the gradients to
         observers."""
+        self.require_own_weights("a step")
         require_unreplaced_groups(self.param_groups, self._groups)
         self._rates = step_rates(self._groups, lr)
         self._learning_rate = self._rates[NO_FACTORS].lr
@@ -536,6 +582,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         # tied and virtual copies.
         self.wait()
         self._model_buffers.adopt_written_weights(self.checks_loop, self.applied_steps)
+        if self._average is not None:
+            self._average.begin()
         self._model_buffers.read_dtensor_gradients()
         self._reducer.finish()
         self._model_buffers.sum_tied_and_virtual()
@@ -667,18 +715,27 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
                         self._update_in_one_pass(tile, rule, step, numbers)
                     else:
                         self._update_tile(tile, rule, step)
-            self._gather(buffer)  # overlaps with the update of the next buffer
+            self._end_update(buffer, skip)
         for updates in self._whole_updates:
-            updates.apply(step_of, self._gather)
+            updates.apply(step_of, partial(self._end_update, skip=skip))
         self._gatherer.finish_update()
         self._model_buffers.write_dtensor_weights()
         self.rule.advance(skip)
 
-    def _gather(self, buffer: Buffer) -> None:
-        """Start to all-gather the weights of an updated buffer; FP8 codes are computed and gathered
-        later."""
+    def _end_update(self, buffer: Buffer, skip: Tensor) -> None:
+        """Start to all-gather the weights of an updated buffer, and let its average follow; FP8
+        codes are computed and gathered later."""
         if not buffer.has_fp8_weights:
+            self._gatherer.begin(buffer)  # overlaps with the update of the next buffer
+        if self._average is not None:
+            self._average.follow(buffer, skip)
+
+    def _gather_at_once(self, buffers: Iterable[Buffer]) -> None:
+        """All-gather the weights of buffers, and write those of DTensors to the model."""
+        for buffer in buffers:
             self._gatherer.begin(buffer)
+        self._gatherer.wait()
+        self._model_buffers.write_dtensor_weights()
 
     def _update_in_one_pass(
         self,

@@ -25,6 +25,7 @@ def require_settings(
     seed: int,
     lr: float | None,
     weight_decay: float,
+    ema: float,
     **switches: bool | None,
 ) -> None:
     """Raise UserError, naming all that are wrong, for settings that are out of their range.
@@ -40,6 +41,8 @@ def require_settings(
     if not (is_number(norm) and norm >= 1) and norm != math.inf:
         problems.append(Problem.of("optimizer.norm_range", norm=norm))
     problems += _clip_problems(clip)
+    if not is_number(ema) or not 0 <= ema < 1:
+        problems.append(Problem.of("optimizer.ema_range", ema=ema))
     for name, switch in switches.items():
         if not isinstance(switch, bool | None):
             problems.append(Problem.of("optimizer.switch", name=name, value=switch))

@@ -84,7 +84,7 @@ def loss_offender(loss: float, stage: int) -> Offender:
 
 @dataclass(frozen=True)
 class RouterReport:
-    """What the router of one layer did with the tokens of a step, skipped or not.
+    """The work of the router of one layer on the tokens of a step, skipped or not.
 
     layer: its number; modules of multi-token prediction go on from the model's last layer.
     max_load, min_load: the largest and the smallest share of the tokens that an expert was given,

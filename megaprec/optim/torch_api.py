@@ -32,6 +32,7 @@ FIXED = [
     "seed",
     "canonical",
     "leaves",
+    "ema",
     # torch's, which the rule has here
     "betas",
     "eps",

@@ -233,13 +233,14 @@ class PrecisionPlan:
         averages: int,
         in_fp8: bool = False,
         shards_gradients: bool = False,
+        ema: bool = False,
     ) -> tuple[int, int]:
         """Return (bytes on every rank, bytes sharded over the ranks that share optimizer state) per
         parameter.
 
         averages: number of moments of the update rule. in_fp8: for a weight stored in FP8 only; its
             scales not counted. shards_gradients: under ZeRO-2; gradients that have not been reduced
-            are not counted.
+            are not counted. ema: a moving average of the weights is kept.
         """
         weight = 1 if in_fp8 else self.parameters.itemsize
         if self.remainders and not in_fp8:
@@ -249,9 +250,16 @@ class PrecisionPlan:
         else:
             master = 0  # the weights are the masters
         state = master + averages * self.moments.itemsize
+        if ema:
+            state += self.average.itemsize
         if shards_gradients:
             return weight, self.gradients.itemsize + state
         return weight + self.gradients.itemsize, state
+
+    @property
+    def average(self) -> torch.dtype:
+        """Return the dtype of a moving average of weights: FP32, or FP64 beside FP64 masters."""
+        return torch.float64 if self.masters == torch.float64 else torch.float32
 
     def keeps_fp32(self, name: str) -> bool:
         """Return True if a pattern of `keep_fp32` matches this logical name."""

@@ -37,7 +37,7 @@ from parallel.pipeline.instructions import (
 )
 from parallel.pipeline.p2p import P2P
 from parallel.pipeline.posting import posts
-from parallel.pipeline.schedules import Schedule
+from parallel.pipeline.schedules import Schedule, forward_only
 from parallel.pipeline.simulation import Span
 from parallel.sequence_cut import take_own_positions
 from parallel.weight_grad_queue import WeightGradQueue
@@ -102,6 +102,8 @@ class PassState:
     mtp_batch: what the modules of multi-token prediction read and predict; None if there are none,
         and in evaluation.
     z_loss: this rank's part of the mean z-loss, without its weight and the scale: float64 [].
+    sample_losses: float64 [samples], where the sums of the losses of this rank's tokens of each
+        sample are put; None if they are not wanted.
     """
 
     share: Share
@@ -113,6 +115,7 @@ class PassState:
     full_share: Share
     z_loss: Tensor
     mtp_batch: MTPBatch | None = None
+    sample_losses: Tensor | None = None
 
     @property
     def divisor(self) -> Tensor:
@@ -167,6 +170,11 @@ class Passes:
     def program(self) -> Program:
         """Return this rank's instructions of a training step."""
         return self.schedule.programs[self.optimizer.pp.rank]
+
+    @cached_property
+    def evaluation_program(self) -> Program:
+        """Return this rank's instructions of an evaluation."""
+        return forward_only(self.schedule).programs[self.optimizer.pp.rank]
 
     @cached_property
     def _posts(self) -> Mapping[Instruction, int]:
@@ -364,14 +372,18 @@ class Passes:
         """
         # An id outside the vocabulary is replaced, and has made `state.loss` NaN already.
         targets = self._ids_inside(state.share.targets[rows])
-        if state.step is None or not self.config.z_loss:
-            losses = self.stages[stage].losses(logits, targets)
-            loss = self._part_of_mean(state, losses, rows)
-            trained_loss = loss
-        else:
+        trains_z_loss = state.step is not None and self.config.z_loss > 0
+        log_sums = None
+        if trains_z_loss:
             losses, log_sums = self.stages[stage].losses_and_log_sums(logits, targets)
-            loss = self._part_of_mean(state, losses, rows)
-            z_loss = self._part_of_mean(state, log_sums.square(), rows)
+        else:
+            losses = self.stages[stage].losses(logits, targets)
+        losses = self._counted(state, losses, rows)
+        loss = losses.sum() / state.divisor.to(losses.dtype)
+        trained_loss = loss
+        if log_sums is not None:
+            squares = self._counted(state, log_sums.square(), rows)
+            z_loss = squares.sum() / state.divisor.to(squares.dtype)
             trained_loss = loss + self.config.z_loss * z_loss
             if self.optimizer.tp.rank == 0:
                 state.z_loss.add_(rounded_to(Z_LOSS_UNIT, z_loss.detach().double()))
@@ -382,21 +394,20 @@ class Passes:
             total = state.loss[rows.start // self.micro_batch] if by_microbatch else state.loss
             # in place: it is `state.loss` or a view of it
             total += loss.detach()
+            if state.sample_losses is not None:
+                state.sample_losses[rows] = losses.detach().sum(0, dtype=torch.float64)
         return trained_loss * state.scale
 
-    def _part_of_mean(
+    def _counted(
         self,
         state: PassState,
         values: Tensor,
         rows: slice,
     ) -> Tensor:
-        """Return the part of a micro-batch in the mean over the tokens that count: [].
-
-        values: of its tokens, [s, b].
-        """
-        if state.share.mask is not None:
-            values = values * _columns(state.share.mask[rows]).to(values.dtype)
-        return values.sum() / state.divisor.to(values.dtype)
+        """Return numbers of a micro-batch's tokens, [s, b], times the weights of their targets."""
+        if state.share.mask is None:
+            return values
+        return values * _columns(state.share.mask[rows]).to(values.dtype)
 
     def require_ids_in_vocabulary(self, state: PassState) -> None:
         """Raise OutsideVocabulary, on every rank, if the samples of some rank have ids outside the

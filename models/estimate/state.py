@@ -1,4 +1,5 @@
-"""The bytes of a rank's weights, gradients, master weights and moments, before any launch.
+"""The bytes of a rank's weights, gradients, master weights, moments and moving average, before any
+launch.
 
 The rank's stages are built on tensors without storage and laid out in the flat buffers of the
 optimizer, by the code that does so in training. So padding, tied embeddings, ZeRO-1's shards,
@@ -17,7 +18,7 @@ import torch
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import layout_of, parameters_of
 from megaprec.fp8.state import FP8State
-from megaprec.optim.flat_buffer import BLOCK, Buffer, GradReduction
+from megaprec.optim.flat_buffer import BLOCK, EMA, Buffer, GradReduction
 from megaprec.optim.grad_sync import forward_order
 from megaprec.optim.model_buffers import Moments, bucket_elements, buckets
 from megaprec.optim.muon.matrix_exchange import owners_of
@@ -26,6 +27,7 @@ from megaprec.optim.muon.newton_schulz import iteration_flops, orthogonalized
 from megaprec.optim.muon.rule import MUON_MOMENTUM, Muon, moments_of
 from megaprec.optim.ranks import sharing_replicas
 from megaprec.optim.update_rules import UpdateRule
+from megaprec.optim.weight_average import AveragedTile, own_bytes, run_length
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.decoder.cutting import build
@@ -47,8 +49,10 @@ class StateBytes:
 
     reduction: copies of gradients in the dtype in which they travel between replicas, while they
         are reduced.
-    update: the peak that the update of one block adds, or the orthogonalization of matrices by
-        Muon.
+    ema: the moving average of the weights.
+    update: the peak that the update of one block adds, or that of its moving average, or the
+        orthogonalization of matrices by Muon.
+    own: this rank's slice of the weights, which is kept while their average is evaluated.
     arriving: under ZeRO-2, the most that gradients take until they are reduced: the buckets that
         one layer's gradients are in, and one more that is under way.
     saved: what this rank writes to a checkpoint, of which a save in the background makes a copy in
@@ -59,15 +63,17 @@ class StateBytes:
     gradients: int
     masters: int
     moments: int
+    ema: int
     reduction: int
     update: int
+    own: int
     arriving: int
     saved: int
 
     @property
     def total(self) -> int:
         """Return the bytes that are held between steps."""
-        return self.weights + self.gradients + self.masters + self.moments
+        return self.weights + self.gradients + self.masters + self.moments + self.ema
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,7 @@ class Sharding:
         `EngineOptions`.
     separate_head: a tied head is a copy on the same rank too.
     gradients: these replicas share gradients too (ZeRO-2).
+    ema: a moving average of the weights is kept.
     """
 
     tp: int = 1
@@ -90,6 +97,7 @@ class Sharding:
     expert_tensor: int = 0
     separate_head: bool = False
     gradients: bool = False
+    ema: bool = False
 
     def replicas(self, of_experts: bool) -> tuple[Axis, Axis]:
         """Return the replicas of experts, or of other weights, and those among them that share
@@ -227,6 +235,7 @@ def _build_buffer(
         meta,
         moments(parameters[0]),
         reduction=GradReduction(sharded=sharding.gradients),
+        keeps_ema=sharding.ema,
     )
 
 
@@ -239,7 +248,7 @@ def _measure(
 ) -> StateBytes:
     """Return the bytes of a rank with these buffers."""
     buffers = list(chain.from_iterable(buffers for _, buffers in by_stage))
-    totals = dict.fromkeys(("weights", "gradients", "masters", "moments"), 0)
+    totals = dict.fromkeys(("weights", "gradients", "masters", "moments", EMA), 0)
     reduction = 0
     saved = 0
     for buffer in buffers:
@@ -252,12 +261,14 @@ def _measure(
     # Elements of a block of the update; 0: a whole buffer.
     block = BLOCK if device == "cpu" else 0
     peaks = [_update_peak(buffer, block) for buffer in buffers]
+    peaks += [_ema_peak(buffer, device) for buffer in buffers if buffer.ema is not None]
     if isinstance(rule, Muon):
         peaks.append(_muon_peak(buffers, rule, plan, sharding, block))
     return StateBytes(
         **totals,
         reduction=reduction,
         update=max(peaks),
+        own=sum(own_bytes(buffer) for buffer in buffers if buffer.ema is not None),
         arriving=max(_arriving_bytes(stage, buffers) for stage, buffers in by_stage),
         saved=saved,
     )
@@ -323,6 +334,17 @@ def _update_peak(buffer: Buffer, block: int) -> int:
     with LiveMemory() as live:
         weights, _, state = tile.wide()
         tile.keep(weights, state, steps)
+    return live.peak
+
+
+def _ema_peak(buffer: Buffer, device: Device) -> int:
+    """Return the peak that moving a block of the average of this buffer adds."""
+    assert buffer.ema is not None
+    tile = next(buffer.tiles(0, buffer.stop - buffer.start, run_length(device)))
+    averaged = AveragedTile(tile, buffer.ema[: len(tile.weights)])
+    skip = torch.zeros(())  # any number: no value is computed
+    with LiveMemory() as live:
+        averaged.move(0.5, skip)
     return live.peak
 
 

@@ -1,4 +1,4 @@
-"""What a router did in one step, added up: the choices of its tokens, its probabilities and losses.
+"""Sums over the micro-batches of a step of what a router did: choices, probabilities, losses.
 
 A tally belongs to one layer on one rank. Each backward pass through the router adds the numbers of
 its micro-batch: so a forward pass that is recomputed counts once, and an evaluation not at all.

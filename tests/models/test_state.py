@@ -51,7 +51,7 @@ PLANS: dict[str, PrecisionPlan] = {
     "bf16, norms in fp32": plan("bf16", keep_fp32=("*norm*",)),
     "fp8 weights": IN_FP8,
 }
-KINDS = ("weights", "gradients", "masters", "moments")
+KINDS = ("weights", "gradients", "masters", "moments", "ema")
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class Case:
     zero_2: bool = False
     bucket: int = 0
     overlap: bool = False
+    ema: float = 0.0
 
 
 def held(mesh: DeviceMesh | None, cases: Sequence[Case], pp: int = 1) -> list[dict[str, int]]:
@@ -103,6 +104,7 @@ def engine_of(mesh: DeviceMesh | None, case: Case, pp: int) -> Engine:
         shard_gradients=case.zero_2,
         bucket=case.bucket,
         overlap=case.overlap,
+        ema=case.ema,
     )
 
 
@@ -118,14 +120,16 @@ def foretold(case: Case, pp: int = 1, dp: int = 1, tp: int = 1) -> list[StateByt
         expert=case.expert,
         expert_tensor=case.expert_tensor,
         gradients=case.zero_2,
+        ema=case.ema > 0,
     )
     return state_bytes(model, case.plan, cut, placed, sharding, case.rule)
 
 
 @pytest.mark.parametrize("precision", PLANS)
 def test_one_process_holds_what_is_foretold_in_every_precision(precision: str) -> None:
-    case = Case(LLAMA, PLANS[precision])
+    case = Case(LLAMA, PLANS[precision], ema=0.9)
     (said,) = foretold(case)
+    assert said.ema
     assert bytes_of_rank(None, case, 1) == {kind: getattr(said, kind) for kind in KINDS}
 
 
@@ -148,8 +152,8 @@ def test_one_process_holds_what_its_virtual_ranks_would(model: str) -> None:
 
 
 FEW = [
-    Case(MODELS["gpt2, tied"], plan("bf16")),
-    Case(LLAMA, IN_FP8),
+    Case(MODELS["gpt2, tied"], plan("bf16"), ema=0.9),
+    Case(LLAMA, IN_FP8, ema=0.9),
     Case(MODELS["mixtral"], plan("bf16")),
 ]
 FEW += [
@@ -157,7 +161,7 @@ FEW += [
     Case(LLAMA, IN_FP8, rule=Muon(by_adamw=("*.0.mlp.*",))),
 ]
 SPREAD = [
-    Case(MODELS["mixtral"], plan("bf16"), expert=2),
+    Case(MODELS["mixtral"], plan("bf16"), expert=2, ema=0.9),
     Case(MODELS["mixtral"], plan("bf16"), "1f1b", (), Muon(), 4, 1),
 ]
 MANY = [Case(model, precision) for model in MODELS.values() for precision in PLANS.values()]
@@ -219,6 +223,17 @@ def test_the_first_step_takes_two_megabytes_at_most_however_large_a_parameter_is
     case = Case({**LLAMA, "vocab": 40_000}, plan("bf16"))
     assert foretold(case)[0].update == 0
     assert peak_of_update(None, case) < 2_000_000 < 40_000 * LLAMA["hidden"] * 2
+
+
+def test_the_peak_of_an_average_is_foretold() -> None:
+    """Of its update, and of its place among the weights while it is evaluated."""
+    case = Case({**LLAMA, "hidden": 256, "ffn": 512}, plan("bf16"), ema=0.9)
+    (said,) = foretold(case)
+    assert 0.8 * said.update < peak_of_update(None, case) < 1.2 * said.update + 2_000_000
+    optimizer = engine_of(None, case, 1).optimizer
+    with LiveMemory() as live, optimizer.averaged_weights():
+        held = live.now
+    assert held == said.own == said.weights
 
 
 @pytest.mark.cases(0, sample=2)

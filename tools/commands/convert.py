@@ -19,9 +19,10 @@ import torch
 from megaprec.data.tokenizer import load_tokenizer
 from megaprec.data.tokenizer_files import settings_of
 from megaprec.errors import UserError
-from tools.commands.options import add_vocab
+from tools.commands.options import add_ema, add_vocab
 from tools.console.progress_bar import bytes_progress
 from tools.convert.auto_tokenizer import auto_tokenizer_line
+from tools.convert.averaged import averaged
 from tools.convert.core.source import Source
 from tools.convert.core.target import Target, convert
 from tools.convert.formats import TARGETS, WITH_CONFIG, check_vocab, open_intact
@@ -83,6 +84,7 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="name the experts of a Megatron DST as --moe-grouped-gemm does",
     )
+    add_ema(parser, "write")
     add_vocab(parser)
     parser.add_argument(
         "--tokenizer",
@@ -120,6 +122,8 @@ def main(args: argparse.Namespace) -> int:
     check_vocab(args.vocab, args.source)
     model = resolve_run(args.config).sized_model if args.config else None
     source = open_intact(args.source, args.vocab, args.weights_only, model)
+    if args.ema:
+        source = averaged(source)
     if args.tokenizer:
         source.tokenizer = _given_tokenizer(args.tokenizer, source)
     format_name = args.to or ("hf" if source.kind == "megaprec" else "megaprec")
@@ -130,7 +134,7 @@ def main(args: argparse.Namespace) -> int:
         require_comparable(source, dtype)
     write_model(source, format_name, args.destination, dtype, layout, verify=not args.no_verify)
     if args.verify:
-        print(compare_logits(source.path, args.destination, args.vocab, model))
+        print(compare_logits(source.path, args.destination, args.vocab, model, args.ema))
     return 0
 
 

@@ -130,6 +130,8 @@ def _checkpoint_bytes(config: RunConfig | None) -> int:
     replicated, sharded = config.plan.bytes_per_parameter(moments)
     # masters and moments; a rule and a plan without any leave the weights
     bytes_per_parameter = sharded or replicated
+    if config.optimizer.ema:
+        bytes_per_parameter += config.plan.average.itemsize
     checkpoint_bytes = config.sized_model.num_parameters * bytes_per_parameter
     # an old checkpoint is deleted after a new one is complete
     return checkpoint_bytes * (_kept_checkpoints(config) + 1)

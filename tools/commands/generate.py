@@ -16,6 +16,7 @@ from typing import Any
 from megaprec.errors import UserError
 from megaprec.parsing import read_text
 from models.decoder.kv_cache import CachedStage
+from tools.commands.options import add_ema
 from tools.text.generation import Generation, escape_control_characters
 from tools.text.load import LoadedModel, load_model
 from tools.text.sampling import Sampling
@@ -87,6 +88,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--tokenizer", type=Path, metavar="FILE", help="tokenizer, if MODEL has none"
     )
+    add_ema(parser, "generate with")
     parser.add_argument(
         "--json",
         action="store_true",
@@ -101,7 +103,7 @@ def main(args: argparse.Namespace) -> int:
     if problems := [*_option_problems(args), *sampling.problems()]:
         raise UserError(*problems)
     prompts = [*_prompts(args)]
-    model = load_model(args.model, CachedStage, tokenizer=args.tokenizer)
+    model = load_model(args.model, CachedStage, tokenizer=args.tokenizer, ema=args.ema)
     # on stderr, for stdout is the text alone
     for note in (*model.notes, *_unfollowed_notes(args.model, sampling, model)):
         print(f"note: {note}", file=sys.stderr)

@@ -88,3 +88,12 @@ def text_options(
         skip_bad=skip_bad,
         max_chars=max_chars,
     )
+
+
+def add_ema(parser: ArgumentParser, verb: str) -> None:
+    """Add `--ema`. verb: of what the command does to a model."""
+    parser.add_argument(
+        "--ema",
+        action="store_true",
+        help=f"{verb} the moving average of the weights that a run with optimizer.ema keeps",
+    )

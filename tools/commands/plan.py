@@ -149,7 +149,7 @@ def main(args: argparse.Namespace) -> int:
         return 0
     lines = [*run_lines(config, target), *(f"note       {note}" for note in notes), ""]
     lines += [*memory_lines(planned, target), ""]
-    lines += _prediction(config, planned, assumed)
+    lines += _prediction(planned, assumed)
     if search_result and shared_speeds:
         lines += ["", *layout_lines(search_result, args.ranks, shared_target, shared_speeds)]
     say("\n".join(lines))
@@ -158,10 +158,10 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _prediction(config: RunConfig, planned: Planned, assumed: Assumptions | None) -> list[str]:
+def _prediction(planned: Planned, assumed: Assumptions | None) -> list[str]:
     """Return the lines on the predicted step, or one that says why there are none."""
     if planned.prediction and assumed:
-        return [*prediction_lines(config, planned.prediction, assumed)]
+        return [*prediction_lines(planned, planned.prediction, assumed)]
     return ["prediction not known: the peak speed of the device is not; --gpu or --tflops says it"]
 
 

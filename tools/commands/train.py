@@ -18,14 +18,20 @@ from models.decoder.own_model import require_builtin
 from parallel.described_world import is_rank_of_world
 from tools.analysis.plots.shadow_plot import plot_shadow
 from tools.analysis.plots.training_plot import plot_run
+from tools.analysis.verdict.measure import make_yardsticks
+from tools.analysis.verdict.verdict import lines as verdict_lines
+from tools.analysis.verdict.verdict import read_verdict
 from tools.commands.convert import write_model
 from tools.commands.notes import moved_notes, tell_notes
 from tools.commands.options import add_overrides, add_strict
 from tools.config.run_file import RunConfig
 from tools.console.streams import spare_output
+from tools.console.wrapped import say
+from tools.convert.averaged import averaged
 from tools.convert.formats import open_intact
 from tools.convert.initial import resolve_run
 from tools.training.banner import print_outcome, print_skipped
+from tools.training.corpus import Corpus
 from tools.training.data_identity import ALLOW
 from tools.training.elastic import Restarts
 from tools.training.launch import launch_local
@@ -48,6 +54,11 @@ def add_parser(subparsers: Any) -> None:
         "--export-hf",
         metavar="DIR",
         help="after training, export the model to this folder in Hugging Face format",
+    )
+    parser.add_argument(
+        "--export-ema",
+        action="store_true",
+        help="let --export-hf export the moving average of the weights (optimizer.ema)",
     )
     add_strict(parser)
     parser.add_argument(
@@ -78,9 +89,11 @@ def main(args: argparse.Namespace) -> int:
     tell_notes(untested(), strict=False)
     # a rank of a world that torchrun, Slurm or `launch_local` below has started
     if is_rank_of_world():
-        return _train(config, export, args.allow, not args.no_verify)
+        return _train(config, export, args.export_ema, args.allow, not args.no_verify)
 
     # refused before hours of training, not after them
+    if args.export_ema:
+        _require_average(config, export)
     if export:
         require_builtin(config.model, "--export-hf")
     if export and export.exists():
@@ -93,11 +106,13 @@ def main(args: argparse.Namespace) -> int:
         verify_models(config, export)
 
     if config.world_size == 1:
-        return _train(config, export, args.allow, verify=False)
+        return _train(config, export, args.export_ema, args.allow, verify=False)
     # the ranks need not verify again
     options = ["--no-verify", *(f"--allow={difference}" for difference in args.allow)]
     if export:
         options += ["--export-hf", str(export)]
+    if args.export_ema:
+        options.append("--export-ema")
     restarts = Restarts(config, lambda: lock_folder(config))
     command = ["train", args.file, *args.overrides, *options]
     return launch_local(command, config.world_size, config.train.threads, restarts.ranks_after)
@@ -114,11 +129,25 @@ def _warn_of_slow_build(config: RunConfig) -> None:
         )
 
 
+def _require_average(config: RunConfig, export: Path | None) -> None:
+    """Raise UserError if there is no average to export, or no folder for it."""
+    if export is None:
+        raise UserError.of("command.export_ema_alone")
+    if not config.optimizer.ema:
+        raise UserError.of("command.export_no_ema")
+
+
 def _train(
-    config: RunConfig, export_folder: Path | None, allowed: Collection[str], verify: bool
+    config: RunConfig,
+    export_folder: Path | None,
+    export_ema: bool,
+    allowed: Collection[str],
+    verify: bool,
 ) -> int:
     """Train as one rank; the first also leaves samples, plots and the export. Return the exit
     code.
+
+    export_ema: the average of the weights is exported.
     """
     trainer = train_rank(config, export_folder, allowed, verify)
     if trainer is None:
@@ -126,11 +155,29 @@ def _train(
     # Outside of the world, whose other ranks need not wait for plots and export.
     config = trainer.config
     print_skipped(config, trainer.progress)
-    print_outcome(config, _write_plots(config) if config.log.plot else [])
+    _write_yardsticks(config, trainer.corpus)
+    folder = Path(config.train.folder)
+    print_outcome(config, _write_plots(config) if config.log.plot else [], trainer.progress.step)
+    verdict = read_verdict(folder)
+    for line in verdict_lines(verdict) if verdict else ():
+        say(line)
     if export_folder:
-        write_model(open_intact(Path(config.train.folder)), "hf", export_folder)
+        trained = open_intact(Path(config.train.folder))
+        write_model(averaged(trained) if export_ema else trained, "hf", export_folder)
     require_applied(trainer.progress, trainer.monitor)
     return 0
+
+
+def _write_yardsticks(config: RunConfig, corpus: Corpus) -> None:
+    """Write what the held-out loss is measured against; nothing, with a warning, if that fails."""
+    try:
+        yardsticks = make_yardsticks(config, corpus)
+        if yardsticks is not None:
+            yardsticks.save(Path(config.train.folder))
+    except (UserError, OSError) as error:
+        # a run that has trained is not lost for a number
+        reason = file_error(error) if isinstance(error, OSError) else error
+        print(f"warning    no yardsticks: {reason}", file=sys.stderr, flush=True)
 
 
 def _write_plots(config: RunConfig) -> list[Path]:

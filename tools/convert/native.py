@@ -17,6 +17,7 @@ from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import FORMAT, INDEX, Store
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.durable import read_whole
+from megaprec.optim.flat_buffer import EMA
 from megaprec.optim.muon.rule import MUON_MOMENTUM
 from megaprec.precision.plan import LossScaling
 from models.config import ModelConfig
@@ -142,6 +143,9 @@ def _check_shapes(
             continue
         expected = []
         for tensor_name, shape in logical_shapes(model).items():
+            # a weight that was not trained has no average
+            if kind == EMA and tensor_name not in shapes:
+                continue
             if _has_kind(kind, tensor_name, tensor_name in by_muon):
                 expected.append(Match(tensor_name, (tensor_name,), SAME, "whole", shape))
         stand_ins = {}
@@ -151,9 +155,9 @@ def _check_shapes(
 
 
 def _has_kind(kind: str, tensor_name: str, by_muon: bool) -> bool:
-    """Return True if a tensor has this moment, or kind is "weight". by_muon: True if Muon updates
-    the tensor."""
-    if kind == "weight":
+    """Return True if a tensor has this moment, or kind is "weight" or that of averages. by_muon:
+    True if Muon updates the tensor."""
+    if kind in ("weight", EMA):
         return True
     # Loads move a correction, not the optimizer's rule.
     if is_correction(tensor_name):
@@ -280,10 +284,12 @@ def _write_index(folder: Path, source: Source, dtypes: dict[str, torch.dtype]) -
 def _record_of_origin(source: Source) -> dict[str, Any]:
     """Return the entry of an index that says which model was converted, or which were merged."""
     if not source.facts.merged:
-        return {"converted_from": {"format": source.kind, "folder": source.path.name}}
+        record: dict[str, Any] = {"format": source.kind, "folder": source.path.name}
+        if source.facts.averaged:
+            record["ema"] = True
+        return {"converted_from": record}
     inputs = []
     for each in source.facts.merged:
         # The whole path: checkpoints of two runs have the same names.
-        record = {"format": each.kind, "folder": str(each.path), "weight": each.weight}
-        inputs.append(record)
+        inputs.append({"format": each.kind, "folder": str(each.path), "weight": each.weight})
     return {"merged_from": inputs}

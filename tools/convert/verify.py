@@ -19,6 +19,7 @@ from models.config import ModelConfig
 from models.decoder.cutting import cuts
 from models.decoder.stages import Stage
 from parallel.context import Context
+from tools.convert.averaged import averaged
 from tools.convert.core.source import Source
 from tools.convert.core.tensors import torch_name
 from tools.convert.formats import WITH_CONFIG, format_of, open_intact
@@ -36,18 +37,23 @@ Forward = Callable[[Tensor], Tensor]  # int64 ids [b, s] -> logits [b, s, vocab]
 
 
 def compare_logits(
-    first: Path, second: Path, vocab: int | None = None, model: ModelConfig | None = None
+    first: Path,
+    second: Path,
+    vocab: int | None = None,
+    model: ModelConfig | None = None,
+    ema: bool = False,
 ) -> str:
     """Return a line on the difference of the logits of two folders. Raises UserError if the models
     differ.
 
-    vocab, model: of the first folder, if it does not say them.
+    vocab, model: of the first folder, if it does not say them. ema: the weights of the first model
+        are the average that its folder keeps.
     """
     source = open_intact(first, vocab, model=model)
     generator = torch.Generator().manual_seed(0)
     length = min(TOKENS, source.model.max_positions)
     token_ids = torch.randint(source.model.vocab, (SAMPLES, length), generator=generator)
-    first_logits = logits(first, token_ids, torch.float32, vocab, model)
+    first_logits = logits(first, token_ids, torch.float32, vocab, model, ema)
     second_logits = logits(second, token_ids, torch.float32, vocab)
     for folder, values in ((first, first_logits), (second, second_logits)):
         if not values.isfinite().all():
@@ -67,7 +73,7 @@ def compare_logits(
             if_untested=if_untested() if by_transformers else "",
         )
     # In bf16 both round, each in an order of its own: only the choice is compared.
-    first_tokens = logits(first, token_ids, torch.bfloat16, vocab, model).argmax(-1)
+    first_tokens = logits(first, token_ids, torch.bfloat16, vocab, model, ema).argmax(-1)
     second_tokens = logits(second, token_ids, torch.bfloat16, vocab).argmax(-1)
     agree = first_tokens == second_tokens
     agreement = agree.double().mean().item()
@@ -106,14 +112,16 @@ def logits(
     dtype: torch.dtype,
     vocab: int | None = None,
     model: ModelConfig | None = None,
+    ema: bool = False,
 ) -> Tensor:
     """Return FP32 logits [b, s, vocab], computed in `dtype`. vocab, model: of `path`, if it does
-    not say them."""
+    not say them. ema: of the average of the weights."""
     if _is_run_by_transformers(path):
         _, folder = format_of(path)
         forward = _forward_of_transformers(folder, dtype)
     else:
-        forward = _forward_of_megaprec(open_intact(path, vocab, model=model), dtype)
+        source = open_intact(path, vocab, model=model)
+        forward = _forward_of_megaprec(averaged(source) if ema else source, dtype)
     return forward(token_ids).float()
 
 

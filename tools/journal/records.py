@@ -1,4 +1,4 @@
-"""Reading metrics.jsonl, events.jsonl and digests.jsonl: a JSON record per line.
+"""Reading metrics.jsonl, events.jsonl, evaluations.jsonl, digests.jsonl: a JSON record per line.
 
 A killed run can leave a truncated last line: its step is taken again, and the line is dropped. Any
 other line that is not a record, or that repeats a step, comes from a damaged disk or an editor. It
@@ -18,15 +18,23 @@ from tools.console.units import enumerated
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 DIGESTS = "digests.jsonl"
+EVALUATIONS = "evaluations.jsonl"
 NO_TOKENS_EVENT = "no_tokens"
 BRANCHED = "branched"  # the kind of event with which a branch of another run begins
 DIGEST = "digest"  # the kind of event that is written to DIGESTS
+EVALUATION = "evaluation"  # the kind of event that is written to EVALUATIONS
+SAMPLE = "sample"  # the kind of event with a text that the model has written
+# losses on the held-out part, of the weights and of their moving average
+HELD_OUT_LOSS = "eval_loss"
+AVERAGE_LOSS = "eval_loss_ema"
 # fields of a step that may be "inf" or "nan"
-NUMBERS = ("loss", "mtp_loss", "z_loss", "grad_norm", "loss_scale", "eval_loss")
-# prefixes of fields that may be, too: losses on the sets of data.validation, and results of the
-# tasks of data.lm_eval, TASK/METRIC
+NUMBERS = ("loss", "mtp_loss", "z_loss", "grad_norm", "loss_scale", HELD_OUT_LOSS, AVERAGE_LOSS)
+# prefixes of fields that may be, too: losses on the sets of data.validation, of the weights and of
+# their moving average, and results of the tasks of data.lm_eval, TASK/METRIC
 VALIDATION_PREFIX = "eval_loss/"
+AVERAGE_PREFIX = "eval_loss_ema/"
 TASK_PREFIX = "lm_eval/"
+NUMBER_PREFIXES = (VALIDATION_PREFIX, AVERAGE_PREFIX, TASK_PREFIX)
 # kind of event, "" for the record of a step -> required keys
 REQUIRED_KEYS = {
     "": {"outcome", "loss", "grad_norm", "loss_scale"},
@@ -40,6 +48,8 @@ REQUIRED_KEYS = {
     BRANCHED: {"checkpoint", "run", "changed", "notes", "lr_before", "lr_next"},
     "end": {"complete", "why", "peak_memory"},
     DIGEST: {"state", "numbers", "progress", "tensors"},
+    EVALUATION: {"set", "samples", "losses", "tokens"},
+    SAMPLE: {"text", "date"},
     "silent_fault": {"checked_step", "kind", "what", "ranks", "hosts", "certain"},
 }
 LASTING = ("silent_fault",)  # kinds of events that are kept although their steps are taken again
@@ -112,6 +122,11 @@ def read_branching(folder: Path) -> dict[str, Any] | None:
 def read_digests(folder: Path) -> list[dict[str, Any]]:
     """Return the digests of a run's state, oldest first; none if it has no digests.jsonl."""
     return _records_of_kind(folder / DIGESTS, DIGEST)
+
+
+def read_evaluations(folder: Path) -> list[dict[str, Any]]:
+    """Return the evaluations of a run's sets, with the losses of their samples, oldest first."""
+    return _records_of_kind(folder / EVALUATIONS, EVALUATION)
 
 
 def _records_of_kind(path: Path, event_kind: str) -> list[dict[str, Any]]:
@@ -198,7 +213,7 @@ def _is_record(record: dict[str, Any]) -> bool:
     if not isinstance(event_kind, str) or not isinstance(outcome, str):
         return False
     for name, value in record.items():
-        is_number_field = name in NUMBERS or name.startswith((VALIDATION_PREFIX, TASK_PREFIX))
+        is_number_field = name in NUMBERS or name.startswith(NUMBER_PREFIXES)
         if is_number_field and type(value) not in (int, float):
             return False
     return REQUIRED_KEYS.get(event_kind, set()) <= record.keys()

@@ -1,4 +1,4 @@
-"""What routers did, in metrics.jsonl and events.jsonl.
+"""Records of routers in metrics.jsonl and events.jsonl.
 
 The field "router" of a step has a list for each measure, such as "max_load". Position n is layer n;
 modules of multi-token prediction follow the model's last layer. null: a layer without experts.

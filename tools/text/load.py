@@ -20,12 +20,14 @@ from megaprec.comm.axis import Axis
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
+from megaprec.optim.flat_buffer import EMA
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
 from models.decoder.own_model import require_builtin
 from models.decoder.stages import Stage
 from parallel.context import Context
+from tools.convert.averaged import averaged
 from tools.convert.core.source import Source
 from tools.convert.formats import FORMATS
 from tools.convert.hf.notes import KEPT
@@ -76,6 +78,7 @@ def load_model(
     compute: str = "fp32",
     tokenizer: Path | None = None,
     mesh: DeviceMesh | None = None,
+    ema: bool = False,
 ) -> LoadedModel[S]:
     """Return the model on the CPU, whatever format, layout and precision the folder has. Raises
     UserError.
@@ -85,8 +88,9 @@ def load_model(
     tokenizer: file to use in place of the folder's own.
     mesh: the layout of the ranks, each of which reads what it holds of the stage of its pipeline
         rank; None: the whole model is on this process.
+    ema: the model has the moving average of the weights, which the folder must keep.
     """
-    source = _open(path)
+    source = _open(path, ema)
     chosen_tokenizer = _choose_tokenizer(source, tokenizer)
     stage = _load_stage(source, stage_class, compute, mesh)
     return LoadedModel(
@@ -171,16 +175,20 @@ def require_layout(model: ModelConfig, tensor: int, pipeline: int) -> None:
         raise UserError(*problems)
 
 
-def _open(path: Path) -> Source:
-    """Open a folder. Raises UserError if its files are damaged, or if it holds no model of a
-    built-in family."""
+def _open(path: Path, ema: bool) -> Source:
+    """Open a folder, for the average of its weights if `ema` is True. Raises UserError if its files
+    are damaged, if it keeps no average, or if it holds no model of a built-in family."""
     if not path.is_dir() or not any(each.find(path) for each in FORMATS.values()):
         find_checkpoint(path)  # raises, and says what the folder lacks
     if checkpoint := checkpoint_at(path):
         store = Store(checkpoint)
         require_builtin(read_model(store), "text from a checkpoint")
-        require_intact(store, store.files_of("weight") | {*tokenizer_files(store)})
-    return open_weights(path)
+        read_files = store.files_of("weight") | {*tokenizer_files(store)}
+        if ema:
+            read_files |= store.files_of(EMA)
+        require_intact(store, read_files)
+    source = open_weights(path)
+    return averaged(source) if ema else source
 
 
 def _begin(source: Source, tokenizer: Tokenizer | None) -> int | None:

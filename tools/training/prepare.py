@@ -32,7 +32,12 @@ from tools.training.hangs import forget_records
 from tools.training.harness import require_harness
 from tools.training.launch import is_local_rank
 from tools.training.machine import check_this_machine, device_of_run, local_ranks
-from tools.training.resume import check_resumable, check_tokens, data_differences, other_tokens
+from tools.training.resume import (
+    allowable_differences,
+    check_resumable,
+    check_tokens,
+    other_tokens,
+)
 from tools.training.run_folder import check_folders, lock_folder
 from tools.training.run_warnings import run_warnings
 
@@ -143,7 +148,7 @@ def _note_needless_allowances(
     """Print a note for each --allow that names something in which run and checkpoint agree."""
     differing = set[str]()
     if checkpoint is not None:
-        differences = data_differences(checkpoint, config, corpus)
+        differences = allowable_differences(checkpoint, config, corpus)
         differing = {difference.option for difference in differences}
     if any(other_tokens(config, corpus)):
         differing.add("tokenizer")

@@ -13,14 +13,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from megaprec.checkpoint.atomic import checkpoint_path
 from megaprec.checkpoint.digests import file_digest
 from megaprec.checkpoint.reader import Store
 from megaprec.data.files import with_suffix
 from megaprec.data.intact import read_record
-from megaprec.data.samples import Samples, count_training_samples
+from megaprec.data.samples import Samples, training_numbers
 from megaprec.data.tokenizer import FILE_DIGEST, Tokenizer, has_built, same_tokens
 from megaprec.errors import Problem, UserError
+from megaprec.optim.flat_buffer import EMA
 from megaprec.optim.torch_rule import Torch
 from models.config import ModelConfig
 from models.equivalence import TRAINING_ONLY_KEYS
@@ -44,10 +47,11 @@ from tools.training.changed_keys import (
     changed_keys,
     keys_of,
     lr_jump,
+    other_length,
     rates_around,
     saved_keys,
 )
-from tools.training.corpus import Corpus
+from tools.training.corpus import Corpus, held_out_rule
 from tools.training.data_identity import (
     ALLOW,
     Difference,
@@ -60,6 +64,7 @@ from tools.training.launch import was_restarted
 
 RECORDS = {"the data": "data", "the keys": "run"}  # not in checkpoints of earlier versions
 LENGTH_KEY = "train.seq_length"
+AVERAGE_KEY = "optimizer.ema"
 MOST_REASONS = 4  # that the line about a checkpoint that a run cannot branch from names
 
 
@@ -86,7 +91,7 @@ def check_resumable(
         *_other_canonical_shards(checkpoint, config),
     ]
     refused = list[Difference]()
-    for difference in data_differences(checkpoint, config, corpus):
+    for difference in allowable_differences(checkpoint, config, corpus):
         if difference.option not in allowed:
             refused.append(difference)
     # All are told at once; problems cannot be accepted, and so decide the remedy.
@@ -134,6 +139,14 @@ def _allow_flags(refused: Sequence[Difference]) -> str:
     """Return the options that accept these differences, in the order of ALLOW."""
     options = {difference.option for difference in refused}
     return " ".join(f"--allow {option}" for option in ALLOW if option in options)
+
+
+def allowable_differences(
+    checkpoint: Store, config: RunConfig, corpus: Corpus | None = None
+) -> list[Difference]:
+    """Return the differences of the run from the checkpoint that --allow accepts."""
+    differences = data_differences(checkpoint, config, corpus)
+    return [*differences, *_other_average(checkpoint, config)]
 
 
 def data_differences(
@@ -195,13 +208,14 @@ def _remarks(config: RunConfig, corpus: Corpus, checkpoint: Store) -> Iterator[_
         return
     yield from _notes(_missing_records(checkpoint))
 
-    # A change of the data has a line that says more than the one of its key.
-    data_lines = [difference.line for difference in data_differences(checkpoint, config, corpus)]
-    data_keys = {_key_of(line) for line in data_lines}
+    # A change that --allow accepts has a line that says more than the one of its key.
+    differences = allowable_differences(checkpoint, config, corpus)
+    described_keys = {_key_of(difference.line) for difference in differences}
     all_key_lines = changed_keys(checkpoint, config, progress)
-    key_lines = [line for line in all_key_lines if _key_of(line) not in data_keys]
-    for line in data_lines:
-        yield _Remark("changed", f"{line}{NOT_EXACT_MARK}")
+    key_lines = [line for line in all_key_lines if _key_of(line) not in described_keys]
+    for difference in differences:
+        mark = "" if difference.option == EMA else NOT_EXACT_MARK  # no weight depends on an average
+        yield _Remark("changed", f"{difference.line}{mark}")
     for line in key_lines:
         yield _Remark("changed", line)
     for line in arithmetic_changes(checkpoint):
@@ -216,6 +230,7 @@ def _remarks(config: RunConfig, corpus: Corpus, checkpoint: Store) -> Iterator[_
             effect = f"the run goes on with the {state} of {checkpoint.path}"
             yield _Remark("note", f"{key}: not used, for {effect}")
     yield from _notes(_position_notes(checkpoint, config, corpus))
+    yield from _notes(other_length(checkpoint, config, progress))
     yield from _notes(lr_jump(checkpoint, config, progress))
 
 
@@ -276,6 +291,20 @@ def _other_canonical_shards(checkpoint: Store, config: RunConfig) -> Iterator[st
     saved = saved_values.get(key)
     if saved != values[key]:
         yield Problem.of("training.other_shards", key=key, shards=values[key], saved=saved)
+
+
+def _other_average(checkpoint: Store, config: RunConfig) -> Iterator[Difference]:
+    """Yield a difference if the run keeps an average of the weights that the checkpoint lacks, or
+    lacks one that the checkpoint has."""
+    has_average = bool(checkpoint.shapes(EMA))
+    decay = config.optimizer.ema
+    if decay and not has_average:
+        effect = f"{checkpoint.path} has no average of the weights, so one begins with its weights"
+        yield Difference(EMA, f"{AVERAGE_KEY}: {toml(0.0)} -> {toml(decay)}: {effect}")
+    if has_average and not decay:
+        saved = saved_keys(checkpoint).get(AVERAGE_KEY, "on")
+        effect = f"the average of the weights in {checkpoint.path} is given up"
+        yield Difference(EMA, f"{AVERAGE_KEY}: {saved} -> {toml(decay)}: {effect}")
 
 
 def _missing_state(checkpoint: Store, config: RunConfig) -> Iterator[str]:
@@ -429,21 +458,25 @@ def _data_position(checkpoint: Store, config: RunConfig, corpus: Corpus) -> _Dat
         following, repeated = divmod(samples * saved_length, length)
         return _DataPosition(following, repeated)
 
-    old_epoch_samples = count_training_samples(
-        corpus.train.dataset, saved_length, config.data.held_out
+    old_numbers = training_numbers(
+        corpus.train.dataset, saved_length, config.data.held_out, held_out_rule(config)
     )
+    new_numbers = corpus.train.chosen
     new_epoch_samples = len(corpus.train)
     # Whole epochs are counted in samples of the old length, and the rest in tokens.
-    epoch, samples_in_epoch = divmod(samples, old_epoch_samples)
-    following, repeated = divmod(samples_in_epoch * saved_length, length)
-    if following >= new_epoch_samples:  # what is left of the epoch is shorter than a sample
-        following = new_epoch_samples
+    epoch, samples_in_epoch = divmod(samples, len(old_numbers))
+    next_number = int(old_numbers.numbers(np.int64(samples_in_epoch)))
+    number, repeated = divmod(next_number * saved_length, length)
+    following = new_numbers.index_of(number)
+    # What is left of the epoch is shorter than a sample, or the sample is held out.
+    if new_numbers.index_of(number + 1) == following:
         repeated = 0
     trained_of_held_out = 0
-    if corpus.held_out is not None:
-        # The border to the held-out part is at a whole sample, and so has moved, too.
-        trained_samples = old_epoch_samples if epoch else samples_in_epoch
-        trained_of_held_out = max(0, trained_samples * saved_length - new_epoch_samples * length)
+    if isinstance(corpus.held_out, Samples):
+        # The borders of the held-out part are at whole samples, and so have moved, too.
+        trained = old_numbers if epoch else old_numbers.beginning(samples_in_epoch)
+        held_out = corpus.held_out.chosen
+        trained_of_held_out = trained.shared_tokens(saved_length, held_out, length)
     next_sample = epoch * new_epoch_samples + following
     return _DataPosition(next_sample, repeated, trained_of_held_out)
 

@@ -29,6 +29,7 @@ PROCESS = 300 * 10**6  # bytes of Python and torch in a process on a CPU
 class RankBytes:
     """Bytes of one pipeline rank; its tensor-parallel ranks and replicas have as many.
 
+    ema: the moving average of the weights.
     activations: the peak of a step's passes, with messages between stages.
     logits: the part of it that is one micro-batch's logits, on the rank of the last stage.
     buffers: rotary tables and FP8 casts of weights.
@@ -37,7 +38,7 @@ class RankBytes:
     arriving: under ZeRO-2, gradients of buckets that are not reduced yet.
     sums: under canonical numerics, gradients of micro-batches that wait until others are added to
         them.
-    optimizer: temporary tensors of an update.
+    optimizer: temporary tensors of an update, or the own weights while their average is evaluated.
     save: on a CPU, the copy from which a checkpoint is written beside the training.
     process: on a CPU, Python and torch.
     """
@@ -46,6 +47,7 @@ class RankBytes:
     gradients: int
     masters: int
     moments: int
+    ema: int
     activations: int
     logits: int
     buffers: int
@@ -130,12 +132,14 @@ class MemoryModel:
         gathers = canonical and config.parallel.copies > 1
         on_cpu = self.device == "cpu"
         copies_to_save = on_cpu and config.checkpoint.background
+        evaluates = config.train.eval_every > 0
         return [
             RankBytes(
                 weights=virtual_ranks * state.weights,
                 gradients=virtual_ranks * state.gradients,
                 masters=virtual_ranks * state.masters,
                 moments=virtual_ranks * state.moments,
+                ema=virtual_ranks * state.ema,
                 activations=peaks[rank],
                 logits=logits_bytes(config) if rank == rank_of_stage[-1] else 0,
                 buffers=buffers[rank],
@@ -143,7 +147,7 @@ class MemoryModel:
                 arriving=virtual_ranks * state.arriving,
                 sums=virtual_ranks * state.gradients * waiting,
                 # of one block at a time, of whichever virtual rank it is
-                optimizer=state.update,
+                optimizer=max(state.update, virtual_ranks * state.own if evaluates else 0),
                 save=virtual_ranks * state.saved if copies_to_save else 0,
                 process=PROCESS if on_cpu else 0,
             )
@@ -195,6 +199,7 @@ def sharding_of(config: RunConfig) -> Sharding:
         parallel.expert_tensor,
         separate_head=config.canonical_shards > 0,
         gradients=parallel.shards_gradients,
+        ema=config.optimizer.ema > 0,
     )
 
 

@@ -10,17 +10,19 @@ from models.estimate.flops import training_flops
 from models.estimate.storage import without_storage
 from tools.analysis.planning.device import RESERVED, Target, target_of
 from tools.analysis.planning.memory import MemoryModel, RankBytes
-from tools.analysis.planning.search import LayoutSearch, Planned, plan_run
+from tools.analysis.planning.search import LayoutSearch, Planned, plan_run, run_seconds
 from tools.analysis.planning.speed import Assumptions, Prediction
 from tools.config.expert_ranks import expert_slices
 from tools.config.layouts import AXES, in_words
 from tools.config.run_file import RunConfig
 from tools.config.settings import Parallel
-from tools.console.units import duration, flops, size
+from tools.console.units import duration, first_of, flops, size
 
 # kinds of bytes with a column of their own, and those that share the column "other"
+MOST_CHANGES = 8  # of train.batch_schedule that are named
 MAIN_KINDS = ("weights", "gradients", "masters", "moments", "activations")
 OTHER_KINDS = {
+    "ema": "the average of the weights",
     "buffers": "rotary tables and FP8 casts",
     "communication": "gradients that travel",
     "arriving": "gradients of buckets until they are reduced",
@@ -46,6 +48,14 @@ def run_lines(config: RunConfig, target: Target) -> Iterator[str]:
         f"batch      {train.global_batch:,} samples = {parallel.data:,} x {microbatches}, "
         f"{config.tokens_per_step:,} tokens a step"
     )
+    if train.batch_schedule:
+        changes = [
+            f"{batch:,} from sample {samples:,} on" for samples, batch in train.batch_schedule
+        ]
+        yield (
+            f"batches    {first_of(changes, MOST_CHANGES)}; bytes are those of the largest, the "
+            "step is one of the last"
+        )
     if not model.factory:
         with without_storage(target.device):
             yield f"attention  {'; '.join(config.attention_kernels(model))}"
@@ -132,12 +142,13 @@ def summary_line(config: RunConfig) -> str:
 
 
 def prediction_lines(
-    config: RunConfig, predicted: Prediction, assumed: Assumptions
+    planned: Planned, predicted: Prediction, assumed: Assumptions
 ) -> Iterator[str]:
     """Yield the predicted step and what it rests on."""
+    config = planned.config
     traffic = predicted.traffic
     speed = rates(config, predicted, assumed)
-    run_seconds = config.train.steps * predicted.seconds
+    total_seconds = run_seconds(planned, predicted, assumed)
     in_passes = {"context": traffic.cp, "expert": traffic.experts}
     axes_of_passes = " and ".join(["tensor", *(axis for axis in in_passes if in_passes[axis])])
     by_axis = {
@@ -160,9 +171,9 @@ def prediction_lines(
     yield f"sends      a rank, a step: {', '.join(sent) or 'nothing'}"
     rank_speed = f"{flops(speed['tflops'] * 1e12)}/s a rank, MFU {speed['mfu']:.1%}"
     yield f"speed      {speed['tokens_per_s']:,.0f} tokens/s, {rank_speed}"
-    rank_hours = run_seconds / 3600 * config.world_size
+    rank_hours = total_seconds / 3600 * config.world_size
     yield (
-        f"run        {config.train.steps:,} steps in {duration(run_seconds)}: {rank_hours:,.1f} "
+        f"run        {config.train.steps:,} steps in {duration(total_seconds)}: {rank_hours:,.1f} "
         "rank-hours"
     )
     yield (

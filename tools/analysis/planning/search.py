@@ -75,13 +75,32 @@ class LayoutSearch:
 
 
 def plan_run(config: RunConfig, memory: MemoryModel, assumed: Assumptions | None) -> Planned:
-    """Return the run in its own layout."""
+    """Return the run in its own layout: the bytes of its largest batch, and the times of a step of
+    train.global_batch samples."""
     passes = passes_of(config)
     ranks = memory.of(config, passes)
+    largest = config.batches.sizes[-1]
+    if largest != config.train.global_batch:
+        with_largest = config.with_constant_batch(largest)
+        ranks = memory.of(with_largest, passes_of(with_largest))
     prediction = None
     if assumed:
         prediction = predict(config, passes, ranks, assumed)
     return Planned(config, ranks, prediction)
+
+
+def run_seconds(planned: Planned, predicted: Prediction, assumed: Assumptions) -> float:
+    """Return the predicted time of all steps of a run, each with the batch that it has. predicted:
+    a step of train.global_batch samples."""
+    config = planned.config
+    seconds = 0.0
+    for batch, steps in config.batches.steps_by_batch(config.train.steps).items():
+        step_seconds = predicted.seconds
+        if batch != config.train.global_batch:
+            other = config.with_constant_batch(batch)
+            step_seconds = predict(other, passes_of(other), planned.ranks, assumed).seconds
+        seconds += steps * step_seconds
+    return seconds
 
 
 def search(
@@ -168,7 +187,7 @@ def _axes(config: RunConfig, ranks: int, machine: int) -> Iterator[dict[str, int
         if ranks % replica_ranks or pipeline > config.model.layers or tensor > most_tensor:
             continue
         data = ranks // replica_ranks
-        if train.global_batch % (train.micro_batch * data) == 0:
+        if config.batches.common_divisor % (train.micro_batch * data) == 0:
             yield {"tensor": tensor, "pipeline": pipeline, "context": context, "data": data}
 
 
@@ -187,10 +206,12 @@ def least_bytes(config: RunConfig) -> int:
     moments = min_moments(make_rule(config.optimizer))
     # on each rank, and divided among ranks that share state
     shards_gradients = parallel.shards_gradients
-    local, sharded = plan.bytes_per_parameter(moments, False, shards_gradients)
+    keeps_ema = config.optimizer.ema > 0
+    local, sharded = plan.bytes_per_parameter(moments, False, shards_gradients, keeps_ema)
     if plan.fp8:
         # which weights have FP8 codes is not known here: the smaller of both is a lower bound
-        fp8_local, fp8_sharded = plan.bytes_per_parameter(moments, True, shards_gradients)
+        fp8_bytes = plan.bytes_per_parameter(moments, True, shards_gradients, keeps_ema)
+        fp8_local, fp8_sharded = fp8_bytes
         local = min(local, fp8_local)
         sharded = min(sharded, fp8_sharded)
     experts = config.sized_model.expert_parameters

@@ -35,6 +35,7 @@ from tools.analysis.plots.training_plot import (
     smoothed,
     values,
 )
+from tools.journal.records import AVERAGE_LOSS, HELD_OUT_LOSS
 
 LAST = 10  # newest applied steps, over whose loss the mean is taken
 MAX_TOGETHER = 8  # runs that share a chart at most
@@ -68,7 +69,14 @@ class Curve:
     def held_out(self) -> float:
         """The newest held-out loss; NaN if there is none."""
         record = self._newest_evaluation()
-        return record["eval_loss"] if record else math.nan
+        return record[HELD_OUT_LOSS] if record else math.nan
+
+    @property
+    def held_out_of_average(self) -> float:
+        """The held-out loss of the average of the weights in the same evaluation; NaN if there is
+        none."""
+        record = self._newest_evaluation() or {}
+        return record.get(AVERAGE_LOSS, math.nan)
 
     @property
     def held_out_step(self) -> int | None:
@@ -78,7 +86,7 @@ class Curve:
 
     def _newest_evaluation(self) -> Record | None:
         for record in reversed(self.records):
-            if "eval_loss" in record:
+            if HELD_OUT_LOSS in record:
                 return record
         return None
 

@@ -8,13 +8,17 @@ value, or with one value throughout, gets no chart but a remark.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
 from tools.analysis.plots.charts import (
+    DASHED,
+    DOTTED,
     Chart,
     Crosses,
+    Level,
     Row,
     Series,
     draw_rows,
@@ -24,8 +28,16 @@ from tools.analysis.plots.charts import (
 )
 from tools.analysis.plots.drawing import has_matplotlib
 from tools.console.units import counted
-from tools.journal.records import VALIDATION_PREFIX, read_events, read_metrics
+from tools.journal.records import (
+    AVERAGE_LOSS,
+    AVERAGE_PREFIX,
+    HELD_OUT_LOSS,
+    VALIDATION_PREFIX,
+    read_events,
+    read_metrics,
+)
 from tools.journal.router_records import COLLAPSE, router_values
+from tools.journal.yardsticks import Yardsticks, read_yardsticks
 
 Over = Literal["steps", "tokens"]
 Record = dict[str, Any]
@@ -34,6 +46,7 @@ MAX_MEAN_WIDTH = 201  # steps that a mean is taken of, at most
 PAIRED = 2  # charts beside each other, below that of the loss
 LOSS_HEIGHT = 300.0
 OTHERS_HEIGHT = 155.0
+MARGIN = 0.03  # of the range of the loss, above and below it
 HELD_OUT_COLORS = ("other0", "other1", "other2", "other3")
 
 
@@ -101,7 +114,7 @@ def plot_run(folder: Path, x_axis: Over = "steps") -> Path | None:
         return None
     records = read_metrics(folder)
     resumes = [event["step"] for event in read_events(folder, "resume")]
-    shown = pictures(records, x_axis, resumes)
+    shown = pictures(records, x_axis, resumes, read_yardsticks(folder))
     skipped = len(_skipped_records(records))
     steps = counted(len(records), "step")
     run_name = folder.resolve().name
@@ -127,11 +140,15 @@ def _rows(shown: Pictures) -> Iterator[Row]:
 
 
 def pictures(
-    records: Sequence[Record], x_axis: Over = "steps", resumes: Sequence[int] = ()
+    records: Sequence[Record],
+    x_axis: Over = "steps",
+    resumes: Sequence[int] = (),
+    yardsticks: Yardsticks | None = None,
 ) -> Pictures:
     """Return the charts of the records of a run's steps.
 
-    resumes: numbers of the steps after which the run was resumed.
+    resumes: numbers of the steps after which the run was resumed. yardsticks: losses that are drawn
+    as lines in the chart of the loss.
     """
     x_values = positions(records, x_axis)
     resumed_records = [record for record in records if record["step"] in resumes]
@@ -162,6 +179,8 @@ def pictures(
                 stepped=quantity.stepped,
                 has_legend=quantity is LOSS,
             )
+            if quantity is LOSS and yardsticks is not None:
+                chart = _with_yardsticks(chart, yardsticks)
             charts.append(chart)
         elif remark:
             remarks.append(remark)
@@ -194,6 +213,24 @@ def _router_charts(
             ],
             crosses=[crosses] if collapses else (),
         )
+
+
+def _with_yardsticks(chart: Chart, yardsticks: Yardsticks) -> Chart:
+    """Return the chart with the lines of models that need no training.
+
+    That of the lowest one is always in the chart; the others if the curves come so high.
+    """
+    levels = (
+        Level(yardsticks.guessing, label="guessing", dash=DOTTED),
+        Level(yardsticks.unigram, label="counts of single tokens", dash=DASHED),
+        Level(yardsticks.bigram, label="counts of pairs"),
+    )
+    shown_range = finite_range([yardsticks.bigram, *chain(*(line.y for line in chart.series))])
+    assert shown_range is not None  # a yardstick is finite
+    low, high = shown_range
+    shown = [level for level in levels if low <= level.y <= high]
+    margin = MARGIN * (high - low)
+    return replace(chart, levels=shown, y_range=(low - margin, high + margin))
 
 
 def _quantities(records: Sequence[Record]) -> Iterator[_Quantity]:
@@ -301,20 +338,32 @@ def _series(
     return [each_step, mean], ""
 
 
+def _curve_label(field_name: str) -> str:
+    """Return the label of the curve of a field with the losses of evaluations; "" for another
+    field."""
+    if field_name == HELD_OUT_LOSS:
+        return "held-out"
+    if field_name == AVERAGE_LOSS:
+        return "held-out, average"
+    if field_name.startswith(VALIDATION_PREFIX):
+        return field_name.removeprefix(VALIDATION_PREFIX)
+    if field_name.startswith(AVERAGE_PREFIX):
+        return f"{field_name.removeprefix(AVERAGE_PREFIX)}, average"
+    return ""
+
+
 def _held_out_series(records: Sequence[Record], x_values: Sequence[float]) -> Iterator[Series]:
-    """Yield a curve for the held-out text, and for each set of data.validation."""
+    """Yield a curve for the held-out text, and for each set of data.validation; also for the moving
+    average of the weights."""
     # by field, the x and the records of the steps after which it was evaluated
     curves: dict[str, tuple[list[float], list[Record]]] = {}
     for x_value, record in zip(x_values, records, strict=True):
         for field_name in record:
-            if field_name == "eval_loss" or field_name.startswith(VALIDATION_PREFIX):
+            if _curve_label(field_name):
                 evaluated_x, evaluated = curves.setdefault(field_name, ([], []))
                 evaluated_x.append(x_value)
                 evaluated.append(record)
     for number, (field_name, (evaluated_x, evaluated)) in enumerate(curves.items()):
-        label = field_name.removeprefix(VALIDATION_PREFIX)
-        if field_name == "eval_loss":
-            label = "held-out"
         color = HELD_OUT_COLORS[number % len(HELD_OUT_COLORS)]
         losses = values(evaluated, field_name)
-        yield Series(label, evaluated_x, losses, color, marker="dot")
+        yield Series(_curve_label(field_name), evaluated_x, losses, color, marker="dot")

@@ -1,8 +1,8 @@
 """A model in any format, read by logical names: the result of every format's reader.
 
-Keys are those of megaprec checkpoints: weight/NAME, exp_avg/NAME and exp_avg_sq/NAME. A tensor of
-another system may contain several logical ones and is their `Origin`. It is read once, and its
-parts are kept until each has been read.
+Keys are those of megaprec checkpoints: weight/NAME, exp_avg/NAME, exp_avg_sq/NAME and ema/NAME, the
+moving average of a weight. A tensor of another system may contain several logical ones and is their
+`Origin`. It is read once, and its parts are kept until each has been read.
 """
 
 from collections import Counter
@@ -64,6 +64,7 @@ class Facts:
     generation: contents of generation_config.json.
     documents: the ids "begin" and "end" of the tokens around documents in the training of a run,
         each None if there was none; empty if that is not known.
+    averaged: True if the weights are the moving average that a checkpoint keeps.
     merged: the models whose mean this is, in order; empty if it was not merged.
     notes: remarks for the user, a sentence each.
     """
@@ -79,6 +80,7 @@ class Facts:
     special: dict[str, Any] = field(default_factory=dict)
     generation: dict[str, Any] = field(default_factory=dict)
     documents: dict[str, int | None] = field(default_factory=dict)
+    averaged: bool = False
     merged: tuple[MergedInput, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -153,7 +155,8 @@ class Source:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Return weight, and exp_avg and exp_avg_sq if the optimizer's state is there."""
+        """Return weight, exp_avg and exp_avg_sq if the optimizer's state is there, and ema if there
+        is an average."""
         kinds = [tensor_key.split("/", 1)[0] for tensor_key in self.shapes]
         return tuple(dict.fromkeys(kinds))
 

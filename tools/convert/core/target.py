@@ -240,6 +240,8 @@ def _identity(source: Source, target: Target) -> dict[str, Any]:
         "source": str(source.path.absolute()),
         "files": digest,
     }
+    if source.facts.averaged:
+        identity["ema"] = True
     if source.facts.merged:
         merged = [[str(each.path.absolute()), each.weight] for each in source.facts.merged]
         identity["merged"] = merged

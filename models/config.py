@@ -134,6 +134,9 @@ class ModelConfig(ModelFields):
 
     def _unused_keys(self) -> Iterator[Problem]:
         """Yield keys that change nothing in this model, though they were given."""
+        # The losses of a custom model are its own.
+        if self.z_loss and self.factory:
+            yield Problem.of("model.z_loss_factory", z_loss=self.z_loss, factory=self.factory)
         for key in ("swiglu_alpha", "swiglu_limit"):
             value = getattr(self, key)
             default = type(self).model_fields[key].default

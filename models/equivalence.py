@@ -23,6 +23,7 @@ TRAINING_ONLY_KEYS: tuple[str, ...] = (
     "router_aux_loss",
     "router_z_loss",
     "router_correction_speed",
+    "z_loss",
     "embedding_grad_scale",
     "head_grad_scale",
     "mtp_loss_weight",

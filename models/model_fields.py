@@ -464,6 +464,13 @@ class ModelFields(BaseModel):
             "stays as it is."
         ),
     )
+    z_loss: float = Field(
+        default=0.0,
+        ge=0,
+        description=(
+            "Weight of the z-loss, which keeps the logits of the head from growing; PaLM's is 1e-4."
+        ),
+    )
     # Dropout.
     dropout: float = Field(
         default=0.0,

@@ -41,7 +41,34 @@ def cross_entropy(
 ) -> Tensor:
     """Return the loss of each token, in the `sensitive` dtype, with the shape of `targets`.
 
-    The loss is the same on every tp rank.
+    The loss is the same on every tp rank. The other parameters are those of
+    `cross_entropy_and_log_sum`.
+    """
+    losses, _ = cross_entropy_and_log_sum(
+        logits,
+        targets,
+        vocabulary,
+        tp,
+        sensitive,
+        consume,
+        leaves,
+    )
+    return losses
+
+
+def cross_entropy_and_log_sum(
+    logits: Tensor,
+    targets: Tensor,
+    vocabulary: Part,
+    tp: Axis,
+    sensitive: torch.dtype = torch.float32,
+    consume: bool = False,
+    leaves: Leaves = PLAIN,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of each token, and the log of the sum of the exponentials of its logits, of
+    which a z-loss is the square. Both are in the `sensitive` dtype, with the shape of `targets`.
+
+    They are the same on every tp rank. Either may be differentiated, or both.
     logits: [..., padded own rows].
     targets: int64 [...], ids of the whole vocabulary.
     vocabulary: this rank's slice of the vocabulary.
@@ -91,8 +118,11 @@ def vocab_parallel_loss(head: ColumnParallelLinear) -> Callable[[Tensor, Tensor]
 
 
 class CrossEntropy(torch.autograd.Function):
-    """The autograd function of `cross_entropy`; the gradient of the logits is softmax minus one at
-    the target."""
+    """The autograd function of `cross_entropy_and_log_sum`.
+
+    The gradient of the logits is softmax minus one at the target for the loss, and softmax for the
+    log of the sum.
+    """
 
     @staticmethod
     def forward(
@@ -104,7 +134,9 @@ class CrossEntropy(torch.autograd.Function):
         sensitive: torch.dtype,
         consume: bool = False,
         leaves: Leaves = PLAIN,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
+        # None for the gradient of a result that is not used
+        ctx.set_materialize_grads(False)
         # a matrix: one row for each token
         rows = logits.reshape(-1, logits.shape[-1])
         flat_targets = targets.reshape(-1)
@@ -135,18 +167,29 @@ class CrossEntropy(torch.autograd.Function):
         ctx.shape = logits.shape
         ctx.consume = consume
         ctx.leaves = leaves
-        return losses.view(targets.shape)
+        return losses.view(targets.shape), log_sum.view(targets.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return (softmax - [1 at the target]) * grad, rounded to the dtype of the logits."""
+    def backward(  # type: ignore[override]
+        ctx: Any,
+        grad: Tensor | None,
+        log_sum_grad: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        """Return (softmax - [1 at the target]) * grad + softmax * log_sum_grad.
+
+        It is rounded to the dtype of the logits.
+        """
         rows, targets, log_sum = ctx.saved_tensors
-        grad_column = grad.flatten().contiguous()[:, None]
-        arguments = (targets, log_sum, grad_column, ctx.first, ctx.columns)
+        grad_column = torch.zeros_like(log_sum)[:, None] if grad is None else _as_column(grad)
+        arguments: tuple[Any, ...] = (targets, log_sum, grad_column, ctx.first, ctx.columns)
+        leaf: Callable[..., Tensor] = _loss_gradient
+        if log_sum_grad is not None:
+            arguments = (*arguments, grad_column + _as_column(log_sum_grad))
+            leaf = _two_part_gradient
         if ctx.consume:
             result = rows.detach()
             write_blocks = partial(_write_gradient, result)
-            ctx.leaves(_loss_gradient, result, *arguments, otherwise=write_blocks)
+            ctx.leaves(leaf, result, *arguments, otherwise=write_blocks)
             increment_version(result)  # which compiled code does not
         else:
             result = torch.empty_like(rows)
@@ -296,6 +339,33 @@ def _loss_gradient(
     return rows.copy_(torch.where(column < columns, gradient, 0))
 
 
+@row_by_row
+def _two_part_gradient(
+    rows: Tensor,
+    targets: Tensor,
+    log_sum: Tensor,
+    grad_column: Tensor,
+    first: int,
+    columns: int,
+    softmax_column: Tensor,
+) -> Tensor:
+    """Overwrite logits with their gradient, as `_loss_gradient` does, where softmax and the target
+    have factors of their own.
+
+    softmax_column: [rows, 1], the sum of the gradients of the loss and of `log_sum`.
+    """
+    column = torch.arange(rows.shape[1], device=rows.device)
+    softmax = (rows.to(log_sum.dtype) - log_sum[:, None]).exp()
+    at_target = column + first == targets[:, None]
+    gradient = softmax * softmax_column - at_target.to(softmax.dtype) * grad_column
+    return rows.copy_(torch.where(column < columns, gradient, 0))
+
+
+def _as_column(grad: Tensor) -> Tensor:
+    """Return the gradients of all tokens as a column, [rows, 1]."""
+    return grad.flatten().contiguous()[:, None]
+
+
 def _write_gradient(
     result: Tensor,
     rows: Tensor,
@@ -304,8 +374,12 @@ def _write_gradient(
     grad: Tensor,
     first: int,
     columns: int,
+    softmax_grad: Tensor | None = None,
 ) -> None:
-    """Write the gradient of logits into `result`, a block of rows at a time."""
+    """Write the gradient of logits into `result`, a block of rows at a time.
+
+    softmax_grad: as `softmax_column` of `_two_part_gradient`; None: it is `grad`.
+    """
     result[:, columns:] = 0
     if columns == 0:
         return
@@ -313,10 +387,12 @@ def _write_gradient(
     for block in _blocks(rows):
         wide = rows[block, :columns].to(log_sum.dtype, copy=True)
         softmax = wide.sub_(log_sum[block, None]).exp_()
-        softmax.scatter_add_(
-            1, target_columns[block, None], -is_local[block, None].to(softmax.dtype)
-        )
-        result[block, :columns] = softmax.mul_(grad[block])
+        at_target = -is_local[block, None].to(softmax.dtype)
+        if softmax_grad is not None:
+            softmax.mul_(softmax_grad[block])
+            at_target = at_target * grad[block]
+        softmax.scatter_add_(1, target_columns[block, None], at_target)
+        result[block, :columns] = softmax if softmax_grad is not None else softmax.mul_(grad[block])
         del wide, softmax  # before the next block is made
 
 

@@ -125,13 +125,17 @@ class Recording(ParallelAMPOptimizer):
         self.count = 0
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, lr: float, loss: Tensor | None = None, counted_tokens: Tensor | float | None = None
+        self,
+        lr: float,
+        loss: Tensor | None = None,
+        counted_tokens: Tensor | float | None = None,
+        further: Tensor | None = None,
     ) -> StepReport:
         if self.plant is not None and self.plant[:2] == (self.world.rank, self.count):
             counted = [values for values in self._counted_grads if len(values)]
             counted[self.count % len(counted)][-1] = self.plant[2]
         self.count += 1
-        return super().step(lr, loss, counted_tokens)
+        return super().step(lr, loss, counted_tokens, further)
 
 
 def fragments(buffers: Sequence[Buffer], values: Callable[[Buffer], Tensor]) -> list[Fragment]:

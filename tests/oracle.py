@@ -5,7 +5,9 @@ Weights are a dict of logical tensors. Everything here is as short and as obviou
 is its use.
 """
 
+import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -246,11 +248,19 @@ def experts(
     if config.norm_topk:
         weights = weights / weights.sum(-1, keepdim=True)
     weights = weights * config.router.scale
+    of_samples = []
     for sample_chosen, sample, score in zip(chosen.to(x.dtype), probabilities, scores, strict=True):
         shares = sample_chosen.sum(0) / sample_chosen.sum()
         balance = config.experts * shares @ sample.mean(0)
         z = score.exp().sum(-1).log().square().mean()
         losses.append((config.router_aux_loss * balance + config.router_z_loss * z) / len(x))
+        of_samples.append((balance.item(), z.item()))
+    if isinstance(losses, Losses):
+        report = router_report(config, w, name, chosen, probabilities.detach())
+        balance, z = (sum(values) / len(x) for values in zip(*of_samples, strict=True))
+        report["balance_loss"] = balance if config.router_aux_loss else None
+        report["z_loss"] = z if config.router_z_loss else None
+        losses.routers.append(report)
     shared = mlp(config, w, f"{name}.shared", x) if config.shared_experts else torch.zeros(())
     if config.shared_gate:
         shared = shared / (1 + (-linear(w, f"{name}.shared_gate", x)).exp())
@@ -261,6 +271,31 @@ def experts(
         ),
         shared,
     )
+
+
+class Losses(list[Tensor]):
+    """Losses of routers, and what each router did, as `RouterReport` has it."""
+
+    def __init__(self) -> None:
+        super().__init__([torch.zeros(())])
+        self.routers: list[dict[str, Any]] = []
+
+
+def router_report(
+    config: ModelConfig, w: Mapping[str, Tensor], name: str, chosen: Tensor, probabilities: Tensor
+) -> dict[str, Any]:
+    counts = [int(chosen[..., expert].sum()) for expert in range(config.experts)]
+    tokens = chosen[..., 0].numel()
+    shares = [count / sum(counts) for count in counts if count]
+    mean = probabilities.flatten(0, -2).mean(0).tolist()
+    bias = w.get(f"{name}.router.correction")
+    return {
+        "max_load": max(counts) / tokens,
+        "min_load": min(counts) / tokens,
+        "used_experts": math.exp(-sum(share * math.log(share) for share in shares)),
+        "entropy": -sum(p * math.log(p) for p in mean) / math.log(config.experts),
+        "corrections": None if bias is None else (bias.min().item(), bias.max().item()),
+    }
 
 
 def best(config: ModelConfig, w: Mapping[str, Tensor], name: str, scores: Tensor) -> Tensor:
@@ -286,18 +321,18 @@ def mean_loss(
     tokens: Tensor,
     targets: Tensor,
     mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the tokens that count, of the routers and, without its weight, of modules for multi-token
-    prediction."""
-    losses = [torch.zeros(())]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Losses]:
+    """Of the tokens that count, of the routers and, without their weights, of modules for multi-token
+    prediction and of the size of logits; and what the routers did."""
+    losses = Losses()
     read = hidden(config, w, tokens, losses)
     mask = torch.ones(tokens.shape) if mask is None else mask
-    each = F.cross_entropy(
-        of_head(config, w, read).flatten(0, 1), targets.flatten(), reduction="none"
-    )
+    logits = of_head(config, w, read).flatten(0, 1)
+    each = F.cross_entropy(logits, targets.flatten(), reduction="none")
     mean = (each * mask.flatten()).sum() / mask.sum()
+    z = (logits.exp().sum(-1).log().square() * mask.flatten()).sum() / mask.sum()
     further = further_loss(config, ahead(config, w, read, tokens, targets, losses), mask)
-    return mean, torch.stack(losses).sum(), further
+    return mean, torch.stack(losses).sum(), further, z, losses
 
 
 def further_loss(config: ModelConfig, each: Sequence[Tensor], mask: Tensor) -> Tensor:
@@ -327,8 +362,9 @@ def train(
     for tokens, targets, mask in batches:
         for p in w.values():
             p.grad = None
-        loss, router_loss, further = mean_loss(config, w, tokens, targets, mask)
-        (loss + router_loss + config.mtp_loss_weight * further).backward()
+        loss, router_loss, further, z, losses = mean_loss(config, w, tokens, targets, mask)
+        extra = config.mtp_loss_weight * further + config.z_loss * z
+        (loss + router_loss + extra).backward()
         grads = {name: p.grad.clone() for name, p in w.items() if p.grad is not None}
         norm_before = torch.nn.utils.clip_grad_norm_(trained, clip)
         optimizer.step()
@@ -339,6 +375,8 @@ def train(
             {
                 "loss": loss.item(),
                 "mtp_loss": further.item(),
+                "z_loss": z.item() if config.z_loss else None,
+                "routers": losses.routers,
                 "norm": norm_before.item(),
                 "grads": grads,
                 "weights": {name: p.detach().clone() for name, p in w.items()},

@@ -74,7 +74,10 @@ class Consensus:
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """The numbers of a step on the host: those of `Consensus`, the norm without the loss scale."""
+    """The numbers of a step on the host: those of `Consensus`, the norm without the loss scale.
+
+    further: others, which the optimizer does not read.
+    """
 
     loss: float
     norm: float
@@ -87,10 +90,19 @@ class StepNumbers:
     nothing_counts: bool
     gave_loss: bool
     zeros: tuple[int, ...]
+    further: tuple[float, ...] = ()
 
 
-def to_host(reduced: Consensus, norm: Tensor, loss_scale: Tensor) -> StepNumbers:
-    """Return the numbers of a step in one copy from the device, for which the host waits."""
+def to_host(
+    reduced: Consensus,
+    norm: Tensor,
+    loss_scale: Tensor,
+    further: Tensor | None = None,
+) -> StepNumbers:
+    """Return the numbers of a step in one copy from the device, for which the host waits.
+
+    further: float64 [n]; None for none.
+    """
     numbers = {
         "loss": reduced.loss,
         "norm": norm,
@@ -107,15 +119,19 @@ def to_host(reduced: Consensus, norm: Tensor, loss_scale: Tensor) -> StepNumbers
     }
     stacked_numbers = torch.stack(list(numbers.values()))
     stacked_flags = torch.stack(list(flags.values())).double()
-    on_device = torch.cat((stacked_numbers, stacked_flags, reduced.zeros))
-    on_host = on_device.tolist()  # the only wait of a usual step
+    parts = [stacked_numbers, stacked_flags, reduced.zeros]
+    if further is not None:
+        parts.append(further)
+    on_host = torch.cat(parts).tolist()  # the only wait of a usual step
     flags_start = len(numbers)
     zeros_start = flags_start + len(flags)
+    further_start = zeros_start + len(reduced.zeros)
     host_flags = map(bool, on_host[flags_start:zeros_start])
     return StepNumbers(
         **dict(zip(numbers, on_host[:flags_start], strict=True)),
         **dict(zip(flags, host_flags, strict=True)),
-        zeros=tuple(int(count) for count in on_host[zeros_start:]),
+        zeros=tuple(int(count) for count in on_host[zeros_start:further_start]),
+        further=tuple(on_host[further_start:]),
     )
 
 

@@ -188,6 +188,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
     # and steps 1, 2, 4, 8, ... compare what ranks must have in common
     checks_loop = True
     _num_prepared = 0  # steps that were tried
+    _further: Tensor | None = None  # numbers for the report of this step
 
     def __init__(
         self,
@@ -541,6 +542,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         lr: float | None = None,
         loss: Tensor | None = None,
         counted_tokens: Tensor | float | None = None,
+        further: Tensor | None = None,
     ) -> StepReport:
         """Apply or skip the step and discard the gradients. Chunks without a call of `reduce` are
         reduced first.
@@ -556,6 +558,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
             the loss, or the sum of their weights: a number or a tensor []. If a rank gives 0, the
             step is skipped, and the loss scale stays. None or NaN on ranks that do not know it; if
             no rank gives it, some are taken to count.
+        further: float64 [n], numbers for the report alone, which reach the host with its own.
         Raises UserError unless the learning rate is given once, if ranks gave different losses of
             one batch, and with `average` if some replicas gave one and others did not.
         Raises RuntimeError on every rank, with nothing changed, if the ranks have different scalers
@@ -563,6 +566,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         memory. Raises NonFiniteStep if the plan says so.
         """
         require_count(counted_tokens)
+        self._further = further
         self._prepare(lr, loss)
         numbers = self.world.sum_(self._local_numbers(loss, counted_tokens))
         return self._conclude(numbers)
@@ -768,7 +772,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         The host waits for the device here, and elsewhere only in steps that are skipped or in which
         ranks are compared, and with canonical numerics.
         """
-        numbers = to_host(reduced, norm, scale)
+        numbers = to_host(reduced, norm, scale, self._further)
         self._require_agreement(numbers)
         return StepReport(
             outcome=self._outcome(numbers),
@@ -781,6 +785,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
             lr=self._learning_rate,
             offenders=self._offenders(numbers),
             stop=numbers.stops > 0,
+            further=numbers.further,
         )
 
     def _require_agreement(self, numbers: StepNumbers) -> None:

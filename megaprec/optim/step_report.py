@@ -83,6 +83,31 @@ def loss_offender(loss: float, stage: int) -> Offender:
 
 
 @dataclass(frozen=True)
+class RouterReport:
+    """The work of the router of one layer on the tokens of a step, skipped or not.
+
+    layer: its number; modules of multi-token prediction go on from the model's last layer.
+    max_load, min_load: the largest and the smallest share of the tokens that an expert was given,
+        from 0 to 1. If all are equal it is the experts of a token over all experts.
+    used_experts: the number of experts that the tokens went to, where one with a smaller load
+        counts less: the exponential of the entropy of the loads. It is at least the experts of a
+        token, and at most all experts.
+    entropy: of the mean of the router's probabilities, divided by that of equal ones: 0 to 1.
+    balance_loss, z_loss: as the model trains them, without their weights; None if it does not.
+    corrections: the lowest and the highest correction of the choice; None if there are none.
+    """
+
+    layer: int
+    max_load: float
+    min_load: float
+    used_experts: float
+    entropy: float
+    balance_loss: float | None = None
+    z_loss: float | None = None
+    corrections: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
 class StepReport:
     """The outcome of one step, the same on every rank.
 
@@ -102,6 +127,10 @@ class StepReport:
         non-finite elements, worst first.
     stop: True if some rank was asked to stop before this step was agreed on.
     mtp_loss: mean loss of the modules of multi-token prediction; None if the model has none.
+    z_loss: mean over the same tokens of the square of the log of the sum of the exponentials of
+        the logits; None if the model does not train it. It is no part of `loss`.
+    routers: of the layers with experts, in order.
+    further: the further numbers that `ParallelAMPOptimizer.step` was given.
     """
 
     outcome: Outcome
@@ -115,6 +144,9 @@ class StepReport:
     offenders: tuple[Offender, ...] = ()
     stop: bool = False
     mtp_loss: float | None = None
+    z_loss: float | None = None
+    routers: tuple[RouterReport, ...] = ()
+    further: tuple[float, ...] = ()
 
     @property
     def changed(self) -> bool:
@@ -184,11 +216,15 @@ def _describe_offender(offender: Offender) -> str:
 def report_fields(report: StepReport) -> dict[str, object]:
     """Return the fields of the report by name, in order, without those that the model lacks.
 
-    Offenders are a separate event.
+    Offenders are a separate event, and routers have fields of their own. Further numbers have no
+    names.
     """
     fields = asdict(report)
     del fields["offenders"]
     del fields["stop"]
-    if report.mtp_loss is None:
-        del fields["mtp_loss"]
+    del fields["routers"]
+    del fields["further"]
+    for name in ("mtp_loss", "z_loss"):
+        if fields[name] is None:
+            del fields[name]
     return fields

@@ -71,7 +71,7 @@ from parallel.dropout import MicrobatchInfo, dropout
 from parallel.gradient_scale import scale_gradient
 from parallel.layers import VocabParallelEmbedding, parameter
 from parallel.linear import Add, InputLayout, Linear
-from parallel.loss import cross_entropy
+from parallel.loss import cross_entropy_and_log_sum
 from parallel.recomputation import recomputed
 from parallel.sequence_cut import positions_between, take_own_positions
 
@@ -446,8 +446,17 @@ class Stage(nn.Module):
 
         The backward pass overwrites the logits with their gradient.
         """
+        losses, _ = self._cross_entropy(logits, targets)
+        return losses
+
+    def losses_and_log_sums(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return [2, s, b]: the loss of each token, as `losses` does, and the log of the sum of the
+        exponentials of its logits."""
+        return torch.stack(self._cross_entropy(logits, targets))
+
+    def _cross_entropy(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         context = self.context
-        return cross_entropy(
+        return cross_entropy_and_log_sum(
             logits,
             targets,
             layout_of(self.head).parts[0],

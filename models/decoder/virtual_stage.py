@@ -63,7 +63,7 @@ def over_virtual_ranks(make: MakeStage, virtual: VirtualAxis) -> MakeStage:
 
 
 class VirtualStage(nn.Module):
-    """The stages of this process's virtual ranks as one stage; forward and `losses` as in
+    """The stages of this process's virtual ranks as one stage; forward and losses as in
     `models.decoder.stages.Stage`.
 
     The logits of the last stage are a tuple, one tensor for each virtual rank.
@@ -130,6 +130,11 @@ class VirtualStage(nn.Module):
         """Return the loss of each token, [s, b] like `targets`; it is the same for all virtual
         ranks."""
         functions = [partial(shard.losses, targets=targets) for shard in self.shards]
+        return _First.apply(*self._run(functions, logits))
+
+    def losses_and_log_sums(self, logits: Sequence[Tensor], targets: Tensor) -> Tensor:
+        """Return [2, s, b], the same for all virtual ranks, as `Stage.losses_and_log_sums` does."""
+        functions = [partial(shard.losses_and_log_sums, targets=targets) for shard in self.shards]
         return _First.apply(*self._run(functions, logits))
 
     def _run(

@@ -34,6 +34,7 @@ from models.decoder.virtual_stage import over_virtual_ranks
 from models.engine.options import EngineOptions
 from models.engine.passes import Passes, PassState, Share
 from models.engine.replay import trace_offenders
+from models.engine.step_sums import StepSums
 from models.feed_forward.dispatch import spread_experts
 from parallel.context import Context
 from parallel.fp32_marks import compute_marked_in_fp32
@@ -237,6 +238,13 @@ class Engine:
         for schedule in rank_stages.other_schedules:
             self._passes_by_size[schedule.microbatches] = replace(self.passes, schedule=schedule)
         self.last_stage = self.passes.last_stage  # the number of the model's last stage
+        self._step_sums = StepSums(
+            rank_stages.config,
+            self.stages.values(),
+            optimizer.world,
+            counts_corrections=optimizer.dp.rank == 0 and self.tp.rank == 0,
+            device=self.device,
+        )
         optimizer.observers += observers
 
     @classmethod
@@ -314,8 +322,10 @@ class Engine:
         recording: Recording | None = None,
     ) -> PassState:
         """Run the first half of `step`: all passes. Returns the argument of the second half."""
-        # Nothing is cleared or waited for: the first gradient of a step overwrites `main_grad`, and
-        # each layer waits for its own weights (`ParamGatherer`).
+        # Other passes may have left numbers there: the sentinel's, or those of a replay.
+        self._step_sums.clear()
+        # Gradients are not cleared: the first one overwrites `main_grad`. And each layer waits
+        # for its own weights (`ParamGatherer`).
         passes = self.passes_for(share)
         state = passes.begin(share, number, self.optimizer.scale)
         executor = passes.executor(state, spans=recording.spans if recording else None)
@@ -330,8 +340,9 @@ class Engine:
     def update(self, state: PassState, lr: float) -> StepReport:
         """Run the second half of `step`: apply or skip it."""
         self.passes.position.note_action("gradient reduction")
+        further = self._step_sums.sum(state)
         try:
-            report = self.optimizer.step(lr, state.loss, state.token_count.total)
+            report = self.optimizer.step(lr, state.loss, state.token_count.total, further)
         except NonFiniteStep as error:
             raise NonFiniteStep(self.complete_report(error.report, state)) from None
         return self.complete_report(report, state)
@@ -375,17 +386,15 @@ class Engine:
         return self.optimizer.world.sum_(numbers).cpu()
 
     def complete_report(self, report: StepReport, state: PassState) -> StepReport:
-        """Return the report of a step with the loss of multi-token prediction; of a skipped step
-        with offenders traced.
+        """Return the report of a step with the numbers of `StepSums`, and of a skipped step with
+        offenders traced.
 
         Collective: the step may be run again. Raises OutsideVocabulary, on every rank, if the step
         had ids outside the vocabulary.
         """
         if math.isnan(report.loss):
             self.passes.require_ids_in_vocabulary(state)
-        if state.mtp_batch is not None:
-            losses = self.optimizer.world.sum_(state.mtp_batch.losses.clone())
-            report = replace(report, mtp_loss=losses.mean().item())
+        report = self._step_sums.read(report)
         # Only a step that was skipped for its numbers has offenders to explain.
         if report.changed or not report.overflowed:
             return report

@@ -25,6 +25,7 @@ from models.config import ModelConfig
 from models.decoder.mtp import MTPBatch, make_mtp_batch
 from models.decoder.stages import Stage
 from models.decoder.token_count import TokenCount, count_tokens
+from models.feed_forward.router_tally import rounded_to
 from parallel.dropout import MicrobatchInfo
 from parallel.pipeline.executor import Executor, StageHooks
 from parallel.pipeline.instructions import (
@@ -40,6 +41,10 @@ from parallel.pipeline.schedules import Schedule, forward_only
 from parallel.pipeline.simulation import Span
 from parallel.sequence_cut import take_own_positions
 from parallel.weight_grad_queue import WeightGradQueue
+
+# Parts of the z-loss are rounded to multiples of it, so that their sum is exact in any order while
+# it is less than 2^13.
+Z_LOSS_UNIT = 2.0**-40
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,7 @@ class PassState:
     full_share: the share of this dp rank.
     mtp_batch: what the modules of multi-token prediction read and predict; None if there are none,
         and in evaluation.
+    z_loss: this rank's part of the mean z-loss, without its weight and the scale: float64 [].
     sample_losses: float64 [samples], where the sums of the losses of this rank's tokens of each
         sample are put; None if they are not wanted.
     """
@@ -107,6 +113,7 @@ class PassState:
     loss: Tensor
     outside_vocabulary: Tensor
     full_share: Share
+    z_loss: Tensor
     mtp_batch: MTPBatch | None = None
     sample_losses: Tensor | None = None
 
@@ -245,8 +252,9 @@ class Passes:
         # Canonical sums add the micro-batches in an order of their own.
         if canonical:
             loss = loss.repeat(self.schedule.microbatches)
+        z_loss = torch.zeros((), dtype=torch.float64, device=device)
         mtp_batch = self._make_mtp_batch(share, step, scale)
-        return PassState(local, token_count, step, scale, loss, outside, share, mtp_batch)
+        return PassState(local, token_count, step, scale, loss, outside, share, z_loss, mtp_batch)
 
     def _make_mtp_batch(
         self,
@@ -359,13 +367,26 @@ class Passes:
         scale.
 
         Losses of routers are not in it: each router adds its own to the graph, times the weight in
-        `MicrobatchInfo`, as multi-token prediction does, times `MTPBatch.scale`.
+        `MicrobatchInfo`, as multi-token prediction does, times `MTPBatch.scale`. In training the
+        returned loss contains the z-loss times its weight, and `state.loss` does not.
         """
         # An id outside the vocabulary is replaced, and has made `state.loss` NaN already.
-        losses = self.stages[stage].losses(logits, self._ids_inside(state.share.targets[rows]))
-        if state.share.mask is not None:
-            losses = losses * _columns(state.share.mask[rows]).to(losses.dtype)
+        targets = self._ids_inside(state.share.targets[rows])
+        trains_z_loss = state.step is not None and self.config.z_loss > 0
+        log_sums = None
+        if trains_z_loss:
+            losses, log_sums = self.stages[stage].losses_and_log_sums(logits, targets)
+        else:
+            losses = self.stages[stage].losses(logits, targets)
+        losses = self._counted(state, losses, rows)
         loss = losses.sum() / state.divisor.to(losses.dtype)
+        trained_loss = loss
+        if log_sums is not None:
+            squares = self._counted(state, log_sums.square(), rows)
+            z_loss = squares.sum() / state.divisor.to(squares.dtype)
+            trained_loss = loss + self.config.z_loss * z_loss
+            if self.optimizer.tp.rank == 0:
+                state.z_loss.add_(rounded_to(Z_LOSS_UNIT, z_loss.detach().double()))
         # Kept on the first tp rank alone: an evaluation sums losses over the world, and the
         # optimizer takes 0 from the others.
         if self.optimizer.tp.rank == 0:
@@ -375,7 +396,18 @@ class Passes:
             total += loss.detach()
             if state.sample_losses is not None:
                 state.sample_losses[rows] = losses.detach().sum(0, dtype=torch.float64)
-        return loss * state.scale
+        return trained_loss * state.scale
+
+    def _counted(
+        self,
+        state: PassState,
+        values: Tensor,
+        rows: slice,
+    ) -> Tensor:
+        """Return numbers of a micro-batch's tokens, [s, b], times the weights of their targets."""
+        if state.share.mask is None:
+            return values
+        return values * _columns(state.share.mask[rows]).to(values.dtype)
 
     def require_ids_in_vocabulary(self, state: PassState) -> None:
         """Raise OutsideVocabulary, on every rank, if the samples of some rank have ids outside the

@@ -17,8 +17,9 @@ of Hugging Face's Mixtral multiplies means over whole micro-batches and all laye
 the micro-batch size; for one sample and one layer it is `experts_per_token` times this one. A
 balance over the global batch would need the loads of all micro-batches before the first backward
 pass.) Tokens that the loss mask excludes count, because they are routed too. Only the gradient of
-these losses is computed: it enters at the router, on any pipeline stage, multiplied by the same
-loss scale as every other gradient.
+these losses enters the training loss: it does so at the router, on any pipeline stage, multiplied
+by the same loss scale as every other gradient. Their values are reported beside the loss, with the
+loads of the experts (`models.feed_forward.router_tally`).
 
 A correction of the choice (`router.correction`) has no loss. Its "gradient" is the number of tokens
 that each expert was given; it is summed over micro-batches and ranks like any other, and the
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, Part, attach
 from models.config import ModelConfig
+from models.feed_forward.router_tally import RouterTally, sum_router
 from models.router_settings import RouterSettings
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
@@ -71,6 +73,7 @@ class Router(nn.Module):
         if config.router_bias:
             bias = Part.cut(f"{name}.bias", (config.experts,), None, context.tp)
             self.bias = parameter(context, [bias], config.init_std, partial=True)
+        self.tally = RouterTally(layer=name.removesuffix(".mlp.router"))
         self.correction = None
         if config.router.correction:
             self.correction = _make_correction(config, context, f"{name}.correction")
@@ -94,31 +97,38 @@ class Router(nn.Module):
         weights = expert_weights(config.router, scores, chosen, config.norm_topk)
         if microbatch is None:
             return weights, chosen
+        probabilities = scores
+        # The scores of a sigmoid do not sum to 1.
+        if config.router.score == "sigmoid":
+            probabilities = scores / scores.sum(-1, keepdim=True)
+        losses = None
         if config.router_aux_loss or config.router_z_loss:
-            weights = self._attach_losses(weights, logits, scores, chosen, microbatch)
+            losses = router_losses(config, logits, probabilities, chosen, self.context.cp)
+            weights = self._attach_losses(weights, *losses, microbatch)
         if self.correction is not None:
             weights = WithLoads.apply(weights, self.correction, chosen)
+        # All ranks of tp route the same tokens.
+        if self.context.tp.rank == 0:
+            is_first_of_cp = self.context.cp.rank == 0
+            sums = sum_router(probabilities, chosen, losses, counts_samples=is_first_of_cp)
+            weights = self.tally.count(weights, sums)
         return weights, chosen
 
     def _attach_losses(
         self,
         weights: Tensor,
-        logits: Tensor,
-        scores: Tensor,
-        chosen: Tensor,
+        balance_loss: Tensor,
+        z_loss: Tensor,
         microbatch: MicrobatchInfo,
     ) -> Tensor:
-        """Return `weights`, whose backward pass also starts that of the router's losses."""
+        """Return `weights`, whose backward pass also starts that of the router's losses [b]."""
         if microbatch.weight is None:
             raise ValueError(
                 "a router's losses need microbatch.weight: "
                 "the loss scale over the samples of a batch"
             )
-        probabilities = scores
-        # The scores of a sigmoid do not sum to 1.
-        if self.config.router.score == "sigmoid":
-            probabilities = scores / scores.sum(-1, keepdim=True)
-        losses = router_losses(self.config, logits, probabilities, chosen, self.context.cp)
+        config = self.config
+        losses = config.router_aux_loss * balance_loss + config.router_z_loss * z_loss
         # Every rank of tp has the whole loss, and their gradients are summed.
         return WithLoss.apply(weights, losses.sum(), microbatch.weight / self.context.tp.size)
 
@@ -145,8 +155,8 @@ def router_losses(
     probabilities: Tensor,
     chosen: Tensor,
     cp: Axis,
-) -> Tensor:
-    """Return the weighted losses of each sample, [b].
+) -> tuple[Tensor, Tensor]:
+    """Return the balance and the z-loss of each sample, without their weights: [b] each.
 
     logits, probabilities: [s, b, experts].
     chosen: [s, b, k].
@@ -158,7 +168,7 @@ def router_losses(
     mean_probabilities = mean_of_sequence(probabilities, cp)
     balance_loss = config.experts * (choice_fractions * mean_probabilities).sum(-1)
     z_loss = mean_of_sequence(logits.logsumexp(-1).square(), cp)
-    return config.router_aux_loss * balance_loss + config.router_z_loss * z_loss
+    return balance_loss, z_loss
 
 
 class WithLoss(torch.autograd.Function):

@@ -47,6 +47,8 @@ MIXTRAL = LLAMA | {
     "experts": 4,
     "experts_per_token": 2,
     "router_aux_loss": 0.01,
+    "router_z_loss": 0.01,
+    "z_loss": 0.01,
 }
 WIDE = LLAMA | {"hidden": 256, "ffn": 512}  # shards of whole blocks of 128
 LATENT = LLAMA | {"family": "deepseek_v3", "kv_heads": 4, "bias": True}
@@ -108,6 +110,10 @@ def require_equal(a: Result, b: Result) -> None:
     ]
     assert [report.outcome for report in a.reports] == [report.outcome for report in b.reports]
     assert [report.num_zeros for report in a.reports] == [report.num_zeros for report in b.reports]
+    assert [repr(report.routers) for report in a.reports] == [
+        repr(report.routers) for report in b.reports
+    ]
+    assert [report.z_loss for report in a.reports] == [report.z_loss for report in b.reports]
     assert a.after.keys() == b.after.keys()
     assert a.scaler == b.scaler
     wrong = [name for name in a.after if not torch.equal(a.after[name], b.after[name])]

@@ -3,7 +3,7 @@ gather."""
 
 import re
 import resource
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from parallel.sequence_cut import chunks_of_rank, length_multiple, positions, ta
 from tests import oracle
 from tests.activation_bytes import kept_bytes
 from tests.layouts import Result, Run, batches, make_engine, train_all
+from tests.models.routers import require_routers
 from tests.models.test_parity import MODELS, SIZES, differing
 from tests.ranks import on_ranks, run_ranks
 from tests.refusals import raises, sentence
@@ -281,6 +282,8 @@ def same(found: Result, expected: Result) -> None:
         assert report.outcome == "applied"
         assert report.loss == pytest.approx(right.loss, rel=1e-9)
         assert report.grad_norm == pytest.approx(right.grad_norm, rel=1e-9)
+        for router, expected_router in zip(report.routers, right.routers, strict=True):
+            assert asdict(router) == pytest.approx(asdict(expected_router), rel=1e-8)
     for grads, right in zip(found.grads, expected.grads, strict=True):
         largest = max(g.abs().max() for g in right.values())
         for name, gradient in right.items():
@@ -340,6 +343,7 @@ def test_every_family_trains_the_plain_model_if_its_sequences_are_cut(
         )
         for report, grads, record in zip(result.reports, result.grads, records, strict=True):
             assert report.loss == pytest.approx(record["loss"], rel=1e-9)
+            require_routers(report, record)
             assert not (wrong := differing(grads, record["grads"])), f"{name}: {wrong}"
 
 

@@ -46,6 +46,7 @@ from tests.layouts import (
     train,
     train_all,
 )
+from tests.models.routers import require_routers
 from tests.models.test_memory import allocations
 from tests.models.test_parity import MODELS, SIZES, differing, zeros
 from tests.ranks import run_ranks
@@ -79,6 +80,7 @@ def require_plain(result: Result, alone: Result, records: list[dict[str, Any]]) 
         assert report.outcome == "applied"
         assert report.loss == pytest.approx(record["loss"], rel=CLOSE)
         assert report.grad_norm == pytest.approx(record["norm"], rel=CLOSE)
+        require_routers(report, record)
         assert report.num_zeros == zeros(grads) == zeros(record["grads"])
         assert not (wrong := differing(grads, record["grads"])), (
             f"gradients differ, by these ratios: {wrong}"

@@ -101,9 +101,8 @@ def test_the_balance_loss_is_one_if_balanced_and_as_many_as_experts_if_one_gets_
     one = torch.eye(4)[[2] * 8].unsqueeze(1)
     for probabilities, expected in ((even, 1.0), (one, 4.0)):
         chosen = probabilities.argmax(-1, keepdim=True)
-        assert router.router_losses(
-            config, probabilities, probabilities, chosen, Axis("cp")
-        ).tolist() == [expected]
+        balance, _ = router.router_losses(config, probabilities, probabilities, chosen, Axis("cp"))
+        assert balance.tolist() == [expected]
 
 
 def test_losses_of_a_router_need_to_know_what_a_sample_weighs() -> None:
@@ -184,12 +183,13 @@ def the_balance_is_of_a_micro_batch() -> None:
 
     def losses(
         config: ModelConfig, logits: Tensor, probabilities: Tensor, chosen: Tensor, cp: Axis
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         samples = logits.shape[1]
         joined = [
             x.transpose(0, 1).reshape(-1, 1, x.shape[-1]) for x in (logits, probabilities, chosen)
         ]
-        return ROUTER_LOSSES(config, joined[0], joined[1], joined[2], cp) * samples
+        balance, z = ROUTER_LOSSES(config, joined[0], joined[1], joined[2], cp)
+        return balance * samples, z * samples
 
     router.router_losses = losses
 

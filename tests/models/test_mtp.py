@@ -27,6 +27,7 @@ from tests.layouts import (
     share_of,
     train_all,
 )
+from tests.models.routers import require_routers
 from tests.models.test_parity import zeros
 from tests.refusals import raises, sentence
 
@@ -109,6 +110,7 @@ def require_plain(model: str, result: Result) -> None:
         assert report.loss == pytest.approx(record["loss"], rel=CLOSE)
         assert report.mtp_loss == pytest.approx(record["mtp_loss"], rel=CLOSE)
         assert report.grad_norm == pytest.approx(record["norm"], rel=CLOSE)
+        require_routers(report, record)
         assert grads.keys() == record["grads"].keys()
         assert not (wrong := far(grads, record["grads"])), f"gradients differ: {wrong}"
         assert report.num_zeros == zeros(grads)

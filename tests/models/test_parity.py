@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests import oracle
 from tests.layouts import COVERING, LAYOUTS, Result, Run, batches, train_all
+from tests.models.routers import require_routers
 from tests.other_systems import slow
 
 SIZES: dict[str, Any] = {
@@ -77,6 +78,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "experts": 5,
         "router_aux_loss": 0.5,
         "router_z_loss": 0.1,
+        "z_loss": 0.03,
     },
     "glm4_moe": {
         "family": "glm4_moe",
@@ -123,6 +125,10 @@ def zeros(grads: dict[str, Tensor]) -> int:
         for name, g in grads.items()
         if not name.endswith(("key.bias", ".correction"))
     )
+
+
+def approx_or_none(value: float | None) -> Any:
+    return None if value is None else pytest.approx(value, rel=CLOSE)
 
 
 def noise_zeros(grads: dict[str, Tensor]) -> int:
@@ -190,6 +196,8 @@ def require_plain_model(model: str, result: Result) -> None:
         assert report.outcome == "applied"
         assert report.loss == pytest.approx(record["loss"], rel=CLOSE)
         assert report.grad_norm == pytest.approx(record["norm"], rel=CLOSE)
+        require_routers(report, record)
+        assert report.z_loss == approx_or_none(record["z_loss"])
         assert report.num_zeros == zeros(grads) + noise_zeros(grads)
         assert zeros(grads) == zeros(record["grads"])
         assert not (wrong := differing(grads, record["grads"])), (

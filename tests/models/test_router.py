@@ -227,7 +227,7 @@ def the_counts_are_of_a_micro_batch() -> None:
     inner = router.WithLoads.backward
 
     def last(ctx: Any, grad: Tensor) -> Any:
-        ctx.like.megaprec_has_gradient = False
+        ctx.correction.megaprec_has_gradient = False
         return inner(ctx, grad)
 
     router.WithLoads.backward = staticmethod(last)

@@ -237,9 +237,10 @@ def tied_gradients_are_not_summed() -> None:
         lr: float | None = None,
         loss: Tensor | None = None,
         counted_tokens: Tensor | float | None = None,
+        further: Tensor | None = None,
     ) -> StepReport:
         self._model_buffers.tied = []
-        return inner(self, lr, loss, counted_tokens)
+        return inner(self, lr, loss, counted_tokens, further)
 
     ParallelAMPOptimizer.step = step
 

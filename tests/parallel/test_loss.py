@@ -4,6 +4,7 @@ memory."""
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from megaprec.comm.layout import Part
 from models.estimate.storage import LiveMemory, SimulatedAxis
 from parallel import loss
 from parallel.leaves import PLAIN, Call, Leaves
-from parallel.loss import cross_entropy
+from parallel.loss import cross_entropy, cross_entropy_and_log_sum
 from tests.ranks import run_ranks
 
 # a micro-batch of Llama-3 8B
@@ -33,23 +34,47 @@ def blocks_of(elements: int) -> Iterator[None]:
         yield
 
 
-def both(elements: int, tp: Axis, dtype: torch.dtype, consume: bool) -> tuple[Tensor, Tensor]:
+TARGETS = torch.tensor([0, 11, 5, 6, 3, 8, 2])
+WEIGHTS = torch.arange(1.0, 8, dtype=torch.float64)  # of the tokens
+Z_LOSS = 0.3
+
+
+def logits_of(rank: int, columns: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(7, columns, generator=generator, dtype=torch.float64)
+
+
+def both(
+    elements: int, tp: Axis, dtype: torch.dtype, consume: bool, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Losses of 7 tokens and the gradient of their logits, computed `elements` logits at a time."""
     part = Part.cut("head.weight", (12, 4), 0, tp)
-    generator = torch.Generator().manual_seed(tp.rank)
-    leaf = (
-        torch.randn(7, part.local[0], generator=generator, dtype=torch.float64)
-        .to(dtype)
-        .requires_grad_()
-    )
-    targets = torch.tensor([0, 11, 5, 6, 3, 8, 2])
+    leaf = logits_of(tp.rank, part.local[0]).to(dtype).requires_grad_()
+    wide = torch.promote_types(dtype, torch.float32)
     with blocks_of(elements):
-        losses = cross_entropy(
-            leaf * 1, targets, part, tp, torch.promote_types(dtype, torch.float32), consume
-        )
-        (losses * torch.arange(1.0, 8, dtype=losses.dtype)).sum().backward()
+        losses, log_sums = cross_entropy_and_log_sum(leaf * 1, TARGETS, part, tp, wide, consume)
+        if z_loss:
+            losses = losses + z_loss * log_sums.square()
+        (losses * WEIGHTS.to(losses.dtype)).sum().backward()
     assert leaf.grad is not None
     return losses.detach(), leaf.grad
+
+
+def with_z_loss(mesh: DeviceMesh) -> None:
+    tp = Axis.of(mesh, "tp")
+    columns = 12 // tp.size
+    whole = torch.cat([logits_of(rank, columns) for rank in range(tp.size)], 1).requires_grad_()
+    plain = torch.nn.functional.cross_entropy(whole, TARGETS, reduction="none")
+    plain = plain + Z_LOSS * whole.exp().sum(-1).log().square()
+    (plain * WEIGHTS).sum().backward()
+    assert whole.grad is not None
+    wanted = whole.grad[:, tp.rank * columns :][:, :columns]
+    for consume in (False, True):
+        losses, grad = both(24, tp, torch.float64, consume, Z_LOSS)
+        torch.testing.assert_close(losses, plain.detach(), rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(grad, wanted, rtol=1e-12, atol=1e-13)
+        again = both(1 << 20, tp, torch.float64, consume, Z_LOSS)
+        assert torch.equal(grad, again[1])
 
 
 def in_blocks(mesh: DeviceMesh) -> None:
@@ -60,10 +85,13 @@ def in_blocks(mesh: DeviceMesh) -> None:
             for consume in (False, True):
                 again, grad_again = both(elements, tp, dtype, consume)
                 assert torch.equal(losses, again) and torch.equal(grad, grad_again)
+    with_z_loss(mesh)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_blocks_of_tokens_have_the_bits_of_all_tokens_at_once(tp: int) -> None:
+def test_blocks_of_tokens_have_the_bits_of_all_at_once_and_a_z_loss_the_gradient_of_autograd(
+    tp: int,
+) -> None:
     run_ranks(in_blocks, {"tp": tp})
 
 
@@ -101,7 +129,7 @@ def unusual_logits(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def in_one_read(mesh: DeviceMesh) -> None:
     tp = Axis.of(mesh, "tp")
     part = Part.cut("head.weight", (12, 4), 0, tp)
-    for dtype in (torch.float64, torch.bfloat16):
+    for dtype, has_z_loss in product((torch.float64, torch.bfloat16), (False, True)):
         sensitive = torch.promote_types(dtype, torch.float32)
         eps = torch.finfo(sensitive).eps
         logits, targets = unusual_logits(dtype)
@@ -109,8 +137,13 @@ def in_one_read(mesh: DeviceMesh) -> None:
         seen = []
         for leaves in (PLAIN, Leaves(AsTheyAre())):
             given = own.clone().requires_grad_()
-            losses = cross_entropy(given * 1, targets, part, tp, sensitive, True, leaves)
-            losses.nan_to_num(0, 0, 0).sum().backward()
+            losses, log_sums = cross_entropy_and_log_sum(
+                given * 1, targets, part, tp, sensitive, True, leaves
+            )
+            trained = losses
+            if has_z_loss:
+                trained = losses + Z_LOSS * log_sums.square()
+            trained.nan_to_num(0, 0, 0).sum().backward()
             seen.append((losses.detach(), given.grad))
         (plain, plain_grad), (losses, grad) = seen
         torch.testing.assert_close(losses, plain, rtol=8 * eps, atol=8 * eps, equal_nan=True)

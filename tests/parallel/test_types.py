@@ -33,7 +33,7 @@ from models.attention import rope, sink_attention
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
 from models.decoder.stages import Stage
-from models.feed_forward import expert_bias, mlp, moe, router
+from models.feed_forward import expert_bias, mlp, moe, router, router_tally
 from parallel import collectives, dropout, layers, linear, loss, norms, sharded_norm
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
@@ -120,9 +120,10 @@ def rules(tp: Axis) -> dict[type, Callable[..., None]]:
     def attend(out: Tensor, *, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> None:
         stamp(out, tp, met(tp, query, key, value, sinks))
 
-    def cross_entropy(out: Tensor, *, logits: Tensor) -> None:
+    def cross_entropy(out: tuple[Tensor, Tensor], *, logits: Tensor) -> None:
         require(logits, tp, V)
-        stamp(out, tp, I)
+        for result in out:  # the losses, and logs of sums
+            stamp(result, tp, I)
 
     return {
         collectives._Copy: becomes((I,), R),
@@ -149,6 +150,7 @@ def rules(tp: Axis) -> dict[type, Callable[..., None]]:
         loss.CrossEntropy: cross_entropy,
         router.WithLoss: lambda out, *, x, loss: stamp(out, tp, met(tp, x, loss)),
         router.WithLoads: lambda out, *, x: stamp(out, tp, kind(x, tp)),
+        router_tally.WithTally: lambda out, *, x: stamp(out, tp, kind(x, tp)),
         moe.TakeRows: lambda out, *, x: stamp(out, tp, kind(x, tp)),
     }
 

@@ -83,7 +83,12 @@ FAULTS = {
         change(
             loss.CrossEntropy,
             "backward",
-            lambda inner: lambda ctx, grad: ((made := inner(ctx, grad))[0] + 1e-3, *made[1:]),
+            lambda inner: (
+                lambda ctx, grad, *others: (
+                    (made := inner(ctx, grad, *others))[0] + 1e-3,
+                    *made[1:],
+                )
+            ),
         ),
     ),
     "the head's input gradient is not summed": Fault(

@@ -15,6 +15,7 @@ from tests.runs import train, write_run
 from tools import cli
 from tools.analysis.plots.training_plot import LOSS, OTHERS
 from tools.journal.records import TASK_PREFIX, read_events, read_metrics
+from tools.journal.router_records import COLLAPSE, ROUTER
 
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 
@@ -43,7 +44,7 @@ def overflowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     named = f'data.validation=[{{name="NAME", source="{file.parent}/text.txt"}}]'
     bf16 = ("precision.compute=bf16", "log.peak_tflops=1")
-    always = ("train.eval_every=1", "model.mtp_layers=1", "optimizer.ema=0.9")
+    always = ("train.eval_every=1", "model.mtp_layers=1", "model.z_loss=0.1", "optimizer.ema=0.9")
     assert train(file, "train.steps=1", *always, named, *bf16, *fp8) == 0
     assert train(file, "train.steps=2", *always, *scaled) == 0
     return folder
@@ -61,10 +62,13 @@ def keys(records: list[dict[str, Any]]) -> set[str]:
 
 def test_every_field_of_a_steps_record_is_explained_and_none_is_stale(overflowing: Path) -> None:
     written = keys(read_metrics(overflowing))
-    assert written >= {field.name for field in fields(StepReport)} - {"offenders", "stop"}
+    elsewhere = {"offenders", "stop", "routers", "further"}
+    assert written >= {field.name for field in fields(StepReport)} - elsewhere
     # needs lm-evaluation-harness; tests/training/test_harness.py sees it written
     tasks = f"{TASK_PREFIX}TASK/METRIC"
-    assert sorted(explained("metrics.jsonl")) == sorted({*written, tasks})
+    # needs experts; tests/training/test_experts_run.py sees both written
+    of_experts = {ROUTER, COLLAPSE}
+    assert sorted(explained("metrics.jsonl")) == sorted({*written, tasks, *of_experts})
 
 
 def test_every_field_of_an_event_is_explained_and_none_is_stale(overflowing: Path) -> None:

@@ -27,6 +27,7 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "model.experts": ("num_local_experts",),
     "model.experts_per_token": ("num_experts_per_tok",),
     "model.router_aux_loss": ("router_aux_loss_coef",),
+    "model.z_loss": ("z_loss_multiplier", "softmax_auxiliary_loss"),
     "model.init_std": ("initializer_range",),
     "data.source": ("dataset", "train_data"),
     "data.tokenizer": ("tokenizer_path",),

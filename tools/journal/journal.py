@@ -32,6 +32,7 @@ from tools.journal.records import (
     odd_lines,
     read_lines,
 )
+from tools.journal.router_records import COLLAPSE
 from tools.journal.trackers import Feed
 
 PACE_STEPS = 20  # number of newest steps whose mean time the ETA is estimated from
@@ -343,6 +344,8 @@ def _format_numbers(step_record: dict[str, Any]) -> list[str]:
     line_parts = [_format_loss(step_record)]
     if "mtp_loss" in step_record:  # of the modules of multi-token prediction
         line_parts.append(f"mtp loss {step_record['mtp_loss']:.4f}")
+    if "z_loss" in step_record:  # of the head
+        line_parts.append(f"z loss {step_record['z_loss']:.4g}")
     line_parts += [
         f"lr {step_record['lr']:.3g}",
         f"grad norm {step_record['grad_norm']:.3g}",
@@ -376,6 +379,8 @@ def _format_events(step_record: dict[str, Any]) -> list[str]:
         events.append(f"FP8 ALARM: {step_record['shadow_alarm']}")
     if "straggler" in step_record:
         events.append(f"warning: {step_record['straggler']}")
+    if COLLAPSE in step_record:
+        events.append(f"warning: {step_record[COLLAPSE]}")
     if step_record["outcome"] != "applied":
         outcome = step_record["outcome"]
         if "overflow_in" in step_record:

@@ -29,7 +29,7 @@ SAMPLE = "sample"  # the kind of event with a text that the model has written
 HELD_OUT_LOSS = "eval_loss"
 AVERAGE_LOSS = "eval_loss_ema"
 # fields of a step that may be "inf" or "nan"
-NUMBERS = ("loss", "mtp_loss", "grad_norm", "loss_scale", HELD_OUT_LOSS, AVERAGE_LOSS)
+NUMBERS = ("loss", "mtp_loss", "z_loss", "grad_norm", "loss_scale", HELD_OUT_LOSS, AVERAGE_LOSS)
 # prefixes of fields that may be, too: losses on the sets of data.validation, of the weights and of
 # their moving average, and results of the tasks of data.lm_eval, TASK/METRIC
 VALIDATION_PREFIX = "eval_loss/"
@@ -44,6 +44,7 @@ REQUIRED_KEYS = {
     "fp8_shadow": {"loss_gap", "alarms", "cosines", "saturated", "underflowed"},
     "restart": {"ranks", "why", "left"},
     "straggler": {"rank", "slow", "factor", "said"},
+    "router_collapse": {"layers", "used_experts", "max_load", "bound", "said"},
     "resume": {"checkpoint", "changed", "notes", "lr_before", "lr_next"},
     BRANCHED: {"checkpoint", "run", "changed", "notes", "lr_before", "lr_next"},
     INITIAL: {"weights", "changed", "notes", "lr_before", "lr_next"},

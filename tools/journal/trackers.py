@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from megaprec.durable import file_error
 from megaprec.errors import UserError, did_you_mean
 from megaprec.user_functions import find_function
+from tools.journal.router_records import router_scalars
 
 # steps whose numbers wait for a slow tracker; those of further ones are left out
 MOST_WAITING = 100_000
@@ -231,6 +232,7 @@ class Feed:
             # not isinstance: true is no number
             if name != "step" and type(value) in (int, float):
                 numbers[name] = value
+        numbers |= router_scalars(record)
         try:
             # never waits: training must not be as slow as a tracker
             self._queue.put_nowait((record["step"], numbers))

@@ -24,6 +24,7 @@ from models.estimate.gpus import gpu_named
 from tools.config.run_file import RunConfig
 from tools.convert.train_state import TrainState
 from tools.journal.records import DIGEST, EVALUATION, NO_TOKENS_EVENT
+from tools.journal.router_records import router_fields
 from tools.training.stopping import FaultyHardware, TrainingDiverged
 
 NOTHING_COUNTS = (
@@ -105,6 +106,7 @@ def step_fields(
     fields = {
         "step": progress.step,
         **report_fields(report),
+        **router_fields(report.routers),
         "tokens": progress.tokens,
         "learned_tokens": progress.learned_tokens,
         "tokens_per_s": tokens_per_s,

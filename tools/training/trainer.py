@@ -21,6 +21,7 @@ from megaprec.data.intact import describe_bad_id
 from megaprec.data.samples import Samples
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.diagnose.position import Phase, Position, StepPosition
+from megaprec.diagnose.router_monitor import RouterMonitor
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.param_groups import Group
@@ -43,6 +44,7 @@ from tools.convert.initial import start_from
 from tools.convert.train_state import TrainState, read_overflow_monitor
 from tools.journal.journal import Journal
 from tools.journal.records import AVERAGE_LOSS, HELD_OUT_LOSS
+from tools.journal.router_records import COLLAPSE, collapse_event
 from tools.journal.shadow_records import shadow_event, shadow_fields
 from tools.journal.timeline_file import TIMELINE, write_trace
 from tools.training.banner import print_marked, print_memory, print_start
@@ -107,6 +109,8 @@ class Trainer:
         self.monitor = OverflowMonitor(
             self.engine.optimizer.plan.scaling, config.precision.patience
         )
+        model = corpus.model
+        self._router_monitor = RouterMonitor(model.experts, model.experts_per_token)
         self.progress = TrainState()  # after the last step
         self._samples_of_step = range(0)  # positions of the last step's global batch
         if checkpoint:
@@ -317,6 +321,12 @@ class Trainer:
         if shadow is not None:
             record |= shadow_fields(shadow, self.config.fp8)
             events.append(shadow_event(shadow, progress.step, self.config.fp8))
+        if collapsed := self._router_monitor.note(report):
+            experts = self.corpus.model.experts
+            bound = self._router_monitor.bound
+            event = collapse_event(collapsed, progress.step, experts, bound)
+            events.append(event)
+            record[COLLAPSE] = event["said"]
         for event in self._straggler_events():
             events.append(event)
             record["straggler"] = event["said"]

@@ -6,10 +6,11 @@ value, or with one value throughout, gets no chart but a remark.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 from tools.analysis.plots.charts import (
@@ -35,6 +36,7 @@ from tools.journal.records import (
     read_events,
     read_metrics,
 )
+from tools.journal.router_records import COLLAPSE, router_values
 from tools.journal.yardsticks import Yardsticks, read_yardsticks
 
 Over = Literal["steps", "tokens"]
@@ -71,14 +73,35 @@ class _Quantity:
     stepped: bool = False
 
 
+@dataclass(frozen=True)
+class _RouterMeasure:
+    """A measure of routers in metrics.jsonl. furthest: picks the layer furthest from balance, of
+    all values of a step. factor: to the unit of the title."""
+
+    key: str
+    title: str
+    furthest: Callable[[Sequence[float]], float]
+    factor: float = 1.0
+
+
 LOSS = _Quantity("loss", "loss, nats a token", smooth=True)
 OTHERS = (
     _Quantity("grad_norm", "gradient norm before clipping", smooth=True, from_zero=True),
+    _Quantity("z_loss", "z-loss of the head", smooth=True),
     _Quantity("lr", "learning rate", from_zero=True),
     _Quantity("tokens_per_s", "speed, tokens/s", smooth=True, from_zero=True),
     _Quantity("mfu", "model FLOPs utilization, %", 100.0, smooth=True, from_zero=True),
     _Quantity("tflops", "model TFLOP/s a rank", smooth=True, from_zero=True),
     _Quantity("loss_scale", "loss scale", base=2, stepped=True),
+)
+# the layers of a model are drawn as the median one and the one that is furthest from balance
+FURTHEST = {min: "lowest layer", max: "highest layer"}
+ROUTER_MEASURES = (
+    _RouterMeasure("used_experts", "used experts of a layer", min),
+    _RouterMeasure("max_load", "largest load of an expert, % of the tokens", max, 100.0),
+    _RouterMeasure("entropy", "entropy of a router, 1 if balanced", min),
+    _RouterMeasure("balance_loss", "balance loss of a router, 1 if balanced", max),
+    _RouterMeasure("z_loss", "z-loss of a router", max),
 )
 # charts in which skipped steps are marked: where they matter
 MARKED = ("loss", "loss_scale")
@@ -112,10 +135,7 @@ def _rows(shown: Pictures) -> Iterator[Row]:
         pair = others[start : start + PAIRED]
         is_last = start + PAIRED >= len(others)
         x_label = shown.x_label if is_last else ""
-        # what the colours of the first chart mean is told there
-        charts = [
-            replace(chart, has_legend=False, tick_notes={}, x_label=x_label) for chart in pair
-        ]
+        charts = [replace(chart, tick_notes={}, x_label=x_label) for chart in pair]
         yield Row(charts, PAIRED, OTHERS_HEIGHT)
 
 
@@ -157,13 +177,42 @@ def pictures(
                 base=quantity.base,
                 from_zero=quantity.from_zero,
                 stepped=quantity.stepped,
+                has_legend=quantity is LOSS,
             )
             if quantity is LOSS and yardsticks is not None:
                 chart = _with_yardsticks(chart, yardsticks)
             charts.append(chart)
         elif remark:
             remarks.append(remark)
+    charts += _router_charts(frame, records, x_values, x_axis)
     return Pictures(charts, axis_label(x_axis), remarks)
+
+
+def _router_charts(
+    frame: Chart, records: Sequence[Record], x_values: Sequence[float], x_axis: Over
+) -> Iterator[Chart]:
+    """Yield a chart of each measure of routers that the records have."""
+    collapses = [record for record in records if COLLAPSE in record]
+    crosses = Crosses(positions(collapses, x_axis), "router collapsed")
+    for measure in ROUTER_MEASURES:
+        furthest: list[float] = []
+        medians: list[float] = []
+        for record in records:
+            every_layer = router_values(record, measure.key)
+            layers = [value * measure.factor for value in every_layer if math.isfinite(value)]
+            furthest.append(measure.furthest(layers) if layers else math.nan)
+            medians.append(median(layers) if layers else math.nan)
+        if finite_range(furthest) is None:
+            continue
+        yield replace(
+            frame,
+            title=measure.title,
+            series=[
+                Series("median layer", x_values, medians, "other0"),
+                Series(FURTHEST[measure.furthest], x_values, furthest),
+            ],
+            crosses=[crosses] if collapses else (),
+        )
 
 
 def _with_yardsticks(chart: Chart, yardsticks: Yardsticks) -> Chart:

@@ -4,6 +4,7 @@ import base64
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from statistics import median
 from typing import Any
 
@@ -33,6 +34,7 @@ from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
 from tools.console.units import duration, first_of, flops, loss_scale, size
 from tools.journal.records import BRANCHED, INITIAL, NO_TOKENS_EVENT, SAMPLE
+from tools.journal.router_records import COLLAPSE, router_values
 from tools.journal.shadow_records import SHADOW
 from tools.journal.timeline_file import TIMELINE, read_trace_of
 from tools.training.hangs import read_records
@@ -47,6 +49,17 @@ MOST_CHANGES = 8  # of train.batch_schedule that are named
 MOST_DRAWN = 2_000  # instructions of a timeline that is drawn
 LARGEST_PICTURE = 1_000_000  # bytes
 PNG_SIGNATURE = b"\x89PNG"
+# measures of routers, and the heads of their columns
+EXPERT_COLUMNS = {
+    "used_experts": "used experts",
+    "max_load": "largest load",
+    "min_load": "smallest load",
+    "entropy": "entropy",
+    "balance_loss": "balance loss",
+    "z_loss": "z-loss",
+    "min_correction": "lowest correction",
+    "max_correction": "highest correction",
+}
 NO_CERTIFICATE = "There is no certificate of parity: megaprec parity RUN.toml makes one."
 NO_PROOF = "There is no proof that the run resumes bit for bit: megaprec prove RUN_DIR makes one."
 VERDICT_CLASSES = {
@@ -190,9 +203,9 @@ def curves(run: Run) -> Html:
     # as in training.png
     drawing = pictures(run.records, over, resumes, find_yardsticks(run.folder))
     figures: list[str] = []
-    for number, chart in enumerate(drawing.charts):
-        # its title is text of the page; the legend is the same for all
-        untitled = replace(chart, title="", tick_notes={}, has_legend=number == 0)
+    for chart in drawing.charts:
+        # its title is text of the page
+        untitled = replace(chart, title="", tick_notes={})
         rows = [ChartRow([untitled], 1, CURVE_HEIGHT)]
         drawn = draw_rows("", rows, CURVE_WIDTH)
         picture = to_themed_svg(drawn, f"{chart.title} over {drawing.x_label}")
@@ -280,6 +293,29 @@ def speed(run: Run) -> Html:
     if utilizations := _finite_values(run, "mfu"):
         rows.append(("model FLOPs utilization, median", f"{median(utilizations):.1%}"))
     return facts(rows)
+
+
+def experts(run: Run) -> Html | None:
+    """Return what the routers did in the last step, by layer, and which have collapsed."""
+    measures: dict[str, list[float]] = {}
+    for name in EXPERT_COLUMNS:
+        if column := router_values(run.records[-1], name):
+            measures[name] = column
+    collapses = run.of_kind(COLLAPSE)
+    if not measures and not collapses:
+        return None
+    parts = [_collapses(event) for event in collapses]
+    rows = list[Row]()
+    for layer, values in enumerate(zip_longest(*measures.values(), fillvalue=math.nan)):
+        if not all(math.isnan(value) for value in values):
+            rows.append((layer, *(f"{value:.4g}" for value in values)))
+    head = ("layer", *(EXPERT_COLUMNS[name] for name in measures))
+    below = paragraph(f"Of step {run.records[-1]['step']:,}, the last one.")
+    return _join(*parts, table(head, rows), below)
+
+
+def _collapses(event: dict[str, Any]) -> Html:
+    return paragraph(f"Step {event['step']:,}: {event['said']}.")
 
 
 def memory(run: Run) -> Html | None:
@@ -515,6 +551,7 @@ SECTIONS: Sequence[tuple[str, Section]] = (
     ("Changes on resume", changes),
     ("Skipped steps", skips),
     ("Speed", speed),
+    ("Experts", experts),
     ("Memory", memory),
     ("Pipeline schedule", schedule),
     ("FP8", fp8),

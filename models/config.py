@@ -347,9 +347,21 @@ class ModelConfig(ModelFields):
         # The modules of multi-token prediction have a layer such as the model's last one.
         mtp_layers = 0 if self.layers - 1 in self.dense_layers else self.mtp_layers
         layers = self.layers - len(self.dense_layers) + mtp_layers
+        return layers * self.layer_expert_parameters()
+
+    def layer_expert_parameters(self) -> int:
+        """Return the number of parameters of the experts of one layer that has experts."""
         weights = self.hidden * self._mlp_matrices * self.ffn
         biases = self.expert_bias * self._mlp_biases(self.ffn)
-        return layers * self.experts * (weights + biases)
+        return self.experts * (weights + biases)
+
+    def expert_flops(self) -> int:
+        """Return the forward FLOPs of the routed experts of one layer that has experts, per
+        token."""
+        if not self.experts:
+            return 0
+        # Each weight is one product and one sum.
+        return 2 * self.experts_per_token * self.hidden * self._mlp_matrices * self.ffn
 
     @property
     def gated(self) -> bool:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megaprec.data.held_out import HeldOutRule, Ranges, divide
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.order import order
 from megaprec.errors import UserError
@@ -73,10 +74,10 @@ class SampleLocation(NamedTuple):
 
 
 class Samples:
-    """The samples [first, first + count) of a data set (by default all that fit), in an order that
-    `seed` determines.
+    """Samples of a data set, in an order that `seed` determines.
 
-    Raises UserError if there is no sample at all.
+    chosen: their numbers in the whole stream; None: all that fit. Raises UserError if there is no
+    sample at all.
     """
 
     def __init__(
@@ -85,16 +86,17 @@ class Samples:
         seq_length: int,
         seed: int,
         shuffle: bool,
-        first: int = 0,
-        count: int | None = None,
+        chosen: Ranges | None = None,
         resets: Resets = NO_RESETS,
     ) -> None:
-        self._count = count_samples(dataset, seq_length) - first if count is None else count
+        if chosen is None:
+            chosen = Ranges.single(0, count_samples(dataset, seq_length))
+        self._count = len(chosen)
         if self._count < 1:
-            raise _too_short(dataset, seq_length, first + 1)
+            raise _too_short(dataset, seq_length, 1)
         self._dataset = dataset
         self._seq_length = seq_length
-        self._first = first
+        self._chosen = chosen
         self._seed = seed
         self._shuffle = shuffle
         self._resets = resets
@@ -103,6 +105,11 @@ class Samples:
     def dataset(self) -> IndexedDataset:
         """Return the data set of the samples."""
         return self._dataset
+
+    @property
+    def chosen(self) -> Ranges:
+        """Return the numbers of the samples in the whole stream."""
+        return self._chosen
 
     def __len__(self) -> int:
         """Return the number of samples in one epoch."""
@@ -121,7 +128,7 @@ class Samples:
         """Return the samples at positions [position, position + count) of the run, which may span
         epochs."""
         positions = np.arange(position, position + count, dtype=np.int64)
-        ids = self._first + order(positions, self._count, self._seed, self._shuffle)
+        ids = self._chosen.numbers(order(positions, self._count, self._seed, self._shuffle))
         seq_length = self._seq_length
         # one token more: inputs and targets are shifted against each other
         rows = np.empty((count, seq_length + 1), dtype=np.int64)
@@ -141,13 +148,19 @@ class Samples:
         """
         if not self._resets.eod_mask_loss:
             return
-        end = (self._first + self._count) * self._seq_length
-        for start in range(self._first * self._seq_length, end, CHUNK):
+        for first, last in zip(self._chosen.begins, self._chosen.ends, strict=True):
+            if self._has_counted(int(first) * self._seq_length, int(last) * self._seq_length):
+                return
+        raise UserError.of("data.no_token_counts", what=what)
+
+    def _has_counted(self, begin: int, end: int) -> bool:
+        """Return True if a target of the samples that begin in the tokens [begin, end) counts."""
+        for start in range(begin, end, CHUNK):
             # a target counts if the token before it is of the same document
             documents = self._dataset.documents_of(start, min(CHUNK, end - start) + 1)
             if (documents[1:] == documents[:-1]).any():
-                return
-        raise UserError.of("data.no_token_counts", what=what)
+                return True
+        return False
 
     def _with_structure(self, batch: Batch, ids: NDArray[np.int64]) -> Batch:
         """Return the batch with mask, documents and positions, each if its reset is on."""
@@ -184,9 +197,10 @@ def split(
     seed: int,
     shuffle: bool = True,
     resets: Resets = NO_RESETS,
+    rule: HeldOutRule = "end",
 ) -> tuple[Samples, Samples | None]:
-    """Return samples for training, and the last `held_out` fraction of the stream, in file order,
-    for evaluation.
+    """Return samples for training, and the `held_out` fraction of the stream that `rule` keeps for
+    evaluation, which is never shuffled.
 
     At least one sample is held out, unless the fraction is 0: then the second value is None. No
     token is a target in both. Raises UserError if the fraction is outside [0, 1) or the text is too
@@ -199,26 +213,27 @@ def split(
     needed = 2 if held_out_count else 1
     if total < needed:
         raise _too_short(dataset, seq_length, needed)
-    # a fraction near 1 must leave one for training
-    count = max(1, total - held_out_count)
-    training = Samples(dataset, seq_length, seed, shuffle, first=0, count=count, resets=resets)
     if not held_out_count:
-        return training, None
+        return Samples(dataset, seq_length, seed, shuffle, resets=resets), None
+    # a fraction near 1 must leave one for training
+    trained, kept = divide(total, min(held_out_count, total - 1), rule)
+    training = Samples(dataset, seq_length, seed, shuffle, trained, resets)
     # never shuffled: an evaluation takes the same samples each time
-    evaluation = Samples(
-        dataset, seq_length, seed, shuffle=False, first=count, count=total - count, resets=resets
-    )
-    return training, evaluation
+    return training, Samples(dataset, seq_length, seed, False, kept, resets)
 
 
-def count_training_samples(
+def training_numbers(
     dataset: IndexedDataset,
     seq_length: int,
     held_out: float,
-) -> int:
-    """Return the number of samples that `split` leaves for training."""
+    rule: HeldOutRule,
+) -> Ranges:
+    """Return the numbers of the samples that `split` leaves for training."""
     total = count_samples(dataset, seq_length)
-    return max(1, total - held_out_samples(total, held_out))
+    held_out_count = min(held_out_samples(total, held_out), total - 1)
+    if held_out_count < 1:
+        return Ranges.single(0, total)
+    return divide(total, held_out_count, rule)[0]
 
 
 def held_out_samples(total: int, fraction: float) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis, device_of
@@ -54,6 +55,7 @@ class RankStages:
     by_number: the stages, by their number in the model.
     context: what their layers share.
     virtual: the virtual tensor-parallel ranks; None unless numerics are canonical.
+    other_schedules: for steps of other numbers of micro-batches.
     """
 
     config: ModelConfig
@@ -64,6 +66,7 @@ class RankStages:
     by_number: Mapping[int, Stage]
     context: Context
     virtual: VirtualAxis | None
+    other_schedules: Sequence[Schedule] = ()
 
     def make_optimizer(
         self,
@@ -96,18 +99,23 @@ def build_stages(
     schedule: Schedule,
     options: EngineOptions,
     make_stage: MakeStage = Stage,
+    other_schedules: Sequence[Schedule] = (),
 ) -> RankStages:
     """Build the stages that this rank holds by `schedule`. Collective over the world.
 
     mesh: of AXES; None for one process without torch.distributed.
     make_stage: builds each stage.
+    other_schedules: for steps of other numbers of micro-batches, with the same place of each stage.
     Raises UserError for arguments that do not fit together.
     """
     if not config.vocab:
         raise UserError.of("model.vocab_unknown")
     # A schedule that can deadlock, or leaves something out, is refused before anything is built.
-    check(schedule)
-    check(forward_only(schedule))
+    for planned in (schedule, *other_schedules):
+        check(planned)
+        check(forward_only(planned))
+        if planned.rank_of_stage != schedule.rank_of_stage:
+            raise ValueError("all schedules must put each stage on the same rank")
     pp = Axis.of(mesh, "pp")
     tp = Axis.of(mesh, "tp")
     cp = Axis.of(mesh, "cp")
@@ -158,7 +166,9 @@ def build_stages(
     stages = build(config, context, stage_cuts, rank_of_stage, pp.rank, make_stage, canonical)
     for stage in stages.values():
         compute_marked_in_fp32(stage, plan)
-    return RankStages(config, plan, mesh, schedule, options, stages, context, virtual)
+    return RankStages(
+        config, plan, mesh, schedule, options, stages, context, virtual, other_schedules
+    )
 
 
 class Engine:
@@ -206,9 +216,10 @@ class Engine:
         optimizer.checks_loop = False
         if optimizer.average:
             raise ValueError("the engine's optimizer must sum over dp: build it with average=False")
-        evaluation = forward_only(self.schedule)
+        schedules = (self.schedule, *rank_stages.other_schedules)
         activation_shape = (options.seq_length, options.micro_batch, rank_stages.config.hidden)
-        links = self._connect(activation_shape, context, (self.schedule, evaluation))
+        in_evaluation = [forward_only(schedule) for schedule in schedules]
+        links = self._connect(activation_shape, context, (*schedules, *in_evaluation))
         self.passes = Passes(
             rank_stages.config,
             self.schedule,
@@ -221,8 +232,11 @@ class Engine:
             position or Position(),
             cp=self.cp,
         )
+        # by the micro-batches of a share
+        self._passes_by_size = {self.schedule.microbatches: self.passes}
+        for schedule in rank_stages.other_schedules:
+            self._passes_by_size[schedule.microbatches] = replace(self.passes, schedule=schedule)
         self.last_stage = self.passes.last_stage  # the number of the model's last stage
-        self._evaluation_program = evaluation.programs[self.pp.rank]
         optimizer.observers += observers
 
     @classmethod
@@ -269,6 +283,12 @@ class Engine:
             shared=None if context.cut_sequence else self.tp,
         )
 
+    def passes_for(self, share: Share) -> Passes:
+        """Return the passes by the schedule for as many micro-batches as the share has."""
+        microbatches = len(share.tokens) // self.passes.micro_batch
+        # those of `schedule` refuse a share of a size that no schedule has
+        return self._passes_by_size.get(microbatches, self.passes)
+
     def step(
         self,
         share: Share,
@@ -296,13 +316,14 @@ class Engine:
         """Run the first half of `step`: all passes. Returns the argument of the second half."""
         # Nothing is cleared or waited for: the first gradient of a step overwrites `main_grad`, and
         # each layer waits for its own weights (`ParamGatherer`).
-        state = self.passes.begin(share, number, self.optimizer.scale)
-        executor = self.passes.executor(state, spans=recording.spans if recording else None)
+        passes = self.passes_for(share)
+        state = passes.begin(share, number, self.optimizer.scale)
+        executor = passes.executor(state, spans=recording.spans if recording else None)
         if self.watch is not None:
             self.watch(executor)
         # One autocast around all micro-batches: FP8's scales advance once a step, or with
         # fp8.history = "te" after each pass (`PassHooks.after`).
-        with self.passes.in_fp8():
+        with passes.in_fp8():
             executor.run()
         return state
 
@@ -318,32 +339,40 @@ class Engine:
     def evaluate(self, share: Share) -> float:
         """Return the mean loss over the tokens of all shares that count, NaN if none does.
         Collective over the mesh."""
-        loss, _ = self.evaluate_counted(share)
-        return loss
+        return mean_loss(self.evaluate_samples(share))
 
     @torch.no_grad()
-    def evaluate_counted(self, share: Share) -> tuple[float, float]:
-        """Return the mean loss over the tokens of all shares that count, and their number, or the
-        sum of their weights.
+    def evaluate_samples(self, share: Share) -> Tensor:
+        """Return, for each sample of the global batch, the sum of the losses of its tokens that
+        count, and their number or the sum of their weights: float64 [2, samples], on the CPU.
 
-        The loss is NaN if none counts. Collective over the whole mesh.
+        A sample's numbers do not depend on the others of the batch, nor on where it is computed,
+        but for the rounding of products. Collective over the whole mesh.
         """
         # Weights of the last update may still travel. All at once: nothing overlaps with them here.
         self.optimizer.wait()
-        state = self.passes.begin(share, None, self.optimizer.scale)
-        with self.passes.in_fp8():
-            self.passes.executor(state, self._evaluation_program).run()
+        passes = self.passes_for(share)
+        state = passes.begin(share, None, self.optimizer.scale)
+        num_samples = len(share.tokens)
+        shape = (2, num_samples * self.dp.size)
+        # Each rank fills in its own samples: a sum with zeros is exact.
+        numbers = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        own = numbers[:, share.first : share.first + num_samples]
+        state.sample_losses = own[0]
+        with passes.in_fp8():
+            passes.executor(state, passes.evaluation_program).run()
+        is_counting = self.last_stage in self.stages and self.tp.rank == 0
+        if is_counting and state.share.mask is None:
+            own[1] = state.share.targets.shape[1]
+        elif is_counting and state.share.mask is not None:
+            own[1] = state.share.mask.sum(1, dtype=torch.float64)
         # Canonical numerics have a loss for each micro-batch, others one, summed over the world.
         loss = summed_loss(state.loss, self.optimizer.dp, self.optimizer.world)
         # Ids outside the vocabulary make the loss NaN on all ranks (`Passes.begin`).
         if math.isnan(loss):
             self.passes.require_ids_in_vocabulary(state)
-        # NaN on ranks that do not hold the last stage, which alone counts them.
-        local_count = state.token_count.total.nan_to_num(nan=-math.inf)
-        tokens = self.optimizer.world.max_(local_count).item()
-        if tokens <= 0:
-            return math.nan, 0.0
-        return loss, tokens
+        state.await_sums()
+        return self.optimizer.world.sum_(numbers).cpu()
 
     def complete_report(self, report: StepReport, state: PassState) -> StepReport:
         """Return the report of a step with the loss of multi-token prediction; of a skipped step
@@ -367,7 +396,8 @@ class Engine:
             last_rank = self.schedule.rank_of_stage[-1]
             offenders = (replace(offenders[0], stage=last_rank), *offenders[1:])
         if self.trace and offenders and not self._searches_scale(report):
-            offenders = trace_offenders(self.passes, offenders, report.loss_scale, state)
+            passes = self.passes_for(state.full_share)
+            offenders = trace_offenders(passes, offenders, report.loss_scale, state)
         return replace(report, offenders=offenders)
 
     def _searches_scale(self, report: StepReport) -> bool:
@@ -380,3 +410,19 @@ class Engine:
         if not may_fall or not math.isfinite(report.loss):
             return False
         return self.optimizer.saved_numbers()["steps"] == 0
+
+
+def mean_loss(numbers: Tensor) -> float:
+    """Return the mean loss over the tokens of samples, whose sums are exact, so that their order
+    does not matter; NaN if no token counts.
+
+    numbers: float64 [2, samples], as `Engine.evaluate_samples` returns them.
+    """
+    losses, counts = numbers.tolist()
+    tokens = math.fsum(counts)
+    if not tokens:
+        return math.nan
+    # `fsum` refuses infinities of both signs.
+    if not all(map(math.isfinite, losses)):
+        return sum(losses) / tokens
+    return math.fsum(losses) / tokens

@@ -36,7 +36,7 @@ from parallel.pipeline.instructions import (
 )
 from parallel.pipeline.p2p import P2P
 from parallel.pipeline.posting import posts
-from parallel.pipeline.schedules import Schedule
+from parallel.pipeline.schedules import Schedule, forward_only
 from parallel.pipeline.simulation import Span
 from parallel.sequence_cut import take_own_positions
 from parallel.weight_grad_queue import WeightGradQueue
@@ -96,6 +96,8 @@ class PassState:
     full_share: the share of this dp rank.
     mtp_batch: what the modules of multi-token prediction read and predict; None if there are none,
         and in evaluation.
+    sample_losses: float64 [samples], where the sums of the losses of this rank's tokens of each
+        sample are put; None if they are not wanted.
     """
 
     share: Share
@@ -106,6 +108,7 @@ class PassState:
     outside_vocabulary: Tensor
     full_share: Share
     mtp_batch: MTPBatch | None = None
+    sample_losses: Tensor | None = None
 
     @property
     def divisor(self) -> Tensor:
@@ -160,6 +163,11 @@ class Passes:
     def program(self) -> Program:
         """Return this rank's instructions of a training step."""
         return self.schedule.programs[self.optimizer.pp.rank]
+
+    @cached_property
+    def evaluation_program(self) -> Program:
+        """Return this rank's instructions of an evaluation."""
+        return forward_only(self.schedule).programs[self.optimizer.pp.rank]
 
     @cached_property
     def _posts(self) -> Mapping[Instruction, int]:
@@ -365,6 +373,8 @@ class Passes:
             total = state.loss[rows.start // self.micro_batch] if by_microbatch else state.loss
             # in place: it is `state.loss` or a view of it
             total += loss.detach()
+            if state.sample_losses is not None:
+                state.sample_losses[rows] = losses.detach().sum(0, dtype=torch.float64)
         return loss * state.scale
 
     def require_ids_in_vocabulary(self, state: PassState) -> None:

@@ -88,10 +88,9 @@ class Sentinel(StepObserver):
         )
         # The dp rank whose micro-batch this rank computes again.
         self._lender = (dp.rank - 1) % dp.size if self.recomputes_neighbour else dp.rank
-        # The backward pass of a step's only micro-batch already reduces its gradients.
-        self._reduces_in_flight = self.optimizer.overlap and engine.schedule.microbatches == 1
         self._number = 0
         self._share_of = _no_share
+        self._passes = engine.passes  # of the step that is checked
         # the traces of the micro-batch in the step itself, and of its second computation
         self._real = self._make_trace()
         self._again = self._real
@@ -107,6 +106,7 @@ class Sentinel(StepObserver):
         engine = self.engine
         self._number = number
         self._share_of = cache(share_of)
+        self._passes = engine.passes_for(self._share_of(self.optimizer.dp.rank))
         # As at the start of the step itself.
         engine.fp8.roll()
         if self.recomputes:
@@ -162,6 +162,12 @@ class Sentinel(StepObserver):
         optimizer.zero_grad()
         engine.fp8.forget()
         raise SilentFault(fault)
+
+    @property
+    def _reduces_in_flight(self) -> bool:
+        """True if the backward pass of the step's only micro-batch already reduces its
+        gradients."""
+        return self.optimizer.overlap and self._passes.schedule.microbatches == 1
 
     def _holders(self) -> tuple[Holders, Holders | None]:
         """Return the ranks that hold the same weights, and those that hold the same experts if
@@ -261,7 +267,7 @@ class Sentinel(StepObserver):
 
         No gradient is left, and torch's random numbers stand where they stood. Collective.
         """
-        passes = self.engine.passes
+        passes = self._passes
         optimizer = self.optimizer
         number = self._number
         # `local` is begun for its token counts only. Each rank borrows another share here, or all
@@ -299,7 +305,7 @@ class Sentinel(StepObserver):
         return MicrobatchTrace(
             engine.stages,
             engine.last_stage,
-            engine.passes.program,
+            self._passes.program,
             alone=alone,
             in_flight=self._reduces_in_flight and not alone,
         )

@@ -6,7 +6,7 @@ products have no weight, so both of their backward products belong to the input 
 does recomputation. Norms, softmax and activation functions are not counted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from models.config import ModelConfig
@@ -23,6 +23,12 @@ class StageCost:
         micro-batch.
     parameters: number of elements; a tied head is counted in the stage that holds it. The copy of
         the embedding that modules of multi-token prediction read is not counted.
+    attention: the part of `forward` that is attention's own products, as if it were not causal;
+        `input` has twice as much.
+    experts: the part of `forward`, of `weight` and of `input` that is products of routed experts.
+    recomputed_attention, recomputed_experts: the parts of `input` that are such products of the
+        forward pass once more.
+    expert_parameters: elements of routed experts.
     """
 
     cut: Cut
@@ -30,6 +36,11 @@ class StageCost:
     input: float
     weight: float
     parameters: int
+    attention: float = 0.0
+    experts: float = 0.0
+    recomputed_attention: float = 0.0
+    recomputed_experts: float = 0.0
+    expert_parameters: int = 0
 
     def flops(self, instruction: Instruction) -> float:
         """Return the FLOPs of an instruction of this stage."""
@@ -87,13 +98,33 @@ def _stage_cost(
     weighted = layers + head - attention
     lookup = config.embedding_flops() if cut.first else 0
     recomputed = _recomputed_flops(config, recompute, cut, seq_length)
+    repeated_layers = _whole_recomputed_layers(config, recompute, cut)
+    repeated_attention = len(repeated_layers)
+    if "attention" in recompute.modules:
+        repeated_attention += len(cut.layers) + modules
+    with_modules = [*cut.layers, *[config.layers - 1] * modules]
+    experts = _of_experts(config, with_modules, ModelConfig.expert_flops)
+    repeated_experts = _of_experts(config, repeated_layers, ModelConfig.expert_flops)
     return StageCost(
         cut,
         forward=tokens * (weighted + attention),
         input=tokens * (weighted + 2 * attention + lookup + recomputed),
         weight=tokens * weighted,
         parameters=_count_parameters(config, cut),
+        attention=tokens * attention,
+        experts=tokens * experts,
+        recomputed_attention=tokens * repeated_attention * config.attention_flops(seq_length),
+        recomputed_experts=tokens * repeated_experts,
+        expert_parameters=_of_experts(config, with_modules, ModelConfig.layer_expert_parameters),
     )
+
+
+def _of_experts(
+    config: ModelConfig, layers: Sequence[int], measure: Callable[[ModelConfig], int]
+) -> int:
+    """Return the sum of a number of the routed experts of a layer over layers, which may repeat."""
+    with_experts = [layer for layer in layers if layer not in config.dense_layers]
+    return len(with_experts) * measure(config)
 
 
 def _count_parameters(config: ModelConfig, cut: Cut) -> int:
@@ -120,14 +151,24 @@ def _recomputed_flops(
     seq_length: int,
 ) -> int:
     """Return the FLOPs, per token, that a stage recomputes."""
+    flops = sum(
+        config.kind_of_layer(layer).recomputed_layer_flops(seq_length)
+        for layer in _whole_recomputed_layers(config, recompute, cut)
+    )
+    if "attention" in recompute.modules:
+        modules = config.mtp_layers if cut.last else 0
+        flops += (len(cut.layers) + modules) * config.recomputed_attention_flops(seq_length)
+    return flops
+
+
+def _whole_recomputed_layers(config: ModelConfig, recompute: Recompute, cut: Cut) -> list[int]:
+    """Return the numbers of the layers that a stage recomputes whole.
+
+    A module of multi-token prediction has a layer such as the last one, recomputed if all layers
+    are.
+    """
     whole_layers = [*cut.layers[: recompute.count_whole_layers(len(cut.layers))]]
-    # Each module has a layer such as the last one, recomputed if all layers are.
     modules = config.mtp_layers if cut.last else 0
     if len(whole_layers) == len(cut.layers):
         whole_layers += [config.layers - 1] * modules
-    flops = sum(
-        config.kind_of_layer(layer).recomputed_layer_flops(seq_length) for layer in whole_layers
-    )
-    if "attention" in recompute.modules:
-        flops += (len(cut.layers) + modules) * config.recomputed_attention_flops(seq_length)
-    return flops
+    return whole_layers

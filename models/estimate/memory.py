@@ -7,14 +7,16 @@ bytes that stay between the instructions of a schedule, and the extra bytes that
 needs while it runs, recomputed activations included. Weight gradients are allocated elsewhere and
 are not counted.
 
-A stage whose layers are all alike is run with few of them and with one more; each further layer
+A stage whose last layers are alike is run with few of them and with one more; each further layer
 adds the difference. The router is taken to send as many tokens to each expert: what experts keep
 does not depend on it, for no token is dropped, but the largest expert's share of an instruction's
 peak does.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -119,19 +121,23 @@ class StageMemory:
     def activation_bytes(self, cut: Cut) -> ActivationBytes:
         """Return what a stage keeps, and the peaks of its instructions.
 
-        If its layers are equal, that is what a stage of few of them keeps, and as much more for
-        each further layer as one more adds.
+        If many of its last layers are equal, that is what a stage with few of them keeps, and as
+        much more for each further layer as one more adds.
         """
-        layers = len(cut.layers)
-        layers_are_equal = len(set(self._layer_kinds(cut))) == 1
-        if layers_are_equal:
-            for count in SAMPLED_DEPTHS:
-                if count + 1 >= layers:
-                    break
-                fewer = self._run(replace(cut, layers=cut.layers[:count]))
-                one_more = self._run(replace(cut, layers=cut.layers[: count + 1]))
-                if _grows_steadily(fewer, one_more):
-                    return _extrapolate(fewer, one_more, layers - count)
+        kinds = self._layer_kinds(cut)
+        others = len(kinds) - _count_equal_last(kinds)
+        for count in SAMPLED_DEPTHS:
+            shorter = replace(cut, layers=cut.layers[: others + count])
+            longer = replace(cut, layers=cut.layers[: others + count + 1])
+            if len(longer.layers) >= len(kinds):
+                break
+            # what is recomputed may depend on the number of layers
+            if self._layer_kinds(longer) != kinds[: len(longer.layers)]:
+                break
+            fewer = self._run(shorter)
+            one_more = self._run(longer)
+            if _grows_steadily(fewer, one_more):
+                return _extrapolate(fewer, one_more, len(kinds) - len(shorter.layers))
         return self._run(cut)
 
     def _layer_kinds(self, cut: Cut) -> tuple[object, ...]:
@@ -179,6 +185,12 @@ class StageMemory:
             ring=options.ring,
             leaves=options.leaves,
         )
+
+
+def _count_equal_last(kinds: Sequence[object]) -> int:
+    """Return how many of the last layers are of one kind."""
+    row = takewhile(lambda kind: kind == kinds[-1], reversed(kinds))
+    return len(list(row))
 
 
 def by_name(plan: PrecisionPlan) -> bool:

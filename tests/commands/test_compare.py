@@ -54,7 +54,9 @@ def test_runs_in_several_modes_make_one_picture_and_a_table(
     said = capsys.readouterr().out
     for folder in folders:
         mean = sum(losses(folder)) / len(losses(folder))
-        assert f"{mean:.4f}" in next(line for line in said.splitlines() if folder.name in line)
+        assert f"{mean:.4f}" in next(
+            line for line in said.splitlines() if line.startswith(f"  {folder.name} ")
+        )
     colors = {color for _, color in Image.open(picture).convert("RGB").getcolors(1 << 24) or ()}
     drawn = [tuple(bytes.fromhex(color[1:])) in colors for color in COLORS[: len(MODES) + 1]]
     assert drawn == [True] * len(MODES) + [False]

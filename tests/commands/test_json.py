@@ -133,6 +133,7 @@ def test_a_document_has_the_numbers_of_the_table(
         "eval_loss": None,
         "eval_loss_ema": None,
         "eval_step": None,
+        "bits_per_byte": None,
     }
     assert [event["step"] for event in document("explain-overflow", run)["events"]] == [1, 2]
     assert document("inspect", run)["model"]["layers"] == 2

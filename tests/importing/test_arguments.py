@@ -45,6 +45,7 @@ KEYED = {
     "rotary_base": "model.rope_base", "disable_bias_linear": "model.bias", "num_experts": "model.experts",
     "hidden_dropout": "model.dropout", "init_method_std": "model.init_std", "vocab_size": "data.vocab_size",
     "micro_batch_size": "train.micro_batch", "global_batch_size": "train.global_batch", "train_iters": "train.steps",
+    "rampup_batch_size": "train.batch_schedule", "step_batch_size_schedule": "train.batch_schedule",
     "train_samples": "train.steps", "lr_decay_style": "lr.schedule", "lr_decay_iters": "lr.length",
     "lr_warmup_iters": "lr.warmup", "lr_warmup_fraction": "lr.warmup", "min_lr": "lr.final",
     "clip_grad": "optimizer.clip", "adam_beta2": "optimizer.betas", "bf16": "precision.compute",
@@ -61,7 +62,7 @@ KEYED = {
     "steps_per_print": "log.every", "warmup_num_steps": "lr.warmup", "bf16.enabled": "precision.compute",
 }  # fmt: skip
 WITHOUT = {
-    "hierarchical_context_parallel_sizes": "one group here", "rampup_batch_size": "batch of a run is constant",
+    "hierarchical_context_parallel_sizes": "one group here", "phase_transition_iterations": "one order",
     "mock_data": "data.source", "zero_optimization.offload_optimizer.device": "offloaded",
     **dict.fromkeys(("wandb_exp_name", "use_flash_attn", "use_mcore_models", "exit_interval", "num_workers", "transformer_impl", "distributed_backend", "wall_clock_breakdown", "flops_profiler"), "is not used here"),
 }  # fmt: skip

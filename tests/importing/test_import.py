@@ -104,6 +104,7 @@ def test_a_gpt_script_becomes_its_run(scripts: dict[str, str], tmp_path: Path) -
     assert run.data.source == "tokens/mine_text_document" and run.data.held_out == pytest.approx(
         0.051
     )
+    assert run.data.held_out_from == "end"  # Megatron's split
     assert (run.checkpoint.every, run.log.every, t.eval_every, t.eval_batches) == (
         10000,
         100,
@@ -393,8 +394,8 @@ def test_a_run_that_is_shorter_than_megatrons_period_of_evaluation_is_told_of_no
             "the ranks of parallel.context are one group here",
         ),
         (
-            "--rampup-batch-size 1 1 10",
-            "--rampup-batch-size 1 1 10: the batch of a run is constant",
+            "--phase-transition-iterations 10",
+            "--phase-transition-iterations 10: the data of a run has one order",
         ),
         ("--lr abc", "--lr abc: the value must be a number"),
         ("--num-layers 2.5", "--num-layers 2.5: the value must be a whole number"),

@@ -104,7 +104,7 @@ def test_what_changes_numbers_is_refused_in_a_log_too(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     args = kept(BASE)
     for name, value, said in (
-        ("rampup_batch_size", "[16, 16, 100]", "the batch of a run is constant"),
+        ("phase_transition_iterations", "[10]", "the data of a run has one order"),
         ("perform_initialization", False, "initial weights are normal"),
         ("squared_relu", True, "it makes another model"),
         ("end_weight_decay", 0.5, "weight decay is constant"),

@@ -247,7 +247,11 @@ OFTEN = {
 
 @pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("recompute", OFTEN)
-@pytest.mark.parametrize("model", [FAMILIES["llama"], MIXTRAL], ids=["llama", "mixtral"])
+@pytest.mark.parametrize(
+    "model",
+    [FAMILIES["llama"], MIXTRAL, {**MIXTRAL, "dense_layers": (0, 1)}],
+    ids=["llama", "mixtral", "first layers without experts"],
+)
 def test_deep_stages_keep_what_few_layers_foretell(
     model: dict[str, Any], recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

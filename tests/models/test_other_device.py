@@ -457,7 +457,7 @@ def used(
     state = trainer.engine.optimizer.state_dict()
     trainer.engine.optimizer.load_state_dict(state)
     again = trainer.engine.optimizer.state_dict()
-    trace = trace_modules(trainer.engine.passes, trainer.share(corpus.train, 0), 0, 0, 2.0**140)
+    trace = trace_modules(trainer.engine.passes, trainer.share(0), 0, 0, 2.0**140)
     (folder / "parity").mkdir(exist_ok=True)
     before = load_run(file, [*overrides, f"train.folder={folder}/unused"])
     record(before, corpus, mesh, Plan(2, planted=1, into="embedding.weight"), folder / "parity")

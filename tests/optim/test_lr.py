@@ -1,9 +1,13 @@
-"""Learning rates against Megatron's formulas, worked out by hand."""
+"""Learning rates against Megatron's formulas, worked out by hand and of random schedules, and
+against torch's schedulers where these coincide."""
 
 import math
+import random
 from typing import Any
 
 import pytest
+import torch
+from torch.optim import lr_scheduler
 
 from megaprec.errors import UserError
 from megaprec.optim.lr import Kind, LRSchedule, Tail
@@ -108,3 +112,103 @@ def test_a_kind_that_there_is_not_and_a_share_for_a_length_are_refused_by_name(
     (name,) = wrong
     with pytest.raises(UserError, match=f"^{name} = .*: must be "):
         LRSchedule(**GOOD | wrong)
+
+
+KINDS: list[tuple[Kind, Tail]] = [
+    ("constant", "exponential"),
+    ("linear", "exponential"),
+    ("cosine", "exponential"),
+    ("wsd", "exponential"),
+    ("wsd", "linear"),
+    ("wsd", "cosine"),
+    ("wsd", "sqrt"),
+]
+RANDOM_SCHEDULES = 1000
+
+
+def megatrons_rate(schedule: LRSchedule, done: int) -> float:
+    """OptimizerParamScheduler.get_lr of Megatron-core, with init_lr = 0: the count `done` may be
+    one of steps or of samples."""
+    peak = schedule.peak
+    if schedule.warmup > 0 and done <= schedule.warmup:
+        return peak * float(done) / float(schedule.warmup)
+    if schedule.kind == "constant":
+        return peak
+    if done > schedule.total:
+        return schedule.final
+    ratio = float(done - schedule.warmup) / float(schedule.total - schedule.warmup)
+    if schedule.kind == "linear":
+        height = 1.0 - ratio
+    elif schedule.kind == "cosine":
+        height = 0.5 * (math.cos(math.pi * ratio) + 1.0)
+    else:
+        anneal_start = schedule.total - schedule.decay
+        height = 1.0
+        if done > anneal_start:
+            part = float(done - anneal_start) / float(schedule.decay)
+            height = {
+                "linear": 1.0 - part,
+                "cosine": 0.5 * (math.cos(math.pi * part) + 1.0),
+                "exponential": 2.0 * math.pow(0.5, part) - 1.0,
+                "sqrt": 1.0 - math.sqrt(part),
+            }[schedule.tail]
+    return schedule.final + height * (peak - schedule.final)
+
+
+def random_schedule(dice: random.Random, kind: Kind, tail: Tail) -> LRSchedule:
+    """From one unit of length to 10**12 samples, often with phases of length 0."""
+    total = dice.choice([dice.randint(2, 20), dice.randint(2, 10**5), dice.randint(2, 10**12)])
+    warmup = dice.choice([0, dice.randrange(total), min(total - 1, dice.randint(1, 9))])
+    peak = 10.0 ** dice.uniform(-6, 0)
+    final = dice.choice([0.0, peak, peak * dice.random()])
+    return LRSchedule(kind, peak, final, warmup, total, dice.randint(1, total - warmup), tail)
+
+
+@pytest.mark.parametrize(("kind", "tail"), KINDS)
+def test_random_schedules_have_megatrons_rates_in_steps_and_in_samples(
+    kind: Kind, tail: Tail
+) -> None:
+    dice = random.Random(f"{kind} {tail}")
+    for _ in range(RANDOM_SCHEDULES):
+        schedule = random_schedule(dice, kind, tail)
+        total = schedule.total
+        ends = (0, schedule.warmup, total - schedule.decay, total)
+        # one step, or one batch of samples, to both sides of each end
+        size = dice.choice([1, dice.randint(1, 4096)])
+        counts = {max(0, end + side * size) for end in ends for side in (-1, 0, 1)}
+        counts |= {dice.randrange(2 * total) for _ in range(10)}
+        for done in counts:
+            expected = megatrons_rate(schedule, done)
+            assert math.isclose(schedule.at(done), expected, rel_tol=1e-12), (schedule, done)
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+def test_random_schedules_without_warm_up_have_the_rates_of_torchs_schedulers(kind: Kind) -> None:
+    dice = random.Random(kind)
+    for _ in range(30):
+        total = dice.randint(1, 60)
+        peak = 10.0 ** dice.uniform(-6, 0)
+        final = peak * dice.random()
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=peak)
+        theirs = {
+            "constant": lr_scheduler.ConstantLR(optimizer, 1.0),
+            "linear": lr_scheduler.LinearLR(optimizer, 1.0, final / peak, total),
+            "cosine": lr_scheduler.CosineAnnealingLR(optimizer, total, final),
+        }[kind]
+        ours = LRSchedule(kind, peak, final, 0, total, 0)
+        for done in range(total + 1):
+            assert ours.at(done) == pytest.approx(theirs.get_last_lr()[0], rel=1e-9)
+            optimizer.step()
+            theirs.step()
+
+
+def test_a_warm_up_has_the_rates_of_torchs_from_the_second_step_on() -> None:
+    """torch's begins with peak / warmup, Megatron's with 0."""
+    for warmup in (2, 3, 7, 50):
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-3)
+        theirs = lr_scheduler.LinearLR(optimizer, 1 / warmup, 1.0, warmup - 1)
+        ours = LRSchedule("constant", 1e-3, 0.0, warmup, 100, 0)
+        for done in range(1, warmup + 5):
+            assert ours.at(done) == pytest.approx(theirs.get_last_lr()[0], rel=1e-9)
+            optimizer.step()
+            theirs.step()

@@ -349,8 +349,8 @@ def scaled_input_gradient(factor: float) -> Make:
 
 
 def same_samples(inner: Any) -> Any:
-    return lambda self, samples, first, replica: inner(
-        self, samples, first - replica * (self._batch // self._dp.size), replica
+    return lambda self, samples, first, batch, replica: inner(
+        self, samples, first - replica * (batch // self._dp.size), batch, replica
     )
 
 

@@ -19,7 +19,8 @@ from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from tools.analysis.planning.memory import MemoryModel
 from tools.analysis.planning.search import LONG, candidates, least_bytes, plan_run
-from tools.analysis.planning.speed import Assumptions, least_seconds
+from tools.analysis.planning.seconds.assumptions import Assumptions
+from tools.analysis.planning.speed import least_seconds
 from tools.config.layouts import layout_problems
 from tools.config.run_file import RunConfig, load_run
 

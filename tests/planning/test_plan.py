@@ -15,9 +15,10 @@ from tests.commands.test_schedule_command import run_file as run_file
 from tests.refusals import sentence
 from tests.runs import train
 from tools.analysis.planning.device import target_of
-from tools.analysis.planning.memory import MemoryModel
+from tools.analysis.planning.memory import MemoryModel, least_activation_bytes
 from tools.analysis.planning.search import candidates, least_bytes, plan_run
-from tools.analysis.planning.speed import Assumptions, least_seconds, passes_of
+from tools.analysis.planning.seconds.assumptions import Assumptions
+from tools.analysis.planning.speed import least_seconds, passes_of
 from tools.cli import main
 from tools.config import run_file as run_file_module
 from tools.config.native_keys import plan_of
@@ -185,8 +186,11 @@ def test_the_layouts_found_are_the_fastest_that_fit(
         2,
     )
     found = data(capsys, file, *options)
-    assert [one["prediction"]["seconds"] for one in found["layouts"]] == pytest.approx(times[:10])
-    assert len(found["layouts"]) + found["slower"] + found["too_large"] == len(every)
+    found_times = [one["prediction"]["seconds"] for one in found["layouts"]]
+    # other micro-batches and ZeRO stages of the fastest are tried too
+    for found_time, time in zip(found_times, times, strict=False):
+        assert found_time <= time * (1 + 1e-9)
+    assert len(found["layouts"]) + found["slower"] + found["too_large"] >= len(every)
     assert all(one["verdict"] == "fits" for one in found["layouts"])
 
 
@@ -206,7 +210,10 @@ def test_bounds_by_which_layouts_are_left_out_hold(file: Path) -> None:
         config = load_run(file, overrides)
         planned = plan_run(config, MemoryModel("cuda"), ASSUMED)
         assert planned.prediction is not None
-        assert least_bytes(config) <= planned.total
+        least_activations = MemoryModel("cuda").least_activations(config)
+        assert least_activation_bytes(config) <= least_activations
+        assert (least_activations == 0) == ("gpipe" in overrides[0])
+        assert least_bytes(config) + least_activations <= planned.total
         assert least_seconds(config, ASSUMED) <= planned.prediction.seconds * (1 + 1e-9), overrides
 
 
@@ -250,9 +257,9 @@ def test_products_alone_take_the_time_of_their_flops(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One rank, nothing recomputed: MFU is the efficiency that was assumed, less the lookup of the
-    embedding."""
+    embedding and the scores that the backward pass of attention computes again."""
     plan = data(capsys, file, "--tflops", 1, "--efficiency", 0.25)
-    assert plan["prediction"]["mfu"] == pytest.approx(0.25, rel=1e-3)
+    assert 0.245 < plan["prediction"]["mfu"] < 0.25
     assert plan["prediction"]["idle"] == pytest.approx(0)
 
 
@@ -305,6 +312,9 @@ def test_a_gpu_is_known_by_its_name_or_not_at_all(name: str, found: str | None) 
             ("--gpu", "H100", "--ranks", "11", "-o", "b.toml"),
             "11 ranks have no layout: pipeline is at most",
         ),
+        (("--gpu", "H100", "--ranks", "1000003"), "1,000,003 ranks have no layout"),
+        (("--gpu", "H100", "--budget", "-1"), "--budget -1: give a number of rank-hours"),
+        (("--gpu", "H100", "--measured", "no"), sentence("planning.measured_no_run", folder="no")),
     ],
 )
 def test_what_is_wrong_is_told(
@@ -389,9 +399,8 @@ def test_what_a_prediction_leaves_out_is_said_in_lines_and_in_json(
     options = ("--tflops", 1, "--gpu-memory", "80GB")
     fp8 = ("precision.compute=bf16", "fp8.kind=current", "fp8.pad=true")
     for keys, said in (
-        (fp8, "the speed of FP8 is not predicted"),
+        (fp8, "the peak of FP8 is not known"),
         (("train.device=cpu",), 'train.device = "cpu" is left aside'),
-        (("train.compile=leaves",), 'the speed of train.compile = "leaves" is not predicted'),
     ):
         notes = data(capsys, file, *keys, *options)["notes"]
         assert any(said in note for note in notes)

@@ -190,8 +190,7 @@ def test_every_page_that_a_message_names_is_there() -> None:
 
 @pytest.mark.slow
 def test_the_ramp_of_a_batch_by_parts_has_the_schedule_of_the_whole(tmp_path: Path) -> None:
-    """Follows what the refusal of --rampup-batch-size says: parts with another batch, one schedule
-    in samples."""
+    """Parts that are resumed with another train.global_batch, and one schedule in samples."""
     file = write_run(tmp_path)
     shared = [
         "lr.schedule=linear",

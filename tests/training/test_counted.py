@@ -9,7 +9,7 @@ import pytest
 
 from megaprec.data.indexed import IndexedWriter
 from tests.refusals import shows
-from tests.runs import train, train_on, write_run
+from tests.runs import train, train_each_on, train_on, write_run
 from tools import cli
 from tools.journal.records import read_events, read_metrics
 
@@ -81,10 +81,11 @@ def test_data_in_which_nothing_counts_is_refused_before_the_first_step(
     file = write_run(tmp_path)
     ones = data_set(tmp_path / "ones", *[1] * 400)
     ends = data_set(tmp_path / "ends", *[40] * 40, *[1] * 400)
+    last = ("data.held_out_from=end", "train.eval_every=1")
     named = f'data.validation=[{{name="v", source="{ones}"}}]'
     for keys, part in (
         (run_on(file, ones), "training samples"),
-        (run_on(file, ends, "data.held_out=0.1", "train.eval_every=1"), "held-out samples"),
+        (run_on(file, ends, "data.held_out=0.1", *last), "held-out samples"),
         (run_on(file, ends, named, "train.eval_every=1"), "evaluated samples"),
     ):
         capsys.readouterr()
@@ -121,3 +122,61 @@ def test_a_held_out_loss_is_the_same_in_every_batch_and_layout(tmp_path: Path) -
         folder = train_on(file, *keys, *sizes, data=data)
         found.append(read_metrics(folder)[0]["eval_loss"])
     assert found == pytest.approx([found[0]] * len(found), rel=1e-12)
+
+
+EVALUATED = ("train.steps=1", "train.eval_every=1", "lr.warmup=1", "model.dropout=0.0")
+LAYOUTS: tuple[dict[str, int], ...] = (
+    {"tensor": 2},
+    {"pipeline": 2},
+    {"data": 2},
+    {"tensor": 2, "data": 2},
+    {"tensor": 2, "pipeline": 2},
+)
+
+
+def evaluated(folder: Path) -> float:
+    (record,) = read_metrics(folder)
+    return record["eval_loss"]
+
+
+@pytest.mark.slow
+def test_train_eval_samples_gives_one_loss_for_every_batch_and_layout(tmp_path: Path) -> None:
+    """13 samples, which no batch divides; the weights are those that were drawn."""
+    file = write_run(tmp_path)
+    keys = (*EVALUATED, "train.eval_samples=13", "precision.compute=fp64")
+    batches = range(1, 9)
+    train_each_on(
+        file,
+        [
+            [
+                *keys,
+                f"train.global_batch={batch}",
+                f"train.micro_batch={batch}",
+                f"train.folder={tmp_path}/{batch}",
+            ]
+            for batch in batches
+        ],
+    )
+    losses = [evaluated(tmp_path / f"{batch}") for batch in batches]
+    for number, layout in enumerate(LAYOUTS):
+        folder = train_on(file, *keys, f"train.folder={tmp_path}/layout{number}", **layout)
+        losses.append(evaluated(folder))
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-12)
+    whole = train_on(file, *keys, "train.eval_samples=20", f"train.folder={tmp_path}/whole")
+    assert evaluated(whole) != losses[0]  # other samples, so the number is of those 13
+
+
+@pytest.mark.slow
+def test_canonical_evaluations_have_the_same_bits_in_every_batch_and_layout(
+    tmp_path: Path,
+) -> None:
+    file = write_run(tmp_path)
+    keys = (*EVALUATED, "train.eval_samples=13", 'train.numerics="canonical"')
+    sizes = [*(({}, batch) for batch in (2, 6, 8)), *((layout, 8) for layout in LAYOUTS)]
+    losses = []
+    for number, (layout, batch) in enumerate(sizes):
+        folder = f"train.folder={tmp_path}/{number}"
+        losses.append(
+            evaluated(train_on(file, *keys, f"train.global_batch={batch}", folder, **layout))
+        )
+    assert losses == [losses[0]] * len(losses)

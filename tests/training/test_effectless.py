@@ -117,6 +117,9 @@ CASES = [
     ("lr.wsd_decay", "sqrt", "", "lr.schedule=wsd lr.decay=2"),
     ("train.canonical_shards", "4", "", CANONICAL),
     ("train.eval_batches", "9", "", "train.eval_every=3"),
+    ("train.eval_samples", "9", "", "train.eval_every=3"),
+    ("train.eval_batches", "9", "train.eval_every=3 train.eval_samples=5", "train.eval_every=3"),
+    ("data.held_out_from", '"end"', "data.held_out=0", ""),
     *(
         (f"{key}", "10", "", "train.steps=10")
         for key in ("train.eval_every", "train.sentinel", "log.timeline", "log.digests")
@@ -155,7 +158,7 @@ precision: keep_fp32 masters masters_in_checkpoint tf32 on_nonfinite trace_overf
 fp8: kind
 optimizer: name options groups clip norm ema
 lr: peak schedule warmup unit
-train: steps global_batch micro_batch seq_length init_from seed numerics compile deterministic folder device threads
+train: steps global_batch batch_schedule micro_batch seq_length init_from seed numerics compile deterministic folder device threads
 train: branch_from restarts
 checkpoint: every keep background resume
 log: every to plot plot_over progress peak_tflops sample

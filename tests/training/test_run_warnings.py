@@ -141,6 +141,7 @@ def test_held_out_documents_that_are_trained_on_are_counted(copies: int, tmp_pat
         "".join(json.dumps({"text": text}) + "\n" for text in texts)
     )
     own = [f"data.source={tmp_path}/text.jsonl", f"data.cache={tmp_path}/x", "data.vocab_size=280"]
+    own.append("data.held_out_from=end")
     config = load_run(run_file, [*own, "train.eval_every=1"])
     found = [*run_warnings(config, open_corpus(config), 1, "cpu")]
     assert len(found) == bool(copies)

@@ -56,6 +56,7 @@ def exact(folder: Path) -> list[str]:
         "precision.compute=fp64",
         "train.eval_every=2",
         f"train.eval_batches={BATCHES}",
+        "data.held_out_from=end",  # samples in file order
     ]
 
 

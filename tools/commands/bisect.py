@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 
+from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
 from parallel.described_world import is_rank_of_world
 from tools.config.run_file import RunConfig
 from tools.console.tables import add_json, print_result
 from tools.console.units import counted
 from tools.console.wrapped import say
+from tools.convert.train_state import read_progress
 from tools.training.corpus import Corpus, open_corpus
 from tools.verify.bisect.replay import (
     Replay,
@@ -32,6 +34,7 @@ from tools.verify.bisect.replay import (
 from tools.verify.bisect.sides import (
     Records,
     Side,
+    Start,
     common_start,
     compare_records,
     must_be_equal,
@@ -197,6 +200,13 @@ def _replay_steps(
             f"step {start.step}: give --steps {steps} or more to locate it by replay"
         )
         return {"verdict": untaken_verdict, "why": "; ".join([*start.passed_over, reason])}
+    batch = _constant_batch(first.config, start, steps)
+    if not batch:
+        reason = (
+            f"train.batch_schedule changes the batch between steps {start.step + 1} and {until}, "
+            "and a replay has one batch"
+        )
+        return {"verdict": untaken_verdict, "why": "; ".join([*start.passed_over, reason])}
     how = "bit by bit" if exact else "in float64"
     _report_progress(f"steps {start.step + 1} to {until} are taken again, {how}")
     threads = torch.get_num_threads()
@@ -209,8 +219,8 @@ def _replay_steps(
             first_corpus = _open_data(first.config, records)
             second_corpus = _open_data(second.config, records)
             replay = Replay(
-                _prepare_config(first.config, first_corpus, steps, folder),
-                _prepare_config(second.config, second_corpus, steps, folder),
+                _prepare_config(first.config, batch, first_corpus, steps, folder),
+                _prepare_config(second.config, batch, second_corpus, steps, folder),
                 plan,
                 (first.name, second.name),
                 folder,
@@ -242,8 +252,25 @@ def _open_data(config: RunConfig, records: Records) -> Corpus:
         raise RunFailed("; ".join(error.problems)) from error
 
 
-def _prepare_config(config: RunConfig, corpus: Corpus, steps: int, folder: Path) -> RunConfig:
-    """Return the run as it is taken again: in its own size, on its own data, on the CPU."""
+def _constant_batch(config: RunConfig, start: Start, steps: int) -> int:
+    """Return the global batch of the steps that follow on `start`; 0 if they differ in it."""
+    consumed = 0
+    if start.checkpoint:
+        consumed = read_progress(Store(Path(start.checkpoint))).samples
+    stretch = next(config.batches.stretches(consumed))
+    is_constant = stretch.steps is None or steps <= stretch.steps
+    return stretch.batch if is_constant else 0
+
+
+def _prepare_config(
+    config: RunConfig, batch: int, corpus: Corpus, steps: int, folder: Path
+) -> RunConfig:
+    """Return the run as it is taken again: in its own size, on its own data, on the CPU.
+
+    batch: of each step that is taken.
+    """
+    if config.train.batch_schedule:
+        config = config.with_constant_batch(batch)
     # of any size, for they are read only where a run is made small
     limits = LayoutLimits(tensor=1, pipeline=1, data=1)
     prepared = made_ready(config, limits, full=True, steps=steps, folder=folder)

@@ -3,7 +3,8 @@ loss curves."""
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,18 @@ from rich.table import Table
 from megaprec.errors import UserError
 from tools.analysis.plots.compare_plot import LAST, Curve, by_loss, draw
 from tools.analysis.plots.drawing import has_matplotlib
-from tools.analysis.report.comparable import branches, differences
+from tools.analysis.report.comparable import (
+    branches,
+    differences,
+    differing_keys,
+    has_other_tokens,
+)
 from tools.analysis.report.run import Run
+from tools.analysis.verdict.verdict import read_verdict
 from tools.console.tables import add_json, print_result, print_table
 from tools.journal.records import METRICS, read_metrics
+
+MOST_KEYS = 12  # that differ and have a line
 
 
 def add_parser(subparsers: Any) -> None:
@@ -62,16 +71,40 @@ def main(args: argparse.Namespace) -> int:
     if args.output:
         draw(curves, args.output, args.over, base)
     shown = [*curves, base] if base else curves
-    notes = _notes(args)
+    compared = _compare(args)
     return print_result(
         args,
-        lambda: {"runs": [_curve_fields(curve) for curve in by_loss(shown)], "notes": notes},
-        lambda: _show(args, shown, notes),
+        lambda: {
+            "runs": [_curve_fields(curve, compared) for curve in by_loss(shown)],
+            "notes": compared.notes,
+            "keys": compared.keys,
+        },
+        lambda: _show(args, shown, compared),
     )
 
 
-def _notes(args: argparse.Namespace) -> list[str]:
-    """Return the lines on damaged records, and on what else differs between the runs."""
+@dataclass(frozen=True)
+class _Compared:
+    """What is known of runs beside their losses.
+
+    notes: lines on damaged records, and on what else differs. keys: that differ, with the value in
+    each run. bits: per byte of the held-out text, by the name of the run; None if not known.
+    has_other_tokens: the losses are of different text or tokenizers.
+    """
+
+    notes: Sequence[str]
+    keys: Mapping[str, Mapping[str, str]]
+    bits: Mapping[str, float | None]
+    has_other_tokens: bool
+
+    @property
+    def hides_losses(self) -> bool:
+        """True if losses say nothing beside each other, and bits per byte are not known of all."""
+        return self.has_other_tokens and None in self.bits.values()
+
+
+def _compare(args: argparse.Namespace) -> _Compared:
+    """Return what differs between the runs."""
     folders: list[Path] = [*args.runs]
     # by their resolved paths: one run may be given in two ways
     if args.against and args.against.resolve() not in [folder.resolve() for folder in folders]:
@@ -81,7 +114,21 @@ def _notes(args: argparse.Namespace) -> list[str]:
     for run in runs:
         notes += run.notes
     names = _names(folders)
-    return [*notes, *branches(names, runs), *differences(names, runs)]
+    bits = dict[str, float | None]()
+    for name, run in zip(names, runs, strict=True):
+        verdict = read_verdict(run.folder)
+        bits[name] = verdict.bits_per_byte if verdict else None
+    compared = _Compared(
+        [*notes, *branches(names, runs), *differences(names, runs)],
+        differing_keys(names, runs) if len(runs) > 1 else {},
+        bits,
+        has_other_tokens(names, runs),
+    )
+    if not compared.hides_losses:
+        return compared
+    unknown = ", ".join(name for name, value in bits.items() if value is None)
+    hidden = f"losses are left out of the table, for bits per byte are not known of {unknown}"
+    return replace(compared, notes=[*compared.notes, hidden])
 
 
 def _require_writable(path: Path) -> None:
@@ -93,10 +140,15 @@ def _require_writable(path: Path) -> None:
         raise UserError.of("command.matplotlib_missing", path=path)
 
 
-def _show(args: argparse.Namespace, curves: Sequence[Curve], notes: Sequence[str]) -> None:
-    for note in notes:
+def _show(args: argparse.Namespace, curves: Sequence[Curve], compared: _Compared) -> None:
+    for note in compared.notes:
         print(f"note       {note}")
-    print_table(table(curves))
+    for key in [*compared.keys][:MOST_KEYS]:
+        values = "; ".join(f"{value} in {run}" for run, value in compared.keys[key].items())
+        print(f"differs    {key} is {values}")
+    if len(compared.keys) > MOST_KEYS:
+        print(f"differs    {len(compared.keys) - MOST_KEYS:,} keys more: --json has all")
+    print_table(table(curves, compared.bits, compared.hides_losses))
     if args.output:
         print(f"written    {args.output}")
 
@@ -124,7 +176,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return [str(folder) for folder in folders]
 
 
-def _curve_fields(curve: Curve) -> dict[str, Any]:
+def _curve_fields(curve: Curve, compared: _Compared) -> dict[str, Any]:
     return {
         "run": curve.name,
         "steps": len(curve.records),
@@ -133,6 +185,7 @@ def _curve_fields(curve: Curve) -> dict[str, Any]:
         "eval_loss": _number_or_none(curve.held_out),
         "eval_loss_ema": _number_or_none(curve.held_out_of_average),
         "eval_step": curve.held_out_step,
+        "bits_per_byte": compared.bits.get(curve.name),
     }
 
 
@@ -140,26 +193,35 @@ def _number_or_none(loss: float) -> float | None:
     return None if math.isnan(loss) else loss
 
 
-def table(curves: Sequence[Curve]) -> Table:
+def table(
+    curves: Sequence[Curve], bits: Mapping[str, float | None], hides_losses: bool = False
+) -> Table:
     """Return a table of the steps and final losses of the runs, lowest loss first; with a column
-    for the moving average of the weights if a run has evaluated one."""
-    headings = ("run", "steps", "skipped", f"loss, mean of last {LAST} steps", "held-out")
+    for the moving average of the weights if a run has evaluated one.
+
+    bits: per byte of the held-out text, by the name of the run. hides_losses: leave losses out.
+    """
+    loss_heading = f"loss, mean of last {LAST} steps"
+    headings = ["run", "steps", "skipped", loss_heading, "held-out"]
     has_averages = not all(math.isnan(curve.held_out_of_average) for curve in curves)
     if has_averages:
-        headings = (*headings, "held-out, average")
-    runs = Table(*headings, box=box.SIMPLE_HEAD)
+        headings.append("held-out, average")
+    runs = Table(*headings, "bits/byte", box=box.SIMPLE_HEAD)
     # a run without held-out text has NaN there
     for curve in by_loss(curves):
-        cells = [
+        losses = [f"{curve.final:.4f}", _loss_cell(curve.held_out)]
+        if has_averages:
+            losses.append(_loss_cell(curve.held_out_of_average))
+        if hides_losses:
+            losses = ["-"] * len(losses)
+        bits_of_run = bits.get(curve.name)
+        runs.add_row(
             curve.name,
             str(len(curve.records)),
             str(curve.skipped),
-            f"{curve.final:.4f}",
-            _loss_cell(curve.held_out),
-        ]
-        if has_averages:
-            cells.append(_loss_cell(curve.held_out_of_average))
-        runs.add_row(*cells)
+            *losses,
+            _loss_cell(bits_of_run if bits_of_run is not None else math.nan),
+        )
     return runs
 
 

@@ -1,4 +1,5 @@
-"""`megaprec evaluate MODEL --data PATH`: loss, perplexity and bits per byte of a model on texts.
+"""`megaprec evaluate MODEL --data PATH`: loss, perplexity and bits per byte of a model on texts;
+`megaprec evaluate RUN_DIR`: the verdict on a run's own held-out text, as its evaluations have it.
 
 MODEL is a run folder, a checkpoint of any layout, a Hugging Face folder, or a folder of any other
 format that megaprec reads. Each document is evaluated alone, as docs/evaluation.md says. The loss
@@ -30,6 +31,7 @@ from models.decoder.stages import Stage
 from models.engine.relay import Relay
 from parallel.described_world import is_rank_of_world
 from parallel.mesh import make_mesh, world
+from tools.analysis.verdict.verdict import fields, lines, read_verdict
 from tools.commands.options import add_ema, add_text_options, text_options
 from tools.console.progress_bar import tokens_progress
 from tools.console.tables import add_json, print_result, print_table
@@ -54,10 +56,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--data",
         action="append",
-        required=True,
+        default=[],
         metavar="[NAME=]PATH",
         help="text file, folder, .jsonl, .parquet, or common prefix of a .bin and .idx pair; may "
-        "be given several times",
+        "be given several times; without it: a run folder's own held-out text, as it was evaluated "
+        "during training",
     )
     parser.add_argument(
         "--window",
@@ -101,6 +104,8 @@ def add_parser(subparsers: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec evaluate`: alone, on local ranks that it starts, or as one of ranks that are
     started."""
+    if not args.data:
+        return _tell_verdict(args)
     sizes = _layout(args)
     problems = [f"--{axis} {size}: give 1 or more" for axis, size in sizes.items() if size < 1]
     if problems:
@@ -130,6 +135,18 @@ def main(args: argparse.Namespace) -> int:
             )
         mesh = make_mesh(pp=args.pipeline, dp=ranks // replica_ranks, tp=args.tensor)
         return _evaluate(args, mesh)
+
+
+def _tell_verdict(args: argparse.Namespace) -> int:
+    """Print the verdict on a run. Raises UserError if the folder has no held-out loss."""
+    verdict = read_verdict(args.model) if args.model.is_dir() else None
+    if verdict is None:
+        raise UserError.of("command.no_held_out_loss", model=args.model)
+    return print_result(
+        args,
+        lambda: {"run": str(args.model), **fields(verdict)},
+        lambda: print("\n".join(lines(verdict))),
+    )
 
 
 def _layout(args: argparse.Namespace) -> dict[str, int]:

@@ -25,23 +25,32 @@ from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.precision.gemm import product
 from megaprec.resources import cores
+from models.config import ModelConfig
 from models.decoder.own_model import require_builtin
+from models.presets import PRESETS
 from tools.analysis.planning.device import Target, assumed_devices, target_of
+from tools.analysis.planning.measured import factor_of, read_measured
 from tools.analysis.planning.memory import MemoryModel
+from tools.analysis.planning.reached import OTHER, assumptions_of
+from tools.analysis.planning.remedies import cheapest_remedy
 from tools.analysis.planning.report import (
     as_data,
+    budget_line,
     layout_lines,
     memory_lines,
     none_found,
     prediction_lines,
+    remedy_lines,
     run_lines,
 )
 from tools.analysis.planning.search import LayoutSearch, Planned, plan_run, search
-from tools.analysis.planning.speed import Assumptions
+from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides, add_strict
+from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
 from tools.console.tables import add_json
+from tools.console.units import duration
 from tools.console.wrapped import say
 from tools.convert.initial import resolve_run
 
@@ -51,8 +60,10 @@ COMMENT = (
 )
 # GB/s of gloo between processes of a machine: 1 MB summed between two ranks takes about half a ms
 CPU_LINK = 2.0
+MACHINE = 8  # ranks
 GPU_LINK = 25.0  # GB/s within a machine of GPUs whose data sheet is not known: PCIe
 SLOW_LINK = 50.0  # GB/s between machines: a 400 Gb/s network card for each GPU
+LINE = 79  # characters of the line of progress
 MAX_RANKS = 2**20  # beyond any cluster
 
 
@@ -78,6 +89,15 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="BEST.toml", help="write the run in the best layout"
     )
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        metavar="RUN",
+        help="folder of a finished run, by whose measured speed times are corrected",
+    )
+    parser.add_argument(
+        "--budget", type=float, metavar="HOURS", help="rank-hours whose tokens are told"
+    )
     add_json(parser)
     _add_speeds(parser)
     add_strict(parser)
@@ -93,16 +113,15 @@ def _add_speeds(parser: argparse.ArgumentParser) -> None:
     speeds.add_argument(
         "--efficiency",
         type=float,
-        default=0.5,
         metavar="E",
-        help="fraction of it that products reach (default: 0.5)",
+        help="fraction of it that products reach (default: what runs on such GPUs reach, otherwise "
+        "0.5)",
     )
     speeds.add_argument(
         "--machine",
         type=int,
-        default=8,
         metavar="N",
-        help="ranks of a machine, with fast links (default: 8)",
+        help="ranks of a machine, with fast links (default: 8, and 72 of a rack of NVL72)",
     )
     speeds.add_argument(
         "--fast-link",
@@ -113,9 +132,9 @@ def _add_speeds(parser: argparse.ArgumentParser) -> None:
     speeds.add_argument(
         "--slow-link",
         type=float,
-        default=SLOW_LINK,
         metavar="G",
-        help=f"GB/s between machines (default: {SLOW_LINK:g})",
+        help="GB/s of each rank between machines (default: that of the card of such GPUs, "
+        f"otherwise {SLOW_LINK:g})",
     )
 
 
@@ -131,12 +150,16 @@ def main(args: argparse.Namespace) -> int:
     if args.ranks and assumed is None:
         raise UserError.of("command.peak_unknown")
     notes = [*_notes(config, target)]
+    if args.measured and assumed:
+        assumed, note = _corrected(assumed, config, target, args.measured)
+        notes.append(note)
     # the run in its own layout, as it would be started
     planned = plan_run(config, MemoryModel(target.device), assumed)
     search_result = None
     shared_target, shared_speeds = _share_of_ranks(config, target, assumed, args)
     if args.ranks and shared_speeds:
         search_result = search(config, args.ranks, shared_target, shared_speeds, _show_progress)
+        _require_layouts(search_result, args.ranks)
         if args.output:
             _write_best(args.output, args.ranks, search_result)
     # one document, and no line about the file
@@ -148,8 +171,12 @@ def main(args: argparse.Namespace) -> int:
         print(json.dumps({**document, "notes": notes}, indent=2))
         return 0
     lines = [*run_lines(config, target), *(f"note       {note}" for note in notes), ""]
-    lines += [*memory_lines(planned, target), ""]
-    lines += _prediction(config, planned, assumed)
+    lines += [*memory_lines(planned, target)]
+    if target.verdict(planned.total) == "does not fit":
+        lines += remedy_lines(planned, cheapest_remedy(config, target, assumed))
+    lines += ["", *_prediction(planned, assumed)]
+    if args.budget and planned.prediction:
+        lines.append(budget_line(config, planned.prediction, args.budget))
     if search_result and shared_speeds:
         lines += ["", *layout_lines(search_result, args.ranks, shared_target, shared_speeds)]
     say("\n".join(lines))
@@ -158,10 +185,10 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _prediction(config: RunConfig, planned: Planned, assumed: Assumptions | None) -> list[str]:
+def _prediction(planned: Planned, assumed: Assumptions | None) -> list[str]:
     """Return the lines on the predicted step, or one that says why there are none."""
     if planned.prediction and assumed:
-        return [*prediction_lines(config, planned.prediction, assumed)]
+        return [*prediction_lines(planned, planned.prediction, assumed)]
     return ["prediction not known: the peak speed of the device is not; --gpu or --tflops says it"]
 
 
@@ -172,12 +199,14 @@ def _check_options(args: argparse.Namespace) -> None:
     for name, value in speeds.items():
         if value is not None and not 0 < value < 1e9:
             problems.append(f"{name} {value:g}: give a number above 0")
-    if not 0 < args.efficiency <= 1:
+    if args.efficiency is not None and not 0 < args.efficiency <= 1:
         problems.append(f"--efficiency {args.efficiency:g}: give a fraction above 0, at most 1")
     # 0 is no number of ranks, and None is no --ranks
     if args.ranks is not None and not 0 < args.ranks <= MAX_RANKS:
         problems.append(f"--ranks {args.ranks}: give a number from 1 to {MAX_RANKS:,}")
-    if args.machine < 1:
+    if args.budget is not None and not 0 < args.budget < 1e12:
+        problems.append(f"--budget {args.budget:g}: give a number of rank-hours above 0")
+    if args.machine is not None and args.machine < 1:
         problems.append(f"--machine {args.machine}: give a number from 1 on")
     if args.output:
         problems += _output_problems(args)
@@ -200,6 +229,7 @@ def _output_problems(args: argparse.Namespace) -> Iterator[str]:
 
 def _notes(config: RunConfig, target: Target) -> Iterator[str]:
     """Yield a line for each thing that the prediction takes for granted."""
+    yield from _overruled_preset(config)
     if not config.model.vocab:
         yield (
             "model.vocab is left to the tokenizer: planned for data.vocab_size = "
@@ -209,14 +239,16 @@ def _notes(config: RunConfig, target: Target) -> Iterator[str]:
         yield from assumed_devices(config)
     elif config.train.device == "cpu":
         yield 'train.device = "cpu" is left aside: --gpu and --gpu-memory plan for a GPU'
-    if config.fp8.kind != "none":
+    if not target.gpu:
         yield (
-            "the speed of FP8 is not predicted: its products are timed as those of "
-            f"{config.precision.compute}, and their casts as nothing; the bytes are those of FP8"
+            "only products and messages are timed: what else this device needs is not known; --gpu "
+            "NAME plans for a GPU that is"
         )
-    compile_mode = config.compile_mode(target.device)
-    if compile_mode != "off":
-        yield f'the speed of train.compile = "{compile_mode}" is not predicted'
+    if config.fp8.kind != "none" and not (target.gpu and target.gpu.fp8):
+        yield (
+            "the peak of FP8 is not known: its products are timed as those of "
+            f"{config.precision.compute}; the bytes are those of FP8"
+        )
     if config.canonical_shards:
         yield (
             'times are those of train.numerics = "fast"; canonical sums take longer '
@@ -229,22 +261,94 @@ def _notes(config: RunConfig, target: Target) -> Iterator[str]:
         )
 
 
+def _overruled_preset(config: RunConfig) -> Iterator[str]:
+    """Yield a line on the keys that the file or the command line give another value than the
+    preset."""
+    origins = {config.origin(f"model.{name}") for name, _ in config.model}
+    presets = [name for name in PRESETS if f"preset {name}" in origins]
+    for preset in presets:
+        changed: list[str] = []
+        for name in PRESETS[preset]:
+            key = f"model.{name}"
+            is_overruled = config.origin(key) != f"preset {preset}"
+            if is_overruled and config.get(key) != getattr(_of_preset(preset), name):
+                changed.append(f"{key} = {config.value(key)} ({config.origin(key)})")
+        if changed:
+            yield f"model.preset {preset} is overruled by {', '.join(changed)}"
+
+
+def _of_preset(preset: str) -> ModelConfig:
+    """Return the model of a preset as it is."""
+    return ModelConfig(**PRESETS[preset])
+
+
 def _assumptions(config: RunConfig, target: Target, args: argparse.Namespace) -> Assumptions | None:
     """Return what the prediction rests on; None if the peak is not known."""
-    peak = args.tflops or (target.gpu.tflops(config.plan) if target.gpu else 0.0)
+    known = assumptions_of(target.gpu, config.plan) if target.gpu else None
+    if known is None:
+        known = _assumptions_of_others(config, target, args.tflops)
+    if known is None:
+        return None
+    given = {
+        "efficiency": args.efficiency,
+        "fast": args.fast_link,
+        "slow": args.slow_link,
+        "machine": args.machine,
+    }
+    if args.tflops:
+        # FP8 is as much faster as on the data sheet
+        faster = args.tflops / known.tflops
+        given |= {"tflops": args.tflops, "fp8_tflops": faster * known.fp8_tflops}
+    return replace(known, **{name: value for name, value in given.items() if value is not None})
+
+
+def _assumptions_of_others(
+    config: RunConfig, target: Target, tflops: float | None
+) -> Assumptions | None:
+    """Return what a prediction rests on for a device without a data sheet; None if its peak is not
+    known."""
+    peak = tflops or 0.0
     if not peak and target.device == "cpu":
         # the ranks of a run on CPUs share this machine
         peak = _measure_tflops(config) / config.world_size
     if not peak:
         return None
-    if target.gpu:
-        link = target.gpu.link
-    else:
-        link = CPU_LINK if target.device == "cpu" else GPU_LINK
-    fast_link = args.fast_link or link
-    return Assumptions(
-        peak, args.efficiency, fast_link, args.slow_link, args.machine, target.device
+    link = CPU_LINK if target.device == "cpu" else GPU_LINK
+    return Assumptions(peak, OTHER, link, SLOW_LINK, MACHINE, target.device)
+
+
+def _corrected(
+    assumed: Assumptions, config: RunConfig, target: Target, folder: Path
+) -> tuple[Assumptions, str]:
+    """Return the assumptions with the factor of a measured run, and a note that says it."""
+    run = read_measured(folder)
+    require_builtin(run.config.model, "megaprec plan --measured")
+
+    def predicted(measured: RunConfig) -> float:
+        """Return the seconds of a step of the run, predicted with the same assumptions."""
+        speeds = assumed
+        if target.device == "cpu":
+            # the ranks of that run shared the same machine
+            share = config.world_size / measured.world_size
+            speeds = replace(assumed, tflops=share * assumed.tflops)
+        memory = MemoryModel(target.device)
+        planned = plan_run(measured.on_device(target.device), memory, speeds)
+        assert planned.prediction is not None  # with a peak speed
+        return planned.prediction.seconds
+
+    factor = factor_of(run, predicted)
+    note = (
+        f"times are corrected by {factor:.3g}, from {run.steps} steps of {run.folder} (median "
+        f"{duration(run.seconds)}), which is taken to have run on such devices"
     )
+    return replace(assumed, factor=factor), note
+
+
+def _require_layouts(search_result: LayoutSearch, ranks: int) -> None:
+    """Raise UserError if no number of ranks such as this one has a layout, whatever its memory."""
+    if not search_result.layouts and not search_result.too_large:
+        reason = none_found(search_result, ranks)
+        raise UserError.of("planning.no_layout", reason=reason)
 
 
 def _share_of_ranks(
@@ -280,16 +384,20 @@ def _measure_tflops(config: RunConfig, side: int = 512, duration: float = 0.2) -
     return 2 * side**3 / fastest / 1e12 * cores()
 
 
-def _show_progress(done: int, total: int) -> None:
-    """Show on a terminal how many layouts are done; elsewhere one line before they are."""
-    if sys.stderr.isatty():
-        # the last text erases the line
-        end = "\r"
-        if done == total:
-            end = f"\r{' ' * 60}\r"
-        print(f"planning   layout {done:,} of {total:,}", end=end, file=sys.stderr, flush=True)
-    elif done == 0:
-        print(f"planning   {total:,} layouts", file=sys.stderr, flush=True)
+def _show_progress(done: int, total: int, best: Planned | None) -> None:
+    """Show on a terminal how many layouts are done and the fastest so far; elsewhere one line
+    before they are."""
+    if not sys.stderr.isatty():
+        if done == 0:
+            print(f"planning   {total:,} layouts", file=sys.stderr, flush=True)
+        return
+    text = f"planning   layout {done:,} of {total:,}"
+    if best and best.prediction:
+        text += f"; best {in_words(best.config.parallel)}: {duration(best.prediction.seconds)}"
+    # the last text erases the line
+    if done == total:
+        text = ""
+    print(f"\r{text[:LINE]:<{LINE}}\r", end="", file=sys.stderr, flush=True)
 
 
 def _was_written_by_plan(path: Path) -> bool:
@@ -327,11 +435,23 @@ def _document(
         "memory": target.memory,
         "usable": target.usable,
         **own_layout,
-        "assumed": asdict(assumed) if assumed else None,
+        "assumed": _known_speeds(assumed) if assumed else None,
     }
     if search_result:
         document["layouts"] = [
             as_data(planned, shared_target, shared_speeds) for planned in search_result.layouts
         ]
-        document |= {"slower": search_result.slower, "too_large": search_result.too_large}
+        document |= {
+            "slower": search_result.slower,
+            "too_large": search_result.too_large,
+            "unseen": search_result.unseen,
+        }
     return document
+
+
+def _known_speeds(assumed: Assumptions) -> dict[str, Any]:
+    """Return what a prediction rests on, for JSON, which has no infinity."""
+    speeds = asdict(assumed)
+    if math.isinf(assumed.bandwidth):
+        speeds["bandwidth"] = None
+    return speeds

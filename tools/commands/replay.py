@@ -87,12 +87,13 @@ def replay(folder: Path, event: dict[str, Any]) -> Replay:
 def _require_repeatable(saved: RunConfig, event: dict[str, Any], folder: Path) -> None:
     """Raise UserError if the saved run is another one than that of the event, or if its numbers
     depend on the layout."""
-    if saved.train.global_batch != event["num_samples"]:
+    batch = saved.batches.at(event["first_sample"])
+    if batch != event["num_samples"]:
         raise UserError.of(
             "command.replay_batch",
             step=event["step"],
             num_samples=event["num_samples"],
-            global_batch=saved.train.global_batch,
+            global_batch=batch,
             folder=folder,
         )
     # Each micro-batch changes the scales of the next: one process would cast with other scales.
@@ -167,12 +168,13 @@ def _catch_up(trainer: Trainer, step: int, start: str) -> None:
 def _trace_step(trainer: Trainer, event: dict[str, Any]) -> tuple[int, Trace]:
     """Return the first micro-batch that was not finite, or the last one, and its trace; suspects
     are traced first."""
-    share = trainer.share(trainer.corpus.train, event["first_sample"])
+    share = trainer.share(event["first_sample"])
+    passes = trainer.engine.passes_for(share)
     step = event["step"] - 1  # engines count steps from 0
     scale = float(event["loss_scale"])
     traced: tuple[int, Trace] | None = None
     for microbatch in _suspects(event, trainer.config):
-        trace = trace_modules(trainer.engine.passes, share, step, microbatch, scale)
+        trace = trace_modules(passes, share, step, microbatch, scale)
         traced = microbatch, trace
         if trace.found is not None:
             break

@@ -282,6 +282,7 @@ def _with_transfers(cost: Cost, transfer: float) -> Cost:
 
 def _report_of_run(config: RunConfig, args: argparse.Namespace) -> _ScheduleReport:
     """Return the report on the schedule of a run, timed by the FLOPs of its stages."""
+    config = config.with_batch_of_timeline
     schedule = config.schedule
     parallel = config.parallel
     model = config.sized_model

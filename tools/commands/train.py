@@ -18,15 +18,20 @@ from models.decoder.own_model import require_builtin
 from parallel.described_world import is_rank_of_world
 from tools.analysis.plots.shadow_plot import plot_shadow
 from tools.analysis.plots.training_plot import plot_run
+from tools.analysis.verdict.measure import make_yardsticks
+from tools.analysis.verdict.verdict import lines as verdict_lines
+from tools.analysis.verdict.verdict import read_verdict
 from tools.commands.convert import write_model
 from tools.commands.notes import moved_notes, tell_notes
 from tools.commands.options import add_overrides, add_strict
 from tools.config.run_file import RunConfig
 from tools.console.streams import spare_output
+from tools.console.wrapped import say
 from tools.convert.averaged import averaged
 from tools.convert.formats import open_intact
 from tools.convert.initial import resolve_run
 from tools.training.banner import print_outcome, print_skipped
+from tools.training.corpus import Corpus
 from tools.training.data_identity import ALLOW
 from tools.training.elastic import Restarts
 from tools.training.launch import launch_local
@@ -150,12 +155,29 @@ def _train(
     # Outside of the world, whose other ranks need not wait for plots and export.
     config = trainer.config
     print_skipped(config, trainer.progress)
-    print_outcome(config, _write_plots(config) if config.log.plot else [])
+    _write_yardsticks(config, trainer.corpus)
+    folder = Path(config.train.folder)
+    print_outcome(config, _write_plots(config) if config.log.plot else [], trainer.progress.step)
+    verdict = read_verdict(folder)
+    for line in verdict_lines(verdict) if verdict else ():
+        say(line)
     if export_folder:
         trained = open_intact(Path(config.train.folder))
         write_model(averaged(trained) if export_ema else trained, "hf", export_folder)
     require_applied(trainer.progress, trainer.monitor)
     return 0
+
+
+def _write_yardsticks(config: RunConfig, corpus: Corpus) -> None:
+    """Write what the held-out loss is measured against; nothing, with a warning, if that fails."""
+    try:
+        yardsticks = make_yardsticks(config, corpus)
+        if yardsticks is not None:
+            yardsticks.save(Path(config.train.folder))
+    except (UserError, OSError) as error:
+        # a run that has trained is not lost for a number
+        reason = file_error(error) if isinstance(error, OSError) else error
+        print(f"warning    no yardsticks: {reason}", file=sys.stderr, flush=True)
 
 
 def _write_plots(config: RunConfig) -> list[Path]:

@@ -7,6 +7,8 @@ Every problem is a line with the key, its value, the reason and the nearest valu
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import pairwise
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -25,6 +27,7 @@ from models.config import ModelConfig
 from models.logical_shapes import logical_shapes
 from parallel.activation_checkpoint import MODULES
 from parallel.pipeline.builders import SPLIT
+from tools.config.batch_schedule import BatchSchedule
 from tools.config.canonical import (
     unequal_models,
     unequal_scales,
@@ -51,17 +54,28 @@ from tools.config.settings import LR, Checkpoint, Log, Optimizer, Parallel, Trai
 T = TypeVar("T")
 GROWS = Growth(1.0, 2.0)
 """Of any embedding under muP."""
+# each batch of a schedule has a pipeline schedule of its own, which is proven when a run begins
+MOST_CHANGES = 1000
 
 
-def cross_problems(tables: Mapping[str, BaseModel]) -> list[str]:
-    """Return the problems of all rules whose tables could be read."""
+def cross_problems(tables: Mapping[str, BaseModel], changed: str = "") -> list[str]:
+    """Return the problems of all rules whose tables could be read.
+
+    changed: a table, if all rules hold that do not read it.
+    """
     problems: list[str] = []
     for check in CHECKS:
-        # a parameter of a check has the name of the table that it reads
-        required = inspect.signature(check).parameters
-        if required.keys() <= tables.keys():
+        required = _tables_of(check)
+        may_fail = not changed or changed in required
+        if may_fail and required <= tables.keys():
             problems += check(**{name: tables[name] for name in required})
     return problems
+
+
+@cache
+def _tables_of(check: Callable[..., object]) -> frozenset[str]:
+    """Return the names of the tables that a rule reads: those of its parameters."""
+    return frozenset(inspect.signature(check).parameters)
 
 
 def with_vocabulary_size(model: ModelConfig, data: Data) -> ModelConfig:
@@ -105,12 +119,14 @@ def lr_schedule(lr: LR, train: Train) -> LRSchedule:
     Raises UserError."""
     run_length = train.steps
     if lr.unit == "samples":
-        run_length *= train.global_batch
+        run_length = BatchSchedule.of(train).after(0, train.steps)
     length = lr.length or run_length
     return LRSchedule(lr.schedule, lr.peak, lr.final, lr.warmup, length, lr.decay, lr.wsd_decay)
 
 
 def _schedule(lr: LR, train: Train) -> Iterator[str]:
+    if changes_problems(train):
+        return  # `_batch_schedule` reports them
     unit = " (in samples)" if lr.unit == "samples" else ""
     for problem in _problems_of(lr_schedule, lr, train):
         yield problem.within("lr.", unit)
@@ -315,7 +331,7 @@ def _recomputed_layers(model: ModelConfig, train: Train, parallel: Parallel) -> 
     if recomputed <= 1 or parallel.recompute != "full":
         return
     try:
-        stages = stage_count(parallel, _microbatches(train, parallel))
+        stages = stage_count(parallel, _microbatches(train.global_batch, train, parallel))
     except UserError:
         return  # `_stages` reports it
     # without cuts, a stage can have all layers but one of each other stage
@@ -332,11 +348,11 @@ def _recomputed_layers(model: ModelConfig, train: Train, parallel: Parallel) -> 
         )
 
 
-def _microbatches(train: Train, parallel: Parallel) -> int:
-    """Return the micro-batches of a step; 1 if the batch does not divide, which `_batch`
+def _microbatches(batch: int, train: Train, parallel: Parallel) -> int:
+    """Return the micro-batches of a step with this batch; 1 if it does not divide, which `_batch`
     reports."""
     # a schedule needs one at least
-    return max(1, train.global_batch // (train.micro_batch * parallel.data))
+    return max(1, batch // (train.micro_batch * parallel.data))
 
 
 def _predicted_ahead(model: ModelConfig, train: Train) -> Iterator[str]:
@@ -361,7 +377,7 @@ def _stages(model: ModelConfig, train: Train, parallel: Parallel) -> Iterator[st
         return
     pipeline = f"parallel.pipeline {parallel.pipeline}"
     try:
-        stages = stage_count(parallel, _microbatches(train, parallel))
+        stages = stage_count(parallel, _microbatches(train.global_batch, train, parallel))
     except UserError as error:
         yield from error.problems
         return
@@ -381,10 +397,81 @@ def _stages(model: ModelConfig, train: Train, parallel: Parallel) -> Iterator[st
         )
 
 
+def changes_problems(train: Train) -> list[str]:
+    """Return the problems of train.batch_schedule by itself."""
+    changes = train.batch_schedule
+    if not changes:
+        return []
+    if len(changes) > MOST_CHANGES:
+        return [Problem.of("config.batch_schedule_long", count=len(changes), most=MOST_CHANGES)]
+    problems = list[str]()
+    first, _ = changes[0]
+    if first:
+        problems.append(Problem.of("config.batch_schedule_begin", samples=first))
+    thresholds = [threshold for threshold, _ in changes]
+    for earlier, later in pairwise(thresholds):
+        if later <= earlier:
+            problems.append(Problem.of("config.batch_schedule_order", earlier=earlier, later=later))
+    return problems
+
+
+def _batch_schedule(train: Train) -> Iterator[str]:
+    yield from changes_problems(train)
+    if not train.batch_schedule:
+        return
+    _, last = train.batch_schedule[-1]
+    if last != train.global_batch:
+        yield Problem.of("config.batch_schedule_last", last=last, global_batch=train.global_batch)
+
+
+def _batch_schedule_of_file(train: Train, parallel: Parallel) -> Iterator[str]:
+    """Yield a problem if batches differ and the pipeline schedule is one of a file."""
+    sizes = {batch for _, batch in train.batch_schedule}
+    if parallel.schedule_file and len(sizes) > 1:
+        yield Problem.of("config.batch_schedule_file", schedule_file=parallel.schedule_file)
+
+
+def _pipeline_of_batches(train: Train, parallel: Parallel) -> Iterator[str]:
+    """Yield a problem for the first batch of train.batch_schedule whose micro-batches the pipeline
+    schedule cannot have."""
+    # `_stages` reports those of train.global_batch and of a file
+    if parallel.schedule_file:
+        return
+    for samples, batch in train.batch_schedule:
+        problems = _problems_of(stage_count, parallel, _microbatches(batch, train, parallel))
+        if problems and batch != train.global_batch:
+            for problem in problems:
+                yield problem.within(f"train.batch_schedule [{samples}, {batch}]: ")
+            return
+
+
+def _rates_of_batches(lr: LR, train: Train) -> Iterator[str]:
+    """Yield a problem if the learning rate is a function of steps, whose batches differ."""
+    depends_on_unit = lr.warmup > 0 or lr.schedule != "constant"
+    if train.batch_schedule and lr.unit == "steps" and depends_on_unit:
+        yield Problem.of("config.batch_schedule_rates")
+
+
 def _batch(train: Train, parallel: Parallel) -> Iterator[str]:
     # samples of one micro-batch of every replica
     unit = train.micro_batch * parallel.data
-    if train.global_batch % unit:
+    undivided = [change for change in train.batch_schedule if change[1] % unit]
+    if undivided:
+        samples, batch = undivided[0]
+        others = ""
+        if len(undivided) > 1:
+            others = f", and {len(undivided) - 1} more"
+        yield Problem.of(
+            "config.batch_schedule_undivided",
+            samples=samples,
+            batch=batch,
+            others=others,
+            micro_batch=train.micro_batch,
+            data=parallel.data,
+            product=unit,
+            possible=nearest_multiples(batch, unit),
+        )
+    elif train.global_batch % unit:
         yield Problem.of(
             "config.global_batch",
             global_batch=train.global_batch,
@@ -520,6 +607,10 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _pipeline,
     _stages,
     _batch,
+    _batch_schedule,
+    _batch_schedule_of_file,
+    _pipeline_of_batches,
+    _rates_of_batches,
     _positions,
     _vocabulary,
     _first_state,

@@ -124,6 +124,12 @@ class Data(Table):
         lt=1,
         description="Fraction of the data kept out of training, for evaluation.",
     )
+    held_out_from: Literal["auto", "everywhere", "end"] = Field(
+        default="auto",
+        description="Where the held-out part is taken from. everywhere: 64 pieces from all over "
+        "the data, so that it is drawn like the training text; end: the last part, as Megatron-LM "
+        "has it; auto: everywhere, but a run that goes on from a checkpoint keeps its part.",
+    )
     validation: tuple[Validated, ...] = Field(
         default=(),
         strict=False,

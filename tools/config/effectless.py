@@ -235,7 +235,17 @@ EFFECT_RULES: tuple[EffectRule, ...] = (
     ),
     EffectRule("lr.decay lr.wsd_decay", "lr.schedule", only_with="wsd"),
     EffectRule("train.canonical_shards", "train.numerics", only_with="canonical"),
-    EffectRule("train.eval_batches", "train.eval_every"),
+    EffectRule(
+        "data.held_out_from",
+        "data.held_out data.validation",
+        holds=lambda tables: bool(tables.data.held_out or tables.data.validation),
+    ),
+    EffectRule("train.eval_batches train.eval_samples", "train.eval_every"),
+    EffectRule(
+        "train.eval_batches",
+        "train.eval_samples",
+        holds=lambda tables: not tables.train.eval_samples,
+    ),
     EffectRule(
         "data.encoding data.exclude data.skip_bad",
         "data.source",

@@ -44,7 +44,8 @@ class FittingLayout:
 
 def layout_problems(config: RunConfig, parallel: Parallel) -> list[str]:
     """Return the reasons why the run cannot have this layout; empty if it can."""
-    return cross_problems({**dict(config), "parallel": parallel})
+    # the rules that read no layout hold, for the run is whole
+    return cross_problems({**dict(config), "parallel": parallel}, "parallel")
 
 
 def fit_layout(config: RunConfig, keys: Mapping[str, Any]) -> FittingLayout | None:
@@ -92,7 +93,8 @@ def largest_fitting(config: RunConfig, ranks: int) -> FittingLayout | None:
 def _largest_first(config: RunConfig, ranks: int) -> Iterator[tuple[int, ...]]:
     """Yield sizes of AXES with at most `ranks` ranks whose replicas take whole micro-batches."""
     parallel = config.parallel
-    micro_batches = config.train.global_batch // config.train.micro_batch
+    # replicas that divide this number divide each batch of the run
+    micro_batches = config.batches.common_divisor // config.train.micro_batch
     possible = product(
         range(1, parallel.tensor + 1),
         range(1, parallel.pipeline + 1),

@@ -40,6 +40,7 @@ from parallel.activation_checkpoint import Recompute
 from parallel.pipeline.instructions import Instruction
 from parallel.pipeline.schedules import Schedule
 from parallel.sequence_cut import length_multiple
+from tools.config.batch_schedule import BatchSchedule
 from tools.config.checks import cross_problems, lr_schedule, with_vocabulary_size
 from tools.config.data_settings import Data
 from tools.config.dialect_tables import resolve_dialect
@@ -98,21 +99,53 @@ class RunConfig(BaseModel):
         return self.parallel.ranks
 
     @property
+    def batches(self) -> BatchSchedule:
+        """The global batch of each step."""
+        return BatchSchedule.of(self.train)
+
+    @property
+    def total_samples(self) -> int:
+        """Samples of all steps, if no other batches came before."""
+        return self.batches.after(0, self.train.steps)
+
+    @property
     def num_microbatches(self) -> int:
-        """Micro-batches per step of one replica."""
-        return self.train.global_batch // (self.train.micro_batch * self.parallel.data)
+        """Micro-batches of one replica per step of train.global_batch samples."""
+        return self.microbatches_of(self.train.global_batch)
+
+    def microbatches_of(self, batch: int) -> int:
+        """Return the micro-batches of one replica in a step of `batch` samples."""
+        return batch // (self.train.micro_batch * self.parallel.data)
 
     @property
     def schedule(self) -> Schedule:
-        """The pipeline schedule of one replica, planned by the FLOPs of its stages."""
+        """The pipeline schedule of one replica for train.global_batch, planned by the FLOPs of its
+        stages."""
+        return self._schedule_for(self.num_microbatches)
+
+    @property
+    def other_schedules(self) -> list[Schedule]:
+        """The pipeline schedules for the other batches of train.batch_schedule, the smallest
+        first."""
+        others = [size for size in self.batches.sizes if size != self.train.global_batch]
+        return [self._schedule_for(self.microbatches_of(size)) for size in others]
+
+    def _schedule_for(self, microbatches: int) -> Schedule:
         # the place of a stage does not depend on costs, the order of instructions may
-        rank_of_stage = pipeline_schedule(self.parallel, self.num_microbatches).rank_of_stage
+        rank_of_stage = pipeline_schedule(self.parallel, microbatches).rank_of_stage
         costs = self.stage_costs(self.sized_model, rank_of_stage)
 
         def cost(instruction: Instruction) -> float:
             return costs[instruction.stage].flops(instruction)
 
-        return pipeline_schedule(self.parallel, self.num_microbatches, cost)
+        return pipeline_schedule(self.parallel, microbatches, cost)
+
+    def with_constant_batch(self, batch: int) -> Self:
+        """Return the run with this batch in each step. The schedule of its learning rate keeps its
+        length."""
+        train = self.train.model_copy(update={"global_batch": batch, "batch_schedule": ()})
+        lr = self.lr.model_copy(update={"length": self.lr_schedule.total})
+        return self.model_copy(update={"train": train, "lr": lr})
 
     def stage_costs(self, model: ModelConfig, rank_of_stage: Sequence[int]) -> list[StageCost]:
         """Return the layers of `model` in each stage and their FLOPs per micro-batch."""
@@ -188,8 +221,18 @@ class RunConfig(BaseModel):
         )
 
     @property
+    def with_batch_of_timeline(self) -> Self:
+        """The run with the batch of the step log.timeline; that of train.global_batch if no step is
+        recorded or all have one."""
+        step = self.log.timeline
+        if not step or not self.train.batch_schedule:
+            return self
+        consumed = self.batches.after(0, step - 1)
+        return self.with_constant_batch(self.batches.at(consumed))
+
+    @property
     def tokens_per_step(self) -> int:
-        """Tokens of one step, over all replicas."""
+        """Tokens of one step of train.global_batch samples, over all replicas."""
         return self.train.global_batch * self.train.seq_length
 
     @property
@@ -220,6 +263,21 @@ class RunConfig(BaseModel):
         config = self.model_copy(update={"parallel": parallel})
         changed = [key for key, value in parallel if value != getattr(self.parallel, key)]
         config._origins = {**self._origins, **{f"parallel.{key}": origin for key in changed}}
+        return config
+
+    def with_value(self, key: str, value: object, origin: str) -> Self:
+        """Return the run with another value of a dotted key.
+
+        Raises ValueError if the run cannot have it.
+        """
+        table, name = key.split(".")
+        # what is not given follows from other keys of the table
+        given = getattr(self, table).model_dump(exclude_unset=True)
+        changed = type(getattr(self, table)).model_validate({**given, name: value})
+        config = self.model_copy(update={table: changed})
+        if problems := cross_problems(dict(config), table):
+            raise UserError(*problems)
+        config._origins = {**self._origins, key: origin}
         return config
 
     def on_device(self, device: str) -> Self:

@@ -17,6 +17,12 @@ from megaprec.optim.update_rules import AdamW
 from parallel.activation_checkpoint import RecomputedModule
 from tools.config.table import MAX_RANKS, MAX_SIZE, MAX_STEPS, FilePath, Table, default_of
 
+# consumed sequences, and the global batch from there on
+BatchChange = Annotated[
+    tuple[Annotated[int, Field(ge=0, le=MAX_STEPS)], Annotated[int, Field(gt=0, le=MAX_SIZE)]],
+    Field(strict=False),
+]
+
 
 def _default_modules(values: dict[str, Any]) -> tuple[RecomputedModule, ...]:
     """Return the recomputed modules that follow from the keys of [parallel] before them."""
@@ -355,7 +361,17 @@ class Train(Table):
         gt=0, le=MAX_STEPS, description="Number of optimizer steps, skipped ones included."
     )
     global_batch: int = Field(
-        gt=0, le=MAX_SIZE, description="Number of sequences per step, over all replicas."
+        gt=0,
+        le=MAX_SIZE,
+        description="Number of sequences per step, over all replicas; with train.batch_schedule "
+        "its last batch.",
+    )
+    batch_schedule: tuple[BatchChange, ...] = Field(
+        default=(),
+        strict=False,
+        description="Global batches that change: pairs of a number of consumed sequences, from 0 "
+        "on, and the batch of the steps that begin there or later, such as [[0, 64], [1000000, "
+        "128]]; empty: train.global_batch from the first step on.",
     )
     micro_batch: int = Field(
         gt=0, le=MAX_SIZE, description="Number of sequences per forward pass of one replica."
@@ -402,7 +418,17 @@ class Train(Table):
         "data.lm_eval; 0: never.",
     )
     eval_batches: int = Field(
-        default=4, gt=0, le=MAX_SIZE, description="Number of global batches per evaluation."
+        default=4,
+        gt=0,
+        le=MAX_SIZE,
+        description="Number of global batches per evaluation, if train.eval_samples is 0.",
+    )
+    eval_samples: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_SIZE,
+        description="Number of samples of each set per evaluation, whatever the batch size; 0: "
+        "train.eval_batches global batches.",
     )
     sentinel: int = Field(
         default=0,

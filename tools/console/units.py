@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 FLOP_UNITS = ("FLOP", "KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP")
@@ -43,6 +44,11 @@ def first_of(names: Sequence[str], most: int) -> str:
 def flops(amount: float) -> str:
     """Return a number of floating-point operations: 3.21 MFLOP, 1.25 TFLOP."""
     return _scaled(amount, 1000, FLOP_UNITS)
+
+
+def date_now() -> str:
+    """Return the date and time, in UTC: 2026-11-27 10:15:00 UTC."""
+    return f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def duration(seconds: float) -> str:

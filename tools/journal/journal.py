@@ -20,6 +20,8 @@ from tools.journal.records import (
     AVERAGE_PREFIX,
     DIGEST,
     DIGESTS,
+    EVALUATION,
+    EVALUATIONS,
     EVENTS,
     HELD_OUT_LOSS,
     LASTING,
@@ -101,7 +103,8 @@ class Journal(AbstractContextManager["Journal"]):
 
     total_steps: of the run. print_every: steps from one printed line to the next. shows_bar: on a
     terminal, show progress and the newest step. branches: the steps until `start_step` are those of
-    another run.
+    another run. total_tokens: that the run will have read at its end, by which the time left is
+    told; None: by its steps.
     """
 
     def __init__(
@@ -113,22 +116,29 @@ class Journal(AbstractContextManager["Journal"]):
         shows_bar: bool,
         trackers: Sequence[Feed] = (),
         branches: bool = False,
+        total_tokens: int | None = None,
     ) -> None:
         metrics_path = folder / METRICS
         begins = branches or start_step == 0
         if begins:  # records of steps that are there belong to another run
-            _put_aside(start_step, metrics_path, folder / EVENTS, folder / DIGESTS)
+            others = [folder / name for name in (EVENTS, EVALUATIONS, DIGESTS)]
+            _put_aside(start_step, metrics_path, *others)
         _print_note(_repeated_steps(metrics_path, start_step))
         self._metrics = _reopen(metrics_path, start_step)
         self._events = _reopen(folder / EVENTS, start_step)
-        self._digests = _LazyLines(folder / DIGESTS, start_step)
+        # by the kind of event, the files that have one kind alone
+        self._files = {
+            EVALUATION: _LazyLines(folder / EVALUATIONS, start_step),
+            DIGEST: _LazyLines(folder / DIGESTS, start_step),
+        }
         if not begins:
             _print_note(lost_steps(metrics_path, start_step))
         self._trackers = trackers
         self._newest = start_step
         self._total_steps = total_steps
+        self._total_tokens = total_tokens
         self._print_every = print_every
-        self._step_seconds: deque[float] = deque(maxlen=PACE_STEPS)
+        self._recent: deque[dict[str, Any]] = deque(maxlen=PACE_STEPS)
         self._bar = None
         if shows_bar and sys.stdout.isatty():
             self._bar = Steps(start_step, total_steps)
@@ -143,7 +153,8 @@ class Journal(AbstractContextManager["Journal"]):
                 closing.callback(self._bar.stop)
             closing.callback(self._metrics.close)
             closing.callback(self._events.close)
-            closing.callback(self._digests.close)
+            for file in self._files.values():
+                closing.callback(file.close)
 
     def write(self, step_record: dict[str, Any]) -> None:
         """Write the record of a step. step_record: the fields of metrics.jsonl."""
@@ -153,20 +164,27 @@ class Journal(AbstractContextManager["Journal"]):
         self._newest = step_number
         for tracker in self._trackers:
             tracker.log(step_record)
-        self._step_seconds.append(step_record["seconds"])
-        mean_seconds = sum(self._step_seconds) / len(self._step_seconds)
-        steps_left = self._total_steps - step_number
-        self._show(step_record, eta=steps_left * mean_seconds)
+        self._recent.append(step_record)
+        self._show(step_record, eta=self._seconds_left())
 
     def write_event(self, event: dict[str, Any]) -> None:
         """Write an event of the step event["step"] to events.jsonl.
 
-        One of the state goes to digests.jsonl.
+        One of the state goes to digests.jsonl, one of an evaluation to evaluations.jsonl.
         """
-        if event["event"] == DIGEST:
-            self._digests.write(to_json(event))
-        else:
-            self._events.write(to_json(event))
+        file = self._files.get(event["event"], self._events)
+        file.write(to_json(event))
+
+    def _seconds_left(self) -> float:
+        """Return the seconds until the end of the run, at the pace of the newest steps."""
+        newest = self._recent[-1]
+        seconds = sum(record["seconds"] for record in self._recent)
+        if self._total_tokens is None:
+            steps_left = self._total_steps - newest["step"]
+            return steps_left * seconds / len(self._recent)
+        # Steps of different batches take different times, in proportion to their tokens.
+        tokens = sum(record["tokens_per_s"] * record["seconds"] for record in self._recent)
+        return (self._total_tokens - newest["tokens"]) * seconds / tokens
 
     def _show(self, step_record: dict[str, Any], eta: float) -> None:
         """Print the line of a step, if it has one; on a terminal above a bar, which shows the
@@ -221,13 +239,22 @@ class _LazyLines:
             self._lines.close()
 
 
+def add_event(folder: Path, event: dict[str, Any]) -> None:
+    """Add an event to a run that has ended. No other process may write its records. Raises OSError
+    or LinesLost."""
+    events = Lines(folder / EVENTS)
+    events.write(to_json(event))
+    events.close()
+
+
 def rewind(folder: Path, step_number: int, event: dict[str, Any]) -> None:
     """Remove the records of steps after `step_number`, which are taken again, and add an event.
 
     No other process may write them.
     """
     _reopen(folder / METRICS, step_number).close()
-    _LazyLines(folder / DIGESTS, step_number).close()
+    for name in (EVALUATIONS, DIGESTS):
+        _LazyLines(folder / name, step_number).close()
     events = _reopen(folder / EVENTS, step_number)
     events.write(to_json(event))
     events.close()

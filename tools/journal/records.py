@@ -1,4 +1,4 @@
-"""Reading metrics.jsonl, events.jsonl and digests.jsonl: a JSON record per line.
+"""Reading metrics.jsonl, events.jsonl, evaluations.jsonl, digests.jsonl: a JSON record per line.
 
 A killed run can leave a truncated last line: its step is taken again, and the line is dropped. Any
 other line that is not a record, or that repeats a step, comes from a damaged disk or an editor. It
@@ -18,9 +18,12 @@ from tools.console.units import enumerated
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 DIGESTS = "digests.jsonl"
+EVALUATIONS = "evaluations.jsonl"
 NO_TOKENS_EVENT = "no_tokens"
 BRANCHED = "branched"  # the kind of event with which a branch of another run begins
 DIGEST = "digest"  # the kind of event that is written to DIGESTS
+EVALUATION = "evaluation"  # the kind of event that is written to EVALUATIONS
+SAMPLE = "sample"  # the kind of event with a text that the model has written
 # losses on the held-out part, of the weights and of their moving average
 HELD_OUT_LOSS = "eval_loss"
 AVERAGE_LOSS = "eval_loss_ema"
@@ -44,6 +47,8 @@ REQUIRED_KEYS = {
     BRANCHED: {"checkpoint", "run", "changed", "notes", "lr_before", "lr_next"},
     "end": {"complete", "why", "peak_memory"},
     DIGEST: {"state", "numbers", "progress", "tensors"},
+    EVALUATION: {"set", "samples", "losses", "tokens"},
+    SAMPLE: {"text", "date"},
     "silent_fault": {"checked_step", "kind", "what", "ranks", "hosts", "certain"},
 }
 LASTING = ("silent_fault",)  # kinds of events that are kept although their steps are taken again
@@ -116,6 +121,11 @@ def read_branching(folder: Path) -> dict[str, Any] | None:
 def read_digests(folder: Path) -> list[dict[str, Any]]:
     """Return the digests of a run's state, oldest first; none if it has no digests.jsonl."""
     return _records_of_kind(folder / DIGESTS, DIGEST)
+
+
+def read_evaluations(folder: Path) -> list[dict[str, Any]]:
+    """Return the evaluations of a run's sets, with the losses of their samples, oldest first."""
+    return _records_of_kind(folder / EVALUATIONS, EVALUATION)
 
 
 def _records_of_kind(path: Path, event_kind: str) -> list[dict[str, Any]]:

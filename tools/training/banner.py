@@ -1,5 +1,6 @@
 """The lines that `megaprec train` prints before the first step and after the last."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
@@ -11,6 +12,7 @@ from megaprec.checkpoint.atomic import damaged_beside, step_of, whole_checkpoint
 from megaprec.checkpoint.keeping import Keep, made_here
 from megaprec.comm.layout import Part
 from megaprec.data.blend import Blend
+from megaprec.durable import file_error
 from megaprec.errors import UserError
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.muon.rule import Muon
@@ -24,14 +26,15 @@ from parallel.pipeline.simulation import bubble, simulate
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
 from tools.config.settings import Checkpoint
-from tools.console.units import counted, first_of
+from tools.console.units import counted, date_now, first_of
 from tools.console.wrapped import say
 from tools.convert.train_state import TrainState
-from tools.journal.records import VALIDATION_PREFIX
+from tools.journal.journal import add_event
+from tools.journal.records import SAMPLE, VALIDATION_PREFIX, read_events
 from tools.text.generation import Generation, escape_control_characters
 from tools.text.load import find_checkpoint, load_model
 from tools.text.sampling import Sampling
-from tools.training.batches import evaluated_samples
+from tools.training.batches import describe_requested, evaluated_samples
 from tools.training.branch import is_branch
 from tools.training.corpus import Corpus
 from tools.training.fp8_summary import fp8_lines
@@ -42,6 +45,7 @@ SAMPLE_TOKENS = 60
 MAX_MARKED = 4
 MAX_LEFT_OUT = 3
 MAX_CHECKPOINTS = 4
+MAX_CHANGES = 8  # lines about train.batch_schedule
 NO_PLOT = "none: pip install matplotlib, or set log.plot = false"
 
 
@@ -77,7 +81,6 @@ def print_start(
 
 
 def _print_settings(config: RunConfig, corpus: Corpus, device: str) -> None:
-    train = config.train
     model = corpus.model
     tokens = sum(dataset.num_tokens for dataset in corpus.datasets)
     documents = sum(dataset.num_documents for dataset in corpus.datasets)
@@ -87,8 +90,6 @@ def _print_settings(config: RunConfig, corpus: Corpus, device: str) -> None:
         expert_axes += ", "
     modes = ", ".join(_modes(config))
     layers = counted(model.layers, "layer")
-    replicas = counted(config.parallel.data, "replica")
-    microbatches = counted(config.num_microbatches, "micro-batch", "es")
     say(
         f"model      {model.family}, {model.num_parameters:,} parameters: {layers}, "
         f"hidden {model.hidden}, vocabulary {model.vocab}\n"
@@ -96,8 +97,7 @@ def _print_settings(config: RunConfig, corpus: Corpus, device: str) -> None:
         f"data       {tokens:,} tokens in {counted(documents, 'document')}, "
         f"{_describe_samples(config, corpus)}\n"
         f"layout     {layout} on {device}, {expert_axes}{modes}\n"
-        f"batch      {train.global_batch} samples = {replicas} x {microbatches} x "
-        f"{train.micro_batch}, {config.tokens_per_step:,} tokens a step\n"
+        f"{_describe_batch(config)}\n"
         f"precision  {config.precision.compute}"
     )
 
@@ -111,6 +111,29 @@ def _describe_mup(model: ModelConfig) -> str:
     for key, width in scaled_widths(model).items():
         widths.append(f"{key} {width / growth:g}")
     return f"muP        {growth:g} times as wide as the base model: {', '.join(widths)}\n"
+
+
+def _describe_batch(config: RunConfig) -> str:
+    """Return the line about the batch of a step; of train.batch_schedule one for each change, or
+    the first and the last if there are many."""
+    changes = config.batches.changes
+    lines = [_batch_line(config, samples, batch) for samples, batch in changes]
+    if len(lines) > MAX_CHANGES:
+        left_out = len(lines) - MAX_CHANGES
+        lines = [*lines[: MAX_CHANGES - 1], f"and {left_out:,} more changes, then", lines[-1]]
+    column = "\n           ".join(lines)
+    return f"batch      {column}"
+
+
+def _batch_line(config: RunConfig, samples: int, batch: int) -> str:
+    replicas = counted(config.parallel.data, "replica")
+    microbatches = counted(config.microbatches_of(batch), "micro-batch", "es")
+    tokens = batch * config.train.seq_length
+    line = (
+        f"{batch} samples = {replicas} x {microbatches} x {config.train.micro_batch}, "
+        f"{tokens:,} tokens a step"
+    )
+    return f"{line}, after {samples:,} samples" if samples else line
 
 
 def _modes(config: RunConfig) -> Iterator[str]:
@@ -138,8 +161,8 @@ def _print_evaluated(config: RunConfig, corpus: Corpus) -> None:
         if taken < available:
             set_name = "held-out" if name == "eval_loss" else name.removeprefix(VALIDATION_PREFIX)
             say(
-                f"evaluated  {taken:,} of {available:,} {set_name} samples: train.eval_batches = "
-                f"{train.eval_batches} of train.global_batch = {train.global_batch}"
+                f"evaluated  {taken:,} of {available:,} {set_name} samples: "
+                f"{describe_requested(train)}"
             )
 
 
@@ -160,7 +183,7 @@ def _describe_samples(config: RunConfig, corpus: Corpus) -> str:
         return f"{len(corpus.train):,} samples an epoch"
     steps = config.train.steps
     # of each data set
-    taken_samples = corpus.train.samples_taken(steps * config.train.global_batch)
+    taken_samples = corpus.train.samples_taken(config.total_samples)
     total_weight = sum(source.weight for source in config.data.blend)
     lines = [f"blended from {len(corpus.datasets)}"]
     sets = zip(config.data.blend, corpus.train.parts, taken_samples, strict=True)
@@ -367,17 +390,20 @@ def print_skipped(config: RunConfig, progress: TrainState) -> None:
     per_step = 1
     applied = progress.applied
     without_skips = progress.step
+    more_steps = progress.skipped
     if config.lr.unit == "samples":
-        per_step = config.train.global_batch
+        per_step = config.batches.before(progress.samples)
         applied = progress.applied_samples
         # not progress.samples, which is a position in the data
-        without_skips = applied + progress.skipped_tokens // config.train.seq_length
+        skipped_samples = progress.skipped_tokens // config.train.seq_length
+        without_skips = applied + skipped_samples
+        more_steps = -(-skipped_samples // config.batches.at(progress.samples))
     # The last rate is that of the step before the one that would follow.
     ended = schedule.at(max(0, applied - per_step))
     planned = schedule.at(without_skips - per_step)
     if ended == planned:
         return
-    steps = config.train.steps + progress.skipped
+    steps = config.train.steps + more_steps
     say(
         f"lr         ended at {ended:.3g}, not at {planned:.3g}: it follows applied steps, so the "
         f"schedule was cut short; train.steps={steps} lr.length={schedule.total} goes on to its "
@@ -385,14 +411,32 @@ def print_skipped(config: RunConfig, progress: TrainState) -> None:
     )
 
 
-def print_outcome(config: RunConfig, plots: Sequence[Path]) -> None:
-    """Print a generated sample and the paths of checkpoint, metrics and plots."""
+def print_outcome(config: RunConfig, plots: Sequence[Path], step: int) -> None:
+    """Print a generated sample, which is kept in events.jsonl, and the paths of checkpoint, metrics
+    and plots. step: the newest one."""
     folder = Path(config.train.folder)
     if config.log.sample:
-        print(f"\nsample\n{_generate_sample(folder, config.log.sample)}\n")
+        text = _generate_sample(folder, config.log.sample)
+        print(f"\nsample\n{text}\n")
+        _keep_sample(folder, step, text)
     say(f"checkpoint {find_checkpoint(folder)}\nmetrics    {folder / 'metrics.jsonl'}")
     if config.log.plot:
         say(f"plots      {', '.join(map(str, plots)) or NO_PLOT}")
+
+
+def _keep_sample(folder: Path, step: int, text: str) -> None:
+    """Write a sample to events.jsonl, unless the same text of this step is there; with a warning if
+    that fails.
+    """
+    known = [(event["step"], event["text"]) for event in read_events(folder, SAMPLE)]
+    if (step, text) in known:
+        return
+    event = {"event": SAMPLE, "step": step, "date": date_now(), "text": text}
+    try:
+        add_event(folder, event)
+    except (OSError, UserError) as error:
+        reason = file_error(error) if isinstance(error, OSError) else error
+        print(f"warning    the sample is not kept: {reason}", file=sys.stderr, flush=True)
 
 
 def _generate_sample(folder: Path, prompt: str) -> str:

@@ -29,37 +29,38 @@ class Batches:
     def __init__(
         self, config: RunConfig, samples: Samples | Blend, dp: Axis, position: Position
     ) -> None:
-        self._global_batch = config.train.global_batch
-        # the samples of the run, beyond which nothing is read ahead
-        self._end = config.train.global_batch * config.train.steps
+        self._sizes = config.batches
+        self._evaluated_size = config.train.global_batch
+        self._samples = samples
         self._dp = dp
         self._position = position
-        self._prefetch = Prefetch(lambda first_sample: self._read(samples, first_sample, dp.rank))
+        self._prefetch = Prefetch(lambda first_sample: self._read_next(first_sample, dp.rank))
 
-    def take(self, first_sample: int) -> Share:
+    def take(self, first_sample: int, is_last: bool) -> Share:
         """Return this rank's share of the training batch that begins at `first_sample`, and begin
-        to read the next.
+        to read the next. is_last: no other is taken after it.
         """
         self._position.note_action("reading of samples")
-        following = first_sample + self._global_batch
-        return self._prefetch.take(first_sample, following if following < self._end else None)
+        following = first_sample + self._sizes.at(first_sample)
+        return self._prefetch.take(first_sample, None if is_last else following)
 
-    def share(
-        self,
-        samples: Samples | Blend,
-        first_sample: int,
-        replica: int | None = None,
-        end: int | None = None,
-    ) -> Share:
-        """Return a data-parallel rank's consecutive part of the global batch at `first_sample`.
-
-        replica: the data-parallel rank; None: this one. end: the position from which on samples
-        only fill the batch, and do not count in its loss; None: all count.
+    def share(self, first_sample: int, replica: int | None = None) -> Share:
+        """Return a data-parallel rank's consecutive part of the training batch that begins at
+        `first_sample`. replica: the data-parallel rank; None: this one.
         """
         self._position.note_action("reading of samples")
-        share = self._read(samples, first_sample, self._dp.rank if replica is None else replica)
+        return self._read_next(first_sample, self._dp.rank if replica is None else replica)
+
+    def evaluation_share(self, samples: Samples | Blend, first_sample: int, end: int) -> Share:
+        """Return this rank's consecutive part of the evaluated batch that begins at `first_sample`
+        of `samples`.
+
+        end: the position from which on samples only fill the batch, and do not count in its loss.
+        """
+        self._position.note_action("reading of samples")
+        share = self._read(samples, first_sample, self._evaluated_size, self._dp.rank)
         # Decided by the global batch, the same on every rank: all have a mask, or none has.
-        if end is None or first_sample + self._global_batch <= end:
+        if first_sample + self._evaluated_size <= end:
             return share
         begin = first_sample + share.first
         counts = torch.arange(begin, begin + len(share.tokens)) < end
@@ -68,9 +69,15 @@ class Batches:
             mask = torch.ones(share.tokens.shape)
         return replace(share, mask=mask * counts[:, None])  # a sample counts as a whole
 
-    def _read(self, samples: Samples | Blend, first_sample: int, replica: int) -> Share:
+    def _read_next(self, first_sample: int, replica: int) -> Share:
+        """Return a replica's share of the training batch that begins at `first_sample`."""
+        return self._read(self._samples, first_sample, self._sizes.at(first_sample), replica)
+
+    def _read(
+        self, samples: Samples | Blend, first_sample: int, global_batch: int, replica: int
+    ) -> Share:
         # The checks of a run file see to it that the replicas divide the batch.
-        share_size = self._global_batch // self._dp.size
+        share_size = global_batch // self._dp.size
         # Consecutive shares: together the replicas read the batch in the order of one process.
         offset = share_size * replica
         batch = samples.batch(first_sample + offset, share_size)
@@ -79,10 +86,18 @@ class Batches:
 
 
 def evaluated_samples(train: Train, available: int) -> int:
-    """Return the number of samples of an evaluation: train.eval_batches global batches, or all that
-    are available.
+    """Return the number of samples of an evaluation: train.eval_samples, or else
+    train.eval_batches global batches; or all that are available.
     """
-    return min(available, train.eval_batches * train.global_batch)
+    requested = train.eval_samples or train.eval_batches * train.global_batch
+    return min(available, requested)
+
+
+def describe_requested(train: Train) -> str:
+    """Return the keys that decide on the samples of an evaluation, with their values."""
+    if train.eval_samples:
+        return f"train.eval_samples = {train.eval_samples}"
+    return f"train.eval_batches = {train.eval_batches} of train.global_batch = {train.global_batch}"
 
 
 class Prefetch(Generic[Batch]):

@@ -18,16 +18,19 @@ from megaprec.errors import UserError
 from megaprec.optim.lr import LRSchedule
 from megaprec.parsing import parse_toml
 from models.equivalence import TRAINING_ONLY_KEYS
+from tools.config.batch_schedule import BatchSchedule
 from tools.config.checks import lr_schedule
 from tools.config.removed_keys import FORMER_DEFAULTS
 from tools.config.run_file import RunConfig
 from tools.config.settings import LR, Train
 from tools.console.toml import toml
+from tools.console.units import counted
 from tools.convert.train_state import TrainState, stored_value
 from tools.journal.records import read_metrics
 
 NOT_EXACT_MARK = " (not bit for bit)"
 JUMP = 1.5  # ratio of consecutive learning rates above which a note is printed
+BATCH_KEYS = ("train.global_batch", "train.batch_schedule")
 COMPARED_RATES = 1000  # of two schedules, beside those around their ends
 Table = dict[str, Any]  # of a run file: keys with their values
 # Keys that no number depends on. The data is compared by its tokens, the learning rate by its
@@ -74,37 +77,45 @@ LAYOUT_KEYS = ("parallel.*",)
 class Rates:
     """The learning rates of a run.
 
-    per_step: what a step adds to the count that the schedule is a function of. in_samples: the
-    count is one of samples, not of steps.
+    batches: of its steps if the schedule is a function of samples; None if it is one of steps.
     """
 
     schedule: LRSchedule
-    per_step: int
-    in_samples: bool
+    batches: BatchSchedule | None
 
     @classmethod
     def of(cls, lr: LR, train: Train) -> "Rates":
         """Return the rates of a run with these tables. Raises UserError."""
-        in_samples = lr.unit == "samples"
-        per_step = train.global_batch if in_samples else 1
-        return cls(lr_schedule(lr, train), per_step, in_samples)
+        batches = BatchSchedule.of(train) if lr.unit == "samples" else None
+        return cls(lr_schedule(lr, train), batches)
 
     def at(self, progress: TrainState, steps: int = 0) -> float:
         """Return the rate of the next step, or of the one that is `steps` later."""
-        return self.schedule.at(self._count(progress) + steps * self.per_step)
+        # Only applied steps move the schedule, and all consume samples.
+        if self.batches is None:
+            return self.schedule.at(progress.applied + steps)
+        following = self.batches.after(progress.samples, steps) - progress.samples
+        return self.schedule.at(progress.applied_samples + following)
+
+    def of_last(self, progress: TrainState) -> float:
+        """Return the rate of the last step, which was applied."""
+        if self.batches is None:
+            return self.schedule.at(progress.applied - 1)
+        batch = self.batches.before(progress.samples)
+        return self.schedule.at(progress.applied_samples - batch)
 
     def ends(self, progress: TrainState) -> Iterator[int]:
-        """Yield the steps before and after each end of a formula of the schedule, counted as by
-        `at`: 0 is the next step.
+        """Yield the steps before and after each end of a formula of the schedule that is to come,
+        counted as by `at`: 0 is the next step.
         """
         schedule = self.schedule
         for count in (schedule.warmup, schedule.total - schedule.decay, schedule.total):
-            step = (count - self._count(progress)) // self.per_step
+            if self.batches is None:
+                step = max(0, count - progress.applied)
+            else:
+                target = progress.samples + count - progress.applied_samples
+                step = self.batches.steps_until(progress.samples, target)
             yield from (step, step + 1)
-
-    def _count(self, progress: TrainState) -> int:
-        """Return the steps or samples until now: only those of applied steps move the schedule."""
-        return progress.applied_samples if self.in_samples else progress.applied
 
 
 def keys_of(config: RunConfig) -> dict[str, str]:
@@ -187,6 +198,34 @@ def lr_jump(checkpoint: Store, config: RunConfig, progress: TrainState) -> Itera
     )
 
 
+def other_length(checkpoint: Store, config: RunConfig, progress: TrainState) -> Iterator[str]:
+    """Yield a note if changed batches make the schedule of the learning rate longer or shorter in
+    samples."""
+    saved = saved_keys(checkpoint)
+    old_rates = _rates_of_keys(saved)
+    current = keys_of(config)
+    batches_change = any(saved.get(key, current[key]) != current[key] for key in BATCH_KEYS)
+    if old_rates is None or not batches_change or config.lr.schedule == "constant":
+        return
+    new_rates = Rates.of(config.lr, config.train)
+    old_total = old_rates.schedule.total
+    new_total = new_rates.schedule.total
+    if old_rates.batches and new_rates.batches and old_total != new_total:
+        yield (
+            f"the schedule of the learning rate is {new_total:,} samples long, not {old_total:,}: "
+            "without lr.length it has those of all steps of the run with these batches; "
+            f"lr.length={old_total} keeps its length"
+        )
+    steps_left = new_total - progress.applied
+    if not old_rates.batches and not new_rates.batches and steps_left > 0:
+        yield (
+            f"the {counted(steps_left, 'step')} that are left of the schedule of the learning rate "
+            f"have train.global_batch = {config.train.global_batch} samples, not "
+            f'{saved["train.global_batch"]}: only with lr.unit = "samples" and lr.length does it '
+            "keep its length in samples"
+        )
+
+
 def _is_jump(first_rate: float, second_rate: float) -> bool:
     return max(first_rate, second_rate) > JUMP * min(first_rate, second_rate)
 
@@ -207,7 +246,7 @@ def rates_around(
             return record["lr"], next_rate
     if old_rates is None or not progress.applied:
         return None, next_rate
-    return old_rates.at(progress, -1), next_rate
+    return old_rates.of_last(progress), next_rate
 
 
 def _describe_stretching(saved: dict[str, str], config: RunConfig) -> str:

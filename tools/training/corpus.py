@@ -15,6 +15,7 @@ from typing import Any
 from megaprec.checkpoint.digests import file_digest
 from megaprec.data.blend import Blend
 from megaprec.data.document_tokens import DocumentTokens, document_tokens, with_begin
+from megaprec.data.held_out import HeldOutRule, Ranges, taken_in_turn
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import Contents, check_vocabulary, contents_of, read_record
 from megaprec.data.samples import Resets, Samples, count_samples, split
@@ -142,6 +143,7 @@ def identified(config: RunConfig, corpus: Corpus) -> Corpus:
         shuffle=config.data.shuffle,
         seed=config.train.seed,
         begin=corpus.begin_token,
+        held_out_from=held_out_rule(config),
     )
     return replace(corpus, identity=identity, notes=tuple(dict.fromkeys(notes)))
 
@@ -193,11 +195,12 @@ def open_built(config: RunConfig, prefixes: Sequence[Path], tokenizer_file: Path
     streams = list[IndexedDataset]()  # the data sets with the token before each document
     trained = list[Samples]()
     held_out = list[Samples | None]()
+    rule = held_out_rule(config)
     for source, prefix in zip(sources, prefixes, strict=True):
         with naming_settings(config, source):
             dataset = IndexedDataset(prefix)
             stream = with_begin(dataset, begin_token)
-        train_samples, held_out_samples = _split(config, source, stream)
+        train_samples, held_out_samples = _split(config, source, stream, rule)
         datasets.append(dataset)
         streams.append(stream)
         trained.append(train_samples)
@@ -226,7 +229,7 @@ def open_built(config: RunConfig, prefixes: Sequence[Path], tokenizer_file: Path
 
 
 def _split(
-    config: RunConfig, source: DataSource, stream: IndexedDataset
+    config: RunConfig, source: DataSource, stream: IndexedDataset, rule: HeldOutRule
 ) -> tuple[Samples, Samples | None]:
     """Return the training and the held-out samples of a data set. Raises UserError if it is too
     short.
@@ -235,7 +238,7 @@ def _split(
     train = config.train
     with naming_settings(config, source, "data.held_out", "train.seq_length"):
         trained, held_out = split(
-            stream, train.seq_length, data.held_out, train.seed, data.shuffle, _resets(data)
+            stream, train.seq_length, data.held_out, train.seed, data.shuffle, _resets(data), rule
         )
     with naming_settings(config, source):
         trained.require_counted("training samples")
@@ -257,6 +260,21 @@ def requested_begin_token(config: RunConfig) -> int | None:
         if identity:
             return identity.begin
     return begin_token if isinstance(begin_token, int) else None
+
+
+def held_out_rule(config: RunConfig) -> HeldOutRule:
+    """Return the rule of the run's held-out part: where the user leaves it open, that of the
+    checkpoint that the run goes on from.
+    """
+    rule = config.data.held_out_from
+    if rule != "auto":
+        return rule
+    checkpoint = open_start(config)
+    if checkpoint is None:
+        return "everywhere"
+    identity = read_identity(checkpoint)
+    # Versions that recorded no data had one rule.
+    return identity.held_out_from if identity else "end"
 
 
 def _is_of_first_weights(config: RunConfig) -> bool:
@@ -333,12 +351,15 @@ def open_validation(config: RunConfig, begin_token: int | None) -> Mapping[str, 
     opened = dict[str, Samples]()
     if not train.eval_every:
         return opened
+    rule = held_out_rule(config)
     for source in validation_sources(config):
         with naming_settings(config, source):
             dataset = with_begin(IndexedDataset(source.prefix), begin_token)
-            # In the order of the file: an evaluation takes the first samples.
+            total = count_samples(dataset, train.seq_length)
+            # An evaluation takes the first samples: of the file, or from all over it.
+            chosen = taken_in_turn(total) if rule == "everywhere" else Ranges.single(0, total)
             samples = Samples(
-                dataset, train.seq_length, train.seed, shuffle=False, resets=_resets(config.data)
+                dataset, train.seq_length, train.seed, False, chosen, _resets(config.data)
             )
             samples.require_counted("evaluated samples")
             opened[source.validation_name] = samples

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megaprec.checkpoint.reader import Store, newer_version
+from megaprec.data.held_out import HeldOutRule
 from megaprec.errors import UserError
 from tools.config.data_settings import Data
 from tools.config.settings import Train
@@ -50,7 +51,8 @@ class Identity(_Saved):
     """All settings that decide which samples come in which order.
 
     tokenizer: SHA-256 of its file, empty if there is none. begin: id of the token before each
-    document that data.begin asks for, None if it asks for none.
+    document that data.begin asks for, None if it asks for none. held_out_from: the rule of the
+    held-out part, which was always "end" in checkpoints that do not say it.
     """
 
     sets: list[DataSet]
@@ -59,6 +61,7 @@ class Identity(_Saved):
     shuffle: bool
     seed: int
     begin: int | None = None
+    held_out_from: HeldOutRule = "end"
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,11 @@ def other_settings(saved: Identity, data: Data, train: Train) -> Iterator[Differ
     if saved.held_out != data.held_out:
         change = f"{toml(saved.held_out)} -> {toml(data.held_out)}"
         yield Difference("data", f"data.held_out: {change}: other text is kept for evaluation")
+    rule = data.held_out_from
+    if rule not in ("auto", saved.held_out_from) and data.held_out:
+        change = f"{toml(saved.held_out_from)} -> {toml(rule)}"
+        effect = "text that was trained on may be evaluated"
+        yield Difference("data", f"data.held_out_from: {change}: {effect}")
     if saved.shuffle != data.shuffle:
         change = f"{toml(saved.shuffle)} -> {toml(data.shuffle)}"
         yield Difference("shuffle", f"data.shuffle: {change}: samples come in another order")

@@ -16,6 +16,7 @@ from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.resources import peak_memory
 from tools.config.run_file import RunConfig
+from tools.console.units import date_now
 from tools.convert.train_state import TrainState
 from tools.journal.journal import Journal, LinesLost
 from tools.journal.records import read_branching
@@ -57,6 +58,7 @@ def record_run(
             log_settings.progress,
             feeds,
             branches,
+            _total_tokens(config, progress()),
         ) as journal,
     ):
         # A process without a step to take leaves the records as they are.
@@ -68,6 +70,7 @@ def record_run(
             # Ranks that were started again before the first checkpoint branch once more.
             if not branches or event != read_branching(folder):
                 journal.write_event(event)
+        began = date_now()
         failure = ""
         try:
             yield journal
@@ -76,7 +79,17 @@ def record_run(
             failure = " ".join(str(error).split()) or type(error).__name__
             raise
         finally:
-            journal.write_event(_end_event(progress(), total_steps, failure, optimizer))
+            journal.write_event(_end_event(progress(), total_steps, failure, optimizer, began))
+
+
+def _total_tokens(config: RunConfig, progress: TrainState) -> int | None:
+    """Return the tokens that a run with train.batch_schedule will have read at its end; None for a
+    constant batch, with which all steps take as long."""
+    if not config.train.batch_schedule:
+        return None
+    steps_left = max(0, config.train.steps - progress.step)
+    samples_left = config.batches.after(progress.samples, steps_left) - progress.samples
+    return progress.tokens + samples_left * config.train.seq_length
 
 
 @contextmanager
@@ -114,9 +127,14 @@ def _naming_the_checkpoint(
 
 
 def _end_event(
-    progress: TrainState, total_steps: int, failure: str, optimizer: ParallelAMPOptimizer
+    progress: TrainState,
+    total_steps: int,
+    failure: str,
+    optimizer: ParallelAMPOptimizer,
+    began: str,
 ) -> dict[str, Any]:
-    """Return the event of the end of a run. failure: why it failed, "" if it did not."""
+    """Return the event of the end of a run. failure: why it failed, "" if it did not. began: date
+    of the first step of this process."""
     complete = progress.step >= total_steps
     if failure:
         reason = failure
@@ -135,6 +153,8 @@ def _end_event(
         "applied": progress.applied,
         "complete": complete,
         "why": reason,
+        "began": began,
+        "date": date_now(),
         "peak_memory": peak_bytes,
         "memory_of": "device" if on_gpu else "process",
         "held_memory": sum(buffer.num_bytes() for buffer in optimizer.all_buffers()),

@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from megaprec.checkpoint.atomic import checkpoint_path
 from megaprec.checkpoint.digests import file_digest
 from megaprec.checkpoint.reader import Store
 from megaprec.data.files import with_suffix
 from megaprec.data.intact import read_record
-from megaprec.data.samples import Samples, count_training_samples
+from megaprec.data.samples import Samples, training_numbers
 from megaprec.data.tokenizer import FILE_DIGEST, Tokenizer, has_built, same_tokens
 from megaprec.errors import Problem, UserError
 from megaprec.optim.flat_buffer import EMA
@@ -45,10 +47,11 @@ from tools.training.changed_keys import (
     changed_keys,
     keys_of,
     lr_jump,
+    other_length,
     rates_around,
     saved_keys,
 )
-from tools.training.corpus import Corpus
+from tools.training.corpus import Corpus, held_out_rule
 from tools.training.data_identity import (
     ALLOW,
     Difference,
@@ -227,6 +230,7 @@ def _remarks(config: RunConfig, corpus: Corpus, checkpoint: Store) -> Iterator[_
             effect = f"the run goes on with the {state} of {checkpoint.path}"
             yield _Remark("note", f"{key}: not used, for {effect}")
     yield from _notes(_position_notes(checkpoint, config, corpus))
+    yield from _notes(other_length(checkpoint, config, progress))
     yield from _notes(lr_jump(checkpoint, config, progress))
 
 
@@ -454,21 +458,25 @@ def _data_position(checkpoint: Store, config: RunConfig, corpus: Corpus) -> _Dat
         following, repeated = divmod(samples * saved_length, length)
         return _DataPosition(following, repeated)
 
-    old_epoch_samples = count_training_samples(
-        corpus.train.dataset, saved_length, config.data.held_out
+    old_numbers = training_numbers(
+        corpus.train.dataset, saved_length, config.data.held_out, held_out_rule(config)
     )
+    new_numbers = corpus.train.chosen
     new_epoch_samples = len(corpus.train)
     # Whole epochs are counted in samples of the old length, and the rest in tokens.
-    epoch, samples_in_epoch = divmod(samples, old_epoch_samples)
-    following, repeated = divmod(samples_in_epoch * saved_length, length)
-    if following >= new_epoch_samples:  # what is left of the epoch is shorter than a sample
-        following = new_epoch_samples
+    epoch, samples_in_epoch = divmod(samples, len(old_numbers))
+    next_number = int(old_numbers.numbers(np.int64(samples_in_epoch)))
+    number, repeated = divmod(next_number * saved_length, length)
+    following = new_numbers.index_of(number)
+    # What is left of the epoch is shorter than a sample, or the sample is held out.
+    if new_numbers.index_of(number + 1) == following:
         repeated = 0
     trained_of_held_out = 0
-    if corpus.held_out is not None:
-        # The border to the held-out part is at a whole sample, and so has moved, too.
-        trained_samples = old_epoch_samples if epoch else samples_in_epoch
-        trained_of_held_out = max(0, trained_samples * saved_length - new_epoch_samples * length)
+    if isinstance(corpus.held_out, Samples):
+        # The borders of the held-out part are at whole samples, and so have moved, too.
+        trained = old_numbers if epoch else old_numbers.beginning(samples_in_epoch)
+        held_out = corpus.held_out.chosen
+        trained_of_held_out = trained.shared_tokens(saved_length, held_out, length)
     next_sample = epoch * new_epoch_samples + following
     return _DataPosition(next_sample, repeated, trained_of_held_out)
 

@@ -17,13 +17,16 @@ from numpy.typing import NDArray
 from megaprec.data.blend import Blend
 from megaprec.data.files import with_suffix
 from megaprec.data.indexed import IndexedDataset
+from megaprec.data.samples import Samples
 from megaprec.resources import cores
 from models.router_settings import PLAIN
 from tools.config.data_settings import Data, names_of
 from tools.config.run_file import RunConfig
+from tools.config.table import MAX_SIZE
 from tools.console.toml import toml
 from tools.console.units import counted
 from tools.journal.records import VALIDATION_PREFIX
+from tools.training.batches import describe_requested, evaluated_samples
 from tools.training.corpus import Corpus
 
 # repetitions after which text teaches nothing new: "Scaling data-constrained language models", 2023
@@ -55,7 +58,7 @@ def run_warnings(config: RunConfig, corpus: Corpus, local_ranks: int, device: st
 
 def _many_epochs(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     train = config.train
-    samples = train.steps * train.global_batch
+    samples = config.total_samples
     if isinstance(corpus.train, Blend):
         shares = corpus.train.samples_taken(samples)
     else:
@@ -73,10 +76,7 @@ def _many_epochs(config: RunConfig, corpus: Corpus) -> Iterator[str]:
 
 def _endless_warmup(config: RunConfig) -> Iterator[str]:
     lr = config.lr
-    train = config.train
-    total_count = train.steps
-    if lr.unit == "samples":
-        total_count *= train.global_batch
+    total_count = config.total_samples if lr.unit == "samples" else config.train.steps
     if lr.warmup >= total_count:
         yield (
             f"lr.warmup = {lr.warmup} {lr.unit} is the whole run, so the learning rate never "
@@ -88,7 +88,8 @@ def _more_than_available(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     """Yield a line for each number that asks for more than the run has."""
     train = config.train
     fp8 = config.fp8
-    if train.eval_every and config.given("train.eval_batches"):
+    is_given = config.given("train.eval_batches") or config.given("train.eval_samples")
+    if train.eval_every and is_given:
         yield from _large_evaluations(config, corpus)
     if fp8.kind != "none" and fp8.calibrate >= train.steps:
         yield (
@@ -99,16 +100,14 @@ def _more_than_available(config: RunConfig, corpus: Corpus) -> Iterator[str]:
 
 def _large_evaluations(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     train = config.train
-    requested = train.eval_batches * train.global_batch
     for field, samples in corpus.evaluated.items():
-        if len(samples) < requested:
+        if len(samples) < evaluated_samples(train, MAX_SIZE):
             set_name = field.removeprefix(VALIDATION_PREFIX)
             if field == "eval_loss":
                 set_name = "the held-out text"
             yield (
-                f"train.eval_batches = {train.eval_batches} of train.global_batch = "
-                f"{train.global_batch} asks for {requested:,} samples, but {set_name} has "
-                f"{len(samples):,}: all of them are evaluated"
+                f"{describe_requested(train)} asks for {evaluated_samples(train, MAX_SIZE):,} "
+                f"samples, but {set_name} has {len(samples):,}: all of them are evaluated"
             )
 
 
@@ -175,11 +174,12 @@ def _evaluated_in_training(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     seq_length = config.train.seq_length
     held_out = set[bytes]()
     for part in parts:
-        held_out |= _sampled_contents(part.dataset, len(part) * seq_length)
-    sets = {
-        set_name: _sampled_contents(samples.dataset, 0)
-        for set_name, samples in corpus.validation.items()
-    }
+        held_out |= _sampled_contents(part.dataset, _held_out_documents(part, seq_length))
+    sets = dict[str, set[bytes]]()
+    for set_name, samples in corpus.validation.items():
+        dataset = samples.dataset
+        long_documents = np.flatnonzero(dataset.document_lengths() >= SHORTEST_DOCUMENT)
+        sets[set_name] = _sampled_contents(dataset, long_documents)
 
     # Only training documents as long as one of the evaluated ones can be equal to it.
     all_evaluated = held_out.union(*sets.values())
@@ -187,7 +187,7 @@ def _evaluated_in_training(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     lengths = np.array(token_counts, np.int64)
     trained = set[bytes]()
     for part in parts:
-        for document in _training_documents(part.dataset, len(part) * seq_length, lengths):
+        for document in _training_documents(part, seq_length, lengths):
             # Compared as bytes, whose hash a set can look up.
             content = document.tobytes()
             if content in all_evaluated:
@@ -208,36 +208,41 @@ def _evaluated_in_training(config: RunConfig, corpus: Corpus) -> Iterator[str]:
             )
 
 
-def _sampled_contents(dataset: IndexedDataset, border_token: int) -> set[bytes]:
-    """Return the content of at most COMPARED documents that begin at or after `border_token`.
-
-    border_token: a token of the data set.
-    """
-    numbers = _held_out_documents(dataset, border_token)
+def _sampled_contents(dataset: IndexedDataset, numbers: NDArray[np.int64]) -> set[bytes]:
+    """Return the content of at most COMPARED of the documents with these numbers."""
     return {document.tobytes() for document in _read_evenly(dataset, numbers, COMPARED)}
 
 
-def _held_out_documents(dataset: IndexedDataset, border_token: int) -> NDArray[np.int64]:
-    """Return the numbers of the documents that begin at or after the token `border_token`, short
-    ones left out.
+def _held_out_documents(training: Samples, seq_length: int) -> NDArray[np.int64]:
+    """Return the numbers of the documents that no training sample has a token of, short ones left
+    out.
     """
-    lengths = dataset.document_lengths()
-    begins = np.cumsum(lengths) - lengths
-    return np.flatnonzero((begins >= border_token) & (lengths >= SHORTEST_DOCUMENT))
+    lengths = training.dataset.document_lengths()
+    is_held_out = _trained_tokens(training, seq_length, lengths) == 0
+    return np.flatnonzero(is_held_out & (lengths >= SHORTEST_DOCUMENT))
 
 
 def _training_documents(
-    dataset: IndexedDataset, border_token: int, wanted_lengths: NDArray[np.int64]
+    training: Samples, seq_length: int, wanted_lengths: NDArray[np.int64]
 ) -> Iterator[NDArray[np.int64]]:
-    """Yield the documents of the wanted lengths of which at least half is before `border_token`.
-
-    border_token: a token of the data set.
-    """
+    """Yield the documents of the wanted lengths of which at least half is in training samples."""
+    dataset = training.dataset
     lengths = dataset.document_lengths()
-    # The border cuts a document: it counts on the side where most of it is.
-    middles = np.cumsum(lengths) - lengths // 2
-    numbers = np.flatnonzero((middles <= border_token) & np.isin(lengths, wanted_lengths))
+    is_trained = 2 * _trained_tokens(training, seq_length, lengths) >= lengths
+    numbers = np.flatnonzero(is_trained & np.isin(lengths, wanted_lengths))
     yield from _read_evenly(dataset, numbers, MOST_READ)
+
+
+def _trained_tokens(
+    training: Samples, seq_length: int, lengths: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return how many tokens of each document training samples begin with or go over.
+
+    lengths: of the documents of their data set, in tokens.
+    """
+    tokens = training.chosen.tokens(seq_length)
+    ends = np.cumsum(lengths)
+    return tokens.count_below(ends) - tokens.count_below(ends - lengths)
 
 
 def _read_evenly(

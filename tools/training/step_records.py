@@ -6,8 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megaprec.data.blend import Blend
+from megaprec.data.held_out import BLOCKS
 from megaprec.data.samples import Samples
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.diagnose.state_digest import StateDigest, fold_digests
@@ -21,13 +23,15 @@ from models.estimate.flops import training_flops
 from models.estimate.gpus import gpu_named
 from tools.config.run_file import RunConfig
 from tools.convert.train_state import TrainState
-from tools.journal.records import DIGEST, NO_TOKENS_EVENT
+from tools.journal.records import DIGEST, EVALUATION, NO_TOKENS_EVENT
 from tools.training.stopping import FaultyHardware, TrainingDiverged
 
 NOTHING_COUNTS = (
     "data.eod_mask_loss leaves out the first token of each document, and the batch has no other: "
     "put documents of one token together, or take larger batches"
 )
+# so many as an evaluated part has pieces: a group is a piece of the text (`megaprec.data.held_out`)
+EVALUATED_GROUPS = BLOCKS
 STEP_FIELDS = ("outcome", "loss", "grad_norm", "loss_scale")  # of the report, in digests.jsonl
 
 
@@ -88,14 +92,16 @@ def step_fields(
     config: RunConfig,
     report: StepReport,
     progress: TrainState,
+    batch: int,
     seconds: float,
     throughput: Throughput,
 ) -> dict[str, Any]:
-    """Return the fields of metrics.jsonl that each step has.
+    """Return the fields of metrics.jsonl that each step has; with train.batch_schedule also its
+    batch.
 
-    progress: after the step.
+    progress: after the step. batch: samples of the step.
     """
-    tokens_per_s = config.tokens_per_step / seconds
+    tokens_per_s = batch * config.train.seq_length / seconds
     fields = {
         "step": progress.step,
         **report_fields(report),
@@ -106,6 +112,8 @@ def step_fields(
         "seconds": seconds,
         "skipped_total": progress.skipped,
     }
+    if config.train.batch_schedule:
+        fields["global_batch"] = batch
     if report.offenders:
         fields["overflow_in"] = report.offenders[0].name
     return fields
@@ -130,6 +138,27 @@ def require_applied(progress: TrainState, overflow_monitor: OverflowMonitor) -> 
     raise TrainingDiverged(
         f"the run has ended, state saved, but {steps} skipped and nothing was learned: {advice}"
     )
+
+
+def evaluation_event(step: int, set_name: str, numbers: Tensor) -> dict[str, Any]:
+    """Return the record for evaluations.jsonl of an evaluation: the losses of its samples, in at
+    most EVALUATED_GROUPS groups, so that two evaluations can be compared sample by sample.
+
+    set_name: the field of metrics.jsonl with the mean. numbers: float64 [2, samples], the sums of
+    losses and the tokens that count. Sample n is in group n % EVALUATED_GROUPS.
+    """
+    samples = numbers.shape[1]
+    groups = torch.arange(samples) % EVALUATED_GROUPS
+    sums = numbers.new_zeros(2, min(samples, EVALUATED_GROUPS))
+    losses, tokens = sums.index_add_(1, groups, numbers).tolist()
+    return {
+        "event": EVALUATION,
+        "step": step,
+        "set": set_name,
+        "samples": samples,
+        "losses": losses,
+        "tokens": tokens,
+    }
 
 
 def overflow_event(

@@ -1,6 +1,5 @@
 """The training loop: steps, records, evaluations and checkpoints. Every rank runs the same loop."""
 
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.reader import Store
@@ -28,12 +28,13 @@ from megaprec.optim.step_report import NO_TOKENS, NonFiniteStep, StepObserver, S
 from megaprec.precision.gemm import fp32_sums
 from megaprec.precision.tf32 import tf32
 from models.decoder.own_model import stage_maker
-from models.engine.engine import Engine, build_stages
+from models.engine.engine import Engine, build_stages, mean_loss
 from models.engine.fp8_shadow import Shadow, run_shadow
 from models.engine.passes import OutsideVocabulary, Share
 from models.engine.sentinel import SilentFault
 from models.engine.shared_drawing import draw_weights
 from parallel.leaves import Leaves
+from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.timeline import Recording
 from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
@@ -57,6 +58,7 @@ from tools.training.step_records import (
     Digests,
     SentinelChecks,
     Throughput,
+    evaluation_event,
     is_due,
     no_tokens_event,
     overflow_event,
@@ -99,11 +101,13 @@ class Trainer:
         self._digests = Digests(self.engine, config)
         self._harness = Harness(config, corpus, self.engine, self.position)
         self._throughput = Throughput.of(config, corpus.model, self.engine.device)
+        self._sizes = config.batches
         self._batches = Batches(config, corpus.train, self.dp, self.position)
         self.monitor = OverflowMonitor(
             self.engine.optimizer.plan.scaling, config.precision.patience
         )
         self.progress = TrainState()  # after the last step
+        self._samples_of_step = range(0)  # positions of the last step's global batch
         if checkpoint:
             self._resume(checkpoint)
         elif config.train.init_from:
@@ -132,6 +136,7 @@ class Trainer:
             config.schedule,
             options,
             stage_maker(config.model.factory),
+            config.other_schedules,
         )
         optimizer = stages.make_optimizer(
             self.optimizer_class, **optimizer_options(config, device_of(mesh))
@@ -281,16 +286,23 @@ class Trainer:
         seconds: of the step.
         """
         progress = self.progress
-        record = step_fields(self.config, report, progress, seconds, self._throughput)
+        batch = len(self._samples_of_step)
+        record = step_fields(self.config, report, progress, batch, seconds, self._throughput)
+        evaluated = dict[str, Tensor]()
         if self._evaluates_after(progress.step):
             with self.position.in_phase(Phase.EVALUATION):
-                record |= self._evaluation_losses()
+                evaluated = self._evaluate_all()
+                for field, numbers in evaluated.items():
+                    record[field] = mean_loss(numbers)
                 record |= self._harness.results()
         record |= self._checks.note_clean(progress.step)
         self.position.end_computation()
         self.monitor.note(report)
         # Evaluations and digests are collective, so every rank gets here; rank 0 alone writes.
-        events = self._step_events(report, progress)
+        events = [
+            evaluation_event(progress.step, field, numbers) for field, numbers in evaluated.items()
+        ]
+        events += self._step_events(report, progress)
         if shadow is not None:
             record |= shadow_fields(shadow, self.config.fp8)
             events.append(shadow_event(shadow, progress.step, self.config.fp8))
@@ -306,7 +318,7 @@ class Trainer:
         """Return the event of a step that was skipped, or applied although it was not finite, and
         that of its digests if they are due. Collective then."""
         events = list[dict[str, Any]]()
-        samples = range(progress.samples - self.config.train.global_batch, progress.samples)
+        samples = self._samples_of_step
         if report.outcome == NO_TOKENS:
             events.append(no_tokens_event(progress.step, samples))
         elif report.outcome != "applied":
@@ -315,19 +327,19 @@ class Trainer:
             )
         return events + self._digests.of_step(report, progress)
 
-    def _evaluation_losses(self) -> dict[str, float]:
-        """Return the losses of all evaluated sets by field of a record, and those of the average of
-        the weights, if one is kept. Collective over the world."""
-        losses = dict[str, float]()
-        evaluated = self.corpus.evaluated.items()
-        for field, samples in evaluated:
-            losses[field] = self.evaluate(samples)
+    def _evaluate_all(self) -> dict[str, Tensor]:
+        """Return the losses of all evaluated sets by field of a record, as `evaluate` does, and
+        those of the average of the weights, if one is kept. Collective over the world."""
+        evaluated = dict[str, Tensor]()
+        sets = self.corpus.evaluated.items()
+        for field, samples in sets:
+            evaluated[field] = self.evaluate(samples)
         if self.config.optimizer.ema:
             with self.engine.optimizer.averaged_weights():
-                for field, samples in evaluated:
+                for field, samples in sets:
                     average_field = field.replace(HELD_OUT_LOSS, AVERAGE_LOSS, 1)
-                    losses[average_field] = self.evaluate(samples)
-        return losses
+                    evaluated[average_field] = self.evaluate(samples)
+        return evaluated
 
     def _evaluates_after(self, step: int) -> bool:
         """Return True if an evaluation is due after this step."""
@@ -347,19 +359,20 @@ class Trainer:
         recording = None
         if step_number + 1 == self.config.log.timeline:
             recording = Recording.start(self.engine.pp)
-        share = self._batches.take(first_sample)
+        is_last = step_number + 1 >= self.config.train.steps
+        share = self._batches.take(first_sample, is_last)
         shadow = None
         if is_due(self.config.fp8.shadow_every, step_number + 1):
             # Before the step, with the weights that it will read.
             with self.position.in_phase(Phase.COMPARISON):
-                shadow = run_shadow(self.engine.passes, share, step_number)
+                shadow = run_shadow(self.engine.passes_for(share), share, step_number)
         # The sentinel recomputes the share of any data-parallel rank.
-        share_of = partial(self.share, self.corpus.train, first_sample)
+        share_of = partial(self.share, first_sample)
         with self._locating(self.corpus.train), self._checks.checking(step_number, share_of):
             report = self._engine_step(share, step_number, recording)
         self._advance(report)
         if recording:
-            self._write_timeline(recording)
+            self._write_timeline(recording, self.engine.passes_for(share).schedule)
         return report, shadow
 
     def _engine_step(
@@ -402,8 +415,8 @@ class Trainer:
         """Add a step to `progress`, and note whether a rank was asked to stop."""
         self._is_stopping |= report.stop
         before = self.progress
-        batch = self.config.train.global_batch
-        tokens = self.config.tokens_per_step
+        batch = self._sizes.at(before.samples)
+        tokens = batch * self.config.train.seq_length
         # A skipped step has used up its samples: the next one takes others.
         applied = int(report.changed)
         self.progress = TrainState(
@@ -414,44 +427,34 @@ class Trainer:
             tokens=before.tokens + tokens,
             skipped_tokens=before.skipped_tokens + (1 - applied) * tokens,
         )
+        self._samples_of_step = range(before.samples, self.progress.samples)
 
-    def _write_timeline(self, recording: Recording) -> None:
-        spans = recording.gather(self.engine.schedule, self.engine.device)
+    def _write_timeline(self, recording: Recording, schedule: Schedule) -> None:
+        spans = recording.gather(schedule, self.engine.device)
         if self.rank == 0:
             file = Path(self.config.train.folder) / TIMELINE
             write_trace(file, spans, title=f"step {self.progress.step}")
 
-    def evaluate(self, samples: Samples | Blend) -> float:
-        """Return the mean loss over the tokens that count of the first samples; NaN if none counts.
+    def evaluate(self, samples: Samples | Blend) -> Tensor:
+        """Return the sum of the losses of the first samples, and the number of their tokens that
+        count: float64 [2, samples].
 
-        These are train.eval_batches global batches of samples, or all if there are fewer. Each
-        counts once, also in a last batch that they do not fill.
+        These are train.eval_samples samples, or else train.eval_batches global batches, or all if
+        there are fewer. Samples that only fill the last batch are left out.
         """
-        # Weighted by tokens, for of some batches more tokens count than of others.
-        total_loss = 0.0
-        counted_tokens = 0.0
+        batches = list[Tensor]()
         end = evaluated_samples(self.config.train, len(samples))
         for first in range(0, end, self.config.train.global_batch):
             with self._locating(samples, first):
-                loss, counted = self.engine.evaluate_counted(self.share(samples, first, end=end))
-            if counted:
-                total_loss += loss * counted
-                counted_tokens += counted
-        if not counted_tokens:
-            return math.nan
-        return total_loss / counted_tokens
+                share = self._batches.evaluation_share(samples, first, end)
+                batches.append(self.engine.evaluate_samples(share))
+        return torch.cat(batches, 1)[:, :end]
 
-    def share(
-        self,
-        samples: Samples | Blend,
-        first_sample: int,
-        replica: int | None = None,
-        end: int | None = None,
-    ) -> Share:
-        """Return a data-parallel rank's part of the global batch that begins at `first_sample`, as
-        `Batches.share` does.
+    def share(self, first_sample: int, replica: int | None = None) -> Share:
+        """Return a data-parallel rank's part of the training batch that begins at `first_sample`,
+        as `Batches.share` does.
         """
-        return self._batches.share(samples, first_sample, replica, end)
+        return self._batches.share(first_sample, replica)
 
     def _save(self) -> None:
         extra = extra_entries(

@@ -11,17 +11,24 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from megaprec.optim.canonical.microbatch_sums import num_waiting_sums
+from models.decoder.stages import Cut
+from models.estimate.elementwise import Share
 from models.estimate.flops import StageCost
+from models.estimate.least_activations import least_bytes_of_layer
 from models.estimate.memory import ActivationBytes, StageMemory, message_bytes
-from models.estimate.state import Sharding, state_bytes
+from models.estimate.state import state_bytes
 from models.estimate.storage import Device
-from parallel.pipeline.builders import SPLIT
+from parallel.pipeline.builders import SPLIT, default_chunks
 from parallel.pipeline.instructions import Instruction
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import peak
 from tools.config.checks import make_rule
+from tools.config.expert_ranks import expert_slices
 from tools.config.run_file import RunConfig
+from tools.config.schedules import stage_count
+from tools.config.sharding import sharding_of
 
+FEW_LAYERS = 2  # of two stages, of which one more layer tells what a layer keeps
 PROCESS = 300 * 10**6  # bytes of Python and torch in a process on a CPU
 
 
@@ -91,7 +98,36 @@ class MemoryModel:
 
     def kept(self, config: RunConfig, costs: Sequence[StageCost]) -> list[ActivationBytes]:
         """Return what each stage keeps of a micro-batch."""
-        virtual, virtual_ranks = in_virtual_ranks(config)
+        _, virtual_ranks = in_virtual_ranks(config)
+        stage_memory = self._stage_memory(config)
+        of_virtual_rank = [stage_memory.activation_bytes(cost.cut) for cost in costs]
+        return [_times(virtual_ranks, kept) for kept in of_virtual_rank]
+
+    def least_activations(self, config: RunConfig) -> int:
+        """Return the bytes of activations that the second of the pipeline ranks needs at least, by
+        what one layer keeps when it is run."""
+        layers = least_layers_in_flight(config)
+        last = config.model.layers - 1
+        if not layers or last < FEW_LAYERS:
+            return 0
+        stage_memory = self._stage_memory(config)
+        fewer = Cut(1, range(last - FEW_LAYERS, last), first=False, last=False)
+        more = Cut(1, range(last - FEW_LAYERS, last + 1), first=False, last=False)
+        of_fewer = stage_memory.activation_bytes(fewer)
+        of_more = stage_memory.activation_bytes(more)
+        of_layer = max(0, of_more.activations - of_fewer.activations)
+        # All are there when a backward pass begins, which takes some more.
+        beside = 0
+        if config.model.layers >= FEW_LAYERS * stage_count(
+            config.parallel, config.num_microbatches
+        ):
+            beside = of_fewer.backward
+        _, virtual_ranks = in_virtual_ranks(config)
+        return virtual_ranks * (layers * of_layer + beside)
+
+    def _stage_memory(self, config: RunConfig) -> StageMemory:
+        """Return what counts the bytes of stages, the same for layouts whose stages are alike."""
+        virtual, _ = in_virtual_ranks(config)
         parallel = virtual.parallel
         stage_memory = StageMemory(
             config.sized_model,
@@ -102,9 +138,7 @@ class MemoryModel:
             device=self.device,
             halves=bool(parallel.schedule_file) or parallel.schedule in SPLIT,
         )
-        stage_memory = _first_equal(stage_memory)
-        of_virtual_rank = [stage_memory.activation_bytes(cost.cut) for cost in costs]
-        return [_times(virtual_ranks, kept) for kept in of_virtual_rank]
+        return _first_equal(stage_memory)
 
     def of(self, config: RunConfig, passes: PlannedPasses) -> list[RankBytes]:
         """Return the bytes of each pipeline rank."""
@@ -155,6 +189,39 @@ class MemoryModel:
         ]
 
 
+def least_layers_in_flight(config: RunConfig) -> int:
+    """Return of how many layers, such as the model's last one, the second of the pipeline ranks
+    keeps activations, at least; a layer counts for each micro-batch.
+
+    The first rank may have layers of another kind. A stage in the middle has no fewer layers than
+    the mean one, rounded down. 0 if it is not known: for schedules other than 1F1B and interleaved
+    1F1B, given cuts, and layers of several kinds.
+    """
+    parallel = config.parallel
+    model = config.model
+    if parallel.schedule_file or parallel.schedule not in ("1f1b", "interleaved"):
+        return 0
+    recompute = config.recompute
+    is_even = not recompute.layers and recompute.fraction in (0.0, 1.0)
+    last_is_dense = model.layers - 1 in model.dense_layers
+    if parallel.cuts or model.window_layers or not is_even or last_is_dense:
+        return 0
+    if parallel.pipeline == 1:
+        return model.layers - len(model.dense_layers)
+    chunks = parallel.chunks or default_chunks(parallel.schedule)
+    layers = chunks * (model.layers // (parallel.pipeline * chunks))
+    return layers * min(config.num_microbatches, parallel.pipeline - 1)
+
+
+def least_activation_bytes(config: RunConfig) -> int:
+    """Return a lower bound of `MemoryModel.least_activations`, without running a layer."""
+    parallel = config.parallel
+    share = Share(parallel.tensor, parallel.sequence, expert_slices(parallel))
+    of_layer = least_bytes_of_layer(config.sized_model, config.plan, share, config.recompute)
+    tokens = config.train.micro_batch * config.train.seq_length / parallel.context
+    return int(least_layers_in_flight(config) * tokens * of_layer)
+
+
 @lru_cache(maxsize=1024)
 def _first_equal(stage_memory: StageMemory) -> StageMemory:
     """Return the first `StageMemory` that was equal to this one, which knows the stages that were
@@ -182,25 +249,6 @@ def in_virtual_ranks(config: RunConfig) -> tuple[RunConfig, int]:
     # virtual ranks always cut the sequence
     virtual = parallel.model_copy(update={"tensor": shards, "sequence": True})
     return config.with_parallel(virtual, "canonical numerics"), shards // parallel.tensor
-
-
-def sharding_of(config: RunConfig) -> Sharding:
-    """Return how the run shards its state, or a virtual rank its own."""
-    parallel = config.parallel
-    sharers = 1
-    if parallel.zero:
-        sharers = parallel.zero_size or parallel.copies
-    return Sharding(
-        config.canonical_shards or parallel.tensor,
-        parallel.copies,
-        sharers,
-        parallel.bucket,
-        parallel.expert,
-        parallel.expert_tensor,
-        separate_head=config.canonical_shards > 0,
-        gradients=parallel.shards_gradients,
-        ema=config.optimizer.ema > 0,
-    )
 
 
 def peak_bytes(

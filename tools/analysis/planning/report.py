@@ -2,23 +2,30 @@
 layouts."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from itertools import groupby
+from math import isinf
 from typing import Any
 
 from models.estimate.flops import training_flops
 from models.estimate.storage import without_storage
+from parallel.pipeline.builders import default_chunks
+from tools.analysis.planning.accuracy import MEASURED, PLAIN
+from tools.analysis.planning.bottleneck import describe_bottleneck
 from tools.analysis.planning.device import RESERVED, Target, target_of
 from tools.analysis.planning.memory import MemoryModel, RankBytes
-from tools.analysis.planning.search import LayoutSearch, Planned, plan_run
-from tools.analysis.planning.speed import Assumptions, Prediction
+from tools.analysis.planning.remedies import Remedy
+from tools.analysis.planning.search import LayoutSearch, Planned, plan_run, run_seconds
+from tools.analysis.planning.seconds.assumptions import Assumptions
+from tools.analysis.planning.speed import Prediction
 from tools.config.expert_ranks import expert_slices
 from tools.config.layouts import AXES, in_words
 from tools.config.run_file import RunConfig
 from tools.config.settings import Parallel
-from tools.console.units import duration, flops, size
+from tools.console.units import duration, first_of, flops, size
 
 # kinds of bytes with a column of their own, and those that share the column "other"
+MOST_CHANGES = 8  # of train.batch_schedule that are named
 MAIN_KINDS = ("weights", "gradients", "masters", "moments", "activations")
 OTHER_KINDS = {
     "ema": "the average of the weights",
@@ -47,6 +54,14 @@ def run_lines(config: RunConfig, target: Target) -> Iterator[str]:
         f"batch      {train.global_batch:,} samples = {parallel.data:,} x {microbatches}, "
         f"{config.tokens_per_step:,} tokens a step"
     )
+    if train.batch_schedule:
+        changes = [
+            f"{batch:,} from sample {samples:,} on" for samples, batch in train.batch_schedule
+        ]
+        yield (
+            f"batches    {first_of(changes, MOST_CHANGES)}; bytes are those of the largest, the "
+            "step is one of the last"
+        )
     if not model.factory:
         with without_storage(target.device):
             yield f"attention  {'; '.join(config.attention_kernels(model))}"
@@ -133,14 +148,13 @@ def summary_line(config: RunConfig) -> str:
 
 
 def prediction_lines(
-    config: RunConfig, predicted: Prediction, assumed: Assumptions
+    planned: Planned, predicted: Prediction, assumed: Assumptions
 ) -> Iterator[str]:
     """Yield the predicted step and what it rests on."""
+    config = planned.config
     traffic = predicted.traffic
     speed = rates(config, predicted, assumed)
-    run_seconds = config.train.steps * predicted.seconds
-    in_passes = {"context": traffic.cp, "expert": traffic.experts}
-    axes_of_passes = " and ".join(["tensor", *(axis for axis in in_passes if in_passes[axis])])
+    total_seconds = run_seconds(planned, predicted, assumed)
     by_axis = {
         "tensor": traffic.tp,
         "context": traffic.cp,
@@ -150,31 +164,96 @@ def prediction_lines(
     }
     sent = [f"{size(nbytes)} over {axis}" for axis, nbytes in by_axis.items() if nbytes]
     yield "prediction, not a measurement"
-    yield (
-        f"step       {duration(predicted.seconds)}: products {duration(predicted.compute)}, "
-        f"{axes_of_passes} traffic {duration(predicted.tp)},"
-    )
-    yield (
-        f"           replicas {duration(predicted.dp)}; ranks wait {predicted.idle:.1%} of the "
-        "passes"
-    )
+    yield from _step_lines(predicted)
+    limit, advice = describe_bottleneck(predicted)
+    yield f"limit      {limit};"
+    yield f"           {advice}"
     yield f"sends      a rank, a step: {', '.join(sent) or 'nothing'}"
     rank_speed = f"{flops(speed['tflops'] * 1e12)}/s a rank, MFU {speed['mfu']:.1%}"
     yield f"speed      {speed['tokens_per_s']:,.0f} tokens/s, {rank_speed}"
-    rank_hours = run_seconds / 3600 * config.world_size
+    yield f"error      {_error(assumed)}"
+    rank_hours = total_seconds / 3600 * config.world_size
     yield (
-        f"run        {config.train.steps:,} steps in {duration(run_seconds)}: {rank_hours:,.1f} "
+        f"run        {config.train.steps:,} steps in {duration(total_seconds)}: {rank_hours:,.1f} "
         "rank-hours"
     )
-    yield (
-        f"assumed    products at {assumed.efficiency:.0%} of {flops(assumed.tflops * 1e12)}/s a "
-        "rank,"
-    )
+    tokens_of_hour = speed["tokens_per_s"] * 3600 / config.world_size
+    yield f"           a rank-hour is {tokens_of_hour:,.0f} tokens"
+    yield from _assumed_lines(assumed)
+
+
+def _step_lines(predicted: Prediction) -> Iterator[str]:
+    """Yield the lines on the times of a step by kind."""
+    in_passes = {
+        "products": predicted.compute,
+        "attention": predicted.attention,
+        "between products": predicted.elementwise,
+        "launches and latency": predicted.fixed,
+        "traffic": predicted.tp,
+    }
+    known = [f"{kind} {duration(seconds)}" for kind, seconds in in_passes.items() if seconds]
+    yield f"step       {duration(predicted.seconds)}: {', '.join(known[:2])},"
+    if known[2:]:
+        yield f"           {', '.join(known[2:])},"
+    replicas = f"replicas {duration(predicted.dp)}"
+    if predicted.exposed < predicted.dp:
+        replicas += f", of which {duration(predicted.exposed)} are waited for"
+    if predicted.update:
+        replicas += f", update {duration(predicted.update)}"
+    yield f"           {replicas};"
+    yield f"           ranks wait {predicted.idle:.1%} of the passes"
+
+
+def _error(assumed: Assumptions) -> str:
+    """Return how far predictions are from measured speeds."""
+    if isinf(assumed.bandwidth):
+        return "not known: only products and messages are timed"
+    if assumed.factor != 1.0:
+        return MEASURED.describe()
+    return PLAIN.describe()
+
+
+def _assumed_lines(assumed: Assumptions) -> Iterator[str]:
+    """Yield the lines on the speeds that a prediction rests on."""
+    peak = flops(assumed.tflops * 1e12)
+    yield f"assumed    products at {assumed.efficiency:.0%} of {peak}/s a rank,"
     yield (
         f"           links of {assumed.fast:g} GB/s within {assumed.machine} ranks and "
-        f"{assumed.slow:g} GB/s beyond;"
+        f"{assumed.slow:g} GB/s beyond,"
     )
+    if not isinf(assumed.bandwidth):
+        yield f"           memory at {assumed.bandwidth:,.0f} GB/s between products;"
+        yield (
+            f"           {assumed.hidden:.0%} of traffic in the passes runs beside products, and "
+            f"{1 - assumed.exposed:.0%}"
+        )
+        yield "           of that of replicas;"
+    if assumed.factor != 1.0:
+        yield f"           all times {assumed.factor:.2f} as long, as --measured was;"
     yield "           other: --efficiency, --tflops, --fast-link, --machine, --slow-link"
+
+
+def remedy_lines(planned: Planned, remedy: Remedy | None) -> Iterator[str]:
+    """Yield the line on the cheapest change that makes a run fit."""
+    if remedy is None:
+        yield "           no ZeRO-2, bf16 gradients or recomputation is enough; --ranks N looks"
+        yield "           for another layout"
+        return
+    changed = remedy.planned
+    cost = ""
+    if planned.prediction and changed.prediction:
+        longer = changed.prediction.seconds / planned.prediction.seconds - 1
+        cost = f", a step {abs(longer):.1%} {'longer' if longer > 0 else 'shorter'}"
+    yield f"           it fits with {remedy.describe()}"
+    yield f"           ({size(changed.total)}{cost})"
+
+
+def budget_line(config: RunConfig, predicted: Prediction, rank_hours: float) -> str:
+    """Return what a budget buys: tokens, steps and days."""
+    steps = int(rank_hours * 3600 / config.world_size / predicted.seconds)
+    tokens = steps * config.tokens_per_step
+    took = duration(steps * predicted.seconds)
+    return f"budget     {rank_hours:,.0f} rank-hours: {tokens:,} tokens in {steps:,} steps, {took}"
 
 
 def rates(config: RunConfig, predicted: Prediction, assumed: Assumptions) -> dict[str, float]:
@@ -203,10 +282,13 @@ def layout_lines(
         return
     smallest = f" (the smallest needs {size(result.smallest)})" if result.too_large else ""
     yield f"{result.too_large} others do not fit{smallest}, {result.slower} are slower"
+    if result.unseen:
+        yield f"stopped: {result.unseen:,} were not looked at"
     has_experts = result.layouts[0].config.model.experts > 0
     if has_experts:
         yield "experts: the ranks over which they are spread x the slices of each"
-    columns = ["layout", "recompute", "sequence", "memory", "waits", "sends", "step", "MFU"]
+    yield "stages: of each pipeline rank; batch: samples of a micro-batch"
+    columns = ["layout", "stages", "batch", "recompute", "ZeRO", "memory", "waits", "step", "MFU"]
     if has_experts:
         columns.insert(1, "experts")
     rows = [tuple(columns)]
@@ -221,20 +303,27 @@ def _layout_cells(planned: Planned, axes: Sequence[str], assumed: Assumptions) -
     parallel = planned.config.parallel
     predicted = planned.prediction
     assert predicted is not None  # layouts are searched with a peak speed
-    sent = sum(astuple(predicted.traffic))
     mfu = rates(planned.config, predicted, assumed)["mfu"]
     axis_sizes = [str(getattr(parallel, axis)) for axis in axes]
     return {
         "layout": " x ".join(axis_sizes),
         "experts": f"{parallel.expert} x {expert_slices(parallel)}",
+        "stages": str(parallel.chunks or default_chunks(parallel.schedule)),
+        "batch": str(planned.config.train.micro_batch),
         "recompute": parallel.recompute,
-        "sequence": "yes" if parallel.sequence else "no",
+        "ZeRO": _zero_stage(parallel),
         "memory": size(planned.total),
         "waits": f"{predicted.idle:.1%}",
-        "sends": size(sent),
         "step": duration(predicted.seconds),
         "MFU": f"{mfu:.1%}",
     }
+
+
+def _zero_stage(parallel: Parallel) -> str:
+    """Return the stage of ZeRO of a layout."""
+    if parallel.shards_gradients:
+        return "2"
+    return "1" if parallel.zero else "-"
 
 
 def none_found(result: LayoutSearch, ranks: int) -> str:

@@ -1,29 +1,37 @@
 """All layouts of a number of ranks that a run can have and that fit its device, fastest first.
 
 Varied are tensor (within a machine), pipeline and data parallelism, context parallelism of long
-sequences, the ranks over which experts are spread and their slices, sequence parallelism, and what
-is recomputed; every other key of [parallel] stays as it is if it can. Layouts whose state alone
-does not fit, by the bytes of a parameter, are not looked at more closely, and neither are those
-that cannot be faster than the layouts that were found.
+sequences, the ranks over which experts are spread and their slices, sequence parallelism, what is
+recomputed, and the stages of each pipeline rank; every other key of [parallel] stays as it is if it
+can. Layouts whose state alone does not fit, by the bytes of a parameter, are not looked at more
+closely, and neither are those that cannot be faster than the layouts that were found.
+
+Of the fastest layouts other micro-batches, ZeRO stages and numbers of stages are tried too
+(`neighbors`), and those of the better ones, as long as there are better ones.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from megaprec.optim.muon.rule import min_moments
+from parallel.pipeline.builders import default_chunks
+from parallel.sequence_cut import length_multiple
 from tools.analysis.planning.device import Target
-from tools.analysis.planning.memory import MemoryModel, RankBytes, sharding_of
-from tools.analysis.planning.speed import Assumptions, Prediction, least_seconds, passes_of, predict
+from tools.analysis.planning.memory import MemoryModel, RankBytes, least_activation_bytes
+from tools.analysis.planning.seconds.assumptions import Assumptions
+from tools.analysis.planning.speed import Prediction, least_seconds, passes_of, predict
 from tools.config.checks import make_rule
 from tools.config.expert_ranks import expert_slices, possible_expert_keys, replicas_sharing_state
 from tools.config.layouts import fit_layout
 from tools.config.run_file import RunConfig
-from tools.config.settings import Parallel
+from tools.config.sharding import sharding_of
 
 ORIGIN = "megaprec plan"
 MOST_LAYOUTS = 10  # that are found
+MOST_EXPANDED = 3  # of the fastest, whose neighbors are tried
+CHUNKS = (2, 4, 8)  # stages of a pipeline rank that are tried first
 # Tokens of a sequence that each rank of parallel.context has at least, unless the run has shorter
 # parts
 LONG = 8192
@@ -66,22 +74,107 @@ class LayoutSearch:
     slower: how many others cannot be faster.
     too_large: how many do not fit.
     smallest: the bytes of the one of those that needs least.
+    unseen: how many were not looked at when the search was interrupted.
     """
 
     layouts: Sequence[Planned]
     slower: int
     too_large: int
     smallest: int
+    unseen: int = 0
+
+
+Progress = Callable[[int, int, Planned | None], None]
+"""Is told how many layouts of how many are looked at, and the fastest so far."""
 
 
 def plan_run(config: RunConfig, memory: MemoryModel, assumed: Assumptions | None) -> Planned:
-    """Return the run in its own layout."""
+    """Return the run in its own layout: the bytes of its largest batch, and the times of a step of
+    train.global_batch samples."""
     passes = passes_of(config)
     ranks = memory.of(config, passes)
+    largest = config.batches.sizes[-1]
+    if largest != config.train.global_batch:
+        with_largest = config.with_constant_batch(largest)
+        ranks = memory.of(with_largest, passes_of(with_largest))
     prediction = None
     if assumed:
         prediction = predict(config, passes, ranks, assumed)
     return Planned(config, ranks, prediction)
+
+
+def run_seconds(planned: Planned, predicted: Prediction, assumed: Assumptions) -> float:
+    """Return the predicted time of all steps of a run, each with the batch that it has. predicted:
+    a step of train.global_batch samples."""
+    config = planned.config
+    seconds = 0.0
+    for batch, steps in config.batches.steps_by_batch(config.train.steps).items():
+        step_seconds = predicted.seconds
+        if batch != config.train.global_batch:
+            other = config.with_constant_batch(batch)
+            step_seconds = predict(other, passes_of(other), planned.ranks, assumed).seconds
+        seconds += steps * step_seconds
+    return seconds
+
+
+class _Found:
+    """The layouts that a search has found.
+
+    fitting: fastest first.
+    slower: how many cannot be faster.
+    too_large: bytes of those that do not fit.
+    """
+
+    def __init__(self, target: Target, assumed: Assumptions) -> None:
+        self.fitting = list[Planned]()
+        self.slower = 0
+        self.too_large = list[int]()
+        self._target = target
+        self._assumed = assumed
+        self._memory = MemoryModel(target.device)
+
+    def look_at(self, config: RunConfig, least_time: float) -> None:
+        """Add a layout, unless it does not fit or cannot be one of the fastest."""
+        least = least_bytes(config)
+        if self._is_too_large(least + least_activation_bytes(config)):
+            return
+        if self.cannot_be_better(least_time):
+            self.slower += 1
+        elif not self._is_too_large(least + self._memory.least_activations(config)):
+            self._plan(config)
+
+    def cannot_be_better(self, least_time: float) -> bool:
+        """Return True if there are enough layouts that are faster."""
+        if len(self.fitting) < MOST_LAYOUTS:
+            return False
+        slowest_time, _ = _speed_then_size(self.fitting[MOST_LAYOUTS - 1])
+        return least_time > slowest_time
+
+    def _is_too_large(self, least: int) -> bool:
+        """Return True, and note it, if a layout that needs at least so many bytes does not fit."""
+        if self._target.verdict(least) != "does not fit":
+            return False
+        self.too_large.append(least)
+        return True
+
+    def _plan(self, config: RunConfig) -> None:
+        planned = plan_run(config, self._memory, self._assumed)
+        if self._is_too_large(planned.total):
+            return
+        self.fitting.append(planned)
+        self.fitting.sort(key=_speed_then_size)
+
+    @property
+    def best(self) -> Planned | None:
+        """The fastest layout so far."""
+        return self.fitting[0] if self.fitting else None
+
+    def result(self, unseen: int) -> LayoutSearch:
+        """Return the fastest layouts. unseen: others that were not looked at."""
+        slower = self.slower + max(0, len(self.fitting) - MOST_LAYOUTS)
+        smallest = min(self.too_large, default=0)
+        fastest = self.fitting[:MOST_LAYOUTS]
+        return LayoutSearch(fastest, slower, len(self.too_large), smallest, unseen)
 
 
 def search(
@@ -89,42 +182,68 @@ def search(
     ranks: int,
     target: Target,
     assumed: Assumptions,
-    progress: Callable[[int, int], None],
+    progress: Progress,
 ) -> LayoutSearch:
     """Return the `MOST_LAYOUTS` fastest layouts of `ranks` ranks.
 
-    progress: is told how many of how many are looked at.
+    KeyboardInterrupt ends the search with what was found so far, if anything was.
     """
-    memory = MemoryModel(target.device)
-    planned_layouts = list[Planned]()  # those that fit, fastest first
-    too_large = list[int]()  # bytes of those that do not fit
-    slower = 0
+    found = _Found(target, assumed)
     timed: list[tuple[float, RunConfig]] = []
     for layout in candidates(config, ranks, assumed.machine):
         timed.append((least_seconds(layout, assumed), layout))
     # fastest first, so that most others are found to be slower without a closer look
     timed.sort(key=lambda pair: pair[0])
-    for number, (least_time, layout) in enumerate(timed):
-        progress(number, len(timed))
-        least = least_bytes(layout)
-        if target.verdict(least) == "does not fit":
-            too_large.append(least)
-            continue
-        if len(planned_layouts) >= MOST_LAYOUTS:
-            slowest_time, _ = _speed_then_size(planned_layouts[MOST_LAYOUTS - 1])
-            if least_time > slowest_time:
-                slower += 1
-                continue
-        planned = plan_run(layout, memory, assumed)
-        if target.verdict(planned.total) == "does not fit":
-            too_large.append(planned.total)
-        else:
-            planned_layouts.append(planned)
-            planned_layouts.sort(key=_speed_then_size)
-    progress(len(timed), len(timed))
-    slower += max(0, len(planned_layouts) - MOST_LAYOUTS)
-    fastest = planned_layouts[:MOST_LAYOUTS]
-    return LayoutSearch(fastest, slower, len(too_large), min(too_large, default=0))
+    number = 0
+    try:
+        for number, (least_time, layout) in enumerate(timed):
+            progress(number, len(timed), found.best)
+            found.look_at(layout, least_time)
+        number = len(timed)
+        _improve(found, assumed)
+    except KeyboardInterrupt:
+        if not found.fitting:
+            raise
+    progress(len(timed), len(timed), found.best)
+    return found.result(unseen=len(timed) - number)
+
+
+def _improve(found: _Found, assumed: Assumptions) -> None:
+    """Look at the neighbors of the fastest layouts, until these have no better ones."""
+    seen = {_identity(planned.config) for planned in found.fitting}
+    expanded = set[str]()
+    while True:
+        fastest = found.fitting[:MOST_EXPANDED]
+        fresh = [one for one in fastest if _identity(one.config) not in expanded]
+        if not fresh:
+            return
+        for planned in fresh:
+            expanded.add(_identity(planned.config))
+            for neighbor in neighbors(planned.config):
+                identity = _identity(neighbor)
+                if identity not in seen:
+                    seen.add(identity)
+                    found.look_at(neighbor, least_seconds(neighbor, assumed))
+
+
+def neighbors(config: RunConfig) -> Iterator[RunConfig]:
+    """Yield the run with another micro-batch, ZeRO stage or number of stages, as far as its rules
+    allow."""
+    train = config.train
+    parallel = config.parallel
+    changes: list[tuple[str, object]] = [("train.micro_batch", 2 * train.micro_batch)]
+    if train.micro_batch % 2 == 0:
+        changes.append(("train.micro_batch", train.micro_batch // 2))
+    if parallel.zero and parallel.copies > 1:
+        changes.append(("parallel.zero", True if parallel.shards_gradients else 2))
+    if parallel.schedule == "interleaved":
+        chunks = parallel.chunks or default_chunks(parallel.schedule)
+        changes.append(("parallel.chunks", 2 * chunks))
+    for key, value in changes:
+        try:
+            yield config.with_value(key, value, ORIGIN)
+        except ValueError:
+            continue  # a rule forbids it
 
 
 def candidates(config: RunConfig, ranks: int, machine: int) -> Iterator[RunConfig]:
@@ -135,23 +254,45 @@ def candidates(config: RunConfig, ranks: int, machine: int) -> Iterator[RunConfi
     for axes in _axes(config, ranks, machine):
         tensor = axes["tensor"]
         copies = axes["data"] * axes["context"]
-        sequence_choices = [parallel.sequence]
-        # without tensor-parallel ranks there is nothing to cut a sequence over
-        if tensor > 1:
-            sequence_choices.append(True)
+        sequence_choices = [*_sequences(config, tensor, axes["context"])]
         expert_choices = possible_expert_keys(parallel, config.model.experts, tensor, copies)
         recompute_choices = (current_recompute, *RECOMPUTE)
-        choices = product(expert_choices, recompute_choices, sequence_choices)
-        for experts, recompute, sequence in choices:
-            # a schedule from a file is one for a number of ranks and micro-batches
-            keys = {**axes, **experts, **recompute, "sequence": sequence, "schedule_file": ""}
-            fitting = fit_layout(config, keys)
-            if fitting is None:
+        schedule_choices = _schedules(config, axes["pipeline"])
+        choices = product(expert_choices, recompute_choices, sequence_choices, schedule_choices)
+        for experts, recompute, sequence, schedule in choices:
+            keys = {**axes, **experts, **recompute, **schedule, "sequence": sequence}
+            identity = _identity_of_keys(keys, tensor)
+            if identity in seen:
                 continue
-            identity = _identity(fitting.parallel)
-            if identity not in seen:
-                seen.add(identity)
+            seen.add(identity)
+            if fitting := fit_layout(config, keys):
                 yield config.with_parallel(fitting.parallel, ORIGIN)
+
+
+def _sequences(config: RunConfig, tensor: int, context: int) -> Iterator[bool]:
+    """Yield whether the sequence is cut over tensor-parallel ranks: where it can be, unless the run
+    says otherwise, and then both ways."""
+    parallel = config.parallel
+    # without tensor-parallel ranks there is nothing to cut a sequence over
+    can_be_cut = tensor > 1 and config.train.seq_length % length_multiple(context, tensor) == 0
+    if can_be_cut:
+        yield True
+    if not can_be_cut or config.given("parallel.sequence"):
+        yield parallel.sequence
+
+
+def _schedules(config: RunConfig, pipeline: int) -> Iterator[dict[str, Any]]:
+    """Yield the keys of the schedules that are tried: the run's own, and if that is 1F1B, several
+    stages on each rank."""
+    parallel = config.parallel
+    # a schedule from a file is one for a number of ranks and micro-batches
+    yield {"schedule": parallel.schedule, "chunks": parallel.chunks, "schedule_file": ""}
+    if parallel.schedule not in ("1f1b", "interleaved") or pipeline == 1:
+        return
+    yield {"schedule": "1f1b", "chunks": 0, "schedule_file": ""}
+    for chunks in CHUNKS:
+        if pipeline * chunks <= config.model.layers:
+            yield {"schedule": "interleaved", "chunks": chunks, "schedule_file": ""}
 
 
 def _axes(config: RunConfig, ranks: int, machine: int) -> Iterator[dict[str, int]]:
@@ -168,15 +309,22 @@ def _axes(config: RunConfig, ranks: int, machine: int) -> Iterator[dict[str, int
         if ranks % replica_ranks or pipeline > config.model.layers or tensor > most_tensor:
             continue
         data = ranks // replica_ranks
-        if train.global_batch % (train.micro_batch * data) == 0:
+        if config.batches.common_divisor % (train.micro_batch * data) == 0:
             yield {"tensor": tensor, "pipeline": pipeline, "context": context, "data": data}
 
 
-def _identity(parallel: Parallel) -> str:
+def _identity_of_keys(keys: Mapping[str, Any], tensor: int) -> str:
     """Return a text that is the same for the same layout, whether the slices of experts are given
     or left to the default."""
+    slices = keys.get("expert_tensor", 0) or tensor
+    return str(sorted({**keys, "expert_tensor": slices}.items()))
+
+
+def _identity(config: RunConfig) -> str:
+    """Return a text that is the same for the same layout and micro-batch."""
+    parallel = config.parallel
     spelled_out = parallel.model_copy(update={"expert_tensor": expert_slices(parallel)})
-    return spelled_out.model_dump_json()
+    return f"{config.train.micro_batch} {spelled_out.model_dump_json()}"
 
 
 def least_bytes(config: RunConfig) -> int:

@@ -1,53 +1,46 @@
-"""A prediction of the time of a step, from FLOPs, traffic and the schedule. It is not a
-measurement.
+"""A prediction of the time of a step, by kind and from the schedule. It is not a measurement.
 
-Matrix products run at a fraction of the device's peak; nothing else takes time but messages. An
-axis whose ranks are in one machine has fast links, any other slow ones. Traffic of tensor-parallel
-ranks is added to the passes, messages between stages are sent while ranks compute, and replicas
-communicate at the end of the step, or during the passes if parallel.overlap is on. The update,
-data, evaluation and saves are not counted.
+The instructions of a pipeline rank take the times of their matrix products, of attention's own
+products, of operators between them, of the communication that ranks of a stage wait for, and of
+launches and latency (`tools.analysis.planning.seconds`). Messages between stages are sent while
+ranks compute. The schedule is simulated with these times. After the passes a step waits for a part
+of the replicas' communication and updates its weights. Data, evaluation and saves are not counted.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-import torch
-
-from megaprec.comm.axis import AXES
-from models.estimate.flops import StageCost
+from models.decoder.stages import Cut
+from models.estimate.flops import StageCost, stage_costs
 from models.estimate.memory import message_bytes
-from models.estimate.storage import Device
 from parallel.pipeline.builders import default_chunks
 from parallel.pipeline.formulas import TEXTBOOK, Sizes
 from parallel.pipeline.instructions import SENDS, Instruction, Op
-from parallel.pipeline.simulation import simulate
-from tools.analysis.planning.memory import PlannedPasses, RankBytes, sharding_of
-from tools.config.expert_ranks import expert_replicas, expert_slices, replicas_sharing_state
+from parallel.pipeline.simulation import Span, simulate
+from tools.analysis.planning.memory import PlannedPasses, RankBytes
+from tools.analysis.planning.seconds.assumptions import Assumptions
+from tools.analysis.planning.seconds.attention import attention_seconds
+from tools.analysis.planning.seconds.elementwise import elementwise_seconds
+from tools.analysis.planning.seconds.links import Link, axis_links
+from tools.analysis.planning.seconds.products import product_seconds
+from tools.analysis.planning.seconds.replicas import exposed_seconds, replica_seconds
+from tools.analysis.planning.seconds.traffic import (
+    context_bytes,
+    elements_of_pipeline,
+    expert_bytes,
+    replica_bytes,
+    tensor_bytes,
+    whole_gradients,
+)
+from tools.analysis.planning.seconds.update import update_seconds
 from tools.config.run_file import RunConfig
 from tools.config.schedules import pipeline_schedule
 
 # Forward passes. Of a longer schedule only the first micro-batches are simulated, for a search
 # simulates the schedule of each layout.
 MOST_SIMULATED = 1024
-
-
-@dataclass(frozen=True)
-class Assumptions:
-    """Speeds that a prediction rests on.
-
-    tflops: a rank's peak.
-    efficiency: the fraction of it that matrix products reach.
-    fast, slow: GB/s in each direction within a machine and between machines.
-    machine: ranks of a machine.
-    device: cpu or cuda; on a CPU, ranks compute and communicate on the same cores.
-    """
-
-    tflops: float
-    efficiency: float
-    fast: float
-    slow: float
-    machine: int
-    device: Device = "cuda"
+_COMPUTATIONS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True)
@@ -66,21 +59,68 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted times of one step, in seconds.
+    """The predicted times of one step, in seconds; those of the passes are of a rank, on average.
 
-    seconds: of the step.
-    compute: of the matrix products of a rank, on average.
-    tp: of communication in the passes of a rank, over cp and to experts too.
-    dp: of communication at the end of the step.
-    idle: the fraction of the passes that a rank waits, on average.
+    seconds: of the step: the kinds below but `dp`, and waiting for other stages.
+    compute: of products with weights.
+    attention: of attention's own products.
+    elementwise: of the operators between products.
+    fixed: of launches, and of the latency of each layer.
+    tp: of communication in the passes that does not run beside products, over cp and to experts
+        too.
+    dp: of the replicas' communication by itself.
+    exposed: the part of it that the step waits for.
+    update: of the optimizer.
+    idle: the fraction of the passes that a rank waits.
     """
 
     seconds: float
     compute: float
+    attention: float
+    elementwise: float
+    fixed: float
     tp: float
     dp: float
+    exposed: float
+    update: float
     idle: float
     traffic: Traffic
+
+
+@dataclass(frozen=True)
+class InstructionSeconds:
+    """The times of one instruction by kind, and the bytes that it sends.
+
+    tensor_bytes, context_bytes, expert_bytes: over tp, over cp, and to experts.
+    """
+
+    products: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    fixed: float = 0.0
+    traffic: float = 0.0
+    tensor_bytes: float = 0.0
+    context_bytes: float = 0.0
+    expert_bytes: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The time of the instruction: its kinds one after the other."""
+        return self.products + self.attention + self.elementwise + self.fixed + self.traffic
+
+    def __add__(self, other: "InstructionSeconds") -> "InstructionSeconds":
+        sums: dict[str, float] = {}
+        for kind in fields(self):
+            sums[kind.name] = getattr(self, kind.name) + getattr(other, kind.name)
+        return InstructionSeconds(**sums)
+
+    def times(self, factor: float) -> "InstructionSeconds":
+        """Return as many of them."""
+        scaled = {kind.name: factor * getattr(self, kind.name) for kind in fields(self)}
+        return InstructionSeconds(**scaled)
+
+
+NOTHING = InstructionSeconds()
 
 
 def passes_of(config: RunConfig) -> PlannedPasses:
@@ -117,22 +157,17 @@ def passes_of(config: RunConfig) -> PlannedPasses:
     return PlannedPasses(schedule, costs, microbatches - until_regular, longer)
 
 
-class _InstructionCosts:
-    """The times and bytes of a run's instructions.
+class _StepCosts:
+    """The times of a run's instructions.
 
-    costs: by stage.
-    flops_per_second: of the ranks that share a micro-batch in a stage.
-    links: bytes a second, by axis.
-    message_bytes: of an activation or its gradient that a stage sends to the next.
+    links: by axis.
+    message: seconds of an activation or its gradient on its way to the next stage.
+    message_bytes: of it.
     """
 
     def __init__(self, config: RunConfig, costs: Sequence[StageCost], assumed: Assumptions) -> None:
-        self.config = config
-        self.costs = costs
+        self.links = axis_links(config, assumed)
         parallel = config.parallel
-        ranks = parallel.tensor * parallel.context
-        self.flops_per_second = ranks * assumed.tflops * 1e12 * assumed.efficiency
-        self.links = {axis: _link(config, axis, assumed) * 1e9 for axis in (*AXES, "experts")}
         self.message_bytes = message_bytes(
             config.sized_model,
             config.plan,
@@ -140,60 +175,133 @@ class _InstructionCosts:
             parallel.tensor,
             parallel.context,
         )
+        self.message = self.message_bytes / self.links["pp"].bandwidth
+        # by stage; stages with as many layers of each kind are alike
+        alike = dict[tuple[object, ...], dict[Op, InstructionSeconds]]()
+        self.by_stage: list[dict[Op, InstructionSeconds]] = []
+        for cost in costs:
+            key = _kind_of_cost(cost)
+            if key not in alike:
+                alike[key] = _stage_seconds(config, cost, assumed, self.links)
+            self.by_stage.append(alike[key])
 
-    def sent_bytes(self, instruction: Instruction) -> tuple[float, float, float]:
-        """Return the bytes that a rank sends in a computation: over tp, over cp, and to experts."""
-        cost = self.costs[instruction.stage]
-        return (
-            _tensor_bytes(self.config, cost, instruction.op),
-            _context_bytes(self.config, cost, instruction.op),
-            _expert_bytes(self.config, cost, instruction.op),
-        )
-
-    def compute_seconds(self, instruction: Instruction) -> float:
-        """Return the time of an instruction's matrix products."""
-        return self.costs[instruction.stage].flops(instruction) / self.flops_per_second
-
-    def traffic_seconds(self, instruction: Instruction) -> float:
-        """Return the time of an instruction's communication with ranks of the same stage."""
-        tensor, context, experts = self.sent_bytes(instruction)
-        links = self.links
-        return tensor / links["tp"] + context / links["cp"] + experts / links["experts"]
+    def of(self, instruction: Instruction) -> InstructionSeconds:
+        """Return the times of a computation."""
+        return self.by_stage[instruction.stage].get(instruction.op, NOTHING)
 
     def seconds(self, instruction: Instruction) -> float:
         """Return the time of an instruction."""
         if instruction.op in SENDS:
-            return self.message_bytes / self.links["pp"]
-        return self.compute_seconds(instruction) + self.traffic_seconds(instruction)
+            return self.message
+        return self.of(instruction).seconds
+
+
+def _kind_of_cost(cost: StageCost) -> tuple[object, ...]:
+    """Return what the times of a stage depend on."""
+    layers = cost.cut.layers
+    return (cost.cut.first, cost.cut.last, len(layers), cost.forward, cost.input, min(layers))
+
+
+def _stage_seconds(
+    config: RunConfig, cost: StageCost, assumed: Assumptions, links: dict[str, Link]
+) -> dict[Op, InstructionSeconds]:
+    """Return the times of a stage's computations of one micro-batch."""
+    products = product_seconds(config, cost, assumed)
+    attention_forward, attention_backward = attention_seconds(config, cost, assumed)
+    elementwise_forward, elementwise_backward = elementwise_seconds(config, cost, assumed)
+    layers = len(cost.cut.layers)
+    recomputed_layers = config.recompute.count_whole_layers(layers)
+
+    def instruction(
+        op: Op, product: float, attention: float, elementwise: float, passes: int
+    ) -> InstructionSeconds:
+        """Return the times of one computation. passes: forward passes of a layer that it is as long
+        as, in latency."""
+        tensor = tensor_bytes(config, cost, op)
+        context = context_bytes(config, cost, op)
+        experts = expert_bytes(config, cost, op)
+        sending = tensor / links["tp"].bandwidth
+        sending += context / links["cp"].bandwidth
+        sending += experts / links["experts"].bandwidth
+        return InstructionSeconds(
+            product,
+            attention,
+            elementwise,
+            fixed=passes * (assumed.layer + _latency(config, links)),
+            traffic=(1 - assumed.hidden) * sending,
+            tensor_bytes=tensor,
+            context_bytes=context,
+            expert_bytes=experts,
+        )
+
+    forward = instruction(
+        Op.FORWARD, products.forward, attention_forward, elementwise_forward, layers
+    )
+    input_products = products.input + products.recomputed
+    input_half = instruction(
+        Op.BACKWARD_INPUT,
+        input_products,
+        attention_backward,
+        elementwise_backward,
+        layers + recomputed_layers,
+    )
+    weight_half = instruction(Op.BACKWARD_WEIGHT, products.weight, 0.0, 0.0, layers)
+    return {
+        Op.FORWARD: forward,
+        Op.BACKWARD: input_half + weight_half,
+        Op.BACKWARD_INPUT: input_half,
+        Op.BACKWARD_WEIGHT: weight_half,
+    }
+
+
+def _latency(config: RunConfig, links: dict[str, Link]) -> float:
+    """Return the latency of the collectives of one layer in one pass: each of its two blocks
+    gathers and scatters over tp, attention sends keys and values, and tokens go to experts and
+    back."""
+    latency = 4 * links["tp"].latency + links["cp"].latency
+    if config.model.experts:
+        latency += 2 * links["experts"].latency
+    return latency
 
 
 def predict(
     config: RunConfig, passes: PlannedPasses, ranks: Sequence[RankBytes], assumed: Assumptions
 ) -> Prediction:
     """Return the predicted times of a step. ranks: the bytes of each pipeline rank."""
+    weights = max(rank.weights for rank in ranks)
+    sent = 0.0
+    for rank in ranks:
+        gradients = whole_gradients(config, rank.gradients)
+        sent = max(sent, replica_bytes(config, gradients, rank.weights))
+    elements = weights / config.plan.parameters.itemsize
+    return predict_passes(config, passes, sent, elements, assumed)
+
+
+def predict_passes(
+    config: RunConfig,
+    passes: PlannedPasses,
+    sent: float,
+    elements: float,
+    assumed: Assumptions,
+) -> Prediction:
+    """Return the predicted times of a step.
+
+    sent: bytes that a rank sends to its replicas.
+    elements: parameters of the fullest rank.
+    """
     schedule = passes.schedule
-    costs = _InstructionCosts(config, passes.costs, assumed)
+    costs = _StepCosts(config, passes.costs, assumed)
     spans = simulate(schedule, costs.seconds)
     num_ranks = len(schedule.programs)
-    # by rank, over the passes of the schedule
-    compute_seconds = [0.0] * num_ranks
-    traffic_seconds = [0.0] * num_ranks
-    tensor_bytes = [0.0] * num_ranks
-    context_bytes = [0.0] * num_ranks
-    expert_bytes = [0.0] * num_ranks
-    for span in spans:
-        instruction = span.instruction
-        if instruction.op in SENDS:
-            continue
-        tensor, context, experts = costs.sent_bytes(instruction)
-        compute_seconds[span.rank] += costs.compute_seconds(instruction)
-        traffic_seconds[span.rank] += costs.traffic_seconds(instruction)
-        tensor_bytes[span.rank] += tensor
-        context_bytes[span.rank] += context
-        expert_bytes[span.rank] += experts
-
-    # all micro-batches of the step over those simulated: products and traffic grow with them
+    # all micro-batches of the step over those simulated: work and traffic grow with them
     repeats = 1 + passes.more / schedule.microbatches
+    # by rank
+    work = [NOTHING] * num_ranks
+    counts = _count_computations(spans)
+    for (rank, stage, op), count in counts.items():
+        of_all = costs.by_stage[stage][op].times(repeats * count)
+        work[rank] = work[rank] + of_all
+
     # the time does not, for filling the pipeline is a part of it: each further micro-batch takes as
     # long as one of those by which `longer` is longer
     passes_seconds = max(span.end for span in spans)
@@ -202,40 +310,56 @@ def predict(
         added_microbatches = passes.longer.microbatches - schedule.microbatches
         added_seconds = longer_seconds - passes_seconds
         passes_seconds += passes.more * added_seconds / added_microbatches
-    mean_compute = repeats * sum(compute_seconds) / num_ranks
-    mean_traffic = repeats * sum(traffic_seconds) / num_ranks
+
+    total = sum(work, NOTHING).times(1 / num_ranks)
     # an activation and a gradient of each micro-batch for each stage of a rank
     stages_per_rank = len(passes.costs) / num_ranks
     messages = 2 * costs.message_bytes * config.num_microbatches * stages_per_rank
     traffic = Traffic(
-        tp=repeats * max(tensor_bytes),
+        tp=max(of_rank.tensor_bytes for of_rank in work),
         pp=messages if num_ranks > 1 else 0.0,
-        dp=max(
-            _replica_bytes(config, _whole_gradients(config, rank.gradients), rank.weights)
-            for rank in ranks
-        ),
-        experts=repeats * max(expert_bytes),
-        cp=repeats * max(context_bytes),
+        dp=sent,
+        experts=max(of_rank.expert_bytes for of_rank in work),
+        cp=max(of_rank.context_bytes for of_rank in work),
     )
-    reduction = traffic.dp / costs.links["dp"]
-    busy_seconds = mean_compute + mean_traffic
+    replicas = replica_seconds(config, sent, elements, costs.links["dp"])
+    exposed = exposed_seconds(config, assumed, passes_seconds, replicas)
+    update = update_seconds(config, elements, assumed)
+    factor = assumed.factor
     return Prediction(
-        seconds=_step_seconds(config, assumed, passes_seconds, reduction),
-        compute=mean_compute,
-        tp=mean_traffic,
-        dp=reduction,
-        idle=max(0.0, 1 - busy_seconds / passes_seconds),
+        seconds=factor * (passes_seconds + exposed + update),
+        compute=factor * total.products,
+        attention=factor * total.attention,
+        elementwise=factor * total.elementwise,
+        fixed=factor * total.fixed,
+        tp=factor * total.traffic,
+        dp=factor * replicas,
+        exposed=factor * exposed,
+        update=factor * update,
+        idle=max(0.0, 1 - total.seconds / passes_seconds),
         traffic=traffic,
     )
 
 
-def _step_seconds(
-    config: RunConfig, assumed: Assumptions, passes_seconds: float, reduction_seconds: float
-) -> float:
-    """Return the time of a step, in which replicas communicate during the passes or after them."""
-    if config.parallel.overlaps(assumed.device):
-        return max(passes_seconds, reduction_seconds)
-    return passes_seconds + reduction_seconds
+def _count_computations(
+    spans: Sequence[Span],
+) -> Counter[tuple[int, int, Op]]:
+    """Return how often each rank computes each operation of each stage."""
+    counts = Counter[tuple[int, int, Op]]()
+    for span in spans:
+        instruction = span.instruction
+        if instruction.op in _COMPUTATIONS:
+            counts[span.rank, instruction.stage, instruction.op] += 1
+    return counts
+
+
+def _costs_of_one_stage(config: RunConfig) -> list[StageCost]:
+    """Return the costs of the whole model as one stage."""
+    train = config.train
+    whole = Cut(0, range(config.model.layers), first=True, last=True)
+    return stage_costs(
+        config.sized_model, [whole], train.seq_length, train.micro_batch, config.recompute
+    )
 
 
 def least_seconds(config: RunConfig, assumed: Assumptions) -> float:
@@ -248,13 +372,17 @@ def least_seconds(config: RunConfig, assumed: Assumptions) -> float:
     plan = config.plan
     pipeline = parallel.pipeline
     stages = pipeline * (parallel.chunks or default_chunks(parallel.schedule))
-    costs = config.stage_costs(config.sized_model, range(stages))
-    instruction_costs = _InstructionCosts(config, costs, assumed)
+    if 0 < config.recompute.count_whole_layers(config.model.layers) < config.model.layers:
+        # how many layers are recomputed depends on those of each stage
+        costs = config.stage_costs(config.sized_model, range(stages))
+    else:
+        # all layers as one stage: no cut of the layers makes less work
+        costs = _costs_of_one_stage(config)
+    step_costs = _StepCosts(config, costs, assumed)
 
     def seconds_of_rank(op: Op) -> float:
         """Return the time that the mean rank needs for an operation of a micro-batch."""
-        instructions = [Instruction(op, cost.cut.stage) for cost in costs]
-        return sum(map(instruction_costs.seconds, instructions)) / pipeline
+        return sum(of_stage[op].seconds for of_stage in step_costs.by_stage) / pipeline
 
     sizes = Sizes(
         pipeline,
@@ -266,184 +394,11 @@ def least_seconds(config: RunConfig, assumed: Assumptions) -> float:
     )
     bubble = TEXTBOOK[parallel.schedule].bubble.value(sizes)
     passes_seconds = sizes.work * (1 + bubble)
-    elements = sum(_elements(config)) / pipeline
+    elements = sum(elements_of_pipeline(config)) / pipeline
     # with FP8 some weights may travel as codes of a byte: this is a lower bound
     weights = elements * (1 if plan.fp8 else plan.parameters.itemsize)
-    sent = _replica_bytes(config, elements * plan.gradients.itemsize, weights)
-    reduction_seconds = sent / instruction_costs.links["dp"]
-    return _step_seconds(config, assumed, passes_seconds, reduction_seconds)
-
-
-def _link(config: RunConfig, axis: str, assumed: Assumptions) -> float:
-    """Return the GB/s between neighbours of an axis. Ranks of a mesh are numbered along tp, cp, dp
-    and pp."""
-    parallel = config.parallel
-    sequence_ranks = parallel.tensor * parallel.context
-    # how many neighbouring ranks hold all ranks of an axis
-    extents = {
-        "tp": parallel.tensor,
-        "cp": sequence_ranks,
-        "dp": sequence_ranks * parallel.data,
-        "pp": config.world_size,
-        "experts": parallel.expert * expert_slices(parallel),
-    }
-    return assumed.fast if extents[axis] <= assumed.machine else assumed.slow
-
-
-def _bytes_of(op: Op, forward: float, input_gradient: float, weight_gradient: float = 0.0) -> float:
-    """Return the bytes of one computation, of those of the three parts of a step; 0 of any other
-    instruction."""
-    by_op = {
-        Op.FORWARD: forward,
-        Op.BACKWARD: input_gradient + weight_gradient,
-        Op.BACKWARD_INPUT: input_gradient,
-        Op.BACKWARD_WEIGHT: weight_gradient,
-    }
-    return by_op.get(op, 0.0)
-
-
-def _local_tokens(config: RunConfig) -> int:
-    """Return the tokens of a micro-batch that a context-parallel rank has."""
-    train = config.train
-    return train.seq_length // config.parallel.context * train.micro_batch
-
-
-def _tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
-    """Return the bytes that a rank sends to its tensor-parallel ranks in an instruction.
-
-    A block gathers or copies its input and sums or scatters its output, each in both directions;
-    with sequence parallelism inputs are gathered again for the weight gradients, but not those of
-    experts. Whole experts alone have nothing to sum under sequence parallelism. An all-reduce is a
-    reduce-scatter and an all-gather.
-    """
-    parallel = config.parallel
-    model = config.model
-    cut = cost.cut
-    layers = len(cut.layers)
-    # a gather or a scatter of one activation
-    activation = _local_tokens(config) * model.hidden * config.plan.compute.itemsize
-    transfer = activation * (1 - 1 / parallel.tensor)
-    # after the embedding, and for the input gradient of the head
-    at_ends = (1 if parallel.sequence else 2) * transfer
-    expert_layers = _expert_layers(config, cost)
-    # layers that sum nothing over tp
-    unsummed = 0
-    if parallel.sequence and expert_slices(parallel) == 1 and not model.shared_experts:
-        unsummed = expert_layers
-    # of each of a layer's two blocks a gather and a scatter, or an all-reduce, which is both
-    forward = (4 * layers - unsummed) * transfer
-    recomputed = config.recompute.count_whole_layers(layers) / layers
-    # the input gradient reverses the forward's transfers; a recomputed layer makes them again
-    input_gradient = (
-        forward * (1 + recomputed)
-        + cut.last * at_ends
-        + (cut.first and parallel.sequence) * transfer
-    )
-    weight_gradient = 0.0
-    if parallel.sequence:
-        weight_gradient = (2 * layers - expert_layers + cut.last) * transfer
-    # last, for a recomputed layer repeats neither the embedding's transfer nor the head's
-    forward += cut.first * at_ends + (cut.last and parallel.sequence) * transfer
-    return _bytes_of(op, forward, input_gradient, weight_gradient)
-
-
-def _expert_layers(config: RunConfig, cost: StageCost) -> int:
-    """Return how many layers of a stage have experts."""
-    if config.model.experts:
-        return sum(layer not in config.model.dense_layers for layer in cost.cut.layers)
-    return 0
-
-
-def _expert_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
-    """Return the bytes that a rank sends to the ranks of other experts in an instruction, if all
-    get as many tokens.
-
-    Rows go to their experts and results come back, in the forward pass and for the input gradient.
-    """
-    parallel = config.parallel
-    model = config.model
-    if parallel.expert == 1:
-        return 0.0
-    layers = len(cost.cut.layers)
-    tokens = _local_tokens(config) * expert_slices(parallel) / parallel.tensor
-    rows = tokens * model.experts_per_token * _expert_layers(config, cost)
-    row_bytes = model.hidden * config.plan.compute.itemsize
-    # there and back, but for the experts of the rank itself
-    forward = 2 * rows * row_bytes * (1 - 1 / parallel.expert)
-    recomputed = config.recompute.count_whole_layers(layers) / layers
-    return _bytes_of(op, forward, forward * (1 + recomputed))
-
-
-def _context_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
-    """Return the bytes that a rank sends to the ranks that share its sequences in an instruction.
-
-    Each layer sends the own keys and values to all others, forward and backward, and their
-    gradients, in FP32, once more: by ring they go all the way round, and by gather they are summed
-    where they belong.
-    """
-    parallel = config.parallel
-    model = config.model
-    if parallel.context == 1:
-        return 0.0
-    layers = len(cost.cut.layers)
-    others = parallel.context - 1
-    heads = max(1, model.kv_heads // parallel.tensor)
-    # elements of keys and values
-    elements = 2 * heads * model.head_dim * _local_tokens(config)
-    of_layer = elements * config.plan.attention.itemsize * others
-    # in a ring a gradient takes one hop more than its keys, back to their rank
-    gradient_hops = parallel.context if config.engine_options.ring else others
-    gradients_of_layer = elements * torch.float32.itemsize * gradient_hops
-    recomputed = config.recompute.count_whole_layers(layers)
-    if "attention" in config.recompute.modules:
-        recomputed += layers
-    input_gradient = (layers + recomputed) * of_layer + layers * gradients_of_layer
-    return _bytes_of(op, layers * of_layer, input_gradient)
-
-
-def _whole_gradients(config: RunConfig, held: float) -> float:
-    """Return the bytes of the gradients of a rank's parameters. held: those that it keeps."""
-    if not config.parallel.shards_gradients:
-        return held
-    expert_elements, other_elements = _elements(config)
-    of_experts = expert_elements / replicas_sharing_state(config.parallel)
-    kept_elements = of_experts + other_elements / sharding_of(config).zero
-    return held * (expert_elements + other_elements) / kept_elements
-
-
-def _replica_bytes(config: RunConfig, gradients: float, weights: float) -> float:
-    """Return the bytes that a rank sends to its replicas in a step: gradients, under ZeRO-2 of each
-    micro-batch, and under ZeRO-1 weights.
-
-    gradients, weights: the bytes of the rank's parameters.
-    """
-    parallel = config.parallel
-    plan = config.plan
-    # gradients are held in one dtype and may travel in another
-    travelling = gradients * plan.reduce.itemsize / plan.gradients.itemsize
-    if parallel.shards_gradients:
-        travelling *= config.num_microbatches
-    expert_elements, other_elements = _elements(config)
-    expert_share = expert_elements / (expert_elements + other_elements)
-    # by part of the weights: their share, its replicas, and those among them that share state
-    parts = (
-        (1 - expert_share, parallel.copies, sharding_of(config).zero),
-        (expert_share, expert_replicas(parallel), replicas_sharing_state(parallel)),
-    )
-    sent = 0.0
-    for share, replicas, sharers in parts:
-        transfers = 1 if sharers == replicas else 2  # a reduce-scatter, or an all-reduce
-        of_gradients = transfers * (1 - 1 / replicas) * travelling
-        sent += share * (of_gradients + (1 - 1 / sharers) * weights)
-    return sent
-
-
-def _elements(config: RunConfig) -> tuple[float, float]:
-    """Return the elements of experts and of other weights that the ranks of a pipeline hold
-    together."""
-    parallel = config.parallel
-    model = config.sized_model
-    return (
-        model.expert_parameters / (parallel.expert * expert_slices(parallel)),
-        (model.num_parameters - model.expert_parameters) / parallel.tensor,
-    )
+    sent = replica_bytes(config, elements * plan.gradients.itemsize, weights)
+    replicas = replica_seconds(config, sent, elements, step_costs.links["dp"])
+    exposed = exposed_seconds(config, assumed, passes_seconds, replicas)
+    update = update_seconds(config, elements, assumed)
+    return assumed.factor * (passes_seconds + exposed + update)

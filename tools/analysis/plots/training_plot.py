@@ -8,12 +8,16 @@ value, or with one value throughout, gets no chart but a remark.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 from tools.analysis.plots.charts import (
+    DASHED,
+    DOTTED,
     Chart,
     Crosses,
+    Level,
     Row,
     Series,
     draw_rows,
@@ -31,6 +35,7 @@ from tools.journal.records import (
     read_events,
     read_metrics,
 )
+from tools.journal.yardsticks import Yardsticks, read_yardsticks
 
 Over = Literal["steps", "tokens"]
 Record = dict[str, Any]
@@ -39,6 +44,7 @@ MAX_MEAN_WIDTH = 201  # steps that a mean is taken of, at most
 PAIRED = 2  # charts beside each other, below that of the loss
 LOSS_HEIGHT = 300.0
 OTHERS_HEIGHT = 155.0
+MARGIN = 0.03  # of the range of the loss, above and below it
 HELD_OUT_COLORS = ("other0", "other1", "other2", "other3")
 
 
@@ -85,7 +91,7 @@ def plot_run(folder: Path, x_axis: Over = "steps") -> Path | None:
         return None
     records = read_metrics(folder)
     resumes = [event["step"] for event in read_events(folder, "resume")]
-    shown = pictures(records, x_axis, resumes)
+    shown = pictures(records, x_axis, resumes, read_yardsticks(folder))
     skipped = len(_skipped_records(records))
     steps = counted(len(records), "step")
     run_name = folder.resolve().name
@@ -114,11 +120,15 @@ def _rows(shown: Pictures) -> Iterator[Row]:
 
 
 def pictures(
-    records: Sequence[Record], x_axis: Over = "steps", resumes: Sequence[int] = ()
+    records: Sequence[Record],
+    x_axis: Over = "steps",
+    resumes: Sequence[int] = (),
+    yardsticks: Yardsticks | None = None,
 ) -> Pictures:
     """Return the charts of the records of a run's steps.
 
-    resumes: numbers of the steps after which the run was resumed.
+    resumes: numbers of the steps after which the run was resumed. yardsticks: losses that are drawn
+    as lines in the chart of the loss.
     """
     x_values = positions(records, x_axis)
     resumed_records = [record for record in records if record["step"] in resumes]
@@ -148,10 +158,30 @@ def pictures(
                 from_zero=quantity.from_zero,
                 stepped=quantity.stepped,
             )
+            if quantity is LOSS and yardsticks is not None:
+                chart = _with_yardsticks(chart, yardsticks)
             charts.append(chart)
         elif remark:
             remarks.append(remark)
     return Pictures(charts, axis_label(x_axis), remarks)
+
+
+def _with_yardsticks(chart: Chart, yardsticks: Yardsticks) -> Chart:
+    """Return the chart with the lines of models that need no training.
+
+    That of the lowest one is always in the chart; the others if the curves come so high.
+    """
+    levels = (
+        Level(yardsticks.guessing, label="guessing", dash=DOTTED),
+        Level(yardsticks.unigram, label="counts of single tokens", dash=DASHED),
+        Level(yardsticks.bigram, label="counts of pairs"),
+    )
+    shown_range = finite_range([yardsticks.bigram, *chain(*(line.y for line in chart.series))])
+    assert shown_range is not None  # a yardstick is finite
+    low, high = shown_range
+    shown = [level for level in levels if low <= level.y <= high]
+    margin = MARGIN * (high - low)
+    return replace(chart, levels=shown, y_range=(low - margin, high + margin))
 
 
 def _quantities(records: Sequence[Record]) -> Iterator[_Quantity]:

@@ -17,6 +17,8 @@ from megaprec.errors import UserError
 from tools.analysis.plots.compare_plot import Curve
 from tools.analysis.report.run import Run
 from tools.config.run_file import RunConfig
+from tools.config.table import MAX_SIZE
+from tools.training.batches import evaluated_samples
 from tools.training.data_identity import Identity, read_identity
 
 Facts = Mapping[str, str]
@@ -38,7 +40,8 @@ SAMPLE_KEYS = (
     "data.eod_mask_loss",
 )
 HELD_OUT_KEYS = ("data.held_out",)
-EVALUATED = "train.eval_batches x train.global_batch"
+FOLDER_KEYS = ("train.folder", "data.cache")
+EVALUATED = "the evaluated part"
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,40 @@ def differences(run_names: Sequence[str], runs: Sequence[Run]) -> Iterator[str]:
         steps_as_facts[run_name] = {"step": f"{step:,}"}
     yield from _compare_facts("the runs are at different steps", steps_as_facts)
     yield from _older_evaluations(run_names, runs, newest_steps)
+
+
+def has_other_tokens(run_names: Sequence[str], runs: Sequence[Run]) -> bool:
+    """Return True if the runs are known to be of different text or of different tokenizers."""
+    known = list[_Compared]()
+    for run_name, run in zip(run_names, runs, strict=True):
+        if isinstance(run.config, RunConfig):
+            known.append(_Compared(run_name, run, run.config, _read_identity(run)))
+    by_files = all(compared.identity is not None for compared in known)
+    for facts_of in (_tokenizer_facts, _text_facts):
+        facts = {compared.name: facts_of(compared, by_files) for compared in known}
+        if any(_compare_facts("", facts)):
+            return True
+    return False
+
+
+def differing_keys(run_names: Sequence[str], runs: Sequence[Run]) -> dict[str, dict[str, str]]:
+    """Return the keys that differ, with the value in each run: those that some run was given, but
+    for names of folders. Of runs without a run file nothing."""
+    values = dict[str, dict[str, str]]()
+    given = set[str]()
+    with_keys = 0
+    for run_name, run in zip(run_names, runs, strict=True):
+        with_keys += bool(run.keys)
+        for key in run.keys:
+            values.setdefault(key.name, {})[run_name] = key.value
+            if key.origin != "default":
+                given.add(key.name)
+    differing = dict[str, dict[str, str]]()
+    for name in sorted(given.difference(FOLDER_KEYS)):
+        by_run = values[name]
+        if len(set(by_run.values())) > 1 or len(by_run) < with_keys:
+            differing[name] = by_run
+    return differing
 
 
 def branches(run_names: Sequence[str], runs: Sequence[Run]) -> Iterator[str]:
@@ -155,7 +192,9 @@ def _text_facts(compared: _Compared, by_files: bool) -> Facts:
 def _held_out_facts(compared: _Compared) -> Facts:
     train = compared.config.train
     facts = dict(_key_facts(compared, HELD_OUT_KEYS))
-    requested = train.eval_batches * train.global_batch
+    requested = evaluated_samples(train, MAX_SIZE)
+    if compared.identity is not None:
+        facts["data.held_out_from"] = compared.identity.held_out_from
     # Of a blend the held-out parts of all sets are mixed: their number alone says nothing.
     if compared.identity is None or len(compared.identity.sets) > 1:
         facts[EVALUATED] = f"{requested:,} samples at most"
@@ -164,7 +203,7 @@ def _held_out_facts(compared: _Compared) -> Facts:
     samples = (tokens - 1) // train.seq_length  # the last token has no target
     held_out = held_out_samples(samples, compared.config.data.held_out)
     evaluated = min(held_out, requested)
-    facts["the evaluated part"] = f"{evaluated:,} of {held_out:,} samples"
+    facts[EVALUATED] = f"{evaluated:,} of {held_out:,} samples"
     return facts
 
 

@@ -42,6 +42,7 @@ dl {
 dt { font-size: 12px; color: var(--faint) }
 dd { margin: 0; font-variant-numeric: tabular-nums; font-weight: 600 }
 .scroll { overflow-x: auto }
+pre { white-space: pre-wrap; margin: 0; font-size: 12px }
 table { border-collapse: collapse; font-size: 13px; width: 100% }
 td, th {
   text-align: left; vertical-align: top; padding: .3rem .9rem .3rem 0;

@@ -20,10 +20,18 @@ from tools.analysis.plots.timeline import draw
 from tools.analysis.plots.training_plot import Over, pictures
 from tools.analysis.report.page import Html, Text, document, facts, folded, html, paragraph, table
 from tools.analysis.report.run import Key, Run
+from tools.analysis.verdict.measure import find_yardsticks
+from tools.analysis.verdict.verdict import (
+    describe_amount,
+    describe_foretold,
+    describe_loss,
+    describe_yardsticks,
+    read_verdict,
+)
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
-from tools.console.units import duration, flops, loss_scale, size
-from tools.journal.records import BRANCHED, NO_TOKENS_EVENT
+from tools.console.units import duration, first_of, flops, loss_scale, size
+from tools.journal.records import BRANCHED, NO_TOKENS_EVENT, SAMPLE
 from tools.journal.shadow_records import SHADOW
 from tools.journal.timeline_file import TIMELINE, read_trace_of
 from tools.training.hangs import read_records
@@ -34,11 +42,18 @@ from tools.verify.parity.summary import conclusion, verdict
 CURVE_WIDTH = 480.0
 CURVE_HEIGHT = 180.0
 MOST_INSTRUCTIONS = 20_000  # of a schedule that is simulated for the page
+MOST_CHANGES = 8  # of train.batch_schedule that are named
 MOST_DRAWN = 2_000  # instructions of a timeline that is drawn
 LARGEST_PICTURE = 1_000_000  # bytes
 PNG_SIGNATURE = b"\x89PNG"
 NO_CERTIFICATE = "There is no certificate of parity: megaprec parity RUN.toml makes one."
 NO_PROOF = "There is no proof that the run resumes bit for bit: megaprec prove RUN_DIR makes one."
+VERDICT_CLASSES = {
+    "still learning": "proven",
+    "has stopped": "untried",
+    "rises": "wrong",
+    "not known": "untried",
+}
 # what a certificate of another version, or a file of that name, may raise
 MALFORMED = (KeyError, TypeError, AttributeError, ValueError, IndexError)
 
@@ -113,7 +128,45 @@ def _model_facts(config: RunConfig) -> Iterator[Fact]:
     else:
         yield "model", f"{model.family}, {model.num_parameters:,} parameters"
     yield "layout", in_words(config.parallel)
+    if config.train.batch_schedule:
+        changes = config.batches.changes
+        parts = [f"{batch:,} from sample {samples:,} on" for samples, batch in changes]
+        yield "batch", first_of(parts, MOST_CHANGES)
     yield "precision", str(config.precision.compute)
+
+
+def learning(run: Run) -> Html | None:
+    """Return whether the model is any good, and whether it still learns."""
+    verdict = read_verdict(run.folder)
+    if verdict is None:
+        return None
+    css_class = VERDICT_CLASSES[verdict.trend.kind]
+    conclusion = html(f"{verdict.trend.kind}: {verdict.trend.reason}")
+    rows = [
+        ("held-out loss", describe_loss(verdict)),
+        ("compared with", describe_yardsticks(verdict)),
+        ("amount of text", describe_amount(verdict)),
+        ("twice the steps", describe_foretold(verdict)),
+    ]
+    return _join(Html(f'<p class="verdict {css_class}">{conclusion}</p>'), table(("", ""), rows))
+
+
+def samples(run: Run) -> Html | None:
+    """Return the texts that the model has written, the newest last."""
+    rows = list[Row]()
+    for event in run.of_kind(SAMPLE):
+        text = Html(f"<pre>{html(str(event['text']))}</pre>")
+        rows.append((event["step"], str(event["date"]), text))
+    return table(("after step", "date", "text"), rows) if rows else None
+
+
+def dates(run: Run) -> Html | None:
+    """Return when the processes of the run began and ended."""
+    rows = list[Row]()
+    for event in run.of_kind("end"):
+        if "began" in event and "date" in event:
+            rows.append((str(event["began"]), str(event["date"]), event["step"], str(event["why"])))
+    return table(("began", "ended", "after step", "why"), rows) if rows else None
 
 
 def curves(run: Run) -> Html:
@@ -123,7 +176,7 @@ def curves(run: Run) -> Html:
         over = run.config.log.plot_over
     resumes = [event["step"] for event in run.of_kind("resume")]
     # as in training.png
-    drawing = pictures(run.records, over, resumes)
+    drawing = pictures(run.records, over, resumes, find_yardsticks(run.folder))
     figures: list[str] = []
     for number, chart in enumerate(drawing.charts):
         # its title is text of the page; the legend is the same for all
@@ -244,6 +297,7 @@ def schedule(run: Run) -> Html | None:
         return paragraph(f"Not known: {config}.")
     if config.parallel.pipeline == 1:
         return None
+    config = config.with_batch_of_timeline
     stages = config.parallel.pipeline * max(1, config.parallel.chunks)
     # forward, two halves of a backward and transfers for each stage and micro-batch
     if 4 * stages * config.num_microbatches > MOST_INSTRUCTIONS:
@@ -440,7 +494,10 @@ def _key_row(key: Key) -> tuple[str, str, str]:
 
 SECTIONS: Sequence[tuple[str, Section]] = (
     ("Summary", summary),
+    ("Is it any good", learning),
     ("Curves", curves),
+    ("Samples", samples),
+    ("Dates", dates),
     ("Changes on resume", changes),
     ("Skipped steps", skips),
     ("Speed", speed),

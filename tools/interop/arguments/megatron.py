@@ -107,6 +107,9 @@ vocab_size                                 size                   model.vocab
 padded_vocab_size                          size                   model.vocab
 micro_batch_size                           int                    train.micro_batch
 global_batch_size                          int                    train.global_batch
+rampup_batch_size                          text*                  train.batch_schedule
+step_batch_size_schedule                   text                   train.batch_schedule
+decrease_batch_size_if_needed              switch     train.global_batch train.batch_schedule
 seq_length                                 size                   train.seq_length
 encoder_seq_length>seq_length              size                   train.seq_length
 train_iters                                int                    train.steps
@@ -234,13 +237,9 @@ _REFUSED: Mapping[str, str] = {
         " or are gathered: parallel.context_by"
     ): "hierarchical_context_parallel_sizes*",
     (
-        "the batch of a run is constant: give --global-batch-size alone, or run in parts that"
-        " resume with another train.global_batch and train.steps, all with lr.unit=samples "
-        "and lr.length=N, the samples of the whole run"
-    ): """
-        decrease_batch_size_if_needed phase_transition_iterations= rampup_batch_size*
-        step_batch_size_schedule=
-    """,
+        "the data of a run has one order: give each phase a run of its own, which begins with "
+        "train.branch_from or train.init_from"
+    ): "phase_transition_iterations=",
     (
         "weights are not sharded over replicas here: --use-distributed-optimizer "
         "(parallel.zero) shards the optimizer's state"

@@ -288,6 +288,8 @@ def _known_of_kept(args: Mapping[str, Any]) -> dict[str, Any]:
             table.pop(name, None)
     if table.get("vocab_size") or table.get("tokenizer_model"):
         table.pop("padded_vocab_size", None)  # it counts rows that no token has
+    if table.get("step_batch_size_schedule"):  # beside which no other batch is given
+        table.pop("global_batch_size", None)
     known = dict[str, Any]()
     for name, value in table.items():
         if is_known(name):

@@ -21,6 +21,8 @@ def add_data(arguments: Arguments) -> None:
     if total:
         held_out = round(1 - parts[0] / total, 12)
         arguments.put("data.held_out", held_out, "split")
+        if held_out:
+            arguments.put("data.held_out_from", "end", "split")
     else:
         arguments.refuse("give the shares of training, validation and test, as 969,30,1", "split")
     for name in filter(arguments.get, MASKS):

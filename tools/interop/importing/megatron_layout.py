@@ -7,6 +7,7 @@ from megaprec.comm.experts import describe_misfit
 from tools.console.units import counted
 from tools.interop.importing.arguments import Arguments
 from tools.interop.importing.draft import NO_RANKS
+from tools.interop.importing.megatron_batches import add_global_batch
 
 AXES = {
     "parallel.tensor": "tensor_model_parallel_size",
@@ -109,31 +110,13 @@ def _add_data(arguments: Arguments, ranks: int | None, per_replica: int) -> int:
         data = ranks // per_replica if ranks else 1
         draft.put("parallel.data", data, counted(ranks, "rank") if ranks else NO_RANKS)
     is_known = bool(ranks) or "parallel.data" in draft.settled
-    _add_global_batch(arguments, data if is_known else None)
+    add_global_batch(arguments, data if is_known else None)
     if not is_known:
         draft.notes.append(
             "parallel.data = 1: the arguments do not say how many ranks there are; --ranks N "
             "does. The global batch is the same for any number"
         )
     return data
-
-
-def _add_global_batch(arguments: Arguments, data: int | None) -> None:
-    """Add the global batch. data: the replicas; None if their number is not known."""
-    draft = arguments.draft
-    micro = arguments.get("micro_batch_size")
-    if arguments.has("global_batch_size"):
-        arguments.copy("train.global_batch", "global_batch_size")
-    elif not draft.needs("train.global_batch"):
-        return
-    elif micro is not None and data is not None:
-        origin = "--micro-batch-size x replicas, as in Megatron-LM"
-        draft.put("train.global_batch", micro * data, origin)
-    else:
-        draft.missing.append(
-            "--global-batch-size is missing, and without it the batch depends on the number of "
-            "ranks: give it, or --ranks N"
-        )
 
 
 def _add_stages(arguments: Arguments, pipeline: int) -> None:

@@ -13,6 +13,13 @@ from tools.config.precision_settings import FP8, PLAN_ONLY
 from tools.interop.arguments.megatron import option
 from tools.interop.importing.arguments import Arguments
 from tools.interop.importing.draft import NO_HALF
+from tools.interop.importing.megatron_batches import (
+    IN_STEPS,
+    NO_RANKS_FOR_BATCH,
+    batches_of,
+    iteration_samples,
+    steps_of_samples,
+)
 
 TAILS = {
     "exponential": "exponential",
@@ -93,11 +100,16 @@ def _add_steps(arguments: Arguments) -> None:
         arguments.refuse("give one of them", "train_iters", "train_samples")
     elif isinstance(batch, int) and batch > 0:
         samples = arguments.get("train_samples")
-        steps = samples // batch
+        steps = steps_of_samples(arguments, samples, batch)
         arguments.put("train.steps", steps, "train_samples")
-        if samples % batch:
+        taken = batches_of(draft, batch).after(0, steps)
+        if taken < samples:
             draft.notes.append(
                 f"--train-samples {samples} are {steps} steps; the last part of a batch is left out"
+            )
+        if taken > samples:
+            draft.notes.append(
+                f"--train-samples {samples} are {steps} steps of {taken} samples, as in Megatron-LM"
             )
 
 
@@ -130,29 +142,56 @@ def _add_lengths(arguments: Arguments, steps: int, batch: int) -> None:
     draft = arguments.draft
     by_samples = arguments.has("train_samples")
     unit, other_unit = ("samples", "iters") if by_samples else ("iters", "samples")
-    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
-        other = f"{name}_{other_unit}"
-        if arguments.has(other) and arguments.get(other):
-            arguments.refuse(f"the length of the run is in {unit}, so this must be too", other)
+    _refuse_lengths_in(arguments, other_unit, unit)
     if by_samples:
         arguments.put("lr.unit", "samples", "train_samples")
     run_length = arguments.get("train_samples") if by_samples else steps
-    length = arguments.get(f"lr_decay_{unit}") or run_length
-    _add_warmup(arguments, length, f"lr_warmup_{unit}")
-    if length != run_length or (by_samples and length != steps * batch):
-        origin = arguments.origin(f"lr_decay_{unit}", "train_samples")
+    # with batches that change a schedule of iterations is one of samples
+    is_converted = not by_samples and arguments.has(IN_STEPS)
+    factor = _convert_to_samples(arguments) if is_converted else 1
+    length = (arguments.get(f"lr_decay_{unit}") or run_length) * factor
+    _add_warmup(arguments, length, f"lr_warmup_{unit}", factor)
+    taken = batches_of(draft, batch).after(0, steps)
+    in_samples = by_samples or is_converted
+    if length != run_length or (in_samples and length != taken):
+        origin = arguments.origin(f"lr_decay_{unit}", "train_samples", "train_iters")
         draft.put("lr.length", length, origin)
     decay = f"lr_wsd_decay_{unit}"
     if arguments.has(decay):
-        arguments.copy("lr.decay", decay)
+        arguments.put("lr.decay", arguments.get(decay) * factor, decay)
 
 
-def _add_warmup(arguments: Arguments, length: int, name: str) -> None:
-    """Add the warm-up. name: of the argument that says it, if it is no share of the length."""
+def _refuse_lengths_in(arguments: Arguments, unit: str, unit_of_run: str) -> None:
+    """Add a problem for each length of the schedule in another unit than that of the run."""
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        length = f"{name}_{unit}"
+        if arguments.has(length) and arguments.get(length):
+            why = f"the length of the run is in {unit_of_run}, so this must be too"
+            arguments.refuse(why, length)
+
+
+def _convert_to_samples(arguments: Arguments) -> int:
+    """Set the unit of the schedule to samples, and return those of an iteration."""
+    draft = arguments.draft
+    if not draft.given("parallel.data") and draft.needs("parallel.data"):
+        draft.missing.append(f"a schedule of --train-iters {NO_RANKS_FOR_BATCH}")
+    factor = iteration_samples(arguments)
+    origin = f"{arguments.said[IN_STEPS]}, with {factor} samples an iteration"
+    draft.put("lr.unit", "samples", origin)
+    draft.notes.append(
+        f"lr.unit: Megatron-LM counts each iteration of its schedule as {factor} samples, a "
+        "micro-batch of each replica, whatever the batch is: the rates are the same here"
+    )
+    return factor
+
+
+def _add_warmup(arguments: Arguments, length: int, name: str, factor: int) -> None:
+    """Add the warm-up. name: of the argument that says it, if it is no share of the length. factor:
+    by which it is multiplied."""
     draft = arguments.draft
     fraction = "lr_warmup_fraction"
     if not arguments.has(fraction):
-        arguments.copy("lr.warmup", name)
+        arguments.put("lr.warmup", arguments.get(name) * factor, name)
         return
     if arguments.get(name):
         arguments.refuse("give one of them", fraction, name)

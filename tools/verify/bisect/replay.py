@@ -224,7 +224,15 @@ def _merge_values(values_of_ranks: Sequence[BorderValues]) -> BorderValues:
 
 def require_comparable(a: RunConfig, b: RunConfig) -> None:
     """Raise UserError if the runs cannot be compared step by step."""
-    ours = (a.train.global_batch, a.train.seq_length)
-    theirs = (b.train.global_batch, b.train.seq_length)
+    ours = (_batch_of(a), a.train.seq_length)
+    theirs = (_batch_of(b), b.train.seq_length)
     if ours != theirs:
         raise UserError.of("bisect.batches_differ", ours=ours, theirs=theirs)
+
+
+def _batch_of(run_config: RunConfig) -> int | list[list[int]]:
+    """Return the global batch of a run, or its changes."""
+    changes = run_config.train.batch_schedule
+    if not changes:
+        return run_config.train.global_batch
+    return [[*change] for change in changes]

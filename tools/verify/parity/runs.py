@@ -89,7 +89,12 @@ def made_ready(
     run_config: RunConfig, layout_limits: LayoutLimits, full: bool, steps: int, folder: Path
 ) -> RunConfig:
     """Return the run as it is compared, small unless `full`, in its own layout. folder: folder for
-    its files."""
+    its files.
+
+    Steps that are compared have one batch: with train.batch_schedule the last one.
+    """
+    if run_config.train.batch_schedule:
+        run_config = run_config.with_constant_batch(run_config.train.global_batch)
     ready = run_config if full else shrunk(run_config, layout_limits)
     # evaluations and checks change no number of a step
     train = {

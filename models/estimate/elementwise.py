@@ -1,0 +1,129 @@
+"""The bytes of memory that operators between matrix products move, on one rank.
+
+Norms, rotary positions, activation functions, residual sums, the router and permutation of experts,
+casts to FP8 and the loss compute little; their time is that of reading and writing their operands.
+Counted is what fused kernels move, as with `train.compile = "block"`: every operand is read or
+written once by each of a layer's kernels. A backward pass moves twice as much, the operand and the
+gradient.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megaprec.precision.plan import PrecisionPlan
+from models.config import ModelConfig
+from models.decoder.stages import Cut
+
+BACKWARD = 2  # bytes of a backward pass by those of the forward pass
+# A norm and the residual sum before it read two activations and write two.
+RESIDUAL = 4
+# The fused kernel of attention reads query, key and value and writes the output; rotary positions
+# read and write query and key before.
+ROTATED = 2
+# Of logits, in FP32: they are copied from the dtype of the product and read for the maximum, for
+# the sum of exponentials, and for the gradient, which is written in the dtype of the product.
+LOGITS_FORWARD = 3
+LOGITS_BACKWARD = 2
+# A cast of an activation is a part of the operator that makes it, and writes the codes of both
+# directions.
+FP8_CAST = 2
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a layer that one rank computes.
+
+    tensor: tensor-parallel ranks.
+    sequence: they cut the sequence between products.
+    slices: ranks over which each expert is cut.
+    """
+
+    tensor: int = 1
+    sequence: bool = False
+    slices: int = 1
+
+
+def forward_bytes(
+    config: ModelConfig, cut: Cut, layers: Sequence[int], plan: PrecisionPlan, share: Share
+) -> float:
+    """Return the bytes that layers of a stage move in a forward pass, per token of the rank.
+
+    layers: their numbers; of a last stage with modules of multi-token prediction each such module
+        counts as the model's last layer.
+    """
+    modules = config.mtp_layers if cut.last and layers else 0
+    numbers = [*layers, *[config.layers - 1] * modules]
+    dense = [number for number in numbers if number in config.dense_layers]
+    of_others = _layer_bytes(config, plan, share)
+    total = (len(numbers) - len(dense)) * of_others
+    if dense:
+        total += len(dense) * _layer_bytes(config.dense, plan, share)
+    return total
+
+
+def loss_bytes(config: ModelConfig, tensor: int) -> tuple[float, float]:
+    """Return the bytes that the loss moves per token, forward and backward."""
+    heads = 1 + config.mtp_layers
+    logits = heads * config.vocab / tensor * torch.float32.itemsize
+    return LOGITS_FORWARD * logits, LOGITS_BACKWARD * logits
+
+
+def cast_bytes(config: ModelConfig, layers: Sequence[int], share: Share) -> float:
+    """Return the bytes that casts to FP8 of one operand of each product move, per token."""
+    total = 0.0
+    for number in layers:
+        kind = config.kind_of_layer(number)
+        elements = _residual_elements(kind, share) * 2 + _attention_width(kind) / share.tensor
+        elements += _feed_forward_width(kind) / share.tensor
+        total += elements * FP8_CAST
+    return total
+
+
+def _layer_bytes(config: ModelConfig, plan: PrecisionPlan, share: Share) -> float:
+    """Return the bytes that one layer's forward pass moves per token."""
+    residual = 2 * RESIDUAL * _residual_elements(config, share)
+    key_width = config.head_dim
+    value_width = config.latent.value_dim or key_width
+    kv_heads = config.heads if config.latent else config.kv_heads
+    queries_and_keys = (config.heads + kv_heads) * key_width
+    kernel = queries_and_keys + (config.heads + kv_heads) * value_width
+    attention = (ROTATED * queries_and_keys + kernel) / share.tensor
+    # the activation function reads its operands and writes its result
+    operands = 3 if config.gated else 2
+    feed_forward = operands * _feed_forward_width(config) / share.tensor
+    elements = residual + attention + feed_forward
+    nbytes = elements * plan.compute.itemsize
+    if config.experts:
+        nbytes += _expert_bytes(config, plan, share)
+    return nbytes
+
+
+def _expert_bytes(config: ModelConfig, plan: PrecisionPlan, share: Share) -> float:
+    """Return the bytes that router and permutation move per token.
+
+    Rows are read and written on their way to their experts, and so are the results.
+    """
+    tokens = share.slices / share.tensor  # of the rank, whose experts get them
+    rows = 4 * config.experts_per_token * config.hidden * tokens * plan.compute.itemsize
+    # scores in FP32: read, written, and read by the choice
+    scores = 3 * config.experts * torch.float32.itemsize
+    return rows + scores / (share.tensor if share.sequence else 1)
+
+
+def _residual_elements(config: ModelConfig, share: Share) -> float:
+    """Return the features of a token between blocks that a rank has."""
+    return config.hidden / (share.tensor if share.sequence else 1)
+
+
+def _attention_width(config: ModelConfig) -> int:
+    """Return the features of attention's output, which is the operand of a product."""
+    return config.heads * (config.latent.value_dim or config.head_dim)
+
+
+def _feed_forward_width(config: ModelConfig) -> int:
+    """Return the inner features that a token passes, in all its experts."""
+    if config.experts:
+        return config.experts_per_token * config.ffn + config.shared_experts
+    return config.ffn

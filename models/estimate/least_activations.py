@@ -1,0 +1,48 @@
+"""A lower bound of the bytes that one layer keeps of a micro-batch, without running it.
+
+Weight gradients need the inputs of products, and attention's backward pass its query, key and
+value. Other operands are kept too, and are not counted; `models.estimate.memory` counts all of
+them, and takes longer.
+"""
+
+from megaprec.precision.plan import PrecisionPlan
+from models.config import ModelConfig
+from models.estimate.elementwise import Share
+from parallel.activation_checkpoint import Recompute
+
+
+def least_bytes_of_layer(
+    config: ModelConfig, plan: PrecisionPlan, share: Share, recompute: Recompute
+) -> float:
+    """Return the bytes that a layer keeps at least, per token of the rank. Whole layers that are
+    recomputed keep their input."""
+    # codes of FP8 have a byte
+    itemsize = 1 if plan.fp8 else plan.compute.itemsize
+    residual = config.hidden / (share.tensor if share.sequence else 1)
+    if recompute.fraction == 1.0 and not recompute.layers:
+        return residual * itemsize
+    # of the inputs of norms, and of those of the products after them
+    elements = residual
+    if "norm" not in recompute.modules:
+        elements += residual
+    # latents are projected up once more where attention is recomputed
+    if not (config.latent and "attention" in recompute.modules):
+        values = config.latent.value_dim or config.head_dim
+        kv_heads = config.heads if config.latent else config.kv_heads
+        kernel = (config.heads + kv_heads) * config.head_dim + kv_heads * values
+        elements += kernel / share.tensor
+    return (elements + _feed_forward_elements(config, share, recompute)) * itemsize
+
+
+def _feed_forward_elements(config: ModelConfig, share: Share, recompute: Recompute) -> float:
+    """Return the elements of a feed-forward: what its activation function reads and writes, and
+    the rows of experts."""
+    width = config.ffn
+    rows = 0.0
+    if config.experts:
+        width = config.experts_per_token * config.ffn + config.shared_experts
+        rows = config.experts_per_token * config.hidden * share.slices / share.tensor
+    operands = 2 if config.gated else 1
+    if "activation" not in recompute.modules:
+        operands += 1
+    return rows + operands * width / share.tensor

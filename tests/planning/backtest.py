@@ -1,0 +1,273 @@
+"""Predictions of `megaprec plan` for training runs whose speed others have published.
+
+    python -m tests.planning.backtest            # the tables of docs/planning.md
+
+`published.toml` has the runs: model, layout, GPU, speed and source. What a run file cannot say is
+left out of the run that is planned. FSDP is planned as ZeRO-2 that also gathers weights.
+"""
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import ceil
+from pathlib import Path
+from statistics import correlation, median
+from typing import Any
+
+from models.estimate.gpus import GPU, gpu_named
+from tools.analysis.planning.memory import PlannedPasses
+from tools.analysis.planning.reached import assumptions_of
+from tools.analysis.planning.seconds.assumptions import Assumptions
+from tools.analysis.planning.seconds.traffic import elements_of_pipeline, replica_bytes
+from tools.analysis.planning.speed import Prediction, passes_of, predict_passes
+from tools.config.run_file import RunConfig, load_run
+
+TABLE = Path(__file__).parent / "published.toml"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published run: its row of the table, its run file, and the passes of a step."""
+
+    row: Mapping[str, Any]
+    config: RunConfig
+    passes: PlannedPasses
+
+    @property
+    def gpu(self) -> GPU:
+        """The GPU that the run had."""
+        gpu = gpu_named(self.row["gpu"])
+        assert gpu is not None
+        return gpu
+
+    @property
+    def model(self) -> str:
+        """The model, whatever its layout and the precision: what is held out together."""
+        return repr(sorted(self.row["model"].items()))
+
+    @property
+    def seconds(self) -> float:
+        """The measured seconds of a step."""
+        speed = self.row["tokens_per_s"] * self.row["gpus"]
+        return self.config.tokens_per_step / speed
+
+    def predicted(self, assumed: Assumptions) -> Prediction:
+        """Return the predicted step, with state spread evenly over the pipeline."""
+        config = self.config
+        elements = sum(elements_of_pipeline(config)) / config.parallel.pipeline
+        plan = config.plan
+        gradients = elements * plan.gradients.itemsize
+        weights = elements * plan.parameters.itemsize
+        sent = replica_bytes(config, gradients, weights) + self._gathered(weights)
+        return predict_passes(config, self.passes, sent, elements, assumed)
+
+    def _gathered(self, weights: float) -> float:
+        """Return the bytes that FSDP gathers beside those of ZeRO-2: the weights before each pass of
+        a micro-batch; in a pipeline they are kept over a step. weights: bytes of a rank."""
+        layout = self.row["layout"]
+        if not layout["fsdp"] or layout["pipeline"] > 1:
+            return 0.0
+        replicas = self.config.parallel.copies
+        return 2 * self.config.num_microbatches * weights * (1 - 1 / replicas)
+
+
+@cache
+def published_runs() -> tuple[Published, ...]:
+    """Return all runs of the table."""
+    with TABLE.open("rb") as file:
+        rows = tomllib.load(file)["run"]
+    return tuple(map(_published, rows))
+
+
+def _published(row: Mapping[str, Any]) -> Published:
+    """Return the run of a row."""
+    config = load_run(None, run_keys(row)).on_device("cuda")
+    return Published(row, config, passes_of(config))
+
+
+def run_keys(row: Mapping[str, Any]) -> Sequence[str]:
+    """Return the keys of a row's run file, as on the command line."""
+    layout = row["layout"]
+    keys: dict[str, Any] = {f"model.{key}": value for key, value in row["model"].items()}
+    for axis in ("tensor", "pipeline", "context", "data", "expert"):
+        keys[f"parallel.{axis}"] = layout[axis]
+    keys["parallel.sequence"] = layout["sequence"]
+    keys["parallel.zero"] = layout["zero"]
+    if layout["fsdp"] and layout["pipeline"] == 1 and layout["data"] > 1:
+        keys["parallel.zero"] = 2
+    if layout["expert"] > 1:
+        keys["parallel.expert_tensor"] = 1
+    if layout["chunks"] > 1:
+        keys["parallel.schedule"] = "interleaved"
+        keys["parallel.chunks"] = layout["chunks"]
+    keys |= RECOMPUTE[row["recompute"]]
+    keys["precision.compute"] = "bf16"
+    if row["precision"] == "fp8":
+        keys |= {"fp8.kind": "delayed", "fp8.pad": True}
+    keys["train.seq_length"] = row["seq_length"]
+    keys["train.global_batch"] = row["global_batch"]
+    keys["train.micro_batch"] = row["micro_batch"]
+    keys["train.steps"] = 10
+    keys["data.vocab_size"] = 512
+    return [f"{key}={_as_toml(value)}" for key, value in keys.items()]
+
+
+RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "selective": {"parallel.recompute": "selective", "parallel.recompute_modules": ["attention"]},
+    "full": {"parallel.recompute": "full", "parallel.recompute_fraction": 1.0},
+}
+
+
+def _as_toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_as_toml, value)) + "]"
+    return repr(value)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A published run and its prediction.
+
+    error: of tokens a second, predicted by measured, less 1.
+    calibrated: the same with the median factor of the runs of other models with the same software;
+        None if there are none.
+    """
+
+    run: Published
+    predicted: Prediction
+    error: float
+    calibrated: float | None
+
+
+def compare(runs: Sequence[Published]) -> list[Compared]:
+    """Return the predictions of all runs, with and without a factor of their software."""
+    predictions: list[Prediction] = []
+    factors: list[float] = []  # measured by predicted seconds
+    for run in runs:
+        assumed = assumptions_of(run.gpu, run.config.plan)
+        assert assumed is not None
+        prediction = run.predicted(assumed)
+        predictions.append(prediction)
+        factors.append(run.seconds / prediction.seconds)
+    compared: list[Compared] = []
+    for run, prediction, factor in zip(runs, predictions, factors, strict=True):
+        others = [
+            other_factor
+            for other, other_factor in zip(runs, factors, strict=True)
+            if other.row["stack"] == run.row["stack"] and other.model != run.model
+        ]
+        calibrated = factor / median(others) - 1 if others else None
+        compared.append(Compared(run, prediction, factor - 1, calibrated))
+    return compared
+
+
+@dataclass(frozen=True)
+class Errors:
+    """The sizes of errors: of half of all, and of nine in ten, they are no larger."""
+
+    median: float
+    most: float
+    runs: int
+
+
+def errors_of(errors: Sequence[float]) -> Errors:
+    """Return how large errors are."""
+    sizes = sorted(map(abs, errors))
+    return Errors(median(sizes), sizes[ceil(0.9 * len(sizes)) - 1], len(sizes))
+
+
+def rank_correlations(compared: Sequence[Compared]) -> dict[str, float]:
+    """Return Spearman's correlation of predicted and measured speed of the layouts of each model
+    that has five or more of them on as many GPUs, in the same precision and software."""
+    groups: dict[str, list[Compared]] = {}
+    for one in compared:
+        row = one.run.row
+        name = f"{row['stack']}, {_model_name(row)}, {row['gpus']} {row['gpu']}, {row['precision']}"
+        groups.setdefault(name, []).append(one)
+    correlations: dict[str, float] = {}
+    for name, group in groups.items():
+        layouts = {str(one.run.row["layout"]) for one in group}
+        if len(layouts) >= 5:
+            measured = [one.run.row["tokens_per_s"] for one in group]
+            predicted = [-one.predicted.seconds for one in group]
+            correlations[name] = _spearman(measured, predicted)
+    return correlations
+
+
+def _model_name(row: Mapping[str, Any]) -> str:
+    model = row["model"]
+    return model.get("preset") or f"{model['layers']} x {model['hidden']}"
+
+
+def _spearman(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return the correlation of ranks."""
+    return correlation(_ranks(one), _ranks(other))
+
+
+def _ranks(numbers: Sequence[float]) -> list[float]:
+    """Return the place of each number; equal ones share theirs."""
+    ordered = sorted(numbers)
+    return [ordered.index(number) + ordered.count(number) / 2 for number in numbers]
+
+
+def table_lines(compared: Sequence[Compared]) -> Iterator[str]:
+    """Yield the rows of the page."""
+    yield "| run | GPUs | layout | tokens/s/GPU | predicted | error | with a factor |"
+    yield "|---|---|---|---|---|---|---|"
+    for one in compared:
+        row = one.run.row
+        predicted = row["tokens_per_s"] * (1 + one.error)
+        calibrated = "" if one.calibrated is None else f"{one.calibrated:+.0%}"
+        yield (
+            f"| {row['id']} | {row['gpus']} {row['gpu']} | {_layout(row)} | "
+            f"{row['tokens_per_s']:,.0f} | {predicted:,.0f} | {one.error:+.0%} | {calibrated} |"
+        )
+
+
+def _layout(row: Mapping[str, Any]) -> str:
+    """Return the axes of a row that are not 1, in short."""
+    layout = row["layout"]
+    short = {"tensor": "t", "context": "c", "pipeline": "p", "chunks": "v", "expert": "e"}
+    axes = [f"{letter}{layout[axis]}" for axis, letter in short.items() if layout[axis] > 1]
+    return " ".join([*axes, f"d{layout['data']}"])
+
+
+def summary_lines(compared: Sequence[Compared]) -> Iterator[str]:
+    """Yield the errors by precision and by software."""
+    yield "| runs | number | median | nine in ten | with a factor | nine in ten |"
+    yield "|---|---|---|---|---|---|"
+    groups: dict[str, list[Compared]] = {"all": [*compared]}
+    for one in compared:
+        groups.setdefault(one.run.row["precision"], []).append(one)
+    for one in compared:
+        groups.setdefault(one.run.row["stack"], []).append(one)
+    for name, group in groups.items():
+        plain = errors_of([one.error for one in group])
+        yield f"| {name} | {plain.runs} | {plain.median:.1%} | {plain.most:.1%} |{_factored(group)}"
+
+
+def _factored(group: Sequence[Compared]) -> str:
+    """Return the last cells of a row: the errors with a factor."""
+    known = [one.calibrated for one in group if one.calibrated is not None]
+    if not known:
+        return " - | - |"
+    errors = errors_of(known)
+    return f" {errors.median:.1%} | {errors.most:.1%} |"
+
+
+def main() -> None:
+    """Print the tables of docs/planning.md."""
+    compared = compare(published_runs())
+    print("\n".join([*summary_lines(compared), "", *table_lines(compared), ""]))
+    for name, value in rank_correlations(compared).items():
+        print(f"{name}: {value:.2f}")
+
+
+if __name__ == "__main__":
+    main()

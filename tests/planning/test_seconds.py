@@ -1,0 +1,196 @@
+"""The predicted step: its kinds add up, and faster devices are never slower."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from models.estimate.gpus import GPUS, gpu_named
+from tools.analysis.planning.bottleneck import shares
+from tools.analysis.planning.measured import read_measured
+from tools.analysis.planning.memory import MemoryModel
+from tools.analysis.planning.reached import assumptions_of
+from tools.analysis.planning.search import neighbors, plan_run
+from tools.analysis.planning.seconds.assumptions import Assumptions
+from tools.analysis.planning.seconds.attention import causal_share
+from tools.analysis.planning.seconds.links import link_of
+from tools.analysis.planning.speed import Prediction, passes_of, predict
+from tools.config.run_file import RunConfig, load_run
+
+MODEL = (
+    "model.layers=8",
+    "model.hidden=512",
+    "model.heads=8",
+    "model.ffn=1024",
+    "model.vocab=4096",
+    "train.steps=10",
+    "train.global_batch=32",
+    "train.micro_batch=1",
+    "train.seq_length=512",
+    "precision.compute=bf16",
+)
+LAYOUTS: dict[str, Sequence[str]] = {
+    "dense": (
+        'model.family="llama"',
+        "parallel.tensor=2",
+        "parallel.pipeline=2",
+        "parallel.data=2",
+    ),
+    "interleaved": (
+        'model.family="llama"',
+        "parallel.pipeline=4",
+        'parallel.schedule="interleaved"',
+    ),
+    "experts": (
+        'model.family="mixtral"',
+        "model.experts=8",
+        "parallel.data=4",
+        "parallel.expert=4",
+        'parallel.recompute="full"',
+    ),
+    "context": ('model.family="llama"', "parallel.context=2", "parallel.data=2", "parallel.zero=2"),
+}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def config(request: pytest.FixtureRequest) -> RunConfig:
+    return load_run(None, [*MODEL, *LAYOUTS[request.param]]).on_device("cuda")
+
+
+@pytest.fixture(scope="module")
+def predict_with(config: RunConfig) -> Callable[[Assumptions], Prediction]:
+    """Predicts the run with any assumptions; its bytes are counted once."""
+    passes = passes_of(config)
+    ranks = MemoryModel("cuda").of(config, passes)
+    return lambda assumed: predict(config, passes, ranks, assumed)
+
+
+def h100(config: RunConfig) -> Assumptions:
+    gpu = gpu_named("H100")
+    assert gpu
+    assumed = assumptions_of(gpu, config.plan)
+    assert assumed
+    return assumed
+
+
+def predicted(config: RunConfig, assumed: Assumptions) -> Prediction:
+    planned = plan_run(config, MemoryModel("cuda"), assumed)
+    assert planned.prediction
+    return planned.prediction
+
+
+def test_kinds_of_time_add_up_to_the_step(
+    config: RunConfig, predict_with: Callable[[Assumptions], Prediction]
+) -> None:
+    step = predict_with(h100(config))
+    in_passes = step.compute + step.attention + step.elementwise + step.fixed + step.tp
+    whole = in_passes / (1 - step.idle) + step.exposed + step.update
+    assert step.seconds == pytest.approx(whole, rel=1e-9)
+    assert sum(shares(step).values()) == pytest.approx(1)
+    assert min(step.compute, step.attention, step.elementwise, step.fixed, step.update) > 0
+    assert 0 <= step.exposed <= step.dp
+
+
+@pytest.mark.parametrize(
+    "faster",
+    ["tflops", "efficiency", "fast", "slow", "bandwidth", "attention", "experts", "hidden"],
+)
+def test_no_speed_makes_a_step_slower(
+    config: RunConfig, predict_with: Callable[[Assumptions], Prediction], faster: str
+) -> None:
+    """Nor does a shorter time that is fixed."""
+    assumed = h100(config)
+    step = predict_with(assumed).seconds
+    quick = replace(assumed, **{faster: getattr(assumed, faster) * 1.3})
+    assert predict_with(quick).seconds <= step * (1 + 1e-9)
+
+
+def test_a_factor_multiplies_all_times_and_no_byte(
+    config: RunConfig, predict_with: Callable[[Assumptions], Prediction]
+) -> None:
+    assumed = h100(config)
+    step = predict_with(assumed)
+    twice = predict_with(replace(assumed, factor=2.0))
+    assert twice.seconds == pytest.approx(2 * step.seconds)
+    assert twice.compute == pytest.approx(2 * step.compute)
+    assert twice.traffic == step.traffic
+
+
+def test_fp8_takes_its_own_peak() -> None:
+    keys = [
+        *MODEL,
+        *LAYOUTS["dense"],
+        "model.hidden=4096",
+        "model.ffn=16384",
+        "train.micro_batch=4",
+    ]
+    wide = load_run(None, keys)
+    narrow = load_run(None, [*keys, 'fp8.kind="delayed"', "fp8.pad=true"])
+    of_wide = predicted(wide, h100(wide))
+    of_narrow = predicted(narrow, h100(narrow))
+    assert 0.45 < of_narrow.compute / of_wide.compute < 0.75
+    assert of_narrow.elementwise > of_wide.elementwise, "casts"
+    gpu = gpu_named("A100")
+    assert gpu and not gpu.fp8
+    a100 = assumptions_of(gpu, narrow.plan)
+    assert a100
+    assert predicted(narrow, a100).compute == pytest.approx(predicted(wide, a100).compute, rel=0.01)
+
+
+def test_what_is_not_compiled_moves_more_bytes() -> None:
+    keys = [*MODEL, *LAYOUTS["dense"]]
+    eager = load_run(None, [*keys, 'train.compile="off"'])
+    compiled = load_run(None, keys)
+    of_eager = predicted(eager, h100(eager))
+    assert of_eager.elementwise > 1.5 * predicted(compiled, h100(compiled)).elementwise
+
+
+def test_scores_that_are_computed_are_those_of_a_causal_window() -> None:
+    for window, sequence in ((0, 512), (512, 512), (128, 512)):
+        config = load_run(None, [*MODEL, 'model.family="llama"', f"model.window={window}"])
+        width = window or sequence
+        seen = sum(min(query, width) for query in range(1, sequence + 1))
+        share = causal_share(config.model, sequence)
+        assert share == pytest.approx(seen / (width * sequence), rel=0.01), (window, sequence)
+
+
+def test_ranks_of_a_machine_share_its_cards() -> None:
+    """A ring over all ranks of machines uses all cards; one over every eighth rank uses one."""
+    assumed = Assumptions(1000, 0.5, 450, 50, 8)
+    assert link_of(1, 8, assumed).bandwidth == 450e9
+    assert link_of(1, 64, assumed).bandwidth == 400e9
+    assert link_of(4, 64, assumed).bandwidth == 100e9
+    assert link_of(8, 64, assumed).bandwidth == 50e9
+
+
+def test_data_sheets_are_of_the_order_that_they_have() -> None:
+    """FP8 is twice as fast as bf16, TF32 half as fast; memory and links are those of a GPU."""
+    for gpu in GPUS:
+        if gpu.fp8:
+            assert gpu.fp8 == pytest.approx(2 * gpu.half, rel=0.02), gpu.name
+        assert gpu.tf32 == pytest.approx(gpu.half / 2, rel=0.03), gpu.name
+        assert 300 <= gpu.bandwidth <= 8000, gpu.name
+        assert gpu.link <= 900 and gpu.domain in (8, 72), gpu.name
+
+
+def test_neighbors_are_runs_that_differ_in_one_thing(config: RunConfig) -> None:
+    found = [*neighbors(config)]
+    assert found
+    for other in found:
+        assert other.world_size == config.world_size
+        assert other.tokens_per_step == config.tokens_per_step
+        parallel_differs = other.parallel != config.parallel
+        assert parallel_differs != (other.train != config.train)
+
+
+def test_the_factor_of_a_run_is_that_of_its_median_step(tmp_path: Path) -> None:
+    config = load_run(None, [*MODEL, *LAYOUTS["dense"]])
+    config.save_resolved(tmp_path)
+    record = '{"step": %d, "outcome": "applied", "loss": 1, "grad_norm": 1, "loss_scale": 1'
+    seconds = [60, 20, 9, *[2.0] * 5, 7]  # compilation, and an interruption
+    lines = [record % step + f', "seconds": {time}}}\n' for step, time in enumerate(seconds, 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    run = read_measured(tmp_path)
+    assert (run.seconds, run.steps) == (2.0, 6)
+    assert run.config.parallel == config.parallel

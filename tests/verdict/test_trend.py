@@ -1,0 +1,130 @@
+"""The verdict on a curve of losses, on curves of which it is known what they do."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from itertools import permutations
+
+import numpy as np
+import pytest
+
+from tools.analysis.verdict.power_law import foretell
+from tools.analysis.verdict.student import quantile
+from tools.analysis.verdict.trend import Evaluation, Trend, chance_of_order, difference, judge
+
+PIECES = 64
+TOKENS = np.full(PIECES, 128.0)
+
+
+def curve(
+    dice: np.random.Generator, means: list[float], jitter: float, hard: float = 1.0
+) -> list[Evaluation]:
+    """Evaluations of a text with easy and hard pieces (`hard`), each of which moves by itself."""
+    difficulty = dice.normal(0, hard, PIECES)
+    evaluations = []
+    for number, mean in enumerate(means, 1):
+        level = mean + dice.normal(0, jitter)
+        losses = difficulty + level + dice.normal(0, 0.05, PIECES)
+        evaluations.append(Evaluation(50 * number, losses * 128, TOKENS))
+    return evaluations
+
+
+def verdicts(shape: Callable[[float], float], count: int, jitter: float) -> Counter[str]:
+    dice = np.random.default_rng(count)
+    found = Counter[str]()
+    for _ in range(100):
+        means = [shape(number / count) for number in range(1, count + 1)]
+        found[judge(curve(dice, means, jitter)).kind] += 1
+    return found
+
+
+@pytest.mark.parametrize("count", [4, 6, 12, 30])
+@pytest.mark.parametrize("jitter", [0.0, 0.005, 0.02])
+def test_a_falling_loss_is_still_learning_and_a_flat_one_rarely(count: int, jitter: float) -> None:
+    assert verdicts(lambda share: 5 + 3 * share**-0.4, count, jitter)["still learning"] >= 95
+    flat = verdicts(lambda _: 4.0, count, jitter)
+    assert flat["still learning"] <= 12 and flat["rises"] <= 12
+
+
+def test_a_flat_loss_that_is_measured_well_has_stopped() -> None:
+    assert verdicts(lambda _: 4.0, 30, 0.005)["has stopped"] >= 85
+    assert verdicts(lambda share: 5 + 3 * share**-0.4, 30, 0.005)["has stopped"] == 0
+
+
+@pytest.mark.parametrize("count", [12, 30])
+def test_a_loss_that_rises_after_its_lowest_point_is_found(count: int) -> None:
+    bowl = verdicts(lambda share: 4 + 0.5 * (share - 0.5) ** 2 * 4, count, 0.005)
+    assert bowl["rises"] >= 95
+    means = [4 + 0.5 * (number / count - 0.5) ** 2 * 4 for number in range(1, count + 1)]
+    found = judge(curve(np.random.default_rng(1), means, 0.0))
+    assert abs(found.since - 25 * count) <= 100  # the step of the lowest point
+
+
+def test_too_few_evaluations_or_samples_are_no_verdict() -> None:
+    dice = np.random.default_rng(0)
+    assert judge(curve(dice, [3.0, 2.0, 1.0], 0.0)).kind == "not known"
+    few = [Evaluation(step, np.ones(3) / step, np.ones(3)) for step in range(1, 9)]
+    assert judge(few) == Trend("not known", "too few samples: 3, of 4 at least")
+
+
+def test_a_paired_difference_is_known_better_than_both_losses() -> None:
+    """Its interval holds the true difference in about 95 of 100 cases, however hard the text is."""
+    dice = np.random.default_rng(5)
+    held = 0
+    for _ in range(300):
+        first, second = curve(dice, [4.0, 3.99], 0.0, hard=2.0)
+        change = difference(first, second)
+        held += abs(change.nats + 0.01) <= change.margin
+        assert change.error < first.error / 10
+    assert 270 <= held <= 297
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_the_chance_of_an_order_is_that_among_all_orders(count: int) -> None:
+    def rising(order: tuple[int, ...]) -> int:
+        return sum(order[i] < order[j] for j in range(count) for i in range(j))
+
+    orders = list(permutations(range(count)))
+    for order in orders[:20]:
+        as_steady = sum(rising(other) <= rising(order) for other in orders)
+        assert chance_of_order(order) == pytest.approx(as_steady / len(orders))
+
+
+def test_quantiles_of_student_are_those_of_the_table() -> None:
+    for freedom, expected in ((3, 3.182), (5, 2.571), (10, 2.228), (63, 1.998)):
+        assert quantile(0.975, freedom) == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("count", [8, 12, 24])
+@pytest.mark.parametrize("jitter", [0.0, 0.01, 0.03])
+def test_the_band_of_twice_the_steps_holds_what_comes_in_nine_of_ten_cases(
+    count: int, jitter: float
+) -> None:
+    dice = np.random.default_rng(count)
+    steps = [50 * number for number in range(1, count + 1)]
+    said = 0
+    held = 0
+    for _ in range(40):
+        floor, factor, exponent = dice.uniform((0, 1, 0.1), (3, 6, 1))
+        law = floor + factor * (np.array([*steps, 2 * steps[-1]]) / 50.0) ** -exponent
+        measured = law + dice.normal(0, jitter, count + 1)
+        foretold = foretell(steps, measured[:-1].tolist(), [1e-3] * count)
+        if not foretold.reason:
+            said += 1
+            held += foretold.low <= measured[-1] <= foretold.high
+    assert said >= 30
+    assert held >= 0.9 * said
+
+
+def test_what_comes_is_not_known_where_the_law_does_not_hold() -> None:
+    steps = [50 * number for number in range(1, 13)]
+    falling = [5 + 3 * step**-0.3 for step in steps]
+    constant = [1e-3] * 12
+    assert not foretell(steps, falling, constant).reason
+    cosine = [1e-3 * (1 + math.cos(math.pi * step / 600)) / 2 for step in steps]
+    assert "learning rate" in foretell(steps, falling, cosine).reason
+    assert "learning rate" in foretell(steps, falling, [math.nan] * 12).reason
+    assert "too few" in foretell(steps[:7], falling[:7], constant[:7]).reason
+    assert foretell(steps, falling[::-1], constant).reason
+    noisy = np.array(falling) + np.random.default_rng(0).normal(0, 0.5, 12)
+    assert foretell(steps, noisy.tolist(), constant).reason

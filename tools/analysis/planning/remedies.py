@@ -1,0 +1,71 @@
+"""Changes that make a run fit its device, and what each costs in speed."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tools.analysis.planning.device import Target
+from tools.analysis.planning.memory import MemoryModel
+from tools.analysis.planning.search import ORIGIN, Planned, plan_run
+from tools.analysis.planning.seconds.assumptions import Assumptions
+from tools.config.run_file import RunConfig
+
+ZERO_2 = {"parallel.zero": 2}
+NARROW = {"precision.gradients": "bf16"}
+SELECTIVE = {"parallel.recompute": "selective"}
+FULL = {"parallel.recompute": "full"}
+# Changes that are tried, from the smaller ones on: keys and values.
+CHANGES: Sequence[dict[str, Any]] = (
+    SELECTIVE,
+    ZERO_2,
+    NARROW,
+    FULL,
+    {**ZERO_2, **SELECTIVE},
+    {**ZERO_2, **FULL},
+    {**NARROW, **FULL},
+    {**ZERO_2, **NARROW, **FULL},
+)
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change with which a run fits. keys: the keys that change. planned: the changed run."""
+
+    keys: dict[str, Any]
+    planned: Planned
+
+    def describe(self) -> str:
+        """Return the change as it stands on the command line."""
+        return " ".join(f"{key}={value}" for key, value in self.keys.items())
+
+
+def cheapest_remedy(
+    config: RunConfig, target: Target, assumed: Assumptions | None
+) -> Remedy | None:
+    """Return the change with which the run fits and is fastest; None if none of `CHANGES` is
+    enough."""
+    memory = MemoryModel(target.device)
+    remedies = list[Remedy]()
+    for keys, changed in _changed_runs(config):
+        planned = plan_run(changed, memory, assumed)
+        if target.verdict(planned.total) == "fits":
+            remedies.append(Remedy(keys, planned))
+    return min(remedies, key=_seconds, default=None)
+
+
+def _changed_runs(config: RunConfig) -> Iterator[tuple[dict[str, Any], RunConfig]]:
+    """Yield the keys of each change that the run can have, and the changed run."""
+    for keys in CHANGES:
+        changed = config
+        try:
+            for key, value in keys.items():
+                changed = changed.with_value(key, value, ORIGIN)
+        except ValueError:
+            continue  # a rule forbids it
+        yield keys, changed
+
+
+def _seconds(remedy: Remedy) -> tuple[float, int]:
+    """Return the order of changes: by speed if it is known, then by the number of keys."""
+    prediction = remedy.planned.prediction
+    return prediction.seconds if prediction else 0.0, len(remedy.keys)

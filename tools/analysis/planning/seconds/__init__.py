@@ -1,0 +1,1 @@
+"""The times of a step, by kind: one module for each."""

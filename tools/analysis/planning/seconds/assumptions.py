@@ -1,0 +1,53 @@
+"""The speeds that a prediction rests on: a device's peaks, and what runs reach of them."""
+
+import math
+from dataclasses import dataclass
+
+from models.estimate.storage import Device
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Speeds that a prediction rests on.
+
+    The first six are known of every device; the others are those of `reached.py` for a GPU of the
+    table, and by default take no time.
+
+    tflops: a rank's peak, in the precision of most products.
+    efficiency: the fraction of it that matrix products reach.
+    fast, slow: GB/s in each direction within a machine, and of each rank's card between machines.
+    machine: ranks of a machine.
+    device: cpu or cuda; on a CPU, ranks compute and communicate on the same cores.
+    fp8_tflops: the peak in FP8; 0: that of other products.
+    fp8_efficiency: the fraction of `efficiency` that FP8's products reach of their own peak.
+    attention: the speed of attention's own products, which are causal, by that of other products;
+        0.5 is as fast as others if all of the square of scores is computed.
+    experts: the speed of products of routed experts, by that of others.
+    half_rows: rows of an expert with which its products reach half of that speed.
+    bandwidth: bytes of memory a second that elementwise operators reach, GB/s.
+    layer: seconds of a layer's forward pass that no speed explains: launches, latency of its
+        collectives, and waiting for the slowest rank. A backward pass has twice as many.
+    hidden: the fraction of traffic over tensor, context and experts that runs beside products.
+    exposed: the fraction of the replicas' traffic that does not run beside the passes, with
+        parallel.overlap.
+    hop: seconds that a collective takes for each rank or machine on its way.
+    factor: seconds that a run took by those predicted, from `--measured`; 1: not measured.
+    """
+
+    tflops: float
+    efficiency: float
+    fast: float
+    slow: float
+    machine: int
+    device: Device = "cuda"
+    fp8_tflops: float = 0.0
+    fp8_efficiency: float = 1.0
+    attention: float = 0.5
+    experts: float = 1.0
+    half_rows: float = 0.0
+    bandwidth: float = math.inf
+    layer: float = 0.0
+    hidden: float = 0.0
+    exposed: float = 0.0
+    hop: float = 0.0
+    factor: float = 1.0

@@ -1,0 +1,44 @@
+"""The time of attention's own products: of queries with keys, and of weights with values.
+
+A fused kernel computes the half of the scores that is causal, and of a window its part only.
+"""
+
+from models.config import ModelConfig
+from models.estimate.flops import StageCost
+from tools.analysis.planning.seconds.assumptions import Assumptions
+from tools.config.run_file import RunConfig
+
+# Products of the backward pass by those of the forward pass: four, and one that is computed again.
+BACKWARD = 2.5
+
+
+def causal_share(model: ModelConfig, seq_length: int) -> float:
+    """Return the scores that are computed by those that `attention_flops` counts.
+
+    A query sees the keys before it, at most a window of them: of a window w of s keys that is
+    w - w * w / (2 * s) for the mean query.
+    """
+    windowed = len(model.window_layers) or model.layers
+    window = min(seq_length, model.window or seq_length)
+    seen = windowed * _mean_keys(window, seq_length)
+    seen += (model.layers - windowed) * _mean_keys(seq_length, seq_length)
+    counted = windowed * window + (model.layers - windowed) * seq_length
+    return seen / counted
+
+
+def _mean_keys(window: int, seq_length: int) -> float:
+    """Return how many keys the mean query of a sequence sees in a window."""
+    return window - window * window / (2 * seq_length)
+
+
+def attention_seconds(
+    config: RunConfig, cost: StageCost, assumed: Assumptions
+) -> tuple[float, float]:
+    """Return the time of a stage's own products of attention, forward and backward, recomputation
+    included."""
+    ranks = config.parallel.tensor * config.parallel.context
+    speed = assumed.tflops * 1e12 * assumed.efficiency * assumed.attention * ranks
+    computed = causal_share(config.model, config.train.seq_length)
+    forward = computed * cost.attention / speed
+    again = computed * cost.recomputed_attention / speed
+    return forward, BACKWARD * forward + again

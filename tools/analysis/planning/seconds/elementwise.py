@@ -1,0 +1,42 @@
+"""The time of operators between products: the bytes that they move over the bandwidth of memory."""
+
+from models.estimate.elementwise import BACKWARD, Share, cast_bytes, forward_bytes, loss_bytes
+from models.estimate.flops import StageCost
+from tools.analysis.planning.seconds.assumptions import Assumptions
+from tools.analysis.planning.seconds.products import fp8_share
+from tools.config.expert_ranks import expert_slices
+from tools.config.run_file import RunConfig
+
+# Bytes that operators move one by one, by those of fused kernels: norms, activation functions and
+# rotary positions are several operators each.
+NOT_COMPILED = {"off": 2.0, "leaves": 1.2, "block": 1.0}
+
+
+def elementwise_seconds(
+    config: RunConfig, cost: StageCost, assumed: Assumptions
+) -> tuple[float, float]:
+    """Return the time of a stage's elementwise operators for one micro-batch, forward and
+    backward, recomputation included."""
+    parallel = config.parallel
+    model = config.sized_model
+    plan = config.plan
+    cut = cost.cut
+    share = Share(parallel.tensor, parallel.sequence, expert_slices(parallel))
+    tokens = config.train.micro_batch * config.train.seq_length / parallel.context
+    recomputed_layers = cut.layers[: config.recompute.count_whole_layers(len(cut.layers))]
+
+    unfused = NOT_COMPILED[config.compile_mode(assumed.device)]
+    forward = unfused * forward_bytes(model, cut, cut.layers, plan, share)
+    again = 0.0
+    if recomputed_layers:
+        again = forward * len(recomputed_layers) / len(cut.layers)
+    # forward operands, and in the backward pass the gradients of outputs, which are as wide
+    casts = fp8_share(config, cost) * cast_bytes(model, cut.layers, share)
+    backward = BACKWARD * forward + again + 2 * casts
+    forward += casts
+    if cut.last:
+        loss_forward, loss_backward = loss_bytes(model, parallel.tensor)
+        forward += loss_forward
+        backward += loss_backward
+    second_bytes = assumed.bandwidth * 1e9
+    return tokens * forward / second_bytes, tokens * backward / second_bytes

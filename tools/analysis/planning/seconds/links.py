@@ -1,0 +1,76 @@
+"""The speed of messages over each axis.
+
+Ranks are numbered along tensor, context, data and pipeline, so neighbours of an inner axis are in
+one machine. Where an axis leaves the machine, collectives use the network cards of all its ranks
+that are in one machine, for these pass on parts of the message side by side.
+"""
+
+from dataclasses import dataclass
+
+from tools.analysis.planning.seconds.assumptions import Assumptions
+from tools.config.expert_ranks import expert_slices
+from tools.config.run_file import RunConfig
+
+
+@dataclass(frozen=True)
+class Link:
+    """The speed of an axis.
+
+    bandwidth: bytes a second in each direction.
+    latency: seconds of a collective, however small.
+    """
+
+    bandwidth: float
+    latency: float = 0.0
+
+
+def link_of(inner: int, ranks: int, assumed: Assumptions) -> Link:
+    """Return the link of collectives over `ranks` ranks of which each is `inner` ranks from the
+    next."""
+    machine = assumed.machine
+    if ranks == 1 or inner * ranks <= machine:
+        return Link(assumed.fast * 1e9, (ranks - 1) * assumed.hop)
+    within = max(1, machine // inner)
+    bandwidth = min(assumed.fast, within * assumed.slow)
+    machines = -(-ranks // within)
+    hops = within - 1 + machines - 1
+    return Link(bandwidth * 1e9, hops * assumed.hop)
+
+
+def axis_links(config: RunConfig, assumed: Assumptions) -> dict[str, Link]:
+    """Return the links of tp, cp, dp, pp and of the ranks that share experts, by axis."""
+    parallel = config.parallel
+    sequence_ranks = parallel.tensor * parallel.context
+    replica_ranks = sequence_ranks * parallel.data
+    links = {
+        "tp": link_of(1, parallel.tensor, assumed),
+        "cp": link_of(parallel.tensor, parallel.context, assumed),
+        # replicas of a weight are the context-parallel ranks too
+        "dp": link_of(parallel.tensor, parallel.copies, assumed),
+        "pp": Link(assumed.slow * 1e9),
+        "experts": _expert_link(config, assumed),
+    }
+    # a ring sends from neighbour to neighbour, so between machines over one card
+    if config.engine_options.ring and sequence_ranks > assumed.machine:
+        links["cp"] = Link(assumed.slow * 1e9, links["cp"].latency)
+    if replica_ranks * parallel.pipeline <= assumed.machine:
+        links["pp"] = Link(assumed.fast * 1e9)
+    return links
+
+
+def _expert_link(config: RunConfig, assumed: Assumptions) -> Link:
+    """Return the link of tokens on their way to experts, each of which goes to its rank directly.
+
+    Those for other machines leave by the rank's own card.
+    """
+    parallel = config.parallel
+    slices = expert_slices(parallel)
+    span = parallel.expert * slices
+    within = max(1, assumed.machine // slices)
+    latency = (parallel.expert - 1) * assumed.hop
+    if parallel.expert == 1 or span <= assumed.machine:
+        return Link(assumed.fast * 1e9, latency)
+    others = parallel.expert - 1
+    near = min(within - 1, others) / others
+    seconds_of_byte = near / assumed.fast + (1 - near) / assumed.slow
+    return Link(1e9 / seconds_of_byte, latency)

@@ -1,0 +1,108 @@
+"""The time of matrix products with weights: their FLOPs over the speed that products reach, or as
+long as their weights take to be read."""
+
+from dataclasses import dataclass
+
+from models.config import ModelConfig
+from models.estimate.flops import StageCost
+from tools.analysis.planning.seconds.assumptions import Assumptions
+from tools.config.expert_ranks import expert_slices
+from tools.config.run_file import RunConfig
+
+# How much faster FP8's products are than the mean of its recipes: one scale for each tensor costs
+# least, and the tensor cores add up blocks of 128 in two steps.
+FP8_SPEED = {"delayed": 1.0, "current": 1.0, "rowwise": 0.95, "blockwise": 0.85, "mx": 1.0}
+
+
+@dataclass(frozen=True)
+class ProductSeconds:
+    """Seconds of a stage's products for one micro-batch, on one rank.
+
+    input: without those of the forward pass that are recomputed.
+    """
+
+    forward: float
+    input: float
+    weight: float
+    recomputed: float
+
+
+def fp8_share(config: RunConfig, cost: StageCost) -> float:
+    """Return the fraction of a stage's layers whose products are in FP8."""
+    fp8 = config.plan.fp8
+    if fp8 is None:
+        return 0.0
+    last = config.model.layers - fp8.last_layers
+    layers = cost.cut.layers
+    narrow = [layer for layer in layers if fp8.first_layers <= layer < last]
+    return len(narrow) / len(layers) if layers else 0.0
+
+
+def product_seconds(config: RunConfig, cost: StageCost, assumed: Assumptions) -> ProductSeconds:
+    """Return the time of a stage's products with weights."""
+    parallel = config.parallel
+    plan = config.plan
+    model = config.sized_model
+    ranks = parallel.tensor * parallel.context
+    tokens = config.train.micro_batch * config.train.seq_length
+    speed = assumed.tflops * 1e12 * assumed.efficiency * ranks
+    narrow_speed = _fp8_speed(config, assumed) * ranks
+    share = fp8_share(config, cost)
+
+    def of_layers(flops: float) -> float:
+        """Return the time of FLOPs of layers, of which a part is in FP8."""
+        return flops * (share / narrow_speed + (1 - share) / speed)
+
+    head_flops = tokens * _head_flops(model) if cost.cut.last else 0.0
+    weighted = cost.forward - cost.attention
+    layer_flops = weighted - cost.experts - head_flops
+    recomputed = cost.input - cost.forward - cost.attention
+    recomputed_layers = recomputed - cost.recomputed_attention - cost.recomputed_experts
+
+    # bytes of weights on this rank, which every product reads
+    bandwidth = assumed.bandwidth * 1e9
+    expert_elements = cost.expert_parameters / (parallel.expert * expert_slices(parallel))
+    other_elements = (cost.parameters - cost.expert_parameters) / parallel.tensor
+    itemsize = plan.compute.itemsize
+    reading_experts = expert_elements * itemsize / bandwidth
+    reading_others = other_elements * itemsize / bandwidth
+    # the gradient of a weight is read and written where it adds up
+    adding = 2 * plan.gradients.itemsize / bandwidth
+
+    expert_speed = assumed.experts * _filled(config, assumed)
+    of_others = of_layers(layer_flops) + head_flops / speed
+    of_experts = of_layers(cost.experts) / expert_speed
+    once = max(of_others, reading_others) + max(of_experts, reading_experts)
+    adding_others = max(of_others, other_elements * adding)
+    adding_experts = max(of_experts, expert_elements * adding)
+    again = of_layers(recomputed_layers) + of_layers(cost.recomputed_experts) / expert_speed
+    return ProductSeconds(once, once, adding_others + adding_experts, max(0.0, again))
+
+
+def _fp8_speed(config: RunConfig, assumed: Assumptions) -> float:
+    """Return the FLOP/s of a rank's FP8 products; those of others if no peak of FP8 is known."""
+    usual = assumed.tflops * 1e12 * assumed.efficiency
+    fp8 = config.plan.fp8
+    if fp8 is None or not assumed.fp8_tflops:
+        return usual
+    reached = assumed.fp8_efficiency * FP8_SPEED[fp8.kind]
+    return assumed.fp8_tflops * 1e12 * assumed.efficiency * reached
+
+
+def _filled(config: RunConfig, assumed: Assumptions) -> float:
+    """Return the fraction of their speed that products of experts reach with as many rows as an
+    expert gets, if all get as many: few rows do not fill a GPU."""
+    model = config.model
+    parallel = config.parallel
+    if not model.experts:
+        return 1.0
+    tokens = config.train.micro_batch * config.train.seq_length / parallel.context
+    # of all ranks whose tokens travel to the expert
+    tokens *= parallel.expert * expert_slices(parallel) / parallel.tensor
+    rows = tokens * model.experts_per_token / model.experts
+    return rows / (rows + assumed.half_rows)
+
+
+def _head_flops(model: ModelConfig) -> int:
+    """Return the forward FLOPs of all output heads, per token."""
+    return (1 + model.mtp_layers) * model.head_flops()

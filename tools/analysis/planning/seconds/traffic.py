@@ -1,0 +1,169 @@
+"""The bytes that a rank sends in an instruction to ranks of the same stage, and in a step to its
+replicas."""
+
+import torch
+
+from models.estimate.flops import StageCost
+from parallel.pipeline.instructions import Op
+from tools.config.expert_ranks import expert_replicas, expert_slices, replicas_sharing_state
+from tools.config.run_file import RunConfig
+from tools.config.sharding import sharding_of
+
+
+def bytes_of(op: Op, forward: float, input_gradient: float, weight_gradient: float = 0.0) -> float:
+    """Return the bytes of one computation, of those of the three parts of a step; 0 of any other
+    instruction."""
+    by_op = {
+        Op.FORWARD: forward,
+        Op.BACKWARD: input_gradient + weight_gradient,
+        Op.BACKWARD_INPUT: input_gradient,
+        Op.BACKWARD_WEIGHT: weight_gradient,
+    }
+    return by_op.get(op, 0.0)
+
+
+def local_tokens(config: RunConfig) -> int:
+    """Return the tokens of a micro-batch that a context-parallel rank has."""
+    train = config.train
+    return train.seq_length // config.parallel.context * train.micro_batch
+
+
+def tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
+    """Return the bytes that a rank sends to its tensor-parallel ranks in an instruction.
+
+    A block gathers or copies its input and sums or scatters its output, each in both directions;
+    with sequence parallelism inputs are gathered again for the weight gradients, but not those of
+    experts. Whole experts alone have nothing to sum under sequence parallelism. An all-reduce is a
+    reduce-scatter and an all-gather.
+    """
+    parallel = config.parallel
+    model = config.model
+    cut = cost.cut
+    layers = len(cut.layers)
+    # a gather or a scatter of one activation
+    activation = local_tokens(config) * model.hidden * config.plan.compute.itemsize
+    transfer = activation * (1 - 1 / parallel.tensor)
+    # after the embedding, and for the input gradient of the head
+    at_ends = (1 if parallel.sequence else 2) * transfer
+    num_expert_layers = expert_layers(config, cost)
+    # layers that sum nothing over tp
+    unsummed = 0
+    if parallel.sequence and expert_slices(parallel) == 1 and not model.shared_experts:
+        unsummed = num_expert_layers
+    # of each of a layer's two blocks a gather and a scatter, or an all-reduce, which is both
+    forward = (4 * layers - unsummed) * transfer
+    recomputed = config.recompute.count_whole_layers(layers) / layers
+    # the input gradient reverses the forward's transfers; a recomputed layer makes them again
+    input_gradient = (
+        forward * (1 + recomputed)
+        + cut.last * at_ends
+        + (cut.first and parallel.sequence) * transfer
+    )
+    weight_gradient = 0.0
+    if parallel.sequence:
+        weight_gradient = (2 * layers - num_expert_layers + cut.last) * transfer
+    # last, for a recomputed layer repeats neither the embedding's transfer nor the head's
+    forward += cut.first * at_ends + (cut.last and parallel.sequence) * transfer
+    return bytes_of(op, forward, input_gradient, weight_gradient)
+
+
+def expert_layers(config: RunConfig, cost: StageCost) -> int:
+    """Return how many layers of a stage have experts."""
+    if config.model.experts:
+        return sum(layer not in config.model.dense_layers for layer in cost.cut.layers)
+    return 0
+
+
+def expert_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
+    """Return the bytes that a rank sends to the ranks of other experts in an instruction, if all
+    get as many tokens.
+
+    Rows go to their experts and results come back, in the forward pass and for the input gradient.
+    """
+    parallel = config.parallel
+    model = config.model
+    if parallel.expert == 1:
+        return 0.0
+    layers = len(cost.cut.layers)
+    tokens = local_tokens(config) * expert_slices(parallel) / parallel.tensor
+    rows = tokens * model.experts_per_token * expert_layers(config, cost)
+    row_bytes = model.hidden * config.plan.compute.itemsize
+    # there and back, but for the experts of the rank itself
+    forward = 2 * rows * row_bytes * (1 - 1 / parallel.expert)
+    recomputed = config.recompute.count_whole_layers(layers) / layers
+    return bytes_of(op, forward, forward * (1 + recomputed))
+
+
+def context_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
+    """Return the bytes that a rank sends to the ranks that share its sequences in an instruction.
+
+    Each layer sends the own keys and values to all others, forward and backward, and their
+    gradients, in FP32, once more: by ring they go all the way round, and by gather they are summed
+    where they belong.
+    """
+    parallel = config.parallel
+    model = config.model
+    if parallel.context == 1:
+        return 0.0
+    layers = len(cost.cut.layers)
+    others = parallel.context - 1
+    heads = max(1, model.kv_heads // parallel.tensor)
+    # elements of keys and values
+    elements = 2 * heads * model.head_dim * local_tokens(config)
+    of_layer = elements * config.plan.attention.itemsize * others
+    # in a ring a gradient takes one hop more than its keys, back to their rank
+    gradient_hops = parallel.context if config.engine_options.ring else others
+    gradients_of_layer = elements * torch.float32.itemsize * gradient_hops
+    recomputed = config.recompute.count_whole_layers(layers)
+    if "attention" in config.recompute.modules:
+        recomputed += layers
+    input_gradient = (layers + recomputed) * of_layer + layers * gradients_of_layer
+    return bytes_of(op, layers * of_layer, input_gradient)
+
+
+def whole_gradients(config: RunConfig, held: float) -> float:
+    """Return the bytes of the gradients of a rank's parameters. held: those that it keeps."""
+    if not config.parallel.shards_gradients:
+        return held
+    expert_elements, other_elements = elements_of_pipeline(config)
+    of_experts = expert_elements / replicas_sharing_state(config.parallel)
+    kept_elements = of_experts + other_elements / sharding_of(config).zero
+    return held * (expert_elements + other_elements) / kept_elements
+
+
+def replica_bytes(config: RunConfig, gradients: float, weights: float) -> float:
+    """Return the bytes that a rank sends to its replicas in a step: gradients, under ZeRO-2 of each
+    micro-batch, and under ZeRO-1 weights.
+
+    gradients, weights: the bytes of the rank's parameters.
+    """
+    parallel = config.parallel
+    plan = config.plan
+    # gradients are held in one dtype and may travel in another
+    travelling = gradients * plan.reduce.itemsize / plan.gradients.itemsize
+    if parallel.shards_gradients:
+        travelling *= config.num_microbatches
+    expert_elements, other_elements = elements_of_pipeline(config)
+    expert_share = expert_elements / (expert_elements + other_elements)
+    # by part of the weights: their share, its replicas, and those among them that share state
+    parts = (
+        (1 - expert_share, parallel.copies, sharding_of(config).zero),
+        (expert_share, expert_replicas(parallel), replicas_sharing_state(parallel)),
+    )
+    sent = 0.0
+    for share, replicas, sharers in parts:
+        transfers = 1 if sharers == replicas else 2  # a reduce-scatter, or an all-reduce
+        of_gradients = transfers * (1 - 1 / replicas) * travelling
+        sent += share * (of_gradients + (1 - 1 / sharers) * weights)
+    return sent
+
+
+def elements_of_pipeline(config: RunConfig) -> tuple[float, float]:
+    """Return the elements of experts and of other weights that the ranks of a pipeline hold
+    together."""
+    parallel = config.parallel
+    model = config.sized_model
+    return (
+        model.expert_parameters / (parallel.expert * expert_slices(parallel)),
+        (model.num_parameters - model.expert_parameters) / parallel.tensor,
+    )

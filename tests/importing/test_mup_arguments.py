@@ -12,7 +12,8 @@ from megaprec.optim.param_groups import Group, factors
 from models.logical_shapes import logical_shapes
 from models.mup import READOUTS
 from tests.importing.test_import import BASE, refused, run_of
-from tests.refusals import shows
+from tests.refusals import raises, shows
+from tools.convert.megatron.keys import refuse_others
 
 MUP = f"{BASE} --use-mup --mup-base-hidden-size 16 --untie-embeddings-and-output-weights"
 
@@ -106,3 +107,10 @@ def test_a_base_that_has_no_such_widths_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         run_of(tmp_path, *arguments)
     assert shows(str(caught.value), "model.mup_width", key="ffn", value=100, base=24)
+
+
+def test_a_checkpoint_that_was_trained_with_it_is_not_converted() -> None:
+    """Its logits are multiplied, which none of our models does."""
+    with raises("convert.megatron_argument_only", key="use_mup"):
+        refuse_others({"use_mup": True, "mup_base_hidden_size": 16})
+    refuse_others({"use_mup": False, "mup_base_hidden_size": None, "mup_attn_scale_power": 1.0})

@@ -120,7 +120,7 @@ def chart(title: str, found: Sweep) -> Chart:
 
 
 def main(path: Path) -> None:
-    widths = (BASE, 2 * BASE, 4 * BASE, 8 * BASE)
+    widths = (BASE, 2 * BASE, 4 * BASE)
     charts = []
     for title, mup in (("without muP: loss", False), (f"muP, base hidden {BASE}: loss", True)):
         found = sweep(mup, widths)

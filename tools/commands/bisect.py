@@ -204,9 +204,9 @@ def _replay_steps(
             f"train.batch_schedule changes the batch between steps {start.step + 1} and {until}, "
             "and a replay has one batch"
         )
+    untaken_verdict = PART if records.parting else UNTRIED
     if reason:
-        verdict = PART if records.parting else UNTRIED
-        return {"verdict": verdict, "why": "; ".join([*start.passed_over, reason])}
+        return {"verdict": untaken_verdict, "why": "; ".join([*start.passed_over, reason])}
     how = "bit by bit" if exact else "in float64"
     _report_progress(f"steps {start.step + 1} to {until} are taken again, {how}")
     threads = torch.get_num_threads()

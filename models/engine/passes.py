@@ -25,7 +25,7 @@ from models.config import ModelConfig
 from models.decoder.mtp import MTPBatch, make_mtp_batch
 from models.decoder.stages import Stage
 from models.decoder.token_count import TokenCount, count_tokens
-from models.feed_forward.router_tally import rounded_to
+from models.feed_forward.router_tally import round_to
 from parallel.dropout import MicrobatchInfo
 from parallel.pipeline.executor import Executor, StageHooks
 from parallel.pipeline.instructions import (
@@ -386,7 +386,8 @@ class Passes:
             z_loss = squares.sum() / state.divisor.to(squares.dtype)
             trained_loss = loss + self.config.z_loss * z_loss
             if self.optimizer.tp.rank == 0:
-                state.z_loss.add_(rounded_to(Z_LOSS_UNIT, z_loss.detach().double()))
+                z_loss_of_batch = z_loss.detach().to(torch.float64, copy=True)
+                state.z_loss.add_(round_to(Z_LOSS_UNIT, z_loss_of_batch))
         # Kept on the first tp rank alone: an evaluation sums losses over the world, and the
         # optimizer takes 0 from the others.
         if self.optimizer.tp.rank == 0:

@@ -35,14 +35,10 @@ class RouterSums(NamedTuple):
     z: Tensor
     samples: Tensor
 
-    def packed(self) -> Tensor:
-        """Return all numbers as one tensor, [2 * experts + 3]."""
-        scalars = [number.reshape(1) for number in self[2:]]
-        return torch.cat((self.choices, self.probabilities, *scalars))
-
     @staticmethod
     def unpacked(packed: Tensor) -> "RouterSums":
-        """Return the sums that `packed` made one tensor of; a leading dimension of layers stays."""
+        """Return the sums as views of one tensor, [..., 2 * experts + 3]; leading dimensions
+        stay."""
         experts = (packed.shape[-1] - NUM_SCALARS) // 2
         lengths = (experts, experts, NUM_SCALARS)
         choices, probabilities, scalars = packed.split(lengths, -1)
@@ -50,14 +46,14 @@ class RouterSums(NamedTuple):
 
     @staticmethod
     def num_packed(experts: int) -> int:
-        """Return the length of `packed` for so many experts."""
+        """Return the number of sums of so many experts."""
         return 2 * experts + NUM_SCALARS
 
 
 class RouterTally:
     """The sums of the router of `layer`, such as "layers.3", over the micro-batches of a step.
 
-    sums: as `RouterSums.packed` has them; None before the first micro-batch.
+    sums: in one tensor, as `RouterSums.unpacked` takes them; None before the first micro-batch.
     """
 
     def __init__(self, layer: str) -> None:
@@ -95,25 +91,25 @@ def sum_router(
     losses: the balance and the z-loss of each sample, [b] each; None if neither is trained.
     counts_samples: False on all but one of the ranks that share samples and have the same losses.
     """
+    # each operator is a launch on a GPU: the sums are written in their places
+    packed = torch.zeros(
+        RouterSums.num_packed(probabilities.shape[-1]), dtype=torch.float64, device=chosen.device
+    )
+    sums = RouterSums.unpacked(packed)
     choices = chosen.flatten()
-    ones = torch.ones(len(choices), dtype=torch.float64, device=choices.device)
-    load = torch.zeros(probabilities.shape[-1], dtype=torch.float64, device=choices.device)
-    load.index_add_(0, choices, ones)
-    none = torch.zeros((), dtype=torch.float64, device=choices.device)
-    balance = none
-    z = none
-    samples = none
+    sums.choices.index_add_(0, choices, packed.new_ones(len(choices)))
+    torch.sum(probabilities, (0, 1), dtype=torch.float64, out=sums.probabilities)
     if losses is not None and counts_samples:
-        balance, z = (loss.sum(dtype=torch.float64) for loss in losses)
-        samples = none + chosen.shape[1]
-    of_tokens = probabilities.sum((0, 1), dtype=torch.float64)
-    packed = RouterSums(load, of_tokens, balance, z, samples).packed()
-    return rounded_to(UNIT, packed)
+        balance, z = losses
+        torch.sum(balance, 0, dtype=torch.float64, out=sums.balance)
+        torch.sum(z, 0, dtype=torch.float64, out=sums.z)
+        sums.samples.fill_(chosen.shape[1])
+    return round_to(UNIT, packed)
 
 
-def rounded_to(unit: float, numbers: Tensor) -> Tensor:
-    """Return the nearest multiples of `unit`, a power of two. numbers: float64."""
-    return (numbers / unit).round_() * unit
+def round_to(unit: float, numbers: Tensor) -> Tensor:
+    """Round numbers to the nearest multiples of `unit`, a power of two. numbers: float64."""
+    return numbers.div_(unit).round_().mul_(unit)
 
 
 class WithTally(torch.autograd.Function):

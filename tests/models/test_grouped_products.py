@@ -182,7 +182,7 @@ def test_a_layer_launches_as_many_kernels_for_many_experts_as_for_few(
     assert few == many
     assert few.count("aten::_grouped_mm") == 6
     assert "aten::stack" not in few
-    assert len(few) <= 102
+    assert len(few) <= 113  # of which 11 sum what the router measures
 
 
 def test_so_does_a_layer_whose_experts_have_biases(monkeypatch: pytest.MonkeyPatch) -> None:

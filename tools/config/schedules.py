@@ -24,7 +24,8 @@ from tools.config.settings import Parallel
 ANNOUNCED_PASSES = 4096
 
 
-@lru_cache(maxsize=8)
+# a search for layouts has schedules of each number of stages
+@lru_cache(maxsize=64)
 def plan_equal(kind: str, pipeline: int, microbatches: int, chunks: int) -> Schedule:
     """Return the schedule for stages of equal cost. It is built once, and announced if that takes
     some seconds."""

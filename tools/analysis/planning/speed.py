@@ -369,7 +369,6 @@ def least_seconds(config: RunConfig, assumed: Assumptions) -> float:
     Raises KeyError for a schedule from a file.
     """
     parallel = config.parallel
-    plan = config.plan
     pipeline = parallel.pipeline
     stages = pipeline * (parallel.chunks or default_chunks(parallel.schedule))
     if 0 < config.recompute.count_whole_layers(config.model.layers) < config.model.layers:
@@ -395,10 +394,27 @@ def least_seconds(config: RunConfig, assumed: Assumptions) -> float:
     bubble = TEXTBOOK[parallel.schedule].bubble.value(sizes)
     passes_seconds = sizes.work * (1 + bubble)
     elements = sum(elements_of_pipeline(config)) / pipeline
-    # with FP8 some weights may travel as codes of a byte: this is a lower bound
-    weights = elements * (1 if plan.fp8 else plan.parameters.itemsize)
-    sent = replica_bytes(config, elements * plan.gradients.itemsize, weights)
+    sent = _least_sent(config, elements)
     replicas = replica_seconds(config, sent, elements, step_costs.links["dp"])
     exposed = exposed_seconds(config, assumed, passes_seconds, replicas)
     update = update_seconds(config, elements, assumed)
     return assumed.factor * (passes_seconds + exposed + update)
+
+
+def least_seconds_of_schedule(
+    config: RunConfig, passes: PlannedPasses, assumed: Assumptions
+) -> float:
+    """Return the time that a step takes at least, by its schedule, which is simulated: with the
+    state of the mean rank."""
+    elements = sum(elements_of_pipeline(config)) / config.parallel.pipeline
+    sent = _least_sent(config, elements)
+    return predict_passes(config, passes, sent, elements, assumed).seconds
+
+
+def _least_sent(config: RunConfig, elements: float) -> float:
+    """Return the bytes that a rank sends to its replicas at least. elements: parameters of the mean
+    rank."""
+    plan = config.plan
+    # with FP8 some weights may travel as codes of a byte: this is a lower bound
+    weights = elements * (1 if plan.fp8 else plan.parameters.itemsize)
+    return replica_bytes(config, elements * plan.gradients.itemsize, weights)

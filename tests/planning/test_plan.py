@@ -3,6 +3,7 @@ trained."""
 
 import json
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from tools.analysis.planning.memory import (
     least_activation_bytes,
 )
 from tools.analysis.planning.search import (
+    Planned,
     candidates,
     least_bytes,
     least_bytes_of_fullest,
     plan_run,
+    search,
 )
 from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.analysis.planning.speed import least_seconds, least_seconds_of_schedule, passes_of
@@ -422,3 +425,23 @@ def test_what_a_prediction_leaves_out_is_said_in_lines_and_in_json(
         notes = data(capsys, file, *keys, *options)["notes"]
         assert any(said in note for note in notes)
         assert not any(said in note for note in data(capsys, file, *options)["notes"])
+
+
+def test_ctrl_c_ends_a_search_with_what_was_found(file: Path) -> None:
+    config = load_run(file).on_device("cuda")
+    target = target_of(config, "H100")
+    press = signal.getsignal(signal.SIGINT)
+
+    def press_at_third(number: int, total: int, best: Planned | None) -> None:
+        if number == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    found = search(config, 8, target, ASSUMED, press_at_third)
+    assert len(found.layouts) == 3 and found.unseen > 0
+    assert signal.getsignal(signal.SIGINT) is press
+
+    def press_at_first(number: int, total: int, best: Planned | None) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        search(config, 8, target, ASSUMED, press_at_first)

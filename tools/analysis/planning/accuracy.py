@@ -24,8 +24,8 @@ class Accuracy:
     def describe(self) -> str:
         """Return the error in words."""
         return (
-            f"half of {self.runs} published runs, held out of the fit, are within "
-            f"{self.median:.0%}, nine in ten within {self.most:.0%}"
+            f"half of {self.runs} held-out runs are within {self.median:.0%}, nine in ten within "
+            f"{self.most:.0%}"
         )
 
 

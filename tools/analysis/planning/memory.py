@@ -26,7 +26,7 @@ from parallel.pipeline.simulation import peak
 from tools.config.checks import make_rule
 from tools.config.expert_ranks import expert_slices
 from tools.config.run_file import RunConfig
-from tools.config.schedules import plan_equal, stage_count
+from tools.config.schedules import equal_schedule, stage_count
 from tools.config.sharding import sharding_of
 
 FEW_LAYERS = 2  # of two stages, of which one more layer tells what a layer keeps
@@ -109,7 +109,7 @@ class MemoryModel:
         of which `least_layers_in_flight` knows nothing."""
         if not least_layers_in_flight(config) or config.model.layers <= FEW_LAYERS:
             return 0
-        _, of_layer = _bytes_of_layer(config, self._with_fewest_experts(config))
+        _, of_layer = _bytes_of_layer(config, self._with_fewest_experts(config), layers=1)
         _, virtual_ranks = in_virtual_ranks(config)
         return virtual_ranks * of_layer
 
@@ -207,11 +207,13 @@ class MemoryModel:
         ]
 
 
-def _bytes_of_layer(config: RunConfig, stage_memory: StageMemory) -> tuple[ActivationBytes, int]:
-    """Return what `FEW_LAYERS` layers such as the last ones keep, and how much one more adds."""
+def _bytes_of_layer(
+    config: RunConfig, stage_memory: StageMemory, layers: int = FEW_LAYERS
+) -> tuple[ActivationBytes, int]:
+    """Return what `layers` layers such as the last ones keep, and how much one more adds."""
     last = config.model.layers - 1
-    fewer = Cut(1, range(last - FEW_LAYERS, last), first=False, last=False)
-    more = Cut(1, range(last - FEW_LAYERS, last + 1), first=False, last=False)
+    fewer = Cut(1, range(last - layers, last), first=False, last=False)
+    more = Cut(1, range(last - layers, last + 1), first=False, last=False)
     of_fewer = stage_memory.activation_bytes(fewer)
     of_more = stage_memory.activation_bytes(more)
     return of_fewer, max(0, of_more.activations - of_fewer.activations)
@@ -248,7 +250,7 @@ def stages_in_flight(
     """Return, by pipeline rank, of how many micro-batches each of its stages keeps activations when
     it keeps most. Backward passes are whole."""
     most: list[Mapping[int, int]] = []
-    for program in plan_equal(kind, pipeline, microbatches, chunks).programs:
+    for program in equal_schedule(kind, pipeline, microbatches, chunks).programs:
         kept = Counter[int]()
         total = 0
         fullest = kept.copy()

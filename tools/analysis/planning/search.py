@@ -10,7 +10,10 @@ Of the fastest layouts other micro-batches, ZeRO stages and numbers of stages ar
 (`neighbors`), and those of the better ones, as long as there are better ones.
 """
 
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -196,9 +199,11 @@ class _Found:
         of_layer = self._memory.kept_by_layer(config)
         if self._is_too_large(least_bytes_of_fullest(config, passes, of_layer)):
             return
-        if self.cannot_be_better(least_seconds_of_schedule(config, passes, self._assumed)):
-            self.slower += 1
-            return
+        if len(self.fitting) >= MOST_LAYOUTS:
+            least_time = least_seconds_of_schedule(config, passes, self._assumed)
+            if self.cannot_be_better(least_time):
+                self.slower += 1
+                return
         self._plan(config)
 
     def cannot_be_better(self, least_time: float) -> bool:
@@ -244,7 +249,7 @@ def search(
 ) -> LayoutSearch:
     """Return the `MOST_LAYOUTS` fastest layouts of `ranks` ranks.
 
-    KeyboardInterrupt ends the search with what was found so far, if anything was.
+    Ctrl-C ends the search with what was found so far; KeyboardInterrupt is raised if nothing was.
     """
     found = _Found(target, assumed)
     timed: list[tuple[float, RunConfig]] = []
@@ -254,11 +259,13 @@ def search(
     timed.sort(key=lambda pair: pair[0])
     number = 0
     try:
-        for number, (least_time, layout) in enumerate(timed):
-            progress(number, len(timed), found.best)
-            found.look_at(layout, least_time)
-        number = len(timed)
-        _improve(found, assumed)
+        with _stop_between_layouts() as require_no_stop:
+            for number, (least_time, layout) in enumerate(timed):
+                progress(number, len(timed), found.best)
+                require_no_stop()
+                found.look_at(layout, least_time)
+            number = len(timed)
+            _improve(found, assumed, require_no_stop)
     except KeyboardInterrupt:
         if not found.fitting:
             raise
@@ -266,7 +273,37 @@ def search(
     return found.result(unseen=len(timed) - number)
 
 
-def _improve(found: _Found, assumed: Assumptions) -> None:
+@contextmanager
+def _stop_between_layouts() -> Iterator[Callable[[], None]]:
+    """Remember Ctrl-C, and yield what raises KeyboardInterrupt if it was pressed.
+
+    Raised at any point, the exception would be lost where Python calls back, as it does for each
+    tensor that is freed while a layer is run. Pressed twice, it is raised at once.
+    """
+    presses = 0
+
+    def remember(signum: int, frame: object) -> None:
+        nonlocal presses
+        presses += 1
+        if presses > 1:
+            raise KeyboardInterrupt
+
+    def require_no_stop() -> None:
+        if presses:
+            raise KeyboardInterrupt
+
+    # only the main thread of a process gets signals
+    if threading.current_thread() is not threading.main_thread():
+        yield require_no_stop
+        return
+    before = signal.signal(signal.SIGINT, remember)
+    try:
+        yield require_no_stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _improve(found: _Found, assumed: Assumptions, require_no_stop: Callable[[], None]) -> None:
     """Look at the neighbors of the fastest layouts, until these have no better ones."""
     seen = {_identity(planned.config) for planned in found.fitting}
     expanded = set[str]()
@@ -278,6 +315,7 @@ def _improve(found: _Found, assumed: Assumptions) -> None:
         for planned in fresh:
             expanded.add(_identity(planned.config))
             for neighbor in neighbors(planned.config):
+                require_no_stop()
                 identity = _identity(neighbor)
                 if identity not in seen:
                     seen.add(identity)

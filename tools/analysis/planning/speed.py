@@ -142,19 +142,21 @@ def passes_of(config: RunConfig) -> PlannedPasses:
     has_few_passes = pipeline * microbatches <= MOST_SIMULATED
     is_short = has_few_passes or microbatches <= until_regular + period
     if parallel.schedule_file or is_short:
-        schedule = config.schedule
-        costs = config.stage_costs(config.sized_model, schedule.rank_of_stage)
-        return PlannedPasses(schedule, costs)
-
-    placement = pipeline_schedule(parallel, until_regular).rank_of_stage
+        simulated = microbatches
+    else:
+        simulated = until_regular
+    placement = pipeline_schedule(parallel, simulated, quiet=True).rank_of_stage
     costs = config.stage_costs(config.sized_model, placement)
 
     def flops(instruction: Instruction) -> float:
         return costs[instruction.stage].flops(instruction)
 
-    schedule = pipeline_schedule(parallel, until_regular, flops)
-    longer = pipeline_schedule(parallel, until_regular + period, flops)
-    return PlannedPasses(schedule, costs, microbatches - until_regular, longer)
+    schedule = pipeline_schedule(parallel, simulated, flops, quiet=True)
+    more = microbatches - simulated
+    if not more:
+        return PlannedPasses(schedule, costs)
+    longer = pipeline_schedule(parallel, simulated + period, flops, quiet=True)
+    return PlannedPasses(schedule, costs, more, longer)
 
 
 class _StepCosts:
@@ -310,6 +312,8 @@ def predict_passes(
         added_microbatches = passes.longer.microbatches - schedule.microbatches
         added_seconds = longer_seconds - passes_seconds
         passes_seconds += passes.more * added_seconds / added_microbatches
+        # the first micro-batches of a schedule may hide how much more work one rank has
+        passes_seconds = max(passes_seconds, *(of_rank.seconds for of_rank in work))
 
     total = sum(work, NOTHING).times(1 / num_ranks)
     # an activation and a gradient of each micro-batch for each stage of a rank

@@ -16,6 +16,8 @@ The smallest whole use, on one process; the same loop runs on many with a mesh:
 
 `parallel` has tensor-parallel layers and pipelines, `models` whole transformers. This package knows
 neither: it takes a torch DeviceMesh and parameters that carry layouts.
+
+`megaprec.train("run.toml")` is a whole run, as the command `megaprec train` trains it.
 """
 
 from megaprec import command_path
@@ -42,6 +44,7 @@ from megaprec.precision.module_wrappers import NaiveAMPModel, PlannedModel
 from megaprec.precision.parallel_modes import ParallelMode
 from megaprec.precision.plan import LossScaling, PrecisionPlan, plan
 from megaprec.precision.tf32 import tf32
+from megaprec.train_program import TrainingResult, TrainingStopped, train
 
 __all__ = [
     "SGD",
@@ -64,6 +67,8 @@ __all__ = [
     "StepReport",
     "TorchRule",
     "Trace",
+    "TrainingResult",
+    "TrainingStopped",
     "UserError",
     "attach",
     "attach_whole",
@@ -75,4 +80,5 @@ __all__ = [
     "save",
     "set_fp32_attr_to_module",
     "tf32",
+    "train",
 ]

@@ -124,7 +124,9 @@ def _run(args: argparse.Namespace) -> int:
             return 1
         if not isinstance(cause, ON_PURPOSE):
             raise
-        if prints_own_failure():
+        # `megaprec.train` raises it in the program that has called it
+        is_told = getattr(args, "end_file", None) is not None
+        if prints_own_failure() and not is_told:
             _print_error(cause, args)
         return EXIT_CODES[type(cause)]
 

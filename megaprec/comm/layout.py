@@ -24,8 +24,8 @@ from megaprec.errors import UserError
 
 @dataclass(frozen=True)
 class Growth:
-    """How many times as many features a matrix has as that of the base model of muP
-    (`megaprec.optim.width`).
+    """Growth of a matrix over that of the base model of muP (`megaprec.optim.width`), as factors of
+    its numbers of features.
 
     inputs: of the features that one output sums over.
     outputs: of the features that it makes.

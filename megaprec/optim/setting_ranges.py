@@ -38,11 +38,9 @@ def require_settings(
             problems.append(Problem.of("optimizer.count_range", name=name, value=count))
     if not is_number(seed, whole=True):
         problems.append(Problem.of("optimizer.seed", seed=seed))
-    if not (is_number(norm) and norm >= 1) and norm != math.inf:
-        problems.append(Problem.of("optimizer.norm_range", norm=norm))
+    problems += _norm_problems(norm)
     problems += _clip_problems(clip)
-    if not is_number(ema) or not 0 <= ema < 1:
-        problems.append(Problem.of("optimizer.ema_range", ema=ema))
+    problems += _ema_problems(ema)
     for name, switch in switches.items():
         if not isinstance(switch, bool | None):
             problems.append(Problem.of("optimizer.switch", name=name, value=switch))
@@ -69,6 +67,18 @@ def require_rates(**rates: float) -> None:
     problems = _rate_problems(rates)
     if problems:
         raise UserError(*problems)
+
+
+def _norm_problems(norm: float) -> list[Problem]:
+    if (is_number(norm) and norm >= 1) or norm == math.inf:
+        return []
+    return [Problem.of("optimizer.norm_range", norm=norm)]
+
+
+def _ema_problems(ema: float) -> list[Problem]:
+    if is_number(ema) and 0 <= ema < 1:
+        return []
+    return [Problem.of("optimizer.ema_range", ema=ema)]
 
 
 def _clip_problems(clip: float) -> list[Problem]:

@@ -37,7 +37,8 @@ class RouterSums(NamedTuple):
 
     def packed(self) -> Tensor:
         """Return all numbers as one tensor, [2 * experts + 3]."""
-        return torch.cat((self.choices, self.probabilities, torch.stack(self[2:])))
+        scalars = [number.reshape(1) for number in self[2:]]
+        return torch.cat((self.choices, self.probabilities, *scalars))
 
     @staticmethod
     def unpacked(packed: Tensor) -> "RouterSums":

@@ -256,7 +256,7 @@ def test_runs_on_other_tokens_are_told_so(
     text = (
         (made / "run" / "run.toml").read_text().replace(str(made / "data"), str(tmp_path / "data"))
     )
-    source = load_run(made / "my.toml").data.source
+    (source,) = load_run(made / "my.toml").data.sources
     other = tmp_path / "other.txt"
     other.write_text(Path(source).read_text(encoding="utf-8").replace("a", "o"), encoding="utf-8")
     (tmp_path / "b.toml").write_text(
@@ -272,7 +272,7 @@ def test_data_that_is_gone_does_not_hide_what_the_records_say(
 ) -> None:
     edit(room / "b" / "digests.jsonl", 2, one_digest)
     text = (room / "b" / "run.toml").read_text()
-    source = load_run(room / "b" / "run.toml").data.source
+    (source,) = load_run(room / "b" / "run.toml").data.sources
     (room / "b" / "run.toml").write_text(text.replace(source, str(room / "gone.txt")))
     code, said = bisected(capsys, room / "a", room / "b")
     assert code == 1 and said["records"]["first"]["step"] == 2

@@ -78,6 +78,7 @@ def examples(room: Path) -> dict[str, list[str]]:
         "parity": [file, "train.folder=p", "--layouts", "dp=2", "--steps", "1"],
         "prove": [file, "train.folder=p", "--layout", "dp=2", "--steps", "2"],
         "bisect": [run, str(room / "again")],
+        "mup-check": [file, "--widths", "16,32,64", "--steps", "1"],
     }
 
 

@@ -113,7 +113,9 @@ def other_samples(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         Batches,
         "_read",
-        lambda self, samples, first, replica: inner(self, samples, first + 1, replica),
+        lambda self, samples, first, batch, replica: inner(
+            self, samples, first + 1, batch, replica
+        ),
     )
 
 

@@ -333,6 +333,7 @@ def test_an_id_in_what_is_held_out_is_found_too(file: Path, tmp_path: Path) -> N
         f"data.source={tmp_path}/data/text",
         f"train.folder={tmp_path}/run",
         "train.eval_every=1",
+        "data.held_out_from=end",
     ]
     held_out = open_corpus(load_run(file, asked)).held_out
     assert held_out is not None

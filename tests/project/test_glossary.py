@@ -68,7 +68,9 @@ def test_every_field_of_a_steps_record_is_explained_and_none_is_stale(overflowin
     tasks = f"{TASK_PREFIX}TASK/METRIC"
     # needs experts; tests/training/test_experts_run.py sees both written
     of_experts = {ROUTER, COLLAPSE}
-    assert sorted(explained("metrics.jsonl")) == sorted({*written, tasks, *of_experts})
+    # needs train.batch_schedule; tests/training/test_batch_schedule.py sees it written
+    others = {tasks, *of_experts, "global_batch"}
+    assert sorted(explained("metrics.jsonl")) == sorted(written | others)
 
 
 def test_every_field_of_an_event_is_explained_and_none_is_stale(overflowing: Path) -> None:

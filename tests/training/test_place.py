@@ -13,6 +13,7 @@ from tests.runs import checkpoint, rewind, train, write_run
 from tools.convert.train_state import read_progress
 
 QUICK = (
+    "data.held_out_from=end",
     "model.layers=1",
     "train.global_batch=4",
     "train.micro_batch=4",

@@ -185,27 +185,27 @@ def _replay_steps(
     until = records.parting.step if records.parting else first_step + min(2, max_steps)
     start = common_start(first, second, until, exact)
     steps = until - start.step
-    untaken_verdict = PART if records.parting else UNTRIED
+    batch = _constant_batch(first.config, start, steps)
+    reason = ""
     is_branch = bool(first.config.train.branch_from or second.config.train.branch_from)
     if is_branch and not start.checkpoint:
         reason = (
             "one is a branch of another run, which did not begin with initial weights, and both "
             f"have no checkpoint of one step before step {until}"
         )
-        return {"verdict": untaken_verdict, "why": "; ".join([*start.passed_over, reason])}
     # nearer checkpoints would help, but there are none that both have
-    if steps > max_steps:
+    elif steps > max_steps:
         reason = (
             f"the runs part in step {until}, and the newest state before it that both have is of "
             f"step {start.step}: give --steps {steps} or more to locate it by replay"
         )
-        return {"verdict": untaken_verdict, "why": "; ".join([*start.passed_over, reason])}
-    batch = _constant_batch(first.config, start, steps)
-    if not batch:
+    elif not batch:
         reason = (
             f"train.batch_schedule changes the batch between steps {start.step + 1} and {until}, "
             "and a replay has one batch"
         )
+    untaken_verdict = PART if records.parting else UNTRIED
+    if reason:
         return {"verdict": untaken_verdict, "why": "; ".join([*start.passed_over, reason])}
     how = "bit by bit" if exact else "in float64"
     _report_progress(f"steps {start.step + 1} to {until} are taken again, {how}")

@@ -72,7 +72,7 @@ def add_parser(subparsers: Any) -> None:
         "--grow",
         choices=get_args(Growing),
         default="heads",
-        help="what grows of attention: the number of heads, or their width (default: heads)",
+        help="part of attention that grows: the number of heads, or their width (default: heads)",
     )
     parser.add_argument(
         "--steps", type=int, default=4, metavar="N", help="number of steps (default: 4)"

@@ -14,6 +14,7 @@ from typing import Any
 from megaprec.durable import file_error
 from megaprec.errors import UserError
 from megaprec.tested_versions import untested
+from megaprec.train_program import END_FILE
 from models.decoder.own_model import require_builtin
 from parallel.described_world import is_rank_of_world
 from tools.analysis.plots.shadow_plot import plot_shadow
@@ -34,6 +35,7 @@ from tools.training.banner import print_outcome, print_skipped
 from tools.training.corpus import Corpus
 from tools.training.data_identity import ALLOW
 from tools.training.elastic import Restarts
+from tools.training.end_report import EndReport
 from tools.training.launch import launch_local
 from tools.training.prepare import open_checked, print_plan, verify_models
 from tools.training.rank import train_rank
@@ -97,15 +99,26 @@ def add_parser(subparsers: Any) -> None:
             "--export-hf"
         ),
     )
+    # of `megaprec.train`
+    parser.add_argument(END_FILE, type=Path, help=argparse.SUPPRESS)
     parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec train`."""
+    end_report = EndReport(args.end_file)
+    with end_report.telling():
+        return _run(args, end_report)
+
+
+def _run(args: argparse.Namespace, end_report: EndReport) -> int:
+    """Check all that can be checked, start ranks unless this is one, and train; return the exit
+    code."""
     # A log that takes no more lines, such as that of a closed terminal, does not end a run.
     spare_output()
     allowed = [name for text in args.allow for name in differences_in(text)]
     config = resolve_run(args.file, args.overrides)
+    end_report.config = config
     export = Path(args.export_hf) if args.export_hf else None
     tell_notes([*config.notes, *moved_notes(args.file, config)], args.strict)
     tell_notes(untested(), strict=False)
@@ -137,7 +150,8 @@ def main(args: argparse.Namespace) -> int:
         options.append("--export-ema")
     restarts = Restarts(config, lambda: lock_folder(config))
     command = ["train", args.file, *args.overrides, *options]
-    return launch_local(command, config.world_size, config.train.threads, restarts.ranks_after)
+    again = end_report.noting(restarts.ranks_after)
+    return launch_local(command, config.world_size, config.train.threads, again)
 
 
 def _warn_of_slow_build(config: RunConfig) -> None:

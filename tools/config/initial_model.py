@@ -64,20 +64,10 @@ def _add_model(
     Keys of a longer context may have one: a run asks for them (`tools.training.initial`). So
     may the vocabulary if it grows. rows: tokens that the weights have rows for then, else 0.
     """
-    may_differ = set(TRAINING_ONLY_KEYS).difference(MUP_KEYS)
     vocab = settings.get("model.vocab", Setting(0, origin))
-    # a value that is no number is reported with the types of its table
-    if rows and not (isinstance(vocab.value, int) and 0 < vocab.value < rows):
-        may_differ.add("vocab")
-    if model.positions == "rope":
-        may_differ.update(CONTEXT_KEYS)
-    follows = set[str]()
-    # a dropout of the embedding that equals the model's follows a given dropout
-    if model.embedding_dropout == model.dropout:
-        follows.add("embedding_dropout")
-    if "model.rope_scaling" in settings and scores_follow_rope_scaling(model):
-        follows.add("attention_scalar")
-    for name, value in model.model_dump(exclude=follows).items():
+    may_differ = _keys_that_may_differ(model, vocab.value, rows)
+    following = _keys_that_follow(settings, model)
+    for name, value in model.model_dump(exclude=following).items():
         key = f"model.{name}"
         chosen = settings.setdefault(key, Setting(value, origin))
         is_open = name in ZERO_LEAVES_OPEN and chosen.value == 0
@@ -101,6 +91,32 @@ def _add_model(
             value_of_weights=toml(value),
             file=origin,
         )
+
+
+def _keys_that_may_differ(model: ModelConfig, vocab: object, rows: int) -> set[str]:
+    """Return the keys of [model] that may be others than those of the weights.
+
+    vocab: the given size, 0 if none is. rows: as in `_add_model`.
+    """
+    may_differ = set(TRAINING_ONLY_KEYS).difference(MUP_KEYS)
+    shrinks = isinstance(vocab, int) and 0 < vocab < rows
+    # a value that is no number is reported with the types of its table
+    if rows and not shrinks:
+        may_differ.add("vocab")
+    if model.positions == "rope":
+        may_differ.update(CONTEXT_KEYS)
+    return may_differ
+
+
+def _keys_that_follow(settings: dict[str, Setting], model: ModelConfig) -> set[str]:
+    """Return the keys of [model] that are not taken from the weights, for they follow others."""
+    following = set[str]()
+    # a dropout of the embedding that equals the model's follows a given dropout
+    if model.embedding_dropout == model.dropout:
+        following.add("embedding_dropout")
+    if "model.rope_scaling" in settings and scores_follow_rope_scaling(model):
+        following.add("attention_scalar")
+    return following
 
 
 def learned_positions(saved: ModelConfig, max_positions: object, file: str) -> Problem:

@@ -676,9 +676,12 @@ def _override_value(key: str, text: str) -> Any:
     except ValueError:
         return text
     field = _fields().get(key)
+    value = parsed.get("value")
     # a folder may be called 1 or true
     wants_text = key == "model.preset" or (field is not None and field.annotation is str)
-    if wants_text and not isinstance(parsed.get("value"), str):
+    if key == "data.source":
+        wants_text = not isinstance(value, list)  # of several sources
+    if wants_text and not isinstance(value, str):
         return text
     # a line break in the text can begin further keys: then all of it is the value
     has_further_keys = parsed.keys() != {"value"}

@@ -70,18 +70,28 @@ def print_start(
         say(line)
     if config.parallel.pipeline > 1:
         say(f"stages     {_describe_stages(config, corpus)}")
-    if config.train.init_from and not resumed:
-        say(f"weights    from {config.train.init_from}")
-        for line in initial_changes(config, corpus):
-            say(f"changed    {line}")
-        for note in initial_notes(config):
-            say(f"note       {note}")
     if resumed:
-        word = "branched" if is_branch(config, resumed) else "resumed"
-        say(f"{word:11}from {resumed}, {_describe_remaining(steps_done, config.train.steps)}")
-        for line in resume_lines(config, corpus, resumed):
-            say(line)
+        _print_resumed(config, corpus, resumed, steps_done)
+    elif config.train.init_from:
+        _print_initial(config, corpus)
     for line in deletion_lines(config, steps_done):
+        say(line)
+
+
+def _print_initial(config: RunConfig, corpus: Corpus) -> None:
+    """Print where the first weights are from, and what the run changes of their model."""
+    say(f"weights    from {config.train.init_from}")
+    for line in initial_changes(config, corpus):
+        say(f"changed    {line}")
+    for note in initial_notes(config):
+        say(f"note       {note}")
+
+
+def _print_resumed(config: RunConfig, corpus: Corpus, resumed: Path, steps_done: int) -> None:
+    """Print from which checkpoint the run goes on, and what has changed since."""
+    word = "branched" if is_branch(config, resumed) else "resumed"
+    say(f"{word:11}from {resumed}, {_describe_remaining(steps_done, config.train.steps)}")
+    for line in resume_lines(config, corpus, resumed):
         say(line)
 
 
@@ -330,11 +340,10 @@ def _keeping_lines(
     saved_steps = [step_of(path) for path in made_here(config.checkpoint_folder)]
     following = _saves_after(steps_done, config)
     keep = config.checkpoint.kept
+    expiring = keep.expired(saved_steps, len(following))
     best = best_made_here(config.checkpoint_folder, keep.best) if keep.best else None
-    best_step = step_of(best.path) if best else None
-    expired = keep.expired(saved_steps, len(following))
-    expiring = [step for step in expired if step != best_step]
     if best is not None:
+        expiring = [step for step in expiring if step != step_of(best.path)]
         name = best.path.name
         yield f"best       {name} has the lowest {keep.best} so far, {best.loss:.4f}"
     if not expiring and not _later_ones_expire(following, keep):

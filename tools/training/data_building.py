@@ -97,14 +97,19 @@ def build_texts(
         # Asked again: another process may have built them while this one waited.
         missing = [source for source in sources if not is_built(source)]
         same_text = [source for source in missing if is_built(source, by_content=True)]
-        for source in same_text:
-            print(
-                f"{source.key}: {toml(source.name)} has another name or time and is the same text",
-                file=sys.stderr,
-            )
+        _tell_same_texts(same_text)
         if len(same_text) < len(missing):
             _build_alone(config, texts, tokenizer, checkpoint, allowed)
     return tokenizer.file
+
+
+def _tell_same_texts(sources: Sequence[DataSource]) -> None:
+    """Say on stderr which texts are known by their content."""
+    for source in sources:
+        print(
+            f"{source.key}: {toml(source.name)} has another name or time and is the same text",
+            file=sys.stderr,
+        )
 
 
 def build_validation_set(

@@ -101,14 +101,19 @@ def check_resumable(
         return
     if problems:
         raise UserError(*lines, Problem.of("training.not_resumable", path=path))
+    _require_name_of_step(config, path, step)
+    if refused:
+        flags = allow_flags(refused)
+        raise UserError(*lines, Problem.of("training.changes_on_resume", path=path, flags=flags))
+
+
+def _require_name_of_step(config: RunConfig, path: Path, step: int) -> None:
+    """Raise UserError for a checkpoint whose name is not that of its step."""
     expected_name = checkpoint_path(config.checkpoint_folder, step).name
     if expected_name != path.name:
         raise UserError.of(
             "training.renamed_checkpoint", path=path, step=step, expected_name=expected_name
         )
-    if refused:
-        flags = allow_flags(refused)
-        raise UserError(*lines, Problem.of("training.changes_on_resume", path=path, flags=flags))
 
 
 def _require_origin(
@@ -214,18 +219,23 @@ def _remarks(config: RunConfig, corpus: Corpus, checkpoint: Store) -> Iterator[_
         yield _Remark("changed", line)
     for line in arithmetic_changes(checkpoint):
         yield _Remark("changed", f"{line}{NOT_EXACT_MARK}")
+    yield from _notes(_unused_origins(config, checkpoint, {_key_of(line) for line in key_lines}))
+    yield from _notes(_position_notes(checkpoint, config, corpus))
+    yield from _notes(other_length(checkpoint, config, progress))
+    yield from _notes(lr_jump(checkpoint, config, progress))
 
-    # The keys are compared as any others, but a resumed run has its own state.
+
+def _unused_origins(
+    config: RunConfig, checkpoint: Store, changed: Collection[str]
+) -> Iterator[str]:
+    """Yield a note for each changed key that names where a run begins: a resumed run has its own
+    state. changed: keys."""
     unused = {"train.init_from": "weights"}
     if not is_branch(config, checkpoint.path):
         unused["train.branch_from"] = "state"
     for key, state in unused.items():
-        if config.get(key) and any(_key_of(line) == key for line in key_lines):
-            effect = f"the run goes on with the {state} of {checkpoint.path}"
-            yield _Remark("note", f"{key}: not used, for {effect}")
-    yield from _notes(_position_notes(checkpoint, config, corpus))
-    yield from _notes(other_length(checkpoint, config, progress))
-    yield from _notes(lr_jump(checkpoint, config, progress))
+        if config.get(key) and key in changed:
+            yield f"{key}: not used, for the run goes on with the {state} of {checkpoint.path}"
 
 
 def _notes(texts: Iterable[str]) -> Iterator[_Remark]:

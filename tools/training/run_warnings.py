@@ -134,6 +134,10 @@ def _groups_without_effect(config: RunConfig) -> Iterator[str]:
         )
 
 
+# how texts are read
+TEXT_KEYS = ("data.text_field", "data.encoding", "data.exclude", "data.skip_bad")
+
+
 def _text_keys_without_effect(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     """Yield a line for each key of texts without effect, for the data sets are tokens already."""
     data = config.data
@@ -146,16 +150,14 @@ def _text_keys_without_effect(config: RunConfig, corpus: Corpus) -> Iterator[str
             f"{ALREADY_TOKENS}, of which all is used"
         )
     texts = [name for name in (*data.sources, *evaluated) if not _is_tokenized(name)]
-    if data.text_field != defaults.text_field and not texts:
-        yield (
-            f"data.text_field = {toml(data.text_field)} has no effect on {', '.join(tokenized)}: "
-            f"{ALREADY_TOKENS}"
-        )
     if not texts:
-        given = ["data." + key for key in ("encoding", "exclude", "skip_bad")]
-        given = [key for key in given if config.given(key)]
-        if given:
-            yield f"{', '.join(given)}: no effect on {', '.join(tokenized)}: {ALREADY_TOKENS}"
+        for key in TEXT_KEYS:
+            value = config.get(key)
+            if value != getattr(defaults, key.removeprefix("data.")):
+                yield (
+                    f"{key} = {toml(value)} has no effect on {', '.join(tokenized)}: "
+                    f"{ALREADY_TOKENS}"
+                )
     # A size that the data has anyway is no contradiction: it may be a leftover of a text run.
     if data.vocab_size not in (defaults.vocab_size, corpus.ids, config.model.vocab):
         yield (

@@ -49,7 +49,7 @@ Keep = Callable[[str, Tensor], None]
 
 @dataclass(frozen=True)
 class Training:
-    """How the models are trained, the same at all widths.
+    """Training of the models, the same at all widths.
 
     rule: the update rule.
     rate: the learning rate of every step.

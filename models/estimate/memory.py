@@ -184,6 +184,7 @@ class StageMemory:
             cp=SimulatedAxis("cp", 0, self.cp),
             ring=options.ring,
             leaves=options.leaves,
+            blank=True,
         )
 
 

@@ -174,7 +174,7 @@ def _build_stages(
     tp = SimulatedAxis("tp", 0, sharding.tp)
     experts = simulated_experts(sharding.tp, sharding.expert, sharding.expert_tensor)
     fp8 = FP8State(plan.fp8, config.layers, tp, device="meta")
-    context = Context(plan, tp, fp8=fp8, experts=experts)
+    context = Context(plan, tp, fp8=fp8, experts=experts, blank=True)
     stages = build(
         config.with_zero_weights,
         context,

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.planning.backtest import Compared, compare, errors_of, published_runs, rank_correlations
+from tests.planning.fit import fit_of, held_out, in_sample, published_constants
 from tools.analysis.planning.accuracy import MEASURED, PLAIN, Accuracy
 
 
@@ -20,11 +21,29 @@ def holds(said: Accuracy, errors: list[float]) -> None:
 
 
 @pytest.mark.slow
-def test_the_error_that_a_plan_prints_is_that_of_the_published_runs(
+def test_the_error_that_a_plan_prints_is_that_of_runs_held_out_of_the_fit() -> None:
+    """Also the constants in use are as good as those fitted once more, to a per cent, so they are
+    those of the fit and not of other hands."""
+    fit = fit_of(published_runs())
+    held = held_out(fit)
+    holds(PLAIN, [plain for plain, _ in held.errors])
+    holds(MEASURED, [factored for _, factored in held.errors if factored is not None])
+    in_use = in_sample(fit, published_constants())
+    refitted = in_sample(fit, fit.constants())
+    medians = [errors_of([plain for plain, _ in errors]).median for errors in (in_use, refitted)]
+    assert medians[0] == pytest.approx(medians[1], abs=0.01)
+
+
+@pytest.mark.slow
+def test_the_errors_in_sample_are_those_of_the_page(
     compared: list[Compared],
 ) -> None:
-    holds(PLAIN, [one.error for one in compared])
-    holds(MEASURED, [one.calibrated for one in compared if one.calibrated is not None])
+    plain = errors_of([one.error for one in compared])
+    assert plain.median == pytest.approx(0.142, abs=0.005)
+    assert plain.most == pytest.approx(0.455, abs=0.005)
+    calibrated = errors_of([one.calibrated for one in compared if one.calibrated is not None])
+    assert calibrated.median == pytest.approx(0.048, abs=0.005)
+    assert calibrated.most == pytest.approx(0.202, abs=0.005)
 
 
 @pytest.mark.slow

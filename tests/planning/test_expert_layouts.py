@@ -17,6 +17,7 @@ from models.decoder.stages import Stage
 from models.estimate.storage import SimulatedAxis, without_storage
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
+from tests.planning.test_plan import least_of_fullest
 from tools.analysis.planning.memory import MemoryModel
 from tools.analysis.planning.search import LONG, candidates, least_bytes, plan_run
 from tools.analysis.planning.seconds.assumptions import Assumptions
@@ -102,6 +103,7 @@ def test_bounds_by_which_layouts_are_left_out_hold_for_experts(layout: dict[str,
         planned = plan_run(config, MemoryModel("cuda"), ASSUMED)
         assert planned.prediction is not None
         assert least_bytes(config) <= planned.total
+        assert least_of_fullest(config) <= planned.total
         assert least_seconds(config, ASSUMED) <= planned.prediction.seconds * (1 + 1e-9)
 
 

@@ -3,6 +3,7 @@ trained."""
 
 import json
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,24 @@ from tests.commands.test_schedule_command import run_file as run_file
 from tests.refusals import sentence
 from tests.runs import train
 from tools.analysis.planning.device import target_of
-from tools.analysis.planning.memory import MemoryModel, least_activation_bytes
-from tools.analysis.planning.search import candidates, least_bytes, plan_run
+from tools.analysis.planning.memory import (
+    MemoryModel,
+    least_activation_bytes,
+)
+from tools.analysis.planning.search import (
+    Planned,
+    candidates,
+    least_bytes,
+    least_bytes_of_fullest,
+    plan_run,
+    search,
+)
 from tools.analysis.planning.seconds.assumptions import Assumptions
-from tools.analysis.planning.speed import least_seconds, passes_of
+from tools.analysis.planning.speed import least_seconds, least_seconds_of_schedule, passes_of
 from tools.cli import main
 from tools.config import run_file as run_file_module
 from tools.config.native_keys import plan_of
-from tools.config.run_file import load_run
+from tools.config.run_file import RunConfig, load_run
 
 RUN = """
 [model]
@@ -205,6 +216,12 @@ def every_kind(file: Path) -> Iterator[tuple[str, ...]]:
         )
 
 
+def least_of_fullest(config: RunConfig) -> int:
+    """The bound of the fullest rank."""
+    of_layer = MemoryModel("cuda").kept_by_layer(config)
+    return least_bytes_of_fullest(config, passes_of(config), of_layer)
+
+
 def test_bounds_by_which_layouts_are_left_out_hold(file: Path) -> None:
     for overrides in every_kind(file):
         config = load_run(file, overrides)
@@ -214,7 +231,10 @@ def test_bounds_by_which_layouts_are_left_out_hold(file: Path) -> None:
         assert least_activation_bytes(config) <= least_activations
         assert (least_activations == 0) == ("gpipe" in overrides[0])
         assert least_bytes(config) + least_activations <= planned.total
+        assert least_of_fullest(config) <= planned.total
         assert least_seconds(config, ASSUMED) <= planned.prediction.seconds * (1 + 1e-9), overrides
+        by_schedule = least_seconds_of_schedule(config, passes_of(config), ASSUMED)
+        assert by_schedule <= planned.prediction.seconds * (1 + 1e-9), overrides
 
 
 def test_a_part_of_a_long_schedule_stands_for_all_of_it(
@@ -405,3 +425,23 @@ def test_what_a_prediction_leaves_out_is_said_in_lines_and_in_json(
         notes = data(capsys, file, *keys, *options)["notes"]
         assert any(said in note for note in notes)
         assert not any(said in note for note in data(capsys, file, *options)["notes"])
+
+
+def test_ctrl_c_ends_a_search_with_what_was_found(file: Path) -> None:
+    config = load_run(file).on_device("cuda")
+    target = target_of(config, "H100")
+    press = signal.getsignal(signal.SIGINT)
+
+    def press_at_third(number: int, total: int, best: Planned | None) -> None:
+        if number == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    found = search(config, 8, target, ASSUMED, press_at_third)
+    assert len(found.layouts) == 3 and found.unseen > 0
+    assert signal.getsignal(signal.SIGINT) is press
+
+    def press_at_first(number: int, total: int, best: Planned | None) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        search(config, 8, target, ASSUMED, press_at_first)

@@ -22,7 +22,7 @@ from tests.ranks import run_ranks
 from tests.refusals import shows
 from tests.runs import checkpoint, rewind, steps, tensors, train, train_on, write_run
 from tools.analysis.planning.memory import MemoryModel
-from tools.analysis.planning.search import Planned, plan_run, run_seconds
+from tools.analysis.planning.search import Planned, plan_run, run_seconds, steps_within
 from tools.analysis.planning.speed import Assumptions
 from tools.commands.replay import replay
 from tools.config.batch_schedule import BatchSchedule
@@ -481,6 +481,11 @@ def test_a_plan_adds_up_steps_of_all_batches_and_has_room_for_the_largest(file: 
         seconds += count * prediction.seconds
     assert whole.prediction is not None
     assert run_seconds(whole, whole.prediction, assumed) == pytest.approx(seconds, rel=1e-9)
+    # so many seconds, and some that are too few for one more step, are those of these nine steps
+    afforded = steps_within(whole, whole.prediction, assumed, 1.001 * seconds)
+    assert afforded.steps == 9
+    assert afforded.samples == sum(batch * count for batch, count in steps_of.items())
+    assert afforded.seconds == pytest.approx(seconds, rel=1e-9)
 
 
 OTHERS = {

@@ -175,8 +175,8 @@ def main(args: argparse.Namespace) -> int:
     if target.verdict(planned.total) == "does not fit":
         lines += remedy_lines(planned, cheapest_remedy(config, target, assumed))
     lines += ["", *_prediction(planned, assumed)]
-    if args.budget and planned.prediction:
-        lines.append(budget_line(config, planned.prediction, args.budget))
+    if args.budget and planned.prediction and assumed:
+        lines.append(budget_line(planned, planned.prediction, assumed, args.budget))
     if search_result and shared_speeds:
         lines += ["", *layout_lines(search_result, args.ranks, shared_target, shared_speeds)]
     say("\n".join(lines))

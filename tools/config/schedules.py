@@ -24,19 +24,31 @@ from tools.config.settings import Parallel
 ANNOUNCED_PASSES = 4096
 
 
-@lru_cache(maxsize=8)
-def plan_equal(kind: str, pipeline: int, microbatches: int, chunks: int) -> Schedule:
-    """Return the schedule for stages of equal cost. It is built once, and announced if that takes
-    some seconds."""
-    passes = pipeline * microbatches * (chunks or 1)
-    if passes > ANNOUNCED_PASSES and not schedule_problems(kind, pipeline, microbatches, chunks):
-        print(f"planning a schedule of {passes:,} forward passes", file=sys.stderr, flush=True)
+# a search for layouts has schedules of each number of stages
+@lru_cache(maxsize=64)
+def equal_schedule(kind: str, pipeline: int, microbatches: int, chunks: int) -> Schedule:
+    """Return the schedule for stages of equal cost. It is built once."""
     return schedule(kind, pipeline, microbatches, chunks)
 
 
-def pipeline_schedule(parallel: Parallel, microbatches: int, cost: Cost = equal) -> Schedule:
+@lru_cache(maxsize=8)
+def plan_equal(kind: str, pipeline: int, microbatches: int, chunks: int) -> Schedule:
+    """Return the schedule for stages of equal cost, and announce it if it takes some seconds to
+    build."""
+    passes = pipeline * microbatches * (chunks or 1)
+    if passes > ANNOUNCED_PASSES and not schedule_problems(kind, pipeline, microbatches, chunks):
+        print(f"planning a schedule of {passes:,} forward passes", file=sys.stderr, flush=True)
+    return equal_schedule(kind, pipeline, microbatches, chunks)
+
+
+def pipeline_schedule(
+    parallel: Parallel, microbatches: int, cost: Cost = equal, quiet: bool = False
+) -> Schedule:
     """Return the schedule of [parallel], planned for this cost. Raises UserError that names the
-    keys."""
+    keys.
+
+    quiet: a schedule that takes seconds is not announced.
+    """
     if parallel.schedule_file:
         return _schedule_of_file(parallel, microbatches)
     # otherwise the builder would raise without the name of the key
@@ -45,7 +57,8 @@ def pipeline_schedule(parallel: Parallel, microbatches: int, cost: Cost = equal)
     pipeline = parallel.pipeline
     # only schedules of split backward passes are planned by cost
     if cost is equal or kind not in SPLIT:
-        return plan_equal(kind, pipeline, microbatches, parallel.chunks)
+        build = equal_schedule if quiet else plan_equal
+        return build(kind, pipeline, microbatches, parallel.chunks)
     return schedule(kind, pipeline, microbatches, parallel.chunks, cost)
 
 

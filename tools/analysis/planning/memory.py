@@ -6,8 +6,9 @@ rank holds what its virtual ranks would hold. Not counted are memory inside kern
 CUDA and NCCL themselves, and gaps between tensors; `Target.usable` leaves some memory for them.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from megaprec.optim.canonical.microbatch_sums import num_waiting_sums
@@ -19,13 +20,13 @@ from models.estimate.memory import ActivationBytes, StageMemory, message_bytes
 from models.estimate.state import state_bytes
 from models.estimate.storage import Device
 from parallel.pipeline.builders import SPLIT, default_chunks
-from parallel.pipeline.instructions import Instruction
+from parallel.pipeline.instructions import Instruction, Op
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import peak
 from tools.config.checks import make_rule
 from tools.config.expert_ranks import expert_slices
 from tools.config.run_file import RunConfig
-from tools.config.schedules import stage_count
+from tools.config.schedules import equal_schedule, stage_count
 from tools.config.sharding import sharding_of
 
 FEW_LAYERS = 2  # of two stages, of which one more layer tells what a layer keeps
@@ -103,6 +104,28 @@ class MemoryModel:
         of_virtual_rank = [stage_memory.activation_bytes(cost.cut) for cost in costs]
         return [_times(virtual_ranks, kept) for kept in of_virtual_rank]
 
+    def kept_by_layer(self, config: RunConfig) -> int:
+        """Return the bytes that a layer such as the last one keeps of a micro-batch; 0 for layouts
+        of which `least_layers_in_flight` knows nothing."""
+        if not least_layers_in_flight(config) or config.model.layers <= FEW_LAYERS:
+            return 0
+        _, of_layer = _bytes_of_layer(config, self._with_fewest_experts(config), layers=1)
+        _, virtual_ranks = in_virtual_ranks(config)
+        return virtual_ranks * of_layer
+
+    def _with_fewest_experts(self, config: RunConfig) -> StageMemory:
+        """Return what counts the bytes of stages whose experts are spread over as many ranks as can
+        be.
+
+        Spread experts get as many rows however many of them are on a rank, so layers keep as much;
+        one expert on a rank takes least time to run. Experts that are not spread keep less.
+        """
+        stage_memory = self._stage_memory(config)
+        if config.parallel.expert == 1:
+            return stage_memory
+        spread = replace(stage_memory.options, expert=config.model.experts)
+        return _first_equal(replace(stage_memory, options=spread, _measured={}))
+
     def least_activations(self, config: RunConfig) -> int:
         """Return the bytes of activations that the second of the pipeline ranks needs at least, by
         what one layer keeps when it is run."""
@@ -110,12 +133,7 @@ class MemoryModel:
         last = config.model.layers - 1
         if not layers or last < FEW_LAYERS:
             return 0
-        stage_memory = self._stage_memory(config)
-        fewer = Cut(1, range(last - FEW_LAYERS, last), first=False, last=False)
-        more = Cut(1, range(last - FEW_LAYERS, last + 1), first=False, last=False)
-        of_fewer = stage_memory.activation_bytes(fewer)
-        of_more = stage_memory.activation_bytes(more)
-        of_layer = max(0, of_more.activations - of_fewer.activations)
+        of_fewer, of_layer = _bytes_of_layer(config, self._stage_memory(config))
         # All are there when a backward pass begins, which takes some more.
         beside = 0
         if config.model.layers >= FEW_LAYERS * stage_count(
@@ -189,6 +207,18 @@ class MemoryModel:
         ]
 
 
+def _bytes_of_layer(
+    config: RunConfig, stage_memory: StageMemory, layers: int = FEW_LAYERS
+) -> tuple[ActivationBytes, int]:
+    """Return what `layers` layers such as the last ones keep, and how much one more adds."""
+    last = config.model.layers - 1
+    fewer = Cut(1, range(last - layers, last), first=False, last=False)
+    more = Cut(1, range(last - layers, last + 1), first=False, last=False)
+    of_fewer = stage_memory.activation_bytes(fewer)
+    of_more = stage_memory.activation_bytes(more)
+    return of_fewer, max(0, of_more.activations - of_fewer.activations)
+
+
 def least_layers_in_flight(config: RunConfig) -> int:
     """Return of how many layers, such as the model's last one, the second of the pipeline ranks
     keeps activations, at least; a layer counts for each micro-batch.
@@ -211,6 +241,57 @@ def least_layers_in_flight(config: RunConfig) -> int:
     chunks = parallel.chunks or default_chunks(parallel.schedule)
     layers = chunks * (model.layers // (parallel.pipeline * chunks))
     return layers * min(config.num_microbatches, parallel.pipeline - 1)
+
+
+@lru_cache(maxsize=64)
+def stages_in_flight(
+    kind: str, pipeline: int, microbatches: int, chunks: int
+) -> tuple[Mapping[int, int], ...]:
+    """Return, by pipeline rank, of how many micro-batches each of its stages keeps activations when
+    it keeps most. Backward passes are whole."""
+    most: list[Mapping[int, int]] = []
+    for program in equal_schedule(kind, pipeline, microbatches, chunks).programs:
+        kept = Counter[int]()
+        total = 0
+        fullest = kept.copy()
+        fullest_total = 0
+        for instruction in program:
+            change = _CHANGES.get(instruction.op, 0)
+            kept[instruction.stage] += change
+            total += change
+            if total > fullest_total:
+                fullest = kept.copy()
+                fullest_total = total
+        most.append(fullest)
+    return tuple(most)
+
+
+_CHANGES = {Op.FORWARD: 1, Op.BACKWARD: -1}
+
+
+def least_activations_by_rank(
+    config: RunConfig, passes: PlannedPasses, of_layer: int
+) -> Sequence[int]:
+    """Return a lower bound of the activations of each pipeline rank. of_layer: the bytes that a
+    layer such as the last one keeps; layers of other kinds count nothing."""
+    parallel = config.parallel
+    schedule = passes.schedule
+    if not of_layer:
+        return [0] * len(schedule.programs)
+    layers = [_count_like_last(config, cost.cut) for cost in passes.costs]
+    in_flight = stages_in_flight(
+        parallel.schedule, parallel.pipeline, schedule.microbatches, parallel.chunks
+    )
+    least: list[int] = []
+    for by_stage in in_flight:
+        kept_layers = sum(count * layers[stage] for stage, count in by_stage.items())
+        least.append(kept_layers * of_layer)
+    return least
+
+
+def _count_like_last(config: RunConfig, cut: Cut) -> int:
+    """Return how many layers of a stage have a feed-forward of the kind of the last layer's."""
+    return sum(layer not in config.model.dense_layers for layer in cut.layers)
 
 
 def least_activation_bytes(config: RunConfig) -> int:

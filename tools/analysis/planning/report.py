@@ -15,7 +15,13 @@ from tools.analysis.planning.bottleneck import describe_bottleneck
 from tools.analysis.planning.device import RESERVED, Target, target_of
 from tools.analysis.planning.memory import MemoryModel, RankBytes
 from tools.analysis.planning.remedies import Remedy
-from tools.analysis.planning.search import LayoutSearch, Planned, plan_run, run_seconds
+from tools.analysis.planning.search import (
+    LayoutSearch,
+    Planned,
+    plan_run,
+    run_seconds,
+    steps_within,
+)
 from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.analysis.planning.speed import Prediction
 from tools.config.expert_ranks import expert_slices
@@ -248,12 +254,19 @@ def remedy_lines(planned: Planned, remedy: Remedy | None) -> Iterator[str]:
     yield f"           ({size(changed.total)}{cost})"
 
 
-def budget_line(config: RunConfig, predicted: Prediction, rank_hours: float) -> str:
-    """Return what a budget buys: tokens, steps and days."""
-    steps = int(rank_hours * 3600 / config.world_size / predicted.seconds)
-    tokens = steps * config.tokens_per_step
-    took = duration(steps * predicted.seconds)
-    return f"budget     {rank_hours:,.0f} rank-hours: {tokens:,} tokens in {steps:,} steps, {took}"
+def budget_line(
+    planned: Planned, predicted: Prediction, assumed: Assumptions, rank_hours: float
+) -> str:
+    """Return what a budget buys: tokens, steps and days, by the batches of train.batch_schedule."""
+    config = planned.config
+    seconds = rank_hours * 3600 / config.world_size
+    afforded = steps_within(planned, predicted, assumed, seconds)
+    tokens = afforded.samples * config.train.seq_length
+    took = duration(afforded.seconds)
+    return (
+        f"budget     {rank_hours:,.0f} rank-hours: {tokens:,} tokens in {afforded.steps:,} steps, "
+        f"{took}"
+    )
 
 
 def rates(config: RunConfig, predicted: Prediction, assumed: Assumptions) -> dict[str, float]:

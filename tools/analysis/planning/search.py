@@ -10,7 +10,10 @@ Of the fastest layouts other micro-batches, ZeRO stages and numbers of stages ar
 (`neighbors`), and those of the better ones, as long as there are better ones.
 """
 
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -19,9 +22,21 @@ from megaprec.optim.muon.rule import min_moments
 from parallel.pipeline.builders import default_chunks
 from parallel.sequence_cut import length_multiple
 from tools.analysis.planning.device import Target
-from tools.analysis.planning.memory import MemoryModel, RankBytes, least_activation_bytes
+from tools.analysis.planning.memory import (
+    MemoryModel,
+    PlannedPasses,
+    RankBytes,
+    least_activation_bytes,
+    least_activations_by_rank,
+)
 from tools.analysis.planning.seconds.assumptions import Assumptions
-from tools.analysis.planning.speed import Prediction, least_seconds, passes_of, predict
+from tools.analysis.planning.speed import (
+    Prediction,
+    least_seconds,
+    least_seconds_of_schedule,
+    passes_of,
+    predict,
+)
 from tools.config.checks import make_rule
 from tools.config.expert_ranks import expert_slices, possible_expert_keys, replicas_sharing_state
 from tools.config.layouts import fit_layout
@@ -109,12 +124,50 @@ def run_seconds(planned: Planned, predicted: Prediction, assumed: Assumptions) -
     config = planned.config
     seconds = 0.0
     for batch, steps in config.batches.steps_by_batch(config.train.steps).items():
-        step_seconds = predicted.seconds
-        if batch != config.train.global_batch:
-            other = config.with_constant_batch(batch)
-            step_seconds = predict(other, passes_of(other), planned.ranks, assumed).seconds
-        seconds += steps * step_seconds
+        seconds += steps * _step_seconds(planned, predicted, assumed, batch)
     return seconds
+
+
+def _step_seconds(
+    planned: Planned, predicted: Prediction, assumed: Assumptions, batch: int
+) -> float:
+    """Return the predicted time of a step of `batch` samples. predicted: one of
+    train.global_batch."""
+    config = planned.config
+    if batch == config.train.global_batch:
+        return predicted.seconds
+    other = config.with_constant_batch(batch)
+    return predict(other, passes_of(other), planned.ranks, assumed).seconds
+
+
+@dataclass(frozen=True)
+class Afforded:
+    """The steps from a run's start that end within some time, their samples, and their seconds."""
+
+    steps: int
+    samples: int
+    seconds: float
+
+
+def steps_within(
+    planned: Planned, predicted: Prediction, assumed: Assumptions, seconds: float
+) -> Afforded:
+    """Return the steps that end within `seconds`, each with the batch that it has, however many
+    train.steps are. predicted: a step of train.global_batch samples."""
+    done_steps = 0
+    samples = 0
+    taken = 0.0
+    for stretch in planned.config.batches.stretches():
+        step_seconds = _step_seconds(planned, predicted, assumed, stretch.batch)
+        steps = int((seconds - taken) / step_seconds)
+        if stretch.steps is not None:
+            steps = min(steps, stretch.steps)
+        done_steps += steps
+        samples += steps * stretch.batch
+        taken += steps * step_seconds
+        if steps != stretch.steps:
+            break
+    return Afforded(done_steps, samples, taken)
 
 
 class _Found:
@@ -140,8 +193,18 @@ class _Found:
             return
         if self.cannot_be_better(least_time):
             self.slower += 1
-        elif not self._is_too_large(least + self._memory.least_activations(config)):
-            self._plan(config)
+            return
+        # Bounds come before what they are bounds of, which takes longer.
+        passes = passes_of(config)
+        of_layer = self._memory.kept_by_layer(config)
+        if self._is_too_large(least_bytes_of_fullest(config, passes, of_layer)):
+            return
+        if len(self.fitting) >= MOST_LAYOUTS:
+            least_time = least_seconds_of_schedule(config, passes, self._assumed)
+            if self.cannot_be_better(least_time):
+                self.slower += 1
+                return
+        self._plan(config)
 
     def cannot_be_better(self, least_time: float) -> bool:
         """Return True if there are enough layouts that are faster."""
@@ -186,7 +249,7 @@ def search(
 ) -> LayoutSearch:
     """Return the `MOST_LAYOUTS` fastest layouts of `ranks` ranks.
 
-    KeyboardInterrupt ends the search with what was found so far, if anything was.
+    Ctrl-C ends the search with what was found so far; KeyboardInterrupt is raised if nothing was.
     """
     found = _Found(target, assumed)
     timed: list[tuple[float, RunConfig]] = []
@@ -196,11 +259,13 @@ def search(
     timed.sort(key=lambda pair: pair[0])
     number = 0
     try:
-        for number, (least_time, layout) in enumerate(timed):
-            progress(number, len(timed), found.best)
-            found.look_at(layout, least_time)
-        number = len(timed)
-        _improve(found, assumed)
+        with _stop_between_layouts() as require_no_stop:
+            for number, (least_time, layout) in enumerate(timed):
+                progress(number, len(timed), found.best)
+                require_no_stop()
+                found.look_at(layout, least_time)
+            number = len(timed)
+            _improve(found, assumed, require_no_stop)
     except KeyboardInterrupt:
         if not found.fitting:
             raise
@@ -208,7 +273,37 @@ def search(
     return found.result(unseen=len(timed) - number)
 
 
-def _improve(found: _Found, assumed: Assumptions) -> None:
+@contextmanager
+def _stop_between_layouts() -> Iterator[Callable[[], None]]:
+    """Remember Ctrl-C, and yield what raises KeyboardInterrupt if it was pressed.
+
+    Raised at any point, the exception would be lost where Python calls back, as it does for each
+    tensor that is freed while a layer is run. Pressed twice, it is raised at once.
+    """
+    presses = 0
+
+    def remember(signum: int, frame: object) -> None:
+        nonlocal presses
+        presses += 1
+        if presses > 1:
+            raise KeyboardInterrupt
+
+    def require_no_stop() -> None:
+        if presses:
+            raise KeyboardInterrupt
+
+    # only the main thread of a process gets signals
+    if threading.current_thread() is not threading.main_thread():
+        yield require_no_stop
+        return
+    before = signal.signal(signal.SIGINT, remember)
+    try:
+        yield require_no_stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _improve(found: _Found, assumed: Assumptions, require_no_stop: Callable[[], None]) -> None:
     """Look at the neighbors of the fastest layouts, until these have no better ones."""
     seen = {_identity(planned.config) for planned in found.fitting}
     expanded = set[str]()
@@ -220,6 +315,7 @@ def _improve(found: _Found, assumed: Assumptions) -> None:
         for planned in fresh:
             expanded.add(_identity(planned.config))
             for neighbor in neighbors(planned.config):
+                require_no_stop()
                 identity = _identity(neighbor)
                 if identity not in seen:
                     seen.add(identity)
@@ -330,6 +426,30 @@ def _identity(config: RunConfig) -> str:
 def least_bytes(config: RunConfig) -> int:
     """Return the bytes of the mean rank's weights, gradients and optimizer state, by the bytes of a
     parameter."""
+    of_others, of_experts = _bytes_of_elements(config)
+    experts = config.sized_model.expert_parameters
+    others = config.sized_model.num_parameters - experts
+    return int((others * of_others + experts * of_experts) / config.parallel.pipeline)
+
+
+def least_bytes_of_fullest(config: RunConfig, passes: PlannedPasses, of_layer: int) -> int:
+    """Return the bytes that the fullest rank needs at least: its state, by the bytes of a
+    parameter, and its layers' activations, by those of a layer.
+
+    of_layer: `MemoryModel.kept_by_layer`.
+    """
+    of_others, of_experts = _bytes_of_elements(config)
+    least = [*least_activations_by_rank(config, passes, of_layer)]
+    costs = passes.costs
+    for cost, rank in zip(costs, passes.schedule.rank_of_stage, strict=True):
+        others = cost.parameters - cost.expert_parameters
+        least[rank] += int(others * of_others + cost.expert_parameters * of_experts)
+    return max(least)
+
+
+def _bytes_of_elements(config: RunConfig) -> tuple[float, float]:
+    """Return the bytes of weights, gradients and optimizer state that a rank of a stage holds for
+    each of its elements: of experts, and of others before."""
     parallel = config.parallel
     plan = config.plan
     moments = min_moments(make_rule(config.optimizer))
@@ -343,19 +463,10 @@ def least_bytes(config: RunConfig) -> int:
         fp8_local, fp8_sharded = fp8_bytes
         local = min(local, fp8_local)
         sharded = min(sharded, fp8_sharded)
-    experts = config.sized_model.expert_parameters
-    others = config.sized_model.num_parameters - experts
-    # by part of the model: its parameters, the ranks of a stage that cut it, and those that share
-    # its state
-    parts = (
-        (others, parallel.tensor, sharding_of(config).zero),
-        (experts, parallel.expert * expert_slices(parallel), replicas_sharing_state(parallel)),
-    )
-    total = 0.0
-    for parameters, cut_over, sharers in parts:
-        of_rank = parameters / (cut_over * parallel.pipeline)
-        total += of_rank * (local + sharded / sharers)
-    return int(total)
+    of_others = local + sharded / sharding_of(config).zero
+    of_experts = local + sharded / replicas_sharing_state(parallel)
+    expert_ranks = parallel.expert * expert_slices(parallel)
+    return of_others / parallel.tensor, of_experts / expert_ranks
 
 
 def _speed_then_size(planned: Planned) -> tuple[float, int]:

@@ -142,19 +142,21 @@ def passes_of(config: RunConfig) -> PlannedPasses:
     has_few_passes = pipeline * microbatches <= MOST_SIMULATED
     is_short = has_few_passes or microbatches <= until_regular + period
     if parallel.schedule_file or is_short:
-        schedule = config.schedule
-        costs = config.stage_costs(config.sized_model, schedule.rank_of_stage)
-        return PlannedPasses(schedule, costs)
-
-    placement = pipeline_schedule(parallel, until_regular).rank_of_stage
+        simulated = microbatches
+    else:
+        simulated = until_regular
+    placement = pipeline_schedule(parallel, simulated, quiet=True).rank_of_stage
     costs = config.stage_costs(config.sized_model, placement)
 
     def flops(instruction: Instruction) -> float:
         return costs[instruction.stage].flops(instruction)
 
-    schedule = pipeline_schedule(parallel, until_regular, flops)
-    longer = pipeline_schedule(parallel, until_regular + period, flops)
-    return PlannedPasses(schedule, costs, microbatches - until_regular, longer)
+    schedule = pipeline_schedule(parallel, simulated, flops, quiet=True)
+    more = microbatches - simulated
+    if not more:
+        return PlannedPasses(schedule, costs)
+    longer = pipeline_schedule(parallel, simulated + period, flops, quiet=True)
+    return PlannedPasses(schedule, costs, more, longer)
 
 
 class _StepCosts:
@@ -310,6 +312,8 @@ def predict_passes(
         added_microbatches = passes.longer.microbatches - schedule.microbatches
         added_seconds = longer_seconds - passes_seconds
         passes_seconds += passes.more * added_seconds / added_microbatches
+        # the first micro-batches of a schedule may hide how much more work one rank has
+        passes_seconds = max(passes_seconds, *(of_rank.seconds for of_rank in work))
 
     total = sum(work, NOTHING).times(1 / num_ranks)
     # an activation and a gradient of each micro-batch for each stage of a rank
@@ -369,7 +373,6 @@ def least_seconds(config: RunConfig, assumed: Assumptions) -> float:
     Raises KeyError for a schedule from a file.
     """
     parallel = config.parallel
-    plan = config.plan
     pipeline = parallel.pipeline
     stages = pipeline * (parallel.chunks or default_chunks(parallel.schedule))
     if 0 < config.recompute.count_whole_layers(config.model.layers) < config.model.layers:
@@ -395,10 +398,27 @@ def least_seconds(config: RunConfig, assumed: Assumptions) -> float:
     bubble = TEXTBOOK[parallel.schedule].bubble.value(sizes)
     passes_seconds = sizes.work * (1 + bubble)
     elements = sum(elements_of_pipeline(config)) / pipeline
-    # with FP8 some weights may travel as codes of a byte: this is a lower bound
-    weights = elements * (1 if plan.fp8 else plan.parameters.itemsize)
-    sent = replica_bytes(config, elements * plan.gradients.itemsize, weights)
+    sent = _least_sent(config, elements)
     replicas = replica_seconds(config, sent, elements, step_costs.links["dp"])
     exposed = exposed_seconds(config, assumed, passes_seconds, replicas)
     update = update_seconds(config, elements, assumed)
     return assumed.factor * (passes_seconds + exposed + update)
+
+
+def least_seconds_of_schedule(
+    config: RunConfig, passes: PlannedPasses, assumed: Assumptions
+) -> float:
+    """Return the time that a step takes at least, by its schedule, which is simulated: with the
+    state of the mean rank."""
+    elements = sum(elements_of_pipeline(config)) / config.parallel.pipeline
+    sent = _least_sent(config, elements)
+    return predict_passes(config, passes, sent, elements, assumed).seconds
+
+
+def _least_sent(config: RunConfig, elements: float) -> float:
+    """Return the bytes that a rank sends to its replicas at least. elements: parameters of the mean
+    rank."""
+    plan = config.plan
+    # with FP8 some weights may travel as codes of a byte: this is a lower bound
+    weights = elements * (1 if plan.fp8 else plan.parameters.itemsize)
+    return replica_bytes(config, elements * plan.gradients.itemsize, weights)

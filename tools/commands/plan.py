@@ -171,18 +171,26 @@ def main(args: argparse.Namespace) -> int:
         print(json.dumps({**document, "notes": notes}, indent=2))
         return 0
     lines = [*run_lines(config, target), *(f"note       {note}" for note in notes), ""]
-    lines += [*memory_lines(planned, target)]
-    if target.verdict(planned.total) == "does not fit":
-        lines += remedy_lines(planned, cheapest_remedy(config, target, assumed))
-    lines += ["", *_prediction(planned, assumed)]
-    if args.budget and planned.prediction and assumed:
-        lines.append(budget_line(planned, planned.prediction, assumed, args.budget))
+    lines += [*_lines_of_own_layout(planned, target, assumed, args.budget)]
     if search_result and shared_speeds:
         lines += ["", *layout_lines(search_result, args.ranks, shared_target, shared_speeds)]
     say("\n".join(lines))
     if args.output:
         print(f"written    {args.output}")
     return 0
+
+
+def _lines_of_own_layout(
+    planned: Planned, target: Target, assumed: Assumptions | None, budget: float | None
+) -> Iterator[str]:
+    """Yield the lines on bytes and time of the run in its own layout. budget: rank-hours."""
+    yield from memory_lines(planned, target)
+    if target.verdict(planned.total) == "does not fit":
+        yield from remedy_lines(planned, cheapest_remedy(planned.config, target, assumed))
+    yield ""
+    yield from _prediction(planned, assumed)
+    if budget and planned.prediction and assumed:
+        yield budget_line(planned, planned.prediction, assumed, budget)
 
 
 def _prediction(planned: Planned, assumed: Assumptions | None) -> list[str]:
@@ -194,11 +202,7 @@ def _prediction(planned: Planned, assumed: Assumptions | None) -> list[str]:
 
 def _check_options(args: argparse.Namespace) -> None:
     """Raise UserError for options that do not fit."""
-    problems = list[str]()
-    speeds = {"--tflops": args.tflops, "--fast-link": args.fast_link, "--slow-link": args.slow_link}
-    for name, value in speeds.items():
-        if value is not None and not 0 < value < 1e9:
-            problems.append(f"{name} {value:g}: give a number above 0")
+    problems = [*_speed_problems(args)]
     if args.efficiency is not None and not 0 < args.efficiency <= 1:
         problems.append(f"--efficiency {args.efficiency:g}: give a fraction above 0, at most 1")
     # 0 is no number of ranks, and None is no --ranks
@@ -212,6 +216,14 @@ def _check_options(args: argparse.Namespace) -> None:
         problems += _output_problems(args)
     if problems:
         raise UserError(*problems)
+
+
+def _speed_problems(args: argparse.Namespace) -> Iterator[str]:
+    """Yield the problems of the speeds of the device and its links."""
+    speeds = {"--tflops": args.tflops, "--fast-link": args.fast_link, "--slow-link": args.slow_link}
+    for name, value in speeds.items():
+        if value is not None and not 0 < value < 1e9:
+            yield f"{name} {value:g}: give a number above 0"
 
 
 def _output_problems(args: argparse.Namespace) -> Iterator[str]:

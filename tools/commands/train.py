@@ -126,13 +126,7 @@ def _run(args: argparse.Namespace, end_report: EndReport) -> int:
     if is_rank_of_world():
         return _train(config, export, args.export_ema, allowed, not args.no_verify)
 
-    # refused before hours of training, not after them
-    if args.export_ema:
-        _require_average(config, export)
-    if export:
-        require_builtin(config.model, "--export-hf")
-    if export and export.exists():
-        raise UserError.of("command.export_exists", export=export)
+    _require_export(config, export, args.export_ema)
     open_checked(config, allowed)
     print_plan(config)
     _warn_of_slow_build(config)
@@ -142,14 +136,8 @@ def _run(args: argparse.Namespace, end_report: EndReport) -> int:
 
     if config.world_size == 1:
         return _train(config, export, args.export_ema, allowed, verify=False)
-    # the ranks need not verify again
-    options = ["--no-verify", *(f"--allow={difference}" for difference in allowed)]
-    if export:
-        options += ["--export-hf", str(export)]
-    if args.export_ema:
-        options.append("--export-ema")
     restarts = Restarts(config, lambda: lock_folder(config))
-    command = ["train", args.file, *args.overrides, *options]
+    command = ["train", args.file, *args.overrides, *_options_of_ranks(args, allowed)]
     again = end_report.noting(restarts.ranks_after)
     return launch_local(command, config.world_size, config.train.threads, again)
 
@@ -165,12 +153,27 @@ def _warn_of_slow_build(config: RunConfig) -> None:
         )
 
 
-def _require_average(config: RunConfig, export: Path | None) -> None:
-    """Raise UserError if there is no average to export, or no folder for it."""
-    if export is None:
+def _options_of_ranks(args: argparse.Namespace, allowed: Collection[str]) -> list[str]:
+    """Return the options with which local ranks are started."""
+    # they need not verify again
+    options = ["--no-verify", *(f"--allow={difference}" for difference in allowed)]
+    if args.export_hf:
+        options += ["--export-hf", args.export_hf]
+    if args.export_ema:
+        options.append("--export-ema")
+    return options
+
+
+def _require_export(config: RunConfig, export: Path | None, export_ema: bool) -> None:
+    """Raise UserError, before hours of training, for an export that would not be possible."""
+    if export_ema and export is None:
         raise UserError.of("command.export_ema_alone")
-    if not config.optimizer.ema:
+    if export_ema and not config.optimizer.ema:
         raise UserError.of("command.export_no_ema")
+    if export:
+        require_builtin(config.model, "--export-hf")
+    if export and export.exists():
+        raise UserError.of("command.export_exists", export=export)
 
 
 def _train(

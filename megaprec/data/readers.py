@@ -34,7 +34,7 @@ from megaprec.data.pieces import (
     raise_fault,
     require_unicode,
 )
-from megaprec.data.tables import SEPARATORS, parquet_pieces, separated_pieces
+from megaprec.data.tables import SEPARATORS, has_column, parquet_pieces, separated_pieces
 from megaprec.errors import UserError
 
 TEXT = (".txt", ".text", ".md", ".rst", ".py")
@@ -141,6 +141,15 @@ def pieces(
             return notebook_pieces(file, document)
         case _:
             return _text_pieces(file, document, options)
+
+
+def lacks_column(file: Path, options: TextOptions) -> bool:
+    """Return True for a table of separated text that has no column of the text."""
+    separator = SEPARATORS.get(form(file))
+    if separator is None:
+        return False
+    encoding = _without_byte_order_mark(options.encoding)
+    return not has_column(file, options.field, encoding, separator)
 
 
 def _without_byte_order_mark(encoding: str) -> str:

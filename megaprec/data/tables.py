@@ -64,6 +64,21 @@ def separated_pieces(
         raise UserError.of("data.table_encoding", file=file, reason=reason) from problem
 
 
+def has_column(file: Path, field: str, encoding: str, separator: str) -> bool:
+    """Return False if a table has a header without this column; True also for what is no table,
+    which its reader refuses."""
+    csv.field_size_limit(MAX_FIELD)
+    try:
+        with (
+            naming_damage(file, lambda: "1"),
+            io.TextIOWrapper(open_unpacked(file), encoding, newline="") as stream,
+        ):
+            header = next(csv.reader(stream, delimiter=separator, strict=True), None)
+    except (csv.Error, UnicodeError, UserError):
+        return True
+    return header is None or field in header
+
+
 def _column(file: Path, header: Sequence[str], field: str) -> int:
     """Return the number of the column of the text. Raises UserError unless there is one."""
     if field not in header:

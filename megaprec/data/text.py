@@ -18,8 +18,9 @@ need fit into memory.
 | `FILE.ipynb`         | one, the sources of a notebook's cells                                 |
 | any other file       | one, the whole file; archives and the like (`NOT_READ`) are refused    |
 | a folder             | one a file (line, item, row) of its `SUFFIXES`, by path; `left_out`    |
-|                      | has the others: other endings, JSON that is no list, names with a      |
-|                      | leading dot, links, what `TextOptions.exclude` names                   |
+|                      | has the others: other endings, JSON that is no list, separated tables  |
+|                      | without the column, names with a leading dot, links, what              |
+|                      | `TextOptions.exclude` names                                            |
 | a pattern            | those of the files and folders that match, by path; `**` stands for    |
 |                      | any folders                                                            |
 | a list of these      | those of each, in this order; a file that was read before is left out  |
@@ -275,7 +276,7 @@ def open_source(name: str | Sequence[str], options: TextOptions | None = None) -
     names = [name] if isinstance(name, str) else name
     if [*names] == [STANDARD_LIBRARY]:
         return _standard_library(options.max_chars)
-    found = text_files(names, options.exclude)
+    found = text_files(names, options)
     shown_name = ", ".join(names)
     if not found.files:
         reasons = (

@@ -11,7 +11,15 @@ from pathlib import Path
 
 from megaprec.data.packed_files import PACKED
 from megaprec.data.places import is_remote, is_url, naming_url, remote_path
-from megaprec.data.readers import JSON, SUFFIXES, form, is_list, require_read
+from megaprec.data.readers import (
+    JSON,
+    SUFFIXES,
+    TextOptions,
+    form,
+    is_list,
+    lacks_column,
+    require_read,
+)
 from megaprec.errors import Problem, UserError
 from megaprec.parsing import home_expanded
 
@@ -32,10 +40,9 @@ class FoundFiles:
     left_out: Mapping[str, int]
 
 
-def text_files(names: Sequence[str], exclude: Sequence[str]) -> FoundFiles:
+def text_files(names: Sequence[str], options: TextOptions) -> FoundFiles:
     """Return the files that names of files and folders and patterns stand for.
 
-    exclude: see `megaprec.data.readers.TextOptions`.
     Raises UserError for a name that stands for no file, and for one that cannot be read.
     """
     left_out = Counter[str]()
@@ -48,7 +55,7 @@ def text_files(names: Sequence[str], exclude: Sequence[str]) -> FoundFiles:
     for path in paths:
         root = path if path.is_dir() else path.parent
         roots.append(root)
-        for file in _files_at(path, root, exclude, left_out):
+        for file in _files_at(path, root, options, left_out):
             # the same file may be spelled otherwise
             spelled = file if len(paths) == 1 else file.absolute()
             left_out[NAMED_TWICE] += spelled in files
@@ -117,7 +124,7 @@ def _common_folder(folders: Sequence[Path]) -> Path:
 
 
 def _files_at(
-    path: Path, root: Path, exclude: Sequence[str], left_out: Counter[str]
+    path: Path, root: Path, options: TextOptions, left_out: Counter[str]
 ) -> Sequence[Path]:
     """Return the files to read at a path, a file or a folder, and count the others.
 
@@ -125,27 +132,27 @@ def _files_at(
     """
     if path.is_dir():
         walk = _remote_files if is_remote(path) else _files_of_folder
-        return walk(path, exclude, left_out)
-    if pattern := _excluding(path, root, exclude):
+        return walk(path, options, left_out)
+    if pattern := _excluding(path, root, options.exclude):
         left_out[f"excluded by {pattern}"] += 1
         return []
     require_read(path)
     return [path]
 
 
-def _files_of_folder(root: Path, exclude: Sequence[str], left_out: Counter[str]) -> list[Path]:
+def _files_of_folder(root: Path, options: TextOptions, left_out: Counter[str]) -> list[Path]:
     """Return the files of a folder that are read, by path, and count the others by the reason."""
     files: list[Path] = []
     unreadable: list[Problem] = []
     for folder, subfolders, names in os.walk(root):
         # os.walk does not follow them
         left_out["links to folders"] += sum(Path(folder, name).is_symlink() for name in subfolders)
-        kept_folders = [*_kept(Path(folder), subfolders, root, exclude, left_out)]
+        kept_folders = [*_kept(Path(folder), subfolders, root, options.exclude, left_out)]
         # in place: os.walk goes on with what is left
         subfolders[:] = [kept.name for kept in kept_folders]
-        for file in _kept(Path(folder), names, root, exclude, left_out):
+        for file in _kept(Path(folder), names, root, options.exclude, left_out):
             try:
-                reason = _why_left_out(file)
+                reason = _why_left_out(file, options)
             except UserError as error:
                 unreadable += error.problems
                 continue
@@ -162,7 +169,7 @@ def _files_of_folder(root: Path, exclude: Sequence[str], left_out: Counter[str])
     return sorted(files)
 
 
-def _remote_files(root: Path, exclude: Sequence[str], left_out: Counter[str]) -> list[Path]:
+def _remote_files(root: Path, options: TextOptions, left_out: Counter[str]) -> list[Path]:
     """Return the files of a folder at a URL that are read, by path, and count the others."""
     files: list[Path] = []
     for file in root.rglob("*"):
@@ -170,13 +177,13 @@ def _remote_files(root: Path, exclude: Sequence[str], left_out: Counter[str]) ->
             continue
         folders = [folder for folder in file.parents if root in folder.parents]
         at_or_above = [*reversed(folders), file]
-        patterns = [_excluding(path, root, exclude) for path in at_or_above]
+        patterns = [_excluding(path, root, options.exclude) for path in at_or_above]
         excluding = next(filter(None, patterns), "")
         if any(is_hidden(path.name) for path in at_or_above):
             left_out["hidden"] += 1
         elif excluding:
             left_out[f"excluded by {excluding}"] += 1
-        elif reason := _why_left_out(file):
+        elif reason := _why_left_out(file, options):
             left_out[reason] += 1
         else:
             files.append(file)
@@ -212,7 +219,7 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".")
 
 
-def _why_left_out(file: Path) -> str:
+def _why_left_out(file: Path, options: TextOptions) -> str:
     """Return the reason why a file of a folder is no text; empty if it is one."""
     if not file.is_file():
         return "broken links or devices"
@@ -222,6 +229,8 @@ def _why_left_out(file: Path) -> str:
         return "".join(endings).lower() or "without ending"
     if file_form == JSON and not is_list(file):
         return ".json that is no list"
+    if lacks_column(file, options):
+        return f"{file_form} without a column {options.field!r}"
     return ""
 
 

@@ -24,6 +24,7 @@ OTHERWISE = {
     "parallel/joining.py": "files of the kernel, which may be missing",
     "megaprec/data/packed_files.py": "its errors have the file, and the line too",
     "megaprec/data/places.py": "its errors have the URL",
+    "megaprec/train_program.py": "a file of the command that it has started, in a temporary folder",
     "tools/convert/core/untrusted.py": "a process without the package; the process that started it names the file",
     "tools/training/torchrun.py": "files of the kernel, which may be missing",
     "tools/journal/trackers.py": "its errors are told with the tracker",

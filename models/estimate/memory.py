@@ -95,8 +95,9 @@ class StageMemory:
     """The bytes that stages of any cut keep of a micro-batch; stages that are alike are run once.
 
     config: the model, with the size of its vocabulary.
-    options: how the stages are computed. `layers`, `seed`, `blank` and `canonical_shards` have no
-        effect; `leaves` may note the calls of leaves.
+    options: how the stages are computed. `layers`, `seed` and `canonical_shards` have no effect.
+        With `blank` stages are built sooner, and keep the same bytes. `leaves` may note the calls
+        of leaves, which are those of a step only without `blank`: blank weights have other strides.
     tp: tensor-parallel ranks.
     cp: ranks that share each sequence.
     device: with "cpu" the operators are those that this machine's processor would run; with "cuda"
@@ -184,7 +185,7 @@ class StageMemory:
             cp=SimulatedAxis("cp", 0, self.cp),
             ring=options.ring,
             leaves=options.leaves,
-            blank=True,
+            blank=options.blank,
         )
 
 

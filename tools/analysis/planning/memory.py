@@ -150,7 +150,7 @@ class MemoryModel:
         stage_memory = StageMemory(
             config.sized_model,
             config.plan,
-            virtual.engine_options,
+            replace(virtual.engine_options, blank=True),
             tp=parallel.tensor,
             cp=parallel.context,
             device=self.device,

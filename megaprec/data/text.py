@@ -276,6 +276,8 @@ def open_source(name: str | Sequence[str], options: TextOptions | None = None) -
     names = [name] if isinstance(name, str) else name
     if [*names] == [STANDARD_LIBRARY]:
         return _standard_library(options.max_chars)
+    if STANDARD_LIBRARY in names and not Path(STANDARD_LIBRARY).exists():
+        raise UserError.of("data.library_in_list", names=", ".join(names))
     found = text_files(names, options)
     shown_name = ", ".join(names)
     if not found.files:

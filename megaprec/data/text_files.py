@@ -63,7 +63,11 @@ def text_files(names: Sequence[str], options: TextOptions) -> FoundFiles:
     for file in files:
         left_out["empty"] += not file.stat().st_size
     root = roots[0] if len(paths) == 1 else _common_folder(roots)
-    return FoundFiles(root, tuple(files), dict(+left_out))  # + leaves out what was not found
+    counts = dict(+left_out)  # + leaves out what was not found
+    for pattern in options.exclude:
+        # a pattern that excludes nothing may be misspelled
+        counts.setdefault(_excluded_by(pattern), 0)
+    return FoundFiles(root, tuple(files), counts)
 
 
 def _paths(name: str) -> list[Path]:
@@ -134,7 +138,7 @@ def _files_at(
         walk = _remote_files if is_remote(path) else _files_of_folder
         return walk(path, options, left_out)
     if pattern := _excluding(path, root, options.exclude):
-        left_out[f"excluded by {pattern}"] += 1
+        left_out[_excluded_by(pattern)] += 1
         return []
     require_read(path)
     return [path]
@@ -182,7 +186,7 @@ def _remote_files(root: Path, options: TextOptions, left_out: Counter[str]) -> l
         if any(is_hidden(path.name) for path in at_or_above):
             left_out["hidden"] += 1
         elif excluding:
-            left_out[f"excluded by {excluding}"] += 1
+            left_out[_excluded_by(excluding)] += 1
         elif reason := _why_left_out(file, options):
             left_out[reason] += 1
         else:
@@ -200,7 +204,7 @@ def _kept(
         if is_hidden(name):
             left_out["hidden"] += 1
         elif pattern := _excluding(path, root, exclude):
-            left_out[f"excluded by {pattern}"] += 1
+            left_out[_excluded_by(pattern)] += 1
         else:
             yield path
 
@@ -212,6 +216,11 @@ def _excluding(path: Path, root: Path, exclude: Sequence[str]) -> str:
         if fnmatchcase(below, pattern) or fnmatchcase(path.name, pattern):
             return pattern
     return ""
+
+
+def _excluded_by(pattern: str) -> str:
+    """Return the reason of files that a pattern leaves out."""
+    return f"excluded by {pattern}"
 
 
 def is_hidden(name: str) -> bool:

@@ -268,6 +268,18 @@ def test_excluded_files_and_folders_are_left_out_by_name_or_path(tmp_path: Path)
     }
 
 
+def test_a_pattern_that_excludes_nothing_is_named_too(tmp_path: Path) -> None:
+    write(tmp_path, "a.txt", "b.log.txt")
+    source = open_source(str(tmp_path), TextOptions(exclude=("*.log.txt", "*.lgo")))
+    assert source.left_out == {"excluded by *.log.txt": 1, "excluded by *.lgo": 0}
+
+
+def test_the_standard_library_is_no_part_of_a_list(tmp_path: Path) -> None:
+    write(tmp_path, "a.txt")
+    with raises("data.library_in_list"):
+        open_source(["python", f"{tmp_path}/a.txt"])
+
+
 def mixed_folder(folder: Path) -> tuple[dict[str, str], list[str]]:
     """Write files of many kinds; return the documents, and the beginnings of what is bad."""
     texts: dict[str, str] = {}

@@ -81,7 +81,7 @@ class _End:
 def train(
     run: str | os.PathLike[str] | Tables,
     *overrides: str,
-    allow: Sequence[str] = (),
+    allow: str | Sequence[str] = (),
     strict: bool = False,
     verify: bool = True,
     export_hf: str | os.PathLike[str] | None = None,
@@ -91,9 +91,9 @@ def train(
 
     run: a run file, or its tables as a dict: {"model": {"layers": 2, ...}, "train": {...}}.
     overrides: "table.key=value", which are stronger. The keywords are the options of the command:
-    allow: differences that are accepted, `--allow`. strict: notes are errors. verify: compare with
-    transformers the model of train.init_from and of export_hf. export_hf: folder for the trained
-    model in Hugging Face format; export_ema: its weights are their moving average.
+    allow: a difference that is accepted, or several, `--allow`. strict: notes are errors. verify:
+    compare with transformers the model of train.init_from and of export_hf. export_hf: folder for
+    the trained model in Hugging Face format; export_ema: its weights are their moving average.
 
     Blocks until all ranks have ended. What they print appears on this program's stdout and stderr.
     On Ctrl-C the run finishes its step and saves its state before KeyboardInterrupt is raised; on a
@@ -102,7 +102,8 @@ def train(
     Raises UserError with all problems of the input, nothing of which the run prints, and
     TrainingStopped if the run ends before its last step.
     """
-    options = [f"--allow={difference}" for difference in allow]
+    differences = [allow] if isinstance(allow, str) else allow
+    options = [f"--allow={difference}" for difference in differences]
     if strict:
         options.append("--strict")
     if not verify:
@@ -119,8 +120,7 @@ def train(
         exit_code = _run_program(command)
         end = _read_end(end_file)
     if exit_code == WRONG_INPUT:
-        other_reason = end.reason or Problem.of("training.python_refused")
-        raise UserError(*(end.problems or [other_reason]))
+        raise UserError(*(end.problems or [end.reason]))
     if exit_code or end.result is None:
         reason = end.reason or _describe(exit_code)
         raise TrainingStopped(reason, exit_code, end.result)
@@ -135,6 +135,15 @@ def tell_end(
     told_result = None if result is None else asdict(result)
     told = {"problems": told_problems, "reason": reason, "result": told_result}
     file.write_text(json.dumps(told, default=str), encoding="utf-8")
+
+
+def end_file_in(words: Sequence[str]) -> Path | None:
+    """Return the file in which a command of these words tells how it ended; None if in none."""
+    prefix = f"{END_FILE}="
+    for word in words:
+        if word.startswith(prefix):
+            return Path(word.removeprefix(prefix))
+    return None
 
 
 def _read_end(file: Path) -> _End:

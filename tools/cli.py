@@ -23,6 +23,7 @@ from megaprec.checkpoint.atomic import replaced_since
 from megaprec.errors import Problem, UserError, did_you_mean
 from megaprec.parsing import is_unicode
 from megaprec.resources import require_threads
+from megaprec.train_program import end_file_in, tell_end
 from parallel.described_world import require_consistent, slurm_environment
 from tools.commands import (
     bisect,
@@ -81,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_consistent(os.environ)
         require_threads(os.environ)
     except UserError as error:
-        print(error, file=sys.stderr)
+        if not _tell_program(error):
+            print(error, file=sys.stderr)
         return 2
     args = _parse(argv)
     joined_before = dist.is_initialized()  # by who calls this in a process of its own
@@ -98,6 +100,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _tell_program(error: UserError) -> bool:
+    """Let `megaprec.train` raise an error in the program that has called it; return False if this
+    process is none of its commands."""
+    end_file = end_file_in(sys.argv)
+    if end_file is None:
+        return False
+    tell_end(end_file, error.problems, "", None)
+    return True
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -172,7 +184,10 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are lines of bounded length, as those of `UserError` are."""
 
     def error(self, message: str) -> NoReturn:
-        super().error(str(UserError(message)))
+        error = UserError(message)
+        if _tell_program(error):
+            self.exit(2)
+        super().error(str(error))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Refuse a word that is none of the choices, with the closest one."""

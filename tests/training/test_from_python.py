@@ -125,13 +125,40 @@ def test_values_and_words_that_the_command_cannot_be_given_are_refused() -> None
 
 
 @pytest.mark.usefixtures("forked_python")
-def test_the_options_of_the_command_are_keywords(run_file: Path, tmp_path: Path) -> None:
+def test_the_options_of_the_command_are_keywords(
+    run_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     noted = ("optimizer.name=sgd", "optimizer.betas=[0.8, 0.9]", f"train.folder={tmp_path / 'run'}")
     with pytest.raises(megaprec.UserError, match=r"betas.*--strict"):
         megaprec.train(run_file, *noted, strict=True)
-    with raises("training.python_refused"):
-        megaprec.train(run_file, *noted, allow=["nonsense"])
+    with pytest.raises(megaprec.UserError, match=r"--allow.*'nonsense'.*rope_base"):
+        megaprec.train(run_file, *noted, allow="nonsense")
+    with pytest.raises(megaprec.UserError, match=r"--allow.*'nonsense'.*rope_base"):
+        megaprec.train(run_file, *noted, allow=["seed", "nonsense"])
     assert not (tmp_path / "run").exists()
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.usefixtures("forked_python")
+@pytest.mark.parametrize(
+    ("name", "value", "code"),
+    [
+        ("WORLD_SIZE", "4", "parallel.variables_incomplete"),
+        ("MKL_NUM_THREADS", "many", "megaprec.thread_count"),
+    ],
+)
+def test_an_environment_that_no_command_takes_is_raised(
+    name: str,
+    value: str,
+    code: str,
+    run_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(name, value)
+    with raises(code):
+        megaprec.train(run_file)
+    assert capfd.readouterr() == ("", "")
 
 
 def state_of_process() -> dict[str, Any]:

@@ -1,9 +1,15 @@
 """A search among thousands of ranks takes seconds of a core, not minutes."""
 
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from models.feed_forward.moe import Expert
+from tools.analysis.planning import remedies
+from tools.analysis.planning.search import LayoutSearch
+from tools.cli import main
 from tools.analysis.planning.device import target_of
 from tools.analysis.planning.reached import assumptions_of
 from tools.analysis.planning.search import search
@@ -40,6 +46,52 @@ DEEPSEEK_V3 = (
     "parallel.expert=64",
     "parallel.expert_tensor=1",
 )
+
+
+PLAIN_DEEPSEEK_V3 = """
+[model]
+preset = "deepseek-v3"
+[precision]
+compute = "bf16"
+[train]
+steps = 10
+global_batch = 15360
+micro_batch = 1
+seq_length = 4096
+"""
+
+
+def test_a_run_on_one_rank_that_cannot_fit_is_not_built_before_a_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All 256 experts of 58 layers would be, for the run and for each change that may mend it."""
+    built = list[str]()
+    make_expert = Expert.__init__
+
+    def note_expert(self: Expert, *args: Any, **keys: Any) -> None:
+        built.append(args[2])
+        make_expert(self, *args, **keys)
+
+    def find_one_too_large(*_: object) -> LayoutSearch:
+        return LayoutSearch([], slower=0, too_large=1, smallest=1)
+
+    monkeypatch.setattr(Expert, "__init__", note_expert)
+    monkeypatch.setattr("tools.commands.plan.search", find_one_too_large)
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(PLAIN_DEEPSEEK_V3)
+    assert main(["plan", str(run_file), "--ranks", "2048", "--gpu", "H800"]) == 0
+    assert not built
+
+
+def test_changes_that_cannot_be_enough_are_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_one_rank = [key for key in DEEPSEEK_V3 if not key.startswith("parallel.")]
+    config = load_run(None, on_one_rank).on_device("cuda")
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a layout was planned whose state alone does not fit")
+
+    monkeypatch.setattr(remedies, "plan_run", refuse)
+    assert remedies.cheapest_remedy(config, target_of(config, "H100"), None) is None
 
 
 @pytest.mark.slow

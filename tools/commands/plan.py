@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ from tools.analysis.planning.reached import OTHER, assumptions_of
 from tools.analysis.planning.remedies import cheapest_remedy
 from tools.analysis.planning.report import (
     as_data,
+    beyond_as_data,
+    beyond_line,
     budget_line,
     layout_lines,
     memory_lines,
@@ -43,7 +45,13 @@ from tools.analysis.planning.report import (
     remedy_lines,
     run_lines,
 )
-from tools.analysis.planning.search import LayoutSearch, Planned, plan_run, search
+from tools.analysis.planning.search import (
+    LayoutSearch,
+    Planned,
+    least_of_mean_rank,
+    plan_run,
+    search,
+)
 from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides, add_strict
@@ -154,7 +162,9 @@ def main(args: argparse.Namespace) -> int:
         assumed, note = _corrected(assumed, config, target, args.measured)
         notes.append(note)
     # the run in its own layout, as it would be started
-    planned = plan_run(config, MemoryModel(target.device), assumed)
+    planned = None
+    if not (args.ranks and _is_beyond(config, target)):
+        planned = plan_run(config, MemoryModel(target.device), assumed)
     search_result = None
     shared_target, shared_speeds = _share_of_ranks(config, target, assumed, args)
     if args.ranks and shared_speeds:
@@ -162,28 +172,56 @@ def main(args: argparse.Namespace) -> int:
         _require_layouts(search_result, args.ranks)
         if args.output:
             _write_best(args.output, args.ranks, search_result)
+    answer = _Answer(config, planned, target, assumed, search_result, shared_target, shared_speeds)
     # one document, and no line about the file
     if args.json:
-        own_layout = as_data(planned, target, assumed)
-        document = _document(
-            own_layout, target, assumed, search_result, shared_target, shared_speeds
-        )
-        print(json.dumps({**document, "notes": notes}, indent=2))
+        print(json.dumps({**_document(answer), "notes": notes}, indent=2))
         return 0
     lines = [*run_lines(config, target), *(f"note       {note}" for note in notes), ""]
-    lines += [*_lines_of_own_layout(planned, target, assumed, args.budget)]
-    if search_result and shared_speeds:
-        lines += ["", *layout_lines(search_result, args.ranks, shared_target, shared_speeds)]
+    lines += [*_lines_of_own_layout(answer, args.budget), *_lines_of_layouts(answer, args)]
     say("\n".join(lines))
     if args.output:
         print(f"written    {args.output}")
     return 0
 
 
-def _lines_of_own_layout(
-    planned: Planned, target: Target, assumed: Assumptions | None, budget: float | None
-) -> Iterator[str]:
+@dataclass(frozen=True)
+class _Answer:
+    """All that a plan says.
+
+    planned: the run in its own layout; None if its state alone does not fit, and layouts of other
+        ranks are searched.
+    assumed: None if the device's peak speed is not known.
+    search_result: None without --ranks.
+    shared_target, shared_speeds: the device and the speeds of each of --ranks.
+    """
+
+    config: RunConfig
+    planned: Planned | None
+    target: Target
+    assumed: Assumptions | None
+    search_result: LayoutSearch | None
+    shared_target: Target
+    shared_speeds: Assumptions | None
+
+
+def _is_beyond(config: RunConfig, target: Target) -> bool:
+    """Return True if a run does not fit in its own layout by what its state takes at least.
+
+    A run file without [parallel] says nothing of its layout: such a model on one rank is not worth
+    the minutes in which all of its layers are built.
+    """
+    return target.verdict(least_of_mean_rank(config)) == "does not fit"
+
+
+def _lines_of_own_layout(answer: _Answer, budget: float | None) -> Iterator[str]:
     """Yield the lines on bytes and time of the run in its own layout. budget: rank-hours."""
+    planned = answer.planned
+    target = answer.target
+    assumed = answer.assumed
+    if planned is None:
+        yield beyond_line(answer.config, target)
+        return
     yield from memory_lines(planned, target)
     if target.verdict(planned.total) == "does not fit":
         yield from remedy_lines(planned, cheapest_remedy(planned.config, target, assumed))
@@ -191,6 +229,27 @@ def _lines_of_own_layout(
     yield from _prediction(planned, assumed)
     if budget and planned.prediction and assumed:
         yield budget_line(planned, planned.prediction, assumed, budget)
+
+
+def _lines_of_layouts(answer: _Answer, args: argparse.Namespace) -> Iterator[str]:
+    """Yield the lines on the layouts of --ranks, if any were searched."""
+    found = answer.search_result
+    speeds = answer.shared_speeds
+    if found is None or speeds is None:
+        return
+    yield ""
+    yield from layout_lines(found, args.ranks, answer.shared_target, speeds)
+    if answer.planned is None and args.budget:
+        yield from _budget_of_best(found, speeds, args.budget)
+
+
+def _budget_of_best(
+    search_result: LayoutSearch, assumed: Assumptions, budget: float
+) -> Iterator[str]:
+    """Yield what a budget of rank-hours buys in the fastest layout that was found, if any was."""
+    for best in search_result.layouts[:1]:
+        assert best.prediction is not None  # layouts are searched with a peak speed
+        yield budget_line(best, best.prediction, assumed, budget)
 
 
 def _prediction(planned: Planned, assumed: Assumptions | None) -> list[str]:
@@ -429,19 +488,14 @@ def _write_best(path: Path, ranks: int, search_result: LayoutSearch) -> None:
     write_whole(path, best.as_toml(COMMENT.format(ranks=f"{ranks:,}")).encode())
 
 
-def _document(
-    own_layout: dict[str, Any],
-    target: Target,
-    assumed: Assumptions | None,
-    search_result: LayoutSearch | None,
-    shared_target: Target,
-    shared_speeds: Assumptions | None,
-) -> dict[str, Any]:
-    """Return all that is known, for JSON.
-
-    own_layout: about the run in its own layout. shared_target, shared_speeds: the device and the
-        speeds of the layouts found.
-    """
+def _document(answer: _Answer) -> dict[str, Any]:
+    """Return all that is known, for JSON."""
+    target = answer.target
+    assumed = answer.assumed
+    search_result = answer.search_result
+    own_layout = beyond_as_data(answer.config)
+    if answer.planned:
+        own_layout = as_data(answer.planned, target, assumed)
     document: dict[str, Any] = {
         "device": target.name,
         "memory": target.memory,
@@ -451,7 +505,8 @@ def _document(
     }
     if search_result:
         document["layouts"] = [
-            as_data(planned, shared_target, shared_speeds) for planned in search_result.layouts
+            as_data(planned, answer.shared_target, answer.shared_speeds)
+            for planned in search_result.layouts
         ]
         document |= {
             "slower": search_result.slower,

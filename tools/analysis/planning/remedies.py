@@ -6,7 +6,7 @@ from typing import Any
 
 from tools.analysis.planning.device import Target
 from tools.analysis.planning.memory import MemoryModel
-from tools.analysis.planning.search import ORIGIN, Planned, plan_run
+from tools.analysis.planning.search import ORIGIN, Planned, least_of_mean_rank, plan_run
 from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.config.run_file import RunConfig
 
@@ -47,6 +47,9 @@ def cheapest_remedy(
     memory = MemoryModel(target.device)
     remedies = list[Remedy]()
     for keys, changed in _changed_runs(config):
+        # a bound comes before what it bounds: to build and run hundreds of experts takes a minute
+        if target.verdict(least_of_mean_rank(changed)) == "does not fit":
+            continue
         planned = plan_run(changed, memory, assumed)
         if target.verdict(planned.total) == "fits":
             remedies.append(Remedy(keys, planned))

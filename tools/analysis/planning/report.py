@@ -18,6 +18,7 @@ from tools.analysis.planning.remedies import Remedy
 from tools.analysis.planning.search import (
     LayoutSearch,
     Planned,
+    least_of_mean_rank,
     plan_run,
     run_seconds,
     steps_within,
@@ -130,6 +131,14 @@ def describe_fit(ranks: Sequence[RankBytes], target: Target) -> str:
     if not target.memory:
         return f"{needs}; --gpu says what there is"
     return f"{needs}, {size(target.usable)} usable ({1 - RESERVED:.0%} of {size(target.memory)})"
+
+
+def beyond_line(config: RunConfig, target: Target) -> str:
+    """Return the verdict on a run that does not fit in its own layout by what its state takes at
+    least."""
+    least = least_of_mean_rank(config)
+    usable = f"{size(target.usable)} usable"
+    return f"verdict    does not fit as it is: at least {size(least)} a rank, {usable}"
 
 
 def summary_line(config: RunConfig) -> str:
@@ -365,6 +374,17 @@ def as_data(planned: Planned, target: Target, assumed: Assumptions | None) -> di
     if predicted and assumed:
         data["prediction"] = asdict(predicted) | rates(planned.config, predicted, assumed)
     return data
+
+
+def beyond_as_data(config: RunConfig) -> dict[str, Any]:
+    """Return what is known of a run that does not fit in its own layout by what its state takes at
+    least, for JSON: `total` is that bound, and there are neither ranks nor a prediction."""
+    return {
+        "parallel": config.parallel.model_dump(),
+        "ranks": [],
+        "total": least_of_mean_rank(config),
+        "verdict": "does not fit",
+    }
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:

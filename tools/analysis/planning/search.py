@@ -188,8 +188,7 @@ class _Found:
 
     def look_at(self, config: RunConfig, least_time: float) -> None:
         """Add a layout, unless it does not fit or cannot be one of the fastest."""
-        least = least_bytes(config)
-        if self._is_too_large(least + least_activation_bytes(config)):
+        if self._is_too_large(least_of_mean_rank(config)):
             return
         if self.cannot_be_better(least_time):
             self.slower += 1
@@ -421,6 +420,12 @@ def _identity(config: RunConfig) -> str:
     parallel = config.parallel
     spelled_out = parallel.model_copy(update={"expert_tensor": expert_slices(parallel)})
     return f"{config.train.micro_batch} {spelled_out.model_dump_json()}"
+
+
+def least_of_mean_rank(config: RunConfig) -> int:
+    """Return the bytes that a rank needs at least, without building or running a layer: the mean
+    rank's state and what is known of its activations."""
+    return least_bytes(config) + least_activation_bytes(config)
 
 
 def least_bytes(config: RunConfig) -> int:

@@ -11,11 +11,12 @@ from megaprec.errors import UserError
 from models.config import ModelConfig
 from tests.other_systems import CONFIGS
 from tests.refusals import raises, sentence
+from tools.convert.core.chunks import Chunked
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import matches
 from tools.convert.core.tensors import Stored
 from tools.convert.hf.config import from_hugging_face
-from tools.convert.megatron.distributed import Chunked, merge_chunks
+from tools.convert.megatron.distributed import merge_chunks
 
 NAME = "decoder.layers.2.mlp.linear_fc2.weight"  # [24, 40]
 QUARTERS = [(0, 0), (0, 20), (12, 0), (12, 20)]
@@ -66,7 +67,7 @@ def test_parts_in_any_order_make_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("other", [(0, 0), (0, 20), (6, 0), (11, 19), (12, 0), (5, 10)])
 def test_parts_that_overlap_are_refused(other: tuple[int, int], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=sentence("convert.megatron_parts_overlap", name=NAME)):
+    with pytest.raises(UserError, match=sentence("convert.parts_overlap", name=NAME)):
         whole(tmp_path, [*QUARTERS[:3], other])
 
 
@@ -84,5 +85,5 @@ def test_a_single_number_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_part_that_is_missing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=sentence("convert.megatron_part_missing", name=NAME)):
+    with pytest.raises(UserError, match=sentence("convert.part_missing", name=NAME)):
         whole(tmp_path, QUARTERS[:3])

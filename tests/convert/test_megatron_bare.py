@@ -59,6 +59,8 @@ def bare(folder: Path) -> tuple[Path, Path]:
             state[match.foreign] = whole
     (folder / "core").mkdir()
     dcp.save(state, checkpoint_id=folder / "core", no_dist=True)
+    # As Megatron-core writes it, by which its checkpoints are told from others of PyTorch.
+    (folder / "core" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     return there, folder / "core"
 
 

@@ -96,7 +96,7 @@ def add_parser(subparsers: Any) -> None:
         "--config",
         type=Path,
         metavar="RUN.toml",
-        help="run file whose [model] says what a distributed Megatron SRC without args is",
+        help="run file whose [model] says what a distributed SRC that does not say it is",
     )
     parser.add_argument(
         "--weights-only",

@@ -19,6 +19,7 @@ from tools.convert.hf.other_files import require_fetched, require_no_adapter
 from tools.convert.megatron.read import find_megatron, open_megatron
 from tools.convert.native import open_native
 from tools.convert.systems.colossalai import find_colossalai, open_colossalai
+from tools.convert.systems.dcp import find_dcp, open_dcp
 from tools.convert.systems.internevo import find_internevo, open_internevo
 from tools.convert.systems.nemo import find_nemo, open_nemo, refuse_older
 from tools.convert.systems.nxd import find_nxd, open_nxd
@@ -45,10 +46,13 @@ FORMATS = {
         "Megatron-LM",
         find_megatron,
         open_megatron,
-        "latest_checkpointed_iteration.txt, mp_rank_00/ or .metadata",
+        "latest_checkpointed_iteration.txt, mp_rank_00/ or metadata.json with .metadata",
     ),
     "colossalai": Format(
         "Colossal-AI", find_colossalai, open_colossalai, "pytorch_model-00001.bin and its index"
+    ),
+    "dcp": Format(
+        "PyTorch's distributed checkpoints", find_dcp, open_dcp, ".metadata and __0_0.distcp"
     ),
     "internevo": Format("InternEvo", find_internevo, open_internevo, "model_tp0_pp0.pt"),
     "nemo": Format("NeMo", find_nemo, open_nemo, "weights/ and context/"),
@@ -87,15 +91,17 @@ def open_source(
 
     vocab: vocabulary size without padding, if a Megatron or NeMo checkpoint does not state it.
     weights_only: ignore the optimizer state of a Megatron checkpoint; UserError for other formats.
-    model: that of a Megatron checkpoint that does not say it; UserError for others.
+    model: that of a distributed checkpoint that does not say it; UserError for others.
     """
     kind, folder = format_of(path)
     if kind == "megatron":
         return open_megatron(folder, vocab, weights_only, model)
-    if model is not None:
-        raise UserError.of("convert.config_unused", path=path)
     if weights_only:
         raise UserError.of("convert.weights_only_unused", path=path)
+    if kind == "dcp":
+        return open_dcp(folder, model)
+    if model is not None:
+        raise UserError.of("convert.config_unused", path=path)
     if kind == "nemo":
         return open_nemo(folder, vocab)
     return FORMATS[kind].open(folder)
@@ -152,9 +158,12 @@ def _recognize(path: Path) -> dict[str, Path]:
     if "colossalai" in folders:
         folders.pop("hf", None)  # whose format it is
     if "nemo" in folders:
-        folders.pop("megatron", None)  # in whose format NeMo keeps its weights
-    if "nxd" in folders and "hf" in folders and not has_weights(path):
-        del folders["hf"]  # config.json is what says of an NxD checkpoint what the model is
+        # In whose formats NeMo keeps its weights.
+        folders.pop("megatron", None)
+        folders.pop("dcp", None)
+    # config.json is what says of these checkpoints what the model is.
+    if folders.keys() & {"nxd", "dcp"} and not has_weights(path):
+        folders.pop("hf", None)
     return folders
 
 

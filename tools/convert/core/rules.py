@@ -84,6 +84,13 @@ def matches(rules: Sequence[NameRule], model: ModelConfig) -> list[Match]:
     return expected
 
 
+def tensors_without_rule(rules: Sequence[NameRule], model: ModelConfig) -> list[str]:
+    """Return the logical tensors of `model` that a table does not have: another system has no such
+    model."""
+    ruled = {name for rule in _rules_in_order(rules, model) for name in rule.logical}
+    return [name for name in logical_shapes(model) if name not in ruled]
+
+
 def _rules_in_order(rules: Sequence[NameRule], model: ModelConfig) -> Iterator[NameRule]:
     """Yield all rules with numbers inserted; those of layers, and those of modules, stand where the
     first of them stands.

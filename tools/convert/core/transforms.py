@@ -223,6 +223,22 @@ def _split_experts_interleaved(joined: Tensor, head_sizes: HeadSizes) -> Parts:
     return parts
 
 
+def _join_experts_gate_up(parts: Parts, head_sizes: HeadSizes) -> Tensor:
+    """Stack experts' gates and ups [ffn, h], a gate above its up, as [experts, 2 ffn, h]."""
+    experts = []
+    for gate, up in zip(parts[::2], parts[1::2], strict=True):
+        experts.append(torch.cat((gate, up)))
+    return torch.stack(experts)
+
+
+def _split_experts_gate_up(joined: Tensor, head_sizes: HeadSizes) -> Parts:
+    """Invert `_join_experts_gate_up`."""
+    parts: list[Tensor] = []
+    for expert in joined:
+        parts += expert.chunk(2)
+    return parts
+
+
 def _transposed(transform: Transform) -> Transform:
     """Return the transform whose joined tensor is the transpose of another's."""
 
@@ -250,11 +266,22 @@ PACKED = Transform(_join_stacked, _split_packed)
 PACKED_TRANSPOSED = _transposed(PACKED)
 GROUPED = Transform(_join_grouped, _split_grouped)
 GROUPED_INTERLEAVED = Transform(_join_grouped_interleaved, _split_grouped_interleaved)
+# Queries or keys alone, whose rotary partners are neighbours in the other system.
+INTERLEAVED = Transform(
+    join=lambda parts, head_sizes: _interleave(parts[0], head_sizes),
+    split=lambda joined, head_sizes: [_deinterleave(joined, head_sizes)],
+)
 LATENT_QUERY = _latent_query(True)
 LATENT_QUERY_HALVES = _latent_query(False)
 LATENT_DOWN = _latent_down(True)
 LATENT_DOWN_HALVES = _latent_down(False)
 LATENT_UP = Transform(_join_latent_up, _split_latent_up)
+# Of all experts of a layer, one after the other.
+EXPERTS_STACKED = Transform(
+    join=lambda parts, head_sizes: torch.stack(list(parts)),
+    split=lambda joined, head_sizes: joined.unbind(),
+)
+EXPERTS_GATE_UP = Transform(_join_experts_gate_up, _split_experts_gate_up)
 # Of all experts of a layer: features in before features out; a bias as it is.
 EXPERTS_TRANSPOSED = Transform(_join_experts_transposed, _split_experts_transposed)
 EXPERTS_INTERLEAVED = Transform(_join_experts_interleaved, _split_experts_interleaved)

@@ -10,11 +10,13 @@ one tensor in published files too, of another order (`tools.convert.core.names`)
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megaprec.errors import UserError
+from tools.convert.core.rules import NameRule
 from tools.convert.core.tensors import Stored
+from tools.convert.core.transforms import EXPERTS_GATE_UP, EXPERTS_STACKED
 from tools.convert.hf.keys import short
 
 _STACKED = re.compile(r"(.*\.)mlp\.(experts\.)(gate_up|down)_proj")
@@ -49,7 +51,7 @@ def unstack_experts(stored: Mapping[str, Stored], model_type: str) -> dict[str, 
         return dict(stored)
     published: dict[str, Stored] = {}
     for tensor_name, tensor in stored.items():
-        tensor_name = _published_name(tensor_name, model_type)
+        tensor_name = published_name(tensor_name, model_type)
         if match := _STACKED.fullmatch(tensor_name):
             published |= dict(_unstack(tensor_name, tensor, match, model_type))
         else:
@@ -57,10 +59,31 @@ def unstack_experts(stored: Mapping[str, Stored], model_type: str) -> dict[str, 
     return published
 
 
-def _published_name(tensor_name: str, model_type: str) -> str:
+def published_name(tensor_name: str, model_type: str) -> str:
+    """Return the name that published files have for a tensor; experts in one keep theirs."""
     for inside, published in _RENAMED.get(model_type, {}).items():
         tensor_name = tensor_name.replace(inside, published)
     return tensor_name
+
+
+def stacked_rules(rules: Sequence[NameRule]) -> list[NameRule]:
+    """Return a table of published files with the experts of a layer in one tensor, as transformers
+    5 has them inside."""
+    stacked: list[NameRule] = []
+    for rule in rules:
+        module, is_expert, _ = rule.foreign.partition(".experts.E.")
+        if not is_expert:
+            stacked.append(rule)
+            continue
+        # A gate stands for gate and up, which are one tensor.
+        (logical,) = rule.logical
+        experts = f"{module.rpartition('.')[0]}.mlp.experts"
+        if logical.endswith(".gate.weight"):
+            gate_up = (logical, logical.replace(".gate.weight", ".up.weight"))
+            stacked.append(NameRule(f"{experts}.gate_up_proj", gate_up, EXPERTS_GATE_UP))
+        elif logical.endswith(".down.weight"):
+            stacked.append(NameRule(f"{experts}.down_proj", (logical,), EXPERTS_STACKED))
+    return stacked
 
 
 def _unstack(

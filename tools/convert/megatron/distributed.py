@@ -19,17 +19,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from operator import add, lt
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from megaprec.errors import UserError
 from models.config import ModelConfig
+from tools.convert.core.chunks import Chunked, merge_parts, require_inside
 from tools.convert.core.rules import Match
-from tools.convert.core.shards import MergedTensor, require_one_dtype
+from tools.convert.core.shards import MergedTensor
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import contents, distributed_contents
 from tools.convert.hf.folder import check_tensors
@@ -46,23 +43,6 @@ _OPTIMIZER_OBJECT = re.compile(
 )
 BRIDGE = "run_config.yaml"
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
-
-
-class _Box(NamedTuple):
-    """The place of a chunk in its tensor: the first element along each dimension, and the one after
-    the last."""
-
-    first: list[int]
-    end: list[int]
-
-
-@dataclass(frozen=True)
-class Chunked:
-    """A tensor of the checkpoint. chunks: where each begins, and where its values lie."""
-
-    name: str
-    shape: tuple[int, ...]
-    chunks: Sequence[tuple[Sequence[int], Stored]]
 
 
 class StackIndex(NamedTuple):
@@ -150,7 +130,7 @@ def read_chunked(checkpoint: Path) -> Contents:
         if "_extra_state" in entry_name:
             continue
         tensor = Chunked(entry_name, tuple(entry["shape"]), entry["chunks"])
-        _check_inside(checkpoint, tensor)
+        require_inside(checkpoint, tensor)
         state = _STATE.fullmatch(entry_name)
         # Flat buffers, without names of parameters.
         if _OPTIMIZER.match(entry_name) and not state:
@@ -182,45 +162,6 @@ def _optimizer_settings(objects: Mapping[str, Any]) -> dict[str, Any]:
             (content,) = objects[entry_name]
             settings.setdefault(match[1], content)
     return {"optimizer": settings} if settings else {}
-
-
-def _check_inside(checkpoint: Path, tensor: Chunked) -> None:
-    """Raise UserError for a part that lies outside of its tensor."""
-    # .metadata is a file of others: a part outside would be read over the end of the tensor.
-    dims = len(tensor.shape)
-    for offset, stored in tensor.chunks:
-        inside = len(offset) == dims and len(stored.shape) == dims
-        for start, size, limit in zip(offset, stored.shape, tensor.shape, strict=False):
-            inside = inside and start >= 0 and start + size <= limit
-        if not inside:
-            raise UserError.of("convert.megatron_part_outside", path=checkpoint, name=tensor.name)
-
-
-def _check_separate(checkpoint: Path, tensor: Chunked) -> None:
-    """Raise UserError if two parts of a tensor overlap: together they may have its size and yet
-    leave a hole."""
-    boxes = []
-    for offset, stored in tensor.chunks:
-        end = list(map(add, offset, stored.shape))
-        boxes.append(_Box(list(offset), end))
-    # Comparing each part with each would take hours for thousands of ranks: sorted along the first
-    # dimension, few have to be.
-    boxes.sort()
-    open_boxes: list[_Box] = []  # those that end after the next one begins
-    for box in boxes:
-        # A tensor without dimensions has one element, which all its parts share.
-        if box.first:
-            open_boxes = [each for each in open_boxes if each.end[0] > box.first[0]]
-        if any(_overlap(each, box) for each in open_boxes):
-            raise UserError.of("convert.megatron_parts_overlap", path=checkpoint, name=tensor.name)
-        open_boxes.append(box)
-
-
-def _overlap(box: _Box, other: _Box) -> bool:
-    """Return True if two boxes have an element in common."""
-    starts = map(max, box.first, other.first)
-    ends = map(min, box.end, other.end)
-    return all(map(lt, starts, ends))
 
 
 def merge_chunks(
@@ -327,46 +268,10 @@ def _merge(
     checkpoint: Path, match: Match, parts: Sequence[Chunked], indices: tuple[StackIndex, ...]
 ) -> MergedTensor:
     """Return parts one below the other. What pads the vocabulary is left out."""
-    # A layer that no chunk covers was lost with the file of its rank.
-    if not all(part.chunks for part in parts):
-        numbers = [index.number for index in indices]
-        raise UserError.of(
-            "convert.megatron_whole_part_missing",
-            path=checkpoint,
-            name=parts[0].name,
-            numbers=numbers or "",
-        )
-    stored_chunks = []
-    for part in parts:
-        _check_separate(checkpoint, part)
-        stored_chunks += [stored for _, stored in part.chunks]
-    # Chunks of several dtypes would be rounded to that of the first.
-    require_one_dtype(checkpoint, match.foreign, stored_chunks)
-    first = parts[0]
-    if not first.shape:
-        raise UserError.of("convert.tensor_scalar", path=checkpoint, name=first.name)
-    saved_rows = sum(part.shape[0] for part in parts)
+    numbers = [index.number for index in indices]
+    whole = merge_parts(checkpoint, match.foreign, parts, numbers)
     # The vocabulary is padded for the ranks of the run that saved it.
-    rows = min(saved_rows, match.shape[0]) if match.cut == "vocabulary" else saved_rows
-    saved_shape = (saved_rows, *first.shape[1:])
-    dtype = stored_chunks[0].dtype
-
-    def read() -> Tensor:
-        return _read(checkpoint, parts, torch.empty(saved_shape, dtype=dtype))[:rows]
-
-    return MergedTensor((rows, *first.shape[1:]), dtype, read)
-
-
-def _read(checkpoint: Path, parts: Sequence[Chunked], merged: Tensor) -> Tensor:
-    """Return `merged`, filled with the parts one below the other."""
-    rows = [part.shape[0] for part in parts]
-    for part, view in zip(parts, merged.split(rows), strict=True):
-        filled = 0
-        for offset, stored in part.chunks:
-            ranges = zip(offset, stored.shape, strict=True)
-            box = tuple(slice(start, start + size) for start, size in ranges)
-            view[box] = stored.read()
-            filled += prod(stored.shape)
-        if filled != view.numel():
-            raise UserError.of("convert.megatron_part_missing", path=checkpoint, name=part.name)
-    return merged
+    if match.cut != "vocabulary" or whole.shape[0] <= match.shape[0]:
+        return whole
+    rows = match.shape[0]
+    return MergedTensor((rows, *whole.shape[1:]), whole.dtype, lambda: whole.read()[:rows])

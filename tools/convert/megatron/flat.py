@@ -33,11 +33,11 @@ from torch import Tensor
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
+from tools.convert.core.chunks import Chunked
 from tools.convert.core.rules import Match
 from tools.convert.core.shards import MergedTensor, TensorSource
 from tools.convert.core.tensors import Stored
 from tools.convert.hf.folder import check_tensors
-from tools.convert.megatron.distributed import Chunked
 from tools.convert.megatron.layout import (
     EMBEDDING,
     expert_of,
@@ -554,7 +554,7 @@ def _read(
             values[top - start : bottom - start] = overlap
             filled += bottom - top
     if filled != len(values):
-        raise UserError.of("convert.megatron_part_missing", path=checkpoint, name=flat.name)
+        raise UserError.of("convert.part_missing", path=checkpoint, name=flat.name)
     if transposed:
         return values.view(shape[::-1]).t()
     return values.view(shape)

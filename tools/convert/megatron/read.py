@@ -54,6 +54,7 @@ from tools.convert.megatron.ranks import (
     read_ranks,
 )
 
+DISTRIBUTED = ("metadata.json", "common.pt")  # what Megatron-core writes beside .metadata
 BY_NAME = "--dist-ckpt-optim-fully-reshardable saves it by name"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Digits of a tracker file's number: nobody trains more steps.
@@ -75,7 +76,11 @@ def find_megatron(path: Path) -> Path | None:
         if not name or not (path / name).is_dir():
             raise UserError.of("convert.megatron_tracker", path=path / TRACKER, tracker=tracker)
         path = path / name
-    if (path / ".metadata").is_file():
+        if (path / ".metadata").is_file():
+            return path
+    # PyTorch's own distributed checkpoints have the first of these files alone.
+    has_metadata = (path / ".metadata").is_file()
+    if has_metadata and any((path / name).is_file() for name in DISTRIBUTED):
         return path
     if any(RANK.fullmatch(file.name) for file in path.iterdir()):
         return path

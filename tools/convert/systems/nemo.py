@@ -22,13 +22,14 @@ from typing import Any
 from megaprec.errors import Problem, UserError
 from megaprec.parsing import read_text
 from models.config import ModelConfig
+from tools.convert.core.chunks import Chunked
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import Match, matches
 from tools.convert.core.settings import make_model, problems_of_keys
 from tools.convert.core.source import Facts, Source
 from tools.convert.hf.folder import hf_tokenizer, origins_of
 from tools.convert.hf.other_files import require_fetched
-from tools.convert.megatron.distributed import Chunked, Contents, merge_chunks, read_chunked
+from tools.convert.megatron.distributed import Contents, merge_chunks, read_chunked
 from tools.convert.megatron.kinds import KINDS, NUMBER, SIZE, WORD, is_of
 from tools.convert.megatron.order import EMBEDDING
 

@@ -34,6 +34,7 @@ from tools.commands import (
     doctor,
     evaluate,
     explain_overflow,
+    explain_spike,
     fp8_advice,
     generate,
     import_args,
@@ -200,6 +201,7 @@ def parser_of_all() -> argparse.ArgumentParser:
     evaluate.add_parser(commands)
     data.add_parser(commands)
     explain_overflow.add_parser(commands)
+    explain_spike.add_parser(commands)
     diagnose.add_parser(commands)
     convert.add_parser(commands)
     inspect.add_parser(commands)

@@ -35,8 +35,8 @@ WINDOW = 64  # newest applied steps
 NEEDED = 32  # applied steps before the first that is judged
 DEVIATIONS = 8.0
 LOSS_FACTOR = 1.1
-NORM_FACTOR = 2.0
-_NORMAL = 1.4826  # standard deviation of normal noise over its median absolute deviation
+NORM_FACTOR = 5.0
+NORMAL = 1.4826  # standard deviation of normal noise over its median absolute deviation
 
 
 class AppliedStep(NamedTuple):
@@ -119,9 +119,9 @@ class SpikeMonitor:
     def advice(self) -> str:
         """Return one line about spikes in a row that were skipped."""
         return (
-            f"{self.in_a_row} spikes in a row were skipped: this is no spike, but another level; ask "
-            "megaprec explain-spike for its cause, and go on with a lower learning rate, other data, "
-            'or train.on_spike = "note"'
+            f"{self.in_a_row} spikes in a row were skipped: this is no spike, but another level; "
+            "ask megaprec explain-spike for its cause, and go on with a lower learning rate, other "
+            'data, or train.on_spike = "note"'
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def _limit(values: Sequence[float], factor: float, noise: float) -> float:
         abs(value - newer_median - slope * (position - newer_center))
         for position, value in enumerate(logs)
     ]
-    width = _NORMAL * median(deviations) * noise
+    width = NORMAL * median(deviations) * noise
     steps_ahead = len(logs) - newer_center
     expected = newer_median + max(0.0, slope) * steps_ahead
     return math.exp(expected + max(DEVIATIONS * width, math.log(factor)))

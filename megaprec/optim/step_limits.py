@@ -21,6 +21,11 @@ class StepLimits(NamedTuple):
     loss: float = math.inf
     norm: float = math.inf
 
+    @property
+    def has_any(self) -> bool:
+        """Return True if there is a limit."""
+        return math.isfinite(self.loss) or math.isfinite(self.norm)
+
     def exceeded_by(self, loss: Tensor, norm: Tensor) -> Tensor:
         """Return bool [], True if one of the numbers is above its limit. NaN is above none, nor is
         an inf: a step that is not finite is no spike, but an overflow.

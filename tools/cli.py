@@ -35,6 +35,7 @@ from tools.commands import (
     doctor,
     evaluate,
     explain_overflow,
+    explain_spike,
     fp8_advice,
     generate,
     import_args,
@@ -215,6 +216,7 @@ def parser_of_all() -> argparse.ArgumentParser:
     evaluate.add_parser(commands)
     data.add_parser(commands)
     explain_overflow.add_parser(commands)
+    explain_spike.add_parser(commands)
     diagnose.add_parser(commands)
     convert.add_parser(commands)
     inspect.add_parser(commands)

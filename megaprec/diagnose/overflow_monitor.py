@@ -11,7 +11,7 @@ import math
 from collections import deque
 from typing import Any
 
-from megaprec.optim.step_report import NO_TOKENS, StepReport
+from megaprec.optim.step_report import NO_TOKENS, SPIKE, StepReport
 from megaprec.precision.plan import LossScaling
 
 WINDOW = 1000  # recent steps that are counted
@@ -36,9 +36,9 @@ class OverflowMonitor:
         self._recent: deque[bool] = deque(maxlen=WINDOW)
 
     def note(self, report: StepReport) -> None:
-        """Record the outcome of the next step. One in which no token counts says nothing about
-        overflows."""
-        if report.outcome == NO_TOKENS:
+        """Record the outcome of the next step. One in which no token counts, and a spike, say
+        nothing about overflows."""
+        if report.outcome in (NO_TOKENS, SPIKE):
             return
         skipped = not report.changed
         self._loss_finite = math.isfinite(report.loss)

@@ -31,6 +31,8 @@ _MULTIPLIERS = tuple(
         0xABC98388FB8FAC03,
         0x8CB92BA72F3D8DD7,
         0xA0761D6478BD642F,
+        0xE7037ED1A0B428DB,
+        0x8EBC6AF09C88C6E3,
     )
 )
 
@@ -76,7 +78,7 @@ class Consensus:
 class StepNumbers:
     """The numbers of a step on the host: those of `Consensus`, the norm without the loss scale.
 
-    further: others, which the optimizer does not read.
+    is_spike: the step is above a limit. further: others, which the optimizer does not read.
     """
 
     loss: float
@@ -89,6 +91,7 @@ class StepNumbers:
     same_in_stages: bool
     nothing_counts: bool
     gave_loss: bool
+    is_spike: bool
     zeros: tuple[int, ...]
     further: tuple[float, ...] = ()
 
@@ -97,11 +100,12 @@ def to_host(
     reduced: Consensus,
     norm: Tensor,
     loss_scale: Tensor,
+    is_spike: Tensor,
     further: Tensor | None = None,
 ) -> StepNumbers:
     """Return the numbers of a step in one copy from the device, for which the host waits.
 
-    further: float64 [n]; None for none.
+    is_spike: bool []. further: float64 [n]; None for none.
     """
     numbers = {
         "loss": reduced.loss,
@@ -116,6 +120,7 @@ def to_host(
         "same_in_stages": reduced.same_in_stages,
         "nothing_counts": reduced.nothing_counts,
         "gave_loss": reduced.gave_loss,
+        "is_spike": is_spike,
     }
     stacked_numbers = torch.stack(list(numbers.values()))
     stacked_flags = torch.stack(list(flags.values())).double()
@@ -298,7 +303,7 @@ def _are_equal(total: Tensor, squares: Tensor, ranks: int) -> Tensor:
 
 
 def digest(numbers: Iterable[Tensor]) -> Tensor:
-    """Return a digest of DIGEST_BITS bits of at most five numbers, read as FP32: float64 of shape
+    """Return a digest of DIGEST_BITS bits of at most seven numbers, read as FP32: float64 of shape
     []."""
     floats = torch.stack([number.float() for number in numbers])
     values = floats.view(torch.int32).long().unbind()

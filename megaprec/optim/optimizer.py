@@ -93,8 +93,10 @@ from megaprec.optim.step_agreement import (
     require_same_replicated_grads,
     summarize_presence,
 )
+from megaprec.optim.step_limits import NO_LIMITS, StepLimits
 from megaprec.optim.step_report import (
     NO_TOKENS,
+    SPIKE,
     NonFiniteStep,
     Offender,
     Outcome,
@@ -189,6 +191,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
     checks_loop = True
     _num_prepared = 0  # steps that were tried
     _further: Tensor | None = None  # numbers for the report of this step
+    _limits = NO_LIMITS  # of this step
 
     def __init__(
         self,
@@ -543,6 +546,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         loss: Tensor | None = None,
         counted_tokens: Tensor | float | None = None,
         further: Tensor | None = None,
+        limits: StepLimits = NO_LIMITS,
     ) -> StepReport:
         """Apply or skip the step and discard the gradients. Chunks without a call of `reduce` are
         reduced first.
@@ -559,14 +563,17 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
             step is skipped, and the loss scale stays. None or NaN on ranks that do not know it; if
             no rank gives it, some are taken to count.
         further: float64 [n], numbers for the report alone, which reach the host with its own.
+        limits: of loss and gradient norm, the same on every rank. A finite step above one of them
+            is skipped: weights, moments and step count stay, and the loss scale counts a good step.
         Raises UserError unless the learning rate is given once, if ranks gave different losses of
             one batch, and with `average` if some replicas gave one and others did not.
-        Raises RuntimeError on every rank, with nothing changed, if the ranks have different scalers
-        or gradients of different parameters, or if parameters were moved out of the optimizer's
-        memory. Raises NonFiniteStep if the plan says so.
+        Raises RuntimeError on every rank, with nothing changed, if the ranks have different
+        scalers, limits or gradients of different parameters, or if parameters were moved out of the
+        optimizer's memory. Raises NonFiniteStep if the plan says so.
         """
         require_count(counted_tokens)
         self._further = further
+        self._limits = limits
         self._prepare(lr, loss)
         numbers = self.world.sum_(self._local_numbers(loss, counted_tokens))
         return self._conclude(numbers)
@@ -617,7 +624,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         # the scale that multiplied the loss, before it is updated below
         scale = self.scaler.scale.clone()
         norm = reduced.norm / scale
-        skip = reduced.forbids(self.plan.on_nonfinite)
+        is_spike = self._limits.exceeded_by(reduced.loss, norm)
+        skip = reduced.forbids(self.plan.on_nonfinite).maximum(is_spike.float())
         for observer in self.observers:
             observer.decided(self.all_buffers(), scale, skip)
         # one divisor undoes the loss scale and clips
@@ -625,7 +633,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         for observer in self.observers:
             observer.updated(self.all_buffers())
         # By now the device has been given all work of the update, so the host may wait for numbers.
-        report = self._report(reduced, norm, scale)
+        report = self._report(reduced, norm, scale, is_spike)
         if report.changed and self._fp8_masters is not None:
             self._fp8_masters.outdate()  # the next pass computes the codes
         # a step in which no token counts says nothing about the scale
@@ -670,7 +678,14 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         local = LocalNumbers(
             measured=measured,
             loss=loss,
-            common_digest=digest((*self.scaler.tensors(), self.applied_steps, rate)),
+            common_digest=digest(
+                (
+                    *self.scaler.tensors(),
+                    self.applied_steps,
+                    rate,
+                    *self._limits.tensors(self.device),
+                )
+            ),
             stage_digest=presence.digest,
             num_gradients=presence.num_gradients,
             stop=self.stop,
@@ -766,13 +781,15 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         self._numerics.update_(rule, wide, step)
         tile.keep(wide.masters, wide.moments, step.applied)
 
-    def _report(self, reduced: Consensus, norm: Tensor, scale: Tensor) -> StepReport:
+    def _report(
+        self, reduced: Consensus, norm: Tensor, scale: Tensor, is_spike: Tensor
+    ) -> StepReport:
         """Return the report of the step, with offenders if it was not finite.
 
         The host waits for the device here, and elsewhere only in steps that are skipped or in which
         ranks are compared, and with canonical numerics.
         """
-        numbers = to_host(reduced, norm, scale, self._further)
+        numbers = to_host(reduced, norm, scale, is_spike, self._further)
         self._require_agreement(numbers)
         return StepReport(
             outcome=self._outcome(numbers),
@@ -793,7 +810,9 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         was changed then."""
         if not numbers.same_common:
             raise RuntimeError(
-                disagreement(self.scaler, int(self.applied_steps), self._learning_rate)
+                disagreement(
+                    self.scaler, int(self.applied_steps), self._learning_rate, self._limits
+                )
             )
         has_gradients = numbers.num_gradients > 0
         if not numbers.same_in_stages or not has_gradients:
@@ -810,7 +829,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         if numbers.nothing_counts:
             return NO_TOKENS
         if numbers.finite:
-            return "applied"
+            return SPIKE if numbers.is_spike else "applied"
         if self.plan.on_nonfinite == "ignore":
             return "applied_nonfinite"
         return "skipped_overflow"

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megaprec.errors import Problem, UserError
+from megaprec.optim.step_limits import NO_LIMITS, StepLimits
 from megaprec.precision.plan import LossScaling
 
 # powers of two that float32 can hold and invert
@@ -121,12 +122,14 @@ class DynamicGradScaler:
             self.hysteresis_tracker.fill_(int(state["hysteresis_tracker"]))
 
 
-def disagreement(scaler: GradScaler, steps: int, rate: float) -> str:
+def disagreement(scaler: GradScaler, steps: int, rate: float, limits: StepLimits) -> str:
     """Return a line with this rank's numbers, which those of another rank contradict."""
     here = f"{scaler.state_dict() or 'a constant scale'}, {steps} steps, learning rate {rate:g}"
+    if limits != NO_LIMITS:
+        here += f", limits {limits.loss:.17g} of the loss and {limits.norm:.17g} of the norm"
     return (
-        "ranks disagree about the loss scaler, the number of steps or the learning rate; here: "
-        f"{here}"
+        "ranks disagree about the loss scaler, the number of steps, the learning rate or the "
+        f"limits of the step; here: {here}"
     )
 
 

@@ -14,9 +14,16 @@ from torch import Tensor
 
 from megaprec.optim.flat_buffer import Buffer
 
-Outcome = Literal["applied", "skipped_overflow", "skipped_no_tokens", "applied_nonfinite"]
+Outcome = Literal[
+    "applied",
+    "skipped_overflow",
+    "skipped_no_tokens",
+    "skipped_spike",
+    "applied_nonfinite",
+]
 NO_TOKENS: Outcome = "skipped_no_tokens"
-SKIPPED = ("skipped_overflow", NO_TOKENS)  # outcomes of steps that changed no weight
+SPIKE: Outcome = "skipped_spike"
+SKIPPED = ("skipped_overflow", NO_TOKENS, SPIKE)  # outcomes of steps that changed no weight
 LOSS = "loss"  # the only offender that is not a parameter
 
 
@@ -113,7 +120,8 @@ class StepReport:
 
     outcome: applied; skipped_overflow: a gradient or the loss was not finite, and no weight
         changed; skipped_no_tokens: no token of the batch counts in the loss, and no weight changed;
-        or applied_nonfinite: not finite either, but the plan says to ignore it.
+        skipped_spike: finite, but above a limit that `ParallelAMPOptimizer.step` was given, and no
+        weight changed; or applied_nonfinite: not finite either, but the plan says to ignore it.
     loss: mean over the step's tokens that count; NaN if none does, or if no rank gave `step` a
         loss.
     grad_norm: before clipping, without the loss scale; the L2 norm unless the optimizer was given

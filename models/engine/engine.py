@@ -24,6 +24,7 @@ from megaprec.errors import UserError
 from megaprec.fp8.state import FP8State
 from megaprec.optim.canonical.consensus import summed_loss
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.step_limits import NO_LIMITS, StepLimits
 from megaprec.optim.step_report import LOSS, NonFiniteStep, StepObserver, StepReport
 from megaprec.precision.plan import PrecisionPlan
 from models.attention.context_limits import require_divisible_context
@@ -303,17 +304,19 @@ class Engine:
         lr: float,
         number: int,
         recording: Recording | None = None,
+        limits: StepLimits = NO_LIMITS,
     ) -> StepReport:
         """Run training step `number`; every rank gets the same report. Collective over the whole
         mesh.
 
         number: of the step, counted from 0, skipped steps too: dropout is drawn by it.
         recording: receives the time span of each instruction.
+        limits: as for `ParallelAMPOptimizer.step`.
         Raises NonFiniteStep, on every rank, if the step is not finite and the precision plan asks
         for an error.
         """
         state = self.accumulate(share, number, recording)
-        return self.update(state, lr)
+        return self.update(state, lr, limits)
 
     def accumulate(
         self,
@@ -337,12 +340,12 @@ class Engine:
             executor.run()
         return state
 
-    def update(self, state: PassState, lr: float) -> StepReport:
+    def update(self, state: PassState, lr: float, limits: StepLimits = NO_LIMITS) -> StepReport:
         """Run the second half of `step`: apply or skip it."""
         self.passes.position.note_action("gradient reduction")
         further = self._step_sums.sum(state)
         try:
-            report = self.optimizer.step(lr, state.loss, state.token_count.total, further)
+            report = self.optimizer.step(lr, state.loss, state.token_count.total, further, limits)
         except NonFiniteStep as error:
             raise NonFiniteStep(self.complete_report(error.report, state)) from None
         return self.complete_report(report, state)

@@ -24,7 +24,6 @@ from tests.runs import checkpoint, rewind, steps, tensors, train, train_on, writ
 from tools.analysis.planning.memory import MemoryModel
 from tools.analysis.planning.search import Planned, plan_run, run_seconds, steps_within
 from tools.analysis.planning.speed import Assumptions
-from tools.commands.replay import replay
 from tools.config.batch_schedule import BatchSchedule
 from tools.config.checks import cross_problems
 from tools.config.run_file import RunConfig
@@ -37,6 +36,7 @@ from tools.training.batches import Batches
 from tools.training.changed_keys import Rates, keys_of, other_length
 from tools.training.corpus import open_corpus
 from tools.training.trainer import Trainer
+from tools.verify.replay.overflow import replay
 
 RANDOM_SCHEDULES = 1000
 SMALL = {"layers": 2, "hidden": 16, "heads": 4}

@@ -10,11 +10,11 @@ import pytest
 from tests.refusals import shows
 from tests.runs import checkpoint, steps, tensors, train, train_on, write_run
 from tools import cli
-from tools.commands.replay import replay
 from tools.convert.initial import resolve_run
 from tools.journal.journal import rewind
 from tools.journal.records import read_branching, read_digests, read_events
 from tools.training.elastic import newest_step, restart_event
+from tools.verify.replay.overflow import replay
 
 AT = 10  # the step of the checkpoint from which runs branch
 LAST = 20

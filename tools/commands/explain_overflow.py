@@ -24,10 +24,10 @@ from megaprec.diagnose.nonfinite_trace import Finding
 from megaprec.errors import UserError
 from megaprec.optim.step_report import LOSS
 from megaprec.precision.plan import dtype_name
-from tools.commands.replay import Replay, replay
 from tools.console.tables import add_json, print_result, table_console
 from tools.journal.records import EVENTS, METRICS, odd_lines, read_events
 from tools.text.generation import escape_control_characters
+from tools.verify.replay.overflow import Replay, replay
 
 MAX_IDS = 4  # sample ids of a micro-batch that are shown
 MAX_CHARS = 60  # characters of a sample's text that are shown

@@ -243,6 +243,7 @@ EFFECT_RULES: tuple[EffectRule, ...] = (
         holds=lambda tables: tables.lr.schedule != "constant",
     ),
     EffectRule("lr.decay lr.wsd_decay", "lr.schedule", only_with="wsd"),
+    EffectRule("train.spike_patience", "train.on_spike", only_with="skip"),
     EffectRule("train.canonical_shards", "train.numerics", only_with="canonical"),
     EffectRule(
         "data.held_out_from",

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from megaprec.checkpoint.keeping import Keep
+from megaprec.diagnose.spike_monitor import SpikeMonitor
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.update_rules import AdamW
 from parallel.activation_checkpoint import RecomputedModule
@@ -400,6 +401,19 @@ class Train(Table):
     )
     seed: int = Field(
         default=1234, ge=0, description="Random seed of weights, dropout and sample order."
+    )
+
+    # steps whose loss or gradient norm leaves its band
+    on_spike: Literal["note", "skip", "ignore"] = Field(
+        default="note",
+        description="A step whose loss or gradient norm is far above the band of the last 64 "
+        "applied steps (docs/spikes.md). note: name it in a line; skip: do not apply it, on any "
+        "rank; ignore: look for none.",
+    )
+    spike_patience: int = Field(
+        default=default_of(SpikeMonitor, "patience"),
+        gt=0,
+        description="Number of spikes skipped in a row after which the run stops.",
     )
 
     # which sums are taken in an order that does not depend on the layout

@@ -10,10 +10,13 @@ from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import INDEX, Store, newer_version
 from megaprec.data.tokenizer_files import SETTINGS
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
+from megaprec.diagnose.spike_monitor import SpikeMonitor
 from megaprec.errors import Problem, UserError
 from megaprec.precision.plan import LossScaling
 from models.config import ModelConfig
 from tools.convert.core.settings import make_model
+
+SPIKES = "spikes"  # the key of the SpikeMonitor's state
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,21 @@ def read_overflow_monitor(checkpoint: Store) -> dict[str, Any]:
     """Return the state of the OverflowMonitor. Raises UserError if it is damaged."""
     example = OverflowMonitor(LossScaling()).state_dict()
     return _read_counts(checkpoint, "watch", example, {"bad_losses"})
+
+
+def read_spike_monitor(checkpoint: Store) -> dict[str, Any]:
+    """Return the state of the SpikeMonitor, that of a new one if the checkpoint has none, as those
+    of earlier versions. Raises UserError if it is damaged."""
+    example = SpikeMonitor().state_dict()
+    if SPIKES not in checkpoint.index:
+        return example
+    state = _read_counts(checkpoint, SPIKES, example)
+    columns = (state["losses"], state["norms"], state["tokens"])
+    numbers = [number for column in columns for number in column]
+    is_whole = len({len(column) for column in columns}) == 1
+    if not is_whole or not all(type(number) in (int, float) for number in numbers):
+        raise _damaged(checkpoint, SPIKES)
+    return state
 
 
 def read_model(checkpoint: Store) -> ModelConfig:

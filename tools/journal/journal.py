@@ -26,6 +26,7 @@ from tools.journal.records import (
     HELD_OUT_LOSS,
     LASTING,
     METRICS,
+    SPIKE_EVENT,
     TASK_PREFIX,
     VALIDATION_PREFIX,
     lost_steps,
@@ -381,6 +382,8 @@ def _format_events(step_record: dict[str, Any]) -> list[str]:
         events.append(f"warning: {step_record['straggler']}")
     if COLLAPSE in step_record:
         events.append(f"warning: {step_record[COLLAPSE]}")
+    if SPIKE_EVENT in step_record:
+        events.append(step_record[SPIKE_EVENT])
     if step_record["outcome"] != "applied":
         outcome = step_record["outcome"]
         if "overflow_in" in step_record:

@@ -20,6 +20,7 @@ EVENTS = "events.jsonl"
 DIGESTS = "digests.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 NO_TOKENS_EVENT = "no_tokens"
+SPIKE_EVENT = "spike"  # the kind of event, and the field of its step
 BRANCHED = "branched"  # the kind of event with which a branch of another run begins
 INITIAL = "initial"  # the kind of event of a run that begins with weights whose model it changes
 DIGEST = "digest"  # the kind of event that is written to DIGESTS
@@ -52,6 +53,7 @@ REQUIRED_KEYS = {
     DIGEST: {"state", "numbers", "progress", "tensors"},
     EVALUATION: {"set", "samples", "losses", "tokens"},
     SAMPLE: {"text", "date"},
+    SPIKE_EVENT: {"outcome", "first_sample", "num_samples", "said"},
     "silent_fault": {"checked_step", "kind", "what", "ranks", "hosts", "certain"},
 }
 LASTING = ("silent_fault",)  # kinds of events that are kept although their steps are taken again

@@ -35,6 +35,7 @@ from tools.convert.train_state import (
     read_model,
     read_overflow_monitor,
     read_progress,
+    read_spike_monitor,
     read_tokenizer,
 )
 from tools.journal.records import BRANCHED
@@ -82,7 +83,8 @@ def check_resumable(
     if not branches and not config.checkpoint.resume and not was_restarted():
         raise UserError.of("training.resume_false", path=checkpoint.path)
     step = read_progress(checkpoint).step
-    read_overflow_monitor(checkpoint)  # raises UserError if it is damaged
+    read_overflow_monitor(checkpoint)  # raises UserError if it is damaged, as does the next
+    read_spike_monitor(checkpoint)
     model = corpus.model if corpus else config.model
     problems = [
         *other_keys(read_model(checkpoint), model, str(checkpoint.path / INDEX)),

@@ -19,7 +19,7 @@ from megaprec.data.tokenizer_files import settings_of
 from megaprec.errors import UserError
 from models.engine.engine import Engine
 from tools.config.run_file import RunConfig
-from tools.convert.train_state import read_progress
+from tools.convert.train_state import SPIKES, read_progress
 from tools.training.branch import open_start
 from tools.training.changed_keys import arithmetic, keys_of
 from tools.training.corpus import Corpus
@@ -120,16 +120,21 @@ class Saves:
 
 
 def extra_entries(
-    config: RunConfig, corpus: Corpus, progress: dict[str, Any], watch: dict[str, Any]
+    config: RunConfig,
+    corpus: Corpus,
+    progress: dict[str, Any],
+    watch: dict[str, Any],
+    spikes: dict[str, Any],
 ) -> dict[str, Any]:
     """Return what a checkpoint has besides the optimizer's state.
 
-    watch: the state of the overflow monitor.
+    watch, spikes: the states of the monitors of overflows and of spikes.
     """
     extra = {
         "model": json.loads(corpus.model.model_dump_json()),
         "progress": progress,
         "watch": watch,
+        SPIKES: spikes,
         "layout": config.parallel.model_dump(),
         "precision": config.precision.model_dump(),
         "tokenizer": corpus.tokenizer.path.name if corpus.tokenizer else "",

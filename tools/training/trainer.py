@@ -22,10 +22,18 @@ from megaprec.data.samples import Samples
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.diagnose.position import Phase, Position, StepPosition
 from megaprec.diagnose.router_monitor import RouterMonitor
+from megaprec.diagnose.spike_monitor import SpikeMonitor
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.param_groups import Group
-from megaprec.optim.step_report import NO_TOKENS, NonFiniteStep, StepObserver, StepReport
+from megaprec.optim.step_limits import NO_LIMITS, StepLimits
+from megaprec.optim.step_report import (
+    NO_TOKENS,
+    SPIKE,
+    NonFiniteStep,
+    StepObserver,
+    StepReport,
+)
 from megaprec.precision.gemm import fp32_sums
 from megaprec.precision.tf32 import tf32
 from models.decoder.own_model import stage_maker
@@ -41,11 +49,12 @@ from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.wrapped import say
 from tools.convert.initial import start_from
-from tools.convert.train_state import TrainState, read_overflow_monitor
+from tools.convert.train_state import TrainState, read_overflow_monitor, read_spike_monitor
 from tools.journal.journal import Journal
-from tools.journal.records import AVERAGE_LOSS, HELD_OUT_LOSS
+from tools.journal.records import AVERAGE_LOSS, HELD_OUT_LOSS, SPIKE_EVENT
 from tools.journal.router_records import COLLAPSE, collapse_event
 from tools.journal.shadow_records import shadow_event, shadow_fields
+from tools.journal.spike_records import spike_event
 from tools.journal.timeline_file import TIMELINE, write_trace
 from tools.training.banner import print_marked, print_memory, print_start
 from tools.training.batches import Batches, evaluated_samples
@@ -109,6 +118,8 @@ class Trainer:
         self.monitor = OverflowMonitor(
             self.engine.optimizer.plan.scaling, config.precision.patience
         )
+        self.spike_monitor = SpikeMonitor(config.train.spike_patience)
+        self._limits = NO_LIMITS  # the ends of the bands of the newest step
         model = corpus.model
         self._router_monitor = RouterMonitor(model.experts, model.experts_per_token)
         self.progress = TrainState()  # after the last step
@@ -178,6 +189,7 @@ class Trainer:
         store = Store(checkpoint, self.engine.optimizer.world)
         self.progress = resumed_progress(store, self.config, self.corpus)
         self.monitor.load_state_dict(read_overflow_monitor(store))
+        self.spike_monitor.load_state_dict(read_spike_monitor(store))
 
     def run(self) -> None:
         """Take all remaining steps, or those until a signal, and save a checkpoint at the end.
@@ -279,6 +291,8 @@ class Trainer:
         """Return the reason why further steps are of no use; empty if training may go on."""
         if self._nonfinite_step is not None:
             return f'precision.on_nonfinite = "raise", and {self._nonfinite_step}'
+        if self.config.train.on_spike == "skip" and self.spike_monitor.hopeless:
+            return self.spike_monitor.advice()
         return self.monitor.advice() if self.monitor.hopeless else ""
 
     def _journal(self) -> AbstractContextManager[Journal | None]:
@@ -318,6 +332,9 @@ class Trainer:
             evaluation_event(progress.step, field, numbers) for field, numbers in evaluated.items()
         ]
         events += self._step_events(report, progress)
+        for event in self._spike_events(report):
+            events.append(event)
+            record[SPIKE_EVENT] = event["said"]
         if shadow is not None:
             record |= shadow_fields(shadow, self.config.fp8)
             events.append(shadow_event(shadow, progress.step, self.config.fp8))
@@ -342,11 +359,22 @@ class Trainer:
         samples = self._samples_of_step
         if report.outcome == NO_TOKENS:
             events.append(no_tokens_event(progress.step, samples))
-        elif report.outcome != "applied":
+        elif report.overflowed:
             events.append(
                 overflow_event(report, progress.step, samples, self.monitor, self.corpus.train)
             )
         return events + self._digests.of_step(report, progress)
+
+    def _spike_events(self, report: StepReport) -> list[dict[str, Any]]:
+        """Let the monitor note the step, and return its event if it is a spike: of those in a row
+        that were applied only the first, of which the others may be the effect."""
+        samples = self._samples_of_step
+        tokens = len(samples) * self.config.train.seq_length
+        spike = self.spike_monitor.note(report, self._limits, tokens)
+        in_a_row = self.spike_monitor.in_a_row
+        if spike is None or (in_a_row > 1 and report.outcome != SPIKE):
+            return []
+        return [spike_event(spike, report, self.progress.step, samples, in_a_row)]
 
     def _evaluate_all(self) -> dict[str, Tensor]:
         """Return the losses of all evaluated sets by field of a record, as `evaluate` does, and
@@ -402,12 +430,21 @@ class Trainer:
         """Train on a share: forward, backward, and the update. Return the report of the step, also
         of one that raises NonFiniteStep.
         """
+        self._limits = self._next_limits()
+        limits = self._limits if self.config.train.on_spike == "skip" else NO_LIMITS
         try:
-            return self.engine.step(share, self._learning_rate(), step_number, recording)
+            return self.engine.step(share, self._learning_rate(), step_number, recording, limits)
         except NonFiniteStep as error:
             # The run ends once the state is saved (`_describe_divergence`).
             self._nonfinite_step = error
             return error.report
+
+    def _next_limits(self) -> StepLimits:
+        """Return the ends of the bands of the next step's loss and gradient norm."""
+        if self.config.train.on_spike == "ignore":
+            return NO_LIMITS
+        batch = self._sizes.at(self.progress.samples)
+        return self.spike_monitor.limits(batch * self.config.train.seq_length)
 
     @contextmanager
     def _locating(
@@ -479,7 +516,11 @@ class Trainer:
 
     def _save(self) -> None:
         extra = extra_entries(
-            self.config, self.corpus, asdict(self.progress), self.monitor.state_dict()
+            self.config,
+            self.corpus,
+            asdict(self.progress),
+            self.monitor.state_dict(),
+            self.spike_monitor.state_dict(),
         )
         files = tokenizer_files(self.corpus)
         self._saves.start(self.progress.step, extra, files, self._evaluated)

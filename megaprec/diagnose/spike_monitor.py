@@ -1,0 +1,170 @@
+"""Monitor of loss spikes: names the steps whose loss or gradient norm leaves its own band.
+
+The band of a quantity is computed from its last WINDOW applied steps, before the next step is
+taken:
+
+- Of the logarithms of its values a robust line is drawn, through the medians of the older and of
+  the newer half (Brown and Mood's line).
+- Expected is the line's value at the next step. A line that falls is not followed further than the
+  median of the newer half, because losses and norms that fall flatten: a fall that ends is no
+  spike.
+- The width is the median absolute deviation from the line, times 1.4826, which makes it the
+  standard deviation of normal noise.
+- The limit is `DEVIATIONS` widths above what is expected, and at least by the factor
+  `LOSS_FACTOR` or `NORM_FACTOR`: a curve without noise has no width.
+
+Medians do not move with a few outliers, so an earlier spike that was applied neither hides the next
+one nor widens the band. A batch of fewer tokens than those before has more noise: by the square
+root of the tokens' ratio. Until NEEDED steps are applied there is no band. Steps that were skipped
+are not in it. Only what is above the band is a spike.
+
+A limit depends on numbers before the step only, so that all ranks have the same, and a step can be
+skipped by it.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+from megaprec.optim.step_limits import NO_LIMITS, StepLimits
+from megaprec.optim.step_report import SPIKE, StepReport
+
+WINDOW = 64  # newest applied steps
+NEEDED = 32  # applied steps before the first that is judged
+DEVIATIONS = 8.0
+LOSS_FACTOR = 1.1
+NORM_FACTOR = 5.0
+NORMAL = 1.4826  # standard deviation of normal noise over its median absolute deviation
+
+
+class AppliedStep(NamedTuple):
+    """The numbers of a step in the window. tokens: of the global batch."""
+
+    loss: float
+    norm: float
+    tokens: int
+
+
+class Spike(NamedTuple):
+    """A step above its band. loss, norm: its own. limits: the ends of its bands."""
+
+    loss: float
+    norm: float
+    limits: StepLimits
+
+    @property
+    def in_loss(self) -> bool:
+        return self.loss > self.limits.loss
+
+    @property
+    def in_norm(self) -> bool:
+        return self.norm > self.limits.norm
+
+    def describe(self) -> str:
+        """Return the numbers that left their bands, in words."""
+        clauses: list[str] = []
+        if self.in_loss:
+            clauses.append(f"loss {self.loss:.4g} above {self.limits.loss:.4g}")
+        if self.in_norm:
+            clauses.append(f"gradient norm {self.norm:.3g} above {self.limits.norm:.3g}")
+        return f"{' and '.join(clauses)}, where its band ends"
+
+
+class SpikeMonitor:
+    """Follows the losses and gradient norms of a run's steps; the state is the same on every rank.
+
+    patience: number of spikes in a row after which skipping them is of no use.
+    """
+
+    def __init__(self, patience: int = 8) -> None:
+        self.patience = patience
+        self.in_a_row = 0  # spikes since the last step inside of its band
+        self._window: deque[AppliedStep] = deque(maxlen=WINDOW)
+
+    def limits(self, tokens: int) -> StepLimits:
+        """Return the limits of the next step, of a global batch of so many tokens."""
+        if len(self._window) < NEEDED:
+            return NO_LIMITS
+        largest = max(step.tokens for step in self._window)
+        noise = max(1.0, math.sqrt(largest / tokens))
+        losses = [step.loss for step in self._window]
+        norms = [step.norm for step in self._window]
+        return StepLimits(
+            loss=_limit(losses, LOSS_FACTOR, noise),
+            # the norm itself grows with the noise
+            norm=_limit(norms, NORM_FACTOR, noise) * noise,
+        )
+
+    def note(self, report: StepReport, limits: StepLimits, tokens: int) -> Spike | None:
+        """Record a step; return its spike, if it is one. limits: those before the step."""
+        # what is not finite is the subject of OverflowMonitor, and says nothing about bands
+        if report.outcome not in ("applied", SPIKE):
+            return None
+        if report.outcome == "applied":
+            self._window.append(AppliedStep(report.loss, report.grad_norm, tokens))
+        spike = Spike(report.loss, report.grad_norm, limits)
+        if not spike.in_loss and not spike.in_norm:
+            self.in_a_row = 0
+            return None
+        self.in_a_row += 1
+        return spike
+
+    @property
+    def hopeless(self) -> bool:
+        """Return True if a run that skips spikes should stop: too many came in a row."""
+        return self.in_a_row >= self.patience
+
+    def advice(self) -> str:
+        """Return one line about spikes in a row that were skipped."""
+        return (
+            f"{self.in_a_row} spikes in a row were skipped: this is no spike, but another level; "
+            "ask megaprec explain-spike for its cause, and go on with a lower learning rate, other "
+            'data, or train.on_spike = "note"'
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the monitor as JSON values."""
+        return {
+            "losses": [step.loss for step in self._window],
+            "norms": [step.norm for step in self._window],
+            "tokens": [step.tokens for step in self._window],
+            "in_a_row": self.in_a_row,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of a monitor. If its run had been stopped, reset the count, so that a
+        restarted run can go on for `patience` steps."""
+        columns = (state["losses"], state["norms"], state["tokens"])
+        steps = [AppliedStep(*numbers) for numbers in zip(*columns, strict=True)]
+        self._window = deque(steps, maxlen=WINDOW)
+        self.in_a_row = state["in_a_row"]
+        if self.hopeless:
+            self.in_a_row = 0
+
+
+def _limit(values: Sequence[float], factor: float, noise: float) -> float:
+    """Return the upper end of the band of the next value; inf if it has none, as of values that are
+    not positive.
+
+    factor: the least that the limit is above what is expected. noise: of the next value, over that
+        of those before.
+    """
+    if min(values) <= 0:
+        return math.inf
+    logs = [math.log(value) for value in values]
+    half = len(logs) // 2
+    newer_median = median(logs[-half:])
+    # the centers of both halves are so many steps apart
+    distance = len(logs) - half
+    slope = (newer_median - median(logs[:half])) / distance
+    newer_center = distance + (half - 1) / 2
+    deviations = [
+        abs(value - newer_median - slope * (position - newer_center))
+        for position, value in enumerate(logs)
+    ]
+    width = NORMAL * median(deviations) * noise
+    steps_ahead = len(logs) - newer_center
+    expected = newer_median + max(0.0, slope) * steps_ahead
+    return math.exp(expected + max(DEVIATIONS * width, math.log(factor)))

@@ -1,0 +1,356 @@
+"""`megaprec explain-spike RUN_DIR`: name the steps whose loss or gradient norm jumped, and the
+likely cause.
+
+A spike is a step whose loss or gradient norm is far above the band of the last 64 applied steps
+(docs/spikes.md has the rule). Each of the newest spikes, or the step of --step, is repeated on one
+process from the last checkpoint before it. The samples that stand out are named with their
+documents, and the tensors that are larger than in ordinary steps. The causes are judged: the data,
+the learning rate, the batch, or a fault of the hardware. Each is proven, wrong or not tried.
+Nothing is written.
+"""
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megaprec.errors import UserError
+from tools.console.tables import add_json, print_result, table_console
+from tools.console.units import counted, enumerated
+from tools.journal.records import METRICS, odd_lines, read_metrics
+from tools.text.generation import escape_control_characters
+from tools.verify.replay.repeated_run import SavedRun, saved_run
+from tools.verify.replay.spike_causes import Cause, causes_not_tried, judge, likely
+from tools.verify.replay.spike_measures import NamedSample
+from tools.verify.replay.spike_replay import Examination, MovedTensor, examine, steps_to_repeat
+from tools.verify.replay.spikes import FoundSpikes, RecordedSpike, find_spikes, recorded_step
+
+MOST_STEPS = 500  # that are repeated unless --repeat asks for more
+MOST_LISTED = 20  # rows of the table of spikes
+MOST_DOCUMENTS = 3  # of a sample that are shown
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A spike with the verdicts on its causes. seen: None if it was not repeated."""
+
+    spike: RecordedSpike
+    causes: Sequence[Cause]
+    seen: Examination | None
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `explain-spike` to the commands."""
+    parser = subparsers.add_parser(
+        "explain-spike",
+        help="name the steps whose loss jumped, and the likely cause",
+        description=__doc__,
+    )
+    parser.add_argument("folder", metavar="RUN_DIR", type=Path, help="run folder")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="explain this step, whether it is a spike or not"
+    )
+    parser.add_argument(
+        "--last",
+        type=int,
+        default=3,
+        metavar="N",
+        help="number of newest spikes to explain (default: 3)",
+    )
+    parser.add_argument(
+        "--repeat",
+        type=int,
+        default=MOST_STEPS,
+        metavar="N",
+        help=f"most steps to repeat before a spike (default: {MOST_STEPS})",
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="name the spikes alone, and repeat no step"
+    )
+    add_json(parser)
+    parser.set_defaults(run=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run `megaprec explain-spike`. Raises UserError if RUN_DIR is not a run folder, if it has no
+    record of --step, or if --last or --repeat is below 1."""
+    folder: Path = args.folder
+    if args.last < 1:
+        raise UserError.of("command.last", last=args.last)
+    if args.repeat < 1:
+        raise UserError.of("command.repeat", repeat=args.repeat)
+    if not (folder / METRICS).is_file():
+        raise UserError.of("command.not_a_run_folder", folder=folder, metrics=METRICS)
+    records = read_metrics(folder)
+    found = find_spikes(records)
+    chosen = _chosen(found, records, args)
+    notes = [*_notes(folder, found)]
+    # before the repetitions, which take a while
+    if not args.json:
+        _show_found(folder, found, notes)
+    explained = list[Explained]()
+    if not args.list:
+        explained = [*_explain(folder, chosen, records, args.repeat)]
+    document = {
+        "notes": notes,
+        "judged": found.judged,
+        "spikes": [_spike_fields(spike) for spike in found.spikes],
+        "explained": [_document(one) for one in explained],
+    }
+
+    def show() -> None:
+        console = table_console()
+        for one in explained:
+            _show(console, one)
+
+    return print_result(args, lambda: document, show)
+
+
+def _chosen(
+    found: FoundSpikes, records: Sequence[Mapping[str, Any]], args: argparse.Namespace
+) -> Sequence[RecordedSpike]:
+    """Return the spikes to explain."""
+    if args.step is None:
+        return found.spikes[-args.last :]
+    for spike in found.spikes:
+        if spike.step == args.step:
+            return [spike]
+    if args.step in found.not_finite:
+        raise UserError.of("command.spike_not_finite", step=args.step, folder=args.folder)
+    recorded = recorded_step(records, args.step)
+    if recorded is None:
+        raise UserError.of("command.spike_no_record", step=args.step, folder=args.folder)
+    return [recorded]
+
+
+def _notes(folder: Path, found: FoundSpikes) -> Iterator[str]:
+    if note := odd_lines(folder / METRICS):
+        yield note
+    if found.not_finite:
+        steps = counted(len(found.not_finite), "step")
+        yield f"{steps} were not finite: megaprec explain-overflow {folder} is about these"
+
+
+def _explain(
+    folder: Path,
+    spikes: Sequence[RecordedSpike],
+    records: Sequence[Mapping[str, Any]],
+    most_steps: int,
+) -> Iterator[Explained]:
+    """Yield the spikes with the verdicts on their causes."""
+    if not spikes:
+        return
+    by_step = {record["step"]: record for record in records}
+    try:
+        run = SavedRun.open(folder, saved_run(folder), by_step)
+    except UserError as error:
+        for spike in spikes:
+            yield Explained(spike, causes_not_tried(str(error)), None)
+        return
+    for spike in spikes:
+        yield _explain_one(run, spike, most_steps)
+
+
+def _explain_one(run: SavedRun, spike: RecordedSpike, most_steps: int) -> Explained:
+    if not spike.numbers.in_loss and not spike.numbers.in_norm:
+        reason = "loss and gradient norm are inside of their bands, or have none yet"
+        return Explained(spike, causes_not_tried(reason), None)
+    try:
+        needed = steps_to_repeat(run, spike.step)
+        if needed > most_steps:
+            reason = (
+                f"{needed:,} steps lie between the newest state before it and the spike: give "
+                f"--repeat {needed}, or keep more checkpoints (checkpoint.every, checkpoint.keep)"
+            )
+            return Explained(spike, causes_not_tried(reason), None)
+        seen = examine(run, spike, most_steps)
+    except UserError as error:
+        return Explained(spike, causes_not_tried(str(error)), None)
+    return Explained(spike, judge(spike, seen), seen)
+
+
+def _spike_fields(spike: RecordedSpike) -> dict[str, Any]:
+    numbers = spike.numbers
+    return {
+        "step": spike.step,
+        "steps": spike.steps,
+        "outcome": spike.outcome,
+        "loss": numbers.loss,
+        "loss_limit": numbers.limits.loss,
+        "grad_norm": numbers.norm,
+        "norm_limit": numbers.limits.norm,
+        "lr": spike.lr,
+        "usual_lr": spike.usual_lr,
+        "tokens": spike.tokens,
+        "usual_tokens": spike.usual_tokens,
+    }
+
+
+def _document(explained: Explained) -> dict[str, Any]:
+    """Return an explained spike for programs. replay: null if no step was repeated."""
+    seen = explained.seen
+    return {
+        **_spike_fields(explained.spike),
+        "cause": likely(explained.causes),
+        "causes": [asdict(cause) for cause in explained.causes],
+        "replay": None if seen is None else _replay_fields(seen),
+    }
+
+
+def _replay_fields(seen: Examination) -> dict[str, Any]:
+    return {
+        "start": seen.start,
+        "repeated": seen.repeated,
+        "layout": seen.layout,
+        **seen.again._asdict(),
+        "departed": seen.departed,
+        "other_batches": [numbers._asdict() for numbers in seen.others],
+        "outliers": [asdict(sample) for sample in seen.outliers],
+        "highest": [asdict(sample) for sample in seen.highest],
+        "without_outliers": None if seen.left_out is None else seen.left_out._asdict(),
+        "first_moved": [_tensor_fields(tensor) for tensor in seen.first_moved],
+        "gradients": [_tensor_fields(tensor) for tensor in seen.gradients],
+        "compared_with": seen.compared_with,
+    }
+
+
+def _tensor_fields(tensor: MovedTensor) -> dict[str, Any]:
+    return {**tensor._asdict(), "factor": tensor.factor}
+
+
+def _show_found(folder: Path, found: FoundSpikes, notes: Sequence[str]) -> None:
+    """Print the notes and the table of all spikes."""
+    for note in notes:
+        print(f"note       {note}")
+    judged = f"{counted(found.judged, 'step')} judged"
+    if not found.judged:
+        print(f"{folder}: no step is judged: a band takes 32 applied steps before it")
+        return
+    if not found.spikes:
+        print(f"{folder}: no spike in {judged}")
+        return
+    console = table_console()
+    title = f"{folder}: {counted(len(found.spikes), 'spike')} in {judged}"
+    rows = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    columns = ("step", "outcome", "loss", "its limit", "gradient norm", "its limit", "lr", "tokens")
+    for column in columns:
+        rows.add_column(column, justify="right", overflow="fold")
+    shown = found.spikes[-MOST_LISTED:]
+    if len(shown) < len(found.spikes):
+        rows.caption = f"and {len(found.spikes) - len(shown)} before them: --json has all"
+    for spike in shown:
+        rows.add_row(*_cells(spike))
+    console.print(rows)
+
+
+def _cells(spike: RecordedSpike) -> Iterator[Text]:
+    """Yield the cells of a spike; what has left its band is bold."""
+    numbers = spike.numbers
+    last = spike.step + spike.steps - 1
+    yield Text(f"{spike.step}" if spike.steps == 1 else f"{spike.step} to {last}")
+    yield Text(spike.outcome)
+    yield Text(f"{numbers.loss:.4f}", "bold" if numbers.in_loss else "")
+    yield Text(f"{numbers.limits.loss:.4f}")
+    yield Text(f"{numbers.norm:.3g}", "bold" if numbers.in_norm else "")
+    yield Text(f"{numbers.limits.norm:.3g}")
+    yield Text(f"{spike.lr:.3g}")
+    yield Text(f"{spike.tokens:,}")
+
+
+def _show(console: Console, explained: Explained) -> None:
+    """Print what is known of a spike."""
+    spike = explained.spike
+    console.print()
+    console.print(Text(f"step {spike.step}: {_cause_in_words(explained)}", style="bold"))
+    causes = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+    causes.add_column(no_wrap=True)
+    causes.add_column(no_wrap=True)
+    causes.add_column(overflow="fold")
+    for cause in explained.causes:
+        causes.add_row(cause.name, cause.verdict, Text(cause.evidence))
+    console.print(causes)
+    if explained.seen is None:
+        return
+    seen = explained.seen
+    console.print(_origin(seen), highlight=False)
+    if seen.highest:
+        title = "samples that stand out" if seen.outliers else "samples of the highest loss"
+        console.print(_sample_table(title, seen.highest))
+    compared = f"against {seen.compared_with}"
+    if seen.first_moved:
+        title = f"tensors of a micro-batch that moved, in the order of computation, {compared}"
+        console.print(_tensor_table(title, "largest magnitude", seen.first_moved))
+    if seen.gradients:
+        title = f"gradients that moved most, {compared}"
+        console.print(_tensor_table(title, "norm", seen.gradients))
+
+
+def _cause_in_words(explained: Explained) -> str:
+    cause = likely(explained.causes)
+    if cause == "data" and explained.seen is not None:
+        ids = [str(sample.id) for sample in explained.seen.outliers]
+        return f"the data, {counted(len(ids), 'sample')} {enumerated(ids)}"
+    words = {
+        "data": "the data",
+        "learning rate": "the learning rate",
+        "batch": "the batch as a whole",
+        "hardware": "a fault of the hardware, for the same step repeated is ordinary",
+    }
+    return words.get(cause, "the cause is not known")
+
+
+def _origin(seen: Examination) -> str:
+    start = seen.start or "the initial weights"
+    line = f"repeated from {start}, {counted(seen.repeated, 'step')} before it"
+    if seen.layout:
+        line += f"; the run was on {seen.layout}, this is one process: the same but for rounding"
+    return line
+
+
+def _sample_table(title: str, samples: Sequence[NamedSample]) -> Table:
+    """Return the table of samples, a row for each of their documents."""
+    rows = Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    rows.add_column("sample", justify="right")
+    rows.add_column("loss", justify="right")
+    rows.add_column("document", justify="right")
+    rows.add_column("tokens", justify="right")
+    rows.add_column("loss", justify="right")
+    rows.add_column("begins with", overflow="fold")
+    for sample in samples:
+        name = str(sample.id)
+        loss = f"{sample.loss:.4g}"
+        for document in sample.documents[:MOST_DOCUMENTS]:
+            rows.add_row(
+                name,
+                loss,
+                str(document.number),
+                str(document.tokens),
+                f"{document.loss:.4g}",
+                Text(escape_control_characters(document.text)),
+            )
+            name = loss = ""
+    rows.caption = f"of {samples[0].dataset}" if samples else ""
+    rows.caption_justify = "left"
+    return rows
+
+
+def _tensor_table(title: str, measure: str, tensors: Sequence[MovedTensor]) -> Table:
+    rows = Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    rows.add_column("tensor", overflow="fold")
+    rows.add_column(measure, justify="right")
+    rows.add_column("ordinary", justify="right")
+    rows.add_column("times", justify="right")
+    for tensor in tensors:
+        rows.add_row(
+            tensor.what,
+            f"{tensor.spiking:.3g}",
+            f"{tensor.ordinary:.3g}",
+            f"{tensor.factor:.3g}",
+        )
+    return rows

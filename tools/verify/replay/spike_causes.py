@@ -1,0 +1,145 @@
+"""The likely cause of a spike, judged from the numbers of its repetition.
+
+Each cause is proven, wrong or not tried; at most one is proven, and if none is the cause is not
+known:
+
+- hardware: the step repeated is ordinary, so that what the run has recorded was not computed from
+  these weights and these samples.
+- data: the step repeated spikes, other batches at the same weights are ordinary, and so is the
+  batch without a few samples, at most a quarter.
+- batch: the same, but it is not a few samples: its make-up, or its size.
+- learning rate: the step repeated spikes, and other batches at the same weights do too; repeated
+  without the raised learning rate it is ordinary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tools.verify.replay.spike_measures import BatchNumbers
+from tools.verify.replay.spike_replay import RAISED, Examination, are_above, is_above
+from tools.verify.replay.spikes import RecordedSpike
+
+Verdict = Literal["proven", "wrong", "not tried"]
+NOT_KNOWN = "not known"
+MOST_OF_A_BATCH = 0.25  # so many samples are still a few
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A possible cause with its verdict, and the numbers that it rests on, in words."""
+
+    name: str
+    verdict: Verdict
+    evidence: str
+
+
+def likely(causes: Sequence[Cause]) -> str:
+    """Return the name of the proven cause; "not known" if none is."""
+    for cause in causes:
+        if cause.verdict == "proven":
+            return cause.name
+    return NOT_KNOWN
+
+
+def causes_not_tried(reason: str) -> list[Cause]:
+    """Return all causes of a spike that was not repeated, for a reason."""
+    names = ("data", "learning rate", "batch", "hardware")
+    return [Cause(name, "not tried", reason) for name in names]
+
+
+def judge(spike: RecordedSpike, seen: Examination) -> list[Cause]:
+    """Return the verdicts on all causes of a spike that was repeated."""
+    hardware = _hardware(spike, seen)
+    if not is_above(seen.again, spike):
+        is_ordinary = f"the step repeated is ordinary: {_words(seen.again)}"
+        others = [Cause(name, "wrong", is_ordinary) for name in ("data", "learning rate", "batch")]
+        if hardware.verdict != "proven":
+            others = causes_not_tried(hardware.evidence)[:3]
+        return [*others, hardware]
+    if are_above(seen.others, spike):
+        too = (
+            f"{sum(is_above(other, spike) for other in seen.others)} of {len(seen.others)} other "
+            f"batches spike at the same weights: {_list(seen.others)}"
+        )
+        rate = _learning_rate(spike, seen, too)
+        return [Cause("data", "wrong", too), rate, Cause("batch", "wrong", too), hardware]
+    if not seen.others:
+        reason = "no batch of the same size follows, with which it could be compared"
+        return [*causes_not_tried(reason)[:3], hardware]
+    ordinary = f"other batches at the same weights are ordinary: {_list(seen.others)}"
+    rate = Cause("learning rate", "wrong", f"{_rates(spike)}, but {ordinary}")
+    data = _data(spike, seen)
+    return [data, rate, _batch(spike, seen, data, ordinary), hardware]
+
+
+def _hardware(spike: RecordedSpike, seen: Examination) -> Cause:
+    recorded = _words(BatchNumbers(spike.numbers.loss, spike.numbers.norm))
+    both = f"recorded {recorded}; repeated {_words(seen.again)}"
+    if is_above(seen.again, spike):
+        return Cause("hardware", "wrong", both)
+    if seen.changed_data:
+        reason = f"the data are not those of the run: {seen.changed_data[0]}"
+        return Cause("hardware", "not tried", reason)
+    if seen.departed is not None:
+        both += f"; recorded numbers are others than repeated ones from step {seen.departed} on"
+    elif seen.repeated:
+        both += f"; the {seen.repeated} steps before it gave the recorded numbers"
+    return Cause("hardware", "proven", both)
+
+
+def _learning_rate(spike: RecordedSpike, seen: Examination, too: str) -> Cause:
+    rates = _rates(spike)
+    if seen.held is None:
+        was_raised = spike.usual_lr is not None and spike.highest_lr > RAISED * spike.usual_lr
+        verdict: Verdict = "not tried" if was_raised or spike.usual_lr is None else "wrong"
+        return Cause("learning rate", verdict, f"{rates}: {seen.not_held}")
+    held = (
+        f"repeated with {seen.held.rate:.3g} from step {seen.held.since} on: "
+        f"{_words(seen.held.numbers)}"
+    )
+    if is_above(seen.held.numbers, spike):
+        return Cause("learning rate", "wrong", f"{rates}; {held}, which spikes too")
+    return Cause("learning rate", "proven", f"{rates}; {held}; {too}")
+
+
+def _data(spike: RecordedSpike, seen: Examination) -> Cause:
+    if seen.left_out is None or not seen.outliers:
+        reason = f"none of the {seen.num_samples} samples stands out alone"
+        return Cause("data", "wrong", reason)
+    share = f"{seen.num_high} of {seen.num_samples} samples"
+    line = f"{share} stand out; without them the batch has {_words(seen.left_out)}"
+    if is_above(seen.left_out, spike):
+        return Cause("data", "wrong", f"{line}, which spikes too")
+    few = max(1.0, MOST_OF_A_BATCH * seen.num_samples)
+    if seen.num_high > few:
+        return Cause("data", "wrong", f"{line}; that is not a few but the batch")
+    return Cause("data", "proven", line)
+
+
+def _batch(spike: RecordedSpike, seen: Examination, data: Cause, ordinary: str) -> Cause:
+    size = f"{spike.tokens:,} tokens"
+    if spike.usual_tokens is not None:
+        size += f", usually {spike.usual_tokens:,.0f}"
+    if data.verdict == "proven":
+        return Cause("batch", "wrong", f"{size}; without a few samples it is ordinary")
+    return Cause("batch", "proven", f"{size}; {data.evidence}; {ordinary}")
+
+
+def _rates(spike: RecordedSpike) -> str:
+    if spike.usual_lr is None:
+        return f"learning rate {spike.lr:.3g}"
+    return (
+        f"learning rate {spike.lr:.3g}, at most {spike.highest_lr:.3g} in the 16 steps before and "
+        f"usually {spike.usual_lr:.3g} before them"
+    )
+
+
+def _words(numbers: BatchNumbers) -> str:
+    return f"loss {numbers.loss:.4g}, gradient norm {numbers.norm:.3g}"
+
+
+def _list(others: Sequence[BatchNumbers]) -> str:
+    losses = ", ".join(f"{numbers.loss:.4g}" for numbers in others)
+    norms = ", ".join(f"{numbers.norm:.3g}" for numbers in others)
+    return f"losses {losses}, norms {norms}"

@@ -1,0 +1,228 @@
+"""The measures of a step that is repeated: its loss and gradient norm, those of its samples and
+documents, and of tensors in the model. No measure changes the state of the run."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megaprec.data.blend import Blend
+from megaprec.data.samples import Samples
+from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.step_report import StepObserver
+from models.attention.packing import Packing
+from models.engine.passes import Share
+from models.engine.replay import trace_modules
+from tools.training.corpus import Corpus
+from tools.training.trainer import Trainer
+from tools.verify.replay.repeated_run import NOTHING_ALLOWED
+
+MOST_DOCUMENTS = 8  # of a sample that are named, those of the highest loss
+MOST_CHARS = 60  # of a document's text
+
+
+class BatchNumbers(NamedTuple):
+    """The loss and the gradient norm of a batch."""
+
+    loss: float
+    norm: float
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document of a sample. number: in its data set. loss: mean over its tokens in the sample, in
+    nats a token. text: its beginning there, "" without a tokenizer."""
+
+    number: int
+    tokens: int
+    loss: float
+    text: str
+
+
+@dataclass(frozen=True)
+class NamedSample:
+    """A sample of a batch. id: as in the data set. place: position in the batch, from 0. loss: mean
+    over its tokens that count, in nats a token. dataset: the path of its data set without suffix.
+    first_token: where it begins there."""
+
+    id: int | str
+    place: int
+    loss: float
+    dataset: str
+    first_token: int
+    documents: tuple[Document, ...]
+
+
+class GradientNorms(StepObserver):
+    """An observer of steps: the L2 norms of the gradients of logical tensors, without the loss
+    scale, of the newest steps.
+
+    newest: by name, one table for each of the last steps.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.newest: deque[dict[str, float]] = deque(maxlen=steps)
+
+    def decided(self, buffers: Sequence[Buffer], scale: Tensor, skip: Tensor) -> None:
+        squares: dict[str, float] = {}
+        for buffer in buffers:
+            for owned in buffer.owned_pieces(buffer.start, buffer.stop):
+                name = owned.piece.part.name
+                gradients = buffer.local_grads[owned.in_shard].double() / scale
+                squares[name] = squares.get(name, 0.0) + gradients.square().sum().item()
+        self.newest.append({name: square**0.5 for name, square in squares.items()})
+
+
+class Measures:
+    """Measures at the present state of a trainer on one process.
+
+    number: of the step whose dropout is drawn, from 0.
+    """
+
+    def __init__(self, trainer: Trainer, number: int, loss_scale: float) -> None:
+        self._engine = trainer.engine
+        self._trainer = trainer
+        self._number = number
+        self._loss_scale = loss_scale
+
+    def batch(self, share: Share) -> BatchNumbers:
+        """Return the numbers that a step with a share would have."""
+        engine = self._engine
+        with self._kept_state():
+            state = engine.accumulate(share, self._number)
+            report = engine.update(state, 0.0, NOTHING_ALLOWED)
+        return BatchNumbers(report.loss, report.grad_norm)
+
+    def gradients(self, share: Share) -> dict[str, float]:
+        """Return the norm of the gradient of each logical tensor in a step with a share."""
+        norms = GradientNorms(1)
+        observers = self._engine.optimizer.observers
+        observers.append(norms)
+        self.batch(share)
+        observers.remove(norms)
+        return norms.newest[0]
+
+    def magnitudes(self, share: Share, microbatch: int) -> dict[str, float]:
+        """Return the largest magnitude of each tensor in the model, activations and their
+        gradients, in a micro-batch, in the order of computation."""
+        passes = self._engine.passes_for(share)
+        trace = trace_modules(passes, share, self._number, microbatch, self._loss_scale)
+        return {glance.what: glance.largest / self._unscale(glance.what) for glance in trace.seen}
+
+    def _unscale(self, what: str) -> float:
+        is_scaled = what.startswith("gradient") or what.endswith("its scale")
+        return self._loss_scale if is_scaled else 1.0
+
+    def sample_losses(self, share: Share) -> list[float]:
+        """Return the mean loss of each sample, without dropout; NaN for one without a token that
+        counts."""
+        sums, counts = self._engine.evaluate_samples(share)
+        return (sums / counts).tolist()
+
+    def documents(self, share: Share, place: int, numbers: Tensor) -> list[float]:
+        """Return the mean loss of each document of a sample, in ascending order of their numbers.
+
+        numbers: int64 [s], of the document of each target.
+        """
+        losses: list[float] = []
+        documents = numbers.unique().tolist()
+        size = len(share.tokens)
+        for start in range(0, len(documents), size):
+            # each row of the share counts the tokens of another document
+            of_rows = documents[start : start + size]
+            rows = torch.full((size,), place)
+            repeated = _take_rows(share, rows)
+            counted = torch.zeros(share.tokens.shape)
+            for row, document in enumerate(of_rows):
+                counted[row] = numbers == document
+            if repeated.mask is not None:
+                counted = counted * repeated.mask
+            by_row = self.sample_losses(replace(repeated, mask=counted))
+            losses += by_row[: len(of_rows)]
+        return losses
+
+    @contextmanager
+    def _kept_state(self) -> Iterator[None]:
+        """Put back what a step that is not applied changes: the loss scale and FP8's scales."""
+        scaler = self._engine.optimizer.scaler
+        saved = scaler.state_dict()
+        bank = self._engine.fp8.bank if self._engine.fp8.names else None
+        scales: tuple[Tensor, Tensor] | None = None
+        if bank is not None:
+            scales = bank.scale.clone(), bank.history.clone()
+        try:
+            yield
+        finally:
+            scaler.load_state_dict(saved)
+            if bank is not None and scales is not None:
+                bank.scale.copy_(scales[0])
+                bank.history.copy_(scales[1])
+
+
+def without(share: Share, places: Sequence[int]) -> Share:
+    """Return a share in which some samples do not count in the loss."""
+    return _counting(share, [place not in places for place in range(len(share.tokens))])
+
+
+def only(share: Share, place: int) -> Share:
+    """Return a share in which one sample alone counts in the loss."""
+    return _counting(share, [place == other for other in range(len(share.tokens))])
+
+
+def _counting(share: Share, counts: Sequence[bool]) -> Share:
+    mask = torch.ones(share.tokens.shape) if share.mask is None else share.mask
+    factors = torch.tensor(counts, dtype=mask.dtype)
+    return replace(share, mask=mask * factors[:, None])
+
+
+def _take_rows(share: Share, rows: Tensor) -> Share:
+    packing = share.packing
+    return Share(
+        share.tokens[rows],
+        share.targets[rows],
+        None if share.mask is None else share.mask[rows],
+        packing=Packing(
+            documents=None if packing.documents is None else packing.documents[rows],
+            positions=None if packing.positions is None else packing.positions[rows],
+        ),
+    )
+
+
+def name_sample(
+    measures: Measures, corpus: Corpus, share: Share, first: int, place: int, loss: float
+) -> NamedSample:
+    """Return a sample of a batch with its documents.
+
+    first: position of the batch's first sample in the run's order.
+    """
+    samples: Samples | Blend = corpus.train
+    location = samples.location_of(first + place)
+    (label,) = samples.labels(samples.batch(first + place, 1).ids)
+    length = share.targets.shape[1]
+    numbers = location.dataset.documents_of(location.first_token + 1, length)
+    of_targets = torch.from_numpy(numbers.astype("int64"))
+    losses = measures.documents(share, place, of_targets)
+    documents: list[Document] = []
+    for number, document_loss in zip(of_targets.unique().tolist(), losses, strict=True):
+        targets = share.targets[place][of_targets == number]
+        documents.append(Document(number, len(targets), document_loss, _text(corpus, targets)))
+    documents.sort(key=lambda document: -document.loss)
+    return NamedSample(
+        id=label,
+        place=place,
+        loss=loss,
+        dataset=str(location.dataset.prefix),
+        first_token=location.first_token,
+        documents=tuple(documents[:MOST_DOCUMENTS]),
+    )
+
+
+def _text(corpus: Corpus, tokens: Any) -> str:
+    if corpus.tokenizer is None:
+        return ""
+    text = corpus.tokenizer.decode(tokens.tolist())
+    return " ".join(text.split())[:MOST_CHARS]

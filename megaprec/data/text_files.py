@@ -9,17 +9,11 @@ from fnmatch import fnmatchcase
 from glob import glob, has_magic
 from pathlib import Path
 
+from megaprec.data.forms import JSON, form, require_read
+from megaprec.data.json_rows import is_list
 from megaprec.data.packed_files import PACKED
 from megaprec.data.places import is_remote, is_url, naming_url, remote_path
-from megaprec.data.readers import (
-    JSON,
-    SUFFIXES,
-    TextOptions,
-    form,
-    is_list,
-    lacks_column,
-    require_read,
-)
+from megaprec.data.readers import SUFFIXES, TextOptions, lacks_column
 from megaprec.errors import Problem, UserError
 from megaprec.parsing import home_expanded
 

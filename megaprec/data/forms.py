@@ -11,8 +11,6 @@ ALSO_JSONL = (".ndjson", ".jsonlines")  # other names of the same form
 JSON = ".json"
 PARQUET = ".parquet"
 ARROW = ".arrow"
-MDS = ".mds"
-TAR = ".tar"
 UTF8 = "utf-8"
 # Endings of forms that are not read, and would be one plain text in silence: what the file is, and
 # what to do.

@@ -24,8 +24,8 @@ CHAT_WHICH = (
     "--chat-template in a command"
 )
 
-Row = tuple[int, Any]
-"""The number of a row in its file, counted from 1, and its value."""
+Row = tuple[int | str, Any]
+"""The number of a row in its file, counted from 1, or its name there, and its value."""
 
 
 def jsonl_rows(file: Path, fields: Sequence[str], on_fault: OnFault) -> Iterator[Row]:

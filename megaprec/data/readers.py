@@ -13,9 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megaprec.data.arrow_files import arrow_pieces, arrow_rows
 from megaprec.data.chats import ROW_FIELDS, Chats
 from megaprec.data.forms import (
     ALSO_JSONL,
+    ARROW,
     JSON,
     JSONL,
     PARQUET,
@@ -32,7 +34,8 @@ from megaprec.data.marked_up import (
     notebook_pieces,
     page_pieces,
 )
-from megaprec.data.packed_files import import_pyarrow, naming_damage, open_unpacked
+from megaprec.data.mds_files import mds_rows
+from megaprec.data.packed_files import PACKED, import_pyarrow, naming_damage, open_unpacked
 from megaprec.data.pieces import (
     PIECE_CHARS,
     MarkedPiece,
@@ -51,6 +54,7 @@ from megaprec.data.tables import (
     separated_pieces,
     separated_rows,
 )
+from megaprec.data.tar_files import tar_pieces, tar_rows
 from megaprec.errors import UserError
 
 TEXT = (".txt", ".text", ".md", ".rst", ".py")
@@ -121,6 +125,12 @@ def _rows(file: Path, options: TextOptions, on_fault: OnFault) -> Iterator[Row]:
             return separated_rows(file, encoding, SEPARATORS[suffix], on_fault)
         case ".parquet":
             return parquet_rows(file, on_fault)
+        case ".arrow":
+            return arrow_rows(file, on_fault)
+        case ".mds":
+            return mds_rows(file, fields, on_fault)
+        case ".tar":
+            return tar_rows(file, fields, on_fault)
         case _:
             raise UserError.of("data.chat_form", file=file)
 
@@ -145,6 +155,13 @@ def pieces(
             return _row_pieces(items, file, document, options.field, on_fault, has_texts=True)
         case ".parquet":
             return parquet_pieces(file, document, options.field, on_fault)
+        case ".arrow":
+            return arrow_pieces(file, document, options.field, on_fault)
+        case ".mds":
+            samples = mds_rows(file, [options.field], on_fault)
+            return _row_pieces(samples, file, document, options.field, on_fault)
+        case ".tar":
+            return tar_pieces(file, document, options.field, on_fault)
         case ".csv" | ".tsv" as suffix:
             encoding = _without_byte_order_mark(options.encoding)
             separator = SEPARATORS[suffix]
@@ -173,7 +190,11 @@ def _without_byte_order_mark(encoding: str) -> str:
 
 def check_readable(files: Sequence[Path]) -> None:
     """Raise UserError if a package is missing that one of the files needs."""
-    arrow_files = [file for file in files if file.suffix.lower() == ".zst" or form(file) == PARQUET]
+    arrow_files = [
+        file
+        for file in files
+        if PACKED.get(file.suffix.lower()) == "zstd" or form(file) in (PARQUET, ARROW)
+    ]
     if arrow_files:
         import_pyarrow(arrow_files[0])
     page_files = [file for file in files if form(file) in PAGES]

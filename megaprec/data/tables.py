@@ -127,7 +127,7 @@ def parquet_pieces(file: Path, document: str, field: str, on_fault: OnFault) -> 
     """
     arrow = import_pyarrow(file)
     with _naming_parquet(file, arrow) as place, _open_parquet(file) as table:
-        _require_texts(file, table.schema_arrow, field)
+        require_texts(file, table.schema_arrow, field)
         batches = table.iter_batches(batch_size=BATCH_ROWS, columns=[field], use_threads=False)
         yield from column_pieces(file, document, field, batches, place, on_fault)
 
@@ -214,7 +214,7 @@ def _open_parquet(file: Path) -> Any:
     )
 
 
-def _require_texts(file: Path, schema: Any, field: str) -> None:
+def require_texts(file: Path, schema: Any, field: str) -> None:
     """Raise UserError unless a schema of Arrow has a column `field` of texts."""
     types = import_pyarrow(file).types
     _column(file, schema.names, field)

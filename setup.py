@@ -23,6 +23,8 @@ ORACLES = [
 ]
 TENSORBOARD = ["tensorboard>=2.15,<3"]
 WANDB = ["wandb>=0.31,<0.32"]
+# Writers of formats that are read; webdataset is small, and datasets comes with lm-eval too.
+WRITERS = ["datasets>=4,<6", "webdataset>=1,<2"]
 REMOTE = ["universal_pathlib>=0.3,<0.4", "fsspec>=2024.6.1,<2027", "aiohttp>=3.9,<4"]
 YAML = ["pyyaml>=6.0.1,<7"]
 README = Path(__file__).with_name("README.md")
@@ -65,7 +67,7 @@ setup(
         "tensorboard": TENSORBOARD,
         "wandb": WANDB,
         "yaml": YAML,
-        "test": [*CHECKS, *DATA, *HF, *PLOTS, *REMOTE, *TENSORBOARD, *WANDB, *YAML],
+        "test": [*CHECKS, *DATA, *HF, *PLOTS, *REMOTE, *TENSORBOARD, *WANDB, *WRITERS, *YAML],
     },
     entry_points={"console_scripts": ["megaprec = megaprec.__main__:main"]},
     classifiers=[

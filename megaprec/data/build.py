@@ -14,9 +14,9 @@ import errno
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice
-from operator import itemgetter
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ from numpy.typing import NDArray
 from megaprec.data import intact
 from megaprec.data.files import file_digest, with_suffix, write_whole
 from megaprec.data.indexed import IndexedDataset, IndexedWriter, Mark
-from megaprec.data.pieces import Piece
+from megaprec.data.loss_mask import SUFFIX as LOSS_MASK
+from megaprec.data.loss_mask import MaskMark
+from megaprec.data.pieces import MarkedPiece
 from megaprec.data.text import Source, TextDigest, has_digest
 from megaprec.data.tokenizer import (
     FILE_DIGEST,
@@ -67,6 +69,8 @@ class BuildResult:
     tokens: with the end-of-document tokens.
     bytes: of the text, in UTF-8; None if the data set was built before they were counted.
     unknown: number of tokens that stand for text which the tokenizer does not know.
+    counted: number of tokens that count in the loss, by the loss mask; None: there is no mask.
+    unanswered: number of documents of which no token counts.
     skipped: number of bad files and rows that were left out, named in `PREFIX.skipped.txt`.
     reused: the data set was there already.
     """
@@ -80,6 +84,8 @@ class BuildResult:
     chars: int
     bytes: int | None
     unknown: int = 0
+    counted: int | None = None
+    unanswered: int = 0
     skipped: int = 0
     reused: bool = False
 
@@ -206,7 +212,8 @@ def build(
     counts = asdict(state.counts)
     try:
         _write_skipped(prefix, skipped)
-        contents = {
+        mask_counts = _mask_counts(prefix)
+        contents = mask_counts | {
             "ids": ids,
             "skipped": len(skipped),
             TOKENS_DIGEST: tokens_digest(tokenizer),
@@ -226,8 +233,28 @@ def build(
         tokenizer.vocab_size,
         tokenizer.eos,
         **counts,
+        counted=mask_counts.get("counted"),
+        unanswered=mask_counts.get("unanswered", 0),
         skipped=len(skipped),
     )
+
+
+def _mask_counts(prefix: Path) -> dict[str, int]:
+    """Return how many tokens of a data set count, and of how many documents none does; nothing for
+    one without a loss mask."""
+    dataset = IndexedDataset(prefix)
+    if not dataset.has_mask:
+        return {}
+    counted = 0
+    unanswered = 0
+    ends = np.cumsum(dataset.document_lengths())
+    begin = 0
+    for end in ends.tolist():
+        in_document = int(dataset.counted(begin, end - begin).sum())
+        counted += in_document
+        unanswered += in_document == 0
+        begin = end
+    return {"counted": counted, "unanswered": unanswered}
 
 
 def _write_skipped(prefix: Path, skipped: Sequence[Problem]) -> None:
@@ -249,6 +276,9 @@ def _digests(prefix: Path) -> dict[str, Any]:
         "bin_sha256": file_digest(bin_file),
         "idx_sha256": file_digest(with_suffix(prefix, ".idx")),
     }
+    loss_mask = with_suffix(prefix, LOSS_MASK)
+    if loss_mask.is_file():
+        digests[intact.MASK_DIGEST] = file_digest(loss_mask)
     if bin_file.stat().st_size > intact.WHOLE:
         digests["blocks"] = {"bytes": intact.BLOCK, "sha256": intact.block_digests(bin_file)}
     IndexedDataset(prefix)  # records the check of a large index
@@ -306,6 +336,8 @@ def reusable(
         bytes=record.get("bytes"),
         # earlier versions did not count them
         unknown=record.get("unknown", 0),
+        counted=record.get("counted"),
+        unanswered=record.get("unanswered", 0),
         skipped=record.get("skipped", 0),
         reused=True,
     )
@@ -371,35 +403,35 @@ def _worker_count(source: Source, maximum: int) -> int:
     return max(1, min(maximum, source.total_bytes() // CHUNK_CHARS))
 
 
-def _chunks(source: Iterable[Piece]) -> Iterator[Chunk]:
+def _chunks(source: Iterable[MarkedPiece]) -> Iterator[Chunk]:
     """Yield all text in chunks of several pieces. The chunks depend only on the source."""
-    texts = list[str]()
-    ends = list[bool]()
+    chunk = Chunk([], [], [])
     size = 0
-    for text, end in _with_ends(source):
-        texts.append(text)
-        ends.append(end)
-        size += len(text) + PIECE_COST
+    for piece, end in _with_ends(source):
+        chunk.texts.append(piece.text)
+        chunk.ends.append(end)
+        if piece.marks:
+            chunk.marks.append(piece.marks)
+        size += len(piece.text) + PIECE_COST
         if size >= CHUNK_CHARS:
-            yield Chunk(texts, ends)
-            texts = []
-            ends = []
+            yield chunk
+            chunk = Chunk([], [], [])
             size = 0
-    if texts:
-        yield Chunk(texts, ends)
+    if chunk.texts:
+        yield chunk
 
 
-def _with_ends(source: Iterable[Piece]) -> Iterator[tuple[str, bool]]:
+def _with_ends(source: Iterable[MarkedPiece]) -> Iterator[tuple[MarkedPiece, bool]]:
     """Yield every non-empty piece, and True if its document ends with it. No document need fit into
     memory."""
-    for _, pieces in groupby(source, key=itemgetter(0)):
-        texts = (text for _, text in pieces if text)
-        previous = next(texts, None)
+    for _, pieces in groupby(source, key=attrgetter("document")):
+        with_text = (piece for piece in pieces if piece.text)
+        previous = next(with_text, None)
         if previous is None:
             continue
-        for text in texts:  # one late, as only the next text says that it is not the last
+        for piece in with_text:  # one late, as only the next one says that it is not the last
             yield previous, False
-            previous = text
+            previous = piece
         yield previous, True
 
 
@@ -423,7 +455,11 @@ def _interrupted_state(prefix: Path, inputs: dict[str, Any]) -> _State:
     try:
         saved = parse_json(read_text(with_suffix(prefix, ".resume")))
         mark = Mark(**saved["mark"])
+        if mark.mask is not None:
+            mark = replace(mark, mask=MaskMark(**saved["mark"]["mask"]))
         sizes = {".bin": mark.tokens, ".lengths": mark.lengths, ".documents": mark.documents}
+        if mark.mask is not None:
+            sizes[LOSS_MASK] = mark.mask.size
         complete = True
         for suffix, size in sizes.items():
             part = with_suffix(prefix, f"{suffix}.part")
@@ -457,13 +493,14 @@ def _write(
     """
     counts = state.counts
     saved_chars = state.counts.chars
-    with IndexedWriter(prefix, tokenizer.vocab_size, state.mark) as writer:
+    has_mask = source.options.chats is not None
+    with IndexedWriter(prefix, tokenizer.vocab_size, state.mark, has_mask) as writer:
         # skipped chunks are read all the same: the digest is of the whole text
-        all_chunks = _chunks(text_digest.reading(source.reading(skipped.append)))
+        all_chunks = _chunks(text_digest.reading(source.marked(skipped.append)))
         chunks = islice(all_chunks, state.chunks, None)
         num_workers = _worker_count(source, workers)
-        for chunk, (ids, ends) in encode_chunks(chunks, tokenizer, num_workers):
-            writer.extend(ids, ends)
+        for chunk, (ids, ends, counted) in encode_chunks(chunks, tokenizer, num_workers):
+            writer.extend(ids, ends, counted)
             state.chunks += 1
             counts.documents += len(ends)
             counts.tokens += len(ids)

@@ -6,6 +6,7 @@ be written again: `WithBeginTokens` reads them as if it stood there.
 """
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -139,20 +140,30 @@ class WithBeginTokens(IndexedDataset):
                 num_tokens=self.num_tokens,
             )
         self.require_integer_ids()
-        ids = np.empty(length, np.int64)
+        ids = np.full(length, self.begin, np.int64)
+        for into, stored_start, stored_stop in self._stored_within(start, length):
+            ids[into] = self._stream[stored_start:stored_stop]
+        return ids
+
+    def counted(self, start: int, length: int) -> NDArray[np.bool_]:
+        """Return whether each of the tokens [start, start + length) counts in the loss, [length].
+
+        With a mask begin tokens do not: no answer holds them.
+        """
+        counted = np.full(length, not self.has_mask)
+        for into, stored_start, stored_stop in self._stored_within(start, length):
+            counted[into] = super().counted(stored_start, stored_stop - stored_start)
+        return counted
+
+    def _stored_within(self, start: int, length: int) -> Iterator[tuple[slice, int, int]]:
+        """Yield spans of the tokens [start, start + length) that are in the file: their places
+        among these tokens, and their first place and their end in the file."""
         for span in self._spans_within(start, length):
-            document_start = self._start_of(span.document)
+            first_stored = max(span.start, self._start_of(span.document) + 1)
+            stop = max(span.stop, first_stored)
             # the file lacks the begin tokens of the documents before, and the document's own
             lacking = span.document + 1
-            stored_start = max(span.start, document_start + 1) - lacking
-            stored_stop = max(span.stop, document_start + 1) - lacking
-            stored = self._stream[stored_start:stored_stop]
-            # at the end of the span, for a begin token may be before them
-            stop_in_ids = span.stop - start
-            ids[stop_in_ids - len(stored) : stop_in_ids] = stored
-            if span.start == document_start:
-                ids[span.start - start] = self.begin
-        return ids
+            yield slice(first_stored - start, stop - start), first_stored - lacking, stop - lacking
 
     def documents_of(self, start: int, length: int) -> NDArray[np.int64]:
         """Return the document number of each of the tokens [start, start + length), int64

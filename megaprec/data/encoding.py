@@ -3,14 +3,17 @@
 A worker reads requests from standard input and answers each on standard output, until its input
 ends:
 
-    request   u64 P, u64 B       pieces of text and bytes that they take together
+    request   u64 P, u64 B, u64 A pieces of text, bytes that they take together, ranges of answers
               i64[P]             bytes of each piece
               u8[P]              1 where a document ends after the piece
+              u8[P]              its marks: 0 none, 1 marked, 2 marked and rendered
+              i64[A, 3]          of each answer the piece, its first character and its end
               B bytes            the pieces, UTF-8, back to back
-    answer    u64 T, u64 D       number of tokens, and of documents that end among them
+    answer    u64 T, u64 D, u64 M number of tokens, of documents that end among them, of flags
               i64[D]             number of tokens up to the end of each document
               i32[T]             the tokens
-    refusal   u64 REFUSED, u64 B number of bytes; B bytes: why a text cannot be encoded, UTF-8
+              u8[M]              1 where a token counts in the loss; M is T, or 0: all count
+    refusal   u64 REFUSED, u64 B, u64 0  number of bytes; B bytes: why a text cannot be encoded
 
 This module imports no other module of the project, so that a worker starts fast and needs little
 more memory than its tokenizer.
@@ -24,18 +27,49 @@ import struct
 import sys
 import uuid
 from collections.abc import Callable, Sequence
-from typing import IO, Any
+from dataclasses import dataclass
+from functools import cache
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import sentencepiece
 from numpy.typing import NDArray
 
-HEAD = struct.Struct("<QQ")
+HEAD = struct.Struct("<QQQ")
+UNMARKED, MARKED, RENDERED = range(3)  # kinds of pieces in a request
 REFUSED = 2**64 - 1  # in place of a number of tokens
 BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token that stands for a byte
 
 Encode = Callable[[str], list[int]]
-Encoded = tuple[NDArray[np.int32], NDArray[np.int64]]
+Answers = tuple[tuple[int, int], ...]
+EncodeRendered = Callable[[str, Answers], tuple[list[int], NDArray[np.bool_]]]
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The part of a piece's text that counts in the loss.
+
+    answers: ranges [begin, end) of characters, ascending; in a text that is not rendered none or
+        the whole.
+    rendered: a chat template has written the text: special tokens that it spells are these tokens,
+        and no token is put behind the document.
+    """
+
+    answers: Answers
+    rendered: bool
+
+
+class Encoded(NamedTuple):
+    """Tokens of several documents back to back.
+
+    ids: int32 [tokens].
+    ends: int64 [documents], the number of tokens up to the end of each.
+    counted: bool [tokens], whether each counts in the loss; None: all do.
+    """
+
+    ids: NDArray[np.int32]
+    ends: NDArray[np.int64]
+    counted: NDArray[np.bool_] | None = None
 
 
 def sentencepiece_encoder(model: bytes) -> tuple[Encode, sentencepiece.SentencePieceProcessor]:
@@ -74,6 +108,45 @@ def hugging_face_encoder(definition: str) -> tuple[Encode, Any]:
             raise ValueError(f"the package tokenizers panics: {problem}") from None
 
     return encode, tokenizer
+
+
+def rendered_encoder(definition: str) -> EncodeRendered:
+    """Return the function that encodes a chat as its template has written it, with a
+    `tokenizer.json`: special tokens that it spells are these tokens.
+
+    It also returns, for each token, whether any of its characters is of an answer. Raises
+    ImportError without the package `tokenizers`.
+    """
+    import tokenizers  # noqa: PLC0415 (optional)
+
+    tokenizer = tokenizers.Tokenizer.from_str(definition)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+
+    def encode_rendered(text: str, answers: Answers) -> tuple[list[int], NDArray[np.bool_]]:
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        begins = offsets[:, 0]
+        ends = offsets[:, 1]
+        counted = np.zeros(len(offsets), bool)
+        for answer_begin, answer_end in answers:
+            # a token without characters is of no answer
+            first_common = np.maximum(begins, answer_begin)
+            counted |= first_common < np.minimum(ends, answer_end)
+        return encoding.ids, counted
+
+    return encode_rendered
+
+
+def _loaded_when_needed(definition: str) -> EncodeRendered:
+    """Return a `rendered_encoder`, whose library reads the definition for the first chat: few texts
+    are chats."""
+    load = cache(lambda: rendered_encoder(definition))
+
+    def encode_rendered(text: str, answers: Answers) -> tuple[list[int], NDArray[np.bool_]]:
+        return load()(text, answers)
+
+    return encode_rendered
 
 
 def without_special_tokens(definition: str) -> str:
@@ -165,34 +238,60 @@ def encode_pieces(
     texts: Sequence[str],
     ends: Sequence[bool],
     eos: int | None,
+    marks: Sequence[Marks] = (),
+    encode_rendered: EncodeRendered | None = None,
 ) -> Encoded:
-    """Return the ids of all texts back to back (int32), with `eos` after each that ends a document,
-    and the ends of the documents (int64)."""
+    """Return the ids of all texts back to back, with `eos` after each that ends a document.
+
+    marks: of each text, which parts count in the loss; empty: all of all texts.
+    encode_rendered: encodes the texts that are rendered; they end without `eos`.
+    """
     ids_of_pieces = [np.zeros(0, np.int32)]  # so that there is something to join
+    counted_of_pieces = [np.zeros(0, bool)]
     token_count = 0
     document_ends: list[int] = []
-    for text, ends_document in zip(texts, ends, strict=True):
-        ids = encode(text)
-        if ends_document and eos is not None:
-            ids = [*ids, eos]
+    for number, (text, ends_document) in enumerate(zip(texts, ends, strict=True)):
+        marks_of_text = marks[number] if marks else None
+        if marks_of_text and marks_of_text.rendered:
+            assert encode_rendered
+            ids, counted = encode_rendered(text, marks_of_text.answers)
+        else:
+            ids = encode(text)
+            if ends_document and eos is not None:
+                ids = [*ids, eos]
+            is_answer = marks_of_text is None or bool(marks_of_text.answers)
+            counted = np.full(len(ids), is_answer)
         ids_of_pieces.append(np.array(ids, np.int32))
+        counted_of_pieces.append(counted)
         token_count += len(ids)
         if ends_document:
             document_ends.append(token_count)
-    return np.concatenate(ids_of_pieces), np.array(document_ends, np.int64)
+    return Encoded(
+        np.concatenate(ids_of_pieces),
+        np.array(document_ends, np.int64),
+        np.concatenate(counted_of_pieces) if marks else None,
+    )
 
 
 def send_request(
     stream: IO[bytes],
     texts: Sequence[str],
     ends: Sequence[bool],
+    marks: Sequence[Marks] = (),
 ) -> None:
     """Send a request to a worker; called in the main process."""
     pieces = [text.encode() for text in texts]
     sizes = np.array([*map(len, pieces)], "<i8")
-    stream.write(HEAD.pack(len(pieces), int(sizes.sum())))
+    kinds = np.full(len(pieces), UNMARKED, "u1")
+    answers: list[tuple[int, int, int]] = []
+    for number, marks_of_text in enumerate(marks):
+        kinds[number] = RENDERED if marks_of_text.rendered else MARKED
+        answers += [(number, begin, end) for begin, end in marks_of_text.answers]
+    stream.write(HEAD.pack(len(pieces), int(sizes.sum()), len(answers)))
     stream.write(sizes.tobytes())
     stream.write(np.array(ends, "u1").tobytes())
+    stream.write(kinds.tobytes())
+    stream.write(np.array(answers, "<i8").tobytes())
     stream.writelines(pieces)
     stream.flush()
 
@@ -204,13 +303,29 @@ def read_answer(stream: IO[bytes]) -> Encoded:
     encoded.
     """
     head = _read_bytes(stream, HEAD.size)
-    num_tokens, num_documents = HEAD.unpack(head)
+    num_tokens, num_documents, num_flags = HEAD.unpack(head)
     if num_tokens == REFUSED:
         reason = _read_bytes(stream, num_documents)  # of a refusal it is the number of bytes
         raise ValueError(reason.decode())
     document_ends = _read_array(stream, "<i8", num_documents)
     ids = _read_array(stream, "<i4", num_tokens)
-    return ids, document_ends
+    counted = _read_array(stream, "u1", num_flags).astype(bool) if num_flags else None
+    return Encoded(ids, document_ends, counted)
+
+
+def _read_marks(stream: IO[bytes], num_pieces: int, num_answers: int) -> list[Marks]:
+    """Return the marks of a request; none if it has none."""
+    kinds = _read_array(stream, "u1", num_pieces)
+    table = _read_array(stream, "<i8", 3 * num_answers).reshape(-1, 3).tolist()
+    if not kinds.any():
+        return []
+    answers: list[list[tuple[int, int]]] = [[] for _ in range(num_pieces)]
+    for number, begin, end in table:
+        answers[number].append((begin, end))
+    return [
+        Marks(tuple(of_piece), bool(kind == RENDERED))
+        for of_piece, kind in zip(answers, kinds, strict=True)
+    ]
 
 
 def serve(
@@ -218,6 +333,7 @@ def serve(
     eos: int | None,
     requests: IO[bytes],
     answers: IO[bytes],
+    encode_rendered: EncodeRendered | None = None,
 ) -> None:
     """Answer requests until there are no more; called in a worker.
 
@@ -226,9 +342,10 @@ def serve(
     # an empty read is the end of the input
     while head := requests.read(HEAD.size):
         head += _read_bytes(requests, HEAD.size - len(head))
-        num_pieces, num_bytes = HEAD.unpack(head)
+        num_pieces, num_bytes, num_answers = HEAD.unpack(head)
         piece_sizes = _read_array(requests, "<i8", num_pieces)
         ends = _read_array(requests, "u1", num_pieces).astype(bool)
+        marks = _read_marks(requests, num_pieces, num_answers)
         content = _read_bytes(requests, num_bytes)
         texts: list[str] = []
         begin = 0
@@ -237,15 +354,17 @@ def serve(
             texts.append(content[begin:end].decode())
             begin = end
         try:
-            ids, document_ends = encode_pieces(encode, texts, ends.tolist(), eos)
+            encoded = encode_pieces(encode, texts, ends.tolist(), eos, marks, encode_rendered)
         except Exception as problem:  # the libraries raise bare Exception
             reason = str(problem).encode()
-            answers.write(HEAD.pack(REFUSED, len(reason)) + reason)
+            answers.write(HEAD.pack(REFUSED, len(reason), 0) + reason)
             answers.flush()
             continue
-        answers.write(HEAD.pack(len(ids), len(document_ends)))
-        answers.write(document_ends.astype("<i8", copy=False).tobytes())
-        answers.write(ids.astype("<i4", copy=False).tobytes())
+        flags = b"" if encoded.counted is None else encoded.counted.astype("u1").tobytes()
+        answers.write(HEAD.pack(len(encoded.ids), len(encoded.ends), len(flags)))
+        answers.write(encoded.ends.astype("<i8", copy=False).tobytes())
+        answers.write(encoded.ids.astype("<i4", copy=False).tobytes())
+        answers.write(flags)
         answers.flush()
 
 
@@ -271,11 +390,15 @@ def main(path: str, eos: str) -> None:
     with open(path, "rb") as file:
         content = file.read()
     if is_json(content):
-        encode, _ = hugging_face_encoder(content.decode())
+        definition = content.decode()
+        encode, _ = hugging_face_encoder(definition)
+        encode_rendered = _loaded_when_needed(definition)
     else:
         encode, _ = sentencepiece_encoder(content)
+        encode_rendered = None
+    end = int(eos) if eos else None
     try:
-        serve(encode, int(eos) if eos else None, sys.stdin.buffer, sys.stdout.buffer)
+        serve(encode, end, sys.stdin.buffer, sys.stdout.buffer, encode_rendered)
     except (EOFError, BrokenPipeError):
         # the main process was killed: no reader is left for an error or for buffered output
         os._exit(1)

@@ -33,6 +33,8 @@ from numpy.typing import NDArray
 
 from megaprec.data.files import discard, open_part, publish, with_suffix
 from megaprec.data.index_check import CHUNK, Index, corrupt, require_sound
+from megaprec.data.loss_mask import SUFFIX as LOSS_MASK
+from megaprec.data.loss_mask import LossMask, LossMaskWriter, MaskMark
 from megaprec.durable import reading
 from megaprec.errors import UserError
 
@@ -63,6 +65,7 @@ class Mark:
     tokens, lengths, documents: bytes of its temporary files.
     open: tokens of the open sequence.
     ids: smallest and largest id.
+    mask: of the writer of the loss mask; None: there is none.
     """
 
     tokens: int
@@ -70,6 +73,7 @@ class Mark:
     documents: int
     open: int
     ids: tuple[int, int]
+    mask: MaskMark | None = None
 
 
 class IndexedWriter:
@@ -79,6 +83,8 @@ class IndexedWriter:
     exist before the end: leaving the `with` block renames both files into place, the `.idx` last.
     An exception removes the temporary files. After an interruption or a kill they stay, and a new
     writer resumes from a `mark` that was taken before. Memory use does not grow with the data.
+
+    has_mask: `PREFIX.loss_mask` is written too; otherwise that of an older pair is removed.
     """
 
     def __init__(
@@ -86,6 +92,7 @@ class IndexedWriter:
         prefix: Path,
         vocab_size: int,
         mark: Mark | None = None,
+        has_mask: bool = False,
     ) -> None:
         self._prefix = prefix
         self._vocab_size = vocab_size
@@ -96,6 +103,7 @@ class IndexedWriter:
         self._bin = open_part(with_suffix(prefix, ".bin"), mark.tokens)
         self._lengths = open_part(with_suffix(prefix, ".lengths"), mark.lengths)
         self._documents = open_part(with_suffix(prefix, ".documents"), mark.documents)
+        self._mask = LossMaskWriter(prefix, mark.mask) if has_mask else None
         self._sequences = mark.lengths // 4
         self._open = mark.open  # tokens of the open sequence
         low, high = mark.ids  # a list, if it was read from JSON
@@ -111,10 +119,12 @@ class IndexedWriter:
         self,
         ids: Sequence[int] | NDArray[np.integer],
         ends: NDArray[np.int64],
+        counted: NDArray[np.bool_] | None = None,
     ) -> None:
         """Append tokens of several documents.
 
         ends: the first document ends after ends[0] of the tokens, the next after ends[1], ...
+        counted: whether each token counts in the loss; None: all do.
 
         Tokens after the last end belong to a document that stays open. A document is one sequence,
         or several if its length does not fit an i32. Raises UserError if an id is outside
@@ -136,6 +146,8 @@ class IndexedWriter:
             self._open = 0
         stored_tokens = tokens.astype(DTYPES[self._code])
         self._bin.write(stored_tokens.tobytes())
+        if self._mask:
+            self._mask.extend(np.ones(len(tokens), bool) if counted is None else counted)
         self._open += continued
         if not len(ends):
             return
@@ -176,7 +188,8 @@ class IndexedWriter:
             part.flush()
             os.fsync(part.fileno())
         tokens, lengths, documents = (part.tell() for part in self._parts)
-        return Mark(tokens, lengths, documents, self._open, self.ids)
+        mask = self._mask.mark() if self._mask else None
+        return Mark(tokens, lengths, documents, self._open, self.ids, mask)
 
     def close(self) -> None:
         """Publish the pair. An older pair of the same name ceases to be readable before it is
@@ -201,6 +214,10 @@ class IndexedWriter:
         idx_path: Path,
     ) -> None:
         try:
+            if self._mask:
+                self._mask.publish()
+            else:
+                with_suffix(self._prefix, LOSS_MASK).unlink(missing_ok=True)
             # the index last: a pair is there once its index is
             publish(self._bin, bin_path)
             publish(idx, idx_path)
@@ -250,6 +267,10 @@ class IndexedWriter:
                     part.close()
                 else:
                     discard(part)
+            if self._mask and interrupted:
+                self._mask.close()
+            elif self._mask:
+                self._mask.discard()
 
 
 class IndexedDataset:
@@ -287,6 +308,13 @@ class IndexedDataset:
         self.num_sequences = len(self._lengths)
         self.num_tokens = index.stored // self.dtype.itemsize
         self._stream = _map(bin_path, self.dtype, 0, self.num_tokens)
+        has_mask = with_suffix(prefix, LOSS_MASK).is_file()
+        self._mask = LossMask(prefix, self.num_tokens) if has_mask else None
+
+    @property
+    def has_mask(self) -> bool:
+        """Return True if a loss mask says which tokens count."""
+        return self._mask is not None
 
     def document(self, index: int) -> NDArray[np.generic]:
         """Return the token ids of document `index` (all its sequences) in the stored dtype, as a
@@ -323,6 +351,13 @@ class IndexedDataset:
             )
         self.require_integer_ids()
         return self._stream[start : start + length].astype(np.int64)
+
+    def counted(self, start: int, length: int) -> NDArray[np.bool_]:
+        """Return whether each of the tokens [start, start + length) counts in the loss, [length]:
+        all do without a mask."""
+        if self._mask is None:
+            return np.ones(length, bool)
+        return self._mask.counted(start, length)
 
     def documents_of(self, start: int, length: int) -> NDArray[np.int64]:
         """Return the document number of each of the tokens [start, start + length), int64

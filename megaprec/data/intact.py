@@ -31,6 +31,7 @@ import numpy as np
 from megaprec.data.files import cache_folder, with_suffix, write_whole
 from megaprec.data.index_check import SETTLED, known_check
 from megaprec.data.indexed import IndexedDataset
+from megaprec.data.loss_mask import SUFFIX as LOSS_MASK
 from megaprec.durable import reading
 from megaprec.errors import Problem, UserError
 from megaprec.parsing import parse_json, read_regular
@@ -40,6 +41,7 @@ BLOCK = 64 << 20  # bytes per digest in the record of a larger file
 SAMPLED = 16  # blocks of a larger file that are read at a start
 READ = 1 << 22  # bytes read at a time; a multiple of the size of every id dtype
 # keys of a record, of which those of earlier versions lack some
+MASK_DIGEST = "loss_mask_sha256"  # key of a record: digest of the loss mask, if there is one
 NUMBERS = ("vocab_size", "documents", "tokens", "chars", "bytes", "unknown")
 
 
@@ -62,6 +64,7 @@ class Contents:
 
     sampled: True if bin_sha256 is the digest of some blocks only.
     low, high: smallest and largest id that was read.
+    loss_mask_sha256: of the loss mask; "" if there is none.
     """
 
     tokens: int
@@ -71,6 +74,7 @@ class Contents:
     sampled: bool
     low: int
     high: int
+    loss_mask_sha256: str = ""
 
 
 def contents_of(
@@ -104,8 +108,29 @@ def contents_of(
         sampled = True
     low, high = _range_with_record(scan, record)
     return Contents(
-        dataset.num_tokens, dataset.num_documents, bin_digest, idx_digest, sampled, low, high
+        tokens=dataset.num_tokens,
+        documents=dataset.num_documents,
+        bin_sha256=bin_digest,
+        idx_sha256=idx_digest,
+        sampled=sampled,
+        low=low,
+        high=high,
+        loss_mask_sha256=_digest_of_mask(dataset, record, remedy),
     )
+
+
+def _digest_of_mask(dataset: IndexedDataset, record: dict[str, Any] | None, remedy: str) -> str:
+    """Return the SHA-256 of the loss mask of a data set; "" if it has none. Raises UserError unless
+    its record, if there is one, says so."""
+    file = with_suffix(dataset.prefix, LOSS_MASK)
+    recorded = record.get(MASK_DIGEST, "") if record else None
+    digest = scan_file(file).sha256 if dataset.has_mask else ""
+    if recorded not in (None, digest):
+        # training without a mask, or with another one, would be another training
+        if not digest:
+            raise UserError.of("data.loss_mask_missing", file=file, remedy=remedy)
+        raise UserError.of("data.digest_differs", file=file, remedy=remedy)
+    return digest
 
 
 def _digest_of_index(idx_file: Path, bin_file: Path) -> str:

@@ -1,35 +1,36 @@
 """The items of a JSON list, one after the other, from a file that need not fit into memory."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 READ = 1 << 20  # characters that are read at a time, at least
 MAX_ITEM = 1 << 26  # characters of an item, which is parsed whole
 
 
-def once(field: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+def once(fields: Sequence[str]) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
     """Return a hook by which `json` makes objects.
 
-    It raises ValueError for an object with the field twice, of which one would be lost.
+    It raises ValueError for an object with one of the fields twice, of which one would be lost.
     """
 
     def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
-        if keys.count(field) > 1:
-            raise ValueError(f"field {field!r} is given twice in an object")
+        for field in fields:
+            if keys.count(field) > 1:
+                raise ValueError(f"field {field!r} is given twice in an object")
         return dict(pairs)
 
     return make_object
 
 
-def items(stream: TextIO, field: str) -> Iterator[Any]:
+def items(stream: TextIO, fields: Sequence[str]) -> Iterator[Any]:
     """Yield the items of a list.
 
-    field: must not be given twice in an object.
+    fields: must not be given twice in an object.
     Raises ValueError, after the items before it, where the text is no JSON list.
     """
-    lookahead = _Lookahead(stream, json.JSONDecoder(object_pairs_hook=once(field)))
+    lookahead = _Lookahead(stream, json.JSONDecoder(object_pairs_hook=once(fields)))
     if lookahead.sign() != "[":
         raise ValueError("it does not begin with [")
     lookahead.skip()

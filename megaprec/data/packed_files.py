@@ -11,7 +11,11 @@ from typing import Any, BinaryIO, cast
 from megaprec.data.places import is_remote, naming_url, openable
 from megaprec.errors import UserError
 
-PACKED = {".gz": "gzip", ".zst": "zstd"}  # endings of files that are unpacked as they are read
+PACKED = {
+    ".gz": "gzip",
+    ".zst": "zstd",
+    ".zstd": "zstd",
+}  # endings of files that are unpacked as they are read
 
 
 @contextmanager
@@ -46,7 +50,7 @@ def open_unpacked(file: Path) -> BinaryIO:
     """Open a file for reading; what it gives is not packed any more."""
     suffix = file.suffix.lower()
     packed = openable(file)
-    if suffix == ".zst":
+    if PACKED.get(suffix) == "zstd":
         stream = import_pyarrow(file).input_stream(packed, compression="zstd")
         return io.BufferedReader(stream, 1 << 16)
     if suffix == ".gz":

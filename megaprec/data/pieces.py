@@ -1,8 +1,10 @@
 """The pieces in which readers yield the text of documents, and the errors of documents that are
 none."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
+from megaprec.data.encoding import Marks
 from megaprec.errors import UserError
 
 PIECE_CHARS = 1 << 20
@@ -13,6 +15,15 @@ WHICH = (
 Piece = tuple[str, str]
 """Name of a document, and some of its text; consecutive pieces of one document have one name."""
 
+
+class MarkedPiece(NamedTuple):
+    """A piece with its marks; None: all of its text counts."""
+
+    document: str
+    text: str
+    marks: Marks | None = None
+
+
 OnFault = Callable[[UserError], None]
 """Called with the error of a line, item or row that is no document; reading goes on if it
 returns."""
@@ -21,6 +32,12 @@ returns."""
 def raise_fault(error: UserError) -> None:
     """Raise the error of a bad document."""
     raise error
+
+
+def unmarked(pieces: Iterable[Piece]) -> Iterator[MarkedPiece]:
+    """Yield pieces of which all text counts."""
+    for document, text in pieces:
+        yield MarkedPiece(document, text)
 
 
 def cut_document(document: str, text: str) -> Iterator[Piece]:

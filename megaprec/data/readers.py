@@ -9,14 +9,24 @@ Parquet are read with the optional package `pyarrow`, pages with `inscriptis`.
 
 import codecs
 import io
-import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from megaprec.data.json_list import items, once
+from megaprec.data.arrow_files import arrow_pieces, arrow_rows
+from megaprec.data.chats import ROW_FIELDS, Chats
+from megaprec.data.forms import (
+    ALSO_JSONL,
+    ARROW,
+    JSON,
+    JSONL,
+    PARQUET,
+    UTF8,
+    ZERO,
+    form,
+    other_form,
+)
+from megaprec.data.json_rows import Row, jsonl_rows, list_rows, text_of
 from megaprec.data.marked_up import (
     NOTEBOOK,
     PAGES,
@@ -24,63 +34,32 @@ from megaprec.data.marked_up import (
     notebook_pieces,
     page_pieces,
 )
+from megaprec.data.mds_files import mds_rows
 from megaprec.data.packed_files import PACKED, import_pyarrow, naming_damage, open_unpacked
 from megaprec.data.pieces import (
     PIECE_CHARS,
-    WHICH,
+    MarkedPiece,
     OnFault,
     Piece,
     cut_document,
     raise_fault,
     require_unicode,
+    unmarked,
 )
-from megaprec.data.tables import SEPARATORS, has_column, parquet_pieces, separated_pieces
+from megaprec.data.tables import (
+    SEPARATORS,
+    has_column,
+    parquet_pieces,
+    parquet_rows,
+    separated_pieces,
+    separated_rows,
+)
+from megaprec.data.tar_files import tar_pieces, tar_rows
 from megaprec.errors import UserError
 
 TEXT = (".txt", ".text", ".md", ".rst", ".py")
-JSONL = ".jsonl"
-ALSO_JSONL = (".ndjson", ".jsonlines")  # other names of the same form
-JSON = ".json"
-PARQUET = ".parquet"
 SUFFIXES = (*TEXT, JSONL, *ALSO_JSONL, JSON, *SEPARATORS, PARQUET, *PAGES, NOTEBOOK)
 OWN_ENCODING = (JSONL, *ALSO_JSONL, JSON, PARQUET, NOTEBOOK)  # UTF-8, as their formats say
-MAX_LINE = 1 << 26  # bytes of a line of JSONL, which is parsed whole
-UTF8 = "utf-8"
-# Endings of forms that are not read, and would be one plain text in silence: what the file is, and
-# what to do.
-NOT_READ = {
-    **dict.fromkeys(
-        (".zip", ".tar", ".tgz", ".7z", ".rar"), "an archive: unpack it and give the folder"
-    ),
-    **dict.fromkeys(
-        (".bz2", ".xz", ".lzma", ".lz4", ".br", ".z", ".tbz2", ".txz"),
-        "packed in a form that is not read: unpack it, or pack it by gzip or zstd",
-    ),
-    **dict.fromkeys(
-        (".arrow", ".feather", ".ipc"), "an Arrow table: write it as .parquet or .jsonl"
-    ),
-}
-# First bytes of files that are taken for text by mistake; where they are letters, as many as no
-# text begins with.
-MAGIC = {
-    b"\x1f\x8b": "it is packed by gzip: its name must end in .gz",
-    b"\x28\xb5\x2f\xfd": "it is packed by zstd: its name must end in .zst",
-    b"BZh91AY&SY": "it is packed by bzip2: unpack it",
-    b"\xfd7zXZ\0": "it is packed by xz: unpack it",
-    b"\x04\x22M\x18": "it is packed by lz4: unpack it",
-    b"PAR1\x15": "it is Parquet: its name must end in .parquet",
-    b"ARROW1\0\0": f"it is {NOT_READ['.arrow']}",
-    b"%PDF-": "it is a PDF: extract its text first",
-    b"PK\x03\x04": "it is a zip archive or an office document: extract its text first",
-}
-UTF16_MAGIC = {
-    codecs.BOM_UTF16_LE: "it is UTF-16 or UTF-32: convert it to UTF-8",
-    codecs.BOM_UTF16_BE: "it is UTF-16: convert it to UTF-8",
-}
-ZERO = "it is UTF-16 or binary; convert it to UTF-8 or leave it out"
-
-# names of fields that JSON can spell in one way only, but for escapes such as \u0041
-ONE_SPELLING = re.compile(r"[\w .:-]+", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -95,6 +74,7 @@ class TextOptions:
     skip_bad: number of bad files and rows that are left out; with one more, and with 0, the source
         is refused.
     max_chars: number of characters after which reading stops, even within a document.
+    chats: the way in which rows become documents that are conversations; None: rows are texts.
     """
 
     field: str = "text"
@@ -102,6 +82,7 @@ class TextOptions:
     exclude: tuple[str, ...] = ()
     skip_bad: int = 0
     max_chars: int | None = None
+    chats: Chats | None = None
 
 
 def encoding_problem(encoding: str) -> str:
@@ -111,6 +92,47 @@ def encoding_problem(encoding: str) -> str:
     except (LookupError, ValueError) as problem:
         return str(problem)
     return ""
+
+
+def marked_pieces(
+    file: Path,
+    document: str,
+    options: TextOptions,
+    on_fault: OnFault = raise_fault,
+) -> Iterator[MarkedPiece]:
+    """Yield the text in `file` with the marks of what counts, see `pieces`."""
+    chats = options.chats
+    if chats is None:
+        yield from unmarked(pieces(file, document, options, on_fault))
+        return
+    for number, row in _rows(file, options, on_fault):
+        try:
+            yield from chats.pieces(f"{document}:{number}", row, options.field, f"{file}:{number}")
+        except UserError as error:
+            on_fault(error)
+
+
+def _rows(file: Path, options: TextOptions, on_fault: OnFault) -> Iterator[Row]:
+    """Return the rows of a file, which must be of a form that has fields. Raises UserError."""
+    fields = [*dict.fromkeys((*ROW_FIELDS, options.field))]
+    match form(file):
+        case ".jsonl":
+            return jsonl_rows(file, fields, on_fault)
+        case ".json":
+            return list_rows(file, fields)
+        case ".csv" | ".tsv" as suffix:
+            encoding = _without_byte_order_mark(options.encoding)
+            return separated_rows(file, encoding, SEPARATORS[suffix], on_fault)
+        case ".parquet":
+            return parquet_rows(file, on_fault)
+        case ".arrow":
+            return arrow_rows(file, on_fault)
+        case ".mds":
+            return mds_rows(file, fields, on_fault)
+        case ".tar":
+            return tar_rows(file, fields, on_fault)
+        case _:
+            raise UserError.of("data.chat_form", file=file)
 
 
 def pieces(
@@ -126,11 +148,20 @@ def pieces(
     """
     match form(file):
         case ".jsonl":
-            return _jsonl_pieces(file, document, options.field, on_fault)
+            rows = jsonl_rows(file, [options.field], on_fault)
+            return _row_pieces(rows, file, document, options.field, on_fault)
         case ".json":
-            return _list_pieces(file, document, options.field, on_fault)
+            items = list_rows(file, [options.field])
+            return _row_pieces(items, file, document, options.field, on_fault, has_texts=True)
         case ".parquet":
             return parquet_pieces(file, document, options.field, on_fault)
+        case ".arrow":
+            return arrow_pieces(file, document, options.field, on_fault)
+        case ".mds":
+            samples = mds_rows(file, [options.field], on_fault)
+            return _row_pieces(samples, file, document, options.field, on_fault)
+        case ".tar":
+            return tar_pieces(file, document, options.field, on_fault)
         case ".csv" | ".tsv" as suffix:
             encoding = _without_byte_order_mark(options.encoding)
             separator = SEPARATORS[suffix]
@@ -157,40 +188,18 @@ def _without_byte_order_mark(encoding: str) -> str:
     return "utf-8-sig" if codecs.lookup(encoding).name == UTF8 else encoding
 
 
-def form(file: Path) -> str:
-    """Return the suffix that tells the form of a file, in small letters and without that of the
-    compression."""
-    suffix = file.suffix.lower()
-    if suffix in PACKED:
-        suffix = Path(file.stem).suffix.lower()
-    return JSONL if suffix in ALSO_JSONL else suffix
-
-
-def require_read(file: Path) -> None:
-    """Raise UserError for a file whose ending says that it has a form that is not read."""
-    description = NOT_READ.get(form(file))
-    if description:
-        raise UserError.of("data.source_not_text", file=file, description=description)
-
-
 def check_readable(files: Sequence[Path]) -> None:
     """Raise UserError if a package is missing that one of the files needs."""
-    arrow_files = [file for file in files if file.suffix.lower() == ".zst" or form(file) == PARQUET]
+    arrow_files = [
+        file
+        for file in files
+        if PACKED.get(file.suffix.lower()) == "zstd" or form(file) in (PARQUET, ARROW)
+    ]
     if arrow_files:
         import_pyarrow(arrow_files[0])
     page_files = [file for file in files if form(file) in PAGES]
     if page_files:
         import_inscriptis(page_files[0])
-
-
-def is_list(file: Path) -> bool:
-    """Return True if a .json file is a list, by its first sign. Other JSON is no text: settings,
-    notebooks, tables."""
-    with naming_damage(file, lambda: "1"), open_unpacked(file) as stream:
-        start = stream.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8).lstrip()
-        while not start and (sign := stream.read(1)):
-            start = sign.strip()
-        return start.startswith(b"[")
 
 
 def _text_pieces(file: Path, document: str, options: TextOptions) -> Iterator[Piece]:
@@ -208,9 +217,9 @@ def _text_pieces(file: Path, document: str, options: TextOptions) -> Iterator[Pi
 def _decoded_pieces(file: Path, document: str, encoding: str) -> Iterator[Piece]:
     """Yield a plain text. Raises UserError where it is no text of this encoding."""
     line = 1
-    other_form = _other_form(file, encoding)
-    if other_form:
-        raise UserError.of("data.not_utf8", file=file, other_form=other_form)
+    description = other_form(file, encoding)
+    if description:
+        raise UserError.of("data.not_utf8", file=file, other_form=description)
     try:
         with (
             naming_damage(file, lambda: str(line)),
@@ -242,23 +251,6 @@ def _not_decodable(file: Path, encoding: str, problem: UnicodeError) -> UserErro
     )
 
 
-def _other_form(file: Path, encoding: str = UTF8) -> str:
-    """Return what a file is, by its first bytes, and what to do; "" if they may be text."""
-    with naming_damage(file, lambda: "1"), open_unpacked(file) as stream:
-        beginning = stream.read(max(map(len, MAGIC)))
-    other_form = _by_first_bytes(beginning)
-    # other encodings may begin with the mark of UTF-16, or be it
-    is_utf8 = codecs.lookup(encoding).name == UTF8
-    return "" if other_form in UTF16_MAGIC.values() and not is_utf8 else other_form
-
-
-def _by_first_bytes(content: bytes) -> str:
-    for magic, description in {**MAGIC, **UTF16_MAGIC}.items():
-        if content.startswith(magic):
-            return description
-    return ""
-
-
 def _undecodable_line(file: Path, encoding: str) -> int:
     """Return the number of the line that holds the first byte that is not of the encoding."""
     line = 1
@@ -285,115 +277,23 @@ def _lines_before_fault(decoder: codecs.IncrementalDecoder, content: bytes) -> i
     return lines
 
 
-def _jsonl_pieces(
+def _row_pieces(
+    rows: Iterator[Row],
     file: Path,
     document: str,
     field: str,
     on_fault: OnFault,
+    has_texts: bool = False,
 ) -> Iterator[Piece]:
-    number = 0
-    with naming_damage(file, lambda: str(number + 1)), open_unpacked(file) as stream:
-        # One byte more than a line may have, so that a longer one is told from one that just fits.
-        lines = iter(lambda: stream.readline(MAX_LINE + 1), b"")
-        for number, line in enumerate(lines, 1):
-            if len(line) > MAX_LINE:
-                raise UserError.of(
-                    "data.line_too_long", file=file, number=number, max_line=MAX_LINE
-                )
-            if line.isspace():
-                continue
-            where = f"{file}:{number}"
-            try:
-                record = _parse_line(line, field, where)
-                text = _text_of(record, field, where)
-            except UserError as error:
-                on_fault(error)
-                continue
-            yield from cut_document(f"{document}:{number}", text)
-
-
-def _list_pieces(
-    file: Path,
-    document: str,
-    field: str,
-    on_fault: OnFault,
-) -> Iterator[Piece]:
-    """Yield the texts of a JSON list, whose items are texts or objects with the field."""
-    if not is_list(file):
-        other_form = _other_form(file)
-        if other_form:
-            raise UserError.of("data.not_json_list", file=file, other_form=other_form)
-        raise UserError.of("data.json_list_of_other", file=file)
-    number = 0
-    try:
-        with (
-            naming_damage(file, lambda: str(number + 1)),
-            io.TextIOWrapper(open_unpacked(file), "utf-8-sig") as stream,
-        ):
-            for number, item in enumerate(items(stream, field), 1):
-                where = f"{file}:{number}"
-                try:
-                    if isinstance(item, str):
-                        text = require_unicode(item, where, "the item")
-                    else:
-                        text = _text_of(item, field, where)
-                except UserError as error:
-                    on_fault(error)
-                    continue
-                yield from cut_document(f"{document}:{number}", text)
-    except UserError:
-        raise
-    except UnicodeDecodeError as problem:
-        raise UserError.of("data.json_list_not_utf8", file=file, reason=problem.reason) from problem
-    except (ValueError, RecursionError) as problem:
-        # UTF-16 is a common reason, and its error is of no help
-        with open_unpacked(file) as stream:
-            reason = ZERO if b"\0" in stream.read(2) else problem
-        raise UserError.of(
-            "data.json_list_broken", file=file, number=number + 1, reason=reason
-        ) from problem
-
-
-def _parse_line(
-    line: bytes,
-    field: str,
-    where: str,
-) -> Any:
-    """Return the value of a line of JSONL. Raises UserError, which names `where`."""
-    try:
-        # Most lines are spared the slower hook: those in which the field cannot be twice, in this
-        # or another spelling.
-        escaped = b"\\u00" in line or not ONE_SPELLING.fullmatch(field)
-        if not escaped and line.count(f'"{field}"'.encode()) < 2:
-            return json.loads(line)
-        return json.loads(line, object_pairs_hook=once(field))
-    except (ValueError, RecursionError) as problem:
-        other_form = _by_first_bytes(line) or (ZERO if b"\0" in line else "")
-        if other_form:
-            raise UserError.of("data.row_not_json", where=where, other_form=other_form) from problem
-        raise UserError.of("data.row_not_json_object", where=where, problem=problem) from problem
-
-
-def _text_of(
-    record: Any,
-    field: str,
-    where: str,
-) -> str:
-    """Return the text of a record. Raises UserError, which names `where`, if there is none."""
-    if not isinstance(record, dict):
-        # A list or a text may be long; numbers, true, false and null are shown.
-        kind = {list: "a list", str: "a text"}.get(type(record)) or json.dumps(record)
-        raise UserError.of("data.row_not_object", where=where, kind=kind, field=field)
-    if field not in record:
-        names = ", ".join(sorted(record)) or "none"
-        raise UserError.of("data.field_missing", where=where, field=field, names=names, which=WHICH)
-    text = record[field]
-    if not isinstance(text, str):
-        raise UserError.of(
-            "data.field_not_text",
-            where=where,
-            field=field,
-            dumps=json.dumps(text)[:40],
-            which=WHICH,
-        )
-    return require_unicode(text, where, f"field {field!r}")
+    """Yield the texts in a field of rows. has_texts: a row may itself be a text."""
+    for number, row in rows:
+        where = f"{file}:{number}"
+        try:
+            if has_texts and isinstance(row, str):
+                text = require_unicode(row, where, "the item")
+            else:
+                text = text_of(row, field, where)
+        except UserError as error:
+            on_fault(error)
+            continue
+        yield from cut_document(f"{document}:{number}", text)

@@ -28,17 +28,21 @@ CHUNK = 1 << 20  # tokens at a time that are searched for one that counts
 
 @dataclass(frozen=True)
 class Resets:
-    """Settings that restart with each document within a sample. The keys are Megatron's.
+    """Settings that restart with each document within a sample, and of what counts. The first three
+    have Megatron's names.
 
     attention_mask: a token attends only to its own document. position_ids: positions restart with
         each document.
     eod_mask_loss: the first token of a document, which nothing before it predicts, is no target in
         the loss.
+    loss_mask: targets that the loss mask of a data set leaves out are none; of a data set without
+        one all are. It must be the same on all ranks, which then all have a mask.
     """
 
     attention_mask: bool = False
     position_ids: bool = False
     eod_mask_loss: bool = False
+    loss_mask: bool = False
 
 
 NO_RESETS = Resets()
@@ -146,34 +150,57 @@ class Samples:
 
         what: what the samples are for, in words.
         """
-        if not self._resets.eod_mask_loss:
+        if not (self._resets.eod_mask_loss or self._resets.loss_mask):
             return
         for first, last in zip(self._chosen.begins, self._chosen.ends, strict=True):
             if self._has_counted(int(first) * self._seq_length, int(last) * self._seq_length):
                 return
         raise UserError.of("data.no_token_counts", what=what)
 
+    def count_without_target(self) -> int:
+        """Return of how many samples of an epoch no target counts in the loss."""
+        seq_length = self._seq_length
+        samples_at_a_time = max(1, CHUNK // seq_length)
+        count = 0
+        for first, last in zip(self._chosen.begins, self._chosen.ends, strict=True):
+            for sample in range(int(first), int(last), samples_at_a_time):
+                end = min(sample + samples_at_a_time, int(last))
+                counted = self._counted(sample * seq_length, (end - sample) * seq_length)
+                count += int((~counted.reshape(-1, seq_length).any(1)).sum())
+        return count
+
     def _has_counted(self, begin: int, end: int) -> bool:
         """Return True if a target of the samples that begin in the tokens [begin, end) counts."""
-        for start in range(begin, end, CHUNK):
-            # a target counts if the token before it is of the same document
-            documents = self._dataset.documents_of(start, min(CHUNK, end - start) + 1)
-            if (documents[1:] == documents[:-1]).any():
-                return True
-        return False
+        starts = range(begin, end, CHUNK)
+        return any(self._counted(start, min(CHUNK, end - start)).any() for start in starts)
+
+    def _counted(self, start: int, length: int) -> NDArray[np.bool_]:
+        """Return whether the target of each of the tokens [start, start + length), which is the
+        token after it, counts in the loss, [length]."""
+        counted = np.ones(length, bool)
+        if self._resets.loss_mask:
+            counted &= self._dataset.counted(start + 1, length)
+        if self._resets.eod_mask_loss:
+            # the token before it must be of the same document
+            documents = self._dataset.documents_of(start, length + 1)
+            counted &= documents[1:] == documents[:-1]
+        return counted
 
     def _with_structure(self, batch: Batch, ids: NDArray[np.int64]) -> Batch:
         """Return the batch with mask, documents and positions, each if its reset is on."""
         seq_length = self._seq_length
         starts = [int(sample) * seq_length for sample in ids]
+        resets = self._resets
+        if resets.eod_mask_loss or resets.loss_mask:
+            mask = np.stack([self._counted(start, seq_length) for start in starts])
+            batch = replace(batch, mask=torch.from_numpy(mask.astype(np.float32)))
+        if not (resets.attention_mask or resets.position_ids):
+            return batch
         # int64 [count, seq + 1]
         documents = np.stack(
             [self._dataset.documents_of(start, seq_length + 1) for start in starts]
         )
-        resets = self._resets
         same_as_next = documents[:, 1:] == documents[:, :-1]
-        if resets.eod_mask_loss:
-            batch = replace(batch, mask=torch.from_numpy(same_as_next.astype(np.float32)))
         if resets.attention_mask:
             numbers = documents[:, :-1] - documents[:, :1]
             batch = replace(batch, documents=torch.from_numpy(numbers))

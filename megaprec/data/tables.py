@@ -6,8 +6,9 @@ begin, counted from 1 with the header.
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from megaprec.data.places import is_remote, naming_url, openable
 from megaprec.errors import UserError
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
-PARQUET_ROWS = 256  # that are read together
+BATCH_ROWS = 256  # that are read together
 MAX_FIELD = 1 << 26  # characters of a field, which is read whole
 
 
@@ -30,6 +31,30 @@ def separated_pieces(
     Raises UserError for a column that is missing or there twice, and for a file that breaks off
     within a quoted field or is not text of this encoding.
     """
+    column: int | None = None
+    for line, header, row in _separated_lines(file, encoding, separator, on_fault):
+        if column is None:
+            column = _column(file, header, field)
+        if row is not None:
+            yield from cut_document(f"{document}:{line}", row[column])
+
+
+def separated_rows(
+    file: Path, encoding: str, separator: str, on_fault: OnFault
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the line and the fields of each row, as `separated_pieces` reads them."""
+    for line, header, row in _separated_lines(file, encoding, separator, on_fault):
+        if len({*header}) < len(header):
+            twice = next(name for name in header if header.count(name) > 1)
+            _column(file, header, twice)  # raises
+        if row is not None:
+            yield line, dict(zip(header, row, strict=True))
+
+
+def _separated_lines(
+    file: Path, encoding: str, separator: str, on_fault: OnFault
+) -> Iterator[tuple[int, list[str], list[str] | None]]:
+    """Yield the line, the header and the fields of the header itself (None) and of each row."""
     # a limit of the module csv, whose default of 131,072 characters is less than many documents
     csv.field_size_limit(MAX_FIELD)
     line = 1
@@ -40,11 +65,11 @@ def separated_pieces(
         ):
             rows = csv.reader(stream, delimiter=separator, strict=True)
             header = next(rows, [])
-            column = _column(file, header, field)
+            yield line, header, None
             line = rows.line_num + 1
             for row in rows:
                 if len(row) == len(header):
-                    yield from cut_document(f"{document}:{line}", row[column])
+                    yield line, header, row
                 elif row:  # an empty line is no row
                     on_fault(
                         UserError.of(
@@ -101,56 +126,101 @@ def parquet_pieces(file: Path, document: str, field: str, on_fault: OnFault) -> 
     Raises UserError if the column is missing or has another type, and for a damaged file.
     """
     arrow = import_pyarrow(file)
-    number = 0
+    with _naming_parquet(file, arrow) as place, _open_parquet(file) as table:
+        require_texts(file, table.schema_arrow, field)
+        batches = table.iter_batches(batch_size=BATCH_ROWS, columns=[field], use_threads=False)
+        yield from column_pieces(file, document, field, batches, place, on_fault)
+
+
+def parquet_rows(file: Path, on_fault: OnFault) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number and the fields of each row of a Parquet file. Raises UserError for a damaged
+    file."""
+    arrow = import_pyarrow(file)
+    with _naming_parquet(file, arrow) as place, _open_parquet(file) as table:
+        batches = table.iter_batches(batch_size=BATCH_ROWS, use_threads=False)
+        yield from batch_rows(file, batches, place, on_fault)
+
+
+@dataclass
+class Place:
+    """The number of the row that is read, counted from 1; 0 before the first."""
+
+    row: int = 0
+
+
+def column_pieces(
+    file: Path,
+    document: str,
+    field: str,
+    batches: Iterable[Any],
+    place: Place,
+    on_fault: OnFault,
+) -> Iterator[Piece]:
+    """Yield the texts in a column of record batches of Arrow, and note where they are."""
+    for batch in batches:
+        # a column named a.b may come with b of a structure a
+        column = batch.column(batch.schema.get_field_index(field))
+        for value in column:
+            place.row += 1
+            where = f"{file}:{place.row}: field {field!r}"
+            try:
+                text = value.as_py()
+            except UnicodeDecodeError as problem:
+                on_fault(UserError.of("data.not_utf8", file=where, other_form=problem.reason))
+                continue
+            if text is None:
+                on_fault(UserError.of("data.field_null", where=where))
+                continue
+            yield from cut_document(f"{document}:{place.row}", text)
+
+
+def batch_rows(
+    file: Path, batches: Iterable[Any], place: Place, on_fault: OnFault
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number and the fields of each row of record batches of Arrow."""
+    for batch in batches:
+        for number in range(batch.num_rows):
+            place.row += 1
+            try:
+                (row,) = batch.slice(number, 1).to_pylist()
+            except UnicodeDecodeError as problem:
+                where = f"{file}:{place.row}"
+                on_fault(UserError.of("data.not_utf8", file=where, other_form=problem.reason))
+                continue
+            yield place.row, row
+
+
+@contextmanager
+def _naming_parquet(file: Path, arrow: Any) -> Iterator[Place]:
+    """Raise UserError for a Parquet file that cannot be read inside the context, with the row
+    there."""
+    place = Place()
     try:
-        remote = naming_url(file) if is_remote(file) else nullcontext()
-        with remote, _open_parquet(file, arrow, field) as table:
-            for batch in table.iter_batches(
-                batch_size=PARQUET_ROWS, columns=[field], use_threads=False
-            ):
-                # a column named a.b may come with b of a structure a
-                column = batch.column(batch.schema.get_field_index(field))
-                for value in column:
-                    number += 1
-                    where = f"{file}:{number}: field {field!r}"
-                    try:
-                        text = value.as_py()
-                    except UnicodeDecodeError as problem:
-                        on_fault(
-                            UserError.of("data.not_utf8", file=where, other_form=problem.reason)
-                        )
-                        continue
-                    if text is None:
-                        on_fault(UserError.of("data.field_null", where=where))
-                        continue
-                    yield from cut_document(f"{document}:{number}", text)
+        with naming_url(file) if is_remote(file) else nullcontext():
+            yield place
     except (arrow.ArrowException, OSError) as problem:
         reason = " ".join(str(problem).split())
         raise UserError.of(
-            "data.parquet_not_whole", file=file, number=number + 1, reason=reason
+            "data.parquet_not_whole", file=file, number=place.row + 1, reason=reason
         ) from problem
 
 
-def _open_parquet(
-    file: Path,
-    arrow: Any,
-    field: str,
-) -> Any:
-    """Open a Parquet file that has a column `field` of texts; row groups are read in small pieces.
-
-    Raises UserError if the column is missing or has another type.
-    """
+def _open_parquet(file: Path) -> Any:
+    """Open a Parquet file; row groups are read in small pieces."""
     import pyarrow.parquet  # noqa: PLC0415 (optional)
 
-    table = pyarrow.parquet.ParquetFile(
+    return pyarrow.parquet.ParquetFile(
         openable(file), buffer_size=1 << 20, page_checksum_verification=True
     )
-    schema = table.schema_arrow
+
+
+def require_texts(file: Path, schema: Any, field: str) -> None:
+    """Raise UserError unless a schema of Arrow has a column `field` of texts."""
+    types = import_pyarrow(file).types
     _column(file, schema.names, field)
     field_type = schema.field(field).type
-    value_type = field_type.value_type if arrow.types.is_dictionary(field_type) else field_type
-    if not (arrow.types.is_string(value_type) or arrow.types.is_large_string(value_type)):
+    value_type = field_type.value_type if types.is_dictionary(field_type) else field_type
+    if not (types.is_string(value_type) or types.is_large_string(value_type)):
         raise UserError.of(
             "data.parquet_type", file=file, field=field, field_type=field_type, which=WHICH
         )
-    return table

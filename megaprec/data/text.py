@@ -32,6 +32,7 @@ Plain text is not changed, line ends included. A folder called `python` is given
 """
 
 import hashlib
+import json
 import os
 import re
 import sysconfig
@@ -41,18 +42,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megaprec.data.forms import UTF8, form
 from megaprec.data.packed_files import PACKED
-from megaprec.data.pieces import OnFault, Piece
+from megaprec.data.pieces import MarkedPiece, OnFault, Piece
 from megaprec.data.places import is_remote, version_of
 from megaprec.data.readers import (
     SUFFIXES,
     TEXT,
-    UTF8,
     TextOptions,
     check_readable,
     encoding_problem,
-    form,
-    pieces,
+    marked_pieces,
 )
 from megaprec.data.text_files import is_hidden, left_out_words, text_files
 from megaprec.errors import Problem, UserError
@@ -85,7 +85,12 @@ class Source:
         return self.reading(lambda problem: None)
 
     def reading(self, on_skip: Callable[[Problem], None]) -> Iterator[Piece]:
-        """Yield the pieces.
+        """Yield the pieces, as `marked` does, without their marks."""
+        for document, text, _ in self.marked(on_skip):
+            yield document, text
+
+    def marked(self, on_skip: Callable[[Problem], None]) -> Iterator[MarkedPiece]:
+        """Yield the pieces with the marks of what counts in the loss.
 
         on_skip: called with each bad file or row that is left out, of which there are at most
             `options.skip_bad`.
@@ -107,7 +112,7 @@ class Source:
         except UserError as error:
             raise self._all_faults(error) from error
 
-    def _read(self, on_fault: OnFault) -> Iterator[Piece]:
+    def _read(self, on_fault: OnFault) -> Iterator[MarkedPiece]:
         """Yield the pieces.
 
         on_fault: called with the error of each document that is none and of each file that ends
@@ -118,11 +123,12 @@ class Source:
         for file in self.files:
             document = self._document(file)
             try:
-                for name, text in pieces(file, document, self.options, on_fault):
-                    # the last piece may be cut
-                    yield name, text[:remaining]
+                for piece in marked_pieces(file, document, self.options, on_fault):
+                    # the last piece may be cut, but no conversation
+                    is_cut = piece.marks is None and remaining is not None
+                    yield piece._replace(text=piece.text[:remaining]) if is_cut else piece
                     if remaining is not None:
-                        remaining -= len(text)
+                        remaining -= len(piece.text)
                         if remaining <= 0:
                             return
             except UserError as error:
@@ -204,6 +210,8 @@ class Source:
             "files": len(self.files),
             "files_sha256": digest.hexdigest(),
         }
+        if self.options.chats:
+            identity["chats_sha256"] = self.options.chats.digest
         if self.options.encoding != UTF8:
             identity["encoding"] = self.options.encoding
         if self.options.skip_bad and self.name != STANDARD_LIBRARY:
@@ -219,7 +227,8 @@ class Source:
 
 
 class TextDigest:
-    """SHA-256 of the documents of a text, whatever their names are and in which pieces they come.
+    """SHA-256 of the documents of a text and of what counts in them, whatever their names are and
+    in which pieces they come.
 
     chars: number of characters that were read.
     """
@@ -228,16 +237,19 @@ class TextDigest:
         self.chars = 0
         self._hash = hashlib.sha256()
 
-    def reading(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+    def reading(self, pieces: Iterable[MarkedPiece]) -> Iterator[MarkedPiece]:
         """Yield the pieces of a text, and add them to the digest."""
         document: str | None = None
-        for name, text in pieces:
-            if name != document:
+        for piece in pieces:
+            if piece.document != document:
                 self._hash.update(b"\xff")  # no byte of UTF-8
-                document = name
-            self._hash.update(text.encode(errors="surrogatepass"))
-            self.chars += len(text)
-            yield name, text
+                document = piece.document
+            if piece.marks:
+                marks = [piece.marks.rendered, *piece.marks.answers]
+                self._hash.update(b"\xfe" + json.dumps(marks).encode())
+            self._hash.update(piece.text.encode(errors="surrogatepass"))
+            self.chars += len(piece.text)
+            yield piece
 
     def hexdigest(self) -> str:
         """Return the digest of what was read."""
@@ -255,7 +267,7 @@ def has_digest(
     """
     actual = TextDigest()
     try:
-        for _ in actual.reading(source):
+        for _ in actual.reading(source.marked(lambda problem: None)):
             if actual.chars > chars:
                 return False
     except UserError:

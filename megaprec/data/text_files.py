@@ -9,17 +9,12 @@ from fnmatch import fnmatchcase
 from glob import glob, has_magic
 from pathlib import Path
 
+from megaprec.data.described_folders import described_files
+from megaprec.data.forms import JSON, form, require_read
+from megaprec.data.json_rows import is_list
 from megaprec.data.packed_files import PACKED
 from megaprec.data.places import is_remote, is_url, naming_url, remote_path
-from megaprec.data.readers import (
-    JSON,
-    SUFFIXES,
-    TextOptions,
-    form,
-    is_list,
-    lacks_column,
-    require_read,
-)
+from megaprec.data.readers import SUFFIXES, TextOptions, lacks_column
 from megaprec.errors import Problem, UserError
 from megaprec.parsing import home_expanded
 
@@ -134,6 +129,8 @@ def _files_at(
 
     Raises UserError.
     """
+    if path.is_dir() and (described := described_files(path)) is not None:
+        return [*_not_excluded(described, path, options.exclude, left_out)]
     if path.is_dir():
         walk = _remote_files if is_remote(path) else _files_of_folder
         return walk(path, options, left_out)
@@ -142,6 +139,17 @@ def _files_at(
         return []
     require_read(path)
     return [path]
+
+
+def _not_excluded(
+    files: Sequence[Path], root: Path, exclude: Sequence[str], left_out: Counter[str]
+) -> Iterator[Path]:
+    """Yield the files that no pattern excludes, and count the others."""
+    for file in files:
+        if pattern := _excluding(file, root, exclude):
+            left_out[_excluded_by(pattern)] += 1
+        else:
+            yield file
 
 
 def _files_of_folder(root: Path, options: TextOptions, left_out: Counter[str]) -> list[Path]:

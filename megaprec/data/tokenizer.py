@@ -13,7 +13,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from megaprec.data.encoding import hugging_face_encoder, is_json, sentencepiece_encoder
+import numpy as np
+from numpy.typing import NDArray
+
+from megaprec.data.encoding import (
+    Answers,
+    EncodeRendered,
+    hugging_face_encoder,
+    is_json,
+    rendered_encoder,
+    sentencepiece_encoder,
+)
 from megaprec.data.tokenizer_files import (
     CONFIG,
     Settings,
@@ -78,6 +88,8 @@ class Tokenizer(Protocol):
         None if the tokenizer has none.
     holes: ids below `vocab_size` that no token has.
     notes: lines for the user on what is not followed.
+    special: tokens that no text can hold, as they are spelled in a rendered chat.
+    encode_rendered: encodes a chat that a template has written; None if the tokenizer cannot.
     """
 
     path: Path
@@ -88,6 +100,10 @@ class Tokenizer(Protocol):
     unk: int | None
     holes: frozenset[int]
     notes: tuple[str, ...]
+    special: frozenset[str]
+
+    @property
+    def encode_rendered(self) -> EncodeRendered | None: ...
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -105,6 +121,8 @@ class SentencePieceTokenizer:
     """
 
     holes: frozenset[int] = frozenset()
+    special: frozenset[str] = frozenset()
+    encode_rendered: EncodeRendered | None = None  # it has no spelling for special tokens
 
     def __init__(self, path: Path) -> None:
         content = read_regular(path)
@@ -166,6 +184,9 @@ class HuggingFaceTokenizer:
                 reason = str(problem)
             raise UserError.of("data.tokenizer_unreadable", path=path, reason=reason) from problem
         self.path = path
+        self._definition = text
+        self._encode_rendered: EncodeRendered | None = None
+        self.special = settings.special | _special_tokens(definition)
         vocabulary = self.vocabulary()
         require_as_written(path, definition, vocabulary)
         require_agreeing(path, settings, vocabulary)
@@ -207,6 +228,29 @@ class HuggingFaceTokenizer:
     def vocabulary(self) -> dict[str, int]:
         """Return the ids of all tokens, added ones too."""
         return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    @property
+    def encode_rendered(self) -> EncodeRendered | None:
+        """The function that encodes a chat as its template has written it: special tokens that it
+        spells are these tokens.
+
+        It raises UserError for a text that has what no token is for.
+        """
+        # few texts are chats, and this reads the whole definition again
+        if self._encode_rendered is None:
+            self._encode_rendered = self._naming_file(rendered_encoder(self._definition))
+        return self._encode_rendered
+
+    def _naming_file(self, encode: EncodeRendered) -> EncodeRendered:
+        def encode_rendered(text: str, answers: Answers) -> tuple[list[int], NDArray[np.bool_]]:
+            try:
+                return encode(text, answers)
+            except Exception as problem:  # the library raises bare Exception
+                raise UserError.of(
+                    "data.text_not_encodable", path=self.path, problem=problem
+                ) from problem
+
+        return encode_rendered
 
 
 def _id_or_none(number: int) -> int | None:

@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from signal import SIGKILL
 
 from megaprec.data import encoding
-from megaprec.data.encoding import Encoded, encode_pieces, read_answer, send_request
+from megaprec.data.encoding import Encoded, Marks, encode_pieces, read_answer, send_request
 from megaprec.data.tokenizer import Tokenizer
 from megaprec.errors import UserError
 
@@ -29,10 +29,12 @@ class Chunk:
     """Pieces of text that are encoded together.
 
     ends: True for each text after which a document ends.
+    marks: of each text; empty: all of all texts counts in the loss.
     """
 
     texts: list[str]
     ends: list[bool]
+    marks: list[Marks] = field(default_factory=list)
 
 
 def encode_chunks(
@@ -47,7 +49,14 @@ def encode_chunks(
     """
     if workers == 1:
         for chunk in chunks:
-            encoded = encode_pieces(tokenizer.encode, chunk.texts, chunk.ends, tokenizer.eos)
+            encoded = encode_pieces(
+                tokenizer.encode,
+                chunk.texts,
+                chunk.ends,
+                tokenizer.eos,
+                chunk.marks,
+                tokenizer.encode_rendered if chunk.marks else None,
+            )
             yield chunk, encoded
         return
     # a thread for each worker, which waits for the answer: the work is done in the other process
@@ -79,7 +88,7 @@ def _exchange(process: subprocess.Popen[bytes], chunk: Chunk) -> Encoded:
     """Return the ids of a chunk, encoded by a worker."""
     assert process.stdin and process.stdout
     try:
-        send_request(process.stdin, chunk.texts, chunk.ends)
+        send_request(process.stdin, chunk.texts, chunk.ends, chunk.marks)
         return read_answer(process.stdout)
     except (BrokenPipeError, EOFError) as error:
         # it has closed its ends of both pipes, so it has ended

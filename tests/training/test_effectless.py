@@ -157,7 +157,7 @@ model: latent swiglu_alpha swiglu_limit norm_unit_offset rotary_fraction window_
 model: router_bias dense_layers dense_ffn shared_experts shared_gate
 data: source blend tokenizer begin held_out shuffle reset_attention_mask reset_position_ids eod_mask_loss
 data: text_field vocab_size max_chars validation lm_eval lm_eval_folder lm_eval_limit
-data: workers cache
+data: workers cache chat_template loss_on
 parallel: tensor pipeline data context schedule_file cuts bucket
 parallel: expert expert_tensor recompute_modules recompute_layers recompute_fraction zero_size
 parallel: zero elastic timeout

@@ -22,7 +22,12 @@ from megaprec.data.training import train_hugging_face, train_sentencepiece
 from megaprec.errors import Problem, UserError
 from megaprec.resources import cores, most_processes
 from tools.commands import data_verify as verification
-from tools.commands.options import add_skip_bad, add_text_options, text_options
+from tools.commands.options import (
+    add_chat_template,
+    add_skip_bad,
+    add_text_options,
+    text_options,
+)
 from tools.console.progress_bar import build_progress, skipped_words, tell_left_out
 from tools.console.tables import add_json, print_result
 from tools.console.units import counted
@@ -57,9 +62,10 @@ def _add_verify(commands: SubParsers) -> None:
         "--tokenizer",
         type=Path,
         metavar="FILE",
-        help="tokenizer of the token ids (default: PREFIX.model)",
+        help="tokenizer of the token ids (default: PREFIX.model), or of --chat-template",
     )
     add_text_options(parser)
+    add_chat_template(parser)
     add_json(parser)
     parser.set_defaults(run=verification.verify)
 
@@ -101,6 +107,7 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
 def _add_build(commands: SubParsers) -> None:
     parser = commands.add_parser("build", help="tokenize a text into PREFIX.bin and PREFIX.idx")
     _add_source(parser)
+    add_chat_template(parser)
     parser.add_argument(
         "prefix", metavar="PREFIX", type=Path, help="data set to write, without .bin"
     )
@@ -151,7 +158,7 @@ def build(args: argparse.Namespace) -> int:
     the same.
     """
     _check_build(args)
-    source = _open(args)
+    source = _open(args, args.chat_template)
     if args.tokenizer:
         _print_notes(load_tokenizer(args.tokenizer))  # refused before there is a lock
     # beside the data set, so that all hosts of a shared folder see it
@@ -185,9 +192,11 @@ def build(args: argparse.Namespace) -> int:
     return 0
 
 
-def _open(args: argparse.Namespace) -> Source:
+def _open(args: argparse.Namespace, chat_template: str = "") -> Source:
     """Open the text that `_add_source` names. Raises UserError."""
-    options = text_options(args, max_chars=args.max_chars, skip_bad=args.skip_bad)
+    options = text_options(
+        args, max_chars=args.max_chars, skip_bad=args.skip_bad, chat_template=chat_template
+    )
     return open_source(args.source, options)
 
 
@@ -305,9 +314,13 @@ def _summary(source: Source, result: BuildResult) -> str:
     )
     if result.unknown:
         summary += f"; {result.unknown:,} tokens stand for text that the tokenizer does not know"
+    if result.counted is not None:
+        summary += f"; {result.counted:,} of the tokens are answers, which count in the loss"
+    if result.unanswered:
+        summary += f"; {counted(result.unanswered, 'document')} without an answer"
     if result.skipped:
         summary += f"; {skipped_words(result)}"
-    if result.eos is None:
+    if result.eos is None and source.options.chats is None:
         summary += "; the tokenizer has no end-of-document token, so none was written"
     return summary
 

@@ -20,7 +20,8 @@ from rich.markup import escape
 from megaprec.data.files import with_suffix
 from megaprec.data.index_check import CHUNK
 from megaprec.data.indexed import IndexedDataset
-from megaprec.data.intact import describe_token_place, read_record, scan_file
+from megaprec.data.intact import MASK_DIGEST, describe_token_place, read_record, scan_file
+from megaprec.data.loss_mask import SUFFIX as LOSS_MASK
 from megaprec.data.readers import TextOptions
 from megaprec.data.text import open_source
 from megaprec.data.text_files import left_out_words
@@ -41,7 +42,9 @@ def verify(args: argparse.Namespace) -> int:
     exist."""
     entries = list[dict[str, str]]()
     worst = OK
-    all_findings = findings(args.path, args.tokenizer, text_options(args))
+    all_findings = findings(
+        args.path, args.tokenizer, text_options(args, chat_template=args.chat_template)
+    )
     for level, check, seen in _with_status(args.path, all_findings):
         worst = max(worst, level)
         entries.append({"level": LEVELS[level], "check": check, "seen": seen})
@@ -83,7 +86,7 @@ def findings(
             raise UserError.of("command.text_options_of_tokens", path=path)
         yield from _data_set_findings(Path(path), tokenizer)
     else:
-        if tokenizer:
+        if tokenizer and options.chats is None:
             raise UserError.of("command.tokenizer_of_text", tokenizer=tokenizer, path=path)
         yield from _text_findings(path, options)
 
@@ -190,6 +193,8 @@ def _document_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> 
     # floats are no token ids
     if tokenizer is None or tokenizer.eos is None or dataset.dtype.kind == "f":
         return
+    if dataset.has_mask:  # a chat template may have ended them
+        return
     ends = np.cumsum(lengths)
     last_positions = ends[lengths > 0] - 1
     open_ended = 0
@@ -229,6 +234,8 @@ def _record_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> It
         yield NOTE, "unknown", f"{unknown:,} tokens stand for text that the tokenizer does not know"
     yield _hash_finding(dataset, "bin", record)
     yield _hash_finding(dataset, "idx", record)
+    if dataset.has_mask or MASK_DIGEST in record:
+        yield _mask_finding(dataset, record)
     if tokenizer is not None:
         yield _recorded_tokenizer(record, tokenizer)
 
@@ -240,6 +247,16 @@ def _hash_finding(dataset: IndexedDataset, suffix: str, record: Mapping[str, Any
     # the ids have been scanned just now; of other files an earlier scan may be remembered
     scan = scan_file(file, dataset.dtype if has_ids else None, again=not has_ids)
     if scan.sha256 == record[f"{suffix}_sha256"]:
+        return OK, "hash", f"{file.name} is as it was built"
+    return BAD, "hash", f"{file.name} is not what was built: copy it again or build it again"
+
+
+def _mask_finding(dataset: IndexedDataset, record: Mapping[str, Any]) -> Finding:
+    """Return whether the loss mask is the one that was recorded."""
+    file = with_suffix(dataset.prefix, LOSS_MASK)
+    if not dataset.has_mask:
+        return BAD, "hash", f"{file.name} is missing: copy it again or build it again"
+    if scan_file(file, again=True).sha256 == record.get(MASK_DIGEST):
         return OK, "hash", f"{file.name} is as it was built"
     return BAD, "hash", f"{file.name} is not what was built: copy it again or build it again"
 

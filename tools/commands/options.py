@@ -2,7 +2,9 @@
 
 from argparse import ArgumentParser, Namespace
 
-from megaprec.data.readers import UTF8, TextOptions
+from megaprec.data.chats import load_chats
+from megaprec.data.forms import UTF8
+from megaprec.data.readers import TextOptions
 from megaprec.errors import UserError
 
 
@@ -61,6 +63,18 @@ def add_text_options(parser: ArgumentParser) -> None:
     )
 
 
+def add_chat_template(parser: ArgumentParser) -> None:
+    """Add by which template rows of conversations become text."""
+    parser.add_argument(
+        "--chat-template",
+        default="",
+        metavar="NAME",
+        help="rows are conversations (messages, conversations, or prompt and completion), written "
+        "by 'tokenizer' (the template of --tokenizer), 'chatml', the template in a file, or "
+        "'plain': prompt and completion follow each other",
+    )
+
+
 def add_skip_bad(parser: ArgumentParser) -> None:
     """Add how many bad files and rows are left out."""
     parser.add_argument(
@@ -73,11 +87,16 @@ def add_skip_bad(parser: ArgumentParser) -> None:
 
 
 def text_options(
-    args: Namespace, *, max_chars: int | None = None, skip_bad: int = 0
+    args: Namespace,
+    *,
+    max_chars: int | None = None,
+    skip_bad: int = 0,
+    chat_template: str = "",
 ) -> TextOptions:
     """Return how texts are read, as `add_text_options` has it. Raises UserError.
 
-    max_chars, skip_bad: of options that only some commands have.
+    max_chars, skip_bad, chat_template: of options that only some commands have; the last one needs
+        `args.tokenizer`.
     """
     if skip_bad < 0:
         raise UserError.of("command.skip_bad", skip_bad=skip_bad)
@@ -87,6 +106,7 @@ def text_options(
         exclude=tuple(args.exclude),
         skip_bad=skip_bad,
         max_chars=max_chars,
+        chats=load_chats(chat_template, args.tokenizer) if chat_template else None,
     )
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from megaprec.data.files import with_suffix
-from megaprec.data.readers import UTF8
+from megaprec.data.forms import UTF8
 from tools.config.table import MAX_SIZE, FilePath, Table
 
 
@@ -69,6 +69,12 @@ class Data(Table):
         min_length=1,
         description="Name of the field of a .jsonl line or of an object in a .json list, or the "
         "column of a .csv, .tsv or .parquet file, that holds the text.",
+    )
+    chat_template: FilePath = Field(
+        default="",
+        description="Rows of conversations (messages, conversations, or prompt and completion) "
+        'become text by this template: "tokenizer": the one of data.tokenizer; "chatml"; the path '
+        'of a Jinja file; "plain": prompt and completion follow each other; empty: rows are texts.',
     )
     encoding: str = Field(
         default=UTF8,
@@ -172,6 +178,11 @@ class Data(Table):
         default=False,
         description="Leave the first token of each document out of the loss: the tokens before it "
         "belong to another document.",
+    )
+    loss_on: Literal["auto", "all", "answers"] = Field(
+        default="auto",
+        description="Tokens that count in the loss: answers: those that the loss mask of a data "
+        "set marks, the answers of conversations; all; auto: answers, in data sets with a mask.",
     )
     cache: FilePath = Field(
         default="",

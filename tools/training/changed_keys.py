@@ -49,6 +49,7 @@ KEYS_WITHOUT_EFFECT = (
     "data.source",
     "data.blend",
     "data.text_field",
+    "data.chat_template",
     "data.begin",
     "data.encoding",
     "data.exclude",

@@ -29,7 +29,12 @@ from tools.journal.records import HELD_OUT_LOSS, VALIDATION_PREFIX
 from tools.training.branch import open_start
 from tools.training.data_building import build_texts, build_validation_set
 from tools.training.data_identity import DataSet, Identity, read_identity
-from tools.training.data_notes import begin_notes, different_tokenizer_notes, tokenizer_notes
+from tools.training.data_notes import (
+    begin_notes,
+    different_tokenizer_notes,
+    loss_mask_notes,
+    tokenizer_notes,
+)
 from tools.training.data_sources import (
     DataSource,
     existing_tokenizer,
@@ -105,6 +110,7 @@ def open_corpus(config: RunConfig, allowed: Collection[str] = ()) -> Corpus:
     # The data sets as they are trained on, which may put a token before each document.
     streams = [samples.dataset for samples in corpus.training_parts]
     notes += begin_notes(config, streams, corpus.begin_token, corpus.documents, corpus.tokenizer)
+    notes += loss_mask_notes(config.data, corpus.training_parts)
     # The validation sets need the tokenizer, and so come after the training data.
     notes += _build_validation(config, corpus)
     return replace(
@@ -168,6 +174,7 @@ def _identify(source: DataSource, contents: Contents, record: dict[str, Any] | N
         bin_sha256=contents.bin_sha256,
         idx_sha256=contents.idx_sha256,
         sampled=contents.sampled,
+        loss_mask_sha256=contents.loss_mask_sha256,
     )
 
 
@@ -199,10 +206,13 @@ def open_built(config: RunConfig, prefixes: Sequence[Path], tokenizer_file: Path
     for source, prefix in zip(sources, prefixes, strict=True):
         with naming_settings(config, source):
             dataset = IndexedDataset(prefix)
-            stream = with_begin(dataset, begin_token)
-        train_samples, held_out_samples = _split(config, source, stream, rule)
+            _require_loss_mask(config.data, dataset)
+            streams.append(with_begin(dataset, begin_token))
         datasets.append(dataset)
-        streams.append(stream)
+    # of a blend all or none: its batches have a mask on all ranks, or on none
+    resets = _resets(config.data, datasets)
+    for source, stream in zip(sources, streams, strict=True):
+        train_samples, held_out_samples = _split(config, source, stream, rule, resets)
         trained.append(train_samples)
         held_out.append(held_out_samples)
 
@@ -229,7 +239,11 @@ def open_built(config: RunConfig, prefixes: Sequence[Path], tokenizer_file: Path
 
 
 def _split(
-    config: RunConfig, source: DataSource, stream: IndexedDataset, rule: HeldOutRule
+    config: RunConfig,
+    source: DataSource,
+    stream: IndexedDataset,
+    rule: HeldOutRule,
+    resets: Resets,
 ) -> tuple[Samples, Samples | None]:
     """Return the training and the held-out samples of a data set. Raises UserError if it is too
     short.
@@ -238,7 +252,7 @@ def _split(
     train = config.train
     with naming_settings(config, source, "data.held_out", "train.seq_length"):
         trained, held_out = split(
-            stream, train.seq_length, data.held_out, train.seed, data.shuffle, _resets(data), rule
+            stream, train.seq_length, data.held_out, train.seed, data.shuffle, resets, rule
         )
     with naming_settings(config, source):
         trained.require_counted("training samples")
@@ -354,17 +368,31 @@ def open_validation(config: RunConfig, begin_token: int | None) -> Mapping[str, 
     rule = held_out_rule(config)
     for source in validation_sources(config):
         with naming_settings(config, source):
-            dataset = with_begin(IndexedDataset(source.prefix), begin_token)
+            stored = IndexedDataset(source.prefix)
+            _require_loss_mask(config.data, stored)
+            dataset = with_begin(stored, begin_token)
             total = count_samples(dataset, train.seq_length)
             # An evaluation takes the first samples: of the file, or from all over it.
             chosen = taken_in_turn(total) if rule == "everywhere" else Ranges.single(0, total)
-            samples = Samples(
-                dataset, train.seq_length, train.seed, False, chosen, _resets(config.data)
-            )
+            resets = _resets(config.data, [stored])
+            samples = Samples(dataset, train.seq_length, train.seed, False, chosen, resets)
             samples.require_counted("evaluated samples")
             opened[source.validation_name] = samples
     return opened
 
 
-def _resets(data: Data) -> Resets:
-    return Resets(data.reset_attention_mask, data.reset_position_ids, data.eod_mask_loss)
+def _resets(data: Data, datasets: Sequence[IndexedDataset]) -> Resets:
+    """Return the settings of samples of these data sets, which are mixed with each other."""
+    has_mask = any(dataset.has_mask for dataset in datasets)
+    return Resets(
+        attention_mask=data.reset_attention_mask,
+        position_ids=data.reset_position_ids,
+        eod_mask_loss=data.eod_mask_loss,
+        loss_mask=has_mask and data.loss_on != "all",
+    )
+
+
+def _require_loss_mask(data: Data, dataset: IndexedDataset) -> None:
+    """Raise UserError for a data set without a loss mask if data.loss_on asks for one."""
+    if data.loss_on == "answers" and not dataset.has_mask:
+        raise UserError.of("training.no_loss_mask", prefix=dataset.prefix)

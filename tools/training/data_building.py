@@ -76,7 +76,7 @@ def build_texts(
     texts = dict[DataSource, Source]()
     for source in sources:
         with naming_settings(config, source):
-            texts[source] = source.open_text(config.data)
+            texts[source] = source.open_text(config.data, tokenizer_file)
     checkpoint = open_start(config)
     tokenizer = _tokenizer_of_texts(
         config, tokenizer_file, None if "tokenizer" in allowed else checkpoint
@@ -118,7 +118,7 @@ def build_validation_set(
     """Build the data set of a text of data.validation, unless it is there. Raises UserError."""
     if tokenizer is None:
         raise UserError.of("training.no_tokenizer")
-    text = source.open_text(config.data)
+    text = source.open_text(config.data, tokenizer.path)
     if reusable(source.prefix, text, tokenizer):
         return
     # The lock is that of the training data: both are built in this folder.
@@ -275,8 +275,9 @@ def _is_text(saved_text: dict[str, Any] | None, text: Source) -> bool:
 def _reason_without_digest(source: DataSource) -> str:
     """Return why a text is taken for another one where no digest of it is known."""
     return (
-        "its files have another name, size or time, or are read otherwise (text_field, max_chars, "
-        f"encoding, skip_bad); if the text is the same, remove {source.index_file} and the same "
+        "its files have another name, size or time, or are read otherwise (text_field, "
+        "chat_template, max_chars, encoding, skip_bad); if the text is the same, remove "
+        f"{source.index_file} and the same "
         "command makes its tokens anew and compares them"
     )
 

@@ -55,6 +55,7 @@ class DataSet(_Saved):
     bin_sha256: str
     idx_sha256: str
     sampled: bool
+    loss_mask_sha256: str = ""
 
 
 class Identity(_Saved):
@@ -164,7 +165,7 @@ def _describe_begin(begin: int | None) -> str:
 
 def _is_same(saved_set: DataSet, current_set: DataSet) -> bool:
     """Return True unless sizes or digests differ."""
-    for field in ("tokens", "documents", "idx_sha256"):
+    for field in ("tokens", "documents", "idx_sha256", "loss_mask_sha256"):
         if getattr(saved_set, field) != getattr(current_set, field):
             return False
     # Digests of some blocks and of all blocks cannot be compared, and count as equal.
@@ -175,4 +176,7 @@ def _is_same(saved_set: DataSet, current_set: DataSet) -> bool:
 def _describe_set(data_set: DataSet) -> str:
     extent = " of some blocks" if data_set.sampled else ""
     digest = f"SHA-256{extent} {data_set.bin_sha256[:12]}..."
-    return f"{toml(data_set.source)} ({data_set.tokens:,} tokens, {digest})"
+    mask = ""
+    if data_set.loss_mask_sha256:
+        mask = f", loss mask {data_set.loss_mask_sha256[:12]}..."
+    return f"{toml(data_set.source)} ({data_set.tokens:,} tokens, {digest}{mask})"

@@ -7,8 +7,11 @@ from typing import Any
 from megaprec.data.document_tokens import DocumentTokens, WithBeginTokens
 from megaprec.data.files import with_suffix
 from megaprec.data.indexed import IndexedDataset
+from megaprec.data.intact import read_record
+from megaprec.data.samples import Samples
 from megaprec.data.tokenizer import FILE_DIGEST, TOKENS_DIGEST, Tokenizer, has_built
 from megaprec.errors import UserError
+from tools.config.data_settings import Data
 from tools.config.run_file import RunConfig
 from tools.convert.initial import initial_model
 
@@ -105,7 +108,8 @@ def begin_notes(
             f"documents begin with token {documents.begin} in the data; evaluation and export put "
             "it there, too"
         )
-    if tokenizer and tokenizer.eos is not None and documents.end is None:
+    are_chats = all(stream.has_mask for stream in streams)  # a template writes their ends
+    if tokenizer and tokenizer.eos is not None and documents.end is None and not are_chats:
         evaluated_with = _describe_token(documents.begin)
         yield (
             f"documents do not end with token {tokenizer.eos}, which ends them by "
@@ -133,3 +137,24 @@ def _begin_token_notes(
             f"{setting}: documents of {', '.join(have_it)} begin after this token already; none "
             "is added"
         )
+
+
+def loss_mask_notes(data: Data, parts: Sequence[Samples]) -> Iterator[str]:
+    """Yield a note on each data set with a loss mask: which tokens count. parts: the training
+    samples of each data set."""
+    for samples in parts:
+        dataset = samples.dataset
+        if not dataset.has_mask:
+            continue
+        setting = f'data.loss_on = "{data.loss_on}"'
+        if data.loss_on == "all":
+            yield f"{setting}: all tokens of {dataset.prefix} count, also those beside its answers"
+            continue
+        record = read_record(dataset.prefix) or {}
+        counted = "the answers"
+        if "counted" in record:
+            counted = f"{record['counted']:,} of {record['tokens']:,} tokens, the answers,"
+        line = f"{setting}: {counted} of {dataset.prefix} count in the loss"
+        if without := samples.count_without_target():
+            line += f"; {without:,} of {len(samples):,} samples hold none of them"
+        yield line

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from megaprec.checkpoint.saving import require_own_names
+from megaprec.data.chats import load_chats
 from megaprec.data.files import with_suffix
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.readers import TextOptions
@@ -49,8 +50,10 @@ class DataSource:
     def index_file(self) -> Path:
         return with_suffix(self.prefix, ".idx")
 
-    def open_text(self, data: Data) -> Source:
+    def open_text(self, data: Data, tokenizer_file: Path | None) -> Source:
         """Open the source, which is text.
+
+        tokenizer_file: the existing one, None if it is to be trained.
 
         Raises UserError, also for a file of a data set in place of its prefix.
         """
@@ -64,6 +67,7 @@ class DataSource:
             exclude=data.exclude,
             skip_bad=data.skip_bad,
             max_chars=max_chars,
+            chats=load_chats(data.chat_template, tokenizer_file) if data.chat_template else None,
         )
         return open_source(self.names, options)
 
@@ -151,7 +155,7 @@ def _check_source(config: RunConfig, source: DataSource) -> None:
         if source.is_tokenized:
             IndexedDataset(source.prefix)
         else:
-            source.open_text(config.data)
+            source.open_text(config.data, existing_tokenizer(config))
 
 
 def _check_tokenizer(config: RunConfig) -> None:

@@ -135,7 +135,13 @@ def _groups_without_effect(config: RunConfig) -> Iterator[str]:
 
 
 # how texts are read
-TEXT_KEYS = ("data.text_field", "data.encoding", "data.exclude", "data.skip_bad")
+TEXT_KEYS = (
+    "data.text_field",
+    "data.chat_template",
+    "data.encoding",
+    "data.exclude",
+    "data.skip_bad",
+)
 
 
 def _text_keys_without_effect(config: RunConfig, corpus: Corpus) -> Iterator[str]:

@@ -28,8 +28,8 @@ from tools.journal.router_records import router_fields
 from tools.training.stopping import FaultyHardware, TrainingDiverged
 
 NOTHING_COUNTS = (
-    "data.eod_mask_loss leaves out the first token of each document, and the batch has no other: "
-    "put documents of one token together, or take larger batches"
+    "no token of the batch counts: data.eod_mask_loss leaves out the first token of each document, "
+    "data.loss_on what is no answer; take larger batches"
 )
 # so many as an evaluated part has pieces: a group is a piece of the text (`megaprec.data.held_out`)
 EVALUATED_GROUPS = BLOCKS

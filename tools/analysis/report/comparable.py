@@ -27,6 +27,7 @@ TEXT_KEYS = (
     "data.source",
     "data.blend",
     "data.text_field",
+    "data.chat_template",
     "data.encoding",
     "data.exclude",
     "data.skip_bad",
@@ -38,6 +39,7 @@ SAMPLE_KEYS = (
     "data.reset_attention_mask",
     "data.reset_position_ids",
     "data.eod_mask_loss",
+    "data.loss_on",
 )
 HELD_OUT_KEYS = ("data.held_out",)
 FOLDER_KEYS = ("train.folder", "data.cache")

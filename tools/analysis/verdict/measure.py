@@ -83,6 +83,7 @@ def _digest(config: RunConfig, corpus: Corpus, num_samples: int) -> str:
         "data": corpus.identity.model_dump(mode="json") if corpus.identity else None,
         "seq_length": config.train.seq_length,
         "eod_mask_loss": config.data.eod_mask_loss,
+        "loss_on": config.data.loss_on,
         "samples": num_samples,
         "model": corpus.model.model_dump(mode="json"),
         "counted": COUNTED,

@@ -1,0 +1,206 @@
+"""Chat templates: the text of a conversation, as a tokenizer's template writes it, and where the
+answers in it are.
+
+A template is a program in Jinja2, which is run in a sandbox, as transformers runs it, with the same
+variables and filters. It may mark the assistant's text by `{% generation %}`. Of a template that
+does not, the answer to the messages before is what it writes beyond its prompt for one: the text of
+the messages up to the answer, without the text of the messages before it and the prompt.
+
+The day of the build would be in the data if a template could ask for it, so `strftime_now` is not
+defined.
+"""
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from megaprec.data.encoding import Answers
+
+Message = Mapping[str, Any]
+
+# Around what a template marks; random, so that no text holds them.
+ANSWER_BEGIN = uuid.uuid4().hex
+ANSWER_END = uuid.uuid4().hex
+# Names under which messages have the reasoning before an answer; templates read the first two.
+REASONING = ("reasoning_content", "thinking", "reasoning")
+CHATML = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' %}
+{%- generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}
+{%- else %}
+{{- message['content'] + '<|im_end|>' }}
+{%- endif %}
+{{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+
+
+class ChatError(Exception):
+    """A conversation that a template cannot write, or whose answers are not found; its text is the
+    reason."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text, and the ranges of characters of its answers, ascending."""
+
+    text: str
+    answers: Answers
+
+
+class _Generation(Extension):
+    """The block `{% generation %}`, whose text is put between two marks."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 reads this attribute of the class)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Return the node of a block, which calls `_marked` with its text."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_marked")
+        return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Macro) -> str:
+        return f"{ANSWER_BEGIN}{caller()}{ANSWER_END}"
+
+
+class ChatTemplate:
+    """A compiled template.
+
+    source: its program.
+    variables: further values that it may read, such as `eos_token`.
+    Raises ChatError for a program that is none.
+    """
+
+    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        try:
+            self._template = environment.from_string(source)
+            tree = environment.parse(source)
+        except jinja2.TemplateSyntaxError as problem:
+            raise ChatError(f"line {problem.lineno}: {problem.message}") from problem
+        self._variables = variables
+        calls = tree.find_all(nodes.ExtensionAttribute)
+        self._marks_answers = any(call.name == "_marked" for call in calls)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        given: int = 0,
+    ) -> Rendered:
+        """Return the text of a conversation, and its answers.
+
+        given: number of messages at the beginning whose answers do not count.
+        Raises ChatError.
+        """
+        if self._marks_answers:
+            whole = self._run(messages, tools)
+            skipped = len(self._run(messages[:given], tools, True).answers) if given else 0
+            return Rendered(whole.text, whole.answers[skipped:])
+        text = self._run(messages, tools).text
+        answers: list[tuple[int, int]] = []
+        for number in range(given, len(messages)):
+            if messages[number]["role"] == "assistant":
+                answers.append(self._find_answer(text, messages[: number + 1], tools))
+        return Rendered(text, tuple(answers))
+
+    def _find_answer(
+        self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None
+    ) -> tuple[int, int]:
+        """Return the range of the last of some messages in the text of the conversation. Raises
+        ChatError."""
+        number = len(messages)
+        prompt = self._run(messages[:-1], tools, True).text
+        with_answer = self._run(messages, tools).text
+        if not with_answer.startswith(prompt):
+            raise ChatError(
+                f"the text of the first {number} messages does not begin with that of the first "
+                f"{number - 1} and the prompt for an answer"
+            )
+        if not text.startswith(with_answer):
+            raise ChatError(
+                f"the text of the conversation does not begin with that of its first {number} "
+                "messages"
+            )
+        return len(prompt), len(with_answer)
+
+    def _run(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, asks: bool = False
+    ) -> Rendered:
+        """Return what the template writes. asks: with its prompt for an answer."""
+        try:
+            marked = self._template.render(
+                self._variables,
+                messages=[_as_templates_read(message) for message in messages],
+                tools=tools,
+                documents=None,
+                add_generation_prompt=asks,
+            )
+        except Exception as problem:  # a program of others, which may raise anything
+            reason = " ".join(str(problem).split())
+            raise ChatError(reason or type(problem).__name__) from problem
+        return _without_marks(marked)
+
+
+def _as_templates_read(message: Message) -> dict[str, Any]:
+    """Return a message without values that are null, its reasoning under both usual names."""
+    given = {key: value for key, value in message.items() if value is not None}
+    reasoning = [given[name] for name in REASONING if name in given]
+    if not reasoning:
+        return given
+    return {"thinking": reasoning[0]} | given | {"reasoning_content": reasoning[0]}
+
+
+def _without_marks(marked: str) -> Rendered:
+    """Return a text without the marks of answers, and their ranges."""
+    before, *parts = marked.split(ANSWER_BEGIN)
+    text = before
+    answers: list[tuple[int, int]] = []
+    for part in parts:
+        answer, end, after = part.partition(ANSWER_END)
+        if not end:
+            raise ChatError("a {% generation %} block lies within another one, or is changed later")
+        if answer:
+            answers.append((len(text), len(text) + len(answer)))
+        text += answer + after
+    if ANSWER_END in text:
+        raise ChatError("a {% generation %} block lies within another one, or is changed later")
+    return Rendered(text, tuple(answers))
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return a value as JSON: the filter `tojson`, which does not escape what HTML would."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> None:
+    """Refuse a conversation: the function of templates by this name."""
+    raise jinja2.TemplateError(message)

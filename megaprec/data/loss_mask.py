@@ -1,0 +1,96 @@
+"""The tokens of a data set that count in the loss, one bit each, in `PREFIX.loss_mask`.
+
+Token i of the .bin is bit i % 8, from the lowest, of byte i // 8; the bits after the last token are
+0. A data set without this file has no mask: all of its tokens count.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaprec.data.files import discard, open_part, publish, with_suffix
+from megaprec.errors import UserError
+
+SUFFIX = ".loss_mask"
+
+
+class LossMask:
+    """The memory-mapped mask of a data set.
+
+    tokens: number of the data set's tokens. Raises UserError for a file of another size.
+    """
+
+    def __init__(self, prefix: Path, tokens: int) -> None:
+        path = with_suffix(prefix, SUFFIX)
+        size = path.stat().st_size
+        needed = _bytes_of(tokens)
+        if size != needed:
+            raise UserError.of("data.loss_mask_size", path=path, size=size, needed=needed)
+        self._bytes = np.memmap(path, np.uint8, "r") if size else np.zeros(0, np.uint8)
+
+    def counted(self, start: int, length: int) -> NDArray[np.bool_]:
+        """Return whether each of the tokens [start, start + length) counts, [length]."""
+        first_byte = start // 8
+        stop_byte = _bytes_of(start + length)
+        bits = np.unpackbits(self._bytes[first_byte:stop_byte], bitorder="little")
+        skipped = start - 8 * first_byte
+        return bits[skipped : skipped + length].astype(bool)
+
+
+@dataclass(frozen=True)
+class MaskMark:
+    """The progress of a writer.
+
+    size: bytes of its temporary file.
+    pending: the bits of a byte that is not full yet.
+    """
+
+    size: int
+    pending: tuple[int, ...]
+
+
+class LossMaskWriter:
+    """Writes `PREFIX.loss_mask`, streaming.
+
+    mark: of an earlier writer, which this one resumes.
+    """
+
+    def __init__(self, prefix: Path, mark: MaskMark | None = None) -> None:
+        mark = mark or MaskMark(0, ())
+        self._path = with_suffix(prefix, SUFFIX)
+        self._part = open_part(self._path, mark.size)
+        self._pending = np.array(mark.pending, np.uint8)
+
+    def extend(self, counted: NDArray[np.bool_]) -> None:
+        """Append whether each of some tokens counts, [n]."""
+        bits = np.concatenate((self._pending, counted.astype(np.uint8)))
+        whole = len(bits) // 8 * 8
+        self._part.write(np.packbits(bits[:whole], bitorder="little").tobytes())
+        self._pending = bits[whole:]
+
+    def mark(self) -> MaskMark:
+        """Flush everything to the disk; return the mark from which a new writer can resume."""
+        self._part.flush()
+        os.fsync(self._part.fileno())
+        return MaskMark(self._part.tell(), tuple(self._pending.tolist()))
+
+    def publish(self) -> None:
+        """Write the last bits, and give the file its final name."""
+        self._part.write(np.packbits(self._pending, bitorder="little").tobytes())
+        publish(self._part, self._path)
+
+    def close(self) -> None:
+        """Close the temporary file, from which a new writer can resume."""
+        self._part.close()
+
+    def discard(self) -> None:
+        """Close and remove the temporary file."""
+        discard(self._part)
+
+
+def _bytes_of(tokens: int) -> int:
+    """Return the number of bytes that the bits of so many tokens take."""
+    return -(-tokens // 8)

@@ -1,0 +1,140 @@
+"""Reader of shards of MosaicML's streaming format MDS (version 2), whose documents are the samples,
+counted from 1.
+
+A shard is little-endian:
+
+    u32        N, the number of samples
+    u32[N + 1] byte at which each sample begins, and the end of the last
+    JSON       its settings: the names, encodings and sizes of the columns
+    samples    a u32 for each column without a fixed size, its bytes; then all columns
+
+Only columns of texts and of JSON are decoded. A column of pickles could run code, and is never
+read.
+"""
+
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaprec.data.json_list import once
+from megaprec.data.packed_files import naming_damage, open_unpacked
+from megaprec.data.pieces import WHICH, OnFault
+from megaprec.errors import UserError
+
+U32 = struct.Struct("<I")
+MOST_SAMPLES = 1 << 26  # of a shard
+TEXT_ENCODINGS = ("str", "json")
+PICKLE = "pkl"
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """The columns of a shard. sizes: in bytes, 0 for one without a fixed size."""
+
+    names: list[str]
+    encodings: list[str]
+    sizes: list[int]
+
+
+def mds_rows(
+    file: Path, fields: Sequence[str], on_fault: OnFault
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number of each sample, and those of `fields` that it has.
+
+    on_fault: called with the error of a sample that has a text that is none.
+    Raises UserError for a field that is no text, and for a shard that is damaged.
+    """
+    with naming_damage(file, lambda: "1"), open_unpacked(file) as stream:
+        offsets, columns = _read_head(file, stream)
+        wanted = {name for name in columns.names if name in fields}
+        _require_texts(file, columns, wanted)
+        for number, size in enumerate(np.diff(offsets).tolist(), 1):
+            sample = stream.read(size)
+            if len(sample) < size:
+                raise _damaged(file, f"it ends within sample {number} of {len(offsets) - 1}")
+            values = _values(file, sample, number, columns)
+            try:
+                yield number, _decoded(values, columns, wanted, fields)
+            except (ValueError, RecursionError) as problem:
+                where = f"{file}:{number}"
+                on_fault(UserError.of("data.mds_sample", where=where, problem=problem))
+        if stream.read(1):
+            raise _damaged(file, "there is more after its last sample")
+
+
+def _read_head(file: Path, stream: BinaryIO) -> tuple[NDArray[np.int64], _Columns]:
+    """Return the bytes at which the samples begin, and the columns. Raises UserError."""
+    head = stream.read(U32.size)
+    num_samples = U32.unpack(head)[0] if len(head) == U32.size else MOST_SAMPLES + 1
+    if num_samples > MOST_SAMPLES:
+        raise _damaged(file, "its first bytes are no number of samples")
+    table = stream.read(U32.size * (num_samples + 1))
+    if len(table) < U32.size * (num_samples + 1):
+        raise _damaged(file, "it ends within its table of samples")
+    offsets = np.frombuffer(table, "<u4").astype(np.int64)
+    settings_size = int(offsets[0]) - U32.size - len(table)
+    if settings_size < 2 or (np.diff(offsets) < 0).any():
+        raise _damaged(file, "its table of samples is not in order")
+    try:
+        settings = json.loads(stream.read(settings_size))
+        columns = _Columns(
+            [str(name) for name in settings["column_names"]],
+            [str(encoding) for encoding in settings["column_encodings"]],
+            [int(size or 0) for size in settings["column_sizes"]],
+        )
+        version = settings["version"]
+    except (ValueError, KeyError, TypeError) as problem:
+        raise _damaged(file, "its settings cannot be read") from problem
+    if version != 2 or not len(columns.names) == len(columns.encodings) == len(columns.sizes):
+        raise _damaged(file, f"it is of version {version}, and only version 2 is read")
+    return offsets, columns
+
+
+def _require_texts(file: Path, columns: _Columns, wanted: set[str]) -> None:
+    """Raise UserError for a column of `wanted` that is no text."""
+    for name, encoding in zip(columns.names, columns.encodings, strict=True):
+        if name in wanted and encoding not in TEXT_ENCODINGS:
+            kind = f"{encoding}, not a text"
+            if encoding == PICKLE:
+                kind = "a pickle, which may run code and is not read"
+            raise UserError.of("data.mds_column", file=file, field=name, kind=kind, which=WHICH)
+
+
+def _values(file: Path, sample: bytes, number: int, columns: _Columns) -> list[bytes]:
+    """Return the bytes of each column of a sample. Raises UserError."""
+    place = U32.size * columns.sizes.count(0)
+    sizes = iter(struct.unpack_from(f"<{columns.sizes.count(0)}I", sample.ljust(place, b"\0")))
+    values: list[bytes] = []
+    for fixed_size in columns.sizes:
+        end = place + (fixed_size or next(sizes))
+        values.append(sample[place:end])
+        place = end
+    if place != len(sample):
+        raise _damaged(file, f"the columns of sample {number} take {place} of {len(sample)} bytes")
+    return values
+
+
+def _decoded(
+    values: Sequence[bytes], columns: _Columns, wanted: set[str], fields: Sequence[str]
+) -> dict[str, Any]:
+    """Return the wanted columns of a sample. Raises ValueError."""
+    row: dict[str, Any] = {}
+    for name, encoding, value in zip(columns.names, columns.encodings, values, strict=True):
+        if name not in wanted:
+            continue
+        text = value.decode()
+        is_json = encoding == "json"
+        row[name] = json.loads(text, object_pairs_hook=once(fields)) if is_json else text
+    if not wanted:  # so that the error names what there is
+        return dict.fromkeys(columns.names)
+    return row
+
+
+def _damaged(file: Path, reason: str) -> UserError:
+    return UserError.of("data.mds_damaged", file=file, reason=reason)

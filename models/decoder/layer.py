@@ -13,6 +13,7 @@ from models.attention.attention import Attention
 from models.attention.flash_windows import Documents
 from models.attention.regions import RegionNorm, add_norm
 from models.attention.rope import RotaryTables
+from models.attention.gated_delta_net import GatedDeltaNet
 from models.config import ModelConfig
 from models.feed_forward.mlp import MLP
 from models.feed_forward.moe import MixtureOfExperts
@@ -44,7 +45,8 @@ def make_norm(
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); or both branches, each with its own norm, of
+    """x + attention(norm(x)), then x + mlp(norm(x)), with a gated delta net in place of attention in
+    some layers; or both branches, each with its own norm, of
     the same x.
 
     `config.norm_at` places the norms before the branches, after them, or both. Dropout is optional.
@@ -58,7 +60,7 @@ class DecoderLayer(nn.Module):
         context: Context,
         name: str,
         layer: int = 0,
-        attention: type[Attention] = Attention,
+        attention: type[Attention | GatedDeltaNet] = Attention,
     ) -> None:
         super().__init__()
         self.config = config
@@ -68,7 +70,8 @@ class DecoderLayer(nn.Module):
         after = config.norm_at != "before"
         # Parameters lie in the optimizer's buffers in the order in which modules are made.
         self.attention_norm = self._make_norm("attention_norm", before)
-        self.attention = attention(config, context, f"{name}.attention", layer)
+        branch = "delta_net" if config.delta_net else "attention"
+        self.attention = attention(config, context, f"{name}.{branch}", layer)
         self.attention_post_norm = self._make_norm("attention_post_norm", after)
         self.mlp_norm = self._make_norm("mlp_norm", before)
         feed_forward = MixtureOfExperts if config.experts else MLP

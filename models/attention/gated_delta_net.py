@@ -95,7 +95,9 @@ class GatedDeltaNet(nn.Module):
         # partial: ranks that hold the same heads of keys have gradients of their own values
         self.convolution = parameter(context, kernels, std, partial=True)
         self.decay_bias = self._make_decay("bias", mean=FIRST_BIAS)
-        self.log_rate = self._make_decay("log_rate", STD_LOG_RATE, MEAN_LOG_RATE)
+        # A model whose values do not matter draws none (`ModelConfig.with_zero_weights`).
+        std_log_rate = STD_LOG_RATE if config.init_std else 0.0
+        self.log_rate = self._make_decay("log_rate", std_log_rate, MEAN_LOG_RATE)
         self.output_norm = RMSNorm(
             context,
             sizes.value_dim,

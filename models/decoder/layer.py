@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from models.attention.attention import Attention
 from models.attention.flash_windows import Documents
+from models.attention.gated_delta_net import GatedDeltaNet
 from models.attention.regions import RegionNorm, add_norm
 from models.attention.rope import RotaryTables
-from models.attention.gated_delta_net import GatedDeltaNet
 from models.config import ModelConfig
 from models.feed_forward.mlp import MLP
 from models.feed_forward.moe import MixtureOfExperts
@@ -45,9 +45,8 @@ def make_norm(
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with a gated delta net in place of attention in
-    some layers; or both branches, each with its own norm, of
-    the same x.
+    """x + attention(norm(x)), then x + mlp(norm(x)); or both branches, each with its own norm, of
+    the same x. Some layers have a gated delta net in place of attention.
 
     `config.norm_at` places the norms before the branches, after them, or both. Dropout is optional.
     The residual stream x, input and output, has its own dtype; the branches compute in the dtype of

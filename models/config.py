@@ -10,13 +10,15 @@ The output head never has a bias.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from math import gcd
 from typing import Any, Self
 
 from pydantic import model_validator
 
 from megaprec.errors import Problem, UserError
+from models.delta_net import NO_DELTA_NET
 from models.initial_weights import InitialStd, Matrix
 from models.model_fields import GATED, ModelFields, default_attention_scalar
 from models.mup import Mup, scaled_widths
@@ -51,6 +53,7 @@ class ModelConfig(ModelFields):
         yield from self._head_problems()
         if self.latent:
             yield from self._latent_problems()
+        yield from self._delta_problems()
         yield from self._window_problems()
         yield from self._norm_problems()
         yield from self._dense_problems()
@@ -179,6 +182,7 @@ class ModelConfig(ModelFields):
             "norm": "rms",
             "norm_unit_offset": False,
             "attention_sinks": False,
+            "attention_gate": False,
         }
         for key, required_value in required.items():
             value = getattr(self, key)
@@ -189,6 +193,21 @@ class ModelConfig(ModelFields):
                     value=json.dumps(value),
                     required=json.dumps(required_value),
                 )
+
+    def _delta_problems(self) -> Iterator[Problem]:
+        """Yield the problems of layers with a gated delta net."""
+        if not self.delta_net:
+            if self.delta_layers:
+                value = [*self.delta_layers]
+                yield Problem.of("model.delta_layers_unused", delta_layers=value)
+            return
+        if not self._are_layers(self.delta_layers):
+            yield self._no_layers("delta_layers")
+        elif not self.delta_layers:
+            yield Problem.of("model.delta_layers_missing")
+        for key in ("window", "latent", "mtp_layers", "mup_base_hidden", "factory"):
+            if getattr(self, key):
+                yield Problem.of("model.delta_net_beside", key=key)
 
     def _norm_problems(self) -> Iterator[Problem]:
         # LayerNorm has no such offset.
@@ -250,7 +269,7 @@ class ModelConfig(ModelFields):
     def of_layer(self, number: int) -> "ModelConfig":
         """Return this model as layer `number` sees it.
 
-        It is without the window or the experts that the layer has not.
+        It is without the window, the experts or the gated delta net that the layer has not.
         """
         model = self.kind_of_layer(number)
         # Without window_layers the window, if there is one, is that of all layers.
@@ -271,12 +290,21 @@ class ModelConfig(ModelFields):
         }
         return self.model_copy(update=without_experts)
 
-    def kind_of_layer(self, number: int) -> "ModelConfig":
-        """Return this model with the feed-forward or experts of layer `number`.
+    @property
+    def attending(self) -> "ModelConfig":
+        """Return this model as its layers with attention see it, without a gated delta net."""
+        if not self.delta_net:
+            return self
+        return self.model_copy(update={"delta_net": NO_DELTA_NET, "delta_layers": ()})
 
-        It is the same for all layers with experts, and for all without.
+    def kind_of_layer(self, number: int) -> "ModelConfig":
+        """Return this model with the feed-forward or experts of layer `number`, and with a gated
+        delta net only if the layer has one.
+
+        It is the same for all layers of a kind.
         """
-        return self.dense if number in self.dense_layers else self
+        kind = self.dense if number in self.dense_layers else self
+        return kind if number in self.delta_layers else kind.attending
 
     def over_layers(
         self, measure: Callable[["ModelConfig"], int], layers: Collection[int] | None = None
@@ -287,11 +315,16 @@ class ModelConfig(ModelFields):
         layers: their numbers; None: all.
         """
         numbers = range(self.layers) if layers is None else layers
-        dense_layers = len(set(numbers) & set(self.dense_layers))
-        total = (len(numbers) - dense_layers) * measure(self)
-        if dense_layers:
-            total += dense_layers * measure(self.dense)
-        return total
+        return sum(count * measure(kind) for kind, count in self.count_kinds(numbers))
+
+    def count_kinds(self, layers: Iterable[int]) -> Iterator[tuple["ModelConfig", int]]:
+        """Yield each kind of layer (`kind_of_layer`) with how many of `layers` are of it."""
+        dense = {*self.dense_layers}
+        delta = {*self.delta_layers}
+        counts = Counter((number in dense, number in delta) for number in layers)
+        for (is_dense, has_delta_net), count in counts.items():
+            kind = self.dense if is_dense else self
+            yield kind if has_delta_net else kind.attending, count
 
     @property
     def num_parameters(self) -> int:
@@ -401,37 +434,47 @@ class ModelConfig(ModelFields):
     @property
     def layer_parameters(self) -> int:
         """Return the number of parameters of one block, with experts if the model has any."""
-        latent = self.latent
         norms = self._norms_of_layer * self._norm_parameters
-        if self.qk_norm:
-            norms += self._qk_norm_parameters
-        # Without latents their ranks are 0.
-        latent_norms = latent.query_rank + latent.kv_rank
         corrections = self.experts * self.router.correction
-        sinks = self.attention_sinks * self.heads
         return (
-            self._attention_weights
+            self._mixer_parameters
             + self._mlp_weights(self.experts)
-            + self._bias_parameters
+            + self._feed_forward_biases
             + norms
-            + latent_norms
             + corrections
-            + sinks
         )
 
     @property
-    def _bias_parameters(self) -> int:
-        """Return the number of elements of all biases of one block but those of norms."""
+    def _mixer_parameters(self) -> int:
+        """Return the number of parameters of attention, or of the gated delta net in its place,
+        without the norms around it."""
+        if self.delta_net:
+            return self._attention_weights + self.delta_net.own_parameters
+        latent = self.latent
+        norms = self._qk_norm_parameters if self.qk_norm else 0
+        # Without latents their ranks are 0.
+        latent_norms = latent.query_rank + latent.kv_rank
+        sinks = self.attention_sinks * self.heads
         # The projections down to latents have biases, those up to heads have none.
-        if self.latent:
-            qkv = self.latent.width
+        if latent:
+            qkv = latent.width
         else:
-            qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
+            qkv = (self._query_widths * self.heads + 2 * self.kv_heads) * self.head_dim
+        biases = self.qkv_bias * qkv + self.output_bias * self.hidden
+        return self._attention_weights + norms + latent_norms + sinks + biases
+
+    @property
+    def _query_widths(self) -> int:
+        # A gate of attention's output has as many features as the queries.
+        return 2 if self.attention_gate else 1
+
+    @property
+    def _feed_forward_biases(self) -> int:
+        """Return the number of elements of the biases of the feed-forward or experts of one
+        block."""
         expert = self.expert_bias * self._mlp_biases(self.ffn)
         return (
-            self.qkv_bias * qkv
-            + self.output_bias * self.hidden
-            + self.mlp_bias * self._mlp_biases(self.ffn)
+            self.mlp_bias * self._mlp_biases(self.ffn)
             + self.experts * (self.router_bias + expert)
             + self.expert_bias * self._mlp_biases(self.shared_experts)
         )
@@ -466,14 +509,18 @@ class ModelConfig(ModelFields):
 
     @property
     def _attention_weights(self) -> int:
-        """Return the number of elements of the matrices of query, key, value and output, and of
-        latents."""
+        """Return the number of elements of the matrices of query, key, value and output, of
+        latents, and of what a gated delta net projects besides."""
+        if delta_net := self.delta_net:
+            return self.hidden * (delta_net.projected_width + delta_net.value_width)
         # With a query latent, queries are among the matrices up.
         if latent := self.latent:
             query = 0 if latent.query_rank else self.hidden * self.heads * latent.head_dim
             output = self.hidden * self.heads * latent.value_dim
             return latent.width * self.hidden + latent.up_weights(self.heads) + query + output
-        return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        # Queries with their gate, keys, values and the output.
+        heads = (1 + self._query_widths) * self.heads + 2 * self.kv_heads
+        return self.hidden * heads * self.head_dim
 
     def _mlp_weights(self, experts: int) -> int:
         """Return the elements of the feed-forward matrices, or of router, `experts` experts, shared
@@ -501,11 +548,13 @@ class ModelConfig(ModelFields):
 
     def attention_flops(self, seq_length: int) -> int:
         """Return the forward FLOPs of one block's attention products that have no weight, per
-        token.
+        token; of a block with a gated delta net (`kind_of_layer`) those of its recurrence.
 
         If only some layers have a window, this is the mean over the layers. Attention is counted as
         if it were not causal.
         """
+        if self.delta_net:
+            return self.delta_net.recurrent_flops
         # Without window_layers all layers have the window, if there is one.
         windowed_layers = len(self.window_layers) or self.layers
         full_layers = self.layers - windowed_layers

@@ -39,18 +39,50 @@ def _layer(model: ModelConfig) -> NamedShapes:
     """Yield the tensors of a layer. model: that of the layer (`ModelConfig.kind_of_layer`)."""
     hidden = model.hidden
     yield from _branch_norms("attention", model, hidden)
+    if model.delta_net:
+        yield from _delta_net(model)
+    else:
+        yield from _attention(model)
+    yield from _branch_norms("mlp", model, hidden)
+    if model.experts:
+        yield from _experts(model)
+    else:
+        yield from _feed_forward("mlp", model, model.ffn, model.mlp_bias)
+
+
+def _attention(model: ModelConfig) -> NamedShapes:
+    """Yield the tensors of attention."""
     if model.latent:
         yield from _latents(model)
     else:
         yield from _queries_keys_values(model)
     # In latent attention values have a width of their own.
     values = model.heads * (model.latent.value_dim or model.head_dim)
-    yield from _linear("attention.output", hidden, values, model.output_bias)
-    yield from _branch_norms("mlp", model, hidden)
-    if model.experts:
-        yield from _experts(model)
-    else:
-        yield from _feed_forward("mlp", model, model.ffn, model.mlp_bias)
+    yield from _linear("attention.output", model.hidden, values, model.output_bias)
+
+
+def _delta_net(model: ModelConfig) -> NamedShapes:
+    """Yield the tensors of a gated delta net."""
+    sizes = model.delta_net
+    convolved = {
+        "query": sizes.key_width,
+        "key": sizes.key_width,
+        "value": sizes.value_width,
+    }
+    projected = {
+        **convolved,
+        "gate": sizes.value_width,
+        "strength": sizes.value_heads,
+        "decay": sizes.value_heads,
+    }
+    for name, rows in projected.items():
+        yield f"delta_net.{name}.weight", (rows, model.hidden)
+    for name, features in convolved.items():
+        yield f"delta_net.{name}_convolution.weight", (features, sizes.kernel)
+    yield "delta_net.decay.bias", (sizes.value_heads,)
+    yield "delta_net.decay.log_rate", (sizes.value_heads,)
+    yield "delta_net.output_norm.weight", (sizes.value_dim,)
+    yield "delta_net.output.weight", (model.hidden, sizes.value_width)
 
 
 def _experts(model: ModelConfig) -> NamedShapes:
@@ -76,6 +108,8 @@ def _queries_keys_values(model: ModelConfig) -> NamedShapes:
     kv_rows = model.kv_heads * head_dim
     for name, rows in (("query", query_rows), ("key", kv_rows), ("value", kv_rows)):
         yield from _linear(f"attention.{name}", rows, model.hidden, model.qkv_bias)
+    if model.attention_gate:
+        yield from _linear("attention.gate", query_rows, model.hidden, model.qkv_bias)
     if model.qk_norm:
         # A norm over all heads has a weight for each feature of each head.
         if model.qk_norm_over == "all":

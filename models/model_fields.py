@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from models.delta_net import NO_DELTA_NET, DeltaNet
 from models.initial_weights import InitialStd
 from models.latent import LARGEST_SIZE, Latent
 from models.rope_scaling import RopeScaling, score_factor
@@ -75,6 +76,13 @@ def default_attention_scalar(fields: Fields) -> float:
     return scalar
 
 
+def default_delta_layers(fields: Fields) -> tuple[int, ...]:
+    """Return the layers that have a gated delta net: all but each fourth, as in Qwen3-Next."""
+    if not fields["delta_net"]:
+        return ()
+    return tuple(number for number in range(fields["layers"]) if (number + 1) % 4)
+
+
 class ModelFields(BaseModel):
     """The fields of `ModelConfig`."""
 
@@ -87,6 +95,7 @@ class ModelFields(BaseModel):
         "mistral",
         "qwen2",
         "qwen3",
+        "qwen3_next",
         "mixtral",
         "olmo2",
         "olmo3",
@@ -131,6 +140,23 @@ class ModelFields(BaseModel):
         description=(
             "Width of one attention head; default, and if 0: model.hidden / model.heads; with "
             "model.latent the width of a query, rope_dim + nope_dim."
+        ),
+    )
+    delta_net: DeltaNet = Field(
+        default=NO_DELTA_NET,
+        strict=False,
+        description=(
+            "Gated delta net in place of attention in model.delta_layers, such as {key_heads = 16, "
+            "value_heads = 32, key_dim = 128, value_dim = 128}; keys: "
+            f"{', '.join(DeltaNet.model_fields)}; default: none."
+        ),
+    )
+    delta_layers: tuple[int, ...] = Field(
+        default_factory=default_delta_layers,
+        strict=False,
+        description=(
+            "Numbers of the layers, from 0, that have model.delta_net in place of attention; "
+            "default: with model.delta_net all but each fourth, otherwise none."
         ),
     )
     # Maximal update parametrization.
@@ -229,17 +255,19 @@ class ModelFields(BaseModel):
         ),
     )
     norm_unit_offset: bool = Field(
-        default_factory=by_family(False, gemma2=True, gemma3=True),
+        default_factory=by_family(False, gemma2=True, gemma3=True, qwen3_next=True),
         description=(
-            "RMSNorms multiply by 1 + weight, with weights that begin at 0; default: true for "
-            "gemma2 and gemma3."
+            "RMSNorms multiply by 1 + weight, with weights that begin at 0, but for that of "
+            "model.delta_net; default: true for gemma2, gemma3 and qwen3_next."
         ),
     )
     qk_norm: bool = Field(
-        default_factory=by_family(False, qwen3=True, olmo2=True, olmo3=True, gemma3=True),
+        default_factory=by_family(
+            False, qwen3=True, qwen3_next=True, olmo2=True, olmo3=True, gemma3=True
+        ),
         description=(
-            "RMSNorm on query and key, before rotary positions; default: true for qwen3, olmo2, "
-            "olmo3 and gemma3."
+            "RMSNorm on query and key, before rotary positions; default: true for qwen3, "
+            "qwen3_next, olmo2, olmo3 and gemma3."
         ),
     )
     qk_norm_over: Literal["head", "all"] = Field(
@@ -268,12 +296,12 @@ class ModelFields(BaseModel):
         default=10000.0, gt=1, description="Base of the rotary wavelengths (rope_theta)."
     )
     rotary_fraction: float = Field(
-        default_factory=by_family(1.0, gpt_neox=0.25, glm4_moe=0.5),
+        default_factory=by_family(1.0, gpt_neox=0.25, glm4_moe=0.5, qwen3_next=0.25),
         gt=0,
         le=1,
         description=(
             "Fraction of each head's features, counted from the first, that get rotary positions; "
-            "default: 1.0, for gpt_neox 0.25, for glm4_moe 0.5."
+            "default: 1.0, for gpt_neox and qwen3_next 0.25, for glm4_moe 0.5."
         ),
     )
     rope_scaling: RopeScaling = Field(
@@ -308,6 +336,13 @@ class ModelFields(BaseModel):
         description=(
             "Each head learns a sink: one more logit in the denominator of its softmax; default: "
             "true for gpt_oss."
+        ),
+    )
+    attention_gate: bool = Field(
+        default_factory=by_family(False, qwen3_next=True),
+        description=(
+            "The output of attention is multiplied by the sigmoid of one more projection, feature "
+            "by feature, before the output projection; default: true for qwen3_next."
         ),
     )
     attention_softcap: float = Field(
@@ -353,8 +388,9 @@ class ModelFields(BaseModel):
     qkv_bias: bool = Field(
         default_factory=lambda fields: fields["bias"] or fields["family"] in ("qwen2", "gpt_oss"),
         description=(
-            "Biases of the query, key and value projections, with model.latent of those down to "
-            "the latents; default: model.bias, for qwen2 and gpt_oss true."
+            "Biases of the query, key and value projections and of model.attention_gate, with "
+            "model.latent of those down to the latents; default: model.bias, for qwen2 and gpt_oss "
+            "true."
         ),
     )
     output_bias: bool = Field(

@@ -141,6 +141,20 @@ QWEN3 = {"head_dim": 128}
 QWEN3_EXPERTS = {"experts": 128, "experts_per_token": 8, "router_aux_loss": 0.001}
 
 
+# Without the module for multi-token prediction that its files hold beside the layers.
+QWEN3_NEXT = {
+    "head_dim": 256,
+    "rope_base": 1e7,
+    "max_positions": 262144,
+    "delta_net": {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128},
+    "experts": 512,
+    "experts_per_token": 10,
+    "shared_experts": 512,
+    "shared_gate": True,
+    "router_aux_loss": 0.001,
+}
+
+
 def _glm45(
     layers: int,
     hidden: int,
@@ -421,6 +435,7 @@ PRESETS: Mapping[str, Sizes] = MappingProxyType(
         "qwen3-32b": _qwen("qwen3", 64, 5120, 64, 8, 25600, **QWEN3),
         "qwen3-30b-a3b": _qwen("qwen3", 48, 2048, 32, 4, 768, **QWEN3, **QWEN3_EXPERTS),
         "qwen3-235b-a22b": _qwen("qwen3", 94, 4096, 64, 4, 1536, **QWEN3, **QWEN3_EXPERTS),
+        "qwen3-next-80b-a3b": _qwen("qwen3_next", 48, 2048, 16, 2, 512, **QWEN3_NEXT),
         "glm-4.5": _glm45(
             layers=92,
             hidden=5120,

@@ -115,6 +115,14 @@ OUR_EXPERTS = {
     "dense_ffn": 40,
 }
 OUR_EXPERTS |= {"dense_layers": (0,), "router_aux_loss": 0.0}
+DELTA_LAYERS = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 3,
+}
+OUR_DELTA_NET = {"key_heads": 2, "value_heads": 4, "key_dim": 6, "value_dim": 5, "kernel": 3}
 SHORT = {"original_max_position_embeddings": 8}
 CASES: dict[str, Case] = {
     "llama": Case("llama", _rope("default", 100.0), {"rope_base": 100.0}),
@@ -371,6 +379,31 @@ CASES: dict[str, Case] = {
             "qkv_bias": False,
             "tied": True,
         },
+    ),
+    "qwen3_next": Case(
+        "qwen3_next",
+        {**DELTA_LAYERS, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+        | {"shared_expert_intermediate_size": 28}
+        | _rope("default", 100.0, partial_rotary_factor=0.25),
+        {**EXPERTS, "delta_net": OUR_DELTA_NET, "delta_layers": (0,), "head_dim": 16}
+        | {"rope_base": 100.0, "ffn": 20, "shared_experts": 28, "shared_gate": True},
+    ),
+    "qwen3_next attention first, biased, kv1, dense": Case(
+        "qwen3_next",
+        {**DELTA_LAYERS, "head_dim": 8, "layer_types": ["full_attention", "linear_attention"]}
+        | {"linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+        | {"linear_conv_kernel_dim": 2, "num_key_value_heads": 1, "attention_bias": True}
+        | {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+        | {"shared_expert_intermediate_size": 8, "mlp_only_layers": [1], "norm_topk_prob": False}
+        | {"tie_word_embeddings": True}
+        | _rope("linear", 50.0, factor=2.5, partial_rotary_factor=0.5),
+        {**EXPERTS, "delta_layers": (1,), "head_dim": 8, "kv_heads": 1, "tied": True}
+        | {"delta_net": {**OUR_DELTA_NET, "key_heads": 4, "key_dim": 8, "kernel": 2}}
+        | {"qkv_bias": True, "output_bias": True, "experts_per_token": 3, "norm_topk": False}
+        | {"ffn": 24, "dense_layers": (1,), "dense_ffn": 40, "shared_experts": 8}
+        | {"shared_gate": True, "rotary_fraction": 0.5, "rope_base": 50.0}
+        | {"rope_scaling": {"kind": "linear", "factor": 2.5}},
     ),
     "glm4_moe": Case(
         "glm4_moe",

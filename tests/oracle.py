@@ -46,7 +46,8 @@ def hidden(
 def layer(
     config: ModelConfig, w: Mapping[str, Tensor], n: int, x: Tensor, losses: list[Tensor]
 ) -> Tensor:
-    mixed = attention(config, w, n, norm_if_there(config, w, f"layers.{n}.attention_norm", x))
+    mix = delta_net if n in config.delta_layers else attention
+    mixed = mix(config, w, n, norm_if_there(config, w, f"layers.{n}.attention_norm", x))
     attended = x + norm_if_there(config, w, f"layers.{n}.attention_post_norm", mixed)
     normal = norm_if_there(
         config, w, f"layers.{n}.mlp_norm", x if config.parallel_residual else attended
@@ -152,7 +153,46 @@ def attention(config: ModelConfig, w: Mapping[str, Tensor], n: int, x: Tensor) -
         weights = exponentials / (
             exponentials.sum(-1, True) + w[f"{name}.sinks.weight"].exp().view(-1, 1, 1)
         )
-    return linear(w, f"{name}.output", (weights @ value).transpose(1, 2).reshape(b, s, -1))
+    mixed = (weights @ value).transpose(1, 2).reshape(b, s, -1)
+    if config.attention_gate:
+        mixed = mixed * linear(w, f"{name}.gate", x).sigmoid()
+    return linear(w, f"{name}.output", mixed)
+
+
+def delta_net(config: ModelConfig, w: Mapping[str, Tensor], n: int, x: Tensor) -> Tensor:
+    """Token by token, with the state of each head as a matrix."""
+    sizes = config.delta_net
+    b, s, _ = x.shape
+    name = f"layers.{n}.delta_net"
+
+    def convolved(which: str, width: int) -> Tensor:
+        features = F.pad(linear(w, f"{name}.{which}", x), (0, 0, sizes.kernel - 1, 0))
+        seen = features.unfold(1, sizes.kernel, 1)  # [b, s, features, kernel]
+        return F.silu((seen * w[f"{name}.{which}_convolution.weight"]).sum(-1)).view(
+            b, s, -1, width
+        )
+
+    def unit(heads: Tensor) -> Tensor:
+        of_each_value = heads.repeat_interleave(sizes.value_heads // sizes.key_heads, 2)
+        return of_each_value / (of_each_value.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+    query = unit(convolved("query", sizes.key_dim)) / sizes.key_dim**0.5
+    key = unit(convolved("key", sizes.key_dim))
+    value = convolved("value", sizes.value_dim)
+    strength = linear(w, f"{name}.strength", x).sigmoid()
+    decay = (-w[f"{name}.decay.log_rate"].exp() * F.softplus(linear(w, f"{name}.decay", x))).exp()
+    state = x.new_zeros(b, sizes.value_heads, sizes.key_dim, sizes.value_dim)
+    outputs = []
+    for t in range(s):
+        state = state * decay[:, t, :, None, None]
+        error = value[:, t] - torch.einsum("bnkv,bnk->bnv", state, key[:, t])
+        written = strength[:, t, :, None] * error
+        state = state + torch.einsum("bnk,bnv->bnkv", key[:, t], written)
+        outputs.append(torch.einsum("bnkv,bnk->bnv", state, query[:, t]))
+    read = torch.stack(outputs, 1)
+    scale = (read.square().mean(-1, keepdim=True) + config.norm_eps).sqrt()
+    normal = (read / scale * w[f"{name}.output_norm.weight"]).flatten(2)
+    return linear(w, f"{name}.output", normal * F.silu(linear(w, f"{name}.gate", x)))
 
 
 def projected(

@@ -146,6 +146,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 2,
         "mlp_only_layers": [3],
     },
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        **_LLAMA,
+        "head_dim": 16,  # a quarter of whose features are two pairs
+        "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 5,
+        "linear_value_head_dim": 7,
+        "linear_conv_kernel_dim": 3,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 28,
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [2],
+    },
     "glm4_moe": {
         "model_type": "glm4_moe",
         **_LLAMA,
@@ -227,8 +245,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_theta": 5e5,
     },
 }
-# Parallel residual, norms after branches, soft caps.
-WITHOUT_MEGATRON = {"gpt_neox", "olmo2", "olmo3", "gemma2", "gemma3_text"}
+# Parallel residual, norms after branches, soft caps, gated delta nets.
+WITHOUT_MEGATRON = {"gpt_neox", "olmo2", "olmo3", "gemma2", "gemma3_text", "qwen3_next"}
 # What makes them models that Megatron has: one epsilon for all norms, latents that ranks can cut,
 # groups compared by as many experts as it takes.
 FOR_MEGATRON: dict[str, dict[str, Any]] = {

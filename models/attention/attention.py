@@ -68,7 +68,12 @@ class Attention(nn.Module):
             Rows(f"{name}.key", kv_width, kv_shards),
             Rows(f"{name}.value", kv_width, kv_shards),
         ]
-        self.local_widths = [matrix.rows // (matrix.shards or context.tp.size) for matrix in stack]
+        if config.attention_gate:
+            stack.append(Rows(f"{name}.gate", width))
+        widths = [matrix.rows // (matrix.shards or context.tp.size) for matrix in stack]
+        # Of query, key and value, and of the gate after them.
+        self.local_widths = widths[:3]
+        self.gate_width = sum(widths[3:])
         self.qkv = ColumnParallelLinear(
             context,
             config.hidden,
@@ -154,13 +159,21 @@ class Attention(nn.Module):
         attn_mask: Tensor | Documents | None,
     ) -> Tensor:
         """Map what `_project` returns to the output projection's input, [s, b, local features]."""
+        gate = None
+        if self.gate_width:
+            projected, gate = projected.split([sum(self.local_widths), self.gate_width], -1)
         heads = self._split_heads_by_region(projected, rotary)
         if heads is None:
             heads = self._split_heads(projected, rotary)
         query, key, value = heads
         attended = self._core_attention(query, key, value, microbatch, attn_mask)
         # [b, n, s, d] -> [s, b, n * d]
-        return attended.permute(2, 0, 1, 3).flatten(2)
+        attended = attended.permute(2, 0, 1, 3).flatten(2)
+        if gate is None:
+            return attended
+        plan = self.context.plan
+        opened = attended * gate.to(plan.sensitive).sigmoid()
+        return opened.to(plan.compute)
 
     def _split_heads(
         self, projected: Tensor, rotary: RotaryTables | None

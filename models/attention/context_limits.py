@@ -47,6 +47,8 @@ def context_problems(
     # The attention of a user's layers sees this rank's keys only.
     if model.factory:
         yield Problem.of("model.context_factory", factory=model.factory, here=here)
+    if model.delta_net:
+        yield Problem.of("model.context_delta_net", context=context)
     # The softmax is merged from parts, whose sums must not be rounded.
     if plan.scores != plan.sensitive:
         yield Problem.of(

@@ -108,11 +108,16 @@ def layer_costs(
     recompute: Recompute,
 ) -> list[float]:
     """Return the cost of each layer."""
-    # All layers with experts cost the same, and so do all without.
-    usual = _layer_cost(config, seq_length, recompute)
-    dense = _layer_cost(config.dense, seq_length, recompute)
-    dense_layers = config.dense_layers
-    return [dense if number in dense_layers else usual for number in range(config.layers)]
+    # All layers of a kind cost the same.
+    by_kind: dict[tuple[bool, bool], float] = {}
+    costs: list[float] = []
+    for number in range(config.layers):
+        kind = (number in config.dense_layers, number in config.delta_layers)
+        if kind not in by_kind:
+            layer = config.kind_of_layer(number)
+            by_kind[kind] = _layer_cost(layer, seq_length, recompute)
+        costs.append(by_kind[kind])
+    return costs
 
 
 def mtp_cost(

@@ -1,6 +1,7 @@
 """A model that continues a text without computing it again.
 
-The keys and values of earlier tokens are kept.
+The keys and values of earlier tokens are kept, and of a gated delta net its states and the last
+tokens that its convolution sees.
 
 An earlier token's key and value do not depend on later tokens, so each new token costs one token's
 products plus attention over what is kept. Training knows nothing of this: the cache is a subclass
@@ -17,10 +18,13 @@ from torch import Tensor
 from megaprec.errors import UserError
 from models.attention.attention import Attention
 from models.attention.context_limits import require_uncut_sequences
+from models.attention.delta_rule import DeltaInputs, chunked, recurrent
 from models.attention.flash_windows import Documents
+from models.attention.gated_delta_net import GatedDeltaNet
 from models.attention.latent_attention import LatentAttention
 from models.attention.packing import Packing, causal_mask
 from models.attention.rope import RotaryTables
+from models.attention.short_convolution import short_convolution
 from models.config import ModelConfig
 from models.decoder.stages import Cut, Stage
 from parallel.context import Context
@@ -78,12 +82,43 @@ class CachedLatentAttention(CachedAttention, LatentAttention):
     """
 
 
+class CachedDeltaNet(GatedDeltaNet):
+    """A gated delta net of new tokens, which goes on from the state that all tokens since `reserve`
+    have left. Its memory does not grow with their number."""
+
+    def reserve(self, batch: int, capacity: int) -> None:
+        """Forget all tokens, before `batch` sequences of any length."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all tokens."""
+        # None stands for zeros.
+        self._before: Tensor | None = None
+        self._state: Tensor | None = None
+
+    def _convolve(self, mixed: Tensor, begins: Tensor | None) -> Tensor:
+        weight = self.convolution.to(mixed.dtype)
+        convolved = short_convolution(mixed, weight, self._before)
+        reach = weight.shape[1] - 1
+        before = mixed.new_zeros(reach, *mixed.shape[1:]) if self._before is None else self._before
+        whole = torch.cat((before, mixed))
+        self._before = whole[len(whole) - reach :]
+        return convolved
+
+    def _apply_rule(self, inputs: DeltaInputs) -> Tensor:
+        # Of few tokens a chunk would be filled up with others.
+        apply = recurrent if inputs.key.shape[2] == 1 else chunked
+        outputs, self._state = apply(inputs, self._state)
+        return outputs
+
+
 class CachedStage(Stage):
     """A whole model, in one stage on one process, that continues texts. `start` and `extend`
     replace `forward`."""
 
     attention = CachedAttention
     latent_attention = CachedLatentAttention
+    delta_net = CachedDeltaNet
 
     def __init__(
         self,
@@ -163,6 +198,7 @@ class CachedStage(Stage):
         # of the last token alone: the tokens after the others are given
         return super()._logits(x[-1:])
 
-    def _attentions(self) -> list[CachedAttention]:
-        """Return the attentions of all layers."""
-        return [module for module in self.modules() if isinstance(module, CachedAttention)]
+    def _attentions(self) -> list[CachedAttention | CachedDeltaNet]:
+        """Return the attentions, or gated delta nets, of all layers."""
+        kinds = (CachedAttention, CachedDeltaNet)
+        return [module for module in self.modules() if isinstance(module, kinds)]

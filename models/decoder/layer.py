@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from models.attention.attention import Attention
 from models.attention.flash_windows import Documents
+from models.attention.gated_delta_net import GatedDeltaNet
 from models.attention.regions import RegionNorm, add_norm
 from models.attention.rope import RotaryTables
 from models.config import ModelConfig
@@ -45,7 +46,7 @@ def make_norm(
 
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); or both branches, each with its own norm, of
-    the same x.
+    the same x. Some layers have a gated delta net in place of attention.
 
     `config.norm_at` places the norms before the branches, after them, or both. Dropout is optional.
     The residual stream x, input and output, has its own dtype; the branches compute in the dtype of
@@ -58,7 +59,7 @@ class DecoderLayer(nn.Module):
         context: Context,
         name: str,
         layer: int = 0,
-        attention: type[Attention] = Attention,
+        attention: type[Attention | GatedDeltaNet] = Attention,
     ) -> None:
         super().__init__()
         self.config = config
@@ -68,7 +69,8 @@ class DecoderLayer(nn.Module):
         after = config.norm_at != "before"
         # Parameters lie in the optimizer's buffers in the order in which modules are made.
         self.attention_norm = self._make_norm("attention_norm", before)
-        self.attention = attention(config, context, f"{name}.attention", layer)
+        branch = "delta_net" if config.delta_net else "attention"
+        self.attention = attention(config, context, f"{name}.{branch}", layer)
         self.attention_post_norm = self._make_norm("attention_post_norm", after)
         self.mlp_norm = self._make_norm("mlp_norm", before)
         feed_forward = MixtureOfExperts if config.experts else MLP

@@ -9,7 +9,7 @@ Logical names, the same for every layout:
     embedding.weight [vocab, hidden]
     positions.weight [max_positions, hidden] (learned positions)
     layers.N.attention_norm.weight|bias
-    layers.N.attention.query|key|value|output.weight|bias
+    layers.N.attention.query|key|value|gate|output.weight|bias
     layers.N.attention.query_norm|key_norm.weight [head_dim] or [all heads]
     layers.N.attention.sinks.weight [heads]
     layers.N.attention_post_norm.weight
@@ -41,6 +41,16 @@ Multi-head latent attention has in layers.N.attention, instead of query, key and
 A model without a latent of queries has query.weight [heads * (rope_dim + nope_dim), hidden] for its
 three of queries.
 
+A layer with a gated delta net has in place of layers.N.attention, with kw = key_heads * key_dim and
+vw = value_heads * value_dim:
+
+    delta_net.query|key|value|gate.weight [kw or vw, hidden]
+    delta_net.query_convolution|key_convolution|value_convolution.weight [kw or vw, kernel]
+    delta_net.strength|decay.weight [value_heads, hidden]
+    delta_net.decay.bias|log_rate [value_heads]
+    delta_net.output_norm.weight [value_dim]
+    delta_net.output.weight [hidden, vw]
+
 Weights are [output features, input features]. Rows of query and key are in the order of
 `models.attention.rope`'s rotation.
 """
@@ -57,6 +67,7 @@ from megaprec.comm.layout import Part, layout_of
 from megaprec.precision.rounding import nearest
 from models.attention.attention import Attention
 from models.attention.flash_windows import Documents
+from models.attention.gated_delta_net import GatedDeltaNet
 from models.attention.kernels import softcap
 from models.attention.latent_attention import LatentAttention
 from models.attention.packing import UNPACKED, Packing, causal_mask
@@ -105,6 +116,7 @@ class Stage(nn.Module):
 
     attention: ClassVar[type[Attention]] = Attention
     latent_attention: ClassVar[type[LatentAttention]] = LatentAttention
+    delta_net: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
 
     def __init__(
         self,
@@ -139,6 +151,7 @@ class Stage(nn.Module):
         note_growth(self.parameters(), config.mup)
         # by name, as `layers`
         self._windows = {str(number): config.of_layer(number).window for number in cut.layers}
+        self._delta_layers = {str(number) for number in cut.layers if number in config.delta_layers}
         # By window or not, length, and for consecutive positions or any.
         self._rotary_tables: dict[tuple[bool, int, bool], RotaryTables] = {}
 
@@ -147,7 +160,8 @@ class Stage(nn.Module):
         inner = self.context.recompute.inside_layer(whole=is_recomputed)
         context = replace(self.context, recompute=inner)
         config = self.config.of_layer(number)
-        return DecoderLayer(config, context, f"layers.{number}", number, self._attention_type())
+        mixer = self.delta_net if config.delta_net else self._attention_type()
+        return DecoderLayer(config, context, f"layers.{number}", number, mixer)
 
     def _make_module(self, number: int) -> PredictionModule:
         # Its layer is recomputed if all layers of the stage are.
@@ -239,7 +253,7 @@ class Stage(nn.Module):
                 run,
                 rotary=rotary.get(self._uses_window_rotary(layer)),
                 microbatch=microbatch,
-                attn_mask=masks.get(self._windows[layer]),
+                attn_mask=self._mask_of(layer, masks, packing),
             )
 
         for number, layer in self.layers.items():
@@ -253,6 +267,14 @@ class Stage(nn.Module):
         predict = with_arguments(self._attach_mtp_losses, str(self.cut.layers[-1]))
         hidden = predict(self.final_norm(x), mtp_batch=mtp_batch)
         return self._to_output_dtype(self._logits_of_normalized(hidden), microbatch)
+
+    def _mask_of(
+        self, layer: str, masks: Mapping[int, Tensor | Documents], packing: Packing
+    ) -> Tensor | Documents | None:
+        """Return what a layer knows of documents: a mask, or to a gated delta net their numbers."""
+        if layer in self._delta_layers:
+            return packing.documents
+        return masks.get(self._windows[layer])
 
     def _attach_mtp_losses(
         self,

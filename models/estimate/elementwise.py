@@ -55,12 +55,8 @@ def forward_bytes(
     """
     modules = config.mtp_layers if cut.last and layers else 0
     numbers = [*layers, *[config.layers - 1] * modules]
-    dense = [number for number in numbers if number in config.dense_layers]
-    of_others = _layer_bytes(config, plan, share)
-    total = (len(numbers) - len(dense)) * of_others
-    if dense:
-        total += len(dense) * _layer_bytes(config.dense, plan, share)
-    return total
+    kinds = config.count_kinds(numbers)
+    return sum(count * _layer_bytes(kind, plan, share) for kind, count in kinds)
 
 
 def loss_bytes(config: ModelConfig, tensor: int) -> tuple[float, float]:
@@ -84,20 +80,37 @@ def cast_bytes(config: ModelConfig, layers: Sequence[int], share: Share) -> floa
 def _layer_bytes(config: ModelConfig, plan: PrecisionPlan, share: Share) -> float:
     """Return the bytes that one layer's forward pass moves per token."""
     residual = 2 * RESIDUAL * _residual_elements(config, share)
+    mixer = _delta_net_elements(config) if config.delta_net else _attention_elements(config)
+    # the activation function reads its operands and writes its result
+    operands = 3 if config.gated else 2
+    feed_forward = operands * _feed_forward_width(config) / share.tensor
+    elements = residual + mixer / share.tensor + feed_forward
+    nbytes = elements * plan.compute.itemsize
+    if config.experts:
+        nbytes += _expert_bytes(config, plan, share)
+    return nbytes
+
+
+def _attention_elements(config: ModelConfig) -> int:
+    """Return the elements that rotary positions, attention's kernel and its gate read and write."""
     key_width = config.head_dim
     value_width = config.latent.value_dim or key_width
     kv_heads = config.heads if config.latent else config.kv_heads
     queries_and_keys = (config.heads + kv_heads) * key_width
     kernel = queries_and_keys + (config.heads + kv_heads) * value_width
-    attention = (ROTATED * queries_and_keys + kernel) / share.tensor
-    # the activation function reads its operands and writes its result
-    operands = 3 if config.gated else 2
-    feed_forward = operands * _feed_forward_width(config) / share.tensor
-    elements = residual + attention + feed_forward
-    nbytes = elements * plan.compute.itemsize
-    if config.experts:
-        nbytes += _expert_bytes(config, plan, share)
-    return nbytes
+    # The gate and the output are read, and the output is written.
+    gate = 3 * config.heads * value_width if config.attention_gate else 0
+    return ROTATED * queries_and_keys + kernel + gate
+
+
+def _delta_net_elements(config: ModelConfig) -> int:
+    """Return the elements that the operators of a gated delta net read and write, each as a kernel
+    of its own would: the convolution, the delta rule, and the norm with the gate."""
+    sizes = config.delta_net
+    convolution = 2 * sizes.convolved_width
+    rule = sizes.convolved_width + sizes.value_width
+    norm_and_gate = 3 * sizes.value_width
+    return convolution + rule + norm_and_gate
 
 
 def _expert_bytes(config: ModelConfig, plan: PrecisionPlan, share: Share) -> float:
@@ -118,7 +131,10 @@ def _residual_elements(config: ModelConfig, share: Share) -> float:
 
 
 def _attention_width(config: ModelConfig) -> int:
-    """Return the features of attention's output, which is the operand of a product."""
+    """Return the features of the output of attention, or of the gated delta net in its place, which
+    is the operand of a product."""
+    if config.delta_net:
+        return config.delta_net.value_width
     return config.heads * (config.latent.value_dim or config.head_dim)
 
 

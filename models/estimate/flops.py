@@ -92,17 +92,17 @@ def _stage_cost(
     """Return the cost of one stage. tokens: of a micro-batch."""
     # By token: attention's own products, which have no weights, and those with weights.
     modules = config.mtp_layers if cut.last else 0
-    attention = (len(cut.layers) + modules) * config.attention_flops(seq_length)
+    with_modules = [*cut.layers, *[config.layers - 1] * modules]
+    attention = _attention_flops(config, with_modules, seq_length)
     layers = config.over_layers(lambda kind: kind.layer_flops(seq_length), cut.layers)
     head = config.head_flops() + config.mtp_flops(seq_length) if cut.last else 0
     weighted = layers + head - attention
     lookup = config.embedding_flops() if cut.first else 0
     recomputed = _recomputed_flops(config, recompute, cut, seq_length)
     repeated_layers = _whole_recomputed_layers(config, recompute, cut)
-    repeated_attention = len(repeated_layers)
+    repeated_attention = [*repeated_layers]
     if "attention" in recompute.modules:
-        repeated_attention += len(cut.layers) + modules
-    with_modules = [*cut.layers, *[config.layers - 1] * modules]
+        repeated_attention += with_modules
     experts = _of_experts(config, with_modules, ModelConfig.expert_flops)
     repeated_experts = _of_experts(config, repeated_layers, ModelConfig.expert_flops)
     return StageCost(
@@ -113,10 +113,16 @@ def _stage_cost(
         parameters=_count_parameters(config, cut),
         attention=tokens * attention,
         experts=tokens * experts,
-        recomputed_attention=tokens * repeated_attention * config.attention_flops(seq_length),
+        recomputed_attention=tokens * _attention_flops(config, repeated_attention, seq_length),
         recomputed_experts=tokens * repeated_experts,
         expert_parameters=_of_experts(config, with_modules, ModelConfig.layer_expert_parameters),
     )
+
+
+def _attention_flops(config: ModelConfig, layers: Sequence[int], seq_length: int) -> int:
+    """Return the FLOPs, per token, of the products without weights of attention, or of gated delta
+    nets, in layers, which may repeat."""
+    return config.over_layers(lambda kind: kind.attention_flops(seq_length), layers)
 
 
 def _of_experts(
@@ -157,7 +163,10 @@ def _recomputed_flops(
     )
     if "attention" in recompute.modules:
         modules = config.mtp_layers if cut.last else 0
-        flops += (len(cut.layers) + modules) * config.recomputed_attention_flops(seq_length)
+        layers = [*cut.layers, *[config.layers - 1] * modules]
+        flops += config.over_layers(
+            lambda kind: kind.recomputed_attention_flops(seq_length), layers
+        )
     return flops
 
 

@@ -30,6 +30,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {  # of a key that is given
     "window_rope_base": (0.0, 5.0),
     "attention_scalar": (7.0, 4.0),
     "attention_sinks": (True, False),
+    "attention_gate": (True, False),
     "attention_softcap": (0.0, 1.5),
     "final_softcap": (0.0, 2.5),
     "window": (0, 3, 5),
@@ -87,7 +88,7 @@ def drawn(seed: int) -> dict[str, Any]:
         "max_positions": 16,
         "experts": dice.choice((0, 4, 6)),
     }
-    if family in ("gpt_neox", "glm4_moe"):
+    if family in ("gpt_neox", "glm4_moe", "qwen3_next"):
         table["rotary_fraction"] = 1.0  # a part of heads so small does not turn
     offered = {key: dice.choice(values) for key, values in CHOICES.items() if dice.random() < rate}
     if dice.random() < (0.8 if family.startswith("deepseek") else 0.1):
@@ -96,6 +97,16 @@ def drawn(seed: int) -> dict[str, Any]:
             "value_dim": dice.choice((5, 10, 17)),
             "norm_eps": dice.choice((1e-6, 1e-3)),
         }
+    if dice.random() < (0.8 if family == "qwen3_next" else 0.1):
+        key_heads = dice.choice((2, 4))
+        offered["delta_net"] = {
+            "key_heads": key_heads,
+            "value_heads": key_heads * dice.choice((1, 2)),
+            "key_dim": dice.choice((3, 5, 8)),
+            "value_dim": dice.choice((4, 7)),
+            "kernel": dice.choice((1, 2, 4)),
+        }
+        offered["delta_layers"] = dice.choice(((0,), (1,), (0, 1), (1, 2), (0, 1, 2)))
     if dice.random() < rate:
         offered["rope_scaling"] = dice.choice(SCALINGS)
     if dice.random() < 0.5:
@@ -113,6 +124,11 @@ def drawn(seed: int) -> dict[str, Any]:
         table["mlp_bias"] = False  # a default that experts do not take
     if not fits(table):
         del table["latent"]
+    # Both together, or neither would fit.
+    for key in ("delta_net", "delta_layers"):
+        if key in offered and fits(table | {key: offered[key]}):
+            table[key] = offered[key]
+        offered.pop(key, None)
     for key in dice.sample(sorted(offered), len(offered)):
         table |= {key: offered[key]} if fits(table | {key: offered[key]}) else {}
     return table

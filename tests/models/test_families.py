@@ -56,6 +56,8 @@ NAMES = {  # of what they call it in a layer, or outside
     "mlp.shared_experts.down_proj": "mlp.shared.down",
     "mlp.router": "mlp.router",
     "self_attn.sinks": "attention.sinks",
+    "linear_attn.norm": "delta_net.output_norm",
+    "linear_attn.out_proj": "delta_net.output",
     "embed_tokens": "embedding",
     "wte": "embedding",
     "embed_in": "embedding",
@@ -94,6 +96,14 @@ def logical(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
             ours |= _of_latents(
                 config, f"{layer}attention", name.removeprefix("self_attn."), kind, tensor
             )
+        elif config.model_type == "qwen3_next" and name == "self_attn.q_proj":
+            rows = tensor.unflatten(0, (config.num_attention_heads, 2, -1))
+            ours |= {
+                f"{layer}attention.query.{kind}": rows[:, 0].flatten(0, 1),
+                f"{layer}attention.gate.{kind}": rows[:, 1].flatten(0, 1),
+            }
+        elif name.startswith("linear_attn.") and name not in NAMES:
+            ours |= _of_delta_net(config, f"{layer}delta_net", name, tensor)
         elif name == "attn.c_attn":
             ours |= _three(f"{layer}attention", kind, tensor.chunk(3))
         elif name == "attention.query_key_value":
@@ -117,6 +127,37 @@ def logical(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
             kind = "weight" if name == "self_attn.sinks" else kind
             ours[f"{layer}{(NAMES | NORMS.get(config.model_type, {}))[name]}.{kind}"] = tensor
     return ours
+
+
+def _of_delta_net(config: Any, layer: str, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Tensors of which a head of keys has rows of each kind, and those of all heads in a row."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    if name == "linear_attn.conv1d":
+        parts = tensor[:, 0].split([keys, keys, values])
+        kinds = ("query", "key", "value")
+        return {
+            f"{layer}.{which}_convolution.weight": part
+            for which, part in zip(kinds, parts, strict=True)
+        }
+    if name == "linear_attn.dt_bias":
+        return {f"{layer}.decay.bias": tensor}
+    if name == "linear_attn.A_log":
+        return {f"{layer}.decay.log_rate": tensor}
+    rows = tensor.unflatten(0, (config.linear_num_key_heads, -1))
+    if name == "linear_attn.in_proj_ba":
+        kinds = ("strength", "decay")
+        parts = rows.chunk(2, 1)
+    else:
+        assert name == "linear_attn.in_proj_qkvz"
+        kinds = ("query", "key", "value", "gate")
+        key = config.linear_key_head_dim
+        value = values // config.linear_num_key_heads
+        parts = rows.split([key, key, value, value], 1)
+    return {
+        f"{layer}.{which}.weight": part.flatten(0, 1)
+        for which, part in zip(kinds, parts, strict=True)
+    }
 
 
 def _of_latents(config: Any, layer: str, name: str, kind: str, tensor: Tensor) -> dict[str, Tensor]:

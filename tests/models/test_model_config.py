@@ -52,6 +52,7 @@ PUBLISHED = {
     "qwen3-32b": 32_762_123_264,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    "qwen3-next-80b-a3b": 79_674_391_296,
     "glm-4.5": 352_797_829_024,  # its file has 358 B, with a layer for multi-token prediction
     "glm-4.5-air": 106_852_251_264,  # 110 B with that layer
     "olmo2-1b": 1_484_916_736,

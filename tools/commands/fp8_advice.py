@@ -157,7 +157,8 @@ def never_fp8_flops(config: RunConfig, model: ModelConfig) -> float:
     """
     tokens = config.train.micro_batch * config.train.seq_length
     # queries with keys, and probabilities with values
-    attention = model.layers * model.attention_flops(config.train.seq_length)
+    seq_length = config.train.seq_length
+    attention = model.over_layers(lambda kind: kind.attention_flops(seq_length))
     return tokens * (attention + model.head_flops()) / config.parallel.tensor
 
 

@@ -42,6 +42,14 @@ def virtual_sizes(train: Train, model: ModelConfig) -> Iterator[str]:
     cuts = {"train.seq_length": train.seq_length, "model.heads": model.heads, **widths}
     if uneven := [f"{key} {size}" for key, size in cuts.items() if size % shards]:
         yield Problem.of("config.canonical_sizes", shards=shards, sizes=", ".join(uneven))
+    if not model.delta_net.divides(shards):
+        sizes = model.delta_net
+        yield Problem.of(
+            "config.canonical_delta_net",
+            shards=shards,
+            key_heads=sizes.key_heads,
+            value_heads=sizes.value_heads,
+        )
     if model.kv_heads % shards and shards % model.kv_heads:
         yield Problem.of("config.canonical_kv_heads", shards=shards, kv_heads=model.kv_heads)
 

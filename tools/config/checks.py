@@ -247,6 +247,9 @@ def _tensor(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
         return
     widths = " and ".join(f"model.{key} {width}" for key, width in model.ffn_widths.items())
     sizes = f"model.heads {model.heads}, model.kv_heads {model.kv_heads} and {widths}"
+    if model.delta_net:
+        heads = f"{model.delta_net.key_heads} and {model.delta_net.value_heads} heads"
+        sizes += f" and model.delta_net's {heads}"
     if model.mtp_layers:
         sizes += f" and, with model.mtp_layers, model.hidden {model.hidden}"
     possible = [ranks for ranks in range(1, model.heads + 1) if _fits_tensor(model, ranks)]
@@ -265,7 +268,7 @@ def _fits_tensor(model: ModelConfig, tensor: int) -> bool:
     widths = [*model.ffn_widths.values(), model.heads]
     if model.mtp_layers:
         widths.append(model.hidden)  # features of the projection of a module
-    return not any(width % tensor for width in widths)
+    return not any(width % tensor for width in widths) and model.delta_net.divides(tensor)
 
 
 def _sequence(train: Train, parallel: Parallel) -> Iterator[str]:

@@ -28,6 +28,7 @@ from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.convert.formats import WITH_CONFIG, format_of
 from tools.convert.hf.config import from_hugging_face
+from tools.convert.hf.delta_layers import layer_types
 from tools.convert.hf.families import FAMILIES
 from tools.convert.hf.folder import CONFIG, open_hf, read_config
 from tools.convert.transformers_package import if_untested, quiet_transformers, why_missing
@@ -156,9 +157,25 @@ def _sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
         sizes["head_dim"] = head_dim
     if model.latent:
         sizes |= _latents(config, model)
+    if model.delta_net:
+        sizes |= _delta_net_sizes(model)
     if model.experts:
         sizes |= _expert_sizes(config, model)
     return sizes
+
+
+def _delta_net_sizes(model: ModelConfig) -> dict[str, Any]:
+    """Return small heads of gated delta nets, each head of keys of at most two heads of values."""
+    sizes = model.delta_net
+    key_heads = min(sizes.key_heads, 2)
+    group = sizes.value_heads // sizes.key_heads
+    return {
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * min(group, 2),
+        "linear_key_head_dim": min(sizes.key_dim, HEAD),
+        "linear_value_head_dim": min(sizes.value_dim, HEAD),
+        "linear_conv_kernel_dim": sizes.kernel,
+    }
 
 
 def _expert_sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
@@ -230,6 +247,9 @@ def _lengths(config: Json, model: ModelConfig) -> dict[str, Any]:
         lengths["sliding_window"] = reduced_length(model.window, LEAST_WINDOW)
     if types := config.get("layer_types"):
         lengths["layer_types"] = _spread(types, layers)
+    elif model.delta_net:
+        # A file may say them by their distance, in which few layers would be of one kind.
+        lengths["layer_types"] = _spread(layer_types(model), layers)
     elif model.window and _has_first_window_layer(config):
         window_layers = model.window_layers or range(model.layers)
         has_window = [layer in window_layers for layer in range(model.layers)]

@@ -234,7 +234,8 @@ def least_layers_in_flight(config: RunConfig) -> int:
     recompute = config.recompute
     is_even = not recompute.layers and recompute.fraction in (0.0, 1.0)
     last_is_dense = model.layers - 1 in model.dense_layers
-    if parallel.cuts or model.window_layers or not is_even or last_is_dense:
+    kinds = model.window_layers or model.delta_layers or last_is_dense
+    if parallel.cuts or kinds or not is_even:
         return 0
     if parallel.pipeline == 1:
         return model.layers - len(model.dense_layers)

@@ -5,8 +5,12 @@ from collections.abc import Mapping, Sequence
 from models.config import ModelConfig
 from tools.convert.core.rules import Cut, Layers, NameRule, layers_of_modules
 from tools.convert.core.transforms import (
+    CONVOLUTIONS,
+    DELTA_GATES,
+    DELTA_NET,
     EXPERTS_INTERLEAVED,
     EXPERTS_TRANSPOSED,
+    GATED_QUERY,
     GROUPED,
     GROUPED_INTERLEAVED,
     LATENT_DOWN,
@@ -25,6 +29,7 @@ from tools.convert.core.transforms import (
 QKV = ("query", "key", "value")
 _ATTENTION = "layers.N.attention"
 _MLP = "layers.N.mlp"
+_DELTA_NET = "layers.N.delta_net"
 CORRECTION = f"{_MLP}.router.correction"
 
 
@@ -122,6 +127,30 @@ def _latents(interleaved: bool) -> list[NameRule]:
             f"{attention}.kv_a_layernorm.weight", (f"{_ATTENTION}.key_value_down_norm.weight",)
         ),
         NameRule(f"{attention}.kv_b_proj.weight", up_parts, LATENT_UP),
+    ]
+
+
+def _gated_attention_or_delta_net() -> list[NameRule]:
+    """Return the rules of Qwen3-Next: of attention whose queries have a gate beside them, and of
+    gated delta nets."""
+    attention = "model.layers.N.self_attn"
+    delta_net = "model.layers.N.linear_attn"
+    rules = [rule for rule in _projections() if "q_proj" not in rule.foreign]
+    for suffix in ("weight", "bias"):
+        query_and_gate = (f"{_ATTENTION}.query.{suffix}", f"{_ATTENTION}.gate.{suffix}")
+        rules.append(NameRule(f"{attention}.q_proj.{suffix}", query_and_gate, GATED_QUERY))
+    convolutions = tuple(f"{_DELTA_NET}.{part}_convolution.weight" for part in QKV)
+    projected = tuple(f"{_DELTA_NET}.{part}.weight" for part in (*QKV, "gate"))
+    gates = (f"{_DELTA_NET}.strength.weight", f"{_DELTA_NET}.decay.weight")
+    return [
+        *rules,
+        NameRule(f"{delta_net}.dt_bias", (f"{_DELTA_NET}.decay.bias",)),
+        NameRule(f"{delta_net}.A_log", (f"{_DELTA_NET}.decay.log_rate",)),
+        NameRule(f"{delta_net}.conv1d.weight", convolutions, CONVOLUTIONS),
+        NameRule(f"{delta_net}.in_proj_qkvz.weight", projected, DELTA_NET),
+        NameRule(f"{delta_net}.in_proj_ba.weight", gates, DELTA_GATES),
+        NameRule(f"{delta_net}.norm.weight", (f"{_DELTA_NET}.output_norm.weight",)),
+        NameRule(f"{delta_net}.out_proj.weight", (f"{_DELTA_NET}.output.weight",)),
     ]
 
 
@@ -238,6 +267,9 @@ HUGGING_FACE: dict[str, list[NameRule]] = {
     "qwen2_moe": _llama(_shared_experts("shared_expert")),
     "qwen3": _llama(_gated()),
     "qwen3_moe": _llama([*_gated(), *_experts("mlp", "gate_proj", "up_proj", "down_proj")]),
+    "qwen3_next": _llama(
+        _shared_experts("shared_expert"), projections=_gated_attention_or_delta_net()
+    ),
     "glm4_moe": _with_modules(_llama(_shared_experts())),
     "olmo2": _llama(_gated(), _AFTER),
     "olmo3": _llama(_gated(), _AFTER),

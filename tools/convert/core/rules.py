@@ -187,4 +187,5 @@ def head_sizes(model: ModelConfig) -> HeadSizes:
         dim=model.head_dim,
         rotary=model.rotary_dims,
         value=model.latent.value_dim,
+        delta=model.delta_net,
     )

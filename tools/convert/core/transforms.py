@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from models.delta_net import NO_DELTA_NET, DeltaNet
+
 Parts = Sequence[Tensor]  # megaprec's tensors, of which another system's consists
 
 
@@ -32,6 +34,7 @@ class HeadSizes:
     dim: features of a query or key head.
     rotary: features of a head with rotary positions.
     value: features of a head's value in latent attention.
+    delta: of gated delta nets.
     """
 
     query: int
@@ -39,6 +42,7 @@ class HeadSizes:
     dim: int
     rotary: int
     value: int = 0
+    delta: DeltaNet = NO_DELTA_NET
 
     @property
     def unrotated(self) -> int:
@@ -195,6 +199,44 @@ def _split_latent_up(joined: Tensor, head_sizes: HeadSizes) -> Parts:
     return _split_per_head(joined, head_sizes.query, rows)
 
 
+def _join_gated_query(parts: Parts, head_sizes: HeadSizes) -> Tensor:
+    return _join_per_head(parts, head_sizes.query)
+
+
+def _split_gated_query(joined: Tensor, head_sizes: HeadSizes) -> Parts:
+    # A head's query, then the gate of its output.
+    return _split_per_head(joined, head_sizes.query, [head_sizes.dim, head_sizes.dim])
+
+
+def _join_by_key_head(parts: Parts, head_sizes: HeadSizes) -> Tensor:
+    return _join_per_head(parts, head_sizes.delta.key_heads)
+
+
+def _split_delta_net(joined: Tensor, head_sizes: HeadSizes) -> Parts:
+    sizes = head_sizes.delta
+    # Of a head of keys: its query and key, the values that it serves, and their gate.
+    values = sizes.value_width // sizes.key_heads
+    rows = [sizes.key_dim, sizes.key_dim, values, values]
+    return _split_per_head(joined, sizes.key_heads, rows)
+
+
+def _split_delta_gates(joined: Tensor, head_sizes: HeadSizes) -> Parts:
+    sizes = head_sizes.delta
+    # Of a head of keys: one strength, and one decay, of each head of values that it serves.
+    values = sizes.value_heads // sizes.key_heads
+    return _split_per_head(joined, sizes.key_heads, [values, values])
+
+
+def _join_convolutions(parts: Parts, head_sizes: HeadSizes) -> Tensor:
+    """Return [features, kernel] of queries, keys and values as [all features, 1, kernel]."""
+    return torch.cat(list(parts)).unsqueeze(1)
+
+
+def _split_convolutions(joined: Tensor, head_sizes: HeadSizes) -> Parts:
+    sizes = head_sizes.delta
+    return joined.squeeze(1).split([sizes.key_width, sizes.key_width, sizes.value_width])
+
+
 def _join_experts_transposed(parts: Parts, head_sizes: HeadSizes) -> Tensor:
     return torch.stack([part.t() for part in parts])
 
@@ -282,6 +324,11 @@ EXPERTS_STACKED = Transform(
     split=lambda joined, head_sizes: joined.unbind(),
 )
 EXPERTS_GATE_UP = Transform(_join_experts_gate_up, _split_experts_gate_up)
+GATED_QUERY = Transform(_join_gated_query, _split_gated_query)
+# Of a gated delta net: what is projected, the numbers of each head, and the convolution.
+DELTA_NET = Transform(_join_by_key_head, _split_delta_net)
+DELTA_GATES = Transform(_join_by_key_head, _split_delta_gates)
+CONVOLUTIONS = Transform(_join_convolutions, _split_convolutions)
 # Of all experts of a layer: features in before features out; a bias as it is.
 EXPERTS_TRANSPOSED = Transform(_join_experts_transposed, _split_experts_transposed)
 EXPERTS_INTERLEAVED = Transform(_join_experts_interleaved, _split_experts_interleaved)

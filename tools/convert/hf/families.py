@@ -10,6 +10,7 @@ from typing import Any
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
+from tools.convert.hf.delta_layers import DELTA_LAYERS
 from tools.convert.hf.experts import (
     EXPERTS_OF_DEEPSEEK_V2,
     EXPERTS_OF_DEEPSEEK_V3,
@@ -496,6 +497,47 @@ FAMILIES: dict[str, Family] = {
             _ATTENTION_BIAS,
             WINDOW_OF_QWEN3_MOE,
             experts_of_qwen(shared=False),
+        ),
+        aliases={"num_local_experts": "num_experts"},
+    ),
+    "qwen3_next": Family(
+        ours="qwen3_next",
+        architecture="Qwen3NextForCausalLM",
+        defaults=_LLAMA_DEFAULTS
+        | _EXPERTS_DEFAULTS
+        | {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "max_position_embeddings": 32768,
+            "partial_rotary_factor": 0.25,
+            "full_attention_interval": 4,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+        entries=(
+            *_LLAMA,
+            _SILU,
+            ROPE_OF_SOME_FEATURES,
+            _ATTENTION_BIAS,
+            DELTA_LAYERS,
+            experts_of_qwen(shared=True),
         ),
         aliases={"num_local_experts": "num_experts"},
     ),

@@ -142,14 +142,19 @@ def window_fields(has_window: list[bool], window: int) -> Fields:
 
 def _layers_with_window(types: list[Any], layers: int) -> list[bool]:
     """Return of each layer whether it has the window."""
-    if len(types) != layers:
-        raise UserError.of("convert.hf_layer_types", num_types=len(types), layers=layers)
+    require_count(types, layers)
     allowed = tuple(LAYER_TYPES)
     has_window = []
     for layer_type in types:
         require(layer_type, "layer_types", allowed)
         has_window.append(LAYER_TYPES[layer_type])
     return has_window
+
+
+def require_count(types: list[Any], layers: int) -> None:
+    """Raise UserError unless layer_types names so many layers."""
+    if len(types) != layers:
+        raise UserError.of("convert.hf_layer_types", num_types=len(types), layers=layers)
 
 
 def _layer_types(model: ModelConfig) -> list[str]:

@@ -22,6 +22,7 @@ import torch
 from megaprec.data.indexed import IndexedWriter
 from megaprec.precision.plan import dtype_name
 from models.config import ModelConfig
+from models.delta_net import DeltaNet
 from models.latent import Latent
 from parallel.pipeline.builders import default_chunks
 from parallel.sequence_cut import length_multiple
@@ -268,15 +269,9 @@ def _divide_alike(number: int, original: int, largest_divisor: int) -> bool:
 
 def _model(run_config: RunConfig, layout_limits: LayoutLimits) -> ModelConfig:
     model_config = run_config.model
-    # heads that share a key: kept, for it is structure
-    group = model_config.heads // model_config.kv_heads
-    kv_heads = alike_size(
-        model_config.kv_heads, min(2, model_config.kv_heads), layout_limits.tensor
+    kv_heads, num_heads = _alike_heads(
+        model_config.kv_heads, model_config.heads, layout_limits.tensor
     )
-    # ends with the model's own number at the latest
-    while not _divide_alike(group * kv_heads, model_config.heads, layout_limits.tensor):
-        kv_heads = alike_size(model_config.kv_heads, kv_heads + 1, layout_limits.tensor)
-    num_heads = group * kv_heads
     latent = _latent(model_config.latent)
     head_dim = latent.head_dim or _head_dim(model_config)
     # the same ratio of the heads' features to those of the model
@@ -308,11 +303,56 @@ def _model(run_config: RunConfig, layout_limits: LayoutLimits) -> ModelConfig:
         "max_positions": min(model_config.max_positions, 2 * sequence_length),
         "window": _window(model_config.window, run_config.train.seq_length, sequence_length),
         "window_layers": window_layers(model_config, num_layers),
+        "delta_net": _delta_net(model_config.delta_net, layout_limits.tensor),
+        "delta_layers": _delta_layers(model_config, num_layers),
     }
     if model_config.mup_base_hidden:
         # A base that is twice as wide has all widths; the scale of scores stays as it is.
         sizes |= {"mup_base_hidden": 2 * sizes["hidden"], "mup_base_head_dim": 0}
     return ModelConfig(**{**model_config.model_dump(), **sizes})
+
+
+def _alike_heads(key_heads: int, heads: int, tensor: int) -> tuple[int, int]:
+    """Return a small number of heads of keys, and of those that they serve, which are as many for
+    each as before.
+
+    tensor: the largest number of ranks over which either divides as before.
+    """
+    # heads that share a key: kept, for it is structure
+    group = heads // key_heads
+    few = alike_size(key_heads, min(2, key_heads), tensor)
+    # ends with the model's own number at the latest
+    while not _divide_alike(group * few, heads, tensor):
+        few = alike_size(key_heads, few + 1, tensor)
+    return few, group * few
+
+
+def _delta_net(sizes: DeltaNet, tensor: int) -> DeltaNet:
+    """Return a gated delta net of few narrow heads, whose keys and values differ in width where
+    they did."""
+    if not sizes:
+        return sizes
+    key_heads, value_heads = _alike_heads(sizes.key_heads, sizes.value_heads, tensor)
+    small = {
+        "key_heads": key_heads,
+        "value_heads": value_heads,
+        "key_dim": min(sizes.key_dim, 6),
+        "value_dim": min(sizes.value_dim, 8),
+    }
+    return sizes.model_copy(update=small)
+
+
+def _delta_layers(model_config: ModelConfig, num_layers: int) -> tuple[int, ...]:
+    """Return the layers with a gated delta net, spread as in the model, with layers of each kind
+    that it has."""
+    chosen = tuple(
+        layer_number
+        for layer_number in range(num_layers)
+        if layer_number * model_config.layers // num_layers in model_config.delta_layers
+    )
+    if len(model_config.delta_layers) in (0, model_config.layers):
+        return chosen
+    return chosen[: num_layers - 1] or (0,)
 
 
 def _latent(sizes: Latent) -> Latent:

@@ -1,0 +1,191 @@
+"""The gated delta rule, token by token and in chunks of tokens.
+
+A head has a state S [d, v], a matrix that maps a key to a value. Token t brings a query q_t and a
+key k_t [d], a value v_t [v], a decay a_t = exp(g_t) with g_t <= 0, and a strength b_t from 0 to 1.
+The state decays; then it is corrected by the part b_t of the error that it makes about the value of
+the key; and then it is read:
+
+    D_t = a_t S_(t-1)
+    u_t = b_t (v_t - D_t' k_t)
+    S_t = D_t + k_t u_t'                                                              (recurrence)
+    o_t = S_t' q_t
+
+One token at a time these are products of a matrix with a vector, which no processor does fast. In
+chunks of C tokens they become products of matrices. Let S be the state before a chunk, and let
+w(t, s) = exp(g_(s+1) + ... + g_t) be the decay from token s of the chunk to token t, and w(t) that
+from before the chunk to token t. Unrolled, the recurrence says
+
+    D_t = w(t) S + sum over s < t of w(t, s) k_s u_s'
+
+and put into the equation of u_t this is a system of linear equations for all u of the chunk, in
+which the matrix is triangular with ones on its diagonal:
+
+    u_t + sum over s < t of b_t w(t, s) (k_t . k_s) u_s = b_t v_t - b_t w(t) S' k_t
+
+Its solution is U = X - Y S, where X and Y solve it for b_t v_t and for b_t w(t) k_t alone, and need
+no state: they are computed for all chunks at once. What remains from chunk to chunk is
+
+    U  = X - Y S
+    o_t = w(t) S' q_t + sum over s <= t of w(t, s) (q_t . k_s) u_s
+    S' = w(C) S + sum over s of w(C, s) k_s u_s'
+
+Sums of g are taken over the tokens between s and t, never as differences of sums from the beginning
+of the chunk: those lose the digits of a weak decay that follows a strong one. A decay of 0
+(g = -inf) is exact too.
+
+Where a document begins nothing is left of the state: w(t, s) and w(t) are 0 across such a token.
+Tokens that fill up the last chunk have b = 0 and g = 0, and change no state.
+
+Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2025), whose form for chunks is that of
+Yang et al., "Parallelizing Linear Transformers with the Delta Rule" (2024), with decays.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64
+"""Tokens of a chunk."""
+
+
+@dataclass(frozen=True)
+class DeltaInputs:
+    """What tokens bring to the gated delta rule; all tensors in one dtype, which computes it.
+
+    query, key: [b, n, s, d].
+    value: [b, n, s, v].
+    log_decay: [b, n, s], g above: 0 or less.
+    strength: [b, n, s], b above: from 0 to 1.
+    begins: bool [b, s], True where a document begins; None: nowhere. If the first token begins one,
+        the initial state is not read.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    log_decay: Tensor
+    strength: Tensor
+    begins: Tensor | None = None
+
+    def initial_state(self) -> Tensor:
+        """Return the state before any token: zeros [b, n, d, v]."""
+        samples, heads, _, key_dim = self.key.shape
+        return self.value.new_zeros(samples, heads, key_dim, self.value.shape[-1])
+
+
+def recurrent(inputs: DeltaInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the outputs [b, n, s, v] and the last state [b, n, d, v], token by token.
+
+    state: the one before the first token; None: zeros.
+    """
+    if state is None:
+        state = inputs.initial_state()
+    decay = inputs.log_decay.exp()
+    if inputs.begins is not None:
+        decay = decay.masked_fill(inputs.begins.unsqueeze(1), 0)
+    outputs = []
+    for token in range(inputs.key.shape[2]):
+        key = inputs.key[:, :, token].unsqueeze(-1)
+        value = inputs.value[:, :, token]
+        decayed = state * decay[:, :, token, None, None]
+        remembered = (decayed * key).sum(-2)
+        correction = inputs.strength[:, :, token, None] * (value - remembered)
+        state = decayed + key * correction.unsqueeze(-2)
+        query = inputs.query[:, :, token].unsqueeze(-1)
+        outputs.append((state * query).sum(-2))
+    return torch.stack(outputs, 2), state
+
+
+def chunked(
+    inputs: DeltaInputs, state: Tensor | None = None, chunk: int = CHUNK
+) -> tuple[Tensor, Tensor]:
+    """Return what `recurrent` does, chunk by chunk.
+
+    chunk: tokens of a chunk, of which the last one may have fewer.
+    """
+    length = inputs.key.shape[2]
+    whole = _filled(inputs, -length % chunk)
+    # [b, n, chunks, C, features] and [b, n, chunks, C]
+    query = whole.query.unflatten(2, (-1, chunk))
+    key = whole.key.unflatten(2, (-1, chunk))
+    strength = whole.strength.unflatten(2, (-1, chunk)).unsqueeze(-1)
+    value = whole.value.unflatten(2, (-1, chunk))
+    decays = _Decays.of(whole, chunk)
+    system = (strength * key) @ key.mT * decays.between
+    known = torch.cat((strength * value, strength * decays.from_before * key), -1)
+    # Only what is below the diagonal is read: the diagonal stands for ones.
+    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    # X and Y above
+    of_values, of_state = solved.split((value.shape[-1], key.shape[-1]), -1)
+    scores = query @ key.mT * decays.between
+    reading = decays.from_before * query
+    writing = (decays.to_end * key).mT
+    if state is None:
+        state = inputs.initial_state()
+    outputs = []
+    for number in range(key.shape[2]):
+        corrections = of_values[:, :, number] - of_state[:, :, number] @ state
+        inside = scores[:, :, number] @ corrections
+        outputs.append(reading[:, :, number] @ state + inside)
+        state = decays.whole[:, :, number] * state + writing[:, :, number] @ corrections
+    return torch.cat(outputs, 2)[:, :, :length], state
+
+
+def _filled(inputs: DeltaInputs, missing: int) -> DeltaInputs:
+    """Return the inputs with `missing` tokens more, which change no state."""
+    if not missing:
+        return inputs
+    begins = inputs.begins
+    if begins is not None:
+        begins = F.pad(begins, (0, missing), value=False)
+    return DeltaInputs(
+        query=F.pad(inputs.query, (0, 0, 0, missing)),
+        key=F.pad(inputs.key, (0, 0, 0, missing)),
+        value=F.pad(inputs.value, (0, 0, 0, missing)),
+        log_decay=F.pad(inputs.log_decay, (0, missing)),
+        strength=F.pad(inputs.strength, (0, missing)),
+        begins=begins,
+    )
+
+
+@dataclass(frozen=True)
+class _Decays:
+    """The decays within chunks; 0 across the beginning of a document.
+
+    between: [b, n, chunks, C, C], w(t, s) of token t (row) from token s (column); 0 above the
+        diagonal.
+    from_before: [b, n, chunks, C, 1], w(t).
+    to_end: [b, n, chunks, C, 1], w(C, s).
+    whole: [b, n, chunks, 1, 1], w(C).
+    """
+
+    between: Tensor
+    from_before: Tensor
+    to_end: Tensor
+    whole: Tensor
+
+    @staticmethod
+    def of(inputs: DeltaInputs, chunk: int) -> "_Decays":
+        """Return the decays of whole chunks."""
+        log_decay = inputs.log_decay.unflatten(2, (-1, chunk))
+        later = torch.ones(chunk, chunk, dtype=torch.bool, device=log_decay.device).tril(-1)
+        # Row t has g_t in the columns of all earlier tokens s: summed down to row t, this is the
+        # sum from s + 1 to t.
+        steps = log_decay.unsqueeze(-1).expand(*log_decay.shape, chunk)
+        between = steps.masked_fill(~later, 0).cumsum(-2).exp()
+        between = between.masked_fill(later.T, 0)
+        from_before = log_decay.cumsum(-1).exp()
+        if inputs.begins is not None:
+            # The number of documents that have begun in the chunk; one dimension for all heads.
+            begun = inputs.begins.unflatten(1, (-1, chunk)).cumsum(-1).unsqueeze(1)
+            is_other = begun.unsqueeze(-1) != begun.unsqueeze(-2)
+            between = between.masked_fill(is_other, 0)
+            from_before = from_before.masked_fill(begun > 0, 0)
+        return _Decays(
+            between=between,
+            from_before=from_before.unsqueeze(-1),
+            to_end=between[..., -1, :].unsqueeze(-1),
+            whole=from_before[..., -1:].unsqueeze(-1),
+        )

@@ -1,0 +1,40 @@
+"""A causal convolution of each feature over a few tokens, with a weight for each of them.
+
+    y_t = sum over i of weight[kernel - 1 - i] x_(t - i),  i from 0 to kernel - 1
+
+The last weight is that of the token itself. Tokens before the sequence, and tokens of an earlier
+document, count as zeros.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def short_convolution(
+    x: Tensor, weight: Tensor, before: Tensor | None = None, begins: Tensor | None = None
+) -> Tensor:
+    """Return the convolution of x [s, b, features], in its dtype.
+
+    weight: [features, kernel].
+    before: the kernel - 1 tokens before x, [kernel - 1, b, features]; None: zeros.
+    begins: bool [b, s], True where a document begins; None: nowhere.
+    """
+    length = len(x)
+    reach = weight.shape[1] - 1
+    whole = F.pad(x, (0, 0, 0, 0, reach, 0)) if before is None else torch.cat((before, x))
+    summed = x * weight[:, reach]
+    for distance in range(1, reach + 1):
+        earlier = whole[reach - distance : reach - distance + length]
+        if begins is not None:
+            earlier = earlier.masked_fill(_is_beyond(begins, distance), 0)
+        summed = summed + earlier * weight[:, reach - distance]
+    return summed
+
+
+def _is_beyond(begins: Tensor, distance: int) -> Tensor:
+    """Return bool [s, b, 1]: True where a document has begun within the last `distance` tokens, so
+    that the token `distance` tokens before is of another one."""
+    begun = begins.cumsum(1)
+    before = F.pad(begun, (distance, 0))[:, : begun.shape[1]]
+    return (begun > before).t().unsqueeze(-1)

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 
+from megaprec.comm.layout import layout_of
 from megaprec.data.indexed import IndexedWriter
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.step_report import StepObserver
@@ -22,6 +23,7 @@ SEQ = 16
 BATCH = 8
 VOCAB = 64
 USUAL = 32  # ids below are those of ordinary documents
+WEIGHT = "layers.1.mlp.down.weight"
 LARGE = 20.0  # of what a flipped bit makes
 RUN = """
 [model]
@@ -141,7 +143,7 @@ def train_with_flip(file: Path, kind: str, step: int, *overrides: str) -> int:
                 parameter.data
                 for buffer in optimizer.all_buffers()
                 for parameter in buffer.parameters
-                if parameter.dim() > 1
+                if layout_of(parameter).parts[0].name == WEIGHT
             )
             _make_large(weights)
             return take(self)

@@ -3,20 +3,19 @@
 The band of a quantity is computed from its last WINDOW applied steps, before the next step is
 taken:
 
-- Of the logarithms of its values a robust line is drawn, through the medians of the older and of
-  the newer half (Brown and Mood's line).
-- Expected is the line's value at the next step. A line that falls is not followed further than the
-  median of the newer half, because losses and norms that fall flatten: a fall that ends is no
-  spike.
-- The width is the median absolute deviation from the line, times 1.4826, which makes it the
-  standard deviation of normal noise.
-- The limit is `DEVIATIONS` widths above what is expected, and at least by the factor
-  `LOSS_FACTOR` or `NORM_FACTOR`: a curve without noise has no width.
+- Of the logarithms of its values, expected is the median of the newest NEWEST.
+- The width is that of the noise from step to step, without the trend: the median magnitude of the
+  differences of neighbours, times 1.4826 / sqrt(2), which makes it the standard deviation of normal
+  noise.
+- The limit is DEVIATIONS widths above what is expected; and at least RECURRING_FACTOR times a rise
+  from one step to the next that came RECURRING times in the window, for what comes again and again
+  is no spike, as in heavy tails; and at least the factor LOSS_FACTOR or NORM_FACTOR, for a curve
+  without noise has no width.
 
-Medians do not move with a few outliers, so an earlier spike that was applied neither hides the next
-one nor widens the band. A batch of fewer tokens than those before has more noise: by the square
-root of the tokens' ratio. Until NEEDED steps are applied there is no band. Steps that were skipped
-are not in it. Only what is above the band is a spike.
+Medians do not move with a few outliers, so one or two earlier spikes that were applied neither hide
+the next one nor widen the band. A loss or a norm that falls is no spike, however fast. A batch of fewer
+tokens than those before has more noise: by the square root of the tokens' ratio. Until NEEDED steps
+are applied there is no band. Steps that were skipped are not in it.
 
 A limit depends on numbers before the step only, so that all ranks have the same, and a step can be
 skipped by it.
@@ -25,6 +24,7 @@ skipped by it.
 import math
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -32,11 +32,14 @@ from megaprec.optim.step_limits import NO_LIMITS, StepLimits
 from megaprec.optim.step_report import SPIKE, StepReport
 
 WINDOW = 64  # newest applied steps
+NEWEST = 16  # of them, whose median is expected next
 NEEDED = 32  # applied steps before the first that is judged
 DEVIATIONS = 8.0
+RECURRING = 3
+RECURRING_FACTOR = 1.25
 LOSS_FACTOR = 1.1
 NORM_FACTOR = 5.0
-NORMAL = 1.4826  # standard deviation of normal noise over its median absolute deviation
+NORMAL = 1.4826  # standard deviation of normal noise over its median magnitude
 
 
 class AppliedStep(NamedTuple):
@@ -154,17 +157,9 @@ def _limit(values: Sequence[float], factor: float, noise: float) -> float:
     if min(values) <= 0:
         return math.inf
     logs = [math.log(value) for value in values]
-    half = len(logs) // 2
-    newer_median = median(logs[-half:])
-    # the centers of both halves are so many steps apart
-    distance = len(logs) - half
-    slope = (newer_median - median(logs[:half])) / distance
-    newer_center = distance + (half - 1) / 2
-    deviations = [
-        abs(value - newer_median - slope * (position - newer_center))
-        for position, value in enumerate(logs)
-    ]
-    width = NORMAL * median(deviations) * noise
-    steps_ahead = len(logs) - newer_center
-    expected = newer_median + max(0.0, slope) * steps_ahead
-    return math.exp(expected + max(DEVIATIONS * width, math.log(factor)))
+    rises = [later - earlier for earlier, later in pairwise(logs)]
+    width = NORMAL * median(map(abs, rises)) / math.sqrt(2)
+    recurring = sorted(rises)[-RECURRING]
+    least = max(DEVIATIONS * width, RECURRING_FACTOR * recurring) * noise
+    expected = median(logs[-NEWEST:])
+    return math.exp(expected + max(least, math.log(factor)))

@@ -33,7 +33,7 @@ from tools.analysis.verdict.verdict import (
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
 from tools.console.units import duration, first_of, flops, loss_scale, size
-from tools.journal.records import BRANCHED, INITIAL, NO_TOKENS_EVENT, SAMPLE
+from tools.journal.records import BRANCHED, INITIAL, NO_TOKENS_EVENT, SAMPLE, SPIKE_EVENT
 from tools.journal.router_records import COLLAPSE, router_values
 from tools.journal.shadow_records import SHADOW
 from tools.journal.timeline_file import TIMELINE, read_trace_of
@@ -234,10 +234,11 @@ def changes(run: Run) -> Html | None:
 
 
 def skips(run: Run) -> Html | None:
-    """Return the skipped steps and their causes."""
+    """Return the skipped steps and their causes, and spikes, skipped or not."""
     overflows = run.of_kind("overflow")
     without_tokens = run.of_kind(NO_TOKENS_EVENT)
-    if not overflows and not without_tokens:
+    spikes = run.of_kind(SPIKE_EVENT)
+    if not overflows and not without_tokens and not spikes:
         return None
     rows = list[Row]()
     for event in overflows:
@@ -246,7 +247,9 @@ def skips(run: Run) -> Html | None:
         rows.append(_skip_row(event, scale, offenders))
     for event in without_tokens:
         rows.append(_skip_row(event, "", "no token counts"))
-    return table(("step", "loss scale", "outcome", "not finite in", "advice"), rows)
+    for event in spikes:
+        rows.append((event["step"], "", event["outcome"], "a spike", event["said"]))
+    return table(("step", "loss scale", "outcome", "cause", "advice"), rows)
 
 
 def _skip_row(event: dict[str, Any], scale: str, offenders: Text) -> Row:
@@ -549,7 +552,7 @@ SECTIONS: Sequence[tuple[str, Section]] = (
     ("Samples", samples),
     ("Dates", dates),
     ("Changes on resume", changes),
-    ("Skipped steps", skips),
+    ("Skipped steps and spikes", skips),
     ("Speed", speed),
     ("Experts", experts),
     ("Memory", memory),

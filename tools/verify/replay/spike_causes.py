@@ -105,7 +105,8 @@ def _learning_rate(spike: RecordedSpike, seen: Examination, too: str) -> Cause:
 
 def _data(spike: RecordedSpike, seen: Examination) -> Cause:
     if seen.left_out is None or not seen.outliers:
-        reason = f"none of the {seen.num_samples} samples stands out alone"
+        stand_out = f"{seen.num_high} of {seen.num_samples} samples stand out"
+        reason = f"{stand_out}: not a few" if seen.num_high else f"{stand_out} alone"
         return Cause("data", "wrong", reason)
     share = f"{seen.num_high} of {seen.num_samples} samples"
     line = f"{share} stand out; without them the batch has {_words(seen.left_out)}"

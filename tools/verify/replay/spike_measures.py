@@ -1,6 +1,7 @@
 """The measures of a step that is repeated: its loss and gradient norm, those of its samples and
 documents, and of tensors in the model. No measure changes the state of the run."""
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from tools.training.corpus import Corpus
 from tools.training.trainer import Trainer
 from tools.verify.replay.repeated_run import NOTHING_ALLOWED
 
-MOST_DOCUMENTS = 8  # of a sample that are named, those of the highest loss
+MOST_DOCUMENTS = 8  # of a sample that are named, those of the most loss
 MOST_CHARS = 60  # of a document's text
 
 
@@ -210,7 +211,8 @@ def name_sample(
     for number, document_loss in zip(of_targets.unique().tolist(), losses, strict=True):
         targets = share.targets[place][of_targets == number]
         documents.append(Document(number, len(targets), document_loss, _text(corpus, targets)))
-    documents.sort(key=lambda document: -document.loss)
+    # a document of which one token is in the sample says little
+    documents.sort(key=lambda document: -_finite(document.loss * document.tokens))
     return NamedSample(
         id=label,
         place=place,
@@ -219,6 +221,11 @@ def name_sample(
         first_token=location.first_token,
         documents=tuple(documents[:MOST_DOCUMENTS]),
     )
+
+
+def _finite(value: float) -> float:
+    """Return a value to sort by: below all others if no token of a document counts."""
+    return value if math.isfinite(value) else -math.inf
 
 
 def _text(corpus: Corpus, tokens: Any) -> str:

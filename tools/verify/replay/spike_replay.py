@@ -56,7 +56,7 @@ class MovedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class HeldRate:
-    """The numbers of the step, repeated with learning rates of at most `rate` from step `since` on."""
+    """The numbers of the step, repeated with at most the learning rate `rate` from `since` on."""
 
     since: int
     rate: float

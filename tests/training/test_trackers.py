@@ -323,8 +323,8 @@ def in_mlflow(run: Path) -> tuple[dict[int, list[dict[str, float]]], Any]:
 def in_trackio(run: Path) -> tuple[dict[int, list[dict[str, float]]], Any]:
     """What trackio's database has of each step of a run, and its configuration."""
     storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
-    run_id = (run / "trackio/id.txt").read_text().strip()
-    (name,) = [name for name in storage.get_runs("megaprec") if name.endswith(run_id[:8])]
+    name = (run / "trackio/name.txt").read_text().strip()
+    assert storage.get_runs("megaprec") == [name]
     logged: dict[int, list[dict[str, float]]] = {}
     for entry in storage.get_logs("megaprec", name):
         step = entry.pop("step")
@@ -341,8 +341,9 @@ READERS = {"mlflow": in_mlflow, "trackio": in_trackio}
 def test_a_tracker_holds_the_numbers_of_metrics_and_a_resumed_run_is_the_same_run_with_no_step_twice(
     name: str, run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip(name)
+    # trackio looks at it when it is imported.
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip(name)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     run = tmp_path / "run"
     to = f'log.to=["{name}"]'
@@ -358,7 +359,10 @@ def test_a_tracker_holds_the_numbers_of_metrics_and_a_resumed_run_is_the_same_ru
         names = [key for entry in entries for key in entry]
         assert len(names) == len(set(names)), f"step {step} is there twice"
         values = {key: value for entry in entries for key, value in entry.items()}
-        assert values == pytest.approx(expected[step], rel=0, nan_ok=True)
+        # Those that a clock measures are of one of the two runs.
+        found = {key: values[key] for key in expected[step]}
+        assert found == pytest.approx(expected[step], rel=0, nan_ok=True)
+        assert {"seconds", "tokens_per_s"} <= values.keys()
 
 
 @pytest.mark.slow
@@ -371,7 +375,7 @@ def test_mlflow_holds_the_configuration_and_whether_the_run_is_complete(
     _, found = in_mlflow(run)
     assert found.info.status == "FINISHED"
     assert found.data.params["train.seq_length"] == "16"
-    assert found.data.params["log.to"] == "('mlflow',)"
+    assert found.data.params["log.to"] == "['mlflow']"
 
 
 @pytest.mark.slow

@@ -1,11 +1,14 @@
 """The id of a run in the folder of a tracker, by which a resumed run goes on under that of the run
 before."""
 
+import re
 import uuid
 from pathlib import Path
 
 from megaprec.durable import file_error
 from megaprec.errors import UserError
+
+_ID = re.compile(r"[\w-]+")
 
 
 def saved_id(path: Path, step: int) -> str:
@@ -14,7 +17,7 @@ def saved_id(path: Path, step: int) -> str:
     try:
         if step and path.is_file():
             saved = path.read_text(encoding="utf-8").strip()
-            return saved if saved.isalnum() else ""
+            return saved if _ID.fullmatch(saved) else ""
     except OSError as error:
         raise UserError(file_error(error)) from error
     return ""

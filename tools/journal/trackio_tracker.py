@@ -5,15 +5,17 @@ the Space of TRACKIO_SPACE_ID if one is set. Measurements of the machine are off
 """
 
 import os
+import re
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.journal.run_id import run_id_at
+from tools.journal.run_id import save_id, saved_id
 
 PROJECT = "megaprec"
-ID = Path("trackio") / "id.txt"  # in the folder of the run
-SHOWN = 8  # characters of the id in the name, for folders of two runs may have one name
+NAME = Path("trackio") / "name.txt"  # in the folder of the run
+SHOWN = 8  # random characters in a name, for folders of two runs may have one name
 
 
 class Trackio:
@@ -33,8 +35,11 @@ class Trackio:
 
     def start(self, configuration: Mapping[str, Any], step: int) -> None:
         """Begin a run, or go on with that of this folder."""
-        run_id = run_id_at(self._folder / ID, step)
-        name = f"{self._folder.resolve().name}-{run_id[:SHOWN]}"
+        name_file = self._folder / NAME
+        name = saved_id(name_file, step)
+        if not name:
+            name = _new_name(self._folder)
+            save_id(name_file, name)
         project = os.environ.get("TRACKIO_PROJECT") or PROJECT
         # Of a run that is elsewhere than here nothing is known, and steps may be there twice.
         self._last = self._storage.get_max_step_for_run(project, name) or 0
@@ -56,3 +61,9 @@ class Trackio:
     def finish(self, complete: bool) -> None:
         """Send what waits, and end the run; trackio has no word for one that is not complete."""
         self._run.finish()
+
+
+def _new_name(folder: Path) -> str:
+    """Return a name that no other run has: that of the folder, and some random characters."""
+    readable = re.sub(r"[^\w-]", "_", folder.resolve().name)
+    return f"{readable}-{uuid.uuid4().hex[:SHOWN]}"

@@ -33,7 +33,7 @@ help:
 	@echo "make gpu     run all that needs a GPU, and write docs/gpu.md  (GPU_PYTHON=python3: with the packages that are there)"
 	@echo "make offline-gpu  check without a GPU what torch's build for CUDA makes of the code: machine code, its numbers"
 	@echo "make campaign  run all of what tests only sample: hours  (CAMPAIGN_ARGS=\"50 1000\": 50 parity runs from seed 1000 on)"
-	@echo "make oracles install megatron-core, lm-eval and transformers 4, which tests compare with and are skipped without"
+	@echo "make oracles install megatron-core, torchtitan, lm-eval and transformers 4, which tests compare with and are skipped without"
 	@echo "make lint    check style and types"
 	@echo "make format  put the code in its standard format"
 	@echo "make clean   remove the virtual environment and caches, keep runs"
@@ -95,9 +95,13 @@ $(CUDA_READY): setup.py
 	touch $@
 
 # torch is there by now, and stays the build that it is. Transformers 4 has a folder of its own beside the 5 of all else.
+# So has torchtitan with what it wants of other versions than all else; it takes 1 GB, most of it Triton.
 OLDER := .venv/transformers4
-$(ORACLES): $(READY) tests/convert/transformers4.txt
+TORCHTITAN := .venv/torchtitan
+$(ORACLES): $(READY) tests/convert/transformers4.txt tests/convert/torchtitan.txt
 	$(PIP) -e ".[oracles]"
 	rm -rf $(OLDER)
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target $(OLDER) -r tests/convert/transformers4.txt
+	rm -rf $(TORCHTITAN)
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target $(TORCHTITAN) -r tests/convert/torchtitan.txt
 	touch $@

@@ -25,6 +25,9 @@ TENSORBOARD = ["tensorboard>=2.15,<3"]
 WANDB = ["wandb>=0.31,<0.32"]
 # Writers of formats that are read; webdataset is small, and datasets comes with lm-eval too.
 WRITERS = ["datasets>=4,<6", "webdataset>=1,<2"]
+# The client of MLflow, without its server, whose packages do not go with the newest of others.
+MLFLOW = ["mlflow-skinny>=3.17,<4"]
+TRACKIO = ["trackio>=0.43,<0.44"]
 REMOTE = ["universal_pathlib>=0.3,<0.4", "fsspec>=2024.6.1,<2027", "aiohttp>=3.9,<4"]
 YAML = ["pyyaml>=6.0.1,<7"]
 README = Path(__file__).with_name("README.md")
@@ -61,13 +64,18 @@ setup(
         "data": DATA,
         "hf": HF,
         "lm-eval": LM_EVAL,
+        "mlflow": MLFLOW,
         "oracles": ORACLES,
         "plots": PLOTS,
         "remote": REMOTE,
         "tensorboard": TENSORBOARD,
+        "trackio": TRACKIO,
         "wandb": WANDB,
         "yaml": YAML,
-        "test": [*CHECKS, *DATA, *HF, *PLOTS, *REMOTE, *TENSORBOARD, *WANDB, *WRITERS, *YAML],
+        "test": [
+            *(*CHECKS, *DATA, *HF, *PLOTS, *REMOTE, *WRITERS, *YAML),
+            *(*MLFLOW, *TENSORBOARD, *TRACKIO, *WANDB),
+        ],
     },
     entry_points={"console_scripts": ["megaprec = megaprec.__main__:main"]},
     classifiers=[

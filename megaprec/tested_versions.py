@@ -15,7 +15,11 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 PYTHONS = SpecifierSet("<3.14,>=3.11")
-EXTRAS = ("", "data", "hf", "lm-eval", "plots", "tensorboard", "wandb", "yaml")  # those of users
+# those of users
+EXTRAS = (
+    *("", "data", "hf", "lm-eval", "mlflow", "plots", "tensorboard", "trackio", "wandb"),
+    "yaml",
+)
 
 
 def untested(*names: str) -> Iterator[str]:

@@ -20,8 +20,9 @@ from tests.nemo import OTHERS, SILU, config_of, write_context
 from tests.other_systems import usually, write_folder
 from tests.refusals import sentence, shows
 from tools.cli import main
+from tools.convert.core.yaml_files import read_yaml
 from tools.convert.formats import open_source
-from tools.convert.systems.nemo import SPEC, read_yaml
+from tools.convert.systems.nemo import SPEC
 from tools.convert.verify import load_stage
 
 here = pytest.mark.usefixtures("torch_files_read_here")
@@ -327,22 +328,6 @@ def test_numbers_and_keys_may_be_spelled_in_any_way_that_yaml_has(tmp_path: Path
     assert read_yaml(file)["d"] == {"x": 2} and open_source(folder, 131).model.layers
     file.write_text(text + "? [a, b]\n: 1\n")
     assert shows(refused(folder), "convert.yaml_unreadable", file=file)
-
-
-@here
-def test_a_folder_of_megatron_bridge_is_refused_with_a_way_out(tmp_path: Path) -> None:
-    """iter_0000007/ has run_config.yaml, and a common.pt without args
-    (megatron/bridge/training/checkpointing.py)."""
-    folder = save(tmp_path) / "weights"
-    folder = folder.rename(tmp_path / "iter_0000007")
-    assert shows(refused(folder), "convert.megatron_no_args") and "Bridge" not in refused(folder)
-    (folder / "run_config.yaml").write_text("model: {num_layers: 4}\n")
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
-    assert shows(
-        refused(tmp_path),
-        "convert.megatron_no_args",
-        way_out=re.compile("AutoBridge.export_ckpt of megatron.bridge makes a Hugging Face folder"),
-    )
 
 
 @here

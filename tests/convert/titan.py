@@ -124,7 +124,7 @@ def attend(self: Any, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, *
     return out.transpose(1, 2)
 
 
-def multiply(self: Any, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:  # noqa: N803
+def multiply(self: Any, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
     """The product of each expert's rows with its matrix."""
     parts = []
     start = 0

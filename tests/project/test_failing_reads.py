@@ -27,7 +27,7 @@ OTHERWISE = {
     "megaprec/train_program.py": "a file of the command that it has started, in a temporary folder",
     "tools/convert/core/untrusted.py": "a process without the package; the process that started it names the file",
     "tools/training/torchrun.py": "files of the kernel, which may be missing",
-    "tools/journal/trackers.py": "its errors are told with the tracker",
+    "tools/journal/run_id.py": "its errors are told with the tracker",
 }
 # read what they have just written
 OWN_FILES = (

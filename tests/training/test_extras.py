@@ -18,6 +18,8 @@ BLOCKED = (
     "pyarrow",
     "matplotlib",
     "tensorboard",
+    "mlflow",
+    "trackio",
     "wandb",
     "zstandard",
     "huggingface_hub",
@@ -170,6 +172,8 @@ def test_what_needs_an_extra_names_it_in_one_line(
     }
 
 
-@pytest.mark.parametrize("extra", ["data", "hf", "plots", "tensorboard", "wandb"])
+@pytest.mark.parametrize(
+    "extra", ["data", "hf", "mlflow", "plots", "tensorboard", "trackio", "wandb"]
+)
 def test_every_extra_that_a_message_names_is_there(extra: str) -> None:
     assert f'"{extra}": ' in (ROOT / "setup.py").read_text()

@@ -181,7 +181,7 @@ def test_only_what_can_be_is_accepted_and_all_that_is_wrong_is_said_at_once(
         lines[3],
         "journal.tracker_unknown",
         name="comet",
-        choices='tensorboard, wandb, or "file.py:function"',
+        choices='tensorboard, wandb, mlflow, trackio, or "file.py:function"',
     )
     assert lines[4].endswith("did you mean tensorboard?")
     assert shows(lines[5], "megaprec.function_missing", location=re.compile(r"mine\.py$"), name="x")
@@ -293,3 +293,103 @@ def test_wandb_offline_holds_the_numbers_and_the_configuration_and_no_secret_and
     for path in (path for path in run.rglob("*") if path.is_file()):
         for secret in (*secrets.values(), "in-the-command-line"):
             assert secret.encode() not in path.read_bytes(), path
+
+
+def numbers_of(run: Path) -> dict[int, dict[str, float]]:
+    """The numbers of each step in metrics.jsonl."""
+    return {
+        record["step"]: {
+            name: value
+            for name, value in record.items()
+            if type(value) in (int, float) and name != "step"
+        }
+        for record in steps(run)
+    }
+
+
+def in_mlflow(run: Path) -> tuple[dict[int, list[dict[str, float]]], Any]:
+    """What MLflow's store in the folder of a run has of each step, and the run."""
+    tracking = pytest.importorskip("mlflow.tracking")
+    client = tracking.MlflowClient((run.absolute() / "mlflow/mlruns").as_uri())
+    experiment = client.get_experiment_by_name("megaprec")
+    (found,) = client.search_runs([experiment.experiment_id])
+    logged: dict[int, list[dict[str, float]]] = {}
+    for name in found.data.metrics:
+        for metric in client.get_metric_history(found.info.run_id, name):
+            logged.setdefault(metric.step, []).append({name: metric.value})
+    return logged, found
+
+
+def in_trackio(run: Path) -> tuple[dict[int, list[dict[str, float]]], Any]:
+    """What trackio's database has of each step of a run, and its configuration."""
+    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+    name = (run / "trackio/name.txt").read_text().strip()
+    assert storage.get_runs("megaprec") == [name]
+    logged: dict[int, list[dict[str, float]]] = {}
+    for entry in storage.get_logs("megaprec", name):
+        step = entry.pop("step")
+        entry.pop("timestamp")
+        logged.setdefault(step, []).extend({key: value} for key, value in entry.items())
+    return logged, storage.get_run_config("megaprec", name)
+
+
+READERS = {"mlflow": in_mlflow, "trackio": in_trackio}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READERS)
+def test_a_tracker_holds_the_numbers_of_metrics_and_a_resumed_run_is_the_same_run_with_no_step_twice(
+    name: str, run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # trackio looks at it when it is imported.
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip(name)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    run = tmp_path / "run"
+    to = f'log.to=["{name}"]'
+    assert train(run_file, to, f"train.folder={run}") == 0
+    # As after a crash: steps 4 to 6 are taken again, and two more.
+    again = rewind(run, tmp_path / "again", 3)
+    assert train(run_file, to, f"train.folder={again}", "train.steps=8") == 0
+    logged, _ = READERS[name](again)
+    assert sorted(logged) == [1, 2, 3, 4, 5, 6, 7, 8]
+    first = numbers_of(run)
+    expected = first | {step: numbers_of(again)[step] for step in (7, 8)}
+    for step, entries in logged.items():
+        names = [key for entry in entries for key in entry]
+        assert len(names) == len(set(names)), f"step {step} is there twice"
+        values = {key: value for entry in entries for key, value in entry.items()}
+        # Those that a clock measures are of one of the two runs.
+        found = {key: values[key] for key in expected[step]}
+        assert found == pytest.approx(expected[step], rel=0, nan_ok=True)
+        assert {"seconds", "tokens_per_s"} <= values.keys()
+
+
+@pytest.mark.slow
+def test_mlflow_holds_the_configuration_and_whether_the_run_is_complete(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    run = tmp_path / "run"
+    assert train(run_file, 'log.to=["mlflow"]', f"train.folder={run}", "train.steps=2") == 0
+    _, found = in_mlflow(run)
+    assert found.info.status == "FINISHED"
+    assert found.data.params["train.seq_length"] == "16"
+    assert found.data.params["log.to"] == "['mlflow']"
+
+
+@pytest.mark.slow
+def test_a_server_that_is_not_there_is_a_warning_and_the_training_goes_on(
+    run_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    run = tmp_path / "run"
+    assert train(run_file, 'log.to=["mlflow"]', f"train.folder={run}", "train.steps=2") == 0
+    assert [record["step"] for record in steps(run)] == [1, 2]
+    warned = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert len([line for line in warned if "no more numbers for mlflow" in line]) == 1

@@ -63,7 +63,7 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "checkpoint.keep": ("save_total_limit",),
     "checkpoint.resume": ("resume_from_checkpoint",),
     "log.every": ("logging_steps",),
-    "log.to": ("tensorboard", "wandb", "report_to", "loggers"),
+    "log.to": ("tensorboard", "wandb", "mlflow", "trackio", "report_to", "loggers"),
     "train.global_batch": ("batch_size",),
 }
 """Our keys, and the words for them in Hugging Face's settings and other trainers'; of Megatron-LM

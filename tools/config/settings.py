@@ -547,7 +547,7 @@ class Log(Table):
         default=(),
         strict=False,
         description='Trackers that receive the numbers of every step, of ["tensorboard", "wandb", '
-        '"my_tracker.py:function"]; empty: metrics.jsonl alone.',
+        '"mlflow", "trackio", "my_tracker.py:function"]; empty: metrics.jsonl alone.',
     )
 
     # files that the run writes besides metrics.jsonl

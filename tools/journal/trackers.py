@@ -7,12 +7,11 @@ fails: that is a warning, and the numbers are in metrics.jsonl in any case.
 TensorBoard gets event files in the folder tensorboard of the run. Weights & Biases is sent the
 run's configuration and numbers, over the network or, with WANDB_MODE=offline, into the folder
 wandb of the run, and nothing else: no environment, command line, code, git remote, console output
-or facts of the machine.
+or facts of the machine. MLflow and trackio have modules of their own.
 """
 
 import os
 import sys
-import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
@@ -21,10 +20,12 @@ from queue import Full, Queue
 from threading import Thread
 from typing import Any, Protocol
 
-from megaprec.durable import file_error
 from megaprec.errors import UserError, did_you_mean
 from megaprec.user_functions import find_function
+from tools.journal.mlflow_tracker import MLflow
 from tools.journal.router_records import router_scalars
+from tools.journal.run_id import run_id_at
+from tools.journal.trackio_tracker import Trackio
 
 # steps whose numbers wait for a slow tracker; those of further ones are left out
 MOST_WAITING = 100_000
@@ -119,7 +120,7 @@ class _Wandb:
             silent=True, init_timeout=WANDB_SECONDS, finish_timeout=WANDB_SECONDS, **WANDB_PRIVATE
         )
         self._run = self._wandb.init(
-            id=_run_id(self._folder / "wandb" / WANDB_ID, step),
+            id=run_id_at(self._folder / "wandb" / WANDB_ID, step),
             name=self._folder.resolve().name,
             project=os.environ.get("WANDB_PROJECT") or WANDB_PROJECT,
             dir=str(self._folder),
@@ -151,23 +152,13 @@ def _require_wandb_account() -> None:
         raise UserError.of("journal.wandb_account")
 
 
-def _run_id(path: Path, step: int) -> str:
-    """Return the id of the run in the file `path`, a new one for a run that begins."""
-    try:
-        if step and path.is_file():
-            saved_id = path.read_text(encoding="utf-8").strip()
-            if saved_id.isalnum():
-                return saved_id
-        path.parent.mkdir(exist_ok=True)
-        new_id = uuid.uuid4().hex
-        path.write_text(f"{new_id}\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(file_error(error)) from error
-    return new_id
-
-
 Factory = Callable[[Path], Tracker]
-BUILT_IN: dict[str, Factory] = {"tensorboard": _TensorBoard, "wandb": _Wandb}
+BUILT_IN: dict[str, Factory] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _Wandb,
+    "mlflow": MLflow,
+    "trackio": Trackio,
+}
 
 
 def require_trackers(names: tuple[str, ...]) -> None:

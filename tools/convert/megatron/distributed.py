@@ -41,7 +41,6 @@ _MASTERS = ("fp32_param", "param")
 _OPTIMIZER_OBJECT = re.compile(
     r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_0\.(optimizer|grad_scaler)/shard_0_1"
 )
-BRIDGE = "run_config.yaml"
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 
 
@@ -85,8 +84,7 @@ def _common(checkpoint: Path) -> dict[str, Any]:
 
 
 def _way_out(checkpoint: Path) -> str:
-    """Return what to do without args, also if the checkpoint is NeMo's or Megatron-Bridge's
-    (megatron/bridge/training/checkpointing.py)."""
+    """Return what to do without args, also if the checkpoint is NeMo's."""
     with_config = (
         "megaprec convert --config RUN.toml reads the weights as the [model] of a run file says"
     )
@@ -94,15 +92,7 @@ def _way_out(checkpoint: Path) -> str:
         return (
             f"; NeMo says it in a folder context/ beside weights/, and it is missing; {with_config}"
         )
-    if not (checkpoint / BRIDGE).is_file():
-        return (
-            f"; {with_config}, and megaprec import-args makes such a file of Megatron's command "
-            "line"
-        )
-    return (
-        f"; {BRIDGE} beside it, of Megatron-Bridge, does, but is not read here: "
-        "AutoBridge.export_ckpt of megatron.bridge makes a Hugging Face folder of it, which is"
-    )
+    return f"; {with_config}, and megaprec import-args makes such a file of Megatron's command line"
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from tools.convert.core.source import Facts, Source
 from tools.convert.core.tensors import Stored
 from tools.convert.hf.folder import check_tensors, origin_of, read_generation
 from tools.convert.megatron.args import args_of, model_of_args
+from tools.convert.megatron.bridge import BRIDGE, bridge_arguments
 from tools.convert.megatron.distributed import (
     Contents,
     has_args,
@@ -111,9 +112,12 @@ def open_megatron(
     """
     distributed = (checkpoint / ".metadata").is_file()
     if model is not None:
-        if not distributed or has_args(checkpoint):
+        says_model = has_args(checkpoint) or (checkpoint / BRIDGE).is_file()
+        if not distributed or says_model:
             raise UserError.of("convert.megatron_config_unused", path=checkpoint)
         return _open_without_args(checkpoint, model)
+    if distributed and (checkpoint / BRIDGE).is_file() and not has_args(checkpoint):
+        return _open_bridge(checkpoint, vocab)
     if distributed:
         return _open_distributed(checkpoint, vocab, weights_only)
     return _open_legacy(checkpoint, vocab, weights_only)
@@ -123,16 +127,46 @@ def _open_without_args(checkpoint: Path, model: ModelConfig) -> Source:
     """Open a checkpoint of which only its names and `model` say what it is."""
     # Of these args only the rotary ones are looked at, which no layout decides.
     arguments = args_of(model, model.vocab, tp=1, pp=1, fused_norms=True, dtype=torch.float32)
+    note = "what the model is was taken from --config, for nothing here says it"
+    return _open_weights(checkpoint, arguments, model, Facts(notes=(note,)))
+
+
+def _open_bridge(checkpoint: Path, vocab: int | None) -> Source:
+    """Open a checkpoint of Megatron-Bridge."""
+    file = checkpoint / BRIDGE
+    arguments = bridge_arguments(file)
+    if not (vocab or arguments.get("vocab_size")):
+        raise UserError.of("convert.bridge_vocab", file=file)
+    try:
+        model = model_of_args(arguments, vocab)
+    except UserError as error:
+        raise UserError(*(problem.within(f"{file}: ") for problem in error.problems)) from error
+    layout = {}
+    for axis in ("tensor", "pipeline"):
+        # It decides nothing: a distributed checkpoint has whole tensors.
+        ranks = arguments.get(f"{axis}_model_parallel_size")
+        if isinstance(ranks, int):
+            layout[axis] = ranks
+    unknown = ", ".join(unknown_arguments(arguments))
+    notes = (f"{file}: fields that are not known here, and were not read: {unknown}",)
+    facts = Facts(layout=layout, notes=notes if unknown else ())
+    return _open_weights(checkpoint, arguments, model, facts)
+
+
+def _open_weights(
+    checkpoint: Path, arguments: Mapping[str, Any], model: ModelConfig, facts: Facts
+) -> Source:
+    """Open the weights alone of a distributed checkpoint that has no args of its own."""
     saved = read_chunked(checkpoint)
     weights = saved.by_kind["weight"]
-    expected = _expected(weights, arguments, model, down="whole")
+    down: Cut = "rows" if arguments.get("transformer_impl") == "local" else "whole"
+    expected = _expected(weights, arguments, model, down)
     merged = merge_chunks(checkpoint, expected, weights, model)
-    # The state is there, but the args say how its flat buffers are laid out.
-    has_state = len(saved.by_kind) > 1 or saved.flat
-    facts = Facts(
-        unread="the optimizer's state, whose order the args would say" if has_state else "",
-        notes=("what the model is was taken from --config, for nothing here says it",),
-    )
+    # The state is there, but args would say how its flat buffers are laid out.
+    if len(saved.by_kind) > 1 or saved.flat:
+        facts = replace(facts, unread="the optimizer's state, whose order the args would say")
+    notes = (*facts.notes, *_notes_on_padding(arguments, weights[EMBEDDING].shape[0]))
+    facts = replace(facts, notes=notes)
     return _source(checkpoint, model, expected, {"weight": merged}, facts)
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints of InternEvo, NxD, NeMo and Colossal-AI."""
+"""Checkpoints of torchtitan, FSDP, InternEvo, NxD, NeMo and Colossal-AI."""

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.errors import Problem, UserError
-from megaprec.parsing import read_text
 from models.config import ModelConfig
 from tools.convert.core.chunks import Chunked
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import Match, matches
 from tools.convert.core.settings import make_model, problems_of_keys
 from tools.convert.core.source import Facts, Source
+from tools.convert.core.yaml_files import read_yaml
 from tools.convert.hf.folder import hf_tokenizer, origins_of
 from tools.convert.hf.other_files import require_fetched
 from tools.convert.megatron.distributed import Contents, merge_chunks, read_chunked
@@ -120,45 +120,6 @@ def _check_complete(checkpoint: Path, folder: Path) -> None:
         require_fetched(part)
     if (folder / ADAPTER).is_file():
         raise UserError.of("convert.nemo_adapter", folder=folder / ADAPTER)
-
-
-def read_yaml(file: Path) -> dict[str, Any]:
-    """Return a YAML mapping. UserError if the file is not there or holds something else, or if
-    nothing here reads YAML."""
-    try:
-        import yaml  # noqa: PLC0415 (optional)  # pyright: ignore[reportMissingModuleSource]
-    except ImportError as problem:
-        raise UserError.of("convert.pyyaml_missing", file=file) from problem
-
-    class Once(yaml.SafeLoader):
-        """A loader of plain values that refuses a key that a mapping has twice."""
-
-        def compose_mapping_node(self, anchor: Any) -> Any:
-            node = super().compose_mapping_node(anchor)
-            seen = set[tuple[str, str]]()
-            for key, _ in node.value:  # as they are written: merged ones (<<) may be given again
-                identity = key.tag, str(key.value)
-                if identity in seen:
-                    raise ValueError(
-                        f"line {key.start_mark.line + 1}: {key.value} is given twice; keep "
-                        "one of them"
-                    )
-                seen.add(identity)
-            return node
-
-    # What YAML 1.2 and all other languages take for a number, PyYAML takes for text.
-    Once.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), [*"-+0123456789"]
-    )
-    try:
-        content = yaml.load(read_text(file), Once)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UserError.of(
-            "convert.yaml_unreadable", file=file, split=" ".join(str(error).split())
-        ) from error
-    if not isinstance(content, dict):
-        raise UserError.of("convert.yaml_not_mapping", file=file)
-    return content
 
 
 def _with_megatron_names(folder: Path, contents: Contents) -> dict[str, Chunked]:

@@ -12,6 +12,9 @@ JSON = ".json"
 PARQUET = ".parquet"
 ARROW = ".arrow"
 UTF8 = "utf-8"
+WIDE_CODECS = ("utf-16", "utf-32")  # in which two or four letters are one character
+SAMPLED_BYTES = 1 << 20  # that are looked at for UTF-8
+BY_CHANCE = 8  # characters beyond ASCII: as many are not UTF-8 by chance
 # Endings of forms that are not read, and would be one plain text in silence: what the file is, and
 # what to do.
 NOT_READ = {
@@ -35,6 +38,10 @@ MAGIC = {
     b"\x04\x22M\x18": "it is packed by lz4: unpack it",
     b"PAR1\x15": "it is Parquet: its name must end in .parquet",
     b"ARROW1\0\0": "it is an Arrow table: its name must end in .arrow",
+    b"version https://git-lfs.github.com/": (
+        "it is a pointer of Git LFS, not the file itself: run git lfs pull in its folder"
+    ),
+    b"{\\rtf1": "it is RTF: extract its text first",
     b"%PDF-": "it is a PDF: extract its text first",
     b"PK\x03\x04": "it is a zip archive or an office document: extract its text first",
 }
@@ -77,3 +84,24 @@ def by_first_bytes(content: bytes) -> str:
         if content.startswith(magic):
             return description
     return ""
+
+
+def is_utf8_instead(file: Path, encoding: str) -> bool:
+    """Return True if the beginning of a file is UTF-8, and would be other characters in `encoding`
+    without an error.
+
+    Text of another encoding is hardly ever UTF-8 by chance, but for a few characters.
+    """
+    codec = codecs.lookup(encoding).name
+    if codec.startswith(UTF8):
+        return False
+    with naming_damage(file, lambda: "1"), open_unpacked(file) as stream:
+        beginning = stream.read(SAMPLED_BYTES)
+    try:
+        # the last character may be cut
+        text = codecs.getincrementaldecoder(UTF8)().decode(beginning)
+    except UnicodeDecodeError:
+        return False
+    if codec.startswith(WIDE_CODECS):
+        return bool(text) and "\0" not in text
+    return sum(not character.isascii() for character in text) >= BY_CHANCE

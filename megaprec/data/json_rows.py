@@ -21,7 +21,7 @@ ONE_SPELLING = re.compile(r"[\w .:-]+", re.ASCII)
 CHAT_FIELDS = {"messages", "conversations", "completion"}
 CHAT_WHICH = (
     "if the rows are conversations, say how they become text: data.chat_template in a run file, "
-    "--chat-template in a command"
+    "--chat-template of `megaprec data build`"
 )
 
 Row = tuple[int | str, Any]

@@ -39,6 +39,21 @@ def remote_path(url: str) -> Path:
         return cast(Path, path)
 
 
+def require_there(path: Path, url: str) -> None:
+    """Raise UserError unless a file or folder is at a URL, and say so if its server cannot be
+    reached."""
+    if path.exists():
+        return
+    try:
+        file_system(path).info(cast(Any, path).path)
+    except FileNotFoundError as problem:
+        # fsspec takes a server that does not answer for a file that is missing
+        reason = problem.__cause__
+        if isinstance(reason, OSError):
+            raise UserError.of("data.url_unreachable", url=url, reason=reason) from problem
+    raise UserError.of("data.url_missing", url=url)
+
+
 def is_remote(path: Path) -> bool:
     """Return True if a path is of a URL."""
     return not isinstance(path, Path)

@@ -24,6 +24,7 @@ from megaprec.data.forms import (
     UTF8,
     ZERO,
     form,
+    is_utf8_instead,
     other_form,
 )
 from megaprec.data.json_rows import Row, jsonl_rows, list_rows, text_of
@@ -220,6 +221,8 @@ def _decoded_pieces(file: Path, document: str, encoding: str) -> Iterator[Piece]
     description = other_form(file, encoding)
     if description:
         raise UserError.of("data.not_utf8", file=file, other_form=description)
+    if is_utf8_instead(file, encoding):
+        raise UserError.of("data.utf8_instead", file=file, encoding=encoding)
     try:
         with (
             naming_damage(file, lambda: str(line)),

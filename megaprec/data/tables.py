@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megaprec.data.forms import is_utf8_instead
 from megaprec.data.packed_files import import_pyarrow, naming_damage, open_unpacked
 from megaprec.data.pieces import WHICH, OnFault, Piece, cut_document
 from megaprec.data.places import is_remote, naming_url, openable
 from megaprec.errors import UserError
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
+OTHER_SEPARATORS = (",", ";", "\t", "|")  # that tables may have by mistake
 BATCH_ROWS = 256  # that are read together
 MAX_FIELD = 1 << 26  # characters of a field, which is read whole
 
@@ -58,6 +60,8 @@ def _separated_lines(
     # a limit of the module csv, whose default of 131,072 characters is less than many documents
     csv.field_size_limit(MAX_FIELD)
     line = 1
+    if is_utf8_instead(file, encoding):
+        raise UserError.of("data.utf8_instead", file=file, encoding=encoding)
     try:
         with (
             naming_damage(file, lambda: str(line)),
@@ -101,12 +105,18 @@ def has_column(file: Path, field: str, encoding: str, separator: str) -> bool:
             header = next(csv.reader(stream, delimiter=separator, strict=True), None)
     except (csv.Error, UnicodeError, UserError):
         return True
-    return header is None or field in header
+    if header is None or field in header:
+        return True
+    # a table with another separator is refused by its reader, not left out
+    return len(header) == 1 and any(field in header[0].split(sign) for sign in OTHER_SEPARATORS)
 
 
 def _column(file: Path, header: Sequence[str], field: str) -> int:
     """Return the number of the column of the text. Raises UserError unless there is one."""
     if field not in header:
+        for separator in OTHER_SEPARATORS:
+            if len(header) == 1 and field in header[0].split(separator):
+                raise UserError.of("data.other_separator", file=file, separator=separator)
         names = ", ".join(header) or "none"
         raise UserError.of("data.field_missing", where=file, field=field, names=names, which=WHICH)
     if header.count(field) > 1:

@@ -13,7 +13,7 @@ from megaprec.data.described_folders import described_files
 from megaprec.data.forms import JSON, form, require_read
 from megaprec.data.json_rows import is_list
 from megaprec.data.packed_files import PACKED
-from megaprec.data.places import is_remote, is_url, naming_url, remote_path
+from megaprec.data.places import is_remote, is_url, naming_url, remote_path, require_there
 from megaprec.data.readers import SUFFIXES, TextOptions, lacks_column
 from megaprec.errors import Problem, UserError
 from megaprec.parsing import home_expanded
@@ -93,8 +93,7 @@ def _remote_paths(url: str) -> list[Path]:
     if there is none."""
     path = remote_path(url)
     if not has_magic(url):
-        if not path.exists():
-            raise UserError.of("data.url_missing", url=url)
+        require_there(path, url)
         return [path]
     # the deepest folder whose name is no pattern
     folder = next(parent for parent in path.parents if not has_magic(str(parent)))

@@ -9,7 +9,7 @@ byte-pair encoding. Both give every text back exactly.
 import io
 import random
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -191,9 +191,12 @@ def train_hugging_face(
     path: Path,
     vocab_size: int,
     overwrite: bool = False,
+    special: Sequence[str] = (),
 ) -> Path:
     """Learn `vocab_size` tokens from `texts`, write a `tokenizer.json` atomically to `path`, and
     return the path.
+
+    special: further special tokens, such as those of a chat template: tokens 1, 2, ...
 
     Byte-level byte-pair encoding like GPT-2's; the end of a document is <|endoftext|>, token 0. The
     file depends only on the texts and the size. Raises UserError if the text does not allow this
@@ -206,13 +209,14 @@ def train_hugging_face(
     _require_possible(vocab_size)
     lines = sample_lines(texts)
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    special_tokens = [*dict.fromkeys((END, *special))]
     problem = ""
     if not lines:
         problem = "it has no line"
-    elif vocab_size <= len(alphabet):
+    elif vocab_size < len(alphabet) + len(special_tokens):
         problem = (
-            f"the bytes and the end of a document alone take {len(alphabet) + 1}; give at least "
-            "that"
+            "the bytes, the end of a document and other special tokens alone take "
+            f"{len(alphabet) + len(special_tokens)}; give at least that"
         )
     if problem:
         raise UserError.of("data.vocabulary_not_learnable", vocab_size=vocab_size, problem=problem)
@@ -221,7 +225,7 @@ def train_hugging_face(
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END],
+        special_tokens=special_tokens,
         initial_alphabet=sorted(alphabet),
         show_progress=False,
     )

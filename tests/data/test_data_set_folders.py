@@ -244,3 +244,11 @@ def test_an_archive_that_is_cut_off_is_refused_wherever_it_is(tmp_path: Path) ->
             texts_of(file)
     file.write_bytes(whole)
     assert texts_of(file) == ["x" * 600, "y"]
+
+
+@pytest.mark.parametrize("name", ["x.tar", "x.arrow", "x.mds"])
+def test_a_text_with_the_name_of_another_form_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("id,text\n1,hello\n" * 99)
+    code = {"x.tar": "tar_cut_off", "x.arrow": "arrow_not_whole", "x.mds": "mds_damaged"}[name]
+    with raises(f"data.{code}"):
+        texts_of(tmp_path / name)

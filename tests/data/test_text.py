@@ -438,12 +438,10 @@ def test_text_may_begin_with_the_letters_of_another_form(tmp_path: Path) -> None
     ("name", "remedy"),
     [
         ("x.zip", "unpack it"),
-        ("x.tar", "unpack it"),
-        ("x.tar.gz", "unpack it"),
         ("x.jsonl.bz2", "pack it by gzip or zstd"),
         ("x.txt.xz", "pack it by gzip or zstd"),
         ("x.jsonl.lz4", "pack it by gzip or zstd"),
-        ("x.arrow", "write it as .parquet or .jsonl"),
+        ("x.tgz", "name it .tar.gz"),
         ("x.feather", "write it as .parquet or .jsonl"),
     ],
 )

@@ -411,3 +411,41 @@ def test_an_error_names_the_limit_and_the_bad_rows(tmp_path: Path) -> None:
     first, *others = error.value.problems
     assert first.code == "data.skip_bad_exceeded"
     assert [line.partition(": ")[0] for line in others] == [f"{path}:2", f"{path}:4"]
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1251", "utf-16", "utf-16-le", "utf-32-be"])
+@pytest.mark.parametrize("name", ["x.txt", "x.csv"])
+def test_utf8_is_not_read_in_another_encoding(tmp_path: Path, name: str, encoding: str) -> None:
+    """Each of these would decode it to other characters, mostly without an error."""
+    file = tmp_path / name
+    file.write_text("text\n" + "häßlich\n" * 8, "utf-8")
+    with raises("data.utf8_instead", encoding=encoding):
+        list(open_source(str(file), TextOptions(encoding=encoding)))
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "utf-16-le", "utf-32", "gb18030"])
+def test_text_of_its_encoding_is_read(tmp_path: Path, encoding: str) -> None:
+    text = "häßlich é\n" * 40
+    (tmp_path / "x.txt").write_bytes(text.encode(encoding))
+    options = TextOptions(encoding=encoding)
+    assert "".join(piece for _, piece in open_source(str(tmp_path / "x.txt"), options)) == text
+
+
+@pytest.mark.parametrize("separator", [";", "\t", "|"])
+def test_a_table_with_another_separator_is_refused_in_a_folder_too(
+    tmp_path: Path, separator: str
+) -> None:
+    (tmp_path / "a.txt").write_text("a text")
+    (tmp_path / "x.csv").write_text(f"id{separator}text\n1{separator}a\n")
+    for name in (tmp_path, tmp_path / "x.csv"):
+        with raises("data.other_separator", separator=separator):
+            list(open_source(str(name)))
+
+
+@pytest.mark.parametrize(
+    "content", [b"version https://git-lfs.github.com/spec/v1\nsize 5\n", b"{\\rtf1 x}"]
+)
+def test_what_stands_for_a_text_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.txt").write_bytes(content)
+    with raises("data.not_utf8"):
+        list(open_source(str(tmp_path / "x.txt")))

@@ -342,3 +342,18 @@ def test_wrong_input_is_refused_by_name(
         main(["evaluate", str(trained), "--data", f"mine={texts}", "--data", f"mine={texts}"]) == 2
     )
     assert shows(capsys.readouterr().err, "command.set_name_twice", name="mine")
+
+
+@pytest.mark.parametrize("begin", [None, 5])
+@pytest.mark.parametrize(("length", "stride"), [(8, 8), (8, 3)])
+def test_of_a_data_set_with_a_loss_mask_each_token_that_counts_is_scored_once(
+    begin: int | None, length: int, stride: int
+) -> None:
+    dice = np.random.default_rng(1)
+    for size in (1, 2, 9, 40):
+        ids = dice.integers(10, 99, size)
+        counted = dice.random(size) < 0.5
+        cut = [*windows(ids, begin, length, stride, counted)]
+        scored = [t for one in cut for t in one.targets[one.counts].tolist()]
+        is_predicted = np.arange(size) >= (begin is None)
+        assert scored == ids[counted & is_predicted].tolist()

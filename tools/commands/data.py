@@ -83,6 +83,14 @@ def _add_tokenizer(commands: SubParsers) -> None:
         "--vocab-size", type=int, required=True, metavar="N", help="vocabulary size, in tokens"
     )
     parser.add_argument(
+        "--special",
+        action="append",
+        default=[],
+        metavar="TOKEN",
+        help="further special token of a tokenizer.json, such as '<|im_start|>'; may be given "
+        "several times",
+    )
+    parser.add_argument(
         "--overwrite", action="store_true", help="replace an existing tokenizer of this name"
     )
     parser.set_defaults(run=train_tokenizer)
@@ -232,13 +240,15 @@ def _print_waiting(prefix: Path) -> None:
 def train_tokenizer(args: argparse.Namespace) -> int:
     """Run `megaprec data tokenizer`. Raises UserError on bad input, before anything is written."""
     path: Path = args.path
+    if args.special and path.suffix != ".json":
+        raise UserError.of("command.special_tokens", path=path)
     source = _open(args)
     # `build_progress` does it for a data set
     tell_left_out(source.name, left_out_words(source.left_out))
     skipped: list[Problem] = []
     texts = (text for _, text in source.reading(skipped.append))
     if path.suffix == ".json":
-        train_hugging_face(texts, path, args.vocab_size, args.overwrite)
+        train_hugging_face(texts, path, args.vocab_size, args.overwrite, args.special)
     elif path.suffix == ".model":
         train_sentencepiece(texts, path.with_suffix(""), args.vocab_size, args.overwrite)
     else:

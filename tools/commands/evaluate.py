@@ -260,6 +260,9 @@ def _notes(model: LoadedModel[Stage], sets: dict[str, str], text_field: str) -> 
     tokenized = [path for path in sets.values() if with_suffix(Path(path), ".idx").is_file()]
     if text_field != "text" and len(tokenized) == len(sets):
         yield f"--text-field {text_field} has no effect: all that is evaluated is tokens already"
+    for path in tokenized:
+        if IndexedDataset(Path(path)).has_mask:
+            yield f"{path} has a loss mask: its answers alone are scored, and their bytes not known"
     # what follows is about bytes, which are then not counted
     if model.begin is None:
         yield (
@@ -268,8 +271,10 @@ def _notes(model: LoadedModel[Stage], sets: dict[str, str], text_field: str) -> 
         )
         return
     for path in tokenized:
-        yield from IndexedDataset(Path(path)).notes
-        yield from _byte_notes(model, path)
+        dataset = IndexedDataset(Path(path))
+        yield from dataset.notes
+        if not dataset.has_mask:
+            yield from _byte_notes(model, path)
 
 
 def _byte_notes(model: LoadedModel[Stage], path: str) -> Iterator[str]:

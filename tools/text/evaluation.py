@@ -86,14 +86,14 @@ def score(
     def all_windows() -> Iterator[Window]:
         for text in texts:
             total.add_document(text.size)
-            yield from windows(text.ids, begin, length, stride)
+            yield from windows(text.ids, begin, length, stride, text.counted)
 
     tokens_per_batch = LOGITS // config.vocab
     # Dynamic angles follow from the length of the sequence, padding included.
     same_length = config.rope_scaling.kind == "dynamic"
     all_batches = batches(all_windows(), tokens_per_batch, same_length)
     for number, batch in enumerate(all_batches):
-        targets = sum(len(window.targets) - window.first for window in batch)
+        targets = sum(int(window.counts.sum()) for window in batch)
         total.tokens += targets
         # Replicas take the batches in turn.
         replica = number % model.dp.size
@@ -159,7 +159,7 @@ def padded(batch: list[Window], model: Relay) -> tuple[Tensor, Tensor, Tensor]:
         length = len(window.tokens)
         tokens[:length, column] = window.tokens
         targets[:length, column] = window.targets
-        counts[window.first : length, column] = True
+        counts[:length, column] = window.counts
     return (
         torch.from_numpy(tokens).to(model.device),
         torch.from_numpy(targets).to(model.device),

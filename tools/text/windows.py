@@ -33,10 +33,14 @@ Ids = NDArray[np.int64]
 @dataclass(frozen=True)
 class Document:
     """The token ids of a document's text, int64 [n], and the number of bytes of the text in UTF-8;
-    None if unknown."""
+    None if unknown.
+
+    counted: whether each token is scored, bool [n], by the loss mask of a data set; None: all are.
+    """
 
     ids: Ids
     size: int | None
+    counted: NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True)
@@ -45,18 +49,37 @@ class Window:
     count.
 
     tokens, targets: int64 [n].
+    counted: whether each target counts otherwise, bool [n]; None: all do.
     """
 
     tokens: Ids
     targets: Ids
     first: int
+    counted: NDArray[np.bool_] | None = None
+
+    @property
+    def counts(self) -> NDArray[np.bool_]:
+        """Return whether each target counts, bool [n]."""
+        is_new = np.arange(len(self.targets)) >= self.first
+        return is_new if self.counted is None else is_new & self.counted
 
 
-def windows(ids: Ids, begin: int | None, length: int, stride: int) -> Iterator[Window]:
-    """Yield the windows of a document. Without a begin token its first token is not predicted."""
+def windows(
+    ids: Ids,
+    begin: int | None,
+    length: int,
+    stride: int,
+    counted: NDArray[np.bool_] | None = None,
+) -> Iterator[Window]:
+    """Yield the windows of a document. Without a begin token its first token is not predicted.
+
+    counted: whether each token counts, bool [n]; None: all do.
+    """
     stream = ids
+    target_counts = None if counted is None else counted[1:]
     if begin is not None:
         stream = np.concatenate(([begin], ids))
+        target_counts = counted
     predicted = 0  # tokens that the windows so far predict
     to_predict = len(stream) - 1
     while predicted < to_predict:
@@ -66,7 +89,8 @@ def windows(ids: Ids, begin: int | None, length: int, stride: int) -> Iterator[W
         start = max(0, end - length)
         tokens = stream[start:end]
         targets = stream[start + 1 : end + 1]
-        yield Window(tokens, targets, first=predicted - start)
+        counts = None if target_counts is None else target_counts[start:end]
+        yield Window(tokens, targets, predicted - start, counts)
         predicted = end
 
 
@@ -118,8 +142,17 @@ def _documents_of_text(
 def _documents_of_tokens(dataset: IndexedDataset, model: LoadedModel[Stage]) -> Iterator[Document]:
     """Yield the documents of a data set, without the tokens that stand around each."""
     size = _recorded_size(dataset)
+    end = 0
     for number in range(dataset.num_documents):
         ids = dataset.document(number).astype(np.int64)
+        start = end
+        end += len(ids)
+        if dataset.has_mask:
+            # an end token may be a part of an answer, and the bytes of answers are not known
+            begins = int(len(ids) > 0 and ids[0] == model.begin)
+            counted = dataset.counted(start, len(ids))
+            yield Document(ids[begins:], None, counted[begins:])
+            continue
         if len(ids) and int(ids[-1]) in model.ends:
             ids = ids[:-1]
         if len(ids) and ids[0] == model.begin:  # it stands before each document anyway

@@ -11,7 +11,7 @@ from tools.analysis.calibration.record import Collective, CollectiveRow
 from tools.analysis.planning.fp8_timing import synchronize
 
 SIZES = (2**10, 2**14, 2**18, 2**22, 2**24)  # bytes of the whole message
-ROUNDS = 6
+ROUNDS = 12
 
 
 def collectives(axis: Axis, device: torch.device) -> Iterator[CollectiveRow]:

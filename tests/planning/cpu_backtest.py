@@ -116,7 +116,7 @@ def compare(
             if number == 0:
                 config = config_of(keys)
                 speeds = calibrated(config, calibration, UNKNOWN_CPU).assumed
-                planned = plan_run(config, MemoryModel("cpu"), speeds)
+                planned = plan_run(config, MemoryModel("cpu", calibration.process), speeds)
                 assert planned.prediction is not None
                 # nothing is saved by the benchmark
                 fullest = planned.ranks[planned.fullest]

@@ -95,6 +95,7 @@ def calibration_of(**changed: Any) -> Calibration:
         "machine": machine_name("cpu"),
         "cores": cores(),
         "ranks": cores(),
+        "process": 4 * 10**8,
         "torch": torch.__version__,
         "date": "2025-01-01",
         "products": (product_row(256, 256, 1024), product_row(1024, 1024, 1024)),

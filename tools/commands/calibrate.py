@@ -28,7 +28,7 @@ from megaprec.resources import cores
 from models.estimate.storage import Device
 from parallel.mesh import make_mesh, world
 from tools.analysis.calibration.collectives import collectives
-from tools.analysis.calibration.measure import all_rows
+from tools.analysis.calibration.measure import all_rows, resident_bytes
 from tools.analysis.calibration.record import COMMENT, VERSION, Calibration, machine_name
 from tools.console.tables import add_json
 from tools.training.launch import launch_local, share_of_cores
@@ -140,7 +140,8 @@ def _as_local_rank(answer: Path, device: Device, dtypes: list[str]) -> int:
         where = torch.device(device)
         tell = _teller(axis.rank)
         axis.barrier()
-        rows = all_rows(device, [*names.values()], threads, tell)
+        process = resident_bytes()
+        rows: dict[str, Any] = all_rows(device, [*names.values()], threads, tell)
         axis.barrier()
         tell("collectives")
         rows["collectives"] = [dict(row) for row in collectives(axis, where)]
@@ -151,6 +152,7 @@ def _as_local_rank(answer: Path, device: Device, dtypes: list[str]) -> int:
                 alone = all_rows(device, [*names.values()], cores(), tell)
                 for kind, of_kind in alone.items():
                     rows[kind].extend(of_kind)
+            rows["process"] = process
             # renamed when it is complete, for the parent reads whatever has the name
             unfinished = answer.with_suffix(".part")
             unfinished.write_text(json.dumps(rows), encoding="utf-8")

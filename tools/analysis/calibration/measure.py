@@ -3,6 +3,7 @@
 Each is repeated and the fastest try counts: it says least of other work that the machine has.
 """
 
+import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -77,6 +78,12 @@ def fastest(step: Callable[[], object], device: torch.device) -> float:
         best = min(best, (clock() - start) / threads)
         tries += 1
     return max(best, LEAST_SECONDS)
+
+
+def resident_bytes() -> int:
+    """Return the most memory that this process has had."""
+    # Linux counts in KiB
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def products(device: Device, dtype: torch.dtype, threads: int) -> Iterator[ProductRow]:

@@ -113,6 +113,7 @@ class Calibration(BaseModel):
 
     machine: the processor's name, or the GPU's.
     ranks: that worked at a time, each with its share of the cores.
+    process: bytes of memory of a rank that has joined the others, before it measures.
     date: YYYY-MM-DD.
     """
 
@@ -123,6 +124,7 @@ class Calibration(BaseModel):
     machine: str
     cores: PositiveInt
     ranks: PositiveInt
+    process: PositiveInt
     torch: str
     date: str
     products: tuple[ProductRow, ...] = ()

@@ -27,6 +27,7 @@ from megaprec.train_program import end_file_in, tell_end
 from parallel.described_world import require_consistent, slurm_environment
 from tools.commands import (
     bisect,
+    calibrate,
     compare,
     completion,
     data,
@@ -226,6 +227,7 @@ def parser_of_all() -> argparse.ArgumentParser:
     compare.add_parser(commands)
     report.add_parser(commands)
     plan.add_parser(commands)
+    calibrate.add_parser(commands)
     schedule.add_parser(commands)
     precision.add_parser(commands)
     parity.add_parser(commands)

@@ -8,11 +8,10 @@ import pytest
 
 from models.feed_forward.moe import Expert
 from tools.analysis.planning import remedies
-from tools.analysis.planning.search import LayoutSearch
-from tools.cli import main
 from tools.analysis.planning.device import target_of
 from tools.analysis.planning.reached import assumptions_of
-from tools.analysis.planning.search import search
+from tools.analysis.planning.search import LayoutSearch, search
+from tools.cli import main
 from tools.config.run_file import load_run
 
 LLAMA_405B = (

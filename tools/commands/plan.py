@@ -28,6 +28,8 @@ from megaprec.resources import cores
 from models.config import ModelConfig
 from models.decoder.own_model import require_builtin
 from models.presets import PRESETS
+from tools.analysis.calibration.record import differences, read_calibration
+from tools.analysis.calibration.speeds import calibrated
 from tools.analysis.planning.device import Target, assumed_devices, target_of
 from tools.analysis.planning.measured import factor_of, read_measured
 from tools.analysis.planning.memory import MemoryModel
@@ -104,6 +106,12 @@ def add_parser(subparsers: Any) -> None:
         help="folder of a finished run, by whose measured speed times are corrected",
     )
     parser.add_argument(
+        "--calibrated",
+        type=Path,
+        metavar="FILE",
+        help="file of megaprec calibrate, whose speeds take the place of the table's",
+    )
+    parser.add_argument(
         "--budget", type=float, metavar="HOURS", help="rank-hours whose tokens are told"
     )
     add_json(parser)
@@ -157,9 +165,12 @@ def main(args: argparse.Namespace) -> int:
     assumed = _assumptions(config, target, args)
     if args.ranks and assumed is None:
         raise UserError.of("command.peak_unknown")
-    notes = [*_notes(config, target)]
+    notes = [*_notes(config, target, args.calibrated is not None)]
+    if args.calibrated:
+        assumed, of_file = _from_calibration(config, target, assumed, args)
+        notes += of_file
     if args.measured and assumed:
-        assumed, note = _corrected(assumed, config, target, args.measured)
+        assumed, note = _corrected(assumed, config, target, args)
         notes.append(note)
     # the run in its own layout, as it would be started
     planned = None
@@ -298,8 +309,9 @@ def _output_problems(args: argparse.Namespace) -> Iterator[str]:
         )
 
 
-def _notes(config: RunConfig, target: Target) -> Iterator[str]:
-    """Yield a line for each thing that the prediction takes for granted."""
+def _notes(config: RunConfig, target: Target, calibrated: bool) -> Iterator[str]:
+    """Yield a line for each thing that the prediction takes for granted. calibrated: the device was
+    measured."""
     yield from _overruled_preset(config)
     if not config.model.vocab:
         yield (
@@ -310,7 +322,7 @@ def _notes(config: RunConfig, target: Target) -> Iterator[str]:
         yield from assumed_devices(config)
     elif config.train.device == "cpu":
         yield 'train.device = "cpu" is left aside: --gpu and --gpu-memory plan for a GPU'
-    if not target.gpu:
+    if not target.gpu and not calibrated:
         yield (
             "only products and messages are timed: what else this device needs is not known; --gpu "
             "NAME plans for a GPU that is"
@@ -360,6 +372,11 @@ def _assumptions(config: RunConfig, target: Target, args: argparse.Namespace) ->
         known = _assumptions_of_others(config, target, args.tflops)
     if known is None:
         return None
+    return _with_given_speeds(known, args)
+
+
+def _with_given_speeds(known: Assumptions, args: argparse.Namespace) -> Assumptions:
+    """Return the assumptions with the speeds that the command line gives."""
     given = {
         "efficiency": args.efficiency,
         "fast": args.fast_link,
@@ -388,17 +405,48 @@ def _assumptions_of_others(
     return Assumptions(peak, OTHER, link, SLOW_LINK, MACHINE, target.device)
 
 
+def _from_calibration(
+    config: RunConfig, target: Target, known: Assumptions | None, args: argparse.Namespace
+) -> tuple[Assumptions | None, list[str]]:
+    """Return the assumptions with the speeds of --calibrated, and notes on that file.
+
+    Speeds that the command line gives stay. Raises UserError for a file of another kind of device.
+    """
+    path = args.calibrated
+    calibration = read_calibration(path)
+    if calibration.device != target.device:
+        raise UserError.of(
+            "planning.calibration_device",
+            path=path,
+            measured=calibration.device,
+            device=target.device,
+        )
+    words = [f"speeds are those of {path}, measured on {calibration.date}"]
+    if other := [*differences(calibration, target.device)]:
+        words.append(f"on another machine: {'; '.join(other)}")
+    if known is None:
+        return None, [*words, "and left aside: the peak of the device is not known"]
+    found = calibrated(config, calibration, known)
+    if found.missing:
+        words.append(f"not tried, so of the table: {', '.join(found.missing)}")
+    if args.measured:
+        words.append("--measured corrects all of them by one factor")
+    return _with_given_speeds(found.assumed, args), ["; ".join(words)]
+
+
 def _corrected(
-    assumed: Assumptions, config: RunConfig, target: Target, folder: Path
+    assumed: Assumptions, config: RunConfig, target: Target, args: argparse.Namespace
 ) -> tuple[Assumptions, str]:
     """Return the assumptions with the factor of a measured run, and a note that says it."""
-    run = read_measured(folder)
+    run = read_measured(args.measured)
     require_builtin(run.config.model, "megaprec plan --measured")
 
     def predicted(measured: RunConfig) -> float:
         """Return the seconds of a step of the run, predicted with the same assumptions."""
-        speeds = assumed
-        if target.device == "cpu":
+        speeds: Assumptions | None = assumed
+        if args.calibrated:
+            speeds, _ = _from_calibration(measured, target, assumed, args)
+        elif target.device == "cpu":
             # the ranks of that run shared the same machine
             share = config.world_size / measured.world_size
             speeds = replace(assumed, tflops=share * assumed.tflops)
@@ -429,6 +477,9 @@ def _share_of_ranks(
     device."""
     if not args.ranks or not assumed or target.device != "cpu":
         return target, assumed
+    if args.calibrated:
+        crowd = max(1.0, args.ranks / cores())
+        return target_of(config, ranks=args.ranks), replace(assumed, crowd=crowd)
     measured = assumed.tflops * config.world_size / args.ranks
     return target_of(config, ranks=args.ranks), replace(assumed, tflops=args.tflops or measured)
 

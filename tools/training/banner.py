@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -39,6 +40,7 @@ from tools.training.branch import is_branch
 from tools.training.corpus import Corpus
 from tools.training.fp8_summary import fp8_lines
 from tools.training.initial import initial_changes, initial_notes
+from tools.training.prediction import end_line, foresee
 from tools.training.resume import resume_lines
 
 SAMPLE_TOKENS = 60
@@ -448,6 +450,15 @@ def print_outcome(config: RunConfig, plots: Sequence[Path], step: int) -> None:
     say(f"checkpoint {find_checkpoint(folder)}\nmetrics    {folder / 'metrics.jsonl'}")
     if config.log.plot:
         say(f"plots      {', '.join(map(str, plots)) or NO_PLOT}")
+    _print_measured(config)
+
+
+def _print_measured(config: RunConfig) -> None:
+    """Print the measured step beside the predicted one, if there is a prediction."""
+    with suppress(UserError):  # as the start has said
+        foreseen = foresee(config)
+        if foreseen and (line := end_line(foreseen, Path(config.train.folder))):
+            say(f"measured   {line}")
 
 
 def _keep_sample(folder: Path, step: int, text: str) -> None:

@@ -33,6 +33,7 @@ from tools.training.harness import require_harness
 from tools.training.initial import check_first_weights, check_growth, differences_from_first_weights
 from tools.training.launch import is_local_rank
 from tools.training.machine import check_this_machine, device_of_run, local_ranks
+from tools.training.prediction import foresee, start_line
 from tools.training.resume import (
     allowable_differences,
     check_resumable,
@@ -87,6 +88,14 @@ def print_plan(config: RunConfig) -> None:
     """Print the plan of the run, in a line, before ranks start."""
     if line := summary_line(config):
         say(f"plan       {line}")
+    try:
+        foreseen = foresee(config)
+    except UserError as error:
+        # a file of this name need not be one of megaprec's, and stops no run
+        say(f"predicted  none: {error}")
+        return
+    if foreseen:
+        say(f"predicted  {start_line(foreseen)}")
 
 
 def verify_models(config: RunConfig, export_folder: Path | None) -> None:

@@ -92,10 +92,14 @@ class PlannedPasses:
 
 
 class MemoryModel:
-    """Bytes of runs that differ in the layout only; stages that they share are run once."""
+    """Bytes of runs that differ in the layout only; stages that they share are run once.
 
-    def __init__(self, device: Device) -> None:
+    process: of Python and torch in a process on a CPU.
+    """
+
+    def __init__(self, device: Device, process: int = PROCESS) -> None:
         self.device: Device = device
+        self.process = process
 
     def kept(self, config: RunConfig, costs: Sequence[StageCost]) -> list[ActivationBytes]:
         """Return what each stage keeps of a micro-batch."""
@@ -201,7 +205,7 @@ class MemoryModel:
                 # of one block at a time, of whichever virtual rank it is
                 optimizer=max(state.update, virtual_ranks * state.own if evaluates else 0),
                 save=virtual_ranks * state.saved if copies_to_save else 0,
-                process=PROCESS if on_cpu else 0,
+                process=self.process if on_cpu else 0,
             )
             for rank, state in enumerate(states)
         ]

@@ -316,6 +316,8 @@ def predict_passes(
         passes_seconds = max(passes_seconds, *(of_rank.seconds for of_rank in work))
 
     total = sum(work, NOTHING).times(1 / num_ranks)
+    # while a rank waits, others that share its core go on: the cores are never idle for a bubble
+    passes_seconds = max(passes_seconds, assumed.crowd * total.seconds)
     # an activation and a gradient of each micro-batch for each stage of a rank
     stages_per_rank = len(passes.costs) / num_ranks
     messages = 2 * costs.message_bytes * config.num_microbatches * stages_per_rank
@@ -326,9 +328,10 @@ def predict_passes(
         experts=max(of_rank.expert_bytes for of_rank in work),
         cp=max(of_rank.context_bytes for of_rank in work),
     )
-    replicas = replica_seconds(config, sent, elements, costs.links["dp"])
+    # after the passes all ranks work at once, each with its part of a core
+    replicas = assumed.crowd * replica_seconds(config, sent, elements, costs.links["dp"])
     exposed = exposed_seconds(config, assumed, passes_seconds, replicas)
-    update = update_seconds(config, elements, assumed)
+    update = assumed.crowd * update_seconds(config, elements, assumed)
     factor = assumed.factor
     return Prediction(
         seconds=factor * (passes_seconds + exposed + update),
@@ -399,9 +402,9 @@ def least_seconds(config: RunConfig, assumed: Assumptions) -> float:
     passes_seconds = sizes.work * (1 + bubble)
     elements = sum(elements_of_pipeline(config)) / pipeline
     sent = _least_sent(config, elements)
-    replicas = replica_seconds(config, sent, elements, step_costs.links["dp"])
+    replicas = assumed.crowd * replica_seconds(config, sent, elements, step_costs.links["dp"])
     exposed = exposed_seconds(config, assumed, passes_seconds, replicas)
-    update = update_seconds(config, elements, assumed)
+    update = assumed.crowd * update_seconds(config, elements, assumed)
     return assumed.factor * (passes_seconds + exposed + update)
 
 

@@ -32,6 +32,8 @@ class Assumptions:
         parallel.overlap.
     hop: seconds that a collective takes for each rank or machine on its way.
     factor: seconds that a run took by those predicted, from `--measured`; 1: not measured.
+    crowd: ranks that share a core of a CPU, if they are more than its cores; speeds are those of a
+        rank that has the core for itself. 1: each has one, or speeds are those of its share.
     """
 
     tflops: float
@@ -51,3 +53,4 @@ class Assumptions:
     exposed: float = 0.0
     hop: float = 0.0
     factor: float = 1.0
+    crowd: float = 1.0

@@ -1,0 +1,216 @@
+"""A measured machine takes the place of the table: what the file says is what the plan assumes."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaprec.resources import cores
+from tests.refusals import raises
+from tools.analysis.calibration.measure import products
+from tools.analysis.calibration.record import (
+    VERSION,
+    AttentionRow,
+    Calibration,
+    CollectiveRow,
+    LayerRow,
+    ProductRow,
+    differences,
+    machine_name,
+    read_calibration,
+)
+from tools.analysis.calibration.speeds import UNKNOWN_CPU, calibrated, speed_between
+from tools.analysis.planning.memory import MemoryModel
+from tools.analysis.planning.search import plan_run
+from tools.cli import main
+from tools.config.run_file import RunConfig, load_run
+
+SPEED = 2e10  # FLOP/s of each product
+LAYER = 1e-3
+RUN = (
+    'model.family="llama"',
+    "model.layers=4",
+    "model.hidden=256",
+    "model.heads=4",
+    "model.ffn=704",
+    "model.vocab=4096",
+    "train.steps=10",
+    "train.global_batch=8",
+    "train.micro_batch=2",
+    "train.seq_length=256",
+    "train.threads=1",
+)
+
+
+def product_row(tokens: int, inputs: int, outputs: int, **changed: Any) -> ProductRow:
+    """Return the times of a product at `SPEED`."""
+    seconds = 2 * tokens * inputs * outputs / SPEED
+    row = ProductRow(
+        dtype="fp32",
+        threads=1,
+        tokens=tokens,
+        inputs=inputs,
+        outputs=outputs,
+        forward=seconds,
+        input=seconds,
+        weight=seconds,
+    )
+    return row.model_copy(update=changed)
+
+
+def calibration_of(**changed: Any) -> Calibration:
+    """Return the measurements of a machine whose products all have one speed."""
+    flops = 2 * 2 * 512**2 * 8 * 64 / 2
+    attention = AttentionRow(
+        dtype="fp32",
+        threads=1,
+        tokens=512,
+        heads=8,
+        head_dim=64,
+        forward=flops / SPEED,
+        backward=2.5 * flops / SPEED,
+    )
+    narrow = LayerRow(
+        dtype="fp32",
+        threads=1,
+        tokens=16,
+        hidden=16,
+        heads=2,
+        ffn=32,
+        forward=LAYER,
+        backward=2 * LAYER,
+    )
+    # twice as long as its products would be without anything between them
+    wide = narrow.model_copy(update={"tokens": 512, "hidden": 512, "heads": 8, "ffn": 1376})
+    wide = wide.model_copy(update={"forward": 0.5, "backward": 1.0})
+    link = [
+        CollectiveRow(kind="all-gather", ranks=2, bytes=1000, seconds=1e-4),
+        CollectiveRow(kind="all-gather", ranks=2, bytes=1_001_000, seconds=1.1e-3),
+    ]
+    values = {
+        "version": VERSION,
+        "device": "cpu",
+        "machine": machine_name("cpu"),
+        "cores": cores(),
+        "ranks": cores(),
+        "process": 4 * 10**8,
+        "torch": torch.__version__,
+        "date": "2025-01-01",
+        "products": (product_row(256, 256, 1024), product_row(1024, 1024, 1024)),
+        "attention": (attention,),
+        "layers": (narrow, wide),
+        "collectives": tuple(link),
+    }
+    return Calibration(**{**values, **changed})
+
+
+def config_of(*keys: str) -> RunConfig:
+    """Return the run, with other keys."""
+    return load_run(None, [*RUN, *keys]).on_device("cpu")
+
+
+def write(folder: Path, calibration: Calibration) -> Path:
+    """Write a file as `megaprec calibrate` does."""
+    file = folder / "calibration.toml"
+    file.write_text("\n".join(calibration.lines()) + "\n")
+    return file
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    calibration = calibration_of(machine='A "machine" \\ with marks')
+    assert read_calibration(write(tmp_path, calibration)) == calibration
+
+
+def test_speeds_are_those_that_were_measured() -> None:
+    found = calibrated(config_of(), calibration_of(), UNKNOWN_CPU)
+    assumed = found.assumed
+    assert not found.missing
+    assert assumed.tflops * assumed.efficiency == pytest.approx(SPEED / 1e12)
+    assert assumed.attention == pytest.approx(1.0)
+    assert assumed.layer == pytest.approx(LAYER)
+    # the first thousand bytes are latency
+    assert assumed.fast == pytest.approx(1.0)
+    assert assumed.hop == pytest.approx(1e-4)
+
+
+def test_a_speed_between_two_shapes_lies_between_theirs() -> None:
+    fast = product_row(1024, 1024, 1024)
+    slow = product_row(64, 64, 64, forward=1.0, input=1.0, weight=1.0)
+    between = speed_between([fast, slow], 256, 256, 256)
+    assert slow.flops / slow.seconds < between < fast.flops / fast.seconds
+
+
+def test_what_was_not_measured_is_named_and_stays_of_the_table() -> None:
+    in_bf16 = config_of('precision.compute="bf16"')
+    found = calibrated(in_bf16, calibration_of(collectives=()), UNKNOWN_CPU)
+    assert {"products in bf16", "collectives"} <= {*found.missing}
+    assert replace(found.assumed, crowd=1.0) == UNKNOWN_CPU
+
+
+def test_twice_as_many_ranks_as_cores_share_them() -> None:
+    """While one stage waits, the ranks of the other have its core, so a bubble costs no core."""
+    config = config_of("parallel.pipeline=2", "parallel.data=2")
+    two_cores = calibration_of(cores=2)
+    four_cores = calibration_of(cores=4)
+    memory = MemoryModel("cpu")
+    seconds = list[float]()
+    for calibration in (two_cores, four_cores):
+        assumed = calibrated(config, calibration, UNKNOWN_CPU).assumed
+        prediction = plan_run(config, memory, assumed).prediction
+        assert prediction is not None
+        seconds.append(prediction.seconds)
+    of_two, of_four = seconds
+    # with a core for each rank the bubble is waited for; without, other work fills it
+    assert of_four < of_two < 2 * of_four
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("version = 0\n", "planning.calibration_version"),
+        ("no table", "planning.calibration_form"),
+        (f"version = {VERSION}\nmore = 1\n", "planning.calibration_form"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, text: str, code: str) -> None:
+    file = tmp_path / "calibration.toml"
+    file.write_text(text)
+    with raises(code, path=file):
+        read_calibration(file)
+
+
+def test_another_machine_is_named() -> None:
+    assert not [*differences(calibration_of(), "cpu")]
+    other = calibration_of(torch="1.0", machine="other", cores=cores() + 1)
+    assert len([*differences(other, "cpu")]) == 3
+
+
+def test_a_plan_takes_the_file_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, calibration_of())
+    config = config_of()
+    config.save_resolved(tmp_path)
+    (run_file,) = tmp_path.glob("run.toml")
+    assert main(["plan", str(run_file), "--calibrated", str(file)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"speeds are those of {file}, measured on 2025-01-01" in shown
+    assert "only products and messages are timed" not in shown
+
+
+def test_the_file_of_a_cpu_is_refused_for_a_gpu(tmp_path: Path) -> None:
+    file = write(tmp_path, calibration_of())
+    config_of().save_resolved(tmp_path)
+    (run_file,) = tmp_path.glob("run.toml")
+    arguments = ["plan", str(run_file), "--calibrated", str(file), "--gpu", "H100"]
+    assert main(arguments) == 2
+
+
+def test_products_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tools.analysis.calibration.measure.CPU_SHAPES", ((8, 16, 32),))
+    monkeypatch.setattr("tools.analysis.calibration.measure.TRY_SECONDS", 0.0)
+    (row,) = products("cpu", torch.float32, 1)
+    assert (row.tokens, row.inputs, row.outputs, row.dtype) == (8, 16, 32, "fp32")
+    assert row.flops == 3 * 2 * 8 * 16 * 32

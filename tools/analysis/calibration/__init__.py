@@ -1,0 +1,1 @@
+"""The speeds of a machine, measured once: products, attention, layers, memory and collectives."""

@@ -1,0 +1,193 @@
+"""The file that `megaprec calibrate` writes and `megaprec plan --calibrated` reads.
+
+It is TOML: `version`, what was measured (device, machine, cores, ranks, torch, date), and a list of
+measurements of each kind. Times are seconds of the fastest try, on one rank while all local ranks
+do the same, or while the first works alone with the threads of all.
+"""
+
+import platform
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
+
+from megaprec.durable import read_whole
+from megaprec.errors import UserError
+from megaprec.resources import cores
+from models.estimate.storage import Device
+from tools.console.toml import toml
+
+VERSION = 1
+COMMENT = (
+    "# Written by megaprec calibrate: the speeds of this machine, for megaprec plan --calibrated."
+)
+CPU_FILE = Path("/proc/cpuinfo")
+Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "point to point"]
+
+
+class _Row(BaseModel):
+    """A measurement."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ProductRow(_Row):
+    """The three products of a linear layer: x [tokens, inputs], weight [outputs, inputs].
+
+    weight: the gradient of the weight, added to a gradient in FP32.
+    """
+
+    dtype: str
+    threads: PositiveInt
+    tokens: PositiveInt
+    inputs: PositiveInt
+    outputs: PositiveInt
+    forward: PositiveFloat
+    input: PositiveFloat
+    weight: PositiveFloat
+
+    @property
+    def seconds(self) -> float:
+        """The time of all three products."""
+        return self.forward + self.input + self.weight
+
+    @property
+    def flops(self) -> int:
+        """The FLOPs of all three products."""
+        return 3 * 2 * self.tokens * self.inputs * self.outputs
+
+
+class AttentionRow(_Row):
+    """Causal attention of one sequence."""
+
+    dtype: str
+    threads: PositiveInt
+    tokens: PositiveInt
+    heads: PositiveInt
+    head_dim: PositiveInt
+    forward: PositiveFloat
+    backward: PositiveFloat
+
+
+class LayerRow(_Row):
+    """A whole layer of a Llama-style decoder on one sequence."""
+
+    dtype: str
+    threads: PositiveInt
+    tokens: PositiveInt
+    hidden: PositiveInt
+    heads: PositiveInt
+    ffn: PositiveInt
+    forward: PositiveFloat
+    backward: PositiveFloat
+
+    @property
+    def seconds(self) -> float:
+        """The time of both passes."""
+        return self.forward + self.backward
+
+
+class MemoryRow(_Row):
+    """A sum of two tensors, `bytes` of which are read and written."""
+
+    threads: PositiveInt
+    bytes: PositiveInt
+    seconds: PositiveFloat
+
+
+class CollectiveRow(_Row):
+    """A collective of all local ranks, or a message to the next of them. bytes: that a rank sends
+    in it."""
+
+    kind: Collective
+    ranks: PositiveInt
+    bytes: PositiveInt
+    seconds: PositiveFloat
+
+
+class Calibration(BaseModel):
+    """All that was measured.
+
+    machine: the processor's name, or the GPU's.
+    ranks: that worked at a time, each with its share of the cores.
+    process: bytes of memory of a rank that has joined the others, before it measures.
+    date: YYYY-MM-DD.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: int
+    device: Device
+    machine: str
+    cores: PositiveInt
+    ranks: PositiveInt
+    process: PositiveInt
+    torch: str
+    date: str
+    products: tuple[ProductRow, ...] = ()
+    attention: tuple[AttentionRow, ...] = ()
+    layers: tuple[LayerRow, ...] = ()
+    memory: tuple[MemoryRow, ...] = ()
+    collectives: tuple[CollectiveRow, ...] = ()
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the file."""
+        yield COMMENT
+        values = dict(self)
+        rows_by_kind = {kind: rows for kind, rows in values.items() if isinstance(rows, tuple)}
+        for name, value in values.items():
+            if name not in rows_by_kind:
+                yield f"{name} = {toml(value)}"
+        for kind, rows in rows_by_kind.items():
+            yield f"{kind} = ["
+            for row in rows:
+                yield f"    {toml(dict(row))},"
+            yield "]"
+
+
+def machine_name(device: Device) -> str:
+    """Return the name of this machine's GPU, or of its processor."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties(0).name
+    if CPU_FILE.is_file():
+        for line in CPU_FILE.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Return what a file says. Raises UserError for a file that `megaprec calibrate` of this
+    version has not written."""
+    try:
+        document: Mapping[str, Any] = tomllib.loads(read_whole(path).decode())
+    except (ValueError, UnicodeDecodeError) as error:
+        raise UserError.of("planning.calibration_form", path=path, problem=error) from error
+    version = document.get("version")
+    if version != VERSION:
+        raise UserError.of("planning.calibration_version", path=path, version=version, own=VERSION)
+    try:
+        return Calibration.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        problem = f"{place}: {first['msg']}"
+        raise UserError.of("planning.calibration_form", path=path, problem=problem) from error
+
+
+def differences(calibration: Calibration, device: Device) -> Iterator[str]:
+    """Yield in what way this machine is another than the one that was measured; nothing of a GPU
+    that is not here."""
+    if calibration.torch != torch.__version__:
+        yield f"torch {calibration.torch}, not {torch.__version__}"
+    if device == "cuda" and not torch.cuda.is_available():
+        return
+    here = machine_name(device)
+    if calibration.machine != here:
+        yield f"{calibration.machine}, not {here}"
+    if device == "cpu" and calibration.cores != cores():
+        yield f"{calibration.cores} cores, not {cores()}"

@@ -1,0 +1,244 @@
+"""What a prediction rests on, from measured speeds.
+
+Speeds of products are taken between the measured shapes, for the shapes of the run's own layers.
+What a layer takes beside its products and its attention is the time of operators that move memory,
+in a wide layer, and the fixed cost of its operators, in a narrow one. What was not measured keeps
+its value from the data sheet, and is named.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf, log2
+from statistics import median
+
+from megaprec.precision.plan import dtype_name
+from models.decoder.stages import Cut
+from models.estimate.flops import StageCost, stage_costs
+from tools.analysis.calibration.record import (
+    Calibration,
+    CollectiveRow,
+    LayerRow,
+    ProductRow,
+)
+from tools.analysis.planning.seconds.assumptions import Assumptions
+from tools.analysis.planning.seconds.attention import BACKWARD, attention_seconds
+from tools.analysis.planning.seconds.elementwise import elementwise_seconds
+from tools.analysis.planning.seconds.products import product_seconds
+from tools.config.run_file import RunConfig, load_run
+
+FIXED_PASSES = 3  # of a layer's forward pass: forward, and twice as much backward
+# of a CPU: what stands where nothing was measured
+UNKNOWN_CPU = Assumptions(tflops=0.05, efficiency=0.5, fast=2.0, slow=2.0, machine=8, device="cpu")
+NEAREST = 4  # measured shapes between which a speed is taken
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """The speeds of a run on a measured machine. missing: what was not measured, in words."""
+
+    assumed: Assumptions
+    missing: tuple[str, ...]
+
+
+def calibrated(config: RunConfig, calibration: Calibration, known: Assumptions) -> Calibrated:
+    """Return the speeds of a run. known: those that stand where nothing was measured."""
+    dtype = dtype_name(config.plan.compute)
+    machine = _Machine(config, calibration, dtype)
+    missing = list[str]()
+    assumed = known
+    if machine.products:
+        assumed = machine.with_products(assumed)
+        assumed = machine.with_attention(assumed) if machine.attention else assumed
+        assumed = machine.with_layers(assumed) if machine.layers else assumed
+    for kind, rows in machine.rows_by_kind.items():
+        if not rows:
+            missing.append(f"{kind} in {dtype}")
+    if calibration.collectives:
+        assumed = _with_collectives(assumed, calibration.collectives)
+    else:
+        missing.append("collectives")
+    if calibration.device == "cpu":
+        assumed = _on_shared_cores(assumed, config, calibration)
+    return Calibrated(assumed, tuple(missing))
+
+
+class _Machine:
+    """The measurements in the run's dtype with as many threads as its ranks have.
+
+    threads: those that were measured, the nearest to those of a rank.
+    """
+
+    def __init__(self, config: RunConfig, calibration: Calibration, dtype: str) -> None:
+        self.config = config
+        self.products = [row for row in calibration.products if row.dtype == dtype]
+        self.attention = [row for row in calibration.attention if row.dtype == dtype]
+        self.layers = [row for row in calibration.layers if row.dtype == dtype]
+        threads = threads_of(config, calibration)
+        counts = {row.threads for row in self.products}
+        nearest = min(counts, key=lambda count: abs(count - threads), default=1)
+        self.products = [row for row in self.products if row.threads == nearest]
+        self.attention = [row for row in self.attention if row.threads == nearest]
+        self.layers = [row for row in self.layers if row.threads == nearest]
+
+    @property
+    def rows_by_kind(self) -> dict[str, Sequence[object]]:
+        """The measurements by kind, in words."""
+        return {
+            "products": self.products,
+            "attention": self.attention,
+            "layers": self.layers,
+        }
+
+    def with_products(self, known: Assumptions) -> Assumptions:
+        """Return the assumptions with the speed of products of the run's shapes, as a fraction of
+        the fastest that were measured, or of the data sheet's peak."""
+        speed = _speed_of_products(self.config, self.products)
+        fastest = max(row.flops / row.seconds for row in self.products)
+        if known.device == "cpu":
+            return replace(known, tflops=fastest / 1e12, efficiency=speed / fastest)
+        return replace(known, efficiency=speed / (known.tflops * 1e12))
+
+    def with_attention(self, known: Assumptions) -> Assumptions:
+        """Return the assumptions with the speed of attention by that of products."""
+        tokens = self.config.train.seq_length / self.config.parallel.context
+        row = min(self.attention, key=lambda row: abs(log2(row.tokens / tokens)))
+        # of scores and of sums of values, the causal half
+        forward = 2 * 2 * row.tokens**2 * row.heads * row.head_dim / 2
+        speed = (1 + BACKWARD) * forward / (row.forward + row.backward)
+        return replace(known, attention=speed / (known.tflops * 1e12 * known.efficiency))
+
+    def with_layers(self, known: Assumptions) -> Assumptions:
+        """Return the assumptions with the fixed time of a layer, which is that of the narrowest,
+        and the bandwidth at which the widest moves what is between its products."""
+        by_width = sorted(self.layers, key=lambda row: row.hidden)
+        narrow = by_width[0]
+        fixed = narrow.seconds / FIXED_PASSES
+        with_fixed = replace(known, layer=fixed, bandwidth=inf)
+        speeds = [_bandwidth_of(row, with_fixed, self.products, fixed) for row in by_width[1:]]
+        return replace(with_fixed, bandwidth=median(speeds)) if speeds else with_fixed
+
+
+def threads_of(config: RunConfig, calibration: Calibration) -> int:
+    """Return the CPU threads of a rank of the run: all local ranks share the cores."""
+    return config.train.threads or max(1, calibration.cores // config.world_size)
+
+
+def _speed_of_products(config: RunConfig, rows: Sequence[ProductRow]) -> float:
+    """Return the FLOP/s of the products of the run's layers and its head."""
+    flops = 0.0
+    seconds = 0.0
+    for tokens, inputs, outputs, count in _products_of(config):
+        of_shape = count * tokens * inputs * outputs
+        flops += of_shape
+        seconds += of_shape / speed_between(rows, tokens, inputs, outputs)
+    return flops / seconds
+
+
+def _products_of(config: RunConfig) -> Iterator[tuple[float, float, float, int]]:
+    """Yield the products of a run on one rank: tokens, inputs, outputs, and how many there are."""
+    parallel = config.parallel
+    model = config.sized_model
+    tensor = parallel.tensor
+    tokens = config.train.micro_batch * config.train.seq_length / parallel.context
+    layers = model.layers
+    attention_width = model.heads * model.head_dim
+    key_width = model.kv_heads * model.head_dim
+    up_width = (2 if model.gated else 1) * model.ffn
+    yield tokens, model.hidden, (attention_width + 2 * key_width) / tensor, layers
+    yield tokens, attention_width / tensor, model.hidden, layers
+    expert_rows = tokens
+    experts = 1
+    if model.experts:
+        expert_rows = max(1.0, tokens * model.experts_per_token / model.experts)
+        experts = model.experts
+    yield expert_rows, model.hidden, up_width / tensor, layers * experts
+    yield expert_rows, model.ffn / tensor, model.hidden, layers * experts
+    yield tokens, model.hidden, model.vocab / tensor, 1
+
+
+def speed_between(
+    rows: Sequence[ProductRow], tokens: float, inputs: float, outputs: float
+) -> float:
+    """Return the FLOP/s of products of a shape: of those measured that are nearest to it, the mean
+    of the logarithms, each by the inverse square of its distance."""
+
+    def distance(row: ProductRow) -> float:
+        """Return how far a shape is, in powers of two."""
+        parts = (row.tokens / tokens, row.inputs / inputs, row.outputs / outputs)
+        return sum(log2(part) ** 2 for part in parts) ** 0.5
+
+    nearest = sorted(rows, key=distance)[:NEAREST]
+    total = 0.0
+    weights = 0.0
+    for row in nearest:
+        weight = 1 / (distance(row) + 0.1) ** 2
+        total += weight * log2(row.flops / row.seconds)
+        weights += weight
+    return 2 ** (total / weights)
+
+
+def _bandwidth_of(
+    row: LayerRow, assumed: Assumptions, products: Sequence[ProductRow], fixed: float
+) -> float:
+    """Return the GB/s at which a measured layer moves what is between its products, if these and
+    its attention take as long as by themselves."""
+    keys = (
+        'model.family="llama"',
+        "model.layers=1",
+        f"model.hidden={row.hidden}",
+        f"model.heads={row.heads}",
+        f"model.ffn={row.ffn}",
+        "model.vocab=256",
+        "data.vocab_size=256",
+        f'precision.compute="{row.dtype}"',
+        "train.steps=1",
+        "train.global_batch=1",
+        "train.micro_batch=1",
+        f"train.seq_length={row.tokens}",
+    )
+    config = load_run(None, keys).on_device(assumed.device)
+    # a stage in the middle of a pipeline
+    cut = Cut(1, range(1), first=False, last=False)
+    (cost,) = stage_costs(config.sized_model, [cut], row.tokens, 1)
+    speed = _speed_of_products(config, products)
+    # attention keeps its own speed
+    by_attention = assumed.efficiency * assumed.attention
+    efficiency = speed / (assumed.tflops * 1e12)
+    of_shape = replace(assumed, efficiency=efficiency, attention=by_attention / efficiency)
+    known = sum_of_products(config, cost, of_shape) + sum(attention_seconds(config, cost, of_shape))
+    remaining = max(row.seconds - known - FIXED_PASSES * fixed, 0.05 * row.seconds)
+    at_one_gigabyte = sum(elementwise_seconds(config, cost, replace(of_shape, bandwidth=1.0)))
+    return at_one_gigabyte / remaining
+
+
+def sum_of_products(config: RunConfig, cost: StageCost, assumed: Assumptions) -> float:
+    """Return the time of a stage's products, forward and backward."""
+    products = product_seconds(config, cost, assumed)
+    return products.forward + products.input + products.weight + products.recomputed
+
+
+def _with_collectives(known: Assumptions, rows: Sequence[CollectiveRow]) -> Assumptions:
+    """Return the assumptions with the latency of the smallest messages and the bandwidth of the
+    largest, of the median kind of collective."""
+    latencies = list[float]()
+    bandwidths = list[float]()
+    for kind in {row.kind for row in rows}:
+        of_kind = sorted((row for row in rows if row.kind == kind), key=lambda row: row.bytes)
+        small = of_kind[0]
+        large = of_kind[-1]
+        hops = max(1, small.ranks - 1)
+        latencies.append(small.seconds / hops)
+        bandwidths.append((large.bytes - small.bytes) / max(large.seconds - small.seconds, 1e-9))
+    gigabytes = median(bandwidths) / 1e9
+    # ranks of a CPU never leave the machine
+    slow = gigabytes if known.device == "cpu" else known.slow
+    return replace(known, fast=gigabytes, slow=slow, hop=median(latencies))
+
+
+def _on_shared_cores(
+    assumed: Assumptions, config: RunConfig, calibration: Calibration
+) -> Assumptions:
+    """Return the assumptions with the number of ranks that share a core: all run on one machine."""
+    ranks = config.world_size
+    crowd = max(1.0, ranks / calibration.cores)
+    return replace(assumed, crowd=crowd, machine=max(ranks, assumed.machine))

@@ -1,0 +1,99 @@
+"""The predicted step beside the measured one, in the lines of `megaprec train`.
+
+A prediction needs a GPU of the table, or the file that `megaprec calibrate` has written to the
+working directory. Without either there is none, and no line.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tools.analysis.calibration.record import differences, read_calibration
+from tools.analysis.calibration.speeds import UNKNOWN_CPU, calibrated
+from tools.analysis.planning.device import Target, target_of
+from tools.analysis.planning.measured import LEAST_STEPS, WARM_UP
+from tools.analysis.planning.memory import MemoryModel
+from tools.analysis.planning.reached import assumptions_of
+from tools.analysis.planning.search import Planned, plan_run
+from tools.analysis.planning.seconds.assumptions import Assumptions
+from tools.config.run_file import RunConfig
+from tools.console.units import duration
+from tools.journal.records import read_metrics
+
+CALIBRATION = Path("calibration.toml")
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """A run's plan on this machine, with its prediction. basis: what its speeds are from."""
+
+    planned: Planned
+    basis: str
+
+    @property
+    def seconds(self) -> float:
+        """The predicted seconds of a step."""
+        assert self.planned.prediction is not None  # with known speeds
+        return self.planned.prediction.seconds
+
+
+def foresee(config: RunConfig) -> Foreseen | None:
+    """Return the plan of a run on this machine; None if its speeds are not known, and for a custom
+    model. Raises UserError for a damaged calibration.toml."""
+    if config.model.factory:
+        return None
+    target = target_of(config)
+    config = config.on_device(target.device)
+    found = _speeds_here(config, target)
+    if found is None:
+        return None
+    assumed, basis = found
+    return Foreseen(plan_run(config, MemoryModel(target.device), assumed), basis)
+
+
+def _speeds_here(config: RunConfig, target: Target) -> tuple[Assumptions, str] | None:
+    """Return the speeds of this machine, and what they are from; None if they are not known."""
+    on_cpu = target.device == "cpu"
+    known = UNKNOWN_CPU if on_cpu else None
+    if target.gpu:
+        known = assumptions_of(target.gpu, config.plan)
+    if known is None:
+        return None
+    of_table = None if on_cpu else (known, target.name)
+    if not CALIBRATION.is_file():
+        return of_table
+    calibration = read_calibration(CALIBRATION)
+    differs = [*differences(calibration, target.device)]
+    if calibration.device != target.device or differs:
+        return of_table
+    speeds = calibrated(config, calibration, known)
+    # of a CPU that was measured in another dtype nothing is known
+    if on_cpu and speeds.missing:
+        return None
+    return speeds.assumed, f"{CALIBRATION} of {calibration.date}"
+
+
+def start_line(foreseen: Foreseen) -> str:
+    """Return the line on the predicted step."""
+    config = foreseen.planned.config
+    speed = config.tokens_per_step / foreseen.seconds
+    return f"{duration(foreseen.seconds)} a step, {speed:,.0f} tokens/s, by {foreseen.basis}"
+
+
+def end_line(foreseen: Foreseen, folder: Path) -> str:
+    """Return the line on the measured step and how far the prediction was from it; empty for a run
+    of too few steps."""
+    measured = _median_step(read_metrics(folder))
+    if not measured:
+        return ""
+    error = foreseen.seconds / measured - 1
+    return f"{duration(measured)} a step; predicted {duration(foreseen.seconds)}, {error:+.0%}"
+
+
+def _median_step(records: Sequence[dict[str, Any]]) -> float:
+    """Return the seconds of the median step after the first ones; 0 if there are too few."""
+    seconds = [record["seconds"] for record in records if "seconds" in record]
+    steady = seconds[WARM_UP:]
+    return median(steady) if len(steady) >= LEAST_STEPS else 0.0

@@ -71,6 +71,8 @@ NAMES = {  # of what they call it in a layer, or outside
 
 
 LATENT = ("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj")
+OF_DELTA_NET = ("conv1d", "dt_bias", "A_log", "in_proj_qkvz", "in_proj_ba")
+OF_QWEN3_NEXT = ("self_attn.q_proj", *(f"linear_attn.{part}" for part in OF_DELTA_NET))
 # Of families with norms after the branches.
 AFTER = {
     "post_attention_layernorm": "attention_post_norm",
@@ -96,14 +98,8 @@ def logical(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
             ours |= _of_latents(
                 config, f"{layer}attention", name.removeprefix("self_attn."), kind, tensor
             )
-        elif config.model_type == "qwen3_next" and name == "self_attn.q_proj":
-            rows = tensor.unflatten(0, (config.num_attention_heads, 2, -1))
-            ours |= {
-                f"{layer}attention.query.{kind}": rows[:, 0].flatten(0, 1),
-                f"{layer}attention.gate.{kind}": rows[:, 1].flatten(0, 1),
-            }
-        elif name.startswith("linear_attn.") and name not in NAMES:
-            ours |= _of_delta_net(config, f"{layer}delta_net", name, tensor)
+        elif config.model_type == "qwen3_next" and name in OF_QWEN3_NEXT:
+            ours |= _of_qwen3_next(config, layer, name, kind, tensor)
         elif name == "attn.c_attn":
             ours |= _three(f"{layer}attention", kind, tensor.chunk(3))
         elif name == "attention.query_key_value":
@@ -129,8 +125,17 @@ def logical(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return ours
 
 
-def _of_delta_net(config: Any, layer: str, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Tensors of which a head of keys has rows of each kind, and those of all heads in a row."""
+def _of_qwen3_next(
+    config: Any, layer: str, name: str, kind: str, tensor: Tensor
+) -> dict[str, Tensor]:
+    """Tensors of which a head has rows of each kind, and those of all heads in a row."""
+    if name == "self_attn.q_proj":
+        rows = tensor.unflatten(0, (config.num_attention_heads, 2, -1))
+        return {
+            f"{layer}attention.query.{kind}": rows[:, 0].flatten(0, 1),
+            f"{layer}attention.gate.{kind}": rows[:, 1].flatten(0, 1),
+        }
+    layer = f"{layer}delta_net"
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
     if name == "linear_attn.conv1d":

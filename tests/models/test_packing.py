@@ -78,6 +78,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "router_aux_loss": 0.0,
         "attention_dropout": 1e-14,
     },
+    "qwen3_next": {
+        "family": "qwen3_next",
+        "kv_heads": 2,
+        "head_dim": 8,
+        "delta_net": {"key_heads": 2, "value_heads": 4, "key_dim": 3, "value_dim": 5},
+        "delta_layers": [0],
+        "experts": 4,
+        "router_aux_loss": 0.0,
+    }
+    | {"rotary_fraction": 0.5},
     "mixtral": {"family": "mixtral", "experts": 4, "router_aux_loss": 0.0, "kv_heads": 2},
     "gpt2 through dropout": {"family": "gpt2", "attention_dropout": 1e-14},
     "mistral through dropout": {"family": "mistral", "window": 5, "attention_dropout": 1e-14},

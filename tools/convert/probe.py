@@ -338,7 +338,8 @@ def _logits_of_transformers(config: Json, folder: Path, token_ids: Tensor) -> Te
     with quiet_transformers() as transformers, _float32_is_float64():
         try:
             model = _make_model(transformers, config)
-            logits = model(token_ids).logits
+            # A cache would need a layer with attention.
+            logits = model(token_ids, use_cache=False).logits
         except Exception as error:  # whatever a configuration can provoke there is its fault
             raise _no_model(error) from error
         try:

@@ -165,6 +165,7 @@ def test_only_what_can_be_is_accepted_and_all_that_is_wrong_is_said_at_once(
         "tensorboard",
         "wandb",
         "wandb",
+        "mlflow",
         "comet",
         "tensorbord",
         f"{tmp_path}/mine.py:x",
@@ -175,20 +176,23 @@ def test_only_what_can_be_is_accepted_and_all_that_is_wrong_is_said_at_once(
         require_trackers(names)
     lines = refused.value.problems
     assert lines[0] == 'log.to: "wandb" is named twice'
-    assert lines[1] == Problem.of("journal.tracker_missing", name="tensorboard")
-    assert lines[2] == Problem.of("journal.tracker_missing", name="wandb")
+    assert lines[1] == Problem.of(
+        "journal.tracker_missing", name="tensorboard", package="tensorboard"
+    )
+    assert lines[2] == Problem.of("journal.tracker_missing", name="wandb", package="wandb")
+    assert shows(lines[3], "journal.tracker_missing", name="mlflow", package="mlflow-skinny")
     assert shows(
-        lines[3],
+        lines[4],
         "journal.tracker_unknown",
         name="comet",
         choices='tensorboard, wandb, mlflow, trackio, or "file.py:function"',
     )
-    assert lines[4].endswith("did you mean tensorboard?")
-    assert shows(lines[5], "megaprec.function_missing", location=re.compile(r"mine\.py$"), name="x")
+    assert lines[5].endswith("did you mean tensorboard?")
+    assert shows(lines[6], "megaprec.function_missing", location=re.compile(r"mine\.py$"), name="x")
     assert shows(
-        lines[6], "megaprec.function_not_imported", location="nowhere.py", kind="FileNotFoundError"
+        lines[7], "megaprec.function_not_imported", location="nowhere.py", kind="FileNotFoundError"
     )
-    assert lines[7] == Problem.of("megaprec.function_form", key="log.to", named="a:")
+    assert lines[8] == Problem.of("megaprec.function_form", key="log.to", named="a:")
 
 
 @pytest.mark.parametrize("value", ["true", "1"])
@@ -206,7 +210,7 @@ def test_a_folder_that_a_tracker_left_is_no_package(
     (tmp_path / "wandb").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    with raises("journal.tracker_missing", name="wandb"):
+    with raises("journal.tracker_missing", name="wandb", package="wandb"):
         require_trackers(("wandb",))
 
 

@@ -135,7 +135,8 @@ def format_of(path: Path) -> tuple[str, Path]:
         )
     require_fetched(path)
     folders = _recognize(path)
-    if folders.keys() <= {"megatron"}:  # NeMo 1 calls the folders of ranks as Megatron-LM does
+    # NeMo 1 calls its folders as these systems do.
+    if folders.keys() <= {"megatron", "dcp"}:
         refuse_older(path, holds_others=bool(folders))
     if "megaprec" not in folders:
         for folder in {path, *folders.values()}:

@@ -160,6 +160,8 @@ BUILT_IN: dict[str, Factory] = {
     "trackio": Trackio,
 }
 
+PACKAGES = {"mlflow": "mlflow-skinny"}  # that have a tracker, if not those of its name
+
 
 def require_trackers(names: tuple[str, ...]) -> None:
     """Raise UserError for names of `log.to` that name no installed tracker, with a line each."""
@@ -179,7 +181,8 @@ def require_trackers(names: tuple[str, ...]) -> None:
 def _require_tracker(tracker_name: str) -> None:
     if tracker_name in BUILT_IN:
         if not _is_installed(tracker_name):
-            raise UserError.of("journal.tracker_missing", name=tracker_name)
+            package = PACKAGES.get(tracker_name, tracker_name)
+            raise UserError.of("journal.tracker_missing", name=tracker_name, package=package)
         if tracker_name == "wandb":
             _require_wandb_account()
     elif ":" not in tracker_name:

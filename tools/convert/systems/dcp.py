@@ -105,6 +105,7 @@ def open_dcp(checkpoint: Path, model: ModelConfig | None = None) -> Source:
     else:
         rules, weights = _hugging_face(tensors, described)
         names_notes.append(f"the names are those of Hugging Face's {described.model_type}")
+        names_notes += wrapped_notes(tensors, described.outer_config)
     expected = matches(rules, described.model)
     _drop_tied_head(checkpoint, described, weights, expected)
     check_tensors(checkpoint, expected, weights)
@@ -119,8 +120,10 @@ def _source(
     others: Sequence[str],
     names_notes: Sequence[str],
 ) -> Source:
-    """Return the source of checked weights. others: what is not read. names_notes: on
-    its names."""
+    """Return the source of checked weights.
+
+    others: what is not read. names_notes: on the names of tensors.
+    """
     origins = origins_of(expected, weights, described.model)
     folder_notes = [f"{checkpoint}: {note}" for note in names_notes]
     facts = Facts(unread=", ".join(others))
@@ -129,10 +132,10 @@ def _source(
         folder = Path(described.origin).parent
         architecture = FAMILIES[described.model_type].architecture
         # The model is read without modules of multi-token prediction.
-        config_notes = [
-            *notes(described.config, architecture, has_modules=False),
-            *wrapped_notes(weights, described.outer_config),
-        ]
+        config_notes = notes(described.config, architecture, has_modules=False)
+        if described.config.get("quantization_config") is not None:
+            # That of the published weights; a training has weights of its own.
+            config_notes.append("quantization_config is not read: these weights are as they are")
         folder_notes += [f"{described.origin}: {note}" for note in config_notes]
         facts = replace(
             facts, special=special_ids(described.config), generation=read_generation(folder)

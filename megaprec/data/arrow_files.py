@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from megaprec.data.packed_files import import_pyarrow
+from megaprec.data.packed_files import import_pyarrow, open_unpacked
 from megaprec.data.pieces import OnFault, Piece
 from megaprec.data.places import is_remote, naming_url
 from megaprec.data.tables import Place, batch_rows, column_pieces, require_texts
@@ -47,7 +47,7 @@ def _opened(file: Path, place: Place) -> Iterator[Any]:
     import pyarrow.ipc  # noqa: PLC0415 (optional)
 
     try:
-        with naming_url(file) if is_remote(file) else nullcontext(), file.open("rb") as stream:
+        with naming_url(file) if is_remote(file) else nullcontext(), open_unpacked(file) as stream:
             is_file = stream.read(len(FILE_MAGIC)) == FILE_MAGIC
             if not is_file:
                 _require_end(file, stream)

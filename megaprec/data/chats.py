@@ -118,14 +118,16 @@ def load_chats(name: str, tokenizer_file: Path | None) -> Chats:
             raise UserError.of(
                 "data.chat_tokens_missing", path=tokenizer_file, missing=" and ".join(missing)
             )
-        place, source = name, CHATML
+        place = name
+        source = CHATML
     elif name == OF_TOKENIZER:
         place, source = _template_beside(tokenizer_file)
     else:
         path = Path(name)
         if not path.is_file():
             raise UserError.of("data.chat_template_missing", name=name)
-        place, source = name, _read_template(path)
+        place = name
+        source = _read_template(path)
     try:
         template = ChatTemplate(source, variables)
     except ChatError as problem:

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megaprec.data.places import is_remote
+from megaprec.data.packed_files import open_unpacked
+from megaprec.data.places import is_remote, naming_url
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_text
 
@@ -104,7 +105,11 @@ def _named_file(description: Path, name: Any) -> Path:
 def _description(file: Path) -> Mapping[str, Any]:
     """Return the object in a description. Raises UserError."""
     try:
-        content = parse_json(file.read_bytes() if is_remote(file) else read_text(file))
+        if is_remote(file):
+            with naming_url(file), open_unpacked(file) as stream:
+                content = parse_json(stream.read())
+        else:
+            content = parse_json(read_text(file))
     except (OSError, ValueError) as problem:
         raise _unfit(file, str(problem)) from problem
     if not isinstance(content, dict):

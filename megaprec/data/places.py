@@ -40,8 +40,8 @@ def remote_path(url: str) -> Path:
 
 
 def require_there(path: Path, url: str) -> None:
-    """Raise UserError unless a file or folder is at a URL, and say so if its server cannot be
-    reached."""
+    """Raise UserError unless a file or folder is at a URL: one that names the server if it cannot
+    be reached, and token files, which are not read from there."""
     if path.exists():
         return
     try:
@@ -51,6 +51,8 @@ def require_there(path: Path, url: str) -> None:
         reason = problem.__cause__
         if isinstance(reason, OSError):
             raise UserError.of("data.url_unreachable", url=url, reason=reason) from problem
+    if path.with_name(f"{path.name}.idx").exists():
+        raise UserError.of("data.url_tokens", url=url)
     raise UserError.of("data.url_missing", url=url)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import datasets
 import pyarrow
 import pytest
-import webdataset
+from webdataset.writer import TarWriter
 
 from megaprec.data.chats import load_chats
 from megaprec.data.readers import TextOptions
@@ -25,6 +25,10 @@ TEXTS = ["one é", "two\nlines", "", "four 😀", "five"]
 
 def texts_of(name: Path | str, **options: Any) -> list[str]:
     return [text for _, text in open_source(str(name), TextOptions(**options))]
+
+
+def loaded(folder: Path) -> Any:
+    return datasets.load_from_disk(str(folder))
 
 
 def saved(folder: Path, shards: int = 2) -> Path:
@@ -40,8 +44,8 @@ def test_a_saved_data_set_is_the_texts_that_datasets_loads(tmp_path: Path, shard
     (folder / "cache-1.arrow").write_bytes(
         (folder / f"data-00000-of-0000{shards}.arrow").read_bytes()
     )
-    assert texts_of(folder) == [*datasets.load_from_disk(str(folder))["text"]] == TEXTS
-    selected = datasets.load_from_disk(str(folder)).select([4, 0])
+    assert texts_of(folder) == [*loaded(folder)["text"]] == TEXTS
+    selected = loaded(folder).select([4, 0])
     selected.save_to_disk(str(tmp_path / "selected"))
     assert texts_of(tmp_path / "selected") == ["five", "one é"]
     one = folder / f"data-00000-of-0000{shards}.arrow"
@@ -54,7 +58,7 @@ def test_conversations_of_a_saved_data_set_are_read(tmp_path: Path) -> None:
     datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "set"))
     chats = load_chats("tokenizer", tokenizer)
     parquet = tmp_path / "rows.parquet"
-    datasets.load_from_disk(str(tmp_path / "set")).to_parquet(parquet)
+    loaded(tmp_path / "set").to_parquet(parquet)
     lines = tmp_path / "rows.jsonl"
     lines.write_text("".join(json.dumps({"messages": each}) + "\n" for each in rows["messages"]))
     found = [texts_of(name, chats=chats) for name in (tmp_path / "set", parquet, lines)]
@@ -63,7 +67,7 @@ def test_conversations_of_a_saved_data_set_are_read(tmp_path: Path) -> None:
 
 def test_a_folder_of_splits_is_refused_and_one_of_them_is_read(tmp_path: Path) -> None:
     split = datasets.Dataset.from_dict({"text": TEXTS})
-    datasets.DatasetDict(train=split, test=split).save_to_disk(str(tmp_path / "set"))
+    datasets.DatasetDict({"train": split, "test": split}).save_to_disk(str(tmp_path / "set"))
     with raises("data.folder_of_splits", names="train, test"):
         open_source(str(tmp_path / "set"))
     assert texts_of(tmp_path / "set" / "train") == TEXTS
@@ -194,7 +198,7 @@ def test_mds_that_is_damaged_is_refused(tmp_path: Path) -> None:
 
 def test_webdataset_is_the_samples_that_its_writer_wrote(tmp_path: Path) -> None:
     for name, ending in (("a.tar", "txt"), ("b.tar", "json"), ("c.tar.gz", "txt")):
-        with webdataset.TarWriter(str(tmp_path / name)) as writer:
+        with TarWriter(str(tmp_path / name)) as writer:
             for number, text in enumerate(TEXTS):
                 value = {"text": text} if ending == "json" else text
                 sample = {"__key__": f"deep/{number:04}", ending: value, "cls": 3}

@@ -150,7 +150,7 @@ def test_no_kind_of_model_finds_a_special_token_in_a_text(kind: str, tmp_path: P
         assert tokenizer.encode(text) == original.encode(text, add_special_tokens=False).ids
     chunk = Chunk(["</s> a"], [True])
     for workers in (1, 2):
-        ((_, (ids, _)),) = encode_chunks([chunk], tokenizer, workers)
+        ((_, (ids, *_)),) = encode_chunks([chunk], tokenizer, workers)
         assert ids.tolist() == [*tokenizer.encode("</s> a"), 1]
 
 

@@ -130,3 +130,9 @@ def test_a_url_that_cannot_be_read_is_said_in_one_line(
         open_source(name)
     assert main(["data", "build", name, f"{tmp_path}/set", "--vocab-size", "300"]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_token_files_at_a_url_are_named(folder: Path, in_memory: str) -> None:
+    fsspec.filesystem("memory").pipe("/texts/tokens.idx", b"x")
+    with raises("data.url_tokens"):
+        open_source(f"{in_memory}/tokens")

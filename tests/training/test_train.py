@@ -204,6 +204,7 @@ def test_ranks_open_what_rank_0_named_and_name_what_they_miss(
     last = checkpoint(exact, 6)
     named = {
         "prefixes": [str(prefix)],
+        "loss_masks": [],
         "tokenizer": f"{prefix}.model",
         "checkpoint": str(checkpoint(exact, 3)),
     }
@@ -217,12 +218,14 @@ def test_ranks_open_what_rank_0_named_and_name_what_they_miss(
     assert (corpus.datasets[0].prefix, start) == (prefix, checkpoint(exact, 3))
     missing = {
         "prefixes": ["nowhere/text"],
+        "loss_masks": ["nowhere/text.loss_mask"],
         "tokenizer": "nowhere/text.model",
         "checkpoint": "nowhere/step_00000003",
     }
     with pytest.raises(UserError) as refused:
         open_prepared(config, missing)
-    paths = ["text.idx", "text.bin", "text.model", "step_00000003/checkpoint.json"]
+    files = ["text.loss_mask", "text.idx", "text.bin", "text.model"]
+    paths = [*files, "step_00000003/checkpoint.json"]
     for problem, path in zip(refused.value.problems, paths, strict=True):
         assert re.fullmatch(sentence("training.file_not_shared", path=f"nowhere/{path}"), problem)
 

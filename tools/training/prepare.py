@@ -13,6 +13,7 @@ from typing import Any
 from megaprec.checkpoint.atomic import latest
 from megaprec.checkpoint.reader import INDEX, Store
 from megaprec.data.files import with_suffix
+from megaprec.data.loss_mask import SUFFIX as LOSS_MASK
 from megaprec.errors import Problem, UserError
 from parallel.described_world import is_rank_of_world
 from tools.analysis.planning.report import summary_line
@@ -147,6 +148,12 @@ def prepare(
     _note_needless_allowances(config, corpus, checkpoint, allowed)
     return {
         "prefixes": [str(dataset.prefix) for dataset in corpus.datasets],
+        # a rank without one would count other tokens
+        "loss_masks": [
+            str(with_suffix(dataset.prefix, LOSS_MASK))
+            for dataset in corpus.datasets
+            if dataset.has_mask
+        ],
         "tokenizer": str(corpus.tokenizer.path) if corpus.tokenizer else "",
         "checkpoint": str(checkpoint.path) if checkpoint else "",
         "identity": corpus.identity.model_dump() if corpus.identity else None,
@@ -181,7 +188,7 @@ def open_prepared(config: RunConfig, prepared: dict[str, Any]) -> tuple[Corpus, 
     prefixes = [Path(prefix) for prefix in prepared["prefixes"]]
     tokenizer = Path(prepared["tokenizer"]) if prepared["tokenizer"] else None
     checkpoint = Path(prepared["checkpoint"]) if prepared["checkpoint"] else None
-    required = list[Path]()
+    required = [Path(mask) for mask in prepared["loss_masks"]]
     for prefix in prefixes:
         required += [with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin")]
     if tokenizer:

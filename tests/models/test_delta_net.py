@@ -50,7 +50,8 @@ def drawn(seed: int) -> Case:
     # One of each kind: transformers keeps nothing of a text in a model without attention.
     types[:2] = dice.choice(((True, False), (False, True)))
     key_heads = dice.choice((1, 2, 4))
-    value_heads = max(2, key_heads * dice.choice((1, 2, 3)))
+    value_heads = key_heads * dice.choice((1, 2, 3))
+    value_heads *= 1 + value_heads % 2
     delta_net = {
         "key_heads": key_heads,
         "value_heads": value_heads,

@@ -21,8 +21,9 @@ from megaprec.optim.update_rules import AdamW, Stateless, Step, UpdateRule
 
 MUON_MOMENTUM = "muon_momentum"
 """Name of Muon's moment in checkpoints; SGD's momentum is another average of gradients."""
-NOT_HIDDEN = ("embedding.*", "positions.*", "head.*")
-"""Logical names of the matrices that are not hidden layers of a model of ours."""
+NOT_HIDDEN = ("embedding.*", "positions.*", "head.*", "*_convolution.weight")
+"""Logical names of the matrices that are not hidden layers of a model of ours, and of convolutions,
+whose features do not mix."""
 
 Scale = Literal["moonshot", "keller-jordan"]
 

@@ -284,6 +284,9 @@ IN_HALVES: dict[str, list[NameRule]] = {
 }
 # What a folder may leave out before every name: it was saved without the head.
 PREFIXES = {"gpt2": "transformer.", "gpt_neox": "gpt_neox."}
+# Beginnings of names of tensors that published folders hold beside a model, and that neither
+# transformers nor we read: of modules for multi-token prediction that are named on their own.
+UNREAD = {"qwen3_next": "mtp."}
 # Buffers that old folders hold and that nothing has to be kept of: ends of their names.
 BUFFERS = (
     ".attn.bias",

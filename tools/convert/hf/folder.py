@@ -26,7 +26,7 @@ from megaprec.errors import Problem, UserError
 from megaprec.parsing import read_json
 from models.config import ModelConfig
 from tools.convert.core.finite import same_values
-from tools.convert.core.names import BUFFERS, HUGGING_FACE, IN_HALVES, PREFIXES
+from tools.convert.core.names import BUFFERS, HUGGING_FACE, IN_HALVES, PREFIXES, UNREAD
 from tools.convert.core.rules import Match, NameRule, has_module_rules, head_sizes, matches
 from tools.convert.core.source import Facts, Origin, Source
 from tools.convert.core.target import Location, Target, Write
@@ -157,6 +157,7 @@ def open_hf(folder: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source
     file_tensors = _read_tensors(folder)
     # Names first, as the table has them: what follows goes by names.
     tensors = text_tensors(file_tensors, full_config)
+    tensors, unread_names = _without_unread(tensors, model_type)
     tensors = _named_like_the_table(tensors, PREFIXES.get(model_type, "model."))
     tensors = unstack_experts(tensors, model_type)
     stored = with_quantized(tensors, config, folder)
@@ -172,6 +173,7 @@ def open_hf(folder: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source
         *notes(config, FAMILIES[model_type].architecture, model.mtp_layers > 0),
         *wrapped_notes(file_tensors, full_config),
         *quantized_notes(config),
+        *_notes_on_unread(unread_names),
         *rotary_notes(model, file_tensors),
         *_notes_on_index(folder, file_tensors, system),
     ]
@@ -305,6 +307,26 @@ def _read_shards(folder: Path, weights: WeightFormat) -> dict[str, Stored]:
 def _is_file_name(value: Any) -> bool:
     """Return True for the name of a file, without a folder: no path leaves the model's folder."""
     return isinstance(value, str) and Path(value).name == value
+
+
+def _without_unread(
+    tensors: Mapping[str, Stored], model_type: str
+) -> tuple[dict[str, Stored], list[str]]:
+    """Return the tensors that are read, and the names of those that are not."""
+    beginning = UNREAD.get(model_type)
+    if beginning is None:
+        return dict(tensors), []
+    read = {name: stored for name, stored in tensors.items() if not name.startswith(beginning)}
+    return read, sorted(tensors.keys() - read.keys())
+
+
+def _notes_on_unread(names: Sequence[str]) -> Iterator[str]:
+    """Yield a note on tensors that are not read, if there are any."""
+    if names:
+        yield (
+            f"{len(names)} tensors of multi-token prediction ({names[0]}, ...) are not read: "
+            "model.mtp_layers is not known beside model.delta_net"
+        )
 
 
 def _named_like_the_table(tensors: Mapping[str, Stored], prefix: str) -> dict[str, Stored]:

@@ -1,5 +1,5 @@
 """Planted spikes are explained by their cause: a corrupt document, a learning rate that was raised,
-a bad batch, a flipped bit; and a run without a spike says so."""
+a bad batch, memory that is overwritten; and a run without a spike says so."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from tests.spikes import (
     copied,
     garbage,
     repeated,
-    train_with_flip,
+    train_with_fault,
     train_with_rate,
     write_spiky_run,
 )
@@ -48,20 +48,20 @@ FAULTS: dict[str, tuple[Train, str]] = {
         lambda file, *keys: train_with_rate(file, 30.0, range(42, 45), *keys),
         "learning rate",
     ),
-    "a rate 10 times as high": (
-        lambda file, *keys: train_with_rate(file, 10.0, range(41, 44), *keys),
+    "a rate 60 times as high": (
+        lambda file, *keys: train_with_rate(file, 60.0, range(41, 44), *keys),
         "learning rate",
     ),
-    "a bit of a weight": (
-        lambda file, *keys: train_with_flip(file, "weight", 43, *keys),
+    "a word of a weight": (
+        lambda file, *keys: train_with_fault(file, "weight", 43, *keys),
         "hardware",
     ),
-    "a bit of a weight, later": (
-        lambda file, *keys: train_with_flip(file, "weight", 42, *keys),
+    "a word of a weight, one step before": (
+        lambda file, *keys: train_with_fault(file, "weight", 42, *keys),
         "hardware",
     ),
-    "a bit of a gradient": (
-        lambda file, *keys: train_with_flip(file, "gradient", 43, *keys),
+    "a word of a gradient": (
+        lambda file, *keys: train_with_fault(file, "gradient", 43, *keys),
         "hardware",
     ),
 }

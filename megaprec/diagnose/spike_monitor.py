@@ -34,7 +34,7 @@ from megaprec.optim.step_report import SPIKE, StepReport
 WINDOW = 64  # newest applied steps
 NEWEST = 16  # of them, whose median is expected next
 NEEDED = 32  # applied steps before the first that is judged
-DEVIATIONS = 8.0
+DEVIATIONS = 9.0
 RECURRING = 3
 RECURRING_FACTOR = 1.25
 LOSS_FACTOR = 1.1

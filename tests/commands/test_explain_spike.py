@@ -27,7 +27,7 @@ SAVED = 40  # the step of the clean checkpoint from which planted runs go on
 STEPS = 66
 ALL = tuple(range(BATCH))
 PLANTED = {
-    44: (garbage, (5,)),
+    44: (garbage, (2, 5)),
     49: (garbage, (0, 3)),
     54: (repeated, (2,)),
     59: (garbage, (0, 1, 3, 4, 6, 7)),
@@ -35,7 +35,7 @@ PLANTED = {
 }
 # step -> the cause, and the places of the samples that are named
 OF_DATA: dict[int, tuple[str, list[int]]] = {
-    44: ("data", [5]),
+    44: ("data", [2, 5]),
     49: ("data", [0, 3]),
     54: ("data", [2]),
     59: ("batch", []),
@@ -143,7 +143,7 @@ def test_the_words_name_the_cause_and_the_sample(
     capsys.readouterr()
     assert cli.main(["explain-spike", str(folder)]) == 0
     said = capsys.readouterr().out
-    assert f"step 44: the data, 1 sample {43 * BATCH + 5}" in said
+    assert f"step 44: the data, 2 samples {43 * BATCH + 2} and {43 * BATCH + 5}" in said
     assert "1 spike in 12 steps judged" in said
     # repeated on the same device, the numbers are the recorded ones
     assert "repeated from step_00000040, 3 steps before it" in said

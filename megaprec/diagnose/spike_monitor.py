@@ -6,16 +6,16 @@ taken:
 - Of the logarithms of its values, expected is the median of the newest NEWEST.
 - The width is that of the noise from step to step, without the trend: the median magnitude of the
   differences of neighbours, times 1.4826 / sqrt(2), which makes it the standard deviation of normal
-  noise.
+  noise. It is that of the whole window, or of its newer half if that is noisier.
 - The limit is DEVIATIONS widths above what is expected; and at least RECURRING_FACTOR times a rise
   from one step to the next that came RECURRING times in the window, for what comes again and again
   is no spike, as in heavy tails; and at least the factor LOSS_FACTOR or NORM_FACTOR, for a curve
   without noise has no width.
 
 Medians do not move with a few outliers, so one or two earlier spikes that were applied neither hide
-the next one nor widen the band. A loss or a norm that falls is no spike, however fast. A batch of fewer
-tokens than those before has more noise: by the square root of the tokens' ratio. Until NEEDED steps
-are applied there is no band. Steps that were skipped are not in it.
+the next one nor widen the band. A loss or a norm that falls is no spike, however fast. A batch of
+fewer tokens than is usual has more noise: by the square root of the tokens' ratio. Until NEEDED
+steps are applied there is no band. Steps that were skipped are not in it.
 
 A limit depends on numbers before the step only, so that all ranks have the same, and a step can be
 skipped by it.
@@ -34,7 +34,7 @@ from megaprec.optim.step_report import SPIKE, StepReport
 WINDOW = 64  # newest applied steps
 NEWEST = 16  # of them, whose median is expected next
 NEEDED = 32  # applied steps before the first that is judged
-DEVIATIONS = 8.0
+DEVIATIONS = 9.0
 RECURRING = 3
 RECURRING_FACTOR = 1.25
 LOSS_FACTOR = 1.1
@@ -90,8 +90,8 @@ class SpikeMonitor:
         """Return the limits of the next step, of a global batch of so many tokens."""
         if len(self._window) < NEEDED:
             return NO_LIMITS
-        largest = max(step.tokens for step in self._window)
-        noise = max(1.0, math.sqrt(largest / tokens))
+        usual = median(step.tokens for step in self._window)
+        noise = max(1.0, math.sqrt(usual / tokens))
         losses = [step.loss for step in self._window]
         norms = [step.norm for step in self._window]
         return StepLimits(
@@ -158,7 +158,10 @@ def _limit(values: Sequence[float], factor: float, noise: float) -> float:
         return math.inf
     logs = [math.log(value) for value in values]
     rises = [later - earlier for earlier, later in pairwise(logs)]
-    width = NORMAL * median(map(abs, rises)) / math.sqrt(2)
+    # of the whole window, or of its newer half if that is noisier: noise grows as losses fall
+    magnitudes = [abs(rise) for rise in rises]
+    typical = max(median(magnitudes), median(magnitudes[-len(magnitudes) // 2 :]))
+    width = NORMAL * typical / math.sqrt(2)
     recurring = sorted(rises)[-RECURRING]
     least = max(DEVIATIONS * width, RECURRING_FACTOR * recurring) * noise
     expected = median(logs[-NEWEST:])

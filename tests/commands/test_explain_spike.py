@@ -1,5 +1,5 @@
 """Planted spikes are explained by their cause: a corrupt document, a learning rate that was raised,
-a bad batch, a flipped bit; and a run without a spike says so."""
+a bad batch, memory that is overwritten; and a run without a spike says so."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from tests.spikes import (
     copied,
     garbage,
     repeated,
-    train_with_flip,
+    train_with_fault,
     train_with_rate,
     write_spiky_run,
 )
@@ -27,7 +27,7 @@ SAVED = 40  # the step of the clean checkpoint from which planted runs go on
 STEPS = 66
 ALL = tuple(range(BATCH))
 PLANTED = {
-    44: (garbage, (5,)),
+    44: (garbage, (2, 5)),
     49: (garbage, (0, 3)),
     54: (repeated, (2,)),
     59: (garbage, (0, 1, 3, 4, 6, 7)),
@@ -35,7 +35,7 @@ PLANTED = {
 }
 # step -> the cause, and the places of the samples that are named
 OF_DATA: dict[int, tuple[str, list[int]]] = {
-    44: ("data", [5]),
+    44: ("data", [2, 5]),
     49: ("data", [0, 3]),
     54: ("data", [2]),
     59: ("batch", []),
@@ -48,20 +48,20 @@ FAULTS: dict[str, tuple[Train, str]] = {
         lambda file, *keys: train_with_rate(file, 30.0, range(42, 45), *keys),
         "learning rate",
     ),
-    "a rate 10 times as high": (
-        lambda file, *keys: train_with_rate(file, 10.0, range(41, 44), *keys),
+    "a rate 60 times as high": (
+        lambda file, *keys: train_with_rate(file, 60.0, range(41, 44), *keys),
         "learning rate",
     ),
-    "a bit of a weight": (
-        lambda file, *keys: train_with_flip(file, "weight", 43, *keys),
+    "a word of a weight": (
+        lambda file, *keys: train_with_fault(file, "weight", 43, *keys),
         "hardware",
     ),
-    "a bit of a weight, later": (
-        lambda file, *keys: train_with_flip(file, "weight", 42, *keys),
+    "a word of a weight, one step before": (
+        lambda file, *keys: train_with_fault(file, "weight", 42, *keys),
         "hardware",
     ),
-    "a bit of a gradient": (
-        lambda file, *keys: train_with_flip(file, "gradient", 43, *keys),
+    "a word of a gradient": (
+        lambda file, *keys: train_with_fault(file, "gradient", 43, *keys),
         "hardware",
     ),
 }
@@ -143,7 +143,7 @@ def test_the_words_name_the_cause_and_the_sample(
     capsys.readouterr()
     assert cli.main(["explain-spike", str(folder)]) == 0
     said = capsys.readouterr().out
-    assert f"step 44: the data, 1 sample {43 * BATCH + 5}" in said
+    assert f"step 44: the data, 2 samples {43 * BATCH + 2} and {43 * BATCH + 5}" in said
     assert "1 spike in 12 steps judged" in said
     # repeated on the same device, the numbers are the recorded ones
     assert "repeated from step_00000040, 3 steps before it" in said

@@ -73,6 +73,7 @@ def examples(room: Path) -> dict[str, list[str]]:
         "data inspect": [tokens],
         "data verify": [tokens],
         "explain-overflow": [run],
+        "explain-spike": [run],
         "diagnose": [run],
         "doctor": ["--no-parity"],
         "parity": [file, "train.folder=p", "--layouts", "dp=2", "--steps", "1"],

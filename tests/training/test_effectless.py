@@ -117,6 +117,7 @@ CASES = [
     ("lr.decay", "2", "", "lr.schedule=wsd"),
     ("lr.wsd_decay", "sqrt", "", "lr.schedule=wsd lr.decay=2"),
     ("train.canonical_shards", "4", "", CANONICAL),
+    ("train.spike_patience", "3", "", "train.on_spike=skip"),
     ("train.eval_batches", "9", "", "train.eval_every=3"),
     ("train.eval_samples", "9", "", "train.eval_every=3"),
     ("train.eval_batches", "9", "train.eval_every=3 train.eval_samples=5", "train.eval_every=3"),

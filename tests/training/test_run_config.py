@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
+from megaprec.diagnose.spike_monitor import SpikeMonitor
 from megaprec.errors import Problem, UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.update_rules import AdamW
@@ -712,6 +713,7 @@ STATED = [
     ),
     (Parallel, ParallelAMPOptimizer, dict.fromkeys(("bucket", "zero_size"))),
     (Precision, OverflowMonitor, dict.fromkeys(("patience",))),
+    (Train, SpikeMonitor, {"spike_patience": "patience"}),
 ]
 
 

@@ -18,9 +18,9 @@ from tools.journal.records import read_events
 SAVED = 40
 SKIPPED = [44, 49]
 PLANTED = {
-    44: (garbage, (5,)),
+    44: (garbage, (2, 5)),
     49: (garbage, (0, 3)),
-    **dict.fromkeys((53, 54, 55), (garbage, (1,))),
+    **dict.fromkeys((53, 54, 55), (garbage, (1, 4))),
 }
 SKIP = "train.on_spike=skip"
 

@@ -236,8 +236,8 @@ def _show_found(folder: Path, found: FoundSpikes, notes: Sequence[str]) -> None:
         print(f"{folder}: no spike in {judged}")
         return
     console = table_console()
-    title = f"{folder}: {counted(len(found.spikes), 'spike')} in {judged}"
-    rows = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    print(f"{folder}: {counted(len(found.spikes), 'spike')} in {judged}")
+    rows = Table(box=SIMPLE_HEAD, pad_edge=False)
     columns = ("step", "outcome", "loss", "its limit", "gradient norm", "its limit", "lr", "tokens")
     for column in columns:
         rows.add_column(column, justify="right", overflow="fold")
@@ -281,14 +281,17 @@ def _show(console: Console, explained: Explained) -> None:
     console.print(_origin(seen), highlight=False)
     if seen.highest:
         title = "samples that stand out" if seen.outliers else "samples of the highest loss"
-        console.print(_sample_table(title, seen.highest))
+        console.print(f"\n{title}, of {seen.highest[0].dataset}", highlight=False)
+        console.print(_sample_table(seen.highest))
     compared = f"against {seen.compared_with}"
     if seen.first_moved:
         title = f"tensors of a micro-batch that moved, in the order of computation, {compared}"
-        console.print(_tensor_table(title, "largest magnitude", seen.first_moved))
+        console.print(f"\n{title}", highlight=False)
+        console.print(_tensor_table("largest magnitude", seen.first_moved))
     if seen.gradients:
         title = f"gradients that moved most, {compared}"
-        console.print(_tensor_table(title, "norm", seen.gradients))
+        console.print(f"\n{title}", highlight=False)
+        console.print(_tensor_table("norm", seen.gradients))
 
 
 def _cause_in_words(explained: Explained) -> str:
@@ -313,9 +316,9 @@ def _origin(seen: Examination) -> str:
     return line
 
 
-def _sample_table(title: str, samples: Sequence[NamedSample]) -> Table:
+def _sample_table(samples: Sequence[NamedSample]) -> Table:
     """Return the table of samples, a row for each of their documents."""
-    rows = Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    rows = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     rows.add_column("sample", justify="right")
     rows.add_column("loss", justify="right")
     rows.add_column("document", justify="right")
@@ -335,13 +338,11 @@ def _sample_table(title: str, samples: Sequence[NamedSample]) -> Table:
                 Text(escape_control_characters(document.text)),
             )
             name = loss = ""
-    rows.caption = f"of {samples[0].dataset}" if samples else ""
-    rows.caption_justify = "left"
     return rows
 
 
-def _tensor_table(title: str, measure: str, tensors: Sequence[MovedTensor]) -> Table:
-    rows = Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 2, 0, 0))
+def _tensor_table(measure: str, tensors: Sequence[MovedTensor]) -> Table:
+    rows = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     rows.add_column("tensor", overflow="fold")
     rows.add_column(measure, justify="right")
     rows.add_column("ordinary", justify="right")

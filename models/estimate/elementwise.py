@@ -26,6 +26,7 @@ ROTATED = 2
 # the sum of exponentials, and for the gradient, which is written in the dtype of the product.
 LOGITS_FORWARD = 3
 LOGITS_BACKWARD = 2
+LOGIT_BYTES = (LOGITS_FORWARD + LOGITS_BACKWARD) * torch.float32.itemsize
 # A cast of an activation is a part of the operator that makes it, and writes the codes of both
 # directions.
 FP8_CAST = 2

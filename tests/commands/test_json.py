@@ -76,6 +76,7 @@ def examples(room: Path) -> dict[str, list[str]]:
         "explain-spike": [run],
         "diagnose": [run],
         "doctor": ["--no-parity"],
+        "calibrate": ["--dtype", "fp32"],
         "parity": [file, "train.folder=p", "--layouts", "dp=2", "--steps", "1"],
         "prove": [file, "train.folder=p", "--layout", "dp=2", "--steps", "2"],
         "bisect": [run, str(room / "again")],
@@ -96,7 +97,7 @@ def test_every_command_has_an_example_here_or_prints_no_table(room: Path) -> Non
     assert sorted(leaves(cli.parser_of_all())) == sorted({*examples(room), *WITHOUT})
 
 
-SLOW = ("parity", "prove", "doctor")  # they start ranks
+SLOW = ("parity", "prove", "doctor", "calibrate")  # they start ranks
 TABLES = [name for name in leaves(cli.parser_of_all()) if name not in WITHOUT]
 
 

@@ -16,6 +16,7 @@ from tools.analysis.calibration.record import (
     Calibration,
     CollectiveRow,
     LayerRow,
+    LossRow,
     ProductRow,
     differences,
     machine_name,
@@ -85,6 +86,7 @@ def calibration_of(**changed: Any) -> Calibration:
     # twice as long as its products would be without anything between them
     wide = narrow.model_copy(update={"tokens": 512, "hidden": 512, "heads": 8, "ffn": 1376})
     wide = wide.model_copy(update={"forward": 0.5, "backward": 1.0})
+    loss = LossRow(dtype="fp32", threads=1, tokens=100, vocab=1000, forward=1.0, backward=1.0)
     link = [
         CollectiveRow(kind="all-gather", ranks=2, bytes=1000, seconds=1e-4),
         CollectiveRow(kind="all-gather", ranks=2, bytes=1_001_000, seconds=1.1e-3),
@@ -101,6 +103,7 @@ def calibration_of(**changed: Any) -> Calibration:
         "products": (product_row(256, 256, 1024), product_row(1024, 1024, 1024)),
         "attention": (attention,),
         "layers": (narrow, wide),
+        "loss": (loss,),
         "collectives": tuple(link),
     }
     return Calibration(**{**values, **changed})
@@ -130,6 +133,7 @@ def test_speeds_are_those_that_were_measured() -> None:
     assert assumed.tflops * assumed.efficiency == pytest.approx(SPEED / 1e12)
     assert assumed.attention == pytest.approx(1.0)
     assert assumed.layer == pytest.approx(LAYER)
+    assert assumed.logit == pytest.approx(2 / 100_000)
     # the first thousand bytes are latency
     assert assumed.fast == pytest.approx(1.0)
     assert assumed.hop == pytest.approx(1e-4)

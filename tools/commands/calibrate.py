@@ -28,7 +28,7 @@ from megaprec.resources import cores
 from models.estimate.storage import Device
 from parallel.mesh import make_mesh, world
 from tools.analysis.calibration.collectives import collectives
-from tools.analysis.calibration.measure import all_rows, resident_bytes
+from tools.analysis.calibration.measure import all_rows, process_bytes
 from tools.analysis.calibration.record import COMMENT, VERSION, Calibration, machine_name
 from tools.console.tables import add_json
 from tools.training.launch import launch_local, share_of_cores
@@ -140,7 +140,7 @@ def _as_local_rank(answer: Path, device: Device, dtypes: list[str]) -> int:
         where = torch.device(device)
         tell = _teller(axis.rank)
         axis.barrier()
-        process = resident_bytes()
+        process = process_bytes(device, names[dtypes[0]])
         rows: dict[str, Any] = all_rows(device, [*names.values()], threads, tell)
         axis.barrier()
         tell("collectives")

@@ -167,6 +167,7 @@ def main(args: argparse.Namespace) -> int:
         raise UserError.of("command.peak_unknown")
     notes = [*_notes(config, target, args.calibrated is not None)]
     if args.calibrated:
+        target = replace(target, process=read_calibration(args.calibrated).process)
         assumed, of_file = _from_calibration(config, target, assumed, args)
         notes += of_file
     if args.measured and assumed:
@@ -175,7 +176,7 @@ def main(args: argparse.Namespace) -> int:
     # the run in its own layout, as it would be started
     planned = None
     if not (args.ranks and _is_beyond(config, target)):
-        planned = plan_run(config, MemoryModel(target.device), assumed)
+        planned = plan_run(config, MemoryModel(target.device, target.process), assumed)
     search_result = None
     shared_target, shared_speeds = _share_of_ranks(config, target, assumed, args)
     if args.ranks and shared_speeds:
@@ -450,7 +451,7 @@ def _corrected(
             # the ranks of that run shared the same machine
             share = config.world_size / measured.world_size
             speeds = replace(assumed, tflops=share * assumed.tflops)
-        memory = MemoryModel(target.device)
+        memory = MemoryModel(target.device, target.process)
         planned = plan_run(measured.on_device(target.device), memory, speeds)
         assert planned.prediction is not None  # with a peak speed
         return planned.prediction.seconds
@@ -479,7 +480,8 @@ def _share_of_ranks(
         return target, assumed
     if args.calibrated:
         crowd = max(1.0, args.ranks / cores())
-        return target_of(config, ranks=args.ranks), replace(assumed, crowd=crowd)
+        shared = replace(target_of(config, ranks=args.ranks), process=target.process)
+        return shared, replace(assumed, crowd=crowd)
     measured = assumed.tflops * config.world_size / args.ranks
     return target_of(config, ranks=args.ranks), replace(assumed, tflops=args.tflops or measured)
 

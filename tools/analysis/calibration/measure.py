@@ -12,13 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaprec.comm.axis import Axis
+from megaprec.comm.layout import Part
 from megaprec.precision.gemm import Gemm, slow_half
 from megaprec.precision.plan import dtype_name
 from models.decoder.stages import Cut, Stage
 from models.estimate.storage import Device
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
-from tools.analysis.calibration.record import AttentionRow, LayerRow, MemoryRow, ProductRow
+from parallel.loss import cross_entropy_and_log_sum
+from tools.analysis.calibration.record import AttentionRow, LayerRow, LossRow, MemoryRow, ProductRow
 from tools.analysis.planning.fp8_timing import synchronize
 from tools.config.run_file import load_run
 
@@ -50,6 +53,9 @@ GPU_ATTENTION = ((2048, 16, 128), (8192, 16, 128))
 # tokens, hidden, heads and ffn of layers: the first has next to no work
 CPU_LAYERS = ((16, 16, 2, 32), (512, 128, 4, 352), (512, 512, 8, 1376))
 GPU_LAYERS = ((16, 64, 2, 128), (4096, 2048, 16, 8192), (4096, 4096, 32, 14336))
+# tokens and words of the vocabulary
+CPU_LOSS = ((512, 4096),)
+GPU_LOSS = ((4096, 32768),)
 CPU_MEMORY = (2**18, 2**24)  # bytes of a tensor
 GPU_MEMORY = (2**24, 2**28)
 LAYERS_TIMED = 4  # of one stage, so that its first and last operator count little
@@ -80,8 +86,15 @@ def fastest(step: Callable[[], object], device: torch.device) -> float:
     return max(best, LEAST_SECONDS)
 
 
-def resident_bytes() -> int:
-    """Return the most memory that this process has had."""
+def process_bytes(device: Device, dtype: torch.dtype) -> int:
+    """Return the memory of this process after its first passes, of a layer that takes next to none:
+    torch loads and allocates what it needs for them then."""
+    where = torch.device(device)
+    narrow, *_ = CPU_LAYERS
+    stage, x = _stage(where, dtype_name(dtype), *narrow)
+    microbatch = MicrobatchInfo(0, torch.arange(1, device=where), torch.ones((), device=where))
+    output = stage(x, microbatch)
+    output.backward(torch.ones_like(output))
     # Linux counts in KiB
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -196,6 +209,34 @@ def _stage(
     return stage, x
 
 
+def loss(device: Device, dtype: torch.dtype, threads: int) -> Iterator[LossRow]:
+    """Yield the times of the loss."""
+    where = torch.device(device)
+    tp = Axis("tp")
+    for tokens, vocab in CPU_LOSS if device == "cpu" else GPU_LOSS:
+        head = Part.cut("head.weight", (vocab, 1), 0, tp)
+        logits = torch.zeros(tokens, 1, vocab, dtype=dtype, device=where)
+        targets = torch.zeros(tokens, 1, dtype=torch.int64, device=where)
+
+        def losses(logits: Tensor = logits, targets: Tensor = targets, head: Part = head) -> Tensor:
+            # the backward pass writes the gradient over them
+            own = logits.clone().requires_grad_()
+            found, _ = cross_entropy_and_log_sum(
+                own, targets, head, tp, torch.float32, consume=True
+            )
+            return found
+
+        forward, backward = _passes(losses, where)
+        yield LossRow(
+            dtype=dtype_name(dtype),
+            threads=threads,
+            tokens=tokens,
+            vocab=vocab,
+            forward=forward,
+            backward=backward,
+        )
+
+
 def _passes(forward: Callable[[], Tensor], where: torch.device) -> tuple[float, float]:
     """Return the seconds of a forward pass, and of the backward pass after it."""
     gradient = torch.ones_like(forward())
@@ -228,6 +269,7 @@ def all_rows(
             ("products", products),
             ("attention", attention),
             ("layers", layers),
+            ("loss", loss),
         ):
             tell(f"{kind} in {dtype_name(dtype)}, threads {threads}")
             found = [dict(row) for row in measured(device, dtype, threads)]

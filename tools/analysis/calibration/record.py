@@ -90,6 +90,22 @@ class LayerRow(_Row):
         return self.forward + self.backward
 
 
+class LossRow(_Row):
+    """The loss of tokens over a vocabulary."""
+
+    dtype: str
+    threads: PositiveInt
+    tokens: PositiveInt
+    vocab: PositiveInt
+    forward: PositiveFloat
+    backward: PositiveFloat
+
+    @property
+    def seconds_of_logit(self) -> float:
+        """The time of both passes for each logit."""
+        return (self.forward + self.backward) / (self.tokens * self.vocab)
+
+
 class MemoryRow(_Row):
     """A sum of two tensors, `bytes` of which are read and written."""
 
@@ -113,7 +129,7 @@ class Calibration(BaseModel):
 
     machine: the processor's name, or the GPU's.
     ranks: that worked at a time, each with its share of the cores.
-    process: bytes of memory of a rank that has joined the others, before it measures.
+    process: bytes of memory of a rank that has joined the others and has taken a first pass.
     date: YYYY-MM-DD.
     """
 
@@ -130,6 +146,7 @@ class Calibration(BaseModel):
     products: tuple[ProductRow, ...] = ()
     attention: tuple[AttentionRow, ...] = ()
     layers: tuple[LayerRow, ...] = ()
+    loss: tuple[LossRow, ...] = ()
     memory: tuple[MemoryRow, ...] = ()
     collectives: tuple[CollectiveRow, ...] = ()
 

@@ -1,4 +1,4 @@
-"""What a prediction rests on, from measured speeds.
+"""Assumptions of a prediction, from measured speeds.
 
 Speeds of products are taken between the measured shapes, for the shapes of the run's own layers.
 What a layer takes beside its products and its attention is the time of operators that move memory,
@@ -50,6 +50,8 @@ def calibrated(config: RunConfig, calibration: Calibration, known: Assumptions) 
         assumed = machine.with_products(assumed)
         assumed = machine.with_attention(assumed) if machine.attention else assumed
         assumed = machine.with_layers(assumed) if machine.layers else assumed
+        if machine.loss:
+            assumed = replace(assumed, logit=machine.loss[0].seconds_of_logit)
     for kind, rows in machine.rows_by_kind.items():
         if not rows:
             missing.append(f"{kind} in {dtype}")
@@ -73,12 +75,14 @@ class _Machine:
         self.products = [row for row in calibration.products if row.dtype == dtype]
         self.attention = [row for row in calibration.attention if row.dtype == dtype]
         self.layers = [row for row in calibration.layers if row.dtype == dtype]
+        self.loss = [row for row in calibration.loss if row.dtype == dtype]
         threads = threads_of(config, calibration)
         counts = {row.threads for row in self.products}
         nearest = min(counts, key=lambda count: abs(count - threads), default=1)
         self.products = [row for row in self.products if row.threads == nearest]
         self.attention = [row for row in self.attention if row.threads == nearest]
         self.layers = [row for row in self.layers if row.threads == nearest]
+        self.loss = [row for row in self.loss if row.threads == nearest]
 
     @property
     def rows_by_kind(self) -> dict[str, Sequence[object]]:
@@ -87,6 +91,7 @@ class _Machine:
             "products": self.products,
             "attention": self.attention,
             "layers": self.layers,
+            "loss": self.loss,
         }
 
     def with_products(self, known: Assumptions) -> Assumptions:

@@ -15,6 +15,7 @@ from megaprec.errors import UserError, did_you_mean
 from megaprec.resources import memory_bytes
 from models.estimate.gpus import GPU, GPUS, gpu_named
 from models.estimate.storage import Device
+from tools.analysis.planning.memory import PROCESS
 from tools.config.run_file import RunConfig
 
 RESERVED = 0.05  # of a device's memory: for CUDA, NCCL and gaps between tensors
@@ -36,12 +37,14 @@ class Target:
 
     memory: in bytes; 0 if it is not known.
     gpu: its data sheet; None if it is not known.
+    process: bytes of Python and torch in a process on a CPU.
     """
 
     device: Device
     name: str
     memory: int = 0
     gpu: GPU | None = None
+    process: int = PROCESS
 
     @property
     def usable(self) -> int:

@@ -44,7 +44,7 @@ def cheapest_remedy(
 ) -> Remedy | None:
     """Return the change with which the run fits and is fastest; None if none of `CHANGES` is
     enough."""
-    memory = MemoryModel(target.device)
+    memory = MemoryModel(target.device, target.process)
     remedies = list[Remedy]()
     for keys, changed in _changed_runs(config):
         # a bound comes before what it bounds: to build and run hundreds of experts takes a minute

@@ -184,7 +184,7 @@ class _Found:
         self.too_large = list[int]()
         self._target = target
         self._assumed = assumed
-        self._memory = MemoryModel(target.device)
+        self._memory = MemoryModel(target.device, target.process)
 
     def look_at(self, config: RunConfig, least_time: float) -> None:
         """Add a layout, unless it does not fit or cannot be one of the fastest."""

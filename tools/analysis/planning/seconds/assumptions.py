@@ -31,6 +31,8 @@ class Assumptions:
     exposed: the fraction of the replicas' traffic that does not run beside the passes, with
         parallel.overlap.
     hop: seconds that a collective takes for each rank or machine on its way.
+    logit: seconds of the loss for each logit, forward and backward, where they were measured; 0:
+        those of the bytes that it moves.
     factor: seconds that a run took by those predicted, from `--measured`; 1: not measured.
     crowd: ranks that share a core of a CPU, if they are more than its cores; speeds are those of a
         rank that has the core for itself. 1: each has one, or speeds are those of its share.
@@ -52,5 +54,6 @@ class Assumptions:
     hidden: float = 0.0
     exposed: float = 0.0
     hop: float = 0.0
+    logit: float = 0.0
     factor: float = 1.0
     crowd: float = 1.0

@@ -1,6 +1,13 @@
 """The time of operators between products: the bytes that they move over the bandwidth of memory."""
 
-from models.estimate.elementwise import BACKWARD, Share, cast_bytes, forward_bytes, loss_bytes
+from models.estimate.elementwise import (
+    BACKWARD,
+    LOGIT_BYTES,
+    Share,
+    cast_bytes,
+    forward_bytes,
+    loss_bytes,
+)
 from models.estimate.flops import StageCost
 from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.analysis.planning.seconds.products import fp8_share
@@ -34,9 +41,14 @@ def elementwise_seconds(
     casts = fp8_share(config, cost) * cast_bytes(model, cut.layers, share)
     backward = BACKWARD * forward + again + 2 * casts
     forward += casts
+    second_bytes = assumed.bandwidth * 1e9
+    forward_seconds = tokens * forward / second_bytes
+    backward_seconds = tokens * backward / second_bytes
     if cut.last:
         loss_forward, loss_backward = loss_bytes(model, parallel.tensor)
-        forward += loss_forward
-        backward += loss_backward
-    second_bytes = assumed.bandwidth * 1e9
-    return tokens * forward / second_bytes, tokens * backward / second_bytes
+        seconds_of_byte = 1 / second_bytes
+        if assumed.logit:
+            seconds_of_byte = assumed.logit / LOGIT_BYTES
+        forward_seconds += tokens * loss_forward * seconds_of_byte
+        backward_seconds += tokens * loss_backward * seconds_of_byte
+    return forward_seconds, backward_seconds

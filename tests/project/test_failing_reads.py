@@ -22,6 +22,7 @@ OTHERWISE = {
     "megaprec/data/encoding.py": "a worker without the package; the process that started it names the file",
     "megaprec/data/tokenizer_trial.py": "a process of its own; the process that started it names the file",
     "parallel/joining.py": "files of the kernel, which may be missing",
+    "tools/analysis/calibration/record.py": "a file of the kernel, which may be missing",
     "megaprec/data/packed_files.py": "its errors have the file, and the line too",
     "megaprec/data/places.py": "its errors have the URL",
     "megaprec/train_program.py": "a file of the command that it has started, in a temporary folder",

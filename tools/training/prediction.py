@@ -14,10 +14,9 @@ from tools.analysis.calibration.record import differences, read_calibration
 from tools.analysis.calibration.speeds import UNKNOWN_CPU, calibrated
 from tools.analysis.planning.device import Target, target_of
 from tools.analysis.planning.measured import LEAST_STEPS, WARM_UP
-from tools.analysis.planning.memory import MemoryModel
 from tools.analysis.planning.reached import assumptions_of
-from tools.analysis.planning.search import Planned, plan_run
 from tools.analysis.planning.seconds.assumptions import Assumptions
+from tools.analysis.planning.speed import least_seconds_of_schedule, passes_of
 from tools.config.run_file import RunConfig
 from tools.console.units import duration
 from tools.journal.records import read_metrics
@@ -27,21 +26,16 @@ CALIBRATION = Path("calibration.toml")
 
 @dataclass(frozen=True)
 class Foreseen:
-    """A run's plan on this machine, with its prediction. basis: what its speeds are from."""
+    """The predicted seconds of a step of a run on this machine. basis: what its speeds are from."""
 
-    planned: Planned
+    config: RunConfig
+    seconds: float
     basis: str
-
-    @property
-    def seconds(self) -> float:
-        """The predicted seconds of a step."""
-        assert self.planned.prediction is not None  # with known speeds
-        return self.planned.prediction.seconds
 
 
 def foresee(config: RunConfig) -> Foreseen | None:
-    """Return the plan of a run on this machine; None if its speeds are not known, and for a custom
-    model. Raises UserError for a damaged calibration.toml."""
+    """Return the prediction for a run on this machine; None if its speeds are not known, and for a
+    custom model. Raises UserError for a damaged calibration.toml."""
     if config.model.factory:
         return None
     target = target_of(config)
@@ -50,7 +44,9 @@ def foresee(config: RunConfig) -> Foreseen | None:
     if found is None:
         return None
     assumed, basis = found
-    return Foreseen(plan_run(config, MemoryModel(target.device), assumed), basis)
+    # without the bytes of each rank, for which layers are built and run
+    seconds = least_seconds_of_schedule(config, passes_of(config), assumed)
+    return Foreseen(config, seconds, basis)
 
 
 def _speeds_here(config: RunConfig, target: Target) -> tuple[Assumptions, str] | None:
@@ -77,8 +73,7 @@ def _speeds_here(config: RunConfig, target: Target) -> tuple[Assumptions, str] |
 
 def start_line(foreseen: Foreseen) -> str:
     """Return the line on the predicted step."""
-    config = foreseen.planned.config
-    speed = config.tokens_per_step / foreseen.seconds
+    speed = foreseen.config.tokens_per_step / foreseen.seconds
     return f"{duration(foreseen.seconds)} a step, {speed:,.0f} tokens/s, by {foreseen.basis}"
 
 

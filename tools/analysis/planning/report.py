@@ -223,6 +223,8 @@ def _error(assumed: Assumptions) -> str:
     """Return how far predictions are from measured speeds."""
     if isinf(assumed.bandwidth):
         return "not known: only products and messages are timed"
+    if assumed.device == "cpu":
+        return "not known of this machine; docs/planning.md has that of another CPU"
     if assumed.factor != 1.0:
         return MEASURED.describe()
     return PLAIN.describe()

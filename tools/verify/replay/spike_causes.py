@@ -122,8 +122,8 @@ def _data(spike: RecordedSpike, seen: Examination) -> Cause:
 
 
 def _shared_document(seen: Examination) -> int | None:
-    """Return the number of a document that all samples that stand out have a part of; None for none,
-    and for a single sample."""
+    """Return the number of a document that has a part in all of several samples that stand out;
+    None for none."""
     first, *others = [
         {document.number for document in sample.documents} for sample in seen.outliers
     ]

@@ -13,6 +13,7 @@ from tests.refusals import shows
 from tests.runs import train
 from tests.spikes import (
     BATCH,
+    Planted,
     backwards,
     copied,
     garbage,
@@ -24,22 +25,18 @@ from tests.spikes import (
 from tools import cli
 
 SAVED = 40  # the step of the clean checkpoint from which planted runs go on
-STEPS = 66
+STEPS = 51
 ALL = tuple(range(BATCH))
-PLANTED = {
-    44: (garbage, (2, 5)),
-    49: (garbage, (0, 3)),
-    54: (repeated, (2,)),
-    59: (garbage, (0, 1, 3, 4, 6, 7)),
-    64: (backwards, ALL),
-}
-# step -> the cause, and the places of the samples that are named
-OF_DATA: dict[int, tuple[str, list[int]]] = {
-    44: ("data", [2, 5]),
-    49: ("data", [0, 3]),
-    54: ("data", [2]),
-    59: ("batch", []),
-    64: ("batch", []),
+# what is planted in each step -> the cause, and the places of the samples that are named
+PLANTED: dict[str, tuple[Planted, dict[int, tuple[str, list[int]]]]] = {
+    "documents": (
+        {44: (garbage, (2, 5)), 49: (repeated, (2,))},
+        {44: ("data", [2, 5]), 49: ("data", [2])},
+    ),
+    "batches": (
+        {44: (garbage, (0, 1, 3, 4, 6, 7)), 49: (backwards, ALL)},
+        {44: ("batch", []), 49: ("batch", [])},
+    ),
 }
 Train = Callable[..., int]
 # how a run goes on after SAVED -> the cause of its first spike
@@ -79,25 +76,32 @@ def verdicts(explained: dict[str, Any]) -> dict[str, str]:
     return {cause["name"]: cause["verdict"] for cause in explained["causes"]}
 
 
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_clean_run(folder: Path, name: str) -> Path:
     """A run with planted data, which has taken the steps until SAVED."""
-    file = write_spiky_run(tmp_path_factory.mktemp("spikes"), STEPS, PLANTED)
+    file = write_spiky_run(folder, STEPS, PLANTED[name][0])
     assert train(file, f"train.steps={SAVED}") == 0
     return file
 
 
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_clean_run(tmp_path_factory.mktemp("spikes"), "documents")
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("name", PLANTED)
 def test_planted_documents_and_batches_are_the_causes_and_are_named(
-    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = copied(run_file.parent / "run", tmp_path / "run", SAVED)
-    assert train(run_file, f"train.folder={folder}") == 0
+    _, expected = PLANTED[name]
+    file = write_clean_run(tmp_path, name)
+    assert train(file) == 0
+    folder = tmp_path / "run"
     code, document = explain(capsys, folder, "--last", "9")
     assert code == 0
-    assert [spike["step"] for spike in document["spikes"]] == [*OF_DATA]
+    assert [spike["step"] for spike in document["spikes"]] == [*expected]
     assert document["judged"] == STEPS - 32
-    for explained, (cause, places) in zip(document["explained"], OF_DATA.values(), strict=True):
+    for explained, (cause, places) in zip(document["explained"], expected.values(), strict=True):
         assert explained["cause"] == cause, explained
         assert sum(verdict == "proven" for verdict in verdicts(explained).values()) == 1
         replay = explained["replay"]
@@ -113,7 +117,7 @@ def test_planted_documents_and_batches_are_the_causes_and_are_named(
             assert replay["without_outliers"]["loss"] < explained["loss_limit"]
     # the run itself has noted the same steps
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records if "spike" in record] == [*OF_DATA]
+    assert [record["step"] for record in records if "spike" in record] == [*expected]
 
 
 @pytest.mark.slow
@@ -131,7 +135,8 @@ def test_a_planted_fault_is_the_cause(
     explained = document["explained"][0]
     assert explained["cause"] == cause, explained
     assert list(verdicts(explained).values()).count("proven") == 1
-    assert explained["replay"]["gradients"], "no gradient is named"
+    # of what was not computed from these weights nothing is left to see
+    assert bool(explained["replay"]["gradients"]) == (cause != "hardware")
 
 
 @pytest.mark.slow
@@ -143,7 +148,9 @@ def test_the_words_name_the_cause_and_the_sample(
     capsys.readouterr()
     assert cli.main(["explain-spike", str(folder)]) == 0
     said = capsys.readouterr().out
-    assert f"step 44: the data, 2 samples {43 * BATCH + 2} and {43 * BATCH + 5}" in said
+    assert "step 44: the data, 2 samples" in said
+    assert f"{43 * BATCH + 2}" in said
+    assert f"{43 * BATCH + 5}" in said
     assert "1 spike in 12 steps judged" in said
     # repeated on the same device, the numbers are the recorded ones
     assert "repeated from step_00000040, 3 steps before it" in said

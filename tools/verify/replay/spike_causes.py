@@ -6,7 +6,7 @@ known:
 - hardware: the step repeated is ordinary, so that what the run has recorded was not computed from
   these weights and these samples.
 - data: the step repeated spikes, other batches at the same weights are ordinary, and so is the
-  batch without a few samples, at most a quarter.
+  batch without a few samples: at most a quarter, or those of one document.
 - batch: the same, but it is not a few samples: its make-up, or its size.
 - learning rate: the step repeated spikes, and other batches at the same weights do too; repeated
   without the raised learning rate it is ordinary.
@@ -112,10 +112,26 @@ def _data(spike: RecordedSpike, seen: Examination) -> Cause:
     line = f"{share} stand out; without them the batch has {_words(seen.left_out)}"
     if is_above(seen.left_out, spike):
         return Cause("data", "wrong", f"{line}, which spikes too")
+    document = _shared_document(seen)
+    if document is not None:
+        return Cause("data", "proven", f"{line}; document {document} is in all of them")
     few = max(1.0, MOST_OF_A_BATCH * seen.num_samples)
     if seen.num_high > few:
         return Cause("data", "wrong", f"{line}; that is not a few but the batch")
     return Cause("data", "proven", line)
+
+
+def _shared_document(seen: Examination) -> int | None:
+    """Return the number of a document that has a part in all of several samples that stand out;
+    None for none."""
+    first, *others = [
+        {document.number for document in sample.documents} for sample in seen.outliers
+    ]
+    # not all of them may be named
+    if not others or len(seen.outliers) < seen.num_high:
+        return None
+    shared = first.intersection(*others)
+    return min(shared) if shared else None
 
 
 def _batch(spike: RecordedSpike, seen: Examination, data: Cause, ordinary: str) -> Cause:

@@ -52,7 +52,7 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class DeltaInputs:
-    """What tokens bring to the gated delta rule; all tensors in one dtype, which computes it.
+    """The inputs of the gated delta rule; all tensors in one dtype, which computes it.
 
     query, key: [b, n, s, d].
     value: [b, n, s, v].

@@ -52,7 +52,7 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class DeltaInputs:
-    """What tokens bring to the gated delta rule; all tensors in one dtype, which computes it.
+    """The inputs of the gated delta rule; all tensors in one dtype, which computes it.
 
     query, key: [b, n, s, d].
     value: [b, n, s, v].
@@ -122,15 +122,15 @@ def chunked(
     scores = query @ key.mT * decays.between
     reading = decays.from_before * query
     writing = (decays.to_end * key).mT
-    if state is None:
-        state = inputs.initial_state()
+    carried = inputs.initial_state() if state is None else state
     outputs = []
     for number in range(key.shape[2]):
-        corrections = of_values[:, :, number] - of_state[:, :, number] @ state
+        corrections = of_values[:, :, number] - of_state[:, :, number] @ carried
         inside = scores[:, :, number] @ corrections
-        outputs.append(reading[:, :, number] @ state + inside)
-        state = decays.whole[:, :, number] * state + writing[:, :, number] @ corrections
-    return torch.cat(outputs, 2)[:, :, :length], state
+        outputs.append(reading[:, :, number] @ carried + inside)
+        written = writing[:, :, number] @ corrections
+        carried = decays.whole[:, :, number] * carried + written
+    return torch.cat(outputs, 2)[:, :, :length], carried
 
 
 def _filled(inputs: DeltaInputs, missing: int) -> DeltaInputs:

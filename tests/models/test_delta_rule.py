@@ -3,6 +3,7 @@ before it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -121,7 +122,7 @@ def test_a_decay_of_zero_and_one_is_exact() -> None:
     log_decay[:, :, 3::5] = -torch.inf
     log_decay[:, :, 1::5] = 0.0
     inputs = replace(inputs, log_decay=log_decay)
-    found = [*results(lambda *both: chunked(*both, 8), inputs, state)]
+    found = [*results(partial(chunked, chunk=8), inputs, state)]
     expected = [*results(recurrent, inputs, state)]
     assert all(values.isfinite().all() for values in found)
     assert_alike(found, expected)
@@ -199,7 +200,7 @@ REAL_DECAYS = delta_rule._Decays.of
 def test_a_planted_fault_is_found(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, state = ODD.inputs()
     monkeypatch.setattr(delta_rule, "_Decays", fault)
-    found = [*results(lambda *both: chunked(*both, 8), inputs, state)]
+    found = [*results(partial(chunked, chunk=8), inputs, state)]
     with pytest.raises(AssertionError):
         assert_alike(found, [*results(recurrent, inputs, state)])
 

@@ -63,7 +63,7 @@ _HEADS = (*torchtitan.HEADS, "embed_out.weight")
 
 @dataclass(frozen=True)
 class _Described:
-    """What a checkpoint's model is.
+    """The model of a checkpoint, and the file that describes it.
 
     origin: the file that says it.
     model_type: Hugging Face's, of the names of its tensors.

@@ -1,7 +1,7 @@
 """The names and the order of rows of torchtitan's models in its checkpoints, which are PyTorch's
 distributed ones.
 
-Three of its models are read, which names tell apart (torchtitan/models/*/state_dict_adapter.py):
+Three of its models are read, which names distinguish (torchtitan/models/*/state_dict_adapter.py):
 
     deepseek_v3    has attention.wkv_a; rotary partners are neighbours, as in DeepSeek's own files
     qwen3          has attention.q_norm; rotary partners are halves of a head

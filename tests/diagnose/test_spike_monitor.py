@@ -97,8 +97,8 @@ def test_a_loss_and_a_norm_far_above_the_others_are_named_in_a_real_run(
 ) -> None:
     steps = clean(name)
     higher, larger = WINDOW + 20, WINDOW + 50
-    steps[higher - 1] = steps[higher - 1]._replace(loss=steps[higher - 1].loss * 4)
-    steps[larger - 1] = steps[larger - 1]._replace(norm=steps[larger - 1].norm * 20)
+    steps[higher - 1] = steps[higher - 1]._replace(loss=steps[higher - 1].loss * 40)
+    steps[larger - 1] = steps[larger - 1]._replace(norm=steps[larger - 1].norm * 40)
     assert spikes(steps) == [higher, larger]
 
 

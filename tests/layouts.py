@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.step_limits import NO_LIMITS, StepLimits
 from megaprec.optim.step_report import StepObserver, StepReport
 from megaprec.precision.plan import LossScaling, plan
 from models.attention.packing import UNPACKED, Packing
@@ -130,12 +131,13 @@ class Recording(ParallelAMPOptimizer):
         loss: Tensor | None = None,
         counted_tokens: Tensor | float | None = None,
         further: Tensor | None = None,
+        limits: StepLimits = NO_LIMITS,
     ) -> StepReport:
         if self.plant is not None and self.plant[:2] == (self.world.rank, self.count):
             counted = [values for values in self._counted_grads if len(values)]
             counted[self.count % len(counted)][-1] = self.plant[2]
         self.count += 1
-        return super().step(lr, loss, counted_tokens, further)
+        return super().step(lr, loss, counted_tokens, further, limits)
 
 
 def fragments(buffers: Sequence[Buffer], values: Callable[[Buffer], Tensor]) -> list[Fragment]:

@@ -24,6 +24,7 @@ from megaprec.optim.grad_stats import statistics
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.partial_grads import sum_partial
 from megaprec.optim.scaler import DynamicGradScaler
+from megaprec.optim.step_limits import NO_LIMITS, StepLimits
 from megaprec.optim.step_report import StepReport
 from megaprec.precision.plan import PrecisionPlan
 from models.engine.passes import Passes
@@ -238,9 +239,10 @@ def tied_gradients_are_not_summed() -> None:
         loss: Tensor | None = None,
         counted_tokens: Tensor | float | None = None,
         further: Tensor | None = None,
+        limits: StepLimits = NO_LIMITS,
     ) -> StepReport:
         self._model_buffers.tied = []
-        return inner(self, lr, loss, counted_tokens, further)
+        return inner(self, lr, loss, counted_tokens, further, limits)
 
     ParallelAMPOptimizer.step = step
 

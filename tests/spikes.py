@@ -5,7 +5,7 @@ Documents are as long as samples and in file order, so that a step's samples are
 
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from unittest.mock import patch
 
@@ -87,7 +87,7 @@ def stuck(dice: random.Random) -> Document:
     return [7] * SEQ
 
 
-Planted = dict[int, tuple[Callable[[random.Random], Document], Sequence[int]]]
+Planted = Mapping[int, tuple[Callable[[random.Random], Document], Sequence[int]]]
 
 
 def write_spiky_run(folder: Path, steps: int, planted: Planted, seed: int = 0) -> Path:

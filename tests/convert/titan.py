@@ -9,6 +9,9 @@ of attention and of experts, are put as plain products. Each folder has ids.pt, 
 logits.pt.
 """
 
+# The package is in a folder of its own, in which no other program looks for it.
+# pyright: reportMissingImports=false
+
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

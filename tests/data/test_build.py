@@ -14,6 +14,7 @@ import pytest
 from megaprec.data import build as module
 from megaprec.data import pieces, readers
 from megaprec.data.build import build, prepare, reusable
+from megaprec.data.encoding import EncodeRendered
 from megaprec.data.indexed import IndexedDataset, IndexedWriter
 from megaprec.data.readers import TextOptions
 from megaprec.data.text import open_source
@@ -34,6 +35,8 @@ class Bytes:
     unk: int | None = None
     holes: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
+    special: frozenset[str] = frozenset()
+    encode_rendered: EncodeRendered | None = None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from megaprec.data.encoding import EncodeRendered
 from models.decoder.kv_cache import CachedStage
 from tools.text.generation import Generation
 from tools.text.load import LoadedModel
@@ -27,6 +28,8 @@ class Bytes:
     unk: int | None = None
     holes: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
+    special: frozenset[str] = frozenset()
+    encode_rendered: EncodeRendered | None = None
 
     def encode(self, text: str) -> list[int]:
         return [0] * len(text)

@@ -169,7 +169,7 @@ fp8: kind
 optimizer: name options groups clip norm ema
 lr: peak schedule warmup unit
 train: steps global_batch batch_schedule micro_batch seq_length init_from seed numerics compile deterministic folder device threads
-train: branch_from restarts
+train: branch_from restarts on_spike
 checkpoint: every keep background resume
 log: every to plot plot_over progress peak_tflops sample
 """

@@ -140,7 +140,9 @@ def attention(device: Device, dtype: torch.dtype, threads: int) -> Iterator[Atte
         )
         # as in a layer: a CPU's kernel in 16 bits may be many times slower
         if slow_half(query):
-            query, key, value = query.float(), key.float(), value.float()
+            query = query.float()
+            key = key.float()
+            value = value.float()
         forward, backward = _passes(
             lambda q=query, k=key, v=value: F.scaled_dot_product_attention(q, k, v, is_causal=True),
             where,

@@ -65,7 +65,7 @@ class HeldRate:
 
 @dataclass(frozen=True)
 class Examination:
-    """What a repeated spike has shown.
+    """The evidence of a repeated spike.
 
     start: name of the checkpoint, "" for the initial weights. repeated: number of steps before.
     layout: of the run, in words; "" for one process.
@@ -167,7 +167,8 @@ def examine(run: SavedRun, spike: RecordedSpike, most_steps: int) -> Examination
         if not caught_up.gradients:
             ordinary = _of_batches(measures, other_shares)
             compared_with = f"the {len(other_shares)} batches after it, at the same weights"
-    held, not_held = None, "other batches are ordinary at the same weights"
+    held = None
+    not_held = "other batches are ordinary at the same weights"
     reproduced = is_above(again, spike)
     if reproduced and are_above(others, spike):
         held, not_held = _with_usual_rate(run, spike, most_steps)

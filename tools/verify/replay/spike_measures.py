@@ -90,6 +90,11 @@ class Measures:
         self._number = number
         self._loss_scale = loss_scale
 
+    @property
+    def micro_batch(self) -> int:
+        """Return the number of samples of a micro-batch."""
+        return self._trainer.config.train.micro_batch
+
     def batch(self, share: Share) -> BatchNumbers:
         """Return the numbers that a step with a share would have."""
         engine = self._engine

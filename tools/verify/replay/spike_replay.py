@@ -79,6 +79,7 @@ class Examination:
     highest: the samples of the highest loss.
     first_moved: tensors of the worst micro-batch that are outside of the ordinary, in the order of
         computation; gradients: of parameters, the largest factor first. compared_with: in words.
+        All three are empty if the step repeated is ordinary.
     held: with the usual learning rate; None if that was not tried, for the reason `not_held`.
     changed_data: lines about data that are not those of the run.
     """
@@ -145,8 +146,9 @@ def examine(run: SavedRun, spike: RecordedSpike, most_steps: int) -> Examination
         other_shares = _following(trainer, first)
         others = [measures.batch(other) for other in other_shares]
         samples = _Samples(measures, share, [*other_shares])
+        reproduced = is_above(again, spike)
         left_out = None
-        if is_above(again, spike):
+        if reproduced:
             left_out = samples.search(spike)
 
         def named(places: Sequence[int]) -> list[NamedSample]:
@@ -158,18 +160,13 @@ def examine(run: SavedRun, spike: RecordedSpike, most_steps: int) -> Examination
         worst = samples.by_loss()
         outliers = named(samples.outliers)
         highest = outliers or named(worst)
-        place = (samples.outliers or worst)[0]
-        microbatch = place // run.config.train.micro_batch
-        magnitudes = measures.magnitudes(share, microbatch)
-        gradients = measures.gradients(share)
-        ordinary = caught_up
-        compared_with = f"the {len(caught_up.gradients)} steps before"
-        if not caught_up.gradients:
-            ordinary = _of_batches(measures, other_shares)
-            compared_with = f"the {len(other_shares)} batches after it, at the same weights"
+        # what moves in an ordinary repetition has moved by chance
+        moved = _NOTHING_MOVED
+        if reproduced:
+            place = (samples.outliers or worst)[0]
+            moved = _compare_tensors(measures, share, place, caught_up, other_shares)
     held = None
     not_held = "other batches are ordinary at the same weights"
-    reproduced = is_above(again, spike)
     if reproduced and are_above(others, spike):
         held, not_held = _with_usual_rate(run, spike, most_steps)
     return Examination(
@@ -184,9 +181,9 @@ def examine(run: SavedRun, spike: RecordedSpike, most_steps: int) -> Examination
         outliers=outliers,
         left_out=left_out,
         highest=highest,
-        first_moved=_moved(magnitudes, ordinary.magnitudes)[:MOST_TENSORS],
-        gradients=_by_factor(_moved(gradients, ordinary.gradients))[:MOST_TENSORS],
-        compared_with=compared_with,
+        first_moved=moved.magnitudes,
+        gradients=moved.gradients,
+        compared_with=moved.compared_with,
         held=held,
         not_held=not_held,
         changed_data=[] if reproduced else _changed_data(run, start),
@@ -203,6 +200,37 @@ class _Ordinary(NamedTuple):
     gradients: Sequence[Mapping[str, float]]
     steps: int = 0
     departed: int | None = None
+
+
+class _MovedTensors(NamedTuple):
+    """The tensors of a repeated spike that are outside of the ordinary. compared_with: in words."""
+
+    magnitudes: Sequence[MovedTensor]
+    gradients: Sequence[MovedTensor]
+    compared_with: str
+
+
+_NOTHING_MOVED = _MovedTensors((), (), "")
+
+
+def _compare_tensors(
+    measures: Measures,
+    share: Share,
+    place: int,
+    caught_up: _Ordinary,
+    other_shares: Sequence[Share],
+) -> _MovedTensors:
+    """Return the tensors of a batch that are larger than in the steps before, or without these than
+    in other batches. place: of the sample in whose micro-batch activations are measured."""
+    ordinary = caught_up
+    compared_with = f"the {len(caught_up.gradients)} steps before"
+    if not caught_up.gradients:
+        ordinary = _of_batches(measures, other_shares)
+        compared_with = f"the {len(other_shares)} batches after it, at the same weights"
+    microbatch = place // measures.micro_batch
+    magnitudes = _moved(measures.magnitudes(share, microbatch), ordinary.magnitudes)
+    gradients = _by_factor(_moved(measures.gradients(share), ordinary.gradients))
+    return _MovedTensors(magnitudes[:MOST_TENSORS], gradients[:MOST_TENSORS], compared_with)
 
 
 def _catch_up(

@@ -12,7 +12,7 @@ defined.
 
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,11 @@ ANSWER_BEGIN = uuid.uuid4().hex
 ANSWER_END = uuid.uuid4().hex
 # Names under which messages have the reasoning before an answer; templates read the first two.
 REASONING = ("reasoning_content", "thinking", "reasoning")
+# Fields of a message, besides its content, that a model is to read or write.
+SPOKEN_FIELDS = ("tool_calls", "function_call", *REASONING)
 CHATML = """\
 {%- for message in messages %}
+{%- if message['content'] is not string %}{{ raise_exception('a content is no text') }}{% endif %}
 {{- '<|im_start|>' + message['role'] + '\\n' }}
 {%- if message['role'] == 'assistant' %}
 {%- generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}
@@ -97,6 +100,7 @@ class ChatTemplate:
         self._variables = variables
         calls = tree.find_all(nodes.ExtensionAttribute)
         self._marks_answers = any(call.name == "_marked" for call in calls)
+        self._names = frozenset(_names_in(tree))
 
     def render(
         self,
@@ -107,18 +111,42 @@ class ChatTemplate:
         """Return the text of a conversation, and its answers.
 
         given: number of messages at the beginning whose answers do not count.
-        Raises ChatError.
+        Raises ChatError, also if the template would leave out what a model is to read or write.
         """
+        whole = self._run(messages, tools)
+        self._require_written(messages, tools, whole.text)
         if self._marks_answers:
-            whole = self._run(messages, tools)
             skipped = len(self._run(messages[:given], tools, True).answers) if given else 0
             return Rendered(whole.text, whole.answers[skipped:])
-        text = self._run(messages, tools).text
+        text = whole.text
         answers: list[tuple[int, int]] = []
         for number in range(given, len(messages)):
             if messages[number]["role"] == "assistant":
                 answers.append(self._find_answer(text, messages[: number + 1], tools))
         return Rendered(text, tuple(answers))
+
+    def _require_written(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str
+    ) -> None:
+        """Raise ChatError if the text of a conversation is the same without fields that the
+        template does not name."""
+        unnamed = [name for name in SPOKEN_FIELDS if not self._names_field(name)]
+        given = [name for name in unnamed if any(message.get(name) for message in messages)]
+        leaves_tools = bool(tools) and "tools" not in self._names
+        if not given and not leaves_tools:
+            return
+        reduced: list[Message] = []
+        for message in messages:
+            reduced.append({key: value for key, value in message.items() if key not in given})
+        # a template may also write a message as a whole
+        if self._run(reduced, None if leaves_tools else tools).text == text:
+            left_out = ", ".join([*given, *(["tools"] if leaves_tools else [])])
+            raise ChatError(f"it leaves out {left_out}")
+
+    def _names_field(self, name: str) -> bool:
+        # messages have their reasoning under all of its names
+        names = REASONING if name in REASONING else (name,)
+        return not self._names.isdisjoint(names)
 
     def _find_answer(
         self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None
@@ -156,6 +184,17 @@ class ChatTemplate:
             reason = " ".join(str(problem).split())
             raise ChatError(reason or type(problem).__name__) from problem
         return _without_marks(marked)
+
+
+def _names_in(tree: nodes.Template) -> Iterator[str]:
+    """Yield all variables, attributes and texts that a program names."""
+    for attribute in tree.find_all(nodes.Getattr):
+        yield attribute.attr
+    for variable in tree.find_all(nodes.Name):
+        yield variable.name
+    for constant in tree.find_all(nodes.Const):
+        if isinstance(constant.value, str):
+            yield constant.value
 
 
 def _as_templates_read(message: Message) -> dict[str, Any]:

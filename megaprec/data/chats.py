@@ -35,7 +35,9 @@ OF_TOKENIZER = "tokenizer"
 TEMPLATE_FILE = "chat_template.jinja"  # beside a tokenizer.json, before what its settings name
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CHAT_FIELDS = ("messages", "conversations")
-ROW_FIELDS = (*CHAT_FIELDS, "prompt", "completion", "tools")
+# Fields of rows that a model would have to be told, and that no template here is given.
+UNREAD_FIELDS = ("system", "documents", "functions")
+ROW_FIELDS = (*CHAT_FIELDS, "prompt", "completion", "tools", *UNREAD_FIELDS)
 # ShareGPT's names of roles
 ROLES = {"human": "user", "gpt": "assistant"}
 KNOWN_ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython", *ROLES}
@@ -68,6 +70,10 @@ class Chats:
         """
         if not isinstance(row, dict):
             raise UserError.of("data.chat_row", where=where, reason="it is not an object")
+        for name in UNREAD_FIELDS:
+            if row.get(name):
+                reason = f"its field {name} is not read: give it as a message of the conversation"
+                raise UserError.of("data.chat_row", where=where, reason=reason)
         if self.template is None:
             prompt, completion = (_text_of(row, name, where) for name in ("prompt", "completion"))
             if not completion:
@@ -229,7 +235,8 @@ def _message(item: Any) -> Message | None:
     content = item.get("value")
     if not isinstance(role, str) or not isinstance(content, str):
         return None
-    return {"role": ROLES.get(role, role), "content": content}
+    others = {key: value for key, value in item.items() if key not in ("from", "value")}
+    return {**others, "role": ROLES.get(role, role), "content": content}
 
 
 def _tools(row: Mapping[str, Any], where: str) -> list[Any] | None:
@@ -256,7 +263,8 @@ def _text_of(row: Mapping[str, Any], field: str, where: str) -> str:
     """Return the text in a field. Raises UserError if there is none."""
     text = row.get(field)
     if not isinstance(text, str):
-        raise UserError.of("data.chat_row", where=where, reason=f"its field {field} is no text")
+        reason = f"its field {field} is no text; plain takes the texts of prompt and completion"
+        raise UserError.of("data.chat_row", where=where, reason=reason)
     return require_unicode(text, where, f"field {field!r}")
 
 

@@ -2,6 +2,7 @@
 would be misread is refused by name."""
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,10 @@ def documents(dataset: IndexedDataset) -> list[tuple[list[int], list[int]]]:
 def test_tokens_and_mask_are_those_of_transformers(tmp_path: Path, template: str) -> None:
     tokenizer = make_tokenizer(tmp_path, template)
     theirs = AutoTokenizer.from_pretrained(tokenizer.parent)
-    tools = [{"type": "function", "function": {"name": "f", "description": "<é>"}}]
+    # a row with tools that its template leaves out is refused
+    tools = None
+    if template == TOOLS:
+        tools = [{"type": "function", "function": {"name": "f", "description": "<é>"}}]
     rows = [{"messages": messages, "tools": tools} for messages in CONVERSATIONS]
     found = documents(built(rows, tokenizer))
     assert len(found) == len(rows)
@@ -141,6 +145,24 @@ REFUSED = [
     ({"messages": turns("x", "y"), "tools": [{"<|im_start|>": 1}]}, "data.chat_forged", ""),
     ({"messages": [{"role": "assistnat", "content": "x"}]}, "data.chat_row", "assistnat"),
     ({"messages": [{"role": "assistant", "content": "x", "weight": 0}]}, "data.chat_row", "weight"),
+    (
+        {"conversations": [{"from": "gpt", "value": "x", "weight": 0}]},
+        "data.chat_row",
+        "weight",
+    ),
+    ({"messages": turns("x", "y"), "system": "be kind"}, "data.chat_row", "system"),
+    ({"messages": turns("x", "y"), "documents": [{"text": "z"}]}, "data.chat_row", "documents"),
+    ({"messages": turns("x", "y"), "tools": [{"name": "add"}]}, "data.chat_not_rendered", "tools"),
+    (
+        {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": 1}]}]},
+        "data.chat_not_rendered",
+        "tool_calls",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": "x", "reasoning": "as y"}]},
+        "data.chat_not_rendered",
+        "reasoning",
+    ),
     ({"messages": []}, "data.chat_row", ""),
     ({"messages": [{"role": "user"}, "x"]}, "data.chat_row", "message 2"),
     ({"text": "x"}, "data.chat_fields", ""),
@@ -160,6 +182,38 @@ def test_a_row_that_would_be_misread_is_refused_or_left_out(
         list(opened([good, row], tokenizer))
     assert "rows.jsonl:2: " in str(caught.value) and within in str(caught.value)
     assert len([*opened([good, row, good], tokenizer, skip_bad=1)]) == 2
+
+
+def test_what_is_not_the_text_of_a_message_is_refused_by_chatml(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path, None)
+    parts = [{"type": "text", "text": "x"}]
+    for content in (parts, None, 5):
+        with raises("data.chat_not_rendered") as caught:
+            list(
+                opened([{"messages": [{"role": "user", "content": content}]}], tokenizer, "chatml")
+            )
+        assert "content" in str(caught.value)
+
+
+def test_fields_that_say_nothing_to_a_model_hinder_no_row(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path, MARKED)
+    plain = {"messages": turns("x", "y")}
+    noted = {
+        "messages": [{**turn, "id": 7, "weight": 1} for turn in turns("x", "y")],
+        "source": "z",
+    }
+    empty = {"messages": [{**turn, "tool_calls": [], "thinking": None} for turn in turns("x", "y")]}
+    rows = [plain, noted, empty, {**plain, "tools": [], "system": ""}]
+    read = documents(built(rows, tokenizer))
+    assert read == read[:1] * len(rows)
+
+
+def test_a_plain_row_says_what_it_lacks(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path, None)
+    for row in ({"messages": turns("x", "y")}, {"prompt": "x", "completion": "y", "system": "z"}):
+        with raises("data.chat_row") as caught:
+            list(opened([row], tokenizer, "plain"))
+        assert re.search("prompt and completion|system", str(caught.value))
 
 
 def test_a_template_that_forgets_earlier_turns_is_refused(tmp_path: Path) -> None:

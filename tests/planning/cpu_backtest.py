@@ -2,10 +2,10 @@
 
 `python -m tests.planning.cpu_backtest CALIBRATION.toml [--rounds N]` runs the configurations of
 `RUNS`, none of which `megaprec calibrate` measures, in turn, each `rounds` times; the fastest step
-and the least memory count, for other work of the machine only adds to them. Of one rank the time is
-that of the process on its threads, as `megaprec calibrate` measures; of several it is the clock's.
-It prints the table of docs/planning.md, with the machine's load beside it. `--nice` starts each run with such a priority,
-if this user may.
+and the least memory count, for other work of the machine only adds to them. Of one rank with one
+thread the time is that of the process, as `megaprec calibrate` measures; of others it is the
+clock's. It prints the table of docs/planning.md, with the machine's load beside it. `--nice` starts
+each run with such a priority, if this user may.
 """
 
 import argparse
@@ -98,8 +98,8 @@ def measure(keys: str, steps: int, priority: int) -> tuple[float, int]:
     record = json.loads(output.splitlines()[-1])
     seconds = record["fastest_s"]
     config = config_of(keys)
-    if config.world_size == 1:
-        seconds = min(seconds, record["cpu_s"] / config.train.threads)
+    if config.world_size == 1 and config.train.threads == 1:
+        seconds = min(seconds, record["cpu_s"])
     return seconds, max(record["peak_rss_mb"]) * 2**20
 
 

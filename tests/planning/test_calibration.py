@@ -1,5 +1,6 @@
 """A measured machine takes the place of the table: what the file says is what the plan assumes."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 
 from megaprec.resources import cores
 from tests.refusals import raises
-from tools.analysis.calibration.measure import products
+from tools.analysis.calibration.measure import fastest, products
 from tools.analysis.calibration.record import (
     VERSION,
     AttentionRow,
@@ -218,3 +219,17 @@ def test_products_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = products("cpu", torch.float32, 1)
     assert (row.tokens, row.inputs, row.outputs, row.dtype) == (8, 16, 32, "fp32")
     assert row.flops == 3 * 2 * 8 * 16 * 32
+
+
+def test_a_step_that_leaves_threads_idle_is_no_faster_for_them() -> None:
+    def step() -> None:
+        end = time.perf_counter() + 0.01
+        while time.perf_counter() < end:
+            pass
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert fastest(step, torch.device("cpu")) >= 0.01
+    finally:
+        torch.set_num_threads(threads)

@@ -34,6 +34,7 @@ from tools.console.tables import add_json
 from tools.training.launch import launch_local, share_of_cores
 from tools.training.machine import keep_freed_memory
 
+BUSY = 0.5  # load of a core in the last minute from which on a machine has other work
 MAX_RANKS = 8
 CHOICES = ("fp32", "bf16", "fp16")
 # option: this process is a local rank, and rank 0 writes its measurements to the file named
@@ -75,6 +76,7 @@ def main(args: argparse.Namespace) -> int:
         return _as_local_rank(args.as_rank, device, dtypes)
     _require_own_file(args.output)
     ranks = torch.cuda.device_count() if device == "cuda" else min(MAX_RANKS, cores())
+    _warn_of_load(device)
     rows = _measure(device, dtypes, ranks)
     calibration = Calibration(
         version=VERSION,
@@ -112,6 +114,17 @@ def _require_own_file(path: Path) -> None:
         is_own = path.is_file() and read_whole(path).startswith(COMMENT.encode())
         if not is_own:
             raise UserError.of("planning.calibration_output", path=path)
+
+
+def _warn_of_load(device: Device) -> None:
+    """Say on stderr that the machine has other work, if it has."""
+    load, _, _ = os.getloadavg()
+    if device == "cpu" and load > BUSY * cores():
+        print(
+            f"warning: the machine has other work (load {load:.1f} on {cores()} cores): what several "
+            "ranks or threads take will be measured as longer than it is",
+            file=sys.stderr,
+        )
 
 
 def _measure(device: Device, dtypes: list[str], ranks: int) -> dict[str, Any]:

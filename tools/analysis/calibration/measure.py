@@ -64,16 +64,14 @@ LAYERS_TIMED = 4  # of one stage, so that its first and last operator count litt
 def fastest(step: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of the fastest try of a step.
 
-    On a CPU they are those of the process on its threads: a product longer than the slice that the
-    system gives to a thread would otherwise be measured with whatever else runs.
+    With one thread on a CPU they are those of the process: a product longer than the slice that the
+    system gives to a thread would otherwise be measured with whatever else runs. What several
+    threads take cannot be told from the process's own time, for libraries leave some of them idle.
     """
     step()  # the first takes longer
     synchronize(device)
-    clock = time.perf_counter
-    threads = 1
-    if device.type == "cpu":
-        clock = time.process_time
-        threads = torch.get_num_threads()
+    is_alone = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if is_alone else time.perf_counter
     end = time.perf_counter() + TRY_SECONDS
     best = float("inf")
     tries = 0
@@ -81,7 +79,7 @@ def fastest(step: Callable[[], object], device: torch.device) -> float:
         start = clock()
         step()
         synchronize(device)
-        best = min(best, (clock() - start) / threads)
+        best = min(best, clock() - start)
         tries += 1
     return max(best, LEAST_SECONDS)
 

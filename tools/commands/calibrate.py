@@ -121,8 +121,8 @@ def _warn_of_load(device: Device) -> None:
     load, _, _ = os.getloadavg()
     if device == "cpu" and load > BUSY * cores():
         print(
-            f"warning: the machine has other work (load {load:.1f} on {cores()} cores): what several "
-            "ranks or threads take will be measured as longer than it is",
+            f"warning: the machine has other work (load {load:.1f} on {cores()} cores): what "
+            "several ranks or threads take will be measured as longer than it is",
             file=sys.stderr,
         )
 

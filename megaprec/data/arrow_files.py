@@ -7,14 +7,13 @@ be there.
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from megaprec.data.packed_files import import_pyarrow, open_unpacked
 from megaprec.data.pieces import OnFault, Piece
-from megaprec.data.places import is_remote, naming_url
-from megaprec.data.tables import Place, batch_rows, column_pieces, require_texts
+from megaprec.data.tables import Place, batch_rows, column_pieces, naming_row, require_texts
 from megaprec.errors import UserError
 
 FILE_MAGIC = b"ARROW1"
@@ -26,8 +25,7 @@ def arrow_pieces(file: Path, document: str, field: str, on_fault: OnFault) -> It
 
     Raises UserError if the column is missing or has another type, and for a damaged file.
     """
-    place = Place()
-    with _opened(file, place) as table:
+    with _opened(file) as (table, place):
         require_texts(file, table.schema, field)
         yield from column_pieces(file, document, field, _batches(table), place, on_fault)
 
@@ -35,31 +33,25 @@ def arrow_pieces(file: Path, document: str, field: str, on_fault: OnFault) -> It
 def arrow_rows(file: Path, on_fault: OnFault) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number and the fields of each row of an Arrow table. Raises UserError for a damaged
     file."""
-    place = Place()
-    with _opened(file, place) as table:
+    with _opened(file) as (table, place):
         yield from batch_rows(file, _batches(table), place, on_fault)
 
 
 @contextmanager
-def _opened(file: Path, place: Place) -> Iterator[Any]:
-    """Yield the reader of a table. Raises UserError, which names the row, where it is damaged."""
+def _opened(file: Path) -> Iterator[tuple[Any, Place]]:
+    """Yield the reader of a table, and the place of its rows. Raises UserError, which names the
+    row, where it is damaged."""
     arrow = import_pyarrow(file)
     import pyarrow.ipc  # noqa: PLC0415 (optional)
 
-    try:
-        with naming_url(file) if is_remote(file) else nullcontext(), open_unpacked(file) as stream:
-            is_file = stream.read(len(FILE_MAGIC)) == FILE_MAGIC
-            if not is_file:
-                _require_end(file, stream)
-            stream.seek(0)
-            open_table = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
-            with open_table(stream) as table:
-                yield table
-    except (arrow.ArrowException, OSError) as problem:
-        reason = " ".join(str(problem).split())
-        raise UserError.of(
-            "data.arrow_not_whole", file=file, number=place.row + 1, reason=reason
-        ) from problem
+    with naming_row(file, arrow, "data.arrow_not_whole") as place, open_unpacked(file) as stream:
+        is_file = stream.read(len(FILE_MAGIC)) == FILE_MAGIC
+        if not is_file:
+            _require_end(file, stream)
+        stream.seek(0)
+        open_table = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
+        with open_table(stream) as table:
+            yield table, place
 
 
 def _require_end(file: Path, stream: Any) -> None:

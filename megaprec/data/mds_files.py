@@ -26,6 +26,7 @@ from megaprec.data.json_list import once
 from megaprec.data.packed_files import naming_damage, open_unpacked
 from megaprec.data.pieces import WHICH, OnFault
 from megaprec.errors import UserError
+from megaprec.parsing import parse_json
 
 U32 = struct.Struct("<I")
 MOST_SAMPLES = 1 << 26  # of a shard
@@ -82,7 +83,7 @@ def _read_head(file: Path, stream: BinaryIO) -> tuple[NDArray[np.int64], _Column
     if settings_size < 2 or (np.diff(offsets) < 0).any():
         raise _damaged(file, "its table of samples is not in order")
     try:
-        settings = json.loads(stream.read(settings_size))
+        settings = parse_json(stream.read(settings_size))
         columns = _Columns(
             [str(name) for name in settings["column_names"]],
             [str(encoding) for encoding in settings["column_encodings"]],
@@ -91,6 +92,8 @@ def _read_head(file: Path, stream: BinaryIO) -> tuple[NDArray[np.int64], _Column
         version = settings["version"]
     except (ValueError, KeyError, TypeError) as problem:
         raise _damaged(file, "its settings cannot be read") from problem
+    if min(columns.sizes, default=0) < 0:
+        raise _damaged(file, "a column has a size below 0")
     if version != 2 or not len(columns.names) == len(columns.encodings) == len(columns.sizes):
         raise _damaged(file, f"it is of version {version}, and only version 2 is read")
     return offsets, columns

@@ -21,6 +21,7 @@ from megaprec.errors import UserError
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 OTHER_SEPARATORS = (",", ";", "\t", "|")  # that tables may have by mistake
 BATCH_ROWS = 256  # that are read together
+PARQUET_DAMAGED = "data.parquet_not_whole"  # code of the error
 MAX_FIELD = 1 << 26  # characters of a field, which is read whole
 
 
@@ -136,7 +137,7 @@ def parquet_pieces(file: Path, document: str, field: str, on_fault: OnFault) -> 
     Raises UserError if the column is missing or has another type, and for a damaged file.
     """
     arrow = import_pyarrow(file)
-    with _naming_parquet(file, arrow) as place, _open_parquet(file) as table:
+    with naming_row(file, arrow, PARQUET_DAMAGED) as place, _open_parquet(file) as table:
         require_texts(file, table.schema_arrow, field)
         batches = table.iter_batches(batch_size=BATCH_ROWS, columns=[field], use_threads=False)
         yield from column_pieces(file, document, field, batches, place, on_fault)
@@ -146,7 +147,7 @@ def parquet_rows(file: Path, on_fault: OnFault) -> Iterator[tuple[int, dict[str,
     """Yield the number and the fields of each row of a Parquet file. Raises UserError for a damaged
     file."""
     arrow = import_pyarrow(file)
-    with _naming_parquet(file, arrow) as place, _open_parquet(file) as table:
+    with naming_row(file, arrow, PARQUET_DAMAGED) as place, _open_parquet(file) as table:
         batches = table.iter_batches(batch_size=BATCH_ROWS, use_threads=False)
         yield from batch_rows(file, batches, place, on_fault)
 
@@ -201,18 +202,16 @@ def batch_rows(
 
 
 @contextmanager
-def _naming_parquet(file: Path, arrow: Any) -> Iterator[Place]:
-    """Raise UserError for a Parquet file that cannot be read inside the context, with the row
-    there."""
+def naming_row(file: Path, arrow: Any, code: str) -> Iterator[Place]:
+    """Raise UserError of a code for a file that Arrow cannot read inside the context, with the row
+    at the place that it gives. arrow: the module."""
     place = Place()
     try:
         with naming_url(file) if is_remote(file) else nullcontext():
             yield place
     except (arrow.ArrowException, OSError) as problem:
         reason = " ".join(str(problem).split())
-        raise UserError.of(
-            "data.parquet_not_whole", file=file, number=place.row + 1, reason=reason
-        ) from problem
+        raise UserError.of(code, file=file, number=place.row + 1, reason=reason) from problem
 
 
 def _open_parquet(file: Path) -> Any:

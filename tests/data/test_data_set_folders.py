@@ -196,6 +196,22 @@ def test_mds_that_is_damaged_is_refused(tmp_path: Path) -> None:
         open_source(str(folder))
 
 
+def test_settings_of_mds_that_no_writer_writes_are_refused(tmp_path: Path) -> None:
+    content = shard_of([{"text": b"x"}], {"text": "str"})
+    begin = content.index(b"{")
+    end = content.index(b"}") + 1
+    settings = json.loads(content[begin:end])
+    deep = b"[" * 100_000
+    minus = json.dumps(settings | {"column_sizes": [-4]}).encode()
+    for changed in (deep, minus):
+        first = 4 + 8 + len(changed)
+        head = struct.pack("<3I", 1, first, first + len(content) - end)
+        file = tmp_path / "x.mds"
+        file.write_bytes(head + changed + content[end:])
+        with raises("data.mds_damaged"):
+            texts_of(file)
+
+
 def test_webdataset_is_the_samples_that_its_writer_wrote(tmp_path: Path) -> None:
     for name, ending in (("a.tar", "txt"), ("b.tar", "json"), ("c.tar.gz", "txt")):
         with TarWriter(str(tmp_path / name)) as writer:

@@ -344,9 +344,11 @@ def test_every_layout_trains_what_one_process_trains(
 def test_every_family_trains_the_plain_model_if_its_sequences_are_cut(
     layout: tuple[int, ...],
 ) -> None:
-    runs = [Run(model, sequence=layout[0] > 1, micro_batch=4, steps=2) for model in MODELS.values()]
+    # a gated delta net is refused where sequences are cut
+    models = {name: model for name, model in MODELS.items() if "delta_net" not in model}
+    runs = [Run(model, sequence=layout[0] > 1, micro_batch=4, steps=2) for model in models.values()]
     first = train_all([replace(run, sequence=False, steps=0) for run in runs])
-    for name, run, alone, result in zip(MODELS, runs, first, train_all(runs, *layout), strict=True):
+    for name, run, alone, result in zip(models, runs, first, train_all(runs, *layout), strict=True):
         records: list[dict[str, Any]] = oracle.train(
             run.config, alone.before, batches(run), run.lr, run.clip
         )

@@ -10,7 +10,7 @@ queues behind another: this gives the times. If a schedule finishes with the com
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -180,26 +180,25 @@ def peak(
         yet, a rank holds one for the posted receive and, on each channel, those of the unfinished
         sends.
     """
-    sends = sends_under_way(schedule)
-    peaks = []
-    for program in schedule.programs:
-        messages = _message_memory(schedule, program, message, sends)
-        peaks.append(max(_memory_in_use(program, growth, within, messages), default=0))
+    peaks: list[float] = []
+    for rank in range(len(schedule.programs)):
+        in_use = memory_in_use(schedule, rank, growth, within, message)
+        peaks.append(max(chain.from_iterable(in_use), default=0))
     return peaks
 
 
-def _memory_in_use(
-    program: Sequence[Instruction],
-    growth: Cost,
-    within: Cost,
-    messages: Iterable[float],
-) -> Iterator[float]:
-    """Yield a rank's memory while and after it runs each instruction; arguments as for `peak`."""
+def memory_in_use(
+    schedule: Schedule, rank: int, growth: Cost, within: Cost, message: float
+) -> Iterator[tuple[float, float]]:
+    """Yield the memory of a rank's activations while it runs each instruction of its program, and
+    after it; arguments as for `peak`."""
+    program = schedule.programs[rank]
+    messages = _message_memory(schedule, program, message, sends_under_way(schedule))
     activations = 0
     for instruction, of_messages in zip(program, messages, strict=True):
-        yield activations + of_messages + within(instruction)
+        while_running = activations + of_messages + within(instruction)
         activations += growth(instruction)
-        yield activations + of_messages
+        yield while_running, activations + of_messages
 
 
 def _message_memory(

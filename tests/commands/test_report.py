@@ -1,5 +1,6 @@
 """`megaprec report`: one page that needs nothing else, whatever the folder of the run holds."""
 
+import base64
 import json
 import re
 import shutil
@@ -169,6 +170,7 @@ def hostile(folder: Path, at: Path) -> Path:
         {"event": "restart", "step": 1, "ranks": EVIL, "why": EVIL, "left": EVIL},
         {"event": "silent_fault", "step": 1, "checked_step": EVIL, "kind": EVIL, "what": EVIL, "ranks": EVIL,
          "hosts": [EVIL], "certain": EVIL},
+        {"event": "prediction", "step": 1, "seconds": EVIL, "measured": 1.0, "basis": EVIL, "kinds": {EVIL: 1.0}},
         {"event": "fp8_shadow", "step": 1, "loss_gap": EVIL, "alarms": [EVIL], "cosines": EVIL, "saturated": EVIL,
          "underflowed": EVIL},
     ]  # fmt: skip
@@ -194,6 +196,37 @@ def test_nothing_that_a_run_folder_holds_becomes_a_part_of_the_page(
     page = require_alone(html)
     assert page.text.count(EVIL) > 15
     assert "<script" not in html and "<img src=x" not in html
+
+
+def picture_of_steps(run: Path, event: dict[str, Any]) -> str:
+    """Return the picture, on the page of a run, of the predicted and the measured step; empty if it
+    has none."""
+    (run / "events.jsonl").write_text(json.dumps({"event": "prediction", "step": 1} | event) + "\n")
+    page = made(run, run / "page.html")
+    start = 'alt="predicted and measured step" src="data:image/svg+xml;base64,'
+    if start not in page:
+        return ""
+    return base64.b64decode(page.split(start)[1].split('"')[0]).decode()
+
+
+def test_the_page_draws_the_predicted_step_by_kind_above_the_measured_one(
+    folder: Path, tmp_path: Path
+) -> None:
+    shutil.copy(folder / "metrics.jsonl", tmp_path)
+    kinds = {"matrix products": 1.5, "attention": 0.5, "the update": 0.0}
+    event = {"seconds": 2.0, "measured": 4.0, "basis": "a sheet", "kinds": kinds}
+    picture = picture_of_steps(tmp_path, event)
+    assert "matrix products: 1.50 s, 75%" in picture
+    assert "attention: 500 ms, 25%" in picture
+    assert "the update" not in picture
+    assert "all kinds together: 4.00 s, 100%" in picture
+
+
+@pytest.mark.parametrize("measured", ["much", None, "nan", 0, -1])
+def test_a_damaged_prediction_is_not_drawn(measured: object, folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / "metrics.jsonl", tmp_path)
+    event = {"seconds": 2.0, "measured": measured, "basis": "a sheet", "kinds": {"waits": 2.0}}
+    assert not picture_of_steps(tmp_path, event)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,8 @@ from tools.analysis.planning.search import (
     search,
 )
 from tools.analysis.planning.seconds.assumptions import Assumptions
+from tools.analysis.plots.drawing import has_matplotlib
+from tools.analysis.plots.plan_plot import draw_plan
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides, add_strict
 from tools.config.layouts import in_words
@@ -98,6 +100,12 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "-o", "--output", type=Path, metavar="BEST.toml", help="write the run in the best layout"
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="picture of the step by kind and of the fullest rank's memory, .svg or .png",
     )
     parser.add_argument(
         "--measured",
@@ -184,6 +192,8 @@ def main(args: argparse.Namespace) -> int:
         _require_layouts(search_result, args.ranks)
         if args.output:
             _write_best(args.output, args.ranks, search_result)
+    if args.plot:
+        _write_picture(args.plot, planned, target, assumed)
     answer = _Answer(config, planned, target, assumed, search_result, shared_target, shared_speeds)
     # one document, and no line about the file
     if args.json:
@@ -192,9 +202,22 @@ def main(args: argparse.Namespace) -> int:
     lines = [*run_lines(config, target), *(f"note       {note}" for note in notes), ""]
     lines += [*_lines_of_own_layout(answer, args.budget), *_lines_of_layouts(answer, args)]
     say("\n".join(lines))
-    if args.output:
-        print(f"written    {args.output}")
+    for written in (args.output, args.plot):
+        if written:
+            print(f"written    {written}")
     return 0
+
+
+def _write_picture(
+    path: Path, planned: Planned | None, target: Target, assumed: Assumptions | None
+) -> None:
+    """Write the picture of a run in its own layout. Raises UserError if that was not planned, or if
+    no speeds are known."""
+    if planned is None:
+        raise UserError.of("planning.plot_beyond", path=path)
+    if planned.prediction is None or assumed is None:
+        raise UserError.of("planning.plot_speeds", path=path)
+    draw_plan(planned, planned.prediction, target, assumed).save(path)
 
 
 @dataclass(frozen=True)
@@ -287,6 +310,18 @@ def _check_options(args: argparse.Namespace) -> None:
         problems += _output_problems(args)
     if problems:
         raise UserError(*problems)
+    if args.plot:
+        _require_picture(args.plot)
+
+
+def _require_picture(path: Path) -> None:
+    """Raise UserError if no picture can be written to `path`."""
+    if path.suffix not in (".svg", ".png"):
+        raise UserError.of("planning.plot_suffix", path=path)
+    if not path.absolute().parent.is_dir():
+        raise UserError.of("command.plot_folder", path=path, parent=path.parent)
+    if path.suffix == ".png" and not has_matplotlib():
+        raise UserError.of("plots.matplotlib_missing", path=path)
 
 
 def _speed_problems(args: argparse.Namespace) -> Iterator[str]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,7 +40,7 @@ from tools.training.branch import is_branch
 from tools.training.corpus import Corpus
 from tools.training.fp8_summary import fp8_lines
 from tools.training.initial import initial_changes, initial_notes
-from tools.training.prediction import end_line, foresee
+from tools.training.prediction import end_line, foresee, prediction_event
 from tools.training.resume import resume_lines
 
 SAMPLE_TOKENS = 60
@@ -450,30 +450,36 @@ def print_outcome(config: RunConfig, plots: Sequence[Path], step: int) -> None:
     say(f"checkpoint {find_checkpoint(folder)}\nmetrics    {folder / 'metrics.jsonl'}")
     if config.log.plot:
         say(f"plots      {', '.join(map(str, plots)) or NO_PLOT}")
-    _print_measured(config)
+    _print_measured(config, step)
 
 
-def _print_measured(config: RunConfig) -> None:
-    """Print the measured step beside the predicted one, if there is a prediction."""
+def _print_measured(config: RunConfig, step: int) -> None:
+    """Print the measured step beside the predicted one and keep both in events.jsonl, if there is a
+    prediction. step: the newest one."""
+    folder = Path(config.train.folder)
     with suppress(UserError):  # as the start has said
         foreseen = foresee(config)
-        if foreseen and (line := end_line(foreseen, Path(config.train.folder))):
-            say(f"measured   {line}")
+        event = foreseen and prediction_event(foreseen, folder, step)
+        if event:
+            say(f"measured   {end_line(event)}")
+            _keep_event(folder, event)
 
 
 def _keep_sample(folder: Path, step: int, text: str) -> None:
-    """Write a sample to events.jsonl, unless the same text of this step is there; with a warning if
-    that fails.
-    """
+    """Write a sample to events.jsonl, unless the same text of this step is there."""
     known = [(event["step"], event["text"]) for event in read_events(folder, SAMPLE)]
-    if (step, text) in known:
-        return
-    event = {"event": SAMPLE, "step": step, "date": date_now(), "text": text}
+    if (step, text) not in known:
+        _keep_event(folder, {"event": SAMPLE, "step": step, "date": date_now(), "text": text})
+
+
+def _keep_event(folder: Path, event: dict[str, Any]) -> None:
+    """Write an event to events.jsonl, with a warning if that fails."""
     try:
         add_event(folder, event)
     except (OSError, UserError) as error:
         reason = file_error(error) if isinstance(error, OSError) else error
-        print(f"warning    the sample is not kept: {reason}", file=sys.stderr, flush=True)
+        kind = event["event"]
+        print(f"warning    the {kind} is not kept: {reason}", file=sys.stderr, flush=True)
 
 
 def _generate_sample(folder: Path, prompt: str) -> str:

@@ -4,7 +4,7 @@ A prediction needs a GPU of the table, or the file that `megaprec calibrate` has
 working directory. Without either there is none, and no line.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -12,25 +12,31 @@ from typing import Any
 
 from tools.analysis.calibration.record import differences, read_calibration
 from tools.analysis.calibration.speeds import UNKNOWN_CPU, calibrated
+from tools.analysis.planning.bottleneck import named_seconds
 from tools.analysis.planning.device import Target, target_of
 from tools.analysis.planning.measured import LEAST_STEPS, WARM_UP
 from tools.analysis.planning.reached import assumptions_of
 from tools.analysis.planning.seconds.assumptions import Assumptions
-from tools.analysis.planning.speed import least_seconds_of_schedule, passes_of
+from tools.analysis.planning.speed import Prediction, passes_of, predict_of_mean_rank
 from tools.config.run_file import RunConfig
 from tools.console.units import duration
-from tools.journal.records import read_metrics
+from tools.journal.records import PREDICTION, read_metrics
 
 CALIBRATION = Path("calibration.toml")
 
 
 @dataclass(frozen=True)
 class Foreseen:
-    """The predicted seconds of a step of a run on this machine. basis: what its speeds are from."""
+    """The predicted step of a run on this machine. basis: what its speeds are from."""
 
     config: RunConfig
-    seconds: float
+    prediction: Prediction
     basis: str
+
+    @property
+    def seconds(self) -> float:
+        """The predicted seconds of a step."""
+        return self.prediction.seconds
 
 
 def foresee(config: RunConfig) -> Foreseen | None:
@@ -45,8 +51,8 @@ def foresee(config: RunConfig) -> Foreseen | None:
         return None
     assumed, basis = found
     # without the bytes of each rank, for which layers are built and run
-    seconds = least_seconds_of_schedule(config, passes_of(config), assumed)
-    return Foreseen(config, seconds, basis)
+    prediction = predict_of_mean_rank(config, passes_of(config), assumed)
+    return Foreseen(config, prediction, basis)
 
 
 def _speeds_here(config: RunConfig, target: Target) -> tuple[Assumptions, str] | None:
@@ -77,14 +83,29 @@ def start_line(foreseen: Foreseen) -> str:
     return f"{duration(foreseen.seconds)} a step, {speed:,.0f} tokens/s, by {foreseen.basis}"
 
 
-def end_line(foreseen: Foreseen, folder: Path) -> str:
-    """Return the line on the measured step and how far the prediction was from it; empty for a run
-    of too few steps."""
+def end_line(event: Mapping[str, Any]) -> str:
+    """Return the line on the measured step of a `prediction_event`, and how far the prediction was
+    from it."""
+    predicted = event["seconds"]
+    measured = event["measured"]
+    error = predicted / measured - 1
+    return f"{duration(measured)} a step; predicted {duration(predicted)}, {error:+.0%}"
+
+
+def prediction_event(foreseen: Foreseen, folder: Path, step: int) -> dict[str, Any] | None:
+    """Return the predicted step by kind and the measured one, as events.jsonl keeps them; None for
+    a run of too few steps. step: the newest one."""
     measured = _median_step(read_metrics(folder))
     if not measured:
-        return ""
-    error = foreseen.seconds / measured - 1
-    return f"{duration(measured)} a step; predicted {duration(foreseen.seconds)}, {error:+.0%}"
+        return None
+    return {
+        "event": PREDICTION,
+        "step": step,
+        "seconds": foreseen.seconds,
+        "measured": measured,
+        "basis": foreseen.basis,
+        "kinds": named_seconds(foreseen.prediction),
+    }
 
 
 def _median_step(records: Sequence[dict[str, Any]]) -> float:

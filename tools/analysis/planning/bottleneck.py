@@ -17,11 +17,23 @@ ADVICE = {
 MOSTLY_PRODUCTS = 0.8
 
 
-def shares(predicted: Prediction) -> dict[str, float]:
-    """Return the fraction of a step that each kind of time takes; together they are 1."""
+def seconds_by_kind(predicted: Prediction) -> dict[str, float]:
+    """Return the seconds of a step that each kind of time takes, by the keys of ADVICE; together
+    they are the step."""
     in_passes = ("compute", "attention", "elementwise", "fixed", "tp")
     seconds = {kind: getattr(predicted, kind) for kind in (*in_passes, "exposed", "update")}
     seconds["waits"] = max(0.0, predicted.seconds - sum(seconds.values()))
+    return seconds
+
+
+def named_seconds(predicted: Prediction) -> dict[str, float]:
+    """Return `seconds_by_kind` by the names of kinds."""
+    return {ADVICE[kind][0]: seconds for kind, seconds in seconds_by_kind(predicted).items()}
+
+
+def shares(predicted: Prediction) -> dict[str, float]:
+    """Return the fraction of a step that each kind of time takes; together they are 1."""
+    seconds = seconds_by_kind(predicted)
     return {kind: of_kind / predicted.seconds for kind, of_kind in seconds.items()}
 
 

@@ -20,9 +20,9 @@ from models.estimate.memory import ActivationBytes, StageMemory, message_bytes
 from models.estimate.state import state_bytes
 from models.estimate.storage import Device
 from parallel.pipeline.builders import SPLIT, default_chunks
-from parallel.pipeline.instructions import Instruction, Op
+from parallel.pipeline.instructions import Instruction, Message, Op
 from parallel.pipeline.schedules import Schedule
-from parallel.pipeline.simulation import peak
+from parallel.pipeline.simulation import Span, memory_in_use, peak
 from tools.config.checks import make_rule
 from tools.config.expert_ranks import expert_slices
 from tools.config.run_file import RunConfig
@@ -341,25 +341,82 @@ def peak_bytes(
     config: RunConfig, passes: PlannedPasses, kept: Sequence[ActivationBytes]
 ) -> list[int]:
     """Return the peak of each pipeline rank's activations in a step."""
-    virtual, virtual_ranks = in_virtual_ranks(config)
-    parallel = virtual.parallel
-    message = virtual_ranks * message_bytes(
-        config.sized_model, config.plan, virtual.engine_options, parallel.tensor, parallel.context
-    )
+    parallel = config.parallel
     schedule = passes.schedule
-
-    def growth(instruction: Instruction) -> float:
-        return kept[instruction.stage].growth_after(instruction)
-
-    def within(instruction: Instruction) -> float:
-        return kept[instruction.stage].peak_of(instruction)
-
-    peaks = [round(size) for size in peak(schedule, growth, within, message)]
+    sizes = _ScheduleBytes(config, kept)
+    peaks_of_schedule = peak(schedule, sizes.growth, sizes.within, sizes.message)
+    peaks = [round(size) for size in peaks_of_schedule]
     # of the kinds of schedule only this one keeps all micro-batches, also those not simulated
     if parallel.schedule == "gpipe" and not parallel.schedule_file:
         for stage, rank in enumerate(schedule.rank_of_stage):
             peaks[rank] += passes.more * kept[stage].activations
     return peaks
+
+
+class _ScheduleBytes:
+    """The bytes of activations that instructions keep, and of a message between stages.
+
+    kept: by stage, what it keeps of a micro-batch.
+    """
+
+    def __init__(self, config: RunConfig, kept: Sequence[ActivationBytes]) -> None:
+        virtual, virtual_ranks = in_virtual_ranks(config)
+        parallel = virtual.parallel
+        message = message_bytes(
+            config.sized_model,
+            config.plan,
+            virtual.engine_options,
+            parallel.tensor,
+            parallel.context,
+        )
+        self.message = virtual_ranks * message
+        self._kept = kept
+
+    def growth(self, instruction: Instruction) -> float:
+        """Return what is kept more after an instruction than before it."""
+        return self._kept[instruction.stage].growth_after(instruction)
+
+    def within(self, instruction: Instruction) -> float:
+        """Return what an instruction takes besides, while it runs."""
+        return self._kept[instruction.stage].peak_of(instruction)
+
+
+@dataclass(frozen=True)
+class ActivationsOverTime:
+    """The activations of a rank during a step, with messages between stages.
+
+    seconds: the start and the end of each computation; they do not decrease.
+    nbytes: the bytes from each point to the next one.
+    """
+
+    seconds: list[float]
+    nbytes: list[float]
+
+
+def activations_over_time(
+    config: RunConfig,
+    passes: PlannedPasses,
+    kept: Sequence[ActivationBytes],
+    spans: Sequence[Span],
+    rank: int,
+) -> ActivationsOverTime:
+    """Return the activations of a pipeline rank while it runs the simulated micro-batches.
+
+    kept: as `MemoryModel.kept` returns it. spans: of all instructions of the schedule.
+    """
+    sizes = _ScheduleBytes(config, kept)
+    of_rank = [span for span in spans if span.rank == rank]
+    in_use = memory_in_use(passes.schedule, rank, sizes.growth, sizes.within, sizes.message)
+    curve = ActivationsOverTime([], [])
+    for span, (while_running, afterwards) in zip(of_rank, in_use, strict=True):
+        # a message is under way while its rank computes on
+        if Message.of(span.instruction) is not None:
+            continue
+        curve.seconds.append(span.start)
+        curve.nbytes.append(while_running)
+        curve.seconds.append(span.end)
+        curve.nbytes.append(afterwards)
+    return curve
 
 
 def logits_bytes(config: RunConfig) -> int:

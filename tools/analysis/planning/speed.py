@@ -413,9 +413,26 @@ def least_seconds_of_schedule(
 ) -> float:
     """Return the time that a step takes at least, by its schedule, which is simulated: with the
     state of the mean rank."""
+    return predict_of_mean_rank(config, passes, assumed).seconds
+
+
+def predict_of_mean_rank(
+    config: RunConfig, passes: PlannedPasses, assumed: Assumptions
+) -> Prediction:
+    """Return the predicted times of a step as if each rank had the state of the mean one, for which
+    no layer is built."""
     elements = sum(elements_of_pipeline(config)) / config.parallel.pipeline
     sent = _least_sent(config, elements)
-    return predict_passes(config, passes, sent, elements, assumed).seconds
+    return predict_passes(config, passes, sent, elements, assumed)
+
+
+def simulated_spans(
+    config: RunConfig, passes: PlannedPasses, assumed: Assumptions
+) -> Sequence[Span]:
+    """Return the predicted time span of each instruction of the simulated micro-batches, in
+    seconds; a factor of `--measured` is not in them."""
+    costs = _StepCosts(config, passes.costs, assumed)
+    return simulate(passes.schedule, costs.seconds)
 
 
 def _least_sent(config: RunConfig, elements: float) -> float:

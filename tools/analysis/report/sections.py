@@ -17,6 +17,7 @@ from tools.analysis.plots.charts import draw_rows
 from tools.analysis.plots.compare_plot import LAST, Curve
 from tools.analysis.plots.drawing import to_svg, to_themed_svg
 from tools.analysis.plots.shadow_plot import PICTURE
+from tools.analysis.plots.step_plot import StepBar, draw_steps
 from tools.analysis.plots.timeline import Panel as Timeline
 from tools.analysis.plots.timeline import draw
 from tools.analysis.plots.training_plot import Over, pictures
@@ -33,7 +34,14 @@ from tools.analysis.verdict.verdict import (
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
 from tools.console.units import duration, first_of, flops, loss_scale, size
-from tools.journal.records import BRANCHED, INITIAL, NO_TOKENS_EVENT, SAMPLE, SPIKE_EVENT
+from tools.journal.records import (
+    BRANCHED,
+    INITIAL,
+    NO_TOKENS_EVENT,
+    PREDICTION,
+    SAMPLE,
+    SPIKE_EVENT,
+)
 from tools.journal.router_records import COLLAPSE, router_values
 from tools.journal.shadow_records import SHADOW
 from tools.journal.timeline_file import TIMELINE, read_trace_of
@@ -60,6 +68,7 @@ EXPERT_COLUMNS = {
     "min_correction": "lowest correction",
     "max_correction": "highest correction",
 }
+NOT_BY_KIND = "all kinds together"
 NO_CERTIFICATE = "There is no certificate of parity: megaprec parity RUN.toml makes one."
 NO_PROOF = "There is no proof that the run resumes bit for bit: megaprec prove RUN_DIR makes one."
 VERDICT_CLASSES = {
@@ -295,7 +304,32 @@ def speed(run: Run) -> Html:
         rows.append(("speed of the model's products, a rank, median", rate))
     if utilizations := _finite_values(run, "mfu"):
         rows.append(("model FLOPs utilization, median", f"{median(utilizations):.1%}"))
-    return facts(rows)
+    return _join(facts(rows), *_predicted_step(run))
+
+
+def _predicted_step(run: Run) -> Iterator[Html]:
+    """Yield the predicted step by kind above the measured one, of the last end of the run; nothing
+    if it had no prediction."""
+    predictions = run.of_kind(PREDICTION)
+    if not predictions:
+        return
+    event = predictions[-1]
+    try:
+        kinds = {str(kind): float(seconds) for kind, seconds in event["kinds"].items()}
+        measured = float(event["measured"])
+    except MALFORMED:
+        yield paragraph("The prediction in events.jsonl is damaged.")
+        return
+    bars = [StepBar("predicted", kinds), StepBar("measured", {NOT_BY_KIND: measured})]
+    if not all(math.isfinite(bar.seconds) and bar.seconds > 0 for bar in bars):
+        yield paragraph("The prediction in events.jsonl is damaged.")
+        return
+    picture = to_svg(draw_steps(bars)).encode()
+    yield paragraph(
+        f"A step by kind, predicted by {event['basis']}; the measured one is the median and is not "
+        "measured by kind."
+    )
+    yield _image("predicted and measured step", "svg+xml", picture)
 
 
 def experts(run: Run) -> Html | None:

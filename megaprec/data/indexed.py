@@ -1,4 +1,4 @@
-"""Megatron's `.bin/.idx` format: token ids on disk, memory-mapped for reading.
+"""Megatron's `.bin/.idx` format: token ids on disk, memory-mapped for reading, or at a URL.
 
 `PREFIX.bin` contains the token ids of all documents back to back, nothing else. `PREFIX.idx`
 describes it, little-endian and without padding:
@@ -31,10 +31,13 @@ from typing import BinaryIO, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from megaprec.data.copies import file_here, is_there
 from megaprec.data.files import discard, open_part, publish, with_suffix
 from megaprec.data.index_check import CHUNK, Index, corrupt, require_sound
 from megaprec.data.loss_mask import SUFFIX as LOSS_MASK
 from megaprec.data.loss_mask import LossMask, LossMaskWriter, MaskMark
+from megaprec.data.places import is_remote
+from megaprec.data.ranges import RemoteFile, RemoteTokens
 from megaprec.durable import reading
 from megaprec.errors import UserError
 
@@ -274,31 +277,40 @@ class IndexedWriter:
 
 
 class IndexedDataset:
-    """A memory-mapped `.bin/.idx` pair. Opening it checks the index (`index_check`); reading
-    touches only the tokens read.
+    """A `.bin/.idx` pair. Opening it checks the index (`index_check`); reading touches only the
+    tokens read.
 
+    prefix: of files of this machine, which are memory-mapped, or of files at a URL: there the .bin
+        is read by ranges (`ranges`), and the index is copied (`copies`).
     again: check the whole index even if a record says that it was checked.
     Raises UserError if a file is missing or the index is corrupt, saying what is wrong with it.
-    Attributes: `dtype` of the stored ids, `num_documents`, `num_sequences`, `num_tokens`; `notes`:
-    lines for the user.
+    Attributes: `dtype` of the stored ids, `num_documents`, `num_sequences`, `num_tokens`;
+    `stored_bytes` of the .bin; `idx_file`, on this machine; `notes`: lines for the user.
     """
 
     def __init__(self, prefix: Path, again: bool = False) -> None:
         self.prefix = prefix
-        idx_path = with_suffix(prefix, ".idx")
         bin_path = with_suffix(prefix, ".bin")
-        for path in (idx_path, bin_path):
-            if not path.is_file():
-                raise UserError.of("data.data_set_missing", path=path)
-        self.dtype, index = _read_index(idx_path, bin_path.stat().st_size)
+        for suffix in (".idx", ".bin"):
+            if not is_there(prefix, suffix):
+                raise UserError.of("data.data_set_missing", path=with_suffix(prefix, suffix))
+        self.idx_file = file_here(prefix, ".idx")
+        remote_bin = RemoteFile(bin_path) if is_remote(bin_path) else None
+        self.stored_bytes = remote_bin.size if remote_bin else bin_path.stat().st_size
+        self.dtype, index = _read_index(self.idx_file, self.stored_bytes)
         self.notes: tuple[str, ...] = ()
         has_no_ends = index.documents[:2].tolist() == [0]
         if has_no_ends and len(index.lengths):
             every_sequence = np.arange(len(index.lengths) + 1, dtype=np.int64)
             index = replace(index, documents=every_sequence)
-            self.notes = (
-                f"{idx_path} has no ends of documents: each of its sequences is taken for a "
-                "document",
+            self.notes += (
+                f"{with_suffix(prefix, '.idx')} has no ends of documents: each of its sequences is "
+                "taken for a document",
+            )
+        if remote_bin and not remote_bin.has_version:
+            self.notes += (
+                f"{bin_path}: its server tells neither a tag nor a time: a change under way is "
+                "seen by the size alone",
             )
         require_sound(index, again)
         self._lengths = index.lengths
@@ -307,8 +319,13 @@ class IndexedDataset:
         self.num_documents = len(self._documents) - 1
         self.num_sequences = len(self._lengths)
         self.num_tokens = index.stored // self.dtype.itemsize
-        self._stream = _map(bin_path, self.dtype, 0, self.num_tokens)
-        has_mask = with_suffix(prefix, LOSS_MASK).is_file()
+        self._stream: np.ndarray | RemoteTokens
+        if remote_bin:
+            remote_bin.require_ranges()
+            self._stream = RemoteTokens(remote_bin, self.dtype)
+        else:
+            self._stream = _map(bin_path, self.dtype, 0, self.num_tokens)
+        has_mask = is_there(prefix, LOSS_MASK)
         self._mask = LossMask(prefix, self.num_tokens) if has_mask else None
 
     @property

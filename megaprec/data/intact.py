@@ -6,6 +6,8 @@ digests of both files in PREFIX.json. A file of up to WHOLE bytes is read once f
 its digest and its smallest and largest id. The result is cached on this machine and reused while
 the file's size, times and inode are unchanged, so that the next start reads nothing.
 
+A file at a URL is read whole up to WHOLE_REMOTE bytes.
+
 Of larger files only some blocks are read at a start, different ones each time: their ids are
 checked against the vocabulary and their digests against the record, which also has the smallest and
 largest id of the whole file. The digest of a larger index is that of its last full check
@@ -20,18 +22,21 @@ import os
 import platform
 import random
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from megaprec.data.copies import file_here
 from megaprec.data.files import cache_folder, with_suffix, write_whole
 from megaprec.data.index_check import SETTLED, known_check
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.loss_mask import SUFFIX as LOSS_MASK
+from megaprec.data.places import is_remote
+from megaprec.data.ranges import RangeReader, RemoteFile
 from megaprec.durable import reading
 from megaprec.errors import Problem, UserError
 from megaprec.parsing import parse_json, read_regular
@@ -39,6 +44,7 @@ from megaprec.parsing import parse_json, read_regular
 WHOLE = 10 << 30  # bytes: files up to this size are read from end to end
 BLOCK = 64 << 20  # bytes per digest in the record of a larger file
 SAMPLED = 16  # blocks of a larger file that are read at a start
+WHOLE_REMOTE = SAMPLED * BLOCK  # bytes: files at a URL up to this size are read from end to end
 READ = 1 << 22  # bytes read at a time; a multiple of the size of every id dtype
 # keys of a record, of which those of earlier versions lack some
 MASK_DIGEST = "loss_mask_sha256"  # key of a record: digest of the loss mask, if there is one
@@ -88,10 +94,9 @@ def contents_of(
     dataset.require_integer_ids()
     record = read_record(dataset.prefix)
     bin_file = with_suffix(dataset.prefix, ".bin")
-    idx_file = with_suffix(dataset.prefix, ".idx")
-    idx_digest = _digest_of_index(idx_file, bin_file)
-    _compare(record, idx_file, idx_digest, remedy)
-    is_small = bin_file.stat().st_size <= WHOLE
+    idx_digest = _digest_of_index(dataset)
+    _compare(record, with_suffix(dataset.prefix, ".idx"), idx_digest, remedy)
+    is_small = dataset.stored_bytes <= (WHOLE_REMOTE if is_remote(bin_file) else WHOLE)
     sampled = False
     if is_small or _cached_scan(bin_file, dataset.dtype) is not None:
         scan = scan_file(bin_file, dataset.dtype)
@@ -124,7 +129,7 @@ def _digest_of_mask(dataset: IndexedDataset, record: dict[str, Any] | None, reme
     its record, if there is one, says so."""
     file = with_suffix(dataset.prefix, LOSS_MASK)
     recorded = record.get(MASK_DIGEST, "") if record else None
-    digest = scan_file(file).sha256 if dataset.has_mask else ""
+    digest = scan_file(file_here(dataset.prefix, LOSS_MASK)).sha256 if dataset.has_mask else ""
     if recorded not in (None, digest):
         # training without a mask, or with another one, would be another training
         if not digest:
@@ -133,10 +138,11 @@ def _digest_of_mask(dataset: IndexedDataset, record: dict[str, Any] | None, reme
     return digest
 
 
-def _digest_of_index(idx_file: Path, bin_file: Path) -> str:
+def _digest_of_index(dataset: IndexedDataset) -> str:
     """Return the SHA-256 of an index; of a large one, that of a recorded check, if there is one."""
+    idx_file = dataset.idx_file
     if idx_file.stat().st_size > WHOLE:
-        checked = known_check(idx_file, bin_file.stat().st_size)
+        checked = known_check(idx_file, dataset.stored_bytes)
         if checked is not None:
             return checked.sha256
     return scan_file(idx_file).sha256
@@ -182,8 +188,8 @@ def read_record(prefix: Path) -> dict[str, Any] | None:
 
     Raises UserError if it is damaged.
     """
-    path = with_suffix(prefix, ".json")
-    if not os.path.lexists(path):
+    path = file_here(prefix, ".json")
+    if is_remote(path) or not os.path.lexists(path):
         return None
     # Whatever is wrong with the record, the error is the same.
     with suppress(OSError, ValueError, KeyError, TypeError):
@@ -214,12 +220,12 @@ def scan_file(
         if cached is not None:
             return cached
     began = time.time_ns()
-    with reading(file) as opened:
-        before = _state(os.fstat(opened.fileno()), dtype)
+    with _opened(file) as opened:
+        before = _state_of(opened, dtype)
         scan = _scan(opened, dtype)
-        after = _state(os.fstat(opened.fileno()), dtype)
+        after = _state_of(opened, dtype)
     # a file that changed a moment ago may change again without new times
-    if before == after and began - max(before["changed"]) > SETTLED:
+    if before == after and _is_settled(before, began):
         _cache_scan(file, before, scan)
     return scan
 
@@ -277,7 +283,7 @@ def _compare(
         raise UserError.of("data.digest_differs", file=file, remedy=remedy)
 
 
-def _scan(file: BinaryIO, dtype: np.dtype | None) -> FileScan:
+def _scan(file: BinaryIO | RangeReader, dtype: np.dtype | None) -> FileScan:
     digest = hashlib.sha256()
     low, high = _scan_into(digest, file, dtype)
     return FileScan(digest.hexdigest(), low, high)
@@ -285,7 +291,7 @@ def _scan(file: BinaryIO, dtype: np.dtype | None) -> FileScan:
 
 def _scan_into(
     digest: "hashlib._Hash",
-    file: BinaryIO,
+    file: BinaryIO | RangeReader,
     dtype: np.dtype | None,
     limit: float = math.inf,
 ) -> tuple[int, int]:
@@ -316,22 +322,15 @@ def _check_some_blocks(
 
     Without a record, the digest returned is that of the blocks read, and is cached on this machine.
     """
-    block_count = -(-file.stat().st_size // BLOCK)  # rounded up
     expected = _recorded_blocks(record)
-    if record:
-        sample_size = min(SAMPLED, block_count)
-        # Others at each start, whatever seed the run has: all blocks are read in the end.
-        generator = random.SystemRandom()
-        numbers = sorted(generator.sample(range(block_count), sample_size))
-    else:
-        numbers = _spread(block_count)
     digest = hashlib.sha256()
     smallest: list[int] = []
     largest: list[int] = []
     began = time.time_ns()
-    with reading(file) as opened:
-        before = _state(os.fstat(opened.fileno()), dtype, sampled=True)
-        for number in numbers:
+    with _opened(file) as opened:
+        before = _state_of(opened, dtype, sampled=True)
+        block_count = -(-before["size"] // BLOCK)  # rounded up
+        for number in _checked_blocks(block_count, record):
             opened.seek(number * BLOCK)
             if expected:  # of each block by itself, otherwise of all together
                 digest = hashlib.sha256()
@@ -343,9 +342,18 @@ def _check_some_blocks(
             smallest.append(low)
             largest.append(high)
     scan = FileScan(digest.hexdigest(), min(smallest), max(largest))
-    if record is None and began - max(before["changed"]) > SETTLED:
+    if record is None and _is_settled(before, began):
         _cache_scan(file, before, scan)
     return scan
+
+
+def _checked_blocks(count: int, record: dict[str, Any] | None) -> Iterable[int]:
+    """Return the numbers of the blocks of a large file that are read at a start."""
+    if not record:
+        return _spread(count)
+    # Others at each start, whatever seed the run has: all blocks are read in the end.
+    generator = random.SystemRandom()
+    return sorted(generator.sample(range(count), min(SAMPLED, count)))
 
 
 def _recorded_blocks(record: dict[str, Any] | None) -> list[str]:
@@ -371,13 +379,24 @@ def _cache_path(file: Path) -> Path | None:
     if cache is None:
         return None
     # with the machine's name: several machines may share a home folder
-    identity = f"{platform.node()}\0{file.resolve()}"
+    place = file if is_remote(file) else file.resolve()
+    identity = f"{platform.node()}\0{place}"
     name = hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()
     return cache / "seen" / f"{name[:32]}.json"
 
 
-def _state(
-    file_stat: os.stat_result,
+@contextmanager
+def _opened(file: Path) -> Iterator[BinaryIO | RangeReader]:
+    """Open a file of this machine, or one at a URL, for reading."""
+    if is_remote(file):
+        yield RangeReader(RemoteFile(file))
+        return
+    with reading(file) as opened:
+        yield opened
+
+
+def _state_of(
+    opened: BinaryIO | RangeReader,
     dtype: np.dtype | None,
     sampled: bool = False,
 ) -> dict[str, Any]:
@@ -385,15 +404,32 @@ def _state(
 
     sampled: only some blocks of it were read.
     """
-    state: dict[str, Any] = {
-        "size": file_stat.st_size,
-        "changed": [file_stat.st_mtime_ns, file_stat.st_ctime_ns],
-        "inode": [file_stat.st_dev, file_stat.st_ino],
-        "dtype": dtype.str if dtype is not None else "",
-    }
+    state: dict[str, Any]
+    if isinstance(opened, RangeReader):
+        remote = opened.file
+        # all of its bytes are of this version
+        state = {"size": remote.size, "version": remote.version if remote.has_version else None}
+    else:
+        file_stat = os.fstat(opened.fileno())
+        state = {
+            "size": file_stat.st_size,
+            "changed": [file_stat.st_mtime_ns, file_stat.st_ctime_ns],
+            "inode": [file_stat.st_dev, file_stat.st_ino],
+        }
+    state["dtype"] = dtype.str if dtype is not None else ""
     if sampled:
         state["blocks"] = [SAMPLED, BLOCK]
     return state
+
+
+def _is_settled(state: dict[str, Any], began: int) -> bool:
+    """Return True if a file that changes again has another state.
+
+    began: time (ns) at which it was begun to be read.
+    """
+    if "changed" not in state:
+        return state["version"] is not None
+    return began - max(state["changed"]) > SETTLED
 
 
 def _cache_scan(
@@ -421,7 +457,9 @@ def _cached_scan(
         return None
     try:
         entry = parse_json(read_regular(cache_path))
-        if entry["state"] == _state(file.stat(), dtype, sampled):
+        with _opened(file) as opened:
+            state = _state_of(opened, dtype, sampled)
+        if entry["state"] == state:
             return FileScan(**entry["seen"])
         return None
     except (OSError, ValueError, KeyError, TypeError):

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megaprec.data.copies import file_here
 from megaprec.data.files import discard, open_part, publish, with_suffix
 from megaprec.errors import UserError
 
@@ -18,13 +19,13 @@ SUFFIX = ".loss_mask"
 
 
 class LossMask:
-    """The memory-mapped mask of a data set.
+    """The memory-mapped mask of a data set; of one at a URL, its copy.
 
     tokens: number of the data set's tokens. Raises UserError for a file of another size.
     """
 
     def __init__(self, prefix: Path, tokens: int) -> None:
-        path = with_suffix(prefix, SUFFIX)
+        path = file_here(prefix, SUFFIX)
         size = path.stat().st_size
         needed = _bytes_of(tokens)
         if size != needed:

@@ -1,5 +1,5 @@
-"""Places of text: paths of this machine, and URLs (`s3://`, `gs://`, `hf://`, `https://`, ...),
-which the package fsspec lists and reads with the credentials that it finds.
+"""Places of text and token files: paths of this machine, and URLs (`s3://`, `gs://`, `hf://`,
+`https://`, ...), which the package fsspec lists and reads with the credentials that it finds.
 
 A file at a URL is a `UPath` of universal_pathlib. It has the methods of `Path` that the readers
 use, and stands under its type.
@@ -39,9 +39,15 @@ def remote_path(url: str) -> Path:
         return cast(Path, path)
 
 
+def path_of(name: str) -> Path:
+    """Return the path of a name: of a URL, or of this machine. Raises UserError as `remote_path`
+    does."""
+    return remote_path(name) if is_url(name) else Path(name)
+
+
 def require_there(path: Path, url: str) -> None:
     """Raise UserError unless a file or folder is at a URL: one that names the server if it cannot
-    be reached, and token files, which are not read from there."""
+    be reached, and token files, which are no text."""
     if path.exists():
         return
     try:

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 
 from megaprec.data.build import BuildResult, prepare
-from megaprec.data.files import exclusive_lock, with_suffix
+from megaprec.data.copies import file_here, is_there
+from megaprec.data.files import exclusive_lock
 from megaprec.data.indexed import IndexedDataset
-from megaprec.data.intact import check_vocabulary, contents_of
+from megaprec.data.intact import Contents, check_vocabulary, contents_of
+from megaprec.data.places import is_remote, path_of
 from megaprec.data.readers import SUFFIXES
 from megaprec.data.text import Source, open_source
 from megaprec.data.text_files import left_out_words
@@ -141,7 +143,7 @@ def _add_build(commands: SubParsers) -> None:
 
 def _add_inspect(commands: SubParsers) -> None:
     parser = commands.add_parser("inspect", help="print counts and decoded samples of a data set")
-    parser.add_argument("prefix", metavar="PREFIX", type=Path, help="data set, without .bin")
+    parser.add_argument("prefix", metavar="PREFIX", help="data set, without .bin, or its URL")
     parser.add_argument(
         "--tokenizer",
         type=Path,
@@ -263,12 +265,12 @@ def inspect(args: argparse.Namespace) -> int:
     """Run `megaprec data inspect`. Raises UserError if the data set is missing or corrupt."""
     if args.samples < 0:
         raise UserError.of("command.samples", samples=args.samples)
-    dataset = IndexedDataset(args.prefix)
-    tokenizer_file = args.tokenizer or with_suffix(args.prefix, ".model")
+    prefix = path_of(args.prefix)
+    dataset = IndexedDataset(prefix)
     # a file that was named must be there; one beside the data set may be
     tokenizer = None
-    if args.tokenizer or tokenizer_file.exists():
-        tokenizer = load_tokenizer(tokenizer_file)
+    if args.tokenizer or is_there(prefix, ".model"):
+        tokenizer = load_tokenizer(args.tokenizer or file_here(prefix, ".model"))
     contents = contents_of(dataset)
     for note in dataset.notes:
         print(f"note: {note}", file=sys.stderr, flush=True)
@@ -278,16 +280,19 @@ def inspect(args: argparse.Namespace) -> int:
     shown_documents = _spaced_documents(dataset.num_documents, args.samples)
     return print_result(
         args,
-        lambda: _document(dataset, shown_documents, tokenizer),
-        lambda: _show(dataset, shown_documents, tokenizer),
+        lambda: _document(dataset, contents, shown_documents, tokenizer),
+        lambda: _show(dataset, contents, shown_documents, tokenizer),
     )
 
 
 def _show(
-    dataset: IndexedDataset, shown_documents: Sequence[int], tokenizer: Tokenizer | None
+    dataset: IndexedDataset,
+    contents: Contents,
+    shown_documents: Sequence[int],
+    tokenizer: Tokenizer | None,
 ) -> None:
     """Print the counts of a data set and the beginnings of some documents."""
-    for name, value in _counts(dataset).items():
+    for name, value in _counts(dataset, contents).items():
         text = str(value)
         if isinstance(value, float):
             text = f"{value:,.1f}"
@@ -300,12 +305,15 @@ def _show(
 
 
 def _document(
-    dataset: IndexedDataset, shown_documents: Sequence[int], tokenizer: Tokenizer | None
+    dataset: IndexedDataset,
+    contents: Contents,
+    shown_documents: Sequence[int],
+    tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:
     """Return counts and excerpts of a data set for programs."""
     document = dict[str, Any]()
     # names without dots and blanks: bin_bytes, mean_document
-    for name, value in _counts(dataset).items():
+    for name, value in _counts(dataset, contents).items():
         document[name.removeprefix(".").replace(" ", "_")] = value
     document["samples"] = [
         {"document": index, "excerpt": _excerpt(dataset, index, tokenizer)}
@@ -335,7 +343,7 @@ def _summary(source: Source, result: BuildResult) -> str:
     return summary
 
 
-def _counts(dataset: IndexedDataset) -> dict[str, int | float | str]:
+def _counts(dataset: IndexedDataset, contents: Contents) -> dict[str, int | float | str]:
     """Return the counts to print by name, in their order."""
     lengths = dataset.document_lengths()
     counts: dict[str, int | float | str] = {
@@ -343,15 +351,17 @@ def _counts(dataset: IndexedDataset) -> dict[str, int | float | str]:
         "sequences": dataset.num_sequences,
         "tokens": dataset.num_tokens,
         "dtype": dataset.dtype.name,
-        ".bin bytes": with_suffix(dataset.prefix, ".bin").stat().st_size,
-        ".idx bytes": with_suffix(dataset.prefix, ".idx").stat().st_size,
+        ".bin bytes": dataset.stored_bytes,
+        ".idx bytes": dataset.idx_file.stat().st_size,
     }
     # An empty set has no mean, and no largest id.
     if len(lengths):
         counts["shortest document"] = int(lengths.min())
         counts["mean document"] = float(lengths.mean())
         counts["longest document"] = int(lengths.max())
-        counts["largest id"] = int(dataset.max_token())
+        # of a large set at a URL, of what was read of it
+        is_here = not is_remote(dataset.prefix)
+        counts["largest id"] = int(dataset.max_token()) if is_here else contents.high
     return counts
 
 

@@ -17,11 +17,13 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
+from megaprec.data.copies import file_here, is_there
 from megaprec.data.files import with_suffix
 from megaprec.data.index_check import CHUNK
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import MASK_DIGEST, describe_token_place, read_record, scan_file
 from megaprec.data.loss_mask import SUFFIX as LOSS_MASK
+from megaprec.data.places import path_of
 from megaprec.data.readers import TextOptions
 from megaprec.data.text import open_source
 from megaprec.data.text_files import left_out_words
@@ -81,10 +83,11 @@ def findings(
     # who completes the name by Tab gives one of the two files
     if path.endswith((".bin", ".idx")):
         path = path[:-4]
-    if with_suffix(Path(path), ".idx").exists() or with_suffix(Path(path), ".bin").exists():
+    prefix = path_of(path)
+    if with_suffix(prefix, ".idx").exists() or with_suffix(prefix, ".bin").exists():
         if options != TextOptions():
             raise UserError.of("command.text_options_of_tokens", path=path)
-        yield from _data_set_findings(Path(path), tokenizer)
+        yield from _data_set_findings(prefix, tokenizer)
     else:
         if tokenizer and options.chats is None:
             raise UserError.of("command.tokenizer_of_text", tokenizer=tokenizer, path=path)
@@ -140,9 +143,8 @@ def _data_set_findings(prefix: Path, tokenizer_file: Path | None) -> Iterator[Fi
     yield OK, "index", f"{counts} of {dataset.dtype.name}"
     for note in dataset.notes:
         yield NOTE, "index", note
-    sibling = with_suffix(prefix, ".model")
-    if tokenizer_file is None and sibling.is_file():
-        tokenizer_file = sibling
+    if tokenizer_file is None and is_there(prefix, ".model"):
+        tokenizer_file = file_here(prefix, ".model")
     tokenizer = None
     if tokenizer_file is not None:
         try:
@@ -216,7 +218,7 @@ def _document_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> 
 def _record_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator[Finding]:
     """Yield whether the data set is what `megaprec data build` recorded of it."""
     path = with_suffix(dataset.prefix, ".json")
-    if not path.is_file():
+    if not is_there(dataset.prefix, ".json"):
         reason = (
             f"there is no {path.name}: not made by `megaprec data build`, so its checksums "
             "cannot be compared"
@@ -245,7 +247,8 @@ def _hash_finding(dataset: IndexedDataset, suffix: str, record: Mapping[str, Any
     file = with_suffix(dataset.prefix, f".{suffix}")
     has_ids = suffix == "bin" and dataset.dtype.kind != "f"
     # the ids have been scanned just now; of other files an earlier scan may be remembered
-    scan = scan_file(file, dataset.dtype if has_ids else None, again=not has_ids)
+    read_file = dataset.idx_file if suffix == "idx" else file
+    scan = scan_file(read_file, dataset.dtype if has_ids else None, again=not has_ids)
     if scan.sha256 == record[f"{suffix}_sha256"]:
         return OK, "hash", f"{file.name} is as it was built"
     return BAD, "hash", f"{file.name} is not what was built: copy it again or build it again"
@@ -256,7 +259,8 @@ def _mask_finding(dataset: IndexedDataset, record: Mapping[str, Any]) -> Finding
     file = with_suffix(dataset.prefix, LOSS_MASK)
     if not dataset.has_mask:
         return BAD, "hash", f"{file.name} is missing: copy it again or build it again"
-    if scan_file(file, again=True).sha256 == record.get(MASK_DIGEST):
+    mask = file_here(dataset.prefix, LOSS_MASK)
+    if scan_file(mask, again=True).sha256 == record.get(MASK_DIGEST):
         return OK, "hash", f"{file.name} is as it was built"
     return BAD, "hash", f"{file.name} is not what was built: copy it again or build it again"
 

@@ -25,6 +25,7 @@ from megaprec.comm.axis import Axis
 from megaprec.data.files import with_suffix
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import read_record
+from megaprec.data.places import path_of
 from megaprec.data.tokenizer import has_built
 from megaprec.errors import UserError
 from models.decoder.stages import Stage
@@ -257,11 +258,11 @@ def _window(args: argparse.Namespace, positions: int) -> tuple[int, int]:
 def _notes(model: LoadedModel[Stage], sets: dict[str, str], text_field: str) -> Iterator[str]:
     """Yield the lines on what the user may not expect of the scores."""
     yield from model.notes
-    tokenized = [path for path in sets.values() if with_suffix(Path(path), ".idx").is_file()]
+    tokenized = [path for path in sets.values() if with_suffix(path_of(path), ".idx").is_file()]
     if text_field != "text" and len(tokenized) == len(sets):
         yield f"--text-field {text_field} has no effect: all that is evaluated is tokens already"
     for path in tokenized:
-        if IndexedDataset(Path(path)).has_mask:
+        if IndexedDataset(path_of(path)).has_mask:
             yield f"{path} has a loss mask: its answers alone are scored, and their bytes not known"
     # what follows is about bytes, which are then not counted
     if model.begin is None:
@@ -271,7 +272,7 @@ def _notes(model: LoadedModel[Stage], sets: dict[str, str], text_field: str) -> 
         )
         return
     for path in tokenized:
-        dataset = IndexedDataset(Path(path))
+        dataset = IndexedDataset(path_of(path))
         yield from dataset.notes
         if not dataset.has_mask:
             yield from _byte_notes(model, path)
@@ -279,7 +280,7 @@ def _notes(model: LoadedModel[Stage], sets: dict[str, str], text_field: str) -> 
 
 def _byte_notes(model: LoadedModel[Stage], path: str) -> Iterator[str]:
     """Yield the lines on the bytes of a data set's text, on which bits per byte rest."""
-    record = read_record(Path(path))
+    record = read_record(path_of(path))
     has_bytes = record is not None and "bytes" in record
     if model.tokenizer is None:
         if not has_bytes:

@@ -1,12 +1,12 @@
 """The table [data] of a run file: every key with its type, default, unit and help."""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
 from megaprec.data.files import with_suffix
 from megaprec.data.forms import UTF8
+from megaprec.data.places import path_of
 from tools.config.table import MAX_SIZE, FilePath, Table
 
 
@@ -201,4 +201,4 @@ class Data(Table):
     def has_text(self) -> bool:
         """Return True if any training data is text, for which a tokenizer is needed, and not tokens
         already."""
-        return not all(with_suffix(Path(source), ".idx").is_file() for source in self.sources)
+        return not all(with_suffix(path_of(source), ".idx").is_file() for source in self.sources)

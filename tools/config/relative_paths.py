@@ -5,6 +5,7 @@ run file, so the error that a file is not found says if it lies there.
 from pathlib import Path
 
 from megaprec.data.files import with_suffix
+from megaprec.data.places import is_url
 from megaprec.data.text import STANDARD_LIBRARY
 
 FROM_FILE = "file "  # begins the origin of a value of a run file
@@ -24,6 +25,7 @@ def working_directory_hint(origin: str, name: str) -> str:
     if (
         not from_elsewhere
         or name == STANDARD_LIBRARY
+        or is_url(name)
         or name.startswith(("/", "~"))
         or _is_there(Path(name))
     ):

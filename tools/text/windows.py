@@ -12,7 +12,6 @@ stride is the window.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from megaprec.data.files import with_suffix
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import check_vocabulary, contents_of, read_record
+from megaprec.data.places import path_of
 from megaprec.data.readers import TextOptions
 from megaprec.data.text import open_source
 from megaprec.data.tokenizer import Tokenizer
@@ -105,10 +105,10 @@ def read_documents(
     """
     if path.endswith((".bin", ".idx")):
         raise UserError.of("text.data_set_prefix", path=path, prefix=path[:-4])
-    if with_suffix(Path(path), ".idx").is_file():
+    if with_suffix(path_of(path), ".idx").is_file():
         if options.max_chars is not None:
             raise UserError.of("text.max_chars_of_tokens", path=path)
-        dataset = IndexedDataset(Path(path))
+        dataset = IndexedDataset(path_of(path))
         vocab = model.stage.config.vocab
         if model.tokenizer:
             vocab = min(model.tokenizer.vocab_size, vocab)

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megaprec.data.copies import file_here
 from megaprec.data.document_tokens import DocumentTokens, WithBeginTokens
-from megaprec.data.files import with_suffix
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import read_record
 from megaprec.data.samples import Samples
@@ -35,7 +35,7 @@ def tokenizer_notes(
         return
     is_same = has_built(tokenizer, record)
     # The file beside a data set must be its tokenizer; another one may have the same tokens.
-    if not is_same and tokenizer.path == with_suffix(prefix, ".model"):
+    if not is_same and tokenizer.path == file_here(prefix, ".model"):
         raise UserError.of("training.tokenizer_of_data_differs", path=tokenizer.path)
     if is_same is None:
         yield (

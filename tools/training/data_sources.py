@@ -8,8 +8,10 @@ from pathlib import Path
 
 from megaprec.checkpoint.saving import require_own_names
 from megaprec.data.chats import load_chats
+from megaprec.data.copies import file_here
 from megaprec.data.files import with_suffix
 from megaprec.data.indexed import IndexedDataset
+from megaprec.data.places import is_remote, path_of
 from megaprec.data.readers import TextOptions
 from megaprec.data.text import Source, open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
@@ -44,7 +46,7 @@ class DataSource:
     @property
     def is_tokenized(self) -> bool:
         """Return True if the source is a tokenized data set, False if it is text."""
-        return self.prefix == Path(self.name)
+        return self.prefix == path_of(self.name)
 
     @property
     def index_file(self) -> Path:
@@ -107,7 +109,7 @@ def validation_sources(config: RunConfig) -> list[DataSource]:
 
 def _prefix(names: tuple[str, ...], built: Path) -> Path:
     """Return the prefix of a source's data set: its name, or `built` if the source is text."""
-    path = Path(names[0])
+    path = path_of(names[0])
     is_data_set = len(names) == 1 and with_suffix(path, ".idx").is_file()
     return path if is_data_set else built
 
@@ -163,7 +165,7 @@ def _check_tokenizer(config: RunConfig) -> None:
     sources = training_sources(config)
     if file := existing_tokenizer(config):
         # The problem is named with the data set that the file lies beside, or with its own key.
-        beside = [source for source in sources if with_suffix(source.prefix, ".model") == file]
+        beside = [source for source in sources if file_here(source.prefix, ".model") == file]
         subject = beside[0] if beside else None
         keys = [] if subject else ["data.tokenizer"]
         with naming_settings(config, subject, *keys):
@@ -191,8 +193,8 @@ def existing_tokenizer(config: RunConfig) -> Path | None:
     if config.data.tokenizer:
         return Path(config.data.tokenizer)
     tokenized = [source for source in training_sources(config) if source.is_tokenized]
-    files = [with_suffix(source.prefix, ".model") for source in tokenized]
-    existing = [file for file in files if file.is_file()]
+    files = [file_here(source.prefix, ".model") for source in tokenized]
+    existing = [file for file in files if not is_remote(file) and file.is_file()]
     if not existing:
         return None
     first, *others = existing

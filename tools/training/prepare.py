@@ -14,6 +14,7 @@ from megaprec.checkpoint.atomic import latest
 from megaprec.checkpoint.reader import INDEX, Store
 from megaprec.data.files import with_suffix
 from megaprec.data.loss_mask import SUFFIX as LOSS_MASK
+from megaprec.data.places import is_remote, path_of
 from megaprec.errors import Problem, UserError
 from parallel.described_world import is_rank_of_world
 from tools.analysis.planning.report import summary_line
@@ -152,7 +153,7 @@ def prepare(
         "loss_masks": [
             str(with_suffix(dataset.prefix, LOSS_MASK))
             for dataset in corpus.datasets
-            if dataset.has_mask
+            if dataset.has_mask and not is_remote(dataset.prefix)
         ],
         "tokenizer": str(corpus.tokenizer.path) if corpus.tokenizer else "",
         "checkpoint": str(checkpoint.path) if checkpoint else "",
@@ -185,11 +186,14 @@ def open_prepared(config: RunConfig, prepared: dict[str, Any]) -> tuple[Corpus, 
 
     prepared: what `prepare` returned on rank 0.
     """
-    prefixes = [Path(prefix) for prefix in prepared["prefixes"]]
+    prefixes = [path_of(prefix) for prefix in prepared["prefixes"]]
     tokenizer = Path(prepared["tokenizer"]) if prepared["tokenizer"] else None
     checkpoint = Path(prepared["checkpoint"]) if prepared["checkpoint"] else None
     required = [Path(mask) for mask in prepared["loss_masks"]]
+    # what is not at a URL is said when it is opened
     for prefix in prefixes:
+        if is_remote(prefix):
+            continue
         required += [with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin")]
     if tokenizer:
         required.append(tokenizer)

@@ -17,7 +17,7 @@ import numpy as np
 from megaprec.checkpoint.atomic import checkpoint_path
 from megaprec.checkpoint.digests import file_digest
 from megaprec.checkpoint.reader import INDEX, Store
-from megaprec.data.files import with_suffix
+from megaprec.data.copies import file_here
 from megaprec.data.intact import read_record
 from megaprec.data.samples import Samples, training_numbers
 from megaprec.data.tokenizer import FILE_DIGEST, Tokenizer, has_built, load_tokenizer, same_tokens
@@ -351,7 +351,7 @@ def _other_tokens_of_set(prefix: Path, tokenizer: Tokenizer) -> Iterator[Problem
     record = read_record(prefix)
     if record is None:
         return
-    built_with = with_suffix(prefix, ".model")
+    built_with = file_here(prefix, ".model")
     has_copy = built_with.is_file() and record.get(FILE_DIGEST) == file_digest(built_with)
     is_same = has_built(tokenizer, record)
     if is_same is None and has_copy:

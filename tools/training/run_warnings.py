@@ -9,7 +9,6 @@ a key that has no effect on these data. Keys that have none beside other keys ar
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from megaprec.data.blend import Blend
 from megaprec.data.files import with_suffix
 from megaprec.data.indexed import IndexedDataset
+from megaprec.data.places import path_of
 from megaprec.data.samples import Samples
 from megaprec.resources import cores
 from models.router_settings import PLAIN
@@ -173,7 +173,7 @@ def _text_keys_without_effect(config: RunConfig, corpus: Corpus) -> Iterator[str
 
 
 def _is_tokenized(name: str) -> bool:
-    return with_suffix(Path(name), ".idx").is_file()
+    return with_suffix(path_of(name), ".idx").is_file()
 
 
 def _evaluated_in_training(config: RunConfig, corpus: Corpus) -> Iterator[str]:

@@ -1,0 +1,89 @@
+"""A server of files that answers ranges of bytes, and fails as it is told to."""
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+RANGE = re.compile(r"bytes=(\d+)-(\d+)")
+
+
+@dataclass
+class Conduct:
+    """The behaviour of a server, which a test changes while it runs.
+
+    has_ranges: it answers ranges, and not always the whole file.
+    has_tags: it tells a tag of each file, the digest of its content.
+    fails: requests of ranges that are still to be answered by `status`.
+    cut: bytes that each range lacks at its end.
+    forbidden: endings of names that may not be read.
+    ranges: name and first byte of each range that was sent.
+    """
+
+    has_ranges: bool = True
+    has_tags: bool = True
+    fails: int = 0
+    status: int = 503
+    cut: int = 0
+    forbidden: tuple[str, ...] = ()
+    ranges: list[tuple[str, int]] = field(default_factory=list)
+
+
+@contextmanager
+def serving(folder: Path, conduct: Conduct) -> Iterator[str]:
+    """Serve the files of a folder; yield the URL of the folder."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+        def do_HEAD(self) -> None:
+            self._answer(has_body=False)
+
+        def do_GET(self) -> None:
+            self._answer(has_body=True)
+
+        def _answer(self, has_body: bool) -> None:
+            file = folder / self.path.lstrip("/")
+            if self.path.endswith(conduct.forbidden or ("//",)):
+                self._status(403)
+                return
+            if not file.is_file():
+                self._status(404)
+                return
+            content = file.read_bytes()
+            asked = RANGE.fullmatch(self.headers.get("Range", ""))
+            if asked and conduct.fails:
+                conduct.fails -= 1
+                self._status(conduct.status)
+                return
+            is_ranged = asked is not None and conduct.has_ranges
+            self.send_response(206 if is_ranged else 200)
+            if conduct.has_tags:
+                self.send_header("ETag", f'"{hash(content)}"')
+            if asked and is_ranged:
+                start, last = int(asked[1]), int(asked[2])
+                conduct.ranges.append((file.name, start))
+                self.send_header("Content-Range", f"bytes {start}-{last}/{len(content)}")
+                content = content[start : last + 1 - conduct.cut]
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if has_body:
+                self.wfile.write(content)
+
+        def _status(self, status: int) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -1,0 +1,204 @@
+"""Token files at a URL give the samples of a local copy, bit for bit; what goes wrong on the way is
+said in one line."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+
+from megaprec.data import ranges
+from megaprec.data.build import build
+from megaprec.data.document_tokens import with_begin
+from megaprec.data.indexed import IndexedDataset, IndexedWriter
+from megaprec.data.intact import contents_of
+from megaprec.data.places import path_of
+from megaprec.data.samples import Resets, Samples
+from megaprec.data.text import open_source
+from megaprec.data.tokenizer import load_tokenizer
+from megaprec.data.training import train_sentencepiece
+from tests.data.ranged_server import Conduct, serving
+from tests.refusals import raises
+from tools.cli import main
+
+LENGTH = 16
+BLOCK = 256
+
+
+@pytest.fixture(autouse=True)
+def small_and_quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Blocks that a small set has many of, no waiting, and a cache of its own."""
+    monkeypatch.setattr(ranges, "CACHE_BLOCK", BLOCK)
+    monkeypatch.setattr(ranges, "CACHE_BLOCKS", 2)
+    monkeypatch.setattr(ranges, "DELAYS", (0.0, 0.0))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the data set `set`, which has a loss mask."""
+    random = np.random.default_rng(0)
+    with IndexedWriter(tmp_path / "files" / "set", 1000, has_mask=True) as writer:
+        for length in random.integers(1, 60, 60):
+            ids = random.integers(0, 1000, length)
+            writer.extend(ids, np.array([length]), ids % 3 > 0)
+    return tmp_path / "files"
+
+
+@pytest.fixture
+def conduct() -> Conduct:
+    return Conduct()
+
+
+@pytest.fixture
+def served(folder: Path, conduct: Conduct) -> Iterator[str]:
+    with serving(folder, conduct) as url:
+        yield f"{url}/set"
+
+
+def samples(prefix: Path, begin: int | None = None) -> Samples:
+    resets = Resets(True, True, True, True)
+    dataset = with_begin(IndexedDataset(prefix), begin)
+    return Samples(dataset, LENGTH, seed=3, shuffle=True, resets=resets)
+
+
+@pytest.mark.parametrize(("kind", "begin"), [("served", None), ("memory", None), ("memory", 7)])
+def test_samples_of_a_url_are_those_of_a_local_copy(
+    folder: Path, served: str, kind: str, begin: int | None
+) -> None:
+    url = served
+    if kind == "memory":
+        url = "memory://remote_tokens/set"
+        fsspec.filesystem("memory").put(f"{folder}/", "/remote_tokens/", recursive=True)
+    here = samples(folder / "set", begin)
+    there = samples(path_of(url), begin)
+    assert len(there) == len(here)
+    expected = here.batch(5, len(here))  # across the end of an epoch
+    actual = there.batch(5, len(here))
+    for name, tensor in vars(expected).items():
+        assert tensor.equal(getattr(actual, name)), name
+    assert contents_of(there.dataset) == contents_of(here.dataset)
+
+
+def test_of_the_tokens_only_blocks_around_samples_are_read(served: str, conduct: Conduct) -> None:
+    dataset = IndexedDataset(path_of(served))
+    conduct.ranges.clear()
+    itemsize = dataset.dtype.itemsize
+    place = 3 * BLOCK // itemsize - 1  # the last token of block 2
+    dataset.tokens(place, 2)
+    assert conduct.ranges == [("set.bin", 2 * BLOCK)]  # both blocks by one request
+    dataset.tokens(place, 2)
+    assert len(conduct.ranges) == 1
+    dataset.tokens(0, 1)  # the block that was used longest ago is forgotten
+    dataset.tokens(place + 1, 1)
+    assert conduct.ranges[1:] == [("set.bin", 0)]
+    dataset.tokens(place, 1)
+    assert conduct.ranges[2:] == [("set.bin", 2 * BLOCK)]
+
+
+def test_a_second_start_reads_no_file_whole(served: str, conduct: Conduct) -> None:
+    first = contents_of(IndexedDataset(path_of(served)))
+    conduct.ranges.clear()
+    assert contents_of(IndexedDataset(path_of(served))) == first
+    assert [name for name, _ in conduct.ranges] == ["set.bin"]  # its last byte
+
+
+def test_other_files_than_were_built_are_refused(folder: Path, served: str) -> None:
+    record = {"bin_sha256": "0" * 64, "idx_sha256": "0" * 64}
+    (folder / "set.json").write_text(json.dumps(record))
+    with raises("data.digest_differs"):
+        contents_of(IndexedDataset(path_of(served)))
+
+
+def test_a_file_that_changes_under_way_is_said(folder: Path, served: str) -> None:
+    dataset = IndexedDataset(path_of(served))
+    dataset.tokens(0, 4)
+    file = folder / "set.bin"
+    file.write_bytes(file.read_bytes()[::-1])
+    dataset.tokens(0, 4)  # kept
+    with raises("data.url_changed", url=f"{served}.bin"):
+        dataset.tokens(BLOCK, 4)
+
+
+def test_an_index_that_changed_is_copied_again(folder: Path, served: str) -> None:
+    assert IndexedDataset(path_of(served)).num_documents == 60
+    with IndexedWriter(folder / "set", 1000) as writer:
+        writer.add_document([1, 2, 3])
+    dataset = IndexedDataset(path_of(served))
+    assert (dataset.num_documents, dataset.has_mask) == (1, False)
+
+
+def test_a_server_without_ranges_is_refused(served: str, conduct: Conduct) -> None:
+    conduct.has_ranges = False
+    with raises("data.url_without_ranges", url=f"{served}.bin"):
+        IndexedDataset(path_of(served))
+
+
+def test_failures_that_pass_are_noted_and_change_nothing(
+    folder: Path, served: str, conduct: Conduct, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = IndexedDataset(path_of(served))
+    conduct.fails = 2
+    ids = dataset.tokens(0, 100)
+    assert np.array_equal(ids, IndexedDataset(folder / "set").tokens(0, 100))
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+@pytest.mark.parametrize("change", [{"fails": 99}, {"fails": 99, "status": 416}, {"cut": 5}])
+def test_failures_that_stay_are_said_in_one_line(
+    served: str, conduct: Conduct, change: dict[str, int]
+) -> None:
+    dataset = IndexedDataset(path_of(served))
+    vars(conduct).update(change)
+    with raises("data.url_interrupted", url=f"{served}.bin"):
+        dataset.tokens(0, 100)
+
+
+def test_a_server_that_is_gone_is_said(folder: Path) -> None:
+    with serving(folder, Conduct()) as url:
+        dataset = IndexedDataset(path_of(f"{url}/set"))
+    with raises("data.url_interrupted"):
+        dataset.tokens(0, 100)
+    with raises("data.url_interrupted"):
+        IndexedDataset(path_of(f"{url}/set"))
+
+
+def test_a_missing_pair_is_named_by_its_url(served: str) -> None:
+    with raises("data.data_set_missing", path=f"{served}s.idx"):
+        IndexedDataset(path_of(f"{served}s"))
+
+
+def test_a_neighbour_that_may_not_be_read_is_noted(
+    served: str, conduct: Conduct, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conduct.forbidden = (".loss_mask",)
+    assert not IndexedDataset(path_of(served)).has_mask
+    assert f"{served}.loss_mask" in capsys.readouterr().err
+
+
+def test_a_server_that_tells_no_version_is_noted(served: str, conduct: Conduct) -> None:
+    conduct.has_tags = False
+    dataset = IndexedDataset(path_of(served))
+    assert len(dataset.notes) == 1
+    assert contents_of(dataset) == contents_of(dataset)
+
+
+def test_commands_take_a_url_for_a_prefix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 30)
+    source = open_source(str(tmp_path / "text.txt"))
+    texts = [text for _, text in source]
+    model = train_sentencepiece(texts, tmp_path / "files" / "set", 290, False)
+    build(source, load_tokenizer(model), tmp_path / "files" / "set")
+    said = []
+    with serving(tmp_path / "files", Conduct()) as url:
+        for prefix in (f"{tmp_path}/files/set", f"{url}/set"):
+            assert main(["data", "inspect", prefix]) == 0
+            assert main(["data", "verify", prefix]) == 0
+            said.append(capsys.readouterr().out.replace(str(model), "MODEL"))
+    here, there = said
+    assert here.splitlines()[:12] == there.splitlines()[:12]
+    assert here.count("ok ") == there.count("ok ")

@@ -279,7 +279,8 @@ def _digests(prefix: Path) -> dict[str, Any]:
     loss_mask = with_suffix(prefix, LOSS_MASK)
     if loss_mask.is_file():
         digests[intact.MASK_DIGEST] = file_digest(loss_mask)
-    if bin_file.stat().st_size > intact.WHOLE:
+    # the pair may be put at a URL
+    if bin_file.stat().st_size > min(intact.WHOLE, intact.WHOLE_REMOTE):
         digests["blocks"] = {"bytes": intact.BLOCK, "sha256": intact.block_digests(bin_file)}
     IndexedDataset(prefix)  # records the check of a large index
     return digests

@@ -6,7 +6,7 @@ be written again: `WithBeginTokens` reads them as if it stood there.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -144,6 +144,14 @@ class WithBeginTokens(IndexedDataset):
         for into, stored_start, stored_stop in self._stored_within(start, length):
             ids[into] = self._stream[stored_start:stored_stop]
         return ids
+
+    def prepare(self, starts: Iterable[int], length: int) -> None:
+        """Read what is at a URL of the tokens [start, start + length) for each start at once."""
+        self._prepare_stored(
+            (stored_start, stored_stop)
+            for start in starts
+            for _, stored_start, stored_stop in self._stored_within(start, length)
+        )
 
     def counted(self, start: int, length: int) -> NDArray[np.bool_]:
         """Return whether each of the tokens [start, start + length) counts in the loss, [length].

@@ -22,7 +22,7 @@ stream and token `i` is found without a search.
 import os
 import struct
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -368,6 +368,15 @@ class IndexedDataset:
             )
         self.require_integer_ids()
         return self._stream[start : start + length].astype(np.int64)
+
+    def prepare(self, starts: Iterable[int], length: int) -> None:
+        """Read what is at a URL of the tokens [start, start + length) for each start at once: the
+        times that its server takes do not add up."""
+        self._prepare_stored((start, start + length) for start in starts)
+
+    def _prepare_stored(self, spans: Iterable[tuple[int, int]]) -> None:
+        if isinstance(self._stream, RemoteTokens):
+            self._stream.prepare(spans)
 
     def counted(self, start: int, length: int) -> NDArray[np.bool_]:
         """Return whether each of the tokens [start, start + length) counts in the loss, [length]:

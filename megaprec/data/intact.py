@@ -6,13 +6,11 @@ digests of both files in PREFIX.json. A file of up to WHOLE bytes is read once f
 its digest and its smallest and largest id. The result is cached on this machine and reused while
 the file's size, times and inode are unchanged, so that the next start reads nothing.
 
-A file at a URL is read whole up to WHOLE_REMOTE bytes.
-
-Of larger files only some blocks are read at a start, different ones each time: their ids are
-checked against the vocabulary and their digests against the record, which also has the smallest and
-largest id of the whole file. The digest of a larger index is that of its last full check
-(`index_check`). `megaprec data verify` reads any file completely, and its result is reused at the
-next start.
+Of larger files, at a URL of those above WHOLE_REMOTE bytes, only some blocks are read at a start,
+different ones each time: their ids are checked against the vocabulary and their digests against the
+record, which also has the smallest and largest id of the whole file. The digest of a larger index
+is that of its last full check (`index_check`). `megaprec data verify` reads any file completely,
+and its result is reused at the next start.
 """
 
 import hashlib

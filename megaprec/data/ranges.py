@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -21,6 +22,7 @@ from megaprec.errors import UserError
 
 CACHE_BLOCK = 1 << 20  # bytes of a block
 CACHE_BLOCKS = 128  # blocks that are kept of each file, in each process
+READERS = 8  # requests at the same time
 DELAYS = (0.5, 1.0, 2.0, 4.0)  # seconds before a request is repeated
 # keys of fsspec's details of a file that change with its content; each kind of URL has its own
 VERSION_KEYS = (
@@ -152,6 +154,23 @@ class RemoteTokens:
         content = self._content(start * itemsize, stop * itemsize)
         return np.frombuffer(content, self._dtype)
 
+    def prepare(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Read the missing blocks of ids [start, stop) of each span, READERS of them at a time, as
+        far as there is room to keep them."""
+        itemsize = self._dtype.itemsize
+        wanted: set[int] = set()
+        for start, stop in spans:
+            first_block = start * itemsize // CACHE_BLOCK
+            end_block = -(-stop * itemsize // CACHE_BLOCK)  # rounded up
+            wanted.update(range(first_block, end_block))
+        with self._lock:
+            missing = sorted(wanted - self._blocks.keys())[:CACHE_BLOCKS]
+            if len(missing) < 2:
+                return
+            with ThreadPoolExecutor(READERS) as readers:
+                for number, content in zip(missing, readers.map(self._read, missing), strict=True):
+                    self._keep(number, [content])
+
     def _content(self, begin: int, end: int) -> bytes:
         """Return bytes [begin, end) of the file."""
         if end <= begin:
@@ -180,16 +199,24 @@ class RemoteTokens:
 
     def _fetch(self, first: int, count: int) -> list[bytes]:
         """Return `count` blocks from `first` on, read by one request, and keep them."""
-        begin = first * CACHE_BLOCK
-        end = min(begin + count * CACHE_BLOCK, self._file.size)
-        content = self._file.read(begin, end - begin)
+        content = self._read(first, count)
         starts = range(0, len(content), CACHE_BLOCK)
         blocks = [content[start : start + CACHE_BLOCK] for start in starts]
+        self._keep(first, blocks)
+        return blocks
+
+    def _read(self, first: int, count: int = 1) -> bytes:
+        """Return the bytes of `count` blocks from `first` on."""
+        begin = first * CACHE_BLOCK
+        end = min(begin + count * CACHE_BLOCK, self._file.size)
+        return self._file.read(begin, end - begin)
+
+    def _keep(self, first: int, blocks: Sequence[bytes]) -> None:
+        """Keep the blocks from `first` on, and forget those that were used longest ago."""
         for number, block in enumerate(blocks, first):
             self._blocks[number] = block
         while len(self._blocks) > CACHE_BLOCKS:
             self._blocks.popitem(last=False)
-        return blocks
 
 
 def is_file_there(path: Path) -> bool:

@@ -136,8 +136,10 @@ class Samples:
         seq_length = self._seq_length
         # one token more: inputs and targets are shifted against each other
         rows = np.empty((count, seq_length + 1), dtype=np.int64)
-        for row, sample in zip(rows, ids, strict=True):
-            row[:] = self._dataset.tokens(int(sample) * seq_length, seq_length + 1)
+        starts = [int(sample) * seq_length for sample in ids]
+        self._dataset.prepare(starts, seq_length + 1)
+        for row, start in zip(rows, starts, strict=True):
+            row[:] = self._dataset.tokens(start, seq_length + 1)
         text = torch.from_numpy(rows)
         inputs = text[:, :-1].contiguous()
         targets = text[:, 1:].contiguous()

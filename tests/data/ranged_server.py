@@ -2,6 +2,7 @@
 
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ class Conduct:
     has_ranges: it answers ranges, and not always the whole file.
     has_tags: it tells a tag of each file, the digest of its content.
     fails: requests of ranges that are still to be answered by `status`.
+    seconds: before a range is sent.
     cut: bytes that each range lacks at its end.
     forbidden: endings of names that may not be read.
     ranges: name and first byte of each range that was sent.
@@ -27,6 +29,7 @@ class Conduct:
     has_tags: bool = True
     fails: int = 0
     status: int = 503
+    seconds: float = 0.0
     cut: int = 0
     forbidden: tuple[str, ...] = ()
     ranges: list[tuple[str, int]] = field(default_factory=list)
@@ -65,6 +68,7 @@ def serving(folder: Path, conduct: Conduct) -> Iterator[str]:
             if conduct.has_tags:
                 self.send_header("ETag", f'"{hash(content)}"')
             if asked and is_ranged:
+                time.sleep(conduct.seconds)
                 start, last = int(asked[1]), int(asked[2])
                 conduct.ranges.append((file.name, start))
                 self.send_header("Content-Range", f"bytes {start}-{last}/{len(content)}")

@@ -2,6 +2,7 @@
 said in one line."""
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,6 +97,20 @@ def test_of_the_tokens_only_blocks_around_samples_are_read(served: str, conduct:
     assert conduct.ranges[1:] == [("set.bin", 0)]
     dataset.tokens(place, 1)
     assert conduct.ranges[2:] == [("set.bin", 2 * BLOCK)]
+
+
+def test_the_blocks_of_a_batch_are_read_at_once(
+    served: str, conduct: Conduct, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "CACHE_BLOCKS", 99)
+    training = samples(path_of(served))
+    conduct.ranges.clear()
+    conduct.seconds = 0.1
+    began = time.monotonic()
+    training.batch(0, len(training))
+    blocks = len(conduct.ranges)
+    assert blocks > ranges.READERS
+    assert time.monotonic() - began < 0.1 * blocks / 2
 
 
 def test_a_second_start_reads_no_file_whole(served: str, conduct: Conduct) -> None:

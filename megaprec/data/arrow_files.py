@@ -44,7 +44,7 @@ def _opened(file: Path) -> Iterator[tuple[Any, Place]]:
     arrow = import_pyarrow(file)
     import pyarrow.ipc  # noqa: PLC0415 (optional)
 
-    with naming_row(file, arrow, "data.arrow_not_whole") as place, open_unpacked(file) as stream:
+    with naming_row(file, arrow, _not_whole) as place, open_unpacked(file) as stream:
         is_file = stream.read(len(FILE_MAGIC)) == FILE_MAGIC
         if not is_file:
             _require_end(file, stream)
@@ -60,7 +60,7 @@ def _require_end(file: Path, stream: Any) -> None:
     stream.seek(max(0, size - len(STREAM_END)))
     if stream.read() != STREAM_END:
         reason = "it has no mark at its end: it is cut off, or no Arrow table"
-        raise UserError.of("data.arrow_not_whole", file=file, number=1, reason=reason)
+        raise _not_whole(file, 1, reason)
 
 
 def _batches(table: Any) -> Iterator[Any]:
@@ -69,3 +69,7 @@ def _batches(table: Any) -> Iterator[Any]:
         yield from map(table.get_batch, range(table.num_record_batches))
     else:
         yield from table
+
+
+def _not_whole(file: Path, row: int, reason: str) -> UserError:
+    return UserError.of("data.arrow_not_whole", file=file, number=row, reason=reason)

@@ -6,7 +6,7 @@ begin, counted from 1 with the header.
 
 import csv
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,6 @@ from megaprec.errors import UserError
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 OTHER_SEPARATORS = (",", ";", "\t", "|")  # that tables may have by mistake
 BATCH_ROWS = 256  # that are read together
-PARQUET_DAMAGED = "data.parquet_not_whole"  # code of the error
 MAX_FIELD = 1 << 26  # characters of a field, which is read whole
 
 
@@ -137,7 +136,7 @@ def parquet_pieces(file: Path, document: str, field: str, on_fault: OnFault) -> 
     Raises UserError if the column is missing or has another type, and for a damaged file.
     """
     arrow = import_pyarrow(file)
-    with naming_row(file, arrow, PARQUET_DAMAGED) as place, _open_parquet(file) as table:
+    with naming_row(file, arrow, _damaged_parquet) as place, _open_parquet(file) as table:
         require_texts(file, table.schema_arrow, field)
         batches = table.iter_batches(batch_size=BATCH_ROWS, columns=[field], use_threads=False)
         yield from column_pieces(file, document, field, batches, place, on_fault)
@@ -147,7 +146,7 @@ def parquet_rows(file: Path, on_fault: OnFault) -> Iterator[tuple[int, dict[str,
     """Yield the number and the fields of each row of a Parquet file. Raises UserError for a damaged
     file."""
     arrow = import_pyarrow(file)
-    with naming_row(file, arrow, PARQUET_DAMAGED) as place, _open_parquet(file) as table:
+    with naming_row(file, arrow, _damaged_parquet) as place, _open_parquet(file) as table:
         batches = table.iter_batches(batch_size=BATCH_ROWS, use_threads=False)
         yield from batch_rows(file, batches, place, on_fault)
 
@@ -202,16 +201,25 @@ def batch_rows(
 
 
 @contextmanager
-def naming_row(file: Path, arrow: Any, code: str) -> Iterator[Place]:
-    """Raise UserError of a code for a file that Arrow cannot read inside the context, with the row
-    at the place that it gives. arrow: the module."""
+def naming_row(
+    file: Path, arrow: Any, refusal: Callable[[Path, int, str], UserError]
+) -> Iterator[Place]:
+    """Raise UserError for a file that Arrow cannot read inside the context.
+
+    arrow: the module.
+    refusal: makes the error of the file, the row at the place that is given, and the reason.
+    """
     place = Place()
     try:
         with naming_url(file) if is_remote(file) else nullcontext():
             yield place
     except (arrow.ArrowException, OSError) as problem:
         reason = " ".join(str(problem).split())
-        raise UserError.of(code, file=file, number=place.row + 1, reason=reason) from problem
+        raise refusal(file, place.row + 1, reason) from problem
+
+
+def _damaged_parquet(file: Path, row: int, reason: str) -> UserError:
+    return UserError.of("data.parquet_not_whole", file=file, number=row, reason=reason)
 
 
 def _open_parquet(file: Path) -> Any:

@@ -25,6 +25,7 @@ OTHERWISE = {
     "tools/analysis/calibration/record.py": "a file of the kernel, which may be missing",
     "megaprec/data/packed_files.py": "its errors have the file, and the line too",
     "megaprec/data/places.py": "its errors have the URL",
+    "megaprec/data/ranges.py": "its errors have the URL",
     "megaprec/train_program.py": "a file of the command that it has started, in a temporary folder",
     "tools/convert/core/untrusted.py": "a process without the package; the process that started it names the file",
     "tools/training/torchrun.py": "files of the kernel, which may be missing",

@@ -329,3 +329,22 @@ def test_another_template_is_another_data_set_and_a_text_has_no_mask(tmp_path: P
         writer.add_document([1, 2])
     assert not (tmp_path / "set.loss_mask").exists()
     assert not IndexedDataset(prefix).has_mask
+
+
+def test_inspect_shows_which_tokens_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with IndexedWriter(tmp_path / "set", 100, has_mask=True) as writer:
+        writer.extend([7, 8], np.array([2]), np.array([False, False]))
+        counted = np.array([False, True, True, False])
+        writer.extend([1, 2, 3, 4], np.array([4]), counted)
+    prefix = f"{tmp_path}/set"
+    assert main(["data", "inspect", prefix]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-7:] == [
+        *["--- document 0: 2 tokens, 0 count", "- 7 8", ""],
+        *["--- document 1: 4 tokens, 2 count", "- 1", "+ 2 3", "- 4"],
+    ]
+    assert main(["data", "inspect", prefix, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["counted_tokens"], document["counted_share"]) == (2, 2 / 6)

@@ -5,6 +5,8 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 from megaprec.data.build import BuildResult, prepare
 from megaprec.data.copies import file_here, is_there
 from megaprec.data.files import exclusive_lock
+from megaprec.data.index_check import CHUNK
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import Contents, check_vocabulary, contents_of
 from megaprec.data.places import is_remote, path_of
@@ -74,7 +77,7 @@ def _add_verify(commands: SubParsers) -> None:
 
 def _add_tokenizer(commands: SubParsers) -> None:
     parser = commands.add_parser("tokenizer", help="train a tokenizer on a text")
-    _add_source(parser)
+    _add_source(parser, "Not of conversations: a tokenizer is learned from text.")
     parser.add_argument(
         "path",
         metavar="FILE",
@@ -98,14 +101,18 @@ def _add_tokenizer(commands: SubParsers) -> None:
     parser.set_defaults(run=train_tokenizer)
 
 
-def _add_source(parser: argparse.ArgumentParser) -> None:
+def _add_source(parser: argparse.ArgumentParser, conversations: str) -> None:
+    """Add the text to read. conversations: a sentence on rows that are conversations."""
     parser.add_argument(
         "source",
         nargs="+",
         metavar="SOURCE",
-        help="'python' (the standard library), a text file, a folder of "
-        f"{' '.join(SUFFIXES)} (all but .parquet also with .gz or .zst), or a pattern such as "
-        "'texts/**/*.md'; several are read one after the other",
+        help="'python' (the standard library); a text file; a file of rows or samples: .arrow, "
+        ".tar (WebDataset), .mds, and those of folders; a folder of "
+        f"{' '.join(SUFFIXES)} (all but .parquet also with .gz or .zst); a data set that Hugging "
+        "Face's datasets has saved, or a folder of MDS; a pattern such as 'texts/**/*.md'; a URL "
+        "(s3://, gs://, hf://, https://) of any of these; several are read one after the other. "
+        f"{conversations}",
     )
     add_text_options(parser)
     add_skip_bad(parser)
@@ -116,7 +123,7 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
 
 def _add_build(commands: SubParsers) -> None:
     parser = commands.add_parser("build", help="tokenize a text into PREFIX.bin and PREFIX.idx")
-    _add_source(parser)
+    _add_source(parser, "Rows may be conversations: --chat-template.")
     add_chat_template(parser)
     parser.add_argument(
         "prefix", metavar="PREFIX", type=Path, help="data set to write, without .bin"
@@ -294,12 +301,16 @@ def _show(
     """Print the counts of a data set and the beginnings of some documents."""
     for name, value in _counts(dataset, contents).items():
         text = str(value)
-        if isinstance(value, float):
+        if name == "counted share":
+            text = f"{value:.1%} of the tokens count in the loss"
+        elif isinstance(value, float):
             text = f"{value:,.1f}"
         elif isinstance(value, int):
             text = f"{value:,}"
         unit = " tokens" if name.endswith(" document") else ""
         print(f"{name:<18} {text}{unit}")
+    if dataset.has_mask and shown_documents:
+        print("\nTokens after + count in the loss, those after - do not.")
     for index in shown_documents:
         print(f"\n--- document {index}: {_excerpt(dataset, index, tokenizer)}")
 
@@ -354,6 +365,10 @@ def _counts(dataset: IndexedDataset, contents: Contents) -> dict[str, int | floa
         ".bin bytes": dataset.stored_bytes,
         ".idx bytes": dataset.idx_file.stat().st_size,
     }
+    if dataset.has_mask:
+        num_counted = _count_counted(dataset)
+        counts["counted tokens"] = num_counted
+        counts["counted share"] = num_counted / max(1, dataset.num_tokens)
     # An empty set has no mean, and no largest id.
     if len(lengths):
         counts["shortest document"] = int(lengths.min())
@@ -373,11 +388,34 @@ def _spaced_documents(total: int, wanted: int) -> list[int]:
 
 
 def _excerpt(dataset: IndexedDataset, index: int, tokenizer: Tokenizer | None) -> str:
-    """Return the beginning of a document, as text if there is a tokenizer, otherwise as token
-    ids."""
+    """Return the beginning of a document, as text if there is a tokenizer, otherwise as token ids.
+
+    With a loss mask each span of tokens that count, or do not, stands on lines of its own.
+    """
     document = dataset.document(index)
     # a document may be longer than a terminal
     ids = document[:MAX_TOKENS_SHOWN].tolist()
     extent = f"first {len(ids)} of " if len(document) > len(ids) else ""
-    text = tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
-    return f"{extent}{len(document):,} tokens\n{text}"
+    head = f"{extent}{len(document):,} tokens"
+    if not dataset.has_mask:
+        return f"{head}\n{_text(ids, tokenizer)}"
+    begin = int(dataset.document_lengths()[:index].sum())
+    counts = dataset.counted(begin, len(document))
+    lines = [f"{head}, {counts.sum():,} count"]
+    for is_counted, run in groupby(zip(counts.tolist(), ids, strict=False), key=itemgetter(0)):
+        sign = "+" if is_counted else "-"
+        text = _text([token for _, token in run], tokenizer)
+        lines += [f"{sign} {line}" for line in text.splitlines() or [""]]
+    return "\n".join(lines)
+
+
+def _text(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
+    """Return tokens as text if there is a tokenizer, otherwise as ids."""
+    return tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
+
+
+def _count_counted(dataset: IndexedDataset) -> int:
+    """Return the number of tokens that count in the loss."""
+    starts = range(0, dataset.num_tokens, CHUNK)
+    chunks = (dataset.counted(start, min(CHUNK, dataset.num_tokens - start)) for start in starts)
+    return sum(int(chunk.sum()) for chunk in chunks)

@@ -141,7 +141,10 @@ def encode(
     block: tuple[int, int],
     rounds_up: Callable[[Tensor], Tensor] | None = None,
 ) -> Codes:
-    """Return x [m, k] in codes. amax: of the whole tensor, [1, 1]. rounds_up: as in `round_e2m1`."""
+    """Return x [m, k] in codes.
+
+    amax: of the whole tensor, [1, 1]. rounds_up: as in `round_e2m1`.
+    """
     tensor_scale = scale_of(amax, LARGEST * limit(E4M3))
     # The product with 1 / 6, which is rounded, is Transformer Engine's.
     sixth = torch.full_like(tensor_scale, LARGEST).reciprocal()

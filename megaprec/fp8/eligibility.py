@@ -111,8 +111,6 @@ def unsupported_settings(recipe: FP8Recipe) -> dict[str, str]:
         "dot_product_attention": "the products inside attention are computed in the compute dtype",
         "multi_head_attention": "the activations in attention have the compute dtype",
     }
-    if recipe.kind == "nvfp4":
-        reasons["parameters"] = "with fp8.kind = nvfp4 codes are emulated, a byte each"
     if recipe.kind in ("rowwise", "mx"):
         reasons["parameters"] = (
             f"with fp8.kind = {recipe.kind} a weight has different codes along its rows and "

@@ -141,6 +141,8 @@ class FP8Recipe:
             )
         if self.backend != "torch" and self.kind not in ("delayed", "current"):
             yield Problem.of("fp8.backend_kind", backend=self.backend, kind=self.kind)
+        if self.parameters and self.kind == "nvfp4":
+            yield Problem.of("fp8.nvfp4_parameters")
         # padded rows of a slice would be others in another layout, and so would their blocks
         if self.pad and self.kind == "nvfp4":
             yield Problem.of("fp8.nvfp4_pad")

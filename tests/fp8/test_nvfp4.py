@@ -15,8 +15,7 @@ from torch import Tensor
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part
-from megaprec.errors import UserError
-from megaprec.fp8 import linear, nvfp4
+from megaprec.fp8 import linear
 from megaprec.fp8.eligibility import eligibility
 from megaprec.fp8.formats import Role
 from megaprec.fp8.matmul import describe_kernels, multiply
@@ -36,11 +35,14 @@ from megaprec.precision.plan import plan
 from models.engine.fp8_shadow import Shadow, run_shadow
 from parallel.activation_checkpoint import Recompute
 from parallel.context import Context
-from parallel.layers import ColumnParallelLinear
+from parallel.layers import ColumnParallelLinear, Rows
 from tests.dialects.test_modes import distance
 from tests.fp8.test_training import EXPERTS, MODEL, run
 from tests.layouts import Run, batches, make_engine, share_of, train, train_all
+from tests.project.test_readme import ROOT
+from tests.refusals import raises
 from tools.config.precision_settings import FP8
+from tools.convert.initial import resolve_run
 from tools.journal.shadow_records import alarms
 
 Float32 = NDArray[np.float32]
@@ -176,8 +178,8 @@ def test_stochastic_rounding_takes_one_of_two_neighbours_and_is_right_in_the_mea
     for value in values.tolist():
         x = torch.full((256, 256), value)
         rounded = round_e2m1(x, rounds_up)
-        lower = E2M1_CODES[E2M1_CODES <= abs(value)].max()
-        upper = E2M1_CODES[E2M1_CODES >= abs(value)].min()
+        lower = E2M1_CODES[abs(value) >= E2M1_CODES].max()
+        upper = E2M1_CODES[abs(value) <= E2M1_CODES].min()
         assert set(rounded.abs().unique().tolist()) <= {lower, upper}
         part = (abs(value) - lower) / (upper - lower) if upper > lower else 0.0
         deviation = (upper - lower) * math.sqrt(part * (1 - part) / draws)
@@ -316,3 +318,64 @@ def test_the_shadow_names_the_tensor_that_breaks(
 
 def test_a_healthy_step_alarms_nobody() -> None:
     assert alarms(shadow(), FP8(kind="nvfp4")) == []
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("keys", "code", "fields"),
+    [
+        (["model.experts=4"], "model.nvfp4_layers", {"key": "experts"}),
+        (["model.mtp_layers=1"], "model.nvfp4_layers", {"key": "mtp_layers"}),
+        (["parallel.context=2"], "parallel.nvfp4_context", {"size": 2}),
+        (["parallel.tensor=4"], "parallel.nvfp4_copies", {"copies": 2}),
+        (["fp8.parameters=true"], "fp8.nvfp4_parameters", {}),
+        (["fp8.pad=true"], "fp8.nvfp4_pad", {}),
+        (["fp8.backend=transformer_engine"], "fp8.backend_kind", {"kind": "nvfp4"}),
+        (["train.numerics=canonical", "train.threads=1"], "config.canonical_nvfp4", {}),
+    ],
+)
+def test_what_would_be_other_numbers_is_refused_before_launch(
+    keys: list[str], code: str, fields: dict[str, Any]
+) -> None:
+    with raises(code, **fields):
+        resolve_run(ROOT / "examples" / "demo.toml", ["fp8.kind=nvfp4", *keys])
+
+
+def test_what_would_be_other_numbers_is_refused_in_python() -> None:
+    with raises("model.nvfp4_layers", key="experts"):
+        make_engine(None, run(RECIPE, model=EXPERTS))
+    precision = plan("bf16", fp8=RECIPE)
+    weight = partial(ColumnParallelLinear, input_size=32, output=32, name="layers.0.up")
+    context = Context(precision, fp8=FP8State(RECIPE, layers=1))
+    with raises("parallel.nvfp4_context", size=2):
+        weight(replace(context, cp=Axis("cp", 0, 2)))
+    with raises("parallel.nvfp4_experts"):
+        weight(context.for_experts("layers.0.experts"))
+    copied = [Rows("layers.0.key", 32, shards=1)]
+    with raises("parallel.nvfp4_copies", copies=2):
+        weight(replace(context, tp=Axis("tp", 0, 2)), output=copied)
+
+
+def test_gradients_of_layers_that_know_no_micro_batch_are_refused() -> None:
+    context = Context(plan("bf16", fp8=RECIPE), fp8=FP8State(RECIPE, layers=1))
+    layer = ColumnParallelLinear(context, 32, 32, name="layers.0.up")
+    with context.fp8.autocast():
+        y = layer(torch.ones(16, 1, 32, dtype=torch.bfloat16))
+    with raises("fp8.nvfp4_microbatch", name="layers.0.up.weight"):
+        y.sum().backward()
+
+
+def test_each_tensor_that_is_stacked_in_a_weight_must_suit_the_blocks() -> None:
+    """A block across two tensors would have other numbers where they are cut."""
+    key = Part("layers.0.attention.key.weight", (8, 32))
+    value = Part("layers.0.attention.value.weight", (8, 32))
+    reason = eligibility(RECIPE, [key, value], layers=1).fallback_reason
+    assert reason == "8 outputs (dim 0) are no multiple of 16 (layers.0.attention.key.weight)"
+
+
+def test_products_are_emulated_on_every_device() -> None:
+    for device in ("cpu", "meta"):
+        ways = describe_kernels(RECIPE, torch.device(device), torch.bfloat16, torch.float32)
+        assert all(way.startswith("emulated in FP32") for way in ways.values())

@@ -327,7 +327,7 @@ def _notes(config: RunConfig, target: Target, calibrated: bool) -> Iterator[str]
         yield from assumed_devices(config)
     elif config.train.device == "cpu":
         yield 'train.device = "cpu" is left aside: --gpu and --gpu-memory plan for a GPU'
-    if not target.gpu and not calibrated:
+    if not target.gpu and not calibrated and config.fp8.kind != "nvfp4":
         yield (
             "only products and messages are timed: what else this device needs is not known; --gpu "
             "NAME plans for a GPU that is"

@@ -1,15 +1,17 @@
 """The context of the parallel layers: precision plan, tensor-parallel axis and options, as one
 frozen value."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.experts import ExpertAxes
-from megaprec.comm.layout import layout_of
+from megaprec.comm.layout import Part, layout_of
 from megaprec.errors import Problem, UserError
 from megaprec.fp8.linear import FP8Gemm
+from megaprec.fp8.nvfp4 import Rounding
 from megaprec.fp8.params import FP8Param, mark_fp8
 from megaprec.fp8.state import FP8State
 from megaprec.kinds import is_number
@@ -126,7 +128,33 @@ class Context:
         if self.fp8.recipe.parameters:
             codes = FP8Param(self.fp8, layer)
             mark_fp8(weight, codes)
-        return FP8Gemm(self.fp8, layer, parts[0].dim, wide, self.tp, codes, self.leaves)
+        rounding = None
+        if self.fp8.recipe.kind == "nvfp4":
+            self._require_nvfp4(parts)
+            rounding = Rounding(self.seed, name, _output_numbers(parts))
+        return FP8Gemm(
+            self.fp8,
+            layer,
+            parts[0].dim,
+            wide,
+            self.tp,
+            codes,
+            rounding,
+            self.leaves,
+        )
+
+    def _require_nvfp4(self, parts: Sequence[Part]) -> None:
+        """Raise UserError if ranks would quantize other numbers of these weights than one
+        process."""
+        name = parts[0].name
+        if self.cp.size > 1:
+            raise UserError.of("parallel.nvfp4_context", size=self.cp.size)
+        if self.of_experts or self.together:
+            raise UserError.of("parallel.nvfp4_experts", name=name)
+        # copies of key/value heads have partial gradients, rounded before they are summed
+        copies = max(part.copies for part in parts)
+        if copies > 1:
+            raise UserError.of("parallel.nvfp4_copies", name=name, copies=copies)
 
     def products_of_head(self, name: str, grad_scale: float = 1.0) -> Gemm:
         """Return the products of an output head.
@@ -161,6 +189,17 @@ class Context:
         """Return True if activations between blocks are sharded along the sequence: it is
         requested, and tp > 1."""
         return self.sequence and self.tp.size > 1
+
+
+def _output_numbers(parts: Sequence[Part]) -> tuple[range, ...]:
+    """Return the numbers of the rows of a slice, part by part, in the stack of whole tensors."""
+    numbers: list[range] = []
+    rows_before = 0
+    for part in parts:
+        first = rows_before + (part.start if part.dim == 0 else 0)
+        numbers.append(range(first, first + part.padded[0]))
+        rows_before += part.shape[0]
+    return tuple(numbers)
 
 
 def _is_recompute(value: object) -> bool:

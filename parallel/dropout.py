@@ -1,4 +1,5 @@
-"""Dropout that drops the same elements in every layout.
+"""Dropout that drops the same elements in every layout, and the micro-batch that random numbers
+depend on.
 
 An element is kept or dropped by a function of the seed, the step, the layer's name and the
 element's logical coordinates: the sample within the global batch, the position, and the feature or
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 from megaprec.comm.random import bits, keep, key
+from megaprec.fp8.nvfp4 import Microbatch
+from megaprec.fp8.state import FP8State
 from parallel.context import Context
 from parallel.leaves import PLAIN, Leaves
 from parallel.sequence_cut import positions_between
@@ -31,6 +34,15 @@ class MicrobatchInfo:
     step: int
     samples: Tensor
     weight: Tensor | None = None
+
+
+def note_microbatch(fp8: FP8State, microbatch: MicrobatchInfo | None) -> None:
+    """Tell the FP8 products which micro-batch the layers after this compute, for the stochastic
+    rounding of its gradients. microbatch: None in evaluation."""
+    if microbatch is None:
+        fp8.microbatch = None
+    else:
+        fp8.microbatch = Microbatch(microbatch.step, microbatch.samples[0])
 
 
 def dropout(

@@ -64,6 +64,18 @@ def keep(
     return uniform < limit
 
 
+def keep_each(
+    key: int | Tensor,
+    index: Tensor,
+    probabilities: Tensor,
+) -> Tensor:
+    """Return a bool for each element of `index`, True with its own probability, float32 of the same
+    shape from 0 to 1: exactly those of `keep`."""
+    uniform = _shift(bits(key, index), 11)
+    limits = (probabilities.double() * 2**53).to(torch.int64)
+    return uniform < limits
+
+
 def normal(key: int, index: Tensor) -> Tensor:
     """Return a float32 number, standard normal, for each element of `index`."""
     # one word of random bits makes the numbers of two indices

@@ -12,7 +12,7 @@ set: FP32 for BF16, FP16 for FP16. FP8 changes the products of linear layers, no
     [precision.nemo.v1]                 the YAML of NeMo 1: see megaprec.dialects.nemo_v1
 
 In Python: `resolve(bf16_mixed(grad_reduce_in_fp32=False))`. `autocast_enabled` does what its name
-says, although NeMo itself never uses it. FP4 is not supported.
+says, although NeMo itself never uses it. FP4 is not translated.
 """
 
 from collections.abc import Callable, Mapping
@@ -347,8 +347,9 @@ def _refuse_fp8_contradictions(reading: Reading, plugin: MegatronMixedPrecision)
             "fp8_param_gather, its newer name, has the opposite value",
         )
     if plugin.fp4 is not None:
+        no_fp4 = 'there is no FP4 in this table; use fp8, or kind = "nvfp4" in [fp8] instead of it'
         also = ", and fp8 is given too: at most one of them" if plugin.fp8 else ""
-        reading.refuse("fp4", plugin.fp4, f"there is no FP4 in megaprec; use fp8{also}")
+        reading.refuse("fp4", plugin.fp4, f"{no_fp4}{also}")
     if plugin.fp8 and plugin.fp8_recipe == "delayed" and plugin.first_last_layers_bf16:
         reading.refuse(
             "first_last_layers_bf16",

@@ -18,6 +18,7 @@ ALIGNMENT: dict[Kind, tuple[int, int]] = {
     "rowwise": (8, 16),
     "blockwise": (128, 128),  # the size of a block
     "mx": (32, 32),
+    "nvfp4": (16, 16),  # the size of a block
 }
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
@@ -54,10 +55,24 @@ def eligibility(recipe: FP8Recipe, parts: Sequence[Part], layers: int) -> Eligib
     if reason := min(reasons):  # any of them, the same one in every run
         return Eligibility(name, shape, reason)
     # padding makes any size fit
+    if recipe.kind == "nvfp4":
+        return Eligibility(name, shape, _misfit_of_parts(parts))
     unfit = misfit(recipe.kind, outputs, inputs)
     if unfit and not recipe.pad:
         return Eligibility(name, shape, f"{unfit}, and fp8.pad = false")
     return Eligibility(name, shape)
+
+
+def _misfit_of_parts(parts: Sequence[Part]) -> str:
+    """Return why a weight stacked of `parts` does not suit NVFP4; empty if it does.
+
+    Each part must suit it by itself: a block across two of them would have other numbers where
+    parts are cut over tensor-parallel ranks.
+    """
+    for part in parts:
+        if unfit := misfit("nvfp4", part.padded[0], prod(part.padded[1:])):
+            return f"{unfit} ({part.name})"
+    return ""
 
 
 def misfit(kind: Kind, outputs: int, inputs: int) -> str:

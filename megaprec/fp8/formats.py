@@ -1,4 +1,5 @@
-"""The two eight-bit formats, and the rounding to them.
+"""The two eight-bit formats, and the rounding to them. NVFP4's codes, of four bits, are numbers of
+E4M3 too.
 
     E4M3   sign, 4 bits of exponent, 3 of mantissa: up to 448, no infinity, one NaN a sign
     E5M2   sign, 5 bits of exponent, 2 of mantissa: up to 57344, with infinity and NaN as in half
@@ -28,6 +29,8 @@ Role = Literal["input", "weight", "gradient"]
 def format_of(recipe: FP8Recipe, role: Role) -> torch.dtype:
     """Return the format of a factor of a linear layer's products: input, weight or gradient of the
     output."""
+    if recipe.kind == "nvfp4":
+        return E4M3
     return E5M2 if role == "gradient" and recipe.format == "hybrid" else E4M3
 
 

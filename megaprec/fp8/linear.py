@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from megaprec.comm.axis import Axis
+from megaprec.errors import UserError
 from megaprec.fp8.eligibility import Eligibility
 from megaprec.fp8.formats import Role
 from megaprec.fp8.matmul import add_product_, multiply
+from megaprec.fp8.nvfp4 import Rounding, nvfp4_casts
 from megaprec.fp8.params import FP8Param
 from megaprec.fp8.quantize import (
     Codes,
@@ -44,6 +46,7 @@ class FP8Gemm:
     cut: the dim of the weight that is sharded over `tp`; None: each rank has all of it, and maybe
         tokens of its own.
     fp8_param: the codes of a weight that is stored in FP8 only.
+    rounding: the stochastic rounding of the gradients of the weight's outputs, in NVFP4 only.
     leaves: calls the passes of casts over a tensor, in their compiled forms if there are any.
     scales, advances: of the forward pass, if scales change within a step. The output and the
     input's gradient have high-precision dtypes.
@@ -55,6 +58,7 @@ class FP8Gemm:
     wide: Gemm
     tp: Axis
     fp8_param: FP8Param | None = None
+    rounding: Rounding | None = None
     leaves: CallLeaf = uncompiled
     scope: Scope = OFF
     scales: Mapping[Role, Tensor] = field(default_factory=dict)
@@ -64,7 +68,10 @@ class FP8Gemm:
         """Bind the products to the current autocast and scales, so that a later backward pass uses
         them too."""
         if not self.state.by_microbatch:
-            return replace(self, scope=self.state.scope)
+            rounding = self.rounding
+            if rounding is not None:
+                rounding = replace(rounding, microbatch=self.state.microbatch)
+            return replace(self, scope=self.state.scope, rounding=rounding)
         # Scales change before the backward pass: it must see copies of those of this pass.
         roles: tuple[Role, ...] = ("input", "weight")
         scales: dict[Role, Tensor] = {}
@@ -200,17 +207,28 @@ class FP8Gemm:
             scale = self.scales[role]
         else:
             scale = self.state.scale(self.eligibility.name, role)
-        codes, transposed = quantize_both(
-            x,
-            self._recipe,
-            role,
-            scale=scale,
-            reduce_max=reduce_max,
-            leaves=self._leaves_for(x),
-        )
+        if self._recipe.kind == "nvfp4":
+            rounding = self._rounding_of_pass() if role == "gradient" else None
+            codes, transposed = nvfp4_casts(x, role, reduce_max, rounding)
+        else:
+            codes, transposed = quantize_both(
+                x,
+                self._recipe,
+                role,
+                scale=scale,
+                reduce_max=reduce_max,
+                leaves=self._leaves_for(x),
+            )
         # counts nothing unless somebody watches
         self.state.note_lost(self.eligibility.name, role, x, codes)
         return codes, transposed
+
+    def _rounding_of_pass(self) -> Rounding:
+        """Return the rounding of this pass's gradients. Raises UserError if no layer has said which
+        micro-batch the pass belongs to."""
+        if self.rounding is None or self.rounding.microbatch is None:
+            raise UserError.of("fp8.nvfp4_microbatch", name=self.eligibility.name)
+        return self.rounding
 
     def _differs_over_tp(self, role: Role) -> bool:
         """Return True if each tp rank has a part of the tensor only: a slice, or some tokens."""
@@ -239,9 +257,12 @@ class FP8Gemm:
 
     def _restore(self, factor: Factor, role: Role) -> Codes:
         """Return the codes of which `_tensors` made a factor."""
-        values, inverse = factor  # the block is not saved: the shape tells it
-        return Codes(values, inverse, block_of(self._recipe, role, values.shape))
+        # the block is not saved: the shape tells it
+        values, inverse, *tensor = factor
+        return Codes(values, inverse, block_of(self._recipe, role, values.shape), *tensor)
 
 
 def _tensors(codes: Codes) -> Factor:
-    return codes.values, codes.inverse
+    if codes.tensor is None:
+        return codes.values, codes.inverse
+    return codes.values, codes.inverse, codes.tensor

@@ -28,6 +28,7 @@ KERNELS: dict[Kind, tuple[Kernel, ...]] = {
     "rowwise": (kernels.rowwise, kernels.unscaled_rowwise),
     "blockwise": (kernels.blockwise,),
     "mx": (kernels.mx,),
+    "nvfp4": (),  # emulated on every device
 }
 PRODUCTS: dict[str, tuple[Role, Role]] = {
     "forward": ("input", "weight"),
@@ -86,6 +87,10 @@ def add_product_(
 def emulated(a: Codes, b: Codes, out: torch.dtype) -> Tensor:
     """Return `multiply` computed in FP32 on any device: from codes, scaled afterwards, or from the
     scaled numbers."""
+    if a.tensor is not None and b.tensor is not None:
+        # As a tensor core does: the terms of the sum are exact, and scales of tensors come last.
+        product = a.scaled_by_blocks() @ b.scaled_by_blocks().t()
+        return product.mul_(a.tensor).mul_(b.tensor).to(out)
     if _has_blocks_in_rows(a, b):
         return (a.wide() @ b.wide().t()).to(out)
     row_scales = expand_blocks(a.inverse.float(), a.block, a.values.shape)
@@ -125,6 +130,8 @@ def _kind_of(a: Codes, b: Codes) -> Kind:
     ones."""
     if a.inverse.dtype == torch.float8_e8m0fnu:
         return "mx"
+    if a.tensor is not None:
+        return "nvfp4"
     if _has_blocks_in_rows(a, b):
         return "blockwise"
     if a.inverse.numel() == b.inverse.numel() == 1:
@@ -153,6 +160,8 @@ def choose_kernel(
     if there are any, are of 128 x 128. On meta tensors, which have no numbers, that is the first
     kernel. Raises UserError if Transformer Engine's casts or products are wrong.
     """
+    if not KERNELS[kind]:
+        return None, f"there is no kernel for {kind} here"
     # Meta tensors stand for those of a GPU, and no product of theirs can be checked.
     if device.type == "meta":
         return KERNELS[kind][0], ""

@@ -10,9 +10,10 @@ twice, each time from the high-precision numbers:
     rowwise      a row                                           no
     blockwise    128 in a row; of weights 128 x 128              weights only
     mx           32 in a row                                     no
+    nvfp4        16 in a row; of weights 16 x 16                 weights only
 
 `Codes` are always summed over their last dim: a sum over the first dim uses the codes of the
-transposed matrix.
+transposed matrix. `megaprec.fp8.nvfp4` makes those of NVFP4.
 """
 
 from collections.abc import Callable
@@ -31,15 +32,18 @@ from megaprec.precision.fp8_recipe import FP8Recipe
 
 @dataclass(frozen=True)
 class Codes:
-    """A matrix [m, k] in FP8, to be summed over k.
+    """A matrix [m, k] in FP8 or NVFP4, to be summed over k.
 
-    values: float8_e4m3fn or float8_e5m2 [m, k]. inverse: the inverse scales, [m / block[0], k /
-    block[1]] rounded up; float32, of MX float8_e8m0fnu. block: how many rows and columns share one.
+    values: float8_e4m3fn or float8_e5m2 [m, k]; of NVFP4 numbers of E2M1 in float8_e4m3fn. inverse:
+    the inverse scales, [m / block[0], k / block[1]] rounded up; float32, of MX float8_e8m0fnu, of
+    NVFP4 float8_e4m3fn. block: how many rows and columns share one. tensor: of NVFP4 the inverse
+    scale of the whole tensor, float32 [1, 1], by which those of blocks are multiplied.
     """
 
     values: Tensor
     inverse: Tensor
     block: tuple[int, int]
+    tensor: Tensor | None = None
 
     def t(self) -> "Codes":
         """Return the transposed matrix [k, m] in the same codes; copied on a GPU, whose kernels
@@ -48,10 +52,16 @@ class Codes:
         if values.is_cuda or values.is_meta:
             values = values.contiguous()
         block_rows, block_columns = self.block
-        return Codes(values, self.inverse.t(), (block_columns, block_rows))
+        return Codes(values, self.inverse.t(), (block_columns, block_rows), self.tensor)
 
     def wide(self) -> Tensor:
         """Return the dequantized numbers, float32 [m, k]."""
+        scaled = self.scaled_by_blocks()
+        return scaled if self.tensor is None else scaled * self.tensor
+
+    def scaled_by_blocks(self) -> Tensor:
+        """Return the numbers before the inverse scale of the tensor, float32 [m, k]: exact in
+        NVFP4, whose factors have two and four significant bits."""
         inverse = expand_blocks(self.inverse.float(), self.block, self.values.shape)
         return self.values.float() * inverse
 
@@ -187,7 +197,7 @@ def _current_scale(
 
 def serves_both(recipe: FP8Recipe, role: Role) -> bool:
     """Return True if the codes of the transposed matrix are the transposed codes of the matrix."""
-    if recipe.kind == "blockwise":
+    if recipe.kind in ("blockwise", "nvfp4"):
         return role == "weight"
     return recipe.kind in ("delayed", "current")
 
@@ -203,6 +213,8 @@ def block_of(recipe: FP8Recipe, role: Role, shape: torch.Size) -> tuple[int, int
         return 128 if role == "weight" else 1, 128
     if recipe.kind == "mx":
         return 1, 32
+    if recipe.kind == "nvfp4":
+        return 16 if role == "weight" else 1, 16
     return rows, columns
 
 
@@ -251,14 +263,24 @@ def counts_lost(x: Tensor, codes: Codes) -> Tensor:
 
     saturated: more than half a step above the largest number. vanished: nonzero, and zero in codes.
     """
-    dtype = codes.values.dtype
-    # Above the largest number, 1.75 times a power of two, a step is eps times that power of two:
-    # half a step is eps / 2 / 1.75 of the number.
-    largest = limit(dtype) * (1 + torch.finfo(dtype).eps / 3.5)
-    bounds = largest * expand_blocks(codes.inverse.float(), codes.block, x.shape)
-    saturated = (x.float().abs() > bounds) & x.isfinite()
+    bounds = _saturation_bound(codes) * expand_blocks(codes.inverse.float(), codes.block, x.shape)
+    if codes.tensor is not None:
+        bounds = bounds * codes.tensor
+    # where a block's scale is rounded to zero, all of its numbers vanish
+    saturated = (x.float().abs() > bounds) & x.isfinite() & (bounds != 0)
     nonzero = x != 0
-    vanished = nonzero & (codes.values.float() == 0)
+    vanished = nonzero & ((codes.values.float() == 0) | (bounds == 0))
     num_saturated = saturated.sum()
     num_elements = torch.full_like(num_saturated, x.numel())
     return torch.stack([num_saturated, num_elements, vanished.sum(), nonzero.sum()]).double()
+
+
+def _saturation_bound(codes: Codes) -> float:
+    """Return the number half a step above the largest one of the codes' format."""
+    # NVFP4's largest number is 6, a step below it 4
+    if codes.tensor is not None:
+        return 7.0
+    dtype = codes.values.dtype
+    # Above the largest number, 1.75 times a power of two, a step is eps times that power of two:
+    # half a step is eps / 2 / 1.75 of the number.
+    return limit(dtype) * (1 + torch.finfo(dtype).eps / 3.5)

@@ -36,6 +36,7 @@ from megaprec.fp8 import transformer_engine
 from megaprec.fp8.eligibility import Eligibility, eligibility, unsupported_settings
 from megaprec.fp8.formats import Role, format_of
 from megaprec.fp8.history import AmaxHistory
+from megaprec.fp8.nvfp4 import Microbatch
 from megaprec.fp8.quantize import Codes, counts_lost
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.torch_private import num_writes
@@ -92,6 +93,8 @@ class FP8State:
         self.scope = OFF
         self.rolls = 0  # number of advances of the history between passes
         self.renew: Callable[[bool], None] | None = None
+        # that of the layers which are computed at present; None in evaluation
+        self.microbatch: Microbatch | None = None
         self.outdated = True  # True if masters have changed since the last call of `renew`
         # number of advances of the history within passes, with `history = "te"` only
         self.advances = 0

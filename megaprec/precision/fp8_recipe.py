@@ -1,5 +1,5 @@
-"""The FP8 recipe: how matrix products are computed in FP8, as one frozen value of the precision
-plan.
+"""The FP8 recipe: how matrix products are computed in FP8 or in NVFP4, as one frozen value of the
+precision plan.
 
 E4M3 has more mantissa and its largest number is 448; E5M2 has more range and its largest number is
 57344. Neither has enough range for a whole model, so every tensor is multiplied by its own scale
@@ -11,6 +11,8 @@ largest magnitude (amax) is taken from:
     rowwise    one scale per row
     blockwise  one scale per block of 128 (128 x 128 for weights)
     mx         one power of two per 32 elements
+    nvfp4      codes of four bits; an E4M3 scale per 16 elements (16 x 16 for weights) and an FP32
+               scale per tensor (`megaprec.fp8.nvfp4`)
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +24,7 @@ from torch import Tensor
 from megaprec.errors import Problem, UserError
 from megaprec.kinds import wrong_kinds
 
-Kind = Literal["delayed", "current", "rowwise", "blockwise", "mx"]
+Kind = Literal["delayed", "current", "rowwise", "blockwise", "mx", "nvfp4"]
 Backend = Literal["torch", "transformer_engine"]
 
 
@@ -31,7 +33,7 @@ class FP8Recipe:
     """The settings of the FP8 products of a run; see the module's docstring for `kind`.
 
     format: "hybrid" is E4M3 in the forward pass and E5M2 for gradients; "e4m3" is E4M3 for all
-        tensors.
+        tensors. NVFP4 has one format, E2M1.
     margin: delayed scales are 2**margin lower than the amax requires, which leaves room for the
         amax to grow.
     history_length: number of past amaxes that determine a delayed scale.
@@ -139,3 +141,8 @@ class FP8Recipe:
             )
         if self.backend != "torch" and self.kind not in ("delayed", "current"):
             yield Problem.of("fp8.backend_kind", backend=self.backend, kind=self.kind)
+        if self.parameters and self.kind == "nvfp4":
+            yield Problem.of("fp8.nvfp4_parameters")
+        # padded rows of a slice would be others in another layout, and so would their blocks
+        if self.pad and self.kind == "nvfp4":
+            yield Problem.of("fp8.nvfp4_pad")

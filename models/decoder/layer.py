@@ -18,7 +18,7 @@ from models.config import ModelConfig
 from models.feed_forward.mlp import MLP
 from models.feed_forward.moe import MixtureOfExperts
 from parallel.context import Context
-from parallel.dropout import MicrobatchInfo, dropout
+from parallel.dropout import MicrobatchInfo, dropout, note_microbatch
 from parallel.norms import LayerNorm, RMSNorm
 
 
@@ -94,6 +94,8 @@ class DecoderLayer(nn.Module):
         x: [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism.
         The other parameters are those of `Attention`.
         """
+        # of the first pass and of a recomputed one, which may run beside another micro-batch's
+        note_microbatch(self.context.fp8, microbatch)
         # As in InternEvo: the next layer drops its input, to which these branches were added,
         # so the last layer's sum is not dropped.
         drops_stream = self.config.dropout_at == "stream"

@@ -76,6 +76,7 @@ from models.config import ModelConfig
 from models.decoder.layer import DecoderLayer, make_norm
 from models.decoder.mtp import MTPBatch, PredictionModule
 from models.mup import note_growth
+from models.nvfp4_models import require_nvfp4_layers
 from models.rope_scaling import RopeScaling
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, dropout
@@ -126,6 +127,9 @@ class Stage(nn.Module):
         tied: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
+        recipe = context.plan.fp8
+        if recipe is not None and recipe.kind == "nvfp4":
+            require_nvfp4_layers(config)
         self.config = config
         self.context = context
         self.cut = cut

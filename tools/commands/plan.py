@@ -171,6 +171,8 @@ def main(args: argparse.Namespace) -> int:
     target = target_of(config, args.gpu, args.gpu_memory)
     config = config.on_device(target.device)
     assumed = _assumptions(config, target, args)
+    if args.ranks and config.fp8.kind == "nvfp4":
+        raise UserError.of("planning.nvfp4_times", advice="leave --ranks out")
     if args.ranks and assumed is None:
         raise UserError.of("command.peak_unknown")
     notes = [*_notes(config, target, args.calibrated is not None)]
@@ -291,6 +293,8 @@ def _prediction(planned: Planned, assumed: Assumptions | None) -> list[str]:
     """Return the lines on the predicted step, or one that says why there are none."""
     if planned.prediction and assumed:
         return [*prediction_lines(planned, planned.prediction, assumed)]
+    if planned.config.fp8.kind == "nvfp4":
+        return ["prediction not known: products in NVFP4 are emulated"]
     return ["prediction not known: the peak speed of the device is not; --gpu or --tflops says it"]
 
 
@@ -358,12 +362,12 @@ def _notes(config: RunConfig, target: Target, calibrated: bool) -> Iterator[str]
         yield from assumed_devices(config)
     elif config.train.device == "cpu":
         yield 'train.device = "cpu" is left aside: --gpu and --gpu-memory plan for a GPU'
-    if not target.gpu and not calibrated:
+    if not target.gpu and not calibrated and config.fp8.kind != "nvfp4":
         yield (
             "only products and messages are timed: what else this device needs is not known; --gpu "
             "NAME plans for a GPU that is"
         )
-    if config.fp8.kind != "none" and not (target.gpu and target.gpu.fp8):
+    if config.fp8.kind not in ("none", "nvfp4") and not (target.gpu and target.gpu.fp8):
         yield (
             "the peak of FP8 is not known: its products are timed as those of "
             f"{config.precision.compute}; the bytes are those of FP8"
@@ -402,7 +406,10 @@ def _of_preset(preset: str) -> ModelConfig:
 
 
 def _assumptions(config: RunConfig, target: Target, args: argparse.Namespace) -> Assumptions | None:
-    """Return what the prediction rests on; None if the peak is not known."""
+    """Return what the prediction rests on; None if the peak is not known, or products are
+    emulated."""
+    if config.fp8.kind == "nvfp4":
+        return None
     known = assumptions_of(target.gpu, config.plan) if target.gpu else None
     if known is None:
         known = _assumptions_of_others(config, target, args.tflops)

@@ -26,6 +26,7 @@ from megaprec.precision.patterns import match_patterns, unmatched_problems
 from models.attention.context_limits import context_problems
 from models.config import ModelConfig
 from models.logical_shapes import logical_shapes
+from models.nvfp4_models import nvfp4_problems
 from parallel.activation_checkpoint import MODULES
 from parallel.pipeline.builders import SPLIT
 from tools.config.batch_schedule import BatchSchedule
@@ -587,6 +588,18 @@ def _recipe(fp8: FP8) -> Iterator[str]:
     yield from _problems_of(recipe_of, fp8)
 
 
+def _nvfp4(model: ModelConfig, parallel: Parallel, fp8: FP8) -> Iterator[str]:
+    if fp8.kind != "nvfp4":
+        return
+    yield from nvfp4_problems(model)
+    if parallel.context > 1:
+        yield Problem.of("parallel.nvfp4_context", size=parallel.context)
+    if parallel.tensor > model.kv_heads:
+        copies = parallel.tensor // model.kv_heads
+        heads = f"model.kv_heads = {model.kv_heads}"
+        yield Problem.of("parallel.nvfp4_copies", name=heads, copies=copies)
+
+
 def _plan(precision: Precision, fp8: FP8) -> Iterator[str]:
     # `_recipe` reports the problems of [fp8]; those of the plan name fields without their table
     if _problems_of(recipe_of, fp8):
@@ -658,6 +671,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _sample,
     _schedule,
     _recipe,
+    _nvfp4,
     _plan,
     _shadow,
     _compile,

@@ -226,7 +226,12 @@ EFFECT_RULES: tuple[EffectRule, ...] = (
     ),
     EffectRule("fp8.history_length fp8.amax_algo fp8.reduce_amax", "fp8.kind", only_with="delayed"),
     EffectRule("fp8.history_length", "fp8.amax_algo", only_with="max"),
-    EffectRule("fp8.power_2_scales", "fp8.kind", holds=lambda tables: tables.fp8.kind != "mx"),
+    EffectRule("fp8.format", "fp8.kind", holds=lambda tables: tables.fp8.kind != "nvfp4"),
+    EffectRule(
+        "fp8.power_2_scales",
+        "fp8.kind",
+        holds=lambda tables: tables.fp8.kind not in ("mx", "nvfp4"),
+    ),
     EffectRule("fp8.calibrate", "fp8.calibrating", holds=lambda tables: not tables.fp8.calibrating),
     EffectRule("fp8.shadow_loss_gap fp8.shadow_cosine", "fp8.shadow_every"),
     EffectRule(

@@ -202,11 +202,12 @@ class FP8(Table):
     precision.compute."""
 
     # scales, and the format of the codes
-    kind: Literal["none", "delayed", "current", "rowwise", "blockwise", "mx"] = Field(
+    kind: Literal["none", "delayed", "current", "rowwise", "blockwise", "mx", "nvfp4"] = Field(
         default="none",
         description="FP8 recipe. none: no FP8; delayed: one scale per tensor, from the amax "
         "(largest magnitude) of earlier passes; current: one per tensor, from the tensor itself; "
-        "rowwise: one per row; blockwise: one per block of 128; mx: one per 32 elements.",
+        "rowwise: one per row; blockwise: one per block of 128; mx: one per 32 elements; nvfp4: "
+        "four-bit codes instead (NVFP4, emulated), one per 16 elements and one per tensor.",
     )
     format: Literal["hybrid", "e4m3"] = Field(
         default=default_of(FP8Recipe, "format"),

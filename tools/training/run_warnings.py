@@ -7,6 +7,7 @@ a key that has no effect on these data. Keys that have none beside other keys ar
 `tools.config.effectless`.
 """
 
+import math
 import os
 from collections.abc import Iterator
 
@@ -31,6 +32,8 @@ from tools.training.corpus import Corpus
 
 # repetitions after which text teaches nothing new: "Scaling data-constrained language models", 2023
 MANY_EPOCHS = 40
+# layers that are kept wide: "Pretraining Large Language Models with NVFP4", NVIDIA, 2025
+NVFP4_WIDE_SHARE = 0.15
 SHORTEST_DOCUMENT = 16  # tokens; shorter documents are equal by chance
 COMPARED = 300  # documents of an evaluated set that are looked for in the training data
 MOST_READ = 30_000  # training documents that are read for this; they are those of equal length
@@ -43,6 +46,7 @@ def run_warnings(config: RunConfig, corpus: Corpus, local_ranks: int, device: st
     yield from _many_epochs(config, corpus)
     yield from _endless_warmup(config)
     yield from _more_than_available(config, corpus)
+    yield from _all_layers_in_nvfp4(config)
     yield from _groups_without_effect(config)
     yield from _text_keys_without_effect(config, corpus)
     if device == "cuda":
@@ -95,6 +99,18 @@ def _more_than_available(config: RunConfig, corpus: Corpus) -> Iterator[str]:
         yield (
             f"fp8.calibrate = {fp8.calibrate} steps are the whole run, so no product is in FP8: "
             "calibrate for fewer steps or make the run longer"
+        )
+
+
+def _all_layers_in_nvfp4(config: RunConfig) -> Iterator[str]:
+    """Yield a line if NVFP4 is asked for without the wide layers of its published recipe."""
+    fp8 = config.fp8
+    if fp8.kind == "nvfp4" and not (fp8.first_layers or fp8.last_layers or fp8.wide):
+        layers = math.ceil(NVFP4_WIDE_SHARE * config.model.layers)
+        yield (
+            "fp8.kind = nvfp4 in all layers: its recipe keeps about "
+            f"{NVFP4_WIDE_SHARE:.0%} of them in {config.precision.compute}, mostly the last: "
+            f"fp8.last_layers = {layers}"
         )
 
 

@@ -3,6 +3,7 @@ long as their weights take to be read."""
 
 from dataclasses import dataclass
 
+from megaprec.errors import UserError
 from models.config import ModelConfig
 from models.estimate.flops import StageCost
 from tools.analysis.planning.seconds.assumptions import Assumptions
@@ -80,9 +81,14 @@ def product_seconds(config: RunConfig, cost: StageCost, assumed: Assumptions) ->
 
 
 def _fp8_speed(config: RunConfig, assumed: Assumptions) -> float:
-    """Return the FLOP/s of a rank's FP8 products; those of others if no peak of FP8 is known."""
+    """Return the FLOP/s of a rank's FP8 products; those of others if no peak of FP8 is known.
+
+    Raises UserError for NVFP4, which is emulated.
+    """
     usual = assumed.tflops * 1e12 * assumed.efficiency
     fp8 = config.plan.fp8
+    if fp8 is not None and fp8.kind == "nvfp4":
+        raise UserError.of("planning.nvfp4_times", advice="predict a run with another kind")
     if fp8 is None or not assumed.fp8_tflops:
         return usual
     reached = assumed.fp8_efficiency * FP8_SPEED[fp8.kind]

@@ -55,7 +55,19 @@ LATENT = LLAMA | {"family": "deepseek_v3", "kv_heads": 4, "bias": True}
 LATENT |= {
     "latent": {"query_rank": 24, "kv_rank": 16, "rope_dim": 8, "nope_dim": 12, "value_dim": 16}
 }
-MODELS = {"llama": LLAMA, "gpt2": GPT2, "mixtral": MIXTRAL, "deepseek_v3": LATENT}
+# fewer heads of keys than virtual ranks
+DELTA_NET = MIXTRAL | {"family": "qwen3_next", "shared_experts": 32, "shared_gate": True}
+DELTA_NET |= {
+    "delta_net": {"key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 12},
+    "delta_layers": (0,),
+}
+MODELS = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "mixtral": MIXTRAL,
+    "deepseek_v3": LATENT,
+    "qwen3_next": DELTA_NET,
+}
 FALLING = LossScaling("dynamic", initial=2.0**20, hysteresis=1)  # its first steps overflow
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {"compute": "fp32"},

@@ -94,6 +94,7 @@ CASES = [
     ),
     *((f"fp8.{key}", "false", "", FP8) for key in ("weight_gradients", "reduce_amax")),
     ("fp8.format", '"e4m3"', "", FP8),
+    ("fp8.format", '"e4m3"', "fp8.kind=nvfp4", FP8),
     ("fp8.wide", '["*down*"]', "", FP8),
     ("fp8.history", '"te"', "", FP8),
     ("fp8.backend", '"transformer_engine"', "", FP8),

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from megaprec.errors import UserError
 from tests.convert.test_megatron_bare import RUN
 from tests.convert.test_transformers import theirs, write_job
 from tests.models.test_families import float32_is_float64
@@ -30,6 +31,7 @@ from tools.cli import main
 from tools.convert.core.rules import matches
 from tools.convert.formats import open_source
 from tools.convert.hf.config import from_hugging_face
+from tools.convert.initial import open_initial, resolve_run
 from tools.convert.systems.torchtitan import Spelling, titan_rules
 from tools.convert.verify import load_stage
 
@@ -39,6 +41,7 @@ pytestmark = [
     pytest.mark.usefixtures("torch_files_read_here"),
     pytest.mark.filterwarnings("ignore"),  # those of torch and transformers
 ]
+OWN_MODEL, _, _ = RUN.partition("[data]")
 IDS = torch.randint(131, (3, 40), generator=torch.Generator().manual_seed(1))
 
 
@@ -134,7 +137,7 @@ def test_a_run_file_says_what_the_model_is_unless_a_config_does(
     given = ["--config", str(run), "--verify", "logits"]
     assert main(["convert", str(folder), str(out), *given]) == 0
     told = capsys.readouterr().out
-    assert "what the model is was taken from --config" in told
+    assert "what the model is was taken from the run file" in told
     assert "not read: the optimizer's state" in told
     theirs = open_source(tmp_path / "hf")
     ours = open_source(out)
@@ -337,4 +340,34 @@ def test_a_run_begins_with_a_checkpoint_of_fsdp(tmp_path: Path) -> None:
         keys = [f"train.init_from={start}", f"train.folder={run}"]
         assert main(["train", str(job), *keys]) == 0
         losses.append([record["loss"] for record in steps(run)])
-    assert losses[0] == losses[1]
+    # nothing beside the weights says what they are of: [model] does
+    (folder / "config.json").unlink()
+    (job.parent / "own.toml").write_text(OWN_MODEL + job.read_text())
+    keys = [f"train.init_from={folder}", f"train.folder={tmp_path}/run-own"]
+    assert main(["train", f"{job.parent}/own.toml", *keys]) == 0
+    losses.append([record["loss"] for record in steps(tmp_path / "run-own")])
+    assert losses == [losses[0]] * 3
+
+
+def test_a_checkpoint_that_no_config_describes_is_that_of_the_run_file(tmp_path: Path) -> None:
+    folder = write_dcp(tmp_path, "llama")
+    job = write_job(tmp_path, torch.arange(100))
+    keys = [f"train.init_from={folder}"]
+    with raises("convert.dcp_config_missing"):
+        resolve_run(job, keys)
+    own = tmp_path / "own.toml"
+    own.write_text(OWN_MODEL + job.read_text())
+    model = resolve_run(own, keys).model
+    expected = open_source(tmp_path / "hf")
+    ours = open_initial(folder, model)
+    for key in expected.shapes:
+        assert torch.equal(ours.read(key), expected.read(key)), key
+    with raises("convert.dcp_vocabulary_open"):
+        open_initial(folder, model.with_vocab(0))
+    wider = model.model_copy(update={"ffn": 44})
+    with pytest.raises(UserError):
+        open_initial(folder, wider)
+    # a description beside the weights is stronger
+    shutil.copy(tmp_path / "hf/config.json", folder)
+    with raises("config.not_of_weights", key="model.ffn"):
+        resolve_run(own, [*keys, "model.ffn=44"])

@@ -78,7 +78,7 @@ def test_a_bare_checkpoint_of_megatron_core_is_read_as_a_run_file_says(
     run.write_text(RUN)
     given = ["--config", str(run), "--verify", "logits"]
     assert main(["convert", str(core), str(tmp_path / "out"), *given]) == 0
-    assert "what the model is was taken from --config" in capsys.readouterr().out
+    assert "what the model is was taken from the run file" in capsys.readouterr().out
     ours = open_source(tmp_path / "out")
     theirs = open_source(there)
     assert ours.shapes == theirs.shapes

@@ -386,6 +386,11 @@ class RunFile:
         return self._folder_of("train.init_from")
 
     @property
+    def has_own_model(self) -> bool:
+        """Return True if the run file, or its preset, says how wide the model is."""
+        return "model.hidden" in self.settings
+
+    @property
     def grown_tokenizer(self) -> Path | None:
         """Return the file of data.tokenizer, for whose tokens train.grow_vocabulary adds rows; None
         if there is none."""

@@ -18,6 +18,7 @@ from megaprec.comm.gathered_texts import gather_entries
 from megaprec.data.tokenizer import loaded_once
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from models.config import ModelConfig
 from tools.config.initial_model import InitialModel
 from tools.config.run_file import RunConfig, RunFile
 from tools.convert.core.finite import NotFinite
@@ -29,12 +30,15 @@ from tools.convert.hf.config import special_ids as hf_special_ids
 from tools.convert.hf.folder import CONFIG, hf_model, hf_tokenizer, read_config
 from tools.convert.hf.vocabulary import check_tokenizer, main_file, stated_ids
 from tools.convert.native import native_model, special_ids
+from tools.convert.systems.dcp import config_file
 
 
 def resolve_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the run of the TOML file `path`, changed by `overrides`; what they leave open of its
     model is that of train.init_from, and a whole [model] that of train.branch_from.
 
+    A folder of train.init_from that does not say its model (`leaves_model_open`) has that of the
+    run file, if there is one.
     Raises UserError with all problems.
     """
     run_file = RunFile(path, overrides)
@@ -42,7 +46,7 @@ def resolve_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
     origin = run_file.origin_of_model
     initial = None
     try:
-        if weights:
+        if weights and not (run_file.has_own_model and leaves_model_open(weights)):
             initial = initial_model(weights)
             if run_file.grows:
                 initial = _with_more_tokens(initial, run_file.grown_tokenizer)
@@ -76,8 +80,18 @@ def _model_of_branch(origin: Path, run_folder: Path) -> InitialModel:
     return InitialModel(model, None, None, f"{checkpoint / INDEX}")
 
 
-def initial_model(folder: Path) -> InitialModel:
-    """Return what the folder of train.init_from says. Raises UserError."""
+def leaves_model_open(folder: Path) -> bool:
+    """Return True for weights that nothing beside them describes: a distributed checkpoint of
+    PyTorch without a config.json. Raises UserError."""
+    kind, checkpoint = format_of(folder)
+    return kind == "dcp" and config_file(checkpoint) is None
+
+
+def initial_model(folder: Path, own: ModelConfig | None = None) -> InitialModel:
+    """Return what the folder of train.init_from says. Raises UserError.
+
+    own: the model of the run file, which a folder has that leaves it open.
+    """
     # Only what says the model is opened: weights are read much later, on every rank.
     kind, checkpoint = format_of(folder)
     if kind == "megaprec":
@@ -90,7 +104,7 @@ def initial_model(folder: Path) -> InitialModel:
         special = hf_special_ids(read_config(folder))
         origin = f"{folder / CONFIG}"
     else:
-        source = open_weights(folder)
+        source = open_weights(folder, own)
         model = source.model
         tokenizer = main_file(source.tokenizer)
         special = source.facts.special
@@ -99,18 +113,27 @@ def initial_model(folder: Path) -> InitialModel:
     return InitialModel(model, tokenizer, begins[0] if begins else None, origin)
 
 
-def open_initial(folder: Path) -> Source:
-    """Open the folder of train.init_from and check everything except the values. Raises
-    UserError."""
-    source = open_weights(folder)
+def open_initial(folder: Path, own: ModelConfig | None = None) -> Source:
+    """Open the folder of train.init_from and check everything except the values. Raises UserError.
+
+    own: as of `initial_model`.
+    """
+    source = open_weights(folder, own)
     check_tokenizer(source.tokenizer, source.model.vocab)
     return source
 
 
-def open_weights(folder: Path) -> Source:
-    """Open a folder without its optimizer state. Raises UserError."""
+def open_weights(folder: Path, own: ModelConfig | None = None) -> Source:
+    """Open a folder without its optimizer state. Raises UserError.
+
+    own: as of `initial_model`.
+    """
     kind, _ = format_of(folder)
-    return open_source(folder, weights_only=kind == "megatron")
+    if own is None or not leaves_model_open(folder):
+        return open_source(folder, weights_only=kind == "megatron")
+    if not own.vocab:
+        raise UserError.of("convert.dcp_vocabulary_open", path=folder)
+    return open_source(folder, model=own)
 
 
 def start_from(
@@ -118,11 +141,12 @@ def start_from(
     optimizer: ParallelAMPOptimizer,
     growth: Growth | None = None,
     drawn: Weights | None = None,
+    own: ModelConfig | None = None,
 ) -> None:
     """Copy the weights of train.init_from into the optimizer and the layers; moments stay zero.
 
     growth: the rows of new tokens; None if there are none. drawn: initial weights, of which they
-        are rows if growth says so.
+        are rows if growth says so. own: as of `initial_model`.
 
     Rank 0 prints the folder's notes, and a warning for tensors with numbers that are NaN or
     infinite. Collective over the world. Raises UserError, before anything is changed, if a file of
@@ -134,7 +158,7 @@ def start_from(
         weight_files = store.files_of("weight")
         require_intact(store, weight_files, optimizer.world, optimizer.device)
     # Every rank opens the folder, and reads no more than it holds.
-    slices = Slices(open_initial(folder))
+    slices = Slices(open_initial(folder, own))
     if growth:
         load_weights(GrownWeights(slices, growth, optimizer.plan, drawn), optimizer)
     else:

@@ -296,7 +296,7 @@ def _is_of_first_weights(config: RunConfig) -> bool:
     first_weights = config.train.init_from
     if not first_weights:
         return False
-    return config.origin("data.begin") == initial_model(Path(first_weights)).origin
+    return config.origin("data.begin") == initial_model(Path(first_weights), config.model).origin
 
 
 def _require_token(config: RunConfig, begin_token: int | None, ids: int) -> None:

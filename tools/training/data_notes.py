@@ -96,7 +96,7 @@ def begin_notes(
         yield from _begin_token_notes(config, streams, begin_token)
     elif config.data.begin == "none" and config.train.init_from:
         # The user has decided against the token of the weights, and may not know its effect.
-        initial = initial_model(Path(config.train.init_from))
+        initial = initial_model(Path(config.train.init_from), config.model)
         if initial.begin not in (None, documents.begin):
             yield (
                 'data.begin = "none": the weights of train.init_from were trained with token '

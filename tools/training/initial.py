@@ -56,7 +56,7 @@ def differences_from_first_weights(config: RunConfig) -> list[Difference]:
     none if the run does not begin with these weights. Raises UserError."""
     if not begins_with_weights(config):
         return []
-    saved = initial_model(Path(config.train.init_from)).model
+    saved = initial_model(Path(config.train.init_from), config.model).model
     return [*context_differences(saved, config.model, config)]
 
 
@@ -100,13 +100,13 @@ def _growth(
     """Return the rows for new tokens. old: the tokenizer of the weights, if it is known."""
     kind = config.train.grow_vocabulary
     assert kind != "none"
-    rows = initial_model(Path(config.train.init_from)).model.vocab
+    rows = initial_model(Path(config.train.init_from), config.model).model.vocab
     return Growth.between(kind, rows, vocab, old, tokenizer)
 
 
 def _tokenizer_of_weights(config: RunConfig) -> Tokenizer | None:
     """Return the tokenizer of the folder of train.init_from, None if it has none."""
-    file = initial_model(Path(config.train.init_from)).tokenizer
+    file = initial_model(Path(config.train.init_from), config.model).tokenizer
     return load_tokenizer(file) if file else None
 
 

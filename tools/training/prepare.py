@@ -83,7 +83,7 @@ def open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:
 def _check_initial(config: RunConfig) -> None:
     """Raise UserError if the checkpoint of train.init_from is incomplete or damaged."""
     if config.train.init_from:
-        open_initial(Path(config.train.init_from))
+        open_initial(Path(config.train.init_from), config.model)
 
 
 def print_plan(config: RunConfig) -> None:

@@ -328,7 +328,7 @@ def other_tokens(config: RunConfig, corpus: Corpus) -> Iterator[Problem]:
     tokenizer = corpus.tokenizer.path
     # A run that resumes does not use the weights of train.init_from.
     if config.train.init_from and open_newest_checkpoint(config.checkpoint_folder) is None:
-        weights_tokenizer = initial_model(Path(config.train.init_from)).tokenizer
+        weights_tokenizer = initial_model(Path(config.train.init_from), config.model).tokenizer
         if weights_tokenizer and config.train.grow_vocabulary != "none":
             yield from moved_tokens(load_tokenizer(weights_tokenizer), corpus.tokenizer)
         elif weights_tokenizer and not same_tokens(weights_tokenizer, tokenizer):

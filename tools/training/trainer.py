@@ -172,7 +172,8 @@ class Trainer:
         optimizer = self.engine.optimizer
         stages = self.engine.stages.values()
         drawn = InitialWeights(stages, optimizer.plan, self.config.train.seed)
-        start_from(folder, optimizer, growth_of(self.config, self.corpus), drawn)
+        growth = growth_of(self.config, self.corpus)
+        start_from(folder, optimizer, growth, drawn, self.config.model)
 
     def _resume(self, checkpoint: Path) -> None:
         """Load the state of the run from a checkpoint."""

@@ -127,7 +127,7 @@ def _open_without_args(checkpoint: Path, model: ModelConfig) -> Source:
     """Open a checkpoint of which only its names and `model` say what it is."""
     # Of these args only the rotary ones are looked at, which no layout decides.
     arguments = args_of(model, model.vocab, tp=1, pp=1, fused_norms=True, dtype=torch.float32)
-    note = "what the model is was taken from --config, for nothing here says it"
+    note = "what the model is was taken from the run file, for nothing here says it"
     return _open_weights(checkpoint, arguments, model, Facts(notes=(note,)))
 
 

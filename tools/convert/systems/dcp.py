@@ -4,7 +4,7 @@ of FSDP around a model of transformers.
     .metadata          a pickle: which tensors there are, and where their parts lie
     __0_0.distcp       the parts that rank 0 has
     config.json        of the model in Hugging Face's format, which has to be put here or in the
-                       folder above; `megaprec convert --config RUN.toml` takes a run file's [model]
+                       folder above; otherwise it is the [model] of a run file
 
 Names have before them what the program that saved put around the model (`model.`, `app.model.`),
 and may have those of wrappers within. Weights are read, the optimizer's state is not. No pickle is
@@ -142,7 +142,9 @@ def _source(
         )
         tokenizer = tokenizer or hf_tokenizer(folder)
     else:
-        folder_notes.append("what the model is was taken from --config, for nothing here says it")
+        folder_notes.append(
+            "what the model is was taken from the run file, for nothing here says it"
+        )
     facts = replace(facts, notes=tuple(folder_notes))
     return Source(checkpoint, "dcp", described.model, origins, facts, tokenizer)
 
@@ -195,29 +197,29 @@ def _subject(saved_name: str) -> str:
 def _describe(checkpoint: Path, model: ModelConfig | None, of_torchtitan: bool) -> _Described:
     """Return what the model is. UserError if nothing says it, or both a config.json and a run
     file."""
-    config_file = _config_file(checkpoint)
-    if config_file is None and model is None:
+    of_model = config_file(checkpoint)
+    if of_model is None and model is None:
         raise UserError.of("convert.dcp_config_missing", path=checkpoint / CONFIG)
-    if config_file is None:
+    if of_model is None:
         assert model is not None
         # torchtitan's names are its own, whatever Hugging Face calls the model.
         model_type = "" if of_torchtitan else model_type_of(model)
-        return _Described(model.without_mtp, "--config", model_type)
+        return _Described(model.without_mtp, "the run file", model_type)
     if model is not None:
-        raise UserError.of("convert.config_unused", path=config_file)
+        raise UserError.of("convert.config_unused", path=of_model)
     try:
-        outer_config = read_json(config_file)
+        outer_config = read_json(of_model)
         config = text_config(outer_config)
         of_config = from_hugging_face(config).without_mtp
         if of_torchtitan:
             of_config = torchtitan.with_titan_norms(of_config)
     except UserError as error:
-        problems = [problem.within(f"{config_file}: ") for problem in error.problems]
+        problems = [problem.within(f"{of_model}: ") for problem in error.problems]
         raise UserError(*problems) from error
-    return _Described(of_config, f"{config_file}", config["model_type"], outer_config, config)
+    return _Described(of_config, f"{of_model}", config["model_type"], outer_config, config)
 
 
-def _config_file(checkpoint: Path) -> Path | None:
+def config_file(checkpoint: Path) -> Path | None:
     """Return the config.json of the model; None if there is none."""
     for folder in (checkpoint, checkpoint.absolute().parent):
         if (folder / CONFIG).is_file():

@@ -41,7 +41,8 @@ def eligibility(recipe: FP8Recipe, parts: Sequence[Part], layers: int) -> Eligib
     """Return the eligibility, under `recipe`, of a weight that is made of `parts`, in a model of so
     many layers.
 
-    Raises UserError for patterns that match only some of the parts.
+    Raises UserError for patterns that match only some of the parts, and for NVFP4 in which only a
+    whole tensor fits, not a rank's slice.
     """
     name = parts[0].name
     # parts are stacked by rows; a weight with more dims counts as [n, k]
@@ -54,9 +55,9 @@ def eligibility(recipe: FP8Recipe, parts: Sequence[Part], layers: int) -> Eligib
         raise UserError.of("fp8.fp8_wide_part_of_weight", names=names)
     if reason := min(reasons):  # any of them, the same one in every run
         return Eligibility(name, shape, reason)
-    # padding makes any size fit
     if recipe.kind == "nvfp4":
         return Eligibility(name, shape, _misfit_of_parts(parts))
+    # padding makes any size fit
     unfit = misfit(recipe.kind, outputs, inputs)
     if unfit and not recipe.pad:
         return Eligibility(name, shape, f"{unfit}, and fp8.pad = false")
@@ -64,14 +65,18 @@ def eligibility(recipe: FP8Recipe, parts: Sequence[Part], layers: int) -> Eligib
 
 
 def _misfit_of_parts(parts: Sequence[Part]) -> str:
-    """Return why a weight stacked of `parts` does not suit NVFP4; empty if it does.
+    """Return why a weight stacked of `parts` does not suit NVFP4, the same in every layout; empty
+    if it does.
 
     Each part must suit it by itself: a block across two of them would have other numbers where
-    parts are cut over tensor-parallel ranks.
+    parts are cut over tensor-parallel ranks. Raises UserError if a whole tensor suits it and its
+    slices do not.
     """
     for part in parts:
-        if unfit := misfit("nvfp4", part.padded[0], prod(part.padded[1:])):
+        if unfit := misfit("nvfp4", part.shape[0], prod(part.shape[1:])):
             return f"{unfit} ({part.name})"
+        if unfit := misfit("nvfp4", part.padded[0], prod(part.padded[1:])):
+            raise UserError.of("fp8.nvfp4_slice", name=part.name, slices=part.shards, misfit=unfit)
     return ""
 
 

@@ -33,6 +33,7 @@ from megaprec.fp8.state import FP8State
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import plan
 from models.engine.fp8_shadow import Shadow, run_shadow
+from models.estimate.storage import SimulatedAxis
 from parallel.activation_checkpoint import Recompute
 from parallel.context import Context
 from parallel.layers import ColumnParallelLinear, Rows
@@ -341,6 +342,24 @@ def test_what_would_be_other_numbers_is_refused_before_launch(
 ) -> None:
     with raises(code, **fields):
         resolve_run(ROOT / "examples" / "demo.toml", ["fp8.kind=nvfp4", *keys])
+
+
+def slice_of(outputs: int, shards: int) -> Part:
+    """Return the first slice of a weight [outputs, 32] that is cut into so many."""
+    tp = SimulatedAxis("tp", 0, shards)
+    return Part.cut("layers.0.mlp.up.weight", (outputs, 32), 0, tp)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 8])
+def test_a_weight_that_does_not_fit_is_wide_in_every_layout(shards: int) -> None:
+    """Padded to 128, slices of 127 outputs would fit 8 ranks."""
+    assert eligibility(RECIPE, [slice_of(127, shards)], layers=1).fallback_reason
+
+
+def test_a_weight_of_which_slices_alone_do_not_fit_is_refused() -> None:
+    assert not eligibility(RECIPE, [slice_of(48, 1)], layers=1).fallback_reason
+    with raises("fp8.nvfp4_slice", name="layers.0.mlp.up.weight", slices=2):
+        eligibility(RECIPE, [slice_of(48, 2)], layers=1)
 
 
 def test_what_would_be_other_numbers_is_refused_in_python() -> None:

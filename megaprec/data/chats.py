@@ -183,13 +183,17 @@ def _plain_pieces(document: str, text: str, marks: Marks) -> Iterator[MarkedPiec
 def _messages(row: Mapping[str, Any], field: str, where: str) -> tuple[list[Message], int]:
     """Return the messages of a row, and how many of them are given, so that no answer of theirs
     counts. Raises UserError."""
-    fields = [field] if field != "text" else [name for name in CHAT_FIELDS if name in row]
-    has_prompt = field == "text" and {"prompt", "completion"} <= row.keys()
+    # no field was named
+    is_open = field == "text"
+    present_fields = [name for name in CHAT_FIELDS if name in row]
+    fields = present_fields if is_open else [field]
+    has_prompt = is_open and {"prompt", "completion"} <= row.keys()
     if len(fields) + has_prompt != 1 or (fields and fields[0] not in row):
         names = ", ".join(sorted(map(str, row))) or "none"
         raise UserError.of("data.chat_fields", where=where, names=names)
     if fields:
-        return _list_of_messages(row[fields[0]], fields[0], where), 0
+        messages_field = fields[0]
+        return _list_of_messages(row[messages_field], messages_field, where), 0
     prompt = row["prompt"]
     completion = row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
@@ -197,7 +201,8 @@ def _messages(row: Mapping[str, Any], field: str, where: str) -> tuple[list[Mess
         answer = {"role": "assistant", "content": completion}
         return [question, answer], 1
     given = _list_of_messages(prompt, "prompt", where)
-    return [*given, *_list_of_messages(completion, "completion", where)], len(given)
+    answers = _list_of_messages(completion, "completion", where)
+    return [*given, *answers], len(given)
 
 
 def _list_of_messages(value: Any, field: str, where: str) -> list[Message]:

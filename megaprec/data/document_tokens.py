@@ -160,7 +160,8 @@ class WithBeginTokens(IndexedDataset):
         """
         counted = np.full(length, not self.has_mask)
         for into, stored_start, stored_stop in self._stored_within(start, length):
-            counted[into] = super().counted(stored_start, stored_stop - stored_start)
+            stored_length = stored_stop - stored_start
+            counted[into] = super().counted(stored_start, stored_length)
         return counted
 
     def _stored_within(self, start: int, length: int) -> Iterator[tuple[slice, int, int]]:
@@ -171,7 +172,8 @@ class WithBeginTokens(IndexedDataset):
             stop = max(span.stop, first_stored)
             # the file lacks the begin tokens of the documents before, and the document's own
             lacking = span.document + 1
-            yield slice(first_stored - start, stop - start), first_stored - lacking, stop - lacking
+            place = slice(first_stored - start, stop - start)
+            yield place, first_stored - lacking, stop - lacking
 
     def documents_of(self, start: int, length: int) -> NDArray[np.int64]:
         """Return the document number of each of the tokens [start, start + length), int64

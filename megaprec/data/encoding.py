@@ -281,17 +281,19 @@ def send_request(
 ) -> None:
     """Send a request to a worker; called in the main process."""
     pieces = [text.encode() for text in texts]
-    sizes = np.array([*map(len, pieces)], "<i8")
+    sizes = np.array([len(piece) for piece in pieces], "<i8")
+    document_ends = np.array(ends, "u1")
     kinds = np.full(len(pieces), UNMARKED, "u1")
     answers: list[tuple[int, int, int]] = []
     for number, marks_of_text in enumerate(marks):
         kinds[number] = RENDERED if marks_of_text.rendered else MARKED
         answers += [(number, begin, end) for begin, end in marks_of_text.answers]
-    stream.write(HEAD.pack(len(pieces), int(sizes.sum()), len(answers)))
-    stream.write(sizes.tobytes())
-    stream.write(np.array(ends, "u1").tobytes())
-    stream.write(kinds.tobytes())
-    stream.write(np.array(answers, "<i8").tobytes())
+    answer_places = np.array(answers, "<i8")
+    total_size = int(sizes.sum())
+    head = HEAD.pack(len(pieces), total_size, len(answers))
+    stream.write(head)
+    for part in (sizes, document_ends, kinds, answer_places):
+        stream.write(part.tobytes())
     stream.writelines(pieces)
     stream.flush()
 

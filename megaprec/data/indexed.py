@@ -235,16 +235,19 @@ class IndexedWriter:
         itemsize = DTYPES[self._code].itemsize
         write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(documents)))
         for start in range(0, len(lengths), CHUNK):
-            write(lengths[start : start + CHUNK].tobytes())
+            chunk = lengths[start : start + CHUNK]
+            write(chunk.tobytes())
         begin = 0  # byte of the .bin
         for start in range(0, len(lengths), CHUNK):
-            token_counts = np.cumsum(lengths[start : start + CHUNK], dtype="<i8")
+            chunk = lengths[start : start + CHUNK]
+            token_counts = np.cumsum(chunk, dtype="<i8")
             ends = begin + token_counts * itemsize
             begins = np.concatenate(([begin], ends[:-1]))
             write(begins.astype("<i8").tobytes())
             begin = int(ends[-1])
         for start in range(0, len(documents), CHUNK):
-            write(documents[start : start + CHUNK].tobytes())
+            chunk = documents[start : start + CHUNK]
+            write(chunk.tobytes())
 
     @property
     def _parts(self) -> tuple[BinaryIO, BinaryIO, BinaryIO]:

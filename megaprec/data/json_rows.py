@@ -131,7 +131,11 @@ def _parse_line(line: bytes, fields: Sequence[str], where: str) -> Any:
             raise UserError.of(
                 "data.row_not_json", where=where, other_form=description
             ) from problem
-        raise UserError.of("data.row_not_json_object", where=where, problem=problem) from problem
+        reason = str(problem)
+        if isinstance(problem, json.JSONDecodeError):
+            # the line's number in the file stands before it; in itself it is line 1
+            reason = f"{problem.msg}: column {problem.colno}"
+        raise UserError.of("data.row_not_json_object", where=where, problem=reason) from problem
 
 
 def _is_once(field: str, line: bytes) -> bool:

@@ -36,9 +36,11 @@ class LossMask:
         """Return whether each of the tokens [start, start + length) counts, [length]."""
         first_byte = start // 8
         stop_byte = _bytes_of(start + length)
-        bits = np.unpackbits(self._bytes[first_byte:stop_byte], bitorder="little")
+        packed = self._bytes[first_byte:stop_byte]
+        bits = np.unpackbits(packed, bitorder="little")
         skipped = start - 8 * first_byte
-        return bits[skipped : skipped + length].astype(bool)
+        wanted = bits[skipped : skipped + length]
+        return wanted.astype(bool)
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,12 @@ class LossMaskWriter:
 
     def extend(self, counted: NDArray[np.bool_]) -> None:
         """Append whether each of some tokens counts, [n]."""
-        bits = np.concatenate((self._pending, counted.astype(np.uint8)))
-        whole = len(bits) // 8 * 8
-        self._part.write(np.packbits(bits[:whole], bitorder="little").tobytes())
-        self._pending = bits[whole:]
+        new_bits = counted.astype(np.uint8)
+        bits = np.concatenate((self._pending, new_bits))
+        num_whole = len(bits) // 8 * 8
+        whole_bytes = np.packbits(bits[:num_whole], bitorder="little")
+        self._part.write(whole_bytes.tobytes())
+        self._pending = bits[num_whole:]
 
     def mark(self) -> MaskMark:
         """Flush everything to the disk; return the mark from which a new writer can resume."""
@@ -80,7 +84,8 @@ class LossMaskWriter:
 
     def publish(self) -> None:
         """Write the last bits, and give the file its final name."""
-        self._part.write(np.packbits(self._pending, bitorder="little").tobytes())
+        last_byte = np.packbits(self._pending, bitorder="little")
+        self._part.write(last_byte.tobytes())
         publish(self._part, self._path)
 
     def close(self) -> None:

@@ -111,11 +111,15 @@ def _require_texts(file: Path, columns: _Columns, wanted: set[str]) -> None:
 
 def _values(file: Path, sample: bytes, number: int, columns: _Columns) -> list[bytes]:
     """Return the bytes of each column of a sample. Raises UserError."""
-    place = U32.size * columns.sizes.count(0)
-    sizes = iter(struct.unpack_from(f"<{columns.sizes.count(0)}I", sample.ljust(place, b"\0")))
+    # the sizes of columns without a fixed one stand first
+    num_sizes = columns.sizes.count(0)
+    place = U32.size * num_sizes
+    head = sample.ljust(place, b"\0")
+    sizes = iter(struct.unpack_from(f"<{num_sizes}I", head))
     values: list[bytes] = []
     for fixed_size in columns.sizes:
-        end = place + (fixed_size or next(sizes))
+        size = fixed_size or next(sizes)
+        end = place + size
         values.append(sample[place:end])
         place = end
     if place != len(sample):
@@ -131,9 +135,9 @@ def _decoded(
     for name, encoding, value in zip(columns.names, columns.encodings, values, strict=True):
         if name not in wanted:
             continue
-        text = value.decode()
-        is_json = encoding == "json"
-        row[name] = json.loads(text, object_pairs_hook=once(fields)) if is_json else text
+        row[name] = value.decode()
+        if encoding == "json":
+            row[name] = json.loads(row[name], object_pairs_hook=once(fields))
     if not wanted:  # so that the error names what there is
         return dict.fromkeys(columns.names)
     return row

@@ -132,7 +132,8 @@ class Samples:
         """Return the samples at positions [position, position + count) of the run, which may span
         epochs."""
         positions = np.arange(position, position + count, dtype=np.int64)
-        ids = self._chosen.numbers(order(positions, self._count, self._seed, self._shuffle))
+        ordered = order(positions, self._count, self._seed, self._shuffle)
+        ids = self._chosen.numbers(ordered)
         seq_length = self._seq_length
         # one token more: inputs and targets are shifted against each other
         rows = np.empty((count, seq_length + 1), dtype=np.int64)
@@ -145,7 +146,9 @@ class Samples:
         targets = text[:, 1:].contiguous()
         batch = Batch(inputs, targets, torch.from_numpy(ids))
         # the boundaries of documents cost a search in the index, so only if somebody asks
-        return batch if self._resets == NO_RESETS else self._with_structure(batch, ids)
+        if self._resets == NO_RESETS:
+            return batch
+        return self._with_structure(batch, ids)
 
     def require_counted(self, what: str) -> None:
         """Raise UserError if no target of an epoch counts in the loss.
@@ -155,7 +158,9 @@ class Samples:
         if not (self._resets.eod_mask_loss or self._resets.loss_mask):
             return
         for first, last in zip(self._chosen.begins, self._chosen.ends, strict=True):
-            if self._has_counted(int(first) * self._seq_length, int(last) * self._seq_length):
+            begin = int(first) * self._seq_length
+            end = int(last) * self._seq_length
+            if self._has_counted(begin, end):
                 return
         raise UserError.of("data.no_token_counts", what=what)
 
@@ -167,8 +172,10 @@ class Samples:
         for first, last in zip(self._chosen.begins, self._chosen.ends, strict=True):
             for sample in range(int(first), int(last), samples_at_a_time):
                 end = min(sample + samples_at_a_time, int(last))
-                counted = self._counted(sample * seq_length, (end - sample) * seq_length)
-                count += int((~counted.reshape(-1, seq_length).any(1)).sum())
+                num_tokens = (end - sample) * seq_length
+                counted = self._counted(sample * seq_length, num_tokens)
+                has_target = counted.reshape(-1, seq_length).any(axis=1)
+                count += int((~has_target).sum())
         return count
 
     def _has_counted(self, begin: int, end: int) -> bool:

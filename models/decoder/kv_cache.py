@@ -85,8 +85,8 @@ class CachedLatentAttention(CachedAttention, LatentAttention):
 
 
 class CachedRecurrence(nn.Module):
-    """What a layer with a recurrent state keeps of all tokens since `reserve`: the state, and the
-    last tokens that its convolution sees. Its memory does not grow with their number."""
+    """A layer that keeps, of all tokens since `reserve`, its state and the last tokens that its
+    convolution sees. Its memory does not grow with their number."""
 
     convolution: nn.Parameter
 

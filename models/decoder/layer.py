@@ -197,6 +197,7 @@ class DecoderLayer(nn.Module):
         # Only a router needs to know the micro-batch: its losses are weighted by it.
         if isinstance(self.mlp, MixtureOfExperts):
             return self.mlp(normalized, microbatch)
+        assert self.mlp is not None, "a layer without a feed-forward has no such branch"
         return self.mlp(normalized)
 
     def _drop(

@@ -140,7 +140,7 @@ def test_layouts_train_the_model_of_transformers(layout: tuple[int, int, bool]) 
 
 
 RECOMPUTED = [
-    Recompute({"norm", "attention", "activation"}),
+    Recompute(("norm", "attention", "activation")),
     Recompute(fraction=1.0),
 ]
 

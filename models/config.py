@@ -20,12 +20,15 @@ from pydantic import model_validator
 from megaprec.errors import Problem, UserError
 from models.delta_net import NO_DELTA_NET
 from models.initial_weights import InitialStd, Matrix
+from models.mamba import NO_MAMBA
 from models.model_fields import GATED, ModelFields, default_attention_scalar
 from models.mup import Mup, scaled_widths
 from models.router_settings import CORRECTED, PLAIN
 
 # In all layers: each expert is a module of its own.
 MOST_EXPERTS = 2**16
+# Keys that are not known in models that have layers with a recurrent state.
+_ALIKE_LAYERS = ("window", "latent", "mtp_layers", "mup_base_hidden", "factory")
 
 
 class ModelConfig(ModelFields):
@@ -54,6 +57,7 @@ class ModelConfig(ModelFields):
         if self.latent:
             yield from self._latent_problems()
         yield from self._delta_problems()
+        yield from self._hybrid_problems()
         yield from self._window_problems()
         yield from self._norm_problems()
         yield from self._dense_problems()
@@ -205,9 +209,37 @@ class ModelConfig(ModelFields):
             yield self._no_layers("delta_layers")
         elif not self.delta_layers:
             yield Problem.of("model.delta_layers_missing")
-        for key in ("window", "latent", "mtp_layers", "mup_base_hidden", "factory"):
+        for key in _ALIKE_LAYERS:
             if getattr(self, key):
                 yield Problem.of("model.delta_net_beside", key=key)
+
+    def _hybrid_problems(self) -> Iterator[Problem]:
+        """Yield the problems of layers with one branch."""
+        pattern = self.hybrid_pattern
+        has_mixers = "M" in pattern
+        if self.mamba and not has_mixers:
+            yield Problem.of("model.mamba_unused", pattern=pattern)
+        if has_mixers and not self.mamba:
+            yield Problem.of("model.mamba_missing", pattern=pattern)
+        if not pattern:
+            return
+        if len(pattern) != self.layers:
+            yield Problem.of(
+                "model.hybrid_layers", pattern=pattern, kinds=len(pattern), layers=self.layers
+            )
+        required = {"norm_at": "before", "parallel_residual": False}
+        for key, required_value in required.items():
+            value = getattr(self, key)
+            if value != required_value:
+                yield Problem.of(
+                    "model.hybrid_needs",
+                    key=key,
+                    value=json.dumps(value),
+                    required=json.dumps(required_value),
+                )
+        for key in (*_ALIKE_LAYERS, "delta_net", "experts", "dense_layers"):
+            if getattr(self, key):
+                yield Problem.of("model.hybrid_beside", key=key)
 
     def _norm_problems(self) -> Iterator[Problem]:
         # LayerNorm has no such offset.
@@ -269,7 +301,8 @@ class ModelConfig(ModelFields):
     def of_layer(self, number: int) -> "ModelConfig":
         """Return this model as layer `number` sees it.
 
-        It is without the window, the experts or the gated delta net that the layer has not.
+        It is without the window, the experts, the gated delta net or the Mamba-2 mixer that the
+        layer has not.
         """
         model = self.kind_of_layer(number)
         # Without window_layers the window, if there is one, is that of all layers.
@@ -298,13 +331,66 @@ class ModelConfig(ModelFields):
         return self.model_copy(update={"delta_net": NO_DELTA_NET, "delta_layers": ()})
 
     def kind_of_layer(self, number: int) -> "ModelConfig":
-        """Return this model with the feed-forward or experts of layer `number`, and with a gated
-        delta net only if the layer has one.
+        """Return this model with the feed-forward or experts of layer `number`, with a gated delta
+        net or a Mamba-2 mixer only if the layer has one, and of `hybrid_pattern` with its letter.
 
         It is the same for all layers of a kind.
         """
+        if self.hybrid_pattern:
+            letter = self.hybrid_pattern[number]
+            mamba = self.mamba if letter == "M" else NO_MAMBA
+            return self.model_copy(update={"hybrid_pattern": letter, "mamba": mamba})
         kind = self.dense if number in self.dense_layers else self
         return kind if number in self.delta_layers else kind.attending
+
+    def layers_of(self, letter: str) -> tuple[int, ...]:
+        """Return the numbers of the layers that have a letter in `hybrid_pattern`."""
+        kinds = enumerate(self.hybrid_pattern)
+        return tuple(number for number, kind in kinds if kind == letter)
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Return the numbers of the layers that have attention."""
+        if self.hybrid_pattern:
+            return self.layers_of("*")
+        delta = {*self.delta_layers}
+        return tuple(number for number in range(self.layers) if number not in delta)
+
+    @property
+    def has_mixer(self) -> bool:
+        """Return True if a layer of this kind (`kind_of_layer`) has attention or something in its
+        place."""
+        return self.hybrid_pattern != "-"
+
+    @property
+    def has_feed_forward(self) -> bool:
+        """Return True if a layer of this kind (`kind_of_layer`) has a feed-forward or experts."""
+        return self.hybrid_pattern in ("", "-")
+
+    def divides_recurrence(self, ranks: int) -> bool:
+        """Return True if so many ranks can share gated delta nets and Mamba-2 mixers evenly; and if
+        there are none."""
+        return self.delta_net.divides(ranks) and self.mamba.divides(ranks)
+
+    @property
+    def mixer(self) -> str:
+        """Return the name of attention in a layer of this kind (`kind_of_layer`), or of what it has
+        in place of it."""
+        if self.delta_net:
+            return "delta_net"
+        return "mamba" if self.mamba else "attention"
+
+    @property
+    def mixer_width(self) -> int:
+        """Return the features that the output projection of attention reads in a layer of this
+        kind (`kind_of_layer`), or that of what it has in place of it; 0 if it has neither."""
+        if not self.has_mixer:
+            return 0
+        if self.delta_net:
+            return self.delta_net.value_width
+        if self.mamba:
+            return self.mamba.width
+        return self.heads * (self.latent.value_dim or self.head_dim)
 
     def over_layers(
         self, measure: Callable[["ModelConfig"], int], layers: Collection[int] | None = None
@@ -319,12 +405,20 @@ class ModelConfig(ModelFields):
 
     def count_kinds(self, layers: Iterable[int]) -> Iterator[tuple["ModelConfig", int]]:
         """Yield each kind of layer (`kind_of_layer`) with how many of `layers` are of it."""
+        numbers = [*layers]
+        kinds = self.kind_keys(numbers)
+        # Any layer of a kind stands for all of them.
+        examples = dict(zip(kinds, numbers, strict=True))
+        for kind, count in Counter(kinds).items():
+            yield self.kind_of_layer(examples[kind]), count
+
+    def kind_keys(self, layers: Iterable[int]) -> list[tuple[bool, bool, str]]:
+        """Return what tells the kind of each layer from others: whether it has a feed-forward in
+        place of experts and a gated delta net, and its letter in `hybrid_pattern`."""
         dense = {*self.dense_layers}
         delta = {*self.delta_layers}
-        counts = Counter((number in dense, number in delta) for number in layers)
-        for (is_dense, has_delta_net), count in counts.items():
-            kind = self.dense if is_dense else self
-            yield kind if has_delta_net else kind.attending, count
+        pattern = self.hybrid_pattern or " " * self.layers
+        return [(number in dense, number in delta, pattern[number]) for number in layers]
 
     @property
     def num_parameters(self) -> int:
@@ -412,7 +506,8 @@ class ModelConfig(ModelFields):
     def initial_std(self, matrix: Matrix, layer: int = 0) -> float:
         """Return the standard deviation of the initial weights of a kind of matrix in layer
         `layer`, from 0."""
-        std = self.init.std(matrix, self.init_std, self.layers, layer)
+        branches = 1 if self.hybrid_pattern else 2
+        std = self.init.std(matrix, self.init_std, self.layers, layer, branches)
         if matrix == "embedding":
             return std * self.mup.embedding
         if matrix == "head":
@@ -446,10 +541,12 @@ class ModelConfig(ModelFields):
 
     @property
     def _mixer_parameters(self) -> int:
-        """Return the number of parameters of attention, or of the gated delta net in its place,
-        without the norms around it."""
-        if self.delta_net:
-            return self._attention_weights + self.delta_net.own_parameters
+        """Return the number of parameters of attention, or of what is in its place, without the
+        norms around it."""
+        if not self.has_mixer:
+            return 0
+        if recurrence := self.delta_net or self.mamba:
+            return self._attention_weights + recurrence.own_parameters
         latent = self.latent
         norms = self._qk_norm_parameters if self.qk_norm else 0
         # Without latents their ranks are 0.
@@ -472,6 +569,8 @@ class ModelConfig(ModelFields):
     def _feed_forward_biases(self) -> int:
         """Return the number of elements of the biases of the feed-forward or experts of one
         block."""
+        if not self.has_feed_forward:
+            return 0
         expert = self.expert_bias * self._mlp_biases(self.ffn)
         return (
             self.mlp_bias * self._mlp_biases(self.ffn)
@@ -481,6 +580,8 @@ class ModelConfig(ModelFields):
 
     @property
     def _norms_of_layer(self) -> int:
+        if self.hybrid_pattern:
+            return 1
         # Before or after attention and feed-forward, or both.
         return 4 if self.norm_at == "around" else 2
 
@@ -510,9 +611,11 @@ class ModelConfig(ModelFields):
     @property
     def _attention_weights(self) -> int:
         """Return the number of elements of the matrices of query, key, value and output, of
-        latents, and of what a gated delta net projects besides."""
-        if delta_net := self.delta_net:
-            return self.hidden * (delta_net.projected_width + delta_net.value_width)
+        latents, and of what a gated delta net or a Mamba-2 mixer projects besides."""
+        if not self.has_mixer:
+            return 0
+        if recurrence := self.delta_net or self.mamba:
+            return self.hidden * (recurrence.projected_width + self.mixer_width)
         # With a query latent, queries are among the matrices up.
         if latent := self.latent:
             query = 0 if latent.query_rank else self.hidden * self.heads * latent.head_dim
@@ -525,6 +628,8 @@ class ModelConfig(ModelFields):
     def _mlp_weights(self, experts: int) -> int:
         """Return the elements of the feed-forward matrices, or of router, `experts` experts, shared
         ones and gate."""
+        if not self.has_feed_forward:
+            return 0
         per_feature = self.hidden * self._mlp_matrices
         if not self.experts:
             return per_feature * self.ffn
@@ -548,13 +653,16 @@ class ModelConfig(ModelFields):
 
     def attention_flops(self, seq_length: int) -> int:
         """Return the forward FLOPs of one block's attention products that have no weight, per
-        token; of a block with a gated delta net (`kind_of_layer`) those of its recurrence.
+        token; of a block with a gated delta net or a Mamba-2 mixer (`kind_of_layer`) those of its
+        recurrence.
 
         If only some layers have a window, this is the mean over the layers. Attention is counted as
         if it were not causal.
         """
-        if self.delta_net:
-            return self.delta_net.recurrent_flops
+        if not self.has_mixer:
+            return 0
+        if recurrence := self.delta_net or self.mamba:
+            return recurrence.recurrent_flops
         # Without window_layers all layers have the window, if there is one.
         windowed_layers = len(self.window_layers) or self.layers
         full_layers = self.layers - windowed_layers
@@ -575,11 +683,14 @@ class ModelConfig(ModelFields):
         """Return the FLOPs, per token, of recomputing one whole block in its backward pass.
 
         The last product of a block, with experts that of the shared ones, is not recomputed,
-        because no gradient needs its result, unless a norm, dropout or a gate is applied to it.
+        because no gradient needs its result, unless a norm, dropout or a gate is applied to it, or
+        it is the product after attention.
         """
         flops = self.layer_flops(seq_length)
         drops_branches = self.dropout and self.dropout_at == "branches"
         if drops_branches or self.norm_at != "before" or self.shared_gate:
+            return flops
+        if not self.has_feed_forward:
             return flops
         last_width = self.shared_experts if self.experts else self.ffn
         return flops - 2 * self.hidden * last_width

@@ -45,16 +45,18 @@ class InitialStd(BaseModel):
         usual: float,
         layers: int,
         layer: int,
+        branches: int = 2,
     ) -> float:
         """Return the standard deviation of the initial weights of a matrix.
 
         usual: that of matrices without a value of their own.
         layers: the number of layers of the model.
         layer: the number of the matrix's layer, from 0.
+        branches: what a layer adds to the residual stream: of attention and of the feed-forward.
         """
         std: float = getattr(self, matrix) or usual
         depth = {"model": layers, "layer": layer + 1, "none": 0}[self.shrink]
-        # Each layer adds two branches to the residual stream, whose variances add up.
+        # The variances of what is added to the residual stream add up.
         if depth and matrix in ("output", "down"):
-            return std / (2 * depth) ** 0.5
+            return std / (branches * depth) ** 0.5
         return std

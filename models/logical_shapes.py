@@ -38,11 +38,16 @@ def _module(model: ModelConfig) -> NamedShapes:
 def _layer(model: ModelConfig) -> NamedShapes:
     """Yield the tensors of a layer. model: that of the layer (`ModelConfig.kind_of_layer`)."""
     hidden = model.hidden
-    yield from _branch_norms("attention", model, hidden)
-    if model.delta_net:
-        yield from _delta_net(model)
-    else:
-        yield from _attention(model)
+    if model.has_mixer:
+        yield from _branch_norms("attention", model, hidden)
+        if model.delta_net:
+            yield from _delta_net(model)
+        elif model.mamba:
+            yield from _mamba(model)
+        else:
+            yield from _attention(model)
+    if not model.has_feed_forward:
+        return
     yield from _branch_norms("mlp", model, hidden)
     if model.experts:
         yield from _experts(model)
@@ -83,6 +88,26 @@ def _delta_net(model: ModelConfig) -> NamedShapes:
     yield "delta_net.decay.log_rate", (sizes.value_heads,)
     yield "delta_net.output_norm.weight", (sizes.value_dim,)
     yield "delta_net.output.weight", (model.hidden, sizes.value_width)
+
+
+def _mamba(model: ModelConfig) -> NamedShapes:
+    """Yield the tensors of a Mamba-2 mixer."""
+    sizes = model.mamba
+    convolved = {
+        "value": sizes.width,
+        "key": sizes.key_width,
+        "query": sizes.key_width,
+    }
+    for name, rows in {"gate": sizes.width, **convolved, "step": sizes.heads}.items():
+        yield f"mamba.{name}.weight", (rows, model.hidden)
+    for name, features in convolved.items():
+        yield f"mamba.{name}_convolution.weight", (features, sizes.kernel)
+        yield f"mamba.{name}_convolution.bias", (features,)
+    yield "mamba.step.bias", (sizes.heads,)
+    yield "mamba.log_rate", (sizes.heads,)
+    yield "mamba.skip", (sizes.heads,)
+    yield "mamba.output_norm.weight", (sizes.width,)
+    yield "mamba.output.weight", (model.hidden, sizes.width)
 
 
 def _experts(model: ModelConfig) -> NamedShapes:

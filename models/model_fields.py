@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from models.delta_net import NO_DELTA_NET, DeltaNet
 from models.initial_weights import InitialStd
 from models.latent import LARGEST_SIZE, Latent
+from models.mamba import NO_MAMBA, Mamba
 from models.rope_scaling import RopeScaling, score_factor
 from models.router_settings import CORRECTED, PLAIN, RouterSettings
 
@@ -105,6 +106,7 @@ class ModelFields(BaseModel):
         "deepseek_v2",
         "deepseek_v3",
         "gpt_oss",
+        "nemotron_h",
     ] = Field(
         default="llama", description="Model family, which sets the defaults of the keys below."
     )
@@ -159,6 +161,25 @@ class ModelFields(BaseModel):
             "default: with model.delta_net all but each fourth, otherwise none."
         ),
     )
+    hybrid_pattern: str = Field(
+        default="",
+        pattern="^[M*-]*$",
+        max_length=4096,
+        description=(
+            "Kinds of the layers, one letter each, of a model whose layers have one branch: "
+            "M model.mamba, * attention, - a feed-forward; empty: all layers have attention and a "
+            "feed-forward."
+        ),
+    )
+    mamba: Mamba = Field(
+        default=NO_MAMBA,
+        strict=False,
+        description=(
+            "Mamba-2 mixer of the layers M of model.hybrid_pattern, such as {heads = 128, head_dim "
+            f"= 64, state_dim = 128, groups = 8}}; keys: {', '.join(Mamba.model_fields)}; "
+            "default: none."
+        ),
+    )
     # Maximal update parametrization.
     mup_base_hidden: int = Field(
         default=0,
@@ -180,7 +201,7 @@ class ModelFields(BaseModel):
         ),
     )
     # The feed-forward.
-    mlp: Literal["swiglu", "geglu", "swiglu_clamped", "gelu", "gelu_exact"] = Field(
+    mlp: Literal["swiglu", "geglu", "swiglu_clamped", "gelu", "gelu_exact", "relu2"] = Field(
         default_factory=by_family(
             "swiglu",
             gpt2="gelu",
@@ -188,12 +209,13 @@ class ModelFields(BaseModel):
             gemma2="geglu",
             gemma3="geglu",
             gpt_oss="swiglu_clamped",
+            nemotron_h="relu2",
         ),
         description=(
-            "Feed-forward: with a gate swiglu, geglu or swiglu_clamped, without gelu or "
-            "gelu_exact; geglu and gelu are in the tanh approximation; default: swiglu, for gpt2 "
-            "gelu, for gpt_neox gelu_exact, for gemma2 and gemma3 geglu, for gpt_oss "
-            "swiglu_clamped."
+            "Feed-forward: with a gate swiglu, geglu or swiglu_clamped, without gelu, gelu_exact "
+            "or relu2 (the square of relu); geglu and gelu are in the tanh approximation; default: "
+            "swiglu, for gpt2 gelu, for gpt_neox gelu_exact, for gemma2 and gemma3 geglu, for "
+            "gpt_oss swiglu_clamped, for nemotron_h relu2."
         ),
     )
     swiglu_alpha: float = Field(
@@ -286,10 +308,11 @@ class ModelFields(BaseModel):
         ),
     )
     # Positions.
-    positions: Literal["rope", "learned"] = Field(
-        default_factory=by_family("rope", gpt2="learned"),
+    positions: Literal["rope", "learned", "none"] = Field(
+        default_factory=by_family("rope", gpt2="learned", nemotron_h="none"),
         description=(
-            "Position embeddings: rotary (rope) or learned; default: rope, for gpt2 learned."
+            "Position embeddings: rotary (rope), learned, or none; default: rope, for gpt2 "
+            "learned, for nemotron_h none."
         ),
     )
     rope_base: float = Field(

@@ -124,6 +124,7 @@ DELTA_LAYERS = {
 }
 OUR_DELTA_NET = {"key_heads": 2, "value_heads": 4, "key_dim": 6, "value_dim": 5, "kernel": 3}
 SHORT = {"original_max_position_embeddings": 8}
+OUR_MAMBA = {"heads": 4, "head_dim": 6, "state_dim": 5, "groups": 2}
 CASES: dict[str, Case] = {
     "llama": Case("llama", _rope("default", 100.0), {"rope_base": 100.0}),
     "llama tied biased kv1 linear": Case(
@@ -379,6 +380,22 @@ CASES: dict[str, Case] = {
             "qkv_bias": False,
             "tied": True,
         },
+    ),
+    "nemotron_h": Case(
+        "nemotron_h",
+        {"hybrid_override_pattern": "M-*", "num_hidden_layers": 3, "head_dim": 8}
+        | {"mamba_num_heads": 4, "mamba_head_dim": 6, "ssm_state_size": 5, "n_groups": 2}
+        | {"layer_norm_epsilon": 1e-5, "time_step_min": 0.01, "mlp_bias": True},
+        {"layers": 3, "head_dim": 8, "hybrid_pattern": "M-*", "mlp_bias": True}
+        | {"mamba": {**OUR_MAMBA, "least_step": 0.01}},
+    ),
+    "nemotron_h attention first, kv1": Case(
+        "nemotron_h",
+        {"hybrid_override_pattern": "*MM-", "num_hidden_layers": 4, "head_dim": 4}
+        | {"mamba_num_heads": 4, "mamba_head_dim": 6, "ssm_state_size": 5, "n_groups": 2}
+        | {"layer_norm_epsilon": 1e-3, "conv_kernel": 2, "num_key_value_heads": 1},
+        {"layers": 4, "head_dim": 4, "hybrid_pattern": "*MM-", "kv_heads": 1, "norm_eps": 1e-3}
+        | {"mamba": {**OUR_MAMBA, "kernel": 2, "least_step": 0.001}},
     ),
     "qwen3_next": Case(
         "qwen3_next",

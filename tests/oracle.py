@@ -46,6 +46,8 @@ def hidden(
 def layer(
     config: ModelConfig, w: Mapping[str, Tensor], n: int, x: Tensor, losses: list[Tensor]
 ) -> Tensor:
+    if config.hybrid_pattern:
+        return x + of_one_branch(config, w, n, x)
     mix = delta_net if n in config.delta_layers else attention
     mixed = mix(config, w, n, norm_if_there(config, w, f"layers.{n}.attention_norm", x))
     attended = x + norm_if_there(config, w, f"layers.{n}.attention_post_norm", mixed)
@@ -57,6 +59,14 @@ def layer(
     else:
         fed = mlp(config, w, f"layers.{n}.mlp", normal)
     return attended + norm_if_there(config, w, f"layers.{n}.mlp_post_norm", fed)
+
+
+def of_one_branch(config: ModelConfig, w: Mapping[str, Tensor], n: int, x: Tensor) -> Tensor:
+    letter = config.hybrid_pattern[n]
+    if letter == "-":
+        return mlp(config, w, f"layers.{n}.mlp", norm(config, w, f"layers.{n}.mlp_norm", x))
+    mix = mamba if letter == "M" else attention
+    return mix(config, w, n, norm(config, w, f"layers.{n}.attention_norm", x))
 
 
 def ahead(
@@ -195,6 +205,38 @@ def delta_net(config: ModelConfig, w: Mapping[str, Tensor], n: int, x: Tensor) -
     return linear(w, f"{name}.output", normal * F.silu(linear(w, f"{name}.gate", x)))
 
 
+def mamba(config: ModelConfig, w: Mapping[str, Tensor], n: int, x: Tensor) -> Tensor:
+    """Token by token, with the state of each head as a matrix."""
+    sizes = config.mamba
+    b, s, _ = x.shape
+    name = f"layers.{n}.mamba"
+
+    def convolved(which: str, heads: int) -> Tensor:
+        features = F.pad(linear(w, f"{name}.{which}", x), (0, 0, sizes.kernel - 1, 0))
+        seen = features.unfold(1, sizes.kernel, 1)  # [b, s, features, kernel]
+        made = (seen * w[f"{name}.{which}_convolution.weight"]).sum(-1)
+        active = F.silu(made + w[f"{name}.{which}_convolution.bias"]).view(b, s, heads, -1)
+        return active.repeat_interleave(sizes.heads // heads, 2)
+
+    query = convolved("query", sizes.groups)
+    key = convolved("key", sizes.groups)
+    value = convolved("value", sizes.heads)
+    step = F.softplus(linear(w, f"{name}.step", x)).clamp(min=sizes.least_step)
+    state = x.new_zeros(b, sizes.heads, sizes.state_dim, sizes.head_dim)
+    outputs = []
+    for t in range(s):
+        decay = (-w[f"{name}.log_rate"].exp() * step[:, t]).exp()
+        written = torch.einsum("bnk,bnv,bn->bnkv", key[:, t], value[:, t], step[:, t])
+        state = state * decay[..., None, None] + written
+        outputs.append(torch.einsum("bnkv,bnk->bnv", state, query[:, t]))
+    read = torch.stack(outputs, 2).transpose(1, 2) + w[f"{name}.skip"][:, None] * value
+    gated = read.flatten(2) * F.silu(linear(w, f"{name}.gate", x))
+    groups = gated.unflatten(-1, (sizes.groups, -1))
+    scale = (groups.square().mean(-1, keepdim=True) + config.norm_eps).sqrt()
+    normal = (groups / scale).flatten(2) * w[f"{name}.output_norm.weight"]
+    return linear(w, f"{name}.output", normal)
+
+
 def projected(
     config: ModelConfig, w: Mapping[str, Tensor], name: str, x: Tensor
 ) -> tuple[Tensor, ...]:
@@ -270,6 +312,8 @@ def mlp(config: ModelConfig, w: Mapping[str, Tensor], name: str, x: Tensor) -> T
         return linear(
             w, f"{name}.down", F.gelu(linear(w, f"{name}.gate", x), approximate="tanh") * up
         )
+    if config.mlp == "relu2":
+        return linear(w, f"{name}.down", up.relu().square())
     return linear(
         w, f"{name}.down", F.gelu(up, approximate="tanh" if config.mlp == "gelu" else "none")
     )

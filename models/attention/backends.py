@@ -121,8 +121,7 @@ def kernel_names(
 
 def _layers_of_each_window(model: ModelConfig) -> list[int]:
     """Return a layer with attention for each length of the window that layers have."""
-    attending = [layer for layer in range(model.layers) if layer not in model.delta_layers]
-    layer_of_window = {model.of_layer(layer).window: layer for layer in attending}
+    layer_of_window = {model.of_layer(layer).window: layer for layer in model.attention_layers}
     return list(layer_of_window.values())
 
 

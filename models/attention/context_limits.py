@@ -49,6 +49,8 @@ def context_problems(
         yield Problem.of("model.context_factory", factory=model.factory, here=here)
     if model.delta_net:
         yield Problem.of("model.context_delta_net", context=context)
+    if model.mamba:
+        yield Problem.of("model.context_mamba", context=context)
     # The softmax is merged from parts, whose sums must not be rounded.
     if plan.scores != plan.sensitive:
         yield Problem.of(

@@ -29,11 +29,7 @@ no state: they are computed for all chunks at once. What remains from chunk to c
     o_t = w(t) S' q_t + sum over s <= t of w(t, s) (q_t . k_s) u_s
     S' = w(C) S + sum over s of w(C, s) k_s u_s'
 
-Sums of g are taken over the tokens between s and t, never as differences of sums from the beginning
-of the chunk: those lose the digits of a weak decay that follows a strong one. A decay of 0
-(g = -inf) is exact too.
-
-Where a document begins nothing is left of the state: w(t, s) and w(t) are 0 across such a token.
+`models.attention.decays` computes the decays, which are 0 across the beginning of a document.
 Tokens that fill up the last chunk have b = 0 and g = 0, and change no state.
 
 Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2025), whose form for chunks is that of
@@ -45,6 +41,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from models.attention.decays import Decays
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -112,7 +110,7 @@ def chunked(
     key = whole.key.unflatten(2, (-1, chunk))
     strength = whole.strength.unflatten(2, (-1, chunk)).unsqueeze(-1)
     value = whole.value.unflatten(2, (-1, chunk))
-    decays = _Decays.of(whole, chunk)
+    decays = Decays.of(whole.log_decay, whole.begins, chunk)
     system = (strength * key) @ key.mT * decays.between
     known = torch.cat((strength * value, strength * decays.from_before * key), -1)
     # Only what is below the diagonal is read: the diagonal stands for ones.
@@ -148,44 +146,3 @@ def _filled(inputs: DeltaInputs, missing: int) -> DeltaInputs:
         strength=F.pad(inputs.strength, (0, missing)),
         begins=begins,
     )
-
-
-@dataclass(frozen=True)
-class _Decays:
-    """The decays within chunks; 0 across the beginning of a document.
-
-    between: [b, n, chunks, C, C], w(t, s) of token t (row) from token s (column); 0 above the
-        diagonal.
-    from_before: [b, n, chunks, C, 1], w(t).
-    to_end: [b, n, chunks, C, 1], w(C, s).
-    whole: [b, n, chunks, 1, 1], w(C).
-    """
-
-    between: Tensor
-    from_before: Tensor
-    to_end: Tensor
-    whole: Tensor
-
-    @staticmethod
-    def of(inputs: DeltaInputs, chunk: int) -> "_Decays":
-        """Return the decays of whole chunks."""
-        log_decay = inputs.log_decay.unflatten(2, (-1, chunk))
-        later = torch.ones(chunk, chunk, dtype=torch.bool, device=log_decay.device).tril(-1)
-        # Row t has g_t in the columns of all earlier tokens s: summed down to row t, this is the
-        # sum from s + 1 to t.
-        steps = log_decay.unsqueeze(-1).expand(*log_decay.shape, chunk)
-        between = steps.masked_fill(~later, 0).cumsum(-2).exp()
-        between = between.masked_fill(later.T, 0)
-        from_before = log_decay.cumsum(-1).exp()
-        if inputs.begins is not None:
-            # The number of documents that have begun in the chunk; one dimension for all heads.
-            begun = inputs.begins.unflatten(1, (-1, chunk)).cumsum(-1).unsqueeze(1)
-            is_other = begun.unsqueeze(-1) != begun.unsqueeze(-2)
-            between = between.masked_fill(is_other, 0)
-            from_before = from_before.masked_fill(begun > 0, 0)
-        return _Decays(
-            between=between,
-            from_before=from_before.unsqueeze(-1),
-            to_end=between[..., -1, :].unsqueeze(-1),
-            whole=from_before[..., -1:].unsqueeze(-1),
-        )

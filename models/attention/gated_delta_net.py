@@ -28,6 +28,7 @@ from megaprec.comm.layout import Part
 from megaprec.errors import UserError
 from models.attention.delta_rule import DeltaInputs, chunked
 from models.attention.flash_windows import Documents
+from models.attention.recurrent_parts import begins_of, heads_of
 from models.attention.rope import RotaryTables
 from models.attention.short_convolution import short_convolution
 from models.config import ModelConfig
@@ -136,7 +137,7 @@ class GatedDeltaNet(nn.Module):
         """
         return self.context.recompute.run_forward(
             "attention",
-            partial(self._mix, begins=_begins(attn_mask)),
+            partial(self._mix, begins=begins_of(attn_mask)),
             self.projection(x),
             then=self.output,
         )
@@ -150,9 +151,9 @@ class GatedDeltaNet(nn.Module):
         convolved = F.silu(self._convolve(mixed.to(sensitive), begins))
         query, key, value = convolved.split(self.local_widths[:3], -1)
         sizes = self.config.delta_net
-        query = _heads(query, sizes.key_dim)
-        key = _heads(key, sizes.key_dim)
-        value = _heads(value, sizes.value_dim)
+        query = heads_of(query, sizes.key_dim)
+        key = heads_of(key, sizes.key_dim)
+        value = heads_of(value, sizes.value_dim)
         # A head of keys serves several heads of values in a row.
         group = value.shape[1] // key.shape[1]
         query = _unit(query) * sizes.key_dim**-0.5
@@ -173,7 +174,11 @@ class GatedDeltaNet(nn.Module):
     def _convolve(self, mixed: Tensor, begins: Tensor | None) -> Tensor:
         """Return the convolution of queries, keys and values [s, b, features]."""
         weight = Widen.apply(self.convolution, mixed.dtype)
-        return short_convolution(mixed, weight, begins=begins)
+        return short_convolution(mixed, weight, self._tokens_before(mixed), begins)
+
+    def _tokens_before(self, mixed: Tensor) -> Tensor | None:
+        """Return the tokens before those that are convolved; None: there are none."""
+        return None
 
     def _log_decay(self, decay: Tensor) -> Tensor:
         """Return the logarithms of the decays [s, b, n], 0 or less. decay: as projected."""
@@ -187,21 +192,7 @@ class GatedDeltaNet(nn.Module):
         return outputs
 
 
-def _heads(features: Tensor, width: int) -> Tensor:
-    """Return features [s, b, n * width] as heads [b, n, s, width]."""
-    return features.unflatten(-1, (-1, width)).permute(1, 2, 0, 3)
-
-
 def _unit(heads: Tensor) -> Tensor:
     """Return heads [..., features] of length 1."""
     squares = heads.square().sum(-1, keepdim=True)
     return heads * (squares + LENGTH_EPS).rsqrt()
-
-
-def _begins(documents: Tensor | Documents | None) -> Tensor | None:
-    """Return bool [b, s], True where a document begins after the first; None without documents."""
-    if documents is None:
-        return None
-    numbers = documents.numbers if isinstance(documents, Documents) else documents
-    changes = numbers[:, 1:] != numbers[:, :-1]
-    return F.pad(changes, (1, 0), value=False)

@@ -109,10 +109,9 @@ def layer_costs(
 ) -> list[float]:
     """Return the cost of each layer."""
     # All layers of a kind cost the same.
-    by_kind: dict[tuple[bool, bool], float] = {}
+    by_kind: dict[object, float] = {}
     costs: list[float] = []
-    for number in range(config.layers):
-        kind = (number in config.dense_layers, number in config.delta_layers)
+    for number, kind in enumerate(config.kind_keys(range(config.layers))):
         if kind not in by_kind:
             layer = config.kind_of_layer(number)
             by_kind[kind] = _layer_cost(layer, seq_length, recompute)

@@ -1,7 +1,7 @@
 """A model that continues a text without computing it again.
 
-The keys and values of earlier tokens are kept, and of a gated delta net its states and the last
-tokens that its convolution sees.
+The keys and values of earlier tokens are kept, and of gated delta nets and Mamba-2 mixers their
+states and the last tokens that their convolutions see.
 
 An earlier token's key and value do not depend on later tokens, so each new token costs one token's
 products plus attention over what is kept. Training knows nothing of this: the cache is a subclass
@@ -13,18 +13,20 @@ again.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megaprec.errors import UserError
+from models.attention import delta_rule, state_space
 from models.attention.attention import Attention
 from models.attention.context_limits import require_uncut_sequences
-from models.attention.delta_rule import DeltaInputs, chunked, recurrent
+from models.attention.delta_rule import DeltaInputs
 from models.attention.flash_windows import Documents
 from models.attention.gated_delta_net import GatedDeltaNet
 from models.attention.latent_attention import LatentAttention
+from models.attention.mamba_mixer import MambaMixer
 from models.attention.packing import Packing, causal_mask
 from models.attention.rope import RotaryTables
-from models.attention.short_convolution import short_convolution
+from models.attention.state_space import StateSpaceInputs
 from models.config import ModelConfig
 from models.decoder.stages import Cut, Stage
 from parallel.context import Context
@@ -82,9 +84,11 @@ class CachedLatentAttention(CachedAttention, LatentAttention):
     """
 
 
-class CachedDeltaNet(GatedDeltaNet):
-    """A gated delta net of new tokens, which goes on from the state that all tokens since `reserve`
-    have left. Its memory does not grow with their number."""
+class CachedRecurrence(nn.Module):
+    """A layer that keeps, of all tokens since `reserve`, its state and the last tokens that its
+    convolution sees. Its memory does not grow with their number."""
+
+    convolution: nn.Parameter
 
     def reserve(self, batch: int, capacity: int) -> None:
         """Forget all tokens, before `batch` sequences of any length."""
@@ -96,18 +100,31 @@ class CachedDeltaNet(GatedDeltaNet):
         self._before: Tensor | None = None
         self._state: Tensor | None = None
 
-    def _convolve(self, mixed: Tensor, begins: Tensor | None) -> Tensor:
-        weight = self.convolution.to(mixed.dtype)
-        convolved = short_convolution(mixed, weight, self._before)
-        reach = weight.shape[1] - 1
+    def _tokens_before(self, mixed: Tensor) -> Tensor:
+        """Return the tokens before `mixed`, and keep the last ones for the tokens after it."""
+        reach = self.convolution.shape[1] - 1
         before = mixed.new_zeros(reach, *mixed.shape[1:]) if self._before is None else self._before
         whole = torch.cat((before, mixed))
         self._before = whole[len(whole) - reach :]
-        return convolved
+        return before
+
+
+class CachedDeltaNet(CachedRecurrence, GatedDeltaNet):
+    """A gated delta net of new tokens, which goes on from the state that earlier ones have left."""
 
     def _apply_rule(self, inputs: DeltaInputs) -> Tensor:
         # Of few tokens a chunk would be filled up with others.
-        apply = recurrent if inputs.key.shape[2] == 1 else chunked
+        apply = delta_rule.recurrent if inputs.key.shape[2] == 1 else delta_rule.chunked
+        outputs, self._state = apply(inputs, self._state)
+        return outputs
+
+
+class CachedMambaMixer(CachedRecurrence, MambaMixer):
+    """A Mamba-2 mixer of new tokens, which goes on from the state that earlier ones have left."""
+
+    def _apply_rule(self, inputs: StateSpaceInputs) -> Tensor:
+        # Of few tokens a chunk would be filled up with others.
+        apply = state_space.recurrent if inputs.key.shape[2] == 1 else state_space.chunked
         outputs, self._state = apply(inputs, self._state)
         return outputs
 
@@ -119,6 +136,7 @@ class CachedStage(Stage):
     attention = CachedAttention
     latent_attention = CachedLatentAttention
     delta_net = CachedDeltaNet
+    mamba_mixer = CachedMambaMixer
 
     def __init__(
         self,
@@ -198,7 +216,7 @@ class CachedStage(Stage):
         # of the last token alone: the tokens after the others are given
         return super()._logits(x[-1:])
 
-    def _attentions(self) -> list[CachedAttention | CachedDeltaNet]:
-        """Return the attentions, or gated delta nets, of all layers."""
-        kinds = (CachedAttention, CachedDeltaNet)
+    def _attentions(self) -> list[CachedAttention | CachedRecurrence]:
+        """Return the attentions, gated delta nets and Mamba-2 mixers of all layers."""
+        kinds = (CachedAttention, CachedRecurrence)
         return [module for module in self.modules() if isinstance(module, kinds)]

@@ -1,4 +1,4 @@
-"""A decoder layer: attention, followed by a feed-forward or experts.
+"""A decoder layer: attention, followed by a feed-forward or experts, or one of the two alone.
 
 Activations are [s, b, h]: s sequence, b micro-batch, h hidden. Under sequence parallelism they are
 [s / tp, b, h] between layers.
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from models.attention.attention import Attention
 from models.attention.flash_windows import Documents
 from models.attention.gated_delta_net import GatedDeltaNet
+from models.attention.mamba_mixer import MambaMixer
 from models.attention.regions import RegionNorm, add_norm
 from models.attention.rope import RotaryTables
 from models.config import ModelConfig
@@ -20,6 +21,9 @@ from models.feed_forward.moe import MixtureOfExperts
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, dropout, note_microbatch
 from parallel.norms import LayerNorm, RMSNorm
+
+Mixer = Attention | GatedDeltaNet | MambaMixer
+"""Attention, or what stands in its place: it mixes the tokens of a sequence."""
 
 
 def make_norm(
@@ -46,7 +50,8 @@ def make_norm(
 
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); or both branches, each with its own norm, of
-    the same x. Some layers have a gated delta net in place of attention.
+    the same x. Some layers have a gated delta net in place of attention. A layer of
+    `config.hybrid_pattern` has one branch alone: attention, a Mamba-2 mixer or a feed-forward.
 
     `config.norm_at` places the norms before the branches, after them, or both. Dropout is optional.
     The residual stream x, input and output, has its own dtype; the branches compute in the dtype of
@@ -59,7 +64,7 @@ class DecoderLayer(nn.Module):
         context: Context,
         name: str,
         layer: int = 0,
-        attention: type[Attention | GatedDeltaNet] = Attention,
+        attention: type[Mixer] = Attention,
     ) -> None:
         super().__init__()
         self.config = config
@@ -68,14 +73,17 @@ class DecoderLayer(nn.Module):
         before = config.norm_at != "after"
         after = config.norm_at != "before"
         # Parameters lie in the optimizer's buffers in the order in which modules are made.
-        self.attention_norm = self._make_norm("attention_norm", before)
-        branch = "delta_net" if config.delta_net else "attention"
-        self.attention = attention(config, context, f"{name}.{branch}", layer)
-        self.attention_post_norm = self._make_norm("attention_post_norm", after)
-        self.mlp_norm = self._make_norm("mlp_norm", before)
-        feed_forward = MixtureOfExperts if config.experts else MLP
-        self.mlp = feed_forward(config, context, f"{name}.mlp", layer)
-        self.mlp_post_norm = self._make_norm("mlp_post_norm", after)
+        self.attention: Mixer | None = None
+        if config.has_mixer:
+            self.attention_norm = self._make_norm("attention_norm", before)
+            self.attention = attention(config, context, f"{name}.{config.mixer}", layer)
+            self.attention_post_norm = self._make_norm("attention_post_norm", after)
+        self.mlp: MLP | MixtureOfExperts | None = None
+        if config.has_feed_forward:
+            self.mlp_norm = self._make_norm("mlp_norm", before)
+            feed_forward = MixtureOfExperts if config.experts else MLP
+            self.mlp = feed_forward(config, context, f"{name}.mlp", layer)
+            self.mlp_post_norm = self._make_norm("mlp_post_norm", after)
 
     def _make_norm(self, part: str, wanted: bool) -> nn.Module | None:
         if not wanted:
@@ -101,13 +109,21 @@ class DecoderLayer(nn.Module):
         drops_stream = self.config.dropout_at == "stream"
         if drops_stream:
             x = self._drop(x, "input", microbatch)
-        attend = partial(self.attention, rotary=rotary, microbatch=microbatch, attn_mask=attn_mask)
-        attended = self._branch(x, self.attention_norm, attend, self.attention_post_norm)
-        attended = self._drop(attended, "attention", microbatch)
-        sum_and_branch = self._feed_by_region(x, attended, microbatch)
-        if sum_and_branch is None:
-            sum_and_branch = self._add_and_feed(x, attended, microbatch)
-        summed, fed = sum_and_branch
+        if self.attention is None:
+            summed = x
+            fed = self._feed_norm(x, microbatch)
+        else:
+            attend = partial(
+                self.attention, rotary=rotary, microbatch=microbatch, attn_mask=attn_mask
+            )
+            attended = self._branch(x, self.attention_norm, attend, self.attention_post_norm)
+            attended = self._drop(attended, "attention", microbatch)
+            if self.mlp is None:
+                return (x + attended).to(x.dtype)
+            sum_and_branch = self._feed_by_region(x, attended, microbatch)
+            if sum_and_branch is None:
+                sum_and_branch = self._add_and_feed(x, attended, microbatch)
+            summed, fed = sum_and_branch
         if not drops_stream:
             fed = self._drop(fed, "mlp", microbatch)
         # The stream keeps its dtype, which may be wider than that of branches.
@@ -123,9 +139,12 @@ class DecoderLayer(nn.Module):
         summed = (x + attended).to(x.dtype)
         # parallel branches both read the input of the layer
         branch_input = x if self.config.parallel_residual else summed
+        return summed, self._feed_norm(branch_input, microbatch)
+
+    def _feed_norm(self, x: Tensor, microbatch: MicrobatchInfo | None) -> Tensor:
+        """Return the feed-forward's branch of x."""
         feed = partial(self._feed, microbatch=microbatch)
-        fed = self._branch(branch_input, self.mlp_norm, feed, self.mlp_post_norm)
-        return summed, fed
+        return self._branch(x, self.mlp_norm, feed, self.mlp_post_norm)
 
     def _feed_by_region(
         self,
@@ -178,6 +197,7 @@ class DecoderLayer(nn.Module):
         # Only a router needs to know the micro-batch: its losses are weighted by it.
         if isinstance(self.mlp, MixtureOfExperts):
             return self.mlp(normalized, microbatch)
+        assert self.mlp is not None, "a layer without a feed-forward has no such branch"
         return self.mlp(normalized)
 
     def _drop(

@@ -51,6 +51,17 @@ vw = value_heads * value_dim:
     delta_net.output_norm.weight [value_dim]
     delta_net.output.weight [hidden, vw]
 
+A layer of `hybrid_pattern` has one of the two branches, with the norm of that branch alone. One
+with a Mamba-2 mixer has in place of layers.N.attention, with kw = groups * state_dim and vw =
+heads * head_dim of `mamba`:
+
+    mamba.query|key|value|gate.weight [kw or vw, hidden]
+    mamba.query_convolution|key_convolution|value_convolution.weight|bias [kw or vw, kernel] or [..]
+    mamba.step.weight|bias [heads, hidden] or [heads]
+    mamba.log_rate|skip [heads]
+    mamba.output_norm.weight [vw]
+    mamba.output.weight [hidden, vw]
+
 Weights are [output features, input features]. Rows of query and key are in the order of
 `models.attention.rope`'s rotation.
 """
@@ -70,10 +81,11 @@ from models.attention.flash_windows import Documents
 from models.attention.gated_delta_net import GatedDeltaNet
 from models.attention.kernels import softcap
 from models.attention.latent_attention import LatentAttention
+from models.attention.mamba_mixer import MambaMixer
 from models.attention.packing import UNPACKED, Packing, causal_mask
 from models.attention.rope import RotaryTables, rotary_tables
 from models.config import ModelConfig
-from models.decoder.layer import DecoderLayer, make_norm
+from models.decoder.layer import DecoderLayer, Mixer, make_norm
 from models.decoder.mtp import MTPBatch, PredictionModule
 from models.mup import note_growth
 from models.nvfp4_models import require_nvfp4_layers
@@ -118,6 +130,7 @@ class Stage(nn.Module):
     attention: ClassVar[type[Attention]] = Attention
     latent_attention: ClassVar[type[LatentAttention]] = LatentAttention
     delta_net: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
+    mamba_mixer: ClassVar[type[MambaMixer]] = MambaMixer
 
     def __init__(
         self,
@@ -155,7 +168,10 @@ class Stage(nn.Module):
         note_growth(self.parameters(), config.mup)
         # by name, as `layers`
         self._windows = {str(number): config.of_layer(number).window for number in cut.layers}
-        self._delta_layers = {str(number) for number in cut.layers if number in config.delta_layers}
+        recurrent_layers = {*config.delta_layers, *config.layers_of("M")}
+        self._recurrent_layers = {
+            str(number) for number in cut.layers if number in recurrent_layers
+        }
         # By window or not, length, and for consecutive positions or any.
         self._rotary_tables: dict[tuple[bool, int, bool], RotaryTables] = {}
 
@@ -164,8 +180,16 @@ class Stage(nn.Module):
         inner = self.context.recompute.inside_layer(whole=is_recomputed)
         context = replace(self.context, recompute=inner)
         config = self.config.of_layer(number)
-        mixer = self.delta_net if config.delta_net else self._attention_type()
-        return DecoderLayer(config, context, f"layers.{number}", number, mixer)
+        return DecoderLayer(config, context, f"layers.{number}", number, self._mixer_type(config))
+
+    def _mixer_type(self, config: ModelConfig) -> type[Mixer]:
+        """Return the class of attention of a layer, or of what it has in place of it. config: the
+        model of the layer."""
+        if config.delta_net:
+            return self.delta_net
+        if config.mamba:
+            return self.mamba_mixer
+        return self._attention_type()
 
     def _make_module(self, number: int) -> PredictionModule:
         # Its layer is recomputed if all layers of the stage are.
@@ -275,8 +299,9 @@ class Stage(nn.Module):
     def _mask_of(
         self, layer: str, masks: Mapping[int, Tensor | Documents], packing: Packing
     ) -> Tensor | Documents | None:
-        """Return what a layer knows of documents: a mask, or to a gated delta net their numbers."""
-        if layer in self._delta_layers:
+        """Return what a layer knows of documents: a mask, or with a recurrent state their
+        numbers."""
+        if layer in self._recurrent_layers:
             return packing.documents
         return masks.get(self._windows[layer])
 

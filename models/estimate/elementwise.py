@@ -72,7 +72,8 @@ def cast_bytes(config: ModelConfig, layers: Sequence[int], share: Share) -> floa
     total = 0.0
     for number in layers:
         kind = config.kind_of_layer(number)
-        elements = _residual_elements(kind, share) * 2 + _attention_width(kind) / share.tensor
+        branches = kind.has_mixer + kind.has_feed_forward
+        elements = _residual_elements(kind, share) * branches + kind.mixer_width / share.tensor
         elements += _feed_forward_width(kind) / share.tensor
         total += elements * FP8_CAST
     return total
@@ -80,8 +81,9 @@ def cast_bytes(config: ModelConfig, layers: Sequence[int], share: Share) -> floa
 
 def _layer_bytes(config: ModelConfig, plan: PrecisionPlan, share: Share) -> float:
     """Return the bytes that one layer's forward pass moves per token."""
-    residual = 2 * RESIDUAL * _residual_elements(config, share)
-    mixer = _delta_net_elements(config) if config.delta_net else _attention_elements(config)
+    branches = config.has_mixer + config.has_feed_forward
+    residual = branches * RESIDUAL * _residual_elements(config, share)
+    mixer = _mixer_elements(config)
     # the activation function reads its operands and writes its result
     operands = 3 if config.gated else 2
     feed_forward = operands * _feed_forward_width(config) / share.tensor
@@ -90,6 +92,16 @@ def _layer_bytes(config: ModelConfig, plan: PrecisionPlan, share: Share) -> floa
     if config.experts:
         nbytes += _expert_bytes(config, plan, share)
     return nbytes
+
+
+def _mixer_elements(config: ModelConfig) -> int:
+    """Return the elements that the operators of attention, or of what is in its place, read and
+    write."""
+    if not config.has_mixer:
+        return 0
+    if config.delta_net:
+        return _delta_net_elements(config)
+    return _mamba_elements(config) if config.mamba else _attention_elements(config)
 
 
 def _attention_elements(config: ModelConfig) -> int:
@@ -114,6 +126,16 @@ def _delta_net_elements(config: ModelConfig) -> int:
     return convolution + rule + norm_and_gate
 
 
+def _mamba_elements(config: ModelConfig) -> int:
+    """Return the elements that the operators of a Mamba-2 mixer read and write, each as a kernel of
+    its own would: the convolution, the recurrence, and the gate with the norm."""
+    sizes = config.mamba
+    convolution = 2 * sizes.convolved_width
+    recurrence = sizes.convolved_width + sizes.width
+    gate_and_norm = 3 * sizes.width
+    return convolution + recurrence + gate_and_norm
+
+
 def _expert_bytes(config: ModelConfig, plan: PrecisionPlan, share: Share) -> float:
     """Return the bytes that router and permutation move per token.
 
@@ -131,16 +153,10 @@ def _residual_elements(config: ModelConfig, share: Share) -> float:
     return config.hidden / (share.tensor if share.sequence else 1)
 
 
-def _attention_width(config: ModelConfig) -> int:
-    """Return the features of the output of attention, or of the gated delta net in its place, which
-    is the operand of a product."""
-    if config.delta_net:
-        return config.delta_net.value_width
-    return config.heads * (config.latent.value_dim or config.head_dim)
-
-
 def _feed_forward_width(config: ModelConfig) -> int:
     """Return the inner features that a token passes, in all its experts."""
+    if not config.has_feed_forward:
+        return 0
     if config.experts:
         return config.experts_per_token * config.ffn + config.shared_experts
     return config.ffn

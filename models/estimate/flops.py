@@ -120,8 +120,8 @@ def _stage_cost(
 
 
 def _attention_flops(config: ModelConfig, layers: Sequence[int], seq_length: int) -> int:
-    """Return the FLOPs, per token, of the products without weights of attention, or of gated delta
-    nets, in layers, which may repeat."""
+    """Return the FLOPs, per token, of the products without weights of attention, or of recurrences
+    in its place, in layers, which may repeat."""
     return config.over_layers(lambda kind: kind.attention_flops(seq_length), layers)
 
 

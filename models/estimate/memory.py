@@ -151,8 +151,8 @@ class StageMemory:
             is_recomputed = position < recomputed_layers
             # where a plan names layers, each may be a kind of its own
             own_number = layer if names_layers else None
-            has_delta_net = bool(config.delta_net)
-            kinds.append((is_recomputed, config.window, config.experts, has_delta_net, own_number))
+            branches = (config.mixer, config.hybrid_pattern, config.experts)
+            kinds.append((is_recomputed, config.window, branches, own_number))
         return tuple(kinds)
 
     def _run(self, cut: Cut) -> ActivationBytes:

@@ -158,10 +158,7 @@ def state_bytes(
 
 def _kind_of_stage(config: ModelConfig, cut: Cut) -> tuple[object, ...]:
     """Return what decides the state of a stage."""
-    dense = {*config.dense_layers}
-    delta = {*config.delta_layers}
-    kinds = tuple((layer in dense, layer in delta) for layer in cut.layers)
-    return cut.first, cut.last, kinds
+    return cut.first, cut.last, tuple(config.kind_keys(cut.layers))
 
 
 def _build_stages(

@@ -13,8 +13,8 @@ from parallel.leaves import PLAIN, Leaves
 
 
 class MLP(nn.Module):
-    """The feed-forward gelu(x up) down, or with a gate (act(x gate) * (x up)) down, where act is
-    silu or gelu.
+    """The feed-forward act(x up) down, where act is gelu or the square of relu, or with a gate
+    (act(x gate) * (x up)) down, where act is silu or gelu.
 
     layer: the number of the decoder layer, which may decide how its initial weights are scaled.
     biases: the layers have biases, the first and the second one; None: as `config.mlp_bias` says.
@@ -72,6 +72,8 @@ class MLP(nn.Module):
             return ClampedGate.apply(y, self.alpha, self.limit)
         if self.kind == "gelu":
             return F.gelu(y, approximate="tanh")
+        if self.kind == "relu2":
+            return F.relu(y).square()
         return F.gelu(y)
 
 

@@ -30,6 +30,10 @@ SAYABLE: dict[str, dict[str, Any]] = {  # what a family needs besides sizes
     "glm4_moe": {"experts": 4, "shared_experts": 24},
     "deepseek_v2": {**LATENT, "shared_experts": 24, "norm_topk": False},
     "deepseek_v3": {**LATENT, "shared_experts": 24},
+    "nemotron_h": {
+        "hybrid_pattern": "M*-",
+        "mamba": {"heads": 4, "head_dim": 3, "state_dim": 5, "groups": 2},
+    },
     "qwen3_next": {
         "rotary_fraction": 0.5,
         "delta_net": {"key_heads": 2, "value_heads": 4, "key_dim": 3, "value_dim": 5},

@@ -14,7 +14,7 @@ SHORT = {"original_max_position_embeddings": 8}
 CHOICES: dict[str, tuple[Any, ...]] = {  # of a key that is given
     "kv_heads": (4, 2),
     "head_dim": (4, 6, 10),
-    "mlp": ("swiglu", "geglu", "swiglu_clamped", "gelu", "gelu_exact"),
+    "mlp": ("swiglu", "geglu", "swiglu_clamped", "gelu", "gelu_exact", "relu2"),
     "swiglu_alpha": (1.3,),
     "swiglu_limit": (0.6,),
     "norm": ("rms", "layer"),
@@ -24,7 +24,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {  # of a key that is given
     "qk_norm": (True, False),
     "qk_norm_over": ("head", "all"),
     "parallel_residual": (True, False),
-    "positions": ("rope", "learned"),
+    "positions": ("rope", "learned", "none"),
     "rope_base": (50.0, 7.0),
     "rotary_fraction": (1.0, 0.5),
     "window_rope_base": (0.0, 5.0),
@@ -107,6 +107,17 @@ def drawn(seed: int) -> dict[str, Any]:
             "kernel": dice.choice((1, 2, 4)),
         }
         offered["delta_layers"] = dice.choice(((0,), (1,), (0, 1), (1, 2), (0, 1, 2)))
+    if dice.random() < (0.8 if family == "nemotron_h" else 0.1):
+        groups = dice.choice((2, 4))
+        offered["mamba"] = {
+            "heads": groups * dice.choice((1, 2)),
+            "head_dim": dice.choice((3, 8)),
+            "state_dim": dice.choice((4, 7)),
+            "groups": groups,
+            "kernel": dice.choice((1, 2, 4)),
+            "least_step": dice.choice((1e-9, 0.3)),
+        }
+        offered["hybrid_pattern"] = dice.choice(("M*-", "MM-", "*-M", "-M*", "MMM"))
     if dice.random() < rate:
         offered["rope_scaling"] = dice.choice(SCALINGS)
     if dice.random() < 0.5:
@@ -125,10 +136,10 @@ def drawn(seed: int) -> dict[str, Any]:
     if not fits(table):
         del table["latent"]
     # Both together, or neither would fit.
-    for key in ("delta_net", "delta_layers"):
-        if key in offered and fits(table | {key: offered[key]}):
-            table[key] = offered[key]
-        offered.pop(key, None)
+    for keys in (("delta_net", "delta_layers"), ("mamba", "hybrid_pattern")):
+        pair = {key: offered.pop(key) for key in keys if key in offered}
+        if fits(table | pair):
+            table |= pair
     for key in dice.sample(sorted(offered), len(offered)):
         table |= {key: offered[key]} if fits(table | {key: offered[key]}) else {}
     return table

@@ -13,6 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megaprec.comm.waiting import Pending
 from megaprec.precision.plan import plan
+from models.attention.mamba_mixer import MambaMixer
+from models.attention.state_space import StateSpaceInputs
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
 from models.decoder.stages import Stage
@@ -48,6 +50,15 @@ MODELS += [
     {"family": "deepseek_v3", "latent": {**LATENT, "query_rank": 14}, **SIZES},
     {"family": "deepseek_v2", "latent": LATENT, "bias": True, **SIZES},
 ]
+HYBRID = {
+    "family": "nemotron_h",
+    "kv_heads": 2,
+    "mlp_bias": True,
+    "hybrid_pattern": "M*-M",
+    "mamba": {"heads": 6, "head_dim": 5, "state_dim": 7, "groups": 2},
+    **SIZES,
+    "layers": 4,
+}
 EXPERTS = {
     "family": "mixtral",
     "experts": 4,
@@ -78,7 +89,7 @@ def inputs(stage: Stage) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "model", [*MODELS, {**EXPERTS, **SIZES}, {**EXPERTS, "mlp": "gelu", **SIZES}]
+    "model", [*MODELS, HYBRID, {**EXPERTS, **SIZES}, {**EXPERTS, "mlp": "gelu", **SIZES}]
 )
 def test_parameters_of_the_stages_are_those_of_the_model(model: dict[str, Any]) -> None:
     config = ModelConfig(**model)
@@ -129,6 +140,37 @@ def test_flops_are_those_that_torch_counts(model: dict[str, Any], recompute: Rec
         lookup = LENGTH * BATCH * config.embedding_flops() * stage.cut.first
         assert forward.get_total_flops() == cost.forward
         assert backward.get_total_flops() == cost.input + cost.weight - lookup
+
+
+@pytest.mark.parametrize("recompute", [KEEP, Recompute(fraction=1.0), Recompute(("attention",))])
+def test_flops_of_layers_of_one_branch_are_those_that_torch_counts(
+    recompute: Recompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the recurrences, of which the ones counted are those token by token."""
+
+    def pass_by(self: MambaMixer, inputs: StateSpaceInputs) -> Tensor:
+        of_group = (inputs.query * inputs.key).sum(-1, keepdim=True)
+        return inputs.value * inputs.log_decay.unsqueeze(-1) * of_group.mean(1, keepdim=True)
+
+    monkeypatch.setattr(MambaMixer, "_apply_rule", pass_by)
+    config = ModelConfig(**HYBRID)
+    for stage in stages(config, 4, recompute=recompute):
+        (cost,) = stage_costs(config, [stage.cut], LENGTH, BATCH, recompute)
+        x, ids = inputs(stage)
+        with sdpa_kernel(SDPBackend.MATH):
+            with FlopCounterMode(display=False) as forward:
+                y = stage(x)
+            y = stage.losses(y, ids) if stage.cut.last else y
+            with FlopCounterMode(display=False) as backward:
+                y.sum().backward()
+        mixers = sum(config.hybrid_pattern[layer] == "M" for layer in stage.cut.layers)
+        recurrence = LENGTH * BATCH * config.mamba.recurrent_flops * mixers
+        lookup = LENGTH * BATCH * config.embedding_flops() * stage.cut.first
+        again = 0 if recompute == KEEP else recurrence
+        assert forward.get_total_flops() == cost.forward - recurrence
+        assert (
+            backward.get_total_flops() == cost.input + cost.weight - lookup - 2 * recurrence - again
+        )
 
 
 EVERY: dict[str, dict[str, Any]] = {

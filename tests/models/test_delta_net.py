@@ -169,7 +169,7 @@ def test_a_planted_fault_is_found(fault: Any, monkeypatch: pytest.MonkeyPatch) -
             GatedDeltaNet, "_convolve", lambda self, x, begins: whole(self, x, begins).roll(1, -1)
         )
     else:
-        monkeypatch.setattr(delta_rule, "_Decays", fault)
+        monkeypatch.setattr(delta_rule, "Decays", fault)
     _, found = ours(job, config)
     assert "logits" in differing(found, expected, CLOSE)
 

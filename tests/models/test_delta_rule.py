@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from models.attention import delta_rule
+from models.attention.decays import Decays
 from models.attention.delta_rule import DeltaInputs, chunked, recurrent
 from models.attention.short_convolution import short_convolution
 
@@ -175,31 +176,28 @@ def test_single_precision_is_close_for_strong_decays_before_weak_ones() -> None:
     assert (found.double() - exact).abs().max() < 1e-5 * exact.abs().max()
 
 
-class LateDecays(delta_rule._Decays):
+class LateDecays(Decays):
     """The decay of a token is that of the one before it."""
 
     @staticmethod
-    def of(inputs: DeltaInputs, chunk: int) -> delta_rule._Decays:
-        late = F.pad(inputs.log_decay, (1, 0))[..., :-1]
-        return REAL_DECAYS(replace(inputs, log_decay=late), chunk)
+    def of(log_decay: Tensor, begins: Tensor | None, chunk: int) -> Decays:
+        late = F.pad(log_decay, (1, 0))[..., :-1]
+        return Decays.of(late, begins, chunk)
 
 
-class WithoutState(delta_rule._Decays):
+class WithoutState(Decays):
     """What a chunk leaves does not reach the next one."""
 
     @staticmethod
-    def of(inputs: DeltaInputs, chunk: int) -> delta_rule._Decays:
-        decays = REAL_DECAYS(inputs, chunk)
+    def of(log_decay: Tensor, begins: Tensor | None, chunk: int) -> Decays:
+        decays = Decays.of(log_decay, begins, chunk)
         return replace(decays, from_before=torch.zeros_like(decays.from_before))
-
-
-REAL_DECAYS = delta_rule._Decays.of
 
 
 @pytest.mark.parametrize("fault", [LateDecays, WithoutState])
 def test_a_planted_fault_is_found(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, state = ODD.inputs()
-    monkeypatch.setattr(delta_rule, "_Decays", fault)
+    monkeypatch.setattr(delta_rule, "Decays", fault)
     found = [*results(partial(chunked, chunk=8), inputs, state)]
     with pytest.raises(AssertionError):
         assert_alike(found, [*results(recurrent, inputs, state)])

@@ -84,6 +84,15 @@ NORMS = {"olmo2": AFTER, "olmo3": AFTER, "gemma2": AROUND, "gemma3_text": AROUND
 
 def logical(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by our logical names; theirs by those that the parameters have in memory."""
+    if config.model_type != "nemotron_h":
+        return _of_two_branches(config, theirs)
+    ours: dict[str, Tensor] = {}
+    for path, tensor in theirs.items():
+        ours |= _of_nemotron_h(config, path.removeprefix("model.").split("."), tensor)
+    return ours
+
+
+def _of_two_branches(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     ours: dict[str, Tensor] = {}
     for path, tensor in theirs.items():
         parts = [p for p in path.split(".") if p not in ("model", "transformer", "gpt_neox")]
@@ -163,6 +172,42 @@ def _of_qwen3_next(
         f"{layer}.{which}.weight": part.flatten(0, 1)
         for which, part in zip(kinds, parts, strict=True)
     }
+
+
+def _of_nemotron_h(config: Any, parts: list[str], tensor: Tensor) -> dict[str, Tensor]:
+    """Tensors of layers of one branch. parts: of the name."""
+    outside = {"embeddings": "embedding", "norm_f": "final_norm", "lm_head": "head"}
+    if parts[0] != "layers":
+        return {f"{outside[parts[0]]}.weight": tensor}
+    layer = f"layers.{parts[1]}"
+    kind = config.layers_block_type[int(parts[1])]
+    if parts[2] == "norm":
+        return {f"{layer}.{'mlp' if kind == 'mlp' else 'attention'}_norm.weight": tensor}
+    name = ".".join(parts[3:])
+    if kind != "linear_attention":
+        branch, _, suffix = name.partition("_proj")
+        ours = {"q": "query", "k": "key", "v": "value", "o": "output"}.get(branch, branch)
+        return {f"{layer}.{'mlp' if kind == 'mlp' else 'attention'}.{ours}{suffix}": tensor}
+    alone = {
+        "dt_bias": "step.bias",
+        "A_log": "log_rate",
+        "D": "skip",
+        "norm.weight": "output_norm.weight",
+        "out_proj.weight": "output.weight",
+    }
+    if name in alone:
+        return {f"{layer}.mamba.{alone[name]}": tensor}
+    values = config.mamba_num_heads * config.mamba_head_dim
+    widths = [values, *[config.n_groups * config.ssm_state_size] * 2]
+    convolved = ["value", "key", "query"]
+    if name == "in_proj.weight":
+        kinds = [f"{which}.weight" for which in ("gate", *convolved, "step")]
+        rows = tensor.split([values, *widths, config.mamba_num_heads])
+    else:
+        suffix = name.removeprefix("conv1d.")
+        kinds = [f"{which}_convolution.{suffix}" for which in convolved]
+        rows = (tensor[:, 0] if suffix == "weight" else tensor).split(widths)
+    return {f"{layer}.mamba.{which}": part for which, part in zip(kinds, rows, strict=True)}
 
 
 def _of_latents(config: Any, layer: str, name: str, kind: str, tensor: Tensor) -> dict[str, Tensor]:

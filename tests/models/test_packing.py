@@ -88,6 +88,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "router_aux_loss": 0.0,
     }
     | {"rotary_fraction": 0.5},
+    "nemotron_h": {
+        "family": "nemotron_h",
+        "kv_heads": 2,
+        "mamba": {"heads": 4, "head_dim": 3, "state_dim": 5, "groups": 2},
+        "hybrid_pattern": "M*",
+    },
     "mixtral": {"family": "mixtral", "experts": 4, "router_aux_loss": 0.0, "kv_heads": 2},
     "gpt2 through dropout": {"family": "gpt2", "attention_dropout": 1e-14},
     "mistral through dropout": {"family": "mistral", "window": 5, "attention_dropout": 1e-14},

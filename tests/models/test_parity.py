@@ -72,6 +72,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "swiglu_limit": 0.05,
         "init_std": 0.1,
     },
+    "nemotron_h": {
+        "family": "nemotron_h",
+        **SIZES,
+        "mamba": {"heads": 8, "head_dim": 3, "state_dim": 5, "groups": 4},
+        "hybrid_pattern": "M*-",
+        "init_std": 0.1,
+    },
     "qwen3_next": {
         "family": "qwen3_next",
         **SIZES,

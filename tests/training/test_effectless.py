@@ -155,7 +155,8 @@ model: family layers hidden heads kv_heads head_dim mlp ffn vocab max_positions 
 model: preset parallel_residual attention_scalar attention_sinks attention_softcap final_softcap bias qkv_bias
 model: output_bias mlp_bias tied experts dropout attention_dropout embedding_scale embedding_grad_scale head_grad_scale
 model: mtp_layers factory mup_base_hidden mup_base_head_dim z_loss
-model: latent delta_net delta_layers attention_gate swiglu_alpha swiglu_limit norm_unit_offset rotary_fraction
+model: latent delta_net delta_layers mamba hybrid_pattern
+model: attention_gate swiglu_alpha swiglu_limit norm_unit_offset rotary_fraction
 model: window_rope_base window_layers expert_bias
 model: router_bias dense_layers dense_ffn shared_experts shared_gate
 data: source blend tokenizer begin held_out shuffle reset_attention_mask reset_position_ids eod_mask_loss

@@ -50,6 +50,8 @@ def virtual_sizes(train: Train, model: ModelConfig) -> Iterator[str]:
             key_heads=sizes.key_heads,
             value_heads=sizes.value_heads,
         )
+    if not model.mamba.divides(shards):
+        yield Problem.of("config.canonical_mamba", shards=shards, groups=model.mamba.groups)
     if model.kv_heads % shards and shards % model.kv_heads:
         yield Problem.of("config.canonical_kv_heads", shards=shards, kv_heads=model.kv_heads)
 

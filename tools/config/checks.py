@@ -251,6 +251,8 @@ def _tensor(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
     if model.delta_net:
         heads = f"{model.delta_net.key_heads} and {model.delta_net.value_heads} heads"
         sizes += f" and model.delta_net's {heads}"
+    if model.mamba:
+        sizes += f" and model.mamba.groups {model.mamba.groups}"
     if model.mtp_layers:
         sizes += f" and, with model.mtp_layers, model.hidden {model.hidden}"
     possible = [ranks for ranks in range(1, model.heads + 1) if _fits_tensor(model, ranks)]
@@ -269,7 +271,7 @@ def _fits_tensor(model: ModelConfig, tensor: int) -> bool:
     widths = [*model.ffn_widths.values(), model.heads]
     if model.mtp_layers:
         widths.append(model.hidden)  # features of the projection of a module
-    return not any(width % tensor for width in widths) and model.delta_net.divides(tensor)
+    return not any(width % tensor for width in widths) and model.divides_recurrence(tensor)
 
 
 def _sequence(train: Train, parallel: Parallel) -> Iterator[str]:

@@ -103,7 +103,7 @@ def _keys_that_may_differ(model: ModelConfig, vocab: object, rows: int) -> set[s
     # a value that is no number is reported with the types of its table
     if rows and not shrinks:
         may_differ.add("vocab")
-    if model.positions == "rope":
+    if model.positions != "learned":
         may_differ.update(CONTEXT_KEYS)
     return may_differ
 

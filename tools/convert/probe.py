@@ -31,6 +31,7 @@ from tools.convert.hf.config import from_hugging_face
 from tools.convert.hf.delta_layers import layer_types
 from tools.convert.hf.families import FAMILIES
 from tools.convert.hf.folder import CONFIG, open_hf, read_config
+from tools.convert.hf.hybrid_layers import LETTERS
 from tools.convert.transformers_package import if_untested, quiet_transformers, why_missing
 from tools.convert.verify import load_stage
 
@@ -159,6 +160,8 @@ def _sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
         sizes |= _latents(config, model)
     if model.delta_net:
         sizes |= _delta_net_sizes(model)
+    if model.mamba:
+        sizes |= _mamba_sizes(model)
     if model.experts:
         sizes |= _expert_sizes(config, model)
     return sizes
@@ -175,6 +178,20 @@ def _delta_net_sizes(model: ModelConfig) -> dict[str, Any]:
         "linear_key_head_dim": min(sizes.key_dim, HEAD),
         "linear_value_head_dim": min(sizes.value_dim, HEAD),
         "linear_conv_kernel_dim": sizes.kernel,
+    }
+
+
+def _mamba_sizes(model: ModelConfig) -> dict[str, Any]:
+    """Return small heads of Mamba-2 mixers, each group of at most two heads."""
+    sizes = model.mamba
+    groups = min(sizes.groups, 2)
+    group_size = sizes.heads // sizes.groups
+    return {
+        "mamba_num_heads": groups * min(group_size, 2),
+        "mamba_head_dim": min(sizes.head_dim, HEAD),
+        "ssm_state_size": min(sizes.state_dim, HEAD),
+        "n_groups": groups,
+        "conv_kernel": sizes.kernel,
     }
 
 
@@ -245,7 +262,9 @@ def _lengths(config: Json, model: ModelConfig) -> dict[str, Any]:
         lengths[ORIGINAL] = reduced_length(config[ORIGINAL], LEAST_ORIGINAL)
     if model.window:
         lengths["sliding_window"] = reduced_length(model.window, LEAST_WINDOW)
-    if types := config.get("layer_types"):
+    if model.hybrid_pattern:
+        lengths |= _hybrid_layers(config, model.hybrid_pattern, layers)
+    elif types := config.get("layer_types"):
         lengths["layer_types"] = _spread(types, layers)
     elif model.delta_net:
         # A file may say them by their distance, in which few layers would be of one kind.
@@ -255,6 +274,17 @@ def _lengths(config: Json, model: ModelConfig) -> dict[str, Any]:
         has_window = [layer in window_layers for layer in range(model.layers)]
         lengths["max_window_layers"] = _spread(has_window, layers).index(True)
     return lengths
+
+
+def _hybrid_layers(config: Json, pattern: str, layers: int) -> dict[str, Any]:
+    """Return the kinds of so many layers with one branch, under all keys that state them."""
+    letters = _spread([*pattern], layers)
+    kinds: dict[str, Any] = {"hybrid_override_pattern": "".join(letters)}
+    names = {letter: name for name, letter in reversed(LETTERS.items())}
+    for key in ("layers_block_type", "layer_types"):
+        if config.get(key) is not None:
+            kinds[key] = [names[letter] for letter in letters]
+    return kinds
 
 
 def _has_first_window_layer(config: Json) -> bool:

@@ -157,13 +157,15 @@ def require_layout(model: ModelConfig, tensor: int, pipeline: int) -> None:
     divides_kv_heads = model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0
     divides_widths = all(width % tensor == 0 for width in widths)
     problems = []
-    divides_heads = model.heads % tensor == 0 and model.delta_net.divides(tensor)
+    divides_heads = model.heads % tensor == 0 and model.divides_recurrence(tensor)
     if not divides_heads or not divides_widths or not divides_kv_heads:
         features = " and ".join(map(str, widths))
         sizes = (
             f"{model.heads} heads, {model.kv_heads} kv heads and {features} features of the "
             "feed-forward"
         )
+        if model.mamba:
+            sizes += f" and {model.mamba.groups} groups of model.mamba"
         problems.append(
             f"--tensor {tensor} does not divide the model's {sizes} evenly: give another number"
         )

@@ -25,8 +25,9 @@ from tools.training.data_identity import ALLOW, Difference
 def context_differences(
     saved: ModelConfig, model: ModelConfig, config: RunConfig
 ) -> Iterator[Difference]:
-    """Yield the differences in keys of a longer context, of two models with rotary positions."""
-    if not saved.positions == model.positions == "rope":
+    """Yield the differences in keys of a longer context, of two models without learned
+    positions."""
+    if not _may_read_longer(saved, model):
         return
     effects = {
         "rope_base": "all positions have other angles",
@@ -41,6 +42,11 @@ def context_differences(
         if value != old_value:
             change = f"{toml(old_value)} -> {toml(value)}"
             yield Difference(f"model.{key}", f"model.{key}: {change}: {effect}")
+
+
+def _may_read_longer(saved: ModelConfig, model: ModelConfig) -> bool:
+    """Return True if both models have positions of one kind that is not learned."""
+    return saved.positions == model.positions != "learned"
 
 
 def _adds_positions(saved: ModelConfig, model: ModelConfig, config: RunConfig) -> bool:
@@ -59,7 +65,7 @@ def other_keys(saved: ModelConfig, model: ModelConfig, file: str) -> Iterator[Pr
     saved_values = json.loads(saved.model_dump_json())
     values = json.loads(model.model_dump_json())
     free_keys = set(TRAINING_ONLY_KEYS).difference(MUP_KEYS)
-    if saved.positions == model.positions == "rope":
+    if _may_read_longer(saved, model):
         free_keys.update(CONTEXT_KEYS)
         if scores_follow_rope_scaling(saved) and scores_follow_rope_scaling(model):
             free_keys.add("attention_scalar")

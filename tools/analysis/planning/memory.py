@@ -238,7 +238,8 @@ def least_layers_in_flight(config: RunConfig) -> int:
     recompute = config.recompute
     is_even = not recompute.layers and recompute.fraction in (0.0, 1.0)
     last_is_dense = model.layers - 1 in model.dense_layers
-    kinds = model.window_layers or model.delta_layers or last_is_dense
+    recurs = model.delta_layers or model.hybrid_pattern
+    kinds = model.window_layers or recurs or last_is_dense
     if parallel.cuts or kinds or not is_even:
         return 0
     if parallel.pipeline == 1:
@@ -295,8 +296,9 @@ def least_activations_by_rank(
 
 
 def _count_like_last(config: RunConfig, cut: Cut) -> int:
-    """Return how many layers of a stage have a feed-forward of the kind of the last layer's."""
-    return sum(layer not in config.model.dense_layers for layer in cut.layers)
+    """Return how many layers of a stage are of the kind of the model's last layer."""
+    kinds = config.model.kind_keys(range(config.model.layers))
+    return sum(kinds[layer] == kinds[-1] for layer in cut.layers)
 
 
 def least_activation_bytes(config: RunConfig) -> int:

@@ -18,6 +18,9 @@ from tools.convert.core.transforms import (
     LATENT_QUERY,
     LATENT_QUERY_HALVES,
     LATENT_UP,
+    MAMBA,
+    MAMBA_CONVOLUTION_BIASES,
+    MAMBA_CONVOLUTIONS,
     PACKED,
     PACKED_TRANSPOSED,
     SAME,
@@ -30,6 +33,7 @@ QKV = ("query", "key", "value")
 _ATTENTION = "layers.N.attention"
 _MLP = "layers.N.mlp"
 _DELTA_NET = "layers.N.delta_net"
+_MAMBA = "layers.N.mamba"
 CORRECTION = f"{_MLP}.router.correction"
 
 
@@ -151,6 +155,38 @@ def _gated_attention_or_delta_net() -> list[NameRule]:
         NameRule(f"{delta_net}.in_proj_ba.weight", gates, DELTA_GATES),
         NameRule(f"{delta_net}.norm.weight", (f"{_DELTA_NET}.output_norm.weight",)),
         NameRule(f"{delta_net}.out_proj.weight", (f"{_DELTA_NET}.output.weight",)),
+    ]
+
+
+def _nemotron_h() -> list[NameRule]:
+    """Return the rules of Nemotron-H, whose layers have one branch: all kinds of it have the same
+    name, and so have their norms."""
+    layer = "backbone.layers.N"
+    mixer = f"{layer}.mixer"
+    rules: list[NameRule] = []
+    for part in (*QKV, "output"):
+        rules += _weight_and_bias(f"{mixer}.{part[0]}_proj", f"{_ATTENTION}.{part}")
+    for part in ("up", "down"):
+        rules += _weight_and_bias(f"{mixer}.{part}_proj", f"{_MLP}.{part}")
+    convolved = ("value", "key", "query")
+    projected = tuple(f"{_MAMBA}.{part}.weight" for part in ("gate", *convolved, "step"))
+    kernels = tuple(f"{_MAMBA}.{part}_convolution.weight" for part in convolved)
+    biases = tuple(f"{_MAMBA}.{part}_convolution.bias" for part in convolved)
+    return [
+        NameRule("backbone.embeddings.weight", ("embedding.weight",)),
+        NameRule(f"{layer}.norm.weight", ("layers.N.attention_norm.weight",)),
+        NameRule(f"{layer}.norm.weight", ("layers.N.mlp_norm.weight",)),
+        *rules,
+        NameRule(f"{mixer}.A_log", (f"{_MAMBA}.log_rate",)),
+        NameRule(f"{mixer}.D", (f"{_MAMBA}.skip",)),
+        NameRule(f"{mixer}.dt_bias", (f"{_MAMBA}.step.bias",)),
+        NameRule(f"{mixer}.conv1d.weight", kernels, MAMBA_CONVOLUTIONS),
+        NameRule(f"{mixer}.conv1d.bias", biases, MAMBA_CONVOLUTION_BIASES),
+        NameRule(f"{mixer}.in_proj.weight", projected, MAMBA),
+        NameRule(f"{mixer}.norm.weight", (f"{_MAMBA}.output_norm.weight",)),
+        NameRule(f"{mixer}.out_proj.weight", (f"{_MAMBA}.output.weight",)),
+        NameRule("backbone.norm_f.weight", ("final_norm.weight",)),
+        NameRule("lm_head.weight", ("head.weight",)),
     ]
 
 
@@ -277,13 +313,16 @@ HUGGING_FACE: dict[str, list[NameRule]] = {
     "gemma3_text": _llama(_gated(), _AROUND),
     "gpt_oss": _llama(_stacked_experts()),
     "mixtral": _llama(_experts("block_sparse_moe", "w1", "w3", "w2")),
+    "nemotron_h": _nemotron_h(),
 }
 # Of folders whose config.json has rope_interleave = false.
 IN_HALVES: dict[str, list[NameRule]] = {
     "deepseek_v3": _with_modules(_llama(_shared_experts(), projections=_latents(False)))
 }
 # What a folder may leave out before every name: it was saved without the head.
-PREFIXES = {"gpt2": "transformer.", "gpt_neox": "gpt_neox."}
+PREFIXES = {"gpt2": "transformer.", "gpt_neox": "gpt_neox.", "nemotron_h": "backbone."}
+# Another beginning of names, which stands for that of the table: of parameters in transformers 5.
+OTHER_PREFIXES = {"nemotron_h": "model."}
 # Beginnings of names of tensors that published folders hold beside a model, and that neither
 # transformers nor we read: of modules for multi-token prediction that are named on their own.
 UNREAD = {"qwen3_next": "mtp."}

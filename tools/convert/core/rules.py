@@ -188,4 +188,5 @@ def head_sizes(model: ModelConfig) -> HeadSizes:
         rotary=model.rotary_dims,
         value=model.latent.value_dim,
         delta=model.delta_net,
+        mamba=model.mamba,
     )

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from models.delta_net import NO_DELTA_NET, DeltaNet
+from models.mamba import NO_MAMBA, Mamba
 
 Parts = Sequence[Tensor]  # megaprec's tensors, of which another system's consists
 
@@ -35,6 +36,7 @@ class HeadSizes:
     rotary: features of a head with rotary positions.
     value: features of a head's value in latent attention.
     delta: of gated delta nets.
+    mamba: of Mamba-2 mixers.
     """
 
     query: int
@@ -43,6 +45,7 @@ class HeadSizes:
     rotary: int
     value: int = 0
     delta: DeltaNet = NO_DELTA_NET
+    mamba: Mamba = NO_MAMBA
 
     @property
     def unrotated(self) -> int:
@@ -228,13 +231,29 @@ def _split_delta_gates(joined: Tensor, head_sizes: HeadSizes) -> Parts:
 
 
 def _join_convolutions(parts: Parts, head_sizes: HeadSizes) -> Tensor:
-    """Return [features, kernel] of queries, keys and values as [all features, 1, kernel]."""
+    """Return the [features, kernel] of all parts as [all features, 1, kernel]."""
     return torch.cat(list(parts)).unsqueeze(1)
 
 
 def _split_convolutions(joined: Tensor, head_sizes: HeadSizes) -> Parts:
     sizes = head_sizes.delta
     return joined.squeeze(1).split([sizes.key_width, sizes.key_width, sizes.value_width])
+
+
+def _split_mamba(joined: Tensor, head_sizes: HeadSizes) -> Parts:
+    sizes = head_sizes.mamba
+    # Gate, values, keys, queries and time steps, in Mamba's letters z, x, B, C and dt.
+    rows = [sizes.width, sizes.width, sizes.key_width, sizes.key_width, sizes.heads]
+    return joined.split(rows)
+
+
+def _split_mamba_biases(joined: Tensor, head_sizes: HeadSizes) -> Parts:
+    sizes = head_sizes.mamba
+    return joined.split([sizes.width, sizes.key_width, sizes.key_width])
+
+
+def _split_mamba_convolutions(joined: Tensor, head_sizes: HeadSizes) -> Parts:
+    return _split_mamba_biases(joined.squeeze(1), head_sizes)
 
 
 def _join_experts_transposed(parts: Parts, head_sizes: HeadSizes) -> Tensor:
@@ -329,6 +348,10 @@ GATED_QUERY = Transform(_join_gated_query, _split_gated_query)
 DELTA_NET = Transform(_join_by_key_head, _split_delta_net)
 DELTA_GATES = Transform(_join_by_key_head, _split_delta_gates)
 CONVOLUTIONS = Transform(_join_convolutions, _split_convolutions)
+# Of a Mamba-2 mixer: what is projected, and the convolution with its bias.
+MAMBA = Transform(_join_stacked, _split_mamba)
+MAMBA_CONVOLUTIONS = Transform(_join_convolutions, _split_mamba_convolutions)
+MAMBA_CONVOLUTION_BIASES = Transform(_join_stacked, _split_mamba_biases)
 # Of all experts of a layer: features in before features out; a bias as it is.
 EXPERTS_TRANSPOSED = Transform(_join_experts_transposed, _split_experts_transposed)
 EXPERTS_INTERLEAVED = Transform(_join_experts_interleaved, _split_experts_interleaved)

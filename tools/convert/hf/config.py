@@ -130,7 +130,7 @@ def without_effect(model: ModelConfig) -> Sequence[str]:
     """Return the fields on which the logits of a model do not depend."""
     names = (*TRAINING_ONLY_KEYS, *NAMES)
     # Without a table of positions it is the size of nothing.
-    return (*names, "max_positions") if model.positions == "rope" else names
+    return names if model.positions == "learned" else (*names, "max_positions")
 
 
 def omitted_settings(model: ModelConfig) -> list[str]:

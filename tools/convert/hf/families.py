@@ -18,6 +18,7 @@ from tools.convert.hf.experts import (
     LOCAL_EXPERTS,
     experts_of_qwen,
 )
+from tools.convert.hf.hybrid_layers import HYBRID_LAYERS, OTHER_KEYS_OF_HYBRIDS
 from tools.convert.hf.keys import (
     IDS,
     ConfigKeys,
@@ -197,6 +198,10 @@ def _gpt_oss_beyond_4(model: ModelConfig) -> Iterator[str]:
             f"use swiglu_alpha = {model.swiglu_alpha:g} and swiglu_limit = "
             f"{model.swiglu_limit:g}, but 1.702 and 7 alone"
         )
+
+
+def _nemotron_h_beyond_4(model: ModelConfig) -> Iterator[str]:
+    yield "make a nemotron_h model without the code of a published folder"
 
 
 # Of every family; entries that only check a key return no fields.
@@ -756,6 +761,73 @@ FAMILIES: dict[str, Family] = {
         ),
         aliases={"num_experts": "num_local_experts"},
         beyond_transformers_4=_gpt_oss_beyond_4,
+    ),
+    "nemotron_h": Family(
+        ours="nemotron_h",
+        architecture="NemotronHForCausalLM",
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "vocab_size": 131072,
+            "intermediate_size": 21504,
+            "num_hidden_layers": None,  # it counts the kinds of layers
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "attention_head_dim": None,  # no key of its class, but of published files
+            "max_position_embeddings": 4096,
+            "layer_norm_epsilon": 1e-5,
+            "rms_norm_eps": None,
+            "norm_eps": None,
+            "mlp_hidden_act": "relu2",
+            "mamba_hidden_act": "silu",
+            "layers_block_type": None,
+            "hybrid_override_pattern": None,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 128,
+            "n_groups": 8,
+            "conv_kernel": 4,
+            "time_step_min": 0.001,
+            "time_step_limit": None,
+            "use_conv_bias": True,
+            "pad_token_id": 0,
+        },
+        entries=(
+            *_COMMON,
+            same("hidden_size", "hidden"),
+            same("num_attention_heads", "heads"),
+            same("intermediate_size", "ffn"),
+            same("max_position_embeddings", "max_positions"),
+            same("attention_dropout", "attention_dropout"),
+            _HEADS,
+            HYBRID_LAYERS,
+            same("layer_norm_epsilon", "norm_eps"),
+            same("mlp_bias", "mlp_bias"),
+            only("mlp_hidden_act", "relu2"),
+            only("mamba_hidden_act", "silu", "swish"),
+            # Its head is never the embedding.
+            only("tie_word_embeddings", False),
+            only("use_conv_bias", True),
+            OTHER_KEYS_OF_HYBRIDS,
+        ),
+        aliases={
+            "layer_types": "layers_block_type",
+            "num_local_experts": "n_routed_experts",
+            "mamba_n_groups": "n_groups",
+            "mamba_d_conv": "conv_kernel",
+            "mamba_expand": "expand",
+            "mamba_dt_min": "time_step_min",
+            "mamba_dt_max": "time_step_max",
+            "mamba_dt_limit": "time_step_limit",
+            "mamba_dt_init_floor": "time_step_floor",
+            "mamba_conv_bias": "use_conv_bias",
+            "mamba_chunk_size": "chunk_size",
+        },
+        allowed={
+            "use_bias": (False, None),
+            "mamba_proj_bias": (False, None),
+            "num_nextn_predict_layers": (0, None),
+        },
+        beyond_transformers_4=_nemotron_h_beyond_4,
     ),
     "mistral": Family(
         ours="mistral",

@@ -26,7 +26,14 @@ from megaprec.errors import Problem, UserError
 from megaprec.parsing import read_json
 from models.config import ModelConfig
 from tools.convert.core.finite import same_values
-from tools.convert.core.names import BUFFERS, HUGGING_FACE, IN_HALVES, PREFIXES, UNREAD
+from tools.convert.core.names import (
+    BUFFERS,
+    HUGGING_FACE,
+    IN_HALVES,
+    OTHER_PREFIXES,
+    PREFIXES,
+    UNREAD,
+)
 from tools.convert.core.rules import Match, NameRule, has_module_rules, head_sizes, matches
 from tools.convert.core.source import Facts, Origin, Source
 from tools.convert.core.target import Location, Target, Write
@@ -158,6 +165,7 @@ def open_hf(folder: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source
     # Names first, as the table has them: what follows goes by names.
     tensors = text_tensors(file_tensors, full_config)
     tensors, unread_names = _without_unread(tensors, model_type)
+    tensors = _with_usual_prefix(tensors, model_type)
     tensors = _named_like_the_table(tensors, PREFIXES.get(model_type, "model."))
     tensors = unstack_experts(tensors, model_type)
     stored = with_quantized(tensors, config, folder)
@@ -327,6 +335,19 @@ def _notes_on_unread(names: Sequence[str]) -> Iterator[str]:
             f"{len(names)} tensors of multi-token prediction ({names[0]}, ...) are not read: "
             "model.mtp_layers is not known beside model.delta_net"
         )
+
+
+def _with_usual_prefix(tensors: Mapping[str, Stored], model_type: str) -> dict[str, Stored]:
+    """Return the tensors with the prefix of the table in place of another one of the family."""
+    other = OTHER_PREFIXES.get(model_type)
+    if other is None:
+        return dict(tensors)
+    renamed = {}
+    for tensor_name, stored in tensors.items():
+        if tensor_name.startswith(other):
+            tensor_name = PREFIXES[model_type] + tensor_name.removeprefix(other)
+        renamed[tensor_name] = stored
+    return renamed
 
 
 def _named_like_the_table(tensors: Mapping[str, Stored], prefix: str) -> dict[str, Stored]:

@@ -41,6 +41,9 @@ _KIND_OF_KEY: dict[str, type] = {
     "partial_rotary_factor": float,
     "query_pre_attn_scalar": float,
     "layer_types": list,
+    "layers_block_type": list,
+    "hybrid_override_pattern": str,
+    "time_step_limit": list,
     "mlp_only_layers": list,
 }
 _MAY_BE_NULL = (
@@ -75,6 +78,7 @@ _ABOVE_ZERO = (
     "query_pre_attn_scalar",
     "swiglu_alpha",
     "swiglu_limit",
+    "time_step_min",
 )
 _NUMBERS_OF_LAYERS = (
     "num_hidden_layers",

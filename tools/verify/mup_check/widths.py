@@ -56,9 +56,11 @@ def at_width(
     It has its first `LAYERS` layers, a small vocabulary, few experts, and neither dropout nor
     modules of multi-token prediction. Raises UserError if a width would be no whole number.
     """
-    # How a gated delta net would grow is not known.
+    # How a gated delta net or a Mamba-2 mixer would grow is not known.
     if model.delta_net:
         raise UserError.of("model.delta_net_beside", key="mup_base_hidden")
+    if model.hybrid_pattern:
+        raise UserError.of("model.hybrid_beside", key="mup_base_hidden")
     if problems := _problems(model, hidden, growing):
         raise UserError(*problems)
     changes = _whole(_grown(model, hidden, growing, grows_kv_heads), model.latent)

@@ -24,6 +24,7 @@ from megaprec.precision.plan import dtype_name
 from models.config import ModelConfig
 from models.delta_net import DeltaNet
 from models.latent import Latent
+from models.mamba import Mamba
 from parallel.pipeline.builders import default_chunks
 from parallel.sequence_cut import length_multiple
 from tools.config.data_settings import Data
@@ -305,6 +306,8 @@ def _model(run_config: RunConfig, layout_limits: LayoutLimits) -> ModelConfig:
         "window_layers": window_layers(model_config, num_layers),
         "delta_net": _delta_net(model_config.delta_net, layout_limits.tensor),
         "delta_layers": _delta_layers(model_config, num_layers),
+        "mamba": _mamba(model_config.mamba, layout_limits.tensor),
+        "hybrid_pattern": _hybrid_pattern(model_config.hybrid_pattern, num_layers),
     }
     if model_config.mup_base_hidden:
         # A base that is twice as wide has all widths; the scale of scores stays as it is.
@@ -353,6 +356,32 @@ def _delta_layers(model_config: ModelConfig, num_layers: int) -> tuple[int, ...]
     if len(model_config.delta_layers) in (0, model_config.layers):
         return chosen
     return chosen[: num_layers - 1] or (0,)
+
+
+def _mamba(sizes: Mamba, tensor: int) -> Mamba:
+    """Return a Mamba-2 mixer of few narrow heads, as many in a group as before."""
+    if not sizes:
+        return sizes
+    groups, heads = _alike_heads(sizes.groups, sizes.heads, tensor)
+    small = {
+        "groups": groups,
+        "heads": heads,
+        "head_dim": min(sizes.head_dim, 6),
+        "state_dim": min(sizes.state_dim, 8),
+    }
+    return sizes.model_copy(update=small)
+
+
+def _hybrid_pattern(pattern: str, num_layers: int) -> str:
+    """Return the letters of so many layers, spread as in the model, with those that would be
+    missing at the end."""
+    if not pattern:
+        return pattern
+    chosen = "".join(
+        pattern[layer_number * len(pattern) // num_layers] for layer_number in range(num_layers)
+    )
+    missing = "".join(letter for letter in dict.fromkeys(pattern) if letter not in chosen)
+    return chosen[: num_layers - len(missing)] + missing
 
 
 def _latent(sizes: Latent) -> Latent:

@@ -16,29 +16,35 @@ def causal_share(model: ModelConfig, seq_length: int) -> float:
     """Return the scores that are computed by those that `attention_flops` counts.
 
     A query sees the keys before it, at most a window of them: of a window w of s keys that is
-    w - w * w / (2 * s) for the mean query. Of a gated delta net all products that are counted are
+    w - w * w / (2 * s) for the mean query. Of a recurrence all products that are counted are
     computed; the share is that of all layers.
     """
-    if model.delta_net:
-        return _share_beside_delta_nets(model, seq_length)
+    if model.delta_net or model.hybrid_pattern:
+        return _share_beside_recurrences(model, seq_length)
+    return _mean_share(model, seq_length)
+
+
+def _share_beside_recurrences(model: ModelConfig, seq_length: int) -> float:
+    """Return the share of a model some of whose layers have no attention; 1 if none has products of
+    that kind."""
+    counted = 0.0
+    computed = 0.0
+    for kind, count in model.count_kinds(range(model.layers)):
+        flops = count * kind.attention_flops(seq_length)
+        share = _mean_share(kind, seq_length) if kind.mixer == "attention" else 1.0
+        counted += flops
+        computed += share * flops
+    return computed / counted if counted else 1.0
+
+
+def _mean_share(model: ModelConfig, seq_length: int) -> float:
+    """Return the share of the mean layer, if all have attention."""
     windowed = len(model.window_layers) or model.layers
     window = min(seq_length, model.window or seq_length)
     seen = windowed * _mean_keys(window, seq_length)
     seen += (model.layers - windowed) * _mean_keys(seq_length, seq_length)
     counted = windowed * window + (model.layers - windowed) * seq_length
     return seen / counted
-
-
-def _share_beside_delta_nets(model: ModelConfig, seq_length: int) -> float:
-    """Return the share of a model some of whose layers have a gated delta net."""
-    counted = 0.0
-    computed = 0.0
-    for kind, count in model.count_kinds(range(model.layers)):
-        flops = count * kind.attention_flops(seq_length)
-        share = 1.0 if kind.delta_net else causal_share(kind, seq_length)
-        counted += flops
-        computed += share * flops
-    return computed / counted
 
 
 def _mean_keys(window: int, seq_length: int) -> float:

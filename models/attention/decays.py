@@ -1,0 +1,60 @@
+"""The decays of a recurrence within chunks of tokens, of heads whose state decays by a number of
+each token (`models.attention.delta_rule`, `models.attention.state_space`).
+
+w(t, s) = exp(g_(s+1) + ... + g_t) is the decay from token s of a chunk to token t, and w(t) that
+from before the chunk to token t. Sums of g are taken over the tokens between s and t, never as
+differences of sums from the beginning of the chunk: those lose the digits of a weak decay that
+follows a strong one. A decay of 0 (g = -inf) is exact too.
+
+Where a document begins nothing is left of the state: w(t, s) and w(t) are 0 across such a token.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Decays:
+    """The decays within chunks; 0 across the beginning of a document.
+
+    between: [b, n, chunks, C, C], w(t, s) of token t (row) from token s (column); 0 above the
+        diagonal.
+    from_before: [b, n, chunks, C, 1], w(t).
+    to_end: [b, n, chunks, C, 1], w(C, s).
+    whole: [b, n, chunks, 1, 1], w(C).
+    """
+
+    between: Tensor
+    from_before: Tensor
+    to_end: Tensor
+    whole: Tensor
+
+    @staticmethod
+    def of(log_decay: Tensor, begins: Tensor | None, chunk: int) -> "Decays":
+        """Return the decays of whole chunks.
+
+        log_decay: [b, n, s], g above, of which `chunk` divides s.
+        begins: bool [b, s], True where a document begins; None: nowhere.
+        """
+        of_chunks = log_decay.unflatten(2, (-1, chunk))
+        later = torch.ones(chunk, chunk, dtype=torch.bool, device=log_decay.device).tril(-1)
+        # Row t has g_t in the columns of all earlier tokens s: summed down to row t, this is the
+        # sum from s + 1 to t.
+        steps = of_chunks.unsqueeze(-1).expand(*of_chunks.shape, chunk)
+        between = steps.masked_fill(~later, 0).cumsum(-2).exp()
+        between = between.masked_fill(later.T, 0)
+        from_before = of_chunks.cumsum(-1).exp()
+        if begins is not None:
+            # The number of documents that have begun in the chunk; one dimension for all heads.
+            begun = begins.unflatten(1, (-1, chunk)).cumsum(-1).unsqueeze(1)
+            is_other = begun.unsqueeze(-1) != begun.unsqueeze(-2)
+            between = between.masked_fill(is_other, 0)
+            from_before = from_before.masked_fill(begun > 0, 0)
+        return Decays(
+            between=between,
+            from_before=from_before.unsqueeze(-1),
+            to_end=between[..., -1, :].unsqueeze(-1),
+            whole=from_before[..., -1:].unsqueeze(-1),
+        )

@@ -223,6 +223,7 @@ def _hooks(stage: "RecordingStage", keep: Keep, matrices: Mapping[str, _Matrix])
         attention = layer.attention_post_norm or layer.attention
         handles.append(attention.register_forward_hook(_hook(f"{name}.attention", keep)))
         feed_forward = layer.mlp_post_norm or layer.mlp
+        assert feed_forward is not None  # models whose layers are one branch are refused
         handles.append(feed_forward.register_forward_hook(_hook(f"{name}.mlp", keep)))
         handles.append(layer.register_forward_hook(_hook(f"{name}.residual", keep)))
     try:

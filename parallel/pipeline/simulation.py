@@ -183,22 +183,30 @@ def peak(
     peaks: list[float] = []
     for rank in range(len(schedule.programs)):
         in_use = memory_in_use(schedule, rank, growth, within, message)
-        peaks.append(max(chain.from_iterable(in_use), default=0))
+        peaks.append(max((max(during, after) for _, during, after in in_use), default=0))
     return peaks
+
+
+class MemoryInUse(NamedTuple):
+    """The memory of a rank's activations while it runs an instruction, and after it."""
+
+    instruction: Instruction
+    during: float
+    after: float
 
 
 def memory_in_use(
     schedule: Schedule, rank: int, growth: Cost, within: Cost, message: float
-) -> Iterator[tuple[float, float]]:
-    """Yield the memory of a rank's activations while it runs each instruction of its program, and
-    after it; arguments as for `peak`."""
+) -> Iterator[MemoryInUse]:
+    """Yield the memory of a rank for each instruction of its program, in the program's order, in
+    which spans need not be; arguments as for `peak`."""
     program = schedule.programs[rank]
     messages = _message_memory(schedule, program, message, sends_under_way(schedule))
     activations = 0
     for instruction, of_messages in zip(program, messages, strict=True):
-        while_running = activations + of_messages + within(instruction)
+        during = activations + of_messages + within(instruction)
         activations += growth(instruction)
-        yield while_running, activations + of_messages
+        yield MemoryInUse(instruction, during, activations + of_messages)
 
 
 def _message_memory(

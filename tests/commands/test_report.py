@@ -222,10 +222,16 @@ def test_the_page_draws_the_predicted_step_by_kind_above_the_measured_one(
     assert "all kinds together: 4.00 s, 100%" in picture
 
 
-@pytest.mark.parametrize("measured", ["much", None, "nan", 0, -1])
-def test_a_damaged_prediction_is_not_drawn(measured: object, folder: Path, tmp_path: Path) -> None:
+PREDICTED = {"seconds": 2.0, "measured": 1.0, "basis": "a sheet", "kinds": {"waits": 2.0}}
+DAMAGED = [PREDICTED | {"measured": value} for value in ("much", None, "nan", 0, -1)]
+DAMAGED += [PREDICTED | {"kinds": 5}, {"seconds": 2.0, "measured": 1.0, "kinds": {"waits": 2.0}}]
+
+
+@pytest.mark.parametrize("event", DAMAGED)
+def test_a_damaged_prediction_is_not_drawn(
+    event: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
     shutil.copy(folder / "metrics.jsonl", tmp_path)
-    event = {"seconds": 2.0, "measured": measured, "basis": "a sheet", "kinds": {"waits": 2.0}}
     assert not picture_of_steps(tmp_path, event)
 
 

@@ -173,8 +173,7 @@ def main(args: argparse.Namespace) -> int:
     assumed = _assumptions(config, target, args)
     if args.ranks and config.fp8.kind == "nvfp4":
         raise UserError.of("planning.nvfp4_times", advice="leave --ranks out")
-    if args.ranks and assumed is None:
-        raise UserError.of("command.peak_unknown")
+    _require_speeds(assumed, args)
     notes = [*_notes(config, target, args.calibrated is not None)]
     if args.calibrated:
         target = replace(target, process=read_calibration(args.calibrated).process)
@@ -183,10 +182,7 @@ def main(args: argparse.Namespace) -> int:
     if args.measured and assumed:
         assumed, note = _corrected(assumed, config, target, args)
         notes.append(note)
-    # the run in its own layout, as it would be started
-    planned = None
-    if not (args.ranks and _is_beyond(config, target)):
-        planned = plan_run(config, MemoryModel(target.device, target.process), assumed)
+    planned = _plan_own_layout(config, target, assumed, args)
     search_result = None
     shared_target, shared_speeds = _share_of_ranks(config, target, assumed, args)
     if args.ranks and shared_speeds:
@@ -194,32 +190,51 @@ def main(args: argparse.Namespace) -> int:
         _require_layouts(search_result, args.ranks)
         if args.output:
             _write_best(args.output, args.ranks, search_result)
-    if args.plot:
-        _write_picture(args.plot, planned, target, assumed)
     answer = _Answer(config, planned, target, assumed, search_result, shared_target, shared_speeds)
     # one document, and no line about the file
     if args.json:
         print(json.dumps({**_document(answer), "notes": notes}, indent=2))
+        _write_picture(args.plot, answer)
         return 0
     lines = [*run_lines(config, target), *(f"note       {note}" for note in notes), ""]
     lines += [*_lines_of_own_layout(answer, args.budget), *_lines_of_layouts(answer, args)]
     say("\n".join(lines))
-    for written in (args.output, args.plot):
-        if written:
-            print(f"written    {written}")
+    if args.output:
+        print(f"written    {args.output}")
+    if _write_picture(args.plot, answer):
+        print(f"written    {args.plot}")
     return 0
 
 
-def _write_picture(
-    path: Path, planned: Planned | None, target: Target, assumed: Assumptions | None
-) -> None:
-    """Write the picture of a run in its own layout. Raises UserError if that was not planned, or if
-    no speeds are known."""
-    if planned is None:
-        raise UserError.of("planning.plot_beyond", path=path)
-    if planned.prediction is None or assumed is None:
-        raise UserError.of("planning.plot_speeds", path=path)
-    draw_plan(planned, planned.prediction, target, assumed).save(path)
+def _require_speeds(assumed: Assumptions | None, args: argparse.Namespace) -> None:
+    """Raise UserError if options need speeds that are not known."""
+    if args.ranks and assumed is None:
+        raise UserError.of("command.peak_unknown")
+    if args.plot and assumed is None:
+        raise UserError.of("planning.plot_speeds", path=args.plot)
+
+
+def _plan_own_layout(
+    config: RunConfig, target: Target, assumed: Assumptions | None, args: argparse.Namespace
+) -> Planned | None:
+    """Return the run in its own layout, as it would be started; None if its state alone does not
+    fit and others are searched. Raises UserError if it is to be drawn then."""
+    if not (args.ranks and _is_beyond(config, target)):
+        return plan_run(config, MemoryModel(target.device, target.process), assumed)
+    if args.plot:
+        raise UserError.of("planning.plot_beyond", path=args.plot)
+    return None
+
+
+def _write_picture(path: Path | None, answer: "_Answer") -> bool:
+    """Write the picture of the run in its own layout, if there is a path for it."""
+    planned = answer.planned
+    if path is None or planned is None:
+        return False
+    assert planned.prediction is not None  # `main` has asked for speeds
+    assert answer.assumed is not None
+    draw_plan(planned, planned.prediction, answer.target, answer.assumed).save(path)
+    return True
 
 
 @dataclass(frozen=True)
@@ -320,7 +335,7 @@ def _check_options(args: argparse.Namespace) -> None:
 
 def _require_picture(path: Path) -> None:
     """Raise UserError if no picture can be written to `path`."""
-    if path.suffix not in (".svg", ".png"):
+    if path.suffix not in (".svg", ".png") or path.is_dir():
         raise UserError.of("planning.plot_suffix", path=path)
     if not path.absolute().parent.is_dir():
         raise UserError.of("command.plot_folder", path=path, parent=path.parent)

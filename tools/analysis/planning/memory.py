@@ -402,22 +402,26 @@ def activations_over_time(
     spans: Sequence[Span],
     rank: int,
 ) -> ActivationsOverTime:
-    """Return the activations of a pipeline rank while it runs the simulated micro-batches.
+    """Return the activations of a pipeline rank while it runs a schedule.
 
     kept: as `MemoryModel.kept` returns it. spans: of all instructions of the schedule.
     """
     sizes = _ScheduleBytes(config, kept)
-    of_rank = [span for span in spans if span.rank == rank]
-    in_use = memory_in_use(passes.schedule, rank, sizes.growth, sizes.within, sizes.message)
+    # a message is under way while its rank computes on
+    computations = {
+        span.instruction: span
+        for span in spans
+        if span.rank == rank and Message.of(span.instruction) is None
+    }
     curve = ActivationsOverTime([], [])
-    for span, (while_running, afterwards) in zip(of_rank, in_use, strict=True):
-        # a message is under way while its rank computes on
-        if Message.of(span.instruction) is not None:
+    for in_use in memory_in_use(passes.schedule, rank, sizes.growth, sizes.within, sizes.message):
+        span = computations.get(in_use.instruction)
+        if span is None:
             continue
         curve.seconds.append(span.start)
-        curve.nbytes.append(while_running)
+        curve.nbytes.append(in_use.during)
         curve.seconds.append(span.end)
-        curve.nbytes.append(afterwards)
+        curve.nbytes.append(in_use.after)
     return curve
 
 

@@ -123,9 +123,9 @@ class InstructionSeconds:
 NOTHING = InstructionSeconds()
 
 
-def passes_of(config: RunConfig) -> PlannedPasses:
+def passes_of(config: RunConfig, all_passes: bool = False) -> PlannedPasses:
     """Return the passes of a step; of many micro-batches only as many as the schedule needs to
-    become regular."""
+    become regular, unless all are wanted."""
     parallel = config.parallel
     microbatches = config.num_microbatches
     pipeline = parallel.pipeline
@@ -141,7 +141,7 @@ def passes_of(config: RunConfig) -> PlannedPasses:
         period = pipeline
     has_few_passes = pipeline * microbatches <= MOST_SIMULATED
     is_short = has_few_passes or microbatches <= until_regular + period
-    if parallel.schedule_file or is_short:
+    if all_passes or parallel.schedule_file or is_short:
         simulated = microbatches
     else:
         simulated = until_regular
@@ -429,10 +429,9 @@ def predict_of_mean_rank(
 def simulated_spans(
     config: RunConfig, passes: PlannedPasses, assumed: Assumptions
 ) -> Sequence[Span]:
-    """Return the predicted time span of each instruction of the simulated micro-batches, in
-    seconds; a factor of `--measured` is not in them."""
+    """Return the predicted time span of each instruction of the schedule, in seconds."""
     costs = _StepCosts(config, passes.costs, assumed)
-    return simulate(passes.schedule, costs.seconds)
+    return simulate(passes.schedule, lambda item: assumed.factor * costs.seconds(item))
 
 
 def _least_sent(config: RunConfig, elements: float) -> float:

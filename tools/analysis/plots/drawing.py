@@ -7,9 +7,11 @@ a name of PALETTE. SVG needs no library, PNG needs matplotlib.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
+from megaprec.data.files import write_whole
 from megaprec.errors import UserError
 
 Anchor = Literal["start", "middle", "end"]
@@ -106,12 +108,10 @@ class Drawing:
     shapes: list[Shape] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
-        """Write an .svg or .png file, by the suffix of `path`. Raises UserError for PNG without
-        matplotlib."""
-        if path.suffix == ".png":
-            _save_png(self, path)
-        else:
-            path.write_text(to_svg(self), encoding="utf-8")
+        """Write an .svg or .png file atomically, by the suffix of `path`. Raises UserError for PNG
+        without matplotlib."""
+        content = _to_png(self, path) if path.suffix == ".png" else to_svg(self).encode()
+        write_whole(path, content)
 
 
 def text_width(text: str, size: float) -> float:
@@ -192,7 +192,8 @@ def has_matplotlib() -> bool:
     return matplotlib.figure is not None
 
 
-def _save_png(drawing: Drawing, path: Path) -> None:
+def _to_png(drawing: Drawing, path: Path) -> bytes:
+    """Return the content of a .png file. path: named if there is no matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  # optional, and slow to import
         from matplotlib.collections import LineCollection, PatchCollection  # noqa: PLC0415
@@ -226,7 +227,9 @@ def _save_png(drawing: Drawing, path: Path) -> None:
     axes.add_collection(LineCollection(**_line_fields(by_kind[Trail], to_rgba), zorder=3))
     for text in by_kind[Text]:
         _add_text(axes, text)
-    figure.savefig(path, dpi=2 * DPI)  # two pixels for one, for sharp screens
+    content = BytesIO()
+    figure.savefig(content, format="png", dpi=2 * DPI)  # two pixels for one, for sharp screens
+    return content.getvalue()
 
 
 def _line_fields(trails: Sequence[Trail], to_rgba: Any) -> dict[str, Any]:

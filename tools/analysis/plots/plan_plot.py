@@ -3,6 +3,7 @@ the step runs."""
 
 from dataclasses import dataclass
 
+from megaprec.errors import UserError
 from tools.analysis.planning.bottleneck import named_seconds
 from tools.analysis.planning.device import Target
 from tools.analysis.planning.memory import (
@@ -18,6 +19,7 @@ from tools.analysis.plots.drawing import Drawing
 from tools.analysis.plots.step_plot import MARGIN, WIDTH, StepBar, draw_steps
 
 GIGABYTE = 1e9
+MOST_PASSES = 32_768  # forward passes of a step, which are simulated in seconds
 LEFT = 70.0  # room for the labels of the memory's axis
 CHART_HEIGHT = 200.0
 ROOM_ABOVE_CHART = 50.0
@@ -26,9 +28,9 @@ ROOM_BELOW_CHART = 60.0
 
 @dataclass(frozen=True)
 class _Memory:
-    """The memory of one rank while the simulated micro-batches of a step run.
+    """The memory of one rank over a step.
 
-    title: names the rank and what was simulated.
+    title: names the rank.
     state: bytes that are there all the time.
     activations: those that come and go.
     usable: bytes of the device that a run may use; 0 if they are not known.
@@ -43,7 +45,11 @@ class _Memory:
 def draw_plan(
     planned: Planned, predicted: Prediction, target: Target, assumed: Assumptions
 ) -> Drawing:
-    """Return a drawing of a run in its own layout: its step above its memory."""
+    """Return a drawing of a run in its own layout: its step above its memory. Raises UserError for
+    a step of more passes than can be drawn."""
+    num_passes = planned.config.parallel.pipeline * planned.config.num_microbatches
+    if num_passes > MOST_PASSES:
+        raise UserError.of("planning.plot_passes", passes=num_passes, most=MOST_PASSES)
     drawing = draw_steps([StepBar("predicted", named_seconds(predicted))])
     axes_width = WIDTH - LEFT - 2 * MARGIN
     axes = Box(LEFT, drawing.height + ROOM_ABOVE_CHART, axes_width, CHART_HEIGHT)
@@ -56,15 +62,12 @@ def draw_plan(
 def _memory_of_fullest(planned: Planned, target: Target, assumed: Assumptions) -> _Memory:
     """Return the memory of the fullest rank over a step of train.global_batch samples."""
     config = planned.config
-    passes = passes_of(config)
+    passes = passes_of(config, all_passes=True)
     kept = MemoryModel(target.device, target.process).kept(config, passes.costs)
     spans = simulated_spans(config, passes, assumed)
     rank = planned.fullest
     activations = activations_over_time(config, passes, kept, spans, rank)
     title = f"GB on pipeline rank {rank}, the fullest"
-    if passes.more:
-        shown = passes.schedule.microbatches
-        title += f"; the first {shown:,} of {config.num_microbatches:,} micro-batches"
     of_rank = planned.ranks[rank]
     state = of_rank.total - of_rank.activations
     return _Memory(title, state, activations, target.usable)

@@ -317,6 +317,7 @@ def _predicted_step(run: Run) -> Iterator[Html]:
     try:
         kinds = {str(kind): float(seconds) for kind, seconds in event["kinds"].items()}
         measured = float(event["measured"])
+        basis = str(event["basis"])
     except MALFORMED:
         yield paragraph("The prediction in events.jsonl is damaged.")
         return
@@ -326,7 +327,7 @@ def _predicted_step(run: Run) -> Iterator[Html]:
         return
     picture = to_svg(draw_steps(bars)).encode()
     yield paragraph(
-        f"A step by kind, predicted by {event['basis']}; the measured one is the median and is not "
+        f"A step by kind, predicted by {basis}; the measured one is the median and is not "
         "measured by kind."
     )
     yield _image("predicted and measured step", "svg+xml", picture)

@@ -29,6 +29,15 @@ from models.router_settings import CORRECTED, PLAIN
 MOST_EXPERTS = 2**16
 # Keys that are not known in models that have layers with a recurrent state.
 _ALIKE_LAYERS = ("window", "latent", "mtp_layers", "mup_base_hidden", "factory")
+# Keys of attention that are off by default.
+_ATTENTION_KEYS = (
+    "attention_gate",
+    "attention_sinks",
+    "qkv_bias",
+    "output_bias",
+    "qk_norm",
+    "attention_dropout",
+)
 
 
 class ModelConfig(ModelFields):
@@ -227,7 +236,7 @@ class ModelConfig(ModelFields):
             yield Problem.of(
                 "model.hybrid_layers", pattern=pattern, kinds=len(pattern), layers=self.layers
             )
-        required = {"norm_at": "before", "parallel_residual": False}
+        required = {"norm_at": "before", "parallel_residual": False, "dropout_at": "branches"}
         for key, required_value in required.items():
             value = getattr(self, key)
             if value != required_value:
@@ -240,6 +249,9 @@ class ModelConfig(ModelFields):
         for key in (*_ALIKE_LAYERS, "delta_net", "experts", "dense_layers"):
             if getattr(self, key):
                 yield Problem.of("model.hybrid_beside", key=key)
+        for key in _ATTENTION_KEYS:
+            if "*" not in pattern and getattr(self, key):
+                yield Problem.of("model.hybrid_unused", key=key, pattern=pattern)
 
     def _norm_problems(self) -> Iterator[Problem]:
         # LayerNorm has no such offset.

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from megaprec.errors import UserError
 from tests.convert.test_megatron_bare import RUN
 from tests.convert.test_transformers import theirs, write_job
+from tests.families import CASES, THEIRS
 from tests.models.test_families import float32_is_float64
 from tests.other_systems import CONFIGS, write_folder
 from tests.ranks import run_ranks
@@ -121,6 +122,29 @@ def test_what_is_before_and_within_names_changes_nothing(
     for key in ours.shapes:
         assert torch.equal(ours.read(key), theirs.read(key)), key
     assert ours.facts.unread == "the optimizer's state"
+
+
+def write_hybrid(folder: Path) -> Path:
+    """A folder that transformers writes of a Nemotron-H."""
+    case = CASES["nemotron_h"]
+    config = transformers.AutoConfig.for_model(case.kind, **(THEIRS | case.theirs))
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("prefix", ["backbone.", "model."])
+def test_a_hybrid_is_found_by_both_names_of_its_embedding(prefix: str, tmp_path: Path) -> None:
+    """Published files have one, and what transformers 5 trains the other."""
+    source = open_source(write_hybrid(tmp_path / "hf"))
+    state = {}
+    for name, values in load_file(tmp_path / "hf/model.safetensors").items():
+        name = name.removeprefix("backbone.").removeprefix("model.")
+        state[name if name.startswith("lm_head") else prefix + name] = values
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    shutil.copy(tmp_path / "hf/config.json", tmp_path / "dcp")
+    ours = open_source(tmp_path / "dcp")
+    for key in source.shapes:
+        assert torch.equal(ours.read(key), source.read(key)), key
 
 
 def test_a_run_file_says_what_the_model_is_unless_a_config_does(
@@ -364,6 +388,8 @@ def test_a_checkpoint_that_no_config_describes_is_that_of_the_run_file(tmp_path:
         assert torch.equal(ours.read(key), expected.read(key)), key
     with raises("convert.dcp_vocabulary_open"):
         open_initial(folder, model.with_vocab(0))
+    with raises("convert.dcp_mtp", mtp_layers=1):
+        open_initial(folder, model.model_copy(update={"mtp_layers": 1}))
     wider = model.model_copy(update={"ffn": 44})
     with pytest.raises(UserError):
         open_initial(folder, wider)

@@ -151,6 +151,12 @@ def test_another_number_of_layers_is_refused() -> None:
         ),
         ({"norm_at": "after"}, "model.hybrid_needs", {"key": "norm_at"}),
         ({"parallel_residual": True}, "model.hybrid_needs", {"key": "parallel_residual"}),
+        ({"dropout": 0.1, "dropout_at": "stream"}, "model.hybrid_needs", {"key": "dropout_at"}),
+        (
+            {"hybrid_pattern": "M-M", "attention_gate": True},
+            "model.hybrid_unused",
+            {"key": "attention_gate"},
+        ),
         ({"experts": 4}, "model.hybrid_beside", {"key": "experts"}),
         ({"window": 4}, "model.hybrid_beside", {"key": "window"}),
         ({"mup_base_hidden": 4096}, "model.hybrid_beside", {"key": "mup_base_hidden"}),

@@ -23,7 +23,7 @@ BYTES = {
     "fp8": 1,
     "nvfp4": 1,
 }
-NOT_LINEAR = ("norm", "router", "shared_gate")  # parts of the names of other weights
+NOT_LINEAR = ("norm", "router", "shared_gate", "convolution")  # parts of the names of other weights
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,9 @@ def open_weights(folder: Path, own: ModelConfig | None = None) -> Source:
         return open_source(folder, weights_only=kind == "megatron")
     if not own.vocab:
         raise UserError.of("convert.dcp_vocabulary_open", path=folder)
+    # the checkpoint is read without these modules, and the run would look for them
+    if own.mtp_layers:
+        raise UserError.of("convert.dcp_mtp", mtp_layers=own.mtp_layers)
     return open_source(folder, model=own)
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
+from models.spread_layers import spread
 from tools.convert.formats import WITH_CONFIG, format_of
 from tools.convert.hf.config import from_hugging_face
 from tools.convert.hf.delta_layers import layer_types
@@ -211,7 +212,7 @@ def _expert_sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
     if "moe_intermediate_size" in defaults:
         sizes["moe_intermediate_size"] = FFN
     is_dense = [layer in model.dense_layers for layer in range(model.layers)]
-    small_is_dense = _spread(is_dense, min(model.layers, LAYERS))
+    small_is_dense = spread(is_dense, min(model.layers, LAYERS))
     dense_layers = [layer for layer, dense in enumerate(small_is_dense) if dense]
     if has_leading_dense:
         sizes["first_k_dense_replace"] = len(dense_layers)
@@ -265,20 +266,20 @@ def _lengths(config: Json, model: ModelConfig) -> dict[str, Any]:
     if model.hybrid_pattern:
         lengths |= _hybrid_layers(config, model.hybrid_pattern, layers)
     elif types := config.get("layer_types"):
-        lengths["layer_types"] = _spread(types, layers)
+        lengths["layer_types"] = spread(types, layers)
     elif model.delta_net:
         # A file may say them by their distance, in which few layers would be of one kind.
-        lengths["layer_types"] = _spread(layer_types(model), layers)
+        lengths["layer_types"] = spread(layer_types(model), layers)
     elif model.window and _has_first_window_layer(config):
         window_layers = model.window_layers or range(model.layers)
         has_window = [layer in window_layers for layer in range(model.layers)]
-        lengths["max_window_layers"] = _spread(has_window, layers).index(True)
+        lengths["max_window_layers"] = spread(has_window, layers).index(True)
     return lengths
 
 
 def _hybrid_layers(config: Json, pattern: str, layers: int) -> dict[str, Any]:
     """Return the kinds of so many layers with one branch, under all keys that state them."""
-    letters = _spread([*pattern], layers)
+    letters = spread(pattern, layers)
     kinds: dict[str, Any] = {"hybrid_override_pattern": "".join(letters)}
     names = {letter: name for name, letter in reversed(LETTERS.items())}
     for key in ("layers_block_type", "layer_types"):
@@ -291,14 +292,6 @@ def _has_first_window_layer(config: Json) -> bool:
     """Return True for families that say by max_window_layers from which layer on there is a
     window."""
     return bool(config.get("use_sliding_window")) and not config["model_type"].endswith("_moe")
-
-
-def _spread(kinds: list[Any], layers: int) -> list[Any]:
-    """Return the kinds of so many layers, spread as `kinds` are, with the kinds that would be
-    missing at the end."""
-    chosen = [kinds[layer * len(kinds) // layers] for layer in range(layers)]
-    missing = [kind for kind in dict.fromkeys(kinds) if kind not in chosen]
-    return chosen[: layers - len(missing)] + missing
 
 
 @cache

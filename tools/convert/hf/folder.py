@@ -15,7 +15,7 @@ from functools import partial as bind
 from math import prod
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -68,6 +68,8 @@ from tools.convert.hf.vocabulary import main_file, require_writable, write_token
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
+
+TensorLike = TypeVar("TensorLike")
 
 
 class WeightFormat(NamedTuple):
@@ -165,7 +167,7 @@ def open_hf(folder: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source
     # Names first, as the table has them: what follows goes by names.
     tensors = text_tensors(file_tensors, full_config)
     tensors, unread_names = _without_unread(tensors, model_type)
-    tensors = _with_usual_prefix(tensors, model_type)
+    tensors = with_usual_prefix(tensors, model_type)
     tensors = _named_like_the_table(tensors, PREFIXES.get(model_type, "model."))
     tensors = unstack_experts(tensors, model_type)
     stored = with_quantized(tensors, config, folder)
@@ -337,7 +339,7 @@ def _notes_on_unread(names: Sequence[str]) -> Iterator[str]:
         )
 
 
-def _with_usual_prefix(tensors: Mapping[str, Stored], model_type: str) -> dict[str, Stored]:
+def with_usual_prefix(tensors: Mapping[str, TensorLike], model_type: str) -> dict[str, TensorLike]:
     """Return the tensors with the prefix of the table in place of another one of the family."""
     other = OTHER_PREFIXES.get(model_type)
     if other is None:

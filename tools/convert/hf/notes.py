@@ -67,6 +67,13 @@ def _notes_on_versions(config: Json) -> Iterator[str]:
             f"truncate = false in {key}: transformers 5 does not read it in a "
             f"{config['model_type']} model, and so it is read here; transformers 4 does"
         )
+    if config["model_type"] == "nemotron_h":
+        least_step = keys_of(config)["time_step_min"]
+        yield (
+            f"time_step_min = {least_step}: transformers takes it for the shortest time step, and "
+            "so it is read here (model.mamba.least_step); NVIDIA's own file of the model draws "
+            "first weights by it alone, and as to that model.mamba.least_step = 1e-9 is right"
+        )
     if config["model_type"] == "olmo3" and _sliding_base_is_open(config):
         yield (
             f"rope_theta = {config['rope_theta']}, which transformers 5 takes for layers without "

@@ -36,6 +36,7 @@ from tools.convert.hf.folder import (
     hf_tokenizer,
     origins_of,
     read_generation,
+    with_usual_prefix,
 )
 from tools.convert.hf.notes import notes
 from tools.convert.hf.stacked_experts import published_name, stacked_rules
@@ -57,6 +58,8 @@ _EMBEDDINGS = (
     "model.language_model.embed_tokens.weight",
     "transformer.wte.weight",
     "gpt_neox.embed_in.weight",
+    "backbone.embeddings.weight",
+    "model.embeddings.weight",
 )
 _HEADS = (*torchtitan.HEADS, "embed_out.weight")
 
@@ -233,7 +236,8 @@ def _hugging_face(
     """Return the rules of a model of transformers, and its weights by the names of published files,
     but for experts in one tensor."""
     weights: dict[str, TensorSource] = {}
-    for name, tensor in text_tensors(tensors, described.outer_config).items():
+    text_weights = text_tensors(tensors, described.outer_config)
+    for name, tensor in with_usual_prefix(text_weights, described.model_type).items():
         if not name.endswith(BUFFERS):
             weights[published_name(name, described.model_type)] = tensor
     in_halves = described.config.get("rope_interleave", True) is False

@@ -25,6 +25,7 @@ from models.config import ModelConfig
 from models.delta_net import DeltaNet
 from models.latent import Latent
 from models.mamba import Mamba
+from models.spread_layers import spread
 from parallel.pipeline.builders import default_chunks
 from parallel.sequence_cut import length_multiple
 from tools.config.data_settings import Data
@@ -373,15 +374,8 @@ def _mamba(sizes: Mamba, tensor: int) -> Mamba:
 
 
 def _hybrid_pattern(pattern: str, num_layers: int) -> str:
-    """Return the letters of so many layers, spread as in the model, with those that would be
-    missing at the end."""
-    if not pattern:
-        return pattern
-    chosen = "".join(
-        pattern[layer_number * len(pattern) // num_layers] for layer_number in range(num_layers)
-    )
-    missing = "".join(letter for letter in dict.fromkeys(pattern) if letter not in chosen)
-    return chosen[: num_layers - len(missing)] + missing
+    """Return the letters of so many layers, spread as in the model, with every letter of it."""
+    return "".join(spread(pattern, num_layers))
 
 
 def _latent(sizes: Latent) -> Latent:

@@ -164,6 +164,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [2],
     },
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        "vocab_size": 131,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 4,
+        "hybrid_override_pattern": "M*-M",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "max_position_embeddings": 64,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 5,
+        "ssm_state_size": 7,
+        "n_groups": 2,
+        "conv_kernel": 3,
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": False,
+    },
     "glm4_moe": {
         "model_type": "glm4_moe",
         **_LLAMA,
@@ -245,8 +264,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_theta": 5e5,
     },
 }
-# Parallel residual, norms after branches, soft caps, gated delta nets.
-WITHOUT_MEGATRON = {"gpt_neox", "olmo2", "olmo3", "gemma2", "gemma3_text", "qwen3_next"}
+# Parallel residual, norms after branches, soft caps, gated delta nets, Mamba-2 mixers.
+WITHOUT_MEGATRON = {
+    "gpt_neox",
+    "olmo2",
+    "olmo3",
+    "gemma2",
+    "gemma3_text",
+    "qwen3_next",
+    "nemotron_h",
+}
 # What makes them models that Megatron has: one epsilon for all norms, latents that ranks can cut,
 # groups compared by as many experts as it takes.
 FOR_MEGATRON: dict[str, dict[str, Any]] = {

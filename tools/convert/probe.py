@@ -294,6 +294,15 @@ def _has_first_window_layer(config: Json) -> bool:
     return bool(config.get("use_sliding_window")) and not config["model_type"].endswith("_moe")
 
 
+def _values(config: str) -> dict[str, Any]:
+    """Return the values of a config.json, in which transformers writes infinity as a table."""
+    return json.loads(config, object_hook=_float_or_table)
+
+
+def _float_or_table(table: dict[str, Any]) -> Any:
+    return float(table["__float__"]) if [*table] == ["__float__"] else table
+
+
 @cache
 def parameters(config: str) -> int:
     """Return the number of parameters of transformers' model of a config.json, made of tensors
@@ -304,7 +313,7 @@ def parameters(config: str) -> int:
     """
     with quiet_transformers() as transformers:
         try:
-            settings = transformers.AutoConfig.for_model(**json.loads(config))
+            settings = transformers.AutoConfig.for_model(**_values(config))
             with torch.device("meta"):
                 model = transformers.AutoModelForCausalLM.from_config(
                     settings, attn_implementation="eager"
@@ -330,7 +339,7 @@ def difference(config: str) -> float:
     """Return the largest difference of float64 logits, relative to the largest logit. ImportError
     without transformers.
     """
-    settings = json.loads(config)
+    settings = _values(config)
     our_model = from_hugging_face(settings)
     length = our_model.max_positions
     if our_model.positions != "learned":

@@ -2,9 +2,12 @@
 said in one line."""
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -23,6 +26,8 @@ from megaprec.data.training import train_sentencepiece
 from tests.data.ranged_server import Conduct, serving
 from tests.refusals import raises
 from tools.cli import main
+from tools.config.run_file import RunConfig, load_run
+from tools.training.prepare import open_prepared, prepare
 
 LENGTH = 16
 BLOCK = 256
@@ -198,6 +203,67 @@ def test_a_server_that_tells_no_version_is_noted(served: str, conduct: Conduct) 
     dataset = IndexedDataset(path_of(served))
     assert len(dataset.notes) == 1
     assert contents_of(dataset) == contents_of(dataset)
+
+
+@pytest.fixture
+def words(served: str, folder: Path, tmp_path: Path) -> str:
+    """The URL of a served set that has a tokenizer and a loss mask."""
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 30)
+    source = open_source(str(tmp_path / "text.txt"))
+    model = train_sentencepiece([text for _, text in source], folder / "words", 290, False)
+    build(source, load_tokenizer(model), folder / "words")
+    (folder / "words.json").unlink()
+    counts = np.ones(IndexedDataset(folder / "words").num_tokens, bool)
+    (folder / "words.loss_mask").write_bytes(np.packbits(counts, bitorder="little").tobytes())
+    return served.replace("/set", "/words")
+
+
+@pytest.fixture
+def machines(words: str, tmp_path: Path) -> RunConfig:
+    """A run of the served set."""
+    settings = {
+        "data.source": words,
+        "train.folder": str(tmp_path / "run"),
+        "train.seq_length": "8",
+        "train.steps": "1",
+        "train.global_batch": "1",
+        "train.micro_batch": "1",
+        "model.layers": "1",
+        "model.hidden": "8",
+        "model.heads": "1",
+    }
+    return load_run(None, [f"{key}={value}" for key, value in settings.items()])
+
+
+def prepared_by_rank_0(config: RunConfig) -> dict[str, Any]:
+    with ExitStack() as held:
+        return prepare(config, held)
+
+
+def test_each_machine_has_its_own_copy_of_the_tokenizer_at_a_url(
+    machines: RunConfig, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = prepared_by_rank_0(machines)
+    assert prepared["tokenizer"] == f"{words}.model"
+    shutil.rmtree(tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    corpus, _ = open_prepared(machines, prepared)
+    assert corpus.tokenizer is not None
+    assert corpus.tokenizer.path.is_relative_to(tmp_path / "another")
+
+
+@pytest.mark.parametrize("reader", ["rank 0", "rank 1"])
+def test_ranks_of_which_one_cannot_read_the_loss_mask_are_refused(
+    machines: RunConfig, words: str, folder: Path, conduct: Conduct, reader: str
+) -> None:
+    prepared = prepared_by_rank_0(machines)
+    assert prepared["masked"] == [words]
+    if reader == "rank 0":
+        conduct.forbidden = (".loss_mask",)
+    else:
+        prepared["masked"] = []
+    with raises("training.loss_mask_differs", mask=f"{words}.loss_mask"):
+        open_prepared(machines, prepared)
 
 
 def test_commands_take_a_url_for_a_prefix(

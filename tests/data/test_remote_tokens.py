@@ -13,9 +13,10 @@ import fsspec
 import numpy as np
 import pytest
 
-from megaprec.data import ranges
+from megaprec.data import intact, ranges
 from megaprec.data.build import build
 from megaprec.data.document_tokens import with_begin
+from megaprec.data.files import file_digest
 from megaprec.data.indexed import IndexedDataset, IndexedWriter
 from megaprec.data.intact import contents_of
 from megaprec.data.places import path_of
@@ -129,6 +130,28 @@ def test_other_files_than_were_built_are_refused(folder: Path, served: str) -> N
     record = {"bin_sha256": "0" * 64, "idx_sha256": "0" * 64}
     (folder / "set.json").write_text(json.dumps(record))
     with raises("data.digest_differs"):
+        contents_of(IndexedDataset(path_of(served)))
+
+
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_a_large_file_is_compared_with_its_record_by_blocks_or_whole(
+    folder: Path, served: str, monkeypatch: pytest.MonkeyPatch, has_blocks: bool
+) -> None:
+    for name, value in {"WHOLE_REMOTE": 1000, "BLOCK": 512}.items():
+        monkeypatch.setattr(intact, name, value)
+    file = folder / "set.bin"
+    assert 1000 < file.stat().st_size < intact.WHOLE
+    record: dict[str, Any] = {
+        f"{suffix}_sha256": file_digest(folder / f"set.{suffix}")
+        for suffix in ("bin", "idx", "loss_mask")
+    }
+    if has_blocks:
+        record["blocks"] = {"bytes": 512, "sha256": intact.block_digests(file)}
+    (folder / "set.json").write_text(json.dumps(record))
+    contents = contents_of(IndexedDataset(path_of(served)))
+    assert (contents.bin_sha256, contents.sampled) == (record["bin_sha256"], False)
+    file.write_bytes(bytes(file.stat().st_size))
+    with raises("data.block_digest_differs" if has_blocks else "data.digest_differs"):
         contents_of(IndexedDataset(path_of(served)))
 
 

@@ -39,6 +39,7 @@ from megaprec.data.ranges import RangeReader, RemoteFile
 from megaprec.durable import reading
 from megaprec.errors import Problem, UserError
 from megaprec.parsing import parse_json, read_regular
+from megaprec.url_secrets import masked
 
 WHOLE = 10 << 30  # bytes: files up to this size are read from end to end
 BLOCK = 64 << 20  # bytes per digest in the record of a larger file
@@ -449,7 +450,7 @@ def _cache_scan(
     cache_path = _cache_path(file)
     if cache_path is None:
         return
-    entry = {"file": str(file), "state": state, "seen": asdict(scan)}
+    entry = {"file": masked(str(file)), "state": state, "seen": asdict(scan)}
     with suppress(OSError):  # without a cache entry the file is read again
         write_whole(cache_path, json.dumps(entry).encode())
 

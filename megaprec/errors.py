@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
+from megaprec.url_secrets import masked
+
 SENTENCES = Path(__file__).with_name("messages.toml")
 
 LONGEST_LINE = 2000  # characters
@@ -30,13 +32,14 @@ class Problem(str):
     code: like "data.no_room"; "" for a sentence without one.
     fields: what the sentence names, by name. Numbers, texts, truth values and None are themselves,
         all others their text.
+    Neither says secrets of URLs (`url_secrets`).
     """
 
     code: str
     fields: dict[str, Any]
 
     def __new__(cls, sentence: str, code: str = "", fields: dict[str, Any] | None = None) -> Self:
-        problem = super().__new__(cls, sentence)
+        problem = super().__new__(cls, masked(sentence))
         problem.code = code
         problem.fields = fields or {}
         return problem
@@ -55,8 +58,8 @@ class Problem(str):
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that JSON can say."""
-    return value if isinstance(value, str | int | float | None) else str(value)
+    """Return a value that JSON can say, without secrets of URLs."""
+    return value if isinstance(value, int | float | None) else masked(str(value))
 
 
 @cache

@@ -40,6 +40,7 @@ from megaprec.data.places import is_remote
 from megaprec.data.ranges import RemoteFile, RemoteTokens
 from megaprec.durable import reading
 from megaprec.errors import UserError
+from megaprec.url_secrets import masked
 
 MAGIC = b"MMIDIDX\x00\x00"
 OLD_MAGIC = b"TNTIDX"
@@ -285,7 +286,8 @@ class IndexedDataset:
 
     prefix: of files of this machine, which are memory-mapped, or of files at a URL: there the .bin
         is read by ranges (`ranges`), and the index is copied (`copies`).
-    again: check the whole index even if a record says that it was checked.
+    again: check the whole index even if a record says that it was checked, and the copies of files
+        at a URL.
     Raises UserError if a file is missing or the index is corrupt, saying what is wrong with it.
     Attributes: `dtype` of the stored ids, `num_documents`, `num_sequences`, `num_tokens`;
     `stored_bytes` of the .bin; `idx_file`, on this machine; `notes`: lines for the user.
@@ -297,7 +299,7 @@ class IndexedDataset:
         for suffix in (".idx", ".bin"):
             if not is_there(prefix, suffix):
                 raise UserError.of("data.data_set_missing", path=with_suffix(prefix, suffix))
-        self.idx_file = file_here(prefix, ".idx")
+        self.idx_file = file_here(prefix, ".idx", again)
         remote_bin = RemoteFile(bin_path) if is_remote(bin_path) else None
         self.stored_bytes = remote_bin.size if remote_bin else bin_path.stat().st_size
         self.dtype, index = _read_index(self.idx_file, self.stored_bytes)
@@ -306,14 +308,15 @@ class IndexedDataset:
         if has_no_ends and len(index.lengths):
             every_sequence = np.arange(len(index.lengths) + 1, dtype=np.int64)
             index = replace(index, documents=every_sequence)
+            idx_path = with_suffix(prefix, ".idx")
             self.notes += (
-                f"{with_suffix(prefix, '.idx')} has no ends of documents: each of its sequences is "
-                "taken for a document",
+                f"{masked(str(idx_path))} has no ends of documents: each of its "
+                "sequences is taken for a document",
             )
         if remote_bin and not remote_bin.has_version:
             self.notes += (
-                f"{bin_path}: its server tells neither a tag nor a time: a change under way is "
-                "seen by the size alone",
+                f"{masked(str(bin_path))}: its server tells neither a tag nor a time: a change "
+                "under way is seen by the size alone",
             )
         require_sound(index, again)
         self._lengths = index.lengths
@@ -329,7 +332,7 @@ class IndexedDataset:
         else:
             self._stream = _map(bin_path, self.dtype, 0, self.num_tokens)
         has_mask = is_there(prefix, LOSS_MASK)
-        self._mask = LossMask(prefix, self.num_tokens) if has_mask else None
+        self._mask = LossMask(prefix, self.num_tokens, again) if has_mask else None
 
     @property
     def has_mask(self) -> bool:

@@ -6,7 +6,8 @@ digests of both files in PREFIX.json. A file of up to WHOLE bytes is read once f
 its digest and its smallest and largest id. The result is cached on this machine and reused while
 the file's size, times and inode are unchanged, so that the next start reads nothing.
 
-Of larger files, at a URL of those above WHOLE_REMOTE bytes, only some blocks are read at a start,
+Of larger files, at a URL of those above WHOLE_REMOTE bytes that have no record or one with digests
+of blocks, only some blocks are read at a start,
 different ones each time: their ids are checked against the vocabulary and their digests against the
 record, which also has the smallest and largest id of the whole file. The digest of a larger index
 is that of its last full check (`index_check`). `megaprec data verify` reads any file completely,
@@ -38,6 +39,7 @@ from megaprec.data.ranges import RangeReader, RemoteFile
 from megaprec.durable import reading
 from megaprec.errors import Problem, UserError
 from megaprec.parsing import parse_json, read_regular
+from megaprec.url_secrets import masked
 
 WHOLE = 10 << 30  # bytes: files up to this size are read from end to end
 BLOCK = 64 << 20  # bytes per digest in the record of a larger file
@@ -94,9 +96,8 @@ def contents_of(
     bin_file = with_suffix(dataset.prefix, ".bin")
     idx_digest = _digest_of_index(dataset)
     _compare(record, with_suffix(dataset.prefix, ".idx"), idx_digest, remedy)
-    is_small = dataset.stored_bytes <= (WHOLE_REMOTE if is_remote(bin_file) else WHOLE)
     sampled = False
-    if is_small or _cached_scan(bin_file, dataset.dtype) is not None:
+    if _is_read_whole(dataset, record) or _cached_scan(bin_file, dataset.dtype) is not None:
         scan = scan_file(bin_file, dataset.dtype)
         _compare(record, bin_file, scan.sha256, remedy)
         bin_digest = scan.sha256
@@ -120,6 +121,16 @@ def contents_of(
         high=high,
         loss_mask_sha256=_digest_of_mask(dataset, record, remedy),
     )
+
+
+def _is_read_whole(dataset: IndexedDataset, record: dict[str, Any] | None) -> bool:
+    """Return True if the .bin of a data set is read from end to end at its first start."""
+    size = dataset.stored_bytes
+    if size > WHOLE or not is_remote(dataset.prefix):
+        return size <= WHOLE
+    # a record without digests of blocks can be compared with the whole file alone
+    has_no_blocks = record is not None and not _recorded_blocks(record)
+    return has_no_blocks or size <= WHOLE_REMOTE
 
 
 def _digest_of_mask(dataset: IndexedDataset, record: dict[str, Any] | None, remedy: str) -> str:
@@ -439,7 +450,7 @@ def _cache_scan(
     cache_path = _cache_path(file)
     if cache_path is None:
         return
-    entry = {"file": str(file), "state": state, "seen": asdict(scan)}
+    entry = {"file": masked(str(file)), "state": state, "seen": asdict(scan)}
     with suppress(OSError):  # without a cache entry the file is read again
         write_whole(cache_path, json.dumps(entry).encode())
 

@@ -21,11 +21,12 @@ SUFFIX = ".loss_mask"
 class LossMask:
     """The memory-mapped mask of a data set; of one at a URL, its copy.
 
-    tokens: number of the data set's tokens. Raises UserError for a file of another size.
+    tokens: number of the data set's tokens. again: see `file_here`. Raises UserError for a file of
+    another size.
     """
 
-    def __init__(self, prefix: Path, tokens: int) -> None:
-        path = file_here(prefix, SUFFIX)
+    def __init__(self, prefix: Path, tokens: int, again: bool = False) -> None:
+        path = file_here(prefix, SUFFIX, again)
         size = path.stat().st_size
         needed = _bytes_of(tokens)
         if size != needed:

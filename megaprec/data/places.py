@@ -36,6 +36,11 @@ def remote_path(url: str) -> Path:
         path = UPath(url)
         # the package of the kind of URL is imported here
         _ = path.fs
+        # the files of a data set have names made of one prefix
+        try:
+            _ = path.parent / "name"
+        except NotImplementedError as problem:
+            raise UserError.of("data.url_without_folder", url=url) from problem
         return cast(Path, path)
 
 

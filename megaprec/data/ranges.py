@@ -19,6 +19,7 @@ import numpy as np
 
 from megaprec.data.places import file_system
 from megaprec.errors import UserError
+from megaprec.url_secrets import masked
 
 CACHE_BLOCK = 1 << 20  # bytes of a block
 CACHE_BLOCKS = 128  # blocks that are kept of each file, in each process
@@ -63,6 +64,8 @@ class RemoteFile:
         details = details_of(path)
         if details is None:
             raise UserError.of("data.url_missing", url=path)
+        if details.get("size") is None:
+            raise UserError.of("data.url_without_size", url=path)
         self.size = int(details["size"])
         self.version = _version(details)
         self.has_version = any(key in details for key in VERSION_KEYS)
@@ -230,7 +233,7 @@ def is_file_there(path: Path) -> bool:
         if not _is_forbidden(error.__cause__):
             raise
         # so do buckets that may not be listed answer for what is not there
-        print(f"note       {path}: may not be read; taken for absent", file=sys.stderr, flush=True)
+        _note(f"{path}: may not be read; taken for absent")
         return False
     return details is not None and details.get("type", "file") == "file"
 
@@ -249,8 +252,8 @@ def _details(path: Path) -> dict[str, Any] | None:
     try:
         return system.info(name)
     except FileNotFoundError as problem:
-        # fsspec takes any failure of HTTP for a file that is missing
-        cause = problem.__cause__
+        # fsspec takes any failure of HTTP for a file that is missing; of others the cause says less
+        cause = problem.__cause__ if "http" in system.protocol else None
         if cause is None or getattr(cause, "status", None) in GONE:
             return None
         raise cause from None
@@ -279,9 +282,13 @@ def _repeated(path: Path, request: Callable[[], Result]) -> Result:
             reason = " ".join(str(problem).split()) or type(problem).__name__
             if delay is None or not _may_pass(problem):
                 raise UserError.of("data.url_interrupted", url=path, reason=reason) from problem
-            print(f"note       {path}: {reason}; again in {delay} s", file=sys.stderr, flush=True)
+            _note(f"{path}: {reason}; again in {delay} s")
             time.sleep(delay)
     raise AssertionError("the last request returns or raises")
+
+
+def _note(line: str) -> None:
+    print(f"note       {masked(line)}", file=sys.stderr, flush=True)
 
 
 def _is_forbidden(problem: BaseException | None) -> bool:

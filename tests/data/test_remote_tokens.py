@@ -2,17 +2,22 @@
 said in one line."""
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
 import pytest
 
-from megaprec.data import ranges
+from megaprec.data import intact, ranges
 from megaprec.data.build import build
+from megaprec.data.copies import RECORD, file_here
 from megaprec.data.document_tokens import with_begin
+from megaprec.data.files import file_digest, with_suffix
 from megaprec.data.indexed import IndexedDataset, IndexedWriter
 from megaprec.data.intact import contents_of
 from megaprec.data.places import path_of
@@ -20,9 +25,14 @@ from megaprec.data.samples import Resets, Samples
 from megaprec.data.text import open_source
 from megaprec.data.tokenizer import load_tokenizer
 from megaprec.data.training import train_sentencepiece
+from megaprec.errors import UserError
+from megaprec.url_secrets import masked
 from tests.data.ranged_server import Conduct, serving
 from tests.refusals import raises
 from tools.cli import main
+from tools.config.run_file import RunConfig, load_run
+from tools.training.data_sources import check_sources, training_sources
+from tools.training.prepare import open_prepared, prepare
 
 LENGTH = 16
 BLOCK = 256
@@ -127,6 +137,28 @@ def test_other_files_than_were_built_are_refused(folder: Path, served: str) -> N
         contents_of(IndexedDataset(path_of(served)))
 
 
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_a_large_file_is_compared_with_its_record_by_blocks_or_whole(
+    folder: Path, served: str, monkeypatch: pytest.MonkeyPatch, has_blocks: bool
+) -> None:
+    for name, value in {"WHOLE_REMOTE": 1000, "BLOCK": 512}.items():
+        monkeypatch.setattr(intact, name, value)
+    file = folder / "set.bin"
+    assert 1000 < file.stat().st_size < intact.WHOLE
+    record: dict[str, Any] = {
+        f"{suffix}_sha256": file_digest(folder / f"set.{suffix}")
+        for suffix in ("bin", "idx", "loss_mask")
+    }
+    if has_blocks:
+        record["blocks"] = {"bytes": 512, "sha256": intact.block_digests(file)}
+    (folder / "set.json").write_text(json.dumps(record))
+    contents = contents_of(IndexedDataset(path_of(served)))
+    assert (contents.bin_sha256, contents.sampled) == (record["bin_sha256"], False)
+    file.write_bytes(bytes(file.stat().st_size))
+    with raises("data.block_digest_differs" if has_blocks else "data.digest_differs"):
+        contents_of(IndexedDataset(path_of(served)))
+
+
 def test_a_file_that_changes_under_way_is_said(folder: Path, served: str) -> None:
     dataset = IndexedDataset(path_of(served))
     dataset.tokens(0, 4)
@@ -185,6 +217,17 @@ def test_a_missing_pair_is_named_by_its_url(served: str) -> None:
         IndexedDataset(path_of(f"{served}s"))
 
 
+def test_a_missing_file_is_missing_whatever_its_kind_of_url_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def info(system: object, name: str) -> None:
+        raise FileNotFoundError(name) from KeyError("no such repository")
+
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "info", info)
+    with raises("data.data_set_missing"):
+        IndexedDataset(path_of("memory://nowhere/set"))
+
+
 def test_a_neighbour_that_may_not_be_read_is_noted(
     served: str, conduct: Conduct, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,6 +241,162 @@ def test_a_server_that_tells_no_version_is_noted(served: str, conduct: Conduct) 
     dataset = IndexedDataset(path_of(served))
     assert len(dataset.notes) == 1
     assert contents_of(dataset) == contents_of(dataset)
+
+
+@pytest.fixture
+def words(served: str, folder: Path, tmp_path: Path) -> str:
+    """The URL of a served set that has a tokenizer and a loss mask."""
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 30)
+    source = open_source(str(tmp_path / "text.txt"))
+    model = train_sentencepiece([text for _, text in source], folder / "words", 290, False)
+    build(source, load_tokenizer(model), folder / "words")
+    (folder / "words.json").unlink()
+    counts = np.ones(IndexedDataset(folder / "words").num_tokens, bool)
+    (folder / "words.loss_mask").write_bytes(np.packbits(counts, bitorder="little").tobytes())
+    return served.replace("/set", "/words")
+
+
+def run_of(source: str, *overrides: str) -> RunConfig:
+    """A small run on a text or data set."""
+    settings = {
+        "data.source": source,
+        "train.steps": "1",
+        "train.global_batch": "1",
+        "train.micro_batch": "1",
+        "train.seq_length": "8",
+        "model.layers": "1",
+        "model.hidden": "8",
+        "model.heads": "1",
+    }
+    return load_run(None, [*(f"{key}={value}" for key, value in settings.items()), *overrides])
+
+
+@pytest.fixture
+def machines(words: str, tmp_path: Path) -> RunConfig:
+    """A run of the served set."""
+    return run_of(words, f"train.folder={tmp_path}/run")
+
+
+def prepared_by_rank_0(config: RunConfig) -> dict[str, Any]:
+    with ExitStack() as held:
+        return prepare(config, held)
+
+
+def test_each_machine_has_its_own_copy_of_the_tokenizer_at_a_url(
+    machines: RunConfig, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = prepared_by_rank_0(machines)
+    assert prepared["tokenizer"] == f"{words}.model"
+    shutil.rmtree(tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    corpus, _ = open_prepared(machines, prepared)
+    assert corpus.tokenizer is not None
+    assert corpus.tokenizer.path.is_relative_to(tmp_path / "another")
+
+
+@pytest.mark.parametrize("reader", ["rank 0", "rank 1"])
+def test_ranks_of_which_one_cannot_read_the_loss_mask_are_refused(
+    machines: RunConfig, words: str, folder: Path, conduct: Conduct, reader: str
+) -> None:
+    prepared = prepared_by_rank_0(machines)
+    assert prepared["masked"] == [words]
+    if reader == "rank 0":
+        conduct.forbidden = (".loss_mask",)
+    else:
+        prepared["masked"] = []
+    with raises("training.loss_mask_differs", mask=f"{words}.loss_mask"):
+        open_prepared(machines, prepared)
+
+
+def test_a_run_file_is_read_without_its_urls() -> None:
+    # neither its kind of URL nor its server is asked
+    for url in ("nosuch://bucket/set", "http://127.0.0.1:9/set"):
+        assert run_of(url, "model.vocab=99").data.source == url
+
+
+def test_texts_at_urls_need_a_model_with_room_for_their_tokenizer(
+    folder: Path, served: str
+) -> None:
+    (folder / "page.txt").write_text("the quick brown fox")
+    config = run_of(served.replace("/set", "/page.txt"), "model.vocab=99")
+    with raises("config.small_vocab", vocab=99):
+        check_sources(config)
+
+
+def test_a_set_is_found_after_failures_that_pass(
+    machines: RunConfig, words: str, conduct: Conduct
+) -> None:
+    conduct.unavailable = 2  # by HEAD and by GET
+    (source,) = training_sources(machines)
+    assert source.is_tokenized
+    conduct.unavailable = 2
+    assert main(["data", "verify", words]) < 2
+
+
+def test_a_server_that_does_not_tell_the_size_is_refused(served: str, conduct: Conduct) -> None:
+    conduct.tells_size = False
+    with raises("data.url_without_size", url=f"{served}.idx"):
+        IndexedDataset(path_of(served))
+
+
+def test_a_url_without_folders_is_refused() -> None:
+    with raises("data.url_without_folder", url="data://x/y"):
+        path_of("data://x/y")
+
+
+def test_secrets_of_urls_are_neither_shown_nor_kept(
+    folder: Path,
+    served: str,
+    conduct: Conduct,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url = served.replace("http://", "http://me:hidden@")
+    dataset = IndexedDataset(path_of(url))
+    contents_of(dataset)
+    conduct.signed = "X-Amz-Signature=hidden"
+    with pytest.raises(UserError) as caught:
+        IndexedDataset(path_of(url))
+    kept = [file.read_text() for file in (tmp_path / "cache").rglob("*.json")]
+    assert kept
+    said = [*caught.value.problems, capsys.readouterr().err, *kept]
+    said += [json.dumps(problem.fields) for problem in caught.value.problems]
+    assert "hidden" not in "".join(said)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ('"https://u:p@ss@h:1/a?x=1": no', '"https://***@h:1/a?***": no'),
+        ("url='https://h/a?b=c/d+(e)&f=', x", "url='https://h/a?***', x"),
+        ("sftp://u:p@h/a", "sftp://u:***@h/a"),
+        ("abfs://box@account/a s3://b/?.txt http://h:80/a@b", None),
+        ("hf://datasets/a/b@main: mail me@home", None),
+    ],
+)
+def test_secrets_of_urls_are_masked(text: str, shown: str | None) -> None:
+    assert masked(text) == (shown or text)
+    assert masked(masked(text)) == masked(text)
+
+
+@pytest.mark.parametrize("suffix", [".idx", ".loss_mask"])
+@pytest.mark.parametrize("is_noticed", [True, False])
+def test_a_damaged_copy_is_fetched_again(
+    folder: Path, served: str, tmp_path: Path, suffix: str, is_noticed: bool
+) -> None:
+    url = path_of(served)
+    copy = file_here(url, suffix)
+    times = copy.stat()
+    copy.write_bytes(bytes(times.st_size))
+    if not is_noticed:
+        record = with_suffix(copy, RECORD)
+        checked = json.loads(record.read_text())
+        found = copy.stat()
+        checked["state"] = [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+        record.write_text(json.dumps(checked))
+    # `data verify` looks at the bytes of a copy
+    IndexedDataset(url, again=not is_noticed)
+    assert copy.read_bytes() == (folder / f"set{suffix}").read_bytes()
 
 
 def test_commands_take_a_url_for_a_prefix(

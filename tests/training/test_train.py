@@ -204,7 +204,7 @@ def test_ranks_open_what_rank_0_named_and_name_what_they_miss(
     last = checkpoint(exact, 6)
     named = {
         "prefixes": [str(prefix)],
-        "loss_masks": [],
+        "masked": [],
         "tokenizer": f"{prefix}.model",
         "checkpoint": str(checkpoint(exact, 3)),
     }
@@ -218,7 +218,7 @@ def test_ranks_open_what_rank_0_named_and_name_what_they_miss(
     assert (corpus.datasets[0].prefix, start) == (prefix, checkpoint(exact, 3))
     missing = {
         "prefixes": ["nowhere/text"],
-        "loss_masks": ["nowhere/text.loss_mask"],
+        "masked": ["nowhere/text"],
         "tokenizer": "nowhere/text.model",
         "checkpoint": "nowhere/step_00000003",
     }

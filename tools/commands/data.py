@@ -26,6 +26,7 @@ from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.data.training import train_hugging_face, train_sentencepiece
 from megaprec.errors import Problem, UserError
 from megaprec.resources import cores, most_processes
+from megaprec.url_secrets import masked
 from tools.commands import data_verify as verification
 from tools.commands.options import (
     add_chat_template,
@@ -262,7 +263,7 @@ def train_tokenizer(args: argparse.Namespace) -> int:
         train_sentencepiece(texts, path.with_suffix(""), args.vocab_size, args.overwrite)
     else:
         raise UserError.of("command.tokenizer_suffix", path=path)
-    print(f"{path}: {args.vocab_size:,} tokens, learned from {source.name}")
+    print(f"{path}: {args.vocab_size:,} tokens, learned from {masked(source.name)}")
     for problem in skipped:
         print(f"skipped    {problem}", file=sys.stderr)
     return 0
@@ -337,9 +338,9 @@ def _summary(source: Source, result: BuildResult) -> str:
     """Return the line about a data set that was built or reused."""
     state = "already there, unchanged" if result.reused else "built"
     summary = (
-        f"{result.prefix}: {state} from {source.name}: {counted(result.documents, 'document')}, "
-        f"{counted(result.chars, 'character')}, {result.tokens:,} tokens, vocabulary "
-        f"{result.vocab_size:,}"
+        f"{result.prefix}: {state} from {masked(source.name)}: "
+        f"{counted(result.documents, 'document')}, {counted(result.chars, 'character')}, "
+        f"{result.tokens:,} tokens, vocabulary {result.vocab_size:,}"
     )
     if result.unknown:
         summary += f"; {result.unknown:,} tokens stand for text that the tokenizer does not know"

@@ -84,7 +84,7 @@ def findings(
     if path.endswith((".bin", ".idx")):
         path = path[:-4]
     prefix = path_of(path)
-    if with_suffix(prefix, ".idx").exists() or with_suffix(prefix, ".bin").exists():
+    if is_there(prefix, ".idx") or is_there(prefix, ".bin"):
         if options != TextOptions():
             raise UserError.of("command.text_options_of_tokens", path=path)
         yield from _data_set_findings(prefix, tokenizer)
@@ -144,7 +144,7 @@ def _data_set_findings(prefix: Path, tokenizer_file: Path | None) -> Iterator[Fi
     for note in dataset.notes:
         yield NOTE, "index", note
     if tokenizer_file is None and is_there(prefix, ".model"):
-        tokenizer_file = file_here(prefix, ".model")
+        tokenizer_file = file_here(prefix, ".model", again=True)
     tokenizer = None
     if tokenizer_file is not None:
         try:

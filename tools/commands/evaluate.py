@@ -22,7 +22,7 @@ from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
-from megaprec.data.files import with_suffix
+from megaprec.data.copies import is_there
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import read_record
 from megaprec.data.places import path_of
@@ -258,7 +258,7 @@ def _window(args: argparse.Namespace, positions: int) -> tuple[int, int]:
 def _notes(model: LoadedModel[Stage], sets: dict[str, str], text_field: str) -> Iterator[str]:
     """Yield the lines on what the user may not expect of the scores."""
     yield from model.notes
-    tokenized = [path for path in sets.values() if with_suffix(path_of(path), ".idx").is_file()]
+    tokenized = [path for path in sets.values() if is_there(path_of(path), ".idx")]
     if text_field != "text" and len(tokenized) == len(sets):
         yield f"--text-field {text_field} has no effect: all that is evaluated is tokens already"
     for path in tokenized:

@@ -92,7 +92,8 @@ def check_all(subject: T, *checks: Callable[[T], object]) -> None:
     for check in checks:
         problems += _problems_of(check, subject)
     if problems:
-        raise UserError(*problems)
+        # several checks may fail by the same cause, such as a server that does not answer
+        raise UserError(*dict.fromkeys(problems))
 
 
 def _problems_of(function: Callable[..., object], *arguments: object) -> tuple[Problem, ...]:

@@ -1,12 +1,13 @@
 """The table [data] of a run file: every key with its type, default, unit and help."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
 from megaprec.data.files import with_suffix
 from megaprec.data.forms import UTF8
-from megaprec.data.places import path_of
+from megaprec.data.places import is_url
 from tools.config.table import MAX_SIZE, FilePath, Table
 
 
@@ -199,6 +200,7 @@ class Data(Table):
         return [", ".join(names_of(source)) for source in sources]
 
     def has_text(self) -> bool:
-        """Return True if any training data is text, for which a tokenizer is needed, and not tokens
-        already."""
-        return not all(with_suffix(path_of(source), ".idx").is_file() for source in self.sources)
+        """Return True if any training data on this machine is text, for which a tokenizer is
+        needed, and not tokens already. URLs are not looked at, and may be either."""
+        here = [source for source in self.sources if not is_url(source)]
+        return not all(with_suffix(Path(source), ".idx").is_file() for source in here)

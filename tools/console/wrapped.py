@@ -5,14 +5,17 @@ import textwrap
 from shutil import get_terminal_size
 from typing import TextIO
 
+from megaprec.url_secrets import masked
+
 INDENT = 11  # columns of the words that begin the lines of a run, such as "memory     "
 NO_BREAK_SPACE = "\N{NO-BREAK SPACE}"
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print lines on `file` (default: stdout), each broken to the width of the terminal if it is
-    one."""
+    """Print lines on `file` (default: stdout), without secrets of URLs, each broken to the width of
+    the terminal if it is one."""
     stream = file or sys.stdout
+    text = masked(text)
     if stream.isatty():
         columns = get_terminal_size().columns
         lines = [wrapped(text_line, columns) for text_line in text.split("\n")]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megaprec.data.files import with_suffix
+from megaprec.data.copies import is_there
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import check_vocabulary, contents_of, read_record
 from megaprec.data.places import path_of
@@ -105,7 +105,7 @@ def read_documents(
     """
     if path.endswith((".bin", ".idx")):
         raise UserError.of("text.data_set_prefix", path=path, prefix=path[:-4])
-    if with_suffix(path_of(path), ".idx").is_file():
+    if is_there(path_of(path), ".idx"):
         if options.max_chars is not None:
             raise UserError.of("text.max_chars_of_tokens", path=path)
         dataset = IndexedDataset(path_of(path))

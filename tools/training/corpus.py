@@ -14,6 +14,7 @@ from typing import Any
 
 from megaprec.checkpoint.digests import file_digest
 from megaprec.data.blend import Blend
+from megaprec.data.copies import is_there
 from megaprec.data.document_tokens import DocumentTokens, document_tokens, with_begin
 from megaprec.data.held_out import HeldOutRule, Ranges, taken_in_turn
 from megaprec.data.indexed import IndexedDataset
@@ -329,7 +330,7 @@ def open_run_data(config: RunConfig) -> Corpus:
     if tokenizer_file is None and has_texts and trained_tokenizer(config).is_file():
         tokenizer_file = trained_tokenizer(config)
     for source in sources:
-        if not source.index_file.is_file():
+        if not is_there(source.prefix, ".idx"):
             raise UserError.of("training.data_gone", index_file=source.index_file)
     return open_built(config, [source.prefix for source in sources], tokenizer_file)
 

@@ -106,9 +106,9 @@ def build_texts(
 def _tell_same_texts(sources: Sequence[DataSource]) -> None:
     """Say on stderr which texts are known by their content."""
     for source in sources:
-        print(
+        say(
             f"{source.key}: {toml(source.name)} has another name or time and is the same text",
-            file=sys.stderr,
+            sys.stderr,
         )
 
 

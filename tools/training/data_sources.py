@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megaprec.checkpoint.saving import require_own_names
 from megaprec.data.chats import load_chats
-from megaprec.data.copies import file_here
+from megaprec.data.copies import file_here, is_there
 from megaprec.data.files import with_suffix
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.places import is_remote, path_of
@@ -110,7 +110,7 @@ def validation_sources(config: RunConfig) -> list[DataSource]:
 def _prefix(names: tuple[str, ...], built: Path) -> Path:
     """Return the prefix of a source's data set: its name, or `built` if the source is text."""
     path = path_of(names[0])
-    is_data_set = len(names) == 1 and with_suffix(path, ".idx").is_file()
+    is_data_set = len(names) == 1 and is_there(path, ".idx")
     return path if is_data_set else built
 
 
@@ -175,6 +175,7 @@ def _check_tokenizer(config: RunConfig) -> None:
 
     tokenized = [source for source in sources if source.is_tokenized]
     if not tokenized:
+        _require_room_for_tokenizer(config)
         return
     vocabulary_size(config, None)
     key = tokenized[0].key
@@ -182,6 +183,17 @@ def _check_tokenizer(config: RunConfig) -> None:
         raise UserError.of("training.sample_without_tokenizer", key=key)
     if len(tokenized) < len(sources):
         raise UserError.of("training.blend_without_tokenizer", key=key)
+
+
+def _require_room_for_tokenizer(config: RunConfig) -> None:
+    """Raise UserError if the tokenizer that is trained on the texts has more tokens than the model.
+
+    A run file of texts on this machine is refused for it already, but not one of texts at URLs.
+    """
+    vocab = config.model.vocab
+    vocab_size = config.data.vocab_size
+    if 0 < vocab < vocab_size:
+        raise UserError.of("config.small_vocab", vocab=vocab, vocab_size=vocab_size)
 
 
 def existing_tokenizer(config: RunConfig) -> Path | None:

@@ -12,9 +12,10 @@ from typing import Any
 
 from megaprec.checkpoint.atomic import latest
 from megaprec.checkpoint.reader import INDEX, Store
+from megaprec.data.copies import file_here
 from megaprec.data.files import with_suffix
 from megaprec.data.loss_mask import SUFFIX as LOSS_MASK
-from megaprec.data.places import is_remote, path_of
+from megaprec.data.places import is_remote, is_url, path_of
 from megaprec.errors import Problem, UserError
 from parallel.described_world import is_rank_of_world
 from tools.analysis.planning.report import summary_line
@@ -48,6 +49,7 @@ from tools.training.run_warnings import run_warnings
 # after which NFS shows a new file to other hosts with its default settings (acdirmax)
 NFS_SECONDS = 60.0
 POLL_SECONDS = 0.5  # between two looks for a file
+TOKENIZER = ".model"  # ending of the tokenizer beside a data set
 
 
 def open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:
@@ -122,8 +124,8 @@ def prepare(
     export: Path | None = None,
     verify: bool = False,
 ) -> dict[str, Any]:
-    """Check the run, build missing data and return the paths that all ranks open, "" for those that
-    it does without. For rank 0.
+    """Check the run, build missing data and return the files that all ranks open, "" for those that
+    it does without: paths that the machines share, and URLs. For rank 0.
 
     The run folder is locked until `locks` is closed. allowed: see `check_resumable`. export: where
     the model is exported after training. verify: see `verify_models`.
@@ -149,13 +151,8 @@ def prepare(
     _note_needless_allowances(config, corpus, checkpoint, allowed)
     return {
         "prefixes": [str(dataset.prefix) for dataset in corpus.datasets],
-        # a rank without one would count other tokens
-        "loss_masks": [
-            str(with_suffix(dataset.prefix, LOSS_MASK))
-            for dataset in corpus.datasets
-            if dataset.has_mask and not is_remote(dataset.prefix)
-        ],
-        "tokenizer": str(corpus.tokenizer.path) if corpus.tokenizer else "",
+        "masked": sorted(_masked(corpus)),
+        "tokenizer": _named_tokenizer(corpus),
         "checkpoint": str(checkpoint.path) if checkpoint else "",
         "identity": corpus.identity.model_dump() if corpus.identity else None,
         "notes": corpus.notes,
@@ -187,9 +184,10 @@ def open_prepared(config: RunConfig, prepared: dict[str, Any]) -> tuple[Corpus, 
     prepared: what `prepare` returned on rank 0.
     """
     prefixes = [path_of(prefix) for prefix in prepared["prefixes"]]
-    tokenizer = Path(prepared["tokenizer"]) if prepared["tokenizer"] else None
+    tokenizer = _tokenizer_here(prepared["tokenizer"]) if prepared["tokenizer"] else None
     checkpoint = Path(prepared["checkpoint"]) if prepared["checkpoint"] else None
-    required = [Path(mask) for mask in prepared["loss_masks"]]
+    masked = [path_of(prefix) for prefix in prepared["masked"]]
+    required = [with_suffix(prefix, LOSS_MASK) for prefix in masked if not is_remote(prefix)]
     # what is not at a URL is said when it is opened
     for prefix in prefixes:
         if is_remote(prefix):
@@ -212,7 +210,54 @@ def open_prepared(config: RunConfig, prepared: dict[str, Any]) -> tuple[Corpus, 
     identity = prepared["identity"] and Identity.model_validate(prepared["identity"])
     validation = open_validation(config, corpus.begin_token)
     notes = tuple(prepared["notes"])
-    return replace(corpus, identity=identity, notes=notes, validation=validation), checkpoint
+    corpus = replace(corpus, identity=identity, notes=notes, validation=validation)
+    _require_same_masks(corpus, set(prepared["masked"]))
+    return corpus, checkpoint
+
+
+def _masked(corpus: Corpus) -> set[str]:
+    """Return the prefixes of the data sets, also of data.validation, that have a loss mask."""
+    validation = [samples.dataset for samples in corpus.validation.values()]
+    datasets = [*corpus.datasets, *validation]
+    return {str(dataset.prefix) for dataset in datasets if dataset.has_mask}
+
+
+def _require_same_masks(corpus: Corpus, masked: set[str]) -> None:
+    """Raise UserError unless this rank has the loss masks of the data sets `masked`, which rank 0
+    has, and no other: it would count other tokens."""
+    here = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
+    problems = list[Problem]()
+    for prefix in sorted(masked ^ _masked(corpus)):
+        readers = ("rank 0", here) if prefix in masked else (here, "rank 0")
+        mask = with_suffix(path_of(prefix), LOSS_MASK)
+        reader = readers[0]
+        other = readers[1]
+        problems.append(
+            Problem.of("training.loss_mask_differs", mask=mask, reader=reader, other=other)
+        )
+    if problems:
+        raise UserError(*problems)
+
+
+def _named_tokenizer(corpus: Corpus) -> str:
+    """Return the name of the tokenizer file on any machine, its URL if this one has a copy of it;
+    "" without a tokenizer."""
+    if corpus.tokenizer is None:
+        return ""
+    path = corpus.tokenizer.path
+    for dataset in corpus.datasets:
+        if is_remote(dataset.prefix) and path == file_here(dataset.prefix, TOKENIZER):
+            return str(with_suffix(dataset.prefix, TOKENIZER))
+    return str(path)
+
+
+def _tokenizer_here(name: str) -> Path:
+    """Return the path of a tokenizer file: of one at a URL that of this machine's own copy, or its
+    URL if it is not there."""
+    if not is_url(name):
+        return Path(name)
+    prefix = path_of(name.removesuffix(TOKENIZER))
+    return file_here(prefix, TOKENIZER)
 
 
 def _missing_files(required: Sequence[Path]) -> list[Path]:
@@ -225,8 +270,9 @@ def _missing_files(required: Sequence[Path]) -> list[Path]:
     on_one_host = ranks <= int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     wait_seconds = 0.0 if on_one_host else NFS_SECONDS
     deadline = time.monotonic() + wait_seconds
-    while missing := [path for path in required if not path.is_file()]:
-        if time.monotonic() >= deadline:
+    # a URL is one without a copy
+    while missing := [path for path in required if is_remote(path) or not path.is_file()]:
+        if time.monotonic() >= deadline or any(map(is_remote, missing)):
             return missing
         for folder in {path.parent for path in missing}:
             with suppress(OSError):

@@ -19,6 +19,7 @@ from megaprec.checkpoint.digests import file_digest
 from megaprec.checkpoint.reader import INDEX, Store
 from megaprec.data.copies import file_here
 from megaprec.data.intact import read_record
+from megaprec.data.places import is_remote
 from megaprec.data.samples import Samples, training_numbers
 from megaprec.data.tokenizer import FILE_DIGEST, Tokenizer, has_built, load_tokenizer, same_tokens
 from megaprec.errors import Problem, UserError
@@ -352,7 +353,8 @@ def _other_tokens_of_set(prefix: Path, tokenizer: Tokenizer) -> Iterator[Problem
     if record is None:
         return
     built_with = file_here(prefix, ".model")
-    has_copy = built_with.is_file() and record.get(FILE_DIGEST) == file_digest(built_with)
+    is_copied = not is_remote(built_with) and built_with.is_file()
+    has_copy = is_copied and record.get(FILE_DIGEST) == file_digest(built_with)
     is_same = has_built(tokenizer, record)
     if is_same is None and has_copy:
         is_same = same_tokens(built_with, tokenizer.path)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaprec.data.blend import Blend
-from megaprec.data.files import with_suffix
+from megaprec.data.copies import is_there
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.places import path_of
 from megaprec.data.samples import Samples
@@ -189,7 +189,7 @@ def _text_keys_without_effect(config: RunConfig, corpus: Corpus) -> Iterator[str
 
 
 def _is_tokenized(name: str) -> bool:
-    return with_suffix(path_of(name), ".idx").is_file()
+    return is_there(path_of(name), ".idx")
 
 
 def _evaluated_in_training(config: RunConfig, corpus: Corpus) -> Iterator[str]:

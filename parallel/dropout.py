@@ -37,11 +37,11 @@ class MicrobatchInfo:
 
 
 def note_microbatch(fp8: FP8State, microbatch: MicrobatchInfo | None) -> None:
-    """Tell the FP8 products which micro-batch the layers after this compute, for the stochastic
-    rounding of its gradients. microbatch: None in evaluation."""
-    if microbatch is None:
-        fp8.microbatch = None
-    else:
+    """Tell the products in NVFP4 which micro-batch the layers after this compute, for the
+    stochastic rounding of its gradients. microbatch: None in evaluation."""
+    fp8.microbatch = None
+    # no other kind needs it, and it would be kept
+    if microbatch is not None and fp8.recipe is not None and fp8.recipe.kind == "nvfp4":
         fp8.microbatch = Microbatch(microbatch.step, microbatch.samples[0])
 
 

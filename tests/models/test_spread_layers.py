@@ -14,6 +14,7 @@ def test_every_kind_of_a_pattern_is_among_four_layers() -> None:
 
 
 def test_kinds_are_spread_and_those_that_are_missing_come_last() -> None:
+    assert spread("", 4) == []
     assert spread("MMMM*M-M", 4) == ["M", "M", "*", "-"]
     assert spread([True, False, False, False, False, False], 2) == [True, False]
     assert spread([False, False, False, True], 2) == [False, True]

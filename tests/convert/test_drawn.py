@@ -60,7 +60,8 @@ def loaded(folder: Path) -> Any:
 @torch.no_grad()
 def logits_of(model: Any, vocab: int) -> Tensor:
     ids = torch.randint(vocab, (2, LENGTH), generator=torch.Generator().manual_seed(0))
-    return model(ids).logits
+    # a cache would need a layer with attention
+    return model(ids, use_cache=False).logits
 
 
 @pytest.mark.cases(2, sample=6)
@@ -74,6 +75,7 @@ def test_a_drawn_model_comes_back_with_the_same_logits_or_one_line_refuses(
     model = made(config)
     expected = logits_of(model, config["vocab_size"])
     model.save_pretrained(tmp_path / "hf", save_original_format=seed % 5 > 0)
+    capsys.readouterr()  # how far transformers was
     for first, second, to in (("hf", "ours", "megaprec"), ("ours", "back", "hf")):
         code = main(["convert", str(tmp_path / first), str(tmp_path / second), "--to", to])
         if code:

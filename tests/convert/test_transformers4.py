@@ -26,9 +26,10 @@ TYPES = ["full_attention"] * 4
 SLIDING = ["full_attention", "sliding_attention"] * 2
 BASE = {"rope_type": "default", "rope_theta": 150.0}
 ONE_BASE = {key: {"rope_type": "default", "rope_theta": 70.0} for key in dict.fromkeys(SLIDING)}
+ELSEWHERE = ("gpt_oss", "nemotron_h")  # kinds that are below, with what they need
 # name -> kind, changes of its configuration
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{kind: (kind, {}) for kind in CONFIGS if "-" not in kind and kind != "gpt_oss"},
+    **{kind: (kind, {}) for kind in CONFIGS if "-" not in kind and kind not in ELSEWHERE},
     "gpt_oss": ("gpt_oss", {"swiglu_limit": 7.0}),
     "gemma3 scaled": ("gemma3_text", {"rope_scaling": LINEAR, "rope_local_base_freq": 300.0}),
     "gemma3 full": ("gemma3_text", {"layer_types": TYPES}),
@@ -64,6 +65,7 @@ NEWER: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2_moe of an odd size": ("qwen2_moe", {"hidden_size": 26}),
     "gpt_oss of another clamp": ("gpt_oss", {"swiglu_limit": 0.5}),
+    "nemotron_h": ("nemotron_h", {}),
 }
 NOTE = "config.json needs transformers 5 or newer"
 

@@ -87,7 +87,9 @@ def expected(config: ModelConfig) -> set[str]:
     names = set()
     if not config.latent and not (config.qk_norm and config.qk_norm_over == "all"):
         names.add("split heads")
-    if config.norm_at != "after" and not config.parallel_residual:
+    # of a layer's two branches, where it has two
+    has_two_branches = not config.hybrid_pattern
+    if config.norm_at != "after" and not config.parallel_residual and has_two_branches:
         names.add("add norm")
     return names
 

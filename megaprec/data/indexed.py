@@ -302,7 +302,14 @@ class IndexedDataset:
         self.idx_file = file_here(prefix, ".idx", again)
         remote_bin = RemoteFile(bin_path) if is_remote(bin_path) else None
         self.stored_bytes = remote_bin.size if remote_bin else bin_path.stat().st_size
-        self.dtype, index = _read_index(self.idx_file, self.stored_bytes)
+        try:
+            self.dtype, index = _read_index(self.idx_file, self.stored_bytes)
+        except UserError as error:
+            if remote_bin is None:
+                raise
+            # a user knows the URL, not the copy of it that was read
+            url = f"{with_suffix(prefix, '.idx')}: "
+            raise UserError(*(problem.within(url) for problem in error.problems)) from error
         self.notes: tuple[str, ...] = ()
         has_no_ends = index.documents[:2].tolist() == [0]
         if has_no_ends and len(index.lengths):

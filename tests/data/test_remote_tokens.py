@@ -416,3 +416,11 @@ def test_commands_take_a_url_for_a_prefix(
     here, there = said
     assert here.splitlines()[:12] == there.splitlines()[:12]
     assert here.count("ok ") == there.count("ok ")
+
+
+def test_a_damaged_index_is_named_by_its_url(tmp_path: Path) -> None:
+    (tmp_path / "x.idx").write_bytes(b"no index")
+    (tmp_path / "x.bin").write_bytes(b"1234")
+    with pytest.raises(UserError) as raised:
+        IndexedDataset(path_of(f"file://{tmp_path}/x"))
+    assert str(raised.value).startswith(f"file://{tmp_path}/x.idx: ")

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from megaprec.resources import cores
+from tests.planning import cpu_backtest
+from tests.planning.cpu_backtest import BATCH, SMALL, measure
 from tests.refusals import raises
 from tools.analysis.calibration.measure import fastest, products
 from tools.analysis.calibration.record import (
@@ -233,3 +235,14 @@ def test_a_step_that_leaves_threads_idle_is_no_faster_for_them() -> None:
         assert fastest(step, torch.device("cpu")) >= 0.01
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+def test_a_process_has_the_memory_of_the_plan_with_the_gaps_of_its_heap() -> None:
+    keys = f"{SMALL} {BATCH} train.seq_length=1024 train.micro_batch=2"
+    _, measured = measure(keys, steps=1, priority=0)
+    planned = plan_run(cpu_backtest.config_of(keys), MemoryModel("cpu"), None)
+    fullest = planned.ranks[planned.fullest]
+    needed = planned.total - fullest.save  # the benchmark saves nothing
+    assert needed == pytest.approx(measured, rel=0.05)
+    assert fullest.gaps > 0.05 * needed  # without them it would not be

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from datetime import date
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,8 @@ def _as_local_rank(answer: Path, device: Device, dtypes: list[str]) -> int:
         where = torch.device(device)
         tell = _teller(axis.rank)
         axis.barrier()
+        # a rank of a training run has its modules in memory too
+        import_module("tools.training.trainer")
         process = process_bytes(device, names[dtypes[0]])
         rows: dict[str, Any] = all_rows(device, [*names.values()], threads, tell)
         axis.barrier()

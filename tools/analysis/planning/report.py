@@ -43,6 +43,7 @@ OTHER_KINDS = {
     "optimizer": "the update",
     "save": "the copy of a save",
     "process": "Python and torch",
+    "gaps": "gaps between tensors",
 }
 
 

@@ -41,17 +41,26 @@ class Ranges:
         return cls(np.array([begin], np.int64), np.array([end], np.int64))
 
     def __len__(self) -> int:
-        return int((self.ends - self.begins).sum())
+        return int(self._lengths().sum())
+
+    def _lengths(self) -> NDArray[np.int64]:
+        """Return how many numbers each range has."""
+        return self.ends - self.begins
+
+    def _numbers_before(self) -> NDArray[np.int64]:
+        """Return how many numbers the ranges before each one have."""
+        lengths = self._lengths()
+        return np.cumsum(lengths) - lengths
 
     def numbers(self, indices: NDArray[np.int64] | np.int64) -> NDArray[np.int64]:
         """Return the numbers at indices in [0, len(self)), of the same shape."""
         if self.in_turn:
             row, block = np.divmod(indices, len(self.begins))
             return self.begins[block] + row
-        lengths = self.ends - self.begins
-        before = np.cumsum(lengths) - lengths  # indices of the ranges before each one
-        block = np.searchsorted(before, indices, side="right") - 1
-        return self.begins[block] + indices - before[block]
+        first_index = self._numbers_before()
+        block = np.searchsorted(first_index, indices, side="right") - 1
+        within_block = indices - first_index[block]
+        return self.begins[block] + within_block
 
     def index_of(self, number: int) -> int:
         """Return how many of the numbers are below `number`: its index in ascending order if it is
@@ -60,11 +69,12 @@ class Ranges:
 
     def count_below(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many of the numbers are below each one of `numbers`, of the same shape."""
-        lengths = self.ends - self.begins
-        before = np.cumsum(lengths) - lengths
+        # of the range that begins last before each number; -1: none does
         block = np.searchsorted(self.begins, numbers, side="right") - 1
-        of_block = np.minimum(numbers - self.begins[block], lengths[block])
-        return np.where(block < 0, 0, before[block] + of_block)
+        lengths = self._lengths()
+        within_block = np.minimum(numbers - self.begins[block], lengths[block])
+        below = self._numbers_before()[block] + within_block
+        return np.where(block < 0, 0, below)
 
     def tokens(self, length: int) -> "Ranges":
         """Return the tokens of samples of so many tokens."""
@@ -72,19 +82,22 @@ class Ranges:
 
     def beginning(self, count: int) -> "Ranges":
         """Return the first `count` numbers in ascending order."""
-        lengths = self.ends - self.begins
-        before = np.cumsum(lengths) - lengths
-        ends = self.begins + np.clip(count - before, 0, lengths)
-        return Ranges(self.begins, ends)
+        left_over = count - self._numbers_before()
+        taken = np.clip(left_over, 0, self._lengths())
+        return Ranges(self.begins, self.begins + taken)
 
     def shared_tokens(self, length: int, others: "Ranges", others_length: int) -> int:
         """Return the number of targets that these samples and others of the same stream share.
 
         length, others_length: tokens of a sample.
         """
-        begins = np.maximum.outer(self.begins * length, others.begins * others_length)
-        ends = np.minimum.outer(self.ends * length, others.ends * others_length)
-        return int(np.clip(ends - begins, 0, None).sum())
+        own = self.tokens(length)
+        other = others.tokens(others_length)
+        # [own ranges, other ranges]: where each two overlap
+        begins = np.maximum.outer(own.begins, other.begins)
+        ends = np.minimum.outer(own.ends, other.ends)
+        overlaps = np.clip(ends - begins, 0, None)
+        return int(overlaps.sum())
 
 
 def divide(total: int, held_out: int, rule: HeldOutRule) -> tuple[Ranges, Ranges]:
@@ -97,11 +110,16 @@ def divide(total: int, held_out: int, rule: HeldOutRule) -> tuple[Ranges, Ranges
         return Ranges.single(0, border), Ranges.single(border, total)
     blocks = min(BLOCKS, held_out)
     sizes = _equal_parts(held_out, blocks)
-    # Each stretch is as large a share of the stream as its run is of the part.
-    shares = np.cumsum(sizes).tolist()
-    borders = np.array([0, *(total * share // held_out for share in shares)], np.int64)
-    begins = borders[:-1] + _offsets(np.diff(borders) - sizes)
+    # Each stretch is as large a share of the stream as its run is of the part. The products may be
+    # beyond 64 bits: Python's integers.
+    stretch_ends = []
+    for held_out_so_far in np.cumsum(sizes).tolist():
+        stretch_ends.append(total * held_out_so_far // held_out)
+    borders = np.array([0, *stretch_ends], np.int64)
+    slack = np.diff(borders) - sizes
+    begins = borders[:-1] + _offsets(slack)
     ends = begins + sizes
+    # what lies between the runs, of which some may be neighbours
     train_begins = np.concatenate(([0], ends))
     train_ends = np.concatenate((begins, [total]))
     is_there = train_begins < train_ends
@@ -111,7 +129,8 @@ def divide(total: int, held_out: int, rule: HeldOutRule) -> tuple[Ranges, Ranges
 
 def taken_in_turn(total: int) -> Ranges:
     """Return all samples of a stream, in an order in which any beginning is from everywhere."""
-    widths = _equal_parts(total, max(1, min(BLOCKS, total)))
+    blocks = max(1, min(BLOCKS, total))
+    widths = _equal_parts(total, blocks)
     ends = np.cumsum(widths)
     return Ranges(ends - widths, ends, in_turn=True)
 
@@ -119,7 +138,9 @@ def taken_in_turn(total: int) -> Ranges:
 def _equal_parts(total: int, parts: int) -> NDArray[np.int64]:
     """Return the sizes of equal parts of a whole; the first ones are larger by the rest."""
     size, rest = divmod(total, parts)
-    return size + (np.arange(parts) < rest).astype(np.int64)
+    sizes = np.full(parts, size, np.int64)
+    sizes[:rest] += 1
+    return sizes
 
 
 def _offsets(slack: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -302,14 +302,7 @@ class IndexedDataset:
         self.idx_file = file_here(prefix, ".idx", again)
         remote_bin = RemoteFile(bin_path) if is_remote(bin_path) else None
         self.stored_bytes = remote_bin.size if remote_bin else bin_path.stat().st_size
-        try:
-            self.dtype, index = _read_index(self.idx_file, self.stored_bytes)
-        except UserError as error:
-            if remote_bin is None:
-                raise
-            # a user knows the URL, not the copy of it that was read
-            url = f"{with_suffix(prefix, '.idx')}: "
-            raise UserError(*(problem.within(url) for problem in error.problems)) from error
+        self.dtype, index = self._read_own_index()
         self.notes: tuple[str, ...] = ()
         has_no_ends = index.documents[:2].tolist() == [0]
         if has_no_ends and len(index.lengths):
@@ -340,6 +333,17 @@ class IndexedDataset:
             self._stream = _map(bin_path, self.dtype, 0, self.num_tokens)
         has_mask = is_there(prefix, LOSS_MASK)
         self._mask = LossMask(prefix, self.num_tokens, again) if has_mask else None
+
+    def _read_own_index(self) -> tuple[np.dtype, Index]:
+        """Return the dtype of the stored ids, and the index. Raises UserError if it is corrupt."""
+        try:
+            return _read_index(self.idx_file, self.stored_bytes)
+        except UserError as error:
+            if not is_remote(self.prefix):
+                raise
+            # a user knows the URL, not the copy of it that was read
+            url = f"{with_suffix(self.prefix, '.idx')}: "
+            raise UserError(*(problem.within(url) for problem in error.problems)) from error
 
     @property
     def has_mask(self) -> bool:

@@ -72,9 +72,9 @@ def mds_rows(
 def _read_head(file: Path, stream: BinaryIO) -> tuple[NDArray[np.int64], _Columns]:
     """Return the bytes at which the samples begin, and the columns. Raises UserError."""
     head = stream.read(U32.size)
-    num_samples = U32.unpack(head)[0] if len(head) == U32.size else MOST_SAMPLES + 1
-    if num_samples > MOST_SAMPLES:
+    if len(head) < U32.size or U32.unpack(head)[0] > MOST_SAMPLES:
         raise _damaged(file, "its first bytes are no number of samples")
+    num_samples = U32.unpack(head)[0]
     table = stream.read(U32.size * (num_samples + 1))
     if len(table) < U32.size * (num_samples + 1):
         raise _damaged(file, "it ends within its table of samples")
@@ -82,21 +82,27 @@ def _read_head(file: Path, stream: BinaryIO) -> tuple[NDArray[np.int64], _Column
     settings_size = int(offsets[0]) - U32.size - len(table)
     if settings_size < 2 or (np.diff(offsets) < 0).any():
         raise _damaged(file, "its table of samples is not in order")
+    columns = _read_settings(file, stream.read(settings_size))
+    return offsets, columns
+
+
+def _read_settings(file: Path, text: bytes) -> _Columns:
+    """Return the columns that the settings of a file, JSON, state. Raises UserError."""
     try:
-        settings = parse_json(stream.read(settings_size))
-        columns = _Columns(
-            [str(name) for name in settings["column_names"]],
-            [str(encoding) for encoding in settings["column_encodings"]],
-            [int(size or 0) for size in settings["column_sizes"]],
-        )
+        settings = parse_json(text)
         version = settings["version"]
+        names = [str(name) for name in settings["column_names"]]
+        encodings = [str(encoding) for encoding in settings["column_encodings"]]
+        sizes = [int(size or 0) for size in settings["column_sizes"]]
     except (ValueError, KeyError, TypeError) as problem:
         raise _damaged(file, "its settings cannot be read") from problem
-    if min(columns.sizes, default=0) < 0:
+    if min(sizes, default=0) < 0:
         raise _damaged(file, "a column has a size below 0")
-    if version != 2 or not len(columns.names) == len(columns.encodings) == len(columns.sizes):
+    if version != 2:
         raise _damaged(file, f"it is of version {version}, and only version 2 is read")
-    return offsets, columns
+    if not len(names) == len(encodings) == len(sizes):
+        raise _damaged(file, "its columns have not as many names, encodings and sizes")
+    return _Columns(names, encodings, sizes)
 
 
 def _require_texts(file: Path, columns: _Columns, wanted: set[str]) -> None:

@@ -281,10 +281,7 @@ def open_source(name: str | Sequence[str], options: TextOptions | None = None) -
     Raises UserError if it does not exist or has no text.
     """
     options = options or TextOptions()
-    if options.max_chars is not None and options.max_chars < 1:
-        raise UserError.of("data.max_chars_zero", max_chars=options.max_chars)
-    if why := encoding_problem(options.encoding):
-        raise UserError.of("data.encoding_unknown", encoding=options.encoding, why=why)
+    _check_options(options)
     names = [name] if isinstance(name, str) else name
     if [*names] == [STANDARD_LIBRARY]:
         return _standard_library(options.max_chars)
@@ -293,9 +290,9 @@ def open_source(name: str | Sequence[str], options: TextOptions | None = None) -
     found = text_files(names, options)
     shown_name = ", ".join(names)
     if not found.files:
-        reasons = (
-            f" ({', '.join(left_out_words(found.left_out))} left out)" if found.left_out else ""
-        )
+        reasons = ""
+        if found.left_out:
+            reasons = f" ({', '.join(left_out_words(found.left_out))} left out)"
         raise UserError.of(
             "data.folder_without_text",
             name=shown_name,
@@ -306,6 +303,14 @@ def open_source(name: str | Sequence[str], options: TextOptions | None = None) -
         raise UserError.of("data.source_empty", name=shown_name)
     check_readable(found.files)
     return Source(shown_name, found.root, found.files, options, found.left_out)
+
+
+def _check_options(options: TextOptions) -> None:
+    """Raise UserError for options with which no text can be read."""
+    if options.max_chars is not None and options.max_chars < 1:
+        raise UserError.of("data.max_chars_zero", max_chars=options.max_chars)
+    if why := encoding_problem(options.encoding):
+        raise UserError.of("data.encoding_unknown", encoding=options.encoding, why=why)
 
 
 def _with_others(problem: Problem, others: int) -> Problem:

@@ -175,6 +175,31 @@ def _agreement_reason(records: Records, exact: bool) -> str:
     return f"{counted(records.steps, 'step')} of {records.by} {verb}: {extent}"
 
 
+def _reason_against_replay(
+    first: Side, second: Side, start: Start, until: int, max_steps: int
+) -> str:
+    """Return why the steps from `start` to step `until` cannot be taken again; "" if they can."""
+    is_branch = bool(first.config.train.branch_from or second.config.train.branch_from)
+    if is_branch and not start.checkpoint:
+        return (
+            "one is a branch of another run, which did not begin with initial weights, and both "
+            f"have no checkpoint of one step before step {until}"
+        )
+    steps = until - start.step
+    # nearer checkpoints would help, but there are none that both have
+    if steps > max_steps:
+        return (
+            f"the runs part in step {until}, and the newest state before it that both have is of "
+            f"step {start.step}: give --steps {steps} or more to locate it by replay"
+        )
+    if not _constant_batch(first.config, start, steps):
+        return (
+            f"train.batch_schedule changes the batch between steps {start.step + 1} and {until}, "
+            "and a replay has one batch"
+        )
+    return ""
+
+
 def _replay_steps(
     first: Side, second: Side, records: Records, exact: bool, max_steps: int
 ) -> dict[str, Any]:
@@ -186,24 +211,7 @@ def _replay_steps(
     start = common_start(first, second, until, exact)
     steps = until - start.step
     batch = _constant_batch(first.config, start, steps)
-    reason = ""
-    is_branch = bool(first.config.train.branch_from or second.config.train.branch_from)
-    if is_branch and not start.checkpoint:
-        reason = (
-            "one is a branch of another run, which did not begin with initial weights, and both "
-            f"have no checkpoint of one step before step {until}"
-        )
-    # nearer checkpoints would help, but there are none that both have
-    elif steps > max_steps:
-        reason = (
-            f"the runs part in step {until}, and the newest state before it that both have is of "
-            f"step {start.step}: give --steps {steps} or more to locate it by replay"
-        )
-    elif not batch:
-        reason = (
-            f"train.batch_schedule changes the batch between steps {start.step + 1} and {until}, "
-            "and a replay has one batch"
-        )
+    reason = _reason_against_replay(first, second, start, until, max_steps)
     untaken_verdict = PART if records.parting else UNTRIED
     if reason:
         return {"verdict": untaken_verdict, "why": "; ".join([*start.passed_over, reason])}

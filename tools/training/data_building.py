@@ -90,9 +90,7 @@ def build_texts(
     if checkpoint is not None and is_branch(config, checkpoint.path) and "data" not in allowed:
         # Before the lock, which makes the folder of a run that cannot begin.
         unbuilt = [source for source in sources if not is_built(source)]
-        problems = [*_changed_texts(unbuilt, texts, checkpoint)]
-        if problems:
-            raise UserError(*problems)
+        _require_unchanged_texts(unbuilt, texts, checkpoint)
     with exclusive_lock(data_folder(config) / ".lock", partial(say_busy, data_folder(config))):
         # Asked again: another process may have built them while this one waited.
         missing = [source for source in sources if not is_built(source)]
@@ -219,6 +217,15 @@ def _build_data_set(
         )
     if result.skipped and text.name != STANDARD_LIBRARY:
         say(f"{source.key}: {skipped_words(result)}", sys.stderr)
+
+
+def _require_unchanged_texts(
+    missing: Sequence[DataSource], texts: Mapping[DataSource, Source], checkpoint: Store
+) -> None:
+    """Raise UserError for texts that are not those that the checkpoint was trained on."""
+    problems = [*_changed_texts(missing, texts, checkpoint)]
+    if problems:
+        raise UserError(*problems)
 
 
 def _changed_texts(

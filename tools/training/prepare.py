@@ -187,21 +187,7 @@ def open_prepared(config: RunConfig, prepared: dict[str, Any]) -> tuple[Corpus, 
     tokenizer = _tokenizer_here(prepared["tokenizer"]) if prepared["tokenizer"] else None
     checkpoint = Path(prepared["checkpoint"]) if prepared["checkpoint"] else None
     masked = [path_of(prefix) for prefix in prepared["masked"]]
-    required = [with_suffix(prefix, LOSS_MASK) for prefix in masked if not is_remote(prefix)]
-    # what is not at a URL is said when it is opened
-    for prefix in prefixes:
-        if is_remote(prefix):
-            continue
-        required += [with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin")]
-    if tokenizer:
-        required.append(tokenizer)
-    if checkpoint:
-        required.append(checkpoint / INDEX)
-    if missing := _missing_files(required):
-        host = socket.gethostname()
-        raise UserError(
-            *(Problem.of("training.file_not_shared", path=path, host=host) for path in missing)
-        )
+    _require_files(prefixes, masked, tokenizer, checkpoint)
     corpus = open_built(config, prefixes, tokenizer)
     if os.environ.get("LOCAL_RANK") == "0" and os.environ.get("RANK") != "0":
         # One rank checks the files of this machine, as rank 0 has checked those of the first.
@@ -213,6 +199,33 @@ def open_prepared(config: RunConfig, prepared: dict[str, Any]) -> tuple[Corpus, 
     corpus = replace(corpus, identity=identity, notes=notes, validation=validation)
     _require_same_masks(corpus, set(prepared["masked"]))
     return corpus, checkpoint
+
+
+def _require_files(
+    prefixes: Sequence[Path],
+    masked: Sequence[Path],
+    tokenizer: Path | None,
+    checkpoint: Path | None,
+) -> None:
+    """Raise UserError for files that this machine lacks.
+
+    prefixes: of the data sets. masked: of those with a loss mask. What is at a URL is not asked
+        for here: it is missed when it is opened.
+    """
+    required = [with_suffix(prefix, LOSS_MASK) for prefix in masked if not is_remote(prefix)]
+    for prefix in prefixes:
+        if not is_remote(prefix):
+            required += [with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin")]
+    if tokenizer:
+        required.append(tokenizer)
+    if checkpoint:
+        required.append(checkpoint / INDEX)
+    host = socket.gethostname()
+    problems = []
+    for path in _missing_files(required):
+        problems.append(Problem.of("training.file_not_shared", path=path, host=host))
+    if problems:
+        raise UserError(*problems)
 
 
 def _masked(corpus: Corpus) -> set[str]:

@@ -1,8 +1,9 @@
 """Predicted and measured steps and memory of small runs on this machine's CPU.
 
-`python -m tests.planning.cpu_backtest CALIBRATION.toml [--rounds N]` runs the configurations of
+`python -m tests.planning.cpu_backtest CALIBRATION.toml ... [--rounds N]` runs the configurations of
 `RUNS`, none of which `megaprec calibrate` measures, in turn, each `rounds` times; the fastest step
-and the least memory count, for other work of the machine only adds to them. Of one rank with one
+and the least memory count, for other work of the machine only adds to them. For the same reason
+the fastest row counts of several calibrations, made before, between and after the rounds. Of one rank with one
 thread the time is that of the process, as `megaprec calibrate` measures; of others it is the
 clock's. It prints the table of docs/planning.md, with the machine's load beside it. `--nice` starts
 each run with such a priority, if this user may.
@@ -17,8 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from tools.analysis.calibration.record import read_calibration
+from pydantic import BaseModel
+
+from tools.analysis.calibration.record import Calibration, read_calibration
 from tools.analysis.calibration.speeds import UNKNOWN_CPU, calibrated
 from tools.analysis.planning.memory import MemoryModel
 from tools.analysis.planning.search import plan_run
@@ -103,11 +107,31 @@ def measure(keys: str, steps: int, priority: int) -> tuple[float, int]:
     return seconds, max(record["peak_rss_mb"]) * 2**20
 
 
+def fastest_of(calibrations: Sequence[Calibration]) -> Calibration:
+    """Return the first of calibrations of one machine, each of its rows as fast as the fastest of
+    the others."""
+    first, *others = calibrations
+    changed = dict[str, Any]()
+    for kind in ("products", "attention", "layers", "loss", "memory", "collectives"):
+        rows = [getattr(one, kind) for one in (first, *others)]
+        changed[kind] = [_fastest_row(alike) for alike in zip(*rows, strict=True)]
+    return first.model_copy(update=changed)
+
+
+def _fastest_row(alike: Sequence[BaseModel]) -> BaseModel:
+    """Return the row of one measurement, taken several times, with the least of each time."""
+    times = dict[str, float]()
+    for name, value in alike[0]:
+        # shapes and names are the same in all of them
+        if isinstance(value, float):
+            times[name] = min(getattr(row, name) for row in alike)
+    return alike[0].model_copy(update=times)
+
+
 def compare(
-    calibration_file: Path, rounds: int, steps: int, priority: int, runs: Sequence[str]
+    calibration: Calibration, rounds: int, steps: int, priority: int, runs: Sequence[str]
 ) -> list[Comparison]:
     """Return the comparisons of all configurations, measured in turn."""
-    calibration = read_calibration(calibration_file)
     found = dict[str, Comparison]()
     for number in range(rounds):
         for keys in runs:
@@ -158,12 +182,13 @@ def table(comparisons: Sequence[Comparison]) -> list[str]:
 def main() -> None:
     """Run `python -m tests.planning.cpu_backtest`."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("calibration", type=Path)
+    parser.add_argument("calibrations", type=Path, nargs="+")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--nice", type=int, default=0, metavar="N")
     args = parser.parse_args()
-    comparisons = compare(args.calibration, args.rounds, args.steps, args.nice, RUNS)
+    calibration = fastest_of([read_calibration(path) for path in args.calibrations])
+    comparisons = compare(calibration, args.rounds, args.steps, args.nice, RUNS)
     print("\n".join(table(comparisons)))
 
 

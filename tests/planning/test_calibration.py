@@ -142,6 +142,19 @@ def test_speeds_are_those_that_were_measured() -> None:
     assert assumed.hop == pytest.approx(1e-4)
 
 
+def test_attention_has_the_speed_of_its_length_and_a_layer_that_of_the_layers() -> None:
+    (short,) = calibration_of().attention
+    # four times the work in twice the time
+    times = {"forward": 2 * short.forward, "backward": 2 * short.backward}
+    long = short.model_copy(update={"tokens": 1024, **times})
+    calibration = calibration_of(attention=(short, long))
+    found = calibrated(config_of(), calibration, UNKNOWN_CPU).assumed
+    of_long = calibrated(config_of("train.seq_length=1024"), calibration, UNKNOWN_CPU).assumed
+    assert of_long.attention == pytest.approx(2 * found.attention)
+    # the measured layers have 512 tokens in both
+    assert of_long.bandwidth == pytest.approx(found.bandwidth)
+
+
 def test_a_speed_between_two_shapes_lies_between_theirs() -> None:
     fast = product_row(1024, 1024, 1024)
     slow = product_row(64, 64, 64, forward=1.0, input=1.0, weight=1.0)

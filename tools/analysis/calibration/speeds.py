@@ -15,6 +15,7 @@ from megaprec.precision.plan import dtype_name
 from models.decoder.stages import Cut
 from models.estimate.flops import StageCost, stage_costs
 from tools.analysis.calibration.record import (
+    AttentionRow,
     Calibration,
     CollectiveRow,
     LayerRow,
@@ -106,10 +107,7 @@ class _Machine:
     def with_attention(self, known: Assumptions) -> Assumptions:
         """Return the assumptions with the speed of attention by that of products."""
         tokens = self.config.train.seq_length / self.config.parallel.context
-        row = min(self.attention, key=lambda row: abs(log2(row.tokens / tokens)))
-        # of scores and of sums of values, the causal half
-        forward = 2 * 2 * row.tokens**2 * row.heads * row.head_dim / 2
-        speed = (1 + BACKWARD) * forward / (row.forward + row.backward)
+        speed = _speed_of_attention(self.attention, tokens)
         return replace(known, attention=speed / (known.tflops * 1e12 * known.efficiency))
 
     def with_layers(self, known: Assumptions) -> Assumptions:
@@ -119,8 +117,27 @@ class _Machine:
         narrow = by_width[0]
         fixed = narrow.seconds / FIXED_PASSES
         with_fixed = replace(known, layer=fixed, bandwidth=inf)
-        speeds = [_bandwidth_of(row, with_fixed, self.products, fixed) for row in by_width[1:]]
-        return replace(with_fixed, bandwidth=median(speeds)) if speeds else with_fixed
+        bandwidths = [self._bandwidth_of(row, with_fixed) for row in by_width[1:]]
+        return replace(with_fixed, bandwidth=median(bandwidths)) if bandwidths else with_fixed
+
+    def _bandwidth_of(self, row: LayerRow, assumed: Assumptions) -> float:
+        """Return the GB/s at which a measured layer moves what is between its products, if these
+        and its attention take as long as by themselves."""
+        config = _run_of_layer(row, assumed.device)
+        # a stage in the middle of a pipeline
+        cut = Cut(1, range(1), first=False, last=False)
+        (cost,) = stage_costs(config.sized_model, [cut], row.tokens, 1)
+        speed = _speed_of_products(config, self.products)
+        of_shape = replace(assumed, efficiency=speed / (assumed.tflops * 1e12))
+        if self.attention:
+            attention_speed = _speed_of_attention(self.attention, row.tokens)
+            of_shape = replace(of_shape, attention=attention_speed / speed)
+        known = sum_of_products(config, cost, of_shape)
+        known += sum(attention_seconds(config, cost, of_shape))
+        known += FIXED_PASSES * assumed.layer
+        remaining = max(row.seconds - known, 0.05 * row.seconds)
+        at_one_gigabyte = sum(elementwise_seconds(config, cost, replace(of_shape, bandwidth=1.0)))
+        return at_one_gigabyte / remaining
 
 
 def threads_of(config: RunConfig, calibration: Calibration) -> int:
@@ -182,11 +199,16 @@ def speed_between(
     return 2 ** (total / weights)
 
 
-def _bandwidth_of(
-    row: LayerRow, assumed: Assumptions, products: Sequence[ProductRow], fixed: float
-) -> float:
-    """Return the GB/s at which a measured layer moves what is between its products, if these and
-    its attention take as long as by themselves."""
+def _speed_of_attention(rows: Sequence[AttentionRow], tokens: float) -> float:
+    """Return the FLOP/s of attention of so many tokens, as of the nearest number measured."""
+    row = min(rows, key=lambda row: abs(log2(row.tokens / tokens)))
+    # of scores and of sums of values, the causal half
+    forward = 2 * 2 * row.tokens**2 * row.heads * row.head_dim / 2
+    return (1 + BACKWARD) * forward / (row.forward + row.backward)
+
+
+def _run_of_layer(row: LayerRow, device: str) -> RunConfig:
+    """Return a run whose layers are those that were measured."""
     keys = (
         'model.family="llama"',
         "model.layers=1",
@@ -201,19 +223,7 @@ def _bandwidth_of(
         "train.micro_batch=1",
         f"train.seq_length={row.tokens}",
     )
-    config = load_run(None, keys).on_device(assumed.device)
-    # a stage in the middle of a pipeline
-    cut = Cut(1, range(1), first=False, last=False)
-    (cost,) = stage_costs(config.sized_model, [cut], row.tokens, 1)
-    speed = _speed_of_products(config, products)
-    # attention keeps its own speed
-    by_attention = assumed.efficiency * assumed.attention
-    efficiency = speed / (assumed.tflops * 1e12)
-    of_shape = replace(assumed, efficiency=efficiency, attention=by_attention / efficiency)
-    known = sum_of_products(config, cost, of_shape) + sum(attention_seconds(config, cost, of_shape))
-    remaining = max(row.seconds - known - FIXED_PASSES * fixed, 0.05 * row.seconds)
-    at_one_gigabyte = sum(elementwise_seconds(config, cost, replace(of_shape, bandwidth=1.0)))
-    return at_one_gigabyte / remaining
+    return load_run(None, keys).on_device(device)
 
 
 def sum_of_products(config: RunConfig, cost: StageCost, assumed: Assumptions) -> float:

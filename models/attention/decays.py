@@ -12,6 +12,7 @@ Where a document begins nothing is left of the state: w(t, s) and w(t) are 0 acr
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -33,12 +34,13 @@ class Decays:
 
     @staticmethod
     def of(log_decay: Tensor, begins: Tensor | None, chunk: int) -> "Decays":
-        """Return the decays of whole chunks.
+        """Return the decays of chunks of tokens, of which those that fill up the last one have g =
+        0.
 
-        log_decay: [b, n, s], g above, of which `chunk` divides s.
+        log_decay: [b, n, s], g above.
         begins: bool [b, s], True where a document begins; None: nowhere.
         """
-        of_chunks = log_decay.unflatten(2, (-1, chunk))
+        of_chunks = in_chunks(log_decay, chunk)
         later = torch.ones(chunk, chunk, dtype=torch.bool, device=log_decay.device).tril(-1)
         # Row t has g_t in the columns of all earlier tokens s: summed down to row t, this is the
         # sum from s + 1 to t.
@@ -48,7 +50,7 @@ class Decays:
         from_before = of_chunks.cumsum(-1).exp()
         if begins is not None:
             # The number of documents that have begun in the chunk; one dimension for all heads.
-            begun = begins.unflatten(1, (-1, chunk)).cumsum(-1).unsqueeze(1)
+            begun = in_chunks(begins.unsqueeze(1), chunk).cumsum(-1)
             is_other = begun.unsqueeze(-1) != begun.unsqueeze(-2)
             between = between.masked_fill(is_other, 0)
             from_before = from_before.masked_fill(begun > 0, 0)
@@ -58,3 +60,12 @@ class Decays:
             to_end=between[..., -1, :].unsqueeze(-1),
             whole=from_before[..., -1:].unsqueeze(-1),
         )
+
+
+def in_chunks(tokens: Tensor, chunk: int) -> Tensor:
+    """Return tokens [b, n, s, ...] in chunks [b, n, chunks, C, ...]; zeros fill up the last."""
+    missing = -tokens.shape[2] % chunk
+    if missing:
+        later_dims = tokens.dim() - 3
+        tokens = F.pad(tokens, (0, 0) * later_dims + (0, missing))
+    return tokens.unflatten(2, (-1, chunk))

@@ -39,10 +39,9 @@ Yang et al., "Parallelizing Linear Transformers with the Delta Rule" (2024), wit
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from models.attention.decays import Decays
+from models.attention.decays import Decays, in_chunks
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -58,6 +57,8 @@ class DeltaInputs:
     strength: [b, n, s], b above: from 0 to 1.
     begins: bool [b, s], True where a document begins; None: nowhere. If the first token begins one,
         the initial state is not read.
+    starts: int32 [documents + 1], where documents begin in the samples laid end to end, and where
+        the last one ends, as far as it is known; read by kernels of a GPU alone.
     """
 
     query: Tensor
@@ -66,6 +67,7 @@ class DeltaInputs:
     log_decay: Tensor
     strength: Tensor
     begins: Tensor | None = None
+    starts: Tensor | None = None
 
     def initial_state(self) -> Tensor:
         """Return the state before any token: zeros [b, n, d, v]."""
@@ -103,14 +105,12 @@ def chunked(
 
     chunk: tokens of a chunk, of which the last one may have fewer.
     """
-    length = inputs.key.shape[2]
-    whole = _filled(inputs, -length % chunk)
-    # [b, n, chunks, C, features] and [b, n, chunks, C]
-    query = whole.query.unflatten(2, (-1, chunk))
-    key = whole.key.unflatten(2, (-1, chunk))
-    strength = whole.strength.unflatten(2, (-1, chunk)).unsqueeze(-1)
-    value = whole.value.unflatten(2, (-1, chunk))
-    decays = Decays.of(whole.log_decay, whole.begins, chunk)
+    # [b, n, chunks, C, features]
+    query = in_chunks(inputs.query, chunk)
+    key = in_chunks(inputs.key, chunk)
+    value = in_chunks(inputs.value, chunk)
+    strength = in_chunks(inputs.strength, chunk).unsqueeze(-1)
+    decays = Decays.of(inputs.log_decay, inputs.begins, chunk)
     system = (strength * key) @ key.mT * decays.between
     known = torch.cat((strength * value, strength * decays.from_before * key), -1)
     # Only what is below the diagonal is read: the diagonal stands for ones.
@@ -128,21 +128,5 @@ def chunked(
         outputs.append(reading[:, :, number] @ carried + inside)
         written = writing[:, :, number] @ corrections
         carried = decays.whole[:, :, number] * carried + written
+    length = inputs.key.shape[2]
     return torch.cat(outputs, 2)[:, :, :length], carried
-
-
-def _filled(inputs: DeltaInputs, missing: int) -> DeltaInputs:
-    """Return the inputs with `missing` tokens more, which change no state."""
-    if not missing:
-        return inputs
-    begins = inputs.begins
-    if begins is not None:
-        begins = F.pad(begins, (0, missing), value=False)
-    return DeltaInputs(
-        query=F.pad(inputs.query, (0, 0, 0, missing)),
-        key=F.pad(inputs.key, (0, 0, 0, missing)),
-        value=F.pad(inputs.value, (0, 0, 0, missing)),
-        log_decay=F.pad(inputs.log_decay, (0, missing)),
-        strength=F.pad(inputs.strength, (0, missing)),
-        begins=begins,
-    )

@@ -14,27 +14,22 @@ for their results, is in the plan's sensitive dtype, and so are the states.
 The time step of token t is d_t = softplus(step_t + bias), at least `least_step`. With a rate and a
 skip of each head the decay is exp(-exp(log_rate) d_t), the value d_t x_t is written to the state,
 and skip * x_t is added to what is read.
-
-Recomputation of "attention" begins at the projected features.
 """
 
 import math
-from functools import partial
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from megaprec.comm.layout import Part
 from megaprec.errors import UserError
+from models.attention import recurrent_kernels
 from models.attention.flash_windows import Documents
-from models.attention.recurrent_parts import begins_of, heads_of
-from models.attention.rope import RotaryTables
-from models.attention.short_convolution import short_convolution
+from models.attention.recurrent_kernels import STATE_SPACE
+from models.attention.recurrent_parts import RecurrentMixer, begins_of, heads_of
 from models.attention.state_space import StateSpaceInputs, chunked
 from models.config import ModelConfig
 from parallel.context import Context
-from parallel.dropout import MicrobatchInfo
-from parallel.layers import ColumnParallelLinear, RowParallelLinear, Rows, parameter
+from parallel.layers import Rows
 from parallel.linear import Widen
 
 # Megatron draws rates uniformly from 1 to 16, and time steps with uniform logarithms from 0.001 to
@@ -47,7 +42,7 @@ STD_STEP_BIAS = math.log(100) / math.sqrt(12)
 FIRST_SKIP = 1.0
 
 
-class MambaMixer(nn.Module):
+class MambaMixer(RecurrentMixer):
     """The Mamba-2 mixer of a layer; `config.mamba` has the sizes.
 
     Raises UserError if sequences are cut over ranks.
@@ -60,98 +55,39 @@ class MambaMixer(nn.Module):
         name: str,
         layer: int = 0,
     ) -> None:
-        super().__init__()
         if context.cp.size > 1:
             raise UserError.of("model.context_mamba", context=context.cp.size)
-        self.config = config
-        self.context = context
-        self.name = name
         sizes = config.mamba
-        std = config.initial_std("qkv")
         convolved = [
             Rows(f"{name}.value", sizes.width),
             Rows(f"{name}.key", sizes.key_width),
             Rows(f"{name}.query", sizes.key_width),
         ]
-        stack = [
-            Rows(f"{name}.gate", sizes.width),
-            *convolved,
-            Rows(f"{name}.step", sizes.heads),
-        ]
-        # Of gate, value, key, query and step.
-        self.local_widths = [matrix.rows // context.tp.size for matrix in stack]
-        self.projection = ColumnParallelLinear(context, config.hidden, stack, bias=False, std=std)
-        kernels = []
-        biases = []
-        for matrix in convolved:
-            convolution = f"{matrix.name}_convolution"
-            kernel_shape = (matrix.rows, sizes.kernel)
-            kernels.append(Part.cut(f"{convolution}.weight", kernel_shape, 0, context.tp))
-            biases.append(Part.cut(f"{convolution}.bias", (matrix.rows,), 0, context.tp))
-        self.convolution = parameter(context, kernels, std)
-        self.convolution_bias = parameter(context, biases, 0.0)
-        # A model whose values do not matter draws none (`ModelConfig.with_zero_weights`).
-        draws = bool(config.init_std)
-        self.step_bias = self._make_vector(
-            "step.bias", sizes.heads, MEAN_STEP_BIAS, STD_STEP_BIAS * draws
-        )
-        self.log_rate = self._make_vector(
-            "log_rate", sizes.heads, MEAN_LOG_RATE, STD_LOG_RATE * draws
-        )
+        gate = Rows(f"{name}.gate", sizes.width)
+        step = Rows(f"{name}.step", sizes.heads)
+        stack = [gate, *convolved, step]
+        super().__init__(config, context, name, stack, convolved, sizes.kernel, biased=True)
+        self.step_bias = self._make_vector("step.bias", sizes.heads, MEAN_STEP_BIAS, STD_STEP_BIAS)
+        self.log_rate = self._make_vector("log_rate", sizes.heads, MEAN_LOG_RATE, STD_LOG_RATE)
         self.skip = self._make_vector("skip", sizes.heads, FIRST_SKIP)
         self.norm_weight = self._make_vector("output_norm.weight", sizes.width, 1.0)
-        self.output = RowParallelLinear(
-            context,
-            sizes.width,
-            config.hidden,
-            name=f"{name}.output",
-            bias=False,
-            std=config.initial_std("output", layer),
-        )
+        self.output = self._make_output(sizes.width, layer)
 
-    def _make_vector(self, kind: str, elements: int, mean: float, std: float = 0.0) -> nn.Parameter:
-        """Return this rank's part of a logical vector."""
-        part = Part.cut(f"{self.name}.{kind}", (elements,), 0, self.context.tp)
-        return parameter(self.context, [part], std, mean=mean)
-
-    def forward(
-        self,
-        x: Tensor,
-        rotary: RotaryTables | None,
-        microbatch: MicrobatchInfo | None,
-        attn_mask: Tensor | Documents | None = None,
-    ) -> Tensor:
-        """Map x [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism, to a tensor of
-        the same shape.
-
-        attn_mask: int64 [b, whole s], the number of each token's document, or the documents; None:
-            a sample is one document.
-        rotary and microbatch are those of attention, and are not read.
-        """
-        return self.context.recompute.run_forward(
-            "attention",
-            partial(self._mix, begins=begins_of(attn_mask)),
-            self.projection(x),
-            then=self.output,
-        )
-
-    def _mix(self, projected: Tensor, begins: Tensor | None) -> Tensor:
-        """Map projected features [s, b, features] to the output projection's input, [s, b, local
-        features]."""
+    def _mix(self, projected: Tensor, documents: Tensor | Documents | None) -> Tensor:
         sensitive = self.context.plan.sensitive
         sizes = self.config.mamba
+        begins = begins_of(documents)
         gate_width, *convolved_widths, step_width = self.local_widths
         gate, mixed, step = projected.split([gate_width, sum(convolved_widths), step_width], -1)
-        convolved = F.silu(self._convolve(mixed.to(sensitive), begins))
+        convolved = self._convolve(mixed.to(sensitive), begins)
         value, key, query = convolved.split(convolved_widths, -1)
         value = heads_of(value, sizes.head_dim)
-        steps = self._steps(step.to(sensitive)).permute(1, 2, 0)
-        rate = Widen.apply(self.log_rate, sensitive).exp()
         inputs = StateSpaceInputs(
             query=heads_of(query, sizes.state_dim),
             key=heads_of(key, sizes.state_dim),
-            value=value * steps.unsqueeze(-1),
-            log_decay=-rate.unsqueeze(-1) * steps,
+            value=value,
+            step=self._steps(step.to(sensitive)).permute(1, 2, 0),
+            rate=Widen.apply(self.log_rate, sensitive).exp(),
             begins=begins,
         )
         skip = Widen.apply(self.skip, sensitive)
@@ -161,16 +97,6 @@ class MambaMixer(nn.Module):
         gated = features * F.silu(gate.to(sensitive))
         return self._normalize(gated).to(self.context.plan.compute)
 
-    def _convolve(self, mixed: Tensor, begins: Tensor | None) -> Tensor:
-        """Return the convolution of values, keys and queries [s, b, features]."""
-        weight = Widen.apply(self.convolution, mixed.dtype)
-        bias = Widen.apply(self.convolution_bias, mixed.dtype)
-        return short_convolution(mixed, weight, self._tokens_before(mixed), begins) + bias
-
-    def _tokens_before(self, mixed: Tensor) -> Tensor | None:
-        """Return the tokens before those that are convolved; None: there are none."""
-        return None
-
     def _steps(self, step: Tensor) -> Tensor:
         """Return the time steps [s, b, n], above 0. step: as projected."""
         bias = Widen.apply(self.step_bias, step.dtype)
@@ -178,8 +104,21 @@ class MambaMixer(nn.Module):
 
     def _apply_rule(self, inputs: StateSpaceInputs) -> Tensor:
         """Return the outputs of the recurrence, [b, n, s, v]."""
-        outputs, _ = chunked(inputs)
+        outputs, _ = self._of_many_tokens(inputs)
         return outputs
+
+    def _of_many_tokens(
+        self, inputs: StateSpaceInputs, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the outputs of the recurrence, [b, n, s, v], and the last state, by the kernel
+        that there is.
+
+        state: the one before the first token; None: zeros.
+        """
+        kernel = self._choose(STATE_SPACE, inputs.value).kernel
+        if kernel is None:
+            return chunked(inputs, state)
+        return recurrent_kernels.state_space(kernel, inputs, state, self.context.plan.compute)
 
     def _normalize(self, features: Tensor) -> Tensor:
         """Return features [s, b, local features] normalized over those of each group."""

@@ -12,13 +12,18 @@ from torch import Tensor
 
 
 def short_convolution(
-    x: Tensor, weight: Tensor, before: Tensor | None = None, begins: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    before: Tensor | None = None,
+    begins: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Return the convolution of x [s, b, features], in its dtype.
 
     weight: [features, kernel].
     before: the kernel - 1 tokens before x, [kernel - 1, b, features]; None: zeros.
     begins: bool [b, s], True where a document begins; None: nowhere.
+    bias: [features], which is added; None: zeros.
     """
     length = len(x)
     reach = weight.shape[1] - 1
@@ -29,7 +34,7 @@ def short_convolution(
         if begins is not None:
             earlier = earlier.masked_fill(_is_beyond(begins, distance), 0)
         summed = summed + earlier * weight[:, reach - distance]
-    return summed
+    return summed if bias is None else summed + bias
 
 
 def _is_beyond(begins: Tensor, distance: int) -> Tensor:

@@ -1,10 +1,10 @@
 """The recurrence of Mamba-2, a selective state space, token by token and in chunks of tokens.
 
-A head has a state S [d, v]. Token t brings a query q_t and a key k_t [d], which a group of heads
-shares, a value v_t [v] and a decay a_t = exp(g_t) with g_t <= 0. In Mamba's letters q, k and v are
-C, B and dt x. The state decays, the value is written to it under the key, and it is read:
+A head has a rate r and a state S [d, v]. Token t brings a query q_t and a key k_t [d], which a
+group of heads shares, a value x_t [v] and a time step d_t. In Mamba's letters r, q, k, x and d are
+-A, C, B, x and dt. The state decays, the value is written to it under the key, and it is read:
 
-    S_t = a_t S_(t-1) + k_t v_t'                                                      (recurrence)
+    S_t = a_t S_(t-1) + k_t v_t',  a_t = exp(g_t),  g_t = -r d_t,  v_t = d_t x_t      (recurrence)
     o_t = S_t' q_t
 
 In chunks of C tokens the products of a matrix with a vector become products of matrices. With the
@@ -16,7 +16,7 @@ decays w(t, s) from token s to token t of a chunk, w(t) from before the chunk to
 
 of which both sums need no state: they are computed for all chunks at once.
 
-Tokens that fill up the last chunk have k = 0 and g = 0, and change no state.
+Tokens that fill up the last chunk have v = 0 and g = 0, and change no state.
 
 Source: Dao and Gu, "Transformers are SSMs" (2024), section 6.
 """
@@ -24,10 +24,9 @@ Source: Dao and Gu, "Transformers are SSMs" (2024), section 6.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from models.attention.decays import Decays
+from models.attention.decays import Decays, in_chunks
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -38,8 +37,9 @@ class StateSpaceInputs:
     """The inputs of the recurrence; all tensors in one dtype, which computes it.
 
     query, key: [b, groups, s, d], of groups of n / groups heads in a row.
-    value: [b, n, s, v].
-    log_decay: [b, n, s], g above: 0 or less.
+    value: [b, n, s, v], x above.
+    step: [b, n, s], d above: 0 or more.
+    rate: [n], r above: 0 or more.
     begins: bool [b, s], True where a document begins; None: nowhere. If the first token begins one,
         the initial state is not read.
     """
@@ -47,13 +47,24 @@ class StateSpaceInputs:
     query: Tensor
     key: Tensor
     value: Tensor
-    log_decay: Tensor
+    step: Tensor
+    rate: Tensor
     begins: Tensor | None = None
 
     @property
     def group_size(self) -> int:
         """Return the number of heads that share a query and a key."""
         return self.value.shape[1] // self.key.shape[1]
+
+    @property
+    def log_decay(self) -> Tensor:
+        """Return the logarithms of the decays, [b, n, s]."""
+        return -self.rate.unsqueeze(-1) * self.step
+
+    @property
+    def written(self) -> Tensor:
+        """Return the values that are written to the state, [b, n, s, v]."""
+        return self.value * self.step.unsqueeze(-1)
 
     def initial_state(self) -> Tensor:
         """Return the state before any token: zeros [b, n, d, v]."""
@@ -74,8 +85,9 @@ def recurrent(inputs: StateSpaceInputs, state: Tensor | None = None) -> tuple[Te
     query = inputs.query.repeat_interleave(inputs.group_size, 1)
     key = inputs.key.repeat_interleave(inputs.group_size, 1)
     outputs = []
-    for token in range(inputs.value.shape[2]):
-        written = key[:, :, token].unsqueeze(-1) * inputs.value[:, :, token].unsqueeze(-2)
+    values = inputs.written
+    for token in range(values.shape[2]):
+        written = key[:, :, token].unsqueeze(-1) * values[:, :, token].unsqueeze(-2)
         state = state * decay[:, :, token, None, None] + written
         outputs.append((state * query[:, :, token].unsqueeze(-1)).sum(-2))
     return torch.stack(outputs, 2), state
@@ -88,13 +100,11 @@ def chunked(
 
     chunk: tokens of a chunk, of which the last one may have fewer.
     """
-    length = inputs.value.shape[2]
-    whole = _filled(inputs, -length % chunk)
     # [b, groups or n, chunks, C, features]
-    query = whole.query.unflatten(2, (-1, chunk))
-    key = whole.key.unflatten(2, (-1, chunk))
-    value = whole.value.unflatten(2, (-1, chunk))
-    decays = Decays.of(whole.log_decay, whole.begins, chunk)
+    query = in_chunks(inputs.query, chunk)
+    key = in_chunks(inputs.key, chunk)
+    value = in_chunks(inputs.written, chunk)
+    decays = Decays.of(inputs.log_decay, inputs.begins, chunk)
     # Heads of a group differ in their decays alone.
     products = (query @ key.mT).repeat_interleave(inputs.group_size, 1)
     inside = (products * decays.between) @ value
@@ -106,20 +116,5 @@ def chunked(
     for number in range(value.shape[2]):
         outputs.append(reading[:, :, number] @ carried + inside[:, :, number])
         carried = decays.whole[:, :, number] * carried + written[:, :, number]
+    length = inputs.value.shape[2]
     return torch.cat(outputs, 2)[:, :, :length], carried
-
-
-def _filled(inputs: StateSpaceInputs, missing: int) -> StateSpaceInputs:
-    """Return the inputs with `missing` tokens more, which change no state."""
-    if not missing:
-        return inputs
-    begins = inputs.begins
-    if begins is not None:
-        begins = F.pad(begins, (0, missing), value=False)
-    return StateSpaceInputs(
-        query=F.pad(inputs.query, (0, 0, 0, missing)),
-        key=F.pad(inputs.key, (0, 0, 0, missing)),
-        value=F.pad(inputs.value, (0, 0, 0, missing)),
-        log_decay=F.pad(inputs.log_decay, (0, missing)),
-        begins=begins,
-    )

@@ -299,11 +299,13 @@ class Stage(nn.Module):
     def _mask_of(
         self, layer: str, masks: Mapping[int, Tensor | Documents], packing: Packing
     ) -> Tensor | Documents | None:
-        """Return what a layer knows of documents: a mask, or with a recurrent state their
-        numbers."""
-        if layer in self._recurrent_layers:
+        """Return what a layer knows of documents: a mask or the documents, or with a recurrent
+        state on a CPU their numbers."""
+        mask = masks.get(self._windows[layer])
+        # A recurrent state has no use for the mask that attention has on a CPU.
+        if layer in self._recurrent_layers and not isinstance(mask, Documents):
             return packing.documents
-        return masks.get(self._windows[layer])
+        return mask
 
     def _attach_mtp_losses(
         self,

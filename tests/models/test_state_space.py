@@ -49,7 +49,8 @@ class Drawn:
             key=normal(*of_groups),
             value=normal(*of_heads, self.value_dim),
             # decays near 0 and near 1
-            log_decay=-(self.spread * normal(*of_heads)).exp(),
+            step=(self.spread * normal(*of_heads)).exp(),
+            rate=normal(of_heads[1]).exp(),
             begins=begins if self.documents else None,
         )
         return inputs, normal(*of_heads[:2], self.state_dim, self.value_dim)
@@ -73,7 +74,7 @@ ODD = Drawn(2, 2, 3, 37, 6, 5, 8, 3.0, 0.1, 7)
 
 def results(rule: Rule, inputs: StateSpaceInputs, state: Tensor) -> Iterator[Tensor]:
     """Outputs, the last state, and the gradients of all that a rule reads, of a lively loss."""
-    names = ("query", "key", "value", "log_decay")
+    names = ("query", "key", "value", "step", "rate")
     leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in names}
     before = state.detach().requires_grad_()
     outputs, last = rule(replace(inputs, **leaves), before)
@@ -108,18 +109,20 @@ def assert_chunks_are_the_recurrence(drawn: Drawn) -> None:
 def test_the_state_is_a_decayed_sum_of_outer_products() -> None:
     """Written out as one matrix of tokens by tokens, without a state."""
     inputs, _ = replace(ODD, documents=0.0, spread=0.5).inputs()
-    ages = inputs.log_decay.cumsum(-1)
-    decay = (ages.unsqueeze(-1) - ages.unsqueeze(-2)).tril().exp().tril()
+    ages = (inputs.rate.unsqueeze(-1) * inputs.step).cumsum(-1)
+    decay = (ages.unsqueeze(-2) - ages.unsqueeze(-1)).tril().exp().tril()
     scores = (inputs.query @ inputs.key.mT).repeat_interleave(3, 1)
-    assert_alike([recurrent(inputs)[0]], [(scores * decay) @ inputs.value])
+    written = inputs.step.unsqueeze(-1) * inputs.value
+    assert_alike([recurrent(inputs)[0]], [(scores * decay) @ written])
 
 
 def test_a_decay_of_zero_and_one_is_exact() -> None:
     inputs, state = replace(ODD, documents=0.0).inputs()
-    log_decay = inputs.log_decay.clone()
-    log_decay[:, :, 3::5] = -torch.inf
-    log_decay[:, :, 1::5] = 0.0
-    inputs = replace(inputs, log_decay=log_decay)
+    step = inputs.step.clone()
+    step[:, :, 3::5] = 1e4
+    step[:, :, 1::5] = 0.0
+    inputs = replace(inputs, step=step, rate=torch.ones_like(inputs.rate))
+    assert {0.0, 1.0} <= {*inputs.log_decay.exp().flatten().tolist()}
     found = [*results(partial(chunked, chunk=8), inputs, state)]
     assert all(values.isfinite().all() for values in found)
     assert_alike(found, [*results(recurrent, inputs, state)])
@@ -148,9 +151,9 @@ def test_a_document_computes_what_it_does_alone(rule: Any) -> None:
 
 def parts_of(inputs: StateSpaceInputs, tokens: slice) -> StateSpaceInputs:
     begins = None if inputs.begins is None else inputs.begins[:, tokens]
-    names = ("query", "key", "value", "log_decay")
+    names = ("query", "key", "value", "step")
     parts = {name: getattr(inputs, name)[:, :, tokens] for name in names}
-    return StateSpaceInputs(**parts, begins=begins)
+    return StateSpaceInputs(**parts, rate=inputs.rate, begins=begins)
 
 
 @pytest.mark.parametrize("fault", [LateDecays, WithoutState])

@@ -19,6 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import torch
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
@@ -29,6 +30,7 @@ from megaprec.errors import Problem, UserError, did_you_mean
 from megaprec.optim.lr import LRSchedule
 from megaprec.parsing import MOST_SETTINGS, home_expanded, home_problem, parse_toml, read_text
 from megaprec.precision.plan import PrecisionPlan
+from models.attention import recurrent_kernels
 from models.attention.backends import kernel_names
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
@@ -200,6 +202,18 @@ class RunConfig(BaseModel):
             (self.train.micro_batch, self.train.seq_length),
             self.data.reset_attention_mask,
         )
+
+    def recurrent_kernels(self, model: ModelConfig) -> list[str]:
+        """Return what computes each part of the layers of `model` with a recurrent state in this
+        run, for tensors of the default device; none if there are no such layers
+        (`models.attention.recurrent_kernels`)."""
+        setting = recurrent_kernels.Setting(
+            device=torch.empty(0).device.type,
+            products=self.plan.compute,
+            canonical=self.train.numerics == "canonical",
+            deterministic=self.train.deterministic,
+        )
+        return recurrent_kernels.names(model, self.parallel.tensor, setting)
 
     @property
     def engine_options(self) -> EngineOptions:

@@ -66,6 +66,8 @@ def print_start(
     if not config.model.factory:
         with without_storage("cpu") if device == "cpu" else torch.device(device):
             say(f"attention  {'; '.join(config.attention_kernels(corpus.model))}")
+            if recurrent := config.recurrent_kernels(corpus.model):
+                say(f"recurrent  {'; '.join(recurrent)}")
     for note in corpus.notes:
         say(f"note       {note}")
     for line in fp8_lines(config, corpus.model, device):

@@ -73,6 +73,8 @@ def run_lines(config: RunConfig, target: Target) -> Iterator[str]:
     if not model.factory:
         with without_storage(target.device):
             yield f"attention  {'; '.join(config.attention_kernels(model))}"
+            if recurrent := config.recurrent_kernels(model):
+                yield f"recurrent  {'; '.join(recurrent)}"
     memory = f"{size(target.memory)} of memory" if target.memory else "memory not known"
     # the name of a CPU is its memory
     if target.device == "cpu":

@@ -1,0 +1,301 @@
+"""Kernels of other packages compute what plain torch does, are taken where they can be, and are
+named."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megaprec.comm.axis import Axis
+from megaprec.comm.virtual import VirtualAxis
+from megaprec.precision.plan import plan
+from models.attention import delta_rule, recurrent_kernels, recurrent_parts, state_space
+from models.attention.flash_windows import Documents
+from models.attention.gated_delta_net import GatedDeltaNet
+from models.attention.mamba_mixer import MambaMixer
+from models.attention.recurrent_kernels import (
+    CONVOLUTION,
+    DELTA_RULE,
+    STATE_SPACE,
+    Package,
+    Setting,
+    choose,
+    names,
+)
+from models.attention.short_convolution import short_convolution
+from models.config import ModelConfig
+from models.decoder.cutting import cuts
+from models.decoder.kv_cache import CachedStage
+from parallel.activation_checkpoint import KEEP, Recompute
+from parallel.context import Context
+from parallel.lockstep import Lockstep
+from tests.models import test_delta_rule, test_state_space
+from tests.models.recurrent_stand_ins import FUNCTIONS, install
+from tests.models.test_delta_rule import assert_alike
+
+WIDE = torch.float64
+ON_GPU = Setting("cuda", torch.bfloat16, canonical=False, deterministic=False)
+SIZES: dict[str, Any] = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 16, "vocab": 32}
+DELTA_NET = ModelConfig(
+    family="qwen3",
+    delta_net={"key_heads": 2, "value_heads": 4, "key_dim": 4, "value_dim": 2},
+    delta_layers=(0,),
+    max_positions=64,
+    **SIZES,
+)
+MAMBA = ModelConfig(
+    family="nemotron_h",
+    hybrid_pattern="M*",
+    mamba={"heads": 4, "head_dim": 2, "state_dim": 4, "groups": 2},
+    **SIZES,
+)
+
+
+@pytest.fixture(autouse=True)
+def no_package_is_remembered() -> Iterator[None]:
+    recurrent_kernels.find.cache_clear()
+    yield
+    recurrent_kernels.find.cache_clear()
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All packages are there, and taken for tensors of a CPU in any dtype."""
+    for package, function in FUNCTIONS.items():
+        install(monkeypatch, package, function=function)
+
+    def setting(**facts: Any) -> Setting:
+        return Setting(**facts | {"device": "cuda", "products": torch.bfloat16})
+
+    monkeypatch.setattr(recurrent_parts, "Setting", setting)
+
+
+def made_and_gradients(
+    function: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]
+) -> list[Tensor]:
+    """What a function makes of tensors, and their gradients of a lively loss."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    made = function(*leaves)
+    dice = torch.Generator().manual_seed(3)
+    loss = torch.zeros((), dtype=WIDE)
+    for result in made:
+        weights = torch.randn(result.shape, generator=dice, dtype=WIDE)
+        loss = loss + (result * weights).sum()
+    return [*(x.detach() for x in made), *torch.autograd.grad(loss, leaves)]
+
+
+@pytest.mark.parametrize("documents", [0.0, 0.1])
+@pytest.mark.parametrize("length", [1, 37])
+def test_the_delta_rule_is_that_of_the_chunks(length: int, documents: float) -> None:
+    inputs, state = replace(test_delta_rule.ODD, length=length, documents=documents).inputs()
+    keys = ("query", "key", "value", "log_decay", "strength")
+    tensors = [getattr(inputs, key) for key in keys]
+
+    def ours(*leaves: Tensor) -> Sequence[Tensor]:
+        made = delta_rule.chunked(replace(inputs, **dict(zip(keys, leaves, strict=False))))
+        return made[:1] if documents else made
+
+    def theirs(*leaves: Tensor) -> Sequence[Tensor]:
+        here = replace(inputs, **dict(zip(keys, leaves, strict=False)))
+        outputs, last = recurrent_kernels.delta_rule(FUNCTIONS[DELTA_RULE], here, None, WIDE)
+        assert (last is None) == bool(documents)
+        return [outputs] if last is None else [outputs, last]
+
+    found = made_and_gradients(theirs, tensors)
+    assert_alike(found, made_and_gradients(ours, tensors))
+    if not documents:
+        outputs, last = recurrent_kernels.delta_rule(FUNCTIONS[DELTA_RULE], inputs, state, WIDE)
+        assert last is not None
+        assert_alike([outputs, last], delta_rule.chunked(inputs, state))
+
+
+def test_documents_that_the_host_has_counted_are_those_that_the_gpu_counts() -> None:
+    inputs, _ = replace(test_delta_rule.ODD, documents=0.2).inputs()
+    assert inputs.begins is not None
+    begins = inputs.begins.clone()
+    begins[:, 0] = True
+    documents = Documents(begins.long().cumsum(1), int(begins.sum()))
+    starts = recurrent_kernels.document_starts(inputs)
+    assert starts is not None and starts.dtype == torch.int32
+    assert starts.tolist() == documents.starts.tolist()
+    counted = replace(inputs, starts=documents.starts)
+    assert recurrent_kernels.document_starts(counted) is documents.starts
+
+
+@pytest.mark.parametrize("documents", [0.0, 0.1])
+@pytest.mark.parametrize("length", [1, 37])
+def test_the_state_space_is_that_of_the_chunks(length: int, documents: float) -> None:
+    inputs, state = replace(test_state_space.ODD, length=length, documents=documents).inputs()
+    keys = ("query", "key", "value", "step", "rate")
+    tensors = [*(getattr(inputs, key) for key in keys), state]
+
+    def ours(*leaves: Tensor) -> Sequence[Tensor]:
+        here = replace(inputs, **dict(zip(keys, leaves, strict=False)))
+        return state_space.chunked(here, leaves[-1])
+
+    def theirs(*leaves: Tensor) -> Sequence[Tensor]:
+        here = replace(inputs, **dict(zip(keys, leaves, strict=False)))
+        kernel = FUNCTIONS[STATE_SPACE]
+        return recurrent_kernels.state_space(kernel, here, leaves[-1], WIDE)
+
+    assert_alike(made_and_gradients(theirs, tensors), made_and_gradients(ours, tensors))
+
+
+@pytest.mark.parametrize("given", ["nothing", "documents", "before", "bias"])
+@pytest.mark.parametrize("kernel", [2, 3, 4])
+def test_the_convolution_is_that_of_plain_torch(kernel: int, given: str) -> None:
+    dice = torch.Generator().manual_seed(kernel)
+    x = torch.randn(13, 2, 8, generator=dice, dtype=WIDE)
+    weight = torch.randn(8, kernel, generator=dice, dtype=WIDE)
+    bias = torch.randn(8, generator=dice, dtype=WIDE) if given == "bias" else None
+    before = None
+    if given == "before":
+        before = torch.randn(kernel - 1, 2, 8, generator=dice, dtype=WIDE)
+    begins = torch.rand(2, 13, generator=dice) < 0.3 if given == "documents" else None
+
+    def ours(x: Tensor, weight: Tensor) -> Sequence[Tensor]:
+        summed = short_convolution(x, weight, before, begins, bias)
+        return [torch.nn.functional.silu(summed)]
+
+    def theirs(x: Tensor, weight: Tensor) -> Sequence[Tensor]:
+        function = FUNCTIONS[CONVOLUTION]
+        return [recurrent_kernels.convolution(function, x, weight, bias, before, begins)]
+
+    found = made_and_gradients(theirs, [x, weight])
+    assert_alike(found, made_and_gradients(ours, [x, weight]))
+
+
+def test_kernels_take_products_dtype_and_leave_decays_and_states_wide() -> None:
+    """The stand-ins assert the dtypes that they are given."""
+    inputs, state = replace(test_delta_rule.ODD, documents=0.0).inputs()
+    keys = ("query", "key", "value", "log_decay", "strength")
+    narrow = replace(inputs, **{key: getattr(inputs, key).float() for key in keys})
+    function = FUNCTIONS[DELTA_RULE]
+    found, last = recurrent_kernels.delta_rule(function, narrow, state.float(), torch.bfloat16)
+    expected, _ = delta_rule.chunked(inputs, state)
+    assert last is not None and found.dtype == last.dtype == torch.float32
+    assert (found - expected).norm() < 0.01 * expected.norm()
+
+
+def layer_of(config: ModelConfig, recompute: Recompute = KEEP) -> GatedDeltaNet | MambaMixer:
+    kind = GatedDeltaNet if config.delta_net else MambaMixer
+    return kind(config, Context(plan("fp64"), recompute=recompute), "layers.0.attention")
+
+
+def step(layer: GatedDeltaNet | MambaMixer, documents: Tensor | Documents | None) -> list[Tensor]:
+    """The output of a layer, and the gradients of its input and of all weights."""
+    dice = torch.Generator().manual_seed(5)
+    x = torch.randn(19, 2, 16, dtype=WIDE, generator=dice).requires_grad_()
+    weights = torch.randn(x.shape, generator=dice, dtype=WIDE)
+    y = layer(x, None, None, documents)
+    return [y.detach(), *torch.autograd.grad((y * weights).sum(), [x, *layer.parameters()])]
+
+
+@pytest.mark.parametrize("config", [DELTA_NET, MAMBA], ids=["delta net", "Mamba-2"])
+@pytest.mark.parametrize("given", ["nothing", "numbers", "documents"])
+def test_a_layer_computes_the_same_by_kernels(
+    config: ModelConfig, given: str, request: pytest.FixtureRequest
+) -> None:
+    numbers = torch.tensor([[0] * 7 + [1] * 12, [0] * 2 + [1] * 1 + [2] * 16])
+    choices = {"nothing": None, "numbers": numbers, "documents": Documents(numbers, 5)}
+    plain = step(layer_of(config), choices[given])
+    request.getfixturevalue("as_on_gpu")
+    assert_alike(step(layer_of(config), choices[given]), plain)
+    recomputed = layer_of(config, Recompute(("attention",)))
+    assert_alike(step(recomputed, choices[given]), plain)
+
+
+@pytest.mark.parametrize("config", [DELTA_NET, MAMBA], ids=["delta net", "Mamba-2"])
+def test_generation_goes_on_from_the_state_of_kernels(
+    config: ModelConfig, request: pytest.FixtureRequest
+) -> None:
+    tokens = torch.randint(0, 32, (12, 1), generator=torch.Generator().manual_seed(2))
+
+    def logits() -> list[Tensor]:
+        stage = CachedStage(config, Context(plan("fp64")), cuts(config, 1, 12)[0])
+        stage.start(12)
+        return [stage.extend(part) for part in tokens.split([5, 1, 4, 1, 1])]
+
+    plain = logits()
+    request.getfixturevalue("as_on_gpu")
+    assert_alike(logits(), plain)
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        (ON_GPU._replace(device="cpu"), "not on a GPU"),
+        (ON_GPU._replace(products=torch.float32), "products are not in 16 bits"),
+        (ON_GPU._replace(canonical=True), "canonical numerics"),
+        (ON_GPU._replace(deterministic=True), "train.deterministic"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("package", FUNCTIONS, ids=lambda package: package.name)
+def test_a_kernel_is_taken_on_a_gpu_unless_the_run_asks_for_what_it_cannot_do(
+    package: Package, setting: Setting, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, package, function=FUNCTIONS[package])
+    assert choose(package, ON_GPU) == (FUNCTIONS[package], f"{package.name} 9.8.7")
+    assert choose(package, setting) == (None, f"plain torch ({reason})")
+    assert choose(package, ON_GPU, "too wide") == (None, "plain torch (too wide)")
+    elsewhere = choose(package, ON_GPU._replace(device="meta"))
+    assert elsewhere == (None, f"{package.name} where it is installed, else plain torch")
+
+
+@pytest.mark.parametrize("package", FUNCTIONS, ids=lambda package: package.name)
+def test_a_package_that_cannot_be_used_is_named_with_the_reason(
+    package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert choose(package, ON_GPU).name == f"plain torch ({package.name} is not installed)"
+    install(monkeypatch, package)
+    kernel, name = choose(package, ON_GPU)
+    assert kernel is None and package.function in name
+    assert name.startswith(f"plain torch ({package.name} cannot be imported: ")
+    install(monkeypatch, package, "0.1.2.post3", FUNCTIONS[package])
+    first = ".".join(map(str, package.release))
+    old = f"plain torch ({package.name} 0.1.2.post3 is older than {first})"
+    assert choose(package, ON_GPU) == (None, old)
+
+
+def test_the_parts_of_a_model_are_named_with_what_computes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for package in (DELTA_RULE, STATE_SPACE):
+        install(monkeypatch, package, function=FUNCTIONS[package])
+    missing = "convolution by plain torch (causal-conv1d is not installed)"
+    by_fla = "gated delta rule by flash-linear-attention 9.8.7"
+    assert names(DELTA_NET, 1, ON_GPU) == [by_fla, missing]
+    assert names(MAMBA, 1, ON_GPU) == ["state space by mamba-ssm 9.8.7", missing]
+    # 24 features are 12 on each of two ranks
+    uneven = "convolution by plain torch (causal-conv1d takes features in multiples of 8)"
+    assert names(MAMBA, 2, ON_GPU)[1] == uneven
+    wide = {"key_heads": 1, "value_heads": 1, "key_dim": 257, "value_dim": 2, "kernel": 5}
+    config = ModelConfig(family="qwen3", delta_net=wide, delta_layers=(0,), **SIZES)
+    assert names(config, 1, ON_GPU) == [
+        "gated delta rule by plain torch (flash-linear-attention has keys of at most 256 features)",
+        "convolution by plain torch (causal-conv1d sees 2 to 4 tokens)",
+    ]
+    assert names(ModelConfig(family="llama", **SIZES), 1, ON_GPU) == []
+
+
+def test_the_process_decides_where_bits_must_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package, function in FUNCTIONS.items():
+        install(monkeypatch, package, function=function)
+    monkeypatch.setattr(
+        recurrent_parts, "Setting", lambda **facts: Setting(**facts | {"device": "cuda"})
+    )
+    x = torch.zeros(1)
+    layer = GatedDeltaNet(DELTA_NET, Context(plan("bf16")), "attention")
+    assert layer._choose(DELTA_RULE, x).kernel is not None
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert layer._choose(DELTA_RULE, x).name == "plain torch (train.deterministic)"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    (lane,) = Lockstep(VirtualAxis(Axis("tp"), 1)).axes
+    layer = GatedDeltaNet(DELTA_NET, Context(plan("bf16"), tp=lane), "attention")
+    assert layer._choose(DELTA_RULE, x).name == "plain torch (canonical numerics)"

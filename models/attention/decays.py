@@ -12,8 +12,9 @@ Where a document begins nothing is left of the state: w(t, s) and w(t) are 0 acr
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from models.attention.chunks import in_chunks
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,10 @@ class Decays:
         )
 
 
-def in_chunks(tokens: Tensor, chunk: int) -> Tensor:
-    """Return tokens [b, n, s, ...] in chunks [b, n, chunks, C, ...]; zeros fill up the last."""
-    missing = -tokens.shape[2] % chunk
-    if missing:
-        later_dims = tokens.dim() - 3
-        tokens = F.pad(tokens, (0, 0) * later_dims + (0, missing))
-    return tokens.unflatten(2, (-1, chunk))
+def of_tokens(log_decay: Tensor, begins: Tensor | None) -> Tensor:
+    """Return the decay from the token before to each token [b, n, s]; arguments as in
+    `Decays.of`."""
+    decay = log_decay.exp()
+    if begins is None:
+        return decay
+    return decay.masked_fill(begins.unsqueeze(1), 0)

@@ -41,7 +41,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.attention.decays import Decays, in_chunks
+from models.attention.chunks import in_chunks, one_by_one
+from models.attention.decays import Decays, of_tokens
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -82,19 +83,16 @@ def recurrent(inputs: DeltaInputs, state: Tensor | None = None) -> tuple[Tensor,
     """
     if state is None:
         state = inputs.initial_state()
-    decay = inputs.log_decay.exp()
-    if inputs.begins is not None:
-        decay = decay.masked_fill(inputs.begins.unsqueeze(1), 0)
+    decay = of_tokens(inputs.log_decay, inputs.begins)
     outputs = []
-    for token in range(inputs.key.shape[2]):
-        key = inputs.key[:, :, token].unsqueeze(-1)
-        value = inputs.value[:, :, token]
-        decayed = state * decay[:, :, token, None, None]
-        remembered = (decayed * key).sum(-2)
-        correction = inputs.strength[:, :, token, None] * (value - remembered)
-        state = decayed + key * correction.unsqueeze(-2)
-        query = inputs.query[:, :, token].unsqueeze(-1)
-        outputs.append((state * query).sum(-2))
+    tensors = (inputs.query, inputs.key, inputs.value, inputs.strength, decay)
+    # [b, n, features] and [b, n] of each token
+    for query, key, value, strength, kept in one_by_one(*tensors):
+        decayed = state * kept[:, :, None, None]
+        remembered = (decayed * key.unsqueeze(-1)).sum(-2)
+        correction = strength.unsqueeze(-1) * (value - remembered)
+        state = decayed + key.unsqueeze(-1) * correction.unsqueeze(-2)
+        outputs.append((state * query.unsqueeze(-1)).sum(-2))
     return torch.stack(outputs, 2), state
 
 
@@ -122,11 +120,10 @@ def chunked(
     writing = (decays.to_end * key).mT
     carried = inputs.initial_state() if state is None else state
     outputs = []
-    for number in range(key.shape[2]):
-        corrections = of_values[:, :, number] - of_state[:, :, number] @ carried
-        inside = scores[:, :, number] @ corrections
-        outputs.append(reading[:, :, number] @ carried + inside)
-        written = writing[:, :, number] @ corrections
-        carried = decays.whole[:, :, number] * carried + written
+    tensors = (of_values, of_state, scores, reading, writing, decays.whole)
+    for of_value, of_key, score, read, write, whole in one_by_one(*tensors):
+        corrections = of_value - of_key @ carried
+        outputs.append(read @ carried + score @ corrections)
+        carried = whole * carried + write @ corrections
     length = inputs.key.shape[2]
     return torch.cat(outputs, 2)[:, :, :length], carried

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.attention.decays import Decays, in_chunks
+from models.attention.chunks import in_chunks, one_by_one
+from models.attention.decays import Decays, of_tokens
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -79,17 +80,15 @@ def recurrent(inputs: StateSpaceInputs, state: Tensor | None = None) -> tuple[Te
     """
     if state is None:
         state = inputs.initial_state()
-    decay = inputs.log_decay.exp()
-    if inputs.begins is not None:
-        decay = decay.masked_fill(inputs.begins.unsqueeze(1), 0)
+    decay = of_tokens(inputs.log_decay, inputs.begins)
     query = inputs.query.repeat_interleave(inputs.group_size, 1)
     key = inputs.key.repeat_interleave(inputs.group_size, 1)
     outputs = []
-    values = inputs.written
-    for token in range(values.shape[2]):
-        written = key[:, :, token].unsqueeze(-1) * values[:, :, token].unsqueeze(-2)
-        state = state * decay[:, :, token, None, None] + written
-        outputs.append((state * query[:, :, token].unsqueeze(-1)).sum(-2))
+    # [b, n, features] and [b, n] of each token
+    for query_t, key_t, value, kept in one_by_one(query, key, inputs.written, decay):
+        written = key_t.unsqueeze(-1) * value.unsqueeze(-2)
+        state = state * kept[:, :, None, None] + written
+        outputs.append((state * query_t.unsqueeze(-1)).sum(-2))
     return torch.stack(outputs, 2), state
 
 
@@ -113,8 +112,8 @@ def chunked(
     written = writing.mT @ value
     carried = inputs.initial_state() if state is None else state
     outputs = []
-    for number in range(value.shape[2]):
-        outputs.append(reading[:, :, number] @ carried + inside[:, :, number])
-        carried = decays.whole[:, :, number] * carried + written[:, :, number]
+    for read, inner, write, whole in one_by_one(reading, inside, written, decays.whole):
+        outputs.append(read @ carried + inner)
+        carried = whole * carried + write
     length = inputs.value.shape[2]
     return torch.cat(outputs, 2)[:, :, :length], carried

@@ -291,11 +291,9 @@ def test_the_process_decides_where_bits_must_repeat(monkeypatch: pytest.MonkeyPa
     x = torch.zeros(1)
     layer = GatedDeltaNet(DELTA_NET, Context(plan("bf16")), "attention")
     assert layer._choose(DELTA_RULE, x).kernel is not None
-    torch.use_deterministic_algorithms(True)
-    try:
+    with monkeypatch.context() as deterministic:
+        deterministic.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
         assert layer._choose(DELTA_RULE, x).name == "plain torch (train.deterministic)"
-    finally:
-        torch.use_deterministic_algorithms(False)
     (lane,) = Lockstep(VirtualAxis(Axis("tp"), 1)).axes
     layer = GatedDeltaNet(DELTA_NET, Context(plan("bf16"), tp=lane), "attention")
     assert layer._choose(DELTA_RULE, x).name == "plain torch (canonical numerics)"

@@ -5,7 +5,19 @@ import sys
 from collections.abc import Sequence
 
 from megaprec.errors import UserError
-from tools.bench import fp8, gpu, gpu_probe, memory, optimizer, peer, save, scale, sums, train
+from tools.bench import (
+    fp8,
+    gpu,
+    gpu_probe,
+    memory,
+    optimizer,
+    peer,
+    recurrent,
+    save,
+    scale,
+    sums,
+    train,
+)
 
 MEASUREMENTS = {
     "train": train,
@@ -18,6 +30,7 @@ MEASUREMENTS = {
     "memory": memory,
     "scale": scale,
     "sums": sums,
+    "recurrent": recurrent,
 }
 
 

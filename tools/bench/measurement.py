@@ -1,6 +1,7 @@
 """The parts that measurements share: options, ranks, the clock of a device, and lines of JSON."""
 
 import argparse
+import ctypes
 import json
 import os
 import statistics
@@ -96,6 +97,25 @@ def seconds_in_turn(
     for name, seconds_by_round in times.items():
         medians[name] = statistics.median(seconds_by_round[1:])
     return medians
+
+
+def extra_bytes(step: Step, device: torch.device) -> int | None:
+    """Return the most memory that a step has beyond what was there before it; None if it is not
+    known."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        return torch.cuda.max_memory_allocated(device) - before
+    clear_refs = Path("/proc/self/clear_refs")
+    if device.type != "cpu" or not clear_refs.exists():
+        return None
+    # memory that was freed goes back to the system: it would not count a second time
+    ctypes.CDLL(None).malloc_trim(0)
+    clear_refs.write_text("5")  # Linux: forget the highest memory use so far
+    before = status_bytes("VmRSS:")
+    step()
+    return status_bytes("VmHWM:") - before
 
 
 def print_profile(step: Step, rows: int = 30) -> None:

@@ -16,7 +16,6 @@ them:
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +27,10 @@ from megaprec.precision.plan import LossScaling, plan
 from tools.bench.measurement import (
     Step,
     add_integers,
+    extra_bytes,
     print_profile,
     print_record,
     seconds_in_turn,
-    status_bytes,
 )
 from tools.config.settings import Parallel
 
@@ -118,16 +117,14 @@ def _extra_memory(timed: TimedStep, num_parameters: int) -> float | None:
     if it is not known.
     """
     timed.prepare()
-    clear_refs = Path("/proc/self/clear_refs")
-    if torch.get_default_device().type != "cpu" or not clear_refs.exists():
+    # on a GPU this share is not measured
+    device = torch.get_default_device()
+    extra = extra_bytes(timed.step, device) if device.type == "cpu" else None
+    if extra is None:
         return None
-    clear_refs.write_text("5")  # Linux: forget the highest memory use so far
-    before = status_bytes("VmRSS:")
-    timed.step()
-    extra_bytes = status_bytes("VmHWM:") - before
     # bf16 weights, and FP32 gradients, masters and two moments
     lasting_bytes = (2 + 4 * 4) * num_parameters
-    return round(extra_bytes / lasting_bytes, 5)
+    return round(extra / lasting_bytes, 5)
 
 
 def _random(length: int, scale: float) -> Tensor:

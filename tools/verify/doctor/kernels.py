@@ -1,5 +1,5 @@
-"""Kernels that exist on this device, of torch and of other packages: each is called on small tensors
-and compared with plain torch.
+"""Kernels that exist on this device, of torch and of other packages: each is called on small
+tensors and compared with plain torch.
 
 A name in torch says little: a kernel may refuse this device, or compute wrongly on it. A kernel
 that is not here is no fault where the code does without; it is one if the run asks for it.

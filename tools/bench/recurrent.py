@@ -1,0 +1,183 @@
+"""Time and memory of the recurrences of a gated delta net and of Mamba-2, forward and backward.
+
+Sizes of a head are those of Qwen3-Next and Nemotron-H, in FP32, one record for each of the two. The
+forms are timed in turn, so that whatever disturbs the machine disturbs all of them:
+
+    chunks        ours, in chunks of tokens
+    tokens        ours, token by token
+    transformers  the plain torch of transformers' models, in chunks too
+    kernel        that of the package that a run would take, on a GPU that has it
+
+The memory is that of a step beyond what stays, inputs and their gradients.
+"""
+
+import argparse
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.attention import delta_rule, recurrent_kernels, state_space
+from models.attention.delta_rule import DeltaInputs
+from models.attention.recurrent_kernels import DELTA_RULE, STATE_SPACE, Package, Setting
+from models.attention.state_space import StateSpaceInputs
+from tools.bench.measurement import (
+    Step,
+    add_device,
+    add_integers,
+    extra_bytes,
+    print_profile,
+    print_record,
+    require_gpu,
+    seconds_in_turn,
+)
+
+SUBJECT = "time and memory of recurrences, beside transformers'"
+Form = Callable[..., Tensor]
+# of a head of Qwen3-Next; transformers' chunks have 64 tokens there too
+KEY_DIM = 128
+VALUE_DIM = 128
+# of a head of Nemotron-H
+MAMBA_STATE_DIM = 128
+MAMBA_HEAD_DIM = 64
+HEADS_OF_GROUP = 8
+THEIR_MAMBA_CHUNK = 128
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this measurement."""
+    add_integers(
+        parser,
+        {
+            "tokens": (2048, "of a sample"),
+            "samples": (1, "at once"),
+            "heads": (8, f"of values; of Mamba-2 a multiple of {HEADS_OF_GROUP}"),
+            "threads": (1, "of the process"),
+            "rounds": (5, "timed steps of each form"),
+        },
+    )
+    add_device(parser, "cpu")
+    parser.add_argument(
+        "--profile", action="store_true", help="print the operators of a step in chunks by time"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run `python -m tools.bench recurrent`."""
+    require_gpu(args.device)
+    torch.set_num_threads(args.threads)
+    device = torch.device(args.device)
+    sizes = (args.samples, args.tokens, args.heads)
+    with device:
+        of_delta_rule = _delta_rule_leaves(*sizes)
+        of_state_space = _state_space_leaves(*sizes)
+    measured: dict[str, tuple[Sequence[Tensor], Mapping[str, Form]]] = {
+        "delta rule": (of_delta_rule, _delta_rule_forms(device)),
+        "state space": (of_state_space, _state_space_forms(device)),
+    }
+    for recurrence, (leaves, forms) in measured.items():
+        steps = {name: _step(form, leaves) for name, form in forms.items()}
+        medians = seconds_in_turn(steps, args.rounds, device)
+        record: dict[str, Any] = {
+            "recurrence": recurrence,
+            "samples": args.samples,
+            "tokens": args.tokens,
+            "heads": args.heads,
+            "device": args.device,
+            "threads": args.threads,
+        }
+        for name, seconds in medians.items():
+            record[f"{name}_ms"] = round(seconds * 1e3, 1)
+        for name, step in steps.items():
+            extra = extra_bytes(step, device)
+            record[f"{name}_mb"] = None if extra is None else round(extra / 1e6, 1)
+        print_record(record)
+        if args.profile:
+            print_profile(steps["chunks"], rows=20)
+    return 0
+
+
+def _step(form: Form, leaves: Sequence[Tensor]) -> Step:
+    """Return a step that computes a form and the gradients of what it reads."""
+
+    def step() -> None:
+        torch.autograd.grad(form(*leaves).sum(), leaves)
+
+    return step
+
+
+def _delta_rule_leaves(samples: int, tokens: int, heads: int) -> list[Tensor]:
+    """Return queries, keys and values [b, s, n, features], and logarithms of decays and strengths
+    [b, s, n]."""
+    of_heads = (samples, tokens, heads)
+    leaves = [
+        F.normalize(torch.randn(*of_heads, KEY_DIM), dim=-1),
+        F.normalize(torch.randn(*of_heads, KEY_DIM), dim=-1),
+        torch.randn(*of_heads, VALUE_DIM),
+        -torch.rand(of_heads),
+        torch.rand(of_heads),
+    ]
+    return [leaf.requires_grad_() for leaf in leaves]
+
+
+def _delta_rule_forms(device: torch.device) -> dict[str, Form]:
+    def inputs(*leaves: Tensor) -> DeltaInputs:
+        return DeltaInputs(*(leaf.transpose(1, 2) for leaf in leaves))
+
+    module: Any = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
+    forms: dict[str, Form] = {
+        "chunks": lambda *leaves: delta_rule.chunked(inputs(*leaves))[0],
+        "tokens": lambda *leaves: delta_rule.recurrent(inputs(*leaves))[0],
+        "transformers": lambda *leaves: module.torch_chunk_gated_delta_rule(*leaves)[0],
+    }
+    if kernel := _kernel(DELTA_RULE, device):
+        forms["kernel"] = lambda *leaves: recurrent_kernels.delta_rule(
+            kernel, inputs(*leaves), None, torch.bfloat16
+        )[0]
+    return forms
+
+
+def _state_space_leaves(samples: int, tokens: int, heads: int) -> list[Tensor]:
+    """Return queries, keys and values [b, s, groups or n, features], time steps [b, s, n] and rates
+    [n]."""
+    of_groups = (samples, tokens, heads // HEADS_OF_GROUP)
+    of_heads = (samples, tokens, heads)
+    leaves = [
+        torch.randn(*of_groups, MAMBA_STATE_DIM),
+        torch.randn(*of_groups, MAMBA_STATE_DIM),
+        torch.randn(*of_heads, MAMBA_HEAD_DIM),
+        torch.rand(of_heads),
+        torch.rand(heads),
+    ]
+    return [leaf.requires_grad_() for leaf in leaves]
+
+
+def _state_space_forms(device: torch.device) -> dict[str, Form]:
+    def inputs(*leaves: Tensor) -> StateSpaceInputs:
+        *of_tokens, rate = leaves
+        return StateSpaceInputs(*(leaf.transpose(1, 2) for leaf in of_tokens), rate)
+
+    module: Any = importlib.import_module("transformers.models.nemotron_h.modeling_nemotron_h")
+
+    def theirs(query: Tensor, key: Tensor, value: Tensor, step: Tensor, rate: Tensor) -> Tensor:
+        return module.mamba2_chunk_scan(value, step, -rate, key, query, THEIR_MAMBA_CHUNK)
+
+    forms: dict[str, Form] = {
+        "chunks": lambda *leaves: state_space.chunked(inputs(*leaves))[0],
+        "tokens": lambda *leaves: state_space.recurrent(inputs(*leaves))[0],
+        "transformers": theirs,
+    }
+    if kernel := _kernel(STATE_SPACE, device):
+        forms["kernel"] = lambda *leaves: recurrent_kernels.state_space(
+            kernel, inputs(*leaves), None, torch.bfloat16
+        )[0]
+    return forms
+
+
+def _kernel(package: Package, device: torch.device) -> Callable[..., Any] | None:
+    """Return the kernel that a run in bf16 takes on this device; None: plain torch."""
+    setting = Setting(device.type, torch.bfloat16, canonical=False, deterministic=False)
+    return recurrent_kernels.choose(package, setting).kernel

@@ -51,7 +51,7 @@ gpu:
 
 offline-gpu: $(CUDA_READY)
 	$(CUDA_BIN)/python -m pytest -m campaign tests/offline_gpu/test_operators.py tests/offline_gpu/test_machine_code.py
-	TRITON_INTERPRET=1 $(CUDA_BIN)/python -m pytest -m campaign tests/offline_gpu/test_interpreted.py
+	TRITON_INTERPRET=1 $(CUDA_BIN)/python -m pytest -m campaign tests/offline_gpu/test_interpreted.py tests/offline_gpu/test_recurrent_kernels.py
 
 campaign: $(READY)
 	$(PYTEST) -m campaign
@@ -91,7 +91,7 @@ $(READY): $(INSTALLED)
 # Triton's interpreter fails with newer versions of numpy.
 $(CUDA_READY): setup.py
 	$(PYTHON) -m venv .venv-cuda
-	$(CUDA_BIN)/python -m pip install --quiet --no-compile torch==$(CUDA_TORCH) "numpy<2.4" -e . "pytest>=9,<10" "hypothesis<7"
+	$(CUDA_BIN)/python -m pip install --quiet --no-compile torch==$(CUDA_TORCH) "numpy<2.4" -e . "pytest>=9,<10" "hypothesis<7" "fla-core>=0.5"
 	touch $@
 
 # torch is there by now, and stays the build that it is. Transformers 4 has a folder of its own beside the 5 of all else.

@@ -208,7 +208,17 @@ def test_the_optimizers_step_is_timed_with_several_buckets(
         assert record[name] == pytest.approx(quotient, rel=0.05, abs=0.01)  # of rounded numbers
 
 
-@pytest.mark.parametrize("page", ["performance.md", "fp8.md"])
+def test_recurrences_are_measured_beside_those_of_transformers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = records(capsys, "recurrent", "--tokens", "70", "--rounds", "1")
+    assert [record["recurrence"] for record in found] == ["delta rule", "state space"]
+    for record in found:
+        for form in ("chunks", "tokens", "transformers"):
+            assert record[f"{form}_ms"] > 0 and math.isfinite(record[f"{form}_mb"])
+
+
+@pytest.mark.parametrize("page", ["performance.md", "fp8.md", "parallelism.md"])
 def test_every_measurement_that_a_page_names_can_be_asked_for(page: str) -> None:
     commands = re.findall(
         r"^ *python -m tools\.bench ([^#>\n]*)", (ROOT / "docs" / page).read_text(), re.MULTILINE

@@ -35,23 +35,27 @@ from parallel.lockstep import Lockstep
 from tests.models import test_delta_rule, test_state_space
 from tests.models.recurrent_stand_ins import FUNCTIONS, install
 from tests.models.test_delta_rule import assert_alike
+from tools.analysis.planning.device import Target
+from tools.analysis.planning.report import run_lines
+from tools.config.run_file import load_run
 
 WIDE = torch.float64
 ON_GPU = Setting("cuda", torch.bfloat16, canonical=False, deterministic=False)
 SIZES: dict[str, Any] = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 16, "vocab": 32}
-DELTA_NET = ModelConfig(
-    family="qwen3",
-    delta_net={"key_heads": 2, "value_heads": 4, "key_dim": 4, "value_dim": 2},
-    delta_layers=(0,),
-    max_positions=64,
-    **SIZES,
-)
-MAMBA = ModelConfig(
-    family="nemotron_h",
-    hybrid_pattern="M*",
-    mamba={"heads": 4, "head_dim": 2, "state_dim": 4, "groups": 2},
-    **SIZES,
-)
+SIZES_OF_HEADS = "{key_heads=2, value_heads=4, key_dim=4, value_dim=2}"
+DELTA_NET_KEYS: dict[str, Any] = {
+    "family": "qwen3",
+    "delta_net": {"key_heads": 2, "value_heads": 4, "key_dim": 4, "value_dim": 2},
+    "delta_layers": (0,),
+    "max_positions": 64,
+}
+MAMBA_KEYS: dict[str, Any] = {
+    "family": "nemotron_h",
+    "hybrid_pattern": "M*",
+    "mamba": {"heads": 4, "head_dim": 2, "state_dim": 4, "groups": 2},
+}
+DELTA_NET = ModelConfig(**SIZES, **DELTA_NET_KEYS)
+MAMBA = ModelConfig(**SIZES, **MAMBA_KEYS)
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +72,7 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         install(monkeypatch, package, function=function)
 
     def setting(**facts: Any) -> Setting:
-        return Setting(**facts | {"device": "cuda", "products": torch.bfloat16})
+        return Setting(**facts)._replace(device="cuda", products=torch.bfloat16)
 
     monkeypatch.setattr(recurrent_parts, "Setting", setting)
 
@@ -274,7 +278,7 @@ def test_the_parts_of_a_model_are_named_with_what_computes_them(
     uneven = "convolution by plain torch (causal-conv1d takes features in multiples of 8)"
     assert names(MAMBA, 2, ON_GPU)[1] == uneven
     wide = {"key_heads": 1, "value_heads": 1, "key_dim": 257, "value_dim": 2, "kernel": 5}
-    config = ModelConfig(family="qwen3", delta_net=wide, delta_layers=(0,), **SIZES)
+    config = ModelConfig(**SIZES, **DELTA_NET_KEYS | {"delta_net": wide})
     assert names(config, 1, ON_GPU) == [
         "gated delta rule by plain torch (flash-linear-attention has keys of at most 256 features)",
         "convolution by plain torch (causal-conv1d sees 2 to 4 tokens)",
@@ -282,11 +286,29 @@ def test_the_parts_of_a_model_are_named_with_what_computes_them(
     assert names(ModelConfig(family="llama", **SIZES), 1, ON_GPU) == []
 
 
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ("cpu", "plain torch (not on a GPU)"),
+        ("cuda", "flash-linear-attention where it is installed, else plain torch"),
+    ],
+)
+def test_a_plan_names_what_computes_recurrent_layers(device: Any, expected: str) -> None:
+    keys = ["train.steps=1", "train.seq_length=16", "train.global_batch=1", "train.micro_batch=1"]
+    keys.append("precision.compute=bf16")
+    words = [f"model.{key}={value}" for key, value in SIZES.items() if key != "vocab"]
+    model = ["model.family=qwen3", "model.delta_layers=[0]", f"model.delta_net={SIZES_OF_HEADS}"]
+    config = load_run(None, [*model, *words, *keys]).on_device(device)
+    target = Target(device, "a device", 10**9)
+    (line,) = [one for one in run_lines(config, target) if one.startswith("recurrent")]
+    assert line.startswith(f"recurrent  gated delta rule by {expected}; convolution by ")
+
+
 def test_the_process_decides_where_bits_must_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     for package, function in FUNCTIONS.items():
         install(monkeypatch, package, function=function)
     monkeypatch.setattr(
-        recurrent_parts, "Setting", lambda **facts: Setting(**facts | {"device": "cuda"})
+        recurrent_parts, "Setting", lambda **facts: Setting(**facts)._replace(device="cuda")
     )
     x = torch.zeros(1)
     layer = GatedDeltaNet(DELTA_NET, Context(plan("bf16")), "attention")

@@ -278,7 +278,8 @@ def test_the_parts_of_a_model_are_named_with_what_computes_them(
     uneven = "convolution by plain torch (causal-conv1d takes features in multiples of 8)"
     assert names(MAMBA, 2, ON_GPU)[1] == uneven
     wide = {"key_heads": 1, "value_heads": 1, "key_dim": 257, "value_dim": 2, "kernel": 5}
-    config = ModelConfig(**SIZES, **DELTA_NET_KEYS | {"delta_net": wide})
+    keys = dict(DELTA_NET_KEYS, delta_net=wide)
+    config = ModelConfig(**SIZES, **keys)
     assert names(config, 1, ON_GPU) == [
         "gated delta rule by plain torch (flash-linear-attention has keys of at most 256 features)",
         "convolution by plain torch (causal-conv1d sees 2 to 4 tokens)",

@@ -1,0 +1,268 @@
+"""Hybrid models against the real megatron-core: its own modules load what we write, compute our
+logits, and write what we read.
+
+Transformer Engine, mamba_ssm and flash-linear-attention need a GPU. In their place stand plain
+layers: a norm and a linear layer in one, a gated norm, and recurrences token by token in float64.
+All else is megatron-core's, the names and parts of tensors too.
+"""
+
+import argparse
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from models.config import ModelConfig
+from tests.convert.test_megatron import PADDED, core, on_the_cpu, place, run
+from tests.other_systems import (
+    FOR_MEGATRON,
+    MEGATRON,
+    NEEDS_MEGATRON,
+    megatrons,
+    slow,
+    write_folder,
+)
+from tests.ranks import run_ranks
+from tools.convert.formats import open_source
+from tools.convert.hf.config import from_hugging_face
+from tools.convert.megatron.args import args_of
+from tools.convert.verify import load_stage
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), NEEDS_MEGATRON]  # warnings of megatron-core
+PRELOADED = MEGATRON
+KIND = "nemotron_h"
+VOCAB = 131
+INFERENCE = "megatron.core.inference.contexts.attention_context.triton"
+PLAIN = {
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "use_cpu_initialization": True,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "gradient_accumulation_fusion": False,
+}
+
+
+def with_stand_ins() -> None:
+    """Put plain layers in the place of kernels, before megatron-core's modules look for them."""
+    norm = types.ModuleType("mamba_ssm.ops.triton.layernorm_gated")
+    norm.RMSNorm = GroupNorm  # type: ignore[attr-defined]
+    scan = types.ModuleType("mamba_ssm.ops.triton.ssd_combined")
+    scan.mamba_chunk_scan_combined = None  # type: ignore[attr-defined]
+    scan.mamba_split_conv1d_scan_combined = mixed  # type: ignore[attr-defined]
+    for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
+        sys.modules[name] = types.ModuleType(name)
+    # of generation, by Triton
+    inference = types.ModuleType(f"{INFERENCE}.tensor_ops")
+    for name in ("tensor_get_slice_after", "tensor_masked_update", "tensor_merge"):
+        setattr(inference, name, None)
+    sys.modules[inference.__name__] = inference
+    sys.modules[norm.__name__] = norm
+    sys.modules[scan.__name__] = scan
+    core("ssm.mamba_block").TENorm = core("transformer.torch_norm").WrappedTorchNorm
+
+
+class GroupNorm(nn.Module):
+    """mamba_ssm's RMSNorm of groups of features, without a gate."""
+
+    def __init__(
+        self, features: int, eps: float, group_size: int, dtype: torch.dtype, **_: Any
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(features, dtype=dtype))
+        self.eps = eps
+        self.group_size = group_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = x.unflatten(-1, (-1, self.group_size))
+        normalized = F.rms_norm(groups, (self.group_size,), eps=self.eps)
+        return normalized.flatten(-2) * self.weight
+
+
+def mixed(
+    zxbcdt: Tensor,
+    kernel: Tensor,
+    kernel_bias: Tensor,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    **settings: Any,
+) -> Tensor:
+    """mamba_ssm's mamba_split_conv1d_scan_combined, token by token in float64 [b, s, ...]."""
+    assert settings["activation"] == "silu" and not settings["norm_before_gate"]
+    headdim = settings["headdim"]
+    ngroups = settings["ngroups"]
+    heads = len(A)
+    width = heads * headdim
+    keys = (zxbcdt.shape[-1] - 2 * width - heads) // 2
+    z, xbc, dt = zxbcdt.double().split([width, width + 2 * keys, heads], -1)
+    padded = F.pad(xbc.transpose(1, 2), (kernel.shape[1] - 1, 0))
+    weight = kernel.double().unsqueeze(1)
+    convolved = F.conv1d(padded, weight, kernel_bias.double(), groups=len(kernel))
+    x, b, c = F.silu(convolved.transpose(1, 2)).split([width, keys, keys], -1)
+    x = x.unflatten(-1, (heads, headdim))
+    b = b.unflatten(-1, (ngroups, -1)).repeat_interleave(heads // ngroups, 2)
+    c = c.unflatten(-1, (ngroups, -1)).repeat_interleave(heads // ngroups, 2)
+    dt = F.softplus(dt + dt_bias.double())
+    state = torch.zeros(*x.shape[:1], heads, headdim, b.shape[-1], dtype=torch.float64)
+    read = []
+    for t in range(x.shape[1]):
+        decay = (dt[:, t] * A.double()).exp()[..., None, None]
+        written = (dt[:, t, :, None] * x[:, t])[..., None] * b[:, t, :, None]
+        state = decay * state + written
+        read.append((state * c[:, t, :, None]).sum(-1) + D.double()[:, None] * x[:, t])
+    gated = torch.stack(read, 1).flatten(2) * F.silu(z)
+    return gated.to(zxbcdt.dtype)
+
+
+def normed_linear() -> Any:
+    """Transformer Engine's LayerNormLinear: an RMSNorm and a linear layer, which registers its
+    norm first."""
+
+    class NormedLinear(core("tensor_parallel.layers").ColumnParallelLinear):  # type: ignore[misc]
+        def __init__(self, inputs: int, outputs: int, *, config: Any, **options: Any) -> None:
+            super().__init__(inputs, outputs, config=config, **options)
+            weight = self._parameters.pop("weight")
+            self.layer_norm_weight = nn.Parameter(torch.ones(inputs, dtype=config.params_dtype))
+            self._parameters["weight"] = weight
+
+        def forward(self, x: Tensor, *others: Any, **options: Any) -> Any:
+            eps = self.config.layernorm_epsilon
+            normalized = F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, eps)
+            return super().forward(normalized, *others, **options)
+
+    return NormedLinear
+
+
+def build(model: ModelConfig, tp: int, pp: int, dtype: torch.dtype = torch.float32) -> Any:
+    """Megatron-core's MambaModel on this rank of a tp x pp world, on the CPU."""
+    on_the_cpu()
+    with_stand_ins()
+    ranks = core("parallel_state")
+    ranks.initialize_model_parallel(tp, pp)
+    a = argparse.Namespace(**args_of(model, PADDED[tp], tp, pp, True, dtype))
+    config = core("transformer.transformer_config").TransformerConfig(
+        num_layers=a.num_layers,
+        hidden_size=a.hidden_size,
+        num_attention_heads=a.num_attention_heads,
+        num_query_groups=a.num_query_groups,
+        kv_channels=a.kv_channels,
+        ffn_hidden_size=a.ffn_hidden_size,
+        activation_func=core("activations").squared_relu,
+        add_bias_linear=a.add_bias_linear,
+        normalization=a.normalization,
+        layernorm_epsilon=a.norm_epsilon,
+        is_hybrid_model=a.is_hybrid_model,
+        mamba_num_heads=a.mamba_num_heads,
+        mamba_head_dim=a.mamba_head_dim,
+        mamba_state_dim=a.mamba_state_dim,
+        mamba_num_groups=a.mamba_num_groups,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        **PLAIN,
+    )
+    return core("models.mamba.mamba_model").MambaModel(
+        config,
+        stack_of_layers(),
+        vocab_size=a.padded_vocab_size,
+        max_sequence_length=a.max_position_embeddings,
+        pre_process=ranks.is_pipeline_first_stage(),
+        post_process=ranks.is_pipeline_last_stage(),
+        hybrid_override_pattern=a.hybrid_override_pattern,
+        position_embedding_type=a.position_embedding_type,
+        share_embeddings_and_output_weights=not a.untie_embeddings_and_output_weights,
+        parallel_output=False,
+    )
+
+
+def stack_of_layers() -> Any:
+    """mamba_stack_spec of megatron/core/models/mamba/mamba_layer_specs.py, of plain layers."""
+    spec = core("transformer.spec_utils").ModuleSpec
+    layer = core("transformer.transformer_layer")
+    attention = core("transformer.attention")
+    mixer = core("ssm.mamba_mixer")
+    add = core("fusions.fused_bias_dropout").get_bias_dropout_add
+    into = normed_linear()
+    out = core("tensor_parallel.layers").RowParallelLinear
+    of_mixer = mixer.MambaMixerSubmodules(in_proj=into, out_proj=out)
+    of_attention = attention.SelfAttentionSubmodules(
+        linear_qkv=into,
+        core_attention=core("transformer.dot_product_attention").DotProductAttention,
+        linear_proj=out,
+    )
+    of_mlp = core("transformer.mlp").MLPSubmodules(linear_fc1=into, linear_fc2=out)
+    causal = {"attn_mask_type": core("transformer.enums").AttnMaskType.causal}
+    layers = {
+        "mamba_layer": spec(
+            module=core("ssm.mamba_layer").MambaLayer,
+            submodules=core("ssm.mamba_layer").MambaLayerSubmodules(
+                mixer=spec(module=mixer.MambaMixer, submodules=of_mixer), mamba_bda=add
+            ),
+        ),
+        "attention_layer": spec(
+            module=layer.TransformerLayer,
+            submodules=layer.TransformerLayerSubmodules(
+                self_attention=spec(
+                    module=attention.SelfAttention, params=causal, submodules=of_attention
+                ),
+                self_attn_bda=add,
+            ),
+        ),
+        "mlp_layer": spec(
+            module=core("ssm.mlp_layer").MLPLayer,
+            submodules=layer.TransformerLayerSubmodules(
+                mlp=spec(module=core("transformer.mlp").MLP, submodules=of_mlp), mlp_bda=add
+            ),
+        ),
+    }
+    block = core("ssm.mamba_block")
+    return spec(module=block.MambaStack, submodules=block.MambaStackSubmodules(**layers))
+
+
+def load(mesh: DeviceMesh, model: ModelConfig, folder: Path, tp: int, pp: int) -> Tensor | None:
+    """Loads our files strictly, as Megatron does; returns the logits if this rank has all
+    layers."""
+    made = build(model, tp, pp)
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        content = torch.load(folder / "iter_0000000" / place(mesh, pp), weights_only=True)
+    made.eval().load_state_dict(content["model"], strict=True)
+    # the optimizer counts on the order
+    assert [name for name, _ in made.named_parameters()] == [*content["model"]]
+    if pp > 1:
+        return None
+    ids = ids_of()
+    length = ids.shape[1]
+    positions = torch.arange(length)[None].expand(len(ids), -1)
+    future = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    with torch.no_grad():
+        return made(ids, positions, future)[..., :VOCAB]
+
+
+def ids_of() -> Tensor:
+    return torch.randint(VOCAB, (2, 20), generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.usefixtures("torch_files_read_here")
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), *slow((1, 1), (4, 1), (1, 2), (2, 2))])
+def test_megatrons_own_hybrid_model_loads_what_we_write_and_computes_our_logits(
+    tp: int, pp: int, tmp_path: Path
+) -> None:
+    hf = write_folder(tmp_path / "hf", KIND, **FOR_MEGATRON[KIND])
+    run(hf, tmp_path / "megatron", "--to", "megatron", "--no-verify", "--tp", tp, "--pp", pp)
+    model = from_hugging_face(megatrons(KIND))
+    answers = run_ranks(
+        load, {"tp": tp, "pp": pp}, model=model, folder=tmp_path / "megatron", tp=tp, pp=pp
+    )
+    ours = load_stage(open_source(hf))(ids_of().t()).transpose(0, 1)
+    for logits in answers if pp == 1 else ():
+        torch.testing.assert_close(logits, ours, rtol=0, atol=1e-5 * ours.abs().max().item())

@@ -402,9 +402,15 @@ def test_what_megatrons_own_modules_and_optimizer_save_is_read_with_its_state(
     """Rotary rows and vocabulary pieces are distinct per rank, so a wrong order cannot come back
     the same."""
     run_ranks(save, {"tp": 2}, kind=kind, folder=tmp_path / "megatron", tp=2, pp=1, dtype=dtype)
+    same_on_the_way_back(tmp_path, dtype, "--layers", "local")
+
+
+def same_on_the_way_back(tmp_path: Path, dtype: torch.dtype, *options: str) -> None:
+    """Converts what two ranks saved and back: the same tensors in the same order, with their
+    state."""
     (tmp_path / "megatron/latest_checkpointed_iteration.txt").write_text("2")
     run(tmp_path / "megatron", tmp_path / "ours")
-    run(tmp_path / "ours", tmp_path / "back", "--to", "megatron", "--tp", 2, "--layers", "local", "--dtype",
+    run(tmp_path / "ours", tmp_path / "back", "--to", "megatron", "--tp", 2, *options, "--dtype",
         "bf16" if dtype == torch.bfloat16 else "fp32")  # fmt: skip
     for rank in range(2):
         theirs, ours = (_content(tmp_path / folder, rank) for folder in ("megatron", "back"))

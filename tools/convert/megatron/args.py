@@ -141,6 +141,8 @@ def _family(arguments: Mapping[str, Any], positions: str, experts: int) -> str:
     given."""
     if pattern_of(arguments):
         return "nemotron_h"
+    if arguments.get("experimental_attention_variant"):
+        return "qwen3_next"
     # A sigmoid of each expert apart is DeepSeek-V3's, and GLM-4.5's without latents.
     sigmoid = experts and arguments.get("moe_router_score_function") == "sigmoid"
     if arguments.get("multi_latent_attention"):

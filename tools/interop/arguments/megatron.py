@@ -187,6 +187,8 @@ accumulate_allreduce_grads_in_fp32         switch                 precision.grad
 grad_reduce_in_bf16                        switch                 precision.gradients
 fp32_residual_connection                   switch                 precision.residual
 fp8_format>fp8                             |e4m3|hybrid           fp8.format fp8.kind
+fp4_format>fp4                             |e2m1                  fp8.kind
+fp4_recipe                                 nvfp4|(custom)         fp8.kind
 fp8_recipe                                 delayed|tensorwise|mxfp8|blockwise|custom fp8.kind
 fp8_margin                                 int=0                  fp8.margin
 fp8_amax_history_len                       int=1                  fp8.history_length
@@ -291,7 +293,7 @@ _REFUSED: Mapping[str, str] = {
         qk_clip_alpha=0.5 qk_clip_threshold=100
     """,
     "there is no such quantization here: [fp8] has the recipes that there are": """
-        fp4_format= fp4_param_gather fp4_quantizer_factory= fp4_recipe=nvfp4 fp8_output_proj
+        fp4_param_gather fp4_quantizer_factory= fp8_output_proj
         fp8_quantizer_factory= kitchen_attention_backend=sdpa te_precision_config_file=
         use_kitchen_attention
     """,

@@ -30,6 +30,7 @@ OF_MODEL = [row for row in READ.values() if row.keys[0].startswith("model.")]
 OF_FAMILY = (
     *("num_experts", "multi_latent_attention", "moe_router_score_function", "softmax_type"),
     *("position_embedding_type", "use_rotary_position_embeddings", *PATTERNS),
+    "experimental_attention_variant",
 )
 FREQUENCIES = (
     "no_rope_freq",

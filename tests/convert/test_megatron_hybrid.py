@@ -10,6 +10,7 @@ import argparse
 import sys
 import types
 import zlib
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from tests.ranks import run_ranks
 from tools.convert.formats import open_source
 from tools.convert.hf.config import differing_fields, from_hugging_face
 from tools.convert.megatron.args import args_of
+from tools.convert.megatron.hybrid_layers import allocated
 from tools.convert.megatron.layout import rank_folder
 from tools.convert.verify import load_stage
 
@@ -283,6 +285,27 @@ def test_megatrons_own_hybrid_model_loads_what_we_write_and_computes_our_logits(
     ours = load_stage(open_source(hf))(ids_of().t()).transpose(0, 1)
     for logits in answers if pp == 1 else ():
         torch.testing.assert_close(logits, ours, rtol=0, atol=1e-5 * ours.abs().max().item())
+
+
+RATIOS = [number / 20 for number in range(21)]
+
+
+def compare_allocations(mesh: DeviceMesh) -> list[tuple[int, float, float]]:
+    """Returns number of layers and ratios of which Megatron makes another pattern."""
+    allocate = core("ssm.mamba_hybrid_layer_allocation").allocate_layers
+    others = []
+    for layers, attention, mlp in product(range(1, 40), RATIOS, RATIOS):
+        if attention + mlp > 1:
+            continue
+        if "".join(allocate(layers, attention, mlp)) != allocated(layers, attention, mlp):
+            others.append((layers, attention, mlp))
+    return others
+
+
+@pytest.mark.slow
+def test_ratios_are_the_pattern_that_megatron_makes_of_them() -> None:
+    (others,) = run_ranks(compare_allocations, {"dp": 1})
+    assert not others
 
 
 def save(mesh: DeviceMesh, model: ModelConfig, folder: Path, dtype: torch.dtype) -> None:

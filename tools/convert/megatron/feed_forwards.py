@@ -85,12 +85,15 @@ def _clamped(arguments: Args, clamp: float | None, offset: float, fused: bool) -
 
 def _is_squared_relu(arguments: Args) -> bool:
     """Return True if the activation is the square of relu. UserError if it has a gate."""
-    named = arguments.get("activation_func") == SQUARED_RELU
-    if not named and not arguments.get("squared_relu"):
+    if arguments.get("activation_func") == SQUARED_RELU:
+        setting = f"activation_func = {SQUARED_RELU}"
+    elif arguments.get("squared_relu"):
+        setting = "squared_relu = True"
+    else:
         return False
     for key in ("swiglu", "gated_linear_unit"):
         if arguments.get(key):
-            raise UserError.of("convert.megatron_squared_gated", key=key)
+            raise UserError.of("convert.megatron_squared_gated", setting=setting, key=key)
     return True
 
 

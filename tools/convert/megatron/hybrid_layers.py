@@ -11,7 +11,7 @@ linear_attention_freq.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megaprec.errors import UserError
@@ -84,7 +84,7 @@ def pattern_of(arguments: Args) -> str:
     return given
 
 
-def stage_patterns(arguments: Args) -> list[str]:
+def stage_patterns(arguments: Args) -> Sequence[str]:
     """Return the letters of each pipeline stage, virtual ones too, if the pattern says where stages
     end; otherwise nothing."""
     for key in PATTERNS:

@@ -264,7 +264,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_theta": 5e5,
     },
 }
-# Parallel residual, norms after branches, soft caps, gated delta nets, Mamba-2 mixers.
+# Parallel residual, norms after branches, soft caps, weights of norms that begin at 0.
 WITHOUT_MEGATRON = {
     "gpt_neox",
     "olmo2",
@@ -272,15 +272,20 @@ WITHOUT_MEGATRON = {
     "gemma2",
     "gemma3_text",
     "qwen3_next",
-    "nemotron_h",
 }
-# What makes them models that Megatron has: one epsilon for all norms, latents that ranks can cut,
-# groups compared by as many experts as it takes.
+# What makes them models that Megatron has: one epsilon for all norms, latents and groups of heads
+# that ranks can cut, groups compared by as many experts as it takes, convolutions over 4 tokens.
 FOR_MEGATRON: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"rms_norm_eps": 1e-6, "q_lora_rank": 8},
     "deepseek_v2-dense": {"rms_norm_eps": 1e-6, "q_lora_rank": 8, "mlp_bias": False},
     "deepseek_v3": {"rms_norm_eps": 1e-6, "num_experts_per_tok": 4},
     "glm4_moe": {"num_experts_per_tok": 2},
+    "nemotron_h": {
+        "mamba_num_heads": 8,
+        "n_groups": 4,
+        "conv_kernel": 4,
+        "time_step_min": 1e-9,
+    },
 }
 WITHOUT_MEGATRON |= FOR_MEGATRON.keys()
 IN_MEGATRON = (CONFIGS.keys() - WITHOUT_MEGATRON) | FOR_MEGATRON.keys()

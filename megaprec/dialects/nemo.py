@@ -12,7 +12,8 @@ set: FP32 for BF16, FP16 for FP16. FP8 changes the products of linear layers, no
     [precision.nemo.v1]                 the YAML of NeMo 1: see megaprec.dialects.nemo_v1
 
 In Python: `resolve(bf16_mixed(grad_reduce_in_fp32=False))`. `autocast_enabled` does what its name
-says, although NeMo itself never uses it. FP4 is not translated.
+says, although NeMo itself never uses it. FP4 is NVFP4 by the recipe of Transformer Engine's
+defaults, which environment variables of it (NVTE_NVFP4_*) may change there.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,17 +46,23 @@ PRECISION_DTYPES = {
     **dict.fromkeys(("bf16", "bf16-mixed"), torch.bfloat16),
     **dict.fromkeys(("fp32", "32"), torch.float32),
 }
+FP4_FORMAT = "e2m1"
+NVFP4: Kind = "nvfp4"
 KINDS: Mapping[str, Kind] = {
     "delayed": "delayed",
     "tensorwise": "current",
     "blockwise": "blockwise",
     "mxfp8": "mx",
 }
-FP8_KEYS = (
-    "fp8_recipe",
+# Layers in BF16, of FP8 and of FP4.
+WIDE_KEYS = (
     "first_last_layers_bf16",
     "num_layers_at_start_in_bf16",
     "num_layers_at_end_in_bf16",
+)
+# Of FP8 alone.
+FP8_KEYS = (
+    "fp8_recipe",
     "fp8_margin",
     "fp8_amax_history_len",
     "fp8_amax_compute_algo",
@@ -124,6 +131,8 @@ class MegatronMixedPrecision(Keys):
     fp8_param_gather: bool | None = None
     fp4: str | None = None
     fp4_recipe: str = "nvfp4"
+    fp4_param: bool | None = None
+    fp4_param_gather: bool | None = None
     fp16_loss_scale: LossScale | None = None
     fp16_initial_loss_scale: LossScale = 2.0**32
     fp16_min_loss_scale: LossScale = 1.0
@@ -177,6 +186,8 @@ _FP8_FIELDS: dict[str, dict[str, Any]] = {
     "fp8_subchannel_scaling": {"fp8_recipe": "blockwise", "fp8_param_gather": False},
 }
 _FP8_FIELDS["fp8_delayed_scaling"] = _FP8_FIELDS["fp8"]  # its name in Megatron-Bridge
+# Megatron-Bridge's, whose weights are kept in FP4
+_NVFP4 = {"fp4": "e2m1", "fp4_recipe": "nvfp4", "fp4_param_gather": True}
 # recipes of single models, in which two layers at each end stay in BF16
 _NEMOTRON_H = _MIXED_FIELDS["bf16"] | {"fp8": "hybrid"} | _FP8_FIELDS["fp8_current_scaling"]
 _NEMOTRON_H |= {"num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 2}
@@ -193,6 +204,11 @@ def _all_recipes() -> dict[str, dict[str, Any]]:
         for scaling, fp8_fields in _FP8_FIELDS.items():
             recipes[f"{precision}_with_{scaling}_mixed"] = fields | {"fp8": "hybrid"} | fp8_fields
     recipes["nemotron_h_bf16_with_fp8_current_scaling_mixed"] = _NEMOTRON_H
+    recipes["bf16_with_nvfp4_mixed"] = _MIXED_FIELDS["bf16"] | _NVFP4
+    recipes["nemotron_3_super_bf16_with_nvfp4_mixed"] = recipes["bf16_with_nvfp4_mixed"] | {
+        "first_last_layers_bf16": True,
+        "num_layers_at_end_in_bf16": 14,
+    }
     recipes["nanov2_bf16_with_fp8_current_scaling_mixed"] = _NANO_V2
     return recipes
 
@@ -266,7 +282,9 @@ def resolve(
         ),
         **_state_dtypes(reading, plugin),
         "scaling": _scaling(reading, plugin, dtype),
-        "fp8": reading.decided_by(_fp8(plugin), "fp8", "recipe", *FP8_KEYS),
+        "fp8": reading.decided_by(
+            _fp8(plugin), "fp8", "fp4", "recipe", *FP8_KEYS, *WIDE_KEYS, "fp4_recipe"
+        ),
     }
     notes = (*_notes(reading, plugin), *_idle_notes(reading, plugin, dtype))
     return reading.resolved(decisions, _settings(reading, plugin), notes)
@@ -309,8 +327,10 @@ def _fill_recipe(reading: Reading, plugin: MegatronMixedPrecision) -> MegatronMi
         return plugin
     set_fields = {name: getattr(plugin, name) for name in plugin.model_fields_set}
     recipe_fields = dict(RECIPES[plugin.recipe])
-    if set_fields.get("fp8_params") is not None:  # the older name of the same field
-        recipe_fields.pop("fp8_param_gather", None)
+    # other names of the same fields
+    for name, other in (("fp8_params", "fp8_param_gather"), ("fp4_param", "fp4_param_gather")):
+        if set_fields.get(name) is not None:
+            recipe_fields.pop(other, None)
     return MegatronMixedPrecision(**{**recipe_fields, **set_fields})
 
 
@@ -338,7 +358,8 @@ def _refuse_contradictions(
 
 
 def _refuse_fp8_contradictions(reading: Reading, plugin: MegatronMixedPrecision) -> None:
-    """Record a problem for each field of FP8 or FP4 that contradicts another one, and for FP4."""
+    """Record a problem for each field of FP8 or FP4 that contradicts another one, or that there is
+    not here."""
     names_differ = plugin.fp8_params != plugin.fp8_param_gather
     if names_differ and None not in (plugin.fp8_params, plugin.fp8_param_gather):
         reading.refuse(
@@ -347,15 +368,33 @@ def _refuse_fp8_contradictions(reading: Reading, plugin: MegatronMixedPrecision)
             "fp8_param_gather, its newer name, has the opposite value",
         )
     if plugin.fp4 is not None:
-        no_fp4 = 'there is no FP4 in this table; use fp8, or kind = "nvfp4" in [fp8] instead of it'
-        also = ", and fp8 is given too: at most one of them" if plugin.fp8 else ""
-        reading.refuse("fp4", plugin.fp4, f"{no_fp4}{also}")
+        _refuse_other_fp4(reading, plugin)
     if plugin.fp8 and plugin.fp8_recipe == "delayed" and plugin.first_last_layers_bf16:
         reading.refuse(
             "first_last_layers_bf16",
             True,
             'not with fp8_recipe = "delayed"; use "tensorwise" or another',
         )
+
+
+def _refuse_other_fp4(reading: Reading, plugin: MegatronMixedPrecision) -> None:
+    """Record a problem for each field of FP4 that is not of the recipe that there is here."""
+    if plugin.fp8:
+        reading.refuse("fp4", plugin.fp4, "fp8 is given too: at most one of them")
+    if plugin.fp4 != FP4_FORMAT:
+        reading.refuse("fp4", plugin.fp4, f'the one format of FP4 is "{FP4_FORMAT}"')
+    if plugin.fp4_recipe != NVFP4:
+        reading.refuse("fp4_recipe", plugin.fp4_recipe, f'the one recipe here is "{NVFP4}"')
+    for key in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
+        if getattr(plugin, key):
+            reading.refuse(key, True, "not beside fp4: attention is in the compute dtype here")
+    if plugin.fp4_param or plugin.fp4_param_gather:
+        key = "fp4_param" if plugin.fp4_param else "fp4_param_gather"
+        why = "weights are not kept in FP4 here, but cast for each product"
+        if f"{PREFIX}.{key}" in reading.set_keys:
+            reading.refuse(key, True, f"{why}; use false")
+        else:
+            reading.refuse("recipe", plugin.recipe, f"{why}: set {key} = false beside it")
 
 
 def _refuse_state_contradictions(reading: Reading, plugin: MegatronMixedPrecision) -> None:
@@ -411,9 +450,16 @@ def _scaling(reading: Reading, plugin: MegatronMixedPrecision, dtype: torch.dtyp
 
 
 def _fp8(plugin: MegatronMixedPrecision) -> FP8Recipe | None:
+    """Return the recipe of FP8 or of NVFP4; None without either."""
+    has_bf16_layers = plugin.first_last_layers_bf16  # else the counts have no effect
+    first_layers = plugin.num_layers_at_start_in_bf16 if has_bf16_layers else 0
+    last_layers = plugin.num_layers_at_end_in_bf16 if has_bf16_layers else 0
+    if plugin.fp4 is not None:
+        return FP8Recipe(
+            kind=NVFP4, reduce_over="stage", first_layers=first_layers, last_layers=last_layers
+        )
     if plugin.fp8 is None:
         return None
-    has_bf16_layers = plugin.first_last_layers_bf16  # else the counts have no effect
     return FP8Recipe(
         kind=KINDS[plugin.fp8_recipe],
         format=plugin.fp8,
@@ -429,8 +475,8 @@ def _fp8(plugin: MegatronMixedPrecision) -> FP8Recipe | None:
         weight_gradients=plugin.fp8_wgrad,
         dot_product_attention=plugin.fp8_dot_product_attention,
         multi_head_attention=plugin.fp8_multi_head_attention,
-        first_layers=plugin.num_layers_at_start_in_bf16 if has_bf16_layers else 0,
-        last_layers=plugin.num_layers_at_end_in_bf16 if has_bf16_layers else 0,
+        first_layers=first_layers,
+        last_layers=last_layers,
     )
 
 
@@ -438,7 +484,8 @@ def _notes(reading: Reading, plugin: MegatronMixedPrecision) -> tuple[str, ...]:
     """Return notes on FP8, and on keys that have another effect here than in NeMo."""
     notes: list[str] = []
     if plugin.fp8 is None:
-        idle = [key for key in FP8_KEYS if _is_changed(reading, plugin, key)]
+        keys = FP8_KEYS if plugin.fp4 else (*FP8_KEYS, *WIDE_KEYS)
+        idle = [key for key in keys if _is_changed(reading, plugin, key)]
         if idle:
             notes.append(f"{', '.join(idle)} without fp8: they change nothing")
     if plugin.fp8 and plugin.fp8_margin and plugin.fp8_recipe != "delayed":
@@ -480,11 +527,12 @@ def _idle_notes(
         other_dtypes = [key for key in dtypes if getattr(plugin, key) not in (None, dtype)]
         why = "without autocast_enabled: parameters and products are in the precision's dtype"
         notes += reading.idle_note(plugin, other_dtypes, why)
-    if plugin.fp8 and not plugin.first_last_layers_bf16:
+    if (plugin.fp8 or plugin.fp4) and not plugin.first_last_layers_bf16:
         counts = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
         notes += reading.idle_note(plugin, counts, "without first_last_layers_bf16")
     if plugin.fp4 is None:
-        notes += reading.idle_note(plugin, ("fp4_recipe",), "without fp4")
+        keys = ("fp4_recipe", "fp4_param", "fp4_param_gather")
+        notes += reading.idle_note(plugin, keys, "without fp4")
     return notes
 
 
@@ -519,6 +567,14 @@ def _express_fp8(recipe: FP8Recipe | None) -> dict[str, Any]:
     """Return the nearest fields of FP8."""
     if recipe is None:
         return {}
+    if recipe.kind == NVFP4:
+        return {
+            "fp4": FP4_FORMAT,
+            "fp4_recipe": NVFP4,
+            "first_last_layers_bf16": bool(recipe.first_layers or recipe.last_layers),
+            "num_layers_at_start_in_bf16": recipe.first_layers,
+            "num_layers_at_end_in_bf16": recipe.last_layers,
+        }
     names = {kind: name for name, kind in KINDS.items()}
     fields: dict[str, Any] = {
         "fp8": recipe.format,

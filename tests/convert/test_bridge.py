@@ -181,7 +181,6 @@ def _other(name: str) -> dict[str, Any]:
         (changed(activation_func=_other("my.squares")), {}, "bridge_activation"),
         (changed(low_freq_factor=2.0), {}, "bridge_rope"),
         (changed(qk_l2_norm=True), {}, "megatron_argument_only"),
-        (changed(linear_attention_freq=4), {}, "megatron_argument_only"),
         (changed(vocab_size=None), {}, "bridge_vocab"),
         (None, {}, "bridge_no_model"),
     ],

@@ -101,13 +101,7 @@ def build_chunks(
     virtual: stages on each rank. options: more of Megatron's configuration. changes: of ours.
     """
     several = virtual if virtual > 1 else None
-    torch._dynamo.config.disable = (
-        True  # theirs as it is written: compiling its small functions takes longer
-    )
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]  # it asks without looking
-    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
-    core("tensor_parallel.random").CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
+    on_the_cpu()
     core("parallel_state").initialize_model_parallel(
         tp, pp, several, expert_model_parallel_size=ep, expert_tensor_parallel_size=expert_tp
     )
@@ -162,6 +156,17 @@ def build_chunks(
     for layer in {id(layer): layer for layer in layers}.values():
         respecify(layer)
     return [_chunk(a, config, layers, v if several else None) for v in range(virtual)]
+
+
+def on_the_cpu() -> None:
+    """Megatron-core asks for a GPU without looking."""
+    torch._dynamo.config.disable = (
+        True  # theirs as it is written: compiling its small functions takes longer
+    )
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    core("tensor_parallel.random").CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
 
 
 # What GPTModel looks for in its configuration, and Megatron-LM's args of it.
@@ -328,6 +333,11 @@ def save(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int, dtype: tor
     pretend_there_is_a_gpu()
     model = build(kind, tp, pp, dtype)
     args = args_of(from_hugging_face(CONFIGS[kind]), PADDED[tp], tp, pp, False, dtype)
+    save_trained(model, args, folder / "iter_0000002" / place(mesh, pp), dtype)
+
+
+def save_trained(model: Any, args: dict[str, Any], file: Path, dtype: torch.dtype) -> None:
+    """Takes two steps of Megatron's own optimizer and saves this rank's file."""
     if dtype == torch.bfloat16:
         wrapped = core("transformer.module").Float16Module(model.config, model)
     else:
@@ -351,7 +361,6 @@ def save(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int, dtype: tor
         "model": model.state_dict_for_save_checkpoint(),
         "optimizer": optimizer.state_dict(),
     }
-    file = folder / "iter_0000002" / place(mesh, pp)
     file.parent.mkdir(parents=True)
     torch.save(content, file)
     dist.barrier()
@@ -393,9 +402,15 @@ def test_what_megatrons_own_modules_and_optimizer_save_is_read_with_its_state(
     """Rotary rows and vocabulary pieces are distinct per rank, so a wrong order cannot come back
     the same."""
     run_ranks(save, {"tp": 2}, kind=kind, folder=tmp_path / "megatron", tp=2, pp=1, dtype=dtype)
+    same_on_the_way_back(tmp_path, dtype, "--layers", "local")
+
+
+def same_on_the_way_back(tmp_path: Path, dtype: torch.dtype, *options: str) -> None:
+    """Converts what two ranks saved and back: the same tensors in the same order, with their
+    state."""
     (tmp_path / "megatron/latest_checkpointed_iteration.txt").write_text("2")
     run(tmp_path / "megatron", tmp_path / "ours")
-    run(tmp_path / "ours", tmp_path / "back", "--to", "megatron", "--tp", 2, "--layers", "local", "--dtype",
+    run(tmp_path / "ours", tmp_path / "back", "--to", "megatron", "--tp", 2, *options, "--dtype",
         "bf16" if dtype == torch.bfloat16 else "fp32")  # fmt: skip
     for rank in range(2):
         theirs, ours = (_content(tmp_path / folder, rank) for folder in ("megatron", "back"))

@@ -26,6 +26,8 @@ FORMS = {
     "window_size",
     "window_attn_skip_freq",
     "moe_layer_freq",
+    "linear_attention_freq",
+    "spec",
 }
 ODD: dict[str, list[Any]] = {
     SWITCH: ["False", "no", 2, [True]],

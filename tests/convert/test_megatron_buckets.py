@@ -108,6 +108,11 @@ def save(mesh: DeviceMesh, case: Case, folder: Path) -> list[Told]:
         case.kind, case.tp, case.pp, torch.bfloat16, case.ep, case.parts_of_experts,
         lambda spec: specify(case.way, spec), case.virtual, configured(case), **case.changes,
     )  # fmt: skip
+    return save_chunks(case, chunks, folder)
+
+
+def save_chunks(case: Case, chunks: list[Any], folder: Path) -> list[Told]:
+    """As `save`, of chunks that are made."""
     optimizer = optimizer_of(chunks, zero=True, bucket=case.bucket)
     for step in range(STEPS):
         for name, p in named(case, chunks):

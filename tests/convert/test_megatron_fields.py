@@ -133,7 +133,7 @@ OTHERS: dict[str, list[Any]] = {
     "softmax_scale": [0.2, 8**-0.5],
     "softmax_type": ["off-by-one", "learnable"],
     "layernorm_epsilon": [1e-2],
-    "activation_func": ["gelu", "silu", "relu"],
+    "activation_func": ["gelu", "silu", "relu", "squared_relu"],
     "window_size": [(4, 0), (4, 1), (-1, 0)],
     "window_attn_skip_freq": [2, [1, 0, 1, 0]],
     "normalization": ["LayerNorm", "RMSNorm"],
@@ -210,6 +210,7 @@ PAIRS: list[dict[str, Any]] = [
     {"activation_func": "quick_gelu", "gated_linear_unit": True},
     {"activation_func_clamp_value": 0.5, "glu_linear_offset": 0.0},
     {"glu_linear_offset": 0.5},
+    {"activation_func": "squared_relu", "gated_linear_unit": False},
 ]
 
 
@@ -366,6 +367,7 @@ def judge(kind: str, change: dict[str, Any]) -> str:
 
 def theirs(config: dict[str, Any], model: dict[str, Any], beside: dict[str, Any]) -> Any:
     functions = {name: getattr(torch.nn.functional, name) for name in ("gelu", "silu", "relu")}
+    functions["squared_relu"] = core("activations").squared_relu
     functions["quick_gelu"] = core("fusions.fused_bias_geglu").quick_gelu
     kwargs = {**config, "activation_func": functions[config.get("activation_func", "gelu")]}
     kind = "MLATransformerConfig" if config.get("multi_latent_attention") else "TransformerConfig"

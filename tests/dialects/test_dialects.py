@@ -200,7 +200,20 @@ def test_nemos_other_fp8_recipes(name: str, kind: str, wide_layers: int, kept_in
 
 
 O2 = {"mode": "APEX", "opt_level": "O2"}
+
+
+@pytest.mark.parametrize(
+    ("name", "last_layers"),
+    [("bf16_with_nvfp4_mixed", 0), ("nemotron_3_super_bf16_with_nvfp4_mixed", 14)],
+)
+def test_megatron_bridges_nvfp4_recipes_but_for_weights_in_fp4(name: str, last_layers: int) -> None:
+    """megatron/bridge/training/mixed_precision.py."""
+    recipe = resolve("nemo", {"recipe": name, "fp4_param_gather": False}).plan.fp8
+    assert recipe == FP8Recipe("nvfp4", reduce_over="stage", last_layers=last_layers)
+
+
 FP8 = {"precision": "bf16", "fp8": "hybrid"}
+FP4 = {"precision": "bf16", "fp4": "e2m1"}
 
 
 @pytest.mark.parametrize(
@@ -465,7 +478,16 @@ def test_every_field_has_an_origin(system: str) -> None:
         (
             "nemo",
             {"precision": "bf16", "fp8": "hybrid", "fp4": "e2m1"},
-            [".*fp4 = .*no FP4.*fp8 is given too: at most .*"],
+            [".*fp4 = .*fp8 is given too: at most .*"],
+        ),
+        ("nemo", {"precision": "bf16", "fp4": "e3m0"}, ['.*fp4 = "e3m0": .*"e2m1".*']),
+        ("nemo", {**FP4, "fp4_recipe": "custom"}, ['.*fp4_recipe = "custom": .*"nvfp4".*']),
+        ("nemo", {**FP4, "fp4_param_gather": True}, [".*fp4_param_gather = true: .*use false.*"]),
+        ("nemo", {**FP4, "fp8_dot_product_attention": True}, [".*dot_product.*beside fp4.*"]),
+        (
+            "nemo",
+            {"recipe": "bf16_with_nvfp4_mixed"},
+            ['.*recipe = "bf16_with_nvfp4_mixed": .*set fp4_param_gather = false.*'],
         ),
         (
             "nemo",

@@ -597,6 +597,21 @@ CASES: list[Case] = [
         "nemo",
         nemo.MegatronMixedPrecision,
         "",
+        BF16_MIXED,
+        ("fp4", "e2m1", {"fp8": FP8Recipe(kind="nvfp4", reduce_over="stage")}),
+    ),
+    *rows(
+        "nemo",
+        nemo.MegatronMixedPrecision,
+        "",
+        {**BF16_MIXED, "fp4": "e2m1", "num_layers_at_end_in_bf16": 3},
+        ("first_last_layers_bf16", True, {"fp8.last_layers": 3}),
+        ("fp8_margin", 2, {"notes": 2}),
+    ),
+    *rows(
+        "nemo",
+        nemo.MegatronMixedPrecision,
+        "",
         FIRST,
         ("num_layers_at_start_in_bf16", 1, {"fp8.first_layers": 1}),
         ("num_layers_at_end_in_bf16", 1, {"fp8.last_layers": 1}),
@@ -739,8 +754,9 @@ def test_a_key_changes_what_it_decides_and_nothing_else(
 TABLES = {"kind", "environment", "plugin", "v1", "mp_policy", "fp8_autocast"}
 TABLES |= {"mode", "optimizer_config", "grad_scaler", "hybrid_zero_optimizer", "parallel", "fp16"}
 REFUSED = {
-    "fp4",
     "fp4_recipe",
+    "fp4_param",
+    "fp4_param_gather",
     "main_params_dtype",
     "XLA_USE_BF16",
     "norm_head",

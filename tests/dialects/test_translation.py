@@ -189,13 +189,18 @@ NEMO_FIELDS = {
     "fp8_wgrad": st.booleans(),
     "fp8_dot_product_attention": st.booleans(),
     "fp8_params": st.booleans(),
+    "first_last_layers_bf16": st.booleans(),
     "num_layers_at_end_in_bf16": st.integers(0, 2),
+    "fp4_param_gather": st.just(False),
     "fp16_loss_scale": SCALES,
     "fp16_initial_loss_scale": SCALES,
     "fp16_hysteresis": st.integers(1, 4),
 }
-NEMO = some({"precision": st.sampled_from(sorted(nemo.PRECISION_DTYPES))}, **NEMO_FIELDS) | some(
-    {"recipe": st.sampled_from(sorted(nemo.RECIPES))}, **NEMO_FIELDS
+FP4 = some({"precision": st.just("bf16"), "fp4": st.just("e2m1")}, **NEMO_FIELDS)
+NEMO = (
+    FP4
+    | some({"precision": st.sampled_from(sorted(nemo.PRECISION_DTYPES))}, **NEMO_FIELDS)
+    | some({"recipe": st.sampled_from(sorted(nemo.RECIPES))}, **NEMO_FIELDS)
 )
 CONFIGS = {"nxd": NXD, "smp": SMP, "colossalai": COLOSSALAI, "internevo": INTERNEVO, "nemo": NEMO}
 

@@ -215,6 +215,10 @@ _LATENT = "--multi-latent-attention --qk-layernorm --normalization RMSNorm --pos
 _LATENT += " --disable-bias-linear --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-dim 16"
 _ROUTED = "--num-experts 8 --moe-ffn-hidden-size 48 --moe-router-topk 4 --moe-router-score-function sigmoid"
 _ROUTED += " --moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.5 --moe-router-bias-update-rate 0.002"
+HYBRID = "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec --squared-relu"
+HYBRID += " --position-embedding-type none --disable-bias-linear --normalization RMSNorm"
+DELTA = "--experimental-attention-variant gated_delta_net --linear-key-head-dim 8 --linear-value-head-dim 16"
+DELTA += " --linear-num-key-heads 2 --linear-num-value-heads 4 --normalization RMSNorm --swiglu"
 CHANGES = (
     "", "--swiglu", "--normalization RMSNorm", "--disable-bias-linear", "--disable-bias-linear --add-qkv-bias",
     "--position-embedding-type rope --rotary-percent 0.5", "--use-rotary-position-embeddings --rotary-base 5000",
@@ -233,6 +237,10 @@ CHANGES = (
     "--num-experts 4 --quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0 --softmax-type learnable "
     "--no-bias-gelu-fusion --position-embedding-type yarn --rotary-scaling-factor 32 --yarn-beta-fast 16 "
     "--yarn-original-max-position-embeddings 64 --no-yarn-correction-range-round-to-int",
+    "--position-embedding-type none", "--squared-relu",
+    f"{HYBRID} --hybrid-override-pattern M-*M --mamba-num-groups 2 --mamba-head-dim 16",
+    f"{HYBRID} --hybrid-attention-ratio 0.25 --hybrid-mlp-ratio 0.25 --is-hybrid-model --mamba-num-heads 16",
+    f"{DELTA} --linear-attention-freq 4", f"{DELTA} --linear-attention-freq [1]*3+[0] --attention-output-gate",
 )  # fmt: skip
 
 
@@ -245,6 +253,24 @@ def test_the_model_is_the_one_that_a_checkpoint_of_the_same_arguments_has(
     read_words(split_words(line, {}).words, arguments)
     assert not arguments.draft.problems
     assert run_of(tmp_path, line).model == model_of_args(completed(arguments), None)
+
+
+def test_a_hybrid_models_pattern_says_its_layers_and_where_stages_end(tmp_path: Path) -> None:
+    line = f"{BASE.replace('--num-layers 4 ', '')} {HYBRID} --mamba-num-groups 2"
+    run = run_of(
+        tmp_path,
+        f"{line} --hybrid-layer-pattern 'M|-*|M-|M' --pipeline-model-parallel-size 2",
+    )
+    assert (run.model.hybrid_pattern, run.model.layers) == ("M-*M-M", 6)
+    assert (run.parallel.cuts, run.parallel.chunks) == ((1, 2, 2, 1), 2)
+    assert run.parallel.schedule == "interleaved"
+    assert run_of(tmp_path, f"{line} --hybrid-layer-pattern M-*M").parallel.pipeline == 1
+
+
+def test_sizes_of_what_no_layer_has_are_said_to_change_nothing() -> None:
+    made = import_run([f"{BASE} --mamba-state-dim 64 --linear-key-head-dim 8"], {}, {}, None)
+    assert any("--mamba-state-dim 64: no layer has a Mamba-2 mixer" in n for n in made.notes)
+    assert any("--linear-key-head-dim 8: no layer has a gated" in n for n in made.notes)
 
 
 def test_the_feed_forward_of_swiglu_has_megatrons_width(tmp_path: Path) -> None:
@@ -341,6 +367,12 @@ def test_where_megatrons_default_differs_from_ours_the_run_file_states_it(tmp_pa
         ("--bf16 --fp32-residual-connection", "precision.residual", "fp32"),
         ("--bf16 --fp8-format e4m3 --fp8-recipe tensorwise", "fp8.kind", "current"),
         ("--bf16 --fp8-format hybrid --no-fp8-wgrad", "fp8.weight_gradients", False),
+        ("--bf16 --fp4-format e2m1", "fp8.kind", "nvfp4"),
+        (
+            "--bf16 --fp4-format e2m1 --first-last-layers-bf16 --num-layers-at-end-in-bf16 2",
+            "fp8.last_layers",
+            2,
+        ),
         ("--optimizer sgd --sgd-momentum 0.5", "optimizer.options", {"momentum": 0.5}),
         ("--clip-grad 0", "optimizer.clip", 0.0),
         ("--recompute-activations", "parallel.recompute_modules", ("attention",)),
@@ -439,6 +471,14 @@ def test_a_run_that_is_shorter_than_megatrons_period_of_evaluation_is_told_of_no
         (
             "--lr-warmup-fraction 0.033",
             "--lr-warmup-fraction 0.033: are 3.3 of 100, no whole number: give lr.warmup=N",
+        ),
+        ("--bf16 --fp4-format e2m1 --fp8-format e4m3", "--fp4-format = .*fp8 is given too"),
+        ("--bf16 --fp4-format e2m1 --fp4-recipe custom", "--fp4-recipe = .*the one recipe"),
+        ("--fp4-param-gather", "--fp4-param-gather: there is no such quantization here"),
+        ("--spec my.layers layer_spec", "--spec = my.layers layer_spec cannot be converted"),
+        (
+            "--pipeline-model-parallel-size 2 --hybrid-layer-pattern M-|*|M",
+            "has 3 stages of .2, 1, 1. layers, but there are 2 ranks of them",
         ),
         ("--expert-model-parallel-size 0", "the value must be a whole number from 1 on"),
         ("--moe-layer-freq __import__('os')", "--moe-layer-freq"),

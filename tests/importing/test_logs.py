@@ -106,7 +106,7 @@ def test_what_changes_numbers_is_refused_in_a_log_too(tmp_path: Path) -> None:
     for name, value, said in (
         ("phase_transition_iterations", "[10]", "the data of a run has one order"),
         ("perform_initialization", False, "initial weights are normal"),
-        ("squared_relu", True, "it makes another model"),
+        ("qk_l2_norm", True, "it makes another model"),
         ("end_weight_decay", 0.5, "weight decay is constant"),
     ):
         log.write_text(log_of(args | {name: value}))

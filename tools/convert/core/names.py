@@ -12,6 +12,7 @@ from tools.convert.core.transforms import (
     EXPERTS_TRANSPOSED,
     GATED_QUERY,
     GROUPED,
+    GROUPED_GATED,
     GROUPED_INTERLEAVED,
     LATENT_DOWN,
     LATENT_DOWN_HALVES,
@@ -25,6 +26,7 @@ from tools.convert.core.transforms import (
     PACKED_TRANSPOSED,
     SAME,
     STACKED,
+    STACKED_DELTA_NET,
     TRANSPOSED,
     Transform,
 )
@@ -34,6 +36,12 @@ _ATTENTION = "layers.N.attention"
 _MLP = "layers.N.mlp"
 _DELTA_NET = "layers.N.delta_net"
 _MAMBA = "layers.N.mamba"
+# What passes the convolution of a Mamba-2 mixer, in the order of Mamba's letters x, B and C.
+_CONVOLVED = ("value", "key", "query")
+_MAMBA_PROJECTED = tuple(f"{_MAMBA}.{part}.weight" for part in ("gate", *_CONVOLVED, "step"))
+_MAMBA_KERNELS = tuple(f"{_MAMBA}.{part}_convolution.weight" for part in _CONVOLVED)
+_MAMBA_KERNEL_BIASES = tuple(f"{_MAMBA}.{part}_convolution.bias" for part in _CONVOLVED)
+_DELTA_KERNELS = tuple(f"{_DELTA_NET}.{part}_convolution.weight" for part in QKV)
 CORRECTION = f"{_MLP}.router.correction"
 
 
@@ -143,14 +151,13 @@ def _gated_attention_or_delta_net() -> list[NameRule]:
     for suffix in ("weight", "bias"):
         query_and_gate = (f"{_ATTENTION}.query.{suffix}", f"{_ATTENTION}.gate.{suffix}")
         rules.append(NameRule(f"{attention}.q_proj.{suffix}", query_and_gate, GATED_QUERY))
-    convolutions = tuple(f"{_DELTA_NET}.{part}_convolution.weight" for part in QKV)
     projected = tuple(f"{_DELTA_NET}.{part}.weight" for part in (*QKV, "gate"))
     gates = (f"{_DELTA_NET}.strength.weight", f"{_DELTA_NET}.decay.weight")
     return [
         *rules,
         NameRule(f"{delta_net}.dt_bias", (f"{_DELTA_NET}.decay.bias",)),
         NameRule(f"{delta_net}.A_log", (f"{_DELTA_NET}.decay.log_rate",)),
-        NameRule(f"{delta_net}.conv1d.weight", convolutions, CONVOLUTIONS),
+        NameRule(f"{delta_net}.conv1d.weight", _DELTA_KERNELS, CONVOLUTIONS),
         NameRule(f"{delta_net}.in_proj_qkvz.weight", projected, DELTA_NET),
         NameRule(f"{delta_net}.in_proj_ba.weight", gates, DELTA_GATES),
         NameRule(f"{delta_net}.norm.weight", (f"{_DELTA_NET}.output_norm.weight",)),
@@ -168,10 +175,6 @@ def _nemotron_h() -> list[NameRule]:
         rules += _weight_and_bias(f"{mixer}.{part[0]}_proj", f"{_ATTENTION}.{part}")
     for part in ("up", "down"):
         rules += _weight_and_bias(f"{mixer}.{part}_proj", f"{_MLP}.{part}")
-    convolved = ("value", "key", "query")
-    projected = tuple(f"{_MAMBA}.{part}.weight" for part in ("gate", *convolved, "step"))
-    kernels = tuple(f"{_MAMBA}.{part}_convolution.weight" for part in convolved)
-    biases = tuple(f"{_MAMBA}.{part}_convolution.bias" for part in convolved)
     return [
         NameRule("backbone.embeddings.weight", ("embedding.weight",)),
         NameRule(f"{layer}.norm.weight", ("layers.N.attention_norm.weight",)),
@@ -180,9 +183,9 @@ def _nemotron_h() -> list[NameRule]:
         NameRule(f"{mixer}.A_log", (f"{_MAMBA}.log_rate",)),
         NameRule(f"{mixer}.D", (f"{_MAMBA}.skip",)),
         NameRule(f"{mixer}.dt_bias", (f"{_MAMBA}.step.bias",)),
-        NameRule(f"{mixer}.conv1d.weight", kernels, MAMBA_CONVOLUTIONS),
-        NameRule(f"{mixer}.conv1d.bias", biases, MAMBA_CONVOLUTION_BIASES),
-        NameRule(f"{mixer}.in_proj.weight", projected, MAMBA),
+        NameRule(f"{mixer}.conv1d.weight", _MAMBA_KERNELS, MAMBA_CONVOLUTIONS),
+        NameRule(f"{mixer}.conv1d.bias", _MAMBA_KERNEL_BIASES, MAMBA_CONVOLUTION_BIASES),
+        NameRule(f"{mixer}.in_proj.weight", _MAMBA_PROJECTED, MAMBA),
         NameRule(f"{mixer}.norm.weight", (f"{_MAMBA}.output_norm.weight",)),
         NameRule(f"{mixer}.out_proj.weight", (f"{_MAMBA}.output.weight",)),
         NameRule("backbone.norm_f.weight", ("final_norm.weight",)),
@@ -343,7 +346,8 @@ def megatron(
     fused_before_experts: bool = False,
     down: Cut = "whole",
 ) -> list[NameRule]:
-    """Return the rules of Megatron-core's GPTModel, in the order of its parameters.
+    """Return the rules of Megatron-core's GPTModel, or of its MambaModel if layers have one branch,
+    in the order of its parameters.
 
     fused_norms: norms belong to the linear layer after them, as Transformer Engine has it; else
         they stand alone, as the norm before experts always does but in distributed checkpoints
@@ -355,6 +359,8 @@ def megatron(
     layer = "decoder.layers.N"
     layer_rules = [
         *_megatron_attention(layer, fused_norms, interleaved, model, down),
+        *_megatron_mamba(f"{layer}.mixer", model),
+        *_megatron_delta_net(f"{layer}.self_attention", model),
         *_megatron_mlp_norms(layer, fused_norms, fused_norms and fused_before_experts),
         *_megatron_mlp(f"{layer}.mlp", _MLP, model.gated),
         *_weight_and_bias(f"{layer}.mlp.router", f"{_MLP}.router"),
@@ -364,11 +370,12 @@ def megatron(
         *_megatron_mlp(f"{layer}.mlp.shared_experts", f"{_MLP}.shared", model.gated),
     ]
     module = "mtp.layers.K"
+    final_norm = "decoder.final_norm" if model.hybrid_pattern else "decoder.final_layernorm"
     return [
         NameRule("embedding.word_embeddings.weight", ("embedding.weight",), SAME, "vocabulary"),
         NameRule("embedding.position_embeddings.weight", ("positions.weight",)),
         *layer_rules,
-        *_weight_and_bias("decoder.final_layernorm", "final_norm"),
+        *_weight_and_bias(final_norm, "final_norm"),
         *_weight_and_bias(f"{module}.enorm", "mtp.K.embedding_norm"),
         *_weight_and_bias(f"{module}.hnorm", "mtp.K.hidden_norm"),
         NameRule(f"{module}.eh_proj.weight", ("mtp.K.projection.weight",), SAME, "rows"),
@@ -386,9 +393,9 @@ def _megatron_attention(
     attention = f"{layer}.self_attention"
     fused = fused_norms and not model.latent  # before several layers a norm stands alone
     if fused:
-        norm = _norm(f"{attention}.linear_qkv.layer_norm_", "attention_norm")
+        norm = _norm(f"{attention}.linear_qkv.layer_norm_", "attention_norm", "attention")
     else:
-        norm = _norm(f"{layer}.input_layernorm.", "attention_norm")
+        norm = _norm(f"{layer}.input_layernorm.", "attention_norm", "attention")
     output = [
         NameRule(
             f"{attention}.core_attention.softmax_offset",
@@ -404,7 +411,7 @@ def _megatron_attention(
     if model.latent:
         projections = _megatron_latents(attention, fused_norms, down)
     else:
-        projections = _megatron_qkv(attention, interleaved)
+        projections = _megatron_qkv(attention, interleaved, model.attention_gate)
     # `Attention` registers its output before `SelfAttention` does the projections, with which a
     # fused norm comes (megatron/core/transformer/attention.py).
     if fused:
@@ -424,11 +431,60 @@ def _megatron_mlp_norms(layer: str, fused: bool, fused_before_experts: bool) -> 
     return rules
 
 
-def _megatron_qkv(attention: str, interleaved: bool) -> list[NameRule]:
-    how = GROUPED_INTERLEAVED if interleaved else GROUPED
+def _megatron_mamba(mixer: str, model: ModelConfig) -> list[NameRule]:
+    """Return the rules of a Mamba-2 mixer, whose own parameters come before those of its modules.
+    Ranks cut each of the tensors that are stacked in one (megatron/core/ssm/mamba_mixer.py)."""
+    sizes = model.mamba
+    convolved = (sizes.width, sizes.key_width, sizes.key_width)
+    projected = (sizes.width, *convolved, sizes.heads)
+    kernels = NameRule(f"{mixer}.conv1d.weight", _MAMBA_KERNELS, MAMBA_CONVOLUTIONS, convolved)
+    kernel_biases = NameRule(
+        f"{mixer}.conv1d.bias", _MAMBA_KERNEL_BIASES, MAMBA_CONVOLUTION_BIASES, convolved
+    )
     return [
-        NameRule(f"{attention}.linear_qkv.weight", _qkv("weight"), how, "rows"),
-        NameRule(f"{attention}.linear_qkv.bias", _qkv("bias"), how, "rows"),
+        NameRule(f"{mixer}.dt_bias", (f"{_MAMBA}.step.bias",), SAME, "rows"),
+        NameRule(f"{mixer}.A_log", (f"{_MAMBA}.log_rate",), SAME, "rows"),
+        NameRule(f"{mixer}.D", (f"{_MAMBA}.skip",), SAME, "rows"),
+        *_norm(f"{mixer}.in_proj.layer_norm_", "attention_norm", "mamba"),
+        NameRule(f"{mixer}.in_proj.weight", _MAMBA_PROJECTED, MAMBA, projected),
+        kernels,
+        kernel_biases,
+        NameRule(f"{mixer}.norm.weight", (f"{_MAMBA}.output_norm.weight",), SAME, "rows"),
+        NameRule(f"{mixer}.out_proj.weight", (f"{_MAMBA}.output.weight",), SAME, "columns"),
+    ]
+
+
+def _megatron_delta_net(net: str, model: ModelConfig) -> list[NameRule]:
+    """Return the rules of a gated delta net, as `_megatron_mamba` does
+    (megatron/core/ssm/gated_delta_net.py)."""
+    sizes = model.delta_net
+    convolved = (sizes.key_width, sizes.key_width, sizes.value_width)
+    projected = (*convolved, sizes.value_width, sizes.value_heads, sizes.value_heads)
+    parts = (*QKV, "gate", "strength", "decay")
+    weights = tuple(f"{_DELTA_NET}.{part}.weight" for part in parts)
+    return [
+        NameRule(f"{net}.dt_bias", (f"{_DELTA_NET}.decay.bias",), SAME, "rows"),
+        NameRule(f"{net}.A_log", (f"{_DELTA_NET}.decay.log_rate",), SAME, "rows"),
+        *_norm(f"{net}.in_proj.layer_norm_", "attention_norm", "delta_net"),
+        NameRule(f"{net}.in_proj.weight", weights, STACKED_DELTA_NET, projected),
+        NameRule(f"{net}.conv1d.weight", _DELTA_KERNELS, CONVOLUTIONS, convolved),
+        NameRule(f"{net}.out_norm.weight", (f"{_DELTA_NET}.output_norm.weight",)),
+        NameRule(f"{net}.out_proj.weight", (f"{_DELTA_NET}.output.weight",), SAME, "columns"),
+    ]
+
+
+def _megatron_qkv(attention: str, interleaved: bool, gated: bool) -> list[NameRule]:
+    """Return the rules of queries, keys and values. gated: queries have gates beside them."""
+    how = GROUPED_INTERLEAVED if interleaved else GROUPED
+    weights = _qkv("weight")
+    biases = _qkv("bias")
+    if gated:
+        how = GROUPED_GATED
+        weights = (weights[0], f"{_ATTENTION}.gate.weight", *weights[1:])
+        biases = (biases[0], f"{_ATTENTION}.gate.bias", *biases[1:])
+    return [
+        NameRule(f"{attention}.linear_qkv.weight", weights, how, "rows"),
+        NameRule(f"{attention}.linear_qkv.bias", biases, how, "rows"),
         NameRule(f"{attention}.q_layernorm.weight", (f"{_ATTENTION}.query_norm.weight",)),
         NameRule(f"{attention}.k_layernorm.weight", (f"{_ATTENTION}.key_norm.weight",)),
     ]

@@ -16,8 +16,8 @@ from models.config import ModelConfig
 from models.logical_shapes import logical_shapes
 from tools.convert.core.transforms import SAME, HeadSizes, Transform
 
-Cut = Literal["whole", "rows", "columns", "halves", "thirds", "vocabulary"]
-Layers = Literal["all", "experts", "dense"]
+Cut = Literal["whole", "rows", "columns", "halves", "thirds", "vocabulary"] | tuple[int, ...]
+Layers = Literal["all", "experts", "dense", "attention", "mamba", "delta_net"]
 NamedShape = tuple[str, tuple[int, ...]]
 
 
@@ -31,9 +31,10 @@ class NameRule:
     logical names have it consists of the tensors of all experts, expert by expert.
 
     cut: how the system shards the tensor over tensor-parallel ranks: not at all, by rows, by
-        columns, by rows of each of its two halves or three thirds, or by rows after padding.
-        Hugging Face does not shard.
-    layers: those that have the tensor under this name: all, those with experts, or those without.
+        columns, by rows of each of its two halves or three thirds, by rows of each of its blocks,
+        of which a tuple has the rows, or by rows after padding. Hugging Face does not shard.
+    layers: those that have the tensor under this name: all, those with experts or without, or those
+        with one kind of mixer (`ModelConfig.mixer`).
     """
 
     foreign: str
@@ -148,12 +149,12 @@ def layers_of_modules(rules: Sequence[NameRule], layer: str, module: str) -> lis
 
 
 def _rules_for_layer(rules: Sequence[NameRule], layer_model: ModelConfig) -> list[NameRule]:
-    """Return the rules for a layer with experts, or for one without.
+    """Return the rules for a layer with its kind of feed-forward and of mixer.
 
     layer_model: the model as it would be if all layers were like this one.
     """
-    layers = "experts" if layer_model.experts else "dense"
-    return [rule for rule in rules if rule.layers in ("all", layers)]
+    kinds = ("all", "experts" if layer_model.experts else "dense", layer_model.mixer)
+    return [rule for rule in rules if rule.layers in kinds]
 
 
 def _replace_in_names(rule: NameRule, placeholder: str, number: str) -> NameRule:

@@ -19,8 +19,8 @@ from tools.convert.core.finite import same_values
 from tools.convert.core.rules import Cut, Match
 from tools.convert.core.tensors import Stored, torch_name
 
-# How many blocks a tensor consists of that are each cut over the ranks.
-BLOCKS: dict[Cut, int] = {"halves": 2, "thirds": 3}
+# How many equal blocks a tensor consists of that are each cut over the ranks.
+_EQUAL_BLOCKS: dict[Cut, int] = {"halves": 2, "thirds": 3}
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,19 @@ class Part(NamedTuple):
 
 PartOf = Callable[[str], Part]  # of a rank, by the name of a tensor
 RankTensors = tuple[PartOf, Mapping[str, Stored]]
+
+
+def rows_of_blocks(cut: Cut, rows: int) -> list[int]:
+    """Return the rows of each block of a tensor that is cut over the ranks, or of a rank's part,
+    which has the same share of every block.
+
+    rows: of the tensor or the part. They are fewer in sum if the blocks have no whole rows.
+    """
+    if isinstance(cut, tuple):
+        whole = sum(cut)
+        return [block * rows // whole for block in cut]
+    count = _EQUAL_BLOCKS.get(cut, 1)
+    return [rows // count] * count
 
 
 def count_ranks(ranks: Iterable[Iterable[int]]) -> Iterator[int]:
@@ -164,16 +177,15 @@ def join_parts(parts: Iterator[Tensor], cut: Cut, shape: Sequence[int]) -> Tenso
     first = next(parts)
     # Allocated once; torch.cat would need all parts at the same time.
     joined = first.new_empty(shape)
-    # [blocks, rows, ...], of which the second or, of columns, the third dimension is cut.
-    blocks = (BLOCKS.get(cut, 1), -1)
-    dim = 2 if cut == "columns" else 1
-    view = joined.unflatten(0, blocks)
-    start = 0
+    dim = 1 if cut == "columns" else 0
+    blocks = joined.split(rows_of_blocks(cut, len(joined)))
+    starts = [0] * len(blocks)
     for part in chain((first,), parts):
-        values = part.unflatten(0, blocks)
-        length = values.shape[dim]
-        view.narrow(dim, start, length).copy_(values)
-        start += length
+        in_blocks = part.split(rows_of_blocks(cut, len(part)))
+        for number, values in enumerate(in_blocks):
+            length = values.shape[dim]
+            blocks[number].narrow(dim, starts[number], length).copy_(values)
+            starts[number] += length
     return joined
 
 
@@ -183,13 +195,12 @@ def _joined_shape(cut: Cut, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...
     first = shapes[0]
     if len(first) <= dim:
         return None
-    blocks = BLOCKS.get(cut, 1)
     length = 0
     before = first[:dim]
     after = first[dim + 1 :]
     for shape in shapes:
         # All sizes but that of the cut dimension are the same, and blocks are cut evenly.
-        if len(shape) != len(first) or shape[0] % blocks:
+        if len(shape) != len(first) or sum(rows_of_blocks(cut, shape[0])) != shape[0]:
             return None
         if shape[:dim] != before or shape[dim + 1 :] != after:
             return None

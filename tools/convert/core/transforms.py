@@ -101,6 +101,14 @@ def _split_grouped(joined: Tensor, head_sizes: HeadSizes) -> Parts:
     return _split_per_head(joined, head_sizes.kv, rows)
 
 
+def _split_grouped_gated(joined: Tensor, head_sizes: HeadSizes) -> Parts:
+    # Of a group: all its queries, the gates of their outputs, and one head of keys and values each.
+    queries_of_group = head_sizes.query // head_sizes.kv
+    head_rows = head_sizes.dim
+    rows = [queries_of_group * head_rows] * 2 + [head_rows, head_rows]
+    return _split_per_head(joined, head_sizes.kv, rows)
+
+
 def _interleave(weight: Tensor, head_sizes: HeadSizes) -> Tensor:
     """Move the rotary partners (i, i + r/2) of each head next to each other (2i, 2i + 1)."""
     # The first halves of all pairs, then the second halves: [heads, 2, r/2, ...].
@@ -230,6 +238,13 @@ def _split_delta_gates(joined: Tensor, head_sizes: HeadSizes) -> Parts:
     return _split_per_head(joined, sizes.key_heads, [values, values])
 
 
+def _split_stacked_delta_net(joined: Tensor, head_sizes: HeadSizes) -> Parts:
+    sizes = head_sizes.delta
+    # Queries, keys, values and their gate, then two numbers of each head of values.
+    rows = [sizes.key_width] * 2 + [sizes.value_width] * 2 + [sizes.value_heads] * 2
+    return joined.split(rows)
+
+
 def _join_convolutions(parts: Parts, head_sizes: HeadSizes) -> Tensor:
     """Return the [features, kernel] of all parts as [all features, 1, kernel]."""
     return torch.cat(list(parts)).unsqueeze(1)
@@ -326,6 +341,7 @@ STACKED = Transform(
 PACKED = Transform(_join_stacked, _split_packed)
 PACKED_TRANSPOSED = _transposed(PACKED)
 GROUPED = Transform(_join_grouped, _split_grouped)
+GROUPED_GATED = Transform(_join_grouped, _split_grouped_gated)
 GROUPED_INTERLEAVED = Transform(_join_grouped_interleaved, _split_grouped_interleaved)
 # Queries or keys alone, whose rotary partners are neighbours in the other system.
 INTERLEAVED = Transform(
@@ -347,6 +363,7 @@ GATED_QUERY = Transform(_join_gated_query, _split_gated_query)
 # Of a gated delta net: what is projected, the numbers of each head, and the convolution.
 DELTA_NET = Transform(_join_by_key_head, _split_delta_net)
 DELTA_GATES = Transform(_join_by_key_head, _split_delta_gates)
+STACKED_DELTA_NET = Transform(_join_stacked, _split_stacked_delta_net)
 CONVOLUTIONS = Transform(_join_convolutions, _split_convolutions)
 # Of a Mamba-2 mixer: what is projected, and the convolution with its bias.
 MAMBA = Transform(_join_stacked, _split_mamba)

@@ -21,6 +21,14 @@ from tools.convert.megatron.feed_forwards import (
     experts_of,
     feed_forward_args,
 )
+from tools.convert.megatron.hybrid_layers import (
+    as_megatron_steps,
+    delta_args,
+    delta_of,
+    hybrid_args,
+    hybrid_of,
+    pattern_of,
+)
 from tools.convert.megatron.keys import (
     argument_or,
     canonical_names,
@@ -29,9 +37,9 @@ from tools.convert.megatron.keys import (
 )
 from tools.convert.megatron.kinds import require_kinds
 from tools.convert.megatron.rotary import (
-    is_learned,
     latent_args,
     latent_of,
+    positions_of,
     rotary_args,
     rotary_of,
     unsaid_by_arguments,
@@ -60,14 +68,15 @@ def model_of_args(arguments: Mapping[str, Any], vocab: int | None) -> ModelConfi
 
 def _fields_of(arguments: Mapping[str, Any], vocab: int | None) -> dict[str, Any]:
     """Return the fields of the model. arguments: by their canonical names."""
-    learned = is_learned(arguments)
+    positions = positions_of(arguments)
     # A checkpoint of another program may lack arguments: Megatron-LM's own defaults count then.
     bias = bool(argument_or(arguments, "add_bias_linear", True))
     experts = arguments.get("num_experts") or 0
     latent = bool(arguments.get("multi_latent_attention"))
     _refuse_combinations(arguments)
+    activation = activation_of(arguments, bias, experts)
     return {
-        "family": _family(arguments, learned, experts),
+        "family": _family(arguments, positions, experts),
         "layers": arguments["num_layers"],
         "hidden": arguments["hidden_size"],
         "ffn": _feed_forward_width(arguments, experts),
@@ -75,7 +84,8 @@ def _fields_of(arguments: Mapping[str, Any], vocab: int | None) -> dict[str, Any
         "max_positions": arguments["max_position_embeddings"],
         "norm": "rms" if arguments.get("normalization") == "RMSNorm" else "layer",
         "norm_eps": argument_or(arguments, "norm_epsilon", 1e-5),
-        "positions": "learned" if learned else "rope",
+        "norm_unit_offset": False,
+        "positions": positions,
         "bias": bias,
         "output_bias": bias,
         "mlp_bias": bias and not experts,
@@ -84,9 +94,11 @@ def _fields_of(arguments: Mapping[str, Any], vocab: int | None) -> dict[str, Any
         "dropout": argument_or(arguments, "hidden_dropout", 0.1),
         "attention_dropout": argument_or(arguments, "attention_dropout", 0.1),
         "init_std": argument_or(arguments, "init_method_std", 0.02),
-        **activation_of(arguments, bias, experts),
+        **activation,
         "heads": arguments["num_attention_heads"],
-        **(latent_of(arguments) if latent else _attention(arguments, learned, bias)),
+        **(latent_of(arguments) if latent else _attention(arguments, positions, bias)),
+        **hybrid_of(arguments),
+        **delta_of(arguments, activation["mlp"]),
         **_window(arguments),
         **_modules(arguments),
         **(experts_of(arguments, experts, bias) if experts else {"experts": 0, "router": PLAIN}),
@@ -108,7 +120,7 @@ def _is_tied(arguments: Mapping[str, Any]) -> bool:
     return not arguments.get("untie_embeddings_and_output_weights", False)
 
 
-def _attention(arguments: Mapping[str, Any], learned: bool, bias: bool) -> dict[str, Any]:
+def _attention(arguments: Mapping[str, Any], positions: str, bias: bool) -> dict[str, Any]:
     """Return the fields of attention without latents."""
     heads = arguments["num_attention_heads"]
     scale = arguments.get("softmax_scale")
@@ -120,13 +132,17 @@ def _attention(arguments: Mapping[str, Any], learned: bool, bias: bool) -> dict[
         "head_dim": head_dim,
         "qk_norm": bool(arguments.get("qk_layernorm")),
         "qkv_bias": bias or bool(arguments.get("add_qkv_bias")),
-        **rotary_of(arguments, learned),
+        **rotary_of(arguments, positions),
     }
 
 
-def _family(arguments: Mapping[str, Any], learned: bool, experts: int) -> str:
+def _family(arguments: Mapping[str, Any], positions: str, experts: int) -> str:
     """Return the family whose name is nearest; it decides nothing, for all that depends on it is
     given."""
+    if pattern_of(arguments):
+        return "nemotron_h"
+    if arguments.get("experimental_attention_variant"):
+        return "qwen3_next"
     # A sigmoid of each expert apart is DeepSeek-V3's, and GLM-4.5's without latents.
     sigmoid = experts and arguments.get("moe_router_score_function") == "sigmoid"
     if arguments.get("multi_latent_attention"):
@@ -135,7 +151,7 @@ def _family(arguments: Mapping[str, Any], learned: bool, experts: int) -> str:
         return "gpt_oss"
     if experts:
         return "glm4_moe" if sigmoid else "mixtral"
-    return "gpt2" if learned else "llama"
+    return "gpt2" if positions == "learned" else "llama"
 
 
 def _window(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,7 +184,7 @@ def _modules(arguments: Mapping[str, Any]) -> dict[str, Any]:
     the model's own."""
     if not (modules := arguments.get("mtp_num_layers")):
         return {}
-    if is_learned(arguments):
+    if positions_of(arguments) == "learned":
         raise UserError.of("convert.megatron_mtp_positions", modules=modules)
     if arguments.get("window_size") and arguments.get("window_attn_skip_freq"):
         raise UserError.of(
@@ -205,6 +221,8 @@ def omitted_fields(model: ModelConfig, args: Mapping[str, Any]) -> list[str]:
             omitted.append(f"{name} = {getattr(model, name)}")
     for field in unsaid_by_arguments(model):
         omitted.append(f"{field} (Megatron-LM has no argument for it)")
+    if model.mamba != as_megatron_steps(model).mamba:
+        omitted.append(f"mamba.least_step = {model.mamba.least_step} (Megatron has no limit)")
     return omitted
 
 
@@ -255,14 +273,17 @@ def args_of(
         **latent_args(model),
         **rotary_args(model),
         **feed_forward_args(model),
+        **hybrid_args(model),
+        **delta_args(model),
     }
     _require_all_said(model, args)
     return args
 
 
 def _require_all_said(model: ModelConfig, args: Mapping[str, Any]) -> None:
-    """Raise UserError unless args say all of a model that its logits depend on: they are read
-    back."""
+    """Raise UserError unless args say all of a model that its logits depend on, but for the
+    shortest time step: they are read back."""
+    model = as_megatron_steps(model)
     try:
         read_back = model_of_args(args, None)
     except UserError as error:

@@ -18,6 +18,7 @@ from typing import Any
 
 from megaprec.errors import Problem, UserError
 from tools.convert.core.yaml_files import read_yaml
+from tools.convert.megatron.feed_forwards import SQUARED_RELU
 from tools.convert.megatron.rotary import LLAMA3
 
 BRIDGE = "run_config.yaml"
@@ -39,6 +40,7 @@ _ACTIVATIONS = {
     "torch.nn.functional.silu": "silu",
     "torch.nn.functional.gelu": "gelu",
     "torch._C._nn.gelu": "gelu",
+    "megatron.core.activations.squared_relu": SQUARED_RELU,
 }
 # Of Llama 3.1 in older versions: the field -> what Megatron-core has in its code.
 _STRETCHED = {

@@ -9,6 +9,7 @@ that stacks them:
     decoder.layers.mlp.experts.experts.linear_fc1.weight        all experts [layers, experts, ...]
     decoder.layers.3.mlp.experts.experts.linear_fc1.weight      one layer's experts [experts, ...]
     decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_w  one, gate (_w) and up (_v) apart
+    decoder.layers.3.mixer.in_proj.weight.z                     of one, what it stacks, apart
 
 Experts are saved alike whether a rank has them one by one, grouped or packed. FP32 masters and
 moments stand beside the weights, each under the weight's name with a prefix.
@@ -42,6 +43,16 @@ _OPTIMIZER_OBJECT = re.compile(
     r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_0\.(optimizer|grad_scaler)/shard_0_1"
 )
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
+
+
+# What a mixer, or a gated delta net, stacks in one tensor: ends of names -> the parts' own.
+_SECTIONS = {
+    ".mixer.in_proj.weight": ("z", "x", "B", "C", "dt"),
+    ".mixer.conv1d.weight": ("x", "B", "C"),
+    ".mixer.conv1d.bias": ("x", "B", "C"),
+    ".self_attention.in_proj.weight": ("query", "key", "value", "z", "beta", "alpha"),
+    ".self_attention.conv1d.weight": ("query", "key", "value"),
+}
 
 
 class StackIndex(NamedTuple):
@@ -181,14 +192,24 @@ def merge_chunks(
 def _find_spelling(
     tensor_name: str, tensors: Mapping[str, Chunked], model: ModelConfig
 ) -> tuple[tuple[str, ...], tuple[StackIndex, ...]] | None:
-    """Return under which names the tensor is there, one or a gate's and an up's, and which of those
+    """Return under which names the tensor is there, one or those of its parts, and which of those
     stacked in it."""
     for spelling in _spellings(tensor_name, model):
         gate_and_up = (f"{spelling.name}_w", f"{spelling.name}_v")
-        for names in ((spelling.name,), gate_and_up):
-            if all(tensor_name in tensors for tensor_name in names):
+        sections = _section_names(spelling.name)
+        for names in ((spelling.name,), gate_and_up, sections):
+            if names and all(tensor_name in tensors for tensor_name in names):
                 return names, spelling.indices
     return None
+
+
+def _section_names(tensor_name: str) -> tuple[str, ...]:
+    """Return the names of what is stacked in a tensor of a mixer or a gated delta net; none of
+    others."""
+    for end, sections in _SECTIONS.items():
+        if tensor_name.endswith(end):
+            return tuple(f"{tensor_name}.{section}" for section in sections)
+    return ()
 
 
 def _spellings(tensor_name: str, model: ModelConfig) -> list[Spelling]:

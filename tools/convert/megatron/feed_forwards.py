@@ -20,6 +20,7 @@ from models.config import ModelConfig
 from tools.convert.megatron.keys import Args, argument_or
 
 ALPHA = 1.702  # of quick_gelu (megatron/core/activations.py)
+SQUARED_RELU = "squared_relu"
 OFFSET = 1.0  # of swiglu_clamped's other factor
 
 
@@ -36,6 +37,8 @@ def activation_of(arguments: Args, bias: bool, experts: int) -> dict[str, Any]:
     for key, value in (("activation_func_clamp_value", clamp), ("glu_linear_offset", offset)):
         if value not in (None, 0.0):
             raise UserError.of("convert.megatron_activation", key=key, value=value)
+    if _is_squared_relu(arguments):
+        return {"mlp": "relu2"}
     if _gated(arguments):
         return {"mlp": "swiglu"}
     if arguments.get("use_te_activation_func"):
@@ -78,6 +81,20 @@ def _clamped(arguments: Args, clamp: float | None, offset: float, fused: bool) -
             key = "bias_gelu_fusion"
         raise UserError.of("convert.megatron_clamp_bias", key=key, setting=setting)
     return {"mlp": "swiglu_clamped", "swiglu_alpha": ALPHA, "swiglu_limit": float(clamp)}
+
+
+def _is_squared_relu(arguments: Args) -> bool:
+    """Return True if the activation is the square of relu. UserError if it has a gate."""
+    if arguments.get("activation_func") == SQUARED_RELU:
+        setting = f"activation_func = {SQUARED_RELU}"
+    elif arguments.get("squared_relu"):
+        setting = "squared_relu = True"
+    else:
+        return False
+    for key in ("swiglu", "gated_linear_unit"):
+        if arguments.get(key):
+            raise UserError.of("convert.megatron_squared_gated", setting=setting, key=key)
+    return True
 
 
 def _gated(arguments: Args) -> bool:
@@ -203,6 +220,7 @@ def feed_forward_args(model: ModelConfig) -> dict[str, Any]:
     return {
         "ffn_hidden_size": model.dense_ffn if model.dense_layers else model.ffn,
         "swiglu": model.mlp == "swiglu",
+        "squared_relu": model.mlp == "relu2",
         "quick_geglu": clamped,
         "activation_func_clamp_value": model.swiglu_limit if clamped else None,
         "glu_linear_offset": OFFSET if clamped else 0.0,

@@ -47,9 +47,9 @@ ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
         if row.choices
     },
     # without a word for these two nobody knows what the model is
-    "position_embedding_type": ("learned_absolute", "rope", "yarn"),
+    "position_embedding_type": ("learned_absolute", "rope", "yarn", "none"),
     "normalization": ("LayerNorm", "RMSNorm"),
-    "activation_func": ("gelu", "silu", "quick_gelu", None),
+    "activation_func": ("gelu", "silu", "quick_gelu", "squared_relu", None),
     "add_position_embedding": (True, False, None),
     "mla_down_proj_fusion": AS_IT_IS,
     "moe_mlp_glu_interleave_size": AS_IT_IS,
@@ -106,7 +106,7 @@ virtual_pipeline_model_parallel_size vp_stage wd_incr_steps world_size
 # of arguments of one subject in all versions
 _PREFIXES = """
 adam_ ckpt_ cpu_offloading_ data_ ddp_ deepspeed_ disable_ eval_ exit_ fim_ fp4_ fp8_ ft_ hf_
-kitchen_ linear_ load_ log_ logits_ lr_ memory_ moe_deepep_ nccl_ no_load_ no_save_ optimizer_
+kitchen_ load_ log_ logits_ lr_ memory_ moe_deepep_ nccl_ no_load_ no_save_ optimizer_
 overlap_ recompute_ rerun_ retro_bert_ retro_gpt_ save_ sgd_ tensorboard_ tokenizer_ wandb_ wsd_
 """
 FREE_PREFIXES = (*UNUSED_SUBJECTS, *_PREFIXES.split())

@@ -54,6 +54,7 @@ KINDS |= dict.fromkeys(
     (
         *("optimizer", "transformer_impl", "tokenizer_type"),
         *("lr_decay_style", "moe_token_dispatcher_type"),
+        *("hybrid_layer_pattern", "hybrid_override_pattern"),
     ),
     WORD,
 )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megaprec.errors import UserError
 from tools.convert.core.rules import Cut
-from tools.convert.core.shards import BLOCKS
+from tools.convert.core.shards import rows_of_blocks
 from tools.convert.core.tensors import Stored
 
 FILE = "model_optim_rng.pt"
@@ -40,15 +40,15 @@ def cut_part(tensor: Tensor, cut: Cut, rank: int, tensor_ranks: int, padded: int
         return tensor
     if cut == "columns":
         return tensor.chunk(tensor_ranks, 1)[rank]
-    if cut in BLOCKS:
-        blocks = tensor.chunk(BLOCKS[cut])
-        return torch.cat([block.chunk(tensor_ranks)[rank] for block in blocks])
     if cut == "vocabulary":
         # The last ranks may have fewer tokens than rows.
         rows = padded // tensor_ranks
         local = tensor[rank * rows : (rank + 1) * rows]
         return F.pad(local, (0, 0, 0, rows - len(local)))
-    return tensor.chunk(tensor_ranks)[rank]
+    parts = []
+    for block in tensor.split(rows_of_blocks(cut, len(tensor))):
+        parts.append(block.chunk(tensor_ranks)[rank])
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def part_shape(shape: Sequence[int], cut: Cut, tensor_ranks: int, padded: int) -> tuple[int, ...]:
@@ -56,8 +56,9 @@ def part_shape(shape: Sequence[int], cut: Cut, tensor_ranks: int, padded: int) -
     rows, *others = shape
     columns = others[0] if others else 0
     # What must be a multiple of the ranks; a vocabulary is padded to one.
-    lengths = {"rows": rows, "halves": rows // 2, "columns": columns}
-    if cut in lengths and lengths[cut] % tensor_ranks:
+    lengths = [columns] if cut == "columns" else rows_of_blocks(cut, rows)
+    is_cut = cut not in ("whole", "vocabulary")
+    if is_cut and any(length % tensor_ranks for length in lengths):
         raise UserError.of("convert.megatron_uneven", shape=list(shape), tp=tensor_ranks)
     if cut == "whole":
         return tuple(shape)

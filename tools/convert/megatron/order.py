@@ -15,6 +15,7 @@ from typing import Any
 from models.config import ModelConfig
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import Match, matches
+from tools.convert.megatron.hybrid_layers import stage_patterns
 from tools.convert.megatron.layout import EMBEDDING, HEAD, expert_of
 from tools.convert.megatron.ranks import LAYER
 
@@ -123,6 +124,8 @@ def shared_weights(model: ModelConfig, stages: int) -> tuple[str, ...]:
 
 def _layers_per_stage(arguments: Mapping[str, Any], layers: int) -> list[int]:
     """Return the number of layers of each virtual stage."""
+    if patterns := stage_patterns(arguments):
+        return [len(pattern) for pattern in patterns]
     sizes = sizes_of(arguments)
     stated: dict[int, int] = {}
     for rank, end in ((0, "first"), (sizes.pp - 1, "last")):

@@ -41,6 +41,8 @@ from tools.convert.megatron.layout import (
 RANK = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?(?:_(\d\d\d))?")
 CHUNK = re.compile(r"model\d+")
 MODEL_ARGUMENTS = {*ALLOWED_VALUES, *READ_ARGUMENTS}
+# A mixer's convolution, which is no module of its own in later versions.
+_CONVOLUTION = re.compile(r"(\.mixer\.conv1d)_(weight|bias)$")
 LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..*)$")
 
 
@@ -267,7 +269,7 @@ def _parameters_in(state: Mapping[str, Any]) -> dict[str, Stored]:
     parameters = {}
     for tensor_name, value in state.items():
         if isinstance(value, Stored) and not str(tensor_name).endswith("_extra_state"):
-            parameters[tensor_name] = value
+            parameters[_CONVOLUTION.sub(r"\1.\2", str(tensor_name))] = value
     return parameters
 
 
@@ -305,7 +307,12 @@ def _names_at_ends(
         for number, stage in enumerate(stages):
             if any(LAYER.match(tensor_name) for tensor_name in stage):
                 norm_stage = number
-    return {"embedding.": 0, "decoder.final_layernorm.": norm_stage, "output_layer.": last}
+    return {
+        "embedding.": 0,
+        "decoder.final_layernorm.": norm_stage,
+        "decoder.final_norm.": last,
+        "output_layer.": last,
+    }
 
 
 def _tensors_of_stage(

@@ -40,6 +40,7 @@ from tools.convert.megatron.flat import (
     bucketed_state,
     sharding_of,
 )
+from tools.convert.megatron.hybrid_layers import needs_transformer_engine
 from tools.convert.megatron.keys import unknown_arguments
 from tools.convert.megatron.kinds import require_kinds
 from tools.convert.megatron.layout import EMBEDDING, HEAD, TRACKER, is_expert, is_trained
@@ -303,7 +304,8 @@ def _expected(
 
     # Names tell whether Transformer Engine made them; args of other programs may not.
     after_norm = "linear_kv_up_proj" if model.latent else "linear_qkv"
-    fused = is_in_names(f"{after_norm}.layer_norm_")
+    # Mixers and gated delta nets are Transformer Engine's alone.
+    fused = needs_transformer_engine(model) or is_in_names(f"{after_norm}.layer_norm_")
     fused_before_mlp = is_in_names("mlp.linear_fc1.layer_norm_")
     fused_before_experts = fused_before_mlp and not is_in_names("pre_mlp_layernorm.")
     interleaved = bool(arguments.get("rotary_interleaved"))

@@ -18,6 +18,7 @@ from tools.convert.megatron.keys import Args, argument_or, query_groups
 # Numbers of Llama 3.1's scaling that Megatron has in its code (rotary_pos_embedding.py).
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL: 8192}
 LEARNED = "learned_absolute"
+NO_POSITIONS = "none"
 YARN = "yarn"
 # Fields of YaRN and their defaults; of multi-latent attention no command line has them.
 YARN_DEFAULTS = {ORIGINAL: 4096, "beta_fast": 32.0, "beta_slow": 1.0}
@@ -32,21 +33,26 @@ UNUSED = (
 )
 
 
-def is_learned(arguments: Args) -> bool:
-    """Return True if positions are learned. They are unless one of two args says that they turn."""
-    is_default = arguments.get("position_embedding_type", LEARNED) == LEARNED
-    learned = is_default and not arguments.get("use_rotary_position_embeddings")
-    if learned and arguments.get("add_position_embedding") is False:
+def positions_of(arguments: Args) -> str:
+    """Return the kind of positions: learned, unless one of two args says that they turn, or that
+    there are none."""
+    kind = arguments.get("position_embedding_type", LEARNED)
+    if arguments.get("use_rotary_position_embeddings") or kind not in (LEARNED, NO_POSITIONS):
+        return "rope"
+    if kind == NO_POSITIONS:
+        return "none"
+    if arguments.get("add_position_embedding") is False:
         raise UserError.of("convert.megatron_no_positions")
-    return learned
+    return "learned"
 
 
-def rotary_of(arguments: Args, learned: bool) -> dict[str, Any]:
+def rotary_of(arguments: Args, positions: str) -> dict[str, Any]:
     """Return the fields of rotary positions in ordinary attention."""
-    fraction = 1.0 if learned else float(argument_or(arguments, "rotary_percent", 1.0))
+    turns = positions == "rope"
+    fraction = float(argument_or(arguments, "rotary_percent", 1.0)) if turns else 1.0
     base = float(argument_or(arguments, "rotary_base", 10000))
-    # Args of rotary positions may be left over; learned ones have none.
-    if learned:
+    # Args of rotary positions may be left over; other positions have none.
+    if not turns:
         scaling = {}
     elif _is_yarn(arguments):
         scaling = _plain_yarn(arguments, fraction)
@@ -215,8 +221,8 @@ def rotary_args(model: ModelConfig) -> dict[str, Any]:
     scaling = model.rope_scaling
     # In multi-latent attention rope_type says YaRN.
     embedding_type = YARN if scaling.kind == YARN and not model.latent else "rope"
-    if model.positions == "learned":
-        embedding_type = LEARNED
+    if model.positions != "rope":
+        embedding_type = LEARNED if model.positions == "learned" else NO_POSITIONS
     # Megatron-LM's argument is a whole number.
     base = model.rope_base
     return {

@@ -31,6 +31,7 @@ from tools.convert.core.target import Location, Target, Write
 from tools.convert.core.tensors import fill
 from tools.convert.hf.folder import write_generation
 from tools.convert.megatron.args import args_of, omitted_fields
+from tools.convert.megatron.hybrid_layers import needs_transformer_engine
 from tools.convert.megatron.layout import (
     EMBEDDING,
     FILE,
@@ -133,6 +134,8 @@ def _check_layout(model: ModelConfig, layout: MegatronLayout) -> None:
     """Raise UserError for a layout that the model cannot have."""
     if layout.tp < 1 or layout.pp < 1 or model.layers % layout.pp:
         raise UserError.of("convert.target_stages", tp=layout.tp, pp=layout.pp, layers=model.layers)
+    if not layout.fused_norms and needs_transformer_engine(model):
+        raise UserError.of("convert.target_local_layers")
     # Each rank has as many experts, and each stage as many layers.
     has_ranks_without = layout.ep > 1 and not model.experts
     if layout.ep < 1 or model.experts % layout.ep or has_ranks_without:

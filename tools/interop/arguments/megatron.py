@@ -36,12 +36,30 @@ max_position_embeddings                    size                   model.max_posi
 normalization                              LayerNorm|RMSNorm      model.norm
 norm_epsilon                               number=1e-05           model.norm_eps
 layernorm_epsilon>norm_epsilon             number=1e-05           model.norm_eps
-position_embedding_type learned_absolute|rope|yarn|(mrope)|(relative)|(none) model.positions
+position_embedding_type learned_absolute|rope|yarn|none|(mrope)|(relative) model.positions
 use_rotary_position_embeddings             switch                 model.positions
 no_position_embedding>add_position_embedding off                    model.positions
 rotary_base                                int=10000              model.rope_base
 rotary_percent                             number=1.0             model.rotary_fraction
 rotary_interleaved                         switch                 model.positions
+hybrid_layer_pattern                       text            model.hybrid_pattern model.layers
+hybrid_override_pattern                    text            model.hybrid_pattern model.layers
+hybrid_attention_ratio                     number=0.0             model.hybrid_pattern
+hybrid_mlp_ratio                           number=0.0             model.hybrid_pattern
+is_hybrid_model                            switch                 model.hybrid_pattern
+spec                                       text*                  model.hybrid_pattern
+mamba_num_heads                            size                   model.mamba
+mamba_head_dim                             size=64                model.mamba
+mamba_state_dim                            size=128               model.mamba
+mamba_num_groups                           size=8                 model.mamba
+experimental_attention_variant |gated_delta_net|gdn|(gdn2)|(dsa) model.delta_net
+linear_attention_freq                      text                   model.delta_layers
+linear_num_key_heads                       size=16                model.delta_net
+linear_num_value_heads                     size=32                model.delta_net
+linear_key_head_dim                        size=128               model.delta_net
+linear_value_head_dim                      size=128               model.delta_net
+linear_conv_kernel_dim                     size=4                 model.delta_net
+attention_output_gate                      switch                 model.attention_gate
 multi_latent_attention                     switch                 model.latent
 q_lora_rank                                count                  model.latent
 kv_lora_rank                               size=32                model.latent
@@ -64,6 +82,7 @@ rope_scaling_factor                        number=8.0             model.rope_sca
 no_rope_freq                               text                   model.positions
 swiglu                                     switch                 model.mlp
 quick_geglu                                switch                 model.mlp
+squared_relu                               switch                 model.mlp
 moe_grouped_gemm                           switch                 model.mlp
 glu_linear_offset                          number=0.0             model.mlp
 activation_func_clamp_value                number                 model.swiglu_limit
@@ -168,6 +187,8 @@ accumulate_allreduce_grads_in_fp32         switch                 precision.grad
 grad_reduce_in_bf16                        switch                 precision.gradients
 fp32_residual_connection                   switch                 precision.residual
 fp8_format>fp8                             |e4m3|hybrid           fp8.format fp8.kind
+fp4_format>fp4                             |e2m1                  fp8.kind
+fp4_recipe                                 nvfp4|(custom)         fp8.kind
 fp8_recipe                                 delayed|tensorwise|mxfp8|blockwise|custom fp8.kind
 fp8_margin                                 int=0                  fp8.margin
 fp8_amax_history_len                       int=1                  fp8.history_length
@@ -205,24 +226,23 @@ no_load_optim                              switch                 train.init_fro
 # several; what stands after the sign is Megatron-LM's default, which is permitted. Those that make
 # another model are refused in a checkpoint too.
 _ANOTHER_MODEL = """
-apply_layernorm_1p apply_residual_connection_post_layernorm attention_output_gate
-experimental_attention_variant= heterogeneous_layers_config_encoded_json=
-heterogeneous_layers_config_path= hybrid_layer_pattern= hybrid_override_pattern= is_hybrid_model
-linear_attention_freq= moe_apply_probs_on_input moe_enable_routing_replay
+apply_layernorm_1p apply_residual_connection_post_layernorm
+heterogeneous_layers_config_encoded_json= heterogeneous_layers_config_path=
+moe_apply_probs_on_input moe_enable_routing_replay
 moe_expert_capacity_factor= moe_input_jitter_eps= moe_latent_size=
 moe_pad_expert_input_to_capacity moe_router_force_biased= moe_router_force_load_balancing
 mtp_detach_heads mtp_hsm mtp_hybrid_override_pattern= mtp_use_repeated_layer onnx_safe=
-openai_gelu qk_l2_norm retro_add_retriever spec* squared_relu
+openai_gelu qk_l2_norm retro_add_retriever
 """
 _REFUSED: Mapping[str, str] = {
     "it makes another model than those of model.family": _ANOTHER_MODEL
     + """
         decoder_num_layers= enable_mhc_connections gdp_cutedsl_kernel
-        gdp_num_chunk_states_to_recompute=2 gdp_num_householder=3 hybrid_attention_ratio=0.0
-        hybrid_context_parallel hybrid_mlp_ratio=0.0 mhc_init_gating_factor=0.01
-        mhc_num_residual_streams=4 mhc_recompute_layer_num= mhc_sinkhorn_iterations=20
-        moe_expert_rank_capacity_factor= moe_router_quantile_balancing_ema=0.0 mtp_standalone
-        retro_attention_gate=1 retro_cyclic_train_iters=
+        gdp_num_chunk_states_to_recompute=2 gdp_num_householder=3 hybrid_context_parallel
+        mhc_init_gating_factor=0.01 mhc_num_residual_streams=4 mhc_recompute_layer_num=
+        mhc_sinkhorn_iterations=20 moe_expert_rank_capacity_factor=
+        moe_router_quantile_balancing_ema=0.0
+        mtp_standalone retro_attention_gate=1 retro_cyclic_train_iters=
         retro_encoder_attention_dropout=0.1 retro_encoder_hidden_dropout=0.1
         retro_encoder_layers=2 retro_no_verify_neighbor_count retro_num_neighbors=2
         retro_num_retrieved_chunks=2 retro_project_dir= use_legacy_models
@@ -273,10 +293,11 @@ _REFUSED: Mapping[str, str] = {
         qk_clip_alpha=0.5 qk_clip_threshold=100
     """,
     "there is no such quantization here: [fp8] has the recipes that there are": """
-        fp4_format= fp4_param_gather fp4_quantizer_factory= fp4_recipe=nvfp4 fp8_output_proj
+        fp4_param_gather fp4_quantizer_factory= fp8_output_proj
         fp8_quantizer_factory= kitchen_attention_backend=sdpa te_precision_config_file=
         use_kitchen_attention
     """,
+    "states of Mamba-2 mixers are in FP32 here": "mamba_training_ssm_states_dtype=",
     "the loss is computed in FP32 from logits of precision.output": """
         ddp_param_name_patterns_for_fp32_local_accumulation* fp16_lm_cross_entropy
         output_logit_dtype=
@@ -333,9 +354,9 @@ _REFUSED: Mapping[str, str] = {
 _SUBJECTS = """
 adlr_ app_tag_ async_ bert_ biencoder_ cuda_graph_ dino_ dist_ckpt_ dsa_ error_injection_
 exit_signal_ fault_injector_ flight_recorder_ fsdp_ grpo_ gtp_ ict_ inference_ inprocess_ langrl_
-lion_ mamba_ megatron_fsdp_ moe_hybridep_ moe_paged_stash moe_routing_trace_ muon_ non_persistent_
-null_tokenizer_ one_logger_ otel_ profile_ pytorch_profiler_ retriever_ rl_ straggler_ tiktoken_
-tokenizer_hf_ tp_comm_ vision_
+lion_ mamba_inference_ megatron_fsdp_ moe_hybridep_ moe_paged_stash moe_routing_trace_ muon_
+non_persistent_ null_tokenizer_ one_logger_ otel_ profile_ pytorch_profiler_ retriever_ rl_
+straggler_ tiktoken_ tokenizer_hf_ tp_comm_ vision_
 """
 _UNUSED = """
 activation_offload_fraction allow_ambiguous_pad_tokens apply_query_key_layer_scaling
@@ -356,7 +377,7 @@ ddp_reduce_scatter_with_fp32_accumulation decode_only_cuda_graphs decoder_seq_le
 defer_embedding_wgrad_compute delay_offload_until_cuda_graph delay_param_gather
 delay_wgrad_compute delta_offload_bytes_across_pp_ranks
 disable_bf16_reduced_precision_matmul disable_chunked_prefill disable_gloo_process_groups
-disable_jit_fuser disable_msc disable_symmetric_registration
+disable_jit_fuser disable_mamba_mem_eff_path disable_msc disable_symmetric_registration
 distrib_optim_fully_reshardable_mem_efficient distribute_checkpointed_activations
 distribute_saved_activations distributed_backend distributed_timeout_minutes
 distributed_timeout_seconds_after_init dump_param_to_param_group_map embedding_path
@@ -369,8 +390,7 @@ ft_num_warmup_iters full_validation fused_residual_rmsnorm gpu_sniff_test_interv
 high_priority_a2a_comm_stream high_priority_stream_groups img_dim img_h img_w indexer_batch_size
 indexer_log_interval init_model_with_meta_device iter_per_epoch keep_fp8_transpose_cache
 keep_fp8_transpose_cache_when_using_custom_fsdp lazy_mpu_init legacy_tokenizer
-linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads
-linear_value_head_dim local_rank log_batch_size_to_tensorboard log_device_memory_used log_energy
+local_rank log_batch_size_to_tensorboard log_device_memory_used log_energy
 log_max_attention_logit log_memory_interval log_memory_to_tensorboard log_num_zeros_in_grad
 log_params_norm log_progress log_straggler log_throughput log_timers_to_tensorboard
 log_validation_ppl_to_tensorboard log_world_size_to_tensorboard logging_level

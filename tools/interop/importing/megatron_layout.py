@@ -5,6 +5,7 @@ from typing import Any
 
 from megaprec.comm.experts import describe_misfit
 from tools.console.units import counted
+from tools.convert.megatron.hybrid_layers import PATTERNS, stage_patterns
 from tools.interop.importing.arguments import Arguments
 from tools.interop.importing.draft import NO_RANKS
 from tools.interop.importing.megatron_batches import add_global_batch
@@ -120,9 +121,14 @@ def _add_data(arguments: Arguments, ranks: int | None, per_replica: int) -> int:
 
 
 def _add_stages(arguments: Arguments, pipeline: int) -> None:
-    """Add an interleaved schedule, and the layers of each stage, which Megatron-LM cuts evenly."""
+    """Add an interleaved schedule, and the layers of each stage, which Megatron-LM cuts evenly
+    unless a hybrid model's pattern says where stages end."""
     draft = arguments.draft
     layers = draft.value("model.layers")
+    patterns = stage_patterns({name: arguments.get(name) for name in PATTERNS})
+    if patterns:
+        _add_stages_of_pattern(arguments, [len(pattern) for pattern in patterns], pipeline)
+        return
     chunks = _chunks(arguments, layers, pipeline)
     if chunks is None:
         return
@@ -138,6 +144,20 @@ def _add_stages(arguments: Arguments, pipeline: int) -> None:
         return
     origin = arguments.origin(AXES["parallel.pipeline"])
     draft.put("parallel.cuts", [layers // stages] * stages, f"{origin}, cut evenly")
+
+
+def _add_stages_of_pattern(arguments: Arguments, cuts: list[int], pipeline: int) -> None:
+    """Add the layers of each stage, virtual ones too, as a hybrid model's pattern says them."""
+    chunks = len(cuts) // pipeline
+    if len(cuts) % pipeline or not all(cuts):
+        why = f"has {len(cuts)} stages of {cuts} layers, but there are {pipeline} ranks of them"
+        arguments.refuse(why, *filter(arguments.has, PATTERNS))
+        return
+    if chunks > 1:
+        arguments.put("parallel.schedule", "interleaved", *PATTERNS)
+        arguments.put("parallel.chunks", chunks, *PATTERNS)
+    if len(cuts) > 1:
+        arguments.put("parallel.cuts", cuts, *PATTERNS)
 
 
 def _chunks(arguments: Arguments, layers: Any, pipeline: int) -> int | None:

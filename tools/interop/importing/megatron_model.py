@@ -7,11 +7,18 @@ which reads the same arguments from a checkpoint. Here they are completed as Meg
 
 import ast
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.convert.megatron.args import model_of_args
+from tools.convert.megatron.hybrid_layers import (
+    DELTA_ARGUMENTS,
+    MAMBA_ARGUMENTS,
+    PATTERNS,
+    STAGE_END,
+)
 from tools.convert.megatron.keys import READ_ARGUMENTS as IN_CHECKPOINTS
 from tools.interop.arguments.megatron import DEFAULTS, READ, option
 from tools.interop.importing.arguments import Arguments
@@ -22,7 +29,14 @@ REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_em
 OF_MODEL = [row for row in READ.values() if row.keys[0].startswith("model.")]
 OF_FAMILY = (
     *("num_experts", "multi_latent_attention", "moe_router_score_function", "softmax_type"),
-    *("position_embedding_type", "use_rotary_position_embeddings"),
+    *("position_embedding_type", "use_rotary_position_embeddings", *PATTERNS),
+    "experimental_attention_variant",
+)
+FREQUENCIES = (
+    "no_rope_freq",
+    "moe_layer_freq",
+    "window_attn_skip_freq",
+    "linear_attention_freq",
 )
 PAIR = re.compile(r"\s*(-?\d{1,9})\s*,\s*(-?\d{1,9})\s*")
 PATTERN = re.compile(r"[\s,\d\[\]()+*]{1,500}")
@@ -38,6 +52,9 @@ def add_model(arguments: Arguments) -> None:
     is_settled = "model.preset" in draft.settled or "train.init_from" in draft.settled
     if missing == list(REQUIRED) and is_settled:
         return
+    # The letters of a hybrid model's layers are their number.
+    if _layers_by_pattern(arguments) and "num_layers" in missing:
+        missing.remove("num_layers")
     for name in missing:
         draft.missing.append(f"{option(name)} is missing, which Megatron-LM needs")
     if missing:
@@ -55,6 +72,23 @@ def add_model(arguments: Arguments) -> None:
     _add_training_only(arguments, model)
     add_mup(arguments, model)
     _note_balance(args["moe_router_load_balancing_type"], model, draft)
+    _note_idle(arguments, MAMBA_ARGUMENTS, "Mamba-2 mixer", bool(model.mamba))
+    _note_idle(arguments, DELTA_ARGUMENTS, "gated delta net", bool(model.delta_net))
+
+
+def _layers_by_pattern(arguments: Arguments) -> int:
+    """Return the number of layers of a hybrid model's pattern; 0 if none is given."""
+    patterns = [arguments.get(name) for name in PATTERNS]
+    pattern = next(filter(None, patterns), "")
+    return len(pattern.replace(STAGE_END, ""))
+
+
+def _note_idle(arguments: Arguments, names: Sequence[str], what: str, is_there: bool) -> None:
+    """Add a note on sizes that are given of what no layer has."""
+    given = [name for name in names if arguments.has(name)]
+    if given and not is_there:
+        said = arguments.origin(*given)
+        arguments.draft.notes.append(f"{said}: no layer has a {what}, so this changes nothing")
 
 
 def _note_balance(kind: str, model: ModelConfig, draft: Draft) -> None:
@@ -78,6 +112,7 @@ def completed(arguments: Arguments) -> dict[str, Any]:
     """Return the model's arguments as Megatron-LM has them after its checks. Raises UserError."""
     args = {name: DEFAULTS[name] for name in IN_CHECKPOINTS & DEFAULTS.keys()}
     args |= {row.kept: arguments.get(row.kept) for row in OF_MODEL}
+    args["num_layers"] = args["num_layers"] or _layers_by_pattern(arguments)
     heads = args["num_attention_heads"]
     if args["kv_channels"] is None and args["hidden_size"] % heads:
         said = arguments.origin("hidden_size")
@@ -86,7 +121,7 @@ def completed(arguments: Arguments) -> dict[str, Any]:
         args["ffn_hidden_size"] = _usual_width(args["hidden_size"], args["swiglu"])
     args["num_experts"] = args["num_experts"] or None
     args["window_size"] = _pair(args["window_size"])
-    for name in ("no_rope_freq", "moe_layer_freq", "window_attn_skip_freq"):
+    for name in FREQUENCIES:
         args[name] = _frequency(name, args[name])
     for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
         args[name] = _only(name, args[name])

@@ -41,6 +41,7 @@ SAME_NAMES = (
     *("fp8", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"),
     *("fp8_wgrad", "fp8_param_gather", "first_last_layers_bf16"),
     *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "use_precision_aware_optimizer"),
+    *("fp4", "fp4_recipe"),
 )
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "fp8"}
 DTYPE_NAMES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -52,6 +53,7 @@ SCALE = {
     "growth_interval": "loss_scale_window",
     "hysteresis": "hysteresis",
 }
+FORMATS = {"fp8": "fp8_format", "fp4": "fp4_format"}
 FP8_NAMES = {
     "kind": "fp8_recipe",
     "format": "fp8",
@@ -288,7 +290,7 @@ def _typed_name(problem: str) -> str:
     """Return a problem of the dialect by the name that is typed."""
     text = problem.removeprefix("precision.nemo.").removesuffix(" (NeMo)")
     key, sign, rest = text.partition(" ")
-    name = "fp8_format" if key == "fp8" else key.removeprefix("fp16_")
+    name = FORMATS.get(key, key.removeprefix("fp16_"))
     return f"{option(name)}{sign}{rest}"
 
 
@@ -312,6 +314,13 @@ def _add_scaling(arguments: Arguments, keys: dict[str, Any], half: str) -> None:
 
 
 def _add_fp8(arguments: Arguments, keys: dict[str, Any]) -> None:
+    """Add [fp8], of FP8 or of NVFP4, which has the layers in BF16 alone."""
+    if arguments.get("fp4"):
+        arguments.put("fp8.kind", keys["fp8.kind"], "fp4", "fp4_recipe")
+        for key in ("first_layers", "last_layers"):
+            if keys[f"fp8.{key}"]:
+                arguments.put(f"fp8.{key}", keys[f"fp8.{key}"], FP8_NAMES[key])
+        return
     for key, field in FP8.model_fields.items():
         dotted = f"fp8.{key}"
         names = [FP8_NAMES[key]] if key in FP8_NAMES else ["fp8_recipe", "fp8"]

@@ -97,6 +97,7 @@ class ModelFields(BaseModel):
         "qwen2",
         "qwen3",
         "qwen3_next",
+        "qwen3_5",
         "mixtral",
         "olmo2",
         "olmo3",
@@ -277,19 +278,25 @@ class ModelFields(BaseModel):
         ),
     )
     norm_unit_offset: bool = Field(
-        default_factory=by_family(False, gemma2=True, gemma3=True, qwen3_next=True),
+        default_factory=by_family(False, gemma2=True, gemma3=True, qwen3_next=True, qwen3_5=True),
         description=(
             "RMSNorms multiply by 1 + weight, with weights that begin at 0, but for that of "
-            "model.delta_net; default: true for gemma2, gemma3 and qwen3_next."
+            "model.delta_net; default: true for gemma2, gemma3, qwen3_next and qwen3_5."
         ),
     )
     qk_norm: bool = Field(
         default_factory=by_family(
-            False, qwen3=True, qwen3_next=True, olmo2=True, olmo3=True, gemma3=True
+            False,
+            qwen3=True,
+            qwen3_next=True,
+            qwen3_5=True,
+            olmo2=True,
+            olmo3=True,
+            gemma3=True,
         ),
         description=(
             "RMSNorm on query and key, before rotary positions; default: true for qwen3, "
-            "qwen3_next, olmo2, olmo3 and gemma3."
+            "qwen3_next, qwen3_5, olmo2, olmo3 and gemma3."
         ),
     )
     qk_norm_over: Literal["head", "all"] = Field(
@@ -319,12 +326,12 @@ class ModelFields(BaseModel):
         default=10000.0, gt=1, description="Base of the rotary wavelengths (rope_theta)."
     )
     rotary_fraction: float = Field(
-        default_factory=by_family(1.0, gpt_neox=0.25, glm4_moe=0.5, qwen3_next=0.25),
+        default_factory=by_family(1.0, gpt_neox=0.25, glm4_moe=0.5, qwen3_next=0.25, qwen3_5=0.25),
         gt=0,
         le=1,
         description=(
             "Fraction of each head's features, counted from the first, that get rotary positions; "
-            "default: 1.0, for gpt_neox and qwen3_next 0.25, for glm4_moe 0.5."
+            "default: 1.0, for gpt_neox, qwen3_next and qwen3_5 0.25, for glm4_moe 0.5."
         ),
     )
     rope_scaling: RopeScaling = Field(
@@ -362,10 +369,10 @@ class ModelFields(BaseModel):
         ),
     )
     attention_gate: bool = Field(
-        default_factory=by_family(False, qwen3_next=True),
+        default_factory=by_family(False, qwen3_next=True, qwen3_5=True),
         description=(
             "The output of attention is multiplied by the sigmoid of one more projection, feature "
-            "by feature, before the output projection; default: true for qwen3_next."
+            "by feature, before the output projection; default: true for qwen3_next and qwen3_5."
         ),
     )
     attention_softcap: float = Field(

@@ -155,6 +155,67 @@ QWEN3_NEXT = {
 }
 
 
+def _qwen3_5(
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    value_heads: int,
+    **changes: Any,
+) -> Sizes:
+    """Return the text model of a Qwen3.5, without the module for multi-token prediction that its
+    files hold beside the layers.
+
+    value_heads: of gated delta nets.
+    """
+    return {
+        "family": "qwen3_5",
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": 256,
+        "ffn": ffn,
+        "delta_net": {
+            "key_heads": 16,
+            "value_heads": value_heads,
+            "key_dim": 128,
+            "value_dim": 128,
+        },
+        "rope_base": 1e7,
+        "max_positions": 262144,
+        "vocab": 248320,
+        "norm_eps": 1e-6,
+        **changes,
+    }
+
+
+def _qwen3_5_experts(
+    layers: int,
+    hidden: int,
+    heads: int,
+    ffn: int,
+    value_heads: int,
+    experts: int,
+    experts_per_token: int,
+) -> Sizes:
+    """Return the text model of a Qwen3.5 with experts, the shared one as wide as the others."""
+    return _qwen3_5(
+        layers,
+        hidden,
+        heads,
+        2,
+        ffn,
+        value_heads,
+        experts=experts,
+        experts_per_token=experts_per_token,
+        shared_experts=ffn,
+        shared_gate=True,
+        router_aux_loss=0.001,
+    )
+
+
 def _glm45(
     layers: int,
     hidden: int,
@@ -436,6 +497,16 @@ PRESETS: Mapping[str, Sizes] = MappingProxyType(
         "qwen3-30b-a3b": _qwen("qwen3", 48, 2048, 32, 4, 768, **QWEN3, **QWEN3_EXPERTS),
         "qwen3-235b-a22b": _qwen("qwen3", 94, 4096, 64, 4, 1536, **QWEN3, **QWEN3_EXPERTS),
         "qwen3-next-80b-a3b": _qwen("qwen3_next", 48, 2048, 16, 2, 512, **QWEN3_NEXT),
+        # layers, hidden, heads, kv_heads, ffn, value_heads
+        "qwen3.5-0.8b": _qwen3_5(24, 1024, 8, 2, 3584, 16, tied=True),
+        "qwen3.5-2b": _qwen3_5(24, 2048, 8, 2, 6144, 16, tied=True),
+        "qwen3.5-4b": _qwen3_5(32, 2560, 16, 4, 9216, 32, tied=True),
+        "qwen3.5-9b": _qwen3_5(32, 4096, 16, 4, 12288, 32),
+        "qwen3.5-27b": _qwen3_5(64, 5120, 24, 4, 17408, 48),
+        # layers, hidden, heads, ffn, value_heads, experts, experts_per_token
+        "qwen3.5-35b-a3b": _qwen3_5_experts(40, 2048, 16, 512, 32, 256, 8),
+        "qwen3.5-122b-a10b": _qwen3_5_experts(48, 3072, 32, 1024, 64, 256, 8),
+        "qwen3.5-397b-a17b": _qwen3_5_experts(60, 4096, 32, 1024, 64, 512, 10),
         "glm-4.5": _glm45(
             layers=92,
             hidden=5120,

@@ -6,26 +6,28 @@ Apart from test_families.py, so that ranks need not import transformers.
 
 import pickle
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.layout import layout_of
+from megaprec.optim.update_rules import AdamW
 from megaprec.precision.plan import plan
+from models.attention.packing import Packing
 from models.config import ModelConfig
 from models.decoder.stages import Stage
 from models.engine.engine import Engine, build_stages
 from models.engine.options import EngineOptions
-from models.engine.passes import Share
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.pipeline.builders import schedule
-from tests.layouts import Fragment, Recording, assemble
+from tests.layouts import Fragment, Recording, assemble, fragments, share_of
 from tests.ranks import run_ranks
 
 BATCH = 2
 LENGTH = 12
+ADAM_EPS = 1e-6  # a gradient that is zero but for rounding, as a key bias has, moves nothing
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,9 @@ DELTA_LAYERS = {
     "linear_conv_kernel_dim": 3,
 }
 OUR_DELTA_NET = {"key_heads": 2, "value_heads": 4, "key_dim": 6, "value_dim": 5, "kernel": 3}
+OF_QWEN3_5 = _rope(
+    "default", 100.0, partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True
+)
 SHORT = {"original_max_position_embeddings": 8}
 OUR_MAMBA = {"heads": 4, "head_dim": 6, "state_dim": 5, "groups": 2}
 CASES: dict[str, Case] = {
@@ -422,6 +427,21 @@ CASES: dict[str, Case] = {
         | {"shared_gate": True, "rotary_fraction": 0.5, "rope_base": 50.0}
         | {"rope_scaling": {"kind": "linear", "factor": 2.5}},
     ),
+    "qwen3_5": Case(
+        "qwen3_5_text",
+        {**DELTA_LAYERS, "head_dim": 8, "full_attention_interval": 2, **OF_QWEN3_5},
+        {"delta_net": OUR_DELTA_NET, "delta_layers": (0,), "head_dim": 8}
+        | {"rotary_fraction": 0.5, "rope_base": 100.0},
+    ),
+    "qwen3_5 with experts": Case(
+        "qwen3_5_moe_text",
+        {**DELTA_LAYERS, "head_dim": 8, "full_attention_interval": 2, **OF_QWEN3_5}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+        | {"shared_expert_intermediate_size": 28},
+        {**EXPERTS, "delta_net": OUR_DELTA_NET, "delta_layers": (0,), "head_dim": 8}
+        | {"rotary_fraction": 0.5, "rope_base": 100.0, "ffn": 20}
+        | {"shared_experts": 28, "shared_gate": True},
+    ),
     "glm4_moe": Case(
         "glm4_moe",
         {
@@ -484,46 +504,66 @@ def config_of(case: Case) -> ModelConfig:
     if case.kind == "glm4_moe":
         family = case.kind
     else:
-        family = case.kind.removesuffix("_moe").removesuffix("_text")
+        family = case.kind.removesuffix("_text").removesuffix("_moe")
     return ModelConfig(**{"family": family, **OURS, **case.ours})
 
 
 @dataclass(frozen=True)
 class Job:
-    """One training step: our model, its logical weights, tokens and targets [b, s], and what is
-    made again."""
+    """Steps on one batch: our model, its logical weights, tokens and targets [b, s], what is made
+    again, and the numbers of the tokens' documents [b, s] if there are several."""
 
     config: ModelConfig
     weights: dict[str, Tensor]
     tokens: Tensor
     targets: Tensor
     recompute: Recompute = KEEP
+    documents: Tensor | None = None
+    steps: int = 1
+    lr: float = 0.0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """loss; logits [b, s, vocab] (none on stages but the last) and gradients, of the parts that a
-    rank has."""
+    """The loss of each step; of the first one logits [b, s, vocab] (none on stages but the last)
+    and gradients, and the weights after the last, of the parts that a rank has."""
 
-    loss: float
+    losses: list[float]
     logits: list[Fragment]
     grads: list[Fragment]
+    weights: list[Fragment]
+
+
+class Trained(NamedTuple):
+    """What all ranks together have: gradients of the first step by logical name, with the logits
+    among them, and the weights after the last."""
+
+    losses: list[float]
+    found: dict[str, Tensor]
+    weights: dict[str, Tensor]
 
 
 def step_all(
     jobs: list[Job], tp: int = 1, pp: int = 1, sequence: bool = False
 ) -> list[tuple[float, dict[str, Tensor]]]:
-    """Loss, and gradients by logical name with the logits among them, of each job on tp * pp
-    ranks."""
+    """Loss, and gradients by logical name with the logits among them, of the first step of each
+    job on tp * pp ranks."""
+    return [(each.losses[0], each.found) for each in train_all(jobs, tp, pp, 1, sequence)]
+
+
+def train_all(
+    jobs: list[Job], tp: int = 1, pp: int = 1, dp: int = 1, sequence: bool = False
+) -> list[Trained]:
+    """What each job comes to on tp * pp * dp ranks."""
     # as bytes: each tensor among a process's arguments costs an open file
     packed = pickle.dumps(jobs)
-    ranks = run_ranks(step_rank, {"pp": pp, "tp": tp}, jobs=packed, sequence=sequence)
+    ranks = run_ranks(step_rank, {"pp": pp, "dp": dp, "tp": tp}, jobs=packed, sequence=sequence)
     together = []
     for answers in zip(*ranks, strict=True):
-        assert len({answer.loss for answer in answers}) == 1
-        together.append(
-            (answers[0].loss, assemble([[*answer.grads, *answer.logits] for answer in answers]))
-        )
+        assert all(answer.losses == answers[0].losses for answer in answers)
+        found = assemble([[*answer.grads, *answer.logits] for answer in answers])
+        weights = assemble([answer.weights for answer in answers])
+        together.append(Trained(answers[0].losses, found, weights))
     return together
 
 
@@ -533,25 +573,29 @@ def step_rank(mesh: DeviceMesh, jobs: bytes, sequence: bool) -> list[Answer]:
 
 def _step(mesh: DeviceMesh, job: Job, sequence: bool) -> Answer:
     batch, length = job.tokens.shape
+    own_batch = batch // mesh["dp"].size()
     parts = build_stages(
         job.config,
         plan("fp64"),
         mesh,
-        schedule("1f1b", mesh["pp"].size(), batch),
+        schedule("1f1b", mesh["pp"].size(), own_batch),
         EngineOptions(micro_batch=1, seq_length=length, sequence=sequence, recompute=job.recompute),
     )
     for stage in parts.by_number.values():
         put(stage, job.weights)
-    engine = Engine(parts, parts.make_optimizer(Recording, clip=1.0, plant=None))
+    optimizer = parts.make_optimizer(Recording, clip=0.0, plant=None, rule=AdamW(eps=ADAM_EPS))
+    engine = Engine(parts, optimizer)
     logits: list[Tensor] = []
     if engine.last_stage in engine.stages:
         engine.stages[engine.last_stage].register_forward_hook(
             lambda stage, given, made: logits.append(made.detach().clone())
         )
-    report = engine.step(Share(job.tokens, job.targets), lr=0.0, number=0)
-    optimizer = engine.optimizer
-    assert isinstance(optimizer, Recording) and isinstance(report.loss, float)
-    return Answer(report.loss, _own_logits(engine, logits), optimizer.seen[0])
+    share = share_of(mesh, (job.tokens, job.targets, None), Packing(job.documents))
+    reports = [engine.step(share, lr=job.lr, number=number) for number in range(job.steps)]
+    optimizer.wait()
+    first_logits = _own_logits(engine, logits[:own_batch], share.first, batch)
+    weights = fragments(optimizer.all_buffers(), lambda buffer: buffer.saved()["weight"])
+    return Answer([report.loss for report in reports], first_logits, optimizer.seen[0], weights)
 
 
 def put(stage: Stage, weights: dict[str, Tensor]) -> None:
@@ -561,17 +605,19 @@ def put(stage: Stage, weights: dict[str, Tensor]) -> None:
             parameter.data.view(-1)[first:last] = part.take(weights[part.name]).reshape(-1)
 
 
-def _own_logits(engine: Engine, made: list[Tensor]) -> list[Fragment]:
-    """This rank's columns of all logits, as part of a tensor [vocab, b * s] called "logits"."""
+def _own_logits(engine: Engine, made: list[Tensor], first: int, batch: int) -> list[Fragment]:
+    """This rank's logits, as part of a tensor [vocab, b * s] called "logits". made: of the samples
+    from number `first` on, each of its own micro-batch."""
     if not made:
         return []
     part = layout_of(engine.stages[engine.last_stage].head).parts[0]
     own = torch.cat([x.transpose(0, 1).flatten(0, 1) for x in made]).t()[: part.local[0]]
+    length = len(made[0])
     return [
         Fragment(
             "logits",
-            (part.shape[0], own.shape[1]),
-            (part.start, 0),
+            (part.shape[0], batch * length),
+            (part.start, first * length),
             tuple(own.shape),
             0,
             own.flatten(),

@@ -71,6 +71,13 @@ _LATENT = {
     "num_experts_per_tok": 2,
     "routed_scaling_factor": 1.5,
 }
+_DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 7,
+    "linear_conv_kernel_dim": 3,
+}
 GPT2 = {
     "model_type": "gpt2",
     "n_layer": 4,
@@ -150,12 +157,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_next",
         **_LLAMA,
         "head_dim": 16,  # a quarter of whose features are two pairs
+        **_DELTA_NET,
         "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 6,
-        "linear_key_head_dim": 5,
-        "linear_value_head_dim": 7,
-        "linear_conv_kernel_dim": 3,
         "moe_intermediate_size": 20,
         "shared_expert_intermediate_size": 28,
         "num_experts": 5,
@@ -163,6 +166,31 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [2],
+    },
+    "qwen3_5_text": {
+        "model_type": "qwen3_5_text",
+        **_LLAMA,
+        "head_dim": 16,
+        **_DELTA_NET,
+        "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+    },
+    "qwen3_5_moe_text": {
+        "model_type": "qwen3_5_moe_text",
+        **{key: value for key, value in _LLAMA.items() if key != "intermediate_size"},
+        "head_dim": 16,
+        **_DELTA_NET,
+        "full_attention_interval": 3,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 28,
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 500.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_interleaved": True,
+            "mrope_section": [1, 1, 1],
+        },
     },
     "nemotron_h": {
         "model_type": "nemotron_h",
@@ -272,6 +300,8 @@ WITHOUT_MEGATRON = {
     "gemma2",
     "gemma3_text",
     "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
 }
 # What makes them models that Megatron has: one epsilon for all norms, latents and groups of heads
 # that ranks can cut, groups compared by as many experts as it takes, convolutions over 4 tokens.

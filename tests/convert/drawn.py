@@ -18,8 +18,12 @@ GATED_BIASES = (
     "gemma3_text",
     "gpt_oss",
     "glm4_moe",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
 )
 LATENT = ("deepseek_v2", "deepseek_v3")
+WITH_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 # of a head, whatever hidden_size is
 OWN_WIDTH = (
     "gemma2",
@@ -27,6 +31,9 @@ OWN_WIDTH = (
     "gpt_oss",
     "qwen3",
     "mixtral",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
 )
 # whose class requires hidden_size to be so by heads
 DIVIDED = (
@@ -66,6 +73,8 @@ def drawn(seed: int) -> dict[str, Any]:
     if kind == "glm4_moe":
         config["use_qk_norm"] = dice.random() < 0.5
         config["partial_rotary_factor"] = dice.choice((0.5, 1.0))
+    if kind in WITH_DELTA_NETS:
+        config |= _delta_nets(dice, config["num_hidden_layers"])
     return config | _rope(dice, kind)
 
 
@@ -129,6 +138,23 @@ def _latent(dice: Random, kind: str) -> dict[str, Any]:
     }
 
 
+def _delta_nets(dice: Random, layers: int) -> dict[str, Any]:
+    """Return gated delta nets, in layers by their types or by their distance."""
+    key_heads = dice.choice((1, 2, 3))
+    types = [dice.choice(("full_attention", "linear_attention")) for _ in range(layers)]
+    by_distance = {"full_attention_interval": dice.choice((1, 2, 3))}
+    return {
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * dice.choice((1, 2, 3)),
+        "linear_key_head_dim": dice.choice((2, 5)),
+        "linear_value_head_dim": dice.choice((3, 8)),
+        "linear_conv_kernel_dim": dice.choice((1, 2, 4)),
+        # of heads of 4, 8 or 12 features
+        "partial_rotary_factor": dice.choice((0.5, 1.0)),
+        **dice.choice(({"layer_types": types}, by_distance)),
+    }
+
+
 def _windows(dice: Random, kind: str, layers: int) -> dict[str, Any]:
     window = dice.choice((3, 7, 17))
     types = [dice.choice(("full_attention", "sliding_attention")) for _ in range(layers)]
@@ -150,15 +176,22 @@ def _experts(dice: Random, kind: str, layers: int) -> dict[str, Any]:
     chosen = dice.choice((1, 2))
     if kind in ("mixtral", "gpt_oss"):
         return {"num_local_experts": number, "num_experts_per_tok": chosen}
-    if kind in ("qwen2_moe", "qwen3_moe"):
-        if kind == "qwen2_moe":
-            shared = {"shared_expert_intermediate_size": dice.choice((5, 12))}
-        else:
+    if kind in ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"):
+        if kind == "qwen3_moe":
             shared = {}
-        return shared | {
+        else:
+            shared = {"shared_expert_intermediate_size": dice.choice((5, 12))}
+        routed = {
             "num_experts": number,
             "num_experts_per_tok": chosen,
             "moe_intermediate_size": dice.choice((7, 16)),
+        }
+        # Its class has experts in all layers.
+        if kind == "qwen3_5_moe_text":
+            return shared | routed
+        return {
+            **shared,
+            **routed,
             "norm_topk_prob": dice.random() < 0.5,
             "decoder_sparse_step": dice.choice((1, 2)),
             "mlp_only_layers": dice.choice(([], [0])),

@@ -26,7 +26,12 @@ TYPES = ["full_attention"] * 4
 SLIDING = ["full_attention", "sliding_attention"] * 2
 BASE = {"rope_type": "default", "rope_theta": 150.0}
 ONE_BASE = {key: {"rope_type": "default", "rope_theta": 70.0} for key in dict.fromkeys(SLIDING)}
-ELSEWHERE = ("gpt_oss", "nemotron_h")  # kinds that are below, with what they need
+ELSEWHERE = (
+    "gpt_oss",
+    "nemotron_h",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+)  # kinds that are below, with what they need
 # name -> kind, changes of its configuration
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, {}) for kind in CONFIGS if "-" not in kind and kind not in ELSEWHERE},
@@ -66,6 +71,8 @@ NEWER: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe of an odd size": ("qwen2_moe", {"hidden_size": 26}),
     "gpt_oss of another clamp": ("gpt_oss", {"swiglu_limit": 0.5}),
     "nemotron_h": ("nemotron_h", {}),
+    "qwen3_5_text": ("qwen3_5_text", {}),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", {}),
 }
 NOTE = "config.json needs transformers 5 or newer"
 

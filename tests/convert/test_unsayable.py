@@ -25,6 +25,11 @@ LATENT = {
     "latent": {"query_rank": 9, "kv_rank": 7, "rope_dim": 4, "nope_dim": 3, "value_dim": 5},
     "experts": 4,
 }
+DELTA_NET = {
+    "rotary_fraction": 0.5,
+    "delta_net": {"key_heads": 2, "value_heads": 4, "key_dim": 3, "value_dim": 5},
+    "delta_layers": (0, 2),
+}
 SAYABLE: dict[str, dict[str, Any]] = {  # what a family needs besides sizes
     "gpt_neox": {"rotary_fraction": 0.5},
     "glm4_moe": {"experts": 4, "shared_experts": 24},
@@ -34,14 +39,8 @@ SAYABLE: dict[str, dict[str, Any]] = {  # what a family needs besides sizes
         "hybrid_pattern": "M*-",
         "mamba": {"heads": 4, "head_dim": 3, "state_dim": 5, "groups": 2},
     },
-    "qwen3_next": {
-        "rotary_fraction": 0.5,
-        "delta_net": {"key_heads": 2, "value_heads": 4, "key_dim": 3, "value_dim": 5},
-        "delta_layers": (0, 2),
-        "experts": 4,
-        "shared_experts": 24,
-        "shared_gate": True,
-    },
+    "qwen3_next": {**DELTA_NET, "experts": 4, "shared_experts": 24, "shared_gate": True},
+    "qwen3_5": DELTA_NET,
 }
 OTHERS: dict[str, tuple[Any, ...]] = {
     "experts": (0, 4),

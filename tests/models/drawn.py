@@ -88,7 +88,7 @@ def drawn(seed: int) -> dict[str, Any]:
         "max_positions": 16,
         "experts": dice.choice((0, 4, 6)),
     }
-    if family in ("gpt_neox", "glm4_moe", "qwen3_next"):
+    if family in ("gpt_neox", "glm4_moe", "qwen3_next", "qwen3_5"):
         table["rotary_fraction"] = 1.0  # a part of heads so small does not turn
     offered = {key: dice.choice(values) for key, values in CHOICES.items() if dice.random() < rate}
     if dice.random() < (0.8 if family.startswith("deepseek") else 0.1):
@@ -97,7 +97,7 @@ def drawn(seed: int) -> dict[str, Any]:
             "value_dim": dice.choice((5, 10, 17)),
             "norm_eps": dice.choice((1e-6, 1e-3)),
         }
-    if dice.random() < (0.8 if family == "qwen3_next" else 0.1):
+    if dice.random() < (0.8 if family in ("qwen3_next", "qwen3_5") else 0.1):
         key_heads = dice.choice((2, 4))
         offered["delta_net"] = {
             "key_heads": key_heads,

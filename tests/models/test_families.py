@@ -56,6 +56,9 @@ NAMES = {  # of what they call it in a layer, or outside
     "mlp.shared_experts.down_proj": "mlp.shared.down",
     "mlp.router": "mlp.router",
     "self_attn.sinks": "attention.sinks",
+    "linear_attn.in_proj_z": "delta_net.gate",
+    "linear_attn.in_proj_b": "delta_net.strength",
+    "linear_attn.in_proj_a": "delta_net.decay",
     "linear_attn.norm": "delta_net.output_norm",
     "linear_attn.out_proj": "delta_net.output",
     "embed_tokens": "embedding",
@@ -71,8 +74,9 @@ NAMES = {  # of what they call it in a layer, or outside
 
 
 LATENT = ("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj")
-OF_DELTA_NET = ("conv1d", "dt_bias", "A_log", "in_proj_qkvz", "in_proj_ba")
-OF_QWEN3_NEXT = ("self_attn.q_proj", *(f"linear_attn.{part}" for part in OF_DELTA_NET))
+OF_DELTA_NET = ("conv1d", "dt_bias", "A_log", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv")
+WITH_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+IN_PARTS = ("self_attn.q_proj", *(f"linear_attn.{part}" for part in OF_DELTA_NET))
 # Of families with norms after the branches.
 AFTER = {
     "post_attention_layernorm": "attention_post_norm",
@@ -107,8 +111,8 @@ def _of_two_branches(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Ten
             ours |= _of_latents(
                 config, f"{layer}attention", name.removeprefix("self_attn."), kind, tensor
             )
-        elif config.model_type == "qwen3_next" and name in OF_QWEN3_NEXT:
-            ours |= _of_qwen3_next(config, layer, name, kind, tensor)
+        elif config.model_type in WITH_DELTA_NETS and name in IN_PARTS:
+            ours |= _of_delta_net(config, layer, name, kind, tensor)
         elif name == "attn.c_attn":
             ours |= _three(f"{layer}attention", kind, tensor.chunk(3))
         elif name == "attention.query_key_value":
@@ -134,10 +138,11 @@ def _of_two_branches(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Ten
     return ours
 
 
-def _of_qwen3_next(
+def _of_delta_net(
     config: Any, layer: str, name: str, kind: str, tensor: Tensor
 ) -> dict[str, Tensor]:
-    """Tensors of which a head has rows of each kind, and those of all heads in a row."""
+    """Tensors of which a head has rows of each kind, and those of all heads in a row, among them
+    queries with a gate beside them."""
     if name == "self_attn.q_proj":
         rows = tensor.unflatten(0, (config.num_attention_heads, 2, -1))
         return {
@@ -147,13 +152,11 @@ def _of_qwen3_next(
     layer = f"{layer}delta_net"
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
-    if name == "linear_attn.conv1d":
-        parts = tensor[:, 0].split([keys, keys, values])
+    if name in ("linear_attn.conv1d", "linear_attn.in_proj_qkv"):
+        parts = tensor.reshape(len(tensor), -1).split([keys, keys, values])
+        suffix = "_convolution.weight" if "conv1d" in name else ".weight"
         kinds = ("query", "key", "value")
-        return {
-            f"{layer}.{which}_convolution.weight": part
-            for which, part in zip(kinds, parts, strict=True)
-        }
+        return {f"{layer}.{which}{suffix}": part for which, part in zip(kinds, parts, strict=True)}
     if name == "linear_attn.dt_bias":
         return {f"{layer}.decay.bias": tensor}
     if name == "linear_attn.A_log":

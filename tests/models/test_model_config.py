@@ -53,6 +53,15 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "qwen3-next-80b-a3b": 79_674_391_296,
+    # the text models; their files have images and multi-token prediction besides
+    "qwen3.5-0.8b": 752_393_024,
+    "qwen3.5-2b": 1_881_825_088,
+    "qwen3.5-4b": 4_205_751_296,
+    "qwen3.5-9b": 8_953_803_264,
+    "qwen3.5-27b": 26_895_998_464,
+    "qwen3.5-35b-a3b": 34_660_610_688,
+    "qwen3.5-122b-a10b": 122_111_526_912,
+    "qwen3.5-397b-a17b": 396_346_350_336,
     "glm-4.5": 352_797_829_024,  # its file has 358 B, with a layer for multi-token prediction
     "glm-4.5-air": 106_852_251_264,  # 110 B with that layer
     "olmo2-1b": 1_484_916_736,

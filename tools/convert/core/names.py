@@ -8,6 +8,7 @@ from tools.convert.core.transforms import (
     CONVOLUTIONS,
     DELTA_GATES,
     DELTA_NET,
+    DELTA_ROWS,
     EXPERTS_INTERLEAVED,
     EXPERTS_TRANSPOSED,
     GATED_QUERY,
@@ -142,24 +143,41 @@ def _latents(interleaved: bool) -> list[NameRule]:
     ]
 
 
-def _gated_attention_or_delta_net() -> list[NameRule]:
-    """Return the rules of Qwen3-Next: of attention whose queries have a gate beside them, and of
-    gated delta nets."""
+def _gated_attention_or_delta_net(by_key_head: bool) -> list[NameRule]:
+    """Return the rules of Qwen3-Next and Qwen3.5: of attention whose queries have a gate beside
+    them, and of gated delta nets.
+
+    by_key_head: what is projected in a gated delta net is two tensors, whose rows are those of one
+        head of keys after the other; otherwise only queries, keys and values are one tensor.
+    """
     attention = "model.layers.N.self_attn"
     delta_net = "model.layers.N.linear_attn"
     rules = [rule for rule in _projections() if "q_proj" not in rule.foreign]
     for suffix in ("weight", "bias"):
         query_and_gate = (f"{_ATTENTION}.query.{suffix}", f"{_ATTENTION}.gate.{suffix}")
         rules.append(NameRule(f"{attention}.q_proj.{suffix}", query_and_gate, GATED_QUERY))
-    projected = tuple(f"{_DELTA_NET}.{part}.weight" for part in (*QKV, "gate"))
-    gates = (f"{_DELTA_NET}.strength.weight", f"{_DELTA_NET}.decay.weight")
+    projected = tuple(f"{_DELTA_NET}.{part}.weight" for part in QKV)
+    gate = f"{_DELTA_NET}.gate.weight"
+    strength = f"{_DELTA_NET}.strength.weight"
+    decay = f"{_DELTA_NET}.decay.weight"
+    if by_key_head:
+        projections = [
+            NameRule(f"{delta_net}.in_proj_qkvz.weight", (*projected, gate), DELTA_NET),
+            NameRule(f"{delta_net}.in_proj_ba.weight", (strength, decay), DELTA_GATES),
+        ]
+    else:
+        projections = [
+            NameRule(f"{delta_net}.in_proj_qkv.weight", projected, DELTA_ROWS),
+            NameRule(f"{delta_net}.in_proj_z.weight", (gate,)),
+            NameRule(f"{delta_net}.in_proj_b.weight", (strength,)),
+            NameRule(f"{delta_net}.in_proj_a.weight", (decay,)),
+        ]
     return [
         *rules,
         NameRule(f"{delta_net}.dt_bias", (f"{_DELTA_NET}.decay.bias",)),
         NameRule(f"{delta_net}.A_log", (f"{_DELTA_NET}.decay.log_rate",)),
         NameRule(f"{delta_net}.conv1d.weight", _DELTA_KERNELS, CONVOLUTIONS),
-        NameRule(f"{delta_net}.in_proj_qkvz.weight", projected, DELTA_NET),
-        NameRule(f"{delta_net}.in_proj_ba.weight", gates, DELTA_GATES),
+        *projections,
         NameRule(f"{delta_net}.norm.weight", (f"{_DELTA_NET}.output_norm.weight",)),
         NameRule(f"{delta_net}.out_proj.weight", (f"{_DELTA_NET}.output.weight",)),
     ]
@@ -307,7 +325,11 @@ HUGGING_FACE: dict[str, list[NameRule]] = {
     "qwen3": _llama(_gated()),
     "qwen3_moe": _llama([*_gated(), *_experts("mlp", "gate_proj", "up_proj", "down_proj")]),
     "qwen3_next": _llama(
-        _shared_experts("shared_expert"), projections=_gated_attention_or_delta_net()
+        _shared_experts("shared_expert"), projections=_gated_attention_or_delta_net(True)
+    ),
+    "qwen3_5_text": _llama(_gated(), projections=_gated_attention_or_delta_net(False)),
+    "qwen3_5_moe_text": _llama(
+        _shared_experts("shared_expert"), projections=_gated_attention_or_delta_net(False)
     ),
     "glm4_moe": _with_modules(_llama(_shared_experts())),
     "olmo2": _llama(_gated(), _AFTER),
@@ -322,13 +344,19 @@ HUGGING_FACE: dict[str, list[NameRule]] = {
 IN_HALVES: dict[str, list[NameRule]] = {
     "deepseek_v3": _with_modules(_llama(_shared_experts(), projections=_latents(False)))
 }
-# What a folder may leave out before every name: it was saved without the head.
+# What a folder that was saved without the head may leave out before every name; of other families
+# it is "model.".
 PREFIXES = {"gpt2": "transformer.", "gpt_neox": "gpt_neox.", "nemotron_h": "backbone."}
-# Another beginning of names, which stands for that of the table: of parameters in transformers 5.
-OTHER_PREFIXES = {"nemotron_h": "model."}
+# Another beginning of names, which stands for that of the table: of parameters in transformers 5,
+# and of a text model that transformers has saved as a part of one with images.
+OTHER_PREFIXES = {
+    "nemotron_h": "model.",
+    "qwen3_5_text": "model.language_model.",
+    "qwen3_5_moe_text": "model.language_model.",
+}
 # Beginnings of names of tensors that published folders hold beside a model, and that neither
 # transformers nor we read: of modules for multi-token prediction that are named on their own.
-UNREAD = {"qwen3_next": "mtp."}
+UNREAD = dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "mtp.")
 # Buffers that old folders hold and that nothing has to be kept of: ends of their names.
 BUFFERS = (
     ".attn.bias",

@@ -250,9 +250,14 @@ def _join_convolutions(parts: Parts, head_sizes: HeadSizes) -> Tensor:
     return torch.cat(list(parts)).unsqueeze(1)
 
 
-def _split_convolutions(joined: Tensor, head_sizes: HeadSizes) -> Parts:
+def _split_delta_rows(joined: Tensor, head_sizes: HeadSizes) -> Parts:
     sizes = head_sizes.delta
-    return joined.squeeze(1).split([sizes.key_width, sizes.key_width, sizes.value_width])
+    # All queries, all keys, and all values.
+    return joined.split([sizes.key_width, sizes.key_width, sizes.value_width])
+
+
+def _split_convolutions(joined: Tensor, head_sizes: HeadSizes) -> Parts:
+    return _split_delta_rows(joined.squeeze(1), head_sizes)
 
 
 def _split_mamba(joined: Tensor, head_sizes: HeadSizes) -> Parts:
@@ -360,8 +365,10 @@ EXPERTS_STACKED = Transform(
 )
 EXPERTS_GATE_UP = Transform(_join_experts_gate_up, _split_experts_gate_up)
 GATED_QUERY = Transform(_join_gated_query, _split_gated_query)
-# Of a gated delta net: what is projected, the numbers of each head, and the convolution.
+# Of a gated delta net: queries, keys, values and gates by heads of keys, or the first three each as
+# it is; the numbers of each head; and the convolution.
 DELTA_NET = Transform(_join_by_key_head, _split_delta_net)
+DELTA_ROWS = Transform(_join_stacked, _split_delta_rows)
 DELTA_GATES = Transform(_join_by_key_head, _split_delta_gates)
 STACKED_DELTA_NET = Transform(_join_stacked, _split_stacked_delta_net)
 CONVOLUTIONS = Transform(_join_convolutions, _split_convolutions)

@@ -61,9 +61,9 @@ def model_type_of(model: ModelConfig) -> str:
     """Return the model_type that can say all of `model`, that of its own family if that can.
     UserError if there is none."""
     # The first with the family's name: Qwen's dense one stands before the one with experts.
-    types = [name for name, family in FAMILIES.items() if family.ours == model.family]
-    own_type = types[0]
-    for model_type in (own_type, *FAMILIES):
+    own_types = [name for name, family in FAMILIES.items() if family.ours == model.family]
+    own_type = own_types[0]
+    for model_type in (*own_types, *FAMILIES):
         if _unsaid(model_type, model) == []:
             return model_type
     computed = with_idle_keys_reset(model)

@@ -1,4 +1,4 @@
-"""Gated delta nets in a config.json, and the layers that have them: Qwen3-Next."""
+"""Gated delta nets in a config.json, and the layers that have them: Qwen3-Next and Qwen3.5."""
 
 from models.config import ModelConfig
 from models.delta_net import DeltaNet
@@ -14,6 +14,13 @@ _SIZES = {
     "linear_key_head_dim": "key_dim",
     "linear_value_head_dim": "value_dim",
     "linear_conv_kernel_dim": "kernel",
+}
+# Of Qwen3.5's published files, which its class does not read.
+_WITHOUT_EFFECT = {
+    "how the same is computed": "mamba_ssm_dtype",
+    "of multi-token prediction, whose tensors are not read": (
+        "mtp_num_hidden_layers mtp_use_dedicated_embeddings"
+    ),
 }
 
 
@@ -56,4 +63,15 @@ def _write(model: ModelConfig) -> Json:
     return config
 
 
+def _check_others(config: ConfigKeys) -> Fields:
+    """Return no fields. Raises UserError for gates other than those of the class."""
+    for keys in _WITHOUT_EFFECT.values():
+        config.mark_read(*keys.split())
+    require(config["attn_output_gate"], "attn_output_gate", (True, None))
+    # of the outputs of gated delta nets
+    require(config["output_gate_type"], "output_gate_type", ("swish", "silu", None))
+    return {}
+
+
 DELTA_LAYERS = Entry(_read, _write)
+OTHER_KEYS_OF_QWEN3_5 = Entry(_check_others)

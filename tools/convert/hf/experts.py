@@ -31,8 +31,8 @@ def experts_of_qwen(shared: bool) -> Entry:
         # A file may name experts that no layer has.
         if len(dense) == config["num_hidden_layers"]:
             return fields
-        if shared and not routed["shared_experts"]:
-            raise UserError.of("convert.hf_shared_expert_zero")
+        if shared:
+            _require_shared(routed["shared_experts"])
         return {**routed, **fields}
 
     def write(model: ModelConfig) -> Json:
@@ -51,6 +51,43 @@ def experts_of_qwen(shared: bool) -> Entry:
         return config
 
     return Entry(read, write)
+
+
+def _read_qwen3_5(config: ConfigKeys) -> Fields:
+    """Return the experts of Qwen3.5, which all layers have, with a shared one beside them.
+
+    Its class always normalizes the weights of a token's experts.
+    """
+    # of feed-forwards without experts, which no layer has
+    config.mark_read("intermediate_size")
+    if not config["num_experts"]:
+        raise UserError.of("convert.hf_value_kind", key="num_experts", value=0, remedy="above 0")
+    return {
+        "experts": config["num_experts"],
+        "experts_per_token": config["num_experts_per_tok"],
+        "router_aux_loss": config["router_aux_loss_coef"],
+        "norm_topk": True,
+        "ffn": config["moe_intermediate_size"],
+        "shared_experts": _require_shared(config["shared_expert_intermediate_size"]),
+        "shared_gate": True,
+    }
+
+
+def _write_qwen3_5(model: ModelConfig) -> Json:
+    return {
+        "num_experts": model.experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "router_aux_loss_coef": model.router_aux_loss,
+        "moe_intermediate_size": model.ffn,
+        "shared_expert_intermediate_size": model.shared_experts,
+    }
+
+
+def _require_shared(width: int) -> int:
+    """Return the width of the shared expert. Raises UserError if there is none."""
+    if not width:
+        raise UserError.of("convert.hf_shared_expert_zero")
+    return width
 
 
 def _dense_layers_of_qwen(config: ConfigKeys) -> list[int]:
@@ -230,6 +267,7 @@ def _write_deepseek_v2(model: ModelConfig) -> Json:
     return _write_deepseek(model, method)
 
 
+EXPERTS_OF_QWEN3_5 = Entry(_read_qwen3_5, _write_qwen3_5)
 EXPERTS_OF_GLM4 = Entry(_read_glm4_moe, _write_after_dense)
 EXPERTS_OF_DEEPSEEK_V2 = Entry(_read_deepseek_v2, _write_deepseek_v2)
 EXPERTS_OF_DEEPSEEK_V3 = Entry(_read_deepseek_v3, lambda model: _write_deepseek(model, "noaux_tc"))

@@ -10,11 +10,12 @@ from typing import Any
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
-from tools.convert.hf.delta_layers import DELTA_LAYERS
+from tools.convert.hf.delta_layers import DELTA_LAYERS, OTHER_KEYS_OF_QWEN3_5
 from tools.convert.hf.experts import (
     EXPERTS_OF_DEEPSEEK_V2,
     EXPERTS_OF_DEEPSEEK_V3,
     EXPERTS_OF_GLM4,
+    EXPERTS_OF_QWEN3_5,
     LOCAL_EXPERTS,
     experts_of_qwen,
 )
@@ -36,6 +37,7 @@ from tools.convert.hf.rope import (
     ROPE_OF_GPT_NEOX,
     ROPE_OF_GPT_OSS,
     ROPE_OF_OLMO2,
+    ROPE_OF_QWEN3_5,
     ROPE_OF_SOME_FEATURES,
     by_layer_beyond_transformers_4,
     olmo2_beyond_transformers_4,
@@ -200,6 +202,10 @@ def _gpt_oss_beyond_4(model: ModelConfig) -> Iterator[str]:
         )
 
 
+def _qwen3_5_beyond_4(model: ModelConfig) -> Iterator[str]:
+    yield f"make a {model.family} model"
+
+
 def _nemotron_h_beyond_4(model: ModelConfig) -> Iterator[str]:
     yield "make a nemotron_h model without the code of a published folder"
 
@@ -216,10 +222,10 @@ _ROTARY = (
     same("num_hidden_layers", "layers"),
     same("hidden_size", "hidden"),
     same("num_attention_heads", "heads"),
-    same("intermediate_size", "ffn"),
     same("max_position_embeddings", "max_positions"),
     same("attention_dropout", "attention_dropout"),
 )
+_WIDTH = same("intermediate_size", "ffn")
 _MTP_LAYERS = Entry(
     lambda config: {"mtp_layers": config["num_mtp_layers"] or 0},
     # as published files call it; transformers 5 takes both names
@@ -230,7 +236,8 @@ _SILU = only("hidden_act", "silu", "swish")
 _TANH_GELU = only("hidden_activation", *TANH_GELU)
 _ATTENTION_BIAS = same("attention_bias", "qkv_bias", "output_bias")
 # What the families after Llama share.
-_LLAMA = (*_ROTARY, _HEADS, same("rms_norm_eps", "norm_eps"))
+_OF_SOME_WIDTH = (*_ROTARY, _HEADS, same("rms_norm_eps", "norm_eps"))
+_LLAMA = (*_OF_SOME_WIDTH, _WIDTH)
 _GEMMA = (
     *_LLAMA,
     _TANH_GELU,
@@ -241,8 +248,17 @@ _GEMMA = (
         lambda model: {"query_pre_attn_scalar": int(model.attention_scalar)},
     ),
 )
+_QWEN3_5 = (
+    *_OF_SOME_WIDTH,
+    _SILU,
+    ROPE_OF_QWEN3_5,
+    _ATTENTION_BIAS,
+    DELTA_LAYERS,
+    OTHER_KEYS_OF_QWEN3_5,
+)
 _DEEPSEEK = (
     *_ROTARY,
+    _WIDTH,
     Entry(_read_latent_attention, _write_latent_attention),
     _SILU,
     ROPE,
@@ -322,6 +338,31 @@ _GEMMA_DEFAULTS = _LLAMA_DEFAULTS | {
     "bos_token_id": 2,
 }
 _EXPERTS_DEFAULTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.001}
+_DELTA_NET_DEFAULTS = {
+    "num_attention_heads": 16,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_QWEN3_5_DEFAULTS = (
+    _LLAMA_DEFAULTS
+    | _DELTA_NET_DEFAULTS
+    | {
+        "vocab_size": 248320,
+        # no keys of its class, but of published files
+        "attn_output_gate": None,
+        "output_gate_type": None,
+        "mtp_num_hidden_layers": 0,
+    }
+)
 _DEEPSEEK_DEFAULTS = _LLAMA_DEFAULTS | {
     "q_lora_rank": 1536,
     "kv_lora_rank": 512,
@@ -411,6 +452,7 @@ FAMILIES: dict[str, Family] = {
         },
         entries=(
             *_ROTARY,
+            _WIDTH,
             ROPE_OF_GPT_NEOX,
             _gelu("hidden_act"),
             same("layer_norm_eps", "norm_eps"),
@@ -510,22 +552,13 @@ FAMILIES: dict[str, Family] = {
         architecture="Qwen3NextForCausalLM",
         defaults=_LLAMA_DEFAULTS
         | _EXPERTS_DEFAULTS
+        | _DELTA_NET_DEFAULTS
         | {
             "vocab_size": 151936,
             "hidden_size": 2048,
             "intermediate_size": 5632,
             "num_hidden_layers": 48,
-            "num_attention_heads": 16,
             "num_key_value_heads": 2,
-            "head_dim": 256,
-            "max_position_embeddings": 32768,
-            "partial_rotary_factor": 0.25,
-            "full_attention_interval": 4,
-            "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
             "moe_intermediate_size": 512,
             "shared_expert_intermediate_size": 512,
             "num_experts": 512,
@@ -533,8 +566,6 @@ FAMILIES: dict[str, Family] = {
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
             "mlp_only_layers": None,
-            "bos_token_id": None,
-            "eos_token_id": None,
         },
         entries=(
             *_LLAMA,
@@ -545,6 +576,38 @@ FAMILIES: dict[str, Family] = {
             experts_of_qwen(shared=True),
         ),
         aliases={"num_local_experts": "num_experts"},
+    ),
+    "qwen3_5_text": Family(
+        ours="qwen3_5",
+        architecture="Qwen3_5ForCausalLM",
+        defaults=_QWEN3_5_DEFAULTS
+        | {
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 4,
+        },
+        entries=(*_QWEN3_5, _WIDTH),
+        beyond_transformers_4=_qwen3_5_beyond_4,
+    ),
+    "qwen3_5_moe_text": Family(
+        ours="qwen3_5",
+        architecture="Qwen3_5MoeForCausalLM",
+        defaults=_QWEN3_5_DEFAULTS
+        | _EXPERTS_DEFAULTS
+        | {
+            "hidden_size": 2048,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+        },
+        requires=_has_experts,
+        entries=(*_QWEN3_5, EXPERTS_OF_QWEN3_5),
+        aliases={"num_local_experts": "num_experts"},
+        beyond_transformers_4=_qwen3_5_beyond_4,
     ),
     "deepseek_v2": Family(
         ours="deepseek_v2",

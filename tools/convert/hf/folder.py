@@ -168,7 +168,7 @@ def open_hf(folder: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source
     tensors = text_tensors(file_tensors, full_config)
     tensors, unread_names = _without_unread(tensors, model_type)
     tensors = with_usual_prefix(tensors, model_type)
-    tensors = _named_like_the_table(tensors, PREFIXES.get(model_type, "model."))
+    tensors = _named_like_the_table(tensors, _usual_prefix(model_type))
     tensors = unstack_experts(tensors, model_type)
     stored = with_quantized(tensors, config, folder)
     # DeepSeek-V3 may say so; published files have rotary partners side by side.
@@ -180,7 +180,12 @@ def open_hf(folder: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source
     _drop_module_copies(folder, model, stored)
     check_tensors(folder, expected, stored)
     folder_notes = [
-        *notes(config, FAMILIES[model_type].architecture, model.mtp_layers > 0),
+        *notes(
+            config,
+            FAMILIES[model_type].architecture,
+            has_modules=model.mtp_layers > 0,
+            has_unread_modules=bool(unread_names),
+        ),
         *wrapped_notes(file_tensors, full_config),
         *quantized_notes(config),
         *_notes_on_unread(unread_names),
@@ -339,15 +344,21 @@ def _notes_on_unread(names: Sequence[str]) -> Iterator[str]:
         )
 
 
+def _usual_prefix(model_type: str) -> str:
+    """Return the beginning of the names of a family in the table, but for the head."""
+    return PREFIXES.get(model_type, "model.")
+
+
 def with_usual_prefix(tensors: Mapping[str, TensorLike], model_type: str) -> dict[str, TensorLike]:
     """Return the tensors with the prefix of the table in place of another one of the family."""
     other = OTHER_PREFIXES.get(model_type)
     if other is None:
         return dict(tensors)
+    prefix = _usual_prefix(model_type)
     renamed = {}
     for tensor_name, stored in tensors.items():
         if tensor_name.startswith(other):
-            tensor_name = PREFIXES[model_type] + tensor_name.removeprefix(other)
+            tensor_name = prefix + tensor_name.removeprefix(other)
         renamed[tensor_name] = stored
     return renamed
 

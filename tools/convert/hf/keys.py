@@ -52,6 +52,7 @@ _MAY_BE_NULL = (
     "head_dim",
     "q_lora_rank",
     "num_mtp_layers",
+    "mtp_num_hidden_layers",
     "partial_rotary_factor",
     "final_logit_softcapping",
     "attn_logit_softcapping",
@@ -85,6 +86,7 @@ _NUMBERS_OF_LAYERS = (
     "n_layer",
     "num_mtp_layers",
     "num_nextn_predict_layers",
+    "mtp_num_hidden_layers",
 )
 MOST_LAYERS = 4096  # as `model.layers`; layers are listed before a model is made
 MOST_SHOWN = 60  # characters of a value that is shown in a line

@@ -22,11 +22,14 @@ ANGLE_RTOL = 0.02
 ANGLE_ATOL = 1e-6
 
 
-def notes(config: Json, architecture: str, has_modules: bool) -> list[str]:
+def notes(
+    config: Json, architecture: str, has_modules: bool, has_unread_modules: bool = False
+) -> list[str]:
     """Return notes on settings of a config.json that are ignored though users may expect otherwise.
 
     architecture: the class of transformers that it is read as.
     has_modules: the files hold the layers for multi-token prediction that it names.
+    has_unread_modules: they do, and these are not read.
     """
     remarks = [*_notes_on_code(config, architecture)]
     remarks += [f"{key} = {config[key]}, {KEPT}" for key in _ids_beyond_vocabulary(config)]
@@ -38,7 +41,7 @@ def notes(config: Json, architecture: str, has_modules: bool) -> list[str]:
             f"{layers} layers for multi-token prediction: they are read as model.mtp_layers, "
             "which only training uses"
         )
-    elif layers:
+    elif layers and not has_unread_modules:
         remarks.append(
             f"{layers} layers for multi-token prediction, of which the files hold no tensor: "
             "there are none"
@@ -153,6 +156,7 @@ def further_layers(config: Json) -> int:
     """Return the number of layers after the model's own, for multi-token prediction. They may be in
     its files."""
     config_keys = keys_of(config)
-    if "num_mtp_layers" in config_keys.family.defaults:
-        return int(config_keys["num_mtp_layers"] or 0)
+    for key in ("num_mtp_layers", "mtp_num_hidden_layers"):
+        if key in config_keys.family.defaults:
+            return int(config_keys[key] or 0)
     return 0

@@ -22,6 +22,9 @@ ROPE_TYPES = tuple(name for name in PARAMETERS if name != "none")
 _TYPE_KEYS = ("rope_type", "type")  # names of the same key; the second is that of older files
 # model_type of families that turn layers with the window in their own way
 BY_LAYER = ("olmo3", "gemma3_text")
+# Which pairs turn by the time, the height or the width of a place in an image. Of a token of text
+# the three are one number, so that it does not matter which pair turns by which.
+KEYS_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 # Types for which transformers reads an original length beside the rope parameters.
 TYPES_WITH_ORIGINAL = ("llama3", "yarn")
 # Types in transformers 4's OLMo 2, whose rope_scaling has `type` and `factor` and nothing else.
@@ -46,9 +49,22 @@ def _read_all_features(config: ConfigKeys) -> Fields:
 
 def _read_some_features(config: ConfigKeys) -> Fields:
     """Return the fields of rotary positions where partial_rotary_factor may have any value."""
+    return _fields_of_part(_parameters(config), config)
+
+
+def _fields_of_part(parameters: dict[str, Any], config: ConfigKeys) -> Fields:
+    """Return the fields of rope parameters where partial_rotary_factor may have any value."""
     fraction = config["partial_rotary_factor"]
     fraction = 1.0 if fraction is None else fraction
-    return _fields(_parameters(config), config, config["rope_theta"], fraction)
+    return _fields(parameters, config, config["rope_theta"], fraction)
+
+
+def _read_qwen3_5(config: ConfigKeys) -> Fields:
+    """Return the fields of Qwen3.5, whose positions are also those of images."""
+    parameters = _parameters(config)
+    for key in KEYS_OF_IMAGES:
+        parameters.pop(key, None)
+    return _fields_of_part(parameters, config)
 
 
 def _read_gpt_neox(config: ConfigKeys) -> Fields:
@@ -77,11 +93,15 @@ def _read_gpt_oss(config: ConfigKeys) -> Fields:
 def _write(model: ModelConfig) -> Json:
     """Return the keys of positions that transformers 4 reads."""
     config = {"rope_theta": model.rope_base, "rope_scaling": _scaling_keys(model)}
+    return config | _longest(model)
+
+
+def _longest(model: ModelConfig) -> Json:
+    """Return the longest length if it is not that of the model: with dynamic scaling transformers
+    takes its key for the original one."""
     if model.rope_scaling.kind == "dynamic":
-        # transformers takes this key for the original length
-        original = getattr(model.rope_scaling, ORIGINAL)
-        return config | {"max_position_embeddings": original}
-    return config
+        return {"max_position_embeddings": getattr(model.rope_scaling, ORIGINAL)}
+    return {}
 
 
 def _scaling_keys(model: ModelConfig) -> Fields | None:
@@ -119,11 +139,21 @@ def _write_olmo2(model: ModelConfig) -> Json:
     return config
 
 
+def _write_qwen3_5(model: ModelConfig) -> Json:
+    """Return the keys of transformers 5 alone, for no older one has the family."""
+    parameters = {
+        **_newer_parameters(model),
+        "partial_rotary_factor": model.rotary_fraction,
+    }
+    return {"rope_parameters": parameters, **_longest(model)}
+
+
 ROPE = Entry(_read_all_features, _write)
 ROPE_OF_SOME_FEATURES = Entry(
     _read_some_features,
     lambda model: {**_write(model), "partial_rotary_factor": model.rotary_fraction},
 )
+ROPE_OF_QWEN3_5 = Entry(_read_qwen3_5, _write_qwen3_5)
 ROPE_OF_GPT_NEOX = Entry(_read_gpt_neox, _write_gpt_neox)
 ROPE_OF_OLMO2 = Entry(_read_all_features, _write_olmo2)
 ROPE_OF_GPT_OSS = Entry(

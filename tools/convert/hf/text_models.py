@@ -1,31 +1,34 @@
-"""Text models inside models of several kinds of input, such as Gemma 3 with images.
+"""Text models inside models of several kinds of input: Gemma 3 and Qwen3.5 with images.
 
-A config.json of such a model has a config.json of the text model in `text_config`. Gemma 3's is
-read: its tensors are `language_model.*` in published files (`model.language_model.*` in those of
-newer versions of transformers), and text alone passes through them as through a `gemma3_text`
+A config.json of such a model has a config.json of the text model in `text_config`. These are read:
+their tensors are `model.language_model.*`, in published files of Gemma 3 `language_model.*`, and
+text alone passes through them as through a `gemma3_text`, `qwen3_5_text` or `qwen3_5_moe_text`
 model. Tensors for images are left out. Other such models are refused by one line.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from megaprec.errors import UserError
 from tools.convert.hf.keys import FREE, IDS, short
 
 Json = Mapping[str, Any]
 
-# model_type of a model of several kinds of input -> that of its text model.
-TEXT = {"gemma3": "gemma3_text"}
-# Keys under which configs of other models have another one, of texts, images or sound.
-PARTS = (
-    "text_config",
-    "llm_config",
-    "language_config",
-    "thinker_config",
-    "vision_config",
-    "audio_config",
-)
-OF_IMAGES = (
+
+class Wrapper(NamedTuple):
+    """A model of several kinds of input. Its other parts are left out.
+
+    text: the model_type of its text model.
+    keys: keys beside text_config that say nothing of texts.
+    tensors: beginnings of names of tensors that texts do not pass through.
+    """
+
+    text: str
+    keys: tuple[str, ...]
+    tensors: tuple[str, ...]
+
+
+_KEYS_OF_GEMMA = (
     "vision_config",
     "mm_tokens_per_image",
     "boi_token_index",
@@ -35,16 +38,39 @@ OF_IMAGES = (
     "eoi_token_id",
     "image_token_id",
 )
-# said outside or inside, and alike if in both
-ALIKE_IF_IN_BOTH = ("initializer_range", "tie_word_embeddings", "quantization_config")
-# outer keys of the text model, which win over its own
-OUTER_TEXT_KEYS = (*IDS, *ALIKE_IF_IN_BOTH)
-_IMAGE_TENSORS = (
+_TENSORS_OF_GEMMA = (
     "vision_tower.",
     "multi_modal_projector.",
     "model.vision_tower.",
     "model.multi_modal_projector.",
 )
+_KEYS_OF_QWEN = (
+    "vision_config",
+    "image_token_id",
+    "video_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+)
+_TENSORS_OF_QWEN = ("model.visual.",)
+# By the model_type of the whole model.
+WRAPPERS = {
+    "gemma3": Wrapper("gemma3_text", _KEYS_OF_GEMMA, _TENSORS_OF_GEMMA),
+    "qwen3_5": Wrapper("qwen3_5_text", _KEYS_OF_QWEN, _TENSORS_OF_QWEN),
+    "qwen3_5_moe": Wrapper("qwen3_5_moe_text", _KEYS_OF_QWEN, _TENSORS_OF_QWEN),
+}
+# Keys under which configs of other models have another one, of texts, images or sound.
+PARTS = (
+    "text_config",
+    "llm_config",
+    "language_config",
+    "thinker_config",
+    "vision_config",
+    "audio_config",
+)
+# said outside or inside, and alike if in both
+ALIKE_IF_IN_BOTH = ("initializer_range", "tie_word_embeddings", "quantization_config")
+# outer keys of the text model, which win over its own
+OUTER_TEXT_KEYS = (*IDS, *ALIKE_IF_IN_BOTH)
 # Of published files, and of those that newer versions of transformers write.
 _NAMES = {
     "language_model.lm_head.": "lm_head.",
@@ -60,7 +86,8 @@ def text_config(config: Json) -> Json:
     not known.
     """
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in TEXT:
+    wrapper = WRAPPERS.get(model_type) if isinstance(model_type, str) else None
+    if wrapper is None:
         # A model of text alone has none of these.
         parts = [key for key in PARTS if isinstance(config.get(key), Mapping)]
         if parts:
@@ -68,27 +95,27 @@ def text_config(config: Json) -> Json:
         return config
     inner_config = config.get("text_config")
     if not isinstance(inner_config, Mapping):
-        raise UserError.of("convert.hf_text_config_missing", kind=model_type, text=TEXT[model_type])
-    inner_type = inner_config.get("model_type", TEXT[model_type])
-    if inner_type != TEXT[model_type]:
+        raise UserError.of("convert.hf_text_config_missing", kind=model_type, text=wrapper.text)
+    inner_type = inner_config.get("model_type", wrapper.text)
+    if inner_type != wrapper.text:
         raise UserError.of(
-            "convert.hf_text_config_type", short=short(inner_type), text=TEXT[model_type]
+            "convert.hf_text_config_type", short=short(inner_type), text=wrapper.text
         )
     # Keys outside may contradict those inside, of which transformers lets one win.
-    _check_outer_keys(config, inner_config, model_type)
+    _check_outer_keys(config, inner_config, wrapper)
     outer = {key: config[key] for key in OUTER_TEXT_KEYS if key in config}
-    return {**inner_config, **outer, "model_type": TEXT[model_type]}
+    return {**inner_config, **outer, "model_type": wrapper.text}
 
 
-def _check_outer_keys(config: Json, inner_config: Json, model_type: str) -> None:
+def _check_outer_keys(config: Json, inner_config: Json, wrapper: Wrapper) -> None:
     """Raise UserError for keys beside text_config that are not known, or contradict it."""
-    for outer_key in config.keys() - {*FREE, *OF_IMAGES, *OUTER_TEXT_KEYS, "text_config"}:
+    for outer_key in config.keys() - {*FREE, *wrapper.keys, *OUTER_TEXT_KEYS, "text_config"}:
         if config[outer_key] is not None:
             raise UserError.of(
                 "convert.hf_key_unknown",
                 key=outer_key,
                 short=short(config[outer_key]),
-                kind=model_type,
+                kind=config["model_type"],
             )
     for outer_key in ALIKE_IF_IN_BOTH:
         in_both = outer_key in config and outer_key in inner_config
@@ -104,24 +131,26 @@ def _check_outer_keys(config: Json, inner_config: Json, model_type: str) -> None
 def text_tensors(stored: Mapping[str, Any], config: Json) -> dict[str, Any]:
     """Return the tensors of the text model, by the names that they have in a folder of its own."""
     # A folder of a text model alone has the names already.
-    if config.get("model_type") not in TEXT:
+    wrapper = WRAPPERS.get(config.get("model_type", ""))
+    if wrapper is None:
         return dict(stored)
     tensors: dict[str, Any] = {}
     for name, tensor in stored.items():
-        if not name.startswith(_IMAGE_TENSORS):
+        if not name.startswith(wrapper.tensors):
             tensors[_inner_name(name)] = tensor
     return tensors
 
 
 def wrapped_notes(stored: Mapping[str, Any], config: Json) -> list[str]:
     """Return the note on tensors of images that are left out."""
-    model_type = config.get("model_type")
-    if model_type not in TEXT:
+    model_type = config.get("model_type", "")
+    wrapper = WRAPPERS.get(model_type)
+    if wrapper is None:
         return []
-    left_out = sum(name.startswith(_IMAGE_TENSORS) for name in stored)
+    left_out = sum(name.startswith(wrapper.tensors) for name in stored)
     return [
         f"config.json has model_type = {model_type!r}: its text model is read, of model_type "
-        f"{TEXT[model_type]!r}; {left_out} tensors for images are left out, and a folder that is "
+        f"{wrapper.text!r}; {left_out} tensors for images are left out, and a folder that is "
         "written has none"
     ]
 
@@ -144,5 +173,9 @@ def _refusal(model_type: Any, parts: list[str], inner_config: Json) -> UserError
         text_type = inner_config.get("model_type")
     text = f"a text model of model_type {text_type!r}" if text_type else "its text model"
     return UserError.of(
-        "convert.hf_several_inputs", kind=model_type, parts=", ".join(parts), text=text
+        "convert.hf_several_inputs",
+        kind=model_type,
+        parts=", ".join(parts),
+        readers=", ".join(WRAPPERS),
+        text=text,
     )

@@ -267,6 +267,12 @@ def test_a_hybrid_models_pattern_says_its_layers_and_where_stages_end(tmp_path: 
     assert run_of(tmp_path, f"{line} --hybrid-layer-pattern M-*M").parallel.pipeline == 1
 
 
+def test_settings_of_fp8_beside_fp4_are_said_to_change_nothing() -> None:
+    made = import_run([f"{BASE} --bf16 --fp4-format e2m1 --fp8-margin 2"], {}, {}, None)
+    assert any("--fp8-margin 2: beside --fp4-format" in note for note in made.notes)
+    assert "margin =" not in made.text
+
+
 def test_sizes_of_what_no_layer_has_are_said_to_change_nothing() -> None:
     made = import_run([f"{BASE} --mamba-state-dim 64 --linear-key-head-dim 8"], {}, {}, None)
     assert any("--mamba-state-dim 64: no layer has a Mamba-2 mixer" in n for n in made.notes)

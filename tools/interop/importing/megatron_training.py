@@ -313,13 +313,22 @@ def _add_scaling(arguments: Arguments, keys: dict[str, Any], half: str) -> None:
         arguments.put("precision.on_nonfinite", "skip" if skips else "ignore", checks)
 
 
-def _add_fp8(arguments: Arguments, keys: dict[str, Any]) -> None:
-    """Add [fp8], of FP8 or of NVFP4, which has the layers in BF16 alone."""
-    if arguments.get("fp4"):
-        arguments.put("fp8.kind", keys["fp8.kind"], "fp4", "fp4_recipe")
-        for key in ("first_layers", "last_layers"):
+def _add_nvfp4(arguments: Arguments, keys: dict[str, Any]) -> None:
+    """Add [fp8] of NVFP4, of which only the layers in BF16 are said, as those of FP8 are."""
+    arguments.put("fp8.kind", keys["fp8.kind"], "fp4", "fp4_recipe")
+    for key, name in FP8_NAMES.items():
+        if key in ("first_layers", "last_layers"):
             if keys[f"fp8.{key}"]:
-                arguments.put(f"fp8.{key}", keys[f"fp8.{key}"], FP8_NAMES[key])
+                arguments.put(f"fp8.{key}", keys[f"fp8.{key}"], "first_last_layers_bf16", name)
+        elif arguments.has(name):
+            said = arguments.origin(name)
+            arguments.draft.notes.append(f"{said}: beside --fp4-format this changes nothing")
+
+
+def _add_fp8(arguments: Arguments, keys: dict[str, Any]) -> None:
+    """Add [fp8] of FP8 or of NVFP4."""
+    if arguments.get("fp4"):
+        _add_nvfp4(arguments, keys)
         return
     for key, field in FP8.model_fields.items():
         dotted = f"fp8.{key}"

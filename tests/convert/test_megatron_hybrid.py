@@ -271,8 +271,9 @@ def ids_of() -> Tensor:
     return torch.randint(VOCAB, (2, 20), generator=torch.Generator().manual_seed(4))
 
 
+@pytest.mark.cases(0, sample=2)
 @pytest.mark.usefixtures("torch_files_read_here")
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), *slow((1, 1), (4, 1), (1, 2), (2, 2))])
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2), (1, 1), (4, 1), (1, 2)])
 def test_megatrons_own_hybrid_model_loads_what_we_write_and_computes_our_logits(
     tp: int, pp: int, tmp_path: Path
 ) -> None:
@@ -316,8 +317,9 @@ def save(mesh: DeviceMesh, model: ModelConfig, folder: Path, dtype: torch.dtype)
     dist.barrier()
 
 
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.usefixtures("torch_files_read_here")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow((torch.float32,))])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_megatrons_own_hybrid_model_and_optimizer_save_is_read_with_its_state(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -332,15 +334,14 @@ def save_in_buckets(mesh: DeviceMesh, case: Case, folder: Path) -> list[Told]:
     return save_chunks(case, [made], folder)
 
 
+@pytest.mark.cases(0, sample=2)
 @pytest.mark.usefixtures("torch_files_read_here")
 @pytest.mark.parametrize(
     "case",
     [
         Case(KIND, tp=2, dp=2, way="fused", bucket=900, changes=FOR_MEGATRON[KIND]),
-        *slow(
-            (Case(KIND, pp=2, dp=2, way="fused", changes=FOR_MEGATRON[KIND]),),
-            (Case(KIND, tp=2, pp=2, way="fused", changes=FOR_MEGATRON[KIND], form=BY_NAME),),
-        ),
+        Case(KIND, pp=2, dp=2, way="fused", changes=FOR_MEGATRON[KIND]),
+        Case(KIND, tp=2, pp=2, way="fused", changes=FOR_MEGATRON[KIND], form=BY_NAME),
     ],
     ids=str,
 )
@@ -492,8 +493,9 @@ def draw(made: Any) -> None:
             p.copy_(0.2 * torch.randn(p.shape, generator=dice) + float("norm" in name))
 
 
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.usefixtures("torch_files_read_here")
-@pytest.mark.parametrize("dtype", [torch.float32, *slow((torch.bfloat16,))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_megatrons_own_gated_delta_nets_save_is_read_with_its_state(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -95,7 +95,7 @@ class Setting(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What computes a part of a layer.
+    """A kernel, or plain torch in its place, for a part of a layer.
 
     kernel: the function of the package; None: plain torch does.
     name: the package and its release, or plain torch and the reason.

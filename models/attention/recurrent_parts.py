@@ -1,5 +1,5 @@
-"""What all layers with a recurrent state in place of attention have in common: two products, a
-convolution after the first one, and what they read of documents."""
+"""Parts of all layers with a recurrent state in place of attention: two products, a convolution
+after the first one, heads of features, and where documents begin."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -11,6 +11,7 @@ queues behind another: this gives the times. If a schedule finishes with the com
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -109,6 +110,8 @@ def simulate(
     return simulation.spans
 
 
+# a search for layouts asks for each rank of a schedule, and many layouts have the same schedule
+@lru_cache(maxsize=64)
 def sends_under_way(schedule: Schedule) -> int:
     """Return the number of unfinished sends that a channel must allow so that no rank waits to
     send: two or more."""

@@ -3,12 +3,14 @@
     python -m tests.planning.backtest            # the tables of docs/planning.md
 
 `published.toml` has the runs: model, layout, GPU, speed and source. What a run file cannot say is
-left out of the run that is planned. FSDP is planned as ZeRO-2 that also gathers weights.
+left out of the run that is planned. FSDP is planned as ZeRO-2 that also gathers weights. Facts of
+a run's software that are not those of this project change what its prediction rests on
+(`Published._facts`).
 """
 
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil
 from pathlib import Path
@@ -19,11 +21,22 @@ from models.estimate.gpus import GPU, gpu_named
 from tools.analysis.planning.memory import PlannedPasses
 from tools.analysis.planning.reached import assumptions_of
 from tools.analysis.planning.seconds.assumptions import Assumptions
+from tools.analysis.planning.seconds.attention import causal_share
 from tools.analysis.planning.seconds.traffic import elements_of_pipeline, replica_bytes
 from tools.analysis.planning.speed import Prediction, passes_of, predict_passes
 from tools.config.run_file import RunConfig, load_run
 
 TABLE = Path(__file__).parent / "published.toml"
+# The speed of flash attention's second generation on Hopper by that of cuDNN's kernel, which this
+# project takes there: `models.attention.backends`. On other GPUs they are as fast.
+FLASH_ON_HOPPER = 0.75
+# Bytes that attention without a fused kernel moves for each score, in half precision: scores are
+# written, read and written by the softmax, by dropout with its mask, and read again (13); backward
+# 19. Here by pass, of which the backward pass has 2.5 (`seconds.attention`) and recomputation one.
+UNFUSED_BYTES = 10
+# Of ten transfers of a layer's blocks those of the backward pass that begin before a product that
+# does not need them: two sums of input gradients, and two inputs that are gathered once more.
+BESIDE_BACKWARD = 0.4
 
 
 @dataclass(frozen=True)
@@ -39,7 +52,7 @@ class Published:
         """The GPU that the run had."""
         gpu = gpu_named(self.row["gpu"])
         assert gpu is not None
-        return gpu
+        return replace(gpu, bandwidth=self.row.get("bandwidth", gpu.bandwidth))
 
     @property
     def model(self) -> str:
@@ -60,7 +73,31 @@ class Published:
         gradients = elements * plan.gradients.itemsize
         weights = elements * plan.parameters.itemsize
         sent = replica_bytes(config, gradients, weights) + self._gathered(weights)
-        return predict_passes(config, self.passes, sent, elements, assumed)
+        return predict_passes(config, self.passes, sent, elements, self._facts(assumed))
+
+    def _facts(self, assumed: Assumptions) -> Assumptions:
+        """Return what a prediction rests on by the facts of the run's software."""
+        kernel = self.row.get("attention", "cuDNN")
+        if kernel == "flash" and self.gpu.architecture == "Hopper":
+            assumed = replace(assumed, attention=FLASH_ON_HOPPER * assumed.attention)
+        if kernel == "unfused":
+            assumed = replace(assumed, attention=self._unfused_speed(assumed))
+        overlap = self.row.get("overlap", "backward")
+        if overlap == "all":
+            return replace(assumed, hidden=min(1.0, assumed.hidden / BESIDE_BACKWARD))
+        if overlap == "none":
+            return replace(assumed, hidden=0.0)
+        return assumed
+
+    def _unfused_speed(self, assumed: Assumptions) -> float:
+        """Return the speed of attention by that of products whose time is that of the scores that
+        it moves, all of the square."""
+        model = self.config.model
+        share = causal_share(model, self.config.train.seq_length)
+        # a score is a product of a query and a key, and weighs a value
+        flops_of_byte = 4 * model.head_dim / UNFUSED_BYTES
+        flops = flops_of_byte * assumed.bandwidth * 1e9
+        return share * flops / (assumed.tflops * 1e12 * assumed.efficiency)
 
     def _gathered(self, weights: float) -> float:
         """Return the bytes that FSDP gathers beside those of ZeRO-2: the weights before each pass of
@@ -105,6 +142,8 @@ def run_keys(row: Mapping[str, Any]) -> Sequence[str]:
     keys["precision.compute"] = "bf16"
     if row["precision"] == "fp8":
         keys |= {"fp8.kind": "delayed", "fp8.pad": True}
+    if "compile" in row:
+        keys["train.compile"] = row["compile"]
     keys["train.seq_length"] = row["seq_length"]
     keys["train.global_batch"] = row["global_batch"]
     keys["train.micro_batch"] = row["micro_batch"]

@@ -40,7 +40,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "FP8": (0.3, 1.0),
     "BANDWIDTH": (0.2, 1.0),
     "LAYER": (0.0, 1e-3),
-    "HIDDEN": (0.0, 1.0),
+    "HIDDEN": (0.0, 0.39),  # no more runs beside products of backward passes
     "EXPOSED": (0.0, 1.0),
 }
 SMALL = 0.02  # by which a constant is changed to find its term
@@ -95,12 +95,12 @@ class Terms:
         filled = 1 - self.rows + self.rows * rows
         of_experts = (self.experts + self.experts_fp8 / fp8) * filled / experts
         multiplied = self.plain + self.fp8 / fp8 + of_experts + self.attention / attention
-        seen = (1 - hidden) / (1 - reached.HIDDEN)
+        hidden_by_current = hidden / reached.HIDDEN
         return (
             multiplied / products
             + self.moved / bandwidth
             + self.layers * layer
-            + self.traffic * seen
+            + self.traffic * hidden_by_current
             + self.replicas * exposed / reached.EXPOSED
             + self.rest
         )
@@ -137,7 +137,10 @@ def _terms_of_run(run: Published) -> dict[str, float]:
     fp8 = term(fp8_efficiency=assumed.fp8_efficiency * slower) if narrow else 0.0
     moved = term(bandwidth=assumed.bandwidth * slower)
     layers = term(layer=assumed.layer * longer)
-    traffic = term(hidden=1 - (1 - assumed.hidden) * longer)
+    # None is hidden of software without overlap, and with all of it by the constant's multiple, so
+    # the term is one of the constant alone.
+    overlaps = run.row.get("overlap", "backward") != "none"
+    traffic = term(hidden=assumed.hidden * longer) if overlaps else 0.0
     replicas = term(exposed=assumed.exposed * longer)
     of_constants = products + moved + layers + traffic + replicas
     return {

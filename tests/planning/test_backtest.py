@@ -39,11 +39,11 @@ def test_the_errors_in_sample_are_those_of_the_page(
     compared: list[Compared],
 ) -> None:
     plain = errors_of([one.error for one in compared])
-    assert plain.median == pytest.approx(0.142, abs=0.005)
-    assert plain.most == pytest.approx(0.455, abs=0.005)
+    assert plain.median == pytest.approx(0.055, abs=0.005)
+    assert plain.most == pytest.approx(0.310, abs=0.005)
     calibrated = errors_of([one.calibrated for one in compared if one.calibrated is not None])
     assert calibrated.median == pytest.approx(0.048, abs=0.005)
-    assert calibrated.most == pytest.approx(0.202, abs=0.005)
+    assert calibrated.most == pytest.approx(0.229, abs=0.005)
 
 
 @pytest.mark.slow
@@ -57,9 +57,7 @@ def test_fp8_is_foretold_as_well_as_bf16(compared: list[Compared]) -> None:
 
 @pytest.mark.slow
 def test_layouts_of_a_model_are_not_in_another_order(compared: list[Compared]) -> None:
-    """Of the two groups of which enough layouts were published one has a slow network, and both
-    have pipelines that were slower than their schedules explain (docs/planning.md)."""
     correlations = rank_correlations(compared)
     assert len(correlations) == 2
     for name, value in correlations.items():
-        assert value > 0.4, name
+        assert value > 0.8, name

@@ -12,6 +12,7 @@ import pytest
 
 from models.estimate import memory
 from models.feed_forward.moe import Expert
+from parallel.pipeline import simulation
 from tools.analysis.planning import remedies, speed
 from tools.analysis.planning.device import Target, target_of
 from tools.analysis.planning.reached import assumptions_of
@@ -113,7 +114,7 @@ def search_and_count(
     """Search the layouts of a run on H100s, and count the dear parts of the search."""
     counts = Counter[str]()
     run_stage = memory._measure
-    simulate = speed.simulate
+    simulate = simulation.simulate
 
     def count_stage(*args: Any, **keys: Any) -> Any:
         counts["stages"] += 1
@@ -124,7 +125,9 @@ def search_and_count(
         return simulate(*args, **keys)
 
     monkeypatch.setattr(memory, "_measure", count_stage)
+    # for the times of a layout, and for the messages that its ranks hold
     monkeypatch.setattr(speed, "simulate", count_pipeline)
+    monkeypatch.setattr(simulation, "simulate", count_pipeline)
     config = load_run(None, overrides).on_device("cuda")
     target = target_of(config, "H100")
     assert target.gpu

@@ -194,3 +194,62 @@ def test_the_factor_of_a_run_is_that_of_its_median_step(tmp_path: Path) -> None:
     run = read_measured(tmp_path)
     assert (run.seconds, run.steps) == (2.0, 6)
     assert run.config.parallel == config.parallel
+
+
+MAMBA = "model.mamba={heads=16, head_dim=64, state_dim=64, groups=4}"
+TENSOR = ("parallel.tensor=2", "parallel.sequence=true")
+
+
+def predicted_pattern(pattern: str, *keys: str) -> Prediction:
+    """Predict the step of layers of one branch."""
+    model = [*MODEL, 'model.family="nemotron_h"', f'model.hybrid_pattern="{pattern}"']
+    mamba = [MAMBA] if "M" in pattern else []
+    layers = f"model.layers={len(pattern)}"
+    config = load_run(None, [*model, *mamba, layers, *TENSOR, *keys]).on_device("cuda")
+    return predicted(config, h100(config))
+
+
+def test_a_layer_of_one_branch_sends_half_as_much_over_tensor_as_one_of_two() -> None:
+    config = load_run(None, [*MODEL, 'model.family="llama"', *TENSOR, "model.layers=2"])
+    of_two_branches = predicted(config.on_device("cuda"), h100(config))
+    of_one_branch = predicted_pattern("*-*-")
+    assert of_one_branch.traffic.tp == of_two_branches.traffic.tp
+    assert of_one_branch.fixed == pytest.approx(of_two_branches.fixed)
+
+
+def test_a_recurrence_takes_time_and_not_that_of_the_square_of_its_tokens() -> None:
+    """Of its own products: with sequences four times as long, and as many tokens."""
+    mixers = predicted_pattern("M-M-")
+    longer = predicted_pattern("M-M-", "train.seq_length=2048", "train.global_batch=8")
+    assert mixers.attention > 0
+    assert longer.attention == pytest.approx(mixers.attention, rel=0.01)
+
+
+def test_a_head_whose_logits_are_not_aligned_takes_three_times_as_long() -> None:
+    """50,257 words are odd; 50,264 are a multiple of eight."""
+
+    def products(vocab: int) -> float:
+        # with so many tokens that no product waits for its weight
+        size = (f"model.vocab={vocab}", "model.layers=1", "train.micro_batch=32")
+        keys = [*MODEL, 'model.family="llama"', *size]
+        config = load_run(None, keys).on_device("cuda")
+        assumed = h100(config)
+        aligned = predicted(config, replace(assumed, misaligned=1.0)).compute
+        return predicted(config, assumed).compute - aligned
+
+    head_flops = 3 * 2 * 512 * 50257 * 512 * 32
+    assumed = h100(load_run(None, [*MODEL, 'model.family="llama"']))
+    seconds = head_flops / (assumed.tflops * 1e12 * assumed.efficiency)
+    assert products(50264) == 0.0
+    assert products(50257) == pytest.approx(2 * seconds, rel=0.01)
+
+
+def test_small_layers_that_are_not_compiled_take_as_long_as_their_launches() -> None:
+    keys = [*MODEL, 'model.family="llama"', "model.layers=2"]
+    compiled = load_run(None, keys).on_device("cuda")
+    eager = load_run(None, [*keys, 'train.compile="off"']).on_device("cuda")
+    assumed = h100(compiled)
+    # of 32 micro-batches, two layers and three passes
+    launches = 32 * 2 * 3 * assumed.launch
+    assert predicted(compiled, assumed).seconds < launches / 2
+    assert predicted(eager, assumed).seconds == pytest.approx(launches, rel=0.1)

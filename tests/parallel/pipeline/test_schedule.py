@@ -3,16 +3,25 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaprec.errors import UserError
+from parallel.pipeline import simulation
 from parallel.pipeline.builders import KINDS, gpipe, one_f_one_b, schedule
 from parallel.pipeline.instructions import NO_MICROBATCH, Channel, Instruction, Op
 from parallel.pipeline.schedules import Schedule, complete, forward_only
-from parallel.pipeline.simulation import Mark, RefusedSchedule, peak, sends_under_way, simulate
+from parallel.pipeline.simulation import (
+    Mark,
+    RefusedSchedule,
+    Span,
+    peak,
+    sends_under_way,
+    simulate,
+)
 from parallel.pipeline.verify import check
 from tests.refusals import raises, sentence
 
@@ -200,6 +209,22 @@ def test_as_many_sends_are_kept_under_way_as_a_schedule_needs() -> None:
     assert sends_under_way(s) == 3
     check(s)
     assert sends_under_way(one_f_one_b(4, 8)) == 2
+
+
+def test_a_schedule_is_simulated_once_for_the_memory_of_all_its_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulated = list[Schedule]()
+    simulate_schedule = simulation.simulate
+
+    def note_schedule(s: Schedule, *args: Any, **keys: Any) -> list[Span]:
+        simulated.append(s)
+        return simulate_schedule(s, *args, **keys)
+
+    monkeypatch.setattr(simulation, "simulate", note_schedule)
+    sends_under_way.cache_clear()
+    peak(one_f_one_b(6, 9), lambda instruction: 1)
+    assert len(simulated) == 1
 
 
 def test_what_nobody_receives_is_named() -> None:

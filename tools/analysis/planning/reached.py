@@ -2,7 +2,8 @@
 
 Fitted to the published runs of `tests/planning/published.toml` by `python -m tests.planning.fit`,
 which prints them and their errors on runs that they were not fitted to (docs/planning.md), but for
-`OTHER` and `HOP`, which are chosen: products of a GPU of another architecture reach `OTHER`.
+`OTHER`, `LAUNCH`, `MISALIGNED` and `HOP`, which are chosen: products of a GPU of another
+architecture reach `OTHER`.
 """
 
 from megaprec.precision.plan import PrecisionPlan
@@ -10,23 +11,29 @@ from models.estimate.gpus import GPU
 from tools.analysis.planning.seconds.assumptions import Assumptions
 
 # of the peak of matrix products, by architecture: larger ones are limited by power and memory
-PRODUCTS = {"Ampere": 0.8, "Hopper": 0.64, "Blackwell": 0.52}
+PRODUCTS = {"Ampere": 0.77, "Hopper": 0.64, "Blackwell": 0.5}
 OTHER = 0.5
 # the speed of attention's own products by that of others, of the causal half of scores
-ATTENTION = 0.37
+ATTENTION = 0.43
 # products of experts by others, and the rows of an expert with which they reach half of that
-EXPERTS = 0.71
-EXPERT_ROWS = 44.0
+EXPERTS = 0.79
+EXPERT_ROWS = 27.0
 # of FP8's peak, by the fraction that other products reach of theirs
 FP8 = 1.0
 # of the bandwidth of memory, by elementwise operators
-BANDWIDTH = 0.48
+BANDWIDTH = 0.5
 # seconds of a layer's forward pass that no speed explains
-LAYER = 0.31e-3
+LAYER = 0.12e-3
+# seconds of a layer's forward pass, at least, if its kernels are launched one by one: those of
+# nanotron's runs of 2024 that took as long with half the tokens
+LAUNCH = 2e-3
+# the time of a head by that of one whose vocabulary is a multiple of 8 or more on each rank:
+# threefold, as Netflix has measured it ("Scaling LLM post-training at Netflix", 2026)
+MISALIGNED = 3.0
 # the fraction of tensor, context and expert traffic that runs beside products
-HIDDEN = 0.38
+HIDDEN = 0.36
 # the fraction of replicas' traffic that does not run beside the passes
-EXPOSED = 0.53
+EXPOSED = 0.49
 # seconds for each rank, or machine, that a collective passes
 HOP = 1e-6
 
@@ -50,6 +57,8 @@ def assumptions_of(gpu: GPU, plan: PrecisionPlan) -> Assumptions | None:
         half_rows=EXPERT_ROWS,
         bandwidth=gpu.bandwidth * BANDWIDTH,
         layer=LAYER,
+        launch=LAUNCH,
+        misaligned=MISALIGNED,
         hidden=HIDDEN,
         exposed=EXPOSED,
         hop=HOP,

@@ -26,6 +26,7 @@ from tools.analysis.planning.seconds.links import Link, axis_links
 from tools.analysis.planning.seconds.products import product_seconds
 from tools.analysis.planning.seconds.replicas import exposed_seconds, replica_seconds
 from tools.analysis.planning.seconds.traffic import (
+    blocks_of_layers,
     context_bytes,
     elements_of_pipeline,
     expert_bytes,
@@ -40,6 +41,7 @@ from tools.config.schedules import pipeline_schedule
 # Forward passes. Of a longer schedule only the first micro-batches are simulated, for a search
 # simulates the schedule of each layout.
 MOST_SIMULATED = 1024
+BLOCKS = 2  # of a layer: attention and a feed-forward
 _COMPUTATIONS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
@@ -65,7 +67,7 @@ class Prediction:
     compute: of products with weights.
     attention: of attention's own products.
     elementwise: of the operators between products.
-    fixed: of launches, and of the latency of each layer.
+    fixed: of launches that kernels wait for, and of the latency of each layer.
     tp: of communication in the passes that does not run beside products, over cp and to experts
         too.
     dp: of the replicas' communication by itself.
@@ -211,11 +213,16 @@ def _stage_seconds(
     products = product_seconds(config, cost, assumed)
     attention_forward, attention_backward = attention_seconds(config, cost, assumed)
     elementwise_forward, elementwise_backward = elementwise_seconds(config, cost, assumed)
-    layers = len(cost.cut.layers)
-    recomputed_layers = config.recompute.count_whole_layers(layers)
+    # a layer of two blocks takes as long as two layers of one
+    layers = blocks_of_layers(config.model, cost.cut.layers) / BLOCKS
+    recomputed = config.recompute.count_whole_layers(len(cost.cut.layers)) / len(cost.cut.layers)
+    recomputed_layers = recomputed * layers
+    # a compiled layer is launched in few calls
+    is_compiled = config.compile_mode(assumed.device) == "block"
+    launch = 0.0 if is_compiled else assumed.launch
 
     def instruction(
-        op: Op, product: float, attention: float, elementwise: float, passes: int
+        op: Op, product: float, attention: float, elementwise: float, passes: float
     ) -> InstructionSeconds:
         """Return the times of one computation. passes: forward passes of a layer that it is as long
         as, in latency."""
@@ -225,12 +232,17 @@ def _stage_seconds(
         sending = tensor / links["tp"].bandwidth
         sending += context / links["cp"].bandwidth
         sending += experts / links["experts"].bandwidth
+        traffic = (1 - assumed.hidden) * sending
+        fixed = passes * (assumed.layer + _latency(config, links))
+        # a GPU waits for launches that take longer than its kernels
+        computing = product + attention + elementwise + traffic
+        fixed = max(fixed, passes * launch - computing)
         return InstructionSeconds(
             product,
             attention,
             elementwise,
-            fixed=passes * (assumed.layer + _latency(config, links)),
-            traffic=(1 - assumed.hidden) * sending,
+            fixed=fixed,
+            traffic=traffic,
             tensor_bytes=tensor,
             context_bytes=context,
             expert_bytes=experts,

@@ -27,6 +27,10 @@ class Assumptions:
     bandwidth: bytes of memory a second that elementwise operators reach, GB/s.
     layer: seconds of a layer's forward pass that no speed explains: launches, latency of its
         collectives, and waiting for the slowest rank. A backward pass has twice as many.
+    launch: seconds in which a processor launches the kernels of a layer's forward pass, one by one;
+        they run beside the kernels before them. A backward pass has twice as many.
+    misaligned: the time of a head's products by that of others, if rows of its logits on a rank do
+        not begin at multiples of 16 bytes.
     hidden: the fraction of traffic over tensor, context and experts that runs beside products.
     exposed: the fraction of the replicas' traffic that does not run beside the passes, with
         parallel.overlap.
@@ -51,6 +55,8 @@ class Assumptions:
     half_rows: float = 0.0
     bandwidth: float = math.inf
     layer: float = 0.0
+    launch: float = 0.0
+    misaligned: float = 1.0
     hidden: float = 0.0
     exposed: float = 0.0
     hop: float = 0.0

@@ -3,6 +3,8 @@ long as their weights take to be read."""
 
 from dataclasses import dataclass
 
+import torch
+
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from models.estimate.flops import StageCost
@@ -13,6 +15,9 @@ from tools.config.run_file import RunConfig
 # How much faster FP8's products are than the mean of its recipes: one scale for each tensor costs
 # least, and the tensor cores add up blocks of 128 in two steps.
 FP8_SPEED = {"delayed": 1.0, "current": 1.0, "rowwise": 0.95, "blockwise": 0.85, "mx": 1.0}
+
+# Where rows of a matrix begin, so that the tensor cores' fast kernels can load them.
+ALIGNED_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,9 @@ def product_seconds(config: RunConfig, cost: StageCost, assumed: Assumptions) ->
         return flops * (share / narrow_speed + (1 - share) / speed)
 
     head_flops = tokens * _head_flops(model) if cost.cut.last else 0.0
+    head_speed = speed
+    if has_misaligned_head(model, parallel.tensor):
+        head_speed = speed / assumed.misaligned
     weighted = cost.forward - cost.attention
     layer_flops = weighted - cost.experts - head_flops
     recomputed = cost.input - cost.forward - cost.attention
@@ -71,7 +79,7 @@ def product_seconds(config: RunConfig, cost: StageCost, assumed: Assumptions) ->
     adding = 2 * plan.gradients.itemsize / bandwidth
 
     expert_speed = assumed.experts * _filled(config, assumed)
-    of_others = of_layers(layer_flops) + head_flops / speed
+    of_others = of_layers(layer_flops) + head_flops / head_speed
     of_experts = of_layers(cost.experts) / expert_speed
     once = max(of_others, reading_others) + max(of_experts, reading_experts)
     adding_others = max(of_others, other_elements * adding)
@@ -107,6 +115,13 @@ def _filled(config: RunConfig, assumed: Assumptions) -> float:
     tokens *= parallel.expert * expert_slices(parallel) / parallel.tensor
     rows = tokens * model.experts_per_token / model.experts
     return rows / (rows + assumed.half_rows)
+
+
+def has_misaligned_head(model: ModelConfig, tensor: int) -> bool:
+    """Return True if the rows of a rank's logits, in half precision, do not begin at multiples of
+    `ALIGNED_BYTES`. tensor: ranks that share the vocabulary, which is padded until they can."""
+    columns = -(-model.vocab // tensor)
+    return columns * torch.bfloat16.itemsize % ALIGNED_BYTES != 0
 
 
 def _head_flops(model: ModelConfig) -> int:

@@ -1,8 +1,11 @@
 """The bytes that a rank sends in an instruction to ranks of the same stage, and in a step to its
 replicas."""
 
+from collections.abc import Sequence
+
 import torch
 
+from models.config import ModelConfig
 from models.estimate.flops import StageCost
 from parallel.pipeline.instructions import Op
 from tools.config.expert_ranks import expert_replicas, expert_slices, replicas_sharing_state
@@ -50,8 +53,9 @@ def tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     unsummed = 0
     if parallel.sequence and expert_slices(parallel) == 1 and not model.shared_experts:
         unsummed = num_expert_layers
-    # of each of a layer's two blocks a gather and a scatter, or an all-reduce, which is both
-    forward = (4 * layers - unsummed) * transfer
+    # of each block a gather and a scatter, or an all-reduce, which is both
+    num_blocks = blocks_of_layers(model, cut.layers)
+    forward = (2 * num_blocks - unsummed) * transfer
     recomputed = config.recompute.count_whole_layers(layers) / layers
     # the input gradient reverses the forward's transfers; a recomputed layer makes them again
     input_gradient = (
@@ -61,10 +65,17 @@ def tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     )
     weight_gradient = 0.0
     if parallel.sequence:
-        weight_gradient = (2 * layers - num_expert_layers + cut.last) * transfer
+        weight_gradient = (num_blocks - num_expert_layers + cut.last) * transfer
     # last, for a recomputed layer repeats neither the embedding's transfer nor the head's
     forward += cut.first * at_ends + (cut.last and parallel.sequence) * transfer
     return bytes_of(op, forward, input_gradient, weight_gradient)
+
+
+def blocks_of_layers(model: ModelConfig, layers: Sequence[int]) -> int:
+    """Return how many blocks layers have: attention, or a recurrence in its place, and a
+    feed-forward; where a pattern gives each layer one branch, one of them."""
+    kinds = model.count_kinds(layers)
+    return sum(count * (kind.has_mixer + kind.has_feed_forward) for kind, count in kinds)
 
 
 def expert_layers(config: RunConfig, cost: StageCost) -> int:

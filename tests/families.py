@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.layout import layout_of
+from megaprec.optim.update_rules import AdamW
 from megaprec.precision.plan import plan
+from models.attention.packing import Packing
 from models.config import ModelConfig
 from models.decoder.stages import Stage
 from models.engine.engine import Engine, build_stages
@@ -21,7 +23,7 @@ from models.engine.options import EngineOptions
 from models.engine.passes import Share
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.pipeline.builders import schedule
-from tests.layouts import Fragment, Recording, assemble
+from tests.layouts import Fragment, Recording, assemble, fragments, share_of
 from tests.ranks import run_ranks
 
 BATCH = 2
@@ -397,6 +399,26 @@ CASES: dict[str, Case] = {
         {"layers": 4, "head_dim": 4, "hybrid_pattern": "*MM-", "kv_heads": 1, "norm_eps": 1e-3}
         | {"mamba": {**OUR_MAMBA, "kernel": 2, "least_step": 0.001}},
     ),
+    "nemotron_h with experts in groups beside a feed-forward": Case(
+        "nemotron_h",
+        {"hybrid_override_pattern": "ME*-", "num_hidden_layers": 4, "head_dim": 8}
+        | {"mamba_num_heads": 4, "mamba_head_dim": 6, "ssm_state_size": 5, "n_groups": 2}
+        | {"layer_norm_epsilon": 1e-5, "time_step_min": 0.001, "n_routed_experts": 6}
+        | {"num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_group": 3, "topk_group": 2}
+        | {"moe_shared_expert_intermediate_size": 28, "routed_scaling_factor": 2.5},
+        {"layers": 4, "head_dim": 8, "hybrid_pattern": "ME*-", "experts": 6}
+        | {"mamba": {**OUR_MAMBA, "least_step": 0.001}, "experts_per_token": 3, "ffn": 20}
+        | {"dense_ffn": 40, "shared_experts": 28, "router_aux_loss": 0.0}
+        | {
+            "router": {
+                "score": "sigmoid",
+                "correction": True,
+                "scale": 2.5,
+                "groups": 3,
+                "groups_per_token": 2,
+            }
+        },
+    ),
     "qwen3_next": Case(
         "qwen3_next",
         {**DELTA_LAYERS, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
@@ -490,14 +512,32 @@ def config_of(case: Case) -> ModelConfig:
 
 @dataclass(frozen=True)
 class Job:
-    """One training step: our model, its logical weights, tokens and targets [b, s], and what is
-    made again."""
+    """One training step: our model, its logical weights, tokens and targets [b, s], what is made
+    again, and the number of each token's document [b, s], if samples have several."""
 
     config: ModelConfig
     weights: dict[str, Tensor]
     tokens: Tensor
     targets: Tensor
     recompute: Recompute = KEEP
+    documents: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The ranks of each axis, and how experts, of models that have some, are shared out."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    sequence: bool = False
+    expert: int = 1
+    expert_tensor: int = 0
+    kind: str = "1f1b"
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return {"pp": self.pp, "dp": self.dp, "tp": self.tp}
 
 
 @dataclass(frozen=True)
@@ -515,9 +555,13 @@ def step_all(
 ) -> list[tuple[float, dict[str, Tensor]]]:
     """Loss, and gradients by logical name with the logits among them, of each job on tp * pp
     ranks."""
+    return step_in(Layout(tp, pp, sequence=sequence), jobs)
+
+
+def step_in(layout: Layout, jobs: list[Job]) -> list[tuple[float, dict[str, Tensor]]]:
+    """As `step_all`, in any layout."""
     # as bytes: each tensor among a process's arguments costs an open file
-    packed = pickle.dumps(jobs)
-    ranks = run_ranks(step_rank, {"pp": pp, "tp": tp}, jobs=packed, sequence=sequence)
+    ranks = run_ranks(step_rank, layout.axes, jobs=pickle.dumps(jobs), layout=layout)
     together = []
     for answers in zip(*ranks, strict=True):
         assert len({answer.loss for answer in answers}) == 1
@@ -527,31 +571,79 @@ def step_all(
     return together
 
 
-def step_rank(mesh: DeviceMesh, jobs: bytes, sequence: bool) -> list[Answer]:
-    return [_step(mesh, job, sequence) for job in pickle.loads(jobs)]
+def train_in(
+    layout: Layout, jobs: list[Job], steps: int, rate: float, eps: float
+) -> list[tuple[list[float], dict[str, Tensor]]]:
+    """The losses of so many steps of AdamW on the same samples, unclipped, and the weights after
+    them, of each job."""
+    ranks = run_ranks(
+        train_rank, layout.axes, jobs=pickle.dumps(jobs), layout=layout, given=(steps, rate, eps)
+    )
+    together = []
+    for answers in zip(*ranks, strict=True):
+        losses = answers[0][0]
+        assert all(others == losses for others, _ in answers)
+        together.append((losses, assemble([weights for _, weights in answers])))
+    return together
 
 
-def _step(mesh: DeviceMesh, job: Job, sequence: bool) -> Answer:
+def train_rank(
+    mesh: DeviceMesh, jobs: bytes, layout: Layout, given: tuple[int, float, float]
+) -> list[tuple[list[float], list[Fragment]]]:
+    return [_train(mesh, job, layout, *given) for job in pickle.loads(jobs)]
+
+
+def _train(
+    mesh: DeviceMesh, job: Job, layout: Layout, steps: int, rate: float, eps: float
+) -> tuple[list[float], list[Fragment]]:
+    engine = _engine(mesh, job, layout, clip=0.0, rule=AdamW(eps=eps))
+    losses = [float(engine.step(_share(mesh, job), rate, n).loss) for n in range(steps)]
+    engine.optimizer.wait()
+    buffers = engine.optimizer.all_buffers()
+    return losses, fragments(buffers, lambda buffer: buffer.saved()["weight"])
+
+
+def _engine(mesh: DeviceMesh, job: Job, layout: Layout, **settings: Any) -> Engine:
+    """An engine with the weights of a job."""
     batch, length = job.tokens.shape
+    has_experts = job.config.experts > 0
+    options = EngineOptions(
+        micro_batch=1,
+        seq_length=length,
+        sequence=layout.sequence,
+        recompute=job.recompute,
+        expert=layout.expert if has_experts else 1,
+        expert_tensor=layout.expert_tensor if has_experts else 0,
+    )
+    microbatches = batch // layout.dp
     parts = build_stages(
-        job.config,
-        plan("fp64"),
-        mesh,
-        schedule("1f1b", mesh["pp"].size(), batch),
-        EngineOptions(micro_batch=1, seq_length=length, sequence=sequence, recompute=job.recompute),
+        job.config, plan("fp64"), mesh, schedule(layout.kind, layout.pp, microbatches), options
     )
     for stage in parts.by_number.values():
         put(stage, job.weights)
-    engine = Engine(parts, parts.make_optimizer(Recording, clip=1.0, plant=None))
+    return Engine(parts, parts.make_optimizer(Recording, plant=None, **settings))
+
+
+def _share(mesh: DeviceMesh, job: Job) -> Share:
+    return share_of(mesh, (job.tokens, job.targets, None), Packing(job.documents))
+
+
+def step_rank(mesh: DeviceMesh, jobs: bytes, layout: Layout) -> list[Answer]:
+    return [_step(mesh, job, layout) for job in pickle.loads(jobs)]
+
+
+def _step(mesh: DeviceMesh, job: Job, layout: Layout) -> Answer:
+    engine = _engine(mesh, job, layout, clip=1.0)
     logits: list[Tensor] = []
     if engine.last_stage in engine.stages:
         engine.stages[engine.last_stage].register_forward_hook(
             lambda stage, given, made: logits.append(made.detach().clone())
         )
-    report = engine.step(Share(job.tokens, job.targets), lr=0.0, number=0)
+    report = engine.step(_share(mesh, job), lr=0.0, number=0)
     optimizer = engine.optimizer
     assert isinstance(optimizer, Recording) and isinstance(report.loss, float)
-    return Answer(report.loss, _own_logits(engine, logits), optimizer.seen[0])
+    samples = (mesh.get_local_rank("dp"), layout.dp)
+    return Answer(report.loss, _own_logits(engine, logits, *samples), optimizer.seen[0])
 
 
 def put(stage: Stage, weights: dict[str, Tensor]) -> None:
@@ -561,8 +653,11 @@ def put(stage: Stage, weights: dict[str, Tensor]) -> None:
             parameter.data.view(-1)[first:last] = part.take(weights[part.name]).reshape(-1)
 
 
-def _own_logits(engine: Engine, made: list[Tensor]) -> list[Fragment]:
-    """This rank's columns of all logits, as part of a tensor [vocab, b * s] called "logits"."""
+def _own_logits(engine: Engine, made: list[Tensor], dp: int, size: int) -> list[Fragment]:
+    """This rank's part of all logits, a tensor [vocab, b * s] called "logits".
+
+    dp, size: its number among the ranks that share the samples, and how many these are.
+    """
     if not made:
         return []
     part = layout_of(engine.stages[engine.last_stage].head).parts[0]
@@ -570,8 +665,8 @@ def _own_logits(engine: Engine, made: list[Tensor]) -> list[Fragment]:
     return [
         Fragment(
             "logits",
-            (part.shape[0], own.shape[1]),
-            (part.start, 0),
+            (part.shape[0], size * own.shape[1]),
+            (part.start, dp * own.shape[1]),
             tuple(own.shape),
             0,
             own.flatten(),

@@ -17,12 +17,14 @@ from megaprec.precision.plan import plan
 from models.attention import delta_rule, gated_delta_net
 from models.attention.delta_rule import chunked
 from models.attention.gated_delta_net import GatedDeltaNet
+from models.attention.packing import Packing
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
 from models.decoder.kv_cache import CachedStage
 from models.decoder.stages import Stage
 from parallel.context import Context
-from tests.families import Answer, Case, Job, put, step_all, step_rank
+from parallel.dropout import MicrobatchInfo
+from tests.families import Answer, Case, Job, Layout, put, step_all, step_rank
 from tests.layouts import assemble
 from tests.models.test_delta_rule import LateDecays, WithoutState
 from tests.models.test_families import (
@@ -129,7 +131,8 @@ def ours(job: Job, config: ModelConfig | None = None) -> tuple[float, dict[str, 
     config = config or job.config
     stage = Stage(config, Context(plan("fp64")), cuts(config, 1, job.tokens.shape[1])[0])
     put(stage, job.weights)
-    logits = stage(job.tokens.t())
+    samples = MicrobatchInfo(0, torch.arange(len(job.tokens)), torch.ones(()))
+    logits = stage(job.tokens.t(), samples, Packing(job.documents))
     seen = logits.detach().transpose(0, 1).flatten(0, 1).t().clone()
     loss = stage.losses(logits, job.targets.t()).mean()
     loss.backward()
@@ -194,7 +197,7 @@ def misplaced(mesh: DeviceMesh, jobs: bytes) -> list[Answer]:
 
     GatedDeltaNet._convolve = convolve
     try:
-        return step_rank(mesh, jobs, False)
+        return step_rank(mesh, jobs, Layout(tp=2))
     finally:
         GatedDeltaNet._convolve = right
 

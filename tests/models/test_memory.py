@@ -70,6 +70,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **SIZES,
     },
     "gpt_oss": {"family": "gpt_oss", **SIZES, "experts": 4, "experts_per_token": 2},
+    "qwen3_next": {
+        "family": "qwen3_next",
+        **SIZES,
+        "kv_heads": 2,
+        "head_dim": 32,
+        "delta_net": {"key_heads": 2, "value_heads": 4, "key_dim": 32, "value_dim": 24},
+    },
+    # whose second of three stages has layers of each kind
+    "nemotron_h": {
+        "family": "nemotron_h",
+        **SIZES,
+        "layers": 12,
+        "hybrid_pattern": 3 * "M*E-",
+        "kv_heads": 2,
+        "mamba": {"heads": 8, "head_dim": 16, "state_dim": 24, "groups": 2},
+        "experts": 4,
+        "experts_per_token": 2,
+        "shared_experts": 128,
+    },
 }
 WAYS = [
     KEEP,

@@ -50,8 +50,9 @@ def tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     unsummed = 0
     if parallel.sequence and expert_slices(parallel) == 1 and not model.shared_experts:
         unsummed = num_expert_layers
-    # of each of a layer's two blocks a gather and a scatter, or an all-reduce, which is both
-    forward = (4 * layers - unsummed) * transfer
+    # of each branch of a layer a gather and a scatter, or an all-reduce, which is both
+    branches = model.over_layers(lambda kind: kind.branches, cut.layers)
+    forward = (2 * branches - unsummed) * transfer
     recomputed = config.recompute.count_whole_layers(layers) / layers
     # the input gradient reverses the forward's transfers; a recomputed layer makes them again
     input_gradient = (
@@ -61,7 +62,7 @@ def tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     )
     weight_gradient = 0.0
     if parallel.sequence:
-        weight_gradient = (2 * layers - num_expert_layers + cut.last) * transfer
+        weight_gradient = (branches - num_expert_layers + cut.last) * transfer
     # last, for a recomputed layer repeats neither the embedding's transfer nor the head's
     forward += cut.first * at_ends + (cut.last and parallel.sequence) * transfer
     return bytes_of(op, forward, input_gradient, weight_gradient)
@@ -69,9 +70,8 @@ def tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
 
 def expert_layers(config: RunConfig, cost: StageCost) -> int:
     """Return how many layers of a stage have experts."""
-    if config.model.experts:
-        return sum(layer not in config.model.dense_layers for layer in cost.cut.layers)
-    return 0
+    with_experts = {*config.model.expert_layers}
+    return sum(layer in with_experts for layer in cost.cut.layers)
 
 
 def expert_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:

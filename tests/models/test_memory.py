@@ -285,6 +285,37 @@ def test_deep_stages_keep_what_few_layers_foretell(
     assert shortly == kept_bytes(config, plan("bf16"), cut, options, 2, "cuda")
 
 
+IN_TURN: list[dict[str, Any]] = [
+    {**FAMILIES["nemotron_h"], "hybrid_pattern": 3 * "MEMEM*"},
+    {**FAMILIES["nemotron_h"], "hybrid_pattern": 3 * "-M*EEM"},
+    {**FAMILIES["qwen3_next"], "delta_layers": (0, 1, 2, 4, 5, 6, 9, 10, 12, 13, 15, 17)},
+]
+
+
+@pytest.mark.cases(0, sample=3)
+@pytest.mark.parametrize("recompute", OFTEN)
+@pytest.mark.parametrize("model", IN_TURN, ids=["experts in turn", "letters", "delta nets"])
+def test_layers_of_several_kinds_keep_what_the_last_ones_foretell(
+    model: dict[str, Any], recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a ten-thousandth, with whole backward passes: first, middle and last stages of six
+    layers, counted from the last of each kind and by running all of them."""
+    deep: dict[str, Any] = {**model, "layers": 18, "vocab": 3001}
+    config = ModelConfig(**deep)
+    options = EngineOptions(1, LENGTH, sequence=True, recompute=OFTEN[recompute])
+
+    def counted() -> list[ActivationBytes]:
+        of_stages = StageMemory(config, plan("bf16"), options, tp=2, device="cuda", halves=False)
+        return [of_stages.activation_bytes(cut) for cut in cuts(config, 3, LENGTH, (6, 6, 6))]
+
+    monkeypatch.setattr(memory, "SAMPLED_DEPTHS", ())
+    monkeypatch.setattr(memory, "FEWEST_EARLIER", 1)
+    shortly = counted()
+    monkeypatch.setattr(memory, "FEWEST_EARLIER", config.layers)
+    for few, whole in zip(shortly, counted(), strict=True):
+        assert vars(few) == pytest.approx(vars(whole), rel=1e-4)
+
+
 def test_layers_with_and_without_a_window_are_counted_as_they_are() -> None:
     """Masks of a window are kept; stages with as many layers but other windows keep as much as they
     have of them."""

@@ -348,14 +348,15 @@ def their_step(
     with float32_is_float64():
         model = their_model(case)
         counts = counting(model)
-        if documents is not None:
-            logits = by_document(model, tokens, documents)
-            out = None
-        else:
+        further = 0.0
+        if documents is None:
             out = model(tokens, **({"output_router_logits": True} if aux else {}))
             logits = out.logits
+            further = aux * out.aux_loss if aux else 0.0
+        else:
+            logits = by_document(model, tokens, documents)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        (loss + aux * out.aux_loss if aux else loss).backward()
+        (loss + further).backward()
     parameters = dict(model.named_parameters())
     weights = logical(
         model.config, {name: p.detach() for name, p in (*parameters.items(), *corrections(model))}

@@ -299,6 +299,8 @@ def test_greedy_texts_are_those_that_transformers_generates(
     keys = {"vocab_size": 97, "num_attention_heads": 4, "max_position_embeddings": 256}
     # transformers has least time steps in whole texts alone, not token by token
     keys |= {"time_step_min": 1e-9, "intermediate_size": 40}
+    # No token is padding, and none ends the text.
+    keys |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     config = transformers.AutoConfig.for_model("nemotron_h", **{**case.theirs, **keys})
     with float32_is_float64():
         torch.manual_seed(seed)
@@ -311,10 +313,7 @@ def test_greedy_texts_are_those_that_transformers_generates(
             torch.nn.init.normal_(correction, std=0.1)
         model.eval().save_pretrained(tmp_path)
         prompt = torch.randint(97, (1, 7))
-        length = {"max_new_tokens": greedy, "min_new_tokens": greedy}
-        # No token of the prompt is padding, also where one is its number.
-        counts = torch.ones_like(prompt)
-        said = model.generate(prompt, attention_mask=counts, **length, do_sample=False)
+        said = model.generate(prompt, max_new_tokens=greedy, do_sample=False)
     source = open_hf(tmp_path)
     stage = CachedStage(source.model, Context(plan("fp64")), cuts(source.model, 1, 256)[0])
     read_weights(stage, source)

@@ -225,13 +225,11 @@ class ModelConfig(ModelFields):
     def _hybrid_problems(self) -> Iterator[Problem]:
         """Yield the problems of layers with one branch."""
         pattern = self.hybrid_pattern
-        has_mixers = "M" in pattern
-        if self.mamba and not has_mixers:
+        if self.mamba and "M" not in pattern:
             yield Problem.of("model.mamba_unused", pattern=pattern)
-        if has_mixers and not self.mamba:
-            yield Problem.of("model.mamba_missing", pattern=pattern)
         if not pattern:
             return
+        yield from self._branch_problems(pattern)
         if len(pattern) != self.layers:
             yield Problem.of(
                 "model.hybrid_layers", pattern=pattern, kinds=len(pattern), layers=self.layers
@@ -246,9 +244,18 @@ class ModelConfig(ModelFields):
                     value=json.dumps(value),
                     required=json.dumps(required_value),
                 )
-        for key in (*_ALIKE_LAYERS, "delta_net", "experts", "dense_layers"):
+        for key in (*_ALIKE_LAYERS, "delta_net", "dense_layers"):
             if getattr(self, key):
                 yield Problem.of("model.hybrid_beside", key=key)
+
+    def _branch_problems(self, pattern: str) -> Iterator[Problem]:
+        """Yield the problems of letters without what they stand for, and the other way round."""
+        if "M" in pattern and not self.mamba:
+            yield Problem.of("model.mamba_missing", pattern=pattern)
+        if "E" in pattern and not self.experts:
+            yield Problem.of("model.hybrid_experts_missing", pattern=pattern)
+        if "E" not in pattern and self.experts:
+            yield Problem.of("model.hybrid_experts_unused", experts=self.experts, pattern=pattern)
         for key in _ATTENTION_KEYS:
             if "*" not in pattern and getattr(self, key):
                 yield Problem.of("model.hybrid_unused", key=key, pattern=pattern)
@@ -302,7 +309,7 @@ class ModelConfig(ModelFields):
             yield Problem.of("model.no_experts_beside", key=key, value=value)
         if self.shared_gate and not self.shared_experts:
             yield Problem.of("model.shared_gate_unused")
-        if not self.dense_layers and self.dense_ffn != self.ffn:
+        if not self._has_dense_ffn and self.dense_ffn != self.ffn:
             yield Problem.of("model.dense_ffn_unused", dense_ffn=self.dense_ffn)
 
     def with_vocab(self, vocab: int) -> "ModelConfig":
@@ -350,8 +357,9 @@ class ModelConfig(ModelFields):
         """
         if self.hybrid_pattern:
             letter = self.hybrid_pattern[number]
+            kind = self if letter == "E" else self.dense
             mamba = self.mamba if letter == "M" else NO_MAMBA
-            return self.model_copy(update={"hybrid_pattern": letter, "mamba": mamba})
+            return kind.model_copy(update={"hybrid_pattern": letter, "mamba": mamba})
         kind = self.dense if number in self.dense_layers else self
         return kind if number in self.delta_layers else kind.attending
 
@@ -359,6 +367,24 @@ class ModelConfig(ModelFields):
         """Return the numbers of the layers that have a letter in `hybrid_pattern`."""
         kinds = enumerate(self.hybrid_pattern)
         return tuple(number for number, kind in kinds if kind == letter)
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Return the numbers of the layers that have experts."""
+        if not self.experts:
+            return ()
+        if self.hybrid_pattern:
+            return self.layers_of("E")
+        dense = {*self.dense_layers}
+        return tuple(number for number in range(self.layers) if number not in dense)
+
+    @property
+    def _has_dense_ffn(self) -> bool:
+        """Return True if `dense_ffn` is the width of a layer: of one without experts beside layers
+        with them."""
+        if self.hybrid_pattern:
+            return self.experts > 0 and "-" in self.hybrid_pattern
+        return bool(self.dense_layers)
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -372,12 +398,17 @@ class ModelConfig(ModelFields):
     def has_mixer(self) -> bool:
         """Return True if a layer of this kind (`kind_of_layer`) has attention or something in its
         place."""
-        return self.hybrid_pattern != "-"
+        return self.hybrid_pattern not in ("-", "E")
 
     @property
     def has_feed_forward(self) -> bool:
         """Return True if a layer of this kind (`kind_of_layer`) has a feed-forward or experts."""
-        return self.hybrid_pattern in ("", "-")
+        return self.hybrid_pattern in ("", "-", "E")
+
+    @property
+    def branches(self) -> int:
+        """Return the number of branches of a layer of this kind (`kind_of_layer`)."""
+        return self.has_mixer + self.has_feed_forward
 
     def divides_recurrence(self, ranks: int) -> bool:
         """Return True if so many ranks can share gated delta nets and Mamba-2 mixers evenly; and if
@@ -477,7 +508,7 @@ class ModelConfig(ModelFields):
     def ffn_widths(self) -> dict[str, int]:
         """Return the widths of all kinds of feed-forwards that the model has, by key."""
         widths = {"ffn": self.ffn}
-        if self.dense_layers:
+        if self._has_dense_ffn:
             widths["dense_ffn"] = self.dense_ffn
         if self.shared_experts:
             widths["shared_experts"] = self.shared_experts
@@ -486,10 +517,10 @@ class ModelConfig(ModelFields):
     @property
     def expert_parameters(self) -> int:
         """Return the number of parameters of the experts of all layers, without their routers."""
+        expert_layers = self.expert_layers
         # The modules of multi-token prediction have a layer such as the model's last one.
-        mtp_layers = 0 if self.layers - 1 in self.dense_layers else self.mtp_layers
-        layers = self.layers - len(self.dense_layers) + mtp_layers
-        return layers * self.layer_expert_parameters()
+        mtp_layers = self.mtp_layers if self.layers - 1 in expert_layers else 0
+        return (len(expert_layers) + mtp_layers) * self.layer_expert_parameters()
 
     def layer_expert_parameters(self) -> int:
         """Return the number of parameters of the experts of one layer that has experts."""

@@ -164,12 +164,12 @@ class ModelFields(BaseModel):
     )
     hybrid_pattern: str = Field(
         default="",
-        pattern="^[M*-]*$",
+        pattern="^[ME*-]*$",
         max_length=4096,
         description=(
             "Kinds of the layers, one letter each, of a model whose layers have one branch: "
-            "M model.mamba, * attention, - a feed-forward; empty: all layers have attention and a "
-            "feed-forward."
+            "M model.mamba, * attention, - a feed-forward, E model.experts; empty: all layers have "
+            "attention and a feed-forward or experts."
         ),
     )
     mamba: Mamba = Field(
@@ -472,12 +472,14 @@ class ModelFields(BaseModel):
         ),
     )
     router: RouterSettings = Field(
-        default_factory=by_family(PLAIN, glm4_moe=CORRECTED, deepseek_v3=CORRECTED),
+        default_factory=by_family(
+            PLAIN, glm4_moe=CORRECTED, deepseek_v3=CORRECTED, nemotron_h=CORRECTED
+        ),
         strict=False,
         description=(
             'Choice of experts, such as {score = "sigmoid", scale = 2.5, correction = true}; keys: '
-            f"{', '.join(RouterSettings.model_fields)}; default: softmax scores, for glm4_moe and "
-            "deepseek_v3 sigmoid scores with a correction by loads."
+            f"{', '.join(RouterSettings.model_fields)}; default: softmax scores, for glm4_moe, "
+            "deepseek_v3 and nemotron_h sigmoid scores with a correction by loads."
         ),
     )
     dense_layers: tuple[int, ...] = Field(
@@ -491,7 +493,10 @@ class ModelFields(BaseModel):
         default_factory=lambda fields: fields["ffn"],
         gt=0,
         le=LARGEST_SIZE,
-        description="Width of the feed-forward of model.dense_layers; default: model.ffn.",
+        description=(
+            "Width of the feed-forward of model.dense_layers, and of the layers - beside layers E "
+            "of model.hybrid_pattern; default: model.ffn."
+        ),
     )
     shared_experts: int = Field(
         default=0,

@@ -446,6 +446,35 @@ def _gpt_oss(layers: int, experts: int) -> Sizes:
     }
 
 
+def _nemotron_h(
+    pattern: str,
+    hidden: int,
+    heads: int,
+    ffn: int,
+    mamba: Sizes,
+    **changes: Any,
+) -> Sizes:
+    """Return a Nemotron-H, each of whose layers has the branch of its letter in `pattern`.
+
+    mamba: the sizes of its mixers, whose least time step is none, as in NVIDIA's own code; only
+        first weights go by time_step_min there.
+    """
+    return {
+        "family": "nemotron_h",
+        "layers": len(pattern),
+        "hybrid_pattern": pattern,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "ffn": ffn,
+        "mamba": {"groups": 8, **mamba},
+        "vocab": 131072,
+        "max_positions": 8192,
+        **changes,
+    }
+
+
 PRESETS: Mapping[str, Sizes] = MappingProxyType(
     {
         "llama-demo": {"family": "llama", "layers": 6, "hidden": 256, "heads": 4, "kv_heads": 2},
@@ -594,6 +623,66 @@ PRESETS: Mapping[str, Sizes] = MappingProxyType(
         # layers, experts
         "gpt-oss-20b": _gpt_oss(24, 32),
         "gpt-oss-120b": _gpt_oss(36, 128),
+        # pattern, hidden, heads, ffn, mamba
+        "nemotron-h-4b": _nemotron_h(
+            "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+            3072,
+            32,
+            12288,
+            {"heads": 112, "head_dim": 64, "state_dim": 128},
+        ),
+        "nemotron-h-8b": _nemotron_h(
+            "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+            4096,
+            32,
+            21504,
+            {"heads": 128, "head_dim": 64, "state_dim": 128},
+        ),
+        "nemotron-h-47b": _nemotron_h(
+            "M-M-M-M-M-M-M-M-M*-M-M-M-M-M-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*"
+            "-M-M-M-M-M-M-M---MM---M-M*-M-M-M-M-M-",
+            8192,
+            64,
+            30720,
+            {"heads": 256, "head_dim": 64, "state_dim": 256},
+        ),
+        "nemotron-h-56b": _nemotron_h(
+            "M-M-M-M" + 9 * "*-M-M-M-M-M" + "*-M-M-M-M-M-",
+            8192,
+            64,
+            32768,
+            {"heads": 256, "head_dim": 64, "state_dim": 256},
+        ),
+        "nemotron-nano-9b-v2": _nemotron_h(
+            "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+            4480,
+            40,
+            15680,
+            {"heads": 128, "head_dim": 80, "state_dim": 128},
+            max_positions=131072,
+        ),
+        "nemotron-nano-12b-v2": _nemotron_h(
+            "M-M-M-M" + 6 * "*-M-M-M-M" + "-",
+            5120,
+            40,
+            20480,
+            {"heads": 128, "head_dim": 80, "state_dim": 128},
+            max_positions=131072,
+        ),
+        "nemotron-3-nano-30b-a3b": _nemotron_h(
+            "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+            2688,
+            32,
+            1856,
+            {"heads": 64, "head_dim": 64, "state_dim": 128},
+            kv_heads=2,
+            experts=128,
+            experts_per_token=6,
+            shared_experts=3712,
+            router={"score": "sigmoid", "correction": True, "scale": 2.5},
+            router_aux_loss=0.0001,
+            max_positions=262144,
+        ),
     }
 )
 

@@ -402,6 +402,26 @@ CASES: dict[str, Case] = {
         {"layers": 4, "head_dim": 4, "hybrid_pattern": "*MM-", "kv_heads": 1, "norm_eps": 1e-3}
         | {"mamba": {**OUR_MAMBA, "kernel": 2, "least_step": 0.001}},
     ),
+    "nemotron_h with experts in groups beside a feed-forward": Case(
+        "nemotron_h",
+        {"hybrid_override_pattern": "ME*-", "num_hidden_layers": 4, "head_dim": 8}
+        | {"mamba_num_heads": 4, "mamba_head_dim": 6, "ssm_state_size": 5, "n_groups": 2}
+        | {"layer_norm_epsilon": 1e-5, "time_step_min": 0.001, "n_routed_experts": 6}
+        | {"num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_group": 3, "topk_group": 2}
+        | {"moe_shared_expert_intermediate_size": 28, "routed_scaling_factor": 2.5},
+        {"layers": 4, "head_dim": 8, "hybrid_pattern": "ME*-", "experts": 6}
+        | {"mamba": {**OUR_MAMBA, "least_step": 0.001}, "experts_per_token": 3, "ffn": 20}
+        | {"dense_ffn": 40, "shared_experts": 28, "router_aux_loss": 0.0}
+        | {
+            "router": {
+                "score": "sigmoid",
+                "correction": True,
+                "scale": 2.5,
+                "groups": 3,
+                "groups_per_token": 2,
+            }
+        },
+    ),
     "qwen3_next": Case(
         "qwen3_next",
         {**DELTA_LAYERS, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
@@ -524,6 +544,23 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """The ranks of each axis, and how experts, of models that have some, are shared out."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    sequence: bool = False
+    expert: int = 1
+    expert_tensor: int = 0
+    kind: str = "1f1b"
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return {"pp": self.pp, "dp": self.dp, "tp": self.tp}
+
+
+@dataclass(frozen=True)
 class Answer:
     """The loss of each step; of the first one logits [b, s, vocab] (none on stages but the last)
     and gradients, and the weights after the last, of the parts that a rank has."""
@@ -548,16 +585,14 @@ def step_all(
 ) -> list[tuple[float, dict[str, Tensor]]]:
     """Loss, and gradients by logical name with the logits among them, of the first step of each
     job on tp * pp ranks."""
-    return [(each.losses[0], each.found) for each in train_all(jobs, tp, pp, 1, sequence)]
+    trained = train_all(jobs, Layout(tp, pp, sequence=sequence))
+    return [(each.losses[0], each.found) for each in trained]
 
 
-def train_all(
-    jobs: list[Job], tp: int = 1, pp: int = 1, dp: int = 1, sequence: bool = False
-) -> list[Trained]:
-    """What each job comes to on tp * pp * dp ranks."""
+def train_all(jobs: list[Job], layout: Layout) -> list[Trained]:
+    """What each job comes to in a layout, by AdamW without clipping."""
     # as bytes: each tensor among a process's arguments costs an open file
-    packed = pickle.dumps(jobs)
-    ranks = run_ranks(step_rank, {"pp": pp, "dp": dp, "tp": tp}, jobs=packed, sequence=sequence)
+    ranks = run_ranks(step_rank, layout.axes, jobs=pickle.dumps(jobs), layout=layout)
     together = []
     for answers in zip(*ranks, strict=True):
         assert all(answer.losses == answers[0].losses for answer in answers)
@@ -567,20 +602,24 @@ def train_all(
     return together
 
 
-def step_rank(mesh: DeviceMesh, jobs: bytes, sequence: bool) -> list[Answer]:
-    return [_step(mesh, job, sequence) for job in pickle.loads(jobs)]
+def step_rank(mesh: DeviceMesh, jobs: bytes, layout: Layout) -> list[Answer]:
+    return [_step(mesh, job, layout) for job in pickle.loads(jobs)]
 
 
-def _step(mesh: DeviceMesh, job: Job, sequence: bool) -> Answer:
+def _step(mesh: DeviceMesh, job: Job, layout: Layout) -> Answer:
     batch, length = job.tokens.shape
-    own_batch = batch // mesh["dp"].size()
-    parts = build_stages(
-        job.config,
-        plan("fp64"),
-        mesh,
-        schedule("1f1b", mesh["pp"].size(), own_batch),
-        EngineOptions(micro_batch=1, seq_length=length, sequence=sequence, recompute=job.recompute),
+    own_batch = batch // layout.dp
+    has_experts = job.config.experts > 0
+    options = EngineOptions(
+        micro_batch=1,
+        seq_length=length,
+        sequence=layout.sequence,
+        recompute=job.recompute,
+        expert=layout.expert if has_experts else 1,
+        expert_tensor=layout.expert_tensor if has_experts else 0,
     )
+    planned = schedule(layout.kind, layout.pp, own_batch)
+    parts = build_stages(job.config, plan("fp64"), mesh, planned, options)
     for stage in parts.by_number.values():
         put(stage, job.weights)
     optimizer = parts.make_optimizer(Recording, clip=0.0, plant=None, rule=AdamW(eps=ADAM_EPS))

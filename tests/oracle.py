@@ -47,7 +47,7 @@ def layer(
     config: ModelConfig, w: Mapping[str, Tensor], n: int, x: Tensor, losses: list[Tensor]
 ) -> Tensor:
     if config.hybrid_pattern:
-        return x + of_one_branch(config, w, n, x)
+        return x + of_one_branch(config, w, n, x, losses)
     mix = delta_net if n in config.delta_layers else attention
     mixed = mix(config, w, n, norm_if_there(config, w, f"layers.{n}.attention_norm", x))
     attended = x + norm_if_there(config, w, f"layers.{n}.attention_post_norm", mixed)
@@ -61,10 +61,15 @@ def layer(
     return attended + norm_if_there(config, w, f"layers.{n}.mlp_post_norm", fed)
 
 
-def of_one_branch(config: ModelConfig, w: Mapping[str, Tensor], n: int, x: Tensor) -> Tensor:
+def of_one_branch(
+    config: ModelConfig, w: Mapping[str, Tensor], n: int, x: Tensor, losses: list[Tensor]
+) -> Tensor:
     letter = config.hybrid_pattern[n]
-    if letter == "-":
-        return mlp(config, w, f"layers.{n}.mlp", norm(config, w, f"layers.{n}.mlp_norm", x))
+    if letter in "-E":
+        normal = norm(config, w, f"layers.{n}.mlp_norm", x)
+        if letter == "E":
+            return experts(config, w, f"layers.{n}.mlp", normal, losses)
+        return mlp(config, w, f"layers.{n}.mlp", normal)
     mix = mamba if letter == "M" else attention
     return mix(config, w, n, norm(config, w, f"layers.{n}.attention_norm", x))
 

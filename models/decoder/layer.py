@@ -51,7 +51,8 @@ def make_norm(
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); or both branches, each with its own norm, of
     the same x. Some layers have a gated delta net in place of attention. A layer of
-    `config.hybrid_pattern` has one branch alone: attention, a Mamba-2 mixer or a feed-forward.
+    `config.hybrid_pattern` has one branch alone: attention, a Mamba-2 mixer, a feed-forward or
+    experts.
 
     `config.norm_at` places the norms before the branches, after them, or both. Dropout is optional.
     The residual stream x, input and output, has its own dtype; the branches compute in the dtype of

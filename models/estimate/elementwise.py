@@ -72,8 +72,8 @@ def cast_bytes(config: ModelConfig, layers: Sequence[int], share: Share) -> floa
     total = 0.0
     for number in layers:
         kind = config.kind_of_layer(number)
-        branches = kind.has_mixer + kind.has_feed_forward
-        elements = _residual_elements(kind, share) * branches + kind.mixer_width / share.tensor
+        residual = _residual_elements(kind, share) * kind.branches
+        elements = residual + kind.mixer_width / share.tensor
         elements += _feed_forward_width(kind) / share.tensor
         total += elements * FP8_CAST
     return total
@@ -81,8 +81,7 @@ def cast_bytes(config: ModelConfig, layers: Sequence[int], share: Share) -> floa
 
 def _layer_bytes(config: ModelConfig, plan: PrecisionPlan, share: Share) -> float:
     """Return the bytes that one layer's forward pass moves per token."""
-    branches = config.has_mixer + config.has_feed_forward
-    residual = branches * RESIDUAL * _residual_elements(config, share)
+    residual = config.branches * RESIDUAL * _residual_elements(config, share)
     mixer = _mixer_elements(config)
     # the activation function reads its operands and writes its result
     operands = 3 if config.gated else 2

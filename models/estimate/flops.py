@@ -6,7 +6,7 @@ products have no weight, so both of their backward products belong to the input 
 does recomputation. Norms, softmax and activation functions are not counted.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from models.config import ModelConfig
@@ -103,8 +103,8 @@ def _stage_cost(
     repeated_attention = [*repeated_layers]
     if "attention" in recompute.modules:
         repeated_attention += with_modules
-    experts = _of_experts(config, with_modules, ModelConfig.expert_flops)
-    repeated_experts = _of_experts(config, repeated_layers, ModelConfig.expert_flops)
+    experts = config.over_layers(ModelConfig.expert_flops, with_modules)
+    repeated_experts = config.over_layers(ModelConfig.expert_flops, repeated_layers)
     return StageCost(
         cut,
         forward=tokens * (weighted + attention),
@@ -115,7 +115,7 @@ def _stage_cost(
         experts=tokens * experts,
         recomputed_attention=tokens * _attention_flops(config, repeated_attention, seq_length),
         recomputed_experts=tokens * repeated_experts,
-        expert_parameters=_of_experts(config, with_modules, ModelConfig.layer_expert_parameters),
+        expert_parameters=config.over_layers(ModelConfig.layer_expert_parameters, with_modules),
     )
 
 
@@ -123,14 +123,6 @@ def _attention_flops(config: ModelConfig, layers: Sequence[int], seq_length: int
     """Return the FLOPs, per token, of the products without weights of attention, or of recurrences
     in its place, in layers, which may repeat."""
     return config.over_layers(lambda kind: kind.attention_flops(seq_length), layers)
-
-
-def _of_experts(
-    config: ModelConfig, layers: Sequence[int], measure: Callable[[ModelConfig], int]
-) -> int:
-    """Return the sum of a number of the routed experts of a layer over layers, which may repeat."""
-    with_experts = [layer for layer in layers if layer not in config.dense_layers]
-    return len(with_experts) * measure(config)
 
 
 def _count_parameters(config: ModelConfig, cut: Cut) -> int:

@@ -8,11 +8,14 @@ needs while it runs, recomputed activations included. Weight gradients are alloc
 are not counted.
 
 A stage whose last layers are alike is run with few of them and with one more; each further layer
-adds the difference. The router is taken to send as many tokens to each expert: what experts keep
-does not depend on it, for no token is dropped, but the largest expert's share of an instruction's
-peak does.
+adds the difference. Of a stage with layers of several kinds in turn the last ones are run, with
+one of each kind among them; each layer before them adds what one of its kind adds.
+
+The router is taken to send as many tokens to each expert: what experts keep does not depend on it,
+for no token is dropped, but the largest expert's share of an instruction's peak does.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
@@ -42,6 +45,8 @@ from parallel.dropout import MicrobatchInfo
 from parallel.pipeline.instructions import Instruction, Op
 from parallel.weight_grad_queue import Work, carry_out
 
+# Layers before the last one of each kind, if there are so many, are not run.
+FEWEST_EARLIER = 4
 # Layers of the smaller of two stages from which a deeper one is computed: tried in turn, until
 # one more layer adds the same to every peak.
 SAMPLED_DEPTHS = (2, 8, 32)
@@ -123,7 +128,8 @@ class StageMemory:
         """Return what a stage keeps, and the peaks of its instructions.
 
         If many of its last layers are equal, that is what a stage with few of them keeps, and as
-        much more for each further layer as one more adds.
+        much more for each further layer as one more adds; of layers of several kinds in turn what
+        the last ones keep, and as much more for each layer before them as one of its kind adds.
         """
         kinds = self._layer_kinds(cut)
         others = len(kinds) - _count_equal_last(kinds)
@@ -139,7 +145,34 @@ class StageMemory:
             one_more = self._run(longer)
             if _grows_steadily(fewer, one_more):
                 return _extrapolate(fewer, one_more, len(kinds) - len(shorter.layers))
-        return self._run(cut)
+        return self._with_earlier_layers(cut, kinds) or self._run(cut)
+
+    def _with_earlier_layers(self, cut: Cut, kinds: Sequence[object]) -> ActivationBytes | None:
+        """Return what a stage keeps, by running its layers from the first on that is the last of
+        its kind; None if that would save little, or would not tell.
+
+        All peaks are in these layers: whatever a layer needs, most is kept where the last one of
+        its kind runs, forward and in a whole backward pass. In the input half of a split one more
+        may be put off than is freed, by layers of one kind and not by others.
+        """
+        if self.halves:
+            return None
+        last_of_kind = {kind: position for position, kind in enumerate(kinds)}
+        start = min(last_of_kind.values())
+        last_layers = replace(cut, layers=cut.layers[start:])
+        # what is recomputed may depend on the number of layers
+        is_alike = self._layer_kinds(last_layers) == kinds[start:]
+        if start < FEWEST_EARLIER or not is_alike:
+            return None
+        kept = self._run(last_layers)
+        for kind, count in Counter(kinds[:start]).items():
+            position = last_of_kind[kind]
+            pair = Cut(1, cut.layers[position - 1 : position + 1], first=False, last=False)
+            before = replace(pair, layers=pair.layers[:1])
+            if self._layer_kinds(pair) != tuple(kinds[position - 1 : position + 1]):
+                return None
+            kept = _with_further(kept, self._run(before), self._run(pair), count)
+        return kept
 
     def _layer_kinds(self, cut: Cut) -> tuple[object, ...]:
         """Return the kind of each layer; layers of one kind keep as much."""
@@ -231,6 +264,22 @@ def _extrapolate(
         bytes_of_layer = getattr(one_more, byte_field.name) - base
         extrapolated[byte_field.name] = base + further * bytes_of_layer
     return ActivationBytes(**extrapolated)
+
+
+def _with_further(
+    kept: ActivationBytes, before: ActivationBytes, pair: ActivationBytes, count: int
+) -> ActivationBytes:
+    """Return what a stage of whole backward passes keeps with `count` layers more at its beginning.
+
+    before, pair: what a stage with one layer keeps, and one with such a layer behind that.
+    """
+    growth = count * (pair.activations - before.activations)
+    return replace(
+        kept,
+        activations=kept.activations + growth,
+        forward=kept.forward + growth,
+        buffers=kept.buffers + count * (pair.buffers - before.buffers),
+    )
 
 
 def message_bytes(

@@ -54,6 +54,8 @@ def drawn(seed: int) -> dict[str, Any]:
     if kind == "gpt2":
         return config | _gpt2(dice)
     config |= _sizes(dice, kind)
+    if kind == "nemotron_h":
+        return config | _hybrid(dice)
     if kind == "gpt_neox":
         return config | _neox(dice)
     config["rms_norm_eps"] = dice.choice((1e-6, 1e-5, 1e-2))
@@ -122,6 +124,36 @@ def _neox(dice: Random) -> dict[str, Any]:
         "use_parallel_residual": dice.random() < 0.5,
         "attention_bias": dice.random() < 0.5,
         "hidden_act": dice.choice(("gelu", "gelu_new")),
+    }
+
+
+def _hybrid(dice: Random) -> dict[str, Any]:
+    """Return layers of one branch in any order, and sizes of all kinds of branches."""
+    pattern = "".join(dice.choice("MME*-") for _ in range(dice.randint(1, 5)))
+    groups = dice.choice((1, 2, 3))
+    router_groups = dice.choice((1, 2, 4))
+    of_group = dice.choice((2, 3))
+    return {
+        "hybrid_override_pattern": pattern,
+        "num_hidden_layers": len(pattern),
+        "tie_word_embeddings": False,  # its class ties nothing
+        "layer_norm_epsilon": dice.choice((1e-6, 1e-5, 1e-2)),
+        "mlp_bias": "E" not in pattern and dice.random() < 0.5,
+        "mamba_num_heads": groups * dice.choice((1, 2)),
+        "mamba_head_dim": dice.choice((3, 8)),
+        "ssm_state_size": dice.choice((1, 5, 8)),
+        "n_groups": groups,
+        "conv_kernel": dice.choice((1, 2, 4)),
+        "chunk_size": dice.choice((7, 128)),
+        "time_step_min": dice.choice((1e-9, 0.2)),
+        "n_routed_experts": router_groups * of_group,
+        "n_group": router_groups,
+        "topk_group": dice.randint(1, router_groups),
+        "num_experts_per_tok": dice.choice((1, 2)),
+        "norm_topk_prob": dice.random() < 0.5,
+        "routed_scaling_factor": dice.choice((1.0, 2.5)),
+        "moe_intermediate_size": dice.choice((7, 16)),
+        "moe_shared_expert_intermediate_size": dice.choice((5, 12)),
     }
 
 

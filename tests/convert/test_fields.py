@@ -31,7 +31,9 @@ NEOX = {
     "hidden_size": 32,
     "rotary_pct": 0.5,
 }
-SMALL = {kind: NEOX if kind == "gpt_neox" else CONFIGS[kind] for kind in KINDS}
+SMALL = {kind: CONFIGS[kind] for kind in KINDS}
+# with layers of all kinds
+SMALL |= {"gpt_neox": NEOX, "nemotron_h": CONFIGS["nemotron_h-experts"]}
 YARN = {
     "rope_type": "yarn",
     "factor": 2.0,
@@ -78,6 +80,9 @@ OTHERS: dict[str, list[Any]] = {
     "rope_theta": [50.0, 10000, 10000.0],
     "partial_rotary_factor": [0.5, 1.0],
     "original_max_position_embeddings": [16],
+    "moe_latent_size": [16],
+    "n_group": [1, 2, 4],
+    "topk_group": [1, 3],
     "max_position_embeddings": [40],  # the probe has half as many tokens more
     "layer_types": [
         SLIDING,
@@ -294,7 +299,7 @@ def test_what_a_file_leaves_out_gives_the_same_logits(kind: str) -> None:
         assert difference(json.dumps(given)) <= BOUND, left
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "llama-yarn", "llama-stretched"])
+@pytest.mark.parametrize("kind", [*KINDS, "llama-yarn", "llama-stretched", "nemotron_h-experts"])
 def test_a_small_model_keeps_what_a_large_one_says(kind: str) -> None:
     """Windows, lengths and patterns are shrunk so that all of them matter to the tokens of the
     probe."""

@@ -6,6 +6,7 @@ import pytest
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
+from models.presets import preset
 from tests.refusals import sentence
 from tools.convert.hf.config import config_of, from_hugging_face
 
@@ -79,6 +80,42 @@ MODEL = ModelConfig(
 )
 
 
+# As published for Nemotron 3 Nano, where it differs from the 8B model.
+WITH_EXPERTS: dict[str, Any] = {key: PUBLISHED[key] for key in PUBLISHED if "rank" not in key} | {
+    "head_dim": 128,
+    "hidden_size": 2688,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "intermediate_size": 1856,
+    "mamba_num_heads": 64,
+    "mamba_ssm_cache_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_eps": 1e-05,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 52,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 1.0,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 1,
+}
+
+
+def test_a_published_config_with_experts_is_read_and_written() -> None:
+    """It is the preset, but for what only training goes by and the least time step, which
+    transformers has of the first ones."""
+    model = from_hugging_face(WITH_EXPERTS)
+    named = preset("nemotron-3-nano-30b-a3b")
+    mamba = named.mamba.model_copy(update={"least_step": 0.001})
+    assert model == named.model_copy(update={"mamba": mamba, "router_aux_loss": 0.0})
+    assert from_hugging_face(config_of(model, "bfloat16")) == model
+
+
 def test_a_published_config_is_read_and_written() -> None:
     assert from_hugging_face(PUBLISHED) == MODEL
     assert from_hugging_face(config_of(MODEL, "bfloat16")) == MODEL
@@ -99,8 +136,8 @@ def test_kinds_of_layers_may_be_named(names: str) -> None:
         ("attention_bias", True),
         ("attention_head_dim", 64),
         ("hidden_dropout", 0.1),
-        ("hybrid_override_pattern", "M-E*-"),
-        ("layers_block_type", ["mamba", "mlp", "moe", "attention", "mlp"]),
+        ("hybrid_override_pattern", "M-X*-"),
+        ("layers_block_type", ["mamba", "mlp", "conv", "attention", "mlp"]),
         ("mamba_hidden_act", "gelu"),
         ("mamba_proj_bias", True),
         ("mlp_hidden_act", "silu"),
@@ -116,6 +153,28 @@ def test_kinds_of_layers_may_be_named(names: str) -> None:
 def test_a_key_of_another_model_is_refused_by_name(key: str, value: Any) -> None:
     with pytest.raises(UserError, match=sentence("convert.hf_only_value", key=key)):
         from_hugging_face(PUBLISHED | {key: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "fields"),
+    [
+        ({"moe_latent_size": 1024}, "convert.hf_latent_experts", {"size": 1024}),
+        ({"n_shared_experts": 2}, "convert.hf_only_value", {"key": "n_shared_experts"}),
+        ({"mlp_bias": True}, "convert.hf_only_value", {"key": "mlp_bias"}),
+        (
+            {"moe_shared_expert_intermediate_size": 0},
+            "convert.hf_shared_expert_zero",
+            {"key": "moe_shared_expert_intermediate_size"},
+        ),
+        ({"n_group": 3}, "convert.hf_groups_uneven", {"groups": 3}),
+        ({"num_nextn_predict_layers": 1}, "convert.hf_only_value", {}),
+    ],
+)
+def test_experts_of_another_model_are_refused_by_name(
+    changes: dict[str, Any], code: str, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(UserError, match=sentence(code, **fields)):
+        from_hugging_face(WITH_EXPERTS | changes)
 
 
 def test_a_pattern_that_differs_from_the_names_is_refused() -> None:
@@ -157,7 +216,14 @@ def test_another_number_of_layers_is_refused() -> None:
             "model.hybrid_unused",
             {"key": "attention_gate"},
         ),
-        ({"experts": 4}, "model.hybrid_beside", {"key": "experts"}),
+        ({"experts": 4}, "model.hybrid_experts_unused", {"experts": 4}),
+        ({"hybrid_pattern": "M-E*-"}, "model.hybrid_experts_missing", {"pattern": "M-E*-"}),
+        (
+            {"hybrid_pattern": "MEM*E", "experts": 4, "dense_ffn": 32},
+            "model.dense_ffn_unused",
+            {"dense_ffn": 32},
+        ),
+        ({"dense_layers": (1,)}, "model.hybrid_beside", {"key": "dense_layers"}),
         ({"window": 4}, "model.hybrid_beside", {"key": "window"}),
         ({"mup_base_hidden": 4096}, "model.hybrid_beside", {"key": "mup_base_hidden"}),
     ],

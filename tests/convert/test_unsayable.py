@@ -36,8 +36,11 @@ SAYABLE: dict[str, dict[str, Any]] = {  # what a family needs besides sizes
     "deepseek_v2": {**LATENT, "shared_experts": 24, "norm_topk": False},
     "deepseek_v3": {**LATENT, "shared_experts": 24},
     "nemotron_h": {
-        "hybrid_pattern": "M*-",
+        "layers": 4,
+        "hybrid_pattern": "ME*-",
         "mamba": {"heads": 4, "head_dim": 3, "state_dim": 5, "groups": 2},
+        "experts": 4,
+        "shared_experts": 24,
     },
     "qwen3_next": {**DELTA_NET, "experts": 4, "shared_experts": 24, "shared_gate": True},
     "qwen3_5": DELTA_NET,

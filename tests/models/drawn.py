@@ -117,7 +117,9 @@ def drawn(seed: int) -> dict[str, Any]:
             "kernel": dice.choice((1, 2, 4)),
             "least_step": dice.choice((1e-9, 0.3)),
         }
-        offered["hybrid_pattern"] = dice.choice(("M*-", "MM-", "*-M", "-M*", "MMM"))
+        with_experts = ("ME*", "*EM", "-EM", "MEE")
+        without = ("M*-", "MM-", "*-M", "-M*", "MMM")
+        offered["hybrid_pattern"] = dice.choice(with_experts if table["experts"] else without)
     if dice.random() < rate:
         offered["rope_scaling"] = dice.choice(SCALINGS)
     if dice.random() < 0.5:

@@ -61,12 +61,23 @@ DELTA_NET |= {
     "delta_net": {"key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 12},
     "delta_layers": (0,),
 }
+# Mixers whose groups the virtual ranks share out, and experts beside a feed-forward.
+HYBRID = LLAMA | {
+    "family": "nemotron_h",
+    "hybrid_pattern": "M*E-",
+    "mamba": {"heads": 8, "head_dim": 6, "state_dim": 10, "groups": 4},
+    "experts": 4,
+    "experts_per_token": 2,
+    "shared_experts": 32,
+    "dense_ffn": 64,
+}
 MODELS = {
     "llama": LLAMA,
     "gpt2": GPT2,
     "mixtral": MIXTRAL,
     "deepseek_v3": LATENT,
     "qwen3_next": DELTA_NET,
+    "nemotron_h": HYBRID,
 }
 FALLING = LossScaling("dynamic", initial=2.0**20, hysteresis=1)  # its first steps overflow
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -141,9 +152,26 @@ def require_equal(a: Result, b: Result) -> None:
 
 def test_two_processes_train_the_bits_of_one() -> None:
     """Fewer key-value heads than virtual ranks, a tied and odd vocabulary with dropout, experts."""
-    runs = [run_of(name, "bf16", steps=2, model=MODELS[name] | {"layers": 1}) for name in MODELS]
+    # of layers of several kinds one of each
+    shallow = {
+        name: model if "hybrid_pattern" in model else model | {"layers": 1}
+        for name, model in MODELS.items()
+    }
+    runs = [run_of(name, "bf16", steps=2, model=shallow[name]) for name in MODELS]
     for alone, shared in zip(train_all(runs), train_all(runs, tp=2), strict=True):
         require_equal(alone, shared)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tp", "pp", "dp", "kind"), [(1, 2, 1, "1f1b"), (2, 2, 1, "zb-h1"), (4, 1, 2, "1f1b")]
+)
+def test_layers_of_one_branch_have_the_bits_of_one_process(
+    tp: int, pp: int, dp: int, kind: str
+) -> None:
+    """Whatever letters are on a pipeline rank: mixers and attention on one, experts on another."""
+    run = run_of("nemotron_h", "bf16", micro_batch=2, clip=0.5)
+    require_equal(train(run), train(replace(run, kind=kind), tp=tp, pp=pp, dp=dp))
 
 
 def test_a_canonical_run_is_the_model_itself() -> None:

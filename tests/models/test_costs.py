@@ -13,13 +13,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megaprec.comm.waiting import Pending
 from megaprec.precision.plan import plan
+from models.attention import delta_rule, state_space
+from models.attention.delta_rule import DeltaInputs
+from models.attention.gated_delta_net import GatedDeltaNet
 from models.attention.mamba_mixer import MambaMixer
 from models.attention.state_space import StateSpaceInputs
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
 from models.decoder.stages import Stage
+from models.delta_net import DeltaNet
 from models.engine.options import EngineOptions
 from models.estimate.flops import stage_costs, training_flops
+from models.mamba import Mamba
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
@@ -59,6 +64,22 @@ HYBRID = {
     **SIZES,
     "layers": 4,
 }
+HYBRID_EXPERTS = {
+    **HYBRID,
+    "mlp_bias": False,
+    "hybrid_pattern": "ME*-",
+    "experts": 4,
+    "shared_experts": 20,
+    "dense_ffn": 40,
+}
+DELTA_NET = {
+    "family": "qwen3_next",
+    "kv_heads": 2,
+    "rotary_fraction": 0.5,
+    "delta_net": {"key_heads": 2, "value_heads": 4, "key_dim": 6, "value_dim": 5},
+    **SIZES,
+    "layers": 4,
+}
 EXPERTS = {
     "family": "mixtral",
     "experts": 4,
@@ -89,7 +110,15 @@ def inputs(stage: Stage) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "model", [*MODELS, HYBRID, {**EXPERTS, **SIZES}, {**EXPERTS, "mlp": "gelu", **SIZES}]
+    "model",
+    [
+        *MODELS,
+        HYBRID,
+        HYBRID_EXPERTS,
+        DELTA_NET,
+        {**EXPERTS, **SIZES},
+        {**EXPERTS, "mlp": "gelu", **SIZES},
+    ],
 )
 def test_parameters_of_the_stages_are_those_of_the_model(model: dict[str, Any]) -> None:
     config = ModelConfig(**model)
@@ -142,9 +171,10 @@ def test_flops_are_those_that_torch_counts(model: dict[str, Any], recompute: Rec
         assert backward.get_total_flops() == cost.input + cost.weight - lookup
 
 
+@pytest.mark.parametrize("model", [HYBRID, HYBRID_EXPERTS, DELTA_NET])
 @pytest.mark.parametrize("recompute", [KEEP, Recompute(fraction=1.0), Recompute(("attention",))])
-def test_flops_of_layers_of_one_branch_are_those_that_torch_counts(
-    recompute: Recompute, monkeypatch: pytest.MonkeyPatch
+def test_flops_beside_recurrences_are_those_that_torch_counts(
+    model: dict[str, Any], recompute: Recompute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the recurrences, of which the ones counted are those token by token."""
 
@@ -152,8 +182,15 @@ def test_flops_of_layers_of_one_branch_are_those_that_torch_counts(
         of_group = (inputs.query * inputs.key).sum(-1, keepdim=True)
         return inputs.value * inputs.log_decay.unsqueeze(-1) * of_group.mean(1, keepdim=True)
 
+    def pass_by_rule(self: GatedDeltaNet, inputs: DeltaInputs) -> Tensor:
+        factors = (inputs.query * inputs.key).sum(-1) * inputs.log_decay * inputs.strength
+        return inputs.value * factors.unsqueeze(-1)
+
     monkeypatch.setattr(MambaMixer, "_apply_rule", pass_by)
-    config = ModelConfig(**HYBRID)
+    monkeypatch.setattr(GatedDeltaNet, "_apply_rule", pass_by_rule)
+    config = ModelConfig(**model)
+    recurrent_layers = {*config.delta_layers, *config.layers_of("M")}
+    of_token = config.mamba.recurrent_flops + config.delta_net.recurrent_flops
     for stage in stages(config, 4, recompute=recompute):
         (cost,) = stage_costs(config, [stage.cut], LENGTH, BATCH, recompute)
         x, ids = inputs(stage)
@@ -163,14 +200,45 @@ def test_flops_of_layers_of_one_branch_are_those_that_torch_counts(
             y = stage.losses(y, ids) if stage.cut.last else y
             with FlopCounterMode(display=False) as backward:
                 y.sum().backward()
-        mixers = sum(config.hybrid_pattern[layer] == "M" for layer in stage.cut.layers)
-        recurrence = LENGTH * BATCH * config.mamba.recurrent_flops * mixers
+        mixers = sum(layer in recurrent_layers for layer in stage.cut.layers)
+        recurrence = LENGTH * BATCH * of_token * mixers
         lookup = LENGTH * BATCH * config.embedding_flops() * stage.cut.first
         again = 0 if recompute == KEEP else recurrence
         assert forward.get_total_flops() == cost.forward - recurrence
         assert (
             backward.get_total_flops() == cost.input + cost.weight - lookup - 2 * recurrence - again
         )
+
+
+def test_flops_of_a_recurrence_are_those_of_its_products_token_by_token() -> None:
+    """Of both rules without decays, written as products of matrices, which torch counts."""
+    made = torch.Generator().manual_seed(1)
+    sizes = Mamba(heads=6, head_dim=5, state_dim=7, groups=6)
+    rule = DeltaNet(key_heads=6, value_heads=6, key_dim=7, value_dim=5)
+    # [b, n, s, features]
+    query, key = torch.rand(2, BATCH, 6, LENGTH, 7, generator=made, dtype=torch.float64) / 7
+    value = torch.rand(BATCH, 6, LENGTH, 5, generator=made, dtype=torch.float64)
+    still = torch.zeros(BATCH, 6, LENGTH, dtype=torch.float64)
+    tokens = [[x.unsqueeze(-1) for x in each.unbind(2)] for each in (query, key, value)]
+    state = torch.zeros(BATCH, 6, 7, 5, dtype=torch.float64)
+    with FlopCounterMode(display=False) as counter:
+        read = []
+        for q, k, v in zip(*tokens, strict=True):
+            state = state + k @ v.mT
+            read.append(state.mT @ q)
+    assert counter.get_total_flops() == LENGTH * BATCH * sizes.recurrent_flops
+    found, _ = state_space.recurrent(StateSpaceInputs(query, key, value, still))
+    torch.testing.assert_close(torch.cat(read, -1).mT, found)
+
+    state = torch.zeros_like(state)
+    with FlopCounterMode(display=False) as counter:
+        read = []
+        for q, k, v in zip(*tokens, strict=True):
+            state = state + k @ (v - state.mT @ k).mT
+            read.append(state.mT @ q)
+    assert counter.get_total_flops() == LENGTH * BATCH * rule.recurrent_flops
+    found, _ = delta_rule.recurrent(DeltaInputs(query, key, value, still, still + 1))
+    torch.testing.assert_close(torch.cat(read, -1).mT, found)
 
 
 EVERY: dict[str, dict[str, Any]] = {
@@ -226,10 +294,24 @@ def held_by(work: Any) -> Iterator[Tensor]:
             yield from held_by(content)
 
 
-@pytest.mark.cases(2, sample=1)
+def products_of_layer(kind: ModelConfig) -> int:
+    """The products of a layer whose weight gradients are put off: all but the router's."""
+    of_mixer = 4 if kind.latent else 2
+    feed_forwards = kind.experts + (kind.shared_experts > 0) if kind.experts else 1
+    return kind.has_mixer * of_mixer + kind.has_feed_forward * 2 * feed_forwards
+
+
+@pytest.mark.cases(2, sample=3)
 @pytest.mark.parametrize(
     ("model", "precision"),
-    [*zip(MODELS, ["fp32", "bf16", "fp16", "bf16", "bf16", "fp32"], strict=True)],
+    [
+        *zip(MODELS, ["fp32", "bf16", "fp16", "bf16", "bf16", "fp32"], strict=True),
+        (HYBRID, "bf16"),
+        (HYBRID, "fp32"),
+        (HYBRID_EXPERTS, "bf16"),
+        (DELTA_NET, "bf16"),
+        (DELTA_NET, "fp32"),
+    ],
 )
 def test_kept_bytes_are_those_that_autograd_saves_and_layers_put_off(
     model: dict[str, Any], precision: str
@@ -274,8 +356,8 @@ def test_kept_bytes_are_those_that_autograd_saves_and_layers_put_off(
         with stage.context.deferred.collect() as work:
             loss.backward()
         tensors = [t for job in work for t in held_by(job)]
-        products = 6 if config.latent else 4  # of a layer
-        assert len(work) == products * len(stage.cut.layers) + stage.cut.last
+        products = config.over_layers(products_of_layer, stage.cut.layers)
+        assert len(work) == products + stage.cut.last
         # Of a latent's projections some tensors are views of larger ones, which stay as long as
         # they do.
         real = sum(t.nbytes for t in tensors)

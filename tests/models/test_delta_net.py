@@ -28,12 +28,14 @@ from models.decoder.cutting import cuts
 from models.decoder.kv_cache import CachedStage
 from models.decoder.stages import Stage
 from parallel.context import Context
+from parallel.dropout import MicrobatchInfo
 from tests.families import (
     ADAM_EPS,
     LENGTH,
     Answer,
     Case,
     Job,
+    Layout,
     Trained,
     config_of,
     put,
@@ -260,7 +262,8 @@ def ours(job: Job, config: ModelConfig | None = None) -> tuple[float, dict[str, 
     config = config or job.config
     stage = Stage(config, Context(plan("fp64")), cuts(config, 1, job.tokens.shape[1])[0])
     put(stage, job.weights)
-    logits = stage(job.tokens.t(), packing=Packing(job.documents))
+    samples = MicrobatchInfo(0, torch.arange(len(job.tokens)), torch.ones(()))
+    logits = stage(job.tokens.t(), samples, Packing(job.documents))
     seen = logits.detach().transpose(0, 1).flatten(0, 1).t().clone()
     loss = stage.losses(logits, job.targets.t()).mean()
     loss.backward()
@@ -326,7 +329,7 @@ def test_layouts_train_the_models_of_transformers(
     fitting = [(job, expected) for job, expected in models if fits(job.config, tp, pp)]
     jobs = [job for job, _ in fitting]
     for trained, (job, expected) in zip(
-        train_all(jobs, tp, pp, dp, sequence), fitting, strict=True
+        train_all(jobs, Layout(tp, pp, dp, sequence)), fitting, strict=True
     ):
         assert trained.losses == pytest.approx(expected.losses, rel=IN_LAYOUTS), job.config
         for ours, others in ((trained.found, expected.found), (trained.weights, expected.weights)):
@@ -349,7 +352,7 @@ def misplaced(mesh: DeviceMesh, jobs: bytes) -> list[Answer]:
 
     GatedDeltaNet._convolve = convolve
     try:
-        return step_rank(mesh, jobs, False)
+        return step_rank(mesh, jobs, Layout(tp=2))
     finally:
         GatedDeltaNet._convolve = right
 

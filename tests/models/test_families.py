@@ -184,13 +184,16 @@ def _of_nemotron_h(config: Any, parts: list[str], tensor: Tensor) -> dict[str, T
         return {f"{outside[parts[0]]}.weight": tensor}
     layer = f"layers.{parts[1]}"
     kind = config.layers_block_type[int(parts[1])]
+    feeds = kind in ("mlp", "moe")
     if parts[2] == "norm":
-        return {f"{layer}.{'mlp' if kind == 'mlp' else 'attention'}_norm.weight": tensor}
+        return {f"{layer}.{'mlp' if feeds else 'attention'}_norm.weight": tensor}
     name = ".".join(parts[3:])
+    if kind == "moe":
+        return _of_ungated_experts(f"{layer}.mlp", name, tensor)
     if kind != "linear_attention":
         branch, _, suffix = name.partition("_proj")
         ours = {"q": "query", "k": "key", "v": "value", "o": "output"}.get(branch, branch)
-        return {f"{layer}.{'mlp' if kind == 'mlp' else 'attention'}.{ours}{suffix}": tensor}
+        return {f"{layer}.{'mlp' if feeds else 'attention'}.{ours}{suffix}": tensor}
     alone = {
         "dt_bias": "step.bias",
         "A_log": "log_rate",
@@ -211,6 +214,18 @@ def _of_nemotron_h(config: Any, parts: list[str], tensor: Tensor) -> dict[str, T
         kinds = [f"{which}_convolution.{suffix}" for which in convolved]
         rows = (tensor[:, 0] if suffix == "weight" else tensor).split(widths)
     return {f"{layer}.mamba.{which}": part for which, part in zip(kinds, rows, strict=True)}
+
+
+def _of_ungated_experts(layer: str, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Tensors of a router, of stacked experts and of shared ones, of Nemotron-H."""
+    routers = {"gate.weight": "weight", "gate.e_score_correction_bias": "correction"}
+    if name in routers:
+        return {f"{layer}.router.{routers[name]}": tensor}
+    if name.startswith("shared_experts."):
+        part = name.removeprefix("shared_experts.").replace("_proj", "")
+        return {f"{layer}.shared.{part}": tensor}
+    part = name.removeprefix("experts.").removesuffix("_proj")
+    return {f"{layer}.experts.{n}.{part}.weight": expert for n, expert in enumerate(tensor)}
 
 
 def _of_latents(config: Any, layer: str, name: str, kind: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -318,8 +333,17 @@ def data(batch: int) -> tuple[Tensor, Tensor]:
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
+def by_document(model: nn.Module, tokens: Tensor, documents: Tensor) -> Tensor:
+    """Logits [b, s, vocab] of samples of which each document was run by itself."""
+    samples = []
+    for ids, numbers in zip(tokens, documents, strict=True):
+        parts = [model(ids[numbers == n].unsqueeze(0)).logits[0] for n in numbers.unique()]
+        samples.append(torch.cat(parts))
+    return torch.stack(samples)
+
+
 def their_step(
-    case: Case, batch: int = BATCH, aux: float = 0.0
+    case: Case, batch: int = BATCH, aux: float = 0.0, documents: Tensor | None = None
 ) -> tuple[Job, float, dict[str, Tensor]]:
     """What our layers are to do, and the loss and the gradients that they are to find, with the
     logits among them."""
@@ -327,9 +351,15 @@ def their_step(
     with float32_is_float64():
         model = their_model(case)
         counts = counting(model)
-        out = model(tokens, **({"output_router_logits": True} if aux else {}))
-        loss = F.cross_entropy(out.logits.flatten(0, 1), targets.flatten())
-        (loss + aux * out.aux_loss if aux else loss).backward()
+        further = 0.0
+        if documents is None:
+            out = model(tokens, **({"output_router_logits": True} if aux else {}))
+            logits = out.logits
+            further = aux * out.aux_loss if aux else 0.0
+        else:
+            logits = by_document(model, tokens, documents)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        (loss + further).backward()
     parameters = dict(model.named_parameters())
     weights = logical(
         model.config, {name: p.detach() for name, p in (*parameters.items(), *corrections(model))}
@@ -339,9 +369,10 @@ def their_step(
     }
     found = {
         **logical(model.config, grads | counts),
-        "logits": out.logits.detach().flatten(0, 1).t(),
+        "logits": logits.detach().flatten(0, 1).t(),
     }
-    return Job(config_of(case), weights, tokens, targets), loss.item(), found
+    job = Job(config_of(case), weights, tokens, targets, documents=documents)
+    return job, loss.item(), found
 
 
 @cache

@@ -70,6 +70,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **SIZES,
     },
     "gpt_oss": {"family": "gpt_oss", **SIZES, "experts": 4, "experts_per_token": 2},
+    "qwen3_next": {
+        "family": "qwen3_next",
+        **SIZES,
+        "kv_heads": 2,
+        "head_dim": 32,
+        "delta_net": {"key_heads": 2, "value_heads": 4, "key_dim": 32, "value_dim": 24},
+    },
+    # whose second of three stages has layers of each kind
+    "nemotron_h": {
+        "family": "nemotron_h",
+        **SIZES,
+        "layers": 12,
+        "hybrid_pattern": 3 * "M*E-",
+        "kv_heads": 2,
+        "mamba": {"heads": 8, "head_dim": 16, "state_dim": 24, "groups": 2},
+        "experts": 4,
+        "experts_per_token": 2,
+        "shared_experts": 128,
+    },
 }
 WAYS = [
     KEEP,
@@ -264,6 +283,37 @@ def test_deep_stages_keep_what_few_layers_foretell(
     shortly = kept_bytes(config, plan("bf16"), cut, options, 2, "cuda")
     monkeypatch.setattr(memory, "SAMPLED_DEPTHS", ())
     assert shortly == kept_bytes(config, plan("bf16"), cut, options, 2, "cuda")
+
+
+IN_TURN: list[dict[str, Any]] = [
+    {**FAMILIES["nemotron_h"], "hybrid_pattern": 3 * "MEMEM*"},
+    {**FAMILIES["nemotron_h"], "hybrid_pattern": 3 * "-M*EEM"},
+    {**FAMILIES["qwen3_next"], "delta_layers": (0, 1, 2, 4, 5, 6, 9, 10, 12, 13, 15, 17)},
+]
+
+
+@pytest.mark.cases(0, sample=3)
+@pytest.mark.parametrize("recompute", OFTEN)
+@pytest.mark.parametrize("model", IN_TURN, ids=["experts in turn", "letters", "delta nets"])
+def test_layers_of_several_kinds_keep_what_the_last_ones_foretell(
+    model: dict[str, Any], recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a ten-thousandth, with whole backward passes: first, middle and last stages of six
+    layers, counted from the last of each kind and by running all of them."""
+    deep: dict[str, Any] = {**model, "layers": 18, "vocab": 3001}
+    config = ModelConfig(**deep)
+    options = EngineOptions(1, LENGTH, sequence=True, recompute=OFTEN[recompute])
+
+    def counted() -> list[ActivationBytes]:
+        of_stages = StageMemory(config, plan("bf16"), options, tp=2, device="cuda", halves=False)
+        return [of_stages.activation_bytes(cut) for cut in cuts(config, 3, LENGTH, (6, 6, 6))]
+
+    monkeypatch.setattr(memory, "SAMPLED_DEPTHS", ())
+    monkeypatch.setattr(memory, "FEWEST_EARLIER", 1)
+    shortly = counted()
+    monkeypatch.setattr(memory, "FEWEST_EARLIER", config.layers)
+    for few, whole in zip(shortly, counted(), strict=True):
+        assert vars(few) == pytest.approx(vars(whole), rel=1e-4)
 
 
 def test_layers_with_and_without_a_window_are_counted_as_they_are() -> None:

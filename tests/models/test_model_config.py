@@ -84,6 +84,14 @@ PUBLISHED = {
     "gemma3-4b": 3_880_263_168,
     "gemma3-12b": 11_766_034_176,  # likewise 10,759 M
     "gemma3-27b": 27_009_346_304,  # likewise 25,600 M
+    "nemotron-h-4b": 4_489_223_040,
+    "nemotron-h-8b": 8_100_852_736,
+    "nemotron-h-47b": 46_791_554_816,
+    "nemotron-h-56b": 56_324_350_464,
+    "nemotron-nano-9b-v2": 8_888_227_328,
+    "nemotron-nano-12b-v2": 12_310_001_152,
+    # 31.6 B, of which a token passes 3.6 B with embedding and head, as its report says
+    "nemotron-3-nano-30b-a3b": 31_577_940_288,
 }
 
 

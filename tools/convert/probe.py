@@ -201,7 +201,7 @@ def _expert_sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
     each kind."""
     defaults = FAMILIES[config["model_type"]].defaults
     has_leading_dense = "first_k_dense_replace" in defaults
-    config_key = "n_routed_experts" if has_leading_dense else "num_experts"
+    config_key = "n_routed_experts" if "n_routed_experts" in defaults else "num_experts"
     for stated_key in ("num_local_experts", "n_routed_experts", "num_experts"):
         if config.get(stated_key) is not None:
             config_key = stated_key

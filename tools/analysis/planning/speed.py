@@ -26,7 +26,6 @@ from tools.analysis.planning.seconds.links import Link, axis_links
 from tools.analysis.planning.seconds.products import product_seconds
 from tools.analysis.planning.seconds.replicas import exposed_seconds, replica_seconds
 from tools.analysis.planning.seconds.traffic import (
-    blocks_of_layers,
     context_bytes,
     elements_of_pipeline,
     expert_bytes,
@@ -214,7 +213,8 @@ def _stage_seconds(
     attention_forward, attention_backward = attention_seconds(config, cost, assumed)
     elementwise_forward, elementwise_backward = elementwise_seconds(config, cost, assumed)
     # a layer of two blocks takes as long as two layers of one
-    layers = blocks_of_layers(config.model, cost.cut.layers) / BLOCKS
+    branches = config.model.over_layers(lambda kind: kind.branches, cost.cut.layers)
+    layers = branches / BLOCKS
     recomputed = config.recompute.count_whole_layers(len(cost.cut.layers)) / len(cost.cut.layers)
     recomputed_layers = recomputed * layers
     # a compiled layer is launched in few calls

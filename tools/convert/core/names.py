@@ -193,6 +193,14 @@ def _nemotron_h() -> list[NameRule]:
         rules += _weight_and_bias(f"{mixer}.{part[0]}_proj", f"{_ATTENTION}.{part}")
     for part in ("up", "down"):
         rules += _weight_and_bias(f"{mixer}.{part}_proj", f"{_MLP}.{part}")
+    rules += [
+        NameRule(f"{mixer}.gate.weight", (f"{_MLP}.router.weight",)),
+        NameRule(f"{mixer}.gate.e_score_correction_bias", (CORRECTION,)),
+    ]
+    for theirs, ours in (("experts.E", "experts.E"), ("shared_experts", "shared")):
+        for part in ("up", "down"):
+            logical = f"{_MLP}.{ours}.{part}.weight"
+            rules.append(NameRule(f"{mixer}.{theirs}.{part}_proj.weight", (logical,)))
     return [
         NameRule("backbone.embeddings.weight", ("embedding.weight",)),
         NameRule(f"{layer}.norm.weight", ("layers.N.attention_norm.weight",)),

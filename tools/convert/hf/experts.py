@@ -86,7 +86,7 @@ def _write_qwen3_5(model: ModelConfig) -> Json:
 def _require_shared(width: int) -> int:
     """Return the width of the shared expert. Raises UserError if there is none."""
     if not width:
-        raise UserError.of("convert.hf_shared_expert_zero")
+        raise UserError.of("convert.hf_shared_expert_zero", key="shared_expert_intermediate_size")
     return width
 
 
@@ -134,13 +134,13 @@ def _read_glm4_moe(config: ConfigKeys) -> Fields:
         "shared_experts": shared,
         "router_aux_loss": 0.0,
         **_feed_forwards(config, list(range(first))),
-        "router": _corrected_router(config),
+        "router": corrected_router(config),
     }
 
 
-def _corrected_router(config: ConfigKeys) -> Fields:
-    """Return the router of DeepSeek-V3 and GLM-4.5, whose classes compare groups by the sum of
-    their two best experts."""
+def corrected_router(config: ConfigKeys) -> Fields:
+    """Return the router of DeepSeek-V3, GLM-4.5 and Nemotron-H, whose classes compare groups by the
+    sum of their two best experts."""
     scale = float(config["routed_scaling_factor"])
     return {"score": "sigmoid", "correction": True, "scale": scale, **_groups(config, best=2)}
 
@@ -172,7 +172,7 @@ def _read_deepseek_v3(config: ConfigKeys) -> Fields:
         return fields
     # The class of V3 always chooses among groups.
     _require_groups(config)
-    router = _corrected_router(config)
+    router = corrected_router(config)
     return {**fields, "norm_topk": bool(config["norm_topk_prob"]), "router": router}
 
 

@@ -19,7 +19,11 @@ from tools.convert.hf.experts import (
     LOCAL_EXPERTS,
     experts_of_qwen,
 )
-from tools.convert.hf.hybrid_layers import HYBRID_LAYERS, OTHER_KEYS_OF_HYBRIDS
+from tools.convert.hf.hybrid_layers import (
+    FEED_FORWARDS_OF_HYBRIDS,
+    HYBRID_LAYERS,
+    OTHER_KEYS_OF_HYBRIDS,
+)
 from tools.convert.hf.keys import (
     IDS,
     ConfigKeys,
@@ -852,19 +856,28 @@ FAMILIES: dict[str, Family] = {
             "time_step_min": 0.001,
             "time_step_limit": None,
             "use_conv_bias": True,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 7688,
+            "moe_latent_size": None,
+            "n_shared_experts": 1,
+            "moe_shared_expert_intermediate_size": 7688,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
             "pad_token_id": 0,
         },
         entries=(
             *_COMMON,
             same("hidden_size", "hidden"),
             same("num_attention_heads", "heads"),
-            same("intermediate_size", "ffn"),
             same("max_position_embeddings", "max_positions"),
             same("attention_dropout", "attention_dropout"),
             _HEADS,
             HYBRID_LAYERS,
+            FEED_FORWARDS_OF_HYBRIDS,
             same("layer_norm_epsilon", "norm_eps"),
-            same("mlp_bias", "mlp_bias"),
             only("mlp_hidden_act", "relu2"),
             only("mamba_hidden_act", "silu", "swish"),
             # Its head is never the embedding.

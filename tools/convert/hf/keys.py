@@ -37,6 +37,7 @@ _KIND_OF_KEY: dict[str, type] = {
     "original_max_position_embeddings": int,
     "initial_context_length": int,
     "experts_per_token": int,
+    "moe_latent_size": int,
     "rope_theta": float,
     "partial_rotary_factor": float,
     "query_pre_attn_scalar": float,

@@ -5,6 +5,9 @@
     model.layers.N.mlp.experts.gate_up_proj    [experts, 2 ffn, hidden], gate above up
     model.layers.N.mlp.experts.down_proj       [experts, hidden, ffn]
 
+Nemotron-H has its experts in `mixer` in place of `mlp`, and without a gate: up_proj [experts, ffn,
+hidden].
+
 Here they are put as the tensors of published files: one for each expert and projection. gpt-oss has
 one tensor in published files too, of another order (`tools.convert.core.names`).
 """
@@ -19,7 +22,16 @@ from tools.convert.core.tensors import Stored
 from tools.convert.core.transforms import EXPERTS_GATE_UP, EXPERTS_STACKED
 from tools.convert.hf.keys import short
 
-_STACKED = re.compile(r"(.*\.)mlp\.(experts\.)(gate_up|down)_proj")
+_STACKED = re.compile(r"(.*\.)(?:mlp|mixer)\.(experts\.)(gate_up|up|down)_proj")
+
+
+_GATE = ".experts.E.gate.weight"
+# Shapes of a stacked tensor by its projection.
+_FORMS = {
+    "gate_up": "[experts, 2 ffn, hidden]",
+    "up": "[experts, ffn, hidden]",
+    "down": "[experts, hidden, ffn]",
+}
 
 
 class ExpertNames(NamedTuple):
@@ -33,7 +45,10 @@ class ExpertNames(NamedTuple):
 
 _USUAL = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 # By model_type, if they are not the usual ones.
-_NAMES = {"mixtral": ExpertNames("block_sparse_moe", "w1", "w3", "w2")}
+_NAMES = {
+    "mixtral": ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
+    "nemotron_h": _USUAL._replace(module="mixer"),
+}
 # By model_type: parts of other names -> those of published files.
 _RENAMED = {
     "mixtral": {".mlp.gate.": ".block_sparse_moe.gate."},
@@ -70,6 +85,7 @@ def stacked_rules(rules: Sequence[NameRule]) -> list[NameRule]:
     """Return a table of published files with the experts of a layer in one tensor, as transformers
     5 has them inside."""
     stacked: list[NameRule] = []
+    has_gates = any(name.endswith(_GATE) for rule in rules for name in rule.logical)
     for rule in rules:
         module, is_expert, _ = rule.foreign.partition(".experts.E.")
         if not is_expert:
@@ -77,12 +93,15 @@ def stacked_rules(rules: Sequence[NameRule]) -> list[NameRule]:
             continue
         # A gate stands for gate and up, which are one tensor.
         (logical,) = rule.logical
-        experts = f"{module.rpartition('.')[0]}.mlp.experts"
-        if logical.endswith(".gate.weight"):
+        layer, _, module_name = module.rpartition(".")
+        experts = f"{layer}.{'mixer' if module_name == 'mixer' else 'mlp'}.experts"
+        if logical.endswith(_GATE):
             gate_up = (logical, logical.replace(".gate.weight", ".up.weight"))
             stacked.append(NameRule(f"{experts}.gate_up_proj", gate_up, EXPERTS_GATE_UP))
         elif logical.endswith(".down.weight"):
             stacked.append(NameRule(f"{experts}.down_proj", (logical,), EXPERTS_STACKED))
+        elif not has_gates:
+            stacked.append(NameRule(f"{experts}.up_proj", (logical,), EXPERTS_STACKED))
     return stacked
 
 
@@ -92,15 +111,19 @@ def _unstack(
     """Yield each expert's tensors of one that stacks them. match: of its name."""
     prefix, experts_name, projection = match.groups()
     names = _NAMES.get(model_type, _USUAL)
-    parts = (names.gate, names.up) if projection == "gate_up" else (names.down,)
+    parts_of_projection = {
+        "gate_up": (names.gate, names.up),
+        "up": (names.up,),
+        "down": (names.down,),
+    }
+    parts = parts_of_projection[projection]
     if len(tensor.shape) != 3 or tensor.shape[1] % len(parts):
-        form = "[experts, 2 ffn, hidden]" if len(parts) > 1 else "[experts, hidden, ffn]"
         raise UserError.of(
             "convert.hf_expert_shape",
             file=tensor.file,
             name=tensor_name,
             short=short(list(tensor.shape)),
-            form=form,
+            form=_FORMS[projection],
         )
     experts, height, width = tensor.shape
     rows = height // len(parts)

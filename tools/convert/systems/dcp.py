@@ -242,7 +242,8 @@ def _hugging_face(
             weights[published_name(name, described.model_type)] = tensor
     in_halves = described.config.get("rope_interleave", True) is False
     rules = (IN_HALVES if in_halves else HUGGING_FACE)[described.model_type]
-    stacked = any(name.endswith(".mlp.experts.gate_up_proj") for name in weights)
+    # A matrix of one expert's own ends with .weight.
+    stacked = any(name.endswith(".experts.down_proj") for name in weights)
     if stacked and described.model_type != "gpt_oss":
         return stacked_rules(rules), weights
     return rules, weights

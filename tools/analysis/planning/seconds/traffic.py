@@ -53,9 +53,9 @@ def tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     unsummed = 0
     if parallel.sequence and expert_slices(parallel) == 1 and not model.shared_experts:
         unsummed = num_expert_layers
-    # of each block a gather and a scatter, or an all-reduce, which is both
-    num_blocks = blocks_of_layers(model, cut.layers)
-    forward = (2 * num_blocks - unsummed) * transfer
+    # of each branch of a layer a gather and a scatter, or an all-reduce, which is both
+    branches = model.over_layers(lambda kind: kind.branches, cut.layers)
+    forward = (2 * branches - unsummed) * transfer
     recomputed = config.recompute.count_whole_layers(layers) / layers
     # the input gradient reverses the forward's transfers; a recomputed layer makes them again
     input_gradient = (
@@ -65,24 +65,16 @@ def tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     )
     weight_gradient = 0.0
     if parallel.sequence:
-        weight_gradient = (num_blocks - num_expert_layers + cut.last) * transfer
+        weight_gradient = (branches - num_expert_layers + cut.last) * transfer
     # last, for a recomputed layer repeats neither the embedding's transfer nor the head's
     forward += cut.first * at_ends + (cut.last and parallel.sequence) * transfer
     return bytes_of(op, forward, input_gradient, weight_gradient)
 
 
-def blocks_of_layers(model: ModelConfig, layers: Sequence[int]) -> int:
-    """Return how many blocks layers have: attention, or a recurrence in its place, and a
-    feed-forward; where a pattern gives each layer one branch, one of them."""
-    kinds = model.count_kinds(layers)
-    return sum(count * (kind.has_mixer + kind.has_feed_forward) for kind, count in kinds)
-
-
 def expert_layers(config: RunConfig, cost: StageCost) -> int:
     """Return how many layers of a stage have experts."""
-    if config.model.experts:
-        return sum(layer not in config.model.dense_layers for layer in cost.cut.layers)
-    return 0
+    with_experts = {*config.model.expert_layers}
+    return sum(layer in with_experts for layer in cost.cut.layers)
 
 
 def expert_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:

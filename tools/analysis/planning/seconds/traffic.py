@@ -1,11 +1,9 @@
 """The bytes that a rank sends in an instruction to ranks of the same stage, and in a step to its
 replicas."""
 
-from collections.abc import Sequence
 
 import torch
 
-from models.config import ModelConfig
 from models.estimate.flops import StageCost
 from parallel.pipeline.instructions import Op
 from tools.config.expert_ranks import expert_replicas, expert_slices, replicas_sharing_state

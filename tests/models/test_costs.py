@@ -354,7 +354,7 @@ def test_kept_bytes_are_those_that_autograd_saves_and_layers_put_off(
             p.main_grad = torch.zeros(p.shape)  # type: ignore[attr-defined]
         with saved_tensors_hooks(save, lambda kept_one: kept_one.tensor):
             # as in training: logits are not widened
-            y = stage(x, MicrobatchInfo(0, torch.arange(BATCH)))
+            y = stage(x, MicrobatchInfo(0, torch.arange(BATCH), torch.ones(())))
             loss = stage.losses(y, ids).sum() if stage.cut.last else y.sum()
         # What was saved of a result that nothing needs is free again. Whether or not a layer needs
         # the input, the executor does, for its gradient.

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -227,7 +228,9 @@ def test_flops_of_a_recurrence_are_those_of_its_products_token_by_token() -> Non
             state = state + k @ v.mT
             read.append(state.mT @ q)
     assert counter.get_total_flops() == LENGTH * BATCH * sizes.recurrent_flops
-    found, _ = state_space.recurrent(StateSpaceInputs(query, key, value, still))
+    without_decay = torch.zeros(6, dtype=torch.float64)
+    inputs = StateSpaceInputs(query, key, value, still + 1, without_decay)
+    found, _ = state_space.recurrent(inputs)
     torch.testing.assert_close(torch.cat(read, -1).mT, found)
 
     state = torch.zeros_like(state)
@@ -294,6 +297,13 @@ def held_by(work: Any) -> Iterator[Tensor]:
             yield from held_by(content)
 
 
+class Saved:
+    """What autograd keeps of a tensor, as long as it does."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
 def products_of_layer(kind: ModelConfig) -> int:
     """The products of a layer whose weight gradients are put off: all but the router's."""
     of_mixer = 4 if kind.latent else 2
@@ -333,26 +343,25 @@ def test_kept_bytes_are_those_that_autograd_saves_and_layers_put_off(
                 *(t for made in stage._rotary_tables.values() for t in made),
             ]
         }
-        saved: dict[int, torch.UntypedStorage] = {}
+        saved: list[ref[Saved]] = []
 
-        def save(
-            tensor: Tensor, saved: dict[int, torch.UntypedStorage] = saved, own: set[int] = own
-        ) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                saved[storage.data_ptr()] = storage
-            return tensor
+        def save(tensor: Tensor, saved: list[ref[Saved]] = saved) -> Saved:
+            kept_one = Saved(tensor)
+            saved.append(ref(kept_one))
+            return kept_one
 
         for p in stage.parameters():
             p.main_grad = torch.zeros(p.shape)  # type: ignore[attr-defined]
-        save(x)  # whether or not a layer needs it, the executor does, for its gradient
-        with saved_tensors_hooks(save, lambda tensor: tensor):
+        with saved_tensors_hooks(save, lambda kept_one: kept_one.tensor):
             # as in training: logits are not widened
-            y = stage(x, MicrobatchInfo(0, torch.arange(BATCH)))
+            y = stage(x, MicrobatchInfo(0, torch.arange(BATCH), torch.ones(())))
             loss = stage.losses(y, ids).sum() if stage.cut.last else y.sum()
-        assert sum(storage.nbytes() for storage in saved.values()) == pytest.approx(
-            kept.activations, rel=0.01
-        )
+        # What was saved of a result that nothing needs is free again. Whether or not a layer needs
+        # the input, the executor does, for its gradient.
+        still_there = [kept_one.tensor for one in saved if (kept_one := one()) is not None]
+        storages = [tensor.untyped_storage() for tensor in (x, *still_there)]
+        nbytes = {each.data_ptr(): each.nbytes() for each in storages if each.data_ptr() not in own}
+        assert sum(nbytes.values()) == pytest.approx(kept.activations, rel=0.01)
         with stage.context.deferred.collect() as work:
             loss.backward()
         tensors = [t for job in work for t in held_by(job)]

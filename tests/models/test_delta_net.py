@@ -244,10 +244,12 @@ def theirs(kind: str, seed: int) -> tuple[Job, Trained]:
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
             loss.backward()
             losses.append(loss.item())
-            for p in parameters.values():
+            grads = {}
+            for name, p in parameters.items():
+                # without a gradient a parameter would not be decayed
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                grads[name] = p.grad.clone()
             if not found:
-                grads = {name: p.grad.clone() for name, p in parameters.items()}
                 found = logical(model.config, grads)
                 found["logits"] = logits.detach().flatten(0, 1).t()
             optimizer.step()

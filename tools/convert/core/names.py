@@ -364,7 +364,7 @@ OTHER_PREFIXES = {
 }
 # Beginnings of names of tensors that published folders hold beside a model, and that neither
 # transformers nor we read: of modules for multi-token prediction that are named on their own.
-UNREAD = dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "mtp.")
+UNREAD = {"qwen3_next": "mtp.", "qwen3_5_text": "mtp.", "qwen3_5_moe_text": "mtp."}
 # Buffers that old folders hold and that nothing has to be kept of: ends of their names.
 BUFFERS = (
     ".attn.bias",

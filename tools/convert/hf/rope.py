@@ -93,7 +93,7 @@ def _read_gpt_oss(config: ConfigKeys) -> Fields:
 def _write(model: ModelConfig) -> Json:
     """Return the keys of positions that transformers 4 reads."""
     config = {"rope_theta": model.rope_base, "rope_scaling": _scaling_keys(model)}
-    return config | _longest(model)
+    return {**config, **_longest(model)}
 
 
 def _longest(model: ModelConfig) -> Json:

@@ -190,7 +190,9 @@ SPEED = 0.02  # of corrections
 EPS = 1e-6  # so that a gradient that is zero but for rounding, as a key bias has, moves nothing
 
 
-def their_training(model: Any, batches: list[Tensor]) -> list[float]:
+def their_training(
+    model: Any, batches: list[Tensor], lr: float = LR, eps: float = EPS
+) -> list[float]:
     """Plain steps with torch's AdamW; matrices are decayed, vectors not. Returns the losses.
 
     Corrections of routers, which transformers does not train, follow the loads of each step.
@@ -201,7 +203,7 @@ def their_training(model: Any, batches: list[Tensor]) -> list[float]:
         {"params": [p for p in parameters.values() if p not in vectors], "weight_decay": 0.1},
         {"params": [p for p in parameters.values() if p in vectors], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=EPS, foreach=False)
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=eps, foreach=False)
     losses = []
     counts = counting(model)
     for tokens in batches:

@@ -31,6 +31,7 @@ from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from tests.families import (
     ADAM_EPS,
+    ADAM_LR,
     LENGTH,
     Answer,
     Case,
@@ -63,7 +64,6 @@ KINDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 DRAWN = [(kind, seed) for seed in range(50) for kind in KINDS]
 BATCH = 4
 STEPS = 3
-LR = 1e-2
 # tp, pp, dp, sequence parallelism
 LAYOUTS = [
     (1, 1, 1, False),
@@ -237,7 +237,9 @@ def theirs(kind: str, seed: int) -> tuple[Job, Trained]:
             {"params": matrices, "weight_decay": 0.1},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=ADAM_EPS, foreach=False)
+        optimizer = torch.optim.AdamW(
+            groups, lr=ADAM_LR, betas=(0.9, 0.95), eps=ADAM_EPS, foreach=False
+        )
         for _ in range(STEPS):
             optimizer.zero_grad(set_to_none=False)
             logits = their_logits(model, tokens, documents)
@@ -255,7 +257,7 @@ def theirs(kind: str, seed: int) -> tuple[Job, Trained]:
             optimizer.step()
     after = logical(model.config, {name: p.detach() for name, p in parameters.items()})
     config = config_of(drawn(kind, seed))
-    job = Job(config, weights, tokens, targets, documents=documents, steps=STEPS, lr=LR)
+    job = Job(config, weights, tokens, targets, documents=documents, steps=STEPS, lr=ADAM_LR)
     return job, Trained(losses, found, after)
 
 

@@ -21,8 +21,10 @@ from models.decoder.cutting import cuts
 from models.decoder.kv_cache import CachedStage
 from parallel.activation_checkpoint import Recompute
 from parallel.context import Context
-from tests.convert.test_transformers import LR, SPEED, their_training
+from tests.convert.test_transformers import SPEED, their_training
 from tests.families import (
+    ADAM_EPS,
+    ADAM_LR,
     BATCH,
     LENGTH,
     Answer,
@@ -237,11 +239,11 @@ def test_three_steps_are_those_of_transformers(layout: Layout, seeds: range) -> 
         job, _, _ = their_step(drawn(seed))
         speed = {"router_correction_speed": SPEED}
         config = job.config.model_copy(update=speed)
-        jobs.append(replace(job, config=config, steps=STEPS, lr=LR))
+        jobs.append(replace(job, config=config, steps=STEPS, lr=ADAM_LR))
         ids = torch.cat((job.tokens[:, :1], job.targets), 1)
         with float32_is_float64():
             model = their_model(drawn(seed))
-            losses = their_training(model, [ids] * STEPS)
+            losses = their_training(model, [ids] * STEPS, ADAM_LR, ADAM_EPS)
         trained = {**dict(model.named_parameters()), **dict(corrections(model))}
         weights = logical(model.config, {name: w.detach() for name, w in trained.items()})
         expected.append((losses, weights))

@@ -155,6 +155,13 @@ def test_attention_has_the_speed_of_its_length_and_a_layer_that_of_the_layers() 
     assert of_long.bandwidth == pytest.approx(found.bandwidth)
 
 
+def test_launches_of_a_measured_layer_are_those_that_were_measured() -> None:
+    known = replace(UNKNOWN_CPU, launch=1.0)
+    assumed = calibrated(config_of(), calibration_of(), known).assumed
+    assert assumed.layer == pytest.approx(LAYER)
+    assert assumed.launch == 0.0
+
+
 def test_a_speed_between_two_shapes_lies_between_theirs() -> None:
     fast = product_row(1024, 1024, 1024)
     slow = product_row(64, 64, 64, forward=1.0, input=1.0, weight=1.0)

@@ -116,7 +116,8 @@ class _Machine:
         by_width = sorted(self.layers, key=lambda row: row.hidden)
         narrow = by_width[0]
         fixed = narrow.seconds / FIXED_PASSES
-        with_fixed = replace(known, layer=fixed, bandwidth=inf)
+        # the narrowest layer is as long as its launches: no data sheet's stand beside them
+        with_fixed = replace(known, layer=fixed, launch=0.0, bandwidth=inf)
         bandwidths = [self._bandwidth_of(row, with_fixed) for row in by_width[1:]]
         return replace(with_fixed, bandwidth=median(bandwidths)) if bandwidths else with_fixed
 

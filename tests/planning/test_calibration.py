@@ -25,7 +25,12 @@ from tools.analysis.calibration.record import (
     machine_name,
     read_calibration,
 )
-from tools.analysis.calibration.speeds import UNKNOWN_CPU, calibrated, speed_between
+from tools.analysis.calibration.speeds import (
+    UNKNOWN_CPU,
+    _run_of_layer,
+    calibrated,
+    speed_between,
+)
 from tools.analysis.planning.memory import MemoryModel
 from tools.analysis.planning.search import plan_run
 from tools.cli import main
@@ -160,6 +165,16 @@ def test_launches_of_a_measured_layer_are_those_that_were_measured() -> None:
     assumed = calibrated(config_of(), calibration_of(), known).assumed
     assert assumed.layer == pytest.approx(LAYER)
     assert assumed.launch == 0.0
+    of_gpu = replace(known, device="cuda", layer=2.0)
+    assumed = calibrated(config_of(), calibration_of(), of_gpu).assumed
+    assert assumed.layer == 2.0
+    assert assumed.launch == pytest.approx(LAYER)
+
+
+def test_measured_layers_are_not_compiled_on_any_device() -> None:
+    (narrow, _) = calibration_of().layers
+    for device in ("cpu", "cuda"):
+        assert _run_of_layer(narrow, device).compile_mode(device) == "off"
 
 
 def test_a_speed_between_two_shapes_lies_between_theirs() -> None:

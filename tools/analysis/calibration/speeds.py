@@ -111,13 +111,18 @@ class _Machine:
         return replace(known, attention=speed / (known.tflops * 1e12 * known.efficiency))
 
     def with_layers(self, known: Assumptions) -> Assumptions:
-        """Return the assumptions with the fixed time of a layer, which is that of the narrowest,
-        and the bandwidth at which the widest moves what is between its products."""
+        """Return the assumptions with the fixed time of a layer, on a GPU that of its launches,
+        which is that of the narrowest, and the bandwidth at which the widest moves what is between
+        its products."""
         by_width = sorted(self.layers, key=lambda row: row.hidden)
         narrow = by_width[0]
         fixed = narrow.seconds / FIXED_PASSES
-        # the narrowest layer is as long as its launches: no data sheet's stand beside them
-        with_fixed = replace(known, layer=fixed, launch=0.0, bandwidth=inf)
+        # The narrowest layer is as long as its launches, and is not compiled. A GPU computes beside
+        # them, a CPU does not.
+        if known.device == "cpu":
+            with_fixed = replace(known, layer=fixed, launch=0.0, bandwidth=inf)
+        else:
+            with_fixed = replace(known, launch=fixed, bandwidth=inf)
         bandwidths = [self._bandwidth_of(row, with_fixed) for row in by_width[1:]]
         return replace(with_fixed, bandwidth=median(bandwidths)) if bandwidths else with_fixed
 
@@ -223,6 +228,8 @@ def _run_of_layer(row: LayerRow, device: str) -> RunConfig:
         "train.global_batch=1",
         "train.micro_batch=1",
         f"train.seq_length={row.tokens}",
+        # as they were measured
+        'train.compile="off"',
     )
     return load_run(None, keys).on_device(device)
 

@@ -17,7 +17,7 @@ from models.estimate.elementwise import Share
 from models.estimate.flops import StageCost
 from models.estimate.least_activations import least_bytes_of_layer
 from models.estimate.memory import ActivationBytes, StageMemory, message_bytes
-from models.estimate.state import state_bytes
+from models.estimate.state import StateBytes, state_bytes
 from models.estimate.storage import Device
 from parallel.pipeline.builders import SPLIT, default_chunks
 from parallel.pipeline.instructions import Instruction, Message, Op
@@ -186,6 +186,21 @@ class MemoryModel:
         for stage, rank in enumerate(rank_of_stage):
             buffers[rank] += kept[stage].buffers
 
+        last_rank = rank_of_stage[-1]
+        return [
+            self._of_rank(config, state, peaks[rank], buffers[rank], has_logits=rank == last_rank)
+            for rank, state in enumerate(states)
+        ]
+
+    def _of_rank(
+        self,
+        config: RunConfig,
+        state: StateBytes,
+        activations: int,
+        buffers: int,
+        has_logits: bool,
+    ) -> RankBytes:
+        """Return the bytes of a pipeline rank. activations: their peak."""
         _, virtual_ranks = in_virtual_ranks(config)
         canonical = config.canonical_shards > 0
         waiting = num_waiting_sums(config.num_microbatches) if canonical else 0
@@ -194,27 +209,24 @@ class MemoryModel:
         on_cpu = self.device == "cpu"
         copies_to_save = on_cpu and config.checkpoint.background
         evaluates = config.train.eval_every > 0
-        return [
-            RankBytes(
-                weights=virtual_ranks * state.weights,
-                gradients=virtual_ranks * state.gradients,
-                masters=virtual_ranks * state.masters,
-                moments=virtual_ranks * state.moments,
-                ema=virtual_ranks * state.ema,
-                activations=peaks[rank],
-                logits=logits_bytes(config) if rank == rank_of_stage[-1] else 0,
-                buffers=buffers[rank],
-                communication=virtual_ranks * (state.gradients if gathers else state.reduction),
-                arriving=virtual_ranks * state.arriving,
-                sums=virtual_ranks * state.gradients * waiting,
-                # of one block at a time, of whichever virtual rank it is
-                optimizer=max(state.update, virtual_ranks * state.own if evaluates else 0),
-                save=virtual_ranks * state.saved if copies_to_save else 0,
-                process=self.process if on_cpu else 0,
-                gaps=round(HEAP_GAPS * peaks[rank]) if on_cpu else 0,
-            )
-            for rank, state in enumerate(states)
-        ]
+        return RankBytes(
+            weights=virtual_ranks * state.weights,
+            gradients=virtual_ranks * state.gradients,
+            masters=virtual_ranks * state.masters,
+            moments=virtual_ranks * state.moments,
+            ema=virtual_ranks * state.ema,
+            activations=activations,
+            logits=logits_bytes(config) if has_logits else 0,
+            buffers=buffers,
+            communication=virtual_ranks * (state.gradients if gathers else state.reduction),
+            arriving=virtual_ranks * state.arriving,
+            sums=virtual_ranks * state.gradients * waiting,
+            # of one block at a time, of whichever virtual rank it is
+            optimizer=max(state.update, virtual_ranks * state.own if evaluates else 0),
+            save=virtual_ranks * state.saved if copies_to_save else 0,
+            process=self.process if on_cpu else 0,
+            gaps=round(HEAP_GAPS * activations) if on_cpu else 0,
+        )
 
 
 def _bytes_of_layer(

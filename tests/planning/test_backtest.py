@@ -40,7 +40,7 @@ def test_the_errors_in_sample_are_those_of_the_page(
 ) -> None:
     plain = errors_of([one.error for one in compared])
     assert plain.median == pytest.approx(0.055, abs=0.005)
-    assert plain.most == pytest.approx(0.310, abs=0.005)
+    assert plain.most == pytest.approx(0.312, abs=0.005)
     calibrated = errors_of([one.calibrated for one in compared if one.calibrated is not None])
     assert calibrated.median == pytest.approx(0.048, abs=0.005)
     assert calibrated.most == pytest.approx(0.229, abs=0.005)

@@ -253,3 +253,15 @@ def test_small_layers_that_are_not_compiled_take_as_long_as_their_launches() -> 
     launches = 32 * 2 * 3 * assumed.launch
     assert predicted(compiled, assumed).seconds < launches / 2
     assert predicted(eager, assumed).seconds == pytest.approx(launches, rel=0.1)
+
+
+def test_launches_of_a_whole_backward_pass_run_beside_both_of_its_halves() -> None:
+    """A half that is launched faster than it is computed leaves time for launches of the other."""
+    # with so many tokens that reading weights takes next to no time
+    size = ("model.layers=1", "train.micro_batch=32", 'train.compile="off"')
+    config = load_run(None, [*MODEL, 'model.family="llama"', *size]).on_device("cuda")
+    # products take next to none either: what is between them is all that weights do not need
+    assumed = replace(h100(config), efficiency=1e6, layer=0.0, hop=0.0, launch=0.0)
+    of_pass = predicted(config, assumed).elementwise / 3
+    launched = predicted(config, replace(assumed, launch=2 / 3 * of_pass))
+    assert launched.fixed == pytest.approx(0.0, abs=1e-3 * launched.seconds)

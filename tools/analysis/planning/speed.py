@@ -9,7 +9,7 @@ of the replicas' communication and updates its weights. Data, evaluation and sav
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from models.decoder.stages import Cut
 from models.estimate.flops import StageCost, stage_costs
@@ -119,6 +119,12 @@ class InstructionSeconds:
         """Return as many of them."""
         scaled = {kind.name: factor * getattr(self, kind.name) for kind in fields(self)}
         return InstructionSeconds(**scaled)
+
+    def launched_in(self, seconds: float) -> "InstructionSeconds":
+        """Return the times of kernels that take so long to launch, one by one, while those before
+        them run: a GPU waits for launches that take longer than its kernels."""
+        running = self.seconds - self.fixed
+        return replace(self, fixed=max(self.fixed, seconds - running))
 
 
 NOTHING = InstructionSeconds()
@@ -232,17 +238,12 @@ def _stage_seconds(
         sending = tensor / links["tp"].bandwidth
         sending += context / links["cp"].bandwidth
         sending += experts / links["experts"].bandwidth
-        traffic = (1 - assumed.hidden) * sending
-        fixed = passes * (assumed.layer + _latency(config, links))
-        # a GPU waits for launches that take longer than its kernels
-        computing = product + attention + elementwise + traffic
-        fixed = max(fixed, passes * launch - computing)
         return InstructionSeconds(
             product,
             attention,
             elementwise,
-            fixed=fixed,
-            traffic=traffic,
+            fixed=passes * (assumed.layer + _latency(config, links)),
+            traffic=(1 - assumed.hidden) * sending,
             tensor_bytes=tensor,
             context_bytes=context,
             expert_bytes=experts,
@@ -260,11 +261,15 @@ def _stage_seconds(
         layers + recomputed_layers,
     )
     weight_half = instruction(Op.BACKWARD_WEIGHT, products.weight, 0.0, 0.0, layers)
+    # seconds in which the kernels of each computation are launched
+    launching_input = (layers + recomputed_layers) * launch
+    launching = layers * launch
     return {
-        Op.FORWARD: forward,
-        Op.BACKWARD: input_half + weight_half,
-        Op.BACKWARD_INPUT: input_half,
-        Op.BACKWARD_WEIGHT: weight_half,
+        Op.FORWARD: forward.launched_in(launching),
+        # kernels of both halves are launched one after the other, and run beside it
+        Op.BACKWARD: (input_half + weight_half).launched_in(launching_input + launching),
+        Op.BACKWARD_INPUT: input_half.launched_in(launching_input),
+        Op.BACKWARD_WEIGHT: weight_half.launched_in(launching),
     }
 
 

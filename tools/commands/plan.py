@@ -170,18 +170,7 @@ def main(args: argparse.Namespace) -> int:
     require_builtin(config.model, "megaprec plan")
     target = target_of(config, args.gpu, args.gpu_memory)
     config = config.on_device(target.device)
-    assumed = _assumptions(config, target, args)
-    if args.ranks and config.fp8.kind == "nvfp4":
-        raise UserError.of("planning.nvfp4_times", advice="leave --ranks out")
-    _require_speeds(assumed, args)
-    notes = [*_notes(config, target, args.calibrated is not None)]
-    if args.calibrated:
-        target = replace(target, process=read_calibration(args.calibrated).process)
-        assumed, of_file = _from_calibration(config, target, assumed, args)
-        notes += of_file
-    if args.measured and assumed:
-        assumed, note = _corrected(assumed, config, target, args)
-        notes.append(note)
+    target, assumed, notes = _find_speeds(config, target, args)
     planned = _plan_own_layout(config, target, assumed, args)
     search_result = None
     shared_target, shared_speeds = _share_of_ranks(config, target, assumed, args)
@@ -206,8 +195,30 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _require_speeds(assumed: Assumptions | None, args: argparse.Namespace) -> None:
+def _find_speeds(
+    config: RunConfig, target: Target, args: argparse.Namespace
+) -> tuple[Target, Assumptions | None, list[str]]:
+    """Return the device and the speeds that the plan rests on, None if they are not known, and
+    notes on both: of the data sheet, then of --calibrated, then by the factor of --measured."""
+    assumed = _assumptions(config, target, args)
+    _require_speeds(config, assumed, args)
+    notes = [*_notes(config, target, args.calibrated is not None)]
+    if args.calibrated:
+        target = replace(target, process=read_calibration(args.calibrated).process)
+        assumed, of_file = _from_calibration(config, target, assumed, args)
+        notes += of_file
+    if args.measured and assumed:
+        assumed, note = _corrected(assumed, config, target, args)
+        notes.append(note)
+    return target, assumed, notes
+
+
+def _require_speeds(
+    config: RunConfig, assumed: Assumptions | None, args: argparse.Namespace
+) -> None:
     """Raise UserError if options need speeds that are not known."""
+    if args.ranks and config.fp8.kind == "nvfp4":
+        raise UserError.of("planning.nvfp4_times", advice="leave --ranks out")
     if args.ranks and assumed is None:
         raise UserError.of("command.peak_unknown")
     if args.plot and assumed is None:

@@ -246,9 +246,8 @@ def turns(model: ModelConfig, head_dim: int) -> bool:
 
 
 def _lengths(config: Json, model: ModelConfig) -> dict[str, Any]:
-    """Return lengths in tokens, all reduced alike, and the layers with a window."""
+    """Return lengths in tokens, all reduced alike, and the kinds of few layers."""
     longest = min(model.max_positions, LENGTH)
-    layers = min(model.layers, LAYERS)
 
     def reduced_length(length: int, least: int) -> int:
         return min(length, max(least, length * longest // model.max_positions))
@@ -263,18 +262,25 @@ def _lengths(config: Json, model: ModelConfig) -> dict[str, Any]:
         lengths[ORIGINAL] = reduced_length(config[ORIGINAL], LEAST_ORIGINAL)
     if model.window:
         lengths["sliding_window"] = reduced_length(model.window, LEAST_WINDOW)
+    return lengths | _layer_kinds(config, model)
+
+
+def _layer_kinds(config: Json, model: ModelConfig) -> dict[str, Any]:
+    """Return the kinds of few layers, under the keys by which the file states them; none if all
+    layers are alike."""
+    layers = min(model.layers, LAYERS)
     if model.hybrid_pattern:
-        lengths |= _hybrid_layers(config, model.hybrid_pattern, layers)
-    elif types := config.get("layer_types"):
-        lengths["layer_types"] = spread(types, layers)
-    elif model.delta_net:
+        return _hybrid_layers(config, model.hybrid_pattern, layers)
+    if types := config.get("layer_types"):
+        return {"layer_types": spread(types, layers)}
+    if model.delta_net:
         # A file may say them by their distance, in which few layers would be of one kind.
-        lengths["layer_types"] = spread(layer_types(model), layers)
-    elif model.window and _has_first_window_layer(config):
+        return {"layer_types": spread(layer_types(model), layers)}
+    if model.window and _has_first_window_layer(config):
         window_layers = model.window_layers or range(model.layers)
         has_window = [layer in window_layers for layer in range(model.layers)]
-        lengths["max_window_layers"] = spread(has_window, layers).index(True)
-    return lengths
+        return {"max_window_layers": spread(has_window, layers).index(True)}
+    return {}
 
 
 def _hybrid_layers(config: Json, pattern: str, layers: int) -> dict[str, Any]:

@@ -146,10 +146,9 @@ class Stage(nn.Module):
         self.config = config
         self.context = context
         self.cut = cut
+        # Parameters lie in the optimizer's buffers in the order in which they are made here.
         if cut.first:
-            self.embedding = self._make_embedding(tied)
-            if config.positions == "learned":
-                self.position_table = self._make_position_table()
+            self._add_first_modules(tied)
         # By name, as in `layers`: a ModuleDict has no other keys.
         recomputed_layers = context.recompute.count_whole_layers(len(cut.layers))
         self.recomputed_layers = {str(number) for number in cut.layers[:recomputed_layers]}
@@ -157,14 +156,7 @@ class Stage(nn.Module):
             {str(number): self._make_layer(number) for number in cut.layers}
         )
         if cut.last:
-            self.final_norm = make_norm(config, context, "final_norm", config.mup.final_norm)
-            # The modules of multi-token prediction read embeddings here too.
-            if config.mtp_layers and not cut.first:
-                self.embedding = self._make_embedding(tied)
-            self.head = self._make_head(tied)
-            self.mtp = nn.ModuleDict(
-                {str(number): self._make_module(number) for number in range(config.mtp_layers)}
-            )
+            self._add_last_modules(tied)
         note_growth(self.parameters(), config.mup)
         # by name, as `layers`
         self._windows = {str(number): config.of_layer(number).window for number in cut.layers}
@@ -174,6 +166,24 @@ class Stage(nn.Module):
         }
         # By window or not, length, and for consecutive positions or any.
         self._rotary_tables: dict[tuple[bool, int, bool], RotaryTables] = {}
+
+    def _add_first_modules(self, tied: tuple[int, ...]) -> None:
+        """Make what only the first stage has: the embedding, and a table of learned positions."""
+        self.embedding = self._make_embedding(tied)
+        if self.config.positions == "learned":
+            self.position_table = self._make_position_table()
+
+    def _add_last_modules(self, tied: tuple[int, ...]) -> None:
+        """Make what only the last stage has: the final norm, the head, and the modules of
+        multi-token prediction with the embedding that they read."""
+        config = self.config
+        self.final_norm = make_norm(config, self.context, "final_norm", config.mup.final_norm)
+        if config.mtp_layers and not self.cut.first:
+            self.embedding = self._make_embedding(tied)
+        self.head = self._make_head(tied)
+        self.mtp = nn.ModuleDict(
+            {str(number): self._make_module(number) for number in range(config.mtp_layers)}
+        )
 
     def _make_layer(self, number: int) -> DecoderLayer:
         is_recomputed = str(number) in self.recomputed_layers

@@ -109,21 +109,36 @@ def chunked(
     value = in_chunks(inputs.value, chunk)
     strength = in_chunks(inputs.strength, chunk).unsqueeze(-1)
     decays = Decays.of(inputs.log_decay, inputs.begins, chunk)
-    system = (strength * key) @ key.mT * decays.between
-    known = torch.cat((strength * value, strength * decays.from_before * key), -1)
-    # Only what is below the diagonal is read: the diagonal stands for ones.
-    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
-    # X and Y above
-    of_values, of_state = solved.split((value.shape[-1], key.shape[-1]), -1)
+    from_values, from_state = _corrections(key, value, strength, decays)
     scores = query @ key.mT * decays.between
     reading = decays.from_before * query
     writing = (decays.to_end * key).mT
     carried = inputs.initial_state() if state is None else state
     outputs = []
-    tensors = (of_values, of_state, scores, reading, writing, decays.whole)
-    for of_value, of_key, score, read, write, whole in one_by_one(*tensors):
-        corrections = of_value - of_key @ carried
+    tensors = (from_values, from_state, scores, reading, writing, decays.whole)
+    # X and Y of each chunk, and what reads and writes its state
+    for x, y, score, read, write, whole in one_by_one(*tensors):
+        corrections = x - y @ carried
         outputs.append(read @ carried + score @ corrections)
         carried = whole * carried + write @ corrections
     length = inputs.key.shape[2]
     return torch.cat(outputs, 2)[:, :, :length], carried
+
+
+def _corrections(
+    key: Tensor, value: Tensor, strength: Tensor, decays: Decays
+) -> tuple[Tensor, Tensor]:
+    """Return X [b, n, chunks, C, v] and Y [b, n, chunks, C, d] of the equations above: with the
+    state S before a chunk its corrections are U = X - Y S.
+
+    key, value: [b, n, chunks, C, features].
+    strength: [b, n, chunks, C, 1].
+    """
+    system = (strength * key) @ key.mT * decays.between
+    from_values = strength * value
+    from_state = strength * decays.from_before * key
+    known = torch.cat((from_values, from_state), -1)
+    # Only what is below the diagonal is read: the diagonal stands for ones.
+    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    x, y = solved.split((value.shape[-1], key.shape[-1]), -1)
+    return x, y

@@ -106,9 +106,11 @@ def chunked(
     decays = Decays.of(inputs.log_decay, inputs.begins, chunk)
     # Heads of a group differ in their decays alone.
     products = (query @ key.mT).repeat_interleave(inputs.group_size, 1)
+    query_of_head = query.repeat_interleave(inputs.group_size, 1)
+    key_of_head = key.repeat_interleave(inputs.group_size, 1)
     inside = (products * decays.between) @ value
-    reading = decays.from_before * query.repeat_interleave(inputs.group_size, 1)
-    writing = decays.to_end * key.repeat_interleave(inputs.group_size, 1)
+    reading = decays.from_before * query_of_head
+    writing = decays.to_end * key_of_head
     written = writing.mT @ value
     carried = inputs.initial_state() if state is None else state
     outputs = []

@@ -122,10 +122,10 @@ class GatedDeltaNet(RecurrentMixer):
 
     def _apply_rule(self, inputs: DeltaInputs) -> Tensor:
         """Return the outputs of the delta rule, [b, n, s, v]."""
-        outputs, _ = self._of_many_tokens(inputs)
+        outputs, _ = self._scan(inputs)
         return outputs
 
-    def _of_many_tokens(
+    def _scan(
         self, inputs: DeltaInputs, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the outputs of the delta rule, [b, n, s, v], and the last state, by the kernel

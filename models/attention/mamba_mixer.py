@@ -104,12 +104,10 @@ class MambaMixer(RecurrentMixer):
 
     def _apply_rule(self, inputs: StateSpaceInputs) -> Tensor:
         """Return the outputs of the recurrence, [b, n, s, v]."""
-        outputs, _ = self._of_many_tokens(inputs)
+        outputs, _ = self._scan(inputs)
         return outputs
 
-    def _of_many_tokens(
-        self, inputs: StateSpaceInputs, state: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def _scan(self, inputs: StateSpaceInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the outputs of the recurrence, [b, n, s, v], and the last state, by the kernel
         that there is.
 

@@ -41,8 +41,8 @@ from models.config import ModelConfig
 NARROW = (torch.bfloat16, torch.float16)
 # Features of a head's query and key that flash-linear-attention takes.
 WIDEST_KEY = 256
-# Tokens that the convolution of causal-conv1d sees, and a divisor of its features.
-KERNELS = (2, 3, 4)
+# Tokens that the convolution of causal-conv1d may see, and a divisor of its features.
+CONVOLVED_TOKENS = (2, 3, 4)
 FEATURES_DIVIDE_BY = 8
 # Tokens of a chunk of mamba-ssm, as in Nemotron-H.
 MAMBA_CHUNK = 128
@@ -183,11 +183,11 @@ def delta_rule_limit(key_dim: int) -> str:
     return ""
 
 
-def convolution_limit(features: int, kernel: int) -> str:
-    """Return why causal-conv1d does not convolve so many features over `kernel` tokens; "" if it
+def convolution_limit(features: int, tokens: int) -> str:
+    """Return why causal-conv1d does not convolve so many features over so many tokens; "" if it
     does."""
-    if kernel not in KERNELS:
-        return f"causal-conv1d sees {KERNELS[0]} to {KERNELS[-1]} tokens"
+    if tokens not in CONVOLVED_TOKENS:
+        return f"causal-conv1d sees {CONVOLVED_TOKENS[0]} to {CONVOLVED_TOKENS[-1]} tokens"
     if features % FEATURES_DIVIDE_BY:
         return f"causal-conv1d takes features in multiples of {FEATURES_DIVIDE_BY}"
     return ""

@@ -114,7 +114,7 @@ class CachedDeltaNet(CachedRecurrence, GatedDeltaNet):
 
     def _apply_rule(self, inputs: DeltaInputs) -> Tensor:
         # Of few tokens a chunk would be filled up with others.
-        apply = delta_rule.recurrent if inputs.key.shape[2] == 1 else self._of_many_tokens
+        apply = delta_rule.recurrent if inputs.key.shape[2] == 1 else self._scan
         outputs, self._state = apply(inputs, self._state)
         return outputs
 
@@ -124,7 +124,7 @@ class CachedMambaMixer(CachedRecurrence, MambaMixer):
 
     def _apply_rule(self, inputs: StateSpaceInputs) -> Tensor:
         # Of few tokens a chunk would be filled up with others.
-        apply = state_space.recurrent if inputs.key.shape[2] == 1 else self._of_many_tokens
+        apply = state_space.recurrent if inputs.key.shape[2] == 1 else self._scan
         outputs, self._state = apply(inputs, self._state)
         return outputs
 

@@ -84,10 +84,11 @@ class Published:
             assumed = replace(assumed, attention=self._unfused_speed(assumed))
         overlap = self.row.get("overlap", "backward")
         if overlap == "all":
-            return replace(assumed, hidden=min(1.0, assumed.hidden / BESIDE_BACKWARD))
+            assumed = replace(assumed, hidden=min(1.0, assumed.hidden / BESIDE_BACKWARD))
         if overlap == "none":
-            return replace(assumed, hidden=0.0)
-        return assumed
+            assumed = replace(assumed, hidden=0.0)
+        # rows of experts go beside products too, or only once to each machine
+        return replace(assumed, hidden_rows=assumed.hidden)
 
     def _unfused_speed(self, assumed: Assumptions) -> float:
         """Return the speed of attention by that of products whose time is that of the scores that

@@ -255,6 +255,14 @@ def test_small_layers_that_are_not_compiled_take_as_long_as_their_launches() -> 
     assert predicted(eager, assumed).seconds == pytest.approx(launches, rel=0.1)
 
 
+def test_rows_of_experts_are_waited_for_whatever_else_runs_beside_products() -> None:
+    config = load_run(None, [*MODEL, *LAYOUTS["experts"]]).on_device("cuda")
+    assumed = h100(config)
+    sent = predicted(config, assumed).tp
+    assert sent > 0
+    assert predicted(config, replace(assumed, hidden=1.0)).tp == pytest.approx(sent)
+
+
 def test_launches_of_a_whole_backward_pass_run_beside_both_of_its_halves() -> None:
     """A half that is launched faster than it is computed leaves time for launches of the other."""
     # with so many tokens that reading weights takes next to no time

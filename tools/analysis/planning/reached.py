@@ -30,7 +30,7 @@ LAUNCH = 2e-3
 # the time of a head by that of one whose vocabulary is a multiple of 8 or more on each rank:
 # threefold, as Netflix has measured it ("Scaling LLM post-training at Netflix", 2026)
 MISALIGNED = 3.0
-# the fraction of tensor, context and expert traffic that runs beside products
+# the fraction of tensor and context traffic that runs beside products
 HIDDEN = 0.36
 # the fraction of replicas' traffic that does not run beside the passes
 EXPOSED = 0.49

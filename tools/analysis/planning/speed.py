@@ -237,13 +237,14 @@ def _stage_seconds(
         experts = expert_bytes(config, cost, op)
         sending = tensor / links["tp"].bandwidth
         sending += context / links["cp"].bandwidth
-        sending += experts / links["experts"].bandwidth
+        sending_rows = experts / links["experts"].bandwidth
+        traffic = (1 - assumed.hidden) * sending + (1 - assumed.hidden_rows) * sending_rows
         return InstructionSeconds(
             product,
             attention,
             elementwise,
             fixed=passes * (assumed.layer + _latency(config, links)),
-            traffic=(1 - assumed.hidden) * sending,
+            traffic=traffic,
             tensor_bytes=tensor,
             context_bytes=context,
             expert_bytes=experts,

@@ -31,7 +31,8 @@ class Assumptions:
         they run beside the kernels before them. A backward pass has twice as many.
     misaligned: the time of a head's products by that of others, if rows of its logits on a rank do
         not begin at multiples of 16 bytes.
-    hidden: the fraction of traffic over tensor, context and experts that runs beside products.
+    hidden: the fraction of traffic over tensor and context that runs beside products.
+    hidden_rows: that of rows on their way to experts and back, which a layer here waits for.
     exposed: the fraction of the replicas' traffic that does not run beside the passes, with
         parallel.overlap.
     hop: seconds that a collective takes for each rank or machine on its way.
@@ -58,6 +59,7 @@ class Assumptions:
     launch: float = 0.0
     misaligned: float = 1.0
     hidden: float = 0.0
+    hidden_rows: float = 0.0
     exposed: float = 0.0
     hop: float = 0.0
     logit: float = 0.0

@@ -1,7 +1,6 @@
 """The bytes that a rank sends in an instruction to ranks of the same stage, and in a step to its
 replicas."""
 
-
 import torch
 
 from models.estimate.flops import StageCost

@@ -216,6 +216,16 @@ def test_names_of_a_part_are_those_of_the_text_model(kind: str, tmp_path: Path) 
     assert all(torch.equal(ours.read(key), others.read(key)) for key in ours.shapes)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_two_tensors_for_one_place_neither_replaces_the_other(kind: str, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "hf", kind)
+    file = folder / "model.safetensors"
+    other = {"model.language_model.norm.weight": torch.ones(24)}
+    save_file({**load_file(file), **other}, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"model\.language_model\.norm\.weight"):
+        open_source(folder)
+
+
 def test_modules_that_the_files_do_not_hold_are_named(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "hf", KINDS[0], mtp_num_hidden_layers=1)
     (note,) = open_source(folder).facts.notes

@@ -267,6 +267,13 @@ def test_a_hybrid_models_pattern_says_its_layers_and_where_stages_end(tmp_path: 
     assert run_of(tmp_path, f"{line} --hybrid-layer-pattern M-*M").parallel.pipeline == 1
 
 
+def test_a_hybrid_model_without_attention_takes_megatrons_defaults_of_attention() -> None:
+    line = f"{BASE} {HYBRID} --mamba-num-groups 2".replace("--disable-bias-linear", "")
+    made = import_run([f"{line} --attention-dropout 0.2"], {}, {}, None)
+    assert any("--attention-dropout 0.2: no layer has attention" in note for note in made.notes)
+    assert "router" not in made.text
+
+
 def test_settings_of_fp8_beside_fp4_are_said_to_change_nothing() -> None:
     made = import_run([f"{BASE} --bf16 --fp4-format e2m1 --fp8-margin 2"], {}, {}, None)
     assert any("--fp8-margin 2: beside --fp4-format" in note for note in made.notes)
@@ -485,6 +492,15 @@ def test_a_run_that_is_shorter_than_megatrons_period_of_evaluation_is_told_of_no
         (
             "--pipeline-model-parallel-size 2 --hybrid-layer-pattern M-|*|M",
             "has 3 stages of .2, 1, 1. layers, but there are 2 ranks of them",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --hybrid-layer-pattern M-*M|",
+            "has stages of .4, 0. layers: a stage needs a layer",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --hybrid-layer-pattern M-|*M "
+            "--num-virtual-stages-per-pipeline-rank 2",
+            "--num-virtual-stages-per-pipeline-rank 2: the pattern ends 1 stages of each rank",
         ),
         ("--expert-model-parallel-size 0", "the value must be a whole number from 1 on"),
         ("--moe-layer-freq __import__('os')", "--moe-layer-freq"),

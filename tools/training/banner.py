@@ -65,7 +65,8 @@ def print_start(
         _print_evaluated(config, corpus)
     if not config.model.factory:
         with without_storage("cpu") if device == "cpu" else torch.device(device):
-            say(f"attention  {'; '.join(config.attention_kernels(corpus.model))}")
+            if attention := config.attention_kernels(corpus.model):
+                say(f"attention  {'; '.join(attention)}")
             if recurrent := config.recurrent_kernels(corpus.model):
                 say(f"recurrent  {'; '.join(recurrent)}")
     for note in corpus.notes:

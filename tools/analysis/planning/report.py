@@ -72,7 +72,8 @@ def run_lines(config: RunConfig, target: Target) -> Iterator[str]:
         )
     if not model.factory:
         with without_storage(target.device):
-            yield f"attention  {'; '.join(config.attention_kernels(model))}"
+            if attention := config.attention_kernels(model):
+                yield f"attention  {'; '.join(attention)}"
             if recurrent := config.recurrent_kernels(model):
                 yield f"recurrent  {'; '.join(recurrent)}"
     memory = f"{size(target.memory)} of memory" if target.memory else "memory not known"

@@ -357,9 +357,11 @@ def with_usual_prefix(tensors: Mapping[str, TensorLike], model_type: str) -> dic
     prefix = _usual_prefix(model_type)
     renamed = {}
     for tensor_name, stored in tensors.items():
+        usual_name = tensor_name
         if tensor_name.startswith(other):
-            tensor_name = prefix + tensor_name.removeprefix(other)
-        renamed[tensor_name] = stored
+            usual_name = prefix + tensor_name.removeprefix(other)
+        # Of two tensors for one place neither replaces the other: one has no place.
+        renamed[tensor_name if usual_name in tensors else usual_name] = stored
     return renamed
 
 

@@ -73,6 +73,7 @@ _ABOVE_ZERO = (
     "n_positions",
     "num_experts_per_tok",
     "decoder_sparse_step",
+    "full_attention_interval",
     "rms_norm_eps",
     "layer_norm_eps",
     "layer_norm_epsilon",

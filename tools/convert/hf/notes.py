@@ -8,6 +8,7 @@ from torch import Tensor
 
 from models.attention.rope import frequencies
 from models.config import ModelConfig
+from models.mamba import Mamba
 from models.rope_scaling import RopeScaling
 from tools.convert.core.tensors import Stored
 from tools.convert.hf.families import FAMILIES, keys_of
@@ -72,11 +73,14 @@ def _notes_on_versions(config: Json) -> Iterator[str]:
         )
     if config["model_type"] == "nemotron_h":
         least_step = keys_of(config)["time_step_min"]
-        yield (
-            f"time_step_min = {least_step}: transformers takes it for the shortest time step, and "
-            "so it is read here (model.mamba.least_step); NVIDIA's own file of the model draws "
-            "first weights by it alone, and as to that model.mamba.least_step = 1e-9 is right"
-        )
+        # The default limits no step, so that both readers compute the same.
+        if least_step != Mamba.model_fields["least_step"].default:
+            yield (
+                f"time_step_min = {least_step}: transformers takes it for the shortest time step, "
+                "and so it is read here (model.mamba.least_step); NVIDIA's own file of the model "
+                "draws first weights by it alone, and as to that model.mamba.least_step = 1e-9 is "
+                "right"
+            )
     if config["model_type"] == "olmo3" and _sliding_base_is_open(config):
         yield (
             f"rope_theta = {config['rope_theta']}, which transformers 5 takes for layers without "

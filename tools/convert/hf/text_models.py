@@ -50,6 +50,7 @@ _KEYS_OF_QWEN = (
     "video_token_id",
     "vision_start_token_id",
     "vision_end_token_id",
+    "language_model_only",
 )
 _TENSORS_OF_QWEN = ("model.visual.",)
 # By the model_type of the whole model.
@@ -137,7 +138,9 @@ def text_tensors(stored: Mapping[str, Any], config: Json) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     for name, tensor in stored.items():
         if not name.startswith(wrapper.tensors):
-            tensors[_inner_name(name)] = tensor
+            inner_name = _inner_name(name)
+            # Of two tensors for one place neither replaces the other: one has no place.
+            tensors[name if inner_name in stored else inner_name] = tensor
     return tensors
 
 

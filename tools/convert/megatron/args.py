@@ -12,7 +12,6 @@ from pydantic import BaseModel
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from models.equivalence import TRAINING_ONLY_KEYS, with_idle_keys_reset
-from models.router_settings import PLAIN
 from tools.convert.core.settings import make_model
 from tools.convert.hf.config import NAMES, differing_fields
 from tools.convert.hf.windows import window_fields
@@ -101,7 +100,7 @@ def _fields_of(arguments: Mapping[str, Any], vocab: int | None) -> dict[str, Any
         **delta_of(arguments, activation["mlp"]),
         **_window(arguments),
         **_modules(arguments),
-        **(experts_of(arguments, experts, bias) if experts else {"experts": 0, "router": PLAIN}),
+        **(experts_of(arguments, experts, bias) if experts else {"experts": 0}),
     }
 
 

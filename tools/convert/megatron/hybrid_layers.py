@@ -164,8 +164,9 @@ def hybrid_of(arguments: Args) -> dict[str, Any]:
     # The modules of a hybrid model's attention have no such norms, whatever the args say.
     if arguments.get("qk_layernorm"):
         raise UserError.of("convert.megatron_hybrid_qk_norm")
+    fields = {"hybrid_pattern": pattern, **_idle_attention(arguments, pattern)}
     if "M" not in pattern:
-        return {"hybrid_pattern": pattern}
+        return fields
     eps = argument_or(arguments, "norm_epsilon", 1e-5)
     if eps != NORM_EPS:
         raise UserError.of("convert.megatron_mamba_eps", eps=eps, own=NORM_EPS)
@@ -178,9 +179,18 @@ def hybrid_of(arguments: Args) -> dict[str, Any]:
                 "convert.megatron_mamba_heads", width=width, head_dim=sizes["head_dim"]
             )
         heads = width // sizes["head_dim"]
+    return {**fields, "mamba": {"heads": heads, **sizes, "kernel": KERNEL}}
+
+
+def _idle_attention(arguments: Args, pattern: str) -> dict[str, Any]:
+    """Return the fields of attention that Megatron's defaults turn on, off again if no layer has
+    it."""
+    if "*" in pattern:
+        return {}
     return {
-        "hybrid_pattern": pattern,
-        "mamba": {"heads": heads, **sizes, "kernel": KERNEL},
+        "attention_dropout": 0.0,
+        "qkv_bias": bool(arguments.get("add_qkv_bias")),
+        "output_bias": False,
     }
 
 

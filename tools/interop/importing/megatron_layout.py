@@ -148,10 +148,19 @@ def _add_stages(arguments: Arguments, pipeline: int) -> None:
 
 def _add_stages_of_pattern(arguments: Arguments, cuts: list[int], pipeline: int) -> None:
     """Add the layers of each stage, virtual ones too, as a hybrid model's pattern says them."""
-    chunks = len(cuts) // pipeline
-    if len(cuts) % pipeline or not all(cuts):
+    said = [*filter(arguments.has, PATTERNS)]
+    if not all(cuts):
+        arguments.refuse(f"has stages of {cuts} layers: a stage needs a layer", *said)
+        return
+    if len(cuts) % pipeline:
         why = f"has {len(cuts)} stages of {cuts} layers, but there are {pipeline} ranks of them"
-        arguments.refuse(why, *filter(arguments.has, PATTERNS))
+        arguments.refuse(why, *said)
+        return
+    chunks = len(cuts) // pipeline
+    stages, layers_of_stage = map(arguments.get, CHUNKS)
+    if layers_of_stage is not None or stages not in (None, chunks):
+        why = f"the pattern ends {chunks} stages of each rank by |: leave it out"
+        arguments.refuse(why, *filter(arguments.has, CHUNKS))
         return
     if chunks > 1:
         arguments.put("parallel.schedule", "interleaved", *PATTERNS)

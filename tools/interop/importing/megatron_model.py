@@ -72,8 +72,11 @@ def add_model(arguments: Arguments) -> None:
     _add_training_only(arguments, model)
     add_mup(arguments, model)
     _note_balance(args["moe_router_load_balancing_type"], model, draft)
-    _note_idle(arguments, MAMBA_ARGUMENTS, "Mamba-2 mixer", bool(model.mamba))
-    _note_idle(arguments, DELTA_ARGUMENTS, "gated delta net", bool(model.delta_net))
+    _note_idle(arguments, MAMBA_ARGUMENTS, "a Mamba-2 mixer", bool(model.mamba))
+    _note_idle(arguments, DELTA_ARGUMENTS, "a gated delta net", bool(model.delta_net))
+    if model.hybrid_pattern:
+        has_attention = "*" in model.hybrid_pattern
+        _note_idle(arguments, ("attention_dropout",), "attention", has_attention)
 
 
 def _layers_by_pattern(arguments: Arguments) -> int:
@@ -88,7 +91,7 @@ def _note_idle(arguments: Arguments, names: Sequence[str], what: str, is_there: 
     given = [name for name in names if arguments.has(name)]
     if given and not is_there:
         said = arguments.origin(*given)
-        arguments.draft.notes.append(f"{said}: no layer has a {what}, so this changes nothing")
+        arguments.draft.notes.append(f"{said}: no layer has {what}, so this changes nothing")
 
 
 def _note_balance(kind: str, model: ModelConfig, draft: Draft) -> None:

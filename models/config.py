@@ -415,6 +415,15 @@ class ModelConfig(ModelFields):
         there are none."""
         return self.delta_net.divides(ranks) and self.mamba.divides(ranks)
 
+    def fits_tensor(self, ranks: int) -> bool:
+        """Return True if so many tensor-parallel ranks can share each layer evenly."""
+        if self.kv_heads % ranks and ranks % self.kv_heads:
+            return False
+        widths = [*self.ffn_widths.values(), self.heads]
+        if self.mtp_layers:
+            widths.append(self.hidden)  # features of the projection of a module
+        return not any(width % ranks for width in widths) and self.divides_recurrence(ranks)
+
     @property
     def mixer(self) -> str:
         """Return the name of attention in a layer of this kind (`kind_of_layer`), or of what it has

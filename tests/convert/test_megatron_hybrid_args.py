@@ -225,4 +225,4 @@ def test_layers_of_transformer_engine_alone_are_not_written_as_others(
     assert main([*command, "--layers", "local"]) == 2
     assert shows(capsys.readouterr().err, "convert.target_local_layers")
     assert main([*command, "--tp", "8"]) == 2
-    assert shows(capsys.readouterr().err, "convert.target_tensor_ranks", tp=8)
+    assert shows(capsys.readouterr().err, "convert.target_heads", tp=8)

@@ -132,6 +132,13 @@ def test_sizes_that_experts_need_are_refused_by_name() -> None:
         from_hugging_face(TEXT | {"num_experts": 0})
 
 
+def test_two_fractions_of_features_that_turn_are_refused() -> None:
+    parameters = {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}
+    beside = {"partial_rotary_factor": 0.25, "rope_parameters": parameters}
+    with raises("convert.rotary_fraction_differs", key="partial_rotary_factor", fraction=0.25):
+        from_hugging_face(TEXT | beside)
+
+
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
 def test_keys_beside_the_text_model_are_known_or_refused_by_name(kind: str) -> None:
     inner = {key: value for key, value in CONFIGS[f"{kind}_text"].items() if key != "model_type"}

@@ -245,7 +245,7 @@ def _tensor(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
     """Yield a problem unless heads and feed-forward divide by the ranks; fewer key-value heads than
     ranks are copied.
     """
-    if _fits_tensor(model, parallel.tensor):
+    if model.fits_tensor(parallel.tensor):
         return
     widths = " and ".join(f"model.{key} {width}" for key, width in model.ffn_widths.items())
     sizes = f"model.heads {model.heads}, model.kv_heads {model.kv_heads} and {widths}"
@@ -256,23 +256,13 @@ def _tensor(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
         sizes += f" and model.mamba.groups {model.mamba.groups}"
     if model.mtp_layers:
         sizes += f" and, with model.mtp_layers, model.hidden {model.hidden}"
-    possible = [ranks for ranks in range(1, model.heads + 1) if _fits_tensor(model, ranks)]
+    possible = [ranks for ranks in range(1, model.heads + 1) if model.fits_tensor(ranks)]
     yield Problem.of(
         "config.tensor_sizes",
         tensor=parallel.tensor,
         sizes=sizes,
         possible=", ".join(map(str, possible)),
     )
-
-
-def _fits_tensor(model: ModelConfig, tensor: int) -> bool:
-    """Return True if `tensor` ranks can share each layer evenly."""
-    if model.kv_heads % tensor and tensor % model.kv_heads:
-        return False
-    widths = [*model.ffn_widths.values(), model.heads]
-    if model.mtp_layers:
-        widths.append(model.hidden)  # features of the projection of a module
-    return not any(width % tensor for width in widths) and model.divides_recurrence(tensor)
 
 
 def _sequence(train: Train, parallel: Parallel) -> Iterator[str]:

@@ -116,6 +116,8 @@ def fp8_lines(config: RunConfig, model: ModelConfig, device: str) -> Iterator[st
     recipe_text = _describe_recipe(recipe)
     yield f"fp8        {recipe_text}: products of {len(in_fp8)} of {len(weights)} weights"
     yield f"           {_describe_kernels(config.plan, device)}"
+    if not in_fp8:
+        yield f"           none: the run trains in {config.precision.compute} alone"
 
     weights_by_reason = defaultdict[str, list[Eligibility]](list)
     for weight in weights:

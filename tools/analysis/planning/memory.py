@@ -32,8 +32,10 @@ from tools.config.sharding import sharding_of
 FEW_LAYERS = 2  # of two stages, of which one more layer tells what a layer keeps
 PROCESS = 350 * 10**6  # bytes of Python and torch in a process on a CPU
 # What glibc's heap holds on a CPU beside the tensors: it keeps freed memory (`keep_freed_memory`),
-# also what no later tensor fits into. The median of nine runs, as a part of their activations.
-HEAP_GAPS = 0.27
+# also what no later tensor fits into. Bytes, and a part of the activations: of nine runs, by least
+# squares.
+HEAP_REST = 20 * 10**6
+HEAP_GAPS = 0.2
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,7 @@ class MemoryModel:
             optimizer=max(state.update, virtual_ranks * state.own if evaluates else 0),
             save=virtual_ranks * state.saved if copies_to_save else 0,
             process=self.process if on_cpu else 0,
-            gaps=round(HEAP_GAPS * activations) if on_cpu else 0,
+            gaps=HEAP_REST + round(HEAP_GAPS * activations) if on_cpu else 0,
         )
 
 

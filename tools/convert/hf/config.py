@@ -22,6 +22,8 @@ NAMES = ("family", "bias")
 _SIZES = ("layers", "hidden", "heads", "ffn", "vocab", "max_positions")
 # Fields that no refusal names: every family has the sizes, and no logit depends on the others.
 _UNNAMED_FIELDS = (*TRAINING_ONLY_KEYS, *NAMES, *_SIZES)
+# Families that transformers 4 lacks, and that other programs have by themselves.
+_NEWER_FAMILIES = ("qwen3_5", "nemotron_h")
 _NAMEABLE_FIELDS = [field for field in ModelConfig.model_fields if field not in _UNNAMED_FIELDS]
 
 
@@ -156,11 +158,13 @@ def omitted_settings(model: ModelConfig) -> list[str]:
 def notes_on_older_transformers(model: ModelConfig) -> list[str]:
     """Return a note for each thing in the config.json of `model` that transformers 4 refuses or
     computes otherwise."""
-    readers = "transformers 4, and what goes by its keys, such as vLLM and llama.cpp"
     notes = []
     family = FAMILIES[model_type_of(model)]
     for deed in family.beyond_transformers_4(model):
-        notes.append(f"config.json needs transformers 5 or newer: {readers}, cannot {deed}")
+        readers = "transformers 4, and what goes by its keys, such as vLLM and llama.cpp,"
+        if family.ours in _NEWER_FAMILIES:
+            readers = "transformers 4"
+        notes.append(f"config.json needs transformers 5 or newer: {readers} cannot {deed}")
     return notes
 
 

@@ -80,7 +80,9 @@ def _read_pattern(config: ConfigKeys) -> Fields:
     pattern = _pattern(config)
     layers = config["num_hidden_layers"]
     if layers is not None:
-        require_count(list(pattern), layers)
+        names = config["layers_block_type"]
+        key = "layers_block_type" if names else "hybrid_override_pattern"
+        require_count(pattern, layers, key)
     sizes = {ours: config[theirs] for theirs, ours in _SIZES.items()}
     # transformers has the least initial time step for the least one of all.
     sizes["least_step"] = float(config["time_step_min"])

@@ -287,10 +287,15 @@ def _fields(
             "convert.rope_theta_differs", base_key=base_key, base=base, stated_base=stated_base
         )
     stated_fraction = parameters.pop("partial_rotary_factor", None)
-    if stated_fraction is not None and config.has("rotary_pct") and stated_fraction != fraction:
-        raise UserError.of(
-            "convert.rotary_pct_differs", fraction=fraction, stated_fraction=stated_fraction
-        )
+    if stated_fraction is not None and stated_fraction != fraction:
+        for key in ("rotary_pct", "partial_rotary_factor"):
+            if config.has(key):
+                raise UserError.of(
+                    "convert.rotary_fraction_differs",
+                    key=key,
+                    fraction=fraction,
+                    stated_fraction=stated_fraction,
+                )
     return {
         "rope_base": float(base if stated_base is None else stated_base),
         "rotary_fraction": float(fraction if stated_fraction is None else stated_fraction),

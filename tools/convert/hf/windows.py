@@ -1,5 +1,6 @@
 """The sliding window of attention in a config.json, and the layers that have it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from megaprec.errors import UserError
@@ -151,10 +152,10 @@ def _layers_with_window(types: list[Any], layers: int) -> list[bool]:
     return has_window
 
 
-def require_count(types: list[Any], layers: int) -> None:
-    """Raise UserError unless layer_types names so many layers."""
+def require_count(types: Sequence[Any], layers: int, key: str = "layer_types") -> None:
+    """Raise UserError unless `types`, which a key states, names so many layers."""
     if len(types) != layers:
-        raise UserError.of("convert.hf_layer_types", num_types=len(types), layers=layers)
+        raise UserError.of("convert.hf_layer_types", key=key, num_types=len(types), layers=layers)
 
 
 def _layer_types(model: ModelConfig) -> list[str]:

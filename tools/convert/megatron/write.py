@@ -134,6 +134,11 @@ def _check_layout(model: ModelConfig, layout: MegatronLayout) -> None:
     """Raise UserError for a layout that the model cannot have."""
     if layout.tp < 1 or layout.pp < 1 or model.layers % layout.pp:
         raise UserError.of("convert.target_stages", tp=layout.tp, pp=layout.pp, layers=model.layers)
+    if not model.fits_tensor(layout.tp):
+        possible = [ranks for ranks in range(1, model.heads + 1) if model.fits_tensor(ranks)]
+        raise UserError.of(
+            "convert.target_heads", tp=layout.tp, possible=", ".join(map(str, possible))
+        )
     if not layout.fused_norms and needs_transformer_engine(model):
         raise UserError.of("convert.target_local_layers")
     # Each rank has as many experts, and each stage as many layers.

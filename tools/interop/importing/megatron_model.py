@@ -48,13 +48,10 @@ NO_NAMES = 10**6  # a vocabulary for `model_of`, where only the tokenizer knows 
 def add_model(arguments: Arguments) -> None:
     """Add the keys of [model]."""
     draft = arguments.draft
-    missing = [name for name in REQUIRED if not arguments.has(name)]
     is_settled = "model.preset" in draft.settled or "train.init_from" in draft.settled
-    if missing == list(REQUIRED) and is_settled:
+    if is_settled and not any(arguments.has(name) for name in REQUIRED):
         return
-    # The letters of a hybrid model's layers are their number.
-    if _layers_by_pattern(arguments) and "num_layers" in missing:
-        missing.remove("num_layers")
+    missing = _missing(arguments)
     for name in missing:
         draft.missing.append(f"{option(name)} is missing, which Megatron-LM needs")
     if missing:
@@ -72,11 +69,16 @@ def add_model(arguments: Arguments) -> None:
     _add_training_only(arguments, model)
     add_mup(arguments, model)
     _note_balance(args["moe_router_load_balancing_type"], model, draft)
-    _note_idle(arguments, MAMBA_ARGUMENTS, "a Mamba-2 mixer", bool(model.mamba))
-    _note_idle(arguments, DELTA_ARGUMENTS, "a gated delta net", bool(model.delta_net))
-    if model.hybrid_pattern:
-        has_attention = "*" in model.hybrid_pattern
-        _note_idle(arguments, ("attention_dropout",), "attention", has_attention)
+    _note_idle_sizes(arguments, model)
+
+
+def _missing(arguments: Arguments) -> list[str]:
+    """Return the arguments that Megatron-LM needs and that are not given."""
+    missing = [name for name in REQUIRED if not arguments.has(name)]
+    # The letters of a hybrid model's layers are their number.
+    if _layers_by_pattern(arguments) and "num_layers" in missing:
+        missing.remove("num_layers")
+    return missing
 
 
 def _layers_by_pattern(arguments: Arguments) -> int:
@@ -84,6 +86,15 @@ def _layers_by_pattern(arguments: Arguments) -> int:
     patterns = [arguments.get(name) for name in PATTERNS]
     pattern = next(filter(None, patterns), "")
     return len(pattern.replace(STAGE_END, ""))
+
+
+def _note_idle_sizes(arguments: Arguments, model: ModelConfig) -> None:
+    """Add notes on arguments of parts that the model lacks."""
+    _note_idle(arguments, MAMBA_ARGUMENTS, "a Mamba-2 mixer", bool(model.mamba))
+    _note_idle(arguments, DELTA_ARGUMENTS, "a gated delta net", bool(model.delta_net))
+    if model.hybrid_pattern:
+        has_attention = "*" in model.hybrid_pattern
+        _note_idle(arguments, ("attention_dropout",), "attention", has_attention)
 
 
 def _note_idle(arguments: Arguments, names: Sequence[str], what: str, is_there: bool) -> None:

@@ -348,7 +348,7 @@ def test_a_layout_that_megatron_does_not_have_is_refused(
     assert main(["convert", str(folder), str(tmp_path / "m"), "--to", "megatron", "--pp", "3"]) == 2
     assert shows(capsys.readouterr().err, "convert.target_stages", layers=4)
     assert main(["convert", str(folder), str(tmp_path / "m"), "--to", "megatron", "--tp", "7"]) == 2
-    assert shows(capsys.readouterr().err, "convert.megatron_uneven", tp=7)
+    assert shows(capsys.readouterr().err, "convert.target_heads", tp=7)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 

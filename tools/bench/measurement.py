@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megaprec.errors import UserError
+from megaprec.resources import status_bytes
 from parallel.mesh import world
 from tools.analysis.planning.fp8_timing import synchronize
 from tools.training.launch import start_ranks
@@ -131,11 +132,3 @@ def print_profile(step: Step, rows: int = 30) -> None:
 def rounded_median(seconds: Sequence[float], digits: int = 3) -> float:
     """Return the median of some times, rounded to so many digits after the point."""
     return round(statistics.median(seconds), digits)
-
-
-def status_bytes(field: str) -> int:
-    """Return a field of this process's status in /proc, such as "VmRSS:", in bytes. Linux only."""
-    status = Path("/proc/self/status").read_text()
-    _, _, after = status.partition(field)
-    kibibytes = after.split()[0]
-    return int(kibibytes) * 1024

@@ -28,7 +28,8 @@ from typing import Any
 import torch
 
 from megaprec.data.text import open_source
-from tools.bench.measurement import add_integers, print_record, status_bytes
+from megaprec.resources import status_bytes
+from tools.bench.measurement import add_integers, print_record
 from tools.convert.core.names import HUGGING_FACE
 from tools.convert.core.rules import matches
 from tools.convert.core.source import Source

@@ -8,7 +8,6 @@ train.threads is given. What does not fit is refused as in a run file.
 """
 
 import argparse
-import resource
 import statistics
 import time
 from collections import Counter
@@ -28,6 +27,7 @@ from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.step_report import StepObserver, StepReport
 from megaprec.precision.gemm import fp32_sums
 from megaprec.precision.tf32 import tf32
+from megaprec.resources import peak_memory
 from models.attention.backends import gpu_kernels
 from models.engine.engine import Engine, build_stages
 from models.engine.passes import Share
@@ -205,9 +205,8 @@ class Bench:
 
     def record(self, seconds: list[float]) -> dict[str, Any]:
         """Return medians and extremes, and the peak resident memory of every rank. Collective."""
-        # Linux counts in KiB.
         memory_mb = torch.zeros(dist.get_world_size(), dtype=torch.float64)
-        memory_mb[dist.get_rank()] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        memory_mb[dist.get_rank()] = peak_memory() / 2**20
         memory_mb = self.engine.optimizer.world.sum_(memory_mb)
         tokens_per_s = self.config.tokens_per_step / statistics.median(seconds)
         throughput = Throughput.of(self.config, self.config.model, self.engine.device)

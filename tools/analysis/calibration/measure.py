@@ -3,7 +3,6 @@
 Each is repeated and the fastest try counts: it says least of other work that the machine has.
 """
 
-import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part
 from megaprec.precision.gemm import Gemm, slow_half
 from megaprec.precision.plan import dtype_name
+from megaprec.resources import peak_memory
 from models.decoder.stages import Cut, Stage
 from models.estimate.storage import Device
 from parallel.context import Context
@@ -94,8 +94,7 @@ def process_bytes(device: Device, dtype: torch.dtype) -> int:
     microbatch = MicrobatchInfo(0, torch.arange(1, device=where), torch.ones((), device=where))
     output = stage(x, microbatch)
     output.backward(torch.ones_like(output))
-    # Linux counts in KiB
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak_memory()
 
 
 def products(device: Device, dtype: torch.dtype, threads: int) -> Iterator[ProductRow]:

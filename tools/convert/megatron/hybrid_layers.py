@@ -229,6 +229,8 @@ def delta_of(arguments: Args, mlp: str) -> dict[str, Any]:
     mlp: the kind of feed-forward, whose activation is theirs too.
     """
     gate = bool(arguments.get("attention_output_gate"))
+    if gate and arguments.get("multi_latent_attention"):
+        raise UserError.of("convert.megatron_gate_latent")
     if gate and arguments.get("rotary_interleaved"):
         raise UserError.of("convert.megatron_gate_interleaved")
     fields: dict[str, Any] = {"attention_gate": gate}

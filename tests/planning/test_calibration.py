@@ -10,7 +10,7 @@ import torch
 
 from megaprec.resources import cores
 from tests.planning import cpu_backtest
-from tests.planning.cpu_backtest import SMALL, measure
+from tests.planning.cpu_backtest import BATCH, MIDDLE, measure
 from tests.refusals import raises
 from tools.analysis.calibration.measure import fastest, products
 from tools.analysis.calibration.record import (
@@ -274,7 +274,7 @@ def test_a_step_that_leaves_threads_idle_is_no_faster_for_them() -> None:
 
 @pytest.mark.slow
 def test_a_process_has_the_memory_of_the_plan_with_the_gaps_of_its_heap() -> None:
-    keys = f"{SMALL} train.global_batch=2 train.seq_length=1024 train.micro_batch=2"
+    keys = f"{MIDDLE} {BATCH} train.seq_length=256"
     _, measured = measure(keys, steps=1, priority=0)
     planned = plan_run(cpu_backtest.config_of(keys), MemoryModel("cpu"), None)
     fullest = planned.ranks[planned.fullest]

@@ -87,21 +87,15 @@ class GatedDeltaNet(RecurrentMixer):
 
     def _mix(self, projected: Tensor, documents: Tensor | Documents | None) -> Tensor:
         sensitive = self.context.plan.sensitive
-        sizes = self.config.delta_net
-        begins = begins_of(documents)
-        widths = [sum(self.local_widths[:3]), *self.local_widths[3:]]
+        convolved_widths = self.local_widths[:3]
+        widths = [sum(convolved_widths), *self.local_widths[3:]]
         mixed, gate, strength, decay = projected.split(widths, -1)
+        begins = begins_of(documents)
         convolved = self._convolve(mixed.to(sensitive), begins)
-        query, key, value = convolved.split(self.local_widths[:3], -1)
-        query = heads_of(query, sizes.key_dim)
-        key = heads_of(key, sizes.key_dim)
-        value = heads_of(value, sizes.value_dim)
-        # A head of keys serves several heads of values in a row.
-        group = value.shape[1] // key.shape[1]
-        query = _unit(query) * sizes.key_dim**-0.5
+        query, key, value = self._heads(*convolved.split(convolved_widths, -1))
         inputs = DeltaInputs(
-            query=query.repeat_interleave(group, 1),
-            key=_unit(key).repeat_interleave(group, 1),
+            query=query,
+            key=key,
             value=value,
             log_decay=self._log_decay(decay.to(sensitive)).permute(1, 2, 0),
             strength=strength.to(sensitive).sigmoid().permute(1, 2, 0),
@@ -113,6 +107,19 @@ class GatedDeltaNet(RecurrentMixer):
         normalized = self.output_norm(read).flatten(2)
         gated = normalized.to(sensitive) * F.silu(gate.to(sensitive))
         return gated.to(self.context.plan.compute)
+
+    def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key [b, n, s, d] and value [b, n, s, v] of n heads of values; queries and
+        keys of length 1, queries then scaled. Arguments: features [s, b, ...]."""
+        sizes = self.config.delta_net
+        queries = _unit(heads_of(query, sizes.key_dim)) * sizes.key_dim**-0.5
+        keys = _unit(heads_of(key, sizes.key_dim))
+        values = heads_of(value, sizes.value_dim)
+        # A head of keys serves several heads of values in a row.
+        group = values.shape[1] // keys.shape[1]
+        queries = queries.repeat_interleave(group, 1)
+        keys = keys.repeat_interleave(group, 1)
+        return queries, keys, values
 
     def _log_decay(self, decay: Tensor) -> Tensor:
         """Return the logarithms of the decays [s, b, n], 0 or less. decay: as projected."""

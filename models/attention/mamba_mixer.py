@@ -75,27 +75,35 @@ class MambaMixer(RecurrentMixer):
 
     def _mix(self, projected: Tensor, documents: Tensor | Documents | None) -> Tensor:
         sensitive = self.context.plan.sensitive
-        sizes = self.config.mamba
-        begins = begins_of(documents)
         gate_width, *convolved_widths, step_width = self.local_widths
-        gate, mixed, step = projected.split([gate_width, sum(convolved_widths), step_width], -1)
-        convolved = self._convolve(mixed.to(sensitive), begins)
-        value, key, query = convolved.split(convolved_widths, -1)
-        value = heads_of(value, sizes.head_dim)
-        inputs = StateSpaceInputs(
-            query=heads_of(query, sizes.state_dim),
-            key=heads_of(key, sizes.state_dim),
-            value=value,
-            step=self._steps(step.to(sensitive)).permute(1, 2, 0),
-            rate=Widen.apply(self.log_rate, sensitive).exp(),
-            begins=begins,
-        )
+        widths = [gate_width, sum(convolved_widths), step_width]
+        gate, mixed, step = projected.split(widths, -1)
+        inputs = self._inputs(mixed.to(sensitive), step.to(sensitive), begins_of(documents))
         skip = Widen.apply(self.skip, sensitive)
-        read = self._apply_rule(inputs) + skip[:, None, None] * value
+        read = self._apply_rule(inputs) + skip[:, None, None] * inputs.value
         # [b, n, s, v] -> [s, b, n * v]
         features = read.permute(2, 0, 1, 3).flatten(2)
         gated = features * F.silu(gate.to(sensitive))
         return self._normalize(gated).to(self.context.plan.compute)
+
+    def _inputs(self, mixed: Tensor, step: Tensor, begins: Tensor | None) -> StateSpaceInputs:
+        """Return the inputs of the recurrence.
+
+        mixed: values, keys and queries [s, b, features] before the convolution.
+        step: time steps as projected, [s, b, n].
+        """
+        sizes = self.config.mamba
+        _, *convolved_widths, _ = self.local_widths
+        convolved = self._convolve(mixed, begins)
+        value, key, query = convolved.split(convolved_widths, -1)
+        return StateSpaceInputs(
+            query=heads_of(query, sizes.state_dim),
+            key=heads_of(key, sizes.state_dim),
+            value=heads_of(value, sizes.head_dim),
+            step=self._steps(step).permute(1, 2, 0),
+            rate=Widen.apply(self.log_rate, step.dtype).exp(),
+            begins=begins,
+        )
 
     def _steps(self, step: Tensor) -> Tensor:
         """Return the time steps [s, b, n], above 0. step: as projected."""

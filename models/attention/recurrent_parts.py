@@ -1,6 +1,7 @@
 """Parts of all layers with a recurrent state in place of attention: two products, a convolution
 after the first one, heads of features, and where documents begin."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 
@@ -22,7 +23,7 @@ from parallel.linear import Widen
 from parallel.lockstep import LaneAxis
 
 
-class RecurrentMixer(nn.Module):
+class RecurrentMixer(nn.Module, ABC):
     """A layer with a recurrent state in place of attention.
 
     projection     over tp, x [s, b, hidden] -> the features of `stack` of this rank
@@ -106,10 +107,10 @@ class RecurrentMixer(nn.Module):
             then=self.output,
         )
 
+    @abstractmethod
     def _mix(self, projected: Tensor, documents: Tensor | Documents | None) -> Tensor:
         """Map projected features [s, b, features] to the output projection's input, [s, b, local
         features]."""
-        raise NotImplementedError
 
     def _convolve(self, mixed: Tensor, begins: Tensor | None) -> Tensor:
         """Return SiLU of the convolution of features [s, b, features].

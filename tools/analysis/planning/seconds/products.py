@@ -47,7 +47,6 @@ def fp8_share(config: RunConfig, cost: StageCost) -> float:
 def product_seconds(config: RunConfig, cost: StageCost, assumed: Assumptions) -> ProductSeconds:
     """Return the time of a stage's products with weights."""
     parallel = config.parallel
-    plan = config.plan
     model = config.sized_model
     ranks = parallel.tensor * parallel.context
     tokens = config.train.micro_batch * config.train.seq_length
@@ -59,33 +58,30 @@ def product_seconds(config: RunConfig, cost: StageCost, assumed: Assumptions) ->
         """Return the time of FLOPs of layers, of which a part is in FP8."""
         return flops * (share / narrow_speed + (1 - share) / speed)
 
-    head_flops = tokens * _head_flops(model) if cost.cut.last else 0.0
     head_speed = speed
-    if has_misaligned_head(model, parallel.tensor):
+    if has_misaligned_head(config):
         head_speed = speed / assumed.misaligned
-    weighted = cost.forward - cost.attention
-    layer_flops = weighted - cost.experts - head_flops
+    head_flops = tokens * _head_flops(model) if cost.cut.last else 0.0
+    layer_flops = cost.forward - cost.attention - cost.experts - head_flops
+    of_others = of_layers(layer_flops) + head_flops / head_speed
+    expert_speed = assumed.experts * _filled(config, assumed)
+    of_experts = of_layers(cost.experts) / expert_speed
+
+    # elements of the weights on this rank
+    others = (cost.parameters - cost.expert_parameters) / parallel.tensor
+    experts = cost.expert_parameters / (parallel.expert * expert_slices(parallel))
+    bandwidth = assumed.bandwidth * 1e9
+    # every product reads its weight
+    reading = config.plan.compute.itemsize / bandwidth
+    once = max(of_others, others * reading) + max(of_experts, experts * reading)
+    # the gradient of a weight is read and written where it adds up
+    adding = 2 * config.plan.gradients.itemsize / bandwidth
+    weight = max(of_others, others * adding) + max(of_experts, experts * adding)
+
     recomputed = cost.input - cost.forward - cost.attention
     recomputed_layers = recomputed - cost.recomputed_attention - cost.recomputed_experts
-
-    # bytes of weights on this rank, which every product reads
-    bandwidth = assumed.bandwidth * 1e9
-    expert_elements = cost.expert_parameters / (parallel.expert * expert_slices(parallel))
-    other_elements = (cost.parameters - cost.expert_parameters) / parallel.tensor
-    itemsize = plan.compute.itemsize
-    reading_experts = expert_elements * itemsize / bandwidth
-    reading_others = other_elements * itemsize / bandwidth
-    # the gradient of a weight is read and written where it adds up
-    adding = 2 * plan.gradients.itemsize / bandwidth
-
-    expert_speed = assumed.experts * _filled(config, assumed)
-    of_others = of_layers(layer_flops) + head_flops / head_speed
-    of_experts = of_layers(cost.experts) / expert_speed
-    once = max(of_others, reading_others) + max(of_experts, reading_experts)
-    adding_others = max(of_others, other_elements * adding)
-    adding_experts = max(of_experts, expert_elements * adding)
     again = of_layers(recomputed_layers) + of_layers(cost.recomputed_experts) / expert_speed
-    return ProductSeconds(once, once, adding_others + adding_experts, max(0.0, again))
+    return ProductSeconds(once, once, weight, max(0.0, again))
 
 
 def _fp8_speed(config: RunConfig, assumed: Assumptions) -> float:
@@ -117,11 +113,15 @@ def _filled(config: RunConfig, assumed: Assumptions) -> float:
     return rows / (rows + assumed.half_rows)
 
 
-def has_misaligned_head(model: ModelConfig, tensor: int) -> bool:
+def has_misaligned_head(config: RunConfig) -> bool:
     """Return True if the rows of a rank's logits, in half precision, do not begin at multiples of
-    `ALIGNED_BYTES`. tensor: ranks that share the vocabulary, which is padded until they can."""
-    columns = -(-model.vocab // tensor)
-    return columns * torch.bfloat16.itemsize % ALIGNED_BYTES != 0
+    `ALIGNED_BYTES`. Of other dtypes no time is known."""
+    itemsize = config.plan.compute.itemsize
+    if itemsize != torch.bfloat16.itemsize:
+        return False
+    # the vocabulary is padded until the ranks can share it
+    columns = -(-config.sized_model.vocab // config.parallel.tensor)
+    return columns * itemsize % ALIGNED_BYTES != 0
 
 
 def _head_flops(model: ModelConfig) -> int:

@@ -347,7 +347,8 @@ def _refuse_contradictions(
             usable = "float32" if dtype == torch.float32 else f"float32 or {name_of(dtype)}"
             why = f'contradicts precision = "{plugin.precision}": use {usable}'
             reading.refuse(name, set_dtype, why)
-    _refuse_fp8_contradictions(reading, plugin)
+    compute = plugin.autocast_dtype if plugin.autocast_enabled else dtype
+    _refuse_fp8_contradictions(reading, plugin, compute or dtype)
     _refuse_state_contradictions(reading, plugin)
     if plugin.fp16_min_loss_scale > plugin.fp16_initial_loss_scale:
         reading.refuse(
@@ -357,9 +358,14 @@ def _refuse_contradictions(
         )
 
 
-def _refuse_fp8_contradictions(reading: Reading, plugin: MegatronMixedPrecision) -> None:
+def _refuse_fp8_contradictions(
+    reading: Reading, plugin: MegatronMixedPrecision, compute: torch.dtype
+) -> None:
     """Record a problem for each field of FP8 or FP4 that contradicts another one, or that there is
-    not here."""
+    not here.
+
+    compute: the dtype of products without FP8.
+    """
     names_differ = plugin.fp8_params != plugin.fp8_param_gather
     if names_differ and None not in (plugin.fp8_params, plugin.fp8_param_gather):
         reading.refuse(
@@ -369,6 +375,9 @@ def _refuse_fp8_contradictions(reading: Reading, plugin: MegatronMixedPrecision)
         )
     if plugin.fp4 is not None:
         _refuse_other_fp4(reading, plugin)
+        if compute != torch.bfloat16 and plugin.precision:
+            why = f"Transformer Engine's NVFP4 takes BF16 alone, not {name_of(compute)}: "
+            reading.refuse("fp4", plugin.fp4, f'{why}use precision = "bf16-mixed"')
     if plugin.fp8 and plugin.fp8_recipe == "delayed" and plugin.first_last_layers_bf16:
         reading.refuse(
             "first_last_layers_bf16",

@@ -176,3 +176,10 @@ def test_other_models_with_several_inputs_are_one_line_that_says_what_to_do(kind
     with pytest.raises(UserError, match=sentence("convert.hf_several_inputs")) as error:
         from_hugging_face(text_config({"model_type": kind, **OTHERS[kind]}))
     assert len(error.value.problems) == 1 and repr(kind) in str(error.value)
+
+
+@pytest.mark.parametrize("wrong", [3, "tower", [], False])
+def test_a_part_that_is_no_table_is_refused(wrong: object) -> None:
+    with raises("convert.hf_value_kind", key="vision_config", remedy="a table"):
+        text_config(PUBLISHED | {"vision_config": wrong})
+    text_config(PUBLISHED | {"vision_config": None})

@@ -480,6 +480,12 @@ def test_every_field_has_an_origin(system: str) -> None:
             {"precision": "bf16", "fp8": "hybrid", "fp4": "e2m1"},
             [".*fp4 = .*fp8 is given too: at most .*"],
         ),
+        ("nemo", {"precision": "32", "fp4": "e2m1"}, ['.*fp4 = .*BF16 alone, not float32: use .*']),
+        (
+            "nemo",
+            {"precision": "16-mixed", "fp4": "e2m1"},
+            [".*fp4 = .*BF16 alone, not float16: use .*"],
+        ),
         ("nemo", {"precision": "bf16", "fp4": "e3m0"}, ['.*fp4 = "e3m0": .*"e2m1".*']),
         ("nemo", {**FP4, "fp4_recipe": "custom"}, ['.*fp4_recipe = "custom": .*"nvfp4".*']),
         ("nemo", {**FP4, "fp4_param_gather": True}, [".*fp4_param_gather = true: .*use false.*"]),

@@ -485,6 +485,12 @@ def test_a_run_that_is_shorter_than_megatrons_period_of_evaluation_is_told_of_no
             "--lr-warmup-fraction 0.033",
             "--lr-warmup-fraction 0.033: are 3.3 of 100, no whole number: give lr.warmup=N",
         ),
+        ("--fp4-format e2m1", "^--fp4-format e2m1: .* BF16 alone: give --bf16"),
+        ("--fp16 --fp4-format e2m1", "^--fp4-format e2m1 --fp16: .* BF16 alone: give --bf16"),
+        (
+            "--hybrid-override-pattern M*-M --num-experts 4 --mamba-num-groups 2",
+            sentence("model.hybrid_experts_unused", experts=4),
+        ),
         ("--bf16 --fp4-format e2m1 --fp8-format e4m3", "--fp4-format = .*fp8 is given too"),
         ("--bf16 --fp4-format e2m1 --fp4-recipe custom", "--fp4-recipe = .*the one recipe"),
         ("--fp4-param-gather", "--fp4-param-gather: there is no such quantization here"),

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from megaprec.errors import Problem, UserError
 from models.config import ModelConfig
@@ -15,10 +16,11 @@ def make_model(fields: Mapping[str, Any], origin: str) -> ModelConfig:
     try:
         return ModelConfig(**fields)
     except ValidationError as error:
-        raise UserError(*_problems_of_fields(error, origin)) from error
+        raise UserError(*problems_of_fields(error, origin)) from error
 
 
-def _problems_of_fields(error: ValidationError, origin: str) -> Iterator[Problem]:
+def problems_of_fields(error: ValidationError, origin: str) -> Iterator[Problem]:
+    """Yield a line for each of pydantic's findings about the fields of a model."""
     for finding in error.errors(include_url=False):
         cause = finding.get("ctx", {}).get("error")
         # A rule of the model's own, whose problems are lines already.
@@ -26,9 +28,18 @@ def _problems_of_fields(error: ValidationError, origin: str) -> Iterator[Problem
             yield from (problem.within(f"{origin}: ") for problem in cause.problems)
         # A default that follows from a wrong field is no problem of its own.
         elif finding["type"] != "default_factory_not_called":
-            field = " ".join(map(str, finding["loc"]))
-            message = finding["msg"].removeprefix("Value error, ")
-            yield Problem.of("convert.model_field", origin=origin, field=field, message=message)
+            yield Problem.of(
+                "convert.model_field",
+                origin=origin,
+                field=".".join(map(str, finding["loc"])),
+                value=finding["input"],
+                message=requirement_of(finding),
+            )
+
+
+def requirement_of(finding: ErrorDetails) -> str:
+    """Return what a value that pydantic found wrong must be, as "must be ..."."""
+    return finding["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
 
 
 def problems_of_keys(

@@ -6,15 +6,17 @@ as the same model. What no family can say is an error; numbers that only trainin
 dropout in families that have none, are left out, and `omitted_settings` names them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+from pydantic import ValidationError
 
 from megaprec.errors import Problem, UserError
 from models.config import ModelConfig
 from models.equivalence import TRAINING_ONLY_KEYS, with_idle_keys_reset
-from tools.convert.core.settings import make_model
+from tools.convert.core.settings import problems_of_fields, requirement_of
 from tools.convert.hf.families import FAMILIES, keys_of
-from tools.convert.hf.keys import IDS, Json
+from tools.convert.hf.keys import IDS, ConfigKeys, Fields, Json, wrong_value
 from tools.convert.hf.quantized import require_readable
 
 # Fields that say nothing by themselves.
@@ -36,13 +38,16 @@ def from_hugging_face(config: Json) -> ModelConfig:
     keys = keys_of(config)
     try:
         require_readable(keys)
-        fields: dict[str, Any] = {"family": keys.family.ours}
+        fields: Fields = {"family": keys.family.ours}
+        keys_of_field = dict[str, frozenset[str]]()
         for entry in keys.family.entries:
-            fields |= entry.read(keys)
+            fields_of_entry, keys_of_entry = keys.read(entry)
+            fields |= fields_of_entry
+            keys_of_field |= dict.fromkeys(fields_of_entry, keys_of_entry)
         # Entries mark what they read; what is left may be of another model.
         if unread := list(keys.unread()):
             raise UserError(*unread)
-        return make_model(fields, "config.json")
+        return _make_model(fields, keys, keys_of_field)
     except UserError as error:
         # A null that was read explains what else went wrong.
         raise UserError(*(keys.nulls() or error.problems)) from error
@@ -50,6 +55,44 @@ def from_hugging_face(config: Json) -> ModelConfig:
     except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
         misstated = Problem.of("convert.hf_misstated", kind=model_type, error=error)
         raise UserError(*(keys.nulls() or [misstated])) from error
+
+
+def _make_model(
+    fields: Fields, keys: ConfigKeys, keys_of_field: Mapping[str, Collection[str]]
+) -> ModelConfig:
+    """Return the model with these fields. Raises UserError that names the keys which say wrong
+    ones.
+
+    keys_of_field: the keys that were read for each field.
+    """
+    try:
+        return ModelConfig(**fields)
+    except ValidationError as error:
+        of_keys = list[Problem]()
+        for finding in error.errors(include_url=False):
+            field = str(finding["loc"][0]) if finding["loc"] else ""
+            key = _key_with(finding["input"], keys, keys_of_field.get(field, ()))
+            if key:
+                remedy = requirement_of(finding).removeprefix("must be ")
+                of_keys.append(wrong_value(key, finding["input"], remedy))
+        # Fields that follow from several keys are wrong for the same reason.
+        problems = of_keys or problems_of_fields(error, "config.json")
+        raise UserError(*dict.fromkeys(problems)) from error
+
+
+def _key_with(value: Any, keys: ConfigKeys, candidates: Collection[str]) -> str:
+    """Return the first of some keys that has a number, as the file names it; "" if none has."""
+    if not isinstance(value, int | float):
+        return ""
+    for key in sorted(candidates):
+        stated = keys.stated.get(key)
+        inner = stated.items() if isinstance(stated, Mapping) else ()
+        if not isinstance(stated, bool) and stated == value:
+            return keys.as_stated(key)
+        for name, inner_value in inner:
+            if not isinstance(inner_value, bool) and inner_value == value:
+                return f"{keys.as_stated(key)}.{name}"
+    return ""
 
 
 def special_ids(config: Json) -> dict[str, Any]:

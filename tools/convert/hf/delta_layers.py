@@ -27,7 +27,7 @@ _WITHOUT_EFFECT = {
 def _read(config: ConfigKeys) -> Fields:
     """Return the sizes of gated delta nets and their layers: those of layer_types, otherwise all
     but each full_attention_interval-th."""
-    sizes = {ours: config[theirs] for theirs, ours in _SIZES.items()}
+    config.mark_read(*_SIZES)
     layers = config["num_hidden_layers"]
     types = config["layer_types"]
     # read by its class only if there are no types
@@ -44,6 +44,7 @@ def _read(config: ConfigKeys) -> Fields:
     # The sizes of what no layer has decide nothing.
     if not delta_layers:
         return {"delta_net": DeltaNet(), "delta_layers": ()}
+    sizes = {ours: config.above_zero(theirs) for theirs, ours in _SIZES.items()}
     return {"delta_net": sizes, "delta_layers": tuple(delta_layers)}
 
 

@@ -4,11 +4,47 @@ from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.convert.hf.keys import ConfigKeys, Entry, Fields, Json, require, same
 
+
+def numbers_of_experts(config: ConfigKeys, key: str) -> Fields:
+    """Return how many experts a layer has, and a token. Raises UserError for a number that cannot
+    be.
+
+    key: of the number of experts.
+    """
+    experts = config.above_zero(key)
+    per_token = config["num_experts_per_tok"]
+    # In some families it has no default.
+    if per_token is None:
+        raise UserError.of("convert.hf_missing", key="num_experts_per_tok")
+    if experts is not None and per_token > experts:
+        raise UserError.of(
+            "convert.hf_experts_per_token",
+            key=config.as_stated("num_experts_per_tok"),
+            per_token=per_token,
+            experts_key=config.as_stated(key),
+            experts=experts,
+        )
+    return {"experts": experts, "experts_per_token": per_token}
+
+
 # Of experts in all layers, as wide as intermediate_size says.
 LOCAL_EXPERTS = (
-    same("num_local_experts", "experts"),
-    same("num_experts_per_tok", "experts_per_token"),
+    Entry(
+        lambda config: numbers_of_experts(config, "num_local_experts"),
+        lambda model: {
+            "num_local_experts": model.experts,
+            "num_experts_per_tok": model.experts_per_token,
+        },
+    ),
     same("router_aux_loss_coef", "router_aux_loss"),
+)
+
+
+_KEYS_OF_QWENS_EXPERTS = (
+    "num_experts",
+    "num_experts_per_tok",
+    "router_aux_loss_coef",
+    "norm_topk_prob",
 )
 
 
@@ -17,22 +53,22 @@ def experts_of_qwen(shared: bool) -> Entry:
     with a gate."""
 
     def read(config: ConfigKeys) -> Fields:
-        routed: Fields = {
-            "experts": config["num_experts"],
-            "experts_per_token": config["num_experts_per_tok"],
-            "router_aux_loss": config["router_aux_loss_coef"],
-            "norm_topk": config["norm_topk_prob"],
-        }
+        config.mark_read(*_KEYS_OF_QWENS_EXPERTS)
         if shared:
-            width = config["shared_expert_intermediate_size"]
-            routed |= {"shared_experts": width, "shared_gate": True}
+            config.mark_read("shared_expert_intermediate_size")
         dense = _dense_layers_of_qwen(config)
         fields = _feed_forwards(config, dense)
         # A file may name experts that no layer has.
         if len(dense) == config["num_hidden_layers"]:
             return fields
+        routed: Fields = {
+            **numbers_of_experts(config, "num_experts"),
+            "router_aux_loss": config["router_aux_loss_coef"],
+            "norm_topk": config["norm_topk_prob"],
+        }
         if shared:
-            _require_shared(routed["shared_experts"])
+            width = _require_shared(config["shared_expert_intermediate_size"])
+            routed |= {"shared_experts": width, "shared_gate": True}
         return {**routed, **fields}
 
     def write(model: ModelConfig) -> Json:
@@ -60,11 +96,8 @@ def _read_qwen3_5(config: ConfigKeys) -> Fields:
     """
     # of feed-forwards without experts, which no layer has
     config.mark_read("intermediate_size")
-    if not config["num_experts"]:
-        raise UserError.of("convert.hf_value_kind", key="num_experts", value=0, remedy="above 0")
     return {
-        "experts": config["num_experts"],
-        "experts_per_token": config["num_experts_per_tok"],
+        **numbers_of_experts(config, "num_experts"),
         "router_aux_loss": config["router_aux_loss_coef"],
         "norm_topk": True,
         "ffn": config["moe_intermediate_size"],
@@ -121,15 +154,12 @@ def _feed_forwards(config: ConfigKeys, dense: list[int]) -> Fields:
 def _read_glm4_moe(config: ConfigKeys) -> Fields:
     first = config["first_k_dense_replace"]
     layers = config["num_hidden_layers"]
-    # Several shared experts compute what one of their widths together does.
-    shared = config["n_shared_experts"] * config["moe_intermediate_size"]
     if first >= layers:
         raise UserError.of("convert.hf_glm4_dense_layers", first=first, layers=layers)
-    if not shared > 0:
-        raise UserError.of("convert.hf_shared_experts", n_shared_experts=config["n_shared_experts"])
+    # Several shared experts compute what one of their widths together does.
+    shared = config.above_zero("n_shared_experts") * config.above_zero("moe_intermediate_size")
     return {
-        "experts": config["n_routed_experts"],
-        "experts_per_token": config["num_experts_per_tok"],
+        **numbers_of_experts(config, "n_routed_experts"),
         "norm_topk": config["norm_topk_prob"],
         "shared_experts": shared,
         "router_aux_loss": 0.0,
@@ -181,12 +211,7 @@ def _deepseek_experts(config: ConfigKeys) -> Fields:
     experts = 0."""
     shared = config["n_shared_experts"]
     scale = config["routed_scaling_factor"]
-    routed = {
-        "experts": config["n_routed_experts"],
-        "experts_per_token": config["num_experts_per_tok"],
-        "router_aux_loss": config["aux_loss_alpha"],
-        "norm_topk": False,
-    }
+    config.mark_read("n_routed_experts", "num_experts_per_tok", "aux_loss_alpha")
     dense = min(config["first_k_dense_replace"], config["num_hidden_layers"])
     fields = _feed_forwards(config, list(range(dense)))
     # `_feed_forwards` states their number only where it is 0.
@@ -194,7 +219,13 @@ def _deepseek_experts(config: ConfigKeys) -> Fields:
         return fields
     if not shared or not scale:
         raise UserError.of("convert.hf_deepseek_experts", shared=shared, scale=scale)
-    return {**routed, **fields, "shared_experts": shared * config["moe_intermediate_size"]}
+    return {
+        **numbers_of_experts(config, "n_routed_experts"),
+        "router_aux_loss": config["aux_loss_alpha"],
+        "norm_topk": False,
+        "shared_experts": shared * config.above_zero("moe_intermediate_size"),
+        **fields,
+    }
 
 
 def _require_groups(config: ConfigKeys) -> None:

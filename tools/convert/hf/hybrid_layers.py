@@ -9,7 +9,7 @@ from typing import Any
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
-from tools.convert.hf.experts import corrected_router
+from tools.convert.hf.experts import corrected_router, numbers_of_experts
 from tools.convert.hf.keys import ConfigKeys, Entry, Fields, Json, require
 from tools.convert.hf.windows import require_count
 
@@ -83,11 +83,13 @@ def _read_pattern(config: ConfigKeys) -> Fields:
         names = config["layers_block_type"]
         key = "layers_block_type" if names else "hybrid_override_pattern"
         require_count(pattern, layers, key)
-    sizes = {ours: config[theirs] for theirs, ours in _SIZES.items()}
-    # transformers has the least initial time step for the least one of all.
-    sizes["least_step"] = float(config["time_step_min"])
+    config.mark_read(*_SIZES, "time_step_min")
+    mamba: Fields = {}
     # The sizes of what no layer has decide nothing.
-    mamba = sizes if "M" in pattern else {}
+    if "M" in pattern:
+        mamba = {ours: config.above_zero(theirs) for theirs, ours in _SIZES.items()}
+        # transformers has the least initial time step for the least one of all.
+        mamba["least_step"] = float(config["time_step_min"])
     return {"layers": len(pattern), "hybrid_pattern": pattern, "mamba": mamba}
 
 
@@ -112,10 +114,10 @@ def _read_feed_forwards(config: ConfigKeys) -> Fields:
     """Return the widths of feed-forwards, and the experts if a layer has them."""
     config.mark_read(*_KEYS_OF_EXPERTS)
     pattern = _pattern(config)
-    dense_width = config["intermediate_size"]
+    config.mark_read("intermediate_size")
     biased = config["mlp_bias"]
     if "E" not in pattern:
-        return {"ffn": dense_width, "mlp_bias": biased}
+        return {"ffn": config["intermediate_size"], "mlp_bias": biased}
     # Its class gives biases to shared experts and none to the others.
     require(biased, "mlp_bias", (False, None))
     latent = config["moe_latent_size"]
@@ -130,8 +132,7 @@ def _read_feed_forwards(config: ConfigKeys) -> Fields:
             "convert.hf_shared_expert_zero", key="moe_shared_expert_intermediate_size"
         )
     fields: Fields = {
-        "experts": config["n_routed_experts"],
-        "experts_per_token": config["num_experts_per_tok"],
+        **numbers_of_experts(config, "n_routed_experts"),
         "norm_topk": config["norm_topk_prob"],
         "ffn": config["moe_intermediate_size"],
         "shared_experts": shared,
@@ -140,7 +141,7 @@ def _read_feed_forwards(config: ConfigKeys) -> Fields:
     }
     # The width of a feed-forward that no layer has decides nothing.
     if "-" in pattern:
-        fields["dense_ffn"] = dense_width
+        fields["dense_ffn"] = config["intermediate_size"]
     return fields
 
 

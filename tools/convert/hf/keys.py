@@ -18,6 +18,7 @@ from typing import Any
 
 from megaprec.errors import Problem, UserError
 from models.config import ModelConfig
+from models.latent import LARGEST_SIZE
 
 Json = Mapping[str, Any]
 Fields = dict[str, Any]  # of a ModelConfig
@@ -46,6 +47,8 @@ _KIND_OF_KEY: dict[str, type] = {
     "hybrid_override_pattern": str,
     "time_step_limit": list,
     "mlp_only_layers": list,
+    "rope_parameters": dict,
+    "rope_scaling": dict,
 }
 _MAY_BE_NULL = (
     "num_key_value_heads",
@@ -82,6 +85,7 @@ _ABOVE_ZERO = (
     "swiglu_alpha",
     "swiglu_limit",
     "time_step_min",
+    "rope_local_base_freq",
 )
 _NUMBERS_OF_LAYERS = (
     "num_hidden_layers",
@@ -98,6 +102,7 @@ _DESCRIPTIONS: dict[type, str] = {
     float: "a number, 0 or more",
     str: "text",
     list: "a list",
+    dict: "a table",
 }
 
 _GENERATION_KEYS = (
@@ -256,6 +261,7 @@ class ConfigKeys:
         self.family = family
         self.stated = dict(config)
         self._read = set[str]()
+        self._aliases = dict[str, str]()  # of the file: the usual name -> the one that it has
         if problems := list(_wrong_kinds(config, family)):
             raise UserError(*problems)
         for alias, name in family.aliases.items():
@@ -266,6 +272,7 @@ class ConfigKeys:
         """Take the value of `alias` for that of `name`."""
         # transformers takes either name, but a file with both must say one thing.
         stated_value = self.stated.pop(alias)
+        self._aliases.setdefault(name, alias)
         if self.stated.setdefault(name, stated_value) != stated_value:
             raise UserError.of(
                 "convert.hf_alias_differs",
@@ -278,6 +285,27 @@ class ConfigKeys:
     def __getitem__(self, key: str) -> Any:
         self.mark_read(key)
         return self.stated[key] if key in self.stated else self.family.defaults[key]
+
+    def as_stated(self, key: str) -> str:
+        """Return the name by which the file has a key."""
+        return self._aliases.get(key, key)
+
+    def read(self, entry: Entry) -> tuple[Fields, frozenset[str]]:
+        """Return the fields of an entry, and the keys that it read for them."""
+        earlier = self._read
+        self._read = set()
+        try:
+            fields = entry.read(self)
+            return fields, frozenset(self._read)
+        finally:
+            self._read |= earlier
+
+    def above_zero(self, key: str) -> Any:
+        """Return the value of a key. Raises UserError if it is 0."""
+        value = self[key]
+        if value == 0:
+            raise UserError(wrong_value(self.as_stated(key), value, "above 0"))
+        return value
 
     def mark_read(self, *keys: str) -> None:
         """Record that keys were read, or need not be."""
@@ -352,7 +380,12 @@ def _wrong_kinds(config: Json, family: Family) -> Iterator[Problem]:
             continue
         remedy = _remedy_of_ids(value) if key in IDS else _remedy_of_kind(key, value, family)
         if remedy:
-            yield Problem.of("convert.hf_value_kind", key=key, value=short(value), remedy=remedy)
+            yield wrong_value(key, value, remedy)
+
+
+def wrong_value(key: str, value: Any, remedy: str) -> Problem:
+    """Return the line about a value that must be another. remedy: what it must be."""
+    return Problem.of("convert.hf_value_kind", key=key, value=short(value), remedy=remedy)
 
 
 def _remedy_of_ids(value: Any) -> str:
@@ -366,21 +399,23 @@ def _remedy_of_kind(key: str, value: Any, family: Family) -> str:
     name = family.aliases.get(key, key)
     if name not in family.defaults:
         return ""
-    kind = _KIND_OF_KEY.get(key, type(family.defaults[name]))
+    kind = _KIND_OF_KEY.get(name, type(family.defaults[name]))
     if kind not in _DESCRIPTIONS:
         return ""
     if not _is_of_kind(value, kind):
         return _DESCRIPTIONS[kind]
-    if key in _ABOVE_ZERO and not value:
+    if name in _ABOVE_ZERO and not value:
         return "above 0"
-    if kind is int and key in _NUMBERS_OF_LAYERS and value > MOST_LAYERS:
+    if kind is int and name in _NUMBERS_OF_LAYERS and value > MOST_LAYERS:
         return f"at most {MOST_LAYERS}"
+    if kind is int and value > LARGEST_SIZE:
+        return f"at most {LARGEST_SIZE}"
     return ""
 
 
 def _is_of_kind(value: Any, kind: type) -> bool:
     """Return True if a value is of a kind; true is no number, and no number is below 0."""
-    if kind in (bool, str, list):
+    if kind in (bool, str, list, dict):
         return isinstance(value, kind)
     # A whole number may stand for one with a fraction, as JSON writers abbreviate 1.0.
     number_types = (int,) if kind is int else (int, float)

@@ -13,7 +13,7 @@ from typing import Any
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from models.rope_scaling import ORIGINAL, PARAMETERS
-from tools.convert.hf.keys import ConfigKeys, Entry, Fields, Json, require
+from tools.convert.hf.keys import ConfigKeys, Entry, Fields, Json, require, wrong_value
 
 _REQUIRED = {"llama3": ("low_freq_factor", "high_freq_factor")}  # besides a factor
 DEFAULT = {"rope_type": "default"}
@@ -219,6 +219,9 @@ def _read_by_layer(config: ConfigKeys, window_base: float, has_window: bool) -> 
     # Without such layers, or where all turn alike, one set of fields says all.
     if not has_window or fields == window_fields:
         return fields
+    if not window_fields["rope_base"] > 1:
+        key = "rope_parameters.sliding_attention.rope_theta"
+        raise UserError(wrong_value(key, window_fields["rope_base"], "above 1"))
     if window_fields["rope_scaling"]:
         raise UserError.of("convert.rope_sliding_scaled")
     return {**fields, "window_rope_base": window_fields["rope_base"]}
@@ -256,14 +259,17 @@ def _tables_by_layer(config: ConfigKeys) -> tuple[Fields, Fields]:
     """Return the rope parameters of layers without the window, and of those with it; empty where
     the file does not say them."""
     tables = config["rope_parameters"] or {}
-    if not isinstance(tables, Mapping) or set(tables) - set(LAYER_TYPES):
+    if set(tables) - set(LAYER_TYPES):
         raise UserError.of(
             "convert.rope_by_layer", tables=tables, layer_types=" and ".join(LAYER_TYPES)
         )
     by_type = []
     for layer_type in LAYER_TYPES:
         table = tables.get(layer_type) or {}
-        by_type.append(_with_rope_type(table, f"rope_parameters.{layer_type}"))
+        key = f"rope_parameters.{layer_type}"
+        if not isinstance(table, Mapping):
+            raise UserError(wrong_value(key, table, "a table"))
+        by_type.append(_with_rope_type(table, key))
     full, windowed = by_type
     return full, windowed
 
@@ -323,10 +329,7 @@ def _require_same(older: Mapping[str, Any], newer: Mapping[str, Any], config: Co
 
 def _table(config: ConfigKeys, config_key: str) -> dict[str, Any]:
     """Return the rope parameters under a key; empty if there are none."""
-    table = config[config_key] or {}
-    if not isinstance(table, Mapping):
-        raise UserError.of("convert.rope_not_object", key=config_key, table=table)
-    return _with_rope_type(table, config_key)
+    return _with_rope_type(config[config_key] or {}, config_key)
 
 
 def _with_rope_type(table: Mapping[str, Any], config_key: str) -> dict[str, Any]:

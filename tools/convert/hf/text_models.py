@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megaprec.errors import UserError
-from tools.convert.hf.keys import FREE, IDS, short
+from tools.convert.hf.keys import FREE, IDS, short, wrong_value
 
 Json = Mapping[str, Any]
 
@@ -109,7 +109,11 @@ def text_config(config: Json) -> Json:
 
 
 def _check_outer_keys(config: Json, inner_config: Json, wrapper: Wrapper) -> None:
-    """Raise UserError for keys beside text_config that are not known, or contradict it."""
+    """Raise UserError for keys beside text_config that are not known, or contradict it, and for
+    parts that are none."""
+    for part in PARTS:
+        if part in config and not isinstance(config[part], Mapping | None):
+            raise UserError(wrong_value(part, config[part], "a table"))
     for outer_key in config.keys() - {*FREE, *wrapper.keys, *OUTER_TEXT_KEYS, "text_config"}:
         if config[outer_key] is not None:
             raise UserError.of(

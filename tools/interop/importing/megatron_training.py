@@ -235,6 +235,10 @@ def add_precision(arguments: Arguments) -> None:
         arguments.refuse("give one of them", *halves)
         return
     (half,) = halves or ["fp32"]
+    if arguments.get("fp4") and half != "bf16":
+        why = "Transformer Engine's NVFP4 takes BF16 alone: give --bf16, and no --fp16"
+        arguments.refuse(why, "fp4", *halves)
+        return
     try:
         plan = resolve(_fields_of_nemo(arguments, half)).plan
     except UserError as error:

@@ -1,0 +1,142 @@
+"""Numbers of a config.json that no model can have: one line that names the key and the value."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from megaprec.errors import UserError
+from tests.other_systems import CONFIGS
+from tests.refusals import raises
+from tools.convert.hf.config import from_hugging_face
+from tools.convert.hf.families import FAMILIES
+from tools.convert.hf.keys import FREE
+
+KINDS = tuple(FAMILIES)
+# with layers of all kinds
+SMALL = {kind: CONFIGS[kind] for kind in KINDS} | {"nemotron_h": CONFIGS["nemotron_h-experts"]}
+NO_SIZE = "query_pre_attn_scalar"  # a number that may have a fraction
+# 0 is none of them, or changes nothing in a model of that kind
+MAY_BE_ZERO = {
+    "first_k_dense_replace",
+    "max_window_layers",
+    "mtp_num_hidden_layers",
+    "num_mtp_layers",
+    "num_nextn_predict_layers",
+}
+IDLE_AT_ZERO = {
+    ("qwen2_moe", "num_experts"),
+    ("qwen3_moe", "num_experts"),
+    ("qwen3_moe", "num_local_experts"),
+    ("qwen3_next", "num_experts"),
+    ("qwen3_next", "num_local_experts"),
+    *((kind, "sliding_window") for kind in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")),
+    *((kind, "intermediate_size") for kind in ("qwen2_moe", "qwen3_moe", "qwen3_next")),
+    *((kind, "intermediate_size") for kind in ("qwen3_5_moe_text", "deepseek_v2")),
+}
+
+
+def sizes(kind: str) -> Iterator[str]:
+    """The names of the whole numbers of a family's config.json that it reads, other names too."""
+    family = FAMILIES[kind]
+    numbers = {**family.defaults, **SMALL[kind]}
+    for name in (*numbers, *family.aliases):
+        value = numbers.get(family.aliases.get(name, name))
+        is_other = name in FREE or name == NO_SIZE or name.endswith("token_id")
+        if type(value) is int and not is_other:
+            yield name
+
+
+def without_other_names(kind: str, key: str) -> dict[str, Any]:
+    """A small config.json without the other names of a key."""
+    aliases = FAMILIES[kind].aliases
+    usual = aliases.get(key, key)
+    return {name: value for name, value in SMALL[kind].items() if aliases.get(name, name) != usual}
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2**70])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_size_that_no_model_has_is_one_line_of_its_key(kind: str, wrong: int) -> None:
+    keys = [*sizes(kind)]
+    assert len(keys) > 5
+    for key in keys:
+        config = {**without_other_names(kind, key), key: wrong}
+        try:
+            from_hugging_face(config)
+        except UserError as error:
+            (line,) = error.problems
+            assert f" {key} = {wrong}" in line, (key, line)
+        else:
+            may_be_zero = key in MAY_BE_ZERO or (kind, key) in IDLE_AT_ZERO
+            assert wrong == 0 and may_be_zero, key
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "wrong"),
+    [
+        ("gpt_neox", "rotary_pct", 3.5),
+        ("gpt_neox", "rotary_emb_base", 0),
+        ("llama", "rope_theta", 0.5),
+        ("llama", "attention_dropout", 1.0),
+        ("gpt2", "embd_pdrop", 3),
+        ("gemma3_text", "rope_local_base_freq", 0),
+        ("nemotron_h", "mamba_dt_min", 0),
+        ("nemotron_h", "mamba_dt_limit", 3.5),
+        ("deepseek_v3", "routed_scaling_factor", 0),
+    ],
+)
+def test_a_number_that_no_model_has_is_one_line_of_its_key(
+    kind: str, key: str, wrong: float
+) -> None:
+    config = {**without_other_names(kind, key), "rope_parameters": None, key: wrong}
+    with pytest.raises(UserError) as caught:
+        from_hugging_face(config)
+    (line,) = caught.value.problems
+    assert f" {key} = {wrong}" in line
+
+
+@pytest.mark.parametrize(
+    ("kind", "experts"),
+    [
+        ("mixtral", "num_local_experts"),
+        ("gpt_oss", "num_local_experts"),
+        ("qwen2_moe", "num_experts"),
+        ("qwen3_next", "num_experts"),
+        ("qwen3_5_moe_text", "num_experts"),
+        ("glm4_moe", "n_routed_experts"),
+        ("deepseek_v2", "n_routed_experts"),
+        ("deepseek_v3", "n_routed_experts"),
+        ("nemotron_h", "n_routed_experts"),
+    ],
+)
+def test_more_experts_of_a_token_than_there_are_is_said_of_their_key(
+    kind: str, experts: str
+) -> None:
+    config = SMALL[kind]
+    count = config[experts]
+    with raises("convert.hf_experts_per_token", per_token=99, experts_key=experts, experts=count):
+        from_hugging_face({**config, "num_experts_per_tok": 99})
+
+
+def test_experts_without_the_number_of_a_token_are_refused_by_that_key() -> None:
+    config = SMALL["deepseek_v2"]
+    for change in ({}, {"num_experts_per_tok": None}):
+        without = {key: config[key] for key in config if key != "num_experts_per_tok"}
+        with raises("convert.hf_missing", key="num_experts_per_tok"):
+            from_hugging_face(without | change)
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("wrong", [0, False, "", []])
+def test_positions_that_are_no_table_are_refused(kind: str, key: str, wrong: object) -> None:
+    with raises("convert.hf_value_kind", key=key, remedy="a table"):
+        from_hugging_face({**SMALL[kind], key: wrong})
+
+
+def test_the_base_of_windows_in_a_table_is_above_one() -> None:
+    table = {"sliding_attention": {"rope_type": "default", "rope_theta": 0}}
+    config = {**SMALL["gemma3_text"], "rope_parameters": table}
+    config.pop("rope_local_base_freq", None)
+    with raises("convert.hf_value_kind", key="rope_parameters.sliding_attention.rope_theta"):
+        from_hugging_face(config)

@@ -56,6 +56,7 @@ from megaprec.data.readers import (
 )
 from megaprec.data.text_files import is_hidden, left_out_words, text_files
 from megaprec.errors import Problem, UserError
+from megaprec.url_secrets import masked
 
 SHOWN = 20  # lines about bad files and rows
 ROW = re.compile(r"(.*?):\d+: (.*)", re.DOTALL)  # a line about a row: its file, and the reason
@@ -204,7 +205,7 @@ class Source:
                 version = f"{state.st_size}\0{state.st_mtime_ns}"
             digest.update(name + f"\0{version}\n".encode())
         identity: dict[str, str | int | None] = {
-            "name": self.name,
+            "name": masked(self.name),
             "text_field": self.options.field,
             "max_chars": self.options.max_chars,
             "files": len(self.files),

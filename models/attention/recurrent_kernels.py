@@ -23,6 +23,7 @@ causal-conv1d 1.6.1, whose sources were read.
 """
 
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -41,6 +42,9 @@ from models.config import ModelConfig
 NARROW = (torch.bfloat16, torch.float16)
 # Features of a head's query and key that flash-linear-attention takes.
 WIDEST_KEY = 256
+# Its releases before 0.6 take fewer tokens than heads, such as a short prompt, for tensors of
+# another layout, and warn.
+FEWER_TOKENS_THAN_HEADS = "Input tensor shape suggests potential format mismatch"
 # Tokens that the convolution of causal-conv1d may see, and a divisor of its features.
 CONVOLVED_TOKENS = (2, 3, 4)
 FEATURES_DIVIDE_BY = 8
@@ -155,7 +159,7 @@ def find(package: Package) -> Choice:
     return Choice(kernel, f"{package.name} {release}")
 
 
-def names(model: ModelConfig, tp: int, setting: Setting) -> list[str]:
+def describe(model: ModelConfig, tp: int, setting: Setting) -> list[str]:
     """Return what computes the parts of the layers of a model that have a recurrent state; none if
     no layer has one.
 
@@ -212,13 +216,15 @@ def delta_rule(
     # Documents are sequences of their own in samples laid end to end: [1, b * s, n, ...].
     if starts is not None:
         tensors = [x.flatten(0, 1).unsqueeze(0) for x in tensors]
-    outputs, last = kernel(
-        *tensors,
-        scale=1.0,  # queries have their scale
-        initial_state=state,
-        output_final_state=starts is None,
-        cu_seqlens=starts,
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", FEWER_TOKENS_THAN_HEADS)
+        outputs, last = kernel(
+            *tensors,
+            scale=1.0,  # queries have their scale
+            initial_state=state,
+            output_final_state=starts is None,
+            cu_seqlens=starts,
+        )
     outputs = outputs.view(samples, length, *outputs.shape[2:])
     return outputs.transpose(1, 2).to(inputs.value.dtype), last
 

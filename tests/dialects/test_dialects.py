@@ -480,7 +480,7 @@ def test_every_field_has_an_origin(system: str) -> None:
             {"precision": "bf16", "fp8": "hybrid", "fp4": "e2m1"},
             [".*fp4 = .*fp8 is given too: at most .*"],
         ),
-        ("nemo", {"precision": "32", "fp4": "e2m1"}, ['.*fp4 = .*BF16 alone, not float32: use .*']),
+        ("nemo", {"precision": "32", "fp4": "e2m1"}, [".*fp4 = .*BF16 alone, not float32: use .*"]),
         (
             "nemo",
             {"precision": "16-mixed", "fp4": "e2m1"},

@@ -6,6 +6,7 @@ gradients.
 """
 
 import sys
+import warnings
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from itertools import pairwise
@@ -40,6 +41,13 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """q, k [b, s, n, d], v [b, s, n, v], g and beta [b, s, n]; state [sequences, n, d, v]."""
     samples, length, heads, key_dim = q.shape
+    # as releases before 0.6
+    if length < heads:
+        warnings.warn(
+            "Input tensor shape suggests potential format mismatch: "
+            f"seq_len ({length}) < num_heads ({heads}).",
+            stacklevel=2,
+        )
     assert q.dtype == k.dtype == v.dtype and g.dtype == beta.dtype == wide(q)
     assert k.shape == q.shape and v.shape[:3] == q.shape[:3]
     assert g.shape == beta.shape == (samples, length, heads) and key_dim <= 256

@@ -23,7 +23,7 @@ from models.attention.recurrent_kernels import (
     Package,
     Setting,
     choose,
-    names,
+    describe,
 )
 from models.attention.short_convolution import short_convolution
 from models.config import ModelConfig
@@ -272,19 +272,19 @@ def test_the_parts_of_a_model_are_named_with_what_computes_them(
         install(monkeypatch, package, function=FUNCTIONS[package])
     missing = "convolution by plain torch (causal-conv1d is not installed)"
     by_fla = "gated delta rule by flash-linear-attention 9.8.7"
-    assert names(DELTA_NET, 1, ON_GPU) == [by_fla, missing]
-    assert names(MAMBA, 1, ON_GPU) == ["state space by mamba-ssm 9.8.7", missing]
+    assert describe(DELTA_NET, 1, ON_GPU) == [by_fla, missing]
+    assert describe(MAMBA, 1, ON_GPU) == ["state space by mamba-ssm 9.8.7", missing]
     # 24 features are 12 on each of two ranks
     uneven = "convolution by plain torch (causal-conv1d takes features in multiples of 8)"
-    assert names(MAMBA, 2, ON_GPU)[1] == uneven
+    assert describe(MAMBA, 2, ON_GPU)[1] == uneven
     wide = {"key_heads": 1, "value_heads": 1, "key_dim": 257, "value_dim": 2, "kernel": 5}
     keys = dict(DELTA_NET_KEYS, delta_net=wide)
     config = ModelConfig(**SIZES, **keys)
-    assert names(config, 1, ON_GPU) == [
+    assert describe(config, 1, ON_GPU) == [
         "gated delta rule by plain torch (flash-linear-attention has keys of at most 256 features)",
         "convolution by plain torch (causal-conv1d sees 2 to 4 tokens)",
     ]
-    assert names(ModelConfig(family="llama", **SIZES), 1, ON_GPU) == []
+    assert describe(ModelConfig(family="llama", **SIZES), 1, ON_GPU) == []
 
 
 @pytest.mark.parametrize(

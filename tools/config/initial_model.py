@@ -79,6 +79,8 @@ def _add_model(
         if name == "vocab" and rows:
             yield Problem.of("config.vocabulary_shrinks", vocab=vocab.value, rows=rows, file=origin)
             continue
+        # what else is wrong is said of one model, not of a mixture of both
+        settings[key] = Setting(value, origin)
         # positions are learned, or this key would be free
         if name == "max_positions":
             yield learned_positions(model, chosen.value, origin)

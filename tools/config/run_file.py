@@ -30,6 +30,7 @@ from megaprec.errors import Problem, UserError, did_you_mean
 from megaprec.optim.lr import LRSchedule
 from megaprec.parsing import MOST_SETTINGS, home_expanded, home_problem, parse_toml, read_text
 from megaprec.precision.plan import PrecisionPlan
+from megaprec.url_secrets import has_user, texts_in
 from models.attention import recurrent_kernels
 from models.attention.backends import kernel_names
 from models.config import ModelConfig
@@ -213,7 +214,7 @@ class RunConfig(BaseModel):
             canonical=self.train.numerics == "canonical",
             deterministic=self.train.deterministic,
         )
-        return recurrent_kernels.names(model, self.parallel.tensor, setting)
+        return recurrent_kernels.describe(model, self.parallel.tensor, setting)
 
     @property
     def engine_options(self) -> EngineOptions:
@@ -349,6 +350,14 @@ class RunConfig(BaseModel):
         return "\n".join(lines) + "\n"
 
 
+def _passwords(settings: Mapping[str, Setting]) -> Iterator[Problem]:
+    """Yield a problem for each key with the password of a URL, which the run folder would keep."""
+    for key, setting in settings.items():
+        if any(map(has_user, texts_in(setting.value))):
+            value = toml(setting.value)
+            yield Problem.of("config.url_password", key=key, value=value, origin=setting.origin)
+
+
 @lru_cache(maxsize=64)
 def _cached_plan(
     tables: tuple[Precision, FP8],
@@ -387,6 +396,7 @@ class RunFile:
         self.problems += self._dialect.problems
         self.problems += unknown_key_problems(settings, _known_fields())
         self.problems += _two_sources(settings)
+        self.problems += _passwords(settings)
 
         # weaker origins fill in what is still open
         self.notes = [*removed_notes, *self._dialect.notes, *_replace_model(settings)]

@@ -21,6 +21,7 @@ from threading import Thread
 from typing import Any, Protocol
 
 from megaprec.errors import UserError, did_you_mean
+from megaprec.url_secrets import masked
 from megaprec.user_functions import find_function
 from tools.journal.mlflow_tracker import MLflow
 from tools.journal.router_records import router_scalars
@@ -59,9 +60,9 @@ class Tracker(Protocol):
     def start(self, configuration: Mapping[str, Any], step: int) -> None:
         """Begin, before any numbers.
 
-        configuration: the tables of the run file with all their keys. step: 0 for a new run,
-        or the step from which the run resumes; what was logged of later steps is void, for these
-        steps are taken again.
+        configuration: the tables of the run file with all their keys, without secrets of URLs.
+        step: 0 for a new run, or the step from which the run resumes; what was logged of later
+        steps is void, for these steps are taken again.
         """
 
     def log(self, step: int, numbers: Numbers) -> None:
@@ -276,7 +277,7 @@ def _factory(tracker_name: str) -> Factory:
 
 def _in_a_line(error: BaseException) -> str:
     kind = type(error).__name__
-    message = " ".join(str(error).split())
+    message = masked(" ".join(str(error).split()))
     if not message:
         return kind
     if len(message) > LONGEST_MESSAGE:

@@ -15,6 +15,7 @@ from megaprec.durable import file_error
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.resources import peak_memory
+from megaprec.url_secrets import masked_inside
 from tools.config.run_file import RunConfig
 from tools.console.units import date_now
 from tools.convert.train_state import TrainState
@@ -47,7 +48,7 @@ def record_run(
     log_settings = config.log
     first_step = progress().step
     branches = resumed is not None and is_branch(config, resumed)
-    settings = config.model_dump(mode="json")
+    settings = masked_inside(config.model_dump(mode="json"))
     feeds = [Feed(name, folder, settings, first_step) for name in log_settings.to]
     with (
         _naming_the_checkpoint(config, progress, first_step),

@@ -1,0 +1,90 @@
+"""Passwords of URLs: no run folder, tracker or record of data has them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaprec.data.text import Source
+from megaprec.url_secrets import has_user, masked_inside
+from tests.refusals import raises
+from tools.config.run_file import load_run
+from tools.journal.trackers import _in_a_line
+from tools.training import recording
+
+RUN = [
+    "model.preset=llama-demo",
+    "train.steps=1",
+    "train.seq_length=8",
+    "train.global_batch=1",
+    "train.micro_batch=1",
+]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data.source", "https://me:hidden@host/tokens"),
+        ("data.source", "https://hidden@host/tokens"),
+        ("data.source", "sftp://me:hidden@host/tokens"),
+        ("data.blend", '{"https://me:hidden@host/a" = 0.5, "b" = 0.5}'),
+        ("data.validation", '{more = "ftp://me:hidden@host/a"}'),
+        ("data.tokenizer", "https://me:hidden@host/tokenizer.json"),
+        ("train.init_from", "https://me:hidden@host/model"),
+    ],
+)
+def test_a_run_file_has_no_password_of_a_url(key: str, value: str) -> None:
+    with raises("config.url_password", key=key) as caught:
+        load_run(None, [*RUN, f"{key}={value}"])
+    said = [*caught.value.problems, *(str(problem.fields) for problem in caught.value.problems)]
+    assert "hidden" not in "".join(said)
+
+
+@pytest.mark.parametrize(
+    "source", ["abfs://container@account/a", "s3://bucket/a", "hf://datasets/a/b@main/c"]
+)
+def test_what_is_no_password_is_no_problem(source: str) -> None:
+    assert load_run(None, [*RUN, f"data.source={source}"]).data.source == source
+    assert not has_user(source)
+
+
+class Sent(Exception):
+    """What a tracker would have been sent."""
+
+
+def test_trackers_are_sent_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "https://host/tokens?X-Amz-Signature=s3cret"
+    config = load_run(None, [*RUN, f"data.source={source}", 'log.to=["tensorboard"]'])
+    assert config.data.source == source
+
+    def feed(name: str, folder: Path, settings: Any, step: int) -> None:
+        raise Sent(json.dumps(settings))
+
+    class Progress:
+        step = 0
+
+    monkeypatch.setattr(recording, "Feed", feed)
+    nothing: Any = None
+    run: Any = recording.record_run
+    with pytest.raises(Sent) as sent, run(config, nothing, None, Progress, nothing):
+        pass
+    assert '"https://host/tokens?***"' in str(sent.value) and "s3cret" not in str(sent.value)
+    sent_tables = json.loads(str(sent.value))
+    sent_tables["data"]["source"] = source
+    assert sent_tables == config.model_dump(mode="json")
+
+
+def test_keys_and_values_of_tables_are_masked_inside() -> None:
+    table = {"https://u:hidden@h/a": [1, None, ("sftp://u:hidden@h/b", True)]}
+    assert masked_inside(table) == {"https://***@h/a": [1, None, ["sftp://u:***@h/b", True]]}
+
+
+def test_the_error_of_a_tracker_shows_no_password() -> None:
+    error = ConnectionError("POST https://me:hidden@tracker/api: no answer")
+    assert _in_a_line(error) == "ConnectionError: POST https://***@tracker/api: no answer"
+
+
+def test_the_record_of_a_data_set_has_no_password() -> None:
+    source = Source("https://me:hidden@host/text?signature=hidden", Path("/"), ())
+    assert source.identity()["name"] == "https://***@host/text?***"

@@ -10,6 +10,7 @@ The result of a dialect is a `Resolved`: the precision plan, and run-file keys t
 configuration decides. Every decision carries its origin, the key that decided it.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -128,6 +129,10 @@ NO_MARGIN = (
 )
 
 
+# as pydantic writes a bound of loss scales
+SMALL_FRACTION = re.compile(r"\b0\.0{5,}\d+")
+
+
 def literals_of(details: ErrorDetails) -> list[str]:
     """Return the words that a key may have, of pydantic's error about another word."""
     # pydantic lists them as "'a', 'b' or 'c'"
@@ -146,6 +151,7 @@ def _explanation(table_class: type[Keys], key: str, details: ErrorDetails) -> st
     # pydantic's messages in our words
     message = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     message = message.replace("must be a valid boolean", "must be true or false")
+    message = SMALL_FRACTION.sub(lambda number: f"{float(number[0]):.4g}", message)
     if details["type"] == "literal_error":
         message += did_you_mean(str(details["input"]), literals_of(details))
     return message

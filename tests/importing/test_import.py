@@ -485,6 +485,11 @@ def test_a_run_that_is_shorter_than_megatrons_period_of_evaluation_is_told_of_no
             "--lr-warmup-fraction 0.033",
             "--lr-warmup-fraction 0.033: are 3.3 of 100, no whole number: give lr.warmup=N",
         ),
+        (
+            "--position-embedding-type rope --rotary-percent 0",
+            "^--rotary-percent 0: model.rotary_fraction = 0.0 must be greater",
+        ),
+        ("--fp16 --loss-scale -5", "^--loss-scale = -5.0: must be .* 1.175e-38$"),
         ("--fp4-format e2m1", "^--fp4-format e2m1: .* BF16 alone: give --bf16"),
         ("--fp16 --fp4-format e2m1", "^--fp4-format e2m1 --fp16: .* BF16 alone: give --bf16"),
         (

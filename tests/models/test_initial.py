@@ -15,7 +15,7 @@ from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from parallel import layers
 from parallel.pipeline.builders import schedule
-from tests.other_systems import slow
+from tests.other_systems import slow, write_folder
 from tests.refusals import raises, shows
 from tests.runs import checkpoint, rewind, steps, tensors, train, train_on, write_run
 from tools.cli import main
@@ -114,6 +114,30 @@ def test_the_model_and_the_tokenizer_come_from_the_checkpoint(file: Path) -> Non
     assert Path(config.data.tokenizer) == found / "text.model"
     with raises("config.not_of_weights", key="model.ffn", value=40, value_of_weights=32):
         resolve_run(bare, [f"train.init_from={found}", "model.ffn=40"])
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "ffn=44",
+        "heads=16",
+        "layers=3",
+        "experts=2",
+        'hybrid_pattern="M"',
+        "latent={kv_rank=8, rope_dim=2, nope_dim=2, value_dim=2}",
+    ],
+)
+def test_a_key_that_contradicts_the_weights_is_one_line_and_no_other_follows(
+    key: str, tmp_path: Path
+) -> None:
+    folder = write_folder(tmp_path / "weights", "llama")
+    name, _, _ = key.partition("=")
+    needed = ["train.steps=1", "train.global_batch=1", "train.micro_batch=1", "data.source=x"]
+    needed += ["train.seq_length=8", "data.vocab_size=131"]
+    resolve_run(None, [f"train.init_from={folder}", *needed])
+    with raises("config.not_of_weights", key=f"model.{name}") as caught:
+        resolve_run(None, [f"train.init_from={folder}", *needed, f"model.{key}"])
+    assert len(caught.value.problems) == 1
 
 
 def test_a_vocabulary_that_is_left_open_is_that_of_the_weights_which_may_be_padded(

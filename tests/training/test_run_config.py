@@ -207,12 +207,21 @@ def test_unknown_names_in_a_file_say_which_file_and_a_table_is_named_once(run_fi
         ),
         ("data.held_out=1.0", "must be less than 1"),
         ("parallel.overlap=on", "must be true or false or 'auto'"),
+        ('train.folder=""', "must not be empty"),
+        ('data.source=""', "must not be empty"),
+        ('data.blend={"" = 1, "a b" = 2}', re.escape('data.blend = {"" = 1, "a b" = 2} (')),
+        ("optimizer.options={momentum=1}", "AdamW.*'momentum'; there are betas, eps"),
     ],
 )
 def test_a_value_of_the_wrong_kind_says_what_was_expected(wrong: str, expected: str) -> None:
     (problem,) = problems(*MINIMAL, wrong)
     assert re.search(expected, problem)
     assert problem.startswith(wrong.partition("=")[0])
+
+
+def test_an_option_of_a_rule_is_named_with_its_table() -> None:
+    (problem,) = problems(*MINIMAL, "optimizer.name=sgd", "optimizer.options={momentum=nan}")
+    assert problem.startswith("optimizer.options.momentum = nan must lie from 0")
 
 
 def test_a_number_where_text_belongs_in_a_file_is_refused(run_file: Path) -> None:

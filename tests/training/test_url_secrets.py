@@ -9,6 +9,8 @@ import pytest
 from megaprec.data.text import Source
 from megaprec.url_secrets import has_user, masked_inside
 from tests.refusals import raises
+from tools.analysis.report.run import Key
+from tools.analysis.report.sections import _key_row
 from tools.config.run_file import load_run
 from tools.journal.trackers import _in_a_line
 from tools.training import recording
@@ -83,6 +85,11 @@ def test_keys_and_values_of_tables_are_masked_inside() -> None:
 def test_the_error_of_a_tracker_shows_no_password() -> None:
     error = ConnectionError("POST https://me:hidden@tracker/api: no answer")
     assert _in_a_line(error) == "ConnectionError: POST https://***@tracker/api: no answer"
+
+
+def test_a_report_shows_no_secret() -> None:
+    _, value, _ = _key_row(Key("data.source", '"https://host/a?signature=s3cret"', "default"))
+    assert value == '"https://host/a?***"'
 
 
 def test_the_record_of_a_data_set_has_no_password() -> None:

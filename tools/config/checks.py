@@ -136,7 +136,9 @@ def _schedule(lr: LR, train: Train) -> Iterator[str]:
 
 
 def _rule(optimizer: Optimizer) -> Iterator[str]:
-    yield from _problems_of(make_rule, optimizer)
+    for problem in _problems_of(make_rule, optimizer):
+        # a rule by itself knows its own names alone
+        yield problem if problem.startswith("optimizer.") else problem.within("optimizer.options.")
 
 
 def _recomputed_scales(parallel: Parallel, fp8: FP8) -> Iterator[str]:

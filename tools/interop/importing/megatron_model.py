@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from models.config import ModelConfig
 from tools.convert.megatron.args import model_of_args
 from tools.convert.megatron.hybrid_layers import (
@@ -62,7 +62,7 @@ def add_model(arguments: Arguments) -> None:
         # muP, which no checkpoint may have, is added below
         model = model_of_args({**args, "use_mup": None}, vocab or NO_NAMES)
     except UserError as error:
-        draft.problems += [_as_typed(problem) for problem in error.problems]
+        draft.problems += [_as_typed(problem, arguments) for problem in error.problems]
         return
     for key, value in _stated(model, arguments).items():
         arguments.put(f"model.{key}", value, *_names_of(key))
@@ -236,7 +236,13 @@ def _names_of(key: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _as_typed(problem: str) -> str:
+def _as_typed(problem: Problem, arguments: Arguments) -> str:
     """Return a problem with Megatron's args by the names that are typed."""
+    if problem.code == "convert.model_field":
+        key, _, _ = problem.fields["field"].partition(".")
+        given = [name for name in _names_of(key) if arguments.has(name)]
+        if given:
+            problem = problem.within(f"{arguments.origin(*given)}: ")
+        return problem.replace("Megatron's args: ", "model.")
     name = re.search(r"(?<=Megatron's )\w+(?= = )", problem)
     return problem.replace(f"Megatron's {name[0]}", option(name[0])) if name else problem

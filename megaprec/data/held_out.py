@@ -38,10 +38,13 @@ class Ranges:
     @classmethod
     def single(cls, begin: int, end: int) -> "Ranges":
         """Return one range."""
-        return cls(np.array([begin], np.int64), np.array([end], np.int64))
+        begins = np.array([begin], np.int64)
+        ends = np.array([end], np.int64)
+        return cls(begins, ends)
 
     def __len__(self) -> int:
-        return int(self._lengths().sum())
+        total = self._lengths().sum()
+        return int(total)
 
     def _lengths(self) -> NDArray[np.int64]:
         """Return how many numbers each range has."""
@@ -50,31 +53,35 @@ class Ranges:
     def _numbers_before(self) -> NDArray[np.int64]:
         """Return how many numbers the ranges before each one have."""
         lengths = self._lengths()
-        return np.cumsum(lengths) - lengths
+        numbers_so_far = np.cumsum(lengths)
+        return numbers_so_far - lengths
 
     def numbers(self, indices: NDArray[np.int64] | np.int64) -> NDArray[np.int64]:
         """Return the numbers at indices in [0, len(self)), of the same shape."""
         if self.in_turn:
-            row, block = np.divmod(indices, len(self.begins))
-            return self.begins[block] + row
-        first_index = self._numbers_before()
-        block = np.searchsorted(first_index, indices, side="right") - 1
-        within_block = indices - first_index[block]
-        return self.begins[block] + within_block
+            place_in_range, range_index = np.divmod(indices, len(self.begins))
+            return self.begins[range_index] + place_in_range
+        first_indices = self._numbers_before()
+        range_index = np.searchsorted(first_indices, indices, side="right") - 1
+        place_in_range = indices - first_indices[range_index]
+        return self.begins[range_index] + place_in_range
 
     def index_of(self, number: int) -> int:
         """Return how many of the numbers are below `number`: its index in ascending order if it is
         one of them."""
-        return int(self.count_below(np.array(number)))
+        below = self.count_below(np.array(number))
+        return int(below)
 
     def count_below(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many of the numbers are below each one of `numbers`, of the same shape."""
         # of the range that begins last before each number; -1: none does
-        block = np.searchsorted(self.begins, numbers, side="right") - 1
-        lengths = self._lengths()
-        within_block = np.minimum(numbers - self.begins[block], lengths[block])
-        below = self._numbers_before()[block] + within_block
-        return np.where(block < 0, 0, below)
+        range_index = np.searchsorted(self.begins, numbers, side="right") - 1
+        distance = numbers - self.begins[range_index]
+        length = self._lengths()[range_index]
+        below_in_range = np.minimum(distance, length)  # all of it, if the number is behind its end
+        below_before = self._numbers_before()[range_index]
+        below = below_before + below_in_range
+        return np.where(range_index < 0, 0, below)
 
     def tokens(self, length: int) -> "Ranges":
         """Return the tokens of samples of so many tokens."""
@@ -108,31 +115,41 @@ def divide(total: int, held_out: int, rule: HeldOutRule) -> tuple[Ranges, Ranges
     if rule == "end":
         border = total - held_out
         return Ranges.single(0, border), Ranges.single(border, total)
-    blocks = min(BLOCKS, held_out)
-    sizes = _equal_parts(held_out, blocks)
+    held_out_runs = _runs_everywhere(total, held_out)
+    return _between(held_out_runs, total), held_out_runs
+
+
+def _runs_everywhere(total: int, held_out: int) -> Ranges:
+    """Return runs of neighbouring samples, one in each of as many stretches of the stream."""
+    runs = min(BLOCKS, held_out)
+    sizes = _equal_parts(held_out, runs)
     # Each stretch is as large a share of the stream as its run is of the part. The products may be
     # beyond 64 bits: Python's integers.
-    stretch_ends = []
+    borders = [0]
     for held_out_so_far in np.cumsum(sizes).tolist():
-        stretch_ends.append(total * held_out_so_far // held_out)
-    borders = np.array([0, *stretch_ends], np.int64)
-    slack = np.diff(borders) - sizes
-    begins = borders[:-1] + _offsets(slack)
-    ends = begins + sizes
-    # what lies between the runs, of which some may be neighbours
-    train_begins = np.concatenate(([0], ends))
-    train_ends = np.concatenate((begins, [total]))
-    is_there = train_begins < train_ends
-    training = Ranges(train_begins[is_there], train_ends[is_there])
-    return training, Ranges(begins, ends, in_turn=True)
+        borders.append(total * held_out_so_far // held_out)
+    stretch_begins = np.array(borders[:-1], np.int64)
+    stretch_sizes = np.diff(np.array(borders, np.int64))
+    begins = stretch_begins + _offsets(stretch_sizes - sizes)
+    return Ranges(begins, begins + sizes, in_turn=True)
+
+
+def _between(runs: Ranges, total: int) -> Ranges:
+    """Return the samples of a stream that are in none of some runs."""
+    begins = np.concatenate(([0], runs.ends))
+    ends = np.concatenate((runs.begins, [total]))
+    # nothing lies between runs that are neighbours
+    is_there = begins < ends
+    return Ranges(begins[is_there], ends[is_there])
 
 
 def taken_in_turn(total: int) -> Ranges:
     """Return all samples of a stream, in an order in which any beginning is from everywhere."""
-    blocks = max(1, min(BLOCKS, total))
-    widths = _equal_parts(total, blocks)
-    ends = np.cumsum(widths)
-    return Ranges(ends - widths, ends, in_turn=True)
+    parts = max(1, min(BLOCKS, total))
+    sizes = _equal_parts(total, parts)
+    ends = np.cumsum(sizes)
+    begins = ends - sizes
+    return Ranges(begins, ends, in_turn=True)
 
 
 def _equal_parts(total: int, parts: int) -> NDArray[np.int64]:
@@ -144,9 +161,11 @@ def _equal_parts(total: int, parts: int) -> NDArray[np.int64]:
 
 
 def _offsets(slack: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return a number in [0, slack] for each block, from multiples of the golden ratio."""
+    """Return a number in [0, slack] for each run, from multiples of the golden ratio."""
     offsets = np.empty_like(slack)
-    for block, room in enumerate(slack.tolist()):
-        fraction = (block + 1) * GOLDEN % 2**64
-        offsets[block] = fraction * (room + 1) >> 64
+    for run, room in enumerate(slack.tolist()):
+        # what is behind the point of a multiple of the ratio, times 2^64
+        fraction = (run + 1) * GOLDEN % 2**64
+        choices = room + 1
+        offsets[run] = fraction * choices >> 64
     return offsets

@@ -41,25 +41,30 @@ class Decays:
         log_decay: [b, n, s], g above.
         begins: bool [b, s], True where a document begins; None: nowhere.
         """
-        of_chunks = in_chunks(log_decay, chunk)
-        later = torch.ones(chunk, chunk, dtype=torch.bool, device=log_decay.device).tril(-1)
+        of_chunks = in_chunks(log_decay, chunk)  # [b, n, chunks, C]
+        # True where the token of the row comes after that of the column
+        square = torch.ones(chunk, chunk, dtype=torch.bool, device=log_decay.device)
+        is_later = square.tril(-1)
         # Row t has g_t in the columns of all earlier tokens s: summed down to row t, this is the
         # sum from s + 1 to t.
-        steps = of_chunks.unsqueeze(-1).expand(*of_chunks.shape, chunk)
-        between = steps.masked_fill(~later, 0).cumsum(-2).exp()
-        between = between.masked_fill(later.T, 0)
-        from_before = of_chunks.cumsum(-1).exp()
+        steps = of_chunks.unsqueeze(-1).expand(*of_chunks.shape, chunk)  # [b, n, chunks, C, C]
+        steps_after = steps.masked_fill(~is_later, 0)
+        between = steps_after.cumsum(-2).exp()
+        between = between.masked_fill(is_later.T, 0)
+        from_before = of_chunks.cumsum(-1).exp()  # [b, n, chunks, C]
         if begins is not None:
             # The number of documents that have begun in the chunk; one dimension for all heads.
-            begun = in_chunks(begins.unsqueeze(1), chunk).cumsum(-1)
-            is_other = begun.unsqueeze(-1) != begun.unsqueeze(-2)
-            between = between.masked_fill(is_other, 0)
+            begun = in_chunks(begins.unsqueeze(1), chunk).cumsum(-1)  # [b, 1, chunks, C]
+            is_other_document = begun.unsqueeze(-1) != begun.unsqueeze(-2)
+            between = between.masked_fill(is_other_document, 0)
             from_before = from_before.masked_fill(begun > 0, 0)
+        last_row = between[..., -1, :]  # w(C, s) [b, n, chunks, C]
+        last = from_before[..., -1:]  # w(C) [b, n, chunks, 1]
         return Decays(
             between=between,
             from_before=from_before.unsqueeze(-1),
-            to_end=between[..., -1, :].unsqueeze(-1),
-            whole=from_before[..., -1:].unsqueeze(-1),
+            to_end=last_row.unsqueeze(-1),
+            whole=last.unsqueeze(-1),
         )
 
 

@@ -73,7 +73,8 @@ class DeltaInputs:
     def initial_state(self) -> Tensor:
         """Return the state before any token: zeros [b, n, d, v]."""
         samples, heads, _, key_dim = self.key.shape
-        return self.value.new_zeros(samples, heads, key_dim, self.value.shape[-1])
+        value_dim = self.value.shape[-1]
+        return self.value.new_zeros(samples, heads, key_dim, value_dim)
 
 
 def recurrent(inputs: DeltaInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -83,16 +84,20 @@ def recurrent(inputs: DeltaInputs, state: Tensor | None = None) -> tuple[Tensor,
     """
     if state is None:
         state = inputs.initial_state()
-    decay = of_tokens(inputs.log_decay, inputs.begins)
+    decay = of_tokens(inputs.log_decay, inputs.begins)  # [b, n, s]
     outputs = []
     tensors = (inputs.query, inputs.key, inputs.value, inputs.strength, decay)
-    # [b, n, features] and [b, n] of each token
+    # Of each token: query, key and value [b, n, features], the others [b, n].
     for query, key, value, strength, kept in one_by_one(*tensors):
-        decayed = state * kept[:, :, None, None]
-        remembered = (decayed * key.unsqueeze(-1)).sum(-2)
-        correction = strength.unsqueeze(-1) * (value - remembered)
-        state = decayed + key.unsqueeze(-1) * correction.unsqueeze(-2)
-        outputs.append((state * query.unsqueeze(-1)).sum(-2))
+        query_column = query.unsqueeze(-1)  # [b, n, d, 1]
+        key_column = key.unsqueeze(-1)
+        decayed = state * kept[:, :, None, None]  # D_t [b, n, d, v]
+        remembered = (decayed * key_column).sum(-2)  # D_t' k_t [b, n, v]
+        error = value - remembered
+        correction = strength.unsqueeze(-1) * error  # u_t [b, n, v]
+        state = decayed + key_column * correction.unsqueeze(-2)  # S_t [b, n, d, v]
+        output = (state * query_column).sum(-2)  # o_t [b, n, v]
+        outputs.append(output)
     return torch.stack(outputs, 2), state
 
 
@@ -103,26 +108,31 @@ def chunked(
 
     chunk: tokens of a chunk, of which the last one may have fewer.
     """
-    # [b, n, chunks, C, features]
-    query = in_chunks(inputs.query, chunk)
-    key = in_chunks(inputs.key, chunk)
-    value = in_chunks(inputs.value, chunk)
-    strength = in_chunks(inputs.strength, chunk).unsqueeze(-1)
+    query = in_chunks(inputs.query, chunk)  # [b, n, chunks, C, d]
+    key = in_chunks(inputs.key, chunk)  # [b, n, chunks, C, d]
+    value = in_chunks(inputs.value, chunk)  # [b, n, chunks, C, v]
+    strength = in_chunks(inputs.strength, chunk).unsqueeze(-1)  # [b, n, chunks, C, 1]
     decays = Decays.of(inputs.log_decay, inputs.begins, chunk)
+
+    # What needs no state is computed for all chunks at once.
     from_values, from_state = _corrections(key, value, strength, decays)
-    scores = query @ key.mT * decays.between
-    reading = decays.from_before * query
-    writing = (decays.to_end * key).mT
-    carried = inputs.initial_state() if state is None else state
+    scores = query @ key.mT * decays.between  # [b, n, chunks, C, C]
+    reading = decays.from_before * query  # [b, n, chunks, C, d]
+    writing = (decays.to_end * key).mT  # [b, n, chunks, d, C]
+
+    carried = inputs.initial_state() if state is None else state  # [b, n, d, v]
     outputs = []
     tensors = (from_values, from_state, scores, reading, writing, decays.whole)
-    # X and Y of each chunk, and what reads and writes its state
+    # X and Y of a chunk, and what reads and writes its state
     for x, y, score, read, write, whole in one_by_one(*tensors):
-        corrections = x - y @ carried
-        outputs.append(read @ carried + score @ corrections)
+        corrections = x - y @ carried  # U [b, n, C, v]
+        output = read @ carried + score @ corrections  # [b, n, C, v]
+        outputs.append(output)
         carried = whole * carried + write @ corrections
+    # without the tokens that fill up the last chunk
     length = inputs.key.shape[2]
-    return torch.cat(outputs, 2)[:, :, :length], carried
+    filled_up = torch.cat(outputs, 2)
+    return filled_up[:, :, :length], carried
 
 
 def _corrections(
@@ -134,11 +144,14 @@ def _corrections(
     key, value: [b, n, chunks, C, features].
     strength: [b, n, chunks, C, 1].
     """
-    system = (strength * key) @ key.mT * decays.between
+    # The left side of the equations, b_t w(t, s) (k_t . k_s), below its diagonal of ones.
+    system = (strength * key) @ key.mT * decays.between  # [b, n, chunks, C, C]
+    # Both right sides, which are solved for together.
     from_values = strength * value
     from_state = strength * decays.from_before * key
-    known = torch.cat((from_values, from_state), -1)
+    known = torch.cat((from_values, from_state), -1)  # [b, n, chunks, C, v + d]
     # Only what is below the diagonal is read: the diagonal stands for ones.
     solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
-    x, y = solved.split((value.shape[-1], key.shape[-1]), -1)
+    widths = (value.shape[-1], key.shape[-1])
+    x, y = solved.split(widths, -1)
     return x, y

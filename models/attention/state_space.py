@@ -70,7 +70,8 @@ class StateSpaceInputs:
     def initial_state(self) -> Tensor:
         """Return the state before any token: zeros [b, n, d, v]."""
         samples, heads, _, value_dim = self.value.shape
-        return self.value.new_zeros(samples, heads, self.key.shape[-1], value_dim)
+        key_dim = self.key.shape[-1]
+        return self.value.new_zeros(samples, heads, key_dim, value_dim)
 
 
 def recurrent(inputs: StateSpaceInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -80,15 +81,19 @@ def recurrent(inputs: StateSpaceInputs, state: Tensor | None = None) -> tuple[Te
     """
     if state is None:
         state = inputs.initial_state()
-    decay = of_tokens(inputs.log_decay, inputs.begins)
-    query = inputs.query.repeat_interleave(inputs.group_size, 1)
-    key = inputs.key.repeat_interleave(inputs.group_size, 1)
+    decay = of_tokens(inputs.log_decay, inputs.begins)  # [b, n, s]
+    query_of_head = inputs.query.repeat_interleave(inputs.group_size, 1)  # [b, n, s, d]
+    key_of_head = inputs.key.repeat_interleave(inputs.group_size, 1)
     outputs = []
-    # [b, n, features] and [b, n] of each token
-    for query_t, key_t, value, kept in one_by_one(query, key, inputs.written, decay):
-        written = key_t.unsqueeze(-1) * value.unsqueeze(-2)
+    tensors = (query_of_head, key_of_head, inputs.written, decay)
+    # Of each token: query, key and value [b, n, features], the decay [b, n].
+    for query, key, value, kept in one_by_one(*tensors):
+        query_column = query.unsqueeze(-1)  # [b, n, d, 1]
+        key_column = key.unsqueeze(-1)
+        written = key_column * value.unsqueeze(-2)  # k_t v_t' [b, n, d, v]
         state = state * kept[:, :, None, None] + written
-        outputs.append((state * query_t.unsqueeze(-1)).sum(-2))
+        output = (state * query_column).sum(-2)  # o_t [b, n, v]
+        outputs.append(output)
     return torch.stack(outputs, 2), state
 
 
@@ -99,23 +104,31 @@ def chunked(
 
     chunk: tokens of a chunk, of which the last one may have fewer.
     """
-    # [b, groups or n, chunks, C, features]
-    query = in_chunks(inputs.query, chunk)
-    key = in_chunks(inputs.key, chunk)
-    value = in_chunks(inputs.written, chunk)
+    query = in_chunks(inputs.query, chunk)  # [b, groups, chunks, C, d]
+    key = in_chunks(inputs.key, chunk)  # [b, groups, chunks, C, d]
+    value = in_chunks(inputs.written, chunk)  # [b, n, chunks, C, v]
     decays = Decays.of(inputs.log_decay, inputs.begins, chunk)
-    # Heads of a group differ in their decays alone.
-    products = (query @ key.mT).repeat_interleave(inputs.group_size, 1)
+
+    # Heads of a group differ in their decays alone, so a group has one product of its tokens.
+    products_of_group = query @ key.mT  # [b, groups, chunks, C, C]
+    products = products_of_group.repeat_interleave(inputs.group_size, 1)
     query_of_head = query.repeat_interleave(inputs.group_size, 1)
     key_of_head = key.repeat_interleave(inputs.group_size, 1)
-    inside = (products * decays.between) @ value
-    reading = decays.from_before * query_of_head
-    writing = decays.to_end * key_of_head
-    written = writing.mT @ value
-    carried = inputs.initial_state() if state is None else state
+
+    # What needs no state is computed for all chunks at once.
+    scores = products * decays.between  # [b, n, chunks, C, C]
+    from_inside = scores @ value  # [b, n, chunks, C, v]
+    reading = decays.from_before * query_of_head  # [b, n, chunks, C, d]
+    writing = decays.to_end * key_of_head  # [b, n, chunks, C, d]
+    written = writing.mT @ value  # [b, n, chunks, d, v]
+
+    carried = inputs.initial_state() if state is None else state  # [b, n, d, v]
     outputs = []
-    for read, inner, write, whole in one_by_one(reading, inside, written, decays.whole):
-        outputs.append(read @ carried + inner)
-        carried = whole * carried + write
+    for read, inner, added, whole in one_by_one(reading, from_inside, written, decays.whole):
+        output = read @ carried + inner  # [b, n, C, v]
+        outputs.append(output)
+        carried = whole * carried + added
+    # without the tokens that fill up the last chunk
     length = inputs.value.shape[2]
-    return torch.cat(outputs, 2)[:, :, :length], carried
+    filled_up = torch.cat(outputs, 2)
+    return filled_up[:, :, :length], carried

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,55 +13,68 @@ from tools.analysis.planning.fp8_timing import synchronize
 
 SIZES = (2**10, 2**14, 2**18, 2**22, 2**24)  # bytes of the whole message
 ROUNDS = 12
+FLOAT32_BYTES = 4
 
 
 def collectives(axis: Axis, device: torch.device) -> Iterator[CollectiveRow]:
     """Yield the times of collectives over an axis; nothing of an axis of one rank. Collective."""
     if axis.size == 1:
         return
-    others = (axis.size - 1) / axis.size
     for size in SIZES:
-        whole = torch.zeros(size // 4 // axis.size * axis.size, device=device)
-        part = whole[: len(whole) // axis.size].clone()
-        # an all-reduce is a reduce-scatter and an all-gather
-        kinds: tuple[tuple[Collective, Callable[[], object], float], ...] = (
-            ("all-reduce", _summing(axis, whole), 2 * others),
-            ("all-gather", _gathering(axis, part), others),
-            ("reduce-scatter", _scattering(axis, whole), others),
-            ("point to point", _shifting(axis, whole), 1.0),
+        # the message, a multiple of the ranks, and the part of it that a rank has
+        part_length = size // FLOAT32_BYTES // axis.size
+        whole = torch.zeros(part_length * axis.size, device=device)
+        part = whole[:part_length].clone()
+        calls: tuple[tuple[Collective, Callable[[Axis, Tensor], None], Tensor], ...] = (
+            ("all-reduce", _sum, whole),
+            ("all-gather", _gather, part),
+            ("reduce-scatter", _scatter_sum, whole),
+            ("point to point", _shift, whole),
         )
-        for kind, step, share in kinds:
-            seconds = _fastest_of_slowest(axis, step, device)
-            sent = max(1, round(share * whole.nbytes))
-            yield CollectiveRow(kind=kind, ranks=axis.size, bytes=sent, seconds=seconds)
+        for kind, collective, tensor in calls:
+            call = partial(collective, axis, tensor)
+            seconds = _fastest_of_slowest(axis, call, device)
+            sent = round(_share_sent(kind, axis.size) * whole.nbytes)
+            yield CollectiveRow(kind=kind, ranks=axis.size, bytes=max(1, sent), seconds=seconds)
 
 
-def _summing(axis: Axis, tensor: Tensor) -> Callable[[], object]:
-    return lambda: axis.sum_(tensor)
+def _share_sent(kind: Collective, ranks: int) -> float:
+    """Return how much a rank sends, as a share of the whole message."""
+    if kind == "point to point":
+        return 1.0
+    to_others = (ranks - 1) / ranks
+    # an all-reduce is a reduce-scatter and an all-gather
+    return 2 * to_others if kind == "all-reduce" else to_others
 
 
-def _gathering(axis: Axis, tensor: Tensor) -> Callable[[], object]:
-    return lambda: axis.gather(tensor)
+def _sum(axis: Axis, tensor: Tensor) -> None:
+    axis.sum_(tensor)
 
 
-def _scattering(axis: Axis, tensor: Tensor) -> Callable[[], object]:
-    return lambda: axis.scatter_sum(tensor)
+def _gather(axis: Axis, tensor: Tensor) -> None:
+    axis.gather(tensor)
 
 
-def _shifting(axis: Axis, tensor: Tensor) -> Callable[[], object]:
-    return lambda: axis.start_shift(tensor)()
+def _scatter_sum(axis: Axis, tensor: Tensor) -> None:
+    axis.scatter_sum(tensor)
 
 
-def _fastest_of_slowest(axis: Axis, step: Callable[[], object], device: torch.device) -> float:
+def _shift(axis: Axis, tensor: Tensor) -> None:
+    wait = axis.start_shift(tensor)
+    wait()
+
+
+def _fastest_of_slowest(axis: Axis, call: Callable[[], None], device: torch.device) -> float:
     """Return the seconds of the fastest round, each of which ends with its slowest rank."""
     best = float("inf")
     for number in range(ROUNDS):
         axis.barrier()
         start = time.perf_counter()
-        step()
+        call()
         synchronize(device)
-        seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
-        slowest = float(axis.max_(seconds.to(device)))
+        own_seconds = time.perf_counter() - start
+        of_ranks = torch.tensor([own_seconds], dtype=torch.float64).to(device)
+        slowest = float(axis.max_(of_ranks))
         # the first sets up connections
         if number:
             best = min(best, slowest)

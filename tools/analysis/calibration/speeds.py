@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, log2
 from statistics import median
+from typing import TypeVar
 
 from megaprec.precision.plan import dtype_name
 from models.decoder.stages import Cut
@@ -19,6 +20,7 @@ from tools.analysis.calibration.record import (
     Calibration,
     CollectiveRow,
     LayerRow,
+    LossRow,
     ProductRow,
 )
 from tools.analysis.planning.seconds.assumptions import Assumptions
@@ -31,6 +33,11 @@ FIXED_PASSES = 3  # of a layer's forward pass: forward, and twice as much backwa
 # of a CPU: what stands where nothing was measured
 UNKNOWN_CPU = Assumptions(tflops=0.05, efficiency=0.5, fast=2.0, slow=2.0, machine=8, device="cpu")
 NEAREST = 4  # measured shapes between which a speed is taken
+AT_SHAPE = 0.1  # added to distances, so that a measured shape itself has a finite weight
+LEAST_SHARE = 0.05  # of a layer's time, that is left beside its products and attention
+LEAST_SECONDS = 1e-9
+
+Row = TypeVar("Row", ProductRow, AttentionRow, LayerRow, LossRow)
 
 
 @dataclass(frozen=True)
@@ -73,17 +80,13 @@ class _Machine:
 
     def __init__(self, config: RunConfig, calibration: Calibration, dtype: str) -> None:
         self.config = config
-        self.products = [row for row in calibration.products if row.dtype == dtype]
-        self.attention = [row for row in calibration.attention if row.dtype == dtype]
-        self.layers = [row for row in calibration.layers if row.dtype == dtype]
-        self.loss = [row for row in calibration.loss if row.dtype == dtype]
         threads = threads_of(config, calibration)
-        counts = {row.threads for row in self.products}
-        nearest = min(counts, key=lambda count: abs(count - threads), default=1)
-        self.products = [row for row in self.products if row.threads == nearest]
-        self.attention = [row for row in self.attention if row.threads == nearest]
-        self.layers = [row for row in self.layers if row.threads == nearest]
-        self.loss = [row for row in self.loss if row.threads == nearest]
+        measured = {row.threads for row in calibration.products if row.dtype == dtype}
+        nearest = min(measured, key=lambda count: abs(count - threads), default=1)
+        self.products = _rows_of(calibration.products, dtype, nearest)
+        self.attention = _rows_of(calibration.attention, dtype, nearest)
+        self.layers = _rows_of(calibration.layers, dtype, nearest)
+        self.loss = _rows_of(calibration.loss, dtype, nearest)
 
     @property
     def rows_by_kind(self) -> dict[str, Sequence[object]]:
@@ -99,16 +102,18 @@ class _Machine:
         """Return the assumptions with the speed of products of the run's shapes, as a fraction of
         the fastest that were measured, or of the data sheet's peak."""
         speed = _speed_of_products(self.config, self.products)
-        fastest = max(row.flops / row.seconds for row in self.products)
         if known.device == "cpu":
+            fastest = max(row.flops / row.seconds for row in self.products)
             return replace(known, tflops=fastest / 1e12, efficiency=speed / fastest)
-        return replace(known, efficiency=speed / (known.tflops * 1e12))
+        peak = known.tflops * 1e12
+        return replace(known, efficiency=speed / peak)
 
     def with_attention(self, known: Assumptions) -> Assumptions:
         """Return the assumptions with the speed of attention by that of products."""
         tokens = self.config.train.seq_length / self.config.parallel.context
         speed = _speed_of_attention(self.attention, tokens)
-        return replace(known, attention=speed / (known.tflops * 1e12 * known.efficiency))
+        speed_of_products = known.tflops * 1e12 * known.efficiency
+        return replace(known, attention=speed / speed_of_products)
 
     def with_layers(self, known: Assumptions) -> Assumptions:
         """Return the assumptions with the fixed time of a layer, on a GPU that of its launches,
@@ -124,7 +129,9 @@ class _Machine:
         else:
             with_fixed = replace(known, launch=fixed, bandwidth=inf)
         bandwidths = [self._bandwidth_of(row, with_fixed) for row in by_width[1:]]
-        return replace(with_fixed, bandwidth=median(bandwidths)) if bandwidths else with_fixed
+        if not bandwidths:
+            return with_fixed
+        return replace(with_fixed, bandwidth=median(bandwidths))
 
     def _bandwidth_of(self, row: LayerRow, assumed: Assumptions) -> float:
         """Return the GB/s at which a measured layer moves what is between its products, if these
@@ -133,17 +140,25 @@ class _Machine:
         # a stage in the middle of a pipeline
         cut = Cut(1, range(1), first=False, last=False)
         (cost,) = stage_costs(config.sized_model, [cut], row.tokens, 1)
+        peak = assumed.tflops * 1e12
         speed = _speed_of_products(config, self.products)
-        of_shape = replace(assumed, efficiency=speed / (assumed.tflops * 1e12))
+        of_shape = replace(assumed, efficiency=speed / peak)
         if self.attention:
             attention_speed = _speed_of_attention(self.attention, row.tokens)
             of_shape = replace(of_shape, attention=attention_speed / speed)
         known = sum_of_products(config, cost, of_shape)
         known += sum(attention_seconds(config, cost, of_shape))
         known += FIXED_PASSES * assumed.layer
-        remaining = max(row.seconds - known, 0.05 * row.seconds)
-        at_one_gigabyte = sum(elementwise_seconds(config, cost, replace(of_shape, bandwidth=1.0)))
-        return at_one_gigabyte / remaining
+        # products by themselves may take as long as the whole layer: something is always left
+        remaining = max(row.seconds - known, LEAST_SHARE * row.seconds)
+        at_one_gigabyte = replace(of_shape, bandwidth=1.0)
+        gigabytes = sum(elementwise_seconds(config, cost, at_one_gigabyte))
+        return gigabytes / remaining
+
+
+def _rows_of(rows: Sequence[Row], dtype: str, threads: int) -> list[Row]:
+    """Return the measurements in a dtype with so many threads."""
+    return [row for row in rows if row.dtype == dtype and row.threads == threads]
 
 
 def threads_of(config: RunConfig, calibration: Calibration) -> int:
@@ -153,12 +168,14 @@ def threads_of(config: RunConfig, calibration: Calibration) -> int:
 
 def _speed_of_products(config: RunConfig, rows: Sequence[ProductRow]) -> float:
     """Return the FLOP/s of the products of the run's layers and its head."""
+    # without a factor of all, which the quotient does not have
     flops = 0.0
     seconds = 0.0
     for tokens, inputs, outputs, count in _products_of(config):
-        of_shape = count * tokens * inputs * outputs
-        flops += of_shape
-        seconds += of_shape / speed_between(rows, tokens, inputs, outputs)
+        flops_of_shape = count * tokens * inputs * outputs
+        speed_of_shape = speed_between(rows, tokens, inputs, outputs)
+        flops += flops_of_shape
+        seconds += flops_of_shape / speed_of_shape
     return flops / seconds
 
 
@@ -171,16 +188,21 @@ def _products_of(config: RunConfig) -> Iterator[tuple[float, float, float, int]]
     layers = model.layers
     attention_width = model.heads * model.head_dim
     key_width = model.kv_heads * model.head_dim
-    up_width = (2 if model.gated else 1) * model.ffn
-    yield tokens, model.hidden, (attention_width + 2 * key_width) / tensor, layers
+    qkv_width = attention_width + 2 * key_width
+    up_matrices = 2 if model.gated else 1
+    up_width = up_matrices * model.ffn
+    # attention: queries, keys and values, and the output
+    yield tokens, model.hidden, qkv_width / tensor, layers
     yield tokens, attention_width / tensor, model.hidden, layers
-    expert_rows = tokens
-    experts = 1
+    # the feed-forward, or each expert with its share of the tokens
+    rows = tokens
+    feed_forwards = layers
     if model.experts:
-        expert_rows = max(1.0, tokens * model.experts_per_token / model.experts)
-        experts = model.experts
-    yield expert_rows, model.hidden, up_width / tensor, layers * experts
-    yield expert_rows, model.ffn / tensor, model.hidden, layers * experts
+        rows = max(1.0, tokens * model.experts_per_token / model.experts)
+        feed_forwards = layers * model.experts
+    yield rows, model.hidden, up_width / tensor, feed_forwards
+    yield rows, model.ffn / tensor, model.hidden, feed_forwards
+    # the head
     yield tokens, model.hidden, model.vocab / tensor, 1
 
 
@@ -192,25 +214,29 @@ def speed_between(
 
     def distance(row: ProductRow) -> float:
         """Return how far a shape is, in powers of two."""
-        parts = (row.tokens / tokens, row.inputs / inputs, row.outputs / outputs)
-        return sum(log2(part) ** 2 for part in parts) ** 0.5
+        ratios = (row.tokens / tokens, row.inputs / inputs, row.outputs / outputs)
+        squares = sum(log2(ratio) ** 2 for ratio in ratios)
+        return squares**0.5
 
     nearest = sorted(rows, key=distance)[:NEAREST]
-    total = 0.0
+    weighted_logs = 0.0
     weights = 0.0
     for row in nearest:
-        weight = 1 / (distance(row) + 0.1) ** 2
-        total += weight * log2(row.flops / row.seconds)
+        speed = row.flops / row.seconds
+        weight = 1 / (distance(row) + AT_SHAPE) ** 2
+        weighted_logs += weight * log2(speed)
         weights += weight
-    return 2 ** (total / weights)
+    mean_log = weighted_logs / weights
+    return 2**mean_log
 
 
 def _speed_of_attention(rows: Sequence[AttentionRow], tokens: float) -> float:
     """Return the FLOP/s of attention of so many tokens, as of the nearest number measured."""
-    row = min(rows, key=lambda row: abs(log2(row.tokens / tokens)))
+    nearest = min(rows, key=lambda row: abs(log2(row.tokens / tokens)))
     # of scores and of sums of values, the causal half
-    forward = 2 * 2 * row.tokens**2 * row.heads * row.head_dim / 2
-    return (1 + BACKWARD) * forward / (row.forward + row.backward)
+    forward_flops = 2 * 2 * nearest.tokens**2 * nearest.heads * nearest.head_dim / 2
+    flops = (1 + BACKWARD) * forward_flops
+    return flops / (nearest.forward + nearest.backward)
 
 
 def _run_of_layer(row: LayerRow, device: str) -> RunConfig:
@@ -246,12 +272,15 @@ def _with_collectives(known: Assumptions, rows: Sequence[CollectiveRow]) -> Assu
     latencies = list[float]()
     bandwidths = list[float]()
     for kind in {row.kind for row in rows}:
-        of_kind = sorted((row for row in rows if row.kind == kind), key=lambda row: row.bytes)
-        small = of_kind[0]
-        large = of_kind[-1]
-        hops = max(1, small.ranks - 1)
-        latencies.append(small.seconds / hops)
-        bandwidths.append((large.bytes - small.bytes) / max(large.seconds - small.seconds, 1e-9))
+        of_kind = [row for row in rows if row.kind == kind]
+        smallest = min(of_kind, key=lambda row: row.bytes)
+        largest = max(of_kind, key=lambda row: row.bytes)
+        hops = max(1, smallest.ranks - 1)
+        latencies.append(smallest.seconds / hops)
+        # their difference is without the latency; noise may make it 0 or less
+        more_bytes = largest.bytes - smallest.bytes
+        more_seconds = max(largest.seconds - smallest.seconds, LEAST_SECONDS)
+        bandwidths.append(more_bytes / more_seconds)
     gigabytes = median(bandwidths) / 1e9
     # ranks of a CPU never leave the machine
     slow = gigabytes if known.device == "cpu" else known.slow

@@ -13,7 +13,7 @@ rises if it does after the lowest evaluation. All else is not known.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -41,7 +41,9 @@ class Evaluation:
     @property
     def loss(self) -> float:
         """The mean loss, in nats a token."""
-        return float(self.losses.sum() / self.tokens.sum())
+        total_loss = self.losses.sum()
+        total_tokens = self.tokens.sum()
+        return float(total_loss / total_tokens)
 
     @property
     def error(self) -> float:
@@ -60,7 +62,11 @@ class Difference:
     @property
     def margin(self) -> float:
         """Half of the interval that the difference is in with 95 in 100 certainty."""
-        return quantile(CERTAINTY, self.pieces - 1) * self.error
+        freedom = self.pieces - 1
+        return quantile(CERTAINTY, freedom) * self.error
+
+    def __str__(self) -> str:
+        return f"{self.nats:.4f} ± {self.margin:.4f}"
 
 
 @dataclass(frozen=True)
@@ -75,56 +81,68 @@ class Trend:
 def difference(earlier: Evaluation, later: Evaluation) -> Difference:
     """Return the paired difference of two evaluations of one text."""
     changes = later.losses - earlier.losses
-    error = _standard_error(changes, later.tokens)
-    return Difference(later.loss - earlier.loss, error, len(changes))
+    return Difference(
+        nats=later.loss - earlier.loss,
+        error=_standard_error(changes, later.tokens),
+        pieces=len(changes),
+    )
 
 
 def judge(evaluations: Sequence[Evaluation]) -> Trend:
     """Return the verdict on evaluations of one text, oldest first."""
-    if len(evaluations) < FEWEST:
-        found = len(evaluations)
+    found = len(evaluations)
+    if found < FEWEST:
         return Trend("not known", f"too few evaluations: {found}, of {FEWEST} at least")
     pieces = len(evaluations[-1].tokens)
     if pieces < FEWEST_PIECES:
         return Trend("not known", f"too few samples: {pieces}, of {FEWEST_PIECES} at least")
-    lowest = min(range(len(evaluations)), key=lambda index: evaluations[index].loss)
+    losses = [evaluation.loss for evaluation in evaluations]
+    lowest = losses.index(min(losses))
     # The lowest is chosen for its luck, too, and is no evidence of a rise.
-    after = evaluations[lowest + 1 :]
-    if len(after) >= FEWEST and chance_of_order([-each.loss for each in after]) <= CHANCE:
-        rise = difference(evaluations[lowest], after[-1])
+    losses_after = losses[lowest + 1 :]
+    if len(losses_after) >= FEWEST and _rises_steadily(losses_after):
+        rise = difference(evaluations[lowest], evaluations[-1])
         if rise.nats > rise.margin:
             since = evaluations[lowest].step
-            amount = f"{rise.nats:.4f} ± {rise.margin:.4f}"
-            return Trend("rises", f"by {amount} since step {since:,}, where it was lowest", since)
-    return _judge_fall(_window(evaluations))
+            return Trend("rises", f"by {rise} since step {since:,}, where it was lowest", since)
+    return _judge_fall(_second_half(evaluations))
 
 
-def _window(evaluations: Sequence[Evaluation]) -> Sequence[Evaluation]:
+def _falls_steadily(losses: Sequence[float]) -> bool:
+    return chance_of_order(losses) <= CHANCE
+
+
+def _rises_steadily(losses: Sequence[float]) -> bool:
+    return _falls_steadily([-loss for loss in losses])
+
+
+def _second_half(evaluations: Sequence[Evaluation]) -> Sequence[Evaluation]:
     """Return the evaluations of the second half of the steps, but FEWEST at least."""
-    half = evaluations[-1].step / 2
-    recent = sum(evaluation.step >= half for evaluation in evaluations)
-    return evaluations[-max(FEWEST, recent) :]
+    middle = evaluations[-1].step / 2
+    in_second_half = sum(evaluation.step >= middle for evaluation in evaluations)
+    count = max(FEWEST, in_second_half)
+    return evaluations[-count:]
 
 
 def _judge_fall(window: Sequence[Evaluation]) -> Trend:
-    change = difference(window[0], window[-1])
-    between = f"from step {window[0].step:,} to {window[-1].step:,}"
-    is_falling = chance_of_order([each.loss for each in window]) <= CHANCE
-    if is_falling and -change.nats > change.margin:
-        amount = f"{-change.nats:.4f} ± {change.margin:.4f}"
-        return Trend("still learning", f"the loss fell by {amount} {between}")
-    halves = _change_of_halves(window)
-    small = SMALL * window[-1].loss
-    amount = f"{halves.nats:+.4f} ± {halves.margin:.4f}"
-    if abs(halves.nats) + halves.margin <= small:
-        return Trend(
-            "has stopped", f"the loss changed by {amount} {between}: less than {small:.4f}"
-        )
-    return Trend(
-        "not known",
-        f"the loss changed by {amount} {between}, which may be noise or not: evaluate more often, "
-        "or more samples",
-    )
+    """Return the verdict on evaluations that do not surely rise: they fall, have stopped, or may do
+    either."""
+    first = window[0]
+    last = window[-1]
+    steps = f"from step {first.step:,} to {last.step:,}"
+    # backwards, so that a fall is above 0
+    fall = difference(earlier=last, later=first)
+    losses = [evaluation.loss for evaluation in window]
+    if _falls_steadily(losses) and fall.nats > fall.margin:
+        return Trend("still learning", f"the loss fell by {fall} {steps}")
+    change = _change_of_halves(window)
+    changed = f"the loss changed by {change.nats:+.4f} ± {change.margin:.4f} {steps}"
+    largest_change = abs(change.nats) + change.margin
+    small = SMALL * last.loss
+    if largest_change <= small:
+        return Trend("has stopped", f"{changed}: less than {small:.4f}")
+    why = "which may be noise or not: evaluate more often, or more samples"
+    return Trend("not known", f"{changed}, {why}")
 
 
 def chance_of_order(values: Sequence[float]) -> float:
@@ -133,19 +151,25 @@ def chance_of_order(values: Sequence[float]) -> float:
     The statistic is the number of pairs that rise, Mann's test of a trend (1945); its distribution
     is that of inversions of a permutation.
     """
-    count = len(values)
-    rising = 0
+    rising_pairs = 0
     for index, value in enumerate(values):
-        rising += sum(later >= value for later in values[index + 1 :])
-    # Numbers of permutations by inversions: one element more multiplies by 1 + x + ... + x^n.
-    ways = [1]
+        rising_pairs += sum(later >= value for later in values[index + 1 :])
+    permutations = _permutations_by_inversions(len(values))
+    as_steady = sum(permutations[: rising_pairs + 1])
+    return as_steady / sum(permutations)
+
+
+def _permutations_by_inversions(count: int) -> list[int]:
+    """Return how many permutations of so many elements have 0, 1, 2, ... inversions."""
+    # As coefficients of a polynomial: the nth element multiplies it by 1 + x + ... + x^(n-1).
+    permutations = [1]
     for size in range(2, count + 1):
-        longer = [0] * (len(ways) + size - 1)
-        for inversions, number in enumerate(ways):
+        product = [0] * (len(permutations) + size - 1)
+        for inversions, number in enumerate(permutations):
             for more in range(size):
-                longer[inversions + more] += number
-        ways = longer
-    return sum(ways[: rising + 1]) / sum(ways)
+                product[inversions + more] += number
+        permutations = product
+    return permutations
 
 
 def _change_of_halves(window: Sequence[Evaluation]) -> Difference:
@@ -153,19 +177,28 @@ def _change_of_halves(window: Sequence[Evaluation]) -> Difference:
 
     Its error has two parts: that of the text, and the scatter of evaluations within the halves.
     """
-    middle = len(window) // 2
-    earlier = window[:middle]
-    later = window[-middle:]
-    tokens = window[-1].tokens
-    before = Evaluation(0, np.mean([each.losses for each in earlier], 0), tokens)
-    after = Evaluation(0, np.mean([each.losses for each in later], 0), tokens)
-    change = difference(before, after)
-    squares = 0.0
-    for half in (earlier, later):
-        losses = np.array([each.loss for each in half])
-        squares += float(((losses - losses.mean()) ** 2).sum())
-    scatter = squares / (2 * (middle - 1)) * 2 / middle  # the variance of a difference of means
-    return Difference(change.nats, math.sqrt(change.error**2 + scatter), change.pieces)
+    count = len(window) // 2
+    earlier = window[:count]
+    later = window[-count:]
+    change = difference(_mean_of(earlier), _mean_of(later))
+    squares = _squares_within(earlier) + _squares_within(later)
+    variance = squares / (2 * (count - 1))  # of an evaluation within its half
+    scatter = variance * 2 / count  # the variance of a difference of means
+    error = math.sqrt(change.error**2 + scatter)
+    return replace(change, error=error)
+
+
+def _mean_of(evaluations: Sequence[Evaluation]) -> Evaluation:
+    """Return the mean losses of each piece of the text."""
+    losses = [evaluation.losses for evaluation in evaluations]
+    return Evaluation(0, np.mean(losses, 0), evaluations[0].tokens)
+
+
+def _squares_within(evaluations: Sequence[Evaluation]) -> float:
+    """Return the sum of the squared distances of losses from their mean."""
+    losses = np.array([evaluation.loss for evaluation in evaluations])
+    distances = losses - losses.mean()
+    return float((distances**2).sum())
 
 
 def _standard_error(sums: NDArray[np.float64], tokens: NDArray[np.float64]) -> float:
@@ -173,6 +206,8 @@ def _standard_error(sums: NDArray[np.float64], tokens: NDArray[np.float64]) -> f
     pieces = len(sums)
     if pieces < 2:
         return math.nan
-    mean = sums.sum() / tokens.sum()
-    squares = float(((sums - mean * tokens) ** 2).sum())
-    return math.sqrt(squares * pieces / (pieces - 1)) / float(tokens.sum())
+    total_tokens = tokens.sum()
+    mean = sums.sum() / total_tokens
+    residuals = sums - mean * tokens
+    squares = float((residuals**2).sum())
+    return math.sqrt(squares * pieces / (pieces - 1)) / float(total_tokens)

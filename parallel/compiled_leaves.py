@@ -52,13 +52,15 @@ def trial_difference(call: Call, compiled_form: Callable[..., Any]) -> str:
     """Return in words how a compiled form differs from its leaf on trial, "" if it does not."""
     tensors = call.example_tensors()
     # copies, because a leaf may write to its arguments
-    computed = _as_tuple(compiled_form(*map(copied, tensors)))
+    arguments = map(copied, tensors)
+    computed = _as_tuple(compiled_form(*arguments))
     if call.is_row_by_row:
         # float64 copies of all logits would not fit
         sample = _sampled_rows(len(tensors[0]), tensors[0].device)
         tensors = [tensor[sample] for tensor in tensors]
         computed = tuple(result[sample] for result in computed)
-    plain = _as_tuple(call.run(map(copied, tensors)))
+    arguments = map(copied, tensors)
+    plain = _as_tuple(call.run(arguments))
     exact_inputs = [copied(tensor, in_float64=True) for tensor in tensors]
     exact = _as_tuple(call.in_float64().run(exact_inputs))
     for result, expected in zip(computed, plain, strict=True):
@@ -101,7 +103,8 @@ def copied(x: Tensor, in_float64: bool = False) -> Tensor:
     in_float64: floating-point numbers in that dtype.
     """
     dtype = torch.float64 if in_float64 and x.dtype.is_floating_point else x.dtype
-    return torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=x.device).copy_(x)
+    copy = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=x.device)
+    return copy.copy_(x)
 
 
 def _as_tuple(results: Any) -> tuple[Tensor, ...]:
@@ -119,13 +122,18 @@ def _rounds_as_well(
     if not exact.numel():
         return True
     exact = exact.double()
-    if plain.dtype.itemsize == 1:
-        # FP8: a number that lies just where the rounding turns moves by a whole step
-        smallest_step = torch.finfo(plain.dtype).tiny * torch.finfo(plain.dtype).eps
-        step = (exact.abs() * torch.finfo(plain.dtype).eps).clamp(min=smallest_step)
-        return bool(((computed.double() - exact).abs() <= step).all())
-    accumulates_in = torch.promote_types(plain.dtype, torch.float32)
-    noise = SUMMATION_NOISE * torch.finfo(accumulates_in).eps * exact.abs().max()
-    allowed = ERROR_RATIO * (plain.double() - exact).abs().max() + noise
+    error = (computed.double() - exact).abs()
+    is_fp8 = plain.dtype.itemsize == 1
+    if is_fp8:
+        # a number that lies just where the rounding turns moves by a whole step
+        info = torch.finfo(plain.dtype)
+        smallest_step = info.tiny * info.eps
+        steps = (exact.abs() * info.eps).clamp(min=smallest_step)
+        is_within = error <= steps
+        return bool(is_within.all())
+    sum_dtype = torch.promote_types(plain.dtype, torch.float32)
+    noise = SUMMATION_NOISE * torch.finfo(sum_dtype).eps * exact.abs().max()
+    plain_error = (plain.double() - exact).abs()
+    allowed = ERROR_RATIO * plain_error.max() + noise
     # NaN is not at most anything
-    return bool((computed.double() - exact).abs().max() <= allowed)
+    return bool(error.max() <= allowed)

@@ -55,10 +55,11 @@ def mds_rows(
         offsets, columns = _read_head(file, stream)
         wanted = {name for name in columns.names if name in fields}
         _require_texts(file, columns, wanted)
-        for number, size in enumerate(np.diff(offsets).tolist(), 1):
+        sizes = np.diff(offsets).tolist()
+        for number, size in enumerate(sizes, 1):
             sample = stream.read(size)
             if len(sample) < size:
-                raise _damaged(file, f"it ends within sample {number} of {len(offsets) - 1}")
+                raise _damaged(file, f"it ends within sample {number} of {len(sizes)}")
             values = _values(file, sample, number, columns)
             try:
                 yield number, _decoded(values, columns, wanted, fields)
@@ -71,19 +72,29 @@ def mds_rows(
 
 def _read_head(file: Path, stream: BinaryIO) -> tuple[NDArray[np.int64], _Columns]:
     """Return the bytes at which the samples begin, and the columns. Raises UserError."""
-    head = stream.read(U32.size)
-    if len(head) < U32.size or U32.unpack(head)[0] > MOST_SAMPLES:
-        raise _damaged(file, "its first bytes are no number of samples")
-    num_samples = U32.unpack(head)[0]
-    table = stream.read(U32.size * (num_samples + 1))
-    if len(table) < U32.size * (num_samples + 1):
+    num_samples = _read_num_samples(file, stream)
+    table_size = U32.size * (num_samples + 1)
+    table = stream.read(table_size)
+    if len(table) < table_size:
         raise _damaged(file, "it ends within its table of samples")
     offsets = np.frombuffer(table, "<u4").astype(np.int64)
-    settings_size = int(offsets[0]) - U32.size - len(table)
-    if settings_size < 2 or (np.diff(offsets) < 0).any():
+    sizes = np.diff(offsets)
+    # the settings lie between the table and the first sample
+    settings_size = int(offsets[0]) - U32.size - table_size
+    if settings_size < len("{}") or (sizes < 0).any():
         raise _damaged(file, "its table of samples is not in order")
     columns = _read_settings(file, stream.read(settings_size))
     return offsets, columns
+
+
+def _read_num_samples(file: Path, stream: BinaryIO) -> int:
+    """Return the number of samples, with which a shard begins. Raises UserError."""
+    head = stream.read(U32.size)
+    if len(head) == U32.size:
+        (num_samples,) = U32.unpack(head)
+        if num_samples <= MOST_SAMPLES:
+            return num_samples
+    raise _damaged(file, "its first bytes are no number of samples")
 
 
 def _read_settings(file: Path, text: bytes) -> _Columns:
@@ -119,17 +130,19 @@ def _values(file: Path, sample: bytes, number: int, columns: _Columns) -> list[b
     """Return the bytes of each column of a sample. Raises UserError."""
     # the sizes of columns without a fixed one stand first
     num_sizes = columns.sizes.count(0)
-    place = U32.size * num_sizes
-    head = sample.ljust(place, b"\0")
-    sizes = iter(struct.unpack_from(f"<{num_sizes}I", head))
+    head_size = U32.size * num_sizes
+    # a sample that is too short is damaged, which its columns show
+    head = sample.ljust(head_size, b"\0")
+    stated_sizes = iter(struct.unpack_from(f"<{num_sizes}I", head))
     values: list[bytes] = []
+    begin = head_size
     for fixed_size in columns.sizes:
-        size = fixed_size or next(sizes)
-        end = place + size
-        values.append(sample[place:end])
-        place = end
-    if place != len(sample):
-        raise _damaged(file, f"the columns of sample {number} take {place} of {len(sample)} bytes")
+        size = fixed_size or next(stated_sizes)
+        end = begin + size
+        values.append(sample[begin:end])
+        begin = end
+    if begin != len(sample):
+        raise _damaged(file, f"the columns of sample {number} take {begin} of {len(sample)} bytes")
     return values
 
 
@@ -137,15 +150,17 @@ def _decoded(
     values: Sequence[bytes], columns: _Columns, wanted: set[str], fields: Sequence[str]
 ) -> dict[str, Any]:
     """Return the wanted columns of a sample. Raises ValueError."""
+    if not wanted:  # so that the error names what there is
+        return dict.fromkeys(columns.names)
     row: dict[str, Any] = {}
     for name, encoding, value in zip(columns.names, columns.encodings, values, strict=True):
         if name not in wanted:
             continue
-        row[name] = value.decode()
+        text = value.decode()
         if encoding == "json":
-            row[name] = json.loads(row[name], object_pairs_hook=once(fields))
-    if not wanted:  # so that the error names what there is
-        return dict.fromkeys(columns.names)
+            row[name] = json.loads(text, object_pairs_hook=once(fields))
+        else:
+            row[name] = text
     return row
 
 

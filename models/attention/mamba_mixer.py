@@ -77,14 +77,17 @@ class MambaMixer(RecurrentMixer):
         sensitive = self.context.plan.sensitive
         gate_width, *convolved_widths, step_width = self.local_widths
         widths = [gate_width, sum(convolved_widths), step_width]
-        gate, mixed, step = projected.split(widths, -1)
-        inputs = self._inputs(mixed.to(sensitive), step.to(sensitive), begins_of(documents))
-        skip = Widen.apply(self.skip, sensitive)
-        read = self._apply_rule(inputs) + skip[:, None, None] * inputs.value
-        # [b, n, s, v] -> [s, b, n * v]
-        features = read.permute(2, 0, 1, 3).flatten(2)
-        gated = features * F.silu(gate.to(sensitive))
-        return self._normalize(gated).to(self.context.plan.compute)
+        gate, mixed, step = projected.split(widths, -1)  # [s, b, ...]
+        gate = gate.to(sensitive)
+        begins = begins_of(documents)
+        inputs = self._inputs(mixed.to(sensitive), step.to(sensitive), begins)
+        read = self._apply_rule(inputs)  # [b, n, s, v]
+        skip = Widen.apply(self.skip, sensitive)[:, None, None]  # [n, 1, 1]
+        outputs = read + skip * inputs.value
+        features = outputs.permute(2, 0, 1, 3).flatten(2)  # [s, b, n * v]
+        gated = features * F.silu(gate)
+        normalized = self._normalize(gated)
+        return normalized.to(self.context.plan.compute)
 
     def _inputs(self, mixed: Tensor, step: Tensor, begins: Tensor | None) -> StateSpaceInputs:
         """Return the inputs of the recurrence.
@@ -96,19 +99,22 @@ class MambaMixer(RecurrentMixer):
         _, *convolved_widths, _ = self.local_widths
         convolved = self._convolve(mixed, begins)
         value, key, query = convolved.split(convolved_widths, -1)
+        steps = self._steps(step)  # [s, b, n]
+        log_rate = Widen.apply(self.log_rate, step.dtype)
         return StateSpaceInputs(
             query=heads_of(query, sizes.state_dim),
             key=heads_of(key, sizes.state_dim),
             value=heads_of(value, sizes.head_dim),
-            step=self._steps(step).permute(1, 2, 0),
-            rate=Widen.apply(self.log_rate, step.dtype).exp(),
+            step=steps.permute(1, 2, 0),  # [b, n, s]
+            rate=log_rate.exp(),
             begins=begins,
         )
 
     def _steps(self, step: Tensor) -> Tensor:
         """Return the time steps [s, b, n], above 0. step: as projected."""
         bias = Widen.apply(self.step_bias, step.dtype)
-        return F.softplus(step + bias).clamp(min=self.config.mamba.least_step)
+        positive = F.softplus(step + bias)
+        return positive.clamp(min=self.config.mamba.least_step)
 
     def _apply_rule(self, inputs: StateSpaceInputs) -> Tensor:
         """Return the outputs of the recurrence, [b, n, s, v]."""
@@ -129,7 +135,9 @@ class MambaMixer(RecurrentMixer):
     def _normalize(self, features: Tensor) -> Tensor:
         """Return features [s, b, local features] normalized over those of each group."""
         weight = Widen.apply(self.norm_weight, features.dtype)
-        groups = features.unflatten(-1, (-1, self.config.mamba.group_width))
-        mean_square = groups.square().mean(-1, keepdim=True)
-        normalized = groups * (mean_square + self.config.norm_eps).rsqrt()
+        group_width = self.config.mamba.group_width
+        groups = features.unflatten(-1, (-1, group_width))  # [s, b, groups, features of one]
+        mean_square = groups.square().mean(-1, keepdim=True)  # [s, b, groups, 1]
+        scale = (mean_square + self.config.norm_eps).rsqrt()
+        normalized = groups * scale
         return normalized.flatten(2) * weight

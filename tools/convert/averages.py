@@ -19,6 +19,7 @@ suppose that the checkpoints are equally far apart.
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from megaprec.errors import UserError
 
@@ -36,11 +37,13 @@ def weights_of_average(average: str, count: int) -> list[float]:
         return [1 / count] * count
     if average == "sqrt":
         edges = [math.sqrt(number / count) for number in range(count + 1)]
-        return [edges[number + 1] - edges[number] for number in range(count)]
+        return [upper - lower for lower, upper in pairwise(edges)]
     decay = _decay_of(average)
-    oldest = decay ** (count - 1)
-    later = [(1 - decay) * decay ** (count - 1 - number) for number in range(1, count)]
-    return [oldest, *later]
+    weights = [decay ** (count - 1)]
+    for number in range(1, count):
+        newer = count - 1 - number  # checkpoints after this one
+        weights.append((1 - decay) * decay**newer)
+    return weights
 
 
 def _decay_of(average: str) -> float:
@@ -82,4 +85,5 @@ def _number(text: str) -> float:
 
 def described(weights: Sequence[float], names: Sequence[str]) -> list[str]:
     """Return a line for each weight, with the name of its checkpoint."""
-    return [f"{weight:.6f} x {name}" for weight, name in zip(weights, names, strict=True)]
+    weighted = zip(weights, names, strict=True)
+    return [f"{weight:.6f} x {name}" for weight, name in weighted]

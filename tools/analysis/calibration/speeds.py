@@ -168,7 +168,7 @@ def threads_of(config: RunConfig, calibration: Calibration) -> int:
 
 def _speed_of_products(config: RunConfig, rows: Sequence[ProductRow]) -> float:
     """Return the FLOP/s of the products of the run's layers and its head."""
-    # without a factor of all, which the quotient does not have
+    # without the factor 2, a product and a sum, which cancels
     flops = 0.0
     seconds = 0.0
     for tokens, inputs, outputs, count in _products_of(config):

@@ -19,31 +19,44 @@ LEAST_SPAN = 3.0
 
 def draw(certificate: Mapping[str, Any], path: Path) -> None:
     """Write the picture of a certificate. Raises UserError without matplotlib."""
-    span = max([LEAST_SPAN, *(_span(row) for row in certificate["rows"])])
-    charts = [_chart(row, certificate["widths"], span) for row in certificate["rows"]]
-    rows = [
-        Row(charts[start : start + COLUMNS], COLUMNS, HEIGHT)
-        for start in range(0, len(charts), COLUMNS)
-    ]
-    title = (
-        f"{certificate['parametrization']}: change of activations over log2(hidden), a line for "
-        f"each step: {certificate['verdict']}"
-    )
-    draw_rows(title, rows).save(path)
+    activations = certificate["rows"]
+    # all charts have one span, so that their slopes can be compared
+    spans = [_span(activation) for activation in activations]
+    span = max([LEAST_SPAN, *spans])
+    charts = [_chart(activation, certificate["widths"], span) for activation in activations]
+    rows = list[Row]()
+    for start in range(0, len(charts), COLUMNS):
+        beside_each_other = charts[start : start + COLUMNS]
+        rows.append(Row(beside_each_other, COLUMNS, HEIGHT))
+    what = "change of activations over log2(hidden), a line for each step"
+    title = f"{certificate['parametrization']}: {what}: {certificate['verdict']}"
+    picture = draw_rows(title, rows)
+    picture.save(path)
 
 
 def _logarithms(row: Mapping[str, Any]) -> list[float]:
     """Return the base-2 logarithms of all changes of a row that have one."""
     logarithms: list[float] = []
     for sizes in row["changes"]:
-        logarithms += [math.log2(size) for size in sizes if math.isfinite(size) and size > 0]
+        drawn = [size for size in sizes if _has_logarithm(size)]
+        logarithms += map(math.log2, drawn)
     return logarithms
+
+
+def _has_logarithm(size: float) -> bool:
+    return math.isfinite(size) and size > 0
 
 
 def _span(row: Mapping[str, Any]) -> float:
     """Return how many powers of 2 lie between the smallest and the largest change of a row."""
-    lowest, highest = finite_range(_logarithms(row)) or (0.0, 0.0)
+    lowest, highest = _range(row)
     return highest - lowest
+
+
+def _range(row: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the logarithms of the smallest and the largest change of a row; 0 and 0 if none has
+    one."""
+    return finite_range(_logarithms(row)) or (0.0, 0.0)
 
 
 def _chart(row: Mapping[str, Any], widths: Sequence[int], span: float) -> Chart:
@@ -52,23 +65,27 @@ def _chart(row: Mapping[str, Any], widths: Sequence[int], span: float) -> Chart:
     steps = len(row["changes"])
     series: list[Series] = []
     for step, sizes in enumerate(row["changes"]):
-        color = COLORS[(len(COLORS) - steps + step) % len(COLORS)]
-        series.append(Series("", x, [_or_gap(size) for size in sizes], color, marker="dot"))
+        color_index = len(COLORS) - steps + step
+        color = COLORS[color_index % len(COLORS)]
+        y = [_or_gap(size) for size in sizes]
+        series.append(Series("", x, y, color, marker="dot"))
     slope = row["slopes"][-1]
     slope_text = "" if slope is None else f"slope {slope:+.2f}: "
-    lowest, highest = finite_range(_logarithms(row)) or (0.0, 0.0)
+    lowest, highest = _range(row)
     middle = (lowest + highest) / 2
+    half_axis = 0.55 * span  # with a margin
+    width_of_tick = zip(x, map(str, widths), strict=True)
     return Chart(
         row["activation"],
         series,
         right_title=slope_text + row["verdict"],
         base=2,
         x_range=(min(x) - 0.2, max(x) + 0.2),
-        y_range=(middle - 0.55 * span, middle + 0.55 * span),
-        tick_notes=dict(zip(x, map(str, widths), strict=True)),
+        y_range=(middle - half_axis, middle + half_axis),
+        tick_notes=dict(width_of_tick),
     )
 
 
 def _or_gap(size: float) -> float:
     """Return a size; NaN, which leaves a gap, where it has no logarithm."""
-    return size if math.isfinite(size) and size > 0 else math.nan
+    return size if _has_logarithm(size) else math.nan

@@ -151,17 +151,25 @@ class IndexedWriter:
         stored_tokens = tokens.astype(DTYPES[self._code])
         self._bin.write(stored_tokens.tobytes())
         if self._mask:
-            self._mask.extend(np.ones(len(tokens), bool) if counted is None else counted)
+            all_count = np.ones(len(tokens), bool)
+            self._mask.extend(all_count if counted is None else counted)
         self._open += continued
-        if not len(ends):
-            return
+        if len(ends):
+            self._end_documents(ends)
+            self._open = len(tokens) - int(ends[-1])
+
+    def _end_documents(self, ends: NDArray[np.int64]) -> None:
+        """Write the lengths of documents that have ended, and where the next ones begin.
+
+        ends: as of `extend`; the first document has as many tokens as are open.
+        """
         num_before = self._sequences
-        lengths = np.concatenate(([self._open], np.diff(ends)))
+        lengths_of_others = np.diff(ends)
+        lengths = np.concatenate(([self._open], lengths_of_others))
         self._write_lengths(lengths)
         # each document is one more sequence; the next one begins at the sequence after it
         next_sequences = np.arange(num_before + 1, self._sequences + 1, dtype="<i8")
         self._documents.write(next_sequences.tobytes())
-        self._open = len(tokens) - int(ends[-1])
 
     def _outside_vocabulary(
         self,
@@ -234,11 +242,12 @@ class IndexedWriter:
         lengths = _map_written(self._lengths, "<i4")
         documents = _map_written(self._documents, "<i8")
         itemsize = DTYPES[self._code].itemsize
-        write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(documents)))
+        header = HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(documents))
+        write(header)
         for start in range(0, len(lengths), CHUNK):
             chunk = lengths[start : start + CHUNK]
             write(chunk.tobytes())
-        begin = 0  # byte of the .bin
+        begin = 0  # the byte of the .bin at which a sequence begins
         for start in range(0, len(lengths), CHUNK):
             chunk = lengths[start : start + CHUNK]
             token_counts = np.cumsum(chunk, dtype="<i8")

@@ -6,7 +6,7 @@ All other rows stay as they are, to the bit. What a new row is depends on the lo
 so it is the same in every layout.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,10 +55,13 @@ class Growth:
         new: the tokenizer of the run, if it has one.
         """
         known = _ids_of(old, rows) if old else torch.ones(rows, dtype=torch.bool)
-        made = torch.ones(vocab, dtype=torch.bool)
+        # all rows beyond those of the weights are new
+        is_new = torch.ones(vocab, dtype=torch.bool)
+        is_new[:rows] = False
         # rows of padding become those of tokens only if the run has such tokens
-        made[:rows] = ~known & _ids_of(new, rows) if new else False
-        return cls(kind, rows, known, made)
+        if new:
+            is_new[:rows] = ~known & _ids_of(new, rows)
+        return cls(kind, rows, known, is_new)
 
     def describe(self) -> str:
         """Return the new rows in words."""
@@ -74,29 +77,31 @@ class Growth:
 
 def _ids_of(tokenizer: Tokenizer, rows: int) -> Tensor:
     """Return bool [rows], True for ids that a token of the tokenizer has."""
-    has_token = torch.zeros(rows, dtype=torch.bool)
     ids = torch.tensor(sorted(set(tokenizer.vocabulary().values())))
-    has_token[ids[ids < rows]] = True
+    ids_with_row = ids[ids < rows]
+    has_token = torch.zeros(rows, dtype=torch.bool)
+    has_token[ids_with_row] = True
     return has_token
 
 
 def moved_tokens(old: Tokenizer, new: Tokenizer) -> Iterator[Problem]:
     """Yield a problem unless each token of `old` has its id in `new` too."""
-    ids = new.vocabulary()
-    tokens = old.vocabulary()
-    moved: Sequence[tuple[int, str]] = sorted(
-        (token_id, token) for token, token_id in tokens.items() if ids.get(token) != token_id
-    )
+    old_ids = old.vocabulary()
+    new_ids = new.vocabulary()
+    moved: list[tuple[int, str]] = []
+    for token, token_id in old_ids.items():
+        if new_ids.get(token) != token_id:
+            moved.append((token_id, token))
     if not moved:
         return
-    token_id, token = moved[0]
-    now = f"token {ids[token]}" if token in ids else "not there"
+    token_id, token = min(moved)
+    now = f"token {new_ids[token]}" if token in new_ids else "not there"
     yield Problem.of(
         "training.tokens_moved",
         tokenizer=new.path,
         weights_tokenizer=old.path,
         count=len(moved),
-        tokens=len(tokens),
+        tokens=len(old_ids),
         id=token_id,
         token=repr(token),
         now=now,
@@ -125,24 +130,26 @@ class GrownWeights:
             return self._slices.read_range(kind, part, first, last)
         _, hidden = part.shape
         # whole rows, of which what was not asked for is cut off
-        top = part.start + first // hidden
-        bottom = part.start + -(-last // hidden)
-        rows = self._rows(part, top, bottom)
-        skipped = (top - part.start) * hidden
-        return rows.reshape(-1)[first - skipped : last - skipped]
+        first_row = first // hidden
+        end_row = -(-last // hidden)  # rounded up
+        rows = self._rows(part, part.start + first_row, part.start + end_row)
+        skipped = first_row * hidden
+        elements = rows.reshape(-1)
+        return elements[first - skipped : last - skipped]
 
     def _rows(self, part: Part, top: int, bottom: int) -> Tensor:
         """Return rows [top, bottom) of a tensor that grows."""
         _, hidden = part.shape
         weight_dtype = self._plan.param_dtype(part.name)
-        dtype = max(self._plan.masters, weight_dtype, key=lambda dtype: dtype.itemsize)
-        rows = torch.empty(bottom - top, hidden, dtype=dtype)
+        wider_dtype = max(self._plan.masters, weight_dtype, key=lambda dtype: dtype.itemsize)
+        rows = torch.empty(bottom - top, hidden, dtype=wider_dtype)
         old_bottom = min(bottom, self._growth.rows)
         if top < old_bottom:
             rows[: old_bottom - top] = self._old_rows(part, top, old_bottom)
-        new = self._growth.new[top:bottom]
-        if new.any():
-            rows[new] = self._new_rows(part, top, bottom)[new].to(dtype)
+        is_new = self._growth.new[top:bottom]
+        if is_new.any():
+            made = self._new_rows(part, top, bottom)
+            rows[is_new] = made[is_new].to(wider_dtype)
         return rows
 
     def _old_rows(self, part: Part, top: int, bottom: int) -> Tensor:
@@ -178,8 +185,9 @@ class GrownWeights:
         for top in range(0, self._growth.rows, BLOCK):
             bottom = min(top + BLOCK, self._growth.rows)
             block = torch.zeros(BLOCK, hidden, dtype=torch.float64)
-            block[: bottom - top] = self._old_rows(part, top, bottom)
-            block[: bottom - top][~known[top:bottom]] = 0
+            filled = block[: bottom - top]
+            filled.copy_(self._old_rows(part, top, bottom))
+            filled[~known[top:bottom]] = 0
             # halves are added until one row is left
             while len(block) > 1:
                 half = len(block) // 2

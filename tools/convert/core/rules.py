@@ -88,7 +88,9 @@ def matches(rules: Sequence[NameRule], model: ModelConfig) -> list[Match]:
 def tensors_without_rule(rules: Sequence[NameRule], model: ModelConfig) -> list[str]:
     """Return the logical tensors of `model` that a table does not have: another system has no such
     model."""
-    ruled = {name for rule in _rules_in_order(rules, model) for name in rule.logical}
+    ruled = set[str]()
+    for rule in _rules_in_order(rules, model):
+        ruled.update(rule.logical)
     return [name for name in logical_shapes(model) if name not in ruled]
 
 
@@ -153,7 +155,8 @@ def _rules_for_layer(rules: Sequence[NameRule], layer_model: ModelConfig) -> lis
 
     layer_model: the model as it would be if all layers were like this one.
     """
-    kinds = ("all", "experts" if layer_model.experts else "dense", layer_model.mixer)
+    feed_forward = "experts" if layer_model.experts else "dense"
+    kinds = ("all", feed_forward, layer_model.mixer)
     return [rule for rule in rules if rule.layers in kinds]
 
 

@@ -115,10 +115,16 @@ def _of_plugin(plugin: Entry, default: Entry) -> dict[str, Entry]:
         return {"recipe": default} | _set(plugin.value)
     if isinstance(plugin.value, str):
         return {"recipe": plugin}
-    for value in items_of(plugin.value):
-        if not isinstance(value, Call) or maker_of(value.function)[0] is None:
-            return {"the plugin": plugin}
-    return {}
+    are_read = all(map(_is_read_itself, items_of(plugin.value)))
+    return {} if are_read else {"the plugin": plugin}
+
+
+def _is_read_itself(value: Any) -> bool:
+    """Return True for a call that makes a plugin of a known kind."""
+    if not isinstance(value, Call):
+        return False
+    maker, _ = maker_of(value.function)
+    return maker is not None
 
 
 def _field(value: Any, name: str) -> Entry:

@@ -58,10 +58,9 @@ def judge(spike: RecordedSpike, seen: Examination) -> list[Cause]:
             others = causes_not_tried(hardware.evidence)[:3]
         return [*others, hardware]
     if are_above(seen.others, spike):
-        too = (
-            f"{sum(is_above(other, spike) for other in seen.others)} of {len(seen.others)} other "
-            f"batches spike at the same weights: {_list(seen.others)}"
-        )
+        spiking = sum(is_above(other, spike) for other in seen.others)
+        of_others = f"{spiking} of {len(seen.others)} other batches"
+        too = f"{of_others} spike at the same weights: {_list(seen.others)}"
         rate = _learning_rate(spike, seen, too)
         return [Cause("data", "wrong", too), rate, Cause("batch", "wrong", too), hardware]
     if not seen.others:
@@ -91,13 +90,12 @@ def _hardware(spike: RecordedSpike, seen: Examination) -> Cause:
 def _learning_rate(spike: RecordedSpike, seen: Examination, too: str) -> Cause:
     rates = _rates(spike)
     if seen.held is None:
-        was_raised = spike.usual_lr is not None and spike.highest_lr > RAISED * spike.usual_lr
-        verdict: Verdict = "not tried" if was_raised or spike.usual_lr is None else "wrong"
+        # without a usual rate it is not known whether it was raised
+        may_be_raised = spike.usual_lr is None or spike.highest_lr > RAISED * spike.usual_lr
+        verdict: Verdict = "not tried" if may_be_raised else "wrong"
         return Cause("learning rate", verdict, f"{rates}: {seen.not_held}")
-    held = (
-        f"repeated with {seen.held.rate:.3g} from step {seen.held.since} on: "
-        f"{_words(seen.held.numbers)}"
-    )
+    held_rate = f"{seen.held.rate:.3g} from step {seen.held.since} on"
+    held = f"repeated with {held_rate}: {_words(seen.held.numbers)}"
     if is_above(seen.held.numbers, spike):
         return Cause("learning rate", "wrong", f"{rates}; {held}, which spikes too")
     return Cause("learning rate", "proven", f"{rates}; {held}; {too}")
@@ -124,14 +122,15 @@ def _data(spike: RecordedSpike, seen: Examination) -> Cause:
 def _shared_document(seen: Examination) -> int | None:
     """Return the number of a document that has a part in all of several samples that stand out;
     None for none."""
-    first, *others = [
-        {document.number for document in sample.documents} for sample in seen.outliers
-    ]
-    # not all of them may be named
-    if not others or len(seen.outliers) < seen.num_high:
+    documents_of_samples = list[set[int]]()
+    for sample in seen.outliers:
+        numbers = {document.number for document in sample.documents}
+        documents_of_samples.append(numbers)
+    are_all_named = len(seen.outliers) >= seen.num_high
+    if len(documents_of_samples) < 2 or not are_all_named:
         return None
-    shared = first.intersection(*others)
-    return min(shared) if shared else None
+    shared = set.intersection(*documents_of_samples)
+    return min(shared, default=None)
 
 
 def _batch(spike: RecordedSpike, seen: Examination, data: Cause, ordinary: str) -> Cause:

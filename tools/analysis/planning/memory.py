@@ -7,7 +7,7 @@ CUDA and NCCL themselves, and gaps between tensors; `Target.usable` leaves some 
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
@@ -338,7 +338,7 @@ def _first_equal(stage_memory: StageMemory) -> StageMemory:
 
 
 # layouts that recompute something else, or have other micro-batches, have the same state
-_state_bytes = lru_cache(maxsize=256)(state_bytes)
+_state_bytes: Callable[..., list[StateBytes]] = lru_cache(maxsize=256)(state_bytes)
 
 
 def _times(count: int, kept: ActivationBytes) -> ActivationBytes:

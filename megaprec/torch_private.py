@@ -18,6 +18,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 without_dispatch_modes = _disable_current_modes
 """Return a context without fake tensors and other dispatch modes."""
 
+without_torch_functions = torch._C.DisableTorchFunction
+"""Return a context in which no `TorchFunctionMode` is told of calls of torch's functions."""
+
 StatisticsNorm = _NormBase
 """The base of batch and instance norms, which may hold running statistics."""
 

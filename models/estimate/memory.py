@@ -27,6 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megaprec.comm.axis import Axis
 from megaprec.fp8.state import FP8State
+from megaprec.optim.model_buffers import buckets
 from megaprec.precision.plan import PrecisionPlan
 from models.attention.packing import UNPACKED, Packing
 from models.config import ModelConfig
@@ -299,9 +300,7 @@ def _measure(stage: Stage, memory: StageMemory) -> ActivationBytes:
     """Return what `stage` keeps, by running its passes."""
     seq_length = memory.options.seq_length // memory.cp
     micro_batch = memory.options.micro_batch
-    for parameter in stage.parameters():
-        main_grad = torch.zeros(parameter.shape, dtype=stage.context.plan.gradients)
-        parameter.main_grad = main_grad  # type: ignore[attr-defined]
+    _lay_out(stage)
     with torch.no_grad(), LiveMemory() as live:
         # Allocates the buffers that are kept for good.
         stage(_make_input(stage, seq_length, micro_batch))
@@ -316,6 +315,24 @@ def _measure(stage: Stage, memory: StageMemory) -> ActivationBytes:
         return replace(whole, buffers=buffers)
     split = _run_passes(stage, seq_length, micro_batch, packing, split=True)
     return replace(split, backward=whole.backward, buffers=buffers)
+
+
+def _lay_out(stage: Stage) -> None:
+    """Give the parameters main gradients, and memory as the optimizer does: on a GPU those of the
+    experts of a layer lie together, unless they are very large, for their products read them at
+    once."""
+    plan = stage.context.plan
+    parameters = [*stage.parameters()]
+    # a bucket of one element is full with one parameter, or with all that lie together
+    for bucket in buckets(parameters, plan, size=1, whole_groups=parameters[0].is_meta):
+        sizes = [parameter.numel() for parameter in bucket]
+        weights = torch.empty(sum(sizes), dtype=bucket[0].dtype)
+        gradients = torch.zeros(sum(sizes), dtype=plan.gradients)
+        parts = zip(bucket, weights.split(sizes), gradients.split(sizes), strict=True)
+        for parameter, weight, gradient in parts:
+            if len(bucket) > 1:
+                parameter.data = weight.view(parameter.shape)
+            parameter.main_grad = gradient.view(parameter.shape)  # type: ignore[attr-defined]
 
 
 def _run_passes(

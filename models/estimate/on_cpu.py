@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaprec.torch_private import no_torch_function, tensor_on_device
+from models.estimate.results import result_on_meta
 
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
@@ -92,7 +93,7 @@ def _on_meta(
         kwargs = kwargs | {"device": _META}
     bare_args = [_unwrap(value) for value in args]
     bare_kwargs = {key: _unwrap(value) for key, value in kwargs.items()}
-    return _wrap(func(*bare_args, **bare_kwargs))
+    return _wrap(result_on_meta(func, tuple(bare_args), bare_kwargs))
 
 
 def _is_factory(

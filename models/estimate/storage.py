@@ -24,8 +24,10 @@ from megaprec.torch_private import (
     efficient_attention,
     flash_attention_by_heads,
     storage_address,
+    without_torch_functions,
 )
 from models.estimate.on_cpu import OnCPU, tensors_of
+from models.estimate.results import result_on_meta
 
 Device = Literal["cpu", "cuda"]
 
@@ -72,6 +74,10 @@ class _EvenCounts:
     def tolist(self) -> list[int]:
         least, remainder = divmod(self.choices, self.experts)
         return [least + 1] * remainder + [least] * (self.experts - remainder)
+
+    def cumsum(self, dim: int) -> Tensor:
+        """Return a tensor without storage of the ends of the experts' rows."""
+        return torch.empty(self.experts, dtype=torch.int64)
 
 
 def _fused_attention(
@@ -192,10 +198,15 @@ class LiveMemory(TorchDispatchMode):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
-        kwargs = kwargs or {}
+        # what is asked of tensors here needs no answers of `_Answers`
+        with without_torch_functions():
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of an operator, and count the memory that it created."""
         arguments = tensors_of((*args, *kwargs.values()))
         argument_storages = {storage_address(tensor) for tensor in arguments}
-        result = func(*args, **kwargs)
+        result = result_on_meta(func, args, kwargs)
         for tensor in tensors_of((result,)):
             address = storage_address(tensor)
             # The result of a view or of an operator in place has the storage of an argument.

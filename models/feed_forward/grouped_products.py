@@ -45,12 +45,12 @@ def groups_on(
     sizes: Sequence[int],
 ) -> bool:
     """Return True if grouped products are to be used: on a CUDA device whose torch has them, in
-    bf16.
+    bf16. Meta tensors stand for those of such a device.
 
     sizes: numbers of features. On a CPU a loop is as fast, and its numbers are those of an ordinary
         feed-forward.
     """
-    if device.type != "cuda" or dtype != torch.bfloat16:
+    if device.type not in ("cuda", "meta") or dtype != torch.bfloat16:
         return False
     aligned = all(size * dtype.itemsize % _ALIGNMENT == 0 for size in sizes)
     return aligned and has_grouped_products()
@@ -99,10 +99,22 @@ class GroupedLinear(torch.autograd.Function):
         return grad_x, None, None, *([None] * len(weights))
 
 
+class _SumsWithoutStorage:
+    """Stands for the module `grouped_sums` where tensors have no storage: its kernel takes no
+    memory."""
+
+    @staticmethod
+    def add_products_(
+        totals: Tensor, grad: Tensor, x: Tensor, ends: Tensor, first: bool
+    ) -> None: ...
+
+
 @cache
 def sums_in_triton(device: torch.device) -> Any:
     """Return the module `grouped_sums`, if its kernel works on a CUDA device, where it is tried
-    once; else None."""
+    once; else None. Meta tensors stand for those of a device where it works."""
+    if device.type == "meta":
+        return _SumsWithoutStorage
     if device.type != "cuda" or find_spec("triton") is None:
         return None
     try:

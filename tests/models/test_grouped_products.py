@@ -13,7 +13,7 @@ from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.model_buffers import buckets
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
-from models.feed_forward import grouped_products, moe
+from models.feed_forward import grouped_products
 from models.feed_forward.grouped_products import GroupedLinear, stack_weights
 from models.feed_forward.moe import Expert, MixtureOfExperts, count_choices
 from parallel.activation_checkpoint import Recompute, RecomputedModule
@@ -125,12 +125,30 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class SumsInTriton:
+    """In place of the module `grouped_sums`: its kernel is one launch."""
+
+    def __init__(self) -> None:
+        self.firsts: list[bool] = []
+
+    def add_products_(
+        self, totals: Tensor, grad: Tensor, x: Tensor, ends: Tensor, first: bool
+    ) -> None:
+        assert totals.shape == (len(ends), grad.shape[1], x.shape[1])
+        assert totals.dtype == torch.float32
+        self.firsts.append(first)
+        totals.zero_()
+
+
 def operators_of_experts(
-    experts: int, monkeypatch: pytest.MonkeyPatch, family: str = "mixtral"
+    experts: int,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str = "mixtral",
+    sums: SumsInTriton | None = None,
 ) -> list[str]:
     """The operators of the passes of a layer whose optimizer is one on a GPU, where meta tensors
-    stand for its; in the second micro-batch of a step."""
-    monkeypatch.setattr(moe, "groups_on", lambda *_: True)
+    stand for its; in the second micro-batch of a step. sums: None: as without Triton."""
+    monkeypatch.setattr(grouped_products, "sums_in_triton", lambda _: sums)
     fields: dict[str, Any] = {"family": family, "experts": experts}
     config = ModelConfig(**fields, layers=1, hidden=64, heads=2, ffn=96)
     with torch.device("meta"):
@@ -147,28 +165,12 @@ def operators_of_experts(
     return operators.names
 
 
-class SumsInTriton:
-    """In place of the module `grouped_sums`: its kernel is one launch."""
-
-    def __init__(self) -> None:
-        self.firsts: list[bool] = []
-
-    def add_products_(
-        self, totals: Tensor, grad: Tensor, x: Tensor, ends: Tensor, first: bool
-    ) -> None:
-        assert totals.shape == (len(ends), grad.shape[1], x.shape[1])
-        assert totals.dtype == torch.float32
-        self.firsts.append(first)
-        totals.zero_()
-
-
 def test_gradients_of_all_experts_are_summed_by_one_kernel_where_triton_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plainly = operators_of_experts(8, monkeypatch)
     sums = SumsInTriton()
-    monkeypatch.setattr(grouped_products, "sums_in_triton", lambda _: sums)
-    operators = operators_of_experts(8, monkeypatch)
+    operators = operators_of_experts(8, monkeypatch, sums=sums)
     assert sums.firsts == [True, True, False, False]
     assert operators.count("aten::_grouped_mm") == 4
     assert len(operators) == len(plainly) - 8

@@ -15,10 +15,11 @@ from models.feed_forward.moe import Expert
 from parallel.pipeline import simulation
 from tools.analysis.planning import remedies, speed
 from tools.analysis.planning.device import Target, target_of
+from tools.analysis.planning.memory import MemoryModel
 from tools.analysis.planning.reached import assumptions_of
-from tools.analysis.planning.search import LayoutSearch, search
+from tools.analysis.planning.search import LayoutSearch, Planned, plan_run, search
 from tools.cli import main
-from tools.config.run_file import load_run
+from tools.config.run_file import RunConfig, load_run
 
 LLAMA_405B = (
     'model.family="llama"',
@@ -36,6 +37,22 @@ LLAMA_405B = (
     "parallel.tensor=8",
     "parallel.pipeline=16",
     "parallel.data=128",
+)
+
+
+SMALL = (
+    'model.family="llama"',
+    "model.layers=4",
+    "model.hidden=1024",
+    "model.heads=16",
+    "model.ffn=4096",
+    "model.vocab=8192",
+    "precision.compute=bf16",
+    "train.steps=10",
+    "train.global_batch=16",
+    "train.micro_batch=4",
+    "train.seq_length=1024",
+    "parallel.data=2",
 )
 
 
@@ -97,6 +114,39 @@ def test_changes_that_cannot_be_enough_are_not_built(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(remedies, "plan_run", refuse)
     assert remedies.cheapest_remedy(config, target_of(config, "H100"), None) is None
+
+
+@pytest.mark.parametrize("gigabytes", [1.31, 1.45, 1.87])
+@pytest.mark.parametrize("timed", [True, False])
+def test_the_cheapest_change_is_that_of_trying_all_and_few_are_tried(
+    gigabytes: float, timed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of eight changes; without a known speed the one of fewest keys."""
+    config = load_run(None, SMALL).on_device("cuda")
+    sheet = target_of(config, "H100").gpu
+    assert sheet
+    target = Target("cuda", "a small GPU", int(gigabytes * 10**9), sheet)
+    assumed = assumptions_of(sheet, config.plan) if timed else None
+    planned = list[RunConfig]()
+
+    def note_planned(changed: RunConfig, *others: Any) -> Planned:
+        planned.append(changed)
+        return plan_run(changed, *others)
+
+    monkeypatch.setattr(remedies, "plan_run", note_planned)
+    found = remedies.cheapest_remedy(config, target, assumed)
+
+    memory_model = MemoryModel("cuda")
+    fitting: list[tuple[float, int]] = []
+    for keys, changed in remedies._changed_runs(config):
+        tried = plan_run(changed, memory_model, assumed)
+        if target.verdict(tried.total) == "fits":
+            seconds = tried.prediction.seconds if tried.prediction else 0.0
+            fitting.append((seconds, len(keys)))
+    assert fitting
+    assert found
+    assert remedies._seconds(found) == min(fitting)
+    assert len(planned) < len(remedies.CHANGES)
 
 
 class CountedSearch(NamedTuple):

@@ -7,7 +7,7 @@ CUDA and NCCL themselves, and gaps between tensors; `Target.usable` leaves some 
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
@@ -173,11 +173,11 @@ class MemoryModel:
         """Return the bytes of each pipeline rank."""
         kept = self.kept(config, passes.costs)
         rank_of_stage = passes.schedule.rank_of_stage
-        states = state_bytes(
+        states = _state_bytes(
             config.sized_model,
             config.plan,
-            [cost.cut for cost in passes.costs],
-            rank_of_stage,
+            tuple(cost.cut for cost in passes.costs),
+            tuple(rank_of_stage),
             sharding_of(config),
             make_rule(config.optimizer),
             self.device,
@@ -335,6 +335,10 @@ def _first_equal(stage_memory: StageMemory) -> StageMemory:
     """Return the first `StageMemory` that was equal to this one, which knows the stages that were
     run before."""
     return stage_memory
+
+
+# layouts that recompute something else, or have other micro-batches, have the same state
+_state_bytes: Callable[..., list[StateBytes]] = lru_cache(maxsize=256)(state_bytes)
 
 
 def _times(count: int, kept: ActivationBytes) -> ActivationBytes:

@@ -8,6 +8,7 @@ from tools.analysis.planning.device import Target
 from tools.analysis.planning.memory import MemoryModel
 from tools.analysis.planning.search import ORIGIN, Planned, least_of_mean_rank, plan_run
 from tools.analysis.planning.seconds.assumptions import Assumptions
+from tools.analysis.planning.speed import least_seconds_of_schedule, passes_of
 from tools.config.run_file import RunConfig
 
 ZERO_2 = {"parallel.zero": 2}
@@ -45,15 +46,32 @@ def cheapest_remedy(
     """Return the change with which the run fits and is fastest; None if none of `CHANGES` is
     enough."""
     memory = MemoryModel(target.device, target.process)
-    remedies = list[Remedy]()
-    for keys, changed in _changed_runs(config):
-        # a bound comes before what it bounds: to build and run hundreds of experts takes a minute
-        if target.verdict(least_of_mean_rank(changed)) == "does not fit":
-            continue
+    best: Remedy | None = None
+    # bounds come before what they are bounds of: to build and run hundreds of experts takes long
+    for bound, keys, changed in _fastest_first(config, target, assumed):
+        if best and bound >= _seconds(best):
+            break
         planned = plan_run(changed, memory, assumed)
         if target.verdict(planned.total) == "fits":
-            remedies.append(Remedy(keys, planned))
-    return min(remedies, key=_seconds, default=None)
+            remedy = Remedy(keys, planned)
+            best = min(best or remedy, remedy, key=_seconds)
+    return best
+
+
+def _fastest_first(
+    config: RunConfig, target: Target, assumed: Assumptions | None
+) -> list[tuple[tuple[float, int], dict[str, Any], RunConfig]]:
+    """Return a lower bound of each change's `_seconds`, its keys, and the changed run, the least
+    first; without those that cannot fit."""
+    bounded: list[tuple[tuple[float, int], dict[str, Any], RunConfig]] = []
+    for keys, changed in _changed_runs(config):
+        if target.verdict(least_of_mean_rank(changed)) == "does not fit":
+            continue
+        least = 0.0
+        if assumed:
+            least = least_seconds_of_schedule(changed, passes_of(changed), assumed)
+        bounded.append(((least, len(keys)), keys, changed))
+    return sorted(bounded, key=lambda change: change[0])
 
 
 def _changed_runs(config: RunConfig) -> Iterator[tuple[dict[str, Any], RunConfig]]:

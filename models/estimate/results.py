@@ -1,0 +1,113 @@
+"""Results of operators on meta tensors, computed once for arguments that are alike.
+
+The shape of a result is computed by torch in Python, in up to a millisecond. Layers that are alike
+ask for the same shapes again, and so do the stages and the layouts of a run.
+"""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megaprec.torch_private import storage_address
+
+_META = torch.device("meta")
+
+
+class _Form(NamedTuple):
+    """What tells one meta tensor from another."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Several(NamedTuple):
+    """The forms of a list or tuple."""
+
+    kind: type
+    forms: tuple[Any, ...]
+
+
+class _Constant(NamedTuple):
+    """A value that is no tensor. Its type too tells it from others: 1 equals 1.0 and True."""
+
+    kind: type
+    value: Any
+
+
+class _FormlessError(TypeError):
+    """A tensor is more than its form."""
+
+
+def result_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the result of an operator (a `torch._ops.OpOverload`) on meta tensors.
+
+    Results that are new tensors are made from the forms of the arguments. All others, such as
+    views, are computed.
+    """
+    if _may_share_memory(func):
+        return func(*args, **kwargs)
+    try:
+        form_of_args = _form_of(args)
+        form_of_kwargs = tuple((key, _form_of(value)) for key, value in kwargs.items())
+        form = _form_of_result(func, form_of_args, form_of_kwargs)
+    except TypeError:  # of a formless tensor, or of a value that is no key
+        form = None
+    if form is None:
+        return func(*args, **kwargs)
+    return _make(form)
+
+
+@lru_cache(maxsize=1024)
+def _may_share_memory(func: Any) -> bool:
+    """Return True if an operator writes to an argument, or returns one or a view of one."""
+    schema = func._schema
+    values = (*schema.arguments, *schema.returns)
+    return any(value.alias_info is not None for value in values)
+
+
+@lru_cache(maxsize=1 << 14)
+def _form_of_result(func: Any, args: Any, kwargs: tuple[tuple[str, Any], ...]) -> Any:
+    """Return the form of the result of an operator whose arguments have these forms; None if not
+    all of it are tensors with a memory of their own."""
+    new_args = _make(args)
+    new_kwargs = {key: _make(form) for key, form in kwargs}
+    result = func(*new_args, **new_kwargs)
+    results = result if isinstance(result, tuple) else (result,)
+    if not all(isinstance(one, Tensor) and one.is_meta for one in results):
+        return None
+    form = _form_of(result)
+    # a copy by its form takes as much memory
+    copies = _make(form) if isinstance(result, tuple) else (_make(form),)
+    for one, copy in zip(results, copies, strict=True):
+        if one.untyped_storage().nbytes() != copy.untyped_storage().nbytes():
+            return None
+    # some operators return an argument, or one memory twice, and do not say so
+    arguments = [value for value in new_args if isinstance(value, Tensor)]
+    memories = {storage_address(one) for one in (*results, *arguments)}
+    if len(memories) < len(results) + len(arguments):
+        return None
+    return form
+
+
+def _form_of(value: Any) -> Any:
+    """Return the form of a tensor, or of those in a list or tuple."""
+    if isinstance(value, Tensor):
+        if type(value) not in (Tensor, nn.Parameter) or not value.is_meta:
+            raise _FormlessError
+        return _Form(tuple(value.shape), value.stride(), value.dtype)
+    if isinstance(value, list | tuple):
+        return _Several(type(value), tuple(map(_form_of, value)))
+    return _Constant(type(value), value)
+
+
+def _make(form: Any) -> Any:
+    """Return new tensors of a form, or the value that it stands for."""
+    if isinstance(form, _Form):
+        return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=_META)
+    if isinstance(form, _Several):
+        values = map(_make, form.forms)
+        return form.kind(*values) if hasattr(form.kind, "_fields") else form.kind(values)
+    return form.value

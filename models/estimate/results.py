@@ -16,7 +16,7 @@ _META = torch.device("meta")
 
 
 class _Form(NamedTuple):
-    """What tells one meta tensor from another."""
+    """Shape, strides and dtype of a tensor: all that the results of operators depend on."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

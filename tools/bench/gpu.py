@@ -145,7 +145,9 @@ def main(args: argparse.Namespace) -> int:
         for record in take(measurement):
             labels = {"measurement": measurement.name, "at": start, "on": device}
             append(args.records, {**labels, **record})
-            print(f"           {outline(record)}", flush=True)
+            # pytest has told of its tests itself
+            if "outcome" not in record:
+                print(f"           {outline(record)}", flush=True)
     records = read_records(args.records, device)
     text = with_results(PAGE.read_text(encoding="utf-8"), machine, records)
     args.page.write_text(text, encoding="utf-8")
@@ -166,8 +168,6 @@ def outline(record: Mapping[str, Any]) -> str:
     """Return what a record says, in one line for the screen."""
     if "refused" in record:
         return f"refused: {record['refused']}"
-    if "outcome" in record:
-        return f"{record['test']} {record['outcome']}"
     if "tokens_per_s" in record:
         return f"{record['tokens_per_s']:,.0f} tokens/s"
     return json.dumps(record)[:100]

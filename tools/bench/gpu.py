@@ -61,6 +61,7 @@ def measurements(device: str) -> list[Measurement]:
     experts = replace(layers, layers=2)
     # without Transformer Engine Megatron-core keeps the scores of all tokens
     short = replace(layers, tokens=2048, micro_batch=4) if on_gpu else TRIAL
+    gather_sizes = () if on_gpu else ("--tokens=16", "--hidden=32", "--ffn=64", "--rounds=2")
     fewer_layers = replace(layers, layers=min(3, layers.layers))
     return [
         Measurement("machine", ("probe", f"--device={device}")),
@@ -89,6 +90,7 @@ def measurements(device: str) -> list[Measurement]:
             "model.experts=8",
         ),
         _ours("megaprec, off, Muon", fewer_layers, "train.compile=off", "optimizer.name=muon"),
+        Measurement("fused gathers", ("fused-gathers", f"--device={device}", *gather_sizes)),
         Measurement("FP8 products and steps", ("fp8", *fewer_layers.options), seconds=200),
         Measurement("optimizer", ("optimizer", f"--device={device}")),
     ]

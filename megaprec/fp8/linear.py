@@ -11,7 +11,7 @@ matrix and one of its transpose. The two sets are equal where a tensor has one s
 the transposed x are kept for the backward pass: one byte per element.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -191,13 +191,19 @@ class FP8Gemm:
     def _cast_first(self, x: Tensor, role: Role) -> Casts:
         """Return `_cast` of a tensor that is used for the first time in a pass: its amax is
         recorded."""
+        note_amax = None
         if self._recipe.kind == "delayed":
-            self._record(x, role)
-        return self._cast(x, role)
+            note_amax = partial(self._record_amax, role)
+        return self._cast(x, role, note_amax)
 
-    def _cast(self, x: Tensor, role: Role) -> Casts:
+    def _cast(
+        self,
+        x: Tensor,
+        role: Role,
+        note_amax: Callable[[Tensor], None] | None = None,
+    ) -> Casts:
         """Return x and its transpose in codes; a current amax is reduced over ranks as the recipe
-        says."""
+        says. note_amax: called with the amax of x."""
         scale = None
         reduce_max = None
         if self._recipe.kind != "delayed":
@@ -218,6 +224,7 @@ class FP8Gemm:
                 scale=scale,
                 reduce_max=reduce_max,
                 leaves=self._leaves_for(x),
+                note_amax=note_amax,
             )
         # counts nothing unless somebody watches
         self.state.note_lost(self.eligibility.name, role, x, codes)
@@ -240,8 +247,13 @@ class FP8Gemm:
         return self.cut in (shared_dim, None)
 
     def _record(self, x: Tensor, role: Role) -> None:
+        """Record the amax of a tensor that is not cast."""
         if self.scope.records:
-            self.state.record(self.eligibility.name, role, self._leaves_for(x)(amax_of, x))
+            self._record_amax(role, self._leaves_for(x)(amax_of, x))
+
+    def _record_amax(self, role: Role, amax: Tensor) -> None:
+        if self.scope.records:
+            self.state.record(self.eligibility.name, role, amax)
 
     def _leaves_for(self, x: Tensor) -> CallLeaf:
         """Return `leaves` for a tensor of a GPU. A CPU emulates products, and torch's compiler has

@@ -119,15 +119,20 @@ def quantize_both(
     scale: Tensor | None = None,
     reduce_max: Callable[[Tensor], None] | None = None,
     leaves: CallLeaf = uncompiled,
+    note_amax: Callable[[Tensor], None] | None = None,
 ) -> tuple[Codes, Codes]:
     """Return `quantize` of x [m, k] and of its transpose [k, m]; one set of codes serves both where
     it can.
 
     leaves: calls the passes over x, which may be compiled: one for the amax of all of x, where
     scaling is current, and one for both sets of codes.
+    note_amax: called with the amax of x, float32 [1, 1], which delayed scales of later steps want.
+    A compiled cast finds it in its own pass over x.
     """
     # an empty matrix has nothing to cast: torch makes its codes
     if recipe.backend == "transformer_engine" and x.numel():
+        if note_amax is not None:
+            note_amax(leaves(amax_of, x))
         if scale is None:
             scale = _current_scale(x, recipe, role, reduce_max)
         return _by_transformer_engine(x, recipe, role, scale)
@@ -136,9 +141,13 @@ def quantize_both(
         scale_or_amax = leaves(amax_of, x)
         if reduce_max is not None:
             reduce_max(scale_or_amax)
-    values, inverse, transposed, transposed_inverse = leaves(
-        _fp8_casts, x, recipe, role, scale_or_amax
-    )
+    cast_arguments = (x, recipe, role, scale_or_amax)
+    if note_amax is None:
+        casts = leaves(_fp8_casts, *cast_arguments)
+    else:
+        *casts, amax = leaves(_fp8_casts_and_amax, *cast_arguments, otherwise=_fp8_casts_then_amax)
+        note_amax(amax)
+    values, inverse, transposed, transposed_inverse = casts
     m, k = x.shape
     codes = Codes(values, inverse, block_of(recipe, role, x.shape))
     rows, columns = codes.block
@@ -164,6 +173,32 @@ def _fp8_casts(
         codes = _scale_and_cast(x, recipe, role, scale_or_amax)
     transposed = codes.t() if serves_both(recipe, role) else quantize(x.t(), recipe, role)
     return codes.values, codes.inverse, transposed.values, transposed.inverse
+
+
+def _fp8_casts_and_amax(
+    x: Tensor,
+    recipe: FP8Recipe,
+    role: Role,
+    scale_or_amax: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Return `_fp8_casts` of x [m, k], and its amax, float32 [1, 1]: the form to be compiled.
+
+    The amaxes of rows come first. torch's compiler then reads x once for all results; of `amax_of`
+    it makes another loop over x.
+    """
+    casts = _fp8_casts(x, recipe, role, scale_or_amax)
+    amax = x.abs().amax(1).amax()
+    return *casts, amax.float().view(1, 1)
+
+
+def _fp8_casts_then_amax(
+    x: Tensor,
+    recipe: FP8Recipe,
+    role: Role,
+    scale_or_amax: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Return what `_fp8_casts_and_amax` returns, operator by operator, also of an empty x."""
+    return *_fp8_casts(x, recipe, role, scale_or_amax), amax_of(x)
 
 
 def _by_transformer_engine(

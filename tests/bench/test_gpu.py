@@ -1,6 +1,7 @@
 """`python -m tools.bench gpu`, tried on the CPU with small sizes; and its page says what has been
 run."""
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -11,9 +12,10 @@ import torch
 
 from megaprec.errors import Problem
 from tests.project.test_readme import ROOT
+from tests.refusals import raises
 from tools.bench import __main__ as bench
 from tools.bench import gpu
-from tools.bench.gpu import Measurement, measurements, read_records, to_take
+from tools.bench.gpu import LAWS, Measurement, measurements, read_records, to_take
 from tools.bench.gpu_page import with_results
 from tools.bench.gpu_peers import PEERS, Decoder, Layer
 from tools.bench.llama_layers import Workload
@@ -88,6 +90,9 @@ def test_every_measurement_has_a_command_that_is_understood(device: str) -> None
                 load_run(None, ["train.steps=8", *args.keys])
 
 
+DEVICE = gpu.describe_machine("cpu")["device"]
+
+
 def run_gpu(folder: Path, *options: str) -> int:
     files = ["--page", str(folder / "gpu.md"), "--records", str(folder / "gpu.jsonl")]
     return bench.main(["gpu", "--device", "cpu", *files, *options])
@@ -105,11 +110,14 @@ def test_a_call_ends_in_time_says_what_is_left_and_the_next_goes_on(
 ) -> None:
     planned(monkeypatch, "first", "second")
     assert run_gpu(tmp_path, "--minutes", "0") == 0
-    assert "left       first; second: run it again" in capsys.readouterr().out
-    (tmp_path / "gpu.jsonl").write_text('{"measurement": "first", "at": "1"}\n{"measurement": "sec')
+    left = "left       first; second: run it again, for 1 minutes or longer"
+    assert left in capsys.readouterr().out
+    first = json.dumps({"measurement": "first", "at": "1", "on": DEVICE})
+    (tmp_path / "gpu.jsonl").write_text(f'{first}\n{{"measurement": "sec')
     assert run_gpu(tmp_path) == 0
-    assert "measuring  second" in capsys.readouterr().out
-    taken = [record["measurement"] for record in read_records(tmp_path / "gpu.jsonl")]
+    output = capsys.readouterr().out
+    assert 'measuring  second, at most 1 s\n           {"took": "second"}\n' in output
+    taken = [record["measurement"] for record in read_records(tmp_path / "gpu.jsonl", DEVICE)]
     assert taken == ["first", "second"]
     assert "second: " in (tmp_path / "gpu.md").read_text()
 
@@ -117,12 +125,58 @@ def test_a_call_ends_in_time_says_what_is_left_and_the_next_goes_on(
 def test_what_is_named_is_taken_again_and_counts_instead(tmp_path: Path) -> None:
     file = tmp_path / "gpu.jsonl"
     for at, speed in (("1", 1.0), ("2", 2.0)):
-        gpu.append(file, {"measurement": "torch", "at": at, "tokens_per_s": speed})
-    (record,) = read_records(file)
+        gpu.append(file, {"measurement": "torch", "at": at, "on": DEVICE, "tokens_per_s": speed})
+    (record,) = read_records(file, DEVICE)
     assert record["tokens_per_s"] == 2.0
     plan = [Measurement("torch"), Measurement("megaprec")]
     assert to_take(plan, [record], []) == plan[1:]
     assert to_take(plan, [record], ["torch"]) == plan[:1]
+
+
+def test_a_name_that_no_measurement_has_is_refused_and_those_that_exist_are_named() -> None:
+    plan = [Measurement("torch"), Measurement("megaprec")]
+    with raises("bench.unknown_measurement", names="torhc", known="torch; megaprec"):
+        to_take(plan, [], ["torch", "torhc"])
+
+
+def test_what_was_measured_on_another_card_is_neither_on_the_page_nor_taken_for_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned(monkeypatch, "first")
+    other = {"measurement": "first", "at": "1", "on": "1 x another card", "took": "elsewhere"}
+    gpu.append(tmp_path / "gpu.jsonl", other)
+    assert run_gpu(tmp_path) == 0
+    text = (tmp_path / "gpu.md").read_text()
+    assert 'first: {"took": "first"}' in text and "elsewhere" not in text
+
+
+def test_what_was_refused_is_not_tried_again_unasked_and_the_last_line_says_how_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned(monkeypatch, "first", "megaprec, block")
+    monkeypatch.setattr(gpu, "take", lambda measurement: iter([{"refused": "out of memory"}]))
+    assert run_gpu(tmp_path) == 1
+    output = capsys.readouterr().out
+    assert "           refused: out of memory" in output
+    again = 'again      python -m tools.bench gpu --only "first" "megaprec, block"'
+    assert output.splitlines()[-1] == again
+    monkeypatch.setattr(gpu, "take", lambda measurement: pytest.fail("not asked for"))
+    assert run_gpu(tmp_path) == 1
+
+
+def test_each_file_of_laws_is_a_process_of_its_own_and_a_late_one_takes_no_other_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [each.name for each in measurements("cuda") if not each.arguments]
+    assert files == sorted(f"tests/gpu/{path.name}" for path in (ROOT / LAWS).glob("test_*.py"))
+
+    def hang(*_: object, timeout: float, **__: object) -> None:
+        raise subprocess.TimeoutExpired("pytest", timeout)
+
+    monkeypatch.setattr(gpu, "RECORDS", tmp_path / "gpu.jsonl")
+    monkeypatch.setattr(subprocess, "run", hang)
+    (record,) = gpu.take(Measurement("tests/gpu/test_kernels.py", seconds=9))
+    assert record == {"refused": "the tests were not done after 9 s"}
 
 
 def test_a_measurement_that_fails_is_a_record_that_says_why() -> None:
@@ -147,7 +201,7 @@ def test_megaprec_and_peers_are_measured_and_the_page_has_them(tmp_path: Path) -
             rows[name.strip()] = float(speed.replace(",", ""))
     assert set(rows) == {"torch", "torchtitan-like", "megaprec, off"} and min(rows.values()) > 0
     assert "transformer_engine is not installed" in text
-    probes = [record.get("probe") for record in read_records(tmp_path / "gpu.jsonl")]
+    probes = [record.get("probe") for record in read_records(tmp_path / "gpu.jsonl", DEVICE)]
     assert {"versions", "ceilings", "products", "attention", "collectives"} <= set(probes)
 
 

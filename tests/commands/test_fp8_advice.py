@@ -1,6 +1,7 @@
 """`megaprec fp8-advice`: every product is listed with its own numbers."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,13 @@ import torch
 from megaprec.fp8.quantize import quantize_both
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from tests.refusals import shows
-from tools.analysis.planning.fp8_timing import Shape, Times, linear_times
+from tools.analysis.planning.fp8_timing import (
+    Shape,
+    Times,
+    both_with_amax,
+    form_to_compile,
+    linear_times,
+)
 from tools.cli import main
 from tools.commands import fp8_advice
 from tools.config.run_file import RunConfig, load_run
@@ -153,13 +160,15 @@ def test_bad_input_is_one_line(run_file: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("kind", ["current", "delayed"])
 def test_casts_are_traced_whole_and_change_no_bit_when_compiled(kind: Kind) -> None:
     """Without a code generator: what is shown is that torch.compile sees one graph that does the
-    same."""
-    traced = torch.compile(quantize_both, backend="aot_eager", fullgraph=True)
+    same, the amax for later scales included."""
+    whole = partial(both_with_amax, leaves=form_to_compile)
+    traced = torch.compile(whole, backend="aot_eager", fullgraph=True)
     x = torch.randn(48, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     scale = torch.tensor(3.0) if kind == "delayed" else None
     for role in ("input", "gradient"):
-        made = traced(x, FP8Recipe(kind), role, scale)
+        made, amaxes = traced(x, FP8Recipe(kind), role, scale)
         told = quantize_both(x, FP8Recipe(kind), role, scale)
+        assert [amax.item() for amax in amaxes] == [x.abs().max().item()] * (kind == "delayed")
         for a, b in zip(made, told, strict=True):
             assert torch.equal(a.values.view(torch.uint8), b.values.view(torch.uint8))
             assert torch.equal(a.inverse, b.inverse)

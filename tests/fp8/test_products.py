@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from megaprec.fp8.matmul import (
     multiply,
 )
 from megaprec.fp8.quantize import Codes, amax_of, block_of, counts_lost, quantize, quantize_both
+from megaprec.leaf_calls import uncompiled
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 
 KINDS: tuple[Kind, ...] = ("delayed", "current", "rowwise", "blockwise", "mx")
@@ -248,6 +250,40 @@ def test_one_set_of_codes_serves_both_directions(kind: Kind, role: Any) -> None:
         x, FP8Recipe(kind), role, torch.tensor(0.01) if kind == "delayed" else None
     )
     assert torch.equal(over_first.wide(), over_last.wide().t())
+
+
+def as_compiled(leaf: Any, *arguments: Any, otherwise: Any = None) -> Any:
+    """The form of a leaf that torch's compiler gets."""
+    return leaf(*arguments)
+
+
+@pytest.mark.parametrize("odd", [0.0, 3e4, torch.inf, -torch.inf, torch.nan], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("leaves", [uncompiled, as_compiled])
+def test_a_delayed_cast_that_notes_the_amax_has_the_codes_of_one_that_does_not(
+    leaves: Any, dtype: torch.dtype, odd: float
+) -> None:
+    x = matrix(48, 80).to(dtype)
+    x[5, 7] = odd
+    cast = partial(quantize_both, x, FP8Recipe("delayed"), "input", torch.tensor(3.0))
+    amaxes: list[Tensor] = []
+    made = cast(leaves=leaves, note_amax=amaxes.append)
+    for one, other in zip(made, cast(), strict=True):
+        assert torch.equal(one.values.view(torch.uint8), other.values.view(torch.uint8))
+        assert torch.equal(one.inverse, other.inverse) and one.block == other.block
+    (amax,) = amaxes
+    assert amax.dtype == torch.float32
+    torch.testing.assert_close(amax, amax_of(x), rtol=0, atol=0, equal_nan=True)
+
+
+def test_an_empty_matrix_has_the_amax_zero() -> None:
+    amaxes: list[Tensor] = []
+    for shape in ((0, 64), (16, 0)):
+        scale = torch.ones(())
+        quantize_both(
+            torch.ones(shape), FP8Recipe("delayed"), "input", scale, note_amax=amaxes.append
+        )
+    assert [amax.item() for amax in amaxes] == [0.0, 0.0]
 
 
 def test_ranks_that_hold_parts_of_a_tensor_round_it_as_one_would() -> None:

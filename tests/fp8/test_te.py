@@ -145,13 +145,13 @@ class Watch:
                 for entries in lists.values():
                     entries.append([])
 
-        def casting(gemm: FP8Gemm, x: Tensor, role: Any) -> Any:
+        def casting(gemm: FP8Gemm, x: Tensor, role: Any, *rest: Any) -> Any:
             if role in gemm.scales:
                 used = gemm.scales[role]
             else:
                 used = gemm.state.scale(gemm.eligibility.name, role)
             watch.casts[gemm.eligibility.name, role][-1].append(used.item())
-            return cast(gemm, x, role)
+            return cast(gemm, x, role, *rest)
 
         def recording(state: FP8State, name: str, role: Any, amax: Tensor) -> None:
             watch.amaxes[name, role][-1].append(amax.item())

@@ -35,6 +35,7 @@ FAMILIES = {
     "gpt2": ["model.family=gpt2", "model.dropout=0.1", "train.compile=block"],
     "gemma3": ["model.family=gemma3", "model.kv_heads=1", "model.window=5", "train.compile=block"],
 }
+FP8_LEAVES = ("amax of", "fp8 casts", "fp8 casts and amax")
 FP8_KINDS = ("delayed", "current", "rowwise", "blockwise", "mx")
 # of which a kind of FP8 with blocks of 128 can cut a weight, and no block of tokens
 SMALL_FP8 = [
@@ -49,7 +50,7 @@ def fp8_calls_of(size: list[str], kind: str) -> list[Call]:
     """The calls of FP8 casts: of inputs, weights and gradients."""
     fp8 = ["model.kv_heads=4", "train.compile=leaves", f"fp8.kind={kind}"]
     calls = calls_of([*size, *fp8], "llama")
-    return [call for call in calls if call.name in ("amax of", "fp8 casts")]
+    return [call for call in calls if call.name in FP8_LEAVES]
 
 
 def calls_of(size: list[str], family: str) -> list[Call]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from megaprec.errors import UserError
 from tools.bench import (
     fp8,
+    fused_gathers,
     gpu,
     gpu_probe,
     memory,
@@ -31,6 +32,7 @@ MEASUREMENTS = {
     "scale": scale,
     "sums": sums,
     "recurrent": recurrent,
+    "fused-gathers": fused_gathers,
 }
 
 

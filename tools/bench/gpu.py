@@ -1,14 +1,16 @@
 """All that needs a GPU, one process after the other: what the machine can do, the tests of
 tests/gpu, and training steps beside other systems. docs/gpu.md is written of it.
 
-Each result is a line of JSON in a file, written at once. A call takes what is not there yet, the
-most telling first, and ends after --minutes; the next call goes on. Nothing is downloaded. Without
-a GPU one line says so, the exit code is 2, and nothing is written. `--device cpu` tries the program
-itself, with small sizes; its page says so.
+Each result is a line of JSON in a file, written at once, and a line on the screen. A call takes
+what is not there yet of this device, the most telling first, and ends after --minutes; the next
+call goes on. What has failed is not tried again before it is named: the last lines say how. Nothing
+is downloaded. Without a GPU one line says so, the exit code is 2, and nothing is written.
+`--device cpu` tries the program itself, with small sizes; its page says so.
 """
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import time
@@ -21,6 +23,7 @@ from xml.etree import ElementTree
 
 import torch
 
+from megaprec.errors import UserError
 from tools.bench.gpu_page import with_results
 from tools.bench.llama_layers import Workload
 from tools.bench.measurement import add_device, require_gpu
@@ -41,8 +44,8 @@ LIMIT = 110.0  # seconds of a measurement, unless it says otherwise
 
 @dataclass(frozen=True)
 class Measurement:
-    """One process. arguments: of `python -m tools.bench`; none: the tests of tests/gpu. seconds:
-    its limit."""
+    """One process. arguments: of `python -m tools.bench`; none: the tests of the file that is its
+    name. seconds: its limit."""
 
     name: str
     arguments: tuple[str, ...] = ()
@@ -58,10 +61,11 @@ def measurements(device: str) -> list[Measurement]:
     experts = replace(layers, layers=2)
     # without Transformer Engine Megatron-core keeps the scores of all tokens
     short = replace(layers, tokens=2048, micro_batch=4) if on_gpu else TRIAL
+    gather_sizes = () if on_gpu else ("--tokens=16", "--hidden=32", "--ffn=64", "--rounds=2")
     fewer_layers = replace(layers, layers=min(3, layers.layers))
     return [
         Measurement("machine", ("probe", f"--device={device}")),
-        Measurement(LAWS, seconds=270),
+        *_law_files(),
         _ours("megaprec, block", layers, "train.compile=block"),
         _peer("torch", layers),
         _peer("torchtitan-like", layers),
@@ -86,9 +90,17 @@ def measurements(device: str) -> list[Measurement]:
             "model.experts=8",
         ),
         _ours("megaprec, off, Muon", fewer_layers, "train.compile=off", "optimizer.name=muon"),
+        Measurement("fused gathers", ("fused-gathers", f"--device={device}", *gather_sizes)),
         Measurement("FP8 products and steps", ("fp8", *fewer_layers.options), seconds=200),
         Measurement("optimizer", ("optimizer", f"--device={device}")),
     ]
+
+
+def _law_files() -> Iterator[Measurement]:
+    """Yield a measurement for each file of tests that need a GPU: one that hangs or dies takes no
+    other with it."""
+    for path in sorted((ROOT / LAWS).glob("test_*.py")):
+        yield Measurement(f"{LAWS}/{path.name}", seconds=180)
 
 
 def _ours(name: str, workload: Workload, *keys: str) -> Measurement:
@@ -118,35 +130,67 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run `python -m tools.bench gpu`.
 
-    Exit code 1: a test has failed, or a measurement of megaprec. Raises UserError without a GPU.
+    Exit code 1: a test has failed, or a measurement of megaprec. Raises UserError without a GPU,
+    and for a name that no measurement has.
     """
     require_gpu(args.device)
     end = time.monotonic() + 60 * args.minutes
     args.records.parent.mkdir(parents=True, exist_ok=True)
-    remaining = to_take(measurements(args.device), read_records(args.records), args.only)
+    machine = describe_machine(args.device)
+    device = machine["device"]
+    records = read_records(args.records, device)
+    remaining = to_take(measurements(args.device), records, args.only)
     while remaining and time.monotonic() + remaining[0].seconds < end:
         measurement = remaining.pop(0)
         print(f"measuring  {measurement.name}, at most {measurement.seconds:.0f} s", flush=True)
         start = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}"
         for record in take(measurement):
-            append(args.records, {"measurement": measurement.name, "at": start, **record})
-    records = read_records(args.records)
-    text = with_results(PAGE.read_text(encoding="utf-8"), describe_machine(args.device), records)
+            labels = {"measurement": measurement.name, "at": start, "on": device}
+            append(args.records, {**labels, **record})
+            # pytest has told of its tests itself
+            if "outcome" not in record:
+                print(f"           {outline(record)}", flush=True)
+    records = read_records(args.records, device)
+    text = with_results(PAGE.read_text(encoding="utf-8"), machine, records)
     args.page.write_text(text, encoding="utf-8")
     print(f"written    {args.page}")
     if remaining:
         names = "; ".join(measurement.name for measurement in remaining)
-        print(f"left       {names}: run it again")
+        print(f"left       {names}: run it again, for {least_minutes(remaining)} minutes or longer")
     failed = list(describe_failures(records))
     for line in failed:
         print(f"failed     {line}")
+    if refused := sorted({record["measurement"] for record in records if "refused" in record}):
+        names = " ".join(f'"{name}"' for name in refused)
+        print(f"again      python -m tools.bench gpu --only {names}")
     return int(bool(failed))
+
+
+def outline(record: Mapping[str, Any]) -> str:
+    """Return what a record says, in one line for the screen."""
+    if "refused" in record:
+        return f"refused: {record['refused']}"
+    if "tokens_per_s" in record:
+        return f"{record['tokens_per_s']:,.0f} tokens/s"
+    return json.dumps(record)[:100]
+
+
+def least_minutes(remaining: Sequence[Measurement]) -> int:
+    """Return the whole minutes of a call in which the first of these can begin."""
+    return math.floor(remaining[0].seconds / 60) + 1
 
 
 def to_take(
     planned: Sequence[Measurement], records: Sequence[Mapping[str, Any]], only: Sequence[str]
 ) -> list[Measurement]:
-    """Return the measurements that are named, or else those without a record."""
+    """Return the measurements that are named, or else those without a record. Raises UserError for
+    a name that none has."""
+    names = [measurement.name for measurement in planned]
+    unknown = [name for name in only if name not in names]
+    if unknown:
+        raise UserError.of(
+            "bench.unknown_measurement", names="; ".join(unknown), known="; ".join(names)
+        )
     if only:
         return [measurement for measurement in planned if measurement.name in only]
     taken = {record["measurement"] for record in records}
@@ -155,8 +199,8 @@ def to_take(
 
 def take(measurement: Measurement) -> Iterator[dict[str, Any]]:
     """Run a measurement and yield its records; at least one, which says why there is no other."""
-    if measurement.name == LAWS:
-        yield from _run_laws(measurement.seconds)
+    if not measurement.arguments:
+        yield from _run_laws(measurement.name, measurement.seconds)
         return
     command = [sys.executable, "-m", "tools.bench", *measurement.arguments]
     process = subprocess.Popen(
@@ -181,23 +225,25 @@ def _last_line(text: str) -> str:
     return lines[-1][:200] if lines else ""
 
 
-def _run_laws(seconds: float) -> Iterator[dict[str, Any]]:
-    """Run the tests of tests/gpu that need a GPU; yield the outcome of each."""
+def _run_laws(file: str, seconds: float) -> Iterator[dict[str, Any]]:
+    """Run the tests of a file that need a GPU; yield the outcome of each."""
     report = RECORDS.with_name("laws.xml")
     report.parent.mkdir(parents=True, exist_ok=True)
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
-    command += [f"--junitxml={report}", LAWS]
+    command += [f"--junitxml={report}", file]
+    reason = f"no report of a test: run python {' '.join(command[1:])}"
     try:
         # pytest's exit code is 1 if a test fails, which the report says, too
         subprocess.run(command, cwd=ROOT, check=False, timeout=seconds)
     except subprocess.TimeoutExpired:
-        yield {"refused": f"the tests were not done after {seconds:.0f} s"}
+        reason = f"the tests were not done after {seconds:.0f} s"
+    outcomes: dict[str, str] = {}
     if report.is_file():
         outcomes = read_outcomes(report.read_text(encoding="utf-8"))
-        yield from ({"test": name, "outcome": outcome} for name, outcome in outcomes.items())
-    else:
-        yield {"refused": f"no report: run {' '.join(command[1:])}"}
+    yield from ({"test": name, "outcome": outcome} for name, outcome in outcomes.items())
+    if not outcomes:
+        yield {"refused": reason}
 
 
 def read_outcomes(xml: str) -> dict[str, str]:
@@ -231,15 +277,18 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
         file.write(f"{json.dumps(record)}\n")
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of the file, of a measurement that was taken again the newest ones."""
+def read_records(path: Path, device: str) -> list[dict[str, Any]]:
+    """Return the records of this device, of a measurement that was taken again the newest ones."""
     if not path.is_file():
         return []
     records: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         # a line that was cut off when the machine went away
         if line.endswith("}"):
-            records.append(json.loads(line))
+            record = json.loads(line)
+            # another card's numbers are none of this one's
+            if record["on"] == device:
+                records.append(record)
     newest = {record["measurement"]: record["at"] for record in records}
     return [record for record in records if record["at"] == newest[record["measurement"]]]
 

@@ -12,7 +12,7 @@ WORK = (
     "tokens, unless the name says otherwise. The gradients of peers add up in bf16. MFU counts "
     "attention as if it were not causal."
 )
-LABELS = ("measurement", "at")  # what every record has
+LABELS = ("measurement", "at", "on")  # what every record has
 
 
 def with_results(page: str, machine: Mapping[str, str], records: Sequence[Record]) -> str:

@@ -4,13 +4,16 @@ casts."""
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megaprec.fp8.formats import Role
 from megaprec.fp8.matmul import add_product_, multiply
-from megaprec.fp8.quantize import Codes, amax_of, quantize_both
+from megaprec.fp8.quantize import Codes, quantize_both
+from megaprec.leaf_calls import CallLeaf, uncompiled
 from megaprec.precision import gemm
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.gemm import product
@@ -56,12 +59,27 @@ class Times:
 
 
 def both_with_amax(
-    x: Tensor, recipe: FP8Recipe, role: Role, scale: Tensor | None
-) -> tuple[tuple[Codes, Codes], Tensor | None]:
+    x: Tensor,
+    recipe: FP8Recipe,
+    role: Role,
+    scale: Tensor | None,
+    leaves: CallLeaf = uncompiled,
+) -> tuple[tuple[Codes, Codes], list[Tensor]]:
     """Do all that FP8 does to a tensor before its products; under delayed scaling the amax is
     recorded as well."""
-    amax = amax_of(x) if recipe.kind == "delayed" else None
-    return quantize_both(x, recipe, role, scale), amax
+    amaxes: list[Tensor] = []
+    note_amax = amaxes.append if recipe.kind == "delayed" else None
+    casts = quantize_both(x, recipe, role, scale, leaves=leaves, note_amax=note_amax)
+    return casts, amaxes
+
+
+def form_to_compile(
+    leaf: Callable[..., Any],
+    *arguments: Any,
+    otherwise: Callable[..., Any] | None = None,
+) -> Any:
+    """Call a leaf in the form that is compiled, as part of what torch.compile compiles."""
+    return leaf(*arguments)
 
 
 def linear_times(
@@ -81,7 +99,9 @@ def linear_times(
     grad = random(shape.tokens, shape.outputs)
     weight_grad = torch.zeros(shape.outputs, shape.inputs, device=device)  # FP32
     scale = torch.full((), 2.0, device=device) if recipe.kind == "delayed" else None
-    cast = torch.compile(both_with_amax, fullgraph=True) if compiled else both_with_amax
+    cast: Callable[..., Any] = both_with_amax
+    if compiled:
+        cast = torch.compile(partial(both_with_amax, leaves=form_to_compile), fullgraph=True)
     # codes of each tensor by rows and by columns, as the two products need them that read it
     (x_rows, x_columns), _ = cast(x, recipe, "input", scale)
     (weight_rows, weight_columns), _ = cast(weight, recipe, "weight", scale)

@@ -28,7 +28,8 @@ Numbers = NDArray[np.float64]
 # in the order of a vector of constants
 NAMES = (
     *("Ampere", "Hopper", "Blackwell"),
-    *("ATTENTION", "EXPERTS", "EXPERT_ROWS", "FP8", "BANDWIDTH", "LAYER", "HIDDEN", "EXPOSED"),
+    *("ATTENTION", "EXPERTS", "EXPERT_ROWS", "FP8", "BANDWIDTH", "LAYER"),
+    *("HIDDEN", "EXPOSED", "LINKS"),
 )
 LIMITS: Mapping[str, tuple[float, float]] = {
     "Ampere": (0.3, 1.0),
@@ -42,6 +43,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "LAYER": (0.0, 1e-3),
     "HIDDEN": (0.0, 0.39),  # no more runs beside products of backward passes
     "EXPOSED": (0.0, 1.0),
+    "LINKS": (0.3, 1.0),
 }
 SMALL = 0.02  # by which a constant is changed to find its term
 ROUNDS = 30  # of a fit, each with a step half as long as three rounds before
@@ -68,6 +70,9 @@ class Terms:
     fp8: of products in FP8 but for experts.
     experts, experts_fp8: of products of experts, in bf16 and in FP8.
     rows: the part of the time of experts, 0 to 1, that grows with `EXPERT_ROWS`.
+    traffic: of what is waited for in the passes, the part that `HIDDEN` takes off, less than 0.
+    replicas: of what is waited for of replicas.
+    links: of all that is waited for.
     rest: of what depends on no constant.
     measured: of the whole step.
     """
@@ -83,6 +88,7 @@ class Terms:
     layers: Numbers
     traffic: Numbers
     replicas: Numbers
+    links: Numbers
     rest: Numbers
     measured: Numbers
 
@@ -91,17 +97,16 @@ class Terms:
         ratios = constants / published_constants()
         products = ratios[self.architecture]
         attention, experts, rows, fp8, bandwidth, layer = ratios[3:9]
-        hidden, exposed = constants[9:]
+        hidden, exposed, links = ratios[9:]
         filled = 1 - self.rows + self.rows * rows
         of_experts = (self.experts + self.experts_fp8 / fp8) * filled / experts
         multiplied = self.plain + self.fp8 / fp8 + of_experts + self.attention / attention
-        hidden_by_current = hidden / reached.HIDDEN
+        waited = self.links + self.traffic * (hidden - 1) + self.replicas * (exposed - 1)
         return (
             multiplied / products
             + self.moved / bandwidth
             + self.layers * layer
-            + self.traffic * hidden_by_current
-            + self.replicas * exposed / reached.EXPOSED
+            + waited / links
             + self.rest
         )
 
@@ -139,10 +144,11 @@ def _terms_of_run(run: Published) -> dict[str, float]:
     layers = term(layer=assumed.layer * longer)
     # None is hidden of software without overlap, and with all of it by the constant's multiple, so
     # the term is one of the constant alone.
-    overlaps = run.row.get("overlap", "backward") != "none"
+    overlaps = run.overlap != "none"
     traffic = term(hidden=assumed.hidden * longer) if overlaps else 0.0
     replicas = term(exposed=assumed.exposed * longer)
-    of_constants = products + moved + layers + traffic + replicas
+    links = term(fast=assumed.fast * slower, slow=assumed.slow * slower)
+    of_constants = products + moved + layers + links
     return {
         "plain": products - attention - (fp8 if narrow else experts),
         "fp8": fp8 - experts if narrow else 0.0,
@@ -154,6 +160,7 @@ def _terms_of_run(run: Published) -> dict[str, float]:
         "layers": layers,
         "traffic": traffic,
         "replicas": replicas,
+        "links": links,
         "rest": whole - of_constants,
     }
 

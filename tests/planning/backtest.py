@@ -55,6 +55,13 @@ class Published:
     config: RunConfig
     passes: PlannedPasses
 
+    @classmethod
+    def of(cls, row: Mapping[str, Any], facts: Sequence[Fact]) -> "Published":
+        """Return the run of a row, by those of the facts that are of it. Raises FactError."""
+        of_run = facts_of(row, facts)
+        config = _config(row, of_run)
+        return cls(row, of_run, config, passes_of(config))
+
     @property
     def gpu(self) -> GPU:
         """The GPU that the run had."""
@@ -65,9 +72,9 @@ class Published:
         return gpu
 
     @property
-    def is_published(self) -> bool:
-        """True if its layout and batch were published, so nothing of its row is assumed."""
-        return "assumed" not in self.row
+    def doubt(self) -> str:
+        """Why the speed is not that of the layout alone; empty if nothing says so."""
+        return self.row.get("doubt", "")
 
     @property
     def overlap(self) -> str | float:
@@ -148,12 +155,7 @@ def published_runs() -> tuple[Published, ...]:
     source nor a reason."""
     table = published_table()
     facts = read_facts(table["fact"])
-    runs: list[Published] = []
-    for row in table["run"]:
-        of_run = facts_of(row, facts)
-        config = _config(row, of_run)
-        runs.append(Published(row, of_run, config, passes_of(config)))
-    return tuple(runs)
+    return tuple(Published.of(row, facts) for row in table["run"])
 
 
 def published_table() -> dict[str, Any]:
@@ -324,18 +326,54 @@ def _layout(row: Mapping[str, Any]) -> str:
     return " ".join([*axes, f"d{layout['data']}"])
 
 
-def summary_lines(compared: Sequence[Compared]) -> Iterator[str]:
-    """Yield the errors by precision and by software."""
+def summary_lines(groups: Mapping[str, Sequence[Compared]]) -> Iterator[str]:
+    """Yield the errors of groups of runs."""
     yield "| runs | number | median | nine in ten | with a factor | nine in ten |"
     yield "|---|---|---|---|---|---|"
+    for name, group in groups.items():
+        plain = errors_of([one.error for one in group])
+        yield f"| {name} | {plain.runs} | {plain.median:.1%} | {plain.most:.1%} |{_factored(group)}"
+
+
+def groups_of(compared: Sequence[Compared]) -> dict[str, list[Compared]]:
+    """Return all runs, those of each precision, and those of each software."""
     groups: dict[str, list[Compared]] = {"all": [*compared]}
     for one in compared:
         groups.setdefault(one.run.row["precision"], []).append(one)
     for one in compared:
         groups.setdefault(one.run.row["stack"], []).append(one)
-    for name, group in groups.items():
-        plain = errors_of([one.error for one in group])
-        yield f"| {name} | {plain.runs} | {plain.median:.1%} | {plain.most:.1%} |{_factored(group)}"
+    return groups
+
+
+def by_what_is_known(runs: Sequence[Published]) -> dict[str, list[Compared]]:
+    """Return runs by what is known of them: all, with facts of a source alone, those whose layout
+    and batch were published, and those whose speed is not in doubt."""
+    compared = compare(runs)
+    groups = {"all facts": compared}
+    groups["facts with a source"] = compare([run.by_sources() for run in runs])
+    groups["nothing of the row assumed"] = [one for one in compared if "assumed" not in one.run.row]
+    groups["not in doubt"] = [one for one in compared if not one.run.doubt]
+    return groups
+
+
+def fact_lines(facts: Sequence[Fact]) -> Iterator[str]:
+    """Yield the facts of all software, each with its source or why it is assumed."""
+    yield "| software | fact | is | source |"
+    yield "|---|---|---|---|"
+    for fact in facts:
+        scope = ", ".join((fact.gpu, *fact.runs) if fact.gpu else fact.runs)
+        name = f"{fact.kind} ({scope})" if scope else fact.kind
+        source = fact.source or f"*assumed*: {fact.assumed}"
+        yield f"| {fact.software} | {name} | {fact.value} | {source} |"
+
+
+def doubt_lines(runs: Sequence[Published]) -> Iterator[str]:
+    """Yield the runs whose speed is in doubt, and why."""
+    yield "| run | why |"
+    yield "|---|---|"
+    for run in runs:
+        if run.doubt:
+            yield f"| {run.row['id']} | {run.doubt} |"
 
 
 def _factored(group: Sequence[Compared]) -> str:
@@ -349,8 +387,18 @@ def _factored(group: Sequence[Compared]) -> str:
 
 def main() -> None:
     """Print the tables of docs/planning.md."""
-    compared = compare(published_runs())
-    print("\n".join([*summary_lines(compared), "", *table_lines(compared), ""]))
+    runs = published_runs()
+    known = by_what_is_known(runs)
+    compared = known["all facts"]
+    tables = (
+        summary_lines(known),
+        fact_lines(read_facts(published_table()["fact"])),
+        doubt_lines(runs),
+        summary_lines(groups_of(compared)),
+        table_lines(compared),
+    )
+    for table in tables:
+        print("\n".join([*table, ""]))
     for name, value in rank_correlations(compared).items():
         print(f"{name}: {value:.2f}")
 

@@ -240,11 +240,15 @@ class Fit:
 
 @dataclass(frozen=True)
 class Held:
-    """Errors, plain and with a factor of software, of runs that had no part in the fit, and the
-    constants that were fitted without each model."""
+    """Errors, plain and with a factor of software, of runs that had no part in the fit.
+
+    constants: those that were fitted without each model.
+    runs: the place of each error's run.
+    """
 
     errors: Sequence[tuple[float, float | None]]
     constants: Sequence[Numbers]
+    runs: Sequence[int]
 
 
 def fit_of(runs: Sequence[Published]) -> Fit:
@@ -256,11 +260,13 @@ def held_out(fit: Fit) -> Held:
     """Return the errors of each model's runs by constants that were fitted without them."""
     errors: list[tuple[float, float | None]] = []
     without: list[Numbers] = []
+    runs: list[int] = []
     for model in sorted(set(fit.models)):
         constants = fit.constants(model)
         without.append(constants)
         errors.extend(fit.errors(constants, model))
-    return Held(errors, without)
+        runs.extend(run for run, other in enumerate(fit.models) if other == model)
+    return Held(errors, without, runs)
 
 
 def in_sample(fit: Fit, constants: Numbers) -> Sequence[tuple[float, float | None]]:
@@ -284,7 +290,8 @@ def _in_words(errors: Errors) -> str:
 
 def main() -> None:
     """Print the constants and their errors."""
-    fit = fit_of(published_runs())
+    runs = published_runs()
+    fit = fit_of(runs)
     current = published_constants()
     fitted = fit.constants()
     held = held_out(fit)
@@ -296,6 +303,10 @@ def main() -> None:
     print(_describe("in sample, constants of reached.py", in_sample(fit, current)))
     print(_describe("in sample, fitted", in_sample(fit, fitted)))
     print(_describe(f"held out, {len(held.constants)} models", held.errors))
+    trusted = [
+        error for place, error in zip(held.runs, held.errors, strict=True) if not runs[place].doubt
+    ]
+    print(_describe("held out, without those in doubt", trusted))
 
 
 if __name__ == "__main__":

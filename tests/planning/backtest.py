@@ -4,8 +4,9 @@
 
 `published.toml` has the runs: model, layout, GPU, speed and source. What a run file cannot say is
 left out of the run that is planned. FSDP is planned as ZeRO-2 that also gathers weights. Facts of
-a run's software that are not those of this project change what its prediction rests on
-(`Published._facts`).
+a run's software (`tests.planning.facts`) that are not those of this project change what its
+prediction rests on (`Published._rests_on`). Of these some have a source and some are assumed: the
+errors are printed with all of them, and with those alone that have one.
 """
 
 import tomllib
@@ -18,6 +19,7 @@ from statistics import correlation, median
 from typing import Any
 
 from models.estimate.gpus import GPU, gpu_named
+from tests.planning.facts import Fact, facts_of, read_facts
 from tools.analysis.planning.memory import PlannedPasses
 from tools.analysis.planning.reached import assumptions_of
 from tools.analysis.planning.seconds.assumptions import Assumptions
@@ -28,8 +30,12 @@ from tools.config.run_file import RunConfig, load_run
 
 TABLE = Path(__file__).parent / "published.toml"
 # The speed of flash attention's second generation on Hopper by that of cuDNN's kernel, which this
-# project takes there: `models.attention.backends`. On other GPUs they are as fast.
-FLASH_ON_HOPPER = 0.75
+# project takes there: `models.attention.backends`. 370 and 600 TFLOP/s of heads of 128, from 8,192
+# tokens on (arXiv 2407.08608, figure 5). On other GPUs they are as fast.
+FLASH_ON_HOPPER = 370 / 600
+# The speed of FlexAttention by that of flash attention's second generation: 90 % forward, 85 %
+# backward, which is 2.5 times as long (pytorch.org/blog/flexattention).
+FLEX = 3.5 / (1 / 0.9 + 2.5 / 0.85)
 # Bytes that attention without a fused kernel moves for each score, in half precision: scores are
 # written, read and written by the softmax, by dropout with its mask, and read again (13); backward
 # 19. Here by pass, of which the backward pass has 2.5 (`seconds.attention`) and recomputation one.
@@ -41,18 +47,49 @@ BESIDE_BACKWARD = 0.4
 
 @dataclass(frozen=True)
 class Published:
-    """A published run: its row of the table, its run file, and the passes of a step."""
+    """A published run: its row of the table, the facts of its software by kind, its run file, and
+    the passes of a step."""
 
     row: Mapping[str, Any]
+    facts: Mapping[str, Fact]
     config: RunConfig
     passes: PlannedPasses
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any], facts: Sequence[Fact]) -> "Published":
+        """Return the run of a row, by those of the facts that are of it. Raises FactError."""
+        of_run = facts_of(row, facts)
+        config = _config(row, of_run)
+        return cls(row, of_run, config, passes_of(config))
 
     @property
     def gpu(self) -> GPU:
         """The GPU that the run had."""
         gpu = gpu_named(self.row["gpu"])
         assert gpu is not None
-        return replace(gpu, bandwidth=self.row.get("bandwidth", gpu.bandwidth))
+        if fact := self.facts.get("bandwidth"):
+            gpu = replace(gpu, bandwidth=float(fact.value))
+        return gpu
+
+    @property
+    def doubt(self) -> str:
+        """Why the speed is not that of the layout alone; empty if nothing says so."""
+        return self.row.get("doubt", "")
+
+    @property
+    def overlap(self) -> str | float:
+        """The traffic beside products: that of backward passes, all, or none."""
+        return self._fact("overlap", "backward")
+
+    def _fact(self, kind: str, otherwise: str) -> str | float:
+        """Return the value of a fact, or that of this project."""
+        return self.facts[kind].value if kind in self.facts else otherwise
+
+    def by_sources(self) -> "Published":
+        """Return the run without the facts that are assumed: there its software is taken to be as
+        this project."""
+        sourced = {kind: fact for kind, fact in self.facts.items() if fact.source}
+        return replace(self, facts=sourced, config=_config(self.row, sourced))
 
     @property
     def model(self) -> str:
@@ -73,22 +110,24 @@ class Published:
         gradients = elements * plan.gradients.itemsize
         weights = elements * plan.parameters.itemsize
         sent = replica_bytes(config, gradients, weights) + self._gathered(weights)
-        return predict_passes(config, self.passes, sent, elements, self._facts(assumed))
+        return predict_passes(config, self.passes, sent, elements, self._rests_on(assumed))
 
-    def _facts(self, assumed: Assumptions) -> Assumptions:
+    def _rests_on(self, assumed: Assumptions) -> Assumptions:
         """Return what a prediction rests on by the facts of the run's software."""
-        kernel = self.row.get("attention", "cuDNN")
-        if kernel == "flash" and self.gpu.architecture == "Hopper":
+        kernel = self._fact("attention", "cuDNN")
+        if kernel in ("flash", "flex") and self.gpu.architecture == "Hopper":
             assumed = replace(assumed, attention=FLASH_ON_HOPPER * assumed.attention)
+        if kernel == "flex":
+            assumed = replace(assumed, attention=FLEX * assumed.attention)
         if kernel == "unfused":
             assumed = replace(assumed, attention=self._unfused_speed(assumed))
-        overlap = self.row.get("overlap", "backward")
-        if overlap == "all":
+        if self.overlap == "all":
             assumed = replace(assumed, hidden=min(1.0, assumed.hidden / BESIDE_BACKWARD))
-        if overlap == "none":
+        if self.overlap == "none":
             assumed = replace(assumed, hidden=0.0)
-        # rows of experts go beside products too, or only once to each machine
-        return replace(assumed, hidden_rows=assumed.hidden)
+        rows_once = self._fact("rows", "each") == "machine"
+        # rows on their way to experts go beside products too
+        return replace(assumed, hidden_rows=assumed.hidden, rows_once=rows_once)
 
     def _unfused_speed(self, assumed: Assumptions) -> float:
         """Return the speed of attention by that of products whose time is that of the scores that
@@ -112,20 +151,26 @@ class Published:
 
 @cache
 def published_runs() -> tuple[Published, ...]:
-    """Return all runs of the table."""
+    """Return all runs of the table. Raises FactError if a fact of one is missing or has neither a
+    source nor a reason."""
+    table = published_table()
+    facts = read_facts(table["fact"])
+    return tuple(Published.of(row, facts) for row in table["run"])
+
+
+def published_table() -> dict[str, Any]:
+    """Return the table as it is written."""
     with TABLE.open("rb") as file:
-        rows = tomllib.load(file)["run"]
-    return tuple(map(_published, rows))
+        return tomllib.load(file)
 
 
-def _published(row: Mapping[str, Any]) -> Published:
-    """Return the run of a row."""
-    config = load_run(None, run_keys(row)).on_device("cuda")
-    return Published(row, config, passes_of(config))
+def _config(row: Mapping[str, Any], facts: Mapping[str, Fact]) -> RunConfig:
+    """Return the run file of a row."""
+    return load_run(None, run_keys(row, facts)).on_device("cuda")
 
 
-def run_keys(row: Mapping[str, Any]) -> Sequence[str]:
-    """Return the keys of a row's run file, as on the command line."""
+def run_keys(row: Mapping[str, Any], facts: Mapping[str, Fact]) -> Sequence[str]:
+    """Return the keys of a row's run file, as on the command line, by the facts of its software."""
     layout = row["layout"]
     keys: dict[str, Any] = {f"model.{key}": value for key, value in row["model"].items()}
     for axis in ("tensor", "pipeline", "context", "data", "expert"):
@@ -143,8 +188,8 @@ def run_keys(row: Mapping[str, Any]) -> Sequence[str]:
     keys["precision.compute"] = "bf16"
     if row["precision"] == "fp8":
         keys |= {"fp8.kind": "delayed", "fp8.pad": True}
-    if "compile" in row:
-        keys["train.compile"] = row["compile"]
+    if "compile" in facts:
+        keys["train.compile"] = facts["compile"].value
     keys["train.seq_length"] = row["seq_length"]
     keys["train.global_batch"] = row["global_batch"]
     keys["train.micro_batch"] = row["micro_batch"]
@@ -157,6 +202,9 @@ RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
     "none": {},
     "selective": {"parallel.recompute": "selective", "parallel.recompute_modules": ["attention"]},
     "full": {"parallel.recompute": "full", "parallel.recompute_fraction": 1.0},
+    # torchtitan keeps every second product of a layer, and of the others makes it again
+    # (pytorch/torchtitan@9dec370 torchtitan/parallelisms/parallelize_llama.py: _custom_policy)
+    "ops": {"parallel.recompute": "full", "parallel.recompute_fraction": 0.5},
 }
 
 
@@ -278,18 +326,54 @@ def _layout(row: Mapping[str, Any]) -> str:
     return " ".join([*axes, f"d{layout['data']}"])
 
 
-def summary_lines(compared: Sequence[Compared]) -> Iterator[str]:
-    """Yield the errors by precision and by software."""
+def summary_lines(groups: Mapping[str, Sequence[Compared]]) -> Iterator[str]:
+    """Yield the errors of groups of runs."""
     yield "| runs | number | median | nine in ten | with a factor | nine in ten |"
     yield "|---|---|---|---|---|---|"
+    for name, group in groups.items():
+        plain = errors_of([one.error for one in group])
+        yield f"| {name} | {plain.runs} | {plain.median:.1%} | {plain.most:.1%} |{_factored(group)}"
+
+
+def groups_of(compared: Sequence[Compared]) -> dict[str, list[Compared]]:
+    """Return all runs, those of each precision, and those of each software."""
     groups: dict[str, list[Compared]] = {"all": [*compared]}
     for one in compared:
         groups.setdefault(one.run.row["precision"], []).append(one)
     for one in compared:
         groups.setdefault(one.run.row["stack"], []).append(one)
-    for name, group in groups.items():
-        plain = errors_of([one.error for one in group])
-        yield f"| {name} | {plain.runs} | {plain.median:.1%} | {plain.most:.1%} |{_factored(group)}"
+    return groups
+
+
+def by_what_is_known(runs: Sequence[Published]) -> dict[str, list[Compared]]:
+    """Return runs by what is known of them: all, with facts of a source alone, those whose layout
+    and batch were published, and those whose speed is not in doubt."""
+    compared = compare(runs)
+    groups = {"all facts": compared}
+    groups["facts with a source"] = compare([run.by_sources() for run in runs])
+    groups["nothing of the row assumed"] = [one for one in compared if "assumed" not in one.run.row]
+    groups["not in doubt"] = [one for one in compared if not one.run.doubt]
+    return groups
+
+
+def fact_lines(facts: Sequence[Fact]) -> Iterator[str]:
+    """Yield the facts of all software, each with its source or why it is assumed."""
+    yield "| software | fact | is | source |"
+    yield "|---|---|---|---|"
+    for fact in facts:
+        scope = ", ".join((fact.gpu, *fact.runs) if fact.gpu else fact.runs)
+        name = f"{fact.kind} ({scope})" if scope else fact.kind
+        source = fact.source or f"*assumed*: {fact.assumed}"
+        yield f"| {fact.software} | {name} | {fact.value} | {source} |"
+
+
+def doubt_lines(runs: Sequence[Published]) -> Iterator[str]:
+    """Yield the runs whose speed is in doubt, and why."""
+    yield "| run | why |"
+    yield "|---|---|"
+    for run in runs:
+        if run.doubt:
+            yield f"| {run.row['id']} | {run.doubt} |"
 
 
 def _factored(group: Sequence[Compared]) -> str:
@@ -303,8 +387,18 @@ def _factored(group: Sequence[Compared]) -> str:
 
 def main() -> None:
     """Print the tables of docs/planning.md."""
-    compared = compare(published_runs())
-    print("\n".join([*summary_lines(compared), "", *table_lines(compared), ""]))
+    runs = published_runs()
+    known = by_what_is_known(runs)
+    compared = known["all facts"]
+    tables = (
+        summary_lines(known),
+        fact_lines(read_facts(published_table()["fact"])),
+        doubt_lines(runs),
+        summary_lines(groups_of(compared)),
+        table_lines(compared),
+    )
+    for table in tables:
+        print("\n".join([*table, ""]))
     for name, value in rank_correlations(compared).items():
         print(f"{name}: {value:.2f}")
 

@@ -28,7 +28,8 @@ Numbers = NDArray[np.float64]
 # in the order of a vector of constants
 NAMES = (
     *("Ampere", "Hopper", "Blackwell"),
-    *("ATTENTION", "EXPERTS", "EXPERT_ROWS", "FP8", "BANDWIDTH", "LAYER", "HIDDEN", "EXPOSED"),
+    *("ATTENTION", "EXPERTS", "EXPERT_ROWS", "FP8", "BANDWIDTH", "LAYER"),
+    *("HIDDEN", "EXPOSED", "LINKS"),
 )
 LIMITS: Mapping[str, tuple[float, float]] = {
     "Ampere": (0.3, 1.0),
@@ -42,6 +43,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "LAYER": (0.0, 1e-3),
     "HIDDEN": (0.0, 0.39),  # no more runs beside products of backward passes
     "EXPOSED": (0.0, 1.0),
+    "LINKS": (0.3, 1.0),
 }
 SMALL = 0.02  # by which a constant is changed to find its term
 ROUNDS = 30  # of a fit, each with a step half as long as three rounds before
@@ -68,6 +70,9 @@ class Terms:
     fp8: of products in FP8 but for experts.
     experts, experts_fp8: of products of experts, in bf16 and in FP8.
     rows: the part of the time of experts, 0 to 1, that grows with `EXPERT_ROWS`.
+    traffic: of what is waited for in the passes, the part that `HIDDEN` takes off, less than 0.
+    replicas: of what is waited for of replicas.
+    links: of all that is waited for.
     rest: of what depends on no constant.
     measured: of the whole step.
     """
@@ -83,6 +88,7 @@ class Terms:
     layers: Numbers
     traffic: Numbers
     replicas: Numbers
+    links: Numbers
     rest: Numbers
     measured: Numbers
 
@@ -91,17 +97,16 @@ class Terms:
         ratios = constants / published_constants()
         products = ratios[self.architecture]
         attention, experts, rows, fp8, bandwidth, layer = ratios[3:9]
-        hidden, exposed = constants[9:]
+        hidden, exposed, links = ratios[9:]
         filled = 1 - self.rows + self.rows * rows
         of_experts = (self.experts + self.experts_fp8 / fp8) * filled / experts
         multiplied = self.plain + self.fp8 / fp8 + of_experts + self.attention / attention
-        hidden_by_current = hidden / reached.HIDDEN
+        waited = self.links + self.traffic * (hidden - 1) + self.replicas * (exposed - 1)
         return (
             multiplied / products
             + self.moved / bandwidth
             + self.layers * layer
-            + self.traffic * hidden_by_current
-            + self.replicas * exposed / reached.EXPOSED
+            + waited / links
             + self.rest
         )
 
@@ -139,10 +144,11 @@ def _terms_of_run(run: Published) -> dict[str, float]:
     layers = term(layer=assumed.layer * longer)
     # None is hidden of software without overlap, and with all of it by the constant's multiple, so
     # the term is one of the constant alone.
-    overlaps = run.row.get("overlap", "backward") != "none"
+    overlaps = run.overlap != "none"
     traffic = term(hidden=assumed.hidden * longer) if overlaps else 0.0
     replicas = term(exposed=assumed.exposed * longer)
-    of_constants = products + moved + layers + traffic + replicas
+    links = term(fast=assumed.fast * slower, slow=assumed.slow * slower)
+    of_constants = products + moved + layers + links
     return {
         "plain": products - attention - (fp8 if narrow else experts),
         "fp8": fp8 - experts if narrow else 0.0,
@@ -154,6 +160,7 @@ def _terms_of_run(run: Published) -> dict[str, float]:
         "layers": layers,
         "traffic": traffic,
         "replicas": replicas,
+        "links": links,
         "rest": whole - of_constants,
     }
 
@@ -233,11 +240,15 @@ class Fit:
 
 @dataclass(frozen=True)
 class Held:
-    """Errors, plain and with a factor of software, of runs that had no part in the fit, and the
-    constants that were fitted without each model."""
+    """Errors, plain and with a factor of software, of runs that had no part in the fit.
+
+    constants: those that were fitted without each model.
+    runs: the place of each error's run.
+    """
 
     errors: Sequence[tuple[float, float | None]]
     constants: Sequence[Numbers]
+    runs: Sequence[int]
 
 
 def fit_of(runs: Sequence[Published]) -> Fit:
@@ -249,11 +260,13 @@ def held_out(fit: Fit) -> Held:
     """Return the errors of each model's runs by constants that were fitted without them."""
     errors: list[tuple[float, float | None]] = []
     without: list[Numbers] = []
+    runs: list[int] = []
     for model in sorted(set(fit.models)):
         constants = fit.constants(model)
         without.append(constants)
         errors.extend(fit.errors(constants, model))
-    return Held(errors, without)
+        runs.extend(run for run, other in enumerate(fit.models) if other == model)
+    return Held(errors, without, runs)
 
 
 def in_sample(fit: Fit, constants: Numbers) -> Sequence[tuple[float, float | None]]:
@@ -277,7 +290,8 @@ def _in_words(errors: Errors) -> str:
 
 def main() -> None:
     """Print the constants and their errors."""
-    fit = fit_of(published_runs())
+    runs = published_runs()
+    fit = fit_of(runs)
     current = published_constants()
     fitted = fit.constants()
     held = held_out(fit)
@@ -289,6 +303,10 @@ def main() -> None:
     print(_describe("in sample, constants of reached.py", in_sample(fit, current)))
     print(_describe("in sample, fitted", in_sample(fit, fitted)))
     print(_describe(f"held out, {len(held.constants)} models", held.errors))
+    trusted = [
+        error for place, error in zip(held.runs, held.errors, strict=True) if not runs[place].doubt
+    ]
+    print(_describe("held out, without those in doubt", trusted))
 
 
 if __name__ == "__main__":

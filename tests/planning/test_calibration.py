@@ -27,6 +27,7 @@ from tools.analysis.calibration.record import (
 )
 from tools.analysis.calibration.speeds import (
     UNKNOWN_CPU,
+    _products_of,
     _run_of_layer,
     calibrated,
     speed_between,
@@ -281,3 +282,29 @@ def test_a_process_has_the_memory_of_the_plan_with_the_gaps_of_its_heap() -> Non
     needed = planned.total - fullest.save  # the benchmark saves nothing
     assert needed == pytest.approx(measured, rel=0.05)
     assert fullest.gaps > 0.05 * needed  # without them it would not be
+
+
+MAMBA = "model.mamba={heads=8, head_dim=32, state_dim=32, groups=2}"
+EXPERTS = ("model.experts=4", "model.experts_per_token=2")
+OF_KINDS: dict[str, tuple[str, ...]] = {
+    "llama": ('model.family="llama"', "model.ffn=704"),
+    "dense first": ('model.family="mixtral"', "model.dense_layers=[0]", "model.dense_ffn=512"),
+    "hybrid": ('model.family="nemotron_h"', 'model.hybrid_pattern="M*E-"', MAMBA),
+    "shared": ('model.family="mixtral"', "model.shared_experts=96"),
+}
+
+
+@pytest.mark.parametrize("name", OF_KINDS)
+def test_products_of_a_run_are_those_of_its_layers_own_kinds(name: str) -> None:
+    """Their FLOPs are those of all weights but the router's, which few rows multiply."""
+    keys = [*RUN, "model.ffn=96", *OF_KINDS[name]]
+    if name != "llama":
+        keys += EXPERTS
+    config = load_run(None, keys)
+    model = config.sized_model
+    tokens = config.train.micro_batch * config.train.seq_length
+    counted = sum(2 * rows * ins * outs * n for rows, ins, outs, n in _products_of(config))
+    without_weights = model.over_layers(lambda kind: kind.attention_flops(config.train.seq_length))
+    routers = len(model.expert_layers) * 2 * model.hidden * model.experts
+    of_weights = model.flops_per_token(config.train.seq_length) - without_weights - routers
+    assert counted == pytest.approx(tokens * of_weights)

@@ -10,11 +10,11 @@ from models.estimate.gpus import GPUS, gpu_named
 from tools.analysis.planning.bottleneck import shares
 from tools.analysis.planning.measured import read_measured
 from tools.analysis.planning.memory import MemoryModel
-from tools.analysis.planning.reached import assumptions_of
+from tools.analysis.planning.reached import LINKS, assumptions_of
 from tools.analysis.planning.search import neighbors, plan_run
 from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.analysis.planning.seconds.attention import causal_share
-from tools.analysis.planning.seconds.links import link_of
+from tools.analysis.planning.seconds.links import axis_links, link_of
 from tools.analysis.planning.speed import Prediction, passes_of, predict
 from tools.config.run_file import RunConfig, load_run
 
@@ -162,6 +162,31 @@ def test_ranks_of_a_machine_share_its_cards() -> None:
     assert link_of(1, 64, assumed).bandwidth == 400e9
     assert link_of(4, 64, assumed).bandwidth == 100e9
     assert link_of(8, 64, assumed).bandwidth == 50e9
+
+
+def test_a_row_that_goes_once_to_a_machine_sends_less_beyond_it() -> None:
+    """Of two experts of two machines three in four are of a machine of their own."""
+    base = [*MODEL, 'model.family="mixtral"', "model.experts=16", "model.experts_per_token=2"]
+
+    def seconds_of_byte(expert: int, rows_once: bool) -> float:
+        """Return the time of a byte without that of links within a machine."""
+        keys = [*base, f"parallel.expert={expert}", f"parallel.data={expert}"]
+        config = load_run(None, [*keys, "train.global_batch=64"]).on_device("cuda")
+        assumed = replace(h100(config), fast=1e9, slow=50, rows_once=rows_once)
+        return 1 / axis_links(config, assumed)["experts"].bandwidth
+
+    every = seconds_of_byte(16, rows_once=False)
+    assert seconds_of_byte(16, rows_once=True) == pytest.approx(0.75 * every, rel=1e-3)
+    assert seconds_of_byte(8, rows_once=True) == seconds_of_byte(8, rows_once=False)
+
+
+def test_collectives_reach_a_part_of_what_the_data_sheet_says_of_links() -> None:
+    config = load_run(None, [*MODEL, 'model.family="llama"']).on_device("cuda")
+    gpu = gpu_named("H100")
+    assert gpu
+    assert h100(config).fast == pytest.approx(LINKS * gpu.link)
+    assert h100(config).slow == pytest.approx(LINKS * gpu.card)
+    assert 0.5 < LINKS < 1
 
 
 def test_data_sheets_are_of_the_order_that_they_have() -> None:

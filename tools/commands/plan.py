@@ -151,14 +151,14 @@ def _add_speeds(parser: argparse.ArgumentParser) -> None:
         "--fast-link",
         type=float,
         metavar="G",
-        help="GB/s within a machine (default: the GPU's own)",
+        help="GB/s that collectives reach within a machine (default: by the GPU's own)",
     )
     speeds.add_argument(
         "--slow-link",
         type=float,
         metavar="G",
-        help="GB/s of each rank between machines (default: that of the card of such GPUs, "
-        f"otherwise {SLOW_LINK:g})",
+        help="GB/s that collectives reach between machines, of each rank (default: by the card of "
+        f"such GPUs, otherwise {SLOW_LINK:g})",
     )
 
 

@@ -13,6 +13,7 @@ from statistics import median
 from typing import TypeVar
 
 from megaprec.precision.plan import dtype_name
+from models.config import ModelConfig
 from models.decoder.stages import Cut
 from models.estimate.flops import StageCost, stage_costs
 from tools.analysis.calibration.record import (
@@ -181,29 +182,49 @@ def _speed_of_products(config: RunConfig, rows: Sequence[ProductRow]) -> float:
 
 def _products_of(config: RunConfig) -> Iterator[tuple[float, float, float, int]]:
     """Yield the products of a run on one rank: tokens, inputs, outputs, and how many there are."""
-    parallel = config.parallel
     model = config.sized_model
-    tensor = parallel.tensor
-    tokens = config.train.micro_batch * config.train.seq_length / parallel.context
-    layers = model.layers
-    attention_width = model.heads * model.head_dim
-    key_width = model.kv_heads * model.head_dim
-    qkv_width = attention_width + 2 * key_width
-    up_matrices = 2 if model.gated else 1
-    up_width = up_matrices * model.ffn
-    # attention: queries, keys and values, and the output
-    yield tokens, model.hidden, qkv_width / tensor, layers
-    yield tokens, attention_width / tensor, model.hidden, layers
-    # the feed-forward, or each expert with its share of the tokens
-    rows = tokens
-    feed_forwards = layers
-    if model.experts:
-        rows = max(1.0, tokens * model.experts_per_token / model.experts)
-        feed_forwards = layers * model.experts
-    yield rows, model.hidden, up_width / tensor, feed_forwards
-    yield rows, model.ffn / tensor, model.hidden, feed_forwards
+    tensor = config.parallel.tensor
+    tokens = config.train.micro_batch * config.train.seq_length / config.parallel.context
+    for kind, layers in model.count_kinds(range(model.layers)):
+        shapes: list[tuple[float, float, float, int]] = []
+        if kind.has_mixer:
+            shapes += _mixer_products(kind, tokens, tensor)
+        if kind.has_feed_forward:
+            shapes += _feed_forward_products(kind, tokens, tensor)
+        for rows, inputs, outputs, count in shapes:
+            yield rows, inputs, outputs, layers * count
     # the head
     yield tokens, model.hidden, model.vocab / tensor, 1
+
+
+def _mixer_products(
+    kind: ModelConfig, tokens: float, tensor: int
+) -> Iterator[tuple[float, float, float, int]]:
+    """Yield the products of a layer's attention, or of what is in its place, into it and out of
+    it."""
+    if recurrence := kind.delta_net or kind.mamba:
+        width = recurrence.projected_width
+    else:
+        width = (kind.heads + 2 * kind.kv_heads) * kind.head_dim
+    yield tokens, kind.hidden, width / tensor, 1
+    yield tokens, kind.mixer_width / tensor, kind.hidden, 1
+
+
+def _feed_forward_products(
+    kind: ModelConfig, tokens: float, tensor: int
+) -> Iterator[tuple[float, float, float, int]]:
+    """Yield the products of a layer's feed-forward, or of its experts, up and down."""
+    matrices = 2 if kind.gated else 1
+    if not kind.experts:
+        yield tokens, kind.hidden, matrices * kind.ffn / tensor, 1
+        yield tokens, kind.ffn / tensor, kind.hidden, 1
+        return
+    rows = max(1.0, tokens * kind.experts_per_token / kind.experts)
+    yield rows, kind.hidden, matrices * kind.ffn / tensor, kind.experts
+    yield rows, kind.ffn / tensor, kind.hidden, kind.experts
+    if kind.shared_experts:
+        yield tokens, kind.hidden, matrices * kind.shared_experts / tensor, 1
+        yield tokens, kind.shared_experts / tensor, kind.hidden, 1
 
 
 def speed_between(

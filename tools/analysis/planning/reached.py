@@ -11,29 +11,31 @@ from models.estimate.gpus import GPU
 from tools.analysis.planning.seconds.assumptions import Assumptions
 
 # of the peak of matrix products, by architecture: larger ones are limited by power and memory
-PRODUCTS = {"Ampere": 0.77, "Hopper": 0.64, "Blackwell": 0.5}
+PRODUCTS = {"Ampere": 0.77, "Hopper": 0.66, "Blackwell": 0.65}
 OTHER = 0.5
 # the speed of attention's own products by that of others, of the causal half of scores
-ATTENTION = 0.43
+ATTENTION = 0.46
 # products of experts by others, and the rows of an expert with which they reach half of that
-EXPERTS = 0.79
-EXPERT_ROWS = 27.0
+EXPERTS = 0.77
+EXPERT_ROWS = 15.0
 # of FP8's peak, by the fraction that other products reach of theirs
 FP8 = 1.0
 # of the bandwidth of memory, by elementwise operators
-BANDWIDTH = 0.5
+BANDWIDTH = 0.51
 # seconds of a layer's forward pass that no speed explains
-LAYER = 0.12e-3
+LAYER = 0.06e-3
 # seconds of a layer's forward pass, at least, if its kernels are launched one by one: those of
 # nanotron's runs of 2024 that took as long with half the tokens
 LAUNCH = 2e-3
 # the time of a head by that of one whose vocabulary is a multiple of 8 or more on each rank:
 # threefold, as Netflix has measured it ("Scaling LLM post-training at Netflix", 2026)
 MISALIGNED = 3.0
+# of the bandwidth of links and network cards, by collectives
+LINKS = 0.64
 # the fraction of tensor and context traffic that runs beside products
-HIDDEN = 0.36
+HIDDEN = 0.33
 # the fraction of replicas' traffic that does not run beside the passes
-EXPOSED = 0.49
+EXPOSED = 0.35
 # seconds for each rank, or machine, that a collective passes
 HOP = 1e-6
 
@@ -47,8 +49,8 @@ def assumptions_of(gpu: GPU, plan: PrecisionPlan) -> Assumptions | None:
     return Assumptions(
         tflops=tflops,
         efficiency=PRODUCTS.get(gpu.architecture, OTHER),
-        fast=gpu.link,
-        slow=gpu.card,
+        fast=gpu.link * LINKS,
+        slow=gpu.card * LINKS,
         machine=gpu.domain,
         fp8_tflops=gpu.fp8,
         fp8_efficiency=FP8,

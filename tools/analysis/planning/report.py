@@ -11,6 +11,7 @@ from models.estimate.flops import training_flops
 from models.estimate.storage import without_storage
 from parallel.pipeline.builders import default_chunks
 from tools.analysis.planning.accuracy import MEASURED, PLAIN
+from tools.analysis.planning.assumed import assumed_lines
 from tools.analysis.planning.bottleneck import describe_bottleneck
 from tools.analysis.planning.device import RESERVED, Target, target_of
 from tools.analysis.planning.memory import MemoryModel, RankBytes
@@ -198,7 +199,7 @@ def prediction_lines(
     )
     tokens_of_hour = speed["tokens_per_s"] * 3600 / config.world_size
     yield f"           a rank-hour is {tokens_of_hour:,.0f} tokens"
-    yield from _assumed_lines(assumed)
+    yield from assumed_lines(config, assumed)
 
 
 def _step_lines(predicted: Prediction) -> Iterator[str]:
@@ -232,26 +233,6 @@ def _error(assumed: Assumptions) -> str:
     if assumed.factor != 1.0:
         return MEASURED.describe()
     return PLAIN.describe()
-
-
-def _assumed_lines(assumed: Assumptions) -> Iterator[str]:
-    """Yield the lines on the speeds that a prediction rests on."""
-    peak = flops(assumed.tflops * 1e12)
-    yield f"assumed    products at {assumed.efficiency:.0%} of {peak}/s a rank,"
-    yield (
-        f"           links of {assumed.fast:g} GB/s within {assumed.machine} ranks and "
-        f"{assumed.slow:g} GB/s beyond,"
-    )
-    if not isinf(assumed.bandwidth):
-        yield f"           memory at {assumed.bandwidth:,.0f} GB/s between products;"
-        yield (
-            f"           {assumed.hidden:.0%} of traffic in the passes runs beside products, and "
-            f"{1 - assumed.exposed:.0%}"
-        )
-        yield "           of that of replicas;"
-    if assumed.factor != 1.0:
-        yield f"           all times {assumed.factor:.2f} as long, as --measured was;"
-    yield "           other: --efficiency, --tflops, --fast-link, --machine, --slow-link"
 
 
 def remedy_lines(planned: Planned, remedy: Remedy | None) -> Iterator[str]:

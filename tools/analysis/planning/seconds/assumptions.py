@@ -33,6 +33,8 @@ class Assumptions:
         not begin at multiples of 16 bytes.
     hidden: the fraction of traffic over tensor and context that runs beside products.
     hidden_rows: that of rows on their way to experts and back, which a layer here waits for.
+    rows_once: a row goes once to a machine, however many of its experts are there; here it goes to
+        each expert.
     exposed: the fraction of the replicas' traffic that does not run beside the passes, with
         parallel.overlap.
     hop: seconds that a collective takes for each rank or machine on its way.
@@ -60,6 +62,7 @@ class Assumptions:
     misaligned: float = 1.0
     hidden: float = 0.0
     hidden_rows: float = 0.0
+    rows_once: bool = False
     exposed: float = 0.0
     hop: float = 0.0
     logit: float = 0.0

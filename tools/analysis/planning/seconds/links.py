@@ -72,5 +72,14 @@ def _expert_link(config: RunConfig, assumed: Assumptions) -> Link:
         return Link(assumed.fast * 1e9, latency)
     others = parallel.expert - 1
     near = min(within - 1, others) / others
-    seconds_of_byte = near / assumed.fast + (1 - near) / assumed.slow
+    far = 1 - near
+    if assumed.rows_once:
+        machines = parallel.expert / within
+        far *= _machines_of_token(config.model.experts_per_token, machines)
+    seconds_of_byte = near / assumed.fast + far / assumed.slow
     return Link(1e9 / seconds_of_byte, latency)
+
+
+def _machines_of_token(experts: int, machines: float) -> float:
+    """Return the machines to which a token goes by its experts, if these are drawn at random."""
+    return machines * (1 - (1 - 1 / machines) ** experts) / experts

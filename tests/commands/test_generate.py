@@ -54,7 +54,7 @@ def generate(trained: Path, capsys: pytest.CaptureFixture[str]) -> Generate:
     return run
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(2, sample=1)
 @pytest.mark.parametrize(
     ("prompt", "tokens"),
     [
@@ -281,6 +281,7 @@ def test_a_run_and_its_export_begin_documents_alike_whatever_the_tokenizer_names
     )
 
 
+@pytest.mark.slow
 def test_what_transformers_says_of_the_exported_model_is_what_generate_says(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,7 +90,7 @@ def test_mup_is_proven(switches: dict[str, Any], growing: Any, rule: UpdateRule 
     assert overall(all_rows) == PROVEN, wrong(all_rows)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=3)
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "olmo2", "qwen3", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("rule", [AdamW(), Muon(ns_dtype="fp32", scale="keller-jordan")])
 def test_mup_is_proven_in_every_family(family: str, rule: UpdateRule) -> None:

@@ -90,6 +90,7 @@ def test_skips_in_a_row_are_counted_on_after_a_resume_but_one_who_starts_a_hopel
     assert [event["skipped_in_a_row"] for event in read_events(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_a_searching_scale_is_said_to_be_normal_and_the_run_goes_on(
     run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

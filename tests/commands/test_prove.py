@@ -193,6 +193,7 @@ def test_a_run_directory_goes_on_from_its_checkpoint_and_is_left_as_it_was(
     assert after == before
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_not_its_copy(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

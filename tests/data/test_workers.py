@@ -126,7 +126,7 @@ def test_a_worker_whose_request_breaks_off_ends_without_a_word(model: Tokenizer)
         assert (ended.returncode == 0, ended.stderr) == (length == len(whole), b"")
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(("number", "chunks"), [(2, 17), (1, 2)])
 @pytest.mark.usefixtures("small")
 def test_a_killed_build_goes_on_to_the_same_bytes(

@@ -126,6 +126,7 @@ BOUNDS = {
 }
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("fused", BOUNDS, ids=["by operators", "by regions"])
 def test_a_layer_and_the_loss_launch_no_more_kernels_and_move_no_more_bytes(fused: bool) -> None:
     of_one = costs(1, fused)
@@ -144,6 +145,7 @@ BOUNDS_OF_TWO_RANKS = {
 }
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("ring", [True, False], ids=["ring", "gather"])
 @pytest.mark.parametrize("fused", BOUNDS_OF_TWO_RANKS, ids=["by operators", "by regions"])
 def test_a_layer_of_a_sequence_on_two_ranks_launches_no_more_kernels(

@@ -54,6 +54,7 @@ def own_model(folder: Path, change: tuple[str, str] = ("", "")) -> list[str]:
     return [str(run), f"model.factory={folder}/mine.py:build", f"train.folder={folder}/run"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_python")
 def test_a_model_of_ones_own_passes_and_leaves_a_certificate(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -143,6 +143,7 @@ def test_kinds_add_up_and_logits_are_activations(
     )
 
 
+@pytest.mark.slow
 def test_lines_fit_80_columns(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, file, "parallel.pipeline=2", "--gpu", "H100", "--ranks", 2)
     assert max(map(len, text.splitlines())) <= 80, [
@@ -160,6 +161,7 @@ def test_neither_data_nor_a_tokenizer_is_needed(
     )
 
 
+@pytest.mark.slow
 def test_the_best_layout_is_one_that_trains(
     run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,6 +175,7 @@ def test_the_best_layout_is_one_that_trains(
     assert capsys.readouterr().out.startswith("plan       ")
 
 
+@pytest.mark.slow
 def test_the_layouts_found_are_the_fastest_that_fit(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -344,6 +347,7 @@ def test_what_is_wrong_is_told(
     assert re.search(problem, text) and re.search("Traceback", text) is None
 
 
+@pytest.mark.slow
 def test_ranks_that_share_this_machine_have_together_what_one_process_has(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

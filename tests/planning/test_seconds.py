@@ -117,6 +117,7 @@ def test_a_factor_multiplies_all_times_and_no_byte(
     assert twice.traffic == step.traffic
 
 
+@pytest.mark.slow
 def test_fp8_takes_its_own_peak() -> None:
     keys = [
         *MODEL,

@@ -102,7 +102,7 @@ def told_on_a_disk_that_fills(mesh: DeviceMesh, **arguments: Any) -> list[str]:
 LAYOUT = ["parallel.tensor=2", "parallel.data=2"]
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("background", ["true", "false"])
 def test_a_save_that_fails_costs_a_line_and_the_run_ends_as_if_it_had_not(
     background: str, run_file: Path, tmp_path: Path
@@ -226,7 +226,7 @@ def train_slowly_saving(
     return beside
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(0, 1)
 def test_steps_beside_a_save_are_the_steps_without_one_bit_for_bit(
     run_file: Path, tmp_path: Path
 ) -> None:
@@ -286,7 +286,7 @@ def train_and_lose(
         )
 
 
-@pytest.mark.cases(3, sample=1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("lose", [remove, replace, remove_lock, replace_lock])
 @pytest.mark.parametrize("options", [["parallel.tensor=2"], ["parallel.pipeline=2"]])
 def test_a_run_whose_folder_is_gone_stops_on_all_ranks_and_saves_nothing(
@@ -372,7 +372,7 @@ def test_records_that_are_lost_in_the_end_are_an_error(
         lines.close()
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("what", ["all files", "metrics.jsonl", "digests.jsonl"])
 def test_whatever_a_full_disk_loses_the_last_line_names_the_newest_whole_checkpoint_and_what_is_taken_again(
     what: str,

@@ -330,6 +330,7 @@ def test_layers_with_and_without_a_window_are_counted_as_they_are() -> None:
     assert alone.activations != other.activations
 
 
+@pytest.mark.slow
 def test_a_gpu_keeps_what_a_cpu_with_a_fused_kernel_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """To two per cent: both kernels keep query, key, value, result and a logarithm. The one of a
     GPU reads a key/value head for several query heads itself, so here each has its own.

@@ -225,6 +225,7 @@ def least_of_fullest(config: RunConfig) -> int:
     return least_bytes_of_fullest(config, passes_of(config), of_layer)
 
 
+@pytest.mark.slow
 def test_bounds_by_which_layouts_are_left_out_hold(file: Path) -> None:
     for overrides in every_kind(file):
         config = load_run(file, overrides)
@@ -417,6 +418,7 @@ def test_a_file_that_the_command_did_not_write_is_not_overwritten(
         assert main(["plan", str(run_file), "--gpu", "H100", "--ranks", "1", "-o", str(best)]) == 0
 
 
+@pytest.mark.slow
 def test_what_a_prediction_leaves_out_is_said_in_lines_and_in_json(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -128,6 +128,7 @@ def test_a_broken_model_of_ones_own_is_found_with_exit_code_1(
     } == {f"layers.{n}.scale" for n in range(4)}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_python")
 def test_a_fault_in_the_forward_pass_is_named_by_module_and_shown_on_the_page(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -69,7 +69,7 @@ def part(asked: str) -> tuple[int, int]:
 
 def leave_other_parts(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects the laws of other parts than `--part` says; all cases of a law are in one part."""
-    number, parts = config.getoption("part")
+    number, parts = config.option.part
     others = [item for item in items if part_of(item.nodeid, parts) != number]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if part_of(item.nodeid, parts) == number]

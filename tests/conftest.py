@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -51,10 +52,39 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{seconds[folder]:8.1f} s  {tests[folder]:5} tests  {folder}")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds `--part 2/3`, which tries the second third of the laws that the other options choose."""
+    parser.addoption(
+        "--part", type=part, default=(1, 1), help="K/N: the K-th of N parts of the tests"
+    )
+
+
+def part(asked: str) -> tuple[int, int]:
+    """Returns number and count of the part that `--part` names."""
+    number, parts = map(int, asked.split("/"))
+    if not 1 <= number <= parts:
+        raise ValueError(asked)
+    return number, parts
+
+
+def leave_other_parts(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects the laws of other parts than `--part` says; all cases of a law are in one part."""
+    number, parts = config.option.part
+    others = [item for item in items if part_of(item.nodeid, parts) != number]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if part_of(item.nodeid, parts) == number]
+
+
+def part_of(test: str, parts: int) -> int:
+    """Returns the part that a test is in, which is that of its law on any machine."""
+    law = test.partition("[")[0]
+    return zlib.crc32(law.encode()) % parts + 1
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the cases of a test beyond those that `@pytest.mark.cases(fast, slow=None,
-    sample=None)` gives.
+    sample=None)` gives, and deselects what `--part` leaves to other runs.
 
     The first `fast` cases are fast, all if it is None; those that are marked slow themselves are
     not. The next `slow` are slow, or as many as `sample` says, drawn from all that are left by a
@@ -69,6 +99,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         mark = cases[0].get_closest_marker("cases")
         assert mark is not None
         _divide(name, cases, *mark.args, **mark.kwargs)
+    leave_other_parts(config, items)
 
 
 def _divide(

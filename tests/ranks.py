@@ -60,7 +60,9 @@ _imported = [
     "torch._dynamo",
     "torch.distributed.checkpoint",
 ]
-_imported += ["pytest", "hypothesis", "tests.layouts", "tests.runs"]
+# What many modules of bodies import, and each rank would otherwise import with them.
+_imported += ["transformers.models.llama.modeling_llama", "pytest", "hypothesis"]
+_imported += ["tests.families", "tests.layouts", "tests.models.test_parity", "tests.runs"]
 LAST = "tests.frozen"
 PR_SET_PDEATHSIG = 1
 _server.set_forkserver_preload([*_imported, LAST])

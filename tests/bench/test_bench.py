@@ -117,6 +117,7 @@ def require_two_ranks(record: dict[str, Any]) -> None:
     assert len(record["peak_rss_mb"]) == 2 and min(record["peak_rss_mb"]) > 50
 
 
+@pytest.mark.slow
 def test_all_ranks_are_measured_and_the_first_one_tells() -> None:
     first, second = run_ranks(measured, {"pp": 2})
     require_two_ranks(json.loads(first))
@@ -208,6 +209,7 @@ def test_the_optimizers_step_is_timed_with_several_buckets(
         assert record[name] == pytest.approx(quotient, rel=0.05, abs=0.01)  # of rounded numbers
 
 
+@pytest.mark.slow
 def test_recurrences_are_measured_beside_those_of_transformers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

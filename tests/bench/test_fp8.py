@@ -25,6 +25,7 @@ def test_without_a_gpu_the_benchmark_says_so(
     assert line.startswith("no GPU here")
 
 
+@pytest.mark.slow
 def test_the_benchmark_times_all_products_and_steps(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["fp8", "--device", "cpu", *SMALL, "--kinds", "current"]) == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

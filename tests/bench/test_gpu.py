@@ -188,7 +188,7 @@ def test_a_measurement_that_fails_is_a_record_that_says_why() -> None:
     assert record["refused"] == "not done after 0 s"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_megaprec_and_peers_are_measured_and_the_page_has_them(tmp_path: Path) -> None:
     names = ["machine", "torch", "torchtitan-like", "megaprec, off", "Transformer Engine"]
     assert run_gpu(tmp_path, "--only", *names) == 0

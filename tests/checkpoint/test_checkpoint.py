@@ -93,6 +93,7 @@ def save_and_load(
     return found
 
 
+@pytest.mark.slow
 def test_what_one_layout_saves_every_other_loads_bit_for_bit(tmp_path: Path) -> None:
     """Masters and both moments. ZeRO is on in every other layout."""
     saved: dict[str, dict[str, dict[str, Tensor]]] = {}
@@ -165,6 +166,7 @@ def resume_and_compare(
                 assert torch.equal(ours.weights, theirs.weights)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(tmp_path: Path) -> None:
     """With ZeRO switched off and on again on the way."""
     run_ranks(resume_and_compare, {"pp": 2, "dp": 2, "tp": 2}, folder=tmp_path)

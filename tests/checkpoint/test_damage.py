@@ -241,6 +241,7 @@ def test_ranks_that_open_a_checkpoint_together_look_at_each_file_once(
     Store(path, Axis("world", 1 - rank, 2))
 
 
+@pytest.mark.slow
 def test_each_file_is_hashed_by_one_rank_and_all_ranks_refuse(tmp_path: Path) -> None:
     ranks = run_ranks(load_damaged, {"dp": 2, "tp": 2}, folder=tmp_path)
     names = ranks[0][0]

@@ -174,6 +174,7 @@ def saved_by(
     return found
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("tp", "dp", "zero", "tied", "kv"),
     [

@@ -86,6 +86,7 @@ def test_a_run_goes_on_from_rounded_weights_as_if_its_masters_had_been_rounded(
     require_rounded(None, tmp_path, masters)
 
 
+@pytest.mark.slow
 def test_so_it_does_in_a_layout_and_one_rank_says_what_is_lost(tmp_path: Path) -> None:
     run_ranks(require_rounded, {"tp": 2, "dp": 2}, folder=tmp_path, changes={})
 
@@ -114,6 +115,7 @@ def test_nothing_is_lost_where_there_were_no_masters(tmp_path: Path) -> None:
     assert all_equal(saved(first.optimizer), saved(again.optimizer))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_told_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

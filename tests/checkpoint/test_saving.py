@@ -87,6 +87,7 @@ def fail_on_one_rank(mesh: DeviceMesh, folder: Path, rank: int, background: bool
     return outcome.problem
 
 
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(
@@ -169,6 +170,7 @@ def train_beside_a_save(mesh: DeviceMesh, folder: Path) -> None:
         ), kind
 
 
+@pytest.mark.slow
 def test_what_is_saved_beside_the_steps_is_the_state_before_them(tmp_path: Path) -> None:
     run_ranks(train_beside_a_save, {"pp": 2, "dp": 2}, folder=tmp_path)
 

@@ -41,7 +41,7 @@ def alone() -> list[Result]:
     return train_all(runs()[: len(NAMES)])
 
 
-@pytest.mark.cases(1, sample=1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     "layout", usually(COVERING, LAYOUTS), ids=lambda x: "tp{} pp{} dp{}".format(*x)
 )

@@ -154,6 +154,7 @@ def test_damaged_digests_are_named_and_metrics_do_not_stand_for_every_bit(
     assert "every bit is equal" not in said.out and "log.digests or --replay" in said.out
 
 
+@pytest.mark.slow
 def test_runs_of_other_keys_part_where_the_key_acts(
     room: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

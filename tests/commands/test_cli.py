@@ -224,6 +224,7 @@ sys.exit(main(["keys"]))
 """
 
 
+@pytest.mark.slow
 def test_garbage_collection_leaves_out_modules_and_lets_go_of_what_a_command_made() -> None:
     command = [sys.executable, "-c", LEAVES_A_CIRCLE]
     done = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)

@@ -16,6 +16,7 @@ def notes(capsys: pytest.CaptureFixture[str], *folders: Path) -> list[str]:
     return json.loads(capsys.readouterr().out)["notes"]
 
 
+@pytest.mark.slow
 def test_numbers_of_different_text_tokens_samples_or_steps_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,6 +39,7 @@ def record(step: int, loss: Any, outcome: str = "applied", **more: Any) -> dict[
     }
 
 
+@pytest.mark.slow
 def test_runs_in_several_modes_make_one_picture_and_a_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,7 +88,7 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_clean_run(tmp_path_factory.mktemp("spikes"), "documents")
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_documents_and_batches_are_the_causes_and_are_named(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -120,7 +120,7 @@ def test_planted_documents_and_batches_are_the_causes_and_are_named(
     assert [record["step"] for record in records if "spike" in record] == [*expected]
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=2)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_the_cause(
     name: str, run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

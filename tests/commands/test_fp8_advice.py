@@ -156,7 +156,7 @@ def test_bad_input_is_one_line(run_file: Path, capsys: pytest.CaptureFixture[str
         assert shows(capsys.readouterr().err, "command.no_cuda")
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("kind", ["current", "delayed"])
 def test_casts_are_traced_whole_and_change_no_bit_when_compiled(kind: Kind) -> None:
     """Without a code generator: what is shown is that torch.compile sees one graph that does the

@@ -27,7 +27,7 @@ from tools.text.load import load_model
 from tools.text.sampling import Sampling
 
 PROMPT = "the model learns über Öl — 数"
-STEPS = 40
+STEPS = 20
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def generate(trained: Path, capsys: pytest.CaptureFixture[str]) -> Generate:
     return run
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(2, sample=1)
 @pytest.mark.parametrize(
     ("prompt", "tokens"),
     [
@@ -92,6 +92,7 @@ def test_the_same_seed_gives_the_same_text_and_another_seed_another(generate: Ge
     assert all(text.startswith(PROMPT) for text in texts)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("hugging_face", [False, True])
 def test_no_token_is_chosen_that_the_tokenizer_does_not_have(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], hugging_face: bool
@@ -127,6 +128,7 @@ def test_one_likeliest_token_is_greedy_whatever_the_temperature(generate: Genera
     assert generate("--top-k", 1, "--temperature", 5) == generate("--temperature", 0)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_stands_alone_and_can_be_moved(
     trained: Path, generate: Generate, tmp_path: Path
 ) -> None:
@@ -205,6 +207,7 @@ def test_each_of_several_prompts_is_continued_as_if_it_were_alone(
     assert capsys.readouterr().out == "\n".join(said)
 
 
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("stop", ["say", " ", "model learns to", "is nowhere"])
 def test_the_text_ends_before_a_stop_string(
     stop: str, trained: Path, capsys: pytest.CaptureFixture[str], generate: Generate
@@ -281,6 +284,7 @@ def test_a_run_and_its_export_begin_documents_alike_whatever_the_tokenizer_names
     )
 
 
+@pytest.mark.slow
 def test_what_transformers_says_of_the_exported_model_is_what_generate_says(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

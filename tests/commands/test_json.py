@@ -101,6 +101,7 @@ SLOW = ("parity", "prove", "doctor", "calibrate")  # they start ranks
 TABLES = [name for name in leaves(cli.parser_of_all()) if name not in WITHOUT]
 
 
+@pytest.mark.cases(8, sample=3)
 @pytest.mark.parametrize(
     "command", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in TABLES]
 )

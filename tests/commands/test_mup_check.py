@@ -75,6 +75,7 @@ def wrong(all_rows: Sequence[Row]) -> dict[str, float]:
     return {row["activation"]: row["slopes"][-1] for row in all_rows if row["verdict"] == WRONG}
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("switches", "growing", "rule"),
     [
@@ -90,7 +91,7 @@ def test_mup_is_proven(switches: dict[str, Any], growing: Any, rule: UpdateRule 
     assert overall(all_rows) == PROVEN, wrong(all_rows)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=3)
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "olmo2", "qwen3", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("rule", [AdamW(), Muon(ns_dtype="fp32", scale="keller-jordan")])
 def test_mup_is_proven_in_every_family(family: str, rule: UpdateRule) -> None:
@@ -158,6 +159,7 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], UpdateRule | None,
 }
 
 
+@pytest.mark.cases(2, sample=1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found_where_it_is(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, rule, activation, slope = FAULTS[fault]
@@ -167,6 +169,7 @@ def test_a_fault_is_found_where_it_is(fault: str, monkeypatch: pytest.MonkeyPatc
     assert found[activation] == pytest.approx(slope, abs=0.3), found
 
 
+@pytest.mark.slow
 def test_scores_that_fall_as_the_root_of_a_heads_width_are_found_where_heads_become_wider() -> None:
     """1 / sqrt(d) is right only for heads of one width."""
     widths = [64, 128, 256, 512]
@@ -240,6 +243,7 @@ def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_certificate_and_a_picture(
     run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -255,6 +259,7 @@ def test_the_command_writes_a_certificate_and_a_picture(
     assert not Path("run").exists()
 
 
+@pytest.mark.slow
 def test_a_run_without_mup_is_not_proven_and_told_of_the_key(
     run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,6 +80,7 @@ def test_each_skipped_step_is_an_event_that_names_offenders_and_says_whether_to_
     assert "3 in a row at a constant scale: this will not recover" in said
 
 
+@pytest.mark.slow
 def test_skips_in_a_row_are_counted_on_after_a_resume_but_one_who_starts_a_hopeless_run_again_has_new_patience(
     run_file: Path, tmp_path: Path
 ) -> None:
@@ -90,6 +91,7 @@ def test_skips_in_a_row_are_counted_on_after_a_resume_but_one_who_starts_a_hopel
     assert [event["skipped_in_a_row"] for event in read_events(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_a_searching_scale_is_said_to_be_normal_and_the_run_goes_on(
     run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,6 +224,7 @@ def planted(run_file: Path) -> tuple[Path, int, int, int]:
     return folder, pair, step, number
 
 
+@pytest.mark.slow
 def test_an_event_names_micro_batch_replica_and_the_samples_that_did_it(
     planted: tuple[Path, int, int, int], run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -277,6 +280,7 @@ def test_a_replay_that_shows_nothing_says_so_and_why_that_may_be(
     assert "the run was on tensor 1 x pipeline 2 x data 2" in said
 
 
+@pytest.mark.slow
 def test_a_replay_finds_the_overflow_of_a_real_run(
     run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -177,6 +177,7 @@ def test_a_run_that_fails_or_applies_no_step_is_not_tried(
     assert code == 2 and rows["straight"]["why"].endswith("no such file")
 
 
+@pytest.mark.slow
 def test_a_run_directory_goes_on_from_its_checkpoint_and_is_left_as_it_was(
     file: Path, here: dict[str, Fault], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,6 +194,7 @@ def test_a_run_directory_goes_on_from_its_checkpoint_and_is_left_as_it_was(
     assert after == before
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_not_its_copy(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

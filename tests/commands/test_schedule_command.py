@@ -269,6 +269,7 @@ def test_a_schedule_file_that_does_not_fit_a_run_is_told_at_load(tmp_path: Path)
     assert load_run(None, run).schedule == schedule("zb-h1", 2, 8)
 
 
+@pytest.mark.slow
 def test_a_run_is_planned_by_its_own_stages_and_measured_beside_it(
     run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -300,6 +301,7 @@ def test_a_run_is_planned_by_its_own_stages_and_measured_beside_it(
     )
 
 
+@pytest.mark.slow
 def test_a_model_with_experts_has_a_table_too(
     run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

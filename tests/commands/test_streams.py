@@ -146,7 +146,7 @@ def test_a_closed_output_is_no_error_and_no_file_takes_its_place() -> None:
 LAUNCHER = "import sys; sys.executable = {python!r}; from tools.cli import main; sys.exit(main())"
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_training_saves_its_state_when_its_reader_has_gone_and_is_complete_on_a_full_disk(
     ranks: int, tmp_path: Path, forks: Path

@@ -51,6 +51,7 @@ def folder_with(tmp_path: Path, kind: str, settings: dict[str, Any], **changes: 
     return folder
 
 
+@pytest.mark.cases(2, sample=6)
 @pytest.mark.parametrize(
     ("kind", "name"),
     [

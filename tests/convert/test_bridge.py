@@ -104,8 +104,8 @@ def save_both(mesh: DeviceMesh, kind: str, folder: Path, tp: int, nested: bool) 
         (folder / "bridge/latest_checkpointed_iteration.txt").write_text("5")
 
 
+@pytest.mark.cases(0, sample=2)
 @NEEDS_MEGATRON
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "nested"),
     [("llama", False), ("llama", True), ("gpt2", False), ("mixtral", False), ("qwen3", True)],

@@ -111,7 +111,7 @@ def same_weights(one: Path, other: Path) -> None:
     ]
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_that_ranks_began_with_and_saved_are_exported_bit_for_bit(
     kind: str, trained: Path, tmp_path: Path
@@ -120,7 +120,7 @@ def test_weights_that_ranks_began_with_and_saved_are_exported_bit_for_bit(
     same_weights(trained / kind / "hf", tmp_path / "hf")
 
 
-@pytest.mark.cases(0, sample=3)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in WITHOUT_MEGATRON])
 def test_weights_that_ranks_saved_go_through_megatrons_files_bit_for_bit(
     kind: str, trained: Path, tmp_path: Path

@@ -107,6 +107,7 @@ def test_shards_of_transformers_are_not_taken_for_them(tmp_path: Path) -> None:
     assert open_source(hf).kind == "hf"
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("stages", [1, *slow((2,))])
 def test_a_hostile_pickle_does_not_run(
     stages: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

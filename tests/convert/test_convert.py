@@ -46,7 +46,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint(train_on(file, "train.steps=3", "model.dropout=0", tensor=2, pipeline=2), 3)
 
 
-@pytest.mark.cases(None, sample=2)
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("kind", usually(("gpt2", "deepseek_v3", "mixtral"), IN_MEGATRON))
 @pytest.mark.usefixtures("torch_files_read_here")
 def test_weights_come_back_bit_for_bit_through_ours_and_megatron(kind: str, tmp_path: Path) -> None:
@@ -111,6 +111,7 @@ def test_each_tensor_is_read_once_and_what_was_written_is_read_back(tmp_path: Pa
     assert len(source.loads) == len(load_file(tmp_path / "hf/model.safetensors"))
 
 
+@pytest.mark.slow
 def test_moments_masters_and_the_scaler_come_back_through_megatron(
     trained: Path, tmp_path: Path
 ) -> None:
@@ -352,6 +353,7 @@ def test_a_layout_that_megatron_does_not_have_is_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_the_same_command_goes_on(tmp_path: Path) -> None:
     hf = write_folder(tmp_path / "hf", "llama")
     program = (
@@ -428,6 +430,7 @@ def test_memory_is_that_of_some_tensors_not_of_the_model(to: str, tmp_path: Path
     assert grew < 6 * largest
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_fp8_histories_is_read_without_them_which_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,8 +70,7 @@ def logits_of(folder: Path) -> Tensor:
 KINDS = [kind for kind in CONFIGS if not kind.startswith("gpt2")]
 
 
-@pytest.mark.slow
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_fsdp_sharded_over_four_ranks_has_the_logits_of_transformers(
     kind: str, tmp_path: Path
@@ -233,7 +232,7 @@ def replace_metadata(folder: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(Foreign()))
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize(
     ("damage", "told"),
     [

@@ -299,6 +299,7 @@ def test_what_a_file_leaves_out_gives_the_same_logits(kind: str) -> None:
         assert difference(json.dumps(given)) <= BOUND, left
 
 
+@pytest.mark.cases(8, sample=1)
 @pytest.mark.parametrize("kind", [*KINDS, "llama-yarn", "llama-stretched", "nemotron_h-experts"])
 def test_a_small_model_keeps_what_a_large_one_says(kind: str) -> None:
     """Windows, lengths and patterns are shrunk so that all of them matter to the tokens of the

@@ -84,6 +84,7 @@ def grown(llama: Published) -> dict[str, dict[str, Tensor]]:
     return {kind: llama.tables(kind) for kind in KINDS}
 
 
+@pytest.mark.slow
 def test_old_rows_stay_and_new_ones_are_what_the_key_says(
     llama: Published, grown: dict[str, dict[str, Tensor]]
 ) -> None:
@@ -116,6 +117,7 @@ def test_random_rows_are_those_of_a_fresh_model_of_this_size(
         assert torch.equal(grown["random"][key][OLD:], drawn[key][OLD:]), key
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_make_the_same_bits(
     llama: Published, grown: dict[str, dict[str, Tensor]]
 ) -> None:
@@ -125,7 +127,7 @@ def test_tensor_parallel_ranks_make_the_same_bits(
             assert torch.equal(values, grown[kind][key]), (kind, key)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_every_layout_makes_the_same_bits_and_a_tied_head_too(
@@ -177,6 +179,7 @@ def computed_on_rank(mesh: DeviceMesh, folder: Path, ids: Tensor) -> tuple[Tenso
     return read[0].transpose(0, 1), logits[..., : part.local[0]]
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_what_the_head_reads_has_the_same_bits_as_before_in_a_layout_and_logits_differ_in_the_last_one(
     tensor: int, llama: Published, grown: dict[str, dict[str, Tensor]]
@@ -194,6 +197,7 @@ def test_what_the_head_reads_has_the_same_bits_as_before_in_a_layout_and_logits_
     torch.testing.assert_close(logits[..., :OLD], old_logits, rtol=0, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_a_run_that_has_grown_resumes_as_it_is_and_says_what_it_did(
     llama: Published, grown: dict[str, dict[str, Tensor]], capsys: pytest.CaptureFixture[str]
 ) -> None:

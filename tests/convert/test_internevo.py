@@ -58,6 +58,7 @@ def test_logits_in_float64_are_those_of_a_plain_model(form: Form, tmp_path: Path
     torch.testing.assert_close(ours, logits(form, whole, ids), rtol=0, atol=1e-10)
 
 
+@pytest.mark.cases(1, sample=1)
 @here
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_every_layout_is_the_same_model(form: Form, tmp_path: Path) -> None:
@@ -236,6 +237,7 @@ def test_ranks_that_are_missing_without_a_trace_are_missed(tmp_path: Path) -> No
     assert shows(refused(folder), "convert.internevo_width", ffn=192)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("length", [3000, *slow((0,), (100,))])
 def test_a_damaged_file_is_named(length: int, tmp_path: Path) -> None:
     folder = save(tmp_path / "step", Form(), weights(Form()), tp=2)
@@ -317,6 +319,7 @@ def test_a_folder_of_two_systems_is_refused_with_both_names(tmp_path: Path) -> N
     assert shows(refused(folder), "convert.several_formats", names="Hugging Face and of InternEvo")
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("name", ["model_config.pt", *slow(("model_tp0_pp0.pt",))])
 def test_a_hostile_pickle_does_not_run(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -307,7 +307,7 @@ def ids_of() -> Tensor:
     return torch.randint(131, (2, 20), generator=torch.Generator().manual_seed(4))
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.usefixtures("torch_files_read_here")
 @pytest.mark.parametrize("kind", usually(("deepseek_v3", "llama-tied"), KINDS))
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), *slow((1, 1), (4, 1), (1, 2), (2, 2))])
@@ -476,6 +476,7 @@ def save_distributed(
     return {n: v for n, v in model.state_dict().items() if v is not None}
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.usefixtures("torch_files_read_here")
 @pytest.mark.parametrize("kind", ["gpt2", "llama", *slow(("deepseek_v3",), ("glm4_moe",))])
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])

@@ -152,7 +152,7 @@ def plain(model: Any) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.cases(1, sample=1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(("kind", "tp", "pp", "ep", "bucket"), LAYOUTS)
 def test_masters_and_moments_of_the_distributed_optimizer_are_read(
     kind: str, tp: int, pp: int, ep: int, bucket: int, tmp_path: Path
@@ -216,6 +216,7 @@ def _state(file: Path) -> dict[str, tuple[Tensor, ...]]:
     return named
 
 
+@pytest.mark.slow
 def test_a_layout_that_the_args_do_not_lead_to_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

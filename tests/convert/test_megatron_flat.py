@@ -240,7 +240,7 @@ def opened(case: Case, tmp_path: Path, ranks: int = 1) -> tuple[Source, Path]:
     return source, write(tmp_path / "dist", case, source, ranks)
 
 
-@pytest.mark.cases(2, sample=2)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.usefixtures("torch_files_read_here")
 def test_masters_and_moments_are_taken_out_of_the_buckets(case: Case, tmp_path: Path) -> None:
@@ -252,6 +252,7 @@ def test_data_parallel_ranks_may_have_written_them_in_pieces(tmp_path: Path) -> 
     check(*opened(DENSE_CASE, tmp_path, ranks=3))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("torch_files_read_here")
 def test_metadata_may_be_of_a_class_of_megatrons_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -343,7 +344,7 @@ FAULTS: dict[str, tuple[Case, str]] = {
 }
 
 
-@pytest.mark.cases(4, sample=3)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.usefixtures("torch_files_read_here")
 def test_another_layout_than_the_args_say_is_refused_unless_weights_are_enough(
@@ -369,6 +370,7 @@ def test_weights_alone_are_asked_of_megatron_only(
     assert shows(capsys.readouterr().err, "convert.weights_only_unused")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("torch_files_read_here")
 def test_a_reader_that_aligns_otherwise_refuses_a_right_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -379,6 +381,7 @@ def test_a_reader_that_aligns_otherwise_refuses_a_right_checkpoint(
     assert shows(capsys.readouterr().err, LAYOUT)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("torch_files_read_here")
 def test_a_spread_of_layers_that_is_not_known_leaves_the_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -391,6 +394,7 @@ def test_a_spread_of_layers_that_is_not_known_leaves_the_weights(
     assert {key.split("/")[0] for key in tensors(tmp_path / "ours")} == {"weight"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("torch_files_read_here")
 def test_of_a_bucket_only_the_tensor_asked_for_is_read(tmp_path: Path) -> None:
     _, folder = opened(CASES["experts"], tmp_path)

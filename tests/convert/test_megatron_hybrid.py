@@ -271,7 +271,7 @@ def ids_of() -> Tensor:
     return torch.randint(VOCAB, (2, 20), generator=torch.Generator().manual_seed(4))
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.usefixtures("torch_files_read_here")
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2), (1, 1), (4, 1), (1, 2)])
 def test_megatrons_own_hybrid_model_loads_what_we_write_and_computes_our_logits(
@@ -334,7 +334,7 @@ def save_in_buckets(mesh: DeviceMesh, case: Case, folder: Path) -> list[Told]:
     return save_chunks(case, [made], folder)
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.usefixtures("torch_files_read_here")
 @pytest.mark.parametrize(
     "case",

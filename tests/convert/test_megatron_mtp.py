@@ -126,6 +126,7 @@ def test_megatron_core_loads_the_modules_and_loses_as_much(kind: str, tmp_path: 
     torch.testing.assert_close(ahead, further.float(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.cases(None, sample=2)
 @pytest.mark.parametrize("kind", ["deepseek_v3", *slow(("glm4_moe",))])
 @pytest.mark.parametrize("layout", [(2, 2, 2), *slow(((1, 1, 2),), ((1, 4, 1),))])
 def test_modules_come_back_bit_for_bit_over_any_ranks(
@@ -135,7 +136,7 @@ def test_modules_come_back_bit_for_bit_over_any_ranks(
     require_the_same(hf, tmp_path, layout)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_a_run_with_modules_comes_back_with_its_optimizers_state(tied: str, tmp_path: Path) -> None:
     file = runs.write_run(tmp_path)
@@ -202,9 +203,8 @@ def save(mesh: DeviceMesh, kind: str, folder: Path, pp: int, in_chunks: bool) ->
     return {n: v for n, v in model.state_dict().items() if v is not None}
 
 
+@pytest.mark.cases(1, sample=1)
 @NEEDS_MEGATRON
-@pytest.mark.slow
-@pytest.mark.cases(1, slow=2)
 @pytest.mark.parametrize("in_chunks", [False, True])
 @pytest.mark.parametrize("pp", [1, 2])
 def test_what_megatron_core_saves_of_modules_is_read(

@@ -116,6 +116,7 @@ def test_a_mean_of_mixed_formats_and_layouts_is_numpys_bit_for_bit(
         assert np.array_equal(values.double().numpy(), expected), key
 
 
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("kind", usually(("gpt2", "gpt_neox", "deepseek_v3", "mixtral")))
 def test_tensors_that_formats_pack_differently_are_each_read_once(
     kind: str, tmp_path: Path

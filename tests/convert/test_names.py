@@ -147,6 +147,7 @@ def test_a_model_survives_the_way_through_megatrons_args(kind: str) -> None:
     assert logical_shapes(again) == logical_shapes(model)
 
 
+@pytest.mark.cases(19, sample=1)
 @pytest.mark.parametrize("kind", sorted(IN_MEGATRON))
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_every_tensor_goes_from_hugging_face_to_megatron_and_back_bit_for_bit(

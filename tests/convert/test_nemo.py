@@ -62,7 +62,7 @@ def tensors(source: Any) -> dict[str, Tensor]:
     return {key: source.read(key) for key in source.keys("weight")}
 
 
-@pytest.mark.cases(None, sample=2)
+@pytest.mark.cases(None, sample=1)
 @here
 @pytest.mark.parametrize("kind", usually(("gpt2", "llama-stretched", "qwen3"), KINDS))
 @pytest.mark.parametrize("stacked", [True, False])
@@ -95,6 +95,7 @@ def refused(folder: Path, vocab: int | None = 131) -> str:
     return "\n".join(caught.value.problems)
 
 
+@pytest.mark.cases(24, sample=1)
 @here
 @pytest.mark.parametrize(
     ("changes", "said"),
@@ -359,6 +360,7 @@ def test_yaml_that_would_run_something_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_a_hostile_pickle_does_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = save(tmp_path)
     (folder / "weights/.metadata").write_bytes(pickle.dumps(Malice(tmp_path / "ran")))

@@ -62,7 +62,7 @@ def save(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int) -> Tensor 
         return model.eval()(ids, positions, future)[..., :131]
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("kind", ["llama", *slow(("gpt2",), ("qwen3",), ("llama-tied",))])
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), *slow((1, 1), (1, 2), (2, 2), (4, 1))])
 def test_what_megatron_core_saves_for_nemo_computes_the_same(
@@ -109,6 +109,7 @@ def taken(said: dict[str, Any], name: str) -> ModelConfig | None:
         return model_of(said, 131, "model.yaml")
 
 
+@pytest.mark.slow
 def test_no_field_that_would_make_it_another_model_passes_unread() -> None:
     """A field that nothing is read of has its reason among Megatron's, which logits prove, or is of
     what is absent."""

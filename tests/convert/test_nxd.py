@@ -66,6 +66,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     )
 
 
+@pytest.mark.cases(4, sample=1)
 @here
 @pytest.mark.parametrize("name", FORMS)
 def test_every_layout_is_the_model_that_was_cut(name: str, tmp_path: Path) -> None:
@@ -78,6 +79,7 @@ def test_every_layout_is_the_model_that_was_cut(name: str, tmp_path: Path) -> No
             assert same(tensors(save(tmp_path / f"{tp}{pp}", config, whole, made)), expected), made
 
 
+@pytest.mark.cases(10, sample=1)
 @here
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("grouped", [False, True])
@@ -290,6 +292,7 @@ def test_a_hugging_face_folder_among_them_is_not_guessed(tmp_path: Path) -> None
     assert open_source(tmp_path / "hf").kind == "hf"
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("xser", [True, *slow((False,))])
 def test_a_hostile_pickle_does_not_run(
     xser: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -307,6 +310,7 @@ def test_a_hostile_pickle_does_not_run(
     assert not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_files_are_looked_into_by_the_process_that_trusts_none(tmp_path: Path) -> None:
     config, whole = wholes(tmp_path, **EVEN)
     found = tensors(save(tmp_path / "run", config, whole, Form(xser=True)))

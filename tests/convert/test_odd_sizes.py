@@ -52,6 +52,7 @@ YARN = {
 }
 
 
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize(
     ("kind", "changes", "written"),
     [
@@ -133,6 +134,7 @@ def test_sizes_that_its_class_refuses_are_named_with_the_config_and_a_way(
     assert shows(capsys.readouterr().err, "convert.hf_no_family")
 
 
+@pytest.mark.cases(0, sample=8)
 @pytest.mark.parametrize("kind", usually(("gpt2", "deepseek_v3", "gpt_oss"), CONFIGS))
 def test_the_class_of_a_config_has_as_many_parameters_as_our_model(kind: str) -> None:
     assert (
@@ -173,6 +175,7 @@ def test_a_range_in_fractions_of_pairs_is_read_as_transformers_5_reads_it_and_no
     )
 
 
+@pytest.mark.cases(None, sample=2)
 @pytest.mark.parametrize("kind", usually(("mixtral", "deepseek_v3"), HELD))
 def test_what_transformers_5_saves_as_it_holds_it_is_read_bit_for_bit(
     kind: str, tmp_path: Path
@@ -189,6 +192,7 @@ def test_what_transformers_5_saves_as_it_holds_it_is_read_bit_for_bit(
         assert torch.equal(published.read(key), held.read(key)), key
 
 
+@pytest.mark.slow
 def test_experts_in_one_tensor_are_read_of_torch_files_too_and_others_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

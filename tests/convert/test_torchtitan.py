@@ -17,7 +17,6 @@ from tools.convert.verify import load_stage
 HERE = Path(__file__).parent
 TORCHTITAN = Path(sys.prefix) / "torchtitan"
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(not TORCHTITAN.is_dir(), reason="needs torchtitan (make oracles)"),
 ]
 LLAMA3 = {
@@ -98,6 +97,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.cases(0, sample=2)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_checkpoint_of_torchtitan_has_the_logits_of_its_own_model(kind: str, saved: Path) -> None:
     folder = saved / kind

@@ -54,6 +54,7 @@ def theirs(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **change
     return model.eval()
 
 
+@pytest.mark.cases(12, sample=1)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_folder_that_transformers_wrote_is_read_tensor_by_tensor(
     kind: str, tmp_path: Path
@@ -68,6 +69,7 @@ def test_a_folder_that_transformers_wrote_is_read_tensor_by_tensor(
     assert sum(torch.Size(shape).numel() for shape in source.shapes.values()) == count
 
 
+@pytest.mark.cases(13, sample=1)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_logits_in_float64_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     ids = torch.randint(131, (3, 40), generator=torch.Generator().manual_seed(1))
@@ -77,7 +79,7 @@ def test_logits_in_float64_are_those_of_transformers(kind: str, tmp_path: Path) 
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.cases(None, sample=3)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("kind", usually(("gpt2", "glm4_moe", "qwen2"), IN_MEGATRON))
 def test_what_is_exported_transformers_loads_and_computes_the_same(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -127,7 +129,7 @@ def _flat(parameters: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(2, sample=1)
 @pytest.mark.parametrize("kind", sorted(WITHOUT_MEGATRON))
 def test_models_that_megatron_lacks_come_back_bit_for_bit_and_are_refused_there(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -282,7 +284,7 @@ TRAINED = (
 )
 
 
-@pytest.mark.cases(1, sample=3)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("kind", usually(("gpt2", "llama"), TRAINED))
 @pytest.mark.parametrize(("tensor", "pipeline", "data"), [(2, 2, 1), *slow((1, 1, 1), (1, 2, 2))])
 def test_three_steps_from_a_folder_are_three_steps_of_transformers(

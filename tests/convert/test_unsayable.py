@@ -141,6 +141,7 @@ def changed(base: dict[str, Any]) -> Iterator[tuple[str, Any, ModelConfig]]:
                 continue
 
 
+@pytest.mark.cases(3, sample=1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_refusal_names_the_key_that_was_changed(family: str) -> None:
     base = SIZES | {"family": family} | SAYABLE.get(family, {})

@@ -326,6 +326,7 @@ def mixed_folder(folder: Path) -> tuple[dict[str, str], list[str]]:
     return texts, bad
 
 
+@pytest.mark.slow
 def test_of_many_kinds_of_files_what_is_read_left_out_and_bad_is_exact(tmp_path: Path) -> None:
     texts, bad = mixed_folder(tmp_path)
     source = open_source(str(tmp_path), TextOptions(skip_bad=len(bad)))

@@ -32,6 +32,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(train_sentencepiece(library(300_000), prefix, 1000))
 
 
+@pytest.mark.slow
 def test_python_source_comes_back_exactly(trained: Tokenizer) -> None:
     text = "".join(library(2_000_000))
     assert trained.decode(trained.encode(text)) == text

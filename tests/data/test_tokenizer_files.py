@@ -319,6 +319,7 @@ def test_an_old_spelling_that_the_library_takes_over_is_not_noted(
     assert tokenizer.encode("the")[0] == tokenizer.vocabulary()["_"]
 
 
+@pytest.mark.slow
 def test_a_sentencepiece_model_that_is_cut_off_is_refused(pieces: bytes, tmp_path: Path) -> None:
     """At the border of two of its fields the library reads what is there, and takes its defaults
     for the rest."""

@@ -90,6 +90,7 @@ def digests(prefix: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_the_bytes_do_not_depend_on_the_number_of_workers(
     tmp_path: Path, source: Source, model: Tokenizer
@@ -104,6 +105,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(
         assert dataset.document(index).tolist() == [*model.encode(texts[index]), model.eos]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_a_hugging_face_tokenizer_does_the_same_in_workers(tmp_path: Path, source: Source) -> None:
     tokenizer = load_tokenizer(hugging_face(tmp_path / "tokenizer.json"))
@@ -126,7 +128,7 @@ def test_a_worker_whose_request_breaks_off_ends_without_a_word(model: Tokenizer)
         assert (ended.returncode == 0, ended.stderr) == (length == len(whole), b"")
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(("number", "chunks"), [(2, 17), (1, 2)])
 @pytest.mark.usefixtures("small")
 def test_a_killed_build_goes_on_to_the_same_bytes(

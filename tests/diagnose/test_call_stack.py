@@ -69,6 +69,7 @@ def test_a_transfer_that_the_users_own_code_makes_is_a_wait() -> None:
     )
 
 
+@pytest.mark.slow
 def test_no_watcher_walks_the_frames_of_a_running_thread() -> None:
     """Python frees a frame while another thread walks it: a rank that was healthy died of
     SIGSEGV."""
@@ -140,6 +141,7 @@ print(looks)
 """
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("seconds", [1, pytest.param(300, marks=pytest.mark.campaign)])
 def test_a_thread_that_is_watched_as_often_as_can_be_goes_on(seconds: int) -> None:
     command = [sys.executable, "-c", WATCHED, str(seconds)]

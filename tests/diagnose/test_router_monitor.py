@@ -55,6 +55,7 @@ def test_where_each_token_goes_to_all_experts_no_router_collapses() -> None:
     assert not named(RouterMonitor(experts=4, per_token=4), [report(4.0)] * (2 * STEPS))
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     "model",
     [MODELS["mixtral"], MODELS["glm4_moe"], {**MODELS["mixtral"], "experts_per_token": 1}],

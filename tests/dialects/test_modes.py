@@ -301,6 +301,7 @@ def together(ranks: Sequence[Trained]) -> Together:
 PARAMETERS = ("weights", "gradients", "masters", "moments")
 
 
+@pytest.mark.cases(4, sample=4)
 @pytest.mark.parametrize(("name", "layout"), IN_LAYOUTS)
 def test_the_tensors_of_a_running_model_have_the_dtypes_that_the_system_gives_them(
     name: str, layout: str, alike: list[dict[str, Any]]
@@ -356,6 +357,7 @@ def error(name: str, of: str) -> float:
     return distance(getattr(alone(name), of), getattr(exact(*resolved(MODES[name])[1:]), of))
 
 
+@pytest.mark.cases(12, sample=1)
 @pytest.mark.parametrize(("name", "layout"), IN_LAYOUTS)
 def test_a_mode_trains_in_a_layout_as_it_does_on_one_process(
     name: str, layout: str, alike: list[dict[str, Any]]

@@ -220,6 +220,7 @@ def trained(name: str, folder: Path, tensor: int, pipeline: int) -> list[dict[st
     return steps(train_on(write_run(folder), *told, tensor=tensor, pipeline=pipeline))
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("name", ["smp fp8", "parallel"])
 def test_a_snippets_plan_trains_in_a_layout(name: str, tmp_path: Path) -> None:
     assert [step["outcome"] for step in trained(name, tmp_path, 2, 1)] == ["applied"] * 5

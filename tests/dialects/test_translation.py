@@ -213,6 +213,7 @@ def resolved_or_none(system: str, config: dict[str, Any]) -> Resolved | None:
         return None
 
 
+@pytest.mark.cases(2, sample=1)
 @pytest.mark.parametrize("system", CONFIGS)
 @settings(deadline=None, max_examples=150)
 @given(data=st.data())
@@ -229,6 +230,7 @@ def test_a_plan_written_back_in_its_own_words_is_the_same_plan(
     assert said(again) == said(resolved)
 
 
+@pytest.mark.cases(6, sample=1)
 @pytest.mark.parametrize("system", CONFIGS)
 @pytest.mark.parametrize("to", CONFIGS)
 @settings(deadline=None, max_examples=40)

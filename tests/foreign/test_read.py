@@ -267,6 +267,7 @@ def test_a_terminal_shows_names_of_files_without_their_folders(
     )
 
 
+@pytest.mark.slow
 def test_a_run_names_what_was_noted_about_its_precision(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,7 +32,7 @@ def in_one(one: Run) -> Run:
     return replace(one, expert=1, expert_tensor=0)
 
 
-@pytest.mark.cases(0, slow=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize(("axes", "experts"), LAYOUTS, ids=str)
 def test_scales_and_amaxes_of_all_ranks_are_those_of_one_process(
     axes: dict[str, int], experts: dict[str, Any]

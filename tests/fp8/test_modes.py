@@ -96,7 +96,7 @@ def four_ranks() -> dict[str, list[tuple[list[Any], set[Any]]]]:
     return {name: [rank[n] for rank in ranks] for n, name in enumerate(MODES)}
 
 
-@pytest.mark.cases(1, sample=2)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("name", MODES)
 def test_a_mode_trains_on_four_ranks_in_the_formats_that_it_names(
     name: str, four_ranks: Any
@@ -115,6 +115,7 @@ def test_a_mode_trains_on_four_ranks_in_the_formats_that_it_names(
     assert [r.outcome for r in reports] == ["applied"] * 3
 
 
+@pytest.mark.slow
 def test_loss_scaling_is_on_top_of_fp8() -> None:
     """A scale of 2^32 overflows in half precision until it has fallen; FP8's own scales neither
     hide it nor suffer."""

@@ -81,6 +81,7 @@ def some_amax(dice: random.Random) -> float:
     return dice.choice([0.0, math.inf, math.nan, 1e-44, 3e38])
 
 
+@pytest.mark.cases(9, sample=1)
 @pytest.mark.parametrize("seed", range(20))
 def test_the_rule_is_transformer_engines(seed: int) -> None:
     """Random recipes, 300 updates each, of several micro-batches' amaxes or none."""
@@ -220,6 +221,7 @@ def result(mesh: DeviceMesh | None, run: Run) -> tuple[list[float], dict[str, fl
     return losses, dict(zip(engine.fp8.names, engine.fp8.bank.scale.tolist(), strict=True))
 
 
+@pytest.mark.slow
 def test_schedules_that_order_passes_otherwise_train_the_same_bits() -> None:
     """The backward pass of a micro-batch casts by the scales of its own forward pass, however many
     came between."""
@@ -227,6 +229,7 @@ def test_schedules_that_order_passes_otherwise_train_the_same_bits() -> None:
     assert result(None, run_of(kind="1f1b")) != result(None, run_of(FP8Recipe(history_length=3)))
 
 
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("kind", ["1f1b", "gpipe", "zb-h1"])
 def test_pipeline_stages_train_the_same_bits(kind: str) -> None:
     # the norm of a clipped step is summed in another order
@@ -236,6 +239,7 @@ def test_pipeline_stages_train_the_same_bits(kind: str) -> None:
     assert ranks[0][1] | ranks[1][1] == scales
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("sequence", [False, True])
 def test_tensor_ranks_have_one_scale_for_each_tensor(sequence: bool) -> None:
     losses, scales = result(None, run_of(steps=2))
@@ -267,6 +271,7 @@ def test_a_second_look_at_a_skipped_step_leaves_scales_as_the_step_did() -> None
     assert list(banks(trace=True)) == list(banks(trace=False))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
     file = write_run(tmp_path)
     keys = [
@@ -326,6 +331,7 @@ def test_a_run_is_told_before_launch(key: str, says: str, tmp_path: Path) -> Non
     assert all('fp8.history = "step"' in problem for problem in refused.value.problems)
 
 
+@pytest.mark.slow
 def test_its_memory_is_known_before_launch_and_a_pass_begins_when_all_products_are_there() -> None:
     sizes: dict[str, Any] = {
         "layers": 2,

@@ -126,7 +126,7 @@ def require_one_scale(axes: dict[str, int], powers: Run = POWERS, first: Run = F
         assert all(torch.equal(rank.scale[name], whole.scale[name]) for name in same)
 
 
-@pytest.mark.cases(1, sample=1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
 def test_forward_scales_are_bitwise_those_of_one_process_in_every_layout(
     axes: dict[str, int],
@@ -134,6 +134,7 @@ def test_forward_scales_are_bitwise_those_of_one_process_in_every_layout(
     require_one_scale(axes)
 
 
+@pytest.mark.slow
 def test_a_cut_sequence_and_the_size_of_micro_batches_change_no_scale() -> None:
     ((cut, *_),) = states([replace(POWERS, sequence=True)], tp=2)
     larger = alone(replace(POWERS, micro_batch=SAMPLES // 2))
@@ -177,7 +178,7 @@ def test_a_layout_trains_as_one_process_does(axes: dict[str, int]) -> None:
         assert first <= (2 if cut else 0.1) * error[0] and second <= 2 * error[1]
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("kind", ["delayed", "mx"])
 def test_schedules_agree_bit_for_bit(kind: Kind) -> None:
     runs = [
@@ -188,6 +189,7 @@ def test_schedules_agree_bit_for_bit(kind: Kind) -> None:
         require_same_bits(result, one, other.kind)
 
 
+@pytest.mark.slow
 def test_second_steps_of_schedules_use_the_same_scales() -> None:
     runs = [run(fp8(), "bf16", kind=k, micro_batch=1, steps=3, clip=0.0) for k in ("1f1b", "zb-h1")]
     ours, theirs = train_all(runs, pp=2)

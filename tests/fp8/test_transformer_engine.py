@@ -182,7 +182,7 @@ def through(one: Run) -> Run:
     return replace(one, changes={**one.changes, "fp8": recipe}, before=stand_in.install)
 
 
-@pytest.mark.cases(1, sample=1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("axes", [{}, {"tp": 2, "pp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_training_is_bit_for_bit_that_of_torch(axes: dict[str, int]) -> None:
     results = train_all(
@@ -201,6 +201,7 @@ def test_training_is_bit_for_bit_that_of_torch(axes: dict[str, int]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_scales_are_those_of_one_process_by_torch() -> None:
     one = run(fp8(power_2_scales=True), steps=3)
     whole = alone(one)
@@ -208,6 +209,7 @@ def test_scales_are_those_of_one_process_by_torch() -> None:
         assert all(torch.equal(scale, whole.scale[name]) for name, scale in rank.scale.items())
 
 
+@pytest.mark.slow
 def test_memory_is_told_without_it() -> None:
     choose_kernel.cache_clear()  # what is tried in between is not counted
     model = ModelConfig(**MODEL)

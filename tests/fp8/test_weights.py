@@ -78,7 +78,7 @@ def require_trains_as_weights_in_fp32(axes: dict[str, int], runs: Sequence[Run])
         )
 
 
-@pytest.mark.cases(1, sample=1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("axes", [{}, {"tp": 2, "pp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_training_is_bit_for_bit_that_of_weights_kept_in_fp32(axes: dict[str, int]) -> None:
     require_trains_as_weights_in_fp32(axes, list(pairs()))
@@ -175,6 +175,7 @@ def require_codes_of_the_masters(one: Run, **axes: int) -> None:
     require_same(ours, expected(state, list(ours)))
 
 
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("kind", ["delayed", "current"])
 @pytest.mark.parametrize("axes", [{}, {"tp": 4}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}], ids=str)
 def test_codes_are_the_masters_rounded_with_one_scale_for_a_logical_tensor(
@@ -183,6 +184,7 @@ def test_codes_are_the_masters_rounded_with_one_scale_for_a_logical_tensor(
     require_codes_of_the_masters(kept(kind), **axes)
 
 
+@pytest.mark.slow
 def test_blocks_that_slices_cut_through_have_the_scales_of_one_process() -> None:
     one = kept("blockwise", model={**kept().model, "hidden": 128, "ffn": 320})
     state = noise(one)
@@ -222,6 +224,7 @@ def count_bytes(mesh: DeviceMesh, one: Run) -> int:
     return travelled
 
 
+@pytest.mark.slow
 def test_what_is_collected_are_codes_once_a_step() -> None:
     """Half the bytes of bf16: one byte less for each weight in FP8."""
     ours = replace(kept(), changes={"fp8": kept().changes["fp8"]})
@@ -234,6 +237,7 @@ def test_what_is_collected_are_codes_once_a_step() -> None:
     assert bf16 - narrow == pytest.approx(coded, abs=300), "up to the padding of buffers"
 
 
+@pytest.mark.slow
 def test_an_evaluation_sees_the_weights_of_the_last_step_and_changes_nothing() -> None:
     def trained(one: Run) -> tuple[list[float], dict[str, Tensor]]:
         engine = engine_of(one)
@@ -413,6 +417,7 @@ def test_a_run_goes_on_bit_for_bit_and_exchanges_checkpoints_with_runs_that_keep
     require_same(tensors(checkpoint(back, 6)), tensors(checkpoint(whole, 6)))
 
 
+@pytest.mark.slow
 def test_a_run_says_what_its_weights_take(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -428,6 +433,7 @@ def test_a_run_says_what_its_weights_take(
     )
 
 
+@pytest.mark.slow
 def test_nemos_recipe_keeps_weights_in_fp8_as_it_says(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,7 +80,7 @@ def test_what_once_went_wrong_is_refused_in_plain_lines(server: Server, odd_room
     assert found == []
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=5)
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
 def test_a_sample_of_odd_inputs_ends_plainly(
     group: Group, server: Server, material: Path, tmp_path: Path

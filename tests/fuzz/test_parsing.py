@@ -37,6 +37,7 @@ VALUES = some.recursive(
 )
 
 
+@pytest.mark.slow
 @given(VALUES)
 def test_json_gives_what_was_written(value: object) -> None:
     assert parse_json(json.dumps(value)) == value

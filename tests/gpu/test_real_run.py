@@ -31,6 +31,7 @@ def run(folder: Path, device: str, name: str, *keys: str) -> list[dict[str, Any]
     return steps(folder / name)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_run_in_bf16_learns_what_it_learns_on_a_cpu(device: str, tmp_path: Path) -> None:
     ours = run(tmp_path, device, "here")
@@ -39,6 +40,7 @@ def test_a_run_in_bf16_learns_what_it_learns_on_a_cpu(device: str, tmp_path: Pat
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-2)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_deterministic_run_goes_on_after_a_stop_bit_for_bit(device: str, tmp_path: Path) -> None:
     key = "train.deterministic=true"

@@ -46,6 +46,7 @@ def train(mesh: DeviceMesh, device: str, folder: Path) -> Trained:
     return train_rank(moved(mesh, device, folder), [run("fp64", FOUR, micro_batch=2)])[0]
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_trains_in_float64_as_one_process(name: str, device: str, tmp_path: Path) -> None:
     (alone,) = run_ranks(train, {}, device="cpu", folder=tmp_path)

@@ -81,6 +81,7 @@ def cases() -> list[Any]:
     return [*on_cpu, *on_gpu]
 
 
+@pytest.mark.cases(0, 2)
 @pytest.mark.parametrize(("device", "name"), cases())
 def test_ranks_on_one_device_train_what_one_process_trains(device: str, name: str) -> None:
     axes, one = LAYOUTS[name]

@@ -131,6 +131,7 @@ def test_a_log_that_says_two_things_is_refused_and_a_long_one_is_read(tmp_path: 
     assert keys(imported(log)) == keys(made)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_the_run_of_its_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,6 +108,7 @@ def test_settings_for_a_gpu_leave_a_process_on_a_cpu_as_it_was() -> None:
         assert not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_settings_of_the_process_are_put_back(
     deterministic: bool, monkeypatch: pytest.MonkeyPatch

@@ -150,6 +150,7 @@ def require_equal(a: Result, b: Result) -> None:
     )
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_bits_of_one() -> None:
     """Fewer key-value heads than virtual ranks, a tied and odd vocabulary with dropout, experts."""
     # of layers of several kinds one of each
@@ -162,7 +163,7 @@ def test_two_processes_train_the_bits_of_one() -> None:
         require_equal(alone, shared)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize(
     ("tp", "pp", "dp", "kind"), [(1, 2, 1, "1f1b"), (2, 2, 1, "zb-h1"), (4, 1, 2, "1f1b")]
 )
@@ -186,6 +187,7 @@ def test_a_canonical_run_is_the_model_itself() -> None:
     require_equal(canonical, cut)
 
 
+@pytest.mark.slow
 def test_recomputation_changes_no_bit() -> None:
     model = MIXTRAL | {"layers": 1}
     runs = [
@@ -221,7 +223,7 @@ def alone(name: str, precision: str, norm: float) -> Result:
     return train(clipped(name, precision, norm))
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize(
     ("name", "precision", "norm", "layout"), GRID, ids=lambda what: str(what).replace(" ", "")
 )

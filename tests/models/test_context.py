@@ -300,7 +300,7 @@ def same(found: Result, expected: Result) -> None:
             assert (grads[name] - gradient).abs().max() <= 1e-9 * scale, name
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("ring", [True, False], ids=["ring", "gather"])
 def test_documents_and_dropout_train_alike_if_their_sequences_are_cut(ring: bool) -> None:
     for found, expected in zip(

@@ -139,6 +139,7 @@ def test_experts_parameters_are_known_with_their_biases() -> None:
     )
 
 
+@pytest.mark.cases(5, sample=1)
 @pytest.mark.parametrize(
     ("model", "recompute"),
     [

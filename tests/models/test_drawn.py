@@ -66,6 +66,7 @@ def ids_of(config: ModelConfig, batch: int = BATCH) -> Tensor:
     return torch.randint(config.vocab, (LENGTH, batch), generator=torch.Generator().manual_seed(2))
 
 
+@pytest.mark.cases(None, sample=3)
 @CASES
 @SEEDS
 def test_tensors_and_parameters_are_those_that_are_foretold(seed: int) -> None:
@@ -88,6 +89,7 @@ def test_tensors_and_parameters_are_those_that_are_foretold(seed: int) -> None:
     )
 
 
+@pytest.mark.cases(None, sample=3)
 @CASES
 @SEEDS
 @torch.no_grad()
@@ -111,6 +113,7 @@ def test_logits_are_those_of_the_plain_model_and_of_kept_keys(seed: int) -> None
         torch.testing.assert_close(cached.extend(piece), stage(ids[:end])[-1], rtol=0, atol=1e-11)
 
 
+@pytest.mark.cases(None, sample=3)
 @CASES
 @SEEDS
 def test_flops_are_those_that_torch_counts(seed: int) -> None:
@@ -137,7 +140,7 @@ def test_flops_are_those_that_torch_counts(seed: int) -> None:
         assert backward.get_total_flops() == cost.input + cost.weight - lookup, recompute
 
 
-@pytest.mark.cases(1, sample=5)
+@pytest.mark.cases(0, 1)
 @SEEDS
 def test_stages_keep_the_bytes_that_are_foretold(seed: int) -> None:
     """To one per cent: single numbers, which real tensors are made of now and then, are not

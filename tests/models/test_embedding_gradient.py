@@ -38,6 +38,7 @@ def plain(run: Run, weights: oracle.Weights) -> oracle.Weights:
     return {name: value.grad for name, value in w.items() if value.grad is not None}
 
 
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize(
     "layout", [(1, 1, 1), (2, 1, 1), (2, 2, 1)], ids=lambda x: "tp{} pp{} dp{}".format(*x)
 )

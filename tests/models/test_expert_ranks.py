@@ -120,7 +120,7 @@ SLOW: list[tuple[tuple[int, int, int], list[dict[str, Any]]]] = [
 ]
 
 
-@pytest.mark.cases(None, sample=2)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("layout", "cuts"),
     [FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
@@ -439,7 +439,7 @@ def each_rank_sends_all_tokens() -> None:
     moe.rows_of_rank = lambda count, tp, experts: slice(0, count)
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize(
     ("bug", "layout", "cut"),
     [

@@ -36,6 +36,7 @@ def reports(run: Run, evaluates: bool = False) -> list[StepReport]:
     return found
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     "recompute", [Recompute(fraction=1.0), Recompute(("norm", "activation"))], ids=str
 )
@@ -114,6 +115,7 @@ def report_of(routers: tuple[RouterReport, ...], outcome: Any = "applied") -> St
     return StepReport(outcome, 1.0, 1.0, 0, 0.0, (0,), 1.0, 0.1, routers=routers)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("axes", "runs"),
     [

@@ -78,7 +78,7 @@ def cases() -> list[Run]:
     ]
 
 
-@pytest.mark.cases(1, sample=1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("axes", [{}, {"dp": 2, "tp": 2}, {"pp": 2, "tp": 2}], ids=str)
 def test_training_is_bit_for_bit_the_same_with_and_without_a_shadow(axes: dict[str, int]) -> None:
     run_ranks(
@@ -174,6 +174,7 @@ def test_what_casts_lose_is_counted_by_product_and_role() -> None:
         assert lost[f"{name}.input"] > 0.5 > max(others)
 
 
+@pytest.mark.slow
 def test_weights_that_are_kept_in_codes_are_counted_like_casts() -> None:
     """Both ways of keeping them lose the same numbers; without FP8 one has the codes' weights, the
     other FP32's."""
@@ -285,6 +286,7 @@ def test_ranks_of_all_axes_make_a_shadow_together(file: Path, tmp_path: Path) ->
     assert [event["step"] for event in read_events(ours, SHADOW)] == [3, 6]
 
 
+@pytest.mark.slow
 def test_a_shadow_that_is_not_finite_is_written_as_strict_json_and_drawn(tmp_path: Path) -> None:
     event = shadow_event(
         Shadow(math.nan, 2.0, {"layers.0.a.weight": math.nan}, {"x.input": 0.1}, {"x.input": 0}),

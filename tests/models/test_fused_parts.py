@@ -156,7 +156,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("layout", [(1, 1, 1, 2), (2, 1, 1, 2), (1, 1, 1, 4)], ids=str)
 def test_models_train_by_fused_calls_what_one_process_trains(layout: tuple[int, ...]) -> None:
     alone = train_all(RUNS)

@@ -166,7 +166,7 @@ def theirs(seed: int) -> tuple[Job, float, dict[str, Tensor]]:
     return their_step(drawn(seed), documents=drawn_documents(seed))
 
 
-@pytest.mark.cases(3, sample=10)
+@pytest.mark.cases(3, sample=3)
 @SEEDS
 def test_a_model_of_any_sizes_is_that_of_transformers(
     seed: int, monkeypatch: pytest.MonkeyPatch
@@ -215,7 +215,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("seeds", TOGETHER, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_layouts_train_the_model_of_transformers(layout: Layout, seeds: range) -> None:
@@ -289,7 +289,7 @@ def test_channels_that_are_cut_wrongly_are_found() -> None:
     assert "logits" in differing(found, expected, IN_LAYOUTS)
 
 
-@pytest.mark.cases(1, sample=2)
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize(("seed", "greedy"), [(0, 20), *((seed, 200) for seed in range(50))])
 def test_greedy_texts_are_those_that_transformers_generates(
     seed: int, greedy: int, tmp_path: Path

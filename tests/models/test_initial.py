@@ -79,6 +79,7 @@ def test_a_run_begins_with_the_weights_of_a_checkpoint_of_any_origin_and_layout(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("torch_files_read_here")
 def test_the_command_begins_with_the_weights_of_a_format_that_has_no_config_json(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -155,6 +156,7 @@ def test_a_vocabulary_that_is_left_open_is_that_of_the_weights_which_may_be_padd
     assert train(file, *keys, "model.vocab=0") == 0
 
 
+@pytest.mark.slow
 def test_another_tokenizer_than_that_of_the_weights_is_refused_unless_allowed_and_then_kept(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,6 +226,7 @@ def test_a_data_set_of_another_tokenizer_than_that_of_the_weights_is_refused(
     assert train(file, *keys, "train.steps=1", "--allow=tokenizer") == 0
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("key", ["data.source", "data.validation"])
 def test_a_data_set_that_another_given_tokenizer_has_built_is_refused_and_one_of_the_same_tokens_is_not(
     key: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -300,6 +303,7 @@ def test_a_run_does_not_go_on_from_weights_alone_and_says_what_to_do(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("dtype", ["bf16", *slow(("fp32",))])
 @pytest.mark.usefixtures("torch_files_read_here")
 def test_a_run_that_went_through_megatrons_files_goes_on_as_if_it_had_not(

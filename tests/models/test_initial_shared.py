@@ -78,6 +78,7 @@ def draw_both(mesh: DeviceMesh, models: list[dict[str, Any]], changes: dict[str,
     return drawn
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize(
     "axes",

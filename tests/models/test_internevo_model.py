@@ -152,7 +152,7 @@ def ours(
     )
 
 
-@pytest.mark.cases(1, sample=6)
+@pytest.mark.cases(1, sample=2)
 @pytest.mark.parametrize("name", DICTS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_dict_is_the_model_that_internevo_builds(

@@ -43,7 +43,7 @@ def both(config: ModelConfig, compute: str = "fp64") -> tuple[Stage, CachedStage
     return plain, cached
 
 
-@pytest.mark.cases(18)
+@pytest.mark.cases(18, sample=6)
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_logits_with_the_cache_are_those_without_it(case: str) -> None:

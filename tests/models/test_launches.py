@@ -126,6 +126,7 @@ BOUNDS = {
 }
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("fused", BOUNDS, ids=["by operators", "by regions"])
 def test_a_layer_and_the_loss_launch_no_more_kernels_and_move_no_more_bytes(fused: bool) -> None:
     of_one = costs(1, fused)
@@ -144,6 +145,7 @@ BOUNDS_OF_TWO_RANKS = {
 }
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("ring", [True, False], ids=["ring", "gather"])
 @pytest.mark.parametrize("fused", BOUNDS_OF_TWO_RANKS, ids=["by operators", "by regions"])
 def test_a_layer_of_a_sequence_on_two_ranks_launches_no_more_kernels(
@@ -161,6 +163,7 @@ BOUNDS_OF_EIGHT_RANKS = {
 }
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("fused", BOUNDS_OF_EIGHT_RANKS, ids=["by operators", "by regions"])
 def test_a_layer_of_70b_on_eight_tensor_ranks_launches_no_more_kernels(fused: bool) -> None:
     measured = cost_of_layer(fused, Rank(tp=8, model=LLAMA_70B))
@@ -169,6 +172,7 @@ def test_a_layer_of_70b_on_eight_tensor_ranks_launches_no_more_kernels(fused: bo
         assert measured[part].bytes <= gigabytes * 1e9, part
 
 
+@pytest.mark.slow
 def test_an_operator_more_in_each_layer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     before = cost_of_layer(fused=True)
     forward = DecoderLayer.forward

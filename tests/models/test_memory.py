@@ -292,7 +292,7 @@ IN_TURN: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.cases(0, sample=3)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("recompute", OFTEN)
 @pytest.mark.parametrize("model", IN_TURN, ids=["experts in turn", "letters", "delta nets"])
 def test_layers_of_several_kinds_keep_what_the_last_ones_foretell(
@@ -330,6 +330,7 @@ def test_layers_with_and_without_a_window_are_counted_as_they_are() -> None:
     assert alone.activations != other.activations
 
 
+@pytest.mark.slow
 def test_a_gpu_keeps_what_a_cpu_with_a_fused_kernel_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """To two per cent: both kernels keep query, key, value, result and a logarithm. The one of a
     GPU reads a key/value head for several query heads itself, so here each has its own.
@@ -345,7 +346,7 @@ def test_a_gpu_keeps_what_a_cpu_with_a_fused_kernel_keeps(monkeypatch: pytest.Mo
     assert gpu.activations == pytest.approx(cpu.activations, rel=0.02)
 
 
-@pytest.mark.cases(None, sample=8)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("name", usually(("gemma3", "deepseek_v3 yarn"), CASES))
 def test_every_family_with_embedding_and_head_is_counted_on_each_device(name: str) -> None:
     """Cut sequences and positions of documents included: nothing that a stage runs may ask for a
@@ -370,6 +371,7 @@ def test_every_family_with_embedding_and_head_is_counted_on_each_device(name: st
         assert of_family.activations > 0 and of_family.backward > 0
 
 
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("kind", get_args(Kind))
 def test_a_stage_in_fp8_is_counted_on_a_gpu_which_keeps_what_a_cpu_does(kind: Kind) -> None:
     """To a hundredth, with attention that keeps as much on either. Peaks differ: a CPU's products
@@ -385,6 +387,7 @@ def test_a_stage_in_fp8_is_counted_on_a_gpu_which_keeps_what_a_cpu_does(kind: Ki
     assert gpu.backward <= cpu.backward
 
 
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("kind", get_args(Kind))
 def test_a_gpu_keeps_both_sets_of_codes_of_every_weight_over_the_micro_batches(kind: Kind) -> None:
     model = ModelConfig(**FAMILIES["llama"])

@@ -113,6 +113,7 @@ def test_losses_of_a_router_need_to_know_what_a_sample_weighs() -> None:
         experts(some(7, 3, 8), MicrobatchInfo(0, torch.arange(3)))
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("micro_batch", [1, 8])
 def test_the_size_of_a_micro_batch_changes_nothing(micro_batch: int) -> None:
     result = train(replace(MIXTRAL, micro_batch=micro_batch))
@@ -197,7 +198,7 @@ def the_balance_is_of_a_micro_batch() -> None:
 ROUTER_LOSSES = router.router_losses
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize(
     ("bug", "layout"),
     [

@@ -155,7 +155,7 @@ LAYOUTS: dict[tuple[int, int, int], list[tuple[str, dict[str, Any]]]] = {  # tp,
 }
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids="tp{0[0]} pp{0[1]} dp{0[2]}".format)
 def test_every_layout_trains_the_plain_model(layout: tuple[int, int, int]) -> None:
     runs = [Run(MODELS[model], steps=STEPS, **changes) for model, changes in LAYOUTS[layout]]

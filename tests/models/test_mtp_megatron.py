@@ -30,7 +30,6 @@ from tools.convert.megatron.args import model_of_args
 # warnings of megatron-core
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.slow,
     NEEDS_MEGATRON,
 ]
 PRELOADED = MEGATRON
@@ -46,6 +45,7 @@ AROUND = {
 }
 
 
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("tied", [False, True])
 def test_losses_and_gradients_are_megatrons(tied: bool) -> None:
     (rank,) = run_ranks(both, {"dp": 1}, tied=tied)

@@ -199,6 +199,7 @@ LAYOUTS: dict[tuple[int, int, int, int], list[tuple[str, dict[str, Any]]]] = {  
 }
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids="tp{0[0]} pp{0[1]} dp{0[2]} cp{0[3]}".format)
 def test_every_layout_trains_by_them(layout: tuple[int, int, int, int]) -> None:
     runs = [run_of(model, **changes) for model, changes in LAYOUTS[layout]]

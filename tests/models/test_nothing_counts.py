@@ -102,6 +102,7 @@ def with_an_empty_step(
     return reports, kept, differ
 
 
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize(
     ("layout", "canonical"), [*((layout, 0) for layout in LAYOUTS), ("data", 2)]
 )

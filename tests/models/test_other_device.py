@@ -215,7 +215,7 @@ TOGETHER = {
 }
 
 
-@pytest.mark.cases(1, sample=2)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("name", ALONE)
 def test_one_rank_trains_on_the_device_as_on_the_cpu(name: str) -> None:
     run_ranks(train_both, {}, runs=ALONE[name])
@@ -240,6 +240,7 @@ def weights_of(engine: Engine) -> list[Tensor]:
     return [weight for stage in engine.stages.values() for weight in stage.parameters()]
 
 
+@pytest.mark.slow
 def test_a_skipped_first_step_leaves_weights_that_are_rounded_stochastically() -> None:
     run_ranks(skip_first_step, {})
 
@@ -368,7 +369,7 @@ def cleared_too_soon() -> None:
 SAME = "to be on the same device"
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize(
     ("plant", "axes", "caught"),
     [

@@ -198,7 +198,7 @@ def run_all(
     ]
 
 
-@pytest.mark.cases(1, sample=1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("tp", "pp", "sequence"),
     [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False), (2, 2, True)],

@@ -192,7 +192,7 @@ CUT = [
 ]
 
 
-@pytest.mark.cases(3, sample=6)
+@pytest.mark.cases(3, sample=2)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
     ("layout", "sequence"),

@@ -70,7 +70,7 @@ def by_region() -> tuple[Leaves, Graphs]:
     return Leaves(graphs, by_region=True), graphs
 
 
-@pytest.mark.cases(None, sample=6)
+@pytest.mark.cases(0, sample=2)
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )

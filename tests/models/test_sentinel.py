@@ -47,6 +47,7 @@ def transients(rank: int, module: str = MLP) -> list[Flip]:
     return [Flip(rank, kind, at) for kind, at in kinds.items()]
 
 
+@pytest.mark.slow
 def test_with_three_replicas_the_majority_names_the_rank() -> None:
     flips = [Flip(1, "weight", "layers.0.mlp.up.weight"), Flip(2, "activation", MLP, steady=True)]
     weight, steady = judged("dp3", flips)
@@ -63,6 +64,7 @@ def test_with_three_replicas_the_majority_names_the_rank() -> None:
     assert steady["sound"]
 
 
+@pytest.mark.slow
 def test_with_two_replicas_a_fault_that_passes_is_laid_to_its_rank_and_one_that_stays_to_both() -> (
     None
 ):
@@ -75,12 +77,14 @@ def test_with_two_replicas_a_fault_that_passes_is_laid_to_its_rank_and_one_that_
     assert (steady["ranks"], steady["certain"], steady["module"]) == ([0, 1], False, MLP)
 
 
+@pytest.mark.slow
 def test_a_rank_is_named_where_replicas_count_other_numbers_of_tokens() -> None:
     setting = Setting(masked=True, model=(("mtp_layers", 2),))
     for fault in judged("dp2", transients(1), setting):
         assert (fault["ranks"], fault["certain"], fault["transient"]) == ([1], True, True)
 
 
+@pytest.mark.slow
 def test_one_process_finds_faults_that_pass_and_weights_that_are_not_their_masters() -> None:
     flips = [*transients(0), Flip(0, "weight", "layers.0.mlp.up.weight")]
     *passing, weight = judged("single", flips, Setting(compute="bf16"))
@@ -88,6 +92,7 @@ def test_one_process_finds_faults_that_pass_and_weights_that_are_not_their_maste
     assert (weight["kind"], weight["ranks"], weight["certain"]) == ("weights", [0], True)
 
 
+@pytest.mark.slow
 def test_a_message_that_arrives_changed_names_both_ends() -> None:
     flips = [
         Flip(0, "sent"),
@@ -104,11 +109,13 @@ def test_a_message_that_arrives_changed_names_both_ends() -> None:
         )
 
 
+@pytest.mark.slow
 def test_replicated_parameters_are_compared_over_tensor_ranks_too() -> None:
     (fault,) = judged("tp2 x dp2", [Flip(3, "weight", "layers.0.attention_norm.weight")])
     assert (fault["ranks"], fault["certain"]) == ([3], True)  # of four copies
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_single_micro_batch_is_compared_although_its_reduction_overlaps() -> None:
     overlapping = Setting(micro_batch=6, overlap=True)
     flips = [
@@ -222,7 +229,7 @@ def fits(setting: Setting, dp: int) -> bool:
     return SAMPLES % (dp * setting.micro_batch) == 0
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("layout", ["single", "dp2", "pp2"])
 def test_a_sound_run_is_never_accused_and_is_bit_for_bit_the_run_without_checks(
     layout: str,

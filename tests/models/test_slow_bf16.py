@@ -50,7 +50,7 @@ def products_of_a_step(model: dict[str, Any], **options: Any) -> list[str]:
     return list(products.counts)
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(4, sample=3)
 @pytest.mark.parametrize(
     "name", ["llama", "gpt2", "mistral", "gemma2", "gpt_oss", "mixtral", "deepseek_v3 yarn"]
 )

@@ -236,7 +236,7 @@ def test_the_peak_of_an_average_is_foretold() -> None:
     assert held == said.own == said.weights
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("axes", [{}, {"dp": 2}, {"tp": 2}, {"dp": 4}], ids=str)
 def test_the_peak_of_muons_update_is_foretold(axes: dict[str, int]) -> None:
     """Within a fifth: of the fullest rank, and above what AdamW's blocks take."""

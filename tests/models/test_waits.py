@@ -59,7 +59,7 @@ def in_precision(compute: str) -> list[Run]:
     return [run(compute, model, scaling=scaling, clip=0.5) for model in DENSE.values()]
 
 
-@pytest.mark.cases(1, sample=1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("compute", ["bf16", "fp32", "fp16", "fp8"])
 def test_the_host_waits_once_a_step(compute: str) -> None:
     for waits in run_ranks(waits_of_steps, {}, runs=in_precision(compute))[0]:
@@ -74,7 +74,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("axes", [{}, {"dp": 2}, {"tp": 2, "pp": 2}], ids=str)
 def test_the_host_waits_once_a_step_however_the_model_is_trained(axes: dict[str, int]) -> None:
     runs = [one for one in WAYS if "dp" in axes or not one.zero_size]

@@ -74,6 +74,7 @@ def alone() -> list[tuple[Tensors, float, Tensors]]:
     return trained(None, [replace(run, expert=1, sequence=False) for run in RUNS])
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     "axes",
     [{"dp": 2, "tp": 2}, *slow(({"pp": 2, "dp": 2, "tp": 2},), ({"cp": 2, "tp": 2},))],
@@ -158,6 +159,7 @@ def canonical(mesh: DeviceMesh | None, run: Run) -> Tensors:
     return tensors
 
 
+@pytest.mark.slow
 def test_canonical_averages_have_the_same_bits_in_every_layout() -> None:
     run = replace(LLAMA, compute="bf16", shards=2)
     ours, *_ = run_ranks(canonical, {"dp": 2}, run=run)

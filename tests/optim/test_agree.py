@@ -44,6 +44,7 @@ def whole_norm(step: int, p: float) -> float:
     ).item()
 
 
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("axes", [{}, *LAYOUTS], ids=str)
 def test_any_norm_is_that_of_the_gathered_gradients_and_clips(axes: dict[str, int]) -> None:
     """Half of what the first step's norm is stays; without momentum that is seen in the weights."""
@@ -93,6 +94,7 @@ def test_neither_huge_nor_tiny_gradients_leave_the_range_of_any_norm() -> None:
             assert norm == pytest.approx(value * count ** (1 / p), rel=1e-6), f"{value}, {p}"
 
 
+@pytest.mark.cases(3, sample=1)
 @pytest.mark.parametrize("axes", [{}, *LAYOUTS, {"pp": 2, "dp": 2, "tp": 2}], ids=str)
 def test_zeros_are_counted_by_stage(axes: dict[str, int]) -> None:
     """A tied parameter by the first stage that holds it, and no padding."""
@@ -141,6 +143,7 @@ def collectives_of_a_step(mesh: DeviceMesh, bad: bool) -> list[str]:
     return made
 
 
+@pytest.mark.slow
 def test_a_step_asks_the_whole_mesh_once() -> None:
     for made in run_ranks(collectives_of_a_step, {"pp": 2, "dp": 2, "tp": 2}, bad=False):
         assert made == ["start_sum_"]
@@ -205,6 +208,7 @@ def disagree(mesh: DeviceMesh, culprit: int) -> list[str]:
     return said
 
 
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize(
     ("axes", "culprit", "place"),
     [

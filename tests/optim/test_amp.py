@@ -55,7 +55,7 @@ def results(layout: tuple[int, int, int]) -> dict[str, Result]:
     return dict(zip(RUNS, train_all(list(RUNS.values()), *layout), strict=True))
 
 
-@pytest.mark.cases(2, sample=1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     "layout", usually(COVERING, LAYOUTS), ids=lambda x: "tp{} pp{} dp{}".format(*x)
 )
@@ -104,6 +104,7 @@ def require_scale_divided_out(**options: Any) -> None:
     assert not (wrong := differing(scaled.after, plain.after)), wrong
 
 
+@pytest.mark.slow
 def test_the_scale_divided_out_is_the_one_multiplied_in() -> None:
     require_scale_divided_out()
 
@@ -123,6 +124,7 @@ def require_nan_lowers_the_scale() -> None:
         }
 
 
+@pytest.mark.slow
 def test_a_nan_is_no_good_step() -> None:
     require_nan_lowers_the_scale()
 
@@ -204,7 +206,7 @@ def state(optimizer: ParallelAMPOptimizer) -> list[Tensor]:
     ]
 
 
-@pytest.mark.cases(None, sample=1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("every", [7, *slow((1,))])
 @pytest.mark.parametrize(
     ("compute", "zero_size", "when"), PLANTED, ids=lambda x: x if isinstance(x, str) else ""

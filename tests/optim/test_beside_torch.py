@@ -173,6 +173,7 @@ def trained() -> list[dict[tuple[str, str, bool], dict[str, Any]]]:
     return run_ranks(train_all, {"dp": RANKS})
 
 
+@pytest.mark.cases(4, sample=2)
 @pytest.mark.parametrize(("compute", "bad"), MODES, ids=["fp32", "bf16", "fp16", "fp16-skipped"])
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_two_ranks_train_the_model_that_torch_trains_in_one_process(
@@ -316,6 +317,7 @@ def test_a_checkpoint_of_a_model_that_torch_has_cut_is_one_of_the_whole_model(
     assert optimizer.param_groups[0]["lr"] == LR
 
 
+@pytest.mark.slow
 def test_a_mesh_may_have_some_axes_only() -> None:
     run_ranks(some_axes, {"dp": 2, "tp": 2})
 

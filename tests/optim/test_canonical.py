@@ -68,6 +68,7 @@ def layouts_of(run: Run, pp: int, dp: int) -> list[Run]:
     return found
 
 
+@pytest.mark.slow
 def test_two_data_ranks_train_the_bits_of_one_process() -> None:
     run = replace(RUNS["bf16"], steps=3)
     (alone,) = train([run])

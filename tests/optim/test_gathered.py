@@ -59,6 +59,7 @@ def require_equal(state: State, other: State) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_state_goes_from_any_layout_into_any_other() -> None:
     """A run that changes its layout before every step ends with what one process holds: bit for
     bit."""

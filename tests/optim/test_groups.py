@@ -69,7 +69,7 @@ def require_close(ours: Tensors, theirs: Tensors) -> None:
         torch.testing.assert_close(ours[name], weights, rtol=CLOSE, atol=CLOSE, msg=name)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(2, sample=1)
 @pytest.mark.parametrize("axes", [{}, *LAYOUTS, {"pp": 2, "dp": 2, "tp": 2}], ids=str)
 def test_factors_are_those_of_torchs_groups(axes: dict[str, int]) -> None:
     require_factors(axes)

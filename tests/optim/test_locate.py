@@ -57,6 +57,7 @@ def step_with_a_bad_parameter(mesh: DeviceMesh, zero_size: int) -> StepReport:
     return engine.step(share_of(mesh, batches(run)[0]), 1e-2, 0)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("zero_size", [0, 1], ids=["zero", "whole"])
 def test_the_offender_is_named_with_its_stage_its_tensor_rank_and_its_counts(
     zero_size: int,
@@ -181,6 +182,7 @@ def step_with_a_bad_head(mesh: DeviceMesh) -> StepReport:
     return engine.step(share_of(mesh, batches(run)[0]), 1e-2, 0)
 
 
+@pytest.mark.slow
 def test_a_rank_that_shares_a_slice_learns_from_the_one_whose_share_was_bad() -> None:
     """Ranks 2 and 3 have the second of two key heads between them, so that on both it is bad in the
     end."""
@@ -254,6 +256,7 @@ def infinite_loss(mesh: DeviceMesh) -> StepReport:
     return engine.step(share_of(mesh, batches(run)[0]), 1e-2, 0)
 
 
+@pytest.mark.cases(2, sample=1)
 @pytest.mark.parametrize("axes", [{}, {"pp": 2, "tp": 2}, {"dp": 2}], ids=str)
 def test_an_infinite_loss_with_finite_gradients_is_found_too(axes: dict[str, int]) -> None:
     for report in run_ranks(infinite_loss, axes):
@@ -293,6 +296,7 @@ def step_with_another_scale(mesh: DeviceMesh, tracker: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("tracker", ["scale", "growth_tracker", "hysteresis_tracker"])
 def test_a_rank_with_another_scaler_state_stops_every_rank(tracker: str) -> None:
     said = run_ranks(step_with_another_scale, {"pp": 2, "tp": 2}, tracker=tracker)

@@ -77,6 +77,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("axes", "given"),
     [

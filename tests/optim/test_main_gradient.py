@@ -44,6 +44,7 @@ def engine_of(run: Run) -> tuple[Engine, Recording]:
     return engine, engine.optimizer
 
 
+@pytest.mark.cases(3, sample=1)
 @pytest.mark.parametrize("numbers", NUMBERS.values(), ids=list(NUMBERS))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_lies_among_the_gradients_before_a_step_is_of_no_matter(

@@ -32,7 +32,7 @@ def computed(mesh: DeviceMesh) -> tuple[list[tuple[int, int]], int]:
     return seen, optimizer.pp.rank
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize(
     ("axes", "least"), [({"dp": 2, "tp": 2}, 1), ({"dp": 3}, 1), ({"pp": 2, "dp": 2}, 0)], ids=str
 )

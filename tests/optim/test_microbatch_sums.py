@@ -186,7 +186,7 @@ def with_rule(options: dict[str, Any]) -> dict[str, Any]:
     return options | ({"rule": rule(options["rule"])} if "rule" in options else {})
 
 
-@pytest.mark.cases(1, sample=1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(("samples", "dp"), [(6, 2), (12, 4), (8, 2), (4, 4)])
 def test_a_plain_loop_trains_the_same_bits_on_any_number_of_dp_ranks(samples: int, dp: int) -> None:
     alone = [

@@ -114,7 +114,7 @@ def test_one_process_is_a_plain_loop_over_logical_matrices() -> None:
     require_plain({})
 
 
-@pytest.mark.cases(1, sample=2)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
 def test_a_matrix_is_whole_in_every_layout(axes: dict[str, int]) -> None:
     """Stacked query, key and value, keys that ranks share, padded and tied rows, columns that are
@@ -216,7 +216,7 @@ def alone() -> dict[str, Any]:
     return dict(zip(KEPT, results([*KEPT.values()], {}), strict=True))
 
 
-@pytest.mark.cases(1, sample=1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
@@ -388,7 +388,7 @@ MODELS = {
 }
 
 
-@pytest.mark.cases(1, sample=2)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("tp", "pp", "dp"),
     [(2, 1, 2), (1, 1, 1), (4, 1, 1), (2, 2, 1), (1, 2, 2), (1, 1, 4), (2, 2, 2)],

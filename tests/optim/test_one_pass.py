@@ -138,6 +138,7 @@ def train(precision: PrecisionPlan, leaves: Leaves | None) -> list[Tensor]:
     return state
 
 
+@pytest.mark.cases(None, sample=1)
 @BY_COMPILER
 @pytest.mark.usefixtures("short_runs")
 @pytest.mark.parametrize("compute", ["fp64", "fp32", "bf16"])
@@ -248,6 +249,7 @@ def test_a_skipped_update_leaves_every_bit(by_compiler: bool) -> None:
     assert tile.grads.isnan().all(), "the gradients are searched for what was not finite"
 
 
+@pytest.mark.cases(None, sample=1)
 @BY_COMPILER
 @pytest.mark.usefixtures("short_runs")
 @pytest.mark.parametrize("bad", [0.0, float("inf"), float("nan"), 3e38])

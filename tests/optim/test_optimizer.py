@@ -147,7 +147,7 @@ def steps_on_rank(
     }
 
 
-@pytest.mark.cases(1, sample=1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("dp", "sizes", "clip"),
     [(2, (0, 1), 1.0), (3, (0, 1), 1.0), (4, (0, 1), 1.0), (4, (0, 2), 0.0)],
@@ -173,7 +173,7 @@ def test_zero_on_off_and_over_a_part_are_the_same_bits_on_every_rank(
     require_torchs_steps(ranks[0]["fp64", 0], clip)
 
 
-@pytest.mark.cases(1, sample=1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     "layout", [(1, 2, 2), (2, 1, 2)], ids=lambda x: "tp{} pp{} dp{}".format(*x)
 )
@@ -194,7 +194,7 @@ def test_zero_on_and_off_and_overlap_train_the_same_model_bit_for_bit(
             ), name
 
 
-@pytest.mark.cases(2, sample=1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_logical_element_is_counted_by_exactly_one_rank(model: str, tp: int) -> None:

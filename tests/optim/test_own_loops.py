@@ -49,7 +49,7 @@ def run_block(code: str, here: Path) -> list[str]:
     return run([*(launched_by(launched[1]) if launched else [sys.executable]), "block.py"], here)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("number", [n for n, code in enumerate(BLOCKS) if not LAUNCHED.match(code)])
 @pytest.mark.usefixtures("forked_python")
 def test_a_loop_of_the_page_runs_as_printed_in_one_process(number: int, tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_loop_of_the_page_runs_as_printed_in_one_process(number: int, tmp_path
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("number", [n for n, code in enumerate(BLOCKS) if LAUNCHED.match(code)])
 @pytest.mark.usefixtures("forked_python")
 def test_a_loop_of_the_page_runs_as_printed_under_torchrun(number: int, tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def require_close(ours: Result, theirs: Tensors) -> None:
         torch.testing.assert_close(ours.weights[name], weights, rtol=CLOSE, atol=CLOSE, msg=name)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("axes", [{}, {"dp": 2}, {"tp": 2}], ids=str)
 def test_a_rule_is_torchs_class_on_whole_tensors(axes: dict[str, int]) -> None:
     """Clipped, with a skipped step, and carried over into a new optimizer on the way."""

@@ -141,6 +141,7 @@ def test_refilled_by_good_steps_only_overflows_in_a_row_count() -> None:
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(all_options(), st.lists(st.booleans(), min_size=40, max_size=120))
 def test_the_scaler_follows_its_rules_and_stays_within_its_bounds(

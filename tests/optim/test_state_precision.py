@@ -71,7 +71,7 @@ def require_same_bits(
                 assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-6)
 
 
-@pytest.mark.cases(1, sample=1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("axes", [*LAYOUTS, {"pp": 2, "tp": 2, "dp": 2}], ids=str)
 def test_no_layout_changes_a_bit_whatever_is_kept(axes: dict[str, int]) -> None:
     """Also with skipped steps, and carried over into a new optimizer."""
@@ -147,7 +147,7 @@ def round_ties_away() -> None:
     setattr(ParallelAMPOptimizer, "step", stepped)  # noqa: B010  # its arguments are only passed on
 
 
-@pytest.mark.cases(1, sample=1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     "layout", [(1, 1, 1), (2, 1, 1), (1, 1, 2)], ids=lambda x: "tp{} pp{} dp{}".format(*x)
 )
@@ -196,6 +196,7 @@ def alike(made: Any, value: float, rule: Any, **options: Any) -> ParallelAMPOpti
     return ParallelAMPOptimizer([layer], made, rule=rule, weight_decay=0.0, clip=0.0, **options)
 
 
+@pytest.mark.slow
 def test_a_bf16_average_does_not_stand_still() -> None:
     """With a decay of 0.999, where rounding to nearest stops at a quarter of the way."""
     steps = 700
@@ -472,6 +473,7 @@ def storages(buffers: list[Buffer]) -> dict[int, int]:
     return found
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("dp", [1, 4])
 def test_bytes_per_parameter_are_those_of_the_formula(dp: int) -> None:
     for rank in run_ranks(measured, {"dp": dp}, sizes=(1, 2, 4) if dp == 4 else (1,)):

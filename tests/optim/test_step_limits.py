@@ -75,6 +75,7 @@ EXPECTED = [
 ]
 
 
+@pytest.mark.cases(3, sample=1)
 @pytest.mark.parametrize(("axes", "options"), LAYOUTS, ids=str)
 def test_a_step_above_a_limit_changes_nothing_in_any_layout_and_one_at_the_limit_is_applied(
     axes: dict[str, int], options: dict[str, Any]

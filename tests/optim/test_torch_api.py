@@ -477,6 +477,7 @@ def test_every_buffer_says_which_parameters_have_left_it() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_building_and_stepping_import_no_compiler() -> None:
     """It would take every rank of a run over a second."""
     program = (

@@ -98,6 +98,7 @@ def alone() -> dict[str, Any]:
     return dict(zip(PLANS, results([*PLANS.values()], {}), strict=True))
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(("axes", "names"), LAYOUTS, ids=str)
 def test_the_average_is_that_of_a_plain_loop_in_every_layout_and_sharding(
     axes: dict[str, int], names: Sequence[str], alone: dict[str, Any], tmp_path: Path
@@ -149,6 +150,7 @@ def resumed_half(mesh: DeviceMesh | None, folder: Path) -> tuple[Any, Tensors, T
     return held(optimizer), loaded, optimizer.state_dict()["tensors"]
 
 
+@pytest.mark.slow
 def test_an_average_is_resumed_in_another_layout_bit_for_bit(tmp_path: Path) -> None:
     saved, *_ = run_ranks(saved_half, {"pp": 2, "tp": 2}, folder=tmp_path)
     path = tmp_path / "step_00000003"
@@ -198,6 +200,7 @@ def bits_of(optimizer: ParallelAMPOptimizer) -> list[Tensor]:
     return [values.clone() for values in tensors]
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(("axes", "names"), LAYOUTS, ids=str)
 def test_averaged_weights_are_the_rounded_average_and_come_back_bit_for_bit(
     axes: dict[str, int], names: Sequence[str]
@@ -251,6 +254,7 @@ def wrapped_loops(mesh: DeviceMesh) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_own_loops_have_averages_plain_in_ddp_and_in_fully_shard() -> None:
     assert run_ranks(wrapped_loops, {"dp": 2}) == [[], []]
 

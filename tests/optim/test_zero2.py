@@ -37,7 +37,7 @@ def pairs(results: Sequence[Result]) -> Iterator[tuple[Result, Result]]:
     return zip(results[:half], results[half:], strict=True)
 
 
-@pytest.mark.cases(1, sample=2)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     "layout",
     [(1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2)],
@@ -63,6 +63,7 @@ def test_with_one_micro_batch_zero_2_has_the_bits_of_zero_1(
         require_same_bits(one, two)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     "layout",
     [(1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2)],
@@ -97,6 +98,7 @@ def require_close(one: Result, two: Result) -> None:
         torch.testing.assert_close(two.after[name], weight, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("bad", [float("inf"), NAN])
 def test_an_overflow_is_skipped_with_the_same_offenders_and_leaves_nothing(bad: float) -> None:
     scaling = LossScaling("dynamic", initial=2.0**10)
@@ -280,6 +282,7 @@ def one_step(net: Net, optimizer: ParallelAMPOptimizer, mesh: DeviceMesh, number
     optimizer.step(lr=1e-2, loss=loss.detach())
 
 
+@pytest.mark.slow
 def test_state_of_zero_1_continues_under_zero_2_and_back_bit_for_bit() -> None:
     expected = in_dp2(resumed, before=False, after=False)
     for before, after in ((False, True), (True, False), (True, True)):

@@ -206,6 +206,7 @@ def losses_of_two(mesh: DeviceMesh) -> dict[str, list[float]]:
     return losses
 
 
+@pytest.mark.slow
 def test_what_can_be_cut_rightly_trains_and_evaluates_as_plain_torch_on_one_process() -> None:
     for losses in run_ranks(losses_of_two, {"tp": 2}):
         for name, values in losses.items():

@@ -151,7 +151,7 @@ def test_a_process_alone_may_be_started_by_any_launcher() -> None:
     assert not described({"SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "1", "RANK": ""})
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     "program", ["-m megaprec keys lr", "-c 'from parallel import world\nwith world(): pass'"]
 )

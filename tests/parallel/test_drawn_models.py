@@ -142,7 +142,7 @@ def tried(numbers: list[int]) -> tuple[list[str], Counter[str]]:
     return wrong, refused
 
 
-@pytest.mark.cases(1, slow=2)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("first", range(0, MODELS, EACH))
 def test_two_tensor_ranks_train_what_one_process_trains_or_refuse_the_model_in_its_first_step(
     first: int,

@@ -273,6 +273,7 @@ def check_all(mesh: DeviceMesh, vocabularies: tuple[int, ...]) -> None:
         check_padding(mesh, vocab)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(("tp", "vocabularies"), [(1, (7,)), (2, (7, 8)), (3, (7, 2)), (4, (7, 5))])
 def test_parallel_layers_are_the_plain_layers_with_the_logical_weights(
     tp: int, vocabularies: tuple[int, ...]

@@ -183,6 +183,7 @@ def test_a_marked_part_computes_what_it_computes_in_an_fp32_model(residual: str)
     assert compare(None, residual) == []
 
 
+@pytest.mark.slow
 def test_a_marked_part_cut_over_tp_computes_what_it_computes_in_an_fp32_model() -> None:
     assert run_ranks(compare, {"tp": 2}) == [[], []]
 
@@ -218,7 +219,7 @@ def trained(
     return losses, kept(engine), engine.optimizer.marked
 
 
-@pytest.mark.cases(1, sample=1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}, {"dp": 2}, {"pp": 2, "tp": 2}])
 def test_marks_hold_in_every_layout_and_train_what_one_process_trains(axes: dict[str, int]) -> None:
     alone, _, names = trained(None, **NARROW)
@@ -299,6 +300,7 @@ def own(mesh: DeviceMesh | None) -> list[float]:
     return losses
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}])
 def test_a_marked_module_of_the_users_own_computes_in_fp32(axes: dict[str, int]) -> None:
     alone = own(None)

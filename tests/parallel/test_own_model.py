@@ -136,7 +136,7 @@ def megaprec_stages(kind: str, rank: int, ranks: int, chunks: int) -> list[list[
     return [list(range(rank * chunks, (rank + 1) * chunks))]
 
 
-@pytest.mark.cases(2, sample=2)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("axes", "kind", "average", "sequence"),
     [

@@ -80,7 +80,7 @@ def runs(
     ]
 
 
-@pytest.mark.cases(2, sample=1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("family", "compute"), [*((f, "bf16") for f in FAMILIES), ("gpt2", "fp32"), ("mixtral", "fp64")]
 )
@@ -92,7 +92,7 @@ def test_gradients_are_bitwise_the_same_whatever_is_made_again(family: str, comp
 SOME = [Recompute(MODULES), Recompute(fraction=1.0)]
 
 
-@pytest.mark.cases(1, sample=1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole sequence", "cut sequence"])
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "llama"])
 def test_so_they_are_on_tensor_parallel_ranks(family: str, sequence: bool) -> None:
@@ -114,6 +114,7 @@ def test_so_they_are_under_every_schedule(kind: str) -> None:
         require_same(group, results[n * len(group) : (n + 1) * len(group)])
 
 
+@pytest.mark.slow
 def test_steps_that_overflow_are_skipped_and_traced_to_the_same_samples() -> None:
     scaled = LossScaling("dynamic", initial=2.0**12, hysteresis=1)
     all_runs = [
@@ -125,6 +126,7 @@ def test_steps_that_overflow_are_skipped_and_traced_to_the_same_samples() -> Non
     require_same(all_runs, results)
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_made_again_once_adds_its_losses_once() -> None:
     """Against the same model without its router's losses: their part of the gradient is there, and
     not twice."""
@@ -214,6 +216,7 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("recompute"))
 
 
+@pytest.mark.slow
 def test_a_run_file_decides_what_is_made_again(run_file: Path, tmp_path: Path) -> None:
     short = ["train.steps=2", "checkpoint.every=0", "precision.compute=bf16"]
     train(run_file, *short, f"train.folder={tmp_path / 'kept'}")

@@ -257,6 +257,7 @@ def check_forward(config: ModelConfig, size: int, sequence: bool) -> None:
             assert kind(losses, tp) is I
 
 
+@pytest.mark.cases(24, sample=1)
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole sequence", "cut sequence"])
 @pytest.mark.parametrize("size", range(2, 9))
 @pytest.mark.parametrize("family", FAMILIES)

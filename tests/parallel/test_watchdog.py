@@ -304,6 +304,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads another process's memory through /proc")
 def test_a_stopped_process_can_be_asked_where_it_is_and_is_killed_only_if_it_is_the_one() -> None:
     with subprocess.Popen(

@@ -19,20 +19,20 @@ REPORTED = {
 }
 
 
-@pytest.mark.cases(1, sample=1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", CHOSEN)
 def test_a_planted_fault_is_named_where_it_arises(name: str, how: str, tmp_path: Path) -> None:
     assert named(name, how, tmp_path) == ""
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("how", HOW)
 def test_tensors_that_only_one_run_has_are_named(how: str, tmp_path: Path) -> None:
     assert named("a layer is on no stage", how, tmp_path) == ""
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("name", REPORTED.values(), ids=REPORTED)
 def test_a_fault_that_others_had_is_named_where_it_arises(name: str, tmp_path: Path) -> None:
     assert named(name, "bits", tmp_path) == ""

@@ -18,7 +18,7 @@ from tools.verify.parity.runs import alone
 from tools.verify.parity.summary import EQUAL_BITS, verdict
 
 
-@pytest.mark.cases(1, sample=1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("layout", ["tp=2", "pp=2", "tp=2,dp=2"])
 def test_a_canonical_run_has_equal_bits_at_every_border_of_its_modules(
     layout: str, tmp_path: Path
@@ -47,6 +47,7 @@ def located(folder: Path, fault: str = "") -> dict[str, Any]:
     return located_bits(Replay(alone(config), b, PLAN, ("A", "B"), folder), take)
 
 
+@pytest.mark.slow
 def test_bisect_names_the_module_of_a_fault_across_canonical_layouts(tmp_path: Path) -> None:
     fault = "the scatter of a row-parallel output is a cut"
     assert located(tmp_path / "clean")["equal"]

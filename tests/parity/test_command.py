@@ -54,6 +54,7 @@ def own_model(folder: Path, change: tuple[str, str] = ("", "")) -> list[str]:
     return [str(run), f"model.factory={folder}/mine.py:build", f"train.folder={folder}/run"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_python")
 def test_a_model_of_ones_own_passes_and_leaves_a_certificate(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -127,6 +128,7 @@ def test_a_broken_model_of_ones_own_is_found_with_exit_code_1(
     } == {f"layers.{n}.scale" for n in range(4)}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_python")
 def test_a_fault_in_the_forward_pass_is_named_by_module_and_shown_on_the_page(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -21,6 +21,7 @@ from tools.verify.parity.noise import (
 )
 
 
+@pytest.mark.slow
 def test_a_bias_of_keys_is_rounding_and_rows_of_tokens_that_never_occur_are_not() -> None:
     truth, shaken = references("gpt2")
     found = count_rounding_elements(truth, shaken)

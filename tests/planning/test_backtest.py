@@ -27,7 +27,7 @@ def holds(said: Accuracy, errors: list[float]) -> None:
     assert found.most == pytest.approx(said.most, abs=0.005)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_the_error_that_a_plan_prints_is_that_of_runs_held_out_of_the_fit() -> None:
     """Also the constants in use are as good as those fitted once more, to a per cent, so they are
     those of the fit and not of other hands."""

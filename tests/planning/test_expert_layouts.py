@@ -95,7 +95,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(2, sample=1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bounds_by_which_layouts_are_left_out_hold_for_experts(layout: dict[str, Any]) -> None:
     for overlap in ("true", "false"):
@@ -196,7 +196,7 @@ SENT = [
 ]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(3, sample=2)
 @pytest.mark.parametrize(("layout", "model"), SENT)
 def test_a_stage_sends_what_the_plan_says(layout: dict[str, Any], model: dict[str, Any]) -> None:
     """Small sums, such as those of the loss, are not in the plan."""

@@ -143,6 +143,7 @@ def test_kinds_add_up_and_logits_are_activations(
     )
 
 
+@pytest.mark.slow
 def test_lines_fit_80_columns(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, file, "parallel.pipeline=2", "--gpu", "H100", "--ranks", 2)
     assert max(map(len, text.splitlines())) <= 80, [
@@ -160,6 +161,7 @@ def test_neither_data_nor_a_tokenizer_is_needed(
     )
 
 
+@pytest.mark.slow
 def test_the_best_layout_is_one_that_trains(
     run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,6 +175,7 @@ def test_the_best_layout_is_one_that_trains(
     assert capsys.readouterr().out.startswith("plan       ")
 
 
+@pytest.mark.slow
 def test_the_layouts_found_are_the_fastest_that_fit(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,6 +225,7 @@ def least_of_fullest(config: RunConfig) -> int:
     return least_bytes_of_fullest(config, passes_of(config), of_layer)
 
 
+@pytest.mark.slow
 def test_bounds_by_which_layouts_are_left_out_hold(file: Path) -> None:
     for overrides in every_kind(file):
         config = load_run(file, overrides)
@@ -344,6 +348,7 @@ def test_what_is_wrong_is_told(
     assert re.search(problem, text) and re.search("Traceback", text) is None
 
 
+@pytest.mark.slow
 def test_ranks_that_share_this_machine_have_together_what_one_process_has(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,6 +418,7 @@ def test_a_file_that_the_command_did_not_write_is_not_overwritten(
         assert main(["plan", str(run_file), "--gpu", "H100", "--ranks", "1", "-o", str(best)]) == 0
 
 
+@pytest.mark.slow
 def test_what_a_prediction_leaves_out_is_said_in_lines_and_in_json(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,6 +43,7 @@ def small_run(layout: str) -> RunConfig:
     return load_run(None, [*SMALL, *LAYOUTS[layout]]).on_device("cuda")
 
 
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_memory_that_is_drawn_is_that_of_the_instructions_when_they_run(layout: str) -> None:
     config = small_run(layout)

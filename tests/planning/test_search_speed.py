@@ -198,7 +198,7 @@ def test_few_stages_are_run_to_search_the_layouts_of_deepseek_v3_on_2048_gpus(
     assert 0 < search.simulated_pipelines <= 120
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_few_stages_are_run_to_search_the_layouts_of_405_billion_parameters_on_16384_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -80,6 +80,7 @@ def predicted(config: RunConfig, assumed: Assumptions) -> Prediction:
     return planned.prediction
 
 
+@pytest.mark.cases(1, sample=1)
 def test_kinds_of_time_add_up_to_the_step(
     config: RunConfig, predict_with: Callable[[Assumptions], Prediction]
 ) -> None:
@@ -117,6 +118,7 @@ def test_a_factor_multiplies_all_times_and_no_byte(
     assert twice.traffic == step.traffic
 
 
+@pytest.mark.slow
 def test_fp8_takes_its_own_peak() -> None:
     keys = [
         *MODEL,
@@ -242,6 +244,7 @@ def test_a_layer_of_one_branch_sends_half_as_much_over_tensor_as_one_of_two() ->
     assert of_one_branch.fixed == pytest.approx(of_two_branches.fixed)
 
 
+@pytest.mark.slow
 def test_a_recurrence_takes_time_and_not_that_of_the_square_of_its_tokens() -> None:
     """Of its own products: with sequences four times as long, and as many tokens."""
     mixers = predicted_pattern("M-M-")

@@ -3,8 +3,10 @@
 import ast
 import re
 from collections.abc import Iterable
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("megaprec", "parallel", "models", "tools")
@@ -23,15 +25,30 @@ def modules() -> list[str]:
     return sorted(str(file.relative_to(ROOT)) for file in files if file.name != "__init__.py")
 
 
-def imported_modules(path: str, present: Iterable[str]) -> set[str]:
-    """Return the modules among `present` that a module imports, anywhere in it."""
+class Parsed(NamedTuple):
+    """What a module imports, by dotted name, and its docstring."""
+
+    imported_names: frozenset[str]
+    docstring: str
+
+
+@cache
+def parsed(path: str) -> Parsed:
+    """Parse a module, each once: its tree does not outlive this."""
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     names = set[str]()
-    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             # in `from a import b`, b is a name of a or the module a.b
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return Parsed(frozenset(names), ast.get_docstring(tree) or "")
+
+
+def imported_modules(path: str, present: Iterable[str]) -> set[str]:
+    """Return the modules among `present` that a module imports, anywhere in it."""
+    names = parsed(path).imported_names
     return {name.replace(".", "/") + ".py" for name in names} & set(present)
 
 
@@ -88,8 +105,8 @@ def rooms_in_order() -> list[str]:
 
 def subject(path: str) -> str:
     """Return the first sentence of a module's docstring, without the full stop."""
-    text = ast.get_docstring(ast.parse((ROOT / path).read_text(encoding="utf-8"))) or ""
-    sentence = re.split(r"(?<=[.])\s", " ".join(text.split()), maxsplit=1)[0]
+    text = " ".join(parsed(path).docstring.split())
+    sentence = re.split(r"(?<=[.])\s", text, maxsplit=1)[0]
     return sentence.rstrip(".")
 
 

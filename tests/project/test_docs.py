@@ -143,7 +143,7 @@ GIVEN: Mapping[str, Callable[[Path, Mapping[str, str]], None]] = {
 """What a page takes for granted; all others begin in an empty folder."""
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=7)
 @pytest.mark.parametrize(
     "page", [page for page in DOCS if blocks(page, "sh")], ids=lambda page: page.name
 )

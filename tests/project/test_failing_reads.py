@@ -52,12 +52,16 @@ def unnamed_reads(file: Path) -> Iterator[int]:
         for inner in ast.walk(node)
     }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and id(node) not in inside:
-            function = ast.unparse(node.func)
-            words = ast.unparse(node)
-            opens = re.search(r"(^|\.)open$", function) and re.search(r"['\"]r?b?\+?b?['\"]", words)
-            if opens or re.search(r"\.(read_bytes|read_text)$", function):
-                yield node.lineno
+        if isinstance(node, ast.Call) and id(node) not in inside and is_read(node):
+            yield node.lineno
+
+
+def is_read(call: ast.Call) -> bool:
+    """Say whether a call reads a whole file, or opens one and not to write."""
+    if isinstance(call.func, ast.Attribute) and call.func.attr in ("read_bytes", "read_text"):
+        return True
+    names = (getattr(call.func, "attr", None), getattr(call.func, "id", None))
+    return "open" in names and bool(re.search(r"['\"]r?b?\+?b?['\"]", ast.unparse(call)))
 
 
 def test_all_that_users_give_is_read_so_that_an_error_names_it() -> None:

@@ -110,7 +110,7 @@ def rival_of(folder: Path, name: str) -> None:
     (folder / name).write_text("raise SystemExit('the wrong one')")
 
 
-@pytest.mark.cases(2, sample=3)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("rival", RIVALS)
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("path", ["{ours}", ":{ours}", "{here}:{ours}"])
@@ -125,7 +125,7 @@ def test_the_command_works_where_the_user_has_files_of_the_names_that_it_imports
     assert "[precision]" in done.stdout
 
 
-@pytest.mark.cases(0, 2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize(
     "launcher", [[], ["-P", "-m", "torch.distributed.run", "--nproc-per-node", "2"]]
 )
@@ -148,6 +148,7 @@ def test_so_do_ranks(launcher: list[str], tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_another_program_that_imports_megaprec_keeps_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/__main__.py").write_text("import megaprec, beside")

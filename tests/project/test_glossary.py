@@ -50,6 +50,7 @@ def overflowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_field_of_a_shadow_is_explained_and_none_is_stale(overflowing: Path) -> None:
     shadows = read_events(overflowing, "fp8_shadow")
     assert sorted(explained("fp8_shadow")) == sorted(keys(shadows))
@@ -60,6 +61,7 @@ def keys(records: list[dict[str, Any]]) -> set[str]:
     return {key for record in records for key in record}
 
 
+@pytest.mark.slow
 def test_every_field_of_a_steps_record_is_explained_and_none_is_stale(overflowing: Path) -> None:
     written = keys(read_metrics(overflowing))
     elsewhere = {"offenders", "stop", "routers", "further"}
@@ -75,6 +77,7 @@ def test_every_field_of_a_steps_record_is_explained_and_none_is_stale(overflowin
     assert sorted(explained("metrics.jsonl")) == sorted(written | others)
 
 
+@pytest.mark.slow
 def test_every_field_of_an_event_is_explained_and_none_is_stale(overflowing: Path) -> None:
     events = read_events(overflowing)
     assert sorted(explained("overflow")) == sorted(keys(events))
@@ -158,6 +161,7 @@ def test_every_number_of_compare_and_evaluate_is_explained_and_none_is_stale(
         assert sorted(headings) == sorted(shown)
 
 
+@pytest.mark.slow
 def test_every_number_of_a_plan_is_explained_and_none_is_stale(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -121,6 +121,7 @@ def test_the_peak_of_memory_is_in_bytes_on_every_system(monkeypatch: pytest.Monk
     assert peak_memory() < kibibytes * 512
 
 
+@pytest.mark.slow
 def test_the_peak_of_memory_is_not_that_of_the_process_that_started_this_one() -> None:
     child = "from megaprec.resources import peak_memory; print(peak_memory())"
     large = bytearray(os.urandom(1)) * 2**28

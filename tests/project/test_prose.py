@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.project.test_readme import PACKAGES, ROOT
+from tests.project.modules_page import PACKAGES, ROOT
 
 BEGINNINGS = (
     "What",

@@ -10,15 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.project.modules_page import (
-    PACKAGES,
-    ROOT,
-    imports,
-    in_reading_order,
-    page,
-    room_of,
-    uses_of_rooms,
-)
+from tests.project.modules_page import ROOT, imports, in_reading_order, page, uses_of_rooms
 
 
 def test_no_module_imports_one_that_imports_it_in_turn() -> None:
@@ -27,21 +19,6 @@ def test_no_module_imports_one_that_imports_it_in_turn() -> None:
 
 def test_rooms_do_not_use_each_other_in_circles() -> None:
     in_reading_order(uses_of_rooms())
-
-
-def test_a_package_imports_only_those_before_it() -> None:
-    wrong = [
-        f"{path} imports {other}"
-        for path, imported in imports().items()
-        for other in imported
-        if package_of(other) > package_of(path)
-    ]
-    assert not wrong, "\n".join(wrong)
-
-
-def package_of(path: str) -> int:
-    """The package of a module, as its number among the layers."""
-    return PACKAGES.index(room_of(path).split("/")[0])
 
 
 def test_the_page_of_the_modules_has_every_module_with_its_own_sentence() -> None:

@@ -37,7 +37,7 @@ def of_commands(folder: Path) -> None:
         subprocess.run([*stay, folder / "pids"], check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.skipif(
     sys.platform != "linux", reason="other systems do not tell a process that its parent died"
 )

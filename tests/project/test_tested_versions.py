@@ -129,6 +129,7 @@ def test_doctor_asks_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert facts(place(tmp_path))["untested"] == [TORCH]
 
 
+@pytest.mark.slow
 def test_a_comparison_that_fails_names_the_version_of_the_other_side(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -118,6 +118,7 @@ def test_the_loss_is_that_of_a_plain_model_that_predicts_each_token_once(
     assert {key: one[key] for key in expected} == pytest.approx(expected, rel=1e-11, abs=0)
 
 
+@pytest.mark.slow
 def test_a_hugging_face_folder_has_the_loss_that_transformers_computes(
     trained: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,10 +69,10 @@ def handles_interrupts(pid: int) -> bool:
     return bool(mask and int(mask[1], 16) >> (signal.SIGINT - 1) & 1)
 
 
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.skipif(
     sys.platform != "linux", reason="looks at /proc to know when Python itself has started"
 )
-@pytest.mark.cases(0, sample=2)
 @pytest.mark.parametrize("what", DRAWN, ids=lambda what: f"{what[0]}-{what[1].name}-{what[2]:.3f}")
 def test_a_signal_at_any_moment_ends_the_command_without_a_traceback(
     what: tuple[str, signal.Signals, float],

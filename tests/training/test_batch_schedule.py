@@ -161,6 +161,7 @@ def config_of(changes: Sequence[tuple[int, int]], data: int = 1, **tables: Any) 
     )
 
 
+@pytest.mark.slow
 def test_the_shares_of_all_steps_and_replicas_are_the_data_in_its_order() -> None:
     dice = random.Random(5)
     for _ in range(60):
@@ -310,6 +311,7 @@ def canonical(file: Path) -> Path:
     return file.parent / "run"
 
 
+@pytest.mark.slow
 def test_a_run_counts_samples_tokens_and_rates_by_the_batch_of_each_step(canonical: Path) -> None:
     records = steps(canonical)
     assert [record["global_batch"] for record in records] == BATCHES
@@ -323,6 +325,7 @@ def test_a_run_counts_samples_tokens_and_rates_by_the_batch_of_each_step(canonic
 LAYOUTS = [{}, {"tensor": 2}, {"pipeline": 2}, {"data": 2}]
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_ramp_goes_on_in_any_layout_with_the_bits_of_the_straight_run(
     file: Path, canonical: Path, layout: dict[str, int], tmp_path: Path
@@ -345,6 +348,7 @@ def assert_same_end(folder: Path, other: Path) -> None:
     assert all(ours[key].equal(theirs[key]) for key in theirs)
 
 
+@pytest.mark.slow
 def test_a_branch_in_the_middle_of_a_ramp_goes_on_as_the_run_itself(
     file: Path, canonical: Path, tmp_path: Path
 ) -> None:
@@ -356,6 +360,7 @@ def test_a_branch_in_the_middle_of_a_ramp_goes_on_as_the_run_itself(
 FAST = ("train.sentinel=1", "log.timeline=3", "train.eval_every=4", "parallel.zero=true")
 
 
+@pytest.mark.slow
 def test_checks_timelines_and_evaluations_know_the_batch_of_their_step(
     file: Path, tmp_path: Path
 ) -> None:
@@ -387,6 +392,7 @@ def test_a_schedule_that_never_changes_trains_as_a_constant_batch(
     assert scheduled == steps(tmp_path / "constant")
 
 
+@pytest.mark.slow
 def test_a_skipped_step_is_repeated_with_its_batch_and_the_rate_waits(
     file: Path, tmp_path: Path
 ) -> None:
@@ -497,7 +503,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=2)
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_counts_micro_batches_trains_as_one_process(
     name: str, file: Path, tmp_path: Path

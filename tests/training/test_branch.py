@@ -16,16 +16,16 @@ from tools.journal.records import read_branching, read_digests, read_events
 from tools.training.elastic import newest_step, restart_event
 from tools.verify.replay.overflow import replay
 
-AT = 10  # the step of the checkpoint from which runs branch
-LAST = 20
+AT = 4  # the step of the checkpoint from which runs branch
+LAST = 8
 # the loss scale grows, and a part of the steps has another learning rate
 KEYS = (
     f"train.steps={LAST}",
     "precision.compute=fp16",
     "precision.initial_scale=1024.0",
-    "precision.growth_interval=4",
+    "precision.growth_interval=2",
     "lr.schedule=cosine",
-    "checkpoint.every=5",
+    "checkpoint.every=2",
     "checkpoint.keep=all",
     "log.digests=1",
 )
@@ -91,12 +91,13 @@ def test_a_branch_takes_bit_for_bit_the_steps_of_the_run_that_went_on(
     assert_goes_on_as(branch, first)
     assert contents(first) == before, "the first run is only read"
     assert [path.name for path in sorted((branch / "checkpoints").glob("step*"))] == [
-        "step_00000020"
+        f"step_{LAST:08d}"
     ]
-    assert f"branched   from {checkpoint(first, AT)}, steps 11 to 20 are left" in said
+    assert f"branched   from {checkpoint(first, AT)}, steps {AT + 1} to {LAST} are left" in said
     assert "not bit for bit" not in said and "has no record" not in said
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_branch_in_the_layout_of_its_run_has_its_bits(
     file: Path, tmp_path: Path, layout: dict[str, int]
@@ -112,6 +113,7 @@ def canonical(file: Path) -> Path:
     return train_on(file, *KEYS, *CANONICAL, f"train.folder={file.parent}/canonical")
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_canonical_branch_has_the_bits_of_its_run_in_any_layout(
     file: Path, canonical: Path, tmp_path: Path, layout: dict[str, int]
@@ -137,14 +139,14 @@ def test_a_branch_resumes_from_its_own_checkpoints_though_its_origin_is_gone(
     branch = tmp_path / "branch"
     keys = [*KEYS, f"train.folder={branch}", origin(copy)]
     # the schedule is that of the whole run
-    assert train(file, *keys, "train.steps=15", f"lr.length={LAST}") == 0
+    assert train(file, *keys, "train.steps=6", f"lr.length={LAST}") == 0
     shutil.rmtree(copy)
     assert train(file, *keys) == 0
     assert_goes_on_as(branch, first)
     said = capsys.readouterr().out
-    assert f"resumed    from {checkpoint(branch, 15)}, steps 16 to 20 are left" in said
+    assert f"resumed    from {checkpoint(branch, 6)}, steps 7 to {LAST} are left" in said
     assert "has no record" not in said
-    assert [event["step"] for event in read_events(branch, "resume")] == [15]
+    assert [event["step"] for event in read_events(branch, "resume")] == [6]
     assert len(read_events(branch, "branched")) == 1
 
 
@@ -152,7 +154,7 @@ def test_the_newest_checkpoint_of_a_run_folder_is_the_origin_and_keys_are_compar
     file: Path, first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     branch = tmp_path / "branch"
-    keys = ["train.steps=22", "lr.peak=2e-2", f"train.folder={branch}"]
+    keys = [f"train.steps={LAST + 2}", "lr.peak=2e-2", f"train.folder={branch}"]
     assert train(file, *KEYS, *keys, f"train.branch_from={first}") == 0
     said = capsys.readouterr().out.splitlines()
     assert "changed    lr.peak: 0.01 -> 0.02 (not bit for bit)" in said
@@ -162,7 +164,7 @@ def test_the_newest_checkpoint_of_a_run_folder_is_the_origin_and_keys_are_compar
     assert event["checkpoint"] == str(checkpoint(first, LAST))
     assert event["run"] == str(first)
     assert event["changed"] == [line[11:] for line in said if line.startswith("changed ")]
-    assert [record["step"] for record in steps(branch)] == [21, 22]
+    assert [record["step"] for record in steps(branch)] == [LAST + 1, LAST + 2]
     assert not read_events(branch, "resume")
 
 
@@ -174,13 +176,13 @@ def test_compare_and_report_say_where_a_run_branched_and_bisect_goes_on_from_the
     capsys.readouterr()
     assert cli.main(["compare", str(first), str(branch)]) == 0
     said = capsys.readouterr().out
-    assert "branch is a branch of run: they part after step 10" in said
+    assert f"branch is a branch of run: they part after step {AT}" in said
     assert cli.main(["compare", str(branch)]) == 0
     said = capsys.readouterr().out
-    assert f"branch is a branch of {first}, from which it parts after step 10" in said
+    assert f"branch is a branch of {first}, from which it parts after step {AT}" in said
     page = tmp_path / "page.html"
     assert cli.main(["report", str(branch), "-o", str(page)]) == 0
-    assert f"after step 10 from {checkpoint(first, AT)}" in page.read_text()
+    assert f"after step {AT} from {checkpoint(first, AT)}" in page.read_text()
     assert "has no record" not in page.read_text()
     assert cli.main(["bisect", str(first), str(branch)]) == 0
 
@@ -207,7 +209,7 @@ def flip(path: Path, first: Path) -> str:
         ("train.branch_from={first} data.held_out=0.2", "training.changes_on_branch"),
         ("train.branch_from={first} train.seed=7", "training.changes_on_branch"),
         ("train.branch_from={first} data.cache= data.source={other}", "training.other_text"),
-        ("train.branch_from={first} train.steps=20", "training.no_step_after_branch"),
+        ("train.branch_from={first} train.steps=8", "training.no_step_after_branch"),
         ("train.branch_from={first} optimizer.name=Adagrad", "training.no_origin"),
     ],
 )
@@ -220,7 +222,7 @@ def test_an_origin_that_does_not_fit_is_refused_in_one_line_and_nothing_is_writt
     given = keys.format(folder=tmp_path, first=first, damaged=damaged, other=other).split()
     before = contents(tmp_path) | contents(first)
     run = tmp_path / "run"
-    steps_key = [] if "train.steps" in keys else ["train.steps=25"]
+    steps_key = [] if "train.steps" in keys else ["train.steps=10"]
     assert train(file, *KEYS, f"train.folder={run}", *steps_key, *given) == 2
     said = capfd.readouterr()
     (line,) = said.err.splitlines()
@@ -239,7 +241,7 @@ def test_a_run_file_without_a_model_takes_the_checkpoints(
     copy = tmp_path / "first"
     shutil.copytree(first, copy)
     keys = [*KEYS, f"train.folder={tmp_path}/run"]
-    half = ["train.steps=15", f"lr.length={LAST}"]
+    half = ["train.steps=6", f"lr.length={LAST}"]
     assert train(bare, *keys, origin(copy), *half) == 0
     # of its own checkpoint from then on
     shutil.rmtree(copy)
@@ -254,11 +256,12 @@ def test_a_run_file_without_a_model_takes_the_checkpoints(
 def test_differences_of_the_data_are_accepted_as_on_a_resume(
     file: Path, first: Path, tmp_path: Path
 ) -> None:
-    keys = [*KEYS, f"train.folder={tmp_path}/run", "train.steps=12", origin(first)]
+    keys = [*KEYS, f"train.folder={tmp_path}/run", f"train.steps={AT + 2}", origin(first)]
     assert train(file, *keys, "train.seed=7", "--allow", "seed") == 0
-    assert [record["step"] for record in steps(tmp_path / "run")] == [11, 12]
+    assert [record["step"] for record in steps(tmp_path / "run")] == [AT + 1, AT + 2]
 
 
+@pytest.mark.slow
 def test_a_branch_that_left_no_checkpoint_begins_again_at_its_origin(
     file: Path, first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -273,6 +276,7 @@ def test_a_branch_that_left_no_checkpoint_begins_again_at_its_origin(
     assert len(read_events(branch, "branched")) == 1
 
 
+@pytest.mark.slow
 def test_ranks_that_are_started_again_before_the_first_save_branch_once_more(
     file: Path, first: Path, tmp_path: Path
 ) -> None:
@@ -294,7 +298,7 @@ def test_a_skipped_step_of_a_branch_is_repeated_from_its_origin(
     file: Path, first: Path, tmp_path: Path
 ) -> None:
     branch = tmp_path / "branch"
-    scale = ["precision.scaling=constant", "precision.loss_scale=1e30", "train.steps=12"]
+    scale = ["precision.scaling=constant", "precision.loss_scale=1e30", f"train.steps={AT + 2}"]
     code = train(file, *KEYS, *scale, f"train.folder={branch}", origin(first))
     assert code in (0, 3)
     (event, *_) = read_events(branch)

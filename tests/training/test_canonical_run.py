@@ -81,6 +81,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_another_number_of_shards_is_refused(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,6 +61,7 @@ def changed(said: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_every_key_that_is_another_one_is_named_and_those_that_change_numbers_are_marked(
     file: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,7 +156,7 @@ def test_unmarked_changes_go_on_bit_for_bit(file: Path, run: Path) -> None:
     assert all((before[name] == after[name]).all() for name in before)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("override", "what", "line"),
     [
@@ -255,6 +256,7 @@ def test_removed_data_is_made_again_and_the_run_goes_on_bit_for_bit(file: Path, 
     ).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_ready_data_set_that_was_replaced_is_refused(
     file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,6 +283,7 @@ def test_a_ready_data_set_that_was_replaced_is_refused(
     assert train(file, *arguments, "--allow", "data") == 0
 
 
+@pytest.mark.slow
 def test_a_blend_keeps_its_parts_and_weights(
     file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -384,6 +387,7 @@ def test_a_data_set_with_ids_that_the_tokenizer_does_not_have_is_refused_though_
     assert shows(capfd.readouterr().err, "data.vocabulary_too_small", low=2, vocab=270)
 
 
+@pytest.mark.slow
 def test_a_finished_cosine_that_is_prolonged_tells_of_the_jump(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -457,6 +461,7 @@ def test_a_schedule_that_counts_in_another_unit_tells_of_the_jump(
     assert note.startswith("the learning rate jumps from 0.00989 in step 5 to 0.0025 in step 6")
 
 
+@pytest.mark.slow
 def test_a_warm_up_that_goes_on_as_before_is_no_jump(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -468,6 +473,7 @@ def test_a_warm_up_that_goes_on_as_before_is_no_jump(
     assert "the learning rate jumps" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_event_of_a_resume_has_the_rates_of_the_records_around_it_and_what_changed(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -510,6 +516,7 @@ def test_a_rule_whose_numbers_the_checkpoint_lacks_is_refused_before_the_run_beg
     assert "resumed" not in said.out
 
 
+@pytest.mark.slow
 def test_first_weights_that_a_resumed_run_does_not_use_are_told(
     file: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -524,6 +531,7 @@ def test_first_weights_that_a_resumed_run_does_not_use_are_told(
     assert "not used" not in capsys.readouterr().out, "nothing has changed"
 
 
+@pytest.mark.slow
 def test_a_run_file_that_was_moved_with_its_run_tells_of_the_place_that_it_names(
     file: Path, run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,6 +80,7 @@ def noted_in_a_step(config: RunConfig) -> set[Call]:
     return set(noted)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
 )

@@ -98,6 +98,7 @@ def test_data_in_which_nothing_counts_is_refused_before_the_first_step(
     )
 
 
+@pytest.mark.slow
 def test_a_held_out_loss_is_the_same_in_every_batch_and_layout(tmp_path: Path) -> None:
     """The first step has rate 0, so all of these evaluate the same weights, on all of the held-out
     text."""

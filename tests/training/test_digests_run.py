@@ -9,6 +9,7 @@ from tools.journal.records import DIGESTS, read_digests, read_metrics
 from tools.verify.prove.first_difference import by_step, first_parting
 
 
+@pytest.mark.slow
 def test_every_nth_step_and_every_loaded_state_has_a_line_and_a_resume_repeats_them(
     tmp_path: Path,
 ) -> None:
@@ -41,7 +42,7 @@ def test_a_run_without_digests_writes_no_file(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / DIGESTS).exists()
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize(
     ("one", "other"),
     [

@@ -47,6 +47,7 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
     return call
 
 
+@pytest.mark.slow
 def test_each_checkpoint_has_the_average_that_follows_from_the_one_before(run: Path) -> None:
     for step in range(2, 7):
         before = tensors(checkpoint(run, step - 1))
@@ -59,6 +60,7 @@ def test_each_checkpoint_has_the_average_that_follows_from_the_one_before(run: P
             assert abs(now[key].double().numpy() - expected).max() < 1e-7
 
 
+@pytest.mark.slow
 def test_a_run_with_an_average_trains_as_one_without(file: Path, run: Path, tmp_path: Path) -> None:
     folder = f"train.folder={tmp_path}/run"
     train_on(file, folder, "train.eval_every=3", *EVERY, data=2)
@@ -73,6 +75,7 @@ def test_a_run_with_an_average_trains_as_one_without(file: Path, run: Path, tmp_
         assert average != record.get("eval_loss") or average is None
 
 
+@pytest.mark.slow
 def test_an_average_is_resumed_in_another_layout(file: Path, run: Path, tmp_path: Path) -> None:
     """To the last bit what the checkpoint has, and then near the whole run's."""
     resumed = rewind(run, tmp_path / "run", 3)
@@ -116,6 +119,7 @@ def test_a_branch_takes_the_average_along(file: Path, run: Path, tmp_path: Path)
     assert all(torch.equal(values, ours[key]) for key, values in theirs.items())
 
 
+@pytest.mark.slow
 def test_the_converted_average_is_the_checkpoints(run: Path, tmp_path: Path) -> None:
     expected = tensors(checkpoint(run, 6))
     for format_name in ("hf", "megaprec", "megatron"):

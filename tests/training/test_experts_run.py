@@ -68,6 +68,7 @@ def collapsed(run_file: Path) -> tuple[Path, str]:
     return folder, "\n".join(lines)
 
 
+@pytest.mark.slow
 def test_a_router_that_collapses_is_named_at_the_step_in_an_event_and_a_line(
     collapsed: tuple[Path, str],
 ) -> None:
@@ -86,6 +87,7 @@ def test_a_router_that_collapses_is_named_at_the_step_in_an_event_and_a_line(
     assert sorted(explained(COLLAPSE)) == sorted(event)
 
 
+@pytest.mark.slow
 def test_a_healthy_run_has_no_such_event(run_file: Path) -> None:
     folder = run_file.parent / "healthy"
     keys = [*MOE, "model.router_aux_loss=0.0", f"train.steps={LENGTH}"]

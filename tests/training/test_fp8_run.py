@@ -59,6 +59,7 @@ def require_bitwise_resume(file: Path, whole: Path, folder: Path) -> None:
     assert all(torch.equal(values, theirs[key]) for key, values in ours.items())
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit(file: Path, whole: Path, tmp_path: Path) -> None:
     require_bitwise_resume(file, whole, tmp_path / "again")
 
@@ -74,6 +75,7 @@ def test_a_checkpoint_is_plain_float32_tensors_by_logical_name(whole: Path) -> N
     assert (checkpoint(whole, 6) / "fp8-00000.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_another_layout_with_the_same_scales(file: Path, tmp_path: Path) -> None:
     """The first step after the change has the scales of before, and a loss that differs in the last
     bits of FP32."""
@@ -95,6 +97,7 @@ def test_a_run_goes_on_in_another_layout_with_the_same_scales(file: Path, tmp_pa
             )
 
 
+@pytest.mark.slow
 def test_a_bf16_checkpoint_begins_a_run_in_fp8_that_calibrates_first(
     file: Path, tmp_path: Path
 ) -> None:
@@ -108,6 +111,7 @@ def test_a_bf16_checkpoint_begins_a_run_in_fp8_that_calibrates_first(
     assert index["fp8"] == {"rolls": 3}
 
 
+@pytest.mark.slow
 def test_an_fp8_checkpoint_goes_on_without_fp8_and_with_another_history(
     file: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -213,6 +217,7 @@ def test_what_fp8_cannot_do_is_one_line_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_run_says_what_is_in_fp8_and_what_is_not(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,6 +38,7 @@ def tables_of(run_file: Path) -> dict[str, dict[str, Any]]:
     return tomllib.loads(run_file.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_python")
 def test_tables_train_the_same_bits_as_the_command(run_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / 'a "folder" of mine'
@@ -58,6 +59,7 @@ def test_tables_train_the_same_bits_as_the_command(run_file: Path, tmp_path: Pat
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_python")
 def test_several_ranks_train_as_those_of_the_command(run_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "program"
@@ -76,7 +78,7 @@ print(result.step)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_a_script_trains_without_a_guard_of_its_main_module(
     tensor: int, run_file: Path, tmp_path: Path
@@ -177,6 +179,7 @@ def state_of_process() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_python")
 def test_the_process_stays_as_it_was_and_replaced_streams_have_the_output(
     run_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]

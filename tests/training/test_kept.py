@@ -82,6 +82,7 @@ def evaluated(run: Path) -> dict[int, float]:
     return {record["step"]: record["eval_loss"] for record in steps(run) if "eval_loss" in record}
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_survives_saves_and_resumes_and_is_named(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

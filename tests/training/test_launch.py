@@ -79,6 +79,7 @@ def _no_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
+@pytest.mark.slow
 def test_ranks_are_told_their_world_and_get_the_arguments_untouched(tmp_path: Path) -> None:
     assert start_ranks(python(REPORT, tmp_path, "cost=$5 $$ ${rank}"), ranks=2) == 0
     told = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
@@ -91,7 +92,7 @@ def test_ranks_are_told_their_world_and_get_the_arguments_untouched(tmp_path: Pa
     assert all(is_rank_of_world(env) for env, _ in told)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("threads", "asked", "given"), [(3, None, "3"), (0, "5", "5"), (3, "5", "3"), (0, None, None)]
 )
@@ -115,7 +116,7 @@ def test_ranks_never_get_more_threads_than_there_are_cores_while_there_are_enoug
     assert share_of_cores(here + 1) == 1
 
 
-@pytest.mark.cases(1, 1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("code", "kind", "more"),
     [
@@ -140,6 +141,7 @@ def test_the_first_failure_ends_the_run_with_its_code_and_its_reason_last(
     assert not alive(int((tmp_path / "pid").read_text()))
 
 
+@pytest.mark.slow
 def test_a_rank_that_crashes_is_named_with_its_signal(capfd: pytest.CaptureFixture[str]) -> None:
     assert start_ranks(python(CRASH), ranks=2) == 128 + signal.SIGSEGV
     assert capfd.readouterr().err == "rank 1 was ended by SIGSEGV\n"
@@ -153,7 +155,7 @@ def test_launching_leaves_this_process_as_it_was() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_to_the_launcher_stops_all_ranks(
     number: signal.Signals, code: int, tmp_path: Path
@@ -251,7 +253,7 @@ sys.exit(cli.main(["word"]))
 """
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("error", "code", "last"),
     [
@@ -281,6 +283,7 @@ def without(limit: str) -> list[str]:
     return ["unshare", "-n"]
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("limit", "ranks", "says"),
     [

@@ -68,6 +68,7 @@ def trainable(config: RunConfig, tensor: int, pipeline: int, data: int) -> bool:
     return not layout_problems(config, config.parallel.model_copy(update=free))
 
 
+@pytest.mark.slow
 @given(runs(), st.integers(1, 70))
 def test_the_largest_layout_passes_the_checks_within_the_ranks_and_no_larger_one_does(
     config: RunConfig, ranks: int
@@ -89,6 +90,7 @@ def test_the_largest_layout_passes_the_checks_within_the_ranks_and_no_larger_one
     assert (p.tensor * p.pipeline, p.tensor, p.data) == largest
 
 
+@pytest.mark.slow
 @given(runs(), st.integers(1, 70))
 def test_other_keys_stay_as_they_are_but_those_for_a_number_of_ranks(
     config: RunConfig, ranks: int

@@ -38,6 +38,7 @@ def scaling_key(kind: str, keys: dict[str, Any]) -> str:
     return f'model.rope_scaling={{kind = "{kind}", {parameters}}}'
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("name", "kind", "keys"),
     [
@@ -96,6 +97,7 @@ def bare(file: Path, place: Path) -> Path:
     return place
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("start", "refusal"),
     [("init_from", "training.changes_on_init"), ("branch_from", "training.changes_on_branch")],
@@ -134,6 +136,7 @@ def test_a_run_that_begins_with_a_checkpoint_asks_once_and_keeps_the_change(
     assert "model.rope_base: 5000.0 -> 7000.0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_resume_asks_and_then_has_the_same_steps_as_a_branch(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,6 +184,7 @@ def test_other_keys_of_the_model_stay_refused_and_learned_positions_by_name(
     assert shows(capsys.readouterr().err, "config.learned_positions", max_positions=64, saved=16)
 
 
+@pytest.mark.slow
 def test_fewer_positions_and_those_that_follow_the_length_of_samples_need_no_word(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

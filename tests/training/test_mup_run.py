@@ -65,6 +65,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_an_export_has_the_logits_of_the_checkpoint_and_begins_no_other_mup(
     text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,6 +89,7 @@ def test_an_export_has_the_logits_of_the_checkpoint_and_begins_no_other_mup(
     assert shows(said, "config.not_of_weights", key="model.mup_base_hidden", value="16")
 
 
+@pytest.mark.slow
 def test_a_resume_with_another_base_is_refused(
     text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

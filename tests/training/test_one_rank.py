@@ -56,7 +56,7 @@ def test_a_signal_to_one_rank_stops_the_run_in_order(
     assert latest(tmp_path / "run" / "checkpoints") == checkpoint(tmp_path / "run", 3)
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize(
     ("action", "code", "said"),
     [

@@ -49,7 +49,7 @@ def first_tokens(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
     return lambda: seen
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("length", [12, 32, 8, 64, 48])
 def test_a_run_in_the_order_of_its_text_goes_on_where_it_was_with_samples_of_any_length(
     length: int,
@@ -77,6 +77,7 @@ def test_a_run_in_the_order_of_its_text_goes_on_where_it_was_with_samples_of_any
     assert progress.learned_tokens == progress.tokens, "no step was skipped"
 
 
+@pytest.mark.slow
 def test_a_later_epoch_is_gone_on_with_too(
     file: Path,
     tmp_path: Path,

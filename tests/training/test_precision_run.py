@@ -298,6 +298,7 @@ def test_all_laws_about_precision_are_checked() -> None:
     assert {"_plan", "_kind_of_scale", "_scale"} <= {check.__name__ for check in CHECKS}
 
 
+@pytest.mark.slow
 def test_a_run_in_a_dialect_trains_as_the_same_run_in_native_keys(tmp_path: Path) -> None:
     """Same steps, bit for bit."""
     file = write_run(tmp_path)

@@ -46,6 +46,7 @@ def spoil(path: Path) -> list[bytes]:
     return good
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("name", [METRICS, EVENTS])
 def test_odd_lines_are_kept_named_and_not_used(
     name: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -102,6 +103,7 @@ def test_steps_that_left_no_line_are_named(
     )
 
 
+@pytest.mark.slow
 def test_every_step_counts_once_and_what_is_missing_or_repeated_is_named_by_all_who_count(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,6 +143,7 @@ def test_a_step_of_any_size_is_told_at_once(tmp_path: Path) -> None:
     assert lost_steps(tmp_path / "none") == ""
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("name", [METRICS, EVENTS])
 def test_what_is_no_file_is_found_at_the_start(
     name: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

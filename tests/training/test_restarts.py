@@ -261,6 +261,7 @@ def test_the_launcher_starts_as_many_ranks_as_it_is_told_and_reports_only_the_la
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_signal_between_two_starts_ends_the_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -275,6 +276,7 @@ def test_a_signal_between_two_starts_ends_the_run(
     ).exists()  # rank 1 died in the first start, and there was no other
 
 
+@pytest.mark.slow
 def test_after_a_signal_from_the_user_a_failure_is_not_restarted(tmp_path: Path) -> None:
     code = (
         "import os, sys, time, pathlib; pathlib.Path(sys.argv[1], os.environ['RANK']).touch(); "
@@ -312,7 +314,7 @@ def die_in(
     return train(run_file, *EVALUATED, f"train.folder={run}", *overrides), run
 
 
-@pytest.mark.cases(1, sample=1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("death", "layout"),
     [
@@ -392,7 +394,7 @@ def test_whoever_dies_wherever_and_however_the_run_ends_as_the_undisturbed_one(
     assert event["why"].startswith(f"rank {rank} ")
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize(
     ("death", "code", "said"),
     [

@@ -518,6 +518,7 @@ text = st.text(st.characters(exclude_categories=["Cs"]))
 positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 
 
+@pytest.mark.slow
 @given(
     sample=text,
     eps=positive,

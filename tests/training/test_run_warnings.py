@@ -176,6 +176,7 @@ def test_documents_of_a_named_set_that_are_trained_on_are_counted(
     ] * (known > 0)
 
 
+@pytest.mark.slow
 def test_a_run_of_which_no_step_was_applied_ends_with_code_3_and_keeps_its_state(
     run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,7 +59,7 @@ def touch_and_know_no_digest(text: Path, run: Path) -> list[str]:
     return touch(text, run)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize(
     "change", [touch, move, touch_and_lose_the_tokens, touch_and_know_no_digest]
 )

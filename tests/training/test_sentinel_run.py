@@ -62,6 +62,7 @@ def flip_in_call(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return plant
 
 
+@pytest.mark.slow
 def test_a_wrong_activation_ends_the_run_with_its_state_saved_and_the_same_command_goes_on(
     file: Path,
     tmp_path: Path,
@@ -125,6 +126,7 @@ def corrupted(
     return str(ended.value), ended.value.hosts
 
 
+@pytest.mark.slow
 def test_weights_that_differ_are_never_saved_and_three_replicas_name_the_rank(
     file: Path, tmp_path: Path
 ) -> None:
@@ -156,7 +158,7 @@ def test_weights_that_differ_are_never_saved_and_three_replicas_name_the_rank(
     assert newest.name.endswith("3")
 
 
-@pytest.mark.cases(1, sample=1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("layout", "keys"),
     [

@@ -71,6 +71,7 @@ def test_a_spike_that_is_skipped_uses_up_its_samples_and_changes_nothing_else(
     assert read_events(folder) == [], "a spike is no overflow"
 
 
+@pytest.mark.slow
 def test_a_spike_that_is_noted_is_applied_as_if_nobody_had_looked(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,7 +125,7 @@ def spiky(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=2)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -156,7 +157,7 @@ def test_the_same_steps_are_skipped_with_the_same_bits_in_every_layout_and_over_
     assert same_state(checkpoint(whole, 51), checkpoint(parts, 51))
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize(
     "layout", [{"data": 2}, {"tensor": 2, "pipeline": 2}, {"data": 2, "tensor": 2}], ids=str
 )

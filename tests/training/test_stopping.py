@@ -64,7 +64,7 @@ def train_until_told(
     return None
 
 
-@pytest.mark.cases(1, sample=2)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("axes", "options", "late"),
     [
@@ -159,6 +159,7 @@ def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.slow
 def test_by_itself_a_second_signal_ends_a_process_at_once() -> None:
     program = """
 import signal, time

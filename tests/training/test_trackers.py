@@ -62,6 +62,7 @@ def said(folder: Path) -> list[list[Any]]:
     return [json.loads(line) for line in (folder / "own.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_tracker_of_the_users_is_started_fed_and_finished_and_again_after_a_resume(
     run_file: Path, tmp_path: Path
 ) -> None:
@@ -340,7 +341,7 @@ def in_trackio(run: Path) -> tuple[dict[int, list[dict[str, float]]], Any]:
 READERS = {"mlflow": in_mlflow, "trackio": in_trackio}
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("name", READERS)
 def test_a_tracker_holds_the_numbers_of_metrics_and_a_resumed_run_is_the_same_run_with_no_step_twice(
     name: str, run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -46,6 +46,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_bits_per_byte_are_those_of_a_plain_model_and_the_decoded_text(run: Path) -> None:
     config = load_run(run / "run.toml")
     corpus = open_run_data(config)

@@ -95,6 +95,7 @@ def test_quantiles_of_student_are_those_of_the_table() -> None:
         assert quantile(0.975, freedom) == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.cases(1, sample=2)
 @pytest.mark.parametrize("count", [8, 12, 24])
 @pytest.mark.parametrize("jitter", [0.0, 0.01, 0.03])
 def test_the_band_of_twice_the_steps_holds_what_comes_in_nine_of_ten_cases(

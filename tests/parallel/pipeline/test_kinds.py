@@ -75,6 +75,7 @@ def test_the_others_in_full() -> None:
     ]
 
 
+@pytest.mark.cases(2, sample=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_schedule_does_everything_once_and_cannot_hang(kind: str) -> None:
     for _, p, m, v in (case for case in EVERY if case[0] == kind):
@@ -152,6 +153,7 @@ def test_in_zb_h2_and_zb_v_no_rank_waits_between_its_first_and_its_last_instruct
         assert worked(spans) == 3 * stages_a_rank * m + p - 1
 
 
+@pytest.mark.slow
 @UNHURRIED
 @given(RANKS, MICROBATCHES)
 def test_no_schedule_holds_more_activations_than_its_formula_says(p: int, m: int) -> None:
@@ -165,6 +167,7 @@ def test_no_schedule_holds_more_activations_than_its_formula_says(p: int, m: int
         assert max(in_flight(interleaved(p, m, v))) == min(m * v, 2 * (p - 1) + (v - 1) * group + 1)
 
 
+@pytest.mark.cases(5, sample=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_ordered_channels_with_few_sends_under_way_cost_no_time(kind: str) -> None:
     for _, p, m, v in (case for case in EVERY if case[0] == kind):

@@ -40,7 +40,7 @@ def require_same_bits(result: Result, expected: Result, what: str) -> None:
     ), f"{what}: gradients of {different} differ"
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(("pp", "compute"), [(1, "bf16"), (2, "fp32"), (4, "bf16")])
 def test_gradients_are_bitwise_those_of_one_rank_in_every_schedule(pp: int, compute: str) -> None:
     runs = [Run(MODEL, compute, kind=kind, micro_batch=1, steps=1) for kind in KINDS]
@@ -69,7 +69,7 @@ def plain() -> list[dict[str, Any]]:
     )
 
 
-@pytest.mark.cases(1, sample=1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     "layout", [(1, 2, 1), (2, 2, 1), (1, 2, 2)], ids=lambda x: "tp{} pp{} dp{}".format(*x)
 )
@@ -91,6 +91,7 @@ def test_tied_weights_count_once_though_first_and_last_stage_share_a_rank(
         )
 
 
+@pytest.mark.slow
 def test_a_tied_head_may_come_after_the_first_stage_is_reduced() -> None:
     """Both on one rank: had the first stage been summed over dp when it was done, the head's share
     would be lost."""

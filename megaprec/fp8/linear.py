@@ -192,8 +192,9 @@ class FP8Gemm:
         """Return `_cast` of a tensor that is used for the first time in a pass: its amax is
         recorded."""
         note_amax = None
-        if self._recipe.kind == "delayed":
-            note_amax = partial(self._record_amax, role)
+        # who does not record should not have to compute an amax
+        if self._recipe.kind == "delayed" and self.scope.records:
+            note_amax = partial(self.state.record, self.eligibility.name, role)
         return self._cast(x, role, note_amax)
 
     def _cast(
@@ -249,11 +250,7 @@ class FP8Gemm:
     def _record(self, x: Tensor, role: Role) -> None:
         """Record the amax of a tensor that is not cast."""
         if self.scope.records:
-            self._record_amax(role, self._leaves_for(x)(amax_of, x))
-
-    def _record_amax(self, role: Role, amax: Tensor) -> None:
-        if self.scope.records:
-            self.state.record(self.eligibility.name, role, amax)
+            self.state.record(self.eligibility.name, role, self._leaves_for(x)(amax_of, x))
 
     def _leaves_for(self, x: Tensor) -> CallLeaf:
         """Return `leaves` for a tensor of a GPU. A CPU emulates products, and torch's compiler has

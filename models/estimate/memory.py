@@ -300,7 +300,7 @@ def _measure(stage: Stage, memory: StageMemory) -> ActivationBytes:
     """Return what `stage` keeps, by running its passes."""
     seq_length = memory.options.seq_length // memory.cp
     micro_batch = memory.options.micro_batch
-    _lay_out(stage)
+    lay_out(stage)
     with torch.no_grad(), LiveMemory() as live:
         # Allocates the buffers that are kept for good.
         stage(_make_input(stage, seq_length, micro_batch))
@@ -317,7 +317,7 @@ def _measure(stage: Stage, memory: StageMemory) -> ActivationBytes:
     return replace(split, backward=whole.backward, buffers=buffers)
 
 
-def _lay_out(stage: Stage) -> None:
+def lay_out(stage: Stage) -> None:
     """Give the parameters main gradients, and memory as the optimizer does: on a GPU those of the
     experts of a layer lie together, unless they are very large, for their products read them at
     once."""

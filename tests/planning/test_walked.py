@@ -37,7 +37,7 @@ GROWTHS = (
     ("dense", "heads", 5.501953125),
     ("dense", "hidden", 3.501953125),
     ("experts", "ffn", 5 / 3),
-    ("experts", "experts_per_token", 2.01640625),
+    ("experts", "experts_per_token", 1.81640625),
 )
 
 

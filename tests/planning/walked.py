@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaprec.torch_private import storage_address
 from models.decoder.stages import Cut, Stage
+from models.estimate.memory import lay_out
 from models.estimate.on_cpu import tensors_of
 from models.estimate.storage import without_storage
 from parallel.context import Context
@@ -63,6 +64,7 @@ def walked_bytes(config: RunConfig) -> int:
     plan = replace(config.plan, masters=config.plan.parameters)
     with without_storage("cuda"):
         stage = Stage(model.with_zero_weights, Context(plan, blank=True), cut)
+        lay_out(stage)
         x = torch.zeros(tokens, 1, model.hidden, dtype=plan.residual, requires_grad=True)
         microbatch = MicrobatchInfo(0, torch.arange(1), torch.ones(()))
         # allocates rotary tables

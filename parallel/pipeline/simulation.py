@@ -220,6 +220,8 @@ def _message_memory(
 ) -> Iterator[float]:
     """Yield the memory that a rank holds for messages while it runs each instruction."""
     sent: Counter[Channel] = Counter()
+    # sends may be unfinished up to the limit of each channel: no time says when they finish
+    unfinished = 0
     unused: set[Message] = set()  # received, and not yet taken by a computation
     receives_to_come = sum(instruction.op in RECEIVES for instruction in program)
     for instruction in program:
@@ -231,8 +233,6 @@ def _message_memory(
             unused.discard(Message(MessageType.GRADIENT, stage, microbatch))
         # the next receive is posted as soon as the one before has finished
         posted = 1 if receives_to_come else 0
-        # sends may be unfinished up to the limit: no time says when they finish
-        unfinished = sum(min(count, sends) for count in sent.values())
         yield message * (len(unused) + posted + unfinished)
 
         transferred = Message.of(instruction)
@@ -242,6 +242,8 @@ def _message_memory(
         elif transferred:
             channel = Channel.of(transferred, schedule.rank_of_stage)
             sent[channel] += 1
+            if sent[channel] <= sends:
+                unfinished += 1
 
 
 def in_flight(schedule: Schedule) -> list[int]:

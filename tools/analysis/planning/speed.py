@@ -193,16 +193,16 @@ class _StepCosts:
             if key not in alike:
                 alike[key] = _stage_seconds(config, cost, assumed, self.links)
             self.by_stage.append(alike[key])
-
-    def of(self, instruction: Instruction) -> InstructionSeconds:
-        """Return the times of a computation."""
-        return self.by_stage[instruction.stage].get(instruction.op, NOTHING)
+        # a simulation asks for each instruction
+        self._seconds = [
+            {op: of_op.seconds for op, of_op in of_stage.items()} for of_stage in self.by_stage
+        ]
 
     def seconds(self, instruction: Instruction) -> float:
         """Return the time of an instruction."""
         if instruction.op in SENDS:
             return self.message
-        return self.of(instruction).seconds
+        return self._seconds[instruction.stage].get(instruction.op, 0.0)
 
 
 def _kind_of_cost(cost: StageCost) -> tuple[object, ...]:

@@ -12,6 +12,7 @@ The output head never has a bias.
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import lru_cache
 from math import gcd
 from typing import Any, Self
 
@@ -457,20 +458,16 @@ class ModelConfig(ModelFields):
 
     def count_kinds(self, layers: Iterable[int]) -> Iterator[tuple["ModelConfig", int]]:
         """Yield each kind of layer (`kind_of_layer`) with how many of `layers` are of it."""
-        numbers = [*layers]
-        kinds = self.kind_keys(numbers)
-        # Any layer of a kind stands for all of them.
-        examples = dict(zip(kinds, numbers, strict=True))
-        for kind, count in Counter(kinds).items():
-            yield self.kind_of_layer(examples[kind]), count
+        numbers = layers if isinstance(layers, range) else tuple(layers)
+        for example, count in _count_alike(
+            self.dense_layers, self.delta_layers, self.hybrid_pattern, numbers
+        ):
+            yield self.kind_of_layer(example), count
 
     def kind_keys(self, layers: Iterable[int]) -> list[tuple[bool, bool, str]]:
         """Return what tells the kind of each layer from others: whether it has a feed-forward in
         place of experts and a gated delta net, and its letter in `hybrid_pattern`."""
-        dense = {*self.dense_layers}
-        delta = {*self.delta_layers}
-        pattern = self.hybrid_pattern or " " * self.layers
-        return [(number in dense, number in delta, pattern[number]) for number in layers]
+        return _kind_keys(self.dense_layers, self.delta_layers, self.hybrid_pattern, layers)
 
     @property
     def num_parameters(self) -> int:
@@ -755,3 +752,31 @@ class ModelConfig(ModelFields):
     def head_flops(self) -> int:
         """Return the forward FLOPs of the output head, per token."""
         return 2 * self.hidden * self.vocab
+
+
+def _kind_keys(
+    dense_layers: Collection[int],
+    delta_layers: Collection[int],
+    hybrid_pattern: str,
+    layers: Iterable[int],
+) -> list[tuple[bool, bool, str]]:
+    """Return `ModelConfig.kind_keys` of a model with these fields."""
+    dense = {*dense_layers}
+    delta = {*delta_layers}
+    letters = dict(enumerate(hybrid_pattern))
+    return [(number in dense, number in delta, letters.get(number, "")) for number in layers]
+
+
+# a search for layouts counts the same layers for each
+@lru_cache(maxsize=1024)
+def _count_alike(
+    dense_layers: tuple[int, ...],
+    delta_layers: tuple[int, ...],
+    hybrid_pattern: str,
+    layers: range | tuple[int, ...],
+) -> Sequence[tuple[int, int]]:
+    """Return, for each kind of layer, the last of `layers` that is of it, which stands for all of
+    them, and how many are."""
+    kinds = _kind_keys(dense_layers, delta_layers, hybrid_pattern, layers)
+    examples = dict(zip(kinds, layers, strict=True))
+    return [(examples[kind], count) for kind, count in Counter(kinds).items()]

@@ -16,7 +16,7 @@ _META = torch.device("meta")
 
 
 class _Form(NamedTuple):
-    """Shape, strides and dtype of a tensor: all that the results of operators depend on."""
+    """Shape, strides and dtype of a tensor, on which the forms of results depend."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -49,15 +49,27 @@ def result_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """
     if _may_share_memory(func):
         return func(*args, **kwargs)
+    # a real tensor is made once alone: it may be of random numbers
+    if _is_factory(func) and kwargs.get("device") != _META:
+        return func(*args, **kwargs)
     try:
         form_of_args = _form_of(args)
         form_of_kwargs = tuple((key, _form_of(value)) for key, value in kwargs.items())
-        form = _form_of_result(func, form_of_args, form_of_kwargs)
+        # the dtype of floats that nothing else decides
+        default = torch.get_default_dtype()
+        form = _form_of_result(func, form_of_args, form_of_kwargs, default)
     except TypeError:  # of a formless tensor, or of a value that is no key
         form = None
     if form is None:
         return func(*args, **kwargs)
     return _make(form)
+
+
+@lru_cache(maxsize=1024)
+def _is_factory(func: Any) -> bool:
+    """Return True if an operator reads no tensor: its device decides what it makes."""
+    arguments = func._schema.arguments
+    return not any("Tensor" in str(argument.type) for argument in arguments)
 
 
 @lru_cache(maxsize=1024)
@@ -69,9 +81,11 @@ def _may_share_memory(func: Any) -> bool:
 
 
 @lru_cache(maxsize=1 << 14)
-def _form_of_result(func: Any, args: Any, kwargs: tuple[tuple[str, Any], ...]) -> Any:
-    """Return the form of the result of an operator whose arguments have these forms; None if not
-    all of it are tensors with a memory of their own."""
+def _form_of_result(
+    func: Any, args: Any, kwargs: tuple[tuple[str, Any], ...], default: torch.dtype
+) -> Any:
+    """Return the form of the result of an operator whose arguments have these forms, with torch's
+    present default dtype; None if not all of it are tensors with a memory of their own."""
     new_args = _make(args)
     new_kwargs = {key: _make(form) for key, form in kwargs}
     result = func(*new_args, **new_kwargs)

@@ -72,3 +72,24 @@ def test_a_tensor_with_storage_is_computed_with() -> None:
     for number in (1.0, 2.0):
         result = result_on_meta(aten.neg.default, (torch.tensor(number),), {})
         assert result.item() == -number
+
+
+def test_a_result_has_the_default_dtype_of_its_call() -> None:
+    counts = meta(3, dtype=torch.int64)
+    quotients = list[Tensor]()
+    before = torch.get_default_dtype()
+    for default in (torch.float32, torch.float64, torch.float32):
+        torch.set_default_dtype(default)
+        try:
+            quotients.append(result_on_meta(aten.div.Tensor, (counts, counts), {}))
+        finally:
+            torch.set_default_dtype(before)
+    assert [one.dtype for one in quotients] == [torch.float32, torch.float64, torch.float32]
+
+
+def test_random_numbers_are_drawn_once() -> None:
+    torch.manual_seed(0)
+    drawn = [torch.randn(3) for _ in range(2)]
+    torch.manual_seed(0)
+    for one in drawn:
+        assert torch.equal(result_on_meta(aten.randn.default, ([3],), {}), one)

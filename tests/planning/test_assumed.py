@@ -73,17 +73,8 @@ def test_a_head_that_is_not_aligned_is_said_to_rest_on_one_model() -> None:
     assert "seen of one model" not in words(*odd, misaligned=1.0)
 
 
-@pytest.mark.parametrize(
-    ("key", "choice"),
-    [
-        ("train.deterministic=false", "mamba-ssm where it is installed, else plain torch"),
-        ("train.deterministic=true", "plain torch (train.deterministic)"),
-        ('train.numerics="canonical"', "plain torch (canonical numerics)"),
-        ('precision.compute="fp32"', "plain torch (products are not in 16 bits)"),
-    ],
-)
-def test_recurrences_are_said_to_be_timed_as_by_kernels(key: str, choice: str) -> None:
-    """With what the run would take in their place."""
+@pytest.mark.parametrize("key", ["train.deterministic=false", "train.deterministic=true"])
+def test_recurrences_are_said_to_be_timed_as_by_kernels(key: str) -> None:
+    """Whatever the run takes, which the plan names in a line of its own."""
     said = words(*MAMBA, key, "train.threads=1")
-    assert f"state space by {choice}, and timed as by a kernel: plain torch is slower" in said
-    assert "convolution by" in said
+    assert "recurrent layers are timed as by kernels: plain torch is slower" in said

@@ -116,13 +116,20 @@ def test_changes_that_cannot_be_enough_are_not_built(monkeypatch: pytest.MonkeyP
     assert remedies.cheapest_remedy(config, target_of(config, "H100"), None) is None
 
 
-@pytest.mark.parametrize("gigabytes", [1.31, 1.45, 1.87])
+FP8_WEIGHTS = ('fp8.kind="current"', "fp8.parameters=true")
+
+
+@pytest.mark.parametrize(
+    ("keys", "gigabytes"),
+    [((), 1.31), ((), 1.45), ((), 1.87), (FP8_WEIGHTS, 1.9), (FP8_WEIGHTS, 2.3)],
+)
 @pytest.mark.parametrize("timed", [True, False])
 def test_the_cheapest_change_is_that_of_trying_all_and_few_are_tried(
-    gigabytes: float, timed: bool, monkeypatch: pytest.MonkeyPatch
+    keys: tuple[str, ...], gigabytes: float, timed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of eight changes; without a known speed the one of fewest keys."""
-    config = load_run(None, SMALL).on_device("cuda")
+    """Of eight changes; without a known speed the one of fewest keys. No bound is above what it
+    bounds."""
+    config = load_run(None, (*SMALL, *keys)).on_device("cuda")
     sheet = target_of(config, "H100").gpu
     assert sheet
     target = Target("cuda", "a small GPU", int(gigabytes * 10**9), sheet)
@@ -138,11 +145,14 @@ def test_the_cheapest_change_is_that_of_trying_all_and_few_are_tried(
 
     memory_model = MemoryModel("cuda")
     fitting: list[tuple[float, int]] = []
-    for keys, changed in remedies._changed_runs(config):
+    for changes, changed in remedies._changed_runs(config):
         tried = plan_run(changed, memory_model, assumed)
+        if tried.prediction and assumed:
+            bound = speed.least_seconds_of_schedule(changed, speed.passes_of(changed), assumed)
+            assert bound <= tried.prediction.seconds
         if target.verdict(tried.total) == "fits":
             seconds = tried.prediction.seconds if tried.prediction else 0.0
-            fitting.append((seconds, len(keys)))
+            fitting.append((seconds, len(changes)))
     assert fitting
     assert found
     assert remedies._seconds(found) == min(fitting)

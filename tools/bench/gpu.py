@@ -287,7 +287,7 @@ def read_records(path: Path, device: str) -> list[dict[str, Any]]:
         if line.endswith("}"):
             record = json.loads(line)
             # another card's numbers are none of this one's
-            if record["on"] == device:
+            if record.get("on") == device:
                 records.append(record)
     newest = {record["measurement"]: record["at"] for record in records}
     return [record for record in records if record["at"] == newest[record["measurement"]]]

@@ -50,5 +50,5 @@ def _rules(config: RunConfig, assumed: Assumptions) -> Iterator[str]:
     if assumed.device == "cuda" and not isinf(assumed.bandwidth):
         with without_storage(assumed.device):
             parts = config.recurrent_kernels(config.sized_model)
-        for part in parts:
-            yield f"{part}, and timed as by a kernel: plain torch is slower"
+        if parts:
+            yield "recurrent layers are timed as by kernels: plain torch is slower"

@@ -7,7 +7,7 @@ CUDA and NCCL themselves, and gaps between tensors; `Target.usable` leaves some 
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
@@ -107,6 +107,7 @@ class MemoryModel:
     def __init__(self, device: Device, process: int = PROCESS) -> None:
         self.device: Device = device
         self.process = process
+        self._states: dict[tuple[object, ...], list[StateBytes]] = {}
 
     def kept(self, config: RunConfig, costs: Sequence[StageCost]) -> list[ActivationBytes]:
         """Return what each stage keeps of a micro-batch."""
@@ -173,15 +174,7 @@ class MemoryModel:
         """Return the bytes of each pipeline rank."""
         kept = self.kept(config, passes.costs)
         rank_of_stage = passes.schedule.rank_of_stage
-        states = _state_bytes(
-            config.sized_model,
-            config.plan,
-            tuple(cost.cut for cost in passes.costs),
-            tuple(rank_of_stage),
-            sharding_of(config),
-            make_rule(config.optimizer),
-            self.device,
-        )
+        states = self._state_bytes(config, [cost.cut for cost in passes.costs], rank_of_stage)
         peaks = peak_bytes(config, passes, kept)
         # by pipeline rank, like `states` and `peaks`
         buffers = [0] * len(states)
@@ -193,6 +186,22 @@ class MemoryModel:
             self._of_rank(config, state, peaks[rank], buffers[rank], has_logits=rank == last_rank)
             for rank, state in enumerate(states)
         ]
+
+    def _state_bytes(
+        self, config: RunConfig, cuts: Sequence[Cut], rank_of_stage: Sequence[int]
+    ) -> list[StateBytes]:
+        """Return the state of each pipeline rank: once for layouts that share it, such as those
+        that recompute something else or have other micro-batches."""
+        model = config.sized_model
+        sharding = sharding_of(config)
+        optimizer = config.optimizer.model_dump_json()
+        key = (model, config.plan, tuple(cuts), tuple(rank_of_stage), sharding, optimizer)
+        if key not in self._states:
+            rule = make_rule(config.optimizer)
+            self._states[key] = state_bytes(
+                model, config.plan, cuts, rank_of_stage, sharding, rule, self.device
+            )
+        return self._states[key]
 
     def _of_rank(
         self,
@@ -335,10 +344,6 @@ def _first_equal(stage_memory: StageMemory) -> StageMemory:
     """Return the first `StageMemory` that was equal to this one, which knows the stages that were
     run before."""
     return stage_memory
-
-
-# layouts that recompute something else, or have other micro-batches, have the same state
-_state_bytes: Callable[..., list[StateBytes]] = lru_cache(maxsize=256)(state_bytes)
 
 
 def _times(count: int, kept: ActivationBytes) -> ActivationBytes:

@@ -34,6 +34,7 @@ from tools.analysis.planning.seconds.traffic import (
     whole_gradients,
 )
 from tools.analysis.planning.seconds.update import update_seconds
+from tools.config.expert_ranks import expert_slices
 from tools.config.run_file import RunConfig
 from tools.config.schedules import pipeline_schedule
 
@@ -288,13 +289,22 @@ def predict(
     config: RunConfig, passes: PlannedPasses, ranks: Sequence[RankBytes], assumed: Assumptions
 ) -> Prediction:
     """Return the predicted times of a step. ranks: the bytes of each pipeline rank."""
-    weights = max(rank.weights for rank in ranks)
     sent = 0.0
     for rank in ranks:
         gradients = whole_gradients(config, rank.gradients)
         sent = max(sent, replica_bytes(config, gradients, rank.weights))
-    elements = weights / config.plan.parameters.itemsize
-    return predict_passes(config, passes, sent, elements, assumed)
+    return predict_passes(config, passes, sent, _elements_of_fullest(config, passes), assumed)
+
+
+def _elements_of_fullest(config: RunConfig, passes: PlannedPasses) -> float:
+    """Return the parameters of the pipeline rank that has most, on each of its ranks."""
+    parallel = config.parallel
+    expert_ranks = parallel.expert * expert_slices(parallel)
+    elements = [0.0] * len(passes.schedule.programs)
+    for cost, rank in zip(passes.costs, passes.schedule.rank_of_stage, strict=True):
+        others = cost.parameters - cost.expert_parameters
+        elements[rank] += others / parallel.tensor + cost.expert_parameters / expert_ranks
+    return max(elements)
 
 
 def predict_passes(

@@ -156,6 +156,7 @@ def find(package: Package) -> Choice:
     if numbers < package.release:
         first = ".".join(map(str, package.release))
         return _plain(f"{package.name} {release} is older than {first}")
+    warnings.filterwarnings("ignore", FEWER_TOKENS_THAN_HEADS)
     return Choice(kernel, f"{package.name} {release}")
 
 
@@ -216,15 +217,13 @@ def delta_rule(
     # Documents are sequences of their own in samples laid end to end: [1, b * s, n, ...].
     if starts is not None:
         tensors = [x.flatten(0, 1).unsqueeze(0) for x in tensors]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", FEWER_TOKENS_THAN_HEADS)
-        outputs, last = kernel(
-            *tensors,
-            scale=1.0,  # queries have their scale
-            initial_state=state,
-            output_final_state=starts is None,
-            cu_seqlens=starts,
-        )
+    outputs, last = kernel(
+        *tensors,
+        scale=1.0,  # queries have their scale
+        initial_state=state,
+        output_final_state=starts is None,
+        cu_seqlens=starts,
+    )
     outputs = outputs.view(samples, length, *outputs.shape[2:])
     return outputs.transpose(1, 2).to(inputs.value.dtype), last
 

@@ -140,3 +140,61 @@ def test_the_base_of_windows_in_a_table_is_above_one() -> None:
     config.pop("rope_local_base_freq", None)
     with raises("convert.hf_value_kind", key="rope_parameters.sliding_attention.rope_theta"):
         from_hugging_face(config)
+
+
+# As published for Gemma 2 2B: the activation has two names, of which its class reads the newer one.
+GEMMA_2: dict[str, Any] = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": 50.0,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": 1,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "initializer_range": 0.02,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "torch_dtype": "float32",
+    "transformers_version": "4.42.4",
+    "use_cache": True,
+    "vocab_size": 256000,
+}
+
+
+def test_an_activation_with_two_names_is_read_if_both_say_the_same() -> None:
+    model = from_hugging_face(GEMMA_2)
+    assert model == from_hugging_face({**GEMMA_2, "hidden_act": "gelu_new"})
+    with raises("convert.hf_only_value", key="hidden_act"):
+        from_hugging_face({**GEMMA_2, "hidden_act": "silu"})
+
+
+def test_a_number_that_several_keys_have_is_no_ones_fault() -> None:
+    """Llama 3.1's file with a base of 1, which is also its right factor of low frequencies."""
+    config = {
+        **CONFIGS["llama"],
+        "rope_theta": 1.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    }
+    with pytest.raises(UserError) as caught:
+        from_hugging_face(config)
+    assert "low_freq_factor" not in str(caught.value)

@@ -81,18 +81,21 @@ def _make_model(
 
 
 def _key_with(value: Any, keys: ConfigKeys, candidates: Collection[str]) -> str:
-    """Return the first of some keys that has a number, as the file names it; "" if none has."""
+    """Return the one of some keys that has a number, as the file names it; "" if none has, or
+    several have."""
     if not isinstance(value, int | float):
         return ""
-    for key in sorted(candidates):
+    found = list[str]()
+    for key in candidates:
         stated = keys.stated.get(key)
-        inner = stated.items() if isinstance(stated, Mapping) else ()
-        if not isinstance(stated, bool) and stated == value:
-            return keys.as_stated(key)
-        for name, inner_value in inner:
-            if not isinstance(inner_value, bool) and inner_value == value:
-                return f"{keys.as_stated(key)}.{name}"
-    return ""
+        name = keys.as_stated(key)
+        of_key = {name: stated}
+        if isinstance(stated, Mapping):
+            of_key = {f"{name}.{inner}": inner_value for inner, inner_value in stated.items()}
+        for path, number in of_key.items():
+            if not isinstance(number, bool) and number == value:
+                found.append(path)
+    return found[0] if len(found) == 1 else ""
 
 
 def special_ids(config: Json) -> dict[str, Any]:

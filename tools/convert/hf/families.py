@@ -238,6 +238,8 @@ _MTP_LAYERS = Entry(
 _HEADS = Entry(_read_heads, _write_heads)
 _SILU = only("hidden_act", "silu", "swish")
 _TANH_GELU = only("hidden_activation", *TANH_GELU)
+# Published files of Gemma 2 have the older name too, which its class does not read.
+_OLDER_TANH_GELU = {"hidden_act": TANH_GELU}
 _ATTENTION_BIAS = same("attention_bias", "qkv_bias", "output_bias")
 # What the families after Llama share.
 _OF_SOME_WIDTH = (*_ROTARY, _HEADS, same("rms_norm_eps", "norm_eps"))
@@ -725,6 +727,7 @@ FAMILIES: dict[str, Family] = {
             _softcap("final_logit_softcapping", "final_softcap"),
         ),
         requires=_heads_divide_hidden,
+        allowed=_OLDER_TANH_GELU,
     ),
     "gemma3_text": Family(
         ours="gemma3",
@@ -745,6 +748,7 @@ FAMILIES: dict[str, Family] = {
             ),
         ),
         requires=_heads_divide_hidden,
+        allowed=_OLDER_TANH_GELU,
         beyond_transformers_4=by_layer_beyond_transformers_4("gemma3_text"),
     ),
     "glm4_moe": Family(

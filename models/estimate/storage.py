@@ -76,7 +76,8 @@ class _EvenCounts:
         return [least + 1] * remainder + [least] * (self.experts - remainder)
 
     def cumsum(self, dim: int) -> Tensor:
-        """Return a tensor without storage of the ends of the experts' rows."""
+        """Return the ends of the experts' rows, int64 [experts], which grouped products read: a
+        tensor without storage. dim: of the only dimension."""
         return torch.empty(self.experts, dtype=torch.int64)
 
 

@@ -1,6 +1,7 @@
 """Kernels of other packages compute what plain torch does, are taken where they can be, and are
 named."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from models.attention.mamba_mixer import MambaMixer
 from models.attention.recurrent_kernels import (
     CONVOLUTION,
     DELTA_RULE,
+    FEWER_TOKENS_THAN_HEADS,
     STATE_SPACE,
     Package,
     Setting,
@@ -91,6 +93,17 @@ def made_and_gradients(
     return [*(x.detach() for x in made), *torch.autograd.grad(loss, leaves)]
 
 
+def test_a_kernel_that_was_found_warns_of_no_short_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, DELTA_RULE, function=FUNCTIONS[DELTA_RULE])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recurrent_kernels.find(DELTA_RULE)
+        warnings.warn(f"{FEWER_TOKENS_THAN_HEADS}: seq_len (1) < num_heads (3).", stacklevel=1)
+        with pytest.raises(UserWarning, match="another"):
+            warnings.warn("another", stacklevel=1)
+
+
+@pytest.mark.filterwarnings(f"ignore:{FEWER_TOKENS_THAN_HEADS}")
 @pytest.mark.parametrize("documents", [0.0, 0.1])
 @pytest.mark.parametrize("length", [1, 37])
 def test_the_delta_rule_is_that_of_the_chunks(length: int, documents: float) -> None:

@@ -153,6 +153,7 @@ class _Machine:
         # products by themselves may take as long as the whole layer: something is always left
         remaining = max(row.seconds - known, LEAST_SHARE * row.seconds)
         at_one_gigabyte = replace(of_shape, bandwidth=1.0)
+        # at 1 GB/s the seconds are the gigabytes
         gigabytes = sum(elementwise_seconds(config, cost, at_one_gigabyte))
         return gigabytes / remaining
 
@@ -169,11 +170,11 @@ def threads_of(config: RunConfig, calibration: Calibration) -> int:
 
 def _speed_of_products(config: RunConfig, rows: Sequence[ProductRow]) -> float:
     """Return the FLOP/s of the products of the run's layers and its head."""
-    # without the factor 2, a product and a sum, which cancels
     flops = 0.0
     seconds = 0.0
     for tokens, inputs, outputs, count in _products_of(config):
-        flops_of_shape = count * tokens * inputs * outputs
+        # a product and a sum for each pair of numbers
+        flops_of_shape = 2 * count * tokens * inputs * outputs
         speed_of_shape = speed_between(rows, tokens, inputs, outputs)
         flops += flops_of_shape
         seconds += flops_of_shape / speed_of_shape

@@ -81,8 +81,10 @@ def _make_model(
 
 
 def _key_with(value: Any, keys: ConfigKeys, candidates: Collection[str]) -> str:
-    """Return the one of some keys that has a number, as the file names it; "" if none has, or
-    several have."""
+    """Return the one of some keys that has a number, as the file names it; "" if none has.
+
+    If several have it, whichever is wrong is among them: "a or b".
+    """
     if not isinstance(value, int | float):
         return ""
     found = list[str]()
@@ -95,7 +97,7 @@ def _key_with(value: Any, keys: ConfigKeys, candidates: Collection[str]) -> str:
         for path, number in of_key.items():
             if not isinstance(number, bool) and number == value:
                 found.append(path)
-    return found[0] if len(found) == 1 else ""
+    return " or ".join(sorted(found))
 
 
 def special_ids(config: Json) -> dict[str, Any]:

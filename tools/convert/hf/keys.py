@@ -261,7 +261,7 @@ class ConfigKeys:
         self.family = family
         self.stated = dict(config)
         self._read = set[str]()
-        self._aliases = dict[str, str]()  # of the file: the usual name -> the one that it has
+        self._stated_names = dict[str, str]()  # of the file: the usual name -> the one that it has
         if problems := list(_wrong_kinds(config, family)):
             raise UserError(*problems)
         for alias, name in family.aliases.items():
@@ -272,7 +272,7 @@ class ConfigKeys:
         """Take the value of `alias` for that of `name`."""
         # transformers takes either name, but a file with both must say one thing.
         stated_value = self.stated.pop(alias)
-        self._aliases.setdefault(name, alias)
+        self._stated_names.setdefault(name, alias)
         if self.stated.setdefault(name, stated_value) != stated_value:
             raise UserError.of(
                 "convert.hf_alias_differs",
@@ -288,7 +288,7 @@ class ConfigKeys:
 
     def as_stated(self, key: str) -> str:
         """Return the name by which the file has a key."""
-        return self._aliases.get(key, key)
+        return self._stated_names.get(key, key)
 
     def read(self, entry: Entry) -> tuple[Fields, frozenset[str]]:
         """Return the fields of an entry, and the keys that it read for them."""

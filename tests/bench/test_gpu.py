@@ -158,7 +158,7 @@ def test_what_was_refused_is_not_tried_again_unasked_and_the_last_line_says_how_
     assert run_gpu(tmp_path) == 1
     output = capsys.readouterr().out
     assert "           refused: out of memory" in output
-    again = 'again      python -m tools.bench gpu --only "first" "megaprec, block"'
+    again = 'again      python -m tools.bench gpu --only "megaprec, block"'
     assert output.splitlines()[-1] == again
     monkeypatch.setattr(gpu, "take", lambda measurement: pytest.fail("not asked for"))
     assert run_gpu(tmp_path) == 1

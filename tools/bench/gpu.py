@@ -160,7 +160,8 @@ def main(args: argparse.Namespace) -> int:
     failed = list(describe_failures(records))
     for line in failed:
         print(f"failed     {line}")
-    if refused := sorted({record["measurement"] for record in records if "refused" in record}):
+    refused = sorted({record["measurement"] for record in records if _is_failure(record)})
+    if refused:
         names = " ".join(f'"{name}"' for name in refused)
         print(f"again      python -m tools.bench gpu --only {names}")
     return int(bool(failed))
@@ -299,8 +300,14 @@ def describe_failures(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for record in records:
         if str(record.get("outcome", "")).startswith("failed"):
             yield f"{record['test']} {record['outcome']}"
-        elif "refused" in record and record["measurement"].startswith(("megaprec", LAWS)):
+        elif _is_failure(record):
             yield f"{record['measurement']}: {record['refused']}"
+
+
+def _is_failure(record: Mapping[str, Any]) -> bool:
+    """Return True if a measurement of megaprec was refused. Others need what is not everywhere: a
+    peer, or several GPUs."""
+    return "refused" in record and record["measurement"].startswith(("megaprec", LAWS))
 
 
 def describe_machine(device: str) -> dict[str, str]:

@@ -20,8 +20,8 @@ PLAIN_MESSAGES = {
     "string_type": "must be text in quotes",
     "model_type": "must be a table",
     "tuple_type": "must be a list in brackets",
-    "string_too_short": "must not be empty",
-    "too_short": "must not be empty",
+    "string_too_short": "must be text that is not empty",
+    "too_short": "must be a list that is not empty",
     "extra_forbidden": "is not a key of this table",
 }
 

@@ -210,6 +210,7 @@ def test_unknown_names_in_a_file_say_which_file_and_a_table_is_named_once(run_fi
         ('train.folder=""', "must be text that is not empty$"),
         ("data.source=", "must be text that is not empty or a list in brackets$"),
         ("data.source=[]", "must be text in quotes or a list that is not empty$"),
+        ("data.source=[1]", r"\): must be text in quotes or a list that is not empty$"),
         ('data.blend={"" = 1, "a b" = 2}', re.escape('data.blend = {"" = 1, "a b" = 2} (')),
         ("optimizer.options={momentum=1}", "no option is called momentum; there are betas, eps"),
     ],

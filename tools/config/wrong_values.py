@@ -106,8 +106,10 @@ def _join_alternatives(
             continue
         # without the name of the type, which pydantic puts behind the key
         alternatives = [_requirement({**finding, "loc": key}) for finding in findings_of_key]
-        words = [alternative.removeprefix("must be ") for alternative in alternatives[1:]]
-        message = " or ".join([alternatives[0], *words])
+        words = [alternative.removeprefix("must be ") for alternative in alternatives]
+        begins = "must be " if alternatives[0].startswith("must be ") else ""
+        # a text may be wrong as a value and within a list
+        message = begins + " or ".join(dict.fromkeys(words))
         yield {"type": "union", "loc": key, "msg": message, "input": None}
 
 

@@ -43,21 +43,30 @@ def take_urls(
         value = setting.value
         field = fields.get(key)
         with_password = [text for text in texts_in(value) if has_password(text)]
-        named = {"key": key, "value": toml(value), "origin": setting.origin}
+        shown = toml(value)
+        origin = setting.origin
         if field is not None and is_path(field) and isinstance(value, str) and is_url(value):
-            problems.append(Problem.of("config.url_of_path", **named))
+            problems.append(Problem.of("config.url_of_path", key=key, value=shown, origin=origin))
             # no later check may read the path that it would be
             del settings[key]
-        elif with_password and setting.origin == saved_origin:
+        elif with_password and origin == saved_origin:
             shorter = toml(without_passwords(value))
             notes.append(
-                f"{key} ({setting.origin}): this run folder keeps the password of a URL; "
+                f"{key} ({origin}): this run folder keeps the password of a URL; "
                 f"{key}={shorter} resumes the run without it, with the password in the "
                 f"environment: {_environment(with_password)}"
             )
         elif with_password:
             environment = _environment(with_password)
-            problems.append(Problem.of("config.url_password", **named, environment=environment))
+            problems.append(
+                Problem.of(
+                    "config.url_password",
+                    key=key,
+                    value=shown,
+                    origin=origin,
+                    environment=environment,
+                )
+            )
     return problems, notes
 
 

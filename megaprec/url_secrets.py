@@ -2,37 +2,48 @@
 the query of `https://`.
 
 Requests take URLs as they are; only what is shown, or kept for a reader, goes through `masked`. A
-run file, which is kept as it is, may have no URL with a password (`has_user`).
+run file, which is kept as it is, may have no URL with a password (`has_password`). A URL that was
+taken for a path has one slash (`s3:/key:secret@bucket`), and is masked too.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 MASK = "***"
 # up to the last @ before the path: a password may have one itself
-HTTP_USER = re.compile(r"(https?://)[^\s/?#]*@", re.IGNORECASE)
-# of other kinds a name alone may be a container (abfs://container@account)
-PASSWORD = re.compile(r"(://[^\s/?#:]*:)[^\s/?#]*@")
+HTTP_USER = re.compile(r"(https?:/{1,2})[^\s/?#]*@", re.IGNORECASE)
+# of other kinds a name alone may be a container (abfs://container@account); git://repo:ref@file and
+# github://org:repo@ref/file have no password
+PASSWORD = re.compile(
+    r"(?<![\w+.-])(?!git(?:hub)?:)([a-z][a-z0-9+.-]*:/{1,2})([^\s/?#:]*:)[^\s/?#]+@", re.IGNORECASE
+)
 # up to the next space, without the quotes and points that may follow a URL in a sentence
-QUERY = re.compile(r"(https?://[^\s?]*\?)\S+?(?=[\"'()\[\]:;,.]*(?:\s|$))", re.IGNORECASE)
+QUERY = re.compile(r"(https?:/{1,2}[^\s?]*\?)\S+?(?=[\"'()\[\]:;,.]*(?:\s|$))", re.IGNORECASE)
 
 
 def masked(text: str) -> str:
     """Return a text in which MASK stands for the secrets of its URLs."""
-    if "://" not in text:
+    if ":/" not in text:
         return text
     return QUERY.sub(rf"\1{MASK}", _without_users(text))
 
 
-def has_user(text: str) -> bool:
-    """Return True if a URL in a text has a password, or a name that may be a key."""
+def has_password(text: str) -> bool:
+    """Return True if a URL in a text has a password, or is `https://` with a name, which may be a
+    key."""
     return _without_users(text) != text
+
+
+def without_passwords(value: Any) -> Any:
+    """Return a value of tables and lists without names and passwords of URLs that have a password
+    (`has_password`)."""
+    return _changed_inside(value, lambda text: PASSWORD.sub(r"\1", HTTP_USER.sub(r"\1", text)))
 
 
 def _without_users(text: str) -> str:
     text = HTTP_USER.sub(rf"\1{MASK}@", text)
-    return PASSWORD.sub(rf"\1{MASK}@", text)
+    return PASSWORD.sub(rf"\1\2{MASK}@", text)
 
 
 def texts_in(value: Any) -> Iterator[str]:
@@ -50,10 +61,18 @@ def texts_in(value: Any) -> Iterator[str]:
 
 def masked_inside(value: Any) -> Any:
     """Return a value of tables and lists with its texts `masked`."""
+    return _changed_inside(value, masked)
+
+
+def _changed_inside(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a value of tables and lists with a change of each text, names of keys too."""
     if isinstance(value, str):
-        return masked(value)
+        return change(value)
     if isinstance(value, Mapping):
-        return {masked_inside(key): masked_inside(inner) for key, inner in value.items()}
+        return {
+            _changed_inside(key, change): _changed_inside(inner, change)
+            for key, inner in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [masked_inside(inner) for inner in value]
+        return [_changed_inside(inner, change) for inner in value]
     return value

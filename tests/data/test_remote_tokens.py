@@ -370,6 +370,12 @@ def test_secrets_of_urls_are_neither_shown_nor_kept(
         ('"https://u:p@ss@h:1/a?x=1": no', '"https://***@h:1/a?***": no'),
         ("url='https://h/a?b=c/d+(e)&f=', x", "url='https://h/a?***', x"),
         ("sftp://u:p@h/a", "sftp://u:***@h/a"),
+        ("s3:/u:p@h/a is not there", "s3:/u:***@h/a is not there"),
+        ("https:/u:p@h/a?b=c is not there", "https:/***@h/a?*** is not there"),
+        (
+            "git+ssh://u:p@h/a github://org:repo@main/a",
+            "git+ssh://u:***@h/a github://org:repo@main/a",
+        ),
         ("abfs://box@account/a s3://b/?.txt http://h:80/a@b", None),
         ("hf://datasets/a/b@main: mail me@home", None),
     ],

@@ -12,7 +12,7 @@ import pytest
 
 from megaprec.errors import UserError
 from tests.importing.scripts import ASSUMED, SCRIPTS
-from tests.refusals import sentence
+from tests.refusals import sentence, shows
 from tools.cli import main
 from tools.config.run_file import RunConfig, load_run, read_run_settings
 from tools.convert.megatron.args import model_of_args
@@ -746,6 +746,38 @@ def test_a_refusal_of_arguments_tells_how_one_is_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["import-args", f"{BASE} --mock-data"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("--drop NAME leaves out an argument")
+
+
+@pytest.mark.parametrize("given", ["--hidden-size 0", "--num-layers 0", "--lr nothing"])
+def test_an_argument_that_every_run_needs_is_not_to_be_left_out(
+    given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["import-args", f"{BASE} {given}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--num-experts 4 --moe-router-topk 8", "--moe-router-topk 8 --num-experts 4: "),
+        ("--num-experts 1", "--moe-router-topk --num-experts 1: "),
+    ],
+)
+def test_values_that_do_not_fit_together_are_told_by_all_their_arguments(
+    given: str, said: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        import_run([f"{BASE} {given}"], {}, {}, 1)
+    told = [
+        problem for problem in caught.value.problems if shows(problem, "model.experts_per_token")
+    ]
+    assert told and told[0].startswith(said)
+
+
+def test_one_of_two_arguments_may_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import-args", f"{BASE} --train-samples 100"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("--drop NAME leaves out an argument")
 
 

@@ -457,7 +457,8 @@ OPTION_ERRORS = [
         sentence("optimizer.muon_scale", scale="spectral", scales="moonshot or keller-jordan"),
     ),
     ({"by_adamw": "head.*"}, sentence("optimizer.muon_patterns", key="by_adamw", values="head.*")),
-    ({"lr": 0.1}, sentence("optimizer.rule_options", name="muon")),
+    ({"lr": 0.1}, sentence("optimizer.rule_options", name="muon", option="lr")),
+    ({"adamw": 1}, sentence("optimizer.rule_options", name="muon", option="adamw")),
     ({"betas": (0.9, 1.0)}, sentence("optimizer.betas")),
 ]
 

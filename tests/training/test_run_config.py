@@ -207,10 +207,12 @@ def test_unknown_names_in_a_file_say_which_file_and_a_table_is_named_once(run_fi
         ),
         ("data.held_out=1.0", "must be less than 1"),
         ("parallel.overlap=on", "must be true or false or 'auto'"),
-        ('train.folder=""', "must not be empty"),
-        ('data.source=""', "must not be empty"),
+        ('train.folder=""', "must be text that is not empty$"),
+        ("data.source=", "must be text that is not empty or a list in brackets$"),
+        ("data.source=[]", "must be text in quotes or a list that is not empty$"),
+        ("data.source=[1]", r"\): must be text in quotes or a list that is not empty$"),
         ('data.blend={"" = 1, "a b" = 2}', re.escape('data.blend = {"" = 1, "a b" = 2} (')),
-        ("optimizer.options={momentum=1}", "AdamW.*'momentum'; there are betas, eps"),
+        ("optimizer.options={momentum=1}", "no option is called momentum; there are betas, eps"),
     ],
 )
 def test_a_value_of_the_wrong_kind_says_what_was_expected(wrong: str, expected: str) -> None:
@@ -222,6 +224,23 @@ def test_a_value_of_the_wrong_kind_says_what_was_expected(wrong: str, expected: 
 def test_an_option_of_a_rule_is_named_with_its_table() -> None:
     (problem,) = problems(*MINIMAL, "optimizer.name=sgd", "optimizer.options={momentum=nan}")
     assert problem.startswith("optimizer.options.momentum = nan must lie from 0")
+
+
+def test_a_rule_that_no_run_can_have_is_told_in_a_sentence_of_its_own() -> None:
+    (problem,) = problems(*MINIMAL, "optimizer.name=LBFGS")
+    assert re.fullmatch(
+        sentence("optimizer.torch_rule_flat", title="optimizer torch.optim.lbfgs.LBFGS"), problem
+    )
+
+
+def test_muon_lists_the_options_that_a_run_file_may_give_it() -> None:
+    (problem,) = problems(*MINIMAL, "optimizer.name=muon", "optimizer.options={adamw=1}")
+    (_, listed) = problem.split("; there are ")
+    for option in listed.split(", "):
+        found = problems(*MINIMAL, "optimizer.name=muon", f"optimizer.options={{{option}=nan}}")
+        assert found
+        assert not any(shows(line, "config.muon_option") for line in found)
+        assert not any(shows(line, "optimizer.rule_options") for line in found)
 
 
 def test_a_number_where_text_belongs_in_a_file_is_refused(run_file: Path) -> None:

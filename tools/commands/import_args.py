@@ -24,10 +24,24 @@ from megaprec.errors import Problem, UserError
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_strict
 from tools.config.run_file import read_run_settings
+from tools.interop.importing.megatron_model import REQUIRED
 from tools.interop.importing.run import import_run
 
+ARGUMENT = re.compile(r"(?<!\S)--([\w.-]+)")
 OVERRIDE = re.compile(r"[a-z][a-z0-9_]*\.[a-z][a-z0-9_]* *=")
 MAX_RANKS = 2**20  # beyond any cluster
+# arguments that no run of Megatron-LM is without
+NEEDED = frozenset(
+    {
+        *REQUIRED,
+        "seq_length",
+        "micro_batch_size",
+        "global_batch_size",
+        "train_iters",
+        "lr",
+        "data_path",
+    }
+)
 DROP_HINT = "--drop NAME leaves out an argument that this run can do without"
 LOG_HINT = (
     "of a script plain assignments alone are followed: in a copy of it write out what the shell "
@@ -109,11 +123,21 @@ def main(args: argparse.Namespace) -> int:
 def _hints(problems: Sequence[Problem]) -> Iterator[str]:
     """Yield the ways out of the problems of an import."""
     is_open = [problem.code in NOT_FOLLOWED for problem in problems]
-    is_of_argument = [problem.startswith("--") for problem in problems]
-    if any(is_of_argument) and not all(is_open):
+    if any(map(_can_be_dropped, problems)) and not all(is_open):
         yield DROP_HINT
     if any(is_open):
         yield LOG_HINT
+
+
+def _can_be_dropped(problem: Problem) -> bool:
+    """Return True if a problem is of arguments that were given, and a run may be without one of
+    them."""
+    # before the colon stands how they were given
+    said, colon, _ = problem.partition(":")
+    if not colon or not said.startswith("--"):
+        return False
+    names = {name.replace("-", "_") for name in ARGUMENT.findall(said)}
+    return not names.issubset(NEEDED)
 
 
 def how_to_quote(argument: str) -> str:

@@ -56,6 +56,10 @@ from tools.config.settings import LR, Checkpoint, Log, Optimizer, Parallel, Trai
 T = TypeVar("T")
 # each batch of a schedule has a pipeline schedule of its own, which is proven when a run begins
 MOST_CHANGES = 1000
+# problems of options that begin with the option, as a rule by itself knows it
+BY_OPTION_ALONE = frozenset(
+    {"optimizer.betas", "optimizer.eps", "optimizer.momentum", "optimizer.nesterov"}
+)
 GROWS = Growth(1.0, 2.0)
 """Of any embedding under muP."""
 
@@ -137,8 +141,8 @@ def _schedule(lr: LR, train: Train) -> Iterator[str]:
 
 def _rule(optimizer: Optimizer) -> Iterator[str]:
     for problem in _problems_of(make_rule, optimizer):
-        # a rule by itself knows its own names alone
-        yield problem if problem.startswith("optimizer.") else problem.within("optimizer.options.")
+        names_option = problem.code in BY_OPTION_ALONE
+        yield problem.within("optimizer.options.") if names_option else problem
 
 
 def _recomputed_scales(parallel: Parallel, fp8: FP8) -> Iterator[str]:

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 from megaprec.data.files import with_suffix
 from megaprec.data.forms import UTF8
 from megaprec.data.places import is_url
-from tools.config.table import MAX_SIZE, FilePath, Table
+from tools.config.table import EXPANDED, MAX_SIZE, FilePath, Table
 
 
 def _as_tuple(value: object) -> object:
@@ -16,9 +16,9 @@ def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+SourceName = Annotated[str, Field(min_length=1), EXPANDED]
 TextSource = Annotated[
-    Annotated[FilePath, Field(min_length=1)]
-    | Annotated[tuple[Annotated[FilePath, Field(min_length=1)], ...], Field(min_length=1)],
+    SourceName | Annotated[tuple[SourceName, ...], Field(min_length=1)],
     BeforeValidator(_as_tuple),
 ]
 """A text or data set by its name, or several texts by theirs, which are read in this order."""

@@ -30,7 +30,6 @@ from megaprec.errors import Problem, UserError, did_you_mean
 from megaprec.optim.lr import LRSchedule
 from megaprec.parsing import MOST_SETTINGS, home_expanded, home_problem, parse_toml, read_text
 from megaprec.precision.plan import PrecisionPlan
-from megaprec.url_secrets import has_user, texts_in
 from models.attention import recurrent_kernels
 from models.attention.backends import kernel_names
 from models.config import ModelConfig
@@ -56,6 +55,7 @@ from tools.config.relative_paths import working_directory_hint
 from tools.config.removed_keys import take_removed
 from tools.config.schedules import pipeline_schedule
 from tools.config.settings import LR, Checkpoint, Log, Optimizer, Parallel, Train
+from tools.config.urls import take_urls
 from tools.config.wrong_values import explain, too_large
 from tools.console.toml import Setting, toml
 from tools.interop.foreign.whose import RUN, whose_file
@@ -350,14 +350,6 @@ class RunConfig(BaseModel):
         return "\n".join(lines) + "\n"
 
 
-def _passwords(settings: Mapping[str, Setting]) -> Iterator[Problem]:
-    """Yield a problem for each key with the password of a URL, which the run folder would keep."""
-    for key, setting in settings.items():
-        if any(map(has_user, texts_in(setting.value))):
-            value = toml(setting.value)
-            yield Problem.of("config.url_password", key=key, value=value, origin=setting.origin)
-
-
 @lru_cache(maxsize=64)
 def _cached_plan(
     tables: tuple[Precision, FP8],
@@ -396,10 +388,15 @@ class RunFile:
         self.problems += self._dialect.problems
         self.problems += unknown_key_problems(settings, _known_fields())
         self.problems += _two_sources(settings)
-        self.problems += _passwords(settings)
+        url_problems, url_notes = take_urls(settings, _fields(), saved_origin)
+        self.problems += url_problems
+        refused_keys = {problem.fields["key"] for problem in url_problems}
+        self._refuses_weights = not refused_keys.isdisjoint(
+            ("train.init_from", "train.branch_from")
+        )
 
         # weaker origins fill in what is still open
-        self.notes = [*removed_notes, *self._dialect.notes, *_replace_model(settings)]
+        self.notes = [*removed_notes, *self._dialect.notes, *url_notes, *_replace_model(settings)]
         self._preset_problems = _add_preset(settings)
         self.problems += self._preset_problems
 
@@ -478,7 +475,9 @@ class RunFile:
         if plan is not None:
             settings = native_settings(plan) | settings
         # without the preset or the weights, missing keys of the model are no news
-        is_unread = bool(self._preset_problems) or isinstance(initial, UserError)
+        is_unread = (
+            bool(self._preset_problems) or self._refuses_weights or isinstance(initial, UserError)
+        )
         incomplete = "model" if is_unread else ""
         tables, type_problems = _read_tables(settings, tables_of_a_run(), incomplete)
         problems += [*type_problems, *cross_problems(tables)]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
 
 from megaprec.parsing import home_problem, path_problem
 
@@ -23,7 +24,13 @@ def _expanded(path: str) -> str:
     return os.path.expanduser(path)
 
 
-FilePath = Annotated[str, AfterValidator(_expanded)]
+EXPANDED = AfterValidator(_expanded)
+FilePath = Annotated[str, EXPANDED]
+
+
+def is_path(field: FieldInfo) -> bool:
+    """Return True if a key holds one path, which is of this machine."""
+    return field.annotation is str and EXPANDED in field.metadata
 
 
 def default_of(function: Callable[..., Any], argument: str) -> Any:

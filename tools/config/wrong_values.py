@@ -20,8 +20,8 @@ PLAIN_MESSAGES = {
     "string_type": "must be text in quotes",
     "model_type": "must be a table",
     "tuple_type": "must be a list in brackets",
-    "string_too_short": "must not be empty",
-    "too_short": "must not be empty",
+    "string_too_short": "must be text that is not empty",
+    "too_short": "must be a list that is not empty",
     "extra_forbidden": "is not a key of this table",
 }
 
@@ -106,8 +106,10 @@ def _join_alternatives(
             continue
         # without the name of the type, which pydantic puts behind the key
         alternatives = [_requirement({**finding, "loc": key}) for finding in findings_of_key]
-        words = [alternative.removeprefix("must be ") for alternative in alternatives[1:]]
-        message = " or ".join([alternatives[0], *words])
+        words = [alternative.removeprefix("must be ") for alternative in alternatives]
+        begins = "must be " if alternatives[0].startswith("must be ") else ""
+        # a text may be wrong as a value and within a list
+        message = begins + " or ".join(dict.fromkeys(words))
         yield {"type": "union", "loc": key, "msg": message, "input": None}
 
 

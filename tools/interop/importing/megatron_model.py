@@ -244,5 +244,19 @@ def _as_typed(problem: Problem, arguments: Arguments) -> str:
         if given:
             problem = problem.within(f"{arguments.origin(*given)}: ")
         return problem.replace("Megatron's args: ", "model.")
+    if said := _said_of_fields(problem, arguments):
+        return problem.replace("Megatron's args: ", f"{said}: ")
     name = re.search(r"(?<=Megatron's )\w+(?= = )", problem)
     return problem.replace(f"Megatron's {name[0]}", option(name[0])) if name else problem
+
+
+def _said_of_fields(problem: Problem, arguments: Arguments) -> str:
+    """Return how the arguments are given that the fields of a problem come from, those that are not
+    given by their names; "" if none is given."""
+    said = list[str]()
+    for field in problem.fields:
+        names = _names_of(field)
+        given = [name for name in names if arguments.has(name)]
+        said += [arguments.said.get(name, option(name)) for name in given or names[:1]]
+    is_given = any(words in arguments.said.values() for words in said)
+    return " ".join(dict.fromkeys(said)) if is_given else ""

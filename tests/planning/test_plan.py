@@ -451,3 +451,17 @@ def test_ctrl_c_ends_a_search_with_what_was_found(file: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         search(config, 8, target, ASSUMED, press_at_first)
+
+
+@pytest.mark.parametrize("name", ["adamw", "Adam"])
+def test_options_of_a_rule_may_be_lists(name: str) -> None:
+    """As TOML has them."""
+    keys = [
+        'model.preset="llama-demo"',
+        "model.vocab=4096",
+        "train.steps=1",
+        "train.global_batch=2",
+    ]
+    keys += ["train.micro_batch=1", "train.seq_length=16", f"optimizer.name={name}"]
+    config = load_run(None, [*keys, "optimizer.options={betas=[0.9, 0.95]}"])
+    assert plan_run(config, MemoryModel("cpu"), None).total > 0

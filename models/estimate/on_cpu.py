@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaprec.torch_private import no_torch_function, tensor_on_device
-from models.estimate.results import result_on_meta
+from models.estimate.results import is_factory, result_on_meta
 
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
@@ -89,22 +89,11 @@ def _on_meta(
         real = args[0]
         meta = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_META)
         return _OnCPU(meta)
-    if "device" in kwargs or _is_factory(func, args, kwargs):
+    if "device" in kwargs or is_factory(func):
         kwargs = kwargs | {"device": _META}
     bare_args = [_unwrap(value) for value in args]
     bare_kwargs = {key: _unwrap(value) for key, value in kwargs.items()}
     return _wrap(result_on_meta(func, tuple(bare_args), bare_kwargs))
-
-
-def _is_factory(
-    func: Any,
-    args: Any,
-    kwargs: dict[str, Any],
-) -> bool:
-    """Return True if an operator has no tensor among its arguments, but may be told a device."""
-    if next(tensors_of((*args, *kwargs.values())), None) is not None:
-        return False
-    return any(argument.name == "device" for argument in func._schema.arguments)
 
 
 def _wrap(value: Any) -> Any:

@@ -50,7 +50,7 @@ def result_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if _may_share_memory(func):
         return func(*args, **kwargs)
     # a real tensor is made once alone: it may be of random numbers
-    if _is_factory(func) and kwargs.get("device") != _META:
+    if is_factory(func) and kwargs.get("device") != _META:
         return func(*args, **kwargs)
     try:
         form_of_args = _form_of(args)
@@ -66,10 +66,13 @@ def result_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 @lru_cache(maxsize=1024)
-def _is_factory(func: Any) -> bool:
-    """Return True if an operator reads no tensor: its device decides what it makes."""
+def is_factory(func: Any) -> bool:
+    """Return True if an operator reads no tensor: what it makes is on the device that it is
+    told."""
     arguments = func._schema.arguments
-    return not any("Tensor" in str(argument.type) for argument in arguments)
+    reads_tensors = any("Tensor" in str(argument.type) for argument in arguments)
+    takes_device = any(argument.name == "device" for argument in arguments)
+    return takes_device and not reads_tensors
 
 
 @lru_cache(maxsize=1024)

@@ -19,7 +19,7 @@ from statistics import correlation, median
 from typing import Any
 
 from models.estimate.gpus import GPU, gpu_named
-from tests.planning.facts import Fact, facts_of, read_facts
+from tests.planning.facts import Doubt, Fact, facts_of, read_doubts, read_facts
 from tools.analysis.planning.memory import PlannedPasses
 from tools.analysis.planning.reached import assumptions_of
 from tools.analysis.planning.seconds.assumptions import Assumptions
@@ -47,20 +47,25 @@ BESIDE_BACKWARD = 0.4
 
 @dataclass(frozen=True)
 class Published:
-    """A published run: its row of the table, the facts of its software by kind, its run file, and
-    the passes of a step."""
+    """A published run: its row of the table, the facts of its software by kind, its run file, the
+    passes of a step, and whether its speed is in doubt."""
 
     row: Mapping[str, Any]
     facts: Mapping[str, Fact]
     config: RunConfig
     passes: PlannedPasses
+    in_doubt: bool = False
 
     @classmethod
-    def of(cls, row: Mapping[str, Any], facts: Sequence[Fact]) -> "Published":
-        """Return the run of a row, by those of the facts that are of it. Raises FactError."""
+    def of(
+        cls, row: Mapping[str, Any], facts: Sequence[Fact], doubts: Sequence[Doubt] = ()
+    ) -> "Published":
+        """Return the run of a row, by those of the facts and doubts that are of it. Raises
+        FactError."""
         of_run = facts_of(row, facts)
         config = _config(row, of_run)
-        return cls(row, of_run, config, passes_of(config))
+        in_doubt = any(doubt.holds_for(row) for doubt in doubts)
+        return cls(row, of_run, config, passes_of(config), in_doubt)
 
     @property
     def gpu(self) -> GPU:
@@ -70,11 +75,6 @@ class Published:
         if fact := self.facts.get("bandwidth"):
             gpu = replace(gpu, bandwidth=float(fact.value))
         return gpu
-
-    @property
-    def doubt(self) -> str:
-        """Why the speed is not that of the layout alone; empty if nothing says so."""
-        return self.row.get("doubt", "")
 
     @property
     def overlap(self) -> str | float:
@@ -155,7 +155,8 @@ def published_runs() -> tuple[Published, ...]:
     source nor a reason."""
     table = published_table()
     facts = read_facts(table["fact"])
-    return tuple(Published.of(row, facts) for row in table["run"])
+    doubts = read_doubts(table["doubt"])
+    return tuple(Published.of(row, facts, doubts) for row in table["run"])
 
 
 def published_table() -> dict[str, Any]:
@@ -352,7 +353,7 @@ def by_what_is_known(runs: Sequence[Published]) -> dict[str, list[Compared]]:
     groups = {"all facts": compared}
     groups["facts with a source"] = compare([run.by_sources() for run in runs])
     groups["nothing of the row assumed"] = [one for one in compared if "assumed" not in one.run.row]
-    groups["not in doubt"] = [one for one in compared if not one.run.doubt]
+    groups["not in doubt"] = [one for one in compared if not one.run.in_doubt]
     return groups
 
 
@@ -367,13 +368,15 @@ def fact_lines(facts: Sequence[Fact]) -> Iterator[str]:
         yield f"| {fact.software} | {name} | {fact.value} | {source} |"
 
 
-def doubt_lines(runs: Sequence[Published]) -> Iterator[str]:
+def doubt_lines(doubts: Sequence[Doubt]) -> Iterator[str]:
     """Yield the runs whose speed is in doubt, and why."""
-    yield "| run | why |"
+    yield "| runs | why |"
     yield "|---|---|"
-    for run in runs:
-        if run.doubt:
-            yield f"| {run.row['id']} | {run.doubt} |"
+    for doubt in doubts:
+        # an id that ends so is the beginning of several
+        names = [f"{run}..." if run.endswith("-") else run for run in doubt.runs]
+        reason = f"{doubt.why} ({doubt.source})" if doubt.source else doubt.why
+        yield f"| {', '.join(names)} | {reason} |"
 
 
 def _factored(group: Sequence[Compared]) -> str:
@@ -387,18 +390,18 @@ def _factored(group: Sequence[Compared]) -> str:
 
 def main() -> None:
     """Print the tables of docs/planning.md."""
-    runs = published_runs()
-    known = by_what_is_known(runs)
+    table = published_table()
+    known = by_what_is_known(published_runs())
     compared = known["all facts"]
     tables = (
         summary_lines(known),
-        fact_lines(read_facts(published_table()["fact"])),
-        doubt_lines(runs),
+        fact_lines(read_facts(table["fact"])),
+        doubt_lines(read_doubts(table["doubt"])),
         summary_lines(groups_of(compared)),
         table_lines(compared),
     )
-    for table in tables:
-        print("\n".join([*table, ""]))
+    for lines in tables:
+        print("\n".join([*lines, ""]))
     for name, value in rank_correlations(compared).items():
         print(f"{name}: {value:.2f}")
 

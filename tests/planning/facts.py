@@ -71,6 +71,28 @@ class Fact:
         return is_of_software and is_of_gpu and is_of_run
 
 
+@dataclass(frozen=True)
+class Doubt:
+    """Why the speed of some runs may not be that of their layout alone.
+
+    runs: what their ids begin with.
+    source: as of a fact; empty if the reason is what the table itself says of them.
+    """
+
+    runs: tuple[str, ...]
+    why: str
+    source: str = ""
+
+    def holds_for(self, row: Mapping[str, Any]) -> bool:
+        """Return True if a run is in this doubt."""
+        return row["id"].startswith(self.runs)
+
+
+def read_doubts(rows: Sequence[Mapping[str, Any]]) -> tuple[Doubt, ...]:
+    """Return the doubts of a table's rows."""
+    return tuple(Doubt(**{**row, "runs": tuple(row["runs"])}) for row in rows)
+
+
 def read_facts(rows: Sequence[Mapping[str, Any]]) -> tuple[Fact, ...]:
     """Return the facts of a table's rows. Raises FactError for one that is none."""
     facts: list[Fact] = []

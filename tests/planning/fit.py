@@ -304,7 +304,9 @@ def main() -> None:
     print(_describe("in sample, fitted", in_sample(fit, fitted)))
     print(_describe(f"held out, {len(held.constants)} models", held.errors))
     trusted = [
-        error for place, error in zip(held.runs, held.errors, strict=True) if not runs[place].doubt
+        error
+        for place, error in zip(held.runs, held.errors, strict=True)
+        if not runs[place].in_doubt
     ]
     print(_describe("held out, without those in doubt", trusted))
 

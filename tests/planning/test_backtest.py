@@ -46,11 +46,11 @@ def test_the_errors_in_sample_are_those_of_the_page(
     compared: list[Compared],
 ) -> None:
     plain = errors_of([one.error for one in compared])
-    assert plain.median == pytest.approx(0.037, abs=0.005)
+    assert plain.median == pytest.approx(0.038, abs=0.005)
     assert plain.most == pytest.approx(0.305, abs=0.005)
     calibrated = errors_of([one.calibrated for one in compared if one.calibrated is not None])
     assert calibrated.median == pytest.approx(0.035, abs=0.005)
-    assert calibrated.most == pytest.approx(0.202, abs=0.005)
+    assert calibrated.most == pytest.approx(0.225, abs=0.005)
 
 
 @pytest.mark.slow
@@ -77,8 +77,8 @@ def test_the_order_of_a_models_layouts_is_as_near_as_the_page_says(
 
 @pytest.mark.slow
 def test_facts_without_a_source_do_not_make_all_of_the_accuracy() -> None:
-    """With those of a source alone half of the runs are within 5.2 %, and the page says so."""
+    """With those of a source alone half of the runs are within 5.4 %, and the page says so."""
     known = by_what_is_known(published_runs())
     sourced = errors_of([one.error for one in known["facts with a source"]])
-    assert sourced.median == pytest.approx(0.052, abs=0.005)
+    assert sourced.median == pytest.approx(0.054, abs=0.005)
     assert sourced.most == pytest.approx(0.372, abs=0.005)

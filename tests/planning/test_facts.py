@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from tests.planning.backtest import Published, published_table
-from tests.planning.facts import KINDS, Fact, FactError, facts_of, read_facts, unused
+from tests.planning.facts import (
+    KINDS,
+    Fact,
+    FactError,
+    facts_of,
+    read_doubts,
+    read_facts,
+    unused,
+)
 
 TABLE = published_table()
 FACTS = read_facts(TABLE["fact"])
@@ -68,6 +76,13 @@ def test_every_published_run_has_its_facts_and_every_fact_its_runs() -> None:
     for row in TABLE["run"]:
         facts_of(row, FACTS)
     assert not [*unused(FACTS, TABLE["run"])]
+
+
+def test_every_doubt_is_of_a_published_run() -> None:
+    beginnings = [run for doubt in read_doubts(TABLE["doubt"]) for run in doubt.runs]
+    ids = [row["id"] for row in TABLE["run"]]
+    assert beginnings
+    assert not [run for run in beginnings if not any(name.startswith(run) for name in ids)]
 
 
 def test_no_row_has_a_fact_of_its_software() -> None:

@@ -4,9 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from models.estimate.gpus import GPUS, gpu_named
+from models.presets import preset
 from tools.analysis.planning.bottleneck import shares
 from tools.analysis.planning.measured import read_measured
 from tools.analysis.planning.memory import MemoryModel
@@ -14,7 +16,7 @@ from tools.analysis.planning.reached import LINKS, assumptions_of
 from tools.analysis.planning.search import neighbors, plan_run
 from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.analysis.planning.seconds.attention import causal_share
-from tools.analysis.planning.seconds.links import axis_links, link_of
+from tools.analysis.planning.seconds.links import axis_links, link_of, machines_of_token
 from tools.analysis.planning.speed import Prediction, passes_of, predict
 from tools.config.run_file import RunConfig, load_run
 
@@ -180,6 +182,28 @@ def test_a_row_that_goes_once_to_a_machine_sends_less_beyond_it() -> None:
     every = seconds_of_byte(16, rows_once=False)
     assert seconds_of_byte(16, rows_once=True) == pytest.approx(0.75 * every, rel=1e-3)
     assert seconds_of_byte(8, rows_once=True) == seconds_of_byte(8, rows_once=False)
+
+
+@pytest.mark.parametrize("machines", [2, 4, 8, 16])
+@pytest.mark.parametrize(("groups", "groups_per_token"), [(1, 1), (8, 4), (8, 3)])
+def test_a_token_goes_to_as_many_machines_as_with_experts_drawn_from_its_groups(
+    machines: int, groups: int, groups_per_token: int
+) -> None:
+    """Drawn 4,000 times; experts are cut over machines in a row."""
+    experts = 256
+    experts_per_token = 8
+    router = {"groups": groups, "groups_per_token": groups_per_token}
+    model = preset("deepseek-v3").model_copy(
+        update={"router": preset("deepseek-v3").router.model_copy(update=router)}
+    )
+    random = np.random.default_rng(0)
+    visited: list[int] = []
+    for _ in range(4000):
+        chosen = random.choice(groups, groups_per_token, replace=False)
+        eligible = np.arange(experts).reshape(groups, -1)[chosen].flatten()
+        drawn = random.choice(eligible, experts_per_token, replace=False)
+        visited.append(len(set(drawn // (experts // machines))))
+    assert machines_of_token(model, machines) == pytest.approx(np.mean(visited), rel=0.05)
 
 
 def test_collectives_reach_a_part_of_what_the_data_sheet_says_of_links() -> None:

@@ -6,7 +6,9 @@ that are in one machine, for these pass on parts of the message side by side.
 """
 
 from dataclasses import dataclass
+from math import comb
 
+from models.config import ModelConfig
 from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.config.expert_ranks import expert_slices
 from tools.config.run_file import RunConfig
@@ -75,11 +77,24 @@ def _expert_link(config: RunConfig, assumed: Assumptions) -> Link:
     far = 1 - near
     if assumed.rows_once:
         machines = parallel.expert / within
-        far *= _machines_of_token(config.model.experts_per_token, machines)
+        experts_per_token = config.model.experts_per_token
+        far *= machines_of_token(config.model, machines) / experts_per_token
     seconds_of_byte = near / assumed.fast + far / assumed.slow
     return Link(1e9 / seconds_of_byte, latency)
 
 
-def _machines_of_token(experts: int, machines: float) -> float:
-    """Return the machines to which a token goes by its experts, if these are drawn at random."""
-    return machines * (1 - (1 - 1 / machines) ** experts) / experts
+def machines_of_token(model: ModelConfig, machines: float) -> float:
+    """Return the mean number of machines that have some of a token's experts, which are drawn at
+    random from the groups that its router takes, and these from all.
+
+    machines: over which the experts are spread.
+    """
+    groups = model.router.groups
+    groups_per_token = model.router.groups_per_token
+    # a machine has whole groups, or a part of one
+    groups_of_machine = max(1, round(groups / machines))
+    ways_without_machine = comb(groups - groups_of_machine, groups_per_token)
+    share_with_group = 1 - ways_without_machine / comb(groups, groups_per_token)
+    reached = machines * share_with_group
+    missed_by_all = (1 - 1 / reached) ** model.experts_per_token
+    return reached * (1 - missed_by_all)

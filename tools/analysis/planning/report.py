@@ -185,7 +185,7 @@ def prediction_lines(
     sent = [f"{size(nbytes)} over {axis}" for axis, nbytes in by_axis.items() if nbytes]
     yield "prediction, not a measurement"
     yield from _step_lines(predicted)
-    limit, advice = describe_bottleneck(predicted)
+    limit, advice = describe_bottleneck(config, predicted, assumed)
     yield f"limit      {limit};"
     yield f"           {advice}"
     yield f"sends      a rank, a step: {', '.join(sent) or 'nothing'}"

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaprec.errors import UserError
-from models.attention import recurrent_kernels
+from models.attention import kernel_calls, recurrent_kernels
 from models.attention.delta_rule import DeltaInputs, chunked
 from models.attention.flash_windows import Documents
 from models.attention.recurrent_kernels import DELTA_RULE
@@ -143,10 +143,12 @@ class GatedDeltaNet(RecurrentMixer):
         limit = recurrent_kernels.delta_rule_limit(self.config.delta_net.key_dim)
         if state is not None and inputs.begins is not None:
             limit = "flash-linear-attention has one state for each document"
-        kernel = self._choose(DELTA_RULE, inputs.value, limit).kernel
+        _, heads, _, value_dim = inputs.value.shape
+        sizes = (heads, inputs.key.shape[-1], value_dim)
+        kernel = self._choose(DELTA_RULE, inputs.value, sizes, limit).kernel
         if kernel is None:
             return chunked(inputs, state)
-        return recurrent_kernels.delta_rule(kernel, inputs, state, self.context.plan.compute)
+        return kernel_calls.delta_rule(kernel, inputs, state, self.context.plan.compute)
 
 
 def _unit(heads: Tensor) -> Tensor:

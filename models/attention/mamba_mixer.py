@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaprec.errors import UserError
-from models.attention import recurrent_kernels
+from models.attention import kernel_calls
 from models.attention.flash_windows import Documents
 from models.attention.recurrent_kernels import STATE_SPACE
 from models.attention.recurrent_parts import RecurrentMixer, begins_of, heads_of
@@ -127,10 +127,13 @@ class MambaMixer(RecurrentMixer):
 
         state: the one before the first token; None: zeros.
         """
-        kernel = self._choose(STATE_SPACE, inputs.value).kernel
+        _, groups, _, key_dim = inputs.key.shape
+        _, heads, _, value_dim = inputs.value.shape
+        sizes = (groups, heads, key_dim, value_dim)
+        kernel = self._choose(STATE_SPACE, inputs.value, sizes).kernel
         if kernel is None:
             return chunked(inputs, state)
-        return recurrent_kernels.state_space(kernel, inputs, state, self.context.plan.compute)
+        return kernel_calls.state_space(kernel, inputs, state, self.context.plan.compute)
 
     def _normalize(self, features: Tensor) -> Tensor:
         """Return features [s, b, local features] normalized over those of each group."""

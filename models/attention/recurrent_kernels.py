@@ -14,12 +14,8 @@ if its products are in 16 bits, but for two settings:
                                    runs may sum in other orders
     train.numerics = "canonical"   for the same reason
 
-The kernels of recurrences take queries, keys and values in the dtype of products and keep the
-states between chunks in it; they sum in FP32, and take decays, strengths, time steps and the state
-before the first token in FP32. The kernel of the convolution takes FP32.
-
-Arguments, layouts and dtypes are those of flash-linear-attention 0.5.2, mamba-ssm 2.3.2 and
-causal-conv1d 1.6.1, whose sources were read.
+A kernel is tried before it is taken (`models.attention.kernel_trials`): releases of Triton have
+compiled such kernels wrongly for some GPUs.
 """
 
 import re
@@ -32,11 +28,9 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from models.attention.delta_rule import DeltaInputs
-from models.attention.state_space import StateSpaceInputs
+from models.attention import kernel_trials
+from models.attention.kernel_trials import Trial
 from models.config import ModelConfig
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -48,8 +42,6 @@ FEWER_TOKENS_THAN_HEADS = "Input tensor shape suggests potential format mismatch
 # Tokens that the convolution of causal-conv1d may see, and a divisor of its features.
 CONVOLVED_TOKENS = (2, 3, 4)
 FEATURES_DIVIDE_BY = 8
-# Tokens of a chunk of mamba-ssm, as in Nemotron-H.
-MAMBA_CHUNK = 128
 
 
 @dataclass(frozen=True)
@@ -58,6 +50,7 @@ class Package:
 
     part: in words.
     release: the first one that has all arguments that are used here.
+    trial: compares the function with plain torch.
     """
 
     name: str
@@ -65,6 +58,7 @@ class Package:
     module: str
     function: str
     release: tuple[int, int]
+    trial: Trial
 
 
 DELTA_RULE = Package(
@@ -73,6 +67,7 @@ DELTA_RULE = Package(
     "fla.ops.gated_delta_rule",
     "chunk_gated_delta_rule",
     (0, 3),
+    kernel_trials.delta_rule_fault,
 )
 STATE_SPACE = Package(
     "mamba-ssm",
@@ -80,8 +75,16 @@ STATE_SPACE = Package(
     "mamba_ssm.ops.triton.ssd_combined",
     "mamba_chunk_scan_combined",
     (2, 2),
+    kernel_trials.state_space_fault,
 )
-CONVOLUTION = Package("causal-conv1d", "convolution", "causal_conv1d", "causal_conv1d_fn", (1, 4))
+CONVOLUTION = Package(
+    "causal-conv1d",
+    "convolution",
+    "causal_conv1d",
+    "causal_conv1d_fn",
+    (1, 4),
+    kernel_trials.convolution_fault,
+)
 
 
 class Setting(NamedTuple):
@@ -109,17 +112,36 @@ class Choice(NamedTuple):
     name: str
 
 
-def choose(package: Package, setting: Setting, limit: str = "") -> Choice:
+def choose(
+    package: Package, setting: Setting, limit: str = "", sizes: tuple[int, ...] = ()
+) -> Choice:
     """Return what computes the package's part of a layer.
 
     limit: the reason why the package does not take this call; "" if it does.
+    sizes: of this rank's part of the layer, with which the kernel is tried, as its trial takes
+        them; (): it is not tried.
     """
     if reason := _objection(setting) or limit:
         return _plain(reason)
     # What is installed there is not known here.
     if setting.device == "meta":
         return Choice(None, f"{package.name} where it is installed, else plain torch")
-    return find(package)
+    choice = find(package)
+    if choice.kernel is None or not sizes:
+        return choice
+    fault = _fault(package, choice.kernel, sizes, setting.products)
+    return _plain(f"{choice.name} {fault}") if fault else choice
+
+
+@cache
+def _fault(
+    package: Package,
+    kernel: Callable[..., Any],
+    sizes: tuple[int, ...],
+    products: torch.dtype,
+) -> str:
+    """Return what is wrong with a kernel on this GPU; "" if it is right."""
+    return package.trial(kernel, sizes, products)
 
 
 def _objection(setting: Setting) -> str:
@@ -166,18 +188,23 @@ def describe(model: ModelConfig, tp: int, setting: Setting) -> list[str]:
 
     tp: tensor-parallel ranks.
     """
-    limits = dict[Package, str]()
-    if sizes := model.delta_net:
-        keys = 2 * sizes.key_width // min(tp, sizes.key_heads)
-        features = keys + sizes.value_width // tp
-        limits[DELTA_RULE] = delta_rule_limit(sizes.key_dim)
-        limits[CONVOLUTION] = convolution_limit(features, sizes.kernel)
-    if sizes := model.mamba:
-        limits[STATE_SPACE] = ""
-        limits[CONVOLUTION] = convolution_limit(sizes.convolved_width // tp, sizes.kernel)
+    parts: list[tuple[Package, str, tuple[int, ...]]] = []
+    if rule := model.delta_net:
+        keys = 2 * rule.key_width // min(tp, rule.key_heads)
+        features = keys + rule.value_width // tp
+        heads = (rule.value_heads // tp, rule.key_dim, rule.value_dim)
+        parts.append((DELTA_RULE, delta_rule_limit(rule.key_dim), heads))
+        limit = convolution_limit(features, rule.kernel)
+        parts.append((CONVOLUTION, limit, (features, rule.kernel)))
+    if scan := model.mamba:
+        features = scan.convolved_width // tp
+        heads = (scan.groups // tp, scan.heads // tp, scan.state_dim, scan.head_dim)
+        parts.append((STATE_SPACE, "", heads))
+        limit = convolution_limit(features, scan.kernel)
+        parts.append((CONVOLUTION, limit, (features, scan.kernel)))
     return [
-        f"{package.part} by {choose(package, setting, limit).name}"
-        for package, limit in limits.items()
+        f"{package.part} by {choose(package, setting, limit, sizes).name}"
+        for package, limit, sizes in parts
     ]
 
 
@@ -196,105 +223,3 @@ def convolution_limit(features: int, tokens: int) -> str:
     if features % FEATURES_DIVIDE_BY:
         return f"causal-conv1d takes features in multiples of {FEATURES_DIVIDE_BY}"
     return ""
-
-
-def delta_rule(
-    kernel: Callable[..., Any], inputs: DeltaInputs, state: Tensor | None, products: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    """Return what `models.attention.delta_rule.chunked` does, by flash-linear-attention.
-
-    The last state is None if there are documents: after these nothing goes on.
-    """
-    # [b, n, s, ...] -> [b, s, n, ...]
-    query = inputs.query.transpose(1, 2).to(products)
-    key = inputs.key.transpose(1, 2).to(products)
-    value = inputs.value.transpose(1, 2).to(products)
-    log_decay = inputs.log_decay.transpose(1, 2)
-    strength = inputs.strength.transpose(1, 2)
-    starts = document_starts(inputs)
-    samples, length = query.shape[:2]
-    tensors = [query, key, value, log_decay, strength]
-    # Documents are sequences of their own in samples laid end to end: [1, b * s, n, ...].
-    if starts is not None:
-        tensors = [x.flatten(0, 1).unsqueeze(0) for x in tensors]
-    outputs, last = kernel(
-        *tensors,
-        scale=1.0,  # queries have their scale
-        initial_state=state,
-        output_final_state=starts is None,
-        cu_seqlens=starts,
-    )
-    outputs = outputs.view(samples, length, *outputs.shape[2:])
-    return outputs.transpose(1, 2).to(inputs.value.dtype), last
-
-
-def document_starts(inputs: DeltaInputs) -> Tensor | None:
-    """Return where documents begin in samples laid end to end, and where the last one ends: int32
-    [documents + 1]; None if there are none. Waits for the GPU if the inputs do not say it."""
-    if inputs.begins is None or inputs.starts is not None:
-        return inputs.starts
-    begins = inputs.begins.clone()
-    begins[:, 0] = True
-    (starts,) = begins.flatten().nonzero(as_tuple=True)
-    return F.pad(starts, (0, 1), value=begins.numel()).int()
-
-
-def state_space(
-    kernel: Callable[..., Any],
-    inputs: StateSpaceInputs,
-    state: Tensor | None,
-    products: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Return what `models.attention.state_space.chunked` does, by mamba-ssm, whose states are
-    transposed."""
-    # [b, n, s, ...] -> [b, s, n, ...]
-    outputs, last = kernel(
-        inputs.value.transpose(1, 2).to(products),
-        inputs.step.transpose(1, 2),
-        -inputs.rate,
-        inputs.key.transpose(1, 2).to(products),
-        inputs.query.transpose(1, 2).to(products),
-        MAMBA_CHUNK,
-        initial_states=None if state is None else state.mT,
-        seq_idx=document_numbers(inputs.begins),
-        return_final_states=True,
-    )
-    return outputs.transpose(1, 2).to(inputs.value.dtype), last.mT
-
-
-def convolution(
-    kernel: Callable[..., Any],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    before: Tensor | None,
-    begins: Tensor | None,
-) -> Tensor:
-    """Return SiLU of what `models.attention.short_convolution` does, by causal-conv1d.
-
-    There are no tokens before those of documents.
-    """
-    convolved = kernel(
-        _features_inside(x),
-        weight,
-        bias,
-        seq_idx=document_numbers(begins),
-        initial_states=None if before is None else _features_inside(before),
-        activation="silu",
-    )
-    return convolved.permute(2, 0, 1)
-
-
-def _features_inside(x: Tensor) -> Tensor:
-    """Return x [s, b, features] as [b, features, s], of which features are next to each other in
-    memory: documents and tokens before need that. There is no copy if x is contiguous."""
-    # The package also reads the strides of dims of one element, which are any if not made anew.
-    return x.flatten().view(x.shape).permute(1, 2, 0)
-
-
-def document_numbers(begins: Tensor | None) -> Tensor | None:
-    """Return the number of each token's document in its sample, int32 [b, s]; None without
-    documents. The state before the first token is that of number 0."""
-    if begins is None:
-        return None
-    return begins.cumsum(1, dtype=torch.int32)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaprec.comm.layout import Part
-from models.attention import recurrent_kernels
+from models.attention import kernel_calls, recurrent_kernels
 from models.attention.flash_windows import Documents
 from models.attention.recurrent_kernels import CONVOLUTION, Choice, Package, Setting
 from models.attention.rope import RotaryTables
@@ -125,24 +125,28 @@ class RecurrentMixer(nn.Module, ABC):
         limit = recurrent_kernels.convolution_limit(*weight.shape)
         if before is not None and begins is not None:
             limit = "causal-conv1d knows no tokens before documents"
-        kernel = self._choose(CONVOLUTION, mixed, limit).kernel
+        sizes = (weight.shape[0], weight.shape[1])
+        kernel = self._choose(CONVOLUTION, mixed, sizes, limit).kernel
         if kernel is not None:
-            return recurrent_kernels.convolution(kernel, mixed, weight, bias, before, begins)
+            return kernel_calls.convolution(kernel, mixed, weight, bias, before, begins)
         return F.silu(short_convolution(mixed, weight, before, begins, bias))
 
     def _tokens_before(self, mixed: Tensor) -> Tensor | None:
         """Return the tokens before those that are convolved; None: there are none."""
         return None
 
-    def _choose(self, package: Package, x: Tensor, limit: str = "") -> Choice:
-        """Return what computes the package's part of this layer for tensors like x."""
+    def _choose(
+        self, package: Package, x: Tensor, sizes: tuple[int, ...], limit: str = ""
+    ) -> Choice:
+        """Return what computes the package's part of this layer for tensors like x. sizes, limit:
+        as of `recurrent_kernels.choose`."""
         setting = Setting(
             device=x.device.type,
             products=self.context.plan.compute,
             canonical=isinstance(self.context.tp, LaneAxis),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        return recurrent_kernels.choose(package, setting, limit)
+        return recurrent_kernels.choose(package, setting, limit, sizes)
 
 
 def heads_of(features: Tensor, width: int) -> Tensor:

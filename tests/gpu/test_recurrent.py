@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.attention import delta_rule, recurrent_kernels, state_space
+from models.attention import delta_rule, kernel_calls, state_space
 from models.attention.recurrent_kernels import (
     CONVOLUTION,
     DELTA_RULE,
@@ -71,7 +71,7 @@ def test_the_delta_rule_is_that_of_plain_torch(documents: float, device: str) ->
     def theirs(*leaves: Tensor) -> Sequence[Tensor]:
         placed = dict(zip(keys, (on(device, x) for x in leaves), strict=True))
         here = replace(inputs, **placed, begins=begins)
-        return [recurrent_kernels.delta_rule(kernel, here, None, PRODUCTS)[0].cpu()]
+        return [kernel_calls.delta_rule(kernel, here, None, PRODUCTS)[0].cpu()]
 
     assert_near(made_and_gradients(theirs, tensors), made_and_gradients(ours, tensors))
 
@@ -93,7 +93,7 @@ def test_the_state_space_is_that_of_plain_torch(documents: float, device: str) -
     def theirs(*leaves: Tensor) -> Sequence[Tensor]:
         *placed, state = (on(device, x) for x in leaves)
         here = replace(inputs, **dict(zip(keys, placed, strict=True)), begins=begins)
-        made = recurrent_kernels.state_space(kernel, here, state, PRODUCTS)
+        made = kernel_calls.state_space(kernel, here, state, PRODUCTS)
         return [x.cpu() for x in made]
 
     assert_near(made_and_gradients(theirs, tensors), made_and_gradients(ours, tensors))
@@ -118,7 +118,7 @@ def test_the_convolution_is_that_of_plain_torch(given: str, device: str) -> None
         x, weight, bias, *before = (on(device, leaf) for leaf in leaves)
         earlier = before[0] if before else None
         numbers = None if begins is None else begins.to(device)
-        made = recurrent_kernels.convolution(kernel, x, weight, bias, earlier, numbers)
+        made = kernel_calls.convolution(kernel, x, weight, bias, earlier, numbers)
         return [made.cpu()]
 
     assert_near(made_and_gradients(theirs, tensors), made_and_gradients(ours, tensors))

@@ -13,7 +13,14 @@ from torch import Tensor
 from megaprec.comm.axis import Axis
 from megaprec.comm.virtual import VirtualAxis
 from megaprec.precision.plan import plan
-from models.attention import delta_rule, recurrent_kernels, recurrent_parts, state_space
+from models.attention import (
+    delta_rule,
+    kernel_calls,
+    kernel_trials,
+    recurrent_kernels,
+    recurrent_parts,
+    state_space,
+)
 from models.attention.flash_windows import Documents
 from models.attention.gated_delta_net import GatedDeltaNet
 from models.attention.mamba_mixer import MambaMixer
@@ -40,6 +47,7 @@ from tests.models.test_delta_rule import assert_alike
 from tools.analysis.planning.device import Target
 from tools.analysis.planning.report import run_lines
 from tools.config.run_file import load_run
+from tools.verify.doctor.kernels import FAULTY, HERE, _try_package
 
 WIDE = torch.float64
 ON_GPU = Setting("cuda", torch.bfloat16, canonical=False, deterministic=False)
@@ -68,7 +76,14 @@ def no_package_is_remembered() -> Iterator[None]:
 
 
 @pytest.fixture
-def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def tried_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are tried on the CPU, where stand-ins compute token by token."""
+    monkeypatch.setattr(kernel_trials, "DEVICE", "cpu")
+    monkeypatch.setattr(kernel_trials, "TOKENS", 20)
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch, tried_here: None) -> None:
     """All packages are there, and taken for tensors of a CPU in any dtype."""
     for package, function in FUNCTIONS.items():
         install(monkeypatch, package, function=function)
@@ -117,14 +132,14 @@ def test_the_delta_rule_is_that_of_the_chunks(length: int, documents: float) -> 
 
     def theirs(*leaves: Tensor) -> Sequence[Tensor]:
         here = replace(inputs, **dict(zip(keys, leaves, strict=False)))
-        outputs, last = recurrent_kernels.delta_rule(FUNCTIONS[DELTA_RULE], here, None, WIDE)
+        outputs, last = kernel_calls.delta_rule(FUNCTIONS[DELTA_RULE], here, None, WIDE)
         assert (last is None) == bool(documents)
         return [outputs] if last is None else [outputs, last]
 
     found = made_and_gradients(theirs, tensors)
     assert_alike(found, made_and_gradients(ours, tensors))
     if not documents:
-        outputs, last = recurrent_kernels.delta_rule(FUNCTIONS[DELTA_RULE], inputs, state, WIDE)
+        outputs, last = kernel_calls.delta_rule(FUNCTIONS[DELTA_RULE], inputs, state, WIDE)
         assert last is not None
         assert_alike([outputs, last], delta_rule.chunked(inputs, state))
 
@@ -135,11 +150,11 @@ def test_documents_that_the_host_has_counted_are_those_that_the_gpu_counts() -> 
     begins = inputs.begins.clone()
     begins[:, 0] = True
     documents = Documents(begins.long().cumsum(1), int(begins.sum()))
-    starts = recurrent_kernels.document_starts(inputs)
+    starts = kernel_calls.document_starts(inputs)
     assert starts is not None and starts.dtype == torch.int32
     assert starts.tolist() == documents.starts.tolist()
     counted = replace(inputs, starts=documents.starts)
-    assert recurrent_kernels.document_starts(counted) is documents.starts
+    assert kernel_calls.document_starts(counted) is documents.starts
 
 
 @pytest.mark.parametrize("documents", [0.0, 0.1])
@@ -156,7 +171,7 @@ def test_the_state_space_is_that_of_the_chunks(length: int, documents: float) ->
     def theirs(*leaves: Tensor) -> Sequence[Tensor]:
         here = replace(inputs, **dict(zip(keys, leaves, strict=False)))
         kernel = FUNCTIONS[STATE_SPACE]
-        return recurrent_kernels.state_space(kernel, here, leaves[-1], WIDE)
+        return kernel_calls.state_space(kernel, here, leaves[-1], WIDE)
 
     assert_alike(made_and_gradients(theirs, tensors), made_and_gradients(ours, tensors))
 
@@ -179,7 +194,7 @@ def test_the_convolution_is_that_of_plain_torch(kernel: int, given: str) -> None
 
     def theirs(x: Tensor, weight: Tensor) -> Sequence[Tensor]:
         function = FUNCTIONS[CONVOLUTION]
-        return [recurrent_kernels.convolution(function, x, weight, bias, before, begins)]
+        return [kernel_calls.convolution(function, x, weight, bias, before, begins)]
 
     found = made_and_gradients(theirs, [x, weight])
     assert_alike(found, made_and_gradients(ours, [x, weight]))
@@ -191,7 +206,7 @@ def test_kernels_take_products_dtype_and_leave_decays_and_states_wide() -> None:
     keys = ("query", "key", "value", "log_decay", "strength")
     narrow = replace(inputs, **{key: getattr(inputs, key).float() for key in keys})
     function = FUNCTIONS[DELTA_RULE]
-    found, last = recurrent_kernels.delta_rule(function, narrow, state.float(), torch.bfloat16)
+    found, last = kernel_calls.delta_rule(function, narrow, state.float(), torch.bfloat16)
     expected, _ = delta_rule.chunked(inputs, state)
     assert last is not None and found.dtype == last.dtype == torch.float32
     assert (found - expected).norm() < 0.01 * expected.norm()
@@ -263,6 +278,115 @@ def test_a_kernel_is_taken_on_a_gpu_unless_the_run_asks_for_what_it_cannot_do(
     assert elsewhere == (None, f"{package.name} where it is installed, else plain torch")
 
 
+# heads, key and value; groups, heads, key and value; features and taps
+TRIED_SIZES = {DELTA_RULE: (2, 8, 4), STATE_SPACE: (1, 2, 8, 4), CONVOLUTION: (8, 4)}
+
+
+@pytest.mark.filterwarnings(f"ignore:{FEWER_TOKENS_THAN_HEADS}")
+@pytest.mark.parametrize("package", FUNCTIONS, ids=lambda package: package.name)
+def test_a_kernel_that_computes_what_plain_torch_does_is_taken(
+    package: Package, monkeypatch: pytest.MonkeyPatch, tried_here: None
+) -> None:
+    install(monkeypatch, package, function=FUNCTIONS[package])
+    choice = choose(package, ON_GPU, sizes=TRIED_SIZES[package])
+    assert choice == (FUNCTIONS[package], f"{package.name} 9.8.7")
+
+
+def with_half_the_gradient(x: Tensor) -> Tensor:
+    """The same numbers, of which half a gradient is seen."""
+    return x + (x.detach() - x) / 2
+
+
+def without_a_gradient_that_is_a_number(x: Tensor) -> Tensor:
+    infinity_times_nothing = (x - x.detach()) * torch.inf
+    return x + infinity_times_nothing.nan_to_num(0)
+
+
+def too_large(x: Tensor) -> Tensor:
+    return 1.05 * x
+
+
+@pytest.mark.filterwarnings(f"ignore:{FEWER_TOKENS_THAN_HEADS}")
+@pytest.mark.parametrize("package", FUNCTIONS, ids=lambda package: package.name)
+@pytest.mark.parametrize(
+    ("planted", "words"),
+    [
+        (with_half_the_gradient, "is wrong by 50.0% in the gradient of "),
+        (without_a_gradient_that_is_a_number, "is wrong by nan% in the gradient of "),
+        (too_large, "is wrong by 5."),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_kernel_that_is_wrong_here_is_not_taken_and_the_difference_is_named(
+    package: Package,
+    planted: Callable[[Tensor], Tensor],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tried_here: None,
+) -> None:
+    """The fault is one of the last input of the kernel that is a tensor, or of the outputs."""
+
+    def faulty(*arguments: Any, **named: Any) -> Any:
+        inputs = [*arguments]
+        last = max(place for place, value in enumerate(inputs) if isinstance(value, Tensor))
+        if planted is not too_large:
+            inputs[last] = planted(inputs[last])
+        made = FUNCTIONS[package](*inputs, **named)
+        if planted is not too_large:
+            return made
+        return too_large(made) if isinstance(made, Tensor) else (too_large(made[0]), made[1])
+
+    install(monkeypatch, package, function=faulty)
+    kernel, name = choose(package, ON_GPU, sizes=TRIED_SIZES[package])
+    assert kernel is None
+    assert name.startswith(f"plain torch ({package.name} 9.8.7 {words}")
+
+
+def test_a_kernel_that_fails_here_is_not_taken_and_its_reason_is_told(
+    monkeypatch: pytest.MonkeyPatch, tried_here: None
+) -> None:
+    def failing(*arguments: Any, **named: Any) -> Any:
+        raise RuntimeError("wrong on Hopper GPUs; upgrade Triton\nmore lines")
+
+    install(monkeypatch, DELTA_RULE, function=failing)
+    choice = choose(DELTA_RULE, ON_GPU, sizes=TRIED_SIZES[DELTA_RULE])
+    reason = "fails on this GPU: wrong on Hopper GPUs; upgrade Triton"
+    assert choice == (None, f"plain torch (flash-linear-attention 9.8.7 {reason})")
+
+
+@pytest.mark.filterwarnings(f"ignore:{FEWER_TOKENS_THAN_HEADS}")
+@pytest.mark.parametrize("package", FUNCTIONS, ids=lambda package: package.name)
+def test_the_doctor_finds_a_kernel_with_wrong_gradients(
+    package: Package, monkeypatch: pytest.MonkeyPatch, tried_here: None
+) -> None:
+    gpu = torch.device("cuda")
+
+    def faulty(first: Tensor, *others: Any, **named: Any) -> Any:
+        return FUNCTIONS[package](with_half_the_gradient(first), *others, **named)
+
+    install(monkeypatch, package, function=FUNCTIONS[package])
+    assert _try_package(package, TRIED_SIZES[package], gpu).state == HERE
+    install(monkeypatch, package, function=faulty)
+    trial = _try_package(package, TRIED_SIZES[package], gpu)
+    assert trial.state == FAULTY
+    assert f"{package.name} 9.8.7 is wrong by 50.0% in the gradient of " in trial.reason
+
+
+@pytest.mark.filterwarnings(f"ignore:{FEWER_TOKENS_THAN_HEADS}")
+def test_a_layer_does_without_a_kernel_that_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, as_on_gpu: None
+) -> None:
+    def faulty(q: Tensor, *others: Any, **named: Any) -> Any:
+        return FUNCTIONS[DELTA_RULE](with_half_the_gradient(q), *others, **named)
+
+    install(monkeypatch, DELTA_RULE, function=faulty)
+    layer = GatedDeltaNet(DELTA_NET, Context(plan("bf16")), "attention")
+    inputs, _ = replace(test_delta_rule.ODD, length=9, documents=0.0).inputs()
+    outputs, last = layer._scan(inputs)
+    assert last is not None
+    assert_alike([outputs, last], delta_rule.chunked(inputs))
+
+
 @pytest.mark.parametrize("package", FUNCTIONS, ids=lambda package: package.name)
 def test_a_package_that_cannot_be_used_is_named_with_the_reason(
     package: Package, monkeypatch: pytest.MonkeyPatch
@@ -278,8 +402,9 @@ def test_a_package_that_cannot_be_used_is_named_with_the_reason(
     assert choose(package, ON_GPU) == (None, old)
 
 
+@pytest.mark.filterwarnings(f"ignore:{FEWER_TOKENS_THAN_HEADS}")
 def test_the_parts_of_a_model_are_named_with_what_computes_them(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tried_here: None
 ) -> None:
     for package in (DELTA_RULE, STATE_SPACE):
         install(monkeypatch, package, function=FUNCTIONS[package])
@@ -326,10 +451,10 @@ def test_the_process_decides_where_bits_must_repeat(monkeypatch: pytest.MonkeyPa
     )
     x = torch.zeros(1)
     layer = GatedDeltaNet(DELTA_NET, Context(plan("bf16")), "attention")
-    assert layer._choose(DELTA_RULE, x).kernel is not None
+    assert layer._choose(DELTA_RULE, x, ()).kernel is not None
     with monkeypatch.context() as deterministic:
         deterministic.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-        assert layer._choose(DELTA_RULE, x).name == "plain torch (train.deterministic)"
+        assert layer._choose(DELTA_RULE, x, ()).name == "plain torch (train.deterministic)"
     (lane,) = Lockstep(VirtualAxis(Axis("tp"), 1)).axes
     layer = GatedDeltaNet(DELTA_NET, Context(plan("bf16"), tp=lane), "attention")
-    assert layer._choose(DELTA_RULE, x).name == "plain torch (canonical numerics)"
+    assert layer._choose(DELTA_RULE, x, ()).name == "plain torch (canonical numerics)"

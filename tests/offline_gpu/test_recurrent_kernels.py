@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.attention import delta_rule, recurrent_kernels, state_space
+from models.attention import delta_rule, kernel_calls, state_space
 from models.attention.delta_rule import DeltaInputs
 from models.attention.recurrent_kernels import DELTA_RULE, STATE_SPACE
 from models.attention.state_space import StateSpaceInputs
@@ -102,7 +102,7 @@ def test_interpreted_kernels_of_flash_linear_attention_compute_the_delta_rule(
         return [outputs] if documents else [outputs, last]
 
     def theirs(*leaves: Tensor) -> Sequence[Tensor]:
-        made = recurrent_kernels.delta_rule(kernel, *given(leaves), torch.float32)
+        made = kernel_calls.delta_rule(kernel, *given(leaves), torch.float32)
         return [x for x in made if x is not None]
 
     # with documents there is no state before
@@ -124,7 +124,7 @@ def test_interpreted_kernels_of_mamba_ssm_compute_the_state_space(
     monkeypatch.setitem(sys.modules, "mamba_ssm", package)
     kernel = getattr(importlib.import_module(STATE_SPACE.module), STATE_SPACE.function)
     # several chunks
-    monkeypatch.setattr(recurrent_kernels, "MAMBA_CHUNK", 32)
+    monkeypatch.setattr(kernel_calls, "MAMBA_CHUNK", 32)
     sizes = test_state_space.Drawn(1, 2, 2, 70, 16, 16, 64, 1.0, documents, 3)
     inputs, state = sizes.inputs()
     keys = ("query", "key", "value", "step", "rate")
@@ -137,7 +137,7 @@ def test_interpreted_kernels_of_mamba_ssm_compute_the_state_space(
         return state_space.chunked(*given(leaves))
 
     def theirs(*leaves: Tensor) -> Sequence[Tensor]:
-        return recurrent_kernels.state_space(kernel, *given(leaves), torch.float32)
+        return kernel_calls.state_space(kernel, *given(leaves), torch.float32)
 
     found = made_and_gradients(theirs, [x.float() for x in tensors])
     assert_close(found, made_and_gradients(ours, tensors))

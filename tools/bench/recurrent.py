@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.attention import delta_rule, recurrent_kernels, state_space
+from models.attention import delta_rule, kernel_calls, recurrent_kernels, state_space
 from models.attention.delta_rule import DeltaInputs
 from models.attention.recurrent_kernels import DELTA_RULE, STATE_SPACE, Package, Setting
 from models.attention.state_space import StateSpaceInputs
@@ -151,7 +151,7 @@ def _delta_rule_forms(device: torch.device) -> dict[str, Form]:
         "transformers": lambda *leaves: module.torch_chunk_gated_delta_rule(*leaves)[0],
     }
     if kernel := _kernel(DELTA_RULE, device):
-        forms["kernel"] = lambda *leaves: recurrent_kernels.delta_rule(
+        forms["kernel"] = lambda *leaves: kernel_calls.delta_rule(
             kernel, inputs(*leaves), None, torch.bfloat16
         )[0]
     return forms
@@ -189,7 +189,7 @@ def _state_space_forms(device: torch.device) -> dict[str, Form]:
         "transformers": theirs,
     }
     if kernel := _kernel(STATE_SPACE, device):
-        forms["kernel"] = lambda *leaves: recurrent_kernels.state_space(
+        forms["kernel"] = lambda *leaves: kernel_calls.state_space(
             kernel, inputs(*leaves), None, torch.bfloat16
         )[0]
     return forms

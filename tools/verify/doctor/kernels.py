@@ -15,17 +15,24 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megaprec.fp8.matmul import choose_kernel
-from models.attention import delta_rule, recurrent_kernels, state_space
-from models.attention.delta_rule import DeltaInputs
-from models.attention.recurrent_kernels import Choice, Package, Setting
-from models.attention.short_convolution import short_convolution
-from models.attention.state_space import StateSpaceInputs
+from models.attention import recurrent_kernels
+from models.attention.recurrent_kernels import (
+    CONVOLUTION,
+    DELTA_RULE,
+    STATE_SPACE,
+    Package,
+    Setting,
+)
 from tools.verify.doctor.finding import Finding, not_tried, ok, wrong
 from tools.verify.doctor.questions import Answer, RankContext
 
 # what torch raises where a kernel is not built in or does not support the device
 REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError)
 TOLERANCE = 0.02  # relative, of bf16 products
+# of layers: heads, features of a key and of a value, before them groups; features and taps
+SIZES_OF_DELTA_RULE = (4, 128, 128)
+SIZES_OF_STATE_SPACE = (2, 4, 128, 64)
+SIZES_OF_CONVOLUTION = (512, 4)
 HERE = "here"
 ABSENT = "absent"
 FAULTY = "faulty"
@@ -103,70 +110,17 @@ def _try_scaled_products(kind: Any, device: torch.device) -> Trial:
     return Trial(ABSENT, refusal_reason)
 
 
-def _try_delta_rule(device: torch.device) -> Trial:
-    """Return if flash-linear-attention is here and right."""
-    kernel, name = _choose_on(recurrent_kernels.DELTA_RULE, device)
-    if kernel is None:
-        return Trial(ABSENT, name)
-    of_heads = (2, 4, 100)  # batch, heads, tokens
-    keys = _random_bf16((*of_heads, 64), 0, device).float()
-    strength = _random_bf16(of_heads, 1, device).float().sigmoid()
-    inputs = DeltaInputs(
-        query=F.normalize(keys.flip(1), dim=-1),
-        key=F.normalize(keys, dim=-1),
-        value=_random_bf16((*of_heads, 64), 2, device).float(),
-        log_decay=-strength,
-        strength=strength,
-    )
-    expected, _ = delta_rule.chunked(_in_float64(inputs))
-    return _compare(
-        lambda: recurrent_kernels.delta_rule(kernel, inputs, None, torch.bfloat16)[0], expected
-    )
-
-
-def _try_state_space(device: torch.device) -> Trial:
-    """Return if mamba-ssm is here and right."""
-    kernel, name = _choose_on(recurrent_kernels.STATE_SPACE, device)
-    if kernel is None:
-        return Trial(ABSENT, name)
-    of_heads = (2, 4, 200)  # batch, heads, tokens
-    of_groups = (2, 2, 200, 64)
-    inputs = StateSpaceInputs(
-        query=_random_bf16(of_groups, 0, device).float(),
-        key=_random_bf16(of_groups, 1, device).float(),
-        value=_random_bf16((*of_heads, 64), 2, device).float(),
-        step=_random_bf16(of_heads, 3, device).float().sigmoid(),
-        rate=torch.linspace(0.1, 1.0, 4, device=device),
-    )
-    expected, _ = state_space.chunked(_in_float64(inputs))
-    return _compare(
-        lambda: recurrent_kernels.state_space(kernel, inputs, None, torch.bfloat16)[0], expected
-    )
-
-
-def _try_convolution(device: torch.device) -> Trial:
-    """Return if causal-conv1d is here and right."""
-    kernel, name = _choose_on(recurrent_kernels.CONVOLUTION, device)
-    if kernel is None:
-        return Trial(ABSENT, name)
-    x = _random_bf16((100, 2, 64), 0, device).float()  # tokens, batch, features
-    weight = _random_bf16((64, 4), 1, device).float()
-    expected = F.silu(short_convolution(x.double(), weight.double()))
-    return _compare(
-        lambda: recurrent_kernels.convolution(kernel, x, weight, None, None, None), expected
-    )
-
-
-def _choose_on(package: Package, device: torch.device) -> Choice:
-    """Return what computes a package's part of a layer in a plain run in bf16 on this device."""
+def _try_package(package: Package, sizes: tuple[int, ...], device: torch.device) -> Trial:
+    """Return if a package with kernels of recurrent layers is here and right. sizes: as its trial
+    takes them."""
+    # of a plain run
     setting = Setting(device.type, torch.bfloat16, canonical=False, deterministic=False)
-    return recurrent_kernels.choose(package, setting)
-
-
-def _in_float64(inputs: Any) -> Any:
-    """Return the inputs of a recurrence without documents in float64."""
-    tensors = {name: x.double() for name, x in vars(inputs).items() if x is not None}
-    return type(inputs)(**tensors)
+    kernel, name = recurrent_kernels.choose(package, setting, sizes=sizes)
+    if kernel is not None:
+        return Trial(HERE, "")
+    if "is wrong by" in name:
+        return Trial(FAULTY, name)
+    return Trial(ABSENT, name)
 
 
 def _random_bf16(shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
@@ -194,9 +148,9 @@ KERNELS: dict[str, Callable[[torch.device], Trial]] = {
     "grouped products": _try_grouped_products,
     "FP8 products": _try_fp8_products,
     "MX products": _try_mx_products,
-    recurrent_kernels.DELTA_RULE.name: _try_delta_rule,
-    recurrent_kernels.STATE_SPACE.name: _try_state_space,
-    recurrent_kernels.CONVOLUTION.name: _try_convolution,
+    DELTA_RULE.name: partial(_try_package, DELTA_RULE, SIZES_OF_DELTA_RULE),
+    STATE_SPACE.name: partial(_try_package, STATE_SPACE, SIZES_OF_STATE_SPACE),
+    CONVOLUTION.name: partial(_try_package, CONVOLUTION, SIZES_OF_CONVOLUTION),
 }
 
 

@@ -164,7 +164,7 @@ data: text_field vocab_size max_chars validation lm_eval lm_eval_folder lm_eval_
 data: workers cache chat_template loss_on
 parallel: tensor pipeline data context schedule_file cuts bucket
 parallel: expert expert_tensor recompute_modules recompute_layers recompute_fraction zero_size
-parallel: zero elastic timeout
+parallel: zero elastic timeout async_tensor
 precision: compute parameters gradients moments residual attention scores output rounding loss_scale scaling
 precision: keep_fp32 masters masters_in_checkpoint tf32 on_nonfinite trace_overflows
 fp8: kind

@@ -7,12 +7,21 @@ from typing import Any
 
 import pytest
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from megaprec.precision.plan import plan
+from models.config import ModelConfig
+from models.engine.engine import Engine
+from models.engine.options import EngineOptions
+from models.engine.passes import Share
 from parallel.activation_checkpoint import Recompute
+from parallel.leaves import Call, Leaves
+from parallel.pipeline.builders import schedule
 from tests import oracle
-from tests.layouts import Run, batches, train_all
+from tests.layouts import LENGTH, Run, batches, train_all
 from tests.models.test_parity import CLOSE, MODELS, differing
 from tests.other_systems import slow
+from tests.ranks import on_ranks
 
 
 @dataclass(frozen=True)
@@ -66,3 +75,27 @@ def test_fused_products_train_what_separate_ones_and_a_plain_model_do(name: str)
 
 def require_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     assert not (wrong := differing(ours, theirs)), f"they differ, by these ratios: {wrong}"
+
+
+@on_ranks(tp=2)
+def test_the_calls_that_are_compiled_are_those_of_separate_products(mesh: DeviceMesh) -> None:
+    """Shapes and strides of regions and leaves included: others would run uncompiled."""
+    model = ModelConfig(**MODELS["llama tied biased"])
+    ((tokens, targets, _), *_) = batches(Run(MODELS["llama tied biased"], steps=1))
+
+    def calls(fused: bool) -> dict[Call, None]:
+        noted: dict[Call, None] = {}
+        options = EngineOptions(
+            len(tokens),
+            LENGTH,
+            sequence=True,
+            async_tensor=fused,
+            leaves=Leaves(recorded_calls=noted, by_region=True),
+        )
+        engine = Engine.build(model, plan("bf16"), mesh, schedule("1f1b", 1, 1), options)
+        engine.step(Share(tokens, targets), 1e-2, 0)
+        return noted
+
+    separate = calls(fused=False)
+    assert calls(fused=True) == separate
+    assert {"add norm", "split heads"} <= {call.name for call in separate}

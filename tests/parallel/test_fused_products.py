@@ -169,6 +169,28 @@ def test_a_row_product_whose_input_has_no_gradient_gathers_that_of_its_weight(
 
 
 @on_ranks(tp=2)
+def test_a_weight_gradient_that_is_put_off_has_nothing_left_to_gather(mesh: DeviceMesh) -> None:
+    _, down = pair(mesh, fused=True)
+    weight = down.weight
+    weight.main_grad = torch.zeros_like(weight)
+    x = torch.randn(TOKENS, 2, 2 * HIDDEN, requires_grad=True)
+    y = down(x)
+    with down.context.deferred.collect() as work:
+        y.square().sum().backward()
+    assert not weight.main_grad.any()
+    calls: list[str] = []
+    told(calls)
+    while work:
+        work.popleft()()
+    assert not calls
+    y = x.detach() @ weight.t()
+    full_grad = 2 * Axis.of(mesh, "tp").sum_(y.detach().clone())
+    torch.testing.assert_close(
+        weight.main_grad, full_grad.flatten(0, 1).t() @ x.detach().flatten(0, 1)
+    )
+
+
+@on_ranks(tp=2)
 def test_ranks_that_can_compute_fused_products_may(mesh: DeviceMesh) -> None:
     fused_products.require_fused_products(Axis.of(mesh, "tp"), CPU)
 

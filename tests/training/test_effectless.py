@@ -272,6 +272,36 @@ def test_a_factor_of_a_weight_decay_that_is_not_there_is_told(beside: str) -> No
     assert not notes(group.replace("0.1", "0.0"), beside)
 
 
+LATENTS = (
+    "model.latent={kv_rank=8,rope_dim=4,nope_dim=4,value_dim=8}",
+    "model.kv_heads=4",
+)
+
+
+@pytest.mark.parametrize(
+    ("beside", "said"),
+    [
+        ((), ""),
+        (("precision.keep_fp32=['layers.0.mlp.*']",), ""),
+        (("precision.keep_fp32=['*norm*']", "precision.compute=bf16"), ""),
+        (
+            ("precision.keep_fp32=['layers.0.mlp.*']", "precision.compute=bf16"),
+            "products in FP32 by precision.keep_fp32 (layers.0.mlp.gate.weight and 2 more)",
+        ),
+        ((EXPERTS,), "experts, whose tokens are gathered for the router"),
+        (LATENTS, "latents, which are gathered for several products"),
+        (("model.factory=mine.py:build",), "layers of model.factory but ColumnParallelLinear"),
+    ],
+)
+def test_transfers_that_are_not_fused_with_products_are_told(
+    beside: tuple[str, ...], said: str
+) -> None:
+    keys = ("parallel.tensor=2", "parallel.sequence=true", "parallel.async_tensor=true")
+    told = notes(*keys, *beside)
+    begin = f"parallel.async_tensor = true has no effect on {said}"
+    assert [note.startswith(begin) for note in told] == [True] * bool(said)
+
+
 def test_keys_without_effect_for_one_reason_are_told_in_one_line() -> None:
     (told,) = notes("fp8.margin=2", "fp8.pad=true", "fp8.kind=none")
     assert told == (

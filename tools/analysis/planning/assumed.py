@@ -48,10 +48,7 @@ def _rules(config: RunConfig, assumed: Assumptions) -> Iterator[str]:
             "long, not aligned: seen of one model"
         )
     if config.parallel.async_tensor:
-        yield (
-            "transfers within products (parallel.async_tensor) are timed as if apart, and their "
-            "workspace is not counted"
-        )
+        yield "parallel.async_tensor is not timed, and its workspace is not counted"
     if assumed.device == "cuda" and not isinf(assumed.bandwidth):
         with without_storage(assumed.device):
             parts = config.recurrent_kernels(config.sized_model)

@@ -53,8 +53,8 @@ def run_warnings(config: RunConfig, corpus: Corpus, local_ranks: int, device: st
         yield from _tf32_overruled(config)
     if device == "cpu" and config.parallel.async_tensor:
         yield (
-            "parallel.async_tensor = true on a CPU: torch's unfused forms stand for fused products, "
-            "which shows their numbers and gains no time"
+            "parallel.async_tensor = true on a CPU: torch's unfused forms stand for fused "
+            "products, which shows their numbers and gains no time"
         )
     if device == "cpu" and local_ranks > cores():
         yield (

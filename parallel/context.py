@@ -34,8 +34,8 @@ class Context:
         sequence.
     sequence: activations between blocks are sharded over tp along the sequence (sequence
         parallelism).
-    async_tensor: products are fused with the transfers of sequence parallelism
-        (`fused_products.py`), where they can be.
+    async_tensor: products are fused with the transfers of sequence parallelism, where they can be.
+        `fused_products.require_fused_products` says whether the ranks' devices can.
     seed: seed of initial weights and dropout.
     deferred: the queue for weight gradients that can wait; the executor of a schedule with split
         backwards must be given the same queue.

@@ -47,6 +47,7 @@ def _gather_product(
     keeps_gathered: bool,
 ) -> tuple[Tensor | None, Tensor]:
     call, _ = fused_products(shard.device.type)
+    # a call is one for the host: on a CPU its product counts as a wait too
     with waiting():
         gathered, (product,) = call(
             shard.contiguous(), [matrix], 0, _group_name(tp), return_A=keeps_gathered
@@ -100,23 +101,27 @@ def require_fused_products(tp: Axis, device: torch.device) -> None:
     own_reasons: dict[str, str] = {}
     if reason := _hindrance(tp, device):
         own_reasons[reason] = f"rank {tp.rank} of tp"
-    reasons = gather_entries(own_reasons, tp, device)
-    for text, where in reasons.items():
-        raise UserError.of("parallel.async_tensor_unavailable", where=where, reason=text)
+    problems: list[Problem] = []
+    for text, where in gather_entries(own_reasons, tp, device).items():
+        problems.append(Problem.of("parallel.async_tensor_unavailable", where=where, reason=text))
+    if problems:
+        raise UserError(*problems)
 
 
 def _hindrance(tp: Axis, device: torch.device) -> str:
     """Return why fused products of small numbers cannot be computed or are wrong; "" if they are
     right."""
-    shard = torch.full((_ROWS, _FEATURES), tp.rank + 1.0, device=device)
+    rank_numbers = torch.arange(1.0, tp.size + 1, device=device)
+    whole = rank_numbers.repeat_interleave(_ROWS).unsqueeze(1).repeat(1, _FEATURES)
+    shard = tp.chunk(whole)
     matrix = torch.eye(_FEATURES, device=device)
     try:
         gathered, product = gathered_and_product(shard, matrix, tp)
         same_product = product_of_gathered(shard, matrix, tp)
-        summed = sum_of_products(gathered, matrix, tp)
+        summed = sum_of_products(whole, matrix, tp)
         # a kernel that has failed is seen here
-        products_are_right = torch.equal(product, gathered) and torch.equal(same_product, gathered)
-        is_right = products_are_right and torch.equal(summed, tp.size * shard)
+        are_whole = [torch.equal(x, whole) for x in (gathered, product, same_product)]
+        is_right = all(are_whole) and torch.equal(summed, tp.size * shard)
     # torch and the driver raise what they like
     except Exception as error:
         lines = str(error).splitlines() or [""]

@@ -376,6 +376,11 @@ def test_what_fits_is_accepted() -> None:
     load_run(None, [*MINIMAL, "model.vocab=100", "data.tokenizer=t.model"])
 
 
+def test_an_engine_fuses_products_with_transfers_only_if_asked_to() -> None:
+    assert load_run(None, [*MINIMAL, *ASYNC]).engine_options.async_tensor
+    assert not load_run(None, [*MINIMAL, *ASYNC[:2]]).engine_options.async_tensor
+
+
 def test_all_problems_of_every_kind_are_reported_at_once() -> None:
     found = problems(
         *MINIMAL, "lr.peak=x", "train.sede=1", "parallel.tensor=3", "train.micro_batch=3", "oops"

@@ -4,6 +4,7 @@ Every name was seen in torch 2.11, 2.13 and 2.14: the oldest and the two newest 
 tests pass with. A new release of torch is tried against this module first.
 """
 
+import importlib
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
@@ -78,6 +79,22 @@ def has_bf16_products() -> bool:
 def has_kernel(operator: str, dispatch_key: str) -> bool:
     """Return True if torch has a kernel of an operator for a dispatch key, such as "CPU"."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator, dispatch_key)
+
+
+def fused_products(device: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return torch's product of a matrix with what it gathers, and its product whose rows it sums
+    over ranks; for the CPU, which has no kernels of them, the unfused forms that torch keeps.
+
+    device: a type of device.
+    """
+    # the module registers the operators
+    module: Any = importlib.import_module("torch.distributed._symmetric_memory")
+    if device == "cpu":
+        gather_product = module._fused_all_gather_matmul_fallback
+        product_sum = module._fused_matmul_reduce_scatter_fallback
+        return gather_product, product_sum
+    operators = torch.ops.symm_mem
+    return operators.fused_all_gather_matmul, operators.fused_matmul_reduce_scatter
 
 
 # Tensors, parameters and autograd.

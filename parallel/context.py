@@ -34,6 +34,8 @@ class Context:
         sequence.
     sequence: activations between blocks are sharded over tp along the sequence (sequence
         parallelism).
+    async_tensor: products are fused with the transfers of sequence parallelism, where they can be.
+        `fused_products.require_fused_products` says whether the ranks' devices can.
     seed: seed of initial weights and dropout.
     deferred: the queue for weight gradients that can wait; the executor of a schedule with split
         backwards must be given the same queue.
@@ -66,6 +68,7 @@ class Context:
     cp: Axis = Axis("cp")
     ring: bool = True
     leaves: Leaves = field(default=PLAIN, compare=False)
+    async_tensor: bool = False
 
     def __post_init__(self) -> None:
         self._require_types()
@@ -90,7 +93,7 @@ class Context:
         A text "no" would otherwise count as true.
         """
         problems: list[Problem] = []
-        for name in ("sequence", "blank", "of_experts", "ring"):
+        for name in ("sequence", "blank", "of_experts", "ring", "async_tensor"):
             value = getattr(self, name)
             if type(value) is not bool:
                 problems.append(Problem.of("parallel.not_a_truth_value", name=name, value=value))
@@ -163,6 +166,13 @@ class Context:
         """
         dtype = self.plan.compute_dtype(name)
         return Gemm(dtype, dtype, self.plan.tf32, grad_scale)
+
+    def fuses(self, products: GemmProvider) -> bool:
+        """Return True if these products are fused with the transfers of sequence parallelism: it is
+        requested, and their factors are in the dtype that travels."""
+        if not (self.async_tensor and self.cut_sequence and isinstance(products, Gemm)):
+            return False
+        return products.dtype == products.out == self.plan.compute
 
     def in_fp32(self) -> "Context":
         """Return this context for layers that hold and compute everything in the sensitive

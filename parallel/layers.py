@@ -26,7 +26,7 @@ from megaprec.errors import UserError
 from megaprec.precision.row_sums import add_rows_
 from parallel import collectives
 from parallel.context import Context
-from parallel.linear import Add, InputLayout, Linear
+from parallel.linear import Add, InputLayout, Linear, SummedLinear
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = parameter(context, bias_parts, 0.0, partial=True) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        is_sharded = self.input_layout is InputLayout.SEQUENCE
         y = Linear.apply(
             x,
             self.weight,
@@ -121,6 +122,7 @@ class ColumnParallelLinear(nn.Module):
             self.context.tp,
             self.context.deferred,
             self.products,
+            is_sharded and self.context.fuses(self.products),
         )
         if self.gather_output:
             return collectives.join(y, self.context.tp, y.dim() - 1)
@@ -169,18 +171,16 @@ class RowParallelLinear(nn.Module):
         tp = self.context.tp
         if not self.input_is_parallel:
             x = collectives.split(x, tp, x.dim() - 1)
-        y = Linear.apply(
-            x,
-            self.weight,
-            None,
-            InputLayout.OWN,
-            tp,
-            self.context.deferred,
-            self.products,
-        )
+        deferred = self.context.deferred
+        if self.context.fuses(self.products):
+            y = SummedLinear.apply(x, self.weight, tp, deferred, self.products)
+        else:
+            product = Linear.apply(
+                x, self.weight, None, InputLayout.OWN, tp, deferred, self.products
+            )
+            add_up = collectives.reduce_scatter if self.context.cut_sequence else collectives.reduce
+            y = add_up(product, tp)
         # The bias is added after the sum, so that it is added once.
-        add_up = collectives.reduce_scatter if self.context.cut_sequence else collectives.reduce
-        y = add_up(y, tp)
         return y if self.bias is None else Add.apply(y, self.bias, None)
 
 

@@ -5,6 +5,10 @@ it is computed; autograd never holds a weight gradient. The all-reduce of the in
 while the weight gradient is computed. An input that is sharded along the sequence is all-gathered
 while the input gradient is computed. No other stage waits for the weight gradient, so a pipeline
 schedule may defer it (`weight_grad_queue.py`).
+
+Three transfers of sequence parallelism are waited for: the gather of an input, the sum of the
+ranks' products, and the gather of that sum's gradient. Products may be fused with these
+(`fused_products.py`): by `Linear` with the first, by `SummedLinear` with the other two.
 """
 
 from collections.abc import Callable
@@ -31,6 +35,7 @@ from megaprec.precision.gemm import Gemm
 from megaprec.precision.gemm_provider import Factor, GemmProvider
 from megaprec.precision.row_sums import add_rows_
 from megaprec.torch_private import reshaped_result
+from parallel.fused_products import gathered_and_product, product_of_gathered, sum_of_products
 from parallel.weight_grad_queue import WeightGradQueue
 
 
@@ -50,6 +55,8 @@ class Linear(torch.autograd.Function):
     deferred: the queue for the gradient of a weight that has a main gradient; bias gradients are
         never deferred.
     products: the matrix products of this layer; None: products in the dtype of x.
+    fused: under SEQUENCE, gather the input within the product. `products` must be a Gemm with one
+        dtype of factors and results.
     The backward pass keeps what the products need of x. Under SEQUENCE it keeps its shard of x
     and all-gathers it again.
     """
@@ -64,43 +71,36 @@ class Linear(torch.autograd.Function):
         tp: Axis,
         deferred: WeightGradQueue | None = None,
         products: GemmProvider | None = None,
+        fused: bool = False,
     ) -> Tensor:
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-            raise UserError.of("parallel.autocast")
+        _begin(ctx, x, weight, tp, deferred, products)
         ctx.input_layout = input_layout
-        ctx.tp = tp
-        ctx.weight = weight
         ctx.bias = bias
-        ctx.deferred = deferred or WeightGradQueue()
-        ctx.dtype = x.dtype
-        # Of this pass: FP8's settings and scales may have changed before its backward pass runs.
-        ctx.products = products.for_pass() if products else Gemm(x.dtype, x.dtype)
-        # The backward pass reads the weight again, and must find the same values.
-        note_weights_read(ctx, weight)
         is_sharded = input_layout is InputLayout.SEQUENCE
-        full_input = tp.gather(x) if is_sharded else x
-        y, saved = ctx.products.forward(_as_matrix(full_input), weight)
+        shape = [*x.shape[:-1], weight.shape[0]]
+        if is_sharded:
+            shape[0] *= tp.size
+        if fused:
+            gemm: Gemm = ctx.products
+            y = product_of_gathered(gemm.factor(x), gemm.factor(weight).t(), tp)
+            saved: Factor = ()
+        else:
+            full_input = tp.gather(x) if is_sharded else x
+            y, saved = ctx.products.forward(_as_matrix(full_input), weight)
         if is_sharded:  # keep the shard only; the backward pass gathers it again
             ctx.save_for_backward(x)
         else:
             ctx.save_for_backward(*saved)
         # A view that is made here could not be modified in place by code after the layer, as by
         # nn.ReLU(inplace=True).
-        y = reshaped_result(y, [*full_input.shape[:-1], weight.shape[0]])
+        y = reshaped_result(y, shape)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         require_unchanged_weights(ctx)
-        weight = ctx.weight
-        products = ctx.products
-        if ctx.needs_input_grad[1]:
-            weight_destination = destination(ctx, 1, weight)
-        else:
-            weight_destination = Destination.NOWHERE
-        # Detached: deferred work would otherwise keep the whole graph alive, down to the stage's
-        # input.
-        saved: Factor = tuple(tensor.detach() for tensor in ctx.saved_tensors)
+        weight_destination = _weight_destination(ctx)
+        saved = _saved_factor(ctx)
         # The order overlaps transfers with products: the input is gathered while its gradient is
         # computed, and that gradient is summed while the weight gradient is computed.
         if weight_destination is Destination.NOWHERE:
@@ -108,27 +108,111 @@ class Linear(torch.autograd.Function):
         else:
             input_factor = _start_input_factor(ctx, saved)
         grad_rows = _as_matrix(grad)
-        for_input, for_weight = products.gradient_factors(grad_rows)
+        for_input, for_weight = ctx.products.gradient_factors(grad_rows)
         finish_grad_x: Callable[[], Tensor | None] = Pending((), None)
         if ctx.needs_input_grad[0]:
             finish_grad_x = _start_input_gradient(ctx, for_input, grad.shape)
 
-        grad_weight = None
-        if weight_destination is Destination.AUTOGRAD:  # which needs it now
-            grad_weight = products.weight_gradient(for_weight, input_factor()).to(weight.dtype)
-        elif weight_destination is Destination.MAIN:
-            ctx.deferred.offer(
-                lambda: add_weight_gradient(products, weight, for_weight, input_factor())
-            )
+        grad_weight = _weight_gradient(ctx, for_weight, input_factor, weight_destination)
         grad_bias = None
         if ctx.bias is not None:
             grad_bias = add_gradient(ctx.bias, grad_rows, destination(ctx, 2, ctx.bias))
-        return finish_grad_x(), grad_weight, grad_bias, None, None, None, None
+        return finish_grad_x(), grad_weight, grad_bias, None, None, None, None, None
+
+
+class SummedLinear(torch.autograd.Function):
+    """The sum over tp of each rank's x @ W.T, cut along the sequence, by products that are fused
+    with their transfers: x [tp * s, b, k], weight [n, k] -> [s, b, n].
+
+    deferred: as of `Linear`. products: with one dtype of factors and results.
+    The backward pass all-gathers the gradient within the product that gives the gradient of x.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: nn.Parameter,
+        tp: Axis,
+        deferred: WeightGradQueue,
+        products: Gemm,
+    ) -> Tensor:
+        _begin(ctx, x, weight, tp, deferred, products)
+        ctx.save_for_backward(*products.keep(_as_matrix(x)))
+        return sum_of_products(products.factor(x), products.factor(weight).t(), tp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        require_unchanged_weights(ctx)
+        products: Gemm = ctx.products
+        weight_destination = _weight_destination(ctx)
+        saved = _saved_factor(ctx)
+        grad_shard = products.factor(grad)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            weight = products.factor(ctx.weight)
+            full_grad, product = gathered_and_product(grad_shard, weight, ctx.tp)
+            grad_x = product.to(ctx.dtype)
+        else:
+            full_grad = ctx.tp.gather(grad_shard)
+        _, for_weight = products.gradient_factors(_as_matrix(full_grad))
+        grad_weight = _weight_gradient(ctx, for_weight, lambda: saved, weight_destination)
+        return grad_x, grad_weight, None, None, None
+
+
+def _begin(
+    ctx: Any,
+    x: Tensor,
+    weight: nn.Parameter,
+    tp: Axis,
+    deferred: WeightGradQueue | None,
+    products: GemmProvider | None,
+) -> None:
+    """Note in `ctx` what both passes of a product of x need. Raises UserError under autocast."""
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        raise UserError.of("parallel.autocast")
+    ctx.tp = tp
+    ctx.weight = weight
+    ctx.deferred = deferred or WeightGradQueue()
+    ctx.dtype = x.dtype
+    # Of this pass: FP8's settings and scales may have changed before its backward pass runs.
+    ctx.products = products.for_pass() if products else Gemm(x.dtype, x.dtype)
+    # The backward pass reads the weight again, and must find the same values.
+    note_weights_read(ctx, weight)
 
 
 def _as_matrix(x: Tensor) -> Tensor:
     """Return x [..., k] as a matrix [m, k]."""
     return x.reshape(-1, x.shape[-1])
+
+
+def _weight_destination(ctx: Any) -> Destination:
+    if ctx.needs_input_grad[1]:
+        return destination(ctx, 1, ctx.weight)
+    return Destination.NOWHERE
+
+
+def _saved_factor(ctx: Any) -> Factor:
+    """Return the saved tensors, detached: deferred work would otherwise keep the whole graph alive,
+    down to the stage's input."""
+    return tuple(tensor.detach() for tensor in ctx.saved_tensors)
+
+
+def _weight_gradient(
+    ctx: Any,
+    grad: Factor,
+    input_factor: Callable[[], Factor],
+    target: Destination,
+) -> Tensor | None:
+    """Return the weight gradient if autograd wants it, which needs it now; offer the work to the
+    queue if it goes to the main gradient."""
+    weight = ctx.weight
+    products = ctx.products
+    if target is Destination.AUTOGRAD:
+        return products.weight_gradient(grad, input_factor()).to(weight.dtype)
+    if target is Destination.MAIN:
+        ctx.deferred.offer(lambda: add_weight_gradient(products, weight, grad, input_factor()))
+    return None
 
 
 def _start_input_factor(ctx: Any, saved: Factor) -> Callable[[], Factor]:

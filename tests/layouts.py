@@ -57,6 +57,7 @@ class Run:
     compute: str = "fp64"
     scaling: LossScaling | None = None
     sequence: bool = False
+    async_tensor: bool = False
     shards: int = 0  # virtual ranks of canonical numerics
     zero_size: int = 0
     expert: int = 1
@@ -208,6 +209,7 @@ def make_engine(mesh: DeviceMesh | None, run: Run) -> Engine:
             micro_batch=run.micro_batch,
             seq_length=run.length,
             sequence=run.sequence,
+            async_tensor=run.async_tensor,
             canonical_shards=run.shards,
             seed=3,
             recompute=run.recompute,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megaprec.precision.gemm_provider import Factor
-from megaprec.precision.tf32 import product_tf32
+from megaprec.precision.tf32 import product_tf32, round_tf32
 from megaprec.torch_private import has_bf16_products, has_kernel
 
 # elements that a CPU casts to a wider dtype at a time: they stay in a core's cache
@@ -58,6 +58,12 @@ class Gemm:
         transposed = weight.to(self.dtype).t()
         output = product(x.to(self.dtype), transposed, self.tf32)
         return output.to(self.out), (x,)
+
+    def factor(self, x: Tensor) -> Tensor:
+        """Return x as a product that another function computes takes it: in the dtype of the
+        factors, and on a CPU rounded to TF32, if that is asked for."""
+        narrow = x.to(self.dtype)
+        return round_tf32(narrow) if self.tf32 and lacks_tf32(narrow) else narrow
 
     def keep(self, x: Tensor) -> Factor:
         """Return x."""

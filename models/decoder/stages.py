@@ -431,7 +431,16 @@ class Stage(nn.Module):
         name = layout_of(self.head).parts[0].name
         grad_scale = self.config.head_grad_scale * self.config.mup.head_gradient
         products = context.products_of_head(name, grad_scale)
-        return Linear.apply(x, self.head, None, layout, context.tp, context.deferred, products)
+        return Linear.apply(
+            x,
+            self.head,
+            None,
+            layout,
+            context.tp,
+            context.deferred,
+            products,
+            context.fuses(products),
+        )
 
     def _to_output_dtype(self, logits: Tensor, microbatch: MicrobatchInfo | None) -> Tensor:
         """Return the logits in the plan's `output` dtype.

@@ -39,6 +39,7 @@ from models.engine.step_sums import StepSums
 from models.feed_forward.dispatch import spread_experts
 from parallel.context import Context
 from parallel.fp32_marks import compute_marked_in_fp32
+from parallel.fused_products import async_tensor_problems, require_fused_products
 from parallel.pipeline.executor import Executor
 from parallel.pipeline.p2p import P2P
 from parallel.pipeline.schedules import Schedule, forward_only
@@ -130,6 +131,11 @@ def build_stages(
         tp.size if options.sequence else 1,
         canonical,
     )
+    if options.async_tensor:
+        problems = async_tensor_problems(plan, tp.size, options.sequence, canonical)
+        if problems:
+            raise UserError(*problems)
+        require_fused_products(tp, device_of(mesh))
     # Collective from here on: all ranks make their groups in this order.
     fp8 = FP8State.over(mesh, plan.fp8, config.layers)
     virtual = VirtualAxis(tp, options.canonical_shards) if canonical else None
@@ -155,6 +161,7 @@ def build_stages(
         cp=cp,
         ring=options.ring,
         leaves=options.leaves,
+        async_tensor=options.async_tensor,
     )
     rank_of_stage = schedule.rank_of_stage
     stage_cuts = cuts(

@@ -15,6 +15,8 @@ class EngineOptions:
     seq_length: tokens of a sequence, before it is cut over ranks of cp.
     sequence: activations between blocks are sharded over tp along the sequence (sequence
         parallelism).
+    async_tensor: products are fused with the transfers of sequence parallelism
+        (`parallel.fused_products`).
     canonical_shards: the number of virtual tensor-parallel ranks (`models.decoder.virtual_stage`),
         so that all sums are the same bits on any number of processes; 0: as many as there are
         processes, and sums as they are fastest.
@@ -34,6 +36,7 @@ class EngineOptions:
     micro_batch: int
     seq_length: int
     sequence: bool = False
+    async_tensor: bool = False
     canonical_shards: int = 0
     layers: tuple[int, ...] = ()
     recompute: Recompute = KEEP

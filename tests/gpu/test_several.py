@@ -3,6 +3,7 @@ over gloo."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,14 @@ from tests.ranks import run_ranks
 from tools.verify.doctor.finding import OK
 from tools.verify.doctor.links import judge, measure
 
-LAYOUTS = {"tp": {"tp": 2}, "pp": {"pp": 2}, "dp": {"dp": 2}}
+FUSED = {"sequence": True, "async_tensor": True}
+# the axes, and what a run has besides
+LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "tp": ({"tp": 2}, {}),
+    "tp, products fused with transfers": ({"tp": 2}, FUSED),
+    "pp": ({"pp": 2}, {}),
+    "dp": ({"dp": 2}, {}),
+}
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu(2))])
@@ -42,15 +50,16 @@ def moved(mesh: DeviceMesh, device: str, folder: Path) -> DeviceMesh:
     return make_mesh(*shape, device="cuda")
 
 
-def train(mesh: DeviceMesh, device: str, folder: Path) -> Trained:
-    return train_rank(moved(mesh, device, folder), [run("fp64", FOUR, micro_batch=2)])[0]
+def train(mesh: DeviceMesh, device: str, folder: Path, keys: dict[str, Any]) -> Trained:
+    return train_rank(moved(mesh, device, folder), [run("fp64", FOUR, micro_batch=2, **keys)])[0]
 
 
 @pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_trains_in_float64_as_one_process(name: str, device: str, tmp_path: Path) -> None:
-    (alone,) = run_ranks(train, {}, device="cpu", folder=tmp_path)
-    for ours in run_ranks(train, LAYOUTS[name], device=device, folder=tmp_path):
+    (alone,) = run_ranks(train, {}, device="cpu", folder=tmp_path, keys={})
+    axes, keys = LAYOUTS[name]
+    for ours in run_ranks(train, axes, device=device, folder=tmp_path, keys=keys):
         for one, other in zip(ours.reports, alone.reports, strict=True):
             assert one.loss == pytest.approx(other.loss, rel=1e-10)
             assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-9)

@@ -113,6 +113,7 @@ def test_ranks_that_cannot_know_their_own_gpu_are_refused(monkeypatch: pytest.Mo
         ("tp", "tp", "not_an_axis", "axis"),
         ("tp", 2, "not_an_axis", "axis"),
         ("sequence", "no", "not_a_truth_value", "value"),
+        ("async_tensor", "no", "not_a_truth_value", "value"),
         ("seed", "x", "seed", "seed"),
         ("blank", 1, "not_a_truth_value", "value"),
         ("recompute", True, "recompute", "recompute"),

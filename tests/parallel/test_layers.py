@@ -43,8 +43,8 @@ def require_close(what: str, ours: Tensor | None, plain: Tensor) -> None:
     torch.testing.assert_close(ours, plain, rtol=CLOSE, atol=atol, msg=lambda m: f"{what}: {m}")
 
 
-def context_of(mesh: DeviceMesh, *, sequence: bool) -> Context:
-    return Context(plan("fp64"), Axis.of(mesh, "tp"), sequence, seed=1)
+def context_of(mesh: DeviceMesh, *, sequence: bool, fused: bool = False) -> Context:
+    return Context(plan("fp64"), Axis.of(mesh, "tp"), sequence, seed=1, async_tensor=fused)
 
 
 def give_bias(layer: ColumnParallelLinear | RowParallelLinear) -> None:
@@ -91,11 +91,17 @@ Make = Callable[[Context], ColumnParallelLinear | RowParallelLinear]
 
 
 def check_linear(
-    mesh: DeviceMesh, what: str, make: Make, sequence: bool, cut_in: int | None, cut_out: int | None
+    mesh: DeviceMesh,
+    what: str,
+    make: Make,
+    sequence: bool,
+    cut_in: int | None,
+    cut_out: int | None,
+    fused: bool = False,
 ) -> None:
     """cut_in, cut_out: the dim along which a rank's input and output are cut; None if every rank
-    has all of it."""
-    context = context_of(mesh, sequence=sequence)
+    has all of it. fused: products are fused with their transfers."""
+    context = context_of(mesh, sequence=sequence, fused=fused)
     axis = context.tp
     alone = make(replace(context, tp=Axis("tp")))
     give_bias(alone)
@@ -152,6 +158,15 @@ def check_linears(mesh: DeviceMesh) -> None:
             cut_in = 2 if o["input_is_parallel"] else None
             cut_out = 0 if sequence else None
             check_linear(mesh, f"row {sequence=} {o}", row, sequence, cut_in, cut_out)
+    for bias in BOTH:
+        fused_column: Make = partial(
+            ColumnParallelLinear, input_size=IN, output=OUT, name="a", bias=bias
+        )
+        check_linear(mesh, f"fused column {bias=}", fused_column, True, 0, 2, fused=True)
+        fused_row: Make = partial(
+            RowParallelLinear, input_size=IN, output_size=OUT, name="a", bias=bias
+        )
+        check_linear(mesh, f"fused row {bias=}", fused_row, True, 2, 0, fused=True)
 
 
 def check_stacked(mesh: DeviceMesh) -> None:

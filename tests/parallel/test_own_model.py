@@ -81,13 +81,13 @@ def plain_losses() -> list[float]:
 
 
 def train(
-    mesh: DeviceMesh, kind: str, average: bool, sequence: bool = False
+    mesh: DeviceMesh, kind: str, average: bool, sequence: bool = False, fused: bool = False
 ) -> tuple[list[float], float]:
     """Losses of the steps, and that of the first batch before them."""
     pp, dp, tp = (Axis.of(mesh, name) for name in ("pp", "dp", "tp"))
     precision = plan("fp64")
     chunks = 4 // pp.size
-    context = Context(precision, tp, sequence=sequence)
+    context = Context(precision, tp, sequence=sequence, async_tensor=fused)
     stages = whole_model()
     order = megaprec_stages(kind, pp.rank, pp.size, chunks)
     parts = [
@@ -138,23 +138,25 @@ def megaprec_stages(kind: str, rank: int, ranks: int, chunks: int) -> list[list[
 
 @pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
-    ("axes", "kind", "average", "sequence"),
+    ("axes", "kind", "average", "sequence", "fused"),
     [
-        ({"pp": 1, "dp": 1, "tp": 1}, "1f1b", False, False),
-        ({"pp": 1, "dp": 2, "tp": 2}, "1f1b", False, False),
-        ({"pp": 2, "dp": 2, "tp": 1}, "1f1b", True, False),
-        ({"pp": 2, "dp": 1, "tp": 2}, "interleaved", False, True),
-        ({"pp": 2, "dp": 1, "tp": 1}, "zb-v", False, False),
-        ({"pp": 4, "dp": 1, "tp": 1}, "zb-h1", False, False),
+        ({"pp": 1, "dp": 1, "tp": 1}, "1f1b", False, False, False),
+        ({"pp": 1, "dp": 2, "tp": 2}, "1f1b", False, False, False),
+        ({"pp": 2, "dp": 2, "tp": 1}, "1f1b", True, False, False),
+        ({"pp": 2, "dp": 1, "tp": 2}, "interleaved", False, True, False),
+        ({"pp": 2, "dp": 1, "tp": 2}, "interleaved", False, True, True),
+        ({"pp": 2, "dp": 1, "tp": 1}, "zb-v", False, False, False),
+        ({"pp": 4, "dp": 1, "tp": 1}, "zb-h1", False, False, False),
     ],
     ids=str,
 )
 def test_every_layout_trains_what_torch_trains_on_one_process(
-    axes: dict[str, int], kind: str, average: bool, sequence: bool
+    axes: dict[str, int], kind: str, average: bool, sequence: bool, fused: bool
 ) -> None:
     assert kind in KINDS
     told = plain_losses()
-    for losses, before in run_ranks(train, axes, kind=kind, average=average, sequence=sequence):
+    how = {"kind": kind, "average": average, "sequence": sequence, "fused": fused}
+    for losses, before in run_ranks(train, axes, **how):
         torch.testing.assert_close(losses, told, rtol=1e-9, atol=1e-9)
         assert before == pytest.approx(told[0], rel=1e-9)
 

@@ -78,3 +78,10 @@ def test_recurrences_are_said_to_be_timed_as_by_kernels(key: str) -> None:
     """Whatever the run takes, which the plan names in a line of its own."""
     said = words(*MAMBA, key, "train.threads=1")
     assert "recurrent layers are timed as by kernels: plain torch is slower" in said
+
+
+def test_products_that_are_fused_with_transfers_are_said_not_to_be_timed() -> None:
+    keys = "parallel.tensor=2", "parallel.sequence=true", "parallel.async_tensor=true"
+    said = "parallel.async_tensor is not timed, and its workspace is not counted"
+    assert said in words(*LLAMA, *keys)
+    assert said not in words(*LLAMA, *keys[:2])

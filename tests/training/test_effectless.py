@@ -164,7 +164,7 @@ data: text_field vocab_size max_chars validation lm_eval lm_eval_folder lm_eval_
 data: workers cache chat_template loss_on
 parallel: tensor pipeline data context schedule_file cuts bucket
 parallel: expert expert_tensor recompute_modules recompute_layers recompute_fraction zero_size
-parallel: zero elastic timeout
+parallel: zero elastic timeout async_tensor
 precision: compute parameters gradients moments residual attention scores output rounding loss_scale scaling
 precision: keep_fp32 masters masters_in_checkpoint tf32 on_nonfinite trace_overflows
 fp8: kind
@@ -270,6 +270,36 @@ def test_a_factor_of_a_weight_decay_that_is_not_there_is_told(beside: str) -> No
     assert 'pattern "embedding.*": weight_decay = 0.1 has no effect with optimizer.' in told
     assert not notes(group)
     assert not notes(group.replace("0.1", "0.0"), beside)
+
+
+LATENTS = (
+    "model.latent={kv_rank=8,rope_dim=4,nope_dim=4,value_dim=8}",
+    "model.kv_heads=4",
+)
+
+
+@pytest.mark.parametrize(
+    ("beside", "said"),
+    [
+        ((), ""),
+        (("precision.keep_fp32=['layers.0.mlp.*']",), ""),
+        (("precision.keep_fp32=['*norm*']", "precision.compute=bf16"), ""),
+        (
+            ("precision.keep_fp32=['layers.0.mlp.*']", "precision.compute=bf16"),
+            "products in FP32 by precision.keep_fp32 (layers.0.mlp.gate.weight and 2 more)",
+        ),
+        ((EXPERTS,), "experts, whose tokens are gathered for the router"),
+        (LATENTS, "latents, which are gathered for several products"),
+        (("model.factory=mine.py:build",), "layers of model.factory but ColumnParallelLinear"),
+    ],
+)
+def test_transfers_that_are_not_fused_with_products_are_told(
+    beside: tuple[str, ...], said: str
+) -> None:
+    keys = ("parallel.tensor=2", "parallel.sequence=true", "parallel.async_tensor=true")
+    told = notes(*keys, *beside)
+    begin = f"parallel.async_tensor = true has no effect on {said}"
+    assert [note.startswith(begin) for note in told] == [True] * bool(said)
 
 
 def test_keys_without_effect_for_one_reason_are_told_in_one_line() -> None:

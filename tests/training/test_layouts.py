@@ -139,6 +139,16 @@ def test_as_few_keys_as_possible_are_left_out() -> None:
     assert alone.left_out == ("cuts", "zero_size")
 
 
+def test_one_tensor_rank_has_no_transfers_to_fuse_products_with() -> None:
+    config = run({"tensor": 4, "sequence": True, "async_tensor": True})
+    halved = largest_fitting(config, 3)
+    assert halved is not None
+    assert halved.parallel.async_tensor and not halved.left_out
+    alone = largest_fitting(config, 1)
+    assert alone is not None
+    assert not alone.parallel.async_tensor and alone.left_out == ("async_tensor",)
+
+
 def test_a_layout_that_the_run_cannot_have_is_none() -> None:
     assert fit_layout(run({}), {"tensor": 3}) is None
 

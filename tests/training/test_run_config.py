@@ -46,6 +46,7 @@ seq_length = 64
 """
 REQUIRED = ["train.steps=10", "train.global_batch=8", "train.micro_batch=2", "train.seq_length=64"]
 MINIMAL = ["model.preset=llama-demo", *REQUIRED]
+ASYNC = ["parallel.tensor=2", "parallel.sequence=true", "parallel.async_tensor=true"]
 
 
 @pytest.fixture
@@ -311,6 +312,13 @@ def test_a_number_where_text_belongs_in_a_file_is_refused(run_file: Path) -> Non
             sentence("config.zero_2_canonical"),
         ),
         (["parallel.zero=2", "train.sentinel=5"], sentence("config.zero_2_sentinel", sentinel=5)),
+        ([*ASYNC, "parallel.tensor=1"], sentence("parallel.async_tensor_alone")),
+        ([*ASYNC, "parallel.sequence=false"], sentence("parallel.async_tensor_sequence")),
+        ([*ASYNC, "fp8.kind=mx"], sentence("parallel.async_tensor_fp8", kind="mx")),
+        (
+            [*ASYNC, "train.numerics=canonical", "train.threads=1"],
+            sentence("parallel.async_tensor_canonical"),
+        ),
         (
             ["parallel.zero=2", "fp8.kind=current", "fp8.shadow_every=5"],
             sentence("config.zero_2_shadow", shadow_every=5),
@@ -363,8 +371,14 @@ def test_what_fits_is_accepted() -> None:
         "model.max_positions=64",
     ]
     load_run(None, [*MINIMAL, *few_kv_heads, *edges, "model.vocab=4096"])
+    load_run(None, [*MINIMAL, *ASYNC, "precision.compute=bf16"])
     # only the tokenizer can tell
     load_run(None, [*MINIMAL, "model.vocab=100", "data.tokenizer=t.model"])
+
+
+def test_an_engine_fuses_products_with_transfers_only_if_asked_to() -> None:
+    assert load_run(None, [*MINIMAL, *ASYNC]).engine_options.async_tensor
+    assert not load_run(None, [*MINIMAL, *ASYNC[:2]]).engine_options.async_tensor
 
 
 def test_all_problems_of_every_kind_are_reported_at_once() -> None:

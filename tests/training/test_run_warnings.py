@@ -81,6 +81,16 @@ def test_an_environment_that_overrules_tf32_on_gpus_is_named(
     assert not [*run_warnings(config, corpus, 1, "cpu")]
 
 
+def test_a_cpu_says_that_it_computes_fused_products_in_their_unfused_form(
+    run_file: Path, corpus: Corpus
+) -> None:
+    keys = ["parallel.tensor=2", "parallel.sequence=true", "parallel.async_tensor=true"]
+    config = load_run(run_file, keys)
+    (said,) = run_warnings(config, corpus, 1, "cpu")
+    assert said.startswith("parallel.async_tensor = true on a CPU: ")
+    assert not [*run_warnings(config, corpus, 1, "cuda")]
+
+
 def test_more_ranks_than_cores_are_said_of_cpus_only(run_file: Path, corpus: Corpus) -> None:
     config = load_run(run_file)
     (said,) = run_warnings(config, corpus, 1000, "cpu")

@@ -1,8 +1,8 @@
 """Products fused with their transfers over tensor ranks, by torch's symmetric memory, beside the
 same product and transfer one after the other.
 
-These are the places where a layer under sequence parallelism waits for a transfer today, with the
-sizes of a layer of Llama 3 70B:
+These are the places where a layer under sequence parallelism waits for a transfer, unless
+`parallel.async_tensor` fuses it, with the sizes of a layer of Llama 3 70B:
 
     gather, product               before a column-parallel product
     product, sum                  after a row-parallel product
@@ -12,7 +12,6 @@ On a CPU, which tries the program, torch's own unfused forms of these calls stan
 """
 
 import argparse
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from megaprec.comm.axis import Axis, device_of
 from megaprec.errors import UserError
+from parallel.fused_products import gathered_and_product, product_of_gathered, sum_of_products
 from parallel.mesh import make_mesh
 from tools.bench.measurement import (
     Step,
@@ -87,9 +87,6 @@ def ways_of(
 ) -> dict[str, Ways]:
     """Return both ways of each place, on this rank's random tensors. Their calls are collective
     over tp."""
-    assert tp.group is not None, "an axis of several ranks has a group"
-    group = tp.group.group_name
-    gather_product, product_sum = _fused_calls(device)
     generator = torch.Generator(device).manual_seed(tp.rank)
 
     def random(rows: int, columns: int) -> Tensor:
@@ -104,20 +101,19 @@ def ways_of(
         return tp.gather(own_tokens) @ up.t()
 
     def fused_gather() -> Tensor:
-        _, (product,) = gather_product(own_tokens, [up.t()], 0, group, return_A=False)
-        return product
+        return product_of_gathered(own_tokens, up.t(), tp)
 
     def product_then_sum() -> Tensor:
         return tp.scatter_sum(own_features @ down.t())
 
     def fused_sum() -> Tensor:
-        return product_sum(own_features, down.t(), "sum", 0, group)
+        return sum_of_products(own_features, down.t(), tp)
 
     def gradient_then_product() -> Tensor:
         return tp.gather(own_tokens) @ down
 
     def fused_gradient() -> Tensor:
-        _, (product,) = gather_product(own_tokens, [down], 0, group, return_A=True)
+        _, product = gathered_and_product(own_tokens, down, tp)
         return product
 
     return {
@@ -125,18 +121,6 @@ def ways_of(
         "product, sum": Ways(product_then_sum, fused_sum),
         "gather that is kept, product": Ways(gradient_then_product, fused_gradient),
     }
-
-
-def _fused_calls(device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return torch's product of what it gathers, and its product whose rows are summed."""
-    # the module registers the calls of torch.ops
-    module: Any = importlib.import_module("torch.distributed._symmetric_memory")
-    if device.type == "cpu":
-        gather_product = module._fused_all_gather_matmul_fallback
-        product_sum = module._fused_matmul_reduce_scatter_fallback
-        return gather_product, product_sum
-    calls = torch.ops.symm_mem
-    return calls.fused_all_gather_matmul, calls.fused_matmul_reduce_scatter
 
 
 def compare(ways: Ways, rounds: int, device: torch.device) -> dict[str, Any]:

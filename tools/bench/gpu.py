@@ -63,6 +63,7 @@ def measurements(device: str) -> list[Measurement]:
     short = replace(layers, tokens=2048, micro_batch=4) if on_gpu else TRIAL
     gather_sizes = () if on_gpu else ("--tokens=16", "--hidden=32", "--ffn=64", "--rounds=2")
     fewer_layers = replace(layers, layers=min(3, layers.layers))
+    gpus = torch.cuda.device_count() if on_gpu else 2
     return [
         Measurement("machine", ("probe", f"--device={device}")),
         *_law_files(),
@@ -91,6 +92,7 @@ def measurements(device: str) -> list[Measurement]:
         ),
         _ours("megaprec, off, Muon", fewer_layers, "train.compile=off", "optimizer.name=muon"),
         Measurement("fused gathers", ("fused-gathers", f"--device={device}", *gather_sizes)),
+        *(_over_tensor_ranks(layers) if gpus > 1 else ()),
         Measurement("FP8 products and steps", ("fp8", *fewer_layers.options), seconds=200),
         Measurement("optimizer", ("optimizer", f"--device={device}")),
     ]
@@ -106,6 +108,14 @@ def _law_files() -> Iterator[Measurement]:
 def _ours(name: str, workload: Workload, *keys: str) -> Measurement:
     command = ("train", f"--device={workload.device}", *STEPS, *workload.keys, *keys)
     return Measurement(name, command)
+
+
+def _over_tensor_ranks(workload: Workload) -> Iterator[Measurement]:
+    """Yield steps over two tensor ranks, with their transfers apart from products and fused with
+    them."""
+    keys = ("train.compile=block", "parallel.tensor=2", "parallel.sequence=true")
+    yield _ours("megaprec, block, tensor 2", workload, *keys)
+    yield _ours("megaprec, block, tensor 2, fused", workload, *keys, "parallel.async_tensor=true")
 
 
 def _peer(system: str, workload: Workload, name: str = "", seconds: float = LIMIT) -> Measurement:

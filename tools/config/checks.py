@@ -28,6 +28,7 @@ from models.config import ModelConfig
 from models.logical_shapes import logical_shapes
 from models.nvfp4_models import nvfp4_problems
 from parallel.activation_checkpoint import MODULES
+from parallel.fused_products import async_tensor_problems
 from parallel.pipeline.builders import SPLIT
 from tools.config.batch_schedule import BatchSchedule
 from tools.config.canonical import (
@@ -281,6 +282,18 @@ def _sequence(train: Train, parallel: Parallel) -> Iterator[str]:
             tensor=parallel.tensor,
             possible=possible,
         )
+
+
+def _async_tensor(
+    train: Train, parallel: Parallel, precision: Precision, fp8: FP8
+) -> Iterator[str]:
+    """Yield a problem for each setting with which no product can be fused with its transfers, by
+    the rules of the engine."""
+    plan = plan_or_none(precision, fp8)
+    if not parallel.async_tensor or plan is None:
+        return
+    canonical = train.numerics == "canonical"
+    yield from async_tensor_problems(plan, parallel.tensor, parallel.sequence, canonical)
 
 
 def _cut_sequences(
@@ -646,6 +659,7 @@ def nearest_multiples(value: int, unit: int) -> str:
 CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _tensor,
     _sequence,
+    _async_tensor,
     _cut_sequences,
     _sentinel_of_cut_sequences,
     _lm_eval_of_cut_sequences,

@@ -22,10 +22,12 @@ from models.initial_weights import InitialStd
 from models.logical_shapes import logical_shapes
 from tools.config.checks import with_vocabulary_size
 from tools.config.data_settings import Data, names_of
+from tools.config.native_keys import plan_or_none
 from tools.config.precision_settings import FP8, Precision
 from tools.config.schedules import stage_count
 from tools.config.settings import LR, Checkpoint, Log, Optimizer, Parallel, Train
 from tools.console.toml import toml
+from tools.console.units import first_of
 
 
 @dataclass(frozen=True)
@@ -304,6 +306,8 @@ def effectless(tables: Tables, written: Collection[str]) -> Iterator[str]:
         yield _effectless_line(tables, changed_keys, rule.deciders.split())
     if "optimizer.groups" in written:
         yield from _effectless_groups(tables)
+    if "parallel.async_tensor" in written and tables.parallel.async_tensor:
+        yield from _separate_transfers(tables)
 
 
 def _effectless_line(tables: Tables, idle_keys: list[str], deciders: list[str]) -> str:
@@ -343,6 +347,38 @@ def _effectless_groups(tables: Tables) -> Iterator[str]:
             )
         # the first pattern that matches a name decides
         taken |= matches
+
+
+def _separate_transfers(tables: Tables) -> Iterator[str]:
+    """Yield a line for the transfers that are not fused with products, if there are any."""
+    model = tables.model
+    separate = list[str]()
+    if model.factory:
+        separate.append("layers of model.factory but ColumnParallelLinear and RowParallelLinear")
+    if model.experts:
+        separate.append("experts, whose tokens are gathered for the router")
+    if model.latent:
+        separate.append("latents, which are gathered for several products")
+    if wide := _wide_products(tables):
+        separate.append(f"products in FP32 by precision.keep_fp32 ({first_of(wide, 1)})")
+    if separate:
+        yield (
+            f"parallel.async_tensor = true has no effect on {'; '.join(separate)}: there a layer "
+            "waits for its transfers"
+        )
+
+
+def _wide_products(tables: Tables) -> list[str]:
+    """Return the weights of products whose factors have a wider dtype than activations."""
+    plan = plan_or_none(tables.precision, tables.fp8)
+    if plan is None or tables.model.factory:
+        return []
+    wide = list[str]()
+    for name, shape in logical_shapes(tables.model).items():
+        is_product = len(shape) == 2 and not fnmatchcase(name, "*embedding.weight")
+        if is_product and plan.compute_dtype(name) != plan.compute:
+            wide.append(name)
+    return wide
 
 
 def _differs_from_default(tables: Tables, key: str) -> bool:

@@ -37,6 +37,7 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "parallel.context": ("context_parallel", "context_parallel_degree", "cp"),
     "parallel.expert": ("expert_parallel", "expert_parallel_size", "expert_parallel_degree", "ep"),
     "parallel.sequence": ("sequence_parallel_enabled",),
+    "parallel.async_tensor": ("async_tensor_parallel", "async_tp", "tp_comm_overlap"),
     "parallel.chunks": ("virtual_pipeline_model_parallel_size", "num_model_chunks"),
     "parallel.recompute": ("gradient_checkpointing", "activation_checkpointing"),
     "parallel.zero": ("zero_stage",),

@@ -24,7 +24,8 @@ from tools.config.expert_ranks import nearest_expert_keys
 from tools.config.run_file import RunConfig
 from tools.config.settings import Parallel
 
-TIED_KEYS = ("cuts", "schedule_file", "zero_size")  # keys for a certain number of ranks
+# keys for a certain number of ranks
+TIED_KEYS = ("cuts", "schedule_file", "zero_size", "async_tensor")
 AXES: tuple[str, ...] = ("tensor", "pipeline", "context", "data")
 ALONE = Parallel()
 
@@ -61,7 +62,7 @@ def fit_layout(config: RunConfig, keys: Mapping[str, Any]) -> FittingLayout | No
     # the later ones are stronger
     wanted = run_keys | expert_keys | given_keys
     tied = [key for key in TIED_KEYS if run_keys[key] and key not in keys]
-    # each try validates the whole table, but there are three such keys at most
+    # each try validates the whole table, but there are four such keys at most
     for left_out in _subsets(tied):
         defaults = {key: getattr(ALONE, key) for key in left_out}
         parallel = Parallel.model_validate(wanted | defaults)

@@ -224,6 +224,7 @@ class RunConfig(BaseModel):
             micro_batch=self.train.micro_batch,
             seq_length=self.train.seq_length,
             sequence=parallel.sequence,
+            async_tensor=parallel.async_tensor,
             canonical_shards=self.canonical_shards,
             layers=parallel.cuts,
             recompute=self.recompute,

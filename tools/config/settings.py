@@ -101,6 +101,12 @@ class Parallel(Table):
         "tensor-parallel ranks, outside of the matrix products. On GPUs it is on unless the run "
         "says otherwise, wherever the lengths allow it.",
     )
+    async_tensor: bool = Field(
+        default=False,
+        description="Asynchronous tensor parallelism: fuse matrix products with the gathers and "
+        "sums of parallel.sequence, by torch's symmetric memory. Sums over ranks are rounded "
+        "otherwise.",
+    )
 
     # the pipeline: its schedule and its stages
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"] = Field(

@@ -164,6 +164,8 @@ def _modes(config: RunConfig) -> Iterator[str]:
         yield f"canonical in {counted(config.canonical_shards, 'shard')}"
     elif parallel.sequence:
         yield "sequence parallel"
+        if parallel.async_tensor:
+            yield "asynchronous tensor parallel"
     if parallel.recompute != "none":
         yield f"recompute {', '.join(parallel.recompute_modules) or parallel.recompute}"
     if parallel.context > 1:

@@ -51,6 +51,11 @@ def run_warnings(config: RunConfig, corpus: Corpus, local_ranks: int, device: st
     yield from _text_keys_without_effect(config, corpus)
     if device == "cuda":
         yield from _tf32_overruled(config)
+    if device == "cpu" and config.parallel.async_tensor:
+        yield (
+            "parallel.async_tensor = true on a CPU: torch's unfused forms stand for fused "
+            "products, which shows their numbers and gains no time"
+        )
     if device == "cpu" and local_ranks > cores():
         yield (
             f"{local_ranks} ranks share {counted(cores(), 'CPU core')} and wait for each other: "

@@ -47,6 +47,8 @@ def _rules(config: RunConfig, assumed: Assumptions) -> Iterator[str]:
             f"a head of {config.sized_model.vocab:,} words takes {assumed.misaligned:g} times as "
             "long, not aligned: seen of one model"
         )
+    if config.parallel.async_tensor:
+        yield "parallel.async_tensor is not timed, and its workspace is not counted"
     if assumed.device == "cuda" and not isinf(assumed.bandwidth):
         with without_storage(assumed.device):
             parts = config.recurrent_kernels(config.sized_model)

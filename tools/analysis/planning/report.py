@@ -91,6 +91,8 @@ def _modes(parallel: Parallel) -> Iterator[str]:
         yield str(parallel.schedule_file or parallel.schedule)
     if parallel.sequence:
         yield "sequence parallel"
+    if parallel.async_tensor:
+        yield "asynchronous tensor parallel"
     if parallel.zero and parallel.copies > 1:
         yield "ZeRO-2" if parallel.shards_gradients else "ZeRO-1"
     if parallel.context > 1:

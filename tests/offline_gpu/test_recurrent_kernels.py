@@ -87,6 +87,9 @@ def test_interpreted_kernels_of_flash_linear_attention_compute_the_delta_rule(
     for name, loaded in [*sys.modules.items()]:
         if name.startswith("fla.ops"):
             monkeypatch.setattr(loaded, "range", numbers, raising=False)
+    # It stops on GPUs for which this Triton compiles wrongly; an interpreter does not compile.
+    gradients: Any = importlib.import_module("fla.ops.common.chunk_o")
+    monkeypatch.setattr(gradients, "IS_NVIDIA_HOPPER", False, raising=False)
     sizes = test_delta_rule.Drawn(2, 2, 70, 16, 16, 64, 1.0, documents, 3)
     inputs, state = sizes.inputs()
     keys = ("query", "key", "value", "log_decay", "strength")

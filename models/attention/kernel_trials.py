@@ -141,9 +141,8 @@ def _difference(
 def _results(function: Callable[..., Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the outputs of a function, and the gradients of its inputs for a drawn gradient of the
     outputs, by name."""
-    with torch.enable_grad():
-        leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-        outputs = function(**leaves)
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    outputs = function(**leaves)
     grad = _drawn(tuple(outputs.shape), 9).to(outputs.dtype)
     gradients = torch.autograd.grad(outputs, [*leaves.values()], grad)
     by_name = dict(zip(leaves, gradients, strict=True))

@@ -141,7 +141,9 @@ def _fault(
     products: torch.dtype,
 ) -> str:
     """Return what is wrong with a kernel on this GPU; "" if it is right."""
-    return package.trial(kernel, sizes, products)
+    # gradients are tried too, though an evaluation may be the first to ask
+    with torch.inference_mode(False), torch.enable_grad():
+        return package.trial(kernel, sizes, products)
 
 
 def _objection(setting: Setting) -> str:

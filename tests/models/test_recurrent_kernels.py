@@ -292,6 +292,21 @@ def test_a_kernel_that_computes_what_plain_torch_does_is_taken(
     assert choice == (FUNCTIONS[package], f"{package.name} 9.8.7")
 
 
+@pytest.mark.filterwarnings(f"ignore:{FEWER_TOKENS_THAN_HEADS}")
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_tried_where_none_are_taken(
+    mode: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, tried_here: None
+) -> None:
+    def faulty(q: Tensor, *others: Any, **named: Any) -> Any:
+        return FUNCTIONS[DELTA_RULE](with_half_the_gradient(q), *others, **named)
+
+    install(monkeypatch, DELTA_RULE, function=faulty)
+    with mode():
+        kernel, name = choose(DELTA_RULE, ON_GPU, sizes=TRIED_SIZES[DELTA_RULE])
+    assert kernel is None
+    assert "in the gradient of query" in name
+
+
 def with_half_the_gradient(x: Tensor) -> Tensor:
     """The same numbers, of which half a gradient is seen."""
     return x + (x.detach() - x) / 2

@@ -106,6 +106,8 @@ class StageMemory:
         of leaves, which are those of a step only without `blank`: blank weights have other strides.
     tp: tensor-parallel ranks.
     cp: ranks that share each sequence.
+    tp_rank, cp_rank: the one that is run. All keep as many bytes, but calls of leaves name what is
+        the rank's own, as the first word of its part of the vocabulary.
     device: with "cpu" the operators are those that this machine's processor would run; with "cuda"
         attention is torch's fused kernel for GPUs.
     halves: False if backward passes are never computed in halves; `deferred_bytes`, `input` and
@@ -118,6 +120,8 @@ class StageMemory:
     options: EngineOptions
     tp: int = 1
     cp: int = 1
+    tp_rank: int = 0
+    cp_rank: int = 0
     device: Device = "cpu"
     halves: bool = True
     packed: bool = False
@@ -208,7 +212,7 @@ class StageMemory:
         # torch's casts keep as many bytes as others, and run without values.
         recipe = self.plan.fp8 and replace(self.plan.fp8, backend="torch")
         masters = self.plan.masters if recipe and recipe.parameters else self.plan.parameters
-        tp = SimulatedAxis("tp", 0, self.tp)
+        tp = SimulatedAxis("tp", self.tp_rank, self.tp)
         device = "meta" if self.device == "cuda" else "cpu"
         return Context(
             replace(self.plan, masters=masters, fp8=recipe),
@@ -217,7 +221,7 @@ class StageMemory:
             recompute=options.recompute,
             fp8=FP8State(recipe, self.config.layers, tp, device=device),
             experts=simulated_experts(self.tp, options.expert, options.expert_tensor),
-            cp=SimulatedAxis("cp", 0, self.cp),
+            cp=SimulatedAxis("cp", self.cp_rank, self.cp),
             ring=options.ring,
             leaves=options.leaves,
             blank=options.blank,

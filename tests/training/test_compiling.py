@@ -4,6 +4,7 @@ ones, and a run with compiled code trains what one without does."""
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,43 @@ def test_the_calls_of_a_step_are_known_before_it_and_do_not_grow_with_its_layers
     assert seen and seen <= set(calls)
     deeper = loaded(*RUNS[name], "model.layers=6")
     assert len(leaf_calls(deeper, deeper.model, None, torch.device("cpu"))) <= len(calls) + 2
+
+
+LAYOUTS: dict[str, tuple[dict[str, int], list[str]]] = {
+    "tensor": ({"tp": 2}, ["parallel.tensor=2", "model.dropout=0.1", "parallel.sequence=true"]),
+    "context": ({"cp": 2}, ["parallel.context=2"]),
+    "tensor and pipeline by block": (
+        {"pp": 2, "tp": 2},
+        ["parallel.tensor=2", "parallel.pipeline=2", "train.compile=block"],
+    ),
+}
+
+
+def unforeseen_calls(mesh: DeviceMesh, overrides: list[str]) -> set[str]:
+    """The leaves that this rank calls in a step in forms that it did not foresee."""
+    config = loaded(*overrides)
+    noted: dict[Call, None] = {}
+    by_region = config.train.compile == "block"
+    options = replace(
+        config.engine_options, leaves=Leaves(recorded_calls=noted, by_region=by_region)
+    )
+    engine = Engine.build(config.model, config.plan, mesh, config.schedule, options)
+    train = config.train
+    dice = torch.Generator().manual_seed(0)
+    ids = torch.randint(61, (train.global_batch, train.seq_length + 1), generator=dice)
+    engine.step(Share(ids[:, :-1], ids[:, 1:]), 1e-3, 0)
+    calls = leaf_calls(config, config.model, mesh, torch.device("cpu"))
+    assert noted
+    return {call.name for call in set(noted) - set(calls)}
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_rank_of_a_layout_foresees_the_calls_of_its_step(name: str) -> None:
+    """Each has its own part of the vocabulary, of the heads and of the sequence."""
+    axes, overrides = LAYOUTS[name]
+    unforeseen = run_ranks(unforeseen_calls, axes, overrides=overrides)
+    assert not any(unforeseen), unforeseen
 
 
 def tried_with(broken: str) -> Callable[..., Any]:

@@ -146,6 +146,8 @@ def leaf_calls(
         options,
         tp=config.parallel.tensor,
         cp=config.parallel.context,
+        tp_rank=Axis.of(mesh, "tp").rank,
+        cp_rank=Axis.of(mesh, "cp").rank,
         device="cuda" if device.type == "cuda" else "cpu",
         halves=False,
         packed=config.data.reset_position_ids,

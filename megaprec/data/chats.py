@@ -16,7 +16,7 @@ the prompt is when a model is asked, and the end-of-document token counts.
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,6 @@ ROLES = {"human": "user", "gpt": "assistant"}
 KNOWN_ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython", *ROLES}
 # keys of messages by which others leave an answer out of the loss
 WEIGHTS = ("weight", "train", "training")
-
-BuildPieces = Callable[[str, Mapping[str, Any], str], Iterator[MarkedPiece]]
 
 
 @dataclass(frozen=True)

@@ -177,12 +177,6 @@ def scans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def settle(prefix: Path) -> None:
-    """As if the files had been written long ago: their times of change cannot be set."""
-    for suffix in (".bin", ".idx"):
-        os.utime(f"{prefix}{suffix}", (1e9, 1e9))
-
-
 def test_a_file_is_read_once_and_again_when_it_changes(
     tmp_path: Path, scans: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

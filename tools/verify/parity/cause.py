@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from tools.config.settings import Parallel
 from tools.verify.parity.borders import BACKWARD, FORWARD
@@ -36,7 +36,6 @@ Phase = Literal[
     "update",
     "copies",
 ]
-PHASES: tuple[Phase, ...] = get_args(Phase)
 PHASE_OF: dict[str, Phase] = {
     "tensors": "model",
     "initial weights": "initial weights",

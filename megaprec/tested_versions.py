@@ -17,7 +17,15 @@ from packaging.version import InvalidVersion, Version
 PYTHONS = SpecifierSet("<3.14,>=3.11")
 # those of users
 EXTRAS = (
-    *("", "data", "hf", "lm-eval", "mlflow", "plots", "tensorboard", "trackio", "wandb"),
+    "",
+    "data",
+    "hf",
+    "lm-eval",
+    "mlflow",
+    "plots",
+    "tensorboard",
+    "trackio",
+    "wandb",
     "yaml",
 )
 

@@ -207,7 +207,7 @@ def build(
         # the writer has removed its files, so there is nothing to go on with
         resume.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in FULL:
-            raise UserError.of("data.no_room", prefix=prefix, strerror=error.strerror) from error
+            raise UserError.of("data.no_room", prefix=prefix, reason=error.strerror) from error
         raise
     counts = asdict(state.counts)
     try:
@@ -542,7 +542,7 @@ def _count_unknown(
 def _refuse_overwriting(prefix: Path, overwrite: bool) -> None:
     idx = with_suffix(prefix, ".idx")
     if idx.exists() and not overwrite:
-        raise UserError.of("data.build_exists", idx=idx)
+        raise UserError.of("data.build_exists", index_file=idx)
     record = with_suffix(prefix, ".json")
     beside_data = idx.exists() or with_suffix(prefix, ".bin").exists()
     if record.exists() and not _may_replace(record, beside_data):

@@ -111,7 +111,7 @@ def text_of(row: Any, field: str, where: str) -> str:
             "data.field_not_text",
             where=where,
             field=field,
-            dumps=json.dumps(text, default=repr)[:40],
+            value=json.dumps(text, default=repr)[:40],
             which=WHICH,
         )
     return require_unicode(text, where, f"field {field!r}")

@@ -649,7 +649,7 @@ def param_dtype(parameter: nn.Parameter, plan: PrecisionPlan) -> torch.dtype:
         raise UserError.of(
             "optimizer.keep_fp32_part_of_parameter",
             names=" and ".join(names),
-            map=" and ".join(sorted(map(dtype_name, dtypes))),
+            dtypes=" and ".join(sorted(map(dtype_name, dtypes))),
         )
     return dtypes.pop()
 

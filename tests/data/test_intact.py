@@ -260,7 +260,12 @@ def test_of_a_large_file_of_others_the_same_blocks_are_its_identity(
 
 def test_a_build_never_writes_an_id_that_its_vocabulary_does_not_hold(tmp_path: Path) -> None:
     with raises(
-        "data.ids_outside_vocabulary", min=3, max=330, vocab_size=330, tokens=330, document=0
+        "data.ids_outside_vocabulary",
+        smallest=3,
+        largest=330,
+        vocab_size=330,
+        first_id=330,
+        document=0,
     ):
         ids_of(tmp_path / "x", 330, [3, 330])
     assert not [*tmp_path.iterdir()] and building

@@ -76,9 +76,7 @@ def _require_loadable(manager: Any, name: str) -> None:
     try:
         tasks = _load_tasks(manager, [name])["tasks"]
     except Exception as error:
-        raise UserError.of(
-            "training.harness_task", name=name, in_a_line=_in_a_line(error)
-        ) from error
+        raise UserError.of("training.harness_task", name=name, reason=_in_a_line(error)) from error
     for task_name, task in tasks.items():  # several, if the name is that of a group
         if task.OUTPUT_TYPE == "generate_until":
             reason = "has the model write text, which is not done during training"

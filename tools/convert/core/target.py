@@ -218,7 +218,7 @@ def _report_disk_errors(destination: Path) -> Iterator[None]:
             raise UserError.of(
                 "convert.disk_told",
                 destination=destination,
-                strerror=os.strerror(error.errno).lower(),
+                reason=os.strerror(error.errno).lower(),
             ) from error
         raise UserError.of("convert.not_writable", destination=destination, error=error) from error
 

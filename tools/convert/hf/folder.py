@@ -277,7 +277,7 @@ def _read_tensors(folder: Path) -> dict[str, Stored]:
             return weights.read(folder / weights.single)
     none = "neither model.safetensors nor pytorch_model.bin, nor an index of shards"
     raise UserError.of(
-        "convert.hf_no_weights", path=folder, none=none, other_weights=other_weights(folder)
+        "convert.hf_no_weights", path=folder, reason=none, other_weights=other_weights(folder)
     )
 
 

@@ -160,7 +160,7 @@ def _only(name: str, values: tuple[Any, ...]) -> Any:
     """Return the one value of an argument that may have several."""
     if len(values) != 1:
         shown = " ".join(map(str, values))
-        raise UserError.of("import.one_loss_value", option=option(name), map=shown)
+        raise UserError.of("import.one_loss_value", option=option(name), values=shown)
     return values[0]
 
 

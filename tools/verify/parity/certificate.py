@@ -358,6 +358,6 @@ def write(folder: Path, texts: dict[str, str]) -> list[Path]:
             os.replace(unfinished, folder / file_name)
     except OSError as error:
         raise UserError.of(
-            "parity.certificate_not_written", folder=folder, strerror=error.strerror
+            "parity.certificate_not_written", folder=folder, reason=error.strerror
         ) from error
     return [folder / file_name for file_name in texts]

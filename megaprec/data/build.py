@@ -252,7 +252,8 @@ def _mask_counts(prefix: Path) -> dict[str, int]:
     for end in ends.tolist():
         in_document = int(dataset.counted(begin, end - begin).sum())
         counted += in_document
-        unanswered += in_document == 0
+        if in_document == 0:
+            unanswered += 1
         begin = end
     return {"counted": counted, "unanswered": unanswered}
 

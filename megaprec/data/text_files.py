@@ -53,10 +53,12 @@ def text_files(names: Sequence[str], options: TextOptions) -> FoundFiles:
         for file in _files_at(path, root, options, left_out):
             # the same file may be spelled otherwise
             spelled = file if len(paths) == 1 else file.absolute()
-            left_out[NAMED_TWICE] += spelled in files
+            if spelled in files:
+                left_out[NAMED_TWICE] += 1
             files[spelled] = None
     for file in files:
-        left_out["empty"] += not file.stat().st_size
+        if file.stat().st_size == 0:
+            left_out["empty"] += 1
     root = roots[0] if len(paths) == 1 else _common_folder(roots)
     counts = dict(+left_out)  # + leaves out what was not found
     for pattern in options.exclude:

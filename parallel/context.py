@@ -190,6 +190,12 @@ class Context:
         requested, and tp > 1."""
         return self.sequence and self.tp.size > 1
 
+    @property
+    def sequence_ranks(self) -> int:
+        """Return over how many ranks of tp activations between blocks are sharded: 1 without
+        sequence parallelism."""
+        return self.tp.size if self.sequence else 1
+
 
 def _output_numbers(parts: Sequence[Part]) -> tuple[range, ...]:
     """Return the numbers of the rows of a slice, part by part, in the stack of whole tensors."""

@@ -53,7 +53,11 @@ def attend_over_ranks(
 
 
 class _AttendOverRanks(torch.autograd.Function):
-    """Attention whose backward pass fetches the other ranks' keys and values again."""
+    """Attention whose backward pass fetches the other ranks' keys and values again.
+
+    query [b, n, s, d], key [b, m, s, d], value [b, m, s, e] of this rank's
+    tokens -> [b, n, s, e]. Collective over cp.
+    """
 
     @staticmethod
     def forward(

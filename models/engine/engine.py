@@ -280,7 +280,7 @@ class Engine:
         schedules: all whose messages go over these links.
         """
         length, *rest = activation_shape
-        sequence_ranks = self.cp.size * (self.tp.size if context.cut_sequence else 1)
+        sequence_ranks = self.cp.size * context.sequence_ranks
         return P2P.open(
             self.pp,
             self.schedule.rank_of_stage,

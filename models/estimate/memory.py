@@ -292,8 +292,9 @@ def message_bytes(
 ) -> int:
     """Return the size of the message that one stage sends to the next for one micro-batch."""
     # The sequence is cut over cp, and under sequence parallelism over tp too.
-    length = options.seq_length // (cp * (tp if options.sequence else 1))
-    return length * options.micro_batch * config.hidden * plan.pipeline.itemsize
+    sequence_ranks = cp * (tp if options.sequence else 1)
+    local_length = options.seq_length // sequence_ranks
+    return local_length * options.micro_batch * config.hidden * plan.pipeline.itemsize
 
 
 def _measure(stage: Stage, memory: StageMemory) -> ActivationBytes:
@@ -381,8 +382,7 @@ def _make_input(
     if stage.cut.first:
         return torch.zeros(seq_length, micro_batch, dtype=torch.int64)
     context = stage.context
-    local_length = seq_length // (context.tp.size if context.cut_sequence else 1)
-    shape = (local_length, micro_batch, stage.config.hidden)
+    shape = (seq_length // context.sequence_ranks, micro_batch, stage.config.hidden)
     return torch.zeros(shape, dtype=context.plan.pipeline, requires_grad=True)
 
 

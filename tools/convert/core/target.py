@@ -181,9 +181,10 @@ class Journal:
         os.truncate(self.path, len(complete))
         try:
             lines = [parse_json(line) for line in complete.splitlines()]
-            assert all(isinstance(line, dict) for line in lines)
+            if not all(isinstance(line, dict) for line in lines):
+                raise ValueError("a line is no object")
             writes = [{"name": line["name"], "digests": line["digests"]} for line in lines[1:]]
-        except (ValueError, KeyError, AssertionError) as error:
+        except (ValueError, KeyError) as error:
             raise UserError.of(
                 "convert.plan_damaged", path=self.path, parent=self.path.parent
             ) from error

@@ -99,7 +99,7 @@ def _failure_fields(compared: Compared, failed: Sequence[Difference]) -> dict[st
     return {
         "first": {
             "phase": origin.phase,
-            "place": origin.place,
+            "place": origin.location,
             **_difference_fields(origin.difference, factors),
         },
         "worst": _difference_fields(worst(failed), factors),

@@ -371,15 +371,16 @@ class Engine:
         shape = (2, num_samples * self.dp.size)
         # Each rank fills in its own samples: a sum with zeros is exact.
         numbers = torch.zeros(shape, dtype=torch.float64, device=self.device)
-        own = numbers[:, share.first : share.first + num_samples]
-        state.sample_losses = own[0]
+        local_numbers = numbers[:, share.first : share.first + num_samples]
+        losses, counts = local_numbers.unbind()  # views, which are filled in below
+        state.sample_losses = losses
         with passes.in_fp8():
             passes.executor(state, passes.evaluation_program).run()
         is_counting = self.last_stage in self.stages and self.tp.rank == 0
         if is_counting and state.share.mask is None:
-            own[1] = state.share.targets.shape[1]
+            counts.fill_(state.share.targets.shape[1])
         elif is_counting and state.share.mask is not None:
-            own[1] = state.share.mask.sum(1, dtype=torch.float64)
+            counts.copy_(state.share.mask.sum(1, dtype=torch.float64))
         # Canonical numerics have a loss for each micro-batch, others one, summed over the world.
         loss = summed_loss(state.loss, self.optimizer.dp, self.optimizer.world)
         # Ids outside the vocabulary make the loss NaN on all ranks (`Passes.begin`).

@@ -29,7 +29,7 @@ from tools.convert.core.rules import Cut, Match, head_sizes, matches
 from tools.convert.core.source import Source
 from tools.convert.core.target import Location, Target, Write
 from tools.convert.core.tensors import fill
-from tools.convert.hf.folder import write_generation
+from tools.convert.hf.write import write_generation
 from tools.convert.megatron.args import args_of, omitted_fields
 from tools.convert.megatron.hybrid_layers import needs_transformer_engine
 from tools.convert.megatron.layout import (

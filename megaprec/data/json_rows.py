@@ -40,9 +40,7 @@ def jsonl_rows(file: Path, fields: Sequence[str], on_fault: OnFault) -> Iterator
         lines = iter(lambda: stream.readline(MAX_LINE + 1), b"")
         for number, line in enumerate(lines, 1):
             if len(line) > MAX_LINE:
-                raise UserError.of(
-                    "data.line_too_long", file=file, number=number, max_line=MAX_LINE
-                )
+                raise UserError.of("data.line_too_long", file=file, number=number, limit=MAX_LINE)
             if line.isspace():
                 continue
             try:

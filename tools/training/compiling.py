@@ -152,12 +152,12 @@ def leaf_calls(
     )
     pp_rank = Axis.of(mesh, "pp").rank
     placement = config.schedule.rank_of_stage
-    cut = cuts(
+    stage_cuts = cuts(
         model, len(placement), options.seq_length, options.layers, placement, options.recompute
     )
-    for stage in cut:
-        if placement[stage.stage] == pp_rank:
-            memory.activation_bytes(stage)
+    for stage_cut in stage_cuts:
+        if placement[stage_cut.stage] == pp_rank:
+            memory.activation_bytes(stage_cut)
     if device.type == "cuda":
         noted |= dict.fromkeys(one_pass_calls(config.plan, make_rule(config.optimizer)))
     # Each once, in the order of their first use.

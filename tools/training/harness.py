@@ -50,7 +50,7 @@ def require_harness(config: RunConfig) -> None:
     if find_spec("lm_eval") is None:
         raise UserError.of("training.harness_missing")
     if data.lm_eval_folder and not Path(data.lm_eval_folder).is_dir():
-        raise UserError.of("training.harness_folder", lm_eval_folder=data.lm_eval_folder)
+        raise UserError.of("training.harness_folder", folder=data.lm_eval_folder)
     manager = _manager(data)
     _require_known_tasks(manager, data)
     for name in data.lm_eval:

@@ -133,14 +133,14 @@ class Context:
             self._require_nvfp4(parts)
             rounding = Rounding(self.seed, name, _output_numbers(parts))
         return FP8Gemm(
-            self.fp8,
-            layer,
-            parts[0].dim,
-            wide,
-            self.tp,
-            codes,
-            rounding,
-            self.leaves,
+            state=self.fp8,
+            eligibility=layer,
+            cut=parts[0].dim,
+            wide=wide,
+            tp=self.tp,
+            fp8_param=codes,
+            rounding=rounding,
+            leaves=self.leaves,
         )
 
     def _require_nvfp4(self, parts: Sequence[Part]) -> None:

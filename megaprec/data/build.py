@@ -193,15 +193,15 @@ def build(
             report = on_progress or (lambda *totals: None)
             skipped: list[Problem] = []
             ids = _write(
-                source,
-                text_digest,
-                skipped,
-                tokenizer,
-                prefix,
-                inputs,
-                state,
-                workers,
-                report,
+                source=source,
+                text_digest=text_digest,
+                skipped=skipped,
+                tokenizer=tokenizer,
+                prefix=prefix,
+                inputs=inputs,
+                state=state,
+                workers=workers,
+                report=report,
             )
     except Exception as error:
         # the writer has removed its files, so there is nothing to go on with

@@ -165,11 +165,27 @@ def build_stages(
         rank_of_stage,
         options.recompute,
     )
-    stages = build(config, context, stage_cuts, rank_of_stage, pp.rank, make_stage, canonical)
+    stages = build(
+        config=config,
+        context=context,
+        all_cuts=stage_cuts,
+        rank_of_stage=rank_of_stage,
+        pp_rank=pp.rank,
+        make=make_stage,
+        separate_head=canonical,
+    )
     for stage in stages.values():
         compute_marked_in_fp32(stage, plan)
     return RankStages(
-        config, plan, mesh, schedule, options, stages, context, virtual, other_schedules
+        config=config,
+        plan=plan,
+        mesh=mesh,
+        schedule=schedule,
+        options=options,
+        by_number=stages,
+        context=context,
+        virtual=virtual,
+        other_schedules=other_schedules,
     )
 
 
@@ -223,15 +239,15 @@ class Engine:
         in_evaluation = [forward_only(schedule) for schedule in schedules]
         links = self._connect(activation_shape, context, (*schedules, *in_evaluation))
         self.passes = Passes(
-            rank_stages.config,
-            self.schedule,
-            self.stages,
-            optimizer,
-            self.fp8,
-            links,
-            context.deferred,
-            options.micro_batch,
-            position or Position(),
+            config=rank_stages.config,
+            schedule=self.schedule,
+            stages=self.stages,
+            optimizer=optimizer,
+            fp8=self.fp8,
+            links=links,
+            deferred=context.deferred,
+            micro_batch=options.micro_batch,
+            position=position or Position(),
             cp=self.cp,
         )
         # by the micro-batches of a share

@@ -226,13 +226,13 @@ def _build_buffer(
         zero = Axis("zero")
     meta = torch.device("meta")
     return Buffer(
-        parameters,
-        plan,
-        dp,
-        zero,
-        rank,
-        meta,
-        moments(parameters[0]),
+        parameters=parameters,
+        plan=plan,
+        dp=dp,
+        shards=zero,
+        pp_rank=rank,
+        device=meta,
+        state=moments(parameters[0]),
         reduction=GradReduction(sharded=sharding.gradients),
         keeps_ema=sharding.ema,
     )

@@ -75,13 +75,13 @@ class Watchdog:
         self._heart = None
         if size > 1:
             self._heart = Heartbeat(
-                store,
-                rank,
-                size,
-                position,
-                self._clock,
-                self.every,
-                peers,
+                store=store,
+                rank=rank,
+                size=size,
+                position=position,
+                clock=self._clock,
+                every=self.every,
+                peers=peers,
             )
         self.first_beat = self._heart.first_beat() if self._heart else None
         self._phase_number = -1  # of the present phase, by `Position.entries`

@@ -227,7 +227,8 @@ def _named_sets(options: list[str]) -> dict[str, str]:
         name, equals, path = option.partition("=")
         # a path may have an equals sign of its own
         if not equals or not name or Path(option).exists():
-            name = path = option
+            name = option
+            path = option
         if name in sets:
             raise UserError.of("command.set_name_twice", option=option, name=name)
         if not path:

@@ -178,7 +178,15 @@ def one_pass_calls(plan: PrecisionPlan, rule: UpdateRule) -> list[Call]:
         attach(parameter, Layout((Part("weight", (LENGTHS[0],)),)))
         state = moments_of(rule, parameter)
         meta = torch.device("meta")
-        buffer = Buffer([parameter], of_kind, Axis("dp"), Axis("zero"), 0, meta, state)
+        buffer = Buffer(
+            parameters=[parameter],
+            plan=of_kind,
+            dp=Axis("dp"),
+            shards=Axis("zero"),
+            pp_rank=0,
+            device=meta,
+            state=state,
+        )
         for length in LENGTHS:
             tile = next(buffer.tiles(0, length, length))
             leaves(squares_and_zeros, tile.grads)

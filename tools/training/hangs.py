@@ -125,7 +125,15 @@ def watching(
         _leave(folder, num_ranks, verdict, watchdog.own_beat())
 
     position.share()
-    watchdog = Watchdog(store, rank, num_ranks, position, timeout, leave, peers)
+    watchdog = Watchdog(
+        store=store,
+        rank=rank,
+        size=num_ranks,
+        position=position,
+        timeout=timeout,
+        leave=leave,
+        peers=peers,
+    )
     watchdog.start()
     try:
         with noted(position.waits):

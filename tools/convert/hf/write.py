@@ -41,13 +41,13 @@ def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHAR
     writer = _Writer(source, rules, dtype, shard_bytes)
     describe = {"to": "hf", "dtype": str(dtype), "shard": shard_bytes}
     return Target(
-        describe,
-        writer.size,
-        writer.dtypes,
-        writer.reserve,
-        writer.finish,
-        open_hf,
-        (*omitted_settings(source.model), *left_out),
+        describe=describe,
+        size=writer.size,
+        dtypes=writer.dtypes,
+        reserve=writer.reserve,
+        finish=writer.finish,
+        reopen=open_hf,
+        left_out=(*omitted_settings(source.model), *left_out),
     )
 
 

@@ -126,7 +126,13 @@ def megatron_target(source: Source, dtype: torch.dtype | None, layout: MegatronL
     if source.tokenizer:
         left_out.append("the tokenizer")
     return Target(
-        describe, size, writer.dtypes, writer.reserve, writer.finish, _reopen, tuple(left_out)
+        describe=describe,
+        size=size,
+        dtypes=writer.dtypes,
+        reserve=writer.reserve,
+        finish=writer.finish,
+        reopen=_reopen,
+        left_out=tuple(left_out),
     )
 
 

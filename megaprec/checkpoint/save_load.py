@@ -176,9 +176,8 @@ def load_weights(weights: Weights, optimizer: ParallelAMPOptimizer) -> None:
         _read_into(weights, "weight", buffer)
     optimizer.restart_ema()
     _read_frozen(weights, optimizer)
-    optimizer.load_saved_numbers(
-        optimizer.saved_numbers()
-    )  # rounds the masters to the layers' weights
+    # its own numbers: a load of them rounds the masters to the layers' weights
+    optimizer.load_saved_numbers(optimizer.saved_numbers())
 
 
 def _open_on_all_ranks(

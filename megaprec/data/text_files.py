@@ -43,10 +43,7 @@ def text_files(names: Sequence[str], options: TextOptions) -> FoundFiles:
     left_out = Counter[str]()
     files: dict[Path, None] = {}  # a set that keeps its order
     roots: list[Path] = []
-    paths = [path for name in names for path in _paths(name)]
-    num_remote = sum(map(is_remote, paths))
-    if 0 < num_remote < len(paths):
-        raise UserError.of("data.url_beside_files", names=", ".join(names))
+    paths = _all_paths(names)
     for path in paths:
         root = path if path.is_dir() else path.parent
         roots.append(root)
@@ -65,6 +62,15 @@ def text_files(names: Sequence[str], options: TextOptions) -> FoundFiles:
         # a pattern that excludes nothing may be misspelled
         counts.setdefault(_excluded_by(pattern), 0)
     return FoundFiles(root, tuple(files), counts)
+
+
+def _all_paths(names: Sequence[str]) -> list[Path]:
+    """Return the files and folders of all names. Raises UserError if some are URLs and some not."""
+    paths = [path for name in names for path in _paths(name)]
+    num_remote = sum(map(is_remote, paths))
+    if 0 < num_remote < len(paths):
+        raise UserError.of("data.url_beside_files", names=", ".join(names))
+    return paths
 
 
 def _paths(name: str) -> list[Path]:

@@ -192,20 +192,25 @@ def _read_option(word: Word, following: Sequence[Word], arguments: Arguments) ->
         value = replace(word, text=text)
         arguments.take(name, [value], word.text, word.place)
         return 0
-    if form == "flag":
-        values = []
-    elif form == "value":
-        values = following[:1]
-    elif is_unused(name):  # it may be a flag, and an unknown word further arguments
-        values = list(takewhile(_is_known_word, following))
-    else:
-        values = following
+    values = _values_of(name, following)
     if form == "value" and not values:
         arguments.add_problem(word.text, word.place, "a value must follow")
     else:
         texts = [given.text for given in (word, *values)]
         arguments.take(name, values, " ".join(texts), word.place)
     return len(values)
+
+
+def _values_of(name: str, following: Sequence[Word]) -> Sequence[Word]:
+    """Return those of the words behind an argument that are its values."""
+    form = form_of(name)
+    if form == "flag":
+        return []
+    if form == "value":
+        return following[:1]
+    if is_unused(name):  # it may be a flag, and an unknown word further arguments
+        return list(takewhile(_is_known_word, following))
+    return following
 
 
 def _name_of_option(typed: str) -> str:

@@ -17,7 +17,15 @@ from packaging.version import InvalidVersion, Version
 PYTHONS = SpecifierSet("<3.14,>=3.11")
 # those of users
 EXTRAS = (
-    *("", "data", "hf", "lm-eval", "mlflow", "plots", "tensorboard", "trackio", "wandb"),
+    "",
+    "data",
+    "hf",
+    "lm-eval",
+    "mlflow",
+    "plots",
+    "tensorboard",
+    "trackio",
+    "wandb",
     "yaml",
 )
 
@@ -35,7 +43,7 @@ def untested(*names: str) -> Iterator[str]:
     for requirement in _requirements():
         if names and requirement.name not in names:
             continue
-        installed = _version(requirement.name)
+        installed = installed_version(requirement.name)
         if installed and not _allows(requirement.specifier, installed):
             yield (
                 f"{requirement.name} {installed} is not of the versions that megaprec is tested "
@@ -56,7 +64,7 @@ def _requirements() -> Iterator[Requirement]:
             yield requirement
 
 
-def _version(name: str) -> str:
+def installed_version(name: str) -> str:
     """Return the version of a package: empty if it is not installed."""
     try:
         return version(name) or "of no version"  # what a damaged installation has

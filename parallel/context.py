@@ -136,14 +136,14 @@ class Context:
             self._require_nvfp4(parts)
             rounding = Rounding(self.seed, name, _output_numbers(parts))
         return FP8Gemm(
-            self.fp8,
-            layer,
-            parts[0].dim,
-            wide,
-            self.tp,
-            codes,
-            rounding,
-            self.leaves,
+            state=self.fp8,
+            eligibility=layer,
+            cut=parts[0].dim,
+            wide=wide,
+            tp=self.tp,
+            fp8_param=codes,
+            rounding=rounding,
+            leaves=self.leaves,
         )
 
     def _require_nvfp4(self, parts: Sequence[Part]) -> None:
@@ -199,6 +199,12 @@ class Context:
         """Return True if activations between blocks are sharded along the sequence: it is
         requested, and tp > 1."""
         return self.sequence and self.tp.size > 1
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Return over how many ranks of tp activations between blocks are sharded: 1 without
+        sequence parallelism."""
+        return self.tp.size if self.sequence else 1
 
 
 def _output_numbers(parts: Sequence[Part]) -> tuple[range, ...]:

@@ -694,7 +694,10 @@ def _stack_rule(call: Call) -> TensorCutOf:
     first = call.first_cut()
     new_dim = call.argument(1, "dim", 0) % (first.dim() + 1)
     _require_cut_alike(call, call.args[0])
-    return lambda _: replace(first.cut, dim=first.cut.dim + (new_dim <= first.cut.dim))
+    dim = first.cut.dim
+    if new_dim <= dim:
+        dim += 1
+    return lambda _: replace(first.cut, dim=dim)
 
 
 def _require_cut_alike(call: Call, operands: Iterable[Tensor]) -> None:

@@ -48,7 +48,7 @@ def require_no_other_rank(environ: Mapping[str, str]) -> None:
     for name in PROCESS_COUNTS:
         if _counts_several(name, environ):
             raise UserError.of(
-                "parallel.ranks_alone", name=name, environ=environ[name], world=", ".join(WORLD)
+                "parallel.ranks_alone", name=name, value=environ[name], world=", ".join(WORLD)
             )
 
 

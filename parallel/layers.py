@@ -245,6 +245,7 @@ class VocabParallelEmbedding(nn.Module):
 class Lookup(torch.autograd.Function):
     """weight[ids] in `dtype`: rows of an embedding table.
 
+    ids [...], weight [local rows, hidden] -> [..., hidden].
     foreign: True for ids that another tp rank holds; their rows are zero.
     outside: True for ids outside the vocabulary; their rows have a NaN.
     The backward pass sums the rows of the gradient in the dtype of the main gradient.

@@ -120,8 +120,9 @@ def vocab_parallel_loss(head: ColumnParallelLinear) -> Callable[[Tensor, Tensor]
 class CrossEntropy(torch.autograd.Function):
     """The autograd function of `cross_entropy_and_log_sum`.
 
-    The gradient of the logits is softmax minus one at the target for the loss, and softmax for the
-    log of the sum.
+    logits [..., local vocabulary], targets int64 [...] -> losses and logs of sums [...], in the
+    sensitive dtype. The gradient of the logits is softmax minus one at the target for the loss, and
+    softmax for the log of the sum.
     """
 
     @staticmethod

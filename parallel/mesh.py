@@ -132,7 +132,7 @@ def world(
     if not is_number(minutes) or minutes <= 0:
         raise UserError.of("parallel.minutes", minutes=minutes)
     if dist.is_initialized():
-        raise UserError.of("parallel.joined_already", get_backend=dist.get_backend())
+        raise UserError.of("parallel.joined_already", backend=dist.get_backend())
     # nothing outside of Slurm
     os.environ.update(slurm_environment(os.environ))
     gpu = _own_device() if device == "cuda" else None

@@ -67,7 +67,14 @@ class RMSNorm(nn.Module):
 class Normalize(torch.autograd.Function):
     """RMSNorm that saves only x and one number per row for the backward pass.
 
-    It makes half as many passes over memory as autograd would.
+    With r = 1 / sqrt(mean(x^2) + eps) of a row, n = r x and w = weight + offset
+
+        y = w n
+        gradient of x       r (g - n mean(g n)),  where g = w * gradient of y
+        gradient of weight  sum over rows of n * gradient of y
+
+    x [..., hidden], weight [hidden] -> y [..., hidden]; saved: x, and r [..., 1] in the sensitive
+    dtype. It makes half as many passes over memory as autograd would.
     """
 
     @staticmethod
@@ -124,7 +131,7 @@ def _norm(
     output_dtype: torch.dtype,
     offset: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the normalized x, and one number per row: 1 / root mean square.
+    """Return y [..., hidden] of `Normalize`, and one number per row: r [..., 1].
 
     By type promotion, products of x with tensors of the sensitive dtype are in the sensitive dtype.
     """
@@ -150,9 +157,11 @@ def _norm_gradients(
     grad_normalized = grad * shifted(weight, offset, inverse.dtype)
     # but for eps the normalized x does not change with x's length: the gradient loses its part
     # along x
-    along_x = (grad_normalized * normalized).mean(-1, keepdim=True)
-    grad_x = grad_normalized.addcmul_(normalized, along_x, value=-1).mul_(inverse).to(x.dtype)
-    grad_weight = normalized.mul_(grad).flatten(0, -2).sum(0, keepdim=True, dtype=weight_dtype)
+    along_x = (grad_normalized * normalized).mean(-1, keepdim=True)  # [..., 1]
+    wide_grad_x = grad_normalized.addcmul_(normalized, along_x, value=-1).mul_(inverse)
+    grad_x = wide_grad_x.to(x.dtype)
+    rows = normalized.mul_(grad).flatten(0, -2)  # [rows, hidden]
+    grad_weight = rows.sum(0, keepdim=True, dtype=weight_dtype)
     return grad_x, grad_weight
 
 

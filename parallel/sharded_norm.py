@@ -63,11 +63,12 @@ class ShardedRMSNorm(nn.Module):
 
 
 class _NormalizeSharded(torch.autograd.Function):
-    """The autograd function of `ShardedRMSNorm`.
+    """The autograd function of `ShardedRMSNorm`; formulas as in `parallel.norms.Normalize`.
 
-    Several ranks may hold the same slice of x. The sum of squares then counts it once. Each of
-    these ranks has only an addend of the slice's gradient, and contributes only its part of the
-    term that all features share.
+    x [..., local features], weight [local features] -> [..., local features]. Several ranks may
+    hold the same slice of x. The sum of squares then counts it once. Each of these ranks has only
+    an addend of the slice's gradient, and contributes only its part of the term that all features
+    share.
     """
 
     @staticmethod
@@ -85,7 +86,8 @@ class _NormalizeSharded(torch.autograd.Function):
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=sensitive)
         # `copies` ranks hold the same slice, and the sum over all ranks is to count it once
         squares = length.square_().div_(part.copies)
-        inverse = tp.sum_(squares).div_(part.shape[0]).add_(eps).rsqrt_()
+        mean_square = tp.sum_(squares).div_(part.shape[0])  # [..., 1], over all features
+        inverse = mean_square.add_(eps).rsqrt_()
         ctx.weight = weight
         ctx.tp = tp
         ctx.part = part
@@ -93,7 +95,8 @@ class _NormalizeSharded(torch.autograd.Function):
         # the weight is not saved: the backward pass reads it again, and must find the same values
         note_weights_read(ctx, weight)
         ctx.save_for_backward(x, inverse)
-        return (x * inverse).mul_(shifted(weight, offset, sensitive)).to(output_dtype)
+        y = (x * inverse).mul_(shifted(weight, offset, sensitive))
+        return y.to(output_dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -103,9 +106,11 @@ class _NormalizeSharded(torch.autograd.Function):
         grad_normalized = grad * shifted(ctx.weight, ctx.offset, inverse.dtype)
         # the mean over all features, as in `parallel.norms`; of ranks that hold one slice, whose
         # gradients are added up, each has its part of it
-        along_x = ctx.tp.sum_((grad_normalized * normalized).sum(-1, keepdim=True))
+        local_products = (grad_normalized * normalized).sum(-1, keepdim=True)  # [..., 1]
+        along_x = ctx.tp.sum_(local_products)
         along_x.div_(ctx.part.shape[0] * ctx.part.copies)
-        grad_x = grad_normalized.addcmul_(normalized, along_x, value=-1).mul_(inverse).to(x.dtype)
+        wide_grad_x = grad_normalized.addcmul_(normalized, along_x, value=-1).mul_(inverse)
+        grad_x = wide_grad_x.to(x.dtype)
         rows = normalized.mul_(grad).flatten(0, -2)
         grad_weight = add_gradient(ctx.weight, rows, destination(ctx, 1, ctx.weight))
         return grad_x, grad_weight, None, None, None, None, None

@@ -46,7 +46,8 @@ class WeightGradQueue:
 
         Yields the deque to which `offer` appends, in order.
         """
-        self._collected = work = deque()
+        work: Work = deque()
+        self._collected = work
         try:
             yield work
         finally:

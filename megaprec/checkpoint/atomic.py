@@ -245,11 +245,11 @@ def _entries(folder: Path) -> list[Path]:
         return []
     except OSError as error:
         raise UserError.of(
-            "checkpoint.folder_not_visible", folder=folder, strerror=error.strerror
+            "checkpoint.folder_not_visible", folder=folder, reason=error.strerror
         ) from error
     if not folder.exists():
         raise UserError.of(
-            "checkpoint.folder_link_broken", folder=folder, readlink=os.readlink(folder)
+            "checkpoint.folder_link_broken", folder=folder, target=os.readlink(folder)
         )
     if not folder.is_dir():
         raise UserError.of("checkpoint.folder_is_file", folder=folder)
@@ -257,7 +257,7 @@ def _entries(folder: Path) -> list[Path]:
         names = [name for name in os.listdir(folder) if NAME.fullmatch(name)]
     except OSError as error:
         raise UserError.of(
-            "checkpoint.folder_not_listable", folder=folder, strerror=error.strerror
+            "checkpoint.folder_not_listable", folder=folder, reason=error.strerror
         ) from error
     return sorted((folder / name for name in names), key=step_of)
 

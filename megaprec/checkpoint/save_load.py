@@ -55,7 +55,9 @@ def save(
     folder = required_path(folder, optimizer, "folder")
     require_saveable(step, extra, keep, keep_every)
     rule = Keep.of(keep, keep_every)
-    outcome = Saving(folder, step, optimizer, extra, rule, files, fp8).finish()
+    outcome = Saving(
+        folder=folder, step=step, optimizer=optimizer, extra=extra, keep=rule, files=files, fp8=fp8
+    ).finish()
     for warning in outcome.warnings:
         warnings.warn(warning, stacklevel=2)
     if outcome.problem:
@@ -174,9 +176,8 @@ def load_weights(weights: Weights, optimizer: ParallelAMPOptimizer) -> None:
         _read_into(weights, "weight", buffer)
     optimizer.restart_ema()
     _read_frozen(weights, optimizer)
-    optimizer.load_saved_numbers(
-        optimizer.saved_numbers()
-    )  # rounds the masters to the layers' weights
+    # its own numbers: a load of them rounds the masters to the layers' weights
+    optimizer.load_saved_numbers(optimizer.saved_numbers())
 
 
 def _open_on_all_ranks(

@@ -70,7 +70,7 @@ class Axis:
             return Axis("world")
         if mesh.size() != dist.get_world_size():
             raise UserError.of(
-                "comm.mesh_is_not_world", size=mesh.size(), get_world_size=dist.get_world_size()
+                "comm.mesh_is_not_world", size=mesh.size(), world_size=dist.get_world_size()
             )
         return Axis("world", dist.get_rank(), mesh.size(), dist.group.WORLD)
 

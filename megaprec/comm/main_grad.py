@@ -145,11 +145,12 @@ def destinations(
 
     first: the number of the first one; the others follow.
     """
-    nodes = ctx.next_functions  # read once: torch makes the whole tuple each time
-    return [
-        _destination_of(nodes[first + place][0], parameter)
-        for place, parameter in enumerate(parameters)
-    ]
+    next_functions = ctx.next_functions  # read once: torch makes the whole tuple each time
+    places: list[Destination] = []
+    for number, parameter in enumerate(parameters, first):
+        node, _ = next_functions[number]
+        places.append(_destination_of(node, parameter))
+    return places
 
 
 def _destination_of(node: Any, parameter: nn.Parameter) -> Destination:

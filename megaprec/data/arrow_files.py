@@ -13,7 +13,7 @@ from typing import Any
 
 from megaprec.data.packed_files import import_pyarrow, open_unpacked
 from megaprec.data.pieces import OnFault, Piece
-from megaprec.data.tables import Place, batch_rows, column_pieces, naming_row, require_texts
+from megaprec.data.tables import CurrentRow, batch_rows, column_pieces, naming_row, require_texts
 from megaprec.errors import UserError
 
 FILE_MAGIC = b"ARROW1"
@@ -25,33 +25,33 @@ def arrow_pieces(file: Path, document: str, field: str, on_fault: OnFault) -> It
 
     Raises UserError if the column is missing or has another type, and for a damaged file.
     """
-    with _opened(file) as (table, place):
+    with _opened(file) as (table, current):
         require_texts(file, table.schema, field)
-        yield from column_pieces(file, document, field, _batches(table), place, on_fault)
+        yield from column_pieces(file, document, field, _batches(table), current, on_fault)
 
 
 def arrow_rows(file: Path, on_fault: OnFault) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number and the fields of each row of an Arrow table. Raises UserError for a damaged
     file."""
-    with _opened(file) as (table, place):
-        yield from batch_rows(file, _batches(table), place, on_fault)
+    with _opened(file) as (table, current):
+        yield from batch_rows(file, _batches(table), current, on_fault)
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[tuple[Any, Place]]:
+def _opened(file: Path) -> Iterator[tuple[Any, CurrentRow]]:
     """Yield the reader of a table, and the place of its rows. Raises UserError, which names the
     row, where it is damaged."""
     arrow = import_pyarrow(file)
     import pyarrow.ipc  # noqa: PLC0415 (optional)
 
-    with naming_row(file, arrow, _not_whole) as place, open_unpacked(file) as stream:
+    with naming_row(file, arrow, _not_whole) as current, open_unpacked(file) as stream:
         is_file = stream.read(len(FILE_MAGIC)) == FILE_MAGIC
         if not is_file:
             _require_end(file, stream)
         stream.seek(0)
         open_table = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
         with open_table(stream) as table:
-            yield table, place
+            yield table, current
 
 
 def _require_end(file: Path, stream: Any) -> None:

@@ -150,8 +150,8 @@ def shares(weights: Sequence[float]) -> list[int]:
     if period > LONGEST_PERIOD:
         raise UserError.of(
             "data.blend_weights_too_fine",
-            map=", ".join(map(repr, weights)),
-            ratio=period,
+            weights=", ".join(map(repr, weights)),
+            period=period,
             longest_period=LONGEST_PERIOD,
         )
     return ratio

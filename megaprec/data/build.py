@@ -193,21 +193,21 @@ def build(
             report = on_progress or (lambda *totals: None)
             skipped: list[Problem] = []
             ids = _write(
-                source,
-                text_digest,
-                skipped,
-                tokenizer,
-                prefix,
-                inputs,
-                state,
-                workers,
-                report,
+                source=source,
+                text_digest=text_digest,
+                skipped=skipped,
+                tokenizer=tokenizer,
+                prefix=prefix,
+                inputs=inputs,
+                state=state,
+                workers=workers,
+                report=report,
             )
     except Exception as error:
         # the writer has removed its files, so there is nothing to go on with
         resume.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in FULL:
-            raise UserError.of("data.no_room", prefix=prefix, strerror=error.strerror) from error
+            raise UserError.of("data.no_room", prefix=prefix, reason=error.strerror) from error
         raise
     counts = asdict(state.counts)
     try:
@@ -252,7 +252,8 @@ def _mask_counts(prefix: Path) -> dict[str, int]:
     for end in ends.tolist():
         in_document = int(dataset.counted(begin, end - begin).sum())
         counted += in_document
-        unanswered += in_document == 0
+        if in_document == 0:
+            unanswered += 1
         begin = end
     return {"counted": counted, "unanswered": unanswered}
 
@@ -542,7 +543,7 @@ def _count_unknown(
 def _refuse_overwriting(prefix: Path, overwrite: bool) -> None:
     idx = with_suffix(prefix, ".idx")
     if idx.exists() and not overwrite:
-        raise UserError.of("data.build_exists", idx=idx)
+        raise UserError.of("data.build_exists", index_file=idx)
     record = with_suffix(prefix, ".json")
     beside_data = idx.exists() or with_suffix(prefix, ".bin").exists()
     if record.exists() and not _may_replace(record, beside_data):

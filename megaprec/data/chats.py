@@ -16,7 +16,7 @@ the prompt is when a model is asked, and the end-of-document token counts.
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,6 @@ ROLES = {"human": "user", "gpt": "assistant"}
 KNOWN_ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython", *ROLES}
 # keys of messages by which others leave an answer out of the loss
 WEIGHTS = ("weight", "train", "training")
-
-BuildPieces = Callable[[str, Mapping[str, Any], str], Iterator[MarkedPiece]]
 
 
 @dataclass(frozen=True)
@@ -124,23 +122,23 @@ def load_chats(name: str, tokenizer_file: Path | None) -> Chats:
             raise UserError.of(
                 "data.chat_tokens_missing", path=tokenizer_file, missing=" and ".join(missing)
             )
-        place = name
+        origin = name
         source = CHATML
     elif name == OF_TOKENIZER:
-        place, source = _template_beside(tokenizer_file)
+        origin, source = _template_beside(tokenizer_file)
     else:
         path = Path(name)
         if not path.is_file():
             raise UserError.of("data.chat_template_missing", name=name)
-        place = name
+        origin = name
         source = _read_template(path)
     try:
         template = ChatTemplate(source, variables)
     except ChatError as problem:
-        raise UserError.of("data.chat_template_broken", name=place, problem=problem) from problem
+        raise UserError.of("data.chat_template_broken", name=origin, problem=problem) from problem
     inputs = json.dumps([source, variables], sort_keys=True)
     digest = hashlib.sha256(inputs.encode()).hexdigest()
-    return Chats(place, template, tokenizer.special, digest)
+    return Chats(origin, template, tokenizer.special, digest)
 
 
 def _template_beside(tokenizer_file: Path) -> tuple[str, str]:
@@ -187,8 +185,11 @@ def _messages(row: Mapping[str, Any], field: str, where: str) -> tuple[list[Mess
     is_open = field == "text"
     present_fields = [name for name in CHAT_FIELDS if name in row]
     fields = present_fields if is_open else [field]
-    has_prompt = is_open and {"prompt", "completion"} <= row.keys()
-    if len(fields) + has_prompt != 1 or (fields and fields[0] not in row):
+    forms = [*fields]
+    if is_open and {"prompt", "completion"} <= row.keys():
+        forms.append("prompt")
+    # one form of a conversation, and no more
+    if len(forms) != 1 or forms[0] not in row:
         names = ", ".join(sorted(map(str, row))) or "none"
         raise UserError.of("data.chat_fields", where=where, names=names)
     if fields:

@@ -50,9 +50,11 @@ def share_with(
     num_with_token = 0
     for number in numbers:
         document = dataset.document(number)
-        if len(document):
-            num_documents += 1
-            num_with_token += int(document[index_in_document]) == token
+        if not len(document):
+            continue
+        num_documents += 1
+        if document[index_in_document] == token:
+            num_with_token += 1
     return num_with_token / num_documents if num_documents else 0.0
 
 

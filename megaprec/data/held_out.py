@@ -59,12 +59,13 @@ class Ranges:
     def numbers(self, indices: NDArray[np.int64] | np.int64) -> NDArray[np.int64]:
         """Return the numbers at indices in [0, len(self)), of the same shape."""
         if self.in_turn:
-            place_in_range, range_index = np.divmod(indices, len(self.begins))
-            return self.begins[range_index] + place_in_range
-        first_indices = self._numbers_before()
-        range_index = np.searchsorted(first_indices, indices, side="right") - 1
-        place_in_range = indices - first_indices[range_index]
-        return self.begins[range_index] + place_in_range
+            position_in_range, range_index = np.divmod(indices, len(self.begins))
+        else:
+            first_indices = self._numbers_before()
+            ranges_begun = np.searchsorted(first_indices, indices, side="right")
+            range_index = ranges_begun - 1
+            position_in_range = indices - first_indices[range_index]
+        return self.begins[range_index] + position_in_range
 
     def index_of(self, number: int) -> int:
         """Return how many of the numbers are below `number`: its index in ascending order if it is
@@ -78,9 +79,9 @@ class Ranges:
         range_index = np.searchsorted(self.begins, numbers, side="right") - 1
         distance = numbers - self.begins[range_index]
         length = self._lengths()[range_index]
-        below_in_range = np.minimum(distance, length)  # all of it, if the number is behind its end
-        below_before = self._numbers_before()[range_index]
-        below = below_before + below_in_range
+        in_this_range = np.minimum(distance, length)  # all of it, if the number is behind its end
+        in_ranges_before = self._numbers_before()[range_index]
+        below = in_ranges_before + in_this_range
         return np.where(range_index < 0, 0, below)
 
     def tokens(self, length: int) -> "Ranges":
@@ -114,9 +115,11 @@ def divide(total: int, held_out: int, rule: HeldOutRule) -> tuple[Ranges, Ranges
     """
     if rule == "end":
         border = total - held_out
-        return Ranges.single(0, border), Ranges.single(border, total)
+        training = Ranges.single(0, border)
+        return training, Ranges.single(border, total)
     held_out_runs = _runs_everywhere(total, held_out)
-    return _between(held_out_runs, total), held_out_runs
+    training = _between(held_out_runs, total)
+    return training, held_out_runs
 
 
 def _runs_everywhere(total: int, held_out: int) -> Ranges:
@@ -130,7 +133,8 @@ def _runs_everywhere(total: int, held_out: int) -> Ranges:
         borders.append(total * held_out_so_far // held_out)
     stretch_begins = np.array(borders[:-1], np.int64)
     stretch_sizes = np.diff(np.array(borders, np.int64))
-    begins = stretch_begins + _offsets(stretch_sizes - sizes)
+    slack = stretch_sizes - sizes
+    begins = stretch_begins + _offsets(slack)
     return Ranges(begins, begins + sizes, in_turn=True)
 
 
@@ -166,6 +170,6 @@ def _offsets(slack: NDArray[np.int64]) -> NDArray[np.int64]:
     for run, room in enumerate(slack.tolist()):
         # what is behind the point of a multiple of the ratio, times 2^64
         fraction = (run + 1) * GOLDEN % 2**64
-        choices = room + 1
-        offsets[run] = fraction * choices >> 64
+        num_choices = room + 1
+        offsets[run] = fraction * num_choices // 2**64
     return offsets

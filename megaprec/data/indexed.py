@@ -183,10 +183,10 @@ class IndexedWriter:
         return UserError.of(
             "data.ids_outside_vocabulary",
             prefix=self._prefix,
-            min=tokens.min(),
-            max=tokens.max(),
+            smallest=tokens.min(),
+            largest=tokens.max(),
             vocab_size=self._vocab_size,
-            tokens=tokens[first_wrong],
+            first_id=tokens[first_wrong],
             document=written_documents + ended_before,
         )
 

@@ -40,9 +40,7 @@ def jsonl_rows(file: Path, fields: Sequence[str], on_fault: OnFault) -> Iterator
         lines = iter(lambda: stream.readline(MAX_LINE + 1), b"")
         for number, line in enumerate(lines, 1):
             if len(line) > MAX_LINE:
-                raise UserError.of(
-                    "data.line_too_long", file=file, number=number, max_line=MAX_LINE
-                )
+                raise UserError.of("data.line_too_long", file=file, number=number, limit=MAX_LINE)
             if line.isspace():
                 continue
             try:
@@ -111,7 +109,7 @@ def text_of(row: Any, field: str, where: str) -> str:
             "data.field_not_text",
             where=where,
             field=field,
-            dumps=json.dumps(text, default=repr)[:40],
+            value=json.dumps(text, default=repr)[:40],
             which=WHICH,
         )
     return require_unicode(text, where, f"field {field!r}")

@@ -60,7 +60,6 @@ from megaprec.errors import UserError
 
 TEXT = (".txt", ".text", ".md", ".rst", ".py")
 SUFFIXES = (*TEXT, JSONL, *ALSO_JSONL, JSON, *SEPARATORS, PARQUET, *PAGES, NOTEBOOK)
-OWN_ENCODING = (JSONL, *ALSO_JSONL, JSON, PARQUET, NOTEBOOK)  # UTF-8, as their formats say
 
 
 @dataclass(frozen=True)

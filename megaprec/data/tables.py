@@ -136,26 +136,26 @@ def parquet_pieces(file: Path, document: str, field: str, on_fault: OnFault) -> 
     Raises UserError if the column is missing or has another type, and for a damaged file.
     """
     arrow = import_pyarrow(file)
-    with naming_row(file, arrow, _damaged_parquet) as place, _open_parquet(file) as table:
+    with naming_row(file, arrow, _damaged_parquet) as current, _open_parquet(file) as table:
         require_texts(file, table.schema_arrow, field)
         batches = table.iter_batches(batch_size=BATCH_ROWS, columns=[field], use_threads=False)
-        yield from column_pieces(file, document, field, batches, place, on_fault)
+        yield from column_pieces(file, document, field, batches, current, on_fault)
 
 
 def parquet_rows(file: Path, on_fault: OnFault) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number and the fields of each row of a Parquet file. Raises UserError for a damaged
     file."""
     arrow = import_pyarrow(file)
-    with naming_row(file, arrow, _damaged_parquet) as place, _open_parquet(file) as table:
+    with naming_row(file, arrow, _damaged_parquet) as current, _open_parquet(file) as table:
         batches = table.iter_batches(batch_size=BATCH_ROWS, use_threads=False)
-        yield from batch_rows(file, batches, place, on_fault)
+        yield from batch_rows(file, batches, current, on_fault)
 
 
 @dataclass
-class Place:
+class CurrentRow:
     """The number of the row that is read, counted from 1; 0 before the first."""
 
-    row: int = 0
+    number: int = 0
 
 
 def column_pieces(
@@ -163,7 +163,7 @@ def column_pieces(
     document: str,
     field: str,
     batches: Iterable[Any],
-    place: Place,
+    current: CurrentRow,
     on_fault: OnFault,
 ) -> Iterator[Piece]:
     """Yield the texts in a column of record batches of Arrow, and note where they are."""
@@ -171,8 +171,8 @@ def column_pieces(
         # a column named a.b may come with b of a structure a
         column = batch.column(batch.schema.get_field_index(field))
         for value in column:
-            place.row += 1
-            where = f"{file}:{place.row}: field {field!r}"
+            current.number += 1
+            where = f"{file}:{current.number}: field {field!r}"
             try:
                 text = value.as_py()
             except UnicodeDecodeError as problem:
@@ -181,41 +181,41 @@ def column_pieces(
             if text is None:
                 on_fault(UserError.of("data.field_null", where=where))
                 continue
-            yield from cut_document(f"{document}:{place.row}", text)
+            yield from cut_document(f"{document}:{current.number}", text)
 
 
 def batch_rows(
-    file: Path, batches: Iterable[Any], place: Place, on_fault: OnFault
+    file: Path, batches: Iterable[Any], current: CurrentRow, on_fault: OnFault
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number and the fields of each row of record batches of Arrow."""
     for batch in batches:
         for number in range(batch.num_rows):
-            place.row += 1
+            current.number += 1
             try:
                 (row,) = batch.slice(number, 1).to_pylist()
             except UnicodeDecodeError as problem:
-                where = f"{file}:{place.row}"
+                where = f"{file}:{current.number}"
                 on_fault(UserError.of("data.not_utf8", file=where, other_form=problem.reason))
                 continue
-            yield place.row, row
+            yield current.number, row
 
 
 @contextmanager
 def naming_row(
     file: Path, arrow: Any, refusal: Callable[[Path, int, str], UserError]
-) -> Iterator[Place]:
+) -> Iterator[CurrentRow]:
     """Raise UserError for a file that Arrow cannot read inside the context.
 
     arrow: the module.
-    refusal: makes the error of the file, the row at the place that is given, and the reason.
+    refusal: makes the error of the file, the number of the row, and the reason.
     """
-    place = Place()
+    current = CurrentRow()
     try:
         with naming_url(file) if is_remote(file) else nullcontext():
-            yield place
+            yield current
     except (arrow.ArrowException, OSError) as problem:
         reason = " ".join(str(problem).split())
-        raise refusal(file, place.row + 1, reason) from problem
+        raise refusal(file, current.number + 1, reason) from problem
 
 
 def _damaged_parquet(file: Path, row: int, reason: str) -> UserError:

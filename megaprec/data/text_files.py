@@ -43,26 +43,34 @@ def text_files(names: Sequence[str], options: TextOptions) -> FoundFiles:
     left_out = Counter[str]()
     files: dict[Path, None] = {}  # a set that keeps its order
     roots: list[Path] = []
-    paths = [path for name in names for path in _paths(name)]
-    num_remote = sum(map(is_remote, paths))
-    if 0 < num_remote < len(paths):
-        raise UserError.of("data.url_beside_files", names=", ".join(names))
+    paths = _all_paths(names)
     for path in paths:
         root = path if path.is_dir() else path.parent
         roots.append(root)
         for file in _files_at(path, root, options, left_out):
             # the same file may be spelled otherwise
             spelled = file if len(paths) == 1 else file.absolute()
-            left_out[NAMED_TWICE] += spelled in files
+            if spelled in files:
+                left_out[NAMED_TWICE] += 1
             files[spelled] = None
     for file in files:
-        left_out["empty"] += not file.stat().st_size
+        if file.stat().st_size == 0:
+            left_out["empty"] += 1
     root = roots[0] if len(paths) == 1 else _common_folder(roots)
     counts = dict(+left_out)  # + leaves out what was not found
     for pattern in options.exclude:
         # a pattern that excludes nothing may be misspelled
         counts.setdefault(_excluded_by(pattern), 0)
     return FoundFiles(root, tuple(files), counts)
+
+
+def _all_paths(names: Sequence[str]) -> list[Path]:
+    """Return the files and folders of all names. Raises UserError if some are URLs and some not."""
+    paths = [path for name in names for path in _paths(name)]
+    num_remote = sum(map(is_remote, paths))
+    if 0 < num_remote < len(paths):
+        raise UserError.of("data.url_beside_files", names=", ".join(names))
+    return paths
 
 
 def _paths(name: str) -> list[Path]:

@@ -329,7 +329,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise
     except OSError as problem:
         raise UserError.of(
-            "data.tokenizer_file_unknown", path=path, strerror=problem.strerror
+            "data.tokenizer_file_unknown", path=path, reason=problem.strerror
         ) from problem
     # both libraries raise bare Exception or RuntimeError on a file they cannot read
     except Exception as problem:

@@ -340,12 +340,14 @@ def protobuf_fields(content: bytes) -> Iterator[tuple[int, Any]]:
     position = 0
 
     def read_varint() -> int:
+        """Return the whole number at `position`, which has 7 bits a byte, and move behind it."""
         nonlocal position
-        value = shift = 0
+        value = 0
+        shift = 0
         while True:
             byte = content[position]
             position += 1
-            value |= (byte & 0x7F) << shift  # 7 bits a byte, the lowest first
+            value |= (byte & 0x7F) << shift  # the lowest bits first
             shift += 7
             if byte < 0x80:
                 return value

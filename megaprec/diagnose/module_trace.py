@@ -182,10 +182,10 @@ class DigestTrace:
 
         A module often returns what its last submodule has returned.
         """
-        newest = self._newest
-        if newest.tensor is not tensor or newest.version != tensor._version:
-            self._newest = newest = _NewestDigest(tensor, tensor._version, digest(tensor))
-        return newest.digest
+        is_same_tensor = self._newest.tensor is tensor
+        if not is_same_tensor or self._newest.version != tensor._version:
+            self._newest = _NewestDigest(tensor, tensor._version, digest(tensor))
+        return self._newest.digest
 
     def _enter_module(self, stage: int, path: str, args: tuple[Any, ...], _: object) -> None:
         """Begin to trace, if the stage's turn has come."""

@@ -84,7 +84,8 @@ class OverflowMonitor:
         self._recent = deque(state["recent"], maxlen=WINDOW)
         if self.hopeless:
             # not `in_a_row`, which is only reported
-            self.at_floor = self.bad_losses = 0
+            self.at_floor = 0
+            self.bad_losses = 0
 
     def advice(self) -> str:
         """Return one line of advice for the user, after a skipped step."""

@@ -126,7 +126,8 @@ class Fault:
         ]
         # of a lost message, either its sender or its receiver is to blame
         all_are = self.certain and self.kind != "message"
-        who = (" and " if all_are else " or ").join(names)
+        conjunction = " and " if all_are else " or "
+        who = conjunction.join(names)
         if self.kind == "weights":
             return f"{who} holds wrong bits of {self.what}"
         if self.kind == "message":
@@ -267,15 +268,14 @@ def _first_disagreement(
         (common, count), *others = Counter(digests_of_holders).most_common()
         if not others:  # all holders agree, or there is one only
             continue
-        certain = 2 * count > len(holders)
-        if not certain:
-            return _Disagreement(key, holders, certain)
-        blamed = [
-            holder
-            for holder, digest in zip(holders, digests_of_holders, strict=True)
-            if digest != common
-        ]
-        return _Disagreement(key, blamed, certain)
+        has_majority = 2 * count > len(holders)
+        if not has_majority:
+            return _Disagreement(key, holders, certain=False)
+        blamed: list[RankEvidence] = []
+        for holder, digest in zip(holders, digests_of_holders, strict=True):
+            if digest != common:
+                blamed.append(holder)
+        return _Disagreement(key, blamed, certain=True)
     return None
 
 

@@ -82,8 +82,9 @@ class Rounding:
         random_key = key(self.seed, self.microbatch.step, self.name, direction)
         first_row = bits(random_key, self.microbatch.first_sample.to(device))
         rows = first_row + torch.arange(fractions.shape[0], device=device)
-        outputs = [torch.arange(span.start, span.stop, device=device) for span in self.outputs]
-        index = bits(random_key, rows)[:, None] + torch.cat(outputs)
+        spans = [torch.arange(span.start, span.stop, device=device) for span in self.outputs]
+        outputs = torch.cat(spans)
+        index = bits(random_key, rows)[:, None] + outputs  # [rows, outputs]
         return keep_each(random_key, index, fractions)
 
 
@@ -109,8 +110,13 @@ def nvfp4_casts(
     amaxes = torch.cat([amax_of(x), amax_of(transposed)])
     if reduce_max is not None:
         reduce_max(amaxes)  # of both in one collective
-    codes = encode(x, amaxes[:1], (1, BLOCK), rounding and rounding.rows)
-    transposed_codes = encode(transposed, amaxes[1:], (1, BLOCK), rounding and rounding.columns)
+    amax, transposed_amax = amaxes.split(1)  # [1, 1] each
+    row_block = (1, BLOCK)
+    if rounding is None:
+        codes = encode(x, amax, row_block)
+        return codes, encode(transposed, transposed_amax, row_block)
+    codes = encode(x, amax, row_block, rounding.rows)
+    transposed_codes = encode(transposed, transposed_amax, row_block, rounding.columns)
     return codes, transposed_codes
 
 
@@ -123,16 +129,18 @@ def transform(x: Tensor) -> Tensor:
     """
     m, k = x.shape
     padded = F.pad(x, (0, -k % BLOCK)).float()
-    blocks = -(-k // BLOCK)
+    num_blocks = -(-k // BLOCK)  # rounded up
     signs = [1.0 if sign == "+" else -1.0 for sign in _SIGNS]
-    values = padded.reshape(m, blocks, BLOCK) * torch.tensor(signs, device=x.device)
+    blocks = padded.reshape(m, num_blocks, BLOCK)
+    values = blocks * torch.tensor(signs, device=x.device)
+    # the fast Walsh-Hadamard transform: sums and differences of neighbouring runs of `length`
     length = 1
     while length < BLOCK:
-        pairs = values.reshape(m, blocks, BLOCK // (2 * length), 2, length)
+        pairs = values.reshape(m, num_blocks, BLOCK // (2 * length), 2, length)
         first, second = pairs.unbind(3)
         values = torch.stack([first + second, first - second], 3)
         length *= 2
-    return values.reshape(m, blocks * BLOCK) / BLOCK**0.5
+    return values.reshape(m, num_blocks * BLOCK) / BLOCK**0.5
 
 
 def encode(

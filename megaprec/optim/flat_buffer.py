@@ -358,7 +358,8 @@ class Buffer:
             length = BLOCK
         elif not length:
             # shorter runs for stochastic rounding, whose random numbers take 8 bytes per element
-            length = BLOCK << (8 if self.plan.rounding == "nearest" else 4)
+            num_blocks = 256 if self.plan.rounding == "nearest" else 16
+            length = num_blocks * BLOCK
         for tile_start in range(start, stop, length):
             yield self._tile(tile_start, min(tile_start + length, stop))
 
@@ -598,7 +599,7 @@ class Buffer:
             # a GPU compares longer runs, because each launch has a cost
             length = _COMPARED_ELEMENTS
             if self.weights.device.type != "cpu":
-                length <<= 6
+                length *= 64
             for tile in self.tiles(0, self.local_size, length):
                 tile.adopt_weights(is_written, steps)
 
@@ -649,7 +650,7 @@ def param_dtype(parameter: nn.Parameter, plan: PrecisionPlan) -> torch.dtype:
         raise UserError.of(
             "optimizer.keep_fp32_part_of_parameter",
             names=" and ".join(names),
-            map=" and ".join(sorted(map(dtype_name, dtypes))),
+            dtypes=" and ".join(sorted(map(dtype_name, dtypes))),
         )
     return dtypes.pop()
 

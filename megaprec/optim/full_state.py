@@ -105,7 +105,7 @@ def _problems(tensors: dict[str, Tensor], needed: Mapping[str, Piece]) -> Iterat
                 "optimizer.state_shape",
                 key=state_key,
                 shape=list(piece.part.shape),
-                described="not" if tensor is None else list(tensor.shape),
+                saved_shape="not" if tensor is None else list(tensor.shape),
             )
         elif not tensor.is_floating_point():
             yield Problem.of("optimizer.state_not_real", key=state_key, dtype=tensor.dtype)

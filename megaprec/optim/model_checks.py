@@ -288,17 +288,17 @@ class TrainedModel:
         ]
         if added:
             raise UserError.of(
-                "optimizer.unfrozen_later", format_names=_format_names(added), rebuild=_REBUILD
+                "optimizer.unfrozen_later", names=_format_names(added), rebuild=_REBUILD
             )
         untrained = [parameter for parameter in self._trained if parameter not in current]
         frozen = [paths[parameter] for parameter in untrained if parameter in paths]
         if frozen:
             raise UserError.of(
-                "optimizer.frozen_later", format_names=_format_names(frozen), rebuild=_REBUILD
+                "optimizer.frozen_later", names=_format_names(frozen), rebuild=_REBUILD
             )
         removed = [layout_of(parameter).parts[0].name for parameter in untrained]
         raise UserError.of(
-            "optimizer.removed_later", format_names=_format_names(removed), rebuild=_REBUILD
+            "optimizer.removed_later", names=_format_names(removed), rebuild=_REBUILD
         )
 
 

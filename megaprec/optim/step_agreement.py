@@ -175,11 +175,11 @@ class Presence(NamedTuple):
     num_gradients: int
 
 
-def missing_gradients(buffers: Sequence[Buffer], by_place: bool = False) -> list[str]:
+def missing_gradients(buffers: Sequence[Buffer], by_position: bool = False) -> list[str]:
     """Return the logical names of the parameters that received no gradient in this step.
 
-    by_place: experts are numbered by their positions on this rank, so that ranks with other experts
-        have the same names.
+    by_position: experts are numbered by their positions on this rank, so that ranks with other
+        experts have the same names.
     """
     names: list[str] = []
     parameters = chain.from_iterable(buffer.parameters for buffer in buffers)
@@ -188,7 +188,7 @@ def missing_gradients(buffers: Sequence[Buffer], by_place: bool = False) -> list
         if received_gradient(parameter):
             continue
         layout = layout_of(parameter)
-        if by_place and layout.expert:
+        if by_position and layout.expert:
             names.append(f"expert {number}")
         else:
             names.append(layout.parts[0].name)
@@ -198,7 +198,7 @@ def missing_gradients(buffers: Sequence[Buffer], by_place: bool = False) -> list
 def summarize_presence(buffers: Sequence[Buffer], settings: Sequence[str] = ()) -> Presence:
     """Return what this rank sends about its gradients. settings: lines that all ranks of a stage
     must share too."""
-    names = missing_gradients(buffers, by_place=True)
+    names = missing_gradients(buffers, by_position=True)
     num_parameters = sum(len(buffer.parameters) for buffer in buffers)
     digest = _digest_of_names([*names, *settings])
     return Presence(digest, num_parameters - len(names))

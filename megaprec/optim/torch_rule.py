@@ -58,7 +58,7 @@ class Torch:
         step_options = {"lr", "weight_decay", "params"} & self.options.keys()
         if step_options:
             raise UserError.of(
-                "optimizer.torch_rule_step_option", title=self._title, of_step=min(step_options)
+                "optimizer.torch_rule_step_option", title=self._title, option=min(step_options)
             )
         self._has_decay = "weight_decay" in inspect.signature(kind).parameters
         # values from before this step; empty before the first step

@@ -146,7 +146,16 @@ def _part_of(parameter: DTensor) -> Part:
             dim = placement.dim
             shards = size
             shard = rank
-    return Part(full.name, full.shape, dim, shards, shard, copies, copy, full.growth)
+    return Part(
+        name=full.name,
+        shape=full.shape,
+        dim=dim,
+        shards=shards,
+        shard=shard,
+        copies=copies,
+        copy=copy,
+        growth=full.growth,
+    )
 
 
 def _require_planned(name: str, parameter: DTensor, plan: PrecisionPlan) -> None:

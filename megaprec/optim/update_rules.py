@@ -100,7 +100,7 @@ class AdamW(Stateless):
         is_pair = isinstance(self.betas, tuple | list) and len(self.betas) == 2
         if not is_pair or not all(map(_is_fraction, self.betas)):
             quoted = list(self.betas) if is_pair else self.betas
-            raise UserError.of("optimizer.betas", quoted=quoted)
+            raise UserError.of("optimizer.betas", betas=quoted)
         if not is_number(self.eps) or self.eps <= 0:
             raise UserError.of("optimizer.eps", eps=self.eps)
 

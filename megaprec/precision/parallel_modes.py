@@ -101,7 +101,7 @@ def mode_of(name: object) -> ParallelMode:
             "precision.parallel_mode_unknown",
             name=name,
             names=", ".join(ParallelMode.__members__),
-            did_you_mean=did_you_mean(mode_name, modes),
+            hint=did_you_mean(mode_name, modes),
         )
     return modes[mode_name]
 

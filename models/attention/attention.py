@@ -212,7 +212,9 @@ class Attention(nn.Module):
         leaves = self.context.leaves
         if not leaves.by_region:
             return None
-        norm_rule = query_weight = key_weight = None
+        norm_rule = None
+        query_weight = None
+        key_weight = None
         if self.config.qk_norm:
             query_norm = RegionNorm.of(self.query_norm)
             key_norm = RegionNorm.of(self.key_norm)
@@ -250,13 +252,13 @@ class Attention(nn.Module):
         Key and value may have fewer heads than query. Collective over cp.
         """
         inputs = KernelInputs(
-            self.config,
-            self.context,
-            self.name,
-            self.scale,
-            self.sinks,
-            microbatch,
-            attn_mask,
+            config=self.config,
+            context=self.context,
+            name=self.name,
+            scale=self.scale,
+            sinks=self.sinks,
+            microbatch=microbatch,
+            mask=attn_mask,
         )
         kernel = choose_kernel(describe_call(query, key, value, inputs))
         return KERNELS[kernel](query, key, value, inputs).to(self.context.plan.compute)

@@ -67,7 +67,10 @@ def attend(
 
 
 class _AttendInBlocks(torch.autograd.Function):
-    """Attention whose backward pass computes the weights of each block again."""
+    """Attention whose backward pass computes the weights of each block again.
+
+    query [b, n, s, d], key and value [b, n / groups, s, d] -> [b, n, s, d].
+    """
 
     @staticmethod
     def forward(
@@ -91,6 +94,7 @@ class _AttendInBlocks(torch.autograd.Function):
         for block in _blocks(contiguous_query, key, attn_mask, rows):
             block_query = block.of_queries(contiguous_query)
             weights = _weights(block_query, block.of_keys(key), block.bias, scale)
+            # [heads, rows, keys] by [heads, keys, d]
             torch.bmm(weights, block.of_keys(value), out=block.of_queries(output))
         return output
 
@@ -109,13 +113,15 @@ class _AttendInBlocks(torch.autograd.Function):
             block_key = block.of_keys(key)
             block_grad = block.of_queries(grad)
             weights = _weights(block_query, block_key, block.bias, scale)
-            block.add_to_keys(grad_value, torch.bmm(weights.mT, block_grad), 1.0)
-            # Of the scaled scores: the products below multiply by the scale.
+            block_grad_value = torch.bmm(weights.mT, block_grad)  # [heads, keys, d]
+            block.add_to_keys(grad_value, block_grad_value, 1.0)
+            # Of the scaled scores [heads, rows, keys]: the products below multiply by the scale.
             grad_weights = torch.bmm(block_grad, block.of_keys(value).mT)
             grad_scores = softmax_gradient(grad_weights, weights, -1, weights.dtype)
             # beta = 0 overwrites: each query row is in one block only.
             block.of_queries(grad_query).baddbmm_(grad_scores, block_key, beta=0, alpha=scale)
-            block.add_to_keys(grad_key, torch.bmm(grad_scores.mT, block_query), scale)
+            block_grad_key = torch.bmm(grad_scores.mT, block_query)
+            block.add_to_keys(grad_key, block_grad_key, scale)
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None
 
 

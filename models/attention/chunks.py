@@ -10,8 +10,11 @@ def in_chunks(tokens: Tensor, chunk: int) -> Tensor:
     """Return tokens [b, n, s, ...] in chunks [b, n, chunks, C, ...]; zeros fill up the last."""
     missing = -tokens.shape[2] % chunk
     if missing:
+        # `F.pad` takes (before, after) of each dim, the last dim first
+        no_padding = (0, 0)
         later_dims = tokens.dim() - 3
-        tokens = F.pad(tokens, (0, 0) * later_dims + (0, missing))
+        padding = no_padding * later_dims + (0, missing)
+        tokens = F.pad(tokens, padding)
     return tokens.unflatten(2, (-1, chunk))
 
 

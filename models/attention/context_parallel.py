@@ -53,7 +53,11 @@ def attend_over_ranks(
 
 
 class _AttendOverRanks(torch.autograd.Function):
-    """Attention whose backward pass fetches the other ranks' keys and values again."""
+    """Attention whose backward pass fetches the other ranks' keys and values again.
+
+    query [b, n, s, d], key [b, m, s, d], value [b, m, s, e] of this rank's
+    tokens -> [b, n, s, e]. Collective over cp.
+    """
 
     @staticmethod
     def forward(
@@ -78,7 +82,13 @@ class _AttendOverRanks(torch.autograd.Function):
             merged = FusedParts(query, local_runs, rule.scale, sinks)
         else:
             merged = MergedAttention(
-                query, local_runs, key_heads, widths[1], rule, wide_dtype, sinks
+                query=query,
+                runs=local_runs,
+                heads=key_heads,
+                width=widths[1],
+                rule=rule,
+                wide_dtype=wide_dtype,
+                sinks=sinks,
             )
         parts_of_ranks = _pass_parts_around if ring else _gather_parts
         # Key and value travel as one message.
@@ -106,11 +116,23 @@ class _AttendOverRanks(torch.autograd.Function):
         gradients: FusedPartsGradients | AttentionGradients
         if ctx.of_fused is not None:
             gradients = FusedPartsGradients(
-                query, local_runs, output, log_sum, grad, rule.scale, ctx.of_fused
+                query=query,
+                runs=local_runs,
+                output=output,
+                log_sum=log_sum,
+                grad=grad,
+                scale=rule.scale,
+                backward_inputs=ctx.of_fused,
             )
         else:
             gradients = AttentionGradients(
-                query, local_runs, output, log_sum, grad, rule, wide_dtype
+                query=query,
+                runs=local_runs,
+                output=output,
+                log_sum=log_sum,
+                grad=grad,
+                rule=rule,
+                wide_dtype=wide_dtype,
             )
 
         def add_gradient(

@@ -100,7 +100,10 @@ def _widen_bias(bias: Tensor | None) -> Tensor | None:
 
 
 class _AttendInFP32(torch.autograd.Function):
-    """Attention in FP32, of which only the bf16 tensors are kept."""
+    """Attention in FP32, of which only the bf16 tensors are kept.
+
+    query, key, value [b, n, s, d] -> [b, n, s, d], all bf16; FP32 log-sums [b, n, s] are kept too.
+    """
 
     @staticmethod
     def forward(

@@ -25,13 +25,13 @@ class Decays:
         diagonal.
     from_before: [b, n, chunks, C, 1], w(t).
     to_end: [b, n, chunks, C, 1], w(C, s).
-    whole: [b, n, chunks, 1, 1], w(C).
+    over_chunk: [b, n, chunks, 1, 1], w(C).
     """
 
     between: Tensor
     from_before: Tensor
     to_end: Tensor
-    whole: Tensor
+    over_chunk: Tensor
 
     @staticmethod
     def of(log_decay: Tensor, begins: Tensor | None, chunk: int) -> "Decays":
@@ -41,17 +41,17 @@ class Decays:
         log_decay: [b, n, s], g above.
         begins: bool [b, s], True where a document begins; None: nowhere.
         """
-        of_chunks = in_chunks(log_decay, chunk)  # [b, n, chunks, C]
+        log_decays = in_chunks(log_decay, chunk)  # g [b, n, chunks, C]
         # True where the token of the row comes after that of the column
         square = torch.ones(chunk, chunk, dtype=torch.bool, device=log_decay.device)
         is_later = square.tril(-1)
         # Row t has g_t in the columns of all earlier tokens s: summed down to row t, this is the
         # sum from s + 1 to t.
-        steps = of_chunks.unsqueeze(-1).expand(*of_chunks.shape, chunk)  # [b, n, chunks, C, C]
-        steps_after = steps.masked_fill(~is_later, 0)
-        between = steps_after.cumsum(-2).exp()
+        in_all_columns = log_decays.unsqueeze(-1).expand(*log_decays.shape, chunk)
+        of_later_tokens = in_all_columns.masked_fill(~is_later, 0)  # [b, n, chunks, C, C]
+        between = of_later_tokens.cumsum(-2).exp()
         between = between.masked_fill(is_later.T, 0)
-        from_before = of_chunks.cumsum(-1).exp()  # [b, n, chunks, C]
+        from_before = log_decays.cumsum(-1).exp()  # [b, n, chunks, C]
         if begins is not None:
             # The number of documents that have begun in the chunk; one dimension for all heads.
             begun = in_chunks(begins.unsqueeze(1), chunk).cumsum(-1)  # [b, 1, chunks, C]
@@ -64,11 +64,11 @@ class Decays:
             between=between,
             from_before=from_before.unsqueeze(-1),
             to_end=last_row.unsqueeze(-1),
-            whole=last.unsqueeze(-1),
+            over_chunk=last.unsqueeze(-1),
         )
 
 
-def of_tokens(log_decay: Tensor, begins: Tensor | None) -> Tensor:
+def token_decays(log_decay: Tensor, begins: Tensor | None) -> Tensor:
     """Return the decay from the token before to each token [b, n, s]; arguments as in
     `Decays.of`."""
     decay = log_decay.exp()

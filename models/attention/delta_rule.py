@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from models.attention.chunks import in_chunks, one_by_one
-from models.attention.decays import Decays, of_tokens
+from models.attention.decays import Decays, token_decays
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -84,18 +84,19 @@ def recurrent(inputs: DeltaInputs, state: Tensor | None = None) -> tuple[Tensor,
     """
     if state is None:
         state = inputs.initial_state()
-    decay = of_tokens(inputs.log_decay, inputs.begins)  # [b, n, s]
+    decays = token_decays(inputs.log_decay, inputs.begins)  # [b, n, s]
     outputs = []
-    tensors = (inputs.query, inputs.key, inputs.value, inputs.strength, decay)
+    tensors = (inputs.query, inputs.key, inputs.value, inputs.strength, decays)
     # Of each token: query, key and value [b, n, features], the others [b, n].
-    for query, key, value, strength, kept in one_by_one(*tensors):
+    for query, key, value, strength, decay in one_by_one(*tensors):
         query_column = query.unsqueeze(-1)  # [b, n, d, 1]
         key_column = key.unsqueeze(-1)
-        decayed = state * kept[:, :, None, None]  # D_t [b, n, d, v]
+        decayed = state * decay[:, :, None, None]  # D_t [b, n, d, v]
         remembered = (decayed * key_column).sum(-2)  # D_t' k_t [b, n, v]
         error = value - remembered
         correction = strength.unsqueeze(-1) * error  # u_t [b, n, v]
-        state = decayed + key_column * correction.unsqueeze(-2)  # S_t [b, n, d, v]
+        written = key_column * correction.unsqueeze(-2)  # k_t u_t' [b, n, d, v]
+        state = decayed + written  # S_t
         output = (state * query_column).sum(-2)  # o_t [b, n, v]
         outputs.append(output)
     return torch.stack(outputs, 2), state
@@ -122,13 +123,14 @@ def chunked(
 
     carried = inputs.initial_state() if state is None else state  # [b, n, d, v]
     outputs = []
-    tensors = (from_values, from_state, scores, reading, writing, decays.whole)
-    # X and Y of a chunk, and what reads and writes its state
-    for x, y, score, read, write, whole in one_by_one(*tensors):
+    tensors = (from_values, from_state, scores, reading, writing, decays.over_chunk)
+    # X and Y of a chunk, what reads and writes its state, and the decay w(C)
+    for x, y, score, read, write, decay in one_by_one(*tensors):
         corrections = x - y @ carried  # U [b, n, C, v]
-        output = read @ carried + score @ corrections  # [b, n, C, v]
-        outputs.append(output)
-        carried = whole * carried + write @ corrections
+        from_before = read @ carried  # [b, n, C, v]
+        from_inside = score @ corrections
+        outputs.append(from_before + from_inside)
+        carried = decay * carried + write @ corrections  # S' [b, n, d, v]
     # without the tokens that fill up the last chunk
     length = inputs.key.shape[2]
     filled_up = torch.cat(outputs, 2)
@@ -145,7 +147,8 @@ def _corrections(
     strength: [b, n, chunks, C, 1].
     """
     # The left side of the equations, b_t w(t, s) (k_t . k_s), below its diagonal of ones.
-    system = (strength * key) @ key.mT * decays.between  # [b, n, chunks, C, C]
+    weighted_key = strength * key  # b_t k_t [b, n, chunks, C, d]
+    system = weighted_key @ key.mT * decays.between  # [b, n, chunks, C, C]
     # Both right sides, which are solved for together.
     from_values = strength * value
     from_state = strength * decays.from_before * key

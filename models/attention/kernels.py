@@ -272,15 +272,15 @@ def _over_ranks(
     drop = partial(_drop_weights, inputs) if inputs.dropout else None
     rule = AttentionRule(scale, config.window, inputs.mask, drop, config.attention_softcap)
     return attend_over_ranks(
-        query,
-        key,
-        value,
-        context.cp,
-        rule,
-        context.ring,
-        _dtype_of_sums(context),
-        inputs.wide_sinks(),
-        fused,
+        query=query,
+        key=key,
+        value=value,
+        cp=context.cp,
+        rule=rule,
+        ring=context.ring,
+        wide_dtype=_dtype_of_sums(context),
+        sinks=inputs.wide_sinks(),
+        fused=fused,
     )
 
 

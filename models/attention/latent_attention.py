@@ -188,9 +188,8 @@ class LatentAttention(Attention):
         """
         sizes = self.config.latent
         tp = self.context.tp
-        query_latent, latent, key_rope = self.down(x).split(
-            (sizes.query_rank, sizes.kv_rank, sizes.rope_dim), -1
-        )
+        widths = (sizes.query_rank, sizes.kv_rank, sizes.rope_dim)
+        query_latent, latent, key_rope = self.down(x).split(widths, -1)
         parts = [self.key_value_down_norm(latent), key_rope]
         if sizes.query_rank:
             parts = [self.query_down_norm(query_latent), *parts]
@@ -225,8 +224,8 @@ class LatentAttention(Attention):
         query, key, value = map(as_wide_heads, (query, key, value))
         attended = self._core_attention(query, key, value, microbatch, attn_mask)
         # the zeros that made values as wide as queries are cut off
-        value_dim = self.config.latent.value_dim
-        return attended[..., :value_dim].permute(2, 0, 1, 3).flatten(2)
+        outputs = attended[..., : self.config.latent.value_dim]  # [b, n, s, e]
+        return outputs.permute(2, 0, 1, 3).flatten(2)  # [s, b, n * e]
 
     def _project_up(
         self, projected: Tensor, rotary: RotaryTables | None
@@ -234,20 +233,21 @@ class LatentAttention(Attention):
         """Return query, key and value of local heads, [s, b, n, d] each, of different d."""
         sizes = self.config.latent
         query_width = projected.shape[-1] - sizes.kv_rank - sizes.rope_dim
-        query, latent, key_rope = projected.split((query_width, sizes.kv_rank, sizes.rope_dim), -1)
+        widths = (query_width, sizes.kv_rank, sizes.rope_dim)
+        query, latent, key_rope = projected.split(widths, -1)
         if sizes.query_rank:
             query = self.query(query)
         query = query.unflatten(-1, (-1, sizes.head_dim))
         heads = query.shape[2]
         key_rope = key_rope.unsqueeze(2)  # one for all heads
-        key_nope, value = self.key_value(latent).split(
-            (heads * sizes.nope_dim, heads * sizes.value_dim), -1
-        )
+        key_and_value = self.key_value(latent)
+        key_nope, value = key_and_value.split((heads * sizes.nope_dim, heads * sizes.value_dim), -1)
         key_nope = key_nope.unflatten(-1, (heads, -1))
         value = value.unflatten(-1, (heads, -1))
         assert rotary is not None  # latent attention has rotary positions
         query = Rotate.apply(query, *rotary, self.context.leaves)
         key_rope = Rotate.apply(key_rope, *rotary, self.context.leaves)
         # Rotated features come first, as in the query.
-        key = torch.cat((key_rope.expand(-1, -1, heads, -1), key_nope), -1)
+        key_rope_of_heads = key_rope.expand(-1, -1, heads, -1)
+        key = torch.cat((key_rope_of_heads, key_nope), -1)
         return query, key, value

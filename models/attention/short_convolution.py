@@ -27,12 +27,17 @@ def short_convolution(
     """
     length = len(x)
     reach = weight.shape[1] - 1
-    whole = F.pad(x, (0, 0, 0, 0, reach, 0)) if before is None else torch.cat((before, x))
+    if before is None:
+        extended = F.pad(x, (0, 0, 0, 0, reach, 0))  # zeros before the first token
+    else:
+        extended = torch.cat((before, x))
     summed = x * weight[:, reach]
     for distance in range(1, reach + 1):
-        earlier = whole[reach - distance : reach - distance + length]
+        first = reach - distance
+        earlier = extended[first : first + length]  # x_(t - distance)
         if begins is not None:
-            earlier = earlier.masked_fill(_is_beyond(begins, distance), 0)
+            is_other_document = _is_beyond(begins, distance)
+            earlier = earlier.masked_fill(is_other_document, 0)
         summed = summed + earlier * weight[:, reach - distance]
     return summed if bias is None else summed + bias
 

@@ -78,13 +78,18 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     there are any."""
     if sinks is None:
         return scores.softmax(-1)
-    sink_scores = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    sink_of_head = sinks.to(scores.dtype).view(1, -1, 1, 1)
+    sink_scores = sink_of_head.expand(*scores.shape[:3], 1)  # [b, n, s, 1]
     weights = torch.cat((scores, sink_scores), -1).softmax(-1)
     return weights[..., :-1]  # without that of the sink, whose value is zero
 
 
 class _AttendWithSinks(torch.autograd.Function):
-    """A fused attention, corrected for sinks; see the module."""
+    """A fused attention, corrected for sinks; see the module.
+
+    query [b, n, s, d], key [b, n, t, d], value [b, n, t, e], sinks [n], bias [b, n, s, t] or None
+    -> [b, n, s, e].
+    """
 
     @staticmethod
     def forward(
@@ -98,10 +103,12 @@ class _AttendWithSinks(torch.autograd.Function):
     ) -> Tensor:
         causal = bias is None
         fused = fused_kernels.forward(query, key, value, causal, bias, scale)
-        log_sums = fused.log_sums
-        log_sums_with_sinks = torch.logaddexp(log_sums, sinks.to(log_sums.dtype)[:, None])
-        factors = (log_sums - log_sums_with_sinks).exp().unsqueeze(-1)
-        output = (fused.output * factors).to(query.dtype)
+        log_sums = fused.log_sums  # l [b, n, s]
+        sink_column = sinks.to(log_sums.dtype)[:, None]  # [n, 1]
+        log_sums_with_sinks = torch.logaddexp(log_sums, sink_column)  # m [b, n, s]
+        factors = (log_sums - log_sums_with_sinks).exp()  # exp(l - m)
+        wide_output = fused.output * factors.unsqueeze(-1)
+        output = wide_output.to(query.dtype)
         ctx.save_for_backward(query, key, value, sinks, bias, output, log_sums_with_sinks)
         ctx.backward_inputs = fused.backward_inputs
         ctx.scale = scale
@@ -111,9 +118,11 @@ class _AttendWithSinks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, bias, output, log_sums = ctx.saved_tensors
-        grad_dot_output = (grad.to(log_sums.dtype) * output).sum(-1)
-        sink_weights = (sinks.to(log_sums.dtype)[:, None] - log_sums).exp()
-        grad_sinks = -(sink_weights * grad_dot_output).sum((0, 2)).to(sinks.dtype)
+        grad_dot_output = (grad.to(log_sums.dtype) * output).sum(-1)  # [b, n, s]
+        sink_column = sinks.to(log_sums.dtype)[:, None]  # [n, 1]
+        sink_weights = (sink_column - log_sums).exp()  # exp(sink - m) [b, n, s]
+        sum_over_tokens = (sink_weights * grad_dot_output).sum((0, 2))  # [n]
+        grad_sinks = -sum_over_tokens.to(sinks.dtype)
         grads = fused_kernels.backward(
             grad,
             (query, key, value),

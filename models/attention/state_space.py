@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from models.attention.chunks import in_chunks, one_by_one
-from models.attention.decays import Decays, of_tokens
+from models.attention.decays import Decays, token_decays
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -81,17 +81,17 @@ def recurrent(inputs: StateSpaceInputs, state: Tensor | None = None) -> tuple[Te
     """
     if state is None:
         state = inputs.initial_state()
-    decay = of_tokens(inputs.log_decay, inputs.begins)  # [b, n, s]
+    decays = token_decays(inputs.log_decay, inputs.begins)  # [b, n, s]
     query_of_head = inputs.query.repeat_interleave(inputs.group_size, 1)  # [b, n, s, d]
     key_of_head = inputs.key.repeat_interleave(inputs.group_size, 1)
     outputs = []
-    tensors = (query_of_head, key_of_head, inputs.written, decay)
+    tensors = (query_of_head, key_of_head, inputs.written, decays)
     # Of each token: query, key and value [b, n, features], the decay [b, n].
-    for query, key, value, kept in one_by_one(*tensors):
+    for query, key, value, decay in one_by_one(*tensors):
         query_column = query.unsqueeze(-1)  # [b, n, d, 1]
         key_column = key.unsqueeze(-1)
         written = key_column * value.unsqueeze(-2)  # k_t v_t' [b, n, d, v]
-        state = state * kept[:, :, None, None] + written
+        state = state * decay[:, :, None, None] + written  # S_t
         output = (state * query_column).sum(-2)  # o_t [b, n, v]
         outputs.append(output)
     return torch.stack(outputs, 2), state
@@ -124,10 +124,11 @@ def chunked(
 
     carried = inputs.initial_state() if state is None else state  # [b, n, d, v]
     outputs = []
-    for read, inner, added, whole in one_by_one(reading, from_inside, written, decays.whole):
-        output = read @ carried + inner  # [b, n, C, v]
-        outputs.append(output)
-        carried = whole * carried + added
+    tensors = (reading, from_inside, written, decays.over_chunk)
+    for read, inner, added, decay in one_by_one(*tensors):
+        from_before = read @ carried  # [b, n, C, v]
+        outputs.append(from_before + inner)
+        carried = decay * carried + added  # S' [b, n, d, v]
     # without the tokens that fill up the last chunk
     length = inputs.value.shape[2]
     filled_up = torch.cat(outputs, 2)

@@ -103,9 +103,11 @@ class CachedRecurrence(nn.Module):
     def _tokens_before(self, mixed: Tensor) -> Tensor:
         """Return the tokens before `mixed`, and keep the last ones for the tokens after it."""
         reach = self.convolution.shape[1] - 1
-        before = mixed.new_zeros(reach, *mixed.shape[1:]) if self._before is None else self._before
-        whole = torch.cat((before, mixed))
-        self._before = whole[len(whole) - reach :]
+        before = self._before
+        if before is None:
+            before = mixed.new_zeros(reach, *mixed.shape[1:])
+        extended = torch.cat((before, mixed))
+        self._before = extended[len(extended) - reach :]
         return before
 
 
@@ -187,7 +189,8 @@ class CachedStage(Stage):
         self._text = text
         # The stage counts positions from the tokens that it is given.
         positions = torch.arange(past, len(text), device=ids.device).expand(ids.shape[1], -1)
-        return super().forward(ids, None, Packing(positions=positions))[0]
+        logits = super().forward(ids, None, Packing(positions=positions))  # [1, b, vocab]
+        return logits[0]
 
     def _changes_all_angles(self, length: int) -> bool:
         """Return True if the angles of all tokens change with each token, in a text of `length`

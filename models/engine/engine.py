@@ -172,11 +172,27 @@ def build_stages(
         rank_of_stage,
         options.recompute,
     )
-    stages = build(config, context, stage_cuts, rank_of_stage, pp.rank, make_stage, canonical)
+    stages = build(
+        config=config,
+        context=context,
+        all_cuts=stage_cuts,
+        rank_of_stage=rank_of_stage,
+        pp_rank=pp.rank,
+        make=make_stage,
+        separate_head=canonical,
+    )
     for stage in stages.values():
         compute_marked_in_fp32(stage, plan)
     return RankStages(
-        config, plan, mesh, schedule, options, stages, context, virtual, other_schedules
+        config=config,
+        plan=plan,
+        mesh=mesh,
+        schedule=schedule,
+        options=options,
+        by_number=stages,
+        context=context,
+        virtual=virtual,
+        other_schedules=other_schedules,
     )
 
 
@@ -230,15 +246,15 @@ class Engine:
         in_evaluation = [forward_only(schedule) for schedule in schedules]
         links = self._connect(activation_shape, context, (*schedules, *in_evaluation))
         self.passes = Passes(
-            rank_stages.config,
-            self.schedule,
-            self.stages,
-            optimizer,
-            self.fp8,
-            links,
-            context.deferred,
-            options.micro_batch,
-            position or Position(),
+            config=rank_stages.config,
+            schedule=self.schedule,
+            stages=self.stages,
+            optimizer=optimizer,
+            fp8=self.fp8,
+            links=links,
+            deferred=context.deferred,
+            micro_batch=options.micro_batch,
+            position=position or Position(),
             cp=self.cp,
         )
         # by the micro-batches of a share
@@ -287,7 +303,7 @@ class Engine:
         schedules: all whose messages go over these links.
         """
         length, *rest = activation_shape
-        sequence_ranks = self.cp.size * (self.tp.size if context.cut_sequence else 1)
+        sequence_ranks = self.cp.size * context.sequence_ranks
         return P2P.open(
             self.pp,
             self.schedule.rank_of_stage,
@@ -378,15 +394,16 @@ class Engine:
         shape = (2, num_samples * self.dp.size)
         # Each rank fills in its own samples: a sum with zeros is exact.
         numbers = torch.zeros(shape, dtype=torch.float64, device=self.device)
-        own = numbers[:, share.first : share.first + num_samples]
-        state.sample_losses = own[0]
+        local_numbers = numbers[:, share.first : share.first + num_samples]
+        losses, counts = local_numbers.unbind()  # views, which are filled in below
+        state.sample_losses = losses
         with passes.in_fp8():
             passes.executor(state, passes.evaluation_program).run()
         is_counting = self.last_stage in self.stages and self.tp.rank == 0
         if is_counting and state.share.mask is None:
-            own[1] = state.share.targets.shape[1]
+            counts.fill_(state.share.targets.shape[1])
         elif is_counting and state.share.mask is not None:
-            own[1] = state.share.mask.sum(1, dtype=torch.float64)
+            counts.copy_(state.share.mask.sum(1, dtype=torch.float64))
         # Canonical numerics have a loss for each micro-batch, others one, summed over the world.
         loss = summed_loss(state.loss, self.optimizer.dp, self.optimizer.world)
         # Ids outside the vocabulary make the loss NaN on all ranks (`Passes.begin`).

@@ -238,13 +238,15 @@ class Passes:
         canonical = self.optimizer.canonical
         # The full share is kept as it is: the replay of a skipped step begins with it.
         local = share.cut(self.cp).on(device)
+        # Only the last stage divides by the number of tokens.
+        has_last_stage = self.last_stage in self.stages
         token_count = count_tokens(
-            local.targets.numel(),
-            local.mask,
-            self.optimizer.dp,
-            self.last_stage in self.stages,  # only the last stage divides by the number of tokens
-            device,
-            canonical,
+            tokens=local.targets.numel(),
+            mask=local.mask,
+            dp=self.optimizer.dp,
+            divides=has_last_stage,
+            device=device,
+            exact=canonical,
         )
         outside = self._is_outside(local.tokens) | self._is_outside(local.targets)
         # NaN from the start: all ranks learn of such ids from the loss, and no host waits.
@@ -254,7 +256,17 @@ class Passes:
             loss = loss.repeat(self.schedule.microbatches)
         z_loss = torch.zeros((), dtype=torch.float64, device=device)
         mtp_batch = self._make_mtp_batch(share, step, scale)
-        return PassState(local, token_count, step, scale, loss, outside, share, z_loss, mtp_batch)
+        return PassState(
+            share=local,
+            token_count=token_count,
+            step=step,
+            scale=scale,
+            loss=loss,
+            outside_vocabulary=outside,
+            full_share=share,
+            z_loss=z_loss,
+            mtp_batch=mtp_batch,
+        )
 
     def _make_mtp_batch(
         self,
@@ -269,15 +281,15 @@ class Passes:
             return None
         # The full share, because modules read tokens that other ranks of cp hold.
         return make_mtp_batch(
-            share.tokens.clamp(0, config.vocab - 1),
-            share.targets.clamp(0, config.vocab - 1),
-            share.mask,
-            share.packing.documents,
-            config.mtp_layers,
-            scale.double() * config.mtp_loss_weight,
-            self.cp,
-            self.optimizer.dp,
-            self.last_stage in self.stages,
+            tokens=share.tokens.clamp(0, config.vocab - 1),
+            targets=share.targets.clamp(0, config.vocab - 1),
+            mask=share.mask,
+            documents=share.packing.documents,
+            modules=config.mtp_layers,
+            scale=scale.double() * config.mtp_loss_weight,
+            cp=self.cp,
+            dp=self.optimizer.dp,
+            divides=self.last_stage in self.stages,
         )
 
     def in_fp8(self) -> AbstractContextManager[None]:

@@ -137,14 +137,14 @@ class StepSums:
             if math.isnan(max_load):
                 continue
             report = RouterReport(
-                _layer_number(layer, config),
-                max_load,
-                min_load,
-                used_experts,
-                entropy,
-                balance if config.router_aux_loss else None,
-                z if config.router_z_loss else None,
-                (corrections[0], corrections[1]) if corrections else None,
+                layer=_layer_number(layer, config),
+                max_load=max_load,
+                min_load=min_load,
+                used_experts=used_experts,
+                entropy=entropy,
+                balance_loss=balance if config.router_aux_loss else None,
+                z_loss=z if config.router_z_loss else None,
+                corrections=(corrections[0], corrections[1]) if corrections else None,
             )
             reports.append(report)
         return tuple(reports)

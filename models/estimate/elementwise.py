@@ -16,7 +16,7 @@ from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.decoder.stages import Cut
 
-BACKWARD = 2  # bytes of a backward pass by those of the forward pass
+BACKWARD = 2  # bytes that a backward pass moves, in those of the forward pass
 # A norm and the residual sum before it read two activations and write two.
 RESIDUAL = 4
 # The fused kernel of attention reads query, key and value and writes the output; rotary positions
@@ -44,6 +44,11 @@ class Share:
     tensor: int = 1
     sequence: bool = False
     slices: int = 1
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Return over how many ranks the sequence is cut between products."""
+        return self.tensor if self.sequence else 1
 
 
 def forward_bytes(
@@ -144,12 +149,12 @@ def _expert_bytes(config: ModelConfig, plan: PrecisionPlan, share: Share) -> flo
     rows = 4 * config.experts_per_token * config.hidden * tokens * plan.compute.itemsize
     # scores in FP32: read, written, and read by the choice
     scores = 3 * config.experts * torch.float32.itemsize
-    return rows + scores / (share.tensor if share.sequence else 1)
+    return rows + scores / share.sequence_ranks
 
 
 def _residual_elements(config: ModelConfig, share: Share) -> float:
     """Return the features of a token between blocks that a rank has."""
-    return config.hidden / (share.tensor if share.sequence else 1)
+    return config.hidden / share.sequence_ranks
 
 
 def _feed_forward_width(config: ModelConfig) -> int:

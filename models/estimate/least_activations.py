@@ -18,7 +18,7 @@ def least_bytes_of_layer(
     recomputed keep their input."""
     # codes of FP8 have a byte
     itemsize = 1 if plan.fp8 else plan.compute.itemsize
-    residual = config.hidden / (share.tensor if share.sequence else 1)
+    residual = config.hidden / share.sequence_ranks
     if recompute.fraction == 1.0 and not recompute.layers:
         return residual * itemsize
     # of the inputs of norms, and of those of the products after them

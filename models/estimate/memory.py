@@ -182,7 +182,7 @@ class StageMemory:
     def _layer_kinds(self, cut: Cut) -> tuple[object, ...]:
         """Return the kind of each layer; layers of one kind keep as much."""
         recomputed_layers = self.options.recompute.count_whole_layers(len(cut.layers))
-        names_layers = by_name(self.plan)
+        names_layers = names_single_layers(self.plan)
         kinds: list[object] = []
         for position, layer in enumerate(cut.layers):
             config = self.config.of_layer(layer)
@@ -230,14 +230,16 @@ class StageMemory:
 
 def _count_equal_last(kinds: Sequence[object]) -> int:
     """Return how many of the last layers are of one kind."""
-    row = takewhile(lambda kind: kind == kinds[-1], reversed(kinds))
-    return len(list(row))
+    equal_last = takewhile(lambda kind: kind == kinds[-1], reversed(kinds))
+    return len(list(equal_last))
 
 
-def by_name(plan: PrecisionPlan) -> bool:
+def names_single_layers(plan: PrecisionPlan) -> bool:
     """Return True if the plan may treat one layer in another way than the next."""
     fp8 = plan.fp8
-    return bool(plan.keep_fp32 or (fp8 and (fp8.first_layers or fp8.last_layers or fp8.wide)))
+    if plan.keep_fp32:
+        return True
+    return fp8 is not None and bool(fp8.first_layers or fp8.last_layers or fp8.wide)
 
 
 def _grows_steadily(fewer: ActivationBytes, one_more: ActivationBytes) -> bool:
@@ -296,8 +298,9 @@ def message_bytes(
 ) -> int:
     """Return the size of the message that one stage sends to the next for one micro-batch."""
     # The sequence is cut over cp, and under sequence parallelism over tp too.
-    length = options.seq_length // (cp * (tp if options.sequence else 1))
-    return length * options.micro_batch * config.hidden * plan.pipeline.itemsize
+    sequence_ranks = cp * (tp if options.sequence else 1)
+    local_length = options.seq_length // sequence_ranks
+    return local_length * options.micro_batch * config.hidden * plan.pipeline.itemsize
 
 
 def _measure(stage: Stage, memory: StageMemory) -> ActivationBytes:
@@ -385,8 +388,7 @@ def _make_input(
     if stage.cut.first:
         return torch.zeros(seq_length, micro_batch, dtype=torch.int64)
     context = stage.context
-    local_length = seq_length // (context.tp.size if context.cut_sequence else 1)
-    shape = (local_length, micro_batch, stage.config.hidden)
+    shape = (seq_length // context.sequence_ranks, micro_batch, stage.config.hidden)
     return torch.zeros(shape, dtype=context.plan.pipeline, requires_grad=True)
 
 
@@ -421,14 +423,14 @@ def _mtp_batch(
     cp = stage.context.cp
     ids = torch.zeros(micro_batch, seq_length * cp.size, dtype=torch.int64)
     mtp_batch = make_mtp_batch(
-        ids,
-        ids,
-        None,
-        None,
-        stage.config.mtp_layers,
-        torch.ones(()),
-        cp,
-        Axis("dp"),
+        tokens=ids,
+        targets=ids,
+        mask=None,
+        documents=None,
+        modules=stage.config.mtp_layers,
+        scale=torch.ones(()),
+        cp=cp,
+        dp=Axis("dp"),
         divides=True,
     )
     return mtp_batch.of_samples(slice(None))

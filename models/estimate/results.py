@@ -15,7 +15,7 @@ from megaprec.torch_private import storage_address
 _META = torch.device("meta")
 
 
-class _Form(NamedTuple):
+class _TensorForm(NamedTuple):
     """Shape, strides and dtype of a tensor, on which the forms of results depend."""
 
     shape: tuple[int, ...]
@@ -23,14 +23,14 @@ class _Form(NamedTuple):
     dtype: torch.dtype
 
 
-class _Several(NamedTuple):
+class _SequenceForm(NamedTuple):
     """The forms of a list or tuple."""
 
     kind: type
     forms: tuple[Any, ...]
 
 
-class _Constant(NamedTuple):
+class _ConstantForm(NamedTuple):
     """A value that is no tensor. Its type too tells it from others: 1 equals 1.0 and True."""
 
     kind: type
@@ -56,13 +56,13 @@ def result_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         form_of_args = _form_of(args)
         form_of_kwargs = tuple((key, _form_of(value)) for key, value in kwargs.items())
         # the dtype of floats that nothing else decides
-        default = torch.get_default_dtype()
-        form = _form_of_result(func, form_of_args, form_of_kwargs, default)
+        default_dtype = torch.get_default_dtype()
+        form = _form_of_result(func, form_of_args, form_of_kwargs, default_dtype)
     except TypeError:  # of a formless tensor, or of a value that is no key
         form = None
     if form is None:
         return func(*args, **kwargs)
-    return _make(form)
+    return _make_of_form(form)
 
 
 @lru_cache(maxsize=1024)
@@ -85,19 +85,22 @@ def _may_share_memory(func: Any) -> bool:
 
 @lru_cache(maxsize=1 << 14)
 def _form_of_result(
-    func: Any, args: Any, kwargs: tuple[tuple[str, Any], ...], default: torch.dtype
+    func: Any, args: Any, kwargs: tuple[tuple[str, Any], ...], default_dtype: torch.dtype
 ) -> Any:
-    """Return the form of the result of an operator whose arguments have these forms, with torch's
-    present default dtype; None if not all of it are tensors with a memory of their own."""
-    new_args = _make(args)
-    new_kwargs = {key: _make(form) for key, form in kwargs}
+    """Return the form of the result of an operator whose arguments have these forms; None if not
+    all of it are tensors with a memory of their own.
+
+    default_dtype: torch's present one, on which results depend: a part of the cache's key.
+    """
+    new_args = _make_of_form(args)
+    new_kwargs = {key: _make_of_form(form) for key, form in kwargs}
     result = func(*new_args, **new_kwargs)
     results = result if isinstance(result, tuple) else (result,)
     if not all(isinstance(one, Tensor) and one.is_meta for one in results):
         return None
     form = _form_of(result)
     # a copy by its form takes as much memory
-    copies = _make(form) if isinstance(result, tuple) else (_make(form),)
+    copies = _make_of_form(form) if isinstance(result, tuple) else (_make_of_form(form),)
     for one, copy in zip(results, copies, strict=True):
         if one.untyped_storage().nbytes() != copy.untyped_storage().nbytes():
             return None
@@ -114,17 +117,17 @@ def _form_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, nn.Parameter) or not value.is_meta:
             raise _FormlessError
-        return _Form(tuple(value.shape), value.stride(), value.dtype)
+        return _TensorForm(tuple(value.shape), value.stride(), value.dtype)
     if isinstance(value, list | tuple):
-        return _Several(type(value), tuple(map(_form_of, value)))
-    return _Constant(type(value), value)
+        return _SequenceForm(type(value), tuple(map(_form_of, value)))
+    return _ConstantForm(type(value), value)
 
 
-def _make(form: Any) -> Any:
+def _make_of_form(form: Any) -> Any:
     """Return new tensors of a form, or the value that it stands for."""
-    if isinstance(form, _Form):
+    if isinstance(form, _TensorForm):
         return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=_META)
-    if isinstance(form, _Several):
-        values = map(_make, form.forms)
+    if isinstance(form, _SequenceForm):
+        values = map(_make_of_form, form.forms)
         return form.kind(*values) if hasattr(form.kind, "_fields") else form.kind(values)
     return form.value

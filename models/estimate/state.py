@@ -32,7 +32,7 @@ from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.decoder.cutting import build
 from models.decoder.stages import Cut, Stage
-from models.estimate.memory import by_name
+from models.estimate.memory import names_single_layers
 from models.estimate.storage import (
     Device,
     LiveMemory,
@@ -142,7 +142,7 @@ def state_bytes(
     by_kind: dict[tuple[object, ...], StateBytes] = {}
     bytes_of_ranks = []
     # both may go by the names of parameters, which have the numbers of layers
-    ranks_differ = by_name(plan) or isinstance(rule, Muon)
+    ranks_differ = names_single_layers(plan) or isinstance(rule, Muon)
     for rank in range(max(rank_of_stage) + 1):
         kinds = [_kind_of_stage(config, cut) for cut in cuts if rank_of_stage[cut.stage] == rank]
         kind = (*kinds, ranks_differ and rank)
@@ -226,13 +226,13 @@ def _build_buffer(
         zero = Axis("zero")
     meta = torch.device("meta")
     return Buffer(
-        parameters,
-        plan,
-        dp,
-        zero,
-        rank,
-        meta,
-        moments(parameters[0]),
+        parameters=parameters,
+        plan=plan,
+        dp=dp,
+        shards=zero,
+        pp_rank=rank,
+        device=meta,
+        state=moments(parameters[0]),
         reduction=GradReduction(sharded=sharding.gradients),
         keeps_ema=sharding.ema,
     )

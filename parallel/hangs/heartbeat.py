@@ -48,7 +48,7 @@ PATIENCE = timedelta(seconds=20)
 class Beat:
     """A rank's own account of itself; the files of `last_end/` have the same fields.
 
-    place: identifies machine and process namespace, in which `pid` is meaningful.
+    machine: identifies machine and process namespace, in which `pid` is meaningful.
     born: start time of the process.
     shared: file descriptor of its `Position`.
     beat: number of this beat.
@@ -60,7 +60,7 @@ class Beat:
 
     rank: int
     host: str
-    place: str
+    machine: str
     pid: int
     born: str
     shared: int
@@ -91,7 +91,7 @@ class Beat:
         return Beat(
             rank=rank,
             host=socket.gethostname(),
-            place=machine_id(),
+            machine=machine_id(),
             pid=os.getpid(),
             born=process_start(os.getpid()),
             shared=position.shared,
@@ -117,7 +117,7 @@ def newest(beat: Beat) -> Beat:
 
     The position that the beat has is a second or two old.
     """
-    if beat.place != machine_id() or not beat.born or process_start(beat.pid) != beat.born:
+    if beat.machine != machine_id() or not beat.born or process_start(beat.pid) != beat.born:
         return beat
     position = read_shared(beat.pid, beat.shared)
     if not position:

@@ -75,13 +75,13 @@ class Watchdog:
         self._heart = None
         if size > 1:
             self._heart = Heartbeat(
-                store,
-                rank,
-                size,
-                position,
-                self._clock,
-                self.every,
-                peers,
+                store=store,
+                rank=rank,
+                size=size,
+                position=position,
+                clock=self._clock,
+                every=self.every,
+                peers=peers,
             )
         self.first_beat = self._heart.first_beat() if self._heart else None
         self._phase_number = -1  # of the present phase, by `Position.entries`
@@ -239,7 +239,7 @@ class Watchdog:
         """Return the verdict about the host of the store; about rank 0 if that is the host and on
         this machine."""
         first = self.first_beat
-        if first and first.place == machine_id() and _in_rank_0() and not closed:
+        if first and first.machine == machine_id() and _in_rank_0() and not closed:
             return judge_silent(self.own_beat(), {0: newest(first)}, {0: seconds})
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         host = first.host if first else "the host of rank 0"
@@ -256,7 +256,7 @@ def kill_silent(verdict: Verdict) -> None:
     wait for it."""
     this_machine = machine_id()
     for beat in verdict.beats:
-        if beat.rank not in verdict.silent or beat.place != this_machine:
+        if beat.rank not in verdict.silent or beat.machine != this_machine:
             continue
         if beat.born and process_start(beat.pid) == beat.born:  # still the same process
             with suppress(ProcessLookupError, PermissionError):

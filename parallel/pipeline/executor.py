@@ -191,6 +191,8 @@ class Executor:
         assert not left_over, f"left over: messages, graphs or weight gradients of {left_over}"
 
     def _forward(self, instruction: Instruction) -> None:
+        """Run a forward: take the activation from the mail, put the output there, and keep what the
+        backward pass needs."""
         # in evaluation there is no backward pass for which anything would be kept
         trains = torch.is_grad_enabled()
         _, stage, microbatch = instruction
@@ -213,6 +215,7 @@ class Executor:
             self._mail[gradient] = _gradient_of_loss(output)
 
     def _backward(self, instruction: Instruction) -> None:
+        """Run a backward from the gradient in the mail, and put the gradient of the input there."""
         op, stage, microbatch = instruction
         if op is Op.BACKWARD and stage in self._reduced_stages:
             self._hooks.expect(stage, instruction in self._completing)
@@ -227,6 +230,7 @@ class Executor:
             self._mail[input_gradient] = received.grad
 
     def _backward_input(self, instruction: Instruction) -> None:
+        """Run the first half of a split backward, and keep the work of the second."""
         # layers put the products of weight gradients into the queue instead of computing them
         with self._deferred.collect() as work:
             self._backward(instruction)
@@ -264,6 +268,7 @@ class Executor:
             self._next_is_posted = True
 
     def _describe_failure(self, index: int, error: Exception) -> str:
+        """Return the error with the instruction that failed and those around it."""
         rank = self.links.axis.rank
         where = picture({rank: self.program}, {rank: index}, {rank: "failed here"})
         return (

@@ -101,15 +101,15 @@ class P2P:
         if shared is not None and match == "order":
             sharing_ranks = shared
         return P2P(
-            axis,
-            tuple(rank_of_stage),
-            tuple(shape),
-            dtype,
-            device,
-            match or "tag",
-            groups,
-            sends,
-            sharing_ranks,
+            axis=axis,
+            rank_of_stage=tuple(rank_of_stage),
+            shape=tuple(shape),
+            dtype=dtype,
+            device=device,
+            match=match or "tag",
+            groups=groups,
+            sends=sends,
+            shared=sharing_ranks,
         )
 
     @property

@@ -340,13 +340,17 @@ class _Simulation:
     def _transfer(self, communicator: Hashable) -> None:
         """Run the transfers that are first in the queues of both ends."""
         while True:
-            # one queue for each rank that has asked, of at most two
+            # one queue for each rank that has posted, of at most two
             queues = [queue for queue in self.queues[communicator].values() if queue]
             if len(queues) < 2 or queues[0][0].message != queues[1][0].message:
                 return
-            send, receive = (queue.popleft() for queue in queues)
-            if receive.instruction.op in SENDS:
-                send, receive = receive, send
+            first, second = (queue.popleft() for queue in queues)
+            if first.instruction.op in SENDS:
+                send = first
+                receive = second
+            else:
+                send = second
+                receive = first
             # both ends must have asked, and transfers of a communicator do not overlap
             start = max(send.time, receive.time, self.free_at[communicator])
             end = start + self.cost(send.instruction)

@@ -64,7 +64,8 @@ def _spans_before(schedule: Schedule, marks: Mapping[int, Mark]) -> Sequence[Spa
     """Return the spans of the instructions that would run if each rank stopped at its mark."""
     programs = []
     for rank, program in enumerate(schedule.programs):
-        programs.append(program[: marks[rank].at] if rank in marks else program)
+        stop = marks[rank].at if rank in marks else len(program)
+        programs.append(program[:stop])
     try:
         return simulate(replace(schedule, programs=tuple(programs)))
     except RefusedSchedule as deadlock:

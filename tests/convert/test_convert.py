@@ -27,7 +27,7 @@ from tools.commands.inspect import describe
 from tools.convert.core import names, target, transforms
 from tools.convert.core.target import convert
 from tools.convert.formats import open_source
-from tools.convert.hf.folder import hf_target
+from tools.convert.hf.write import hf_target
 from tools.convert.native import native_target
 from tools.convert.verify import compare_logits
 

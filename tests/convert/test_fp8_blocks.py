@@ -216,12 +216,12 @@ REFUSED: dict[str, tuple[Callable[[Tensors], Any], Any, str]] = {
     "static": (
         lambda t: None,
         {**SAID, "activation_scheme": "static"},
-        sentence("convert.fp8_config_key", key="activation_scheme", short="'static'"),
+        sentence("convert.fp8_config_key", key="activation_scheme", value="'static'"),
     ),
     "another key": (
         lambda t: None,
         {**SAID, "bits": 4},
-        sentence("convert.fp8_config_key", key="bits", short=4),
+        sentence("convert.fp8_config_key", key="bits", value=4),
     ),
     "kept": (
         lambda t: None,
@@ -343,7 +343,7 @@ def test_every_other_method_is_refused_by_its_name_with_a_way_out(method: str) -
         match=sentence(
             "convert.quantized_unreadable",
             description=re.compile(re.escape(f"quant_method = '{method}'")),
-            get=re.compile("^convert"),
+            remedy=re.compile("^convert"),
         ),
     ):
         from_hugging_face(CONFIGS["llama"] | {"quantization_config": said})

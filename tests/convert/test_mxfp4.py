@@ -135,7 +135,7 @@ def pop(name: str) -> Callable[[Tensors], Any]:
         (
             lambda t: None,
             {"quantization_config": {"quant_method": "awq"}},
-            sentence("convert.mxfp4_method", short=re.compile(r"'awq'\}")),
+            sentence("convert.mxfp4_method", value=re.compile(r"'awq'\}")),
         ),
         (
             lambda t: None,
@@ -217,7 +217,7 @@ def test_the_published_config_is_the_preset() -> None:
 
 @pytest.mark.parametrize("said", ["mxfp4", {}, [1], True, {"quant_method": "fp8"}])
 def test_another_quantization_is_refused_as_it_is_written(said: object) -> None:
-    with raises("convert.mxfp4_method", short=repr(said)):
+    with raises("convert.mxfp4_method", value=repr(said)):
         from_hugging_face(PUBLISHED | {"quantization_config": said})
 
 

@@ -189,7 +189,7 @@ CHANGES: dict[str, tuple[str, Callable[[dict], object], str]] = {
     "stretched otherwise": ("llama", lambda c: c.update(rope_scaling={"type": "longrope"}), "rope_type = 'longrope'"),
     "quantized": ("llama", lambda c: c.update(quantization_config={"bits": 4}), sentence("convert.quantized_unreadable", description=re.compile(r"'bits': 4\}"))),
     "a cap": ("qwen3", lambda c: c.update(attn_logit_softcapping=5.0), sentence("convert.hf_key_unread", key="attn_logit_softcapping", value="5.0")),
-    "both ways": ("mistral", lambda c: c.update(is_causal=False), sentence("convert.hf_only_value", key="is_causal", short="False", alternatives="True")),
+    "both ways": ("mistral", lambda c: c.update(is_causal=False), sentence("convert.hf_only_value", key="is_causal", value="False", alternatives="True")),
     "noise": ("mixtral", lambda c: c.update(router_jitter_noise=0.1), "router_jitter_noise = 0.1"),
     "two bases": ("gpt_neox", lambda c: c.update(rope_theta=50.0), "rope_theta = 50.0"),
     "text for a size": ("llama", lambda c: c.update(num_hidden_layers="4"), sentence("convert.hf_value_kind", key="num_hidden_layers", value="'4'")),

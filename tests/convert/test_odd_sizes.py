@@ -217,7 +217,7 @@ def test_experts_in_one_tensor_are_read_of_torch_files_too_and_others_are_named(
         capsys.readouterr().err,
         "convert.hf_expert_shape",
         name=name,
-        short="[80, 24]",
+        shape="[80, 24]",
         form="[experts, 2 ffn, hidden]",
     )
 

@@ -118,13 +118,13 @@ def test_a_folder_that_transformers_wrote_computes_what_its_whole_model_does(
         ),
         (
             {"text_config": {**INNER, "model_type": "llama"}},
-            sentence("convert.hf_text_config_type", short="'llama'"),
+            sentence("convert.hf_text_config_type", model_type="'llama'"),
         ),
         (
             {"text_config": {**INNER, "new": 1}},
             sentence("convert.hf_key_unread", key="new", value=1, kind="gemma3_text"),
         ),
-        ({"new": 1}, sentence("convert.hf_key_unknown", key="new", short=1, kind="gemma3")),
+        ({"new": 1}, sentence("convert.hf_key_unknown", key="new", value=1, kind="gemma3")),
         (
             {"tie_word_embeddings": False, "text_config": {**INNER, "tie_word_embeddings": True}},
             sentence("convert.hf_text_config_differs"),

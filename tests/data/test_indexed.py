@@ -230,7 +230,7 @@ def test_an_id_outside_the_vocabulary_is_never_written(tmp_path: Path, ids: list
         "data.ids_outside_vocabulary",
         prefix=re.compile("x$"),
         vocab_size=1000,
-        tokens=max(ids, key=abs),
+        first_id=max(ids, key=abs),
         document=1,
     ):
         write(tmp_path / "x", [[1], ids])

@@ -177,12 +177,6 @@ def scans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def settle(prefix: Path) -> None:
-    """As if the files had been written long ago: their times of change cannot be set."""
-    for suffix in (".bin", ".idx"):
-        os.utime(f"{prefix}{suffix}", (1e9, 1e9))
-
-
 def test_a_file_is_read_once_and_again_when_it_changes(
     tmp_path: Path, scans: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,7 +260,12 @@ def test_of_a_large_file_of_others_the_same_blocks_are_its_identity(
 
 def test_a_build_never_writes_an_id_that_its_vocabulary_does_not_hold(tmp_path: Path) -> None:
     with raises(
-        "data.ids_outside_vocabulary", min=3, max=330, vocab_size=330, tokens=330, document=0
+        "data.ids_outside_vocabulary",
+        smallest=3,
+        largest=330,
+        vocab_size=330,
+        first_id=330,
+        document=0,
     ):
         ids_of(tmp_path / "x", 330, [3, 330])
     assert not [*tmp_path.iterdir()] and building

@@ -127,8 +127,8 @@ def test_the_text_field_can_be_named(tmp_path: Path) -> None:
             sentence("data.field_missing", field="text", names="body, id"),
         ),
         (b"{}\n", sentence("data.field_missing", field="text", names="none")),
-        (b'{"text": 3}\n', sentence("data.field_not_text", field="text", dumps=3)),
-        (b'{"text": null}\n', sentence("data.field_not_text", field="text", dumps="null")),
+        (b'{"text": 3}\n', sentence("data.field_not_text", field="text", value=3)),
+        (b'{"text": null}\n', sentence("data.field_not_text", field="text", value="null")),
         (b'{"text": "\\ud800"}\n', sentence("data.half_surrogate_in_row")),
     ],
 )
@@ -519,13 +519,13 @@ def test_all_bad_files_and_rows_of_a_folder_are_told_at_once(
     wanted = (
         sentence("data.field_missing", where=re.compile("text/a.jsonl:2$"), field="text"),
         sentence("data.row_not_json_object", where=re.compile("text/a.jsonl:3$")),
-        sentence("data.field_not_text", where=re.compile("text/a.jsonl:5$"), field="text", dumps=7),
+        sentence("data.field_not_text", where=re.compile("text/a.jsonl:5$"), field="text", value=7),
         sentence("data.not_utf8", file=re.compile("text/b.txt$")),
         "text/c.jsonl.gz:",
         sentence("data.field_null", where=re.compile("text/d.parquet:2: field 'text'$")),
         "text/e.json:2: ",
         sentence(
-            "data.field_not_text", where=re.compile("text/e.json:3$"), field="text", dumps="null"
+            "data.field_not_text", where=re.compile("text/e.json:3$"), field="text", value="null"
         ),
     )
     assert [sum(bool(re.search(one, line)) for line in lines) for one in wanted] == [1] * 8

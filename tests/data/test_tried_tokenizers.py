@@ -16,7 +16,6 @@ from tools.cli import main
 
 pytest.importorskip("tokenizers", reason="needs tokenizers: the extra hf")
 TEXTS = ["the model learns to say what it has seen\n" * 30]
-SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
 GROW = {"type": "Replace", "pattern": {"Regex": "."}, "content": "x" * 100_000}
 HARMFUL: dict[str, dict[str, Any]] = {
     "a panic": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},

@@ -66,7 +66,6 @@ TORCH = {"fp16": {"mode": "TORCH"}}
 PARALLEL = {"fp16": {"mode": "PARALLEL"}}
 O1 = {"fp16": {"mode": "APEX"}}
 O2 = {"fp16": {"mode": "APEX", "opt_level": "O2"}}
-TWO_LOSSES = {"fp16": {"mode": "APEX", "num_losses": 2}}
 BF16_MIXED = {"precision": "bf16"}
 FP16_MIXED = {"precision": "16"}
 FP8 = {"precision": "bf16", "fp8": "hybrid"}

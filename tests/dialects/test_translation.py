@@ -24,7 +24,6 @@ def resolve(system: str, config: Any) -> Resolved:
 
 
 SCALES = st.sampled_from([1.0, 2.0**10, 2.0**16, 2.0**24])
-HALF = st.sampled_from(["float16", "bfloat16"])
 ANY = st.sampled_from(["float16", "bfloat16", "float32"])
 FACTORS = {
     "growth_factor": st.sampled_from([2.0, 1.5]),

@@ -120,7 +120,9 @@ def test_weights_of_later_layers_are_under_way_while_a_layer_computes(
 
 def counted_at_once(patch: pytest.MonkeyPatch) -> None:
     inner = token_count.count_tokens
-    patch.setattr(passes, "count_tokens", lambda *args: (made := inner(*args), made.await_sum())[0])
+    patch.setattr(
+        passes, "count_tokens", lambda **args: (made := inner(**args), made.await_sum())[0]
+    )
 
 
 def head_first(patch: pytest.MonkeyPatch) -> None:

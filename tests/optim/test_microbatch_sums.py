@@ -236,7 +236,7 @@ def test_losses_must_be_as_many_as_micro_batches() -> None:
     for number in range(2):
         net(torch.ones(2, 3)).sum().backward()
         optimizer.end_microbatch(number, 2)
-    with raises("optimizer.canonical_losses", numel=1, count=2):
+    with raises("optimizer.canonical_losses", num_losses=1, count=2):
         optimizer.step(loss=torch.zeros(()))
 
 

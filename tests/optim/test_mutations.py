@@ -384,7 +384,7 @@ def the_last_group_that_matches_decides() -> None:
 
 
 def missing_gradients_are_not_compared() -> None:
-    step_agreement.missing_gradients = lambda buffers, by_place=False: []
+    step_agreement.missing_gradients = lambda buffers, by_position=False: []
 
 
 STATE_LAWS: list[tuple[Bug, Callable[[Bug], None]]] = [

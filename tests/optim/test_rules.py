@@ -232,7 +232,7 @@ def test_averages_of_another_class_with_the_same_names_are_not_taken_for_its_own
         (
             "adamw",
             {"betas": (0.9, 1.0)},
-            sentence("optimizer.betas", quoted="[0.9, 1.0]"),
+            sentence("optimizer.betas", betas="[0.9, 1.0]"),
         ),
         ("adamw", {"betas": (0.9,)}, sentence("optimizer.betas")),
         ("adamw", {"eps": 0.0}, sentence("optimizer.eps", eps=0.0)),
@@ -241,12 +241,12 @@ def test_averages_of_another_class_with_the_same_names_are_not_taken_for_its_own
         (
             "RAdam",
             {"lr": 1.0},
-            sentence("optimizer.torch_rule_step_option", title=re.compile("RAdam"), of_step="lr"),
+            sentence("optimizer.torch_rule_step_option", title=re.compile("RAdam"), option="lr"),
         ),
         (
             "RAdam",
             {"weight_decay": 1.0},
-            sentence("optimizer.torch_rule_step_option", of_step="weight_decay"),
+            sentence("optimizer.torch_rule_step_option", option="weight_decay"),
         ),
         (
             "RAdam",

@@ -73,15 +73,15 @@ def replace(model: Model) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Model], object], str]] = {
-    "frozen": (freeze, sentence("optimizer.frozen_later", format_names="0.weight")),
-    "added": (add, sentence("optimizer.unfrozen_later", format_names="3.weight (and 1 other)")),
+    "frozen": (freeze, sentence("optimizer.frozen_later", names="0.weight")),
+    "added": (add, sentence("optimizer.unfrozen_later", names="3.weight (and 1 other)")),
     "replaced": (
         replace,
-        sentence("optimizer.unfrozen_later", format_names="2.weight (and 1 other)"),
+        sentence("optimizer.unfrozen_later", names="2.weight (and 1 other)"),
     ),
     "removed": (
         lambda model: model.pop(2),
-        sentence("optimizer.removed_later", format_names="2.weight (and 1 other)"),
+        sentence("optimizer.removed_later", names="2.weight (and 1 other)"),
     ),
 }
 
@@ -110,7 +110,7 @@ def test_a_parameter_that_was_frozen_at_first_and_no_longer_is_is_named() -> Non
     optimizer.step()
     model[0].weight.requires_grad_(True)
     backward(model)
-    with raises("optimizer.unfrozen_later", format_names="0.weight"):
+    with raises("optimizer.unfrozen_later", names="0.weight"):
         optimizer.step()
 
 

@@ -22,7 +22,6 @@ from tests.whole_gradients import counted_whole_gradients
 
 SMALL = 300  # elements of a bucket: most matrices of these models get one of their own
 OPTIONS = {"bucket": SMALL}
-SHARDED = {**OPTIONS, "shard_gradients": True}
 NAN = float("nan")
 
 

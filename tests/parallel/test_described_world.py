@@ -116,7 +116,7 @@ def test_the_first_node_of_any_list_of_slurms_is_the_address() -> None:
         (WHOLE | {"LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "4"}, sentence("parallel.rank_out_of_range", rank_name="LOCAL_RANK", rank=4, size_name="LOCAL_WORLD_SIZE", size=4)),
         (WHOLE | {"MASTER_PORT": "70000"}, sentence("parallel.port_out_of_range", port=70000)),
         (WHOLE | {"RANK": ""}, sentence("parallel.variables_incomplete", missing="RANK")),
-        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, sentence("parallel.ranks_alone", name="OMPI_COMM_WORLD_SIZE", environ=4)),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, sentence("parallel.ranks_alone", name="OMPI_COMM_WORLD_SIZE", value=4)),
         ({"PMI_SIZE": "2"}, sentence("parallel.ranks_alone")),
     ],
 )  # fmt: skip

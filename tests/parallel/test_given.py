@@ -45,7 +45,7 @@ def test_degrees_and_devices_that_are_none_are_refused_on_every_rank() -> None:
     first, second = run_ranks(of_ranks, {"dp": 2})
     assert first == second
     assert not first.pop("")
-    assert shows(first.pop("again"), "parallel.joined_already", get_backend="gloo")
+    assert shows(first.pop("again"), "parallel.joined_already", backend="gloo")
     assert shows(first.pop("three"), "parallel.ranks_do_not_fit", world=2, dp=3, needed=3)
     for given, said in first.items():
         code = "parallel.degree" if given.startswith("{") else "parallel.device_type"

@@ -182,7 +182,7 @@ def test_tasks_that_cannot_be_evaluated_are_refused_before_the_run(
         capsys.readouterr().err,
         "training.harness_task",
         name="my_text",
-        in_a_line=re.compile("^FileNotFound"),
+        reason=re.compile("^FileNotFound"),
     )
     assert not (tmp_path / "run").exists()
 

@@ -290,16 +290,12 @@ def without(limit: str) -> list[str]:
         (
             "files",
             2,
-            sentence("training.open_files", hard=24, needed=36) + "\n",
+            sentence("training.open_files", limit=24, needed=36) + "\n",
         ),
         (
             "loopback",
             2,
-            (
-                sentence(
-                    "training.loopback", loopback="127.0.0.1", strerror="Network is unreachable"
-                )
-            ),
+            (sentence("training.loopback", loopback="127.0.0.1", reason="Network is unreachable")),
         ),
         (
             "loopback",

@@ -240,7 +240,7 @@ def test_a_place_where_nothing_can_be_saved_is_found_at_the_start(
     folder = tmp_path / "run" / "checkpoints"
     named = {
         "checkpoint.folder_is_file": {"folder": folder},
-        "checkpoint.folder_link_broken": {"folder": folder, "readlink": "nowhere"},
+        "checkpoint.folder_link_broken": {"folder": folder, "target": "nowhere"},
         "checkpoint.unfinished_name_taken": {"left": folder / ".step_00000003.partial"},
     }
     assert line == Problem.of(code, **named[code])

@@ -34,10 +34,43 @@ PAGE = ROOT / "docs" / "gpu.md"
 RECORDS = ROOT / "runs" / "gpu" / "gpu.jsonl"
 LAWS = "tests/gpu"
 # 8 layers of Llama 3 8B with an eighth of its vocabulary, or all of it
-LAYERS_8B = Workload(8, 4096, 32, 8, 14336, 32768, 8192, 1, 4, "cuda")
+LAYERS_8B = Workload(
+    layers=8,
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    ffn=14336,
+    vocab=32768,
+    tokens=8192,
+    micro_batch=1,
+    microbatches=4,
+    device="cuda",
+)
 WITH_HEAD = replace(LAYERS_8B, vocab=128256)
-WHOLE_1B = Workload(16, 2048, 32, 8, 8192, 128256, 8192, 1, 4, "cuda")
-TRIAL = Workload(2, 64, 4, 2, 224, 128, 16, 1, 2, "cpu")
+WHOLE_1B = Workload(
+    layers=16,
+    hidden=2048,
+    heads=32,
+    kv_heads=8,
+    ffn=8192,
+    vocab=128256,
+    tokens=8192,
+    micro_batch=1,
+    microbatches=4,
+    device="cuda",
+)
+TRIAL = Workload(
+    layers=2,
+    hidden=64,
+    heads=4,
+    kv_heads=2,
+    ffn=224,
+    vocab=128,
+    tokens=16,
+    micro_batch=1,
+    microbatches=2,
+    device="cpu",
+)
 STEPS = ["--warmup=3", "--steps=5"]
 LIMIT = 110.0  # seconds of a measurement, unless it says otherwise
 

@@ -8,7 +8,6 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.cuda import nccl
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megaprec.tested_versions import installed_version
 from models.attention.backends import NAMES
 from parallel.mesh import world
 from tools.analysis.planning.fp8_timing import seconds
@@ -92,12 +92,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _versions(device: torch.device) -> dict[str, Any]:
-    versions: dict[str, Any] = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
+    versions: dict[str, Any] = {package: installed_version(package) or None for package in PACKAGES}
     versions["cpus"] = os.cpu_count()
     if device.type == "cuda":
         versions["device"] = torch.cuda.get_device_name()

@@ -37,7 +37,7 @@ from tools.convert.core.target import Target, convert
 from tools.convert.core.tensors import fill, reserve_safetensors
 from tools.convert.formats import open_source as open_model
 from tools.convert.hf.config import from_hugging_face
-from tools.convert.hf.folder import hf_target
+from tools.convert.hf.write import hf_target
 from tools.convert.megatron.write import MegatronLayout, megatron_target
 from tools.convert.native import native_target
 

@@ -27,7 +27,7 @@ from tools.convert.core.source import Source
 from tools.convert.core.target import Target, convert
 from tools.convert.formats import TARGETS, WITH_CONFIG, check_vocab, open_intact
 from tools.convert.hf.config import config_of, notes_on_older_transformers
-from tools.convert.hf.folder import CONFIG, hf_target, read_config, special_ids_of
+from tools.convert.hf.folder import CONFIG, read_config
 from tools.convert.hf.vocabulary import (
     begin_note,
     check_tokenizer,
@@ -35,6 +35,7 @@ from tools.convert.hf.vocabulary import (
     folder_notes,
     main_file,
 )
+from tools.convert.hf.write import hf_target, special_ids_of
 from tools.convert.initial import resolve_run
 from tools.convert.megatron.write import MegatronLayout, megatron_target
 from tools.convert.native import native_target

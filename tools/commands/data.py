@@ -234,7 +234,7 @@ def _check_build(args: argparse.Namespace) -> None:
     # who completes the name by Tab gives one of the two files
     if args.prefix.suffix in (".bin", ".idx"):
         raise UserError.of(
-            "command.data_set_prefix", prefix=args.prefix, with_suffix=args.prefix.with_suffix("")
+            "command.data_set_prefix", prefix=args.prefix, common_prefix=args.prefix.with_suffix("")
         )
 
 

@@ -107,7 +107,8 @@ def _text_findings(path: str, options: TextOptions) -> Iterator[Finding]:
             length = sum(len(text) for _, text in pieces)
             documents += 1
             chars += length
-            empty += length == 0
+            if length == 0:
+                empty += 1
     except UserError as error:
         yield from _problems("text", error)
         return

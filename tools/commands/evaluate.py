@@ -193,7 +193,7 @@ def _evaluate(args: argparse.Namespace, mesh: DeviceMesh | None) -> int:
         with progress as report:
             scores[name] = score(relay, documents, model.begin, window, stride, report)
         if not scores[name].tokens:
-            raise UserError.of("command.nothing_to_predict", sets=sets[name])
+            raise UserError.of("command.nothing_to_predict", data_sets=sets[name])
     if not is_first:
         return 0
     for note in _notes(model, sets, args.text_field):
@@ -227,7 +227,8 @@ def _named_sets(options: list[str]) -> dict[str, str]:
         name, equals, path = option.partition("=")
         # a path may have an equals sign of its own
         if not equals or not name or Path(option).exists():
-            name = path = option
+            name = option
+            path = option
         if name in sets:
             raise UserError.of("command.set_name_twice", option=option, name=name)
         if not path:

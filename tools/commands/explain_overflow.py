@@ -245,8 +245,8 @@ def _tensors_before(replayed: Replay) -> Table:
     rows = Table(title="\nbefore it", title_justify="left", box=None, padding=(0, 2, 0, 0))
     rows.add_column("tensor", overflow="fold")
     rows.add_column("largest magnitude", justify="right")
-    for glance in replayed.trace.seen[-MAX_TENSORS_BEFORE:]:
-        rows.add_row(glance.what, f"{glance.largest:.4g}")
+    for tensor in replayed.trace.seen[-MAX_TENSORS_BEFORE:]:
+        rows.add_row(tensor.what, f"{tensor.largest:.4g}")
     return rows
 
 
@@ -286,7 +286,7 @@ def _all_finite_reasons(replayed: Replay, event: dict[str, Any]) -> Text:
         "since.",
     ]
     if replayed.trace.seen:
-        top = max(replayed.trace.seen, key=lambda glance: glance.largest)
+        top = max(replayed.trace.seen, key=lambda tensor: tensor.largest)
         lines.append(
             f"The largest number of the last micro-batch was {top.largest:.4g}: {top.what}."
         )

@@ -337,7 +337,9 @@ def _sample_table(samples: Sequence[NamedSample]) -> Table:
                 f"{document.loss:.4g}",
                 Text(escape_control_characters(document.text)),
             )
-            name = loss = ""
+            # further documents stand below the first, without repetition
+            name = ""
+            loss = ""
     return rows
 
 

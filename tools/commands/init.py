@@ -219,7 +219,8 @@ def _sample_pieces(source: Source, total: int | None) -> tuple[list[str], bool]:
         file_source = replace(source, files=(file,), options=sampled_options)
         file_pieces = [text for _, text in file_source]
         # a file that fills its share may be longer
-        complete &= sum(map(len, file_pieces)) < share
+        if sum(map(len, file_pieces)) >= share:
+            complete = False
         pieces += file_pieces
     return pieces, complete
 

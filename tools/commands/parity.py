@@ -234,7 +234,15 @@ def certify(
         references.append(_own_precision(ready, plan, float64_record, folder, launcher))
 
     changed = {} if args.full else _relevant_changes(changes(config, ready))
-    certified = certificate(args.file, config, alone(ready), changed, plan, float64_record, shaken)
+    certified = certificate(
+        file=args.file,
+        config=config,
+        compared=alone(ready),
+        changes=changed,
+        plan=plan,
+        float64_record=float64_record,
+        shaken=shaken,
+    )
     entries = list(_compare_layouts(layouts, references, folder, report_progress, launcher))
     for layout, reason in misfits:
         entries += [not_tried(layout, reference.name, reason) for reference in references]

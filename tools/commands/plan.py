@@ -602,7 +602,7 @@ def _write_best(path: Path, ranks: int, search_result: LayoutSearch) -> None:
     """Write the run in the first layout. Raises UserError if there is none."""
     if not search_result.layouts:
         raise UserError.of(
-            "command.output_failed", path=path, none_found=none_found(search_result, ranks)
+            "command.output_failed", path=path, reason=none_found(search_result, ranks)
         )
     # they are sorted, the fastest first
     best = search_result.layouts[0].config

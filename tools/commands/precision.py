@@ -204,13 +204,13 @@ def _understand_run(path: Path, overrides: Sequence[str]) -> PrecisionOfFile:
     for name, value in config.model:
         settings[f"model.{name}"] = Setting(value, config.origin(f"model.{name}"))
     return PrecisionOfFile(
-        path,
-        config.plan,
-        settings,
-        config.notes,
-        config.sized_model,
-        config.num_microbatches,
-        config.parallel.data,
+        file=path,
+        plan=config.plan,
+        settings=settings,
+        notes=config.notes,
+        model=config.sized_model,
+        microbatches=config.num_microbatches,
+        replicas=config.parallel.data,
     )
 
 

@@ -465,7 +465,9 @@ def _rank_table(report: _ScheduleReport, predicted: Sequence[Span]) -> list[tupl
     for rank in range(len(report.schedule.programs)):
         stages = " ".join(map(str, _stages_of(report.schedule, rank)))
         row = (str(rank), stages, f"{waits[rank]:.1%}", f"{holds[rank]:.4g}")
-        rows.append(row + _byte_columns(report.bytes[rank]) if report.bytes else row)
+        if report.bytes:
+            row += _byte_columns(report.bytes[rank])
+        rows.append(row)
     return rows
 
 

@@ -196,13 +196,17 @@ def _train(
     print_skipped(config, trainer.progress)
     _write_yardsticks(config, trainer.corpus)
     folder = Path(config.train.folder)
-    print_outcome(config, _write_plots(config) if config.log.plot else [], trainer.progress.step)
+    plots = _write_plots(config) if config.log.plot else []
+    print_outcome(config, plots, trainer.progress.step)
     verdict = read_verdict(folder)
-    for line in verdict_lines(verdict) if verdict else ():
-        say(line)
+    if verdict:
+        for line in verdict_lines(verdict):
+            say(line)
     if export_folder:
-        trained = open_intact(Path(config.train.folder))
-        write_model(averaged(trained) if export_ema else trained, "hf", export_folder)
+        exported = open_intact(folder)
+        if export_ema:
+            exported = averaged(exported)
+        write_model(exported, "hf", export_folder)
     require_applied(trainer.progress, trainer.monitor)
     return 0
 

@@ -129,7 +129,15 @@ def lr_schedule(lr: LR, train: Train) -> LRSchedule:
     if lr.unit == "samples":
         run_length = BatchSchedule.of(train).after(0, train.steps)
     length = lr.length or run_length
-    return LRSchedule(lr.schedule, lr.peak, lr.final, lr.warmup, length, lr.decay, lr.wsd_decay)
+    return LRSchedule(
+        kind=lr.schedule,
+        peak=lr.peak,
+        final=lr.final,
+        warmup=lr.warmup,
+        total=length,
+        decay=lr.decay,
+        tail=lr.wsd_decay,
+    )
 
 
 def _schedule(lr: LR, train: Train) -> Iterator[str]:

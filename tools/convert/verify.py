@@ -100,8 +100,8 @@ def require_comparable(source: Source, dtype: torch.dtype | None) -> None:
             raise UserError.of(
                 "convert.verify_dtype",
                 key=key,
-                before_name=torch_name(before),
-                after_name=torch_name(after),
+                stored=torch_name(before),
+                dtype=torch_name(after),
             )
 
 

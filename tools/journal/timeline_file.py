@@ -46,7 +46,7 @@ def read_trace(path: Path) -> list[Span]:
         trace_events = parse_json(read_text(path))["traceEvents"]
         return [_span(trace_event) for trace_event in trace_events if trace_event["ph"] == "X"]
     except OSError as error:
-        raise UserError.of("plots.trace_unreadable", path=path, strerror=error.strerror) from error
+        raise UserError.of("plots.trace_unreadable", path=path, reason=error.strerror) from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UserError.of("plots.trace_foreign", path=path) from error
 

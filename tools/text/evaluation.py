@@ -148,7 +148,7 @@ def padded(batch: list[Window], model: Relay) -> tuple[Tensor, Tensor, Tensor]:
     s.
     """
     context = model.local_stage.context
-    unit = context.tp.size if context.cut_sequence else 1
+    unit = context.sequence_ranks
     longest = max(len(window.tokens) for window in batch)
     padded_length = -(-longest // unit) * unit
     shape = (padded_length, len(batch))

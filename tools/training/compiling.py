@@ -154,12 +154,12 @@ def leaf_calls(
     )
     pp_rank = Axis.of(mesh, "pp").rank
     placement = config.schedule.rank_of_stage
-    cut = cuts(
+    stage_cuts = cuts(
         model, len(placement), options.seq_length, options.layers, placement, options.recompute
     )
-    for stage in cut:
-        if placement[stage.stage] == pp_rank:
-            memory.activation_bytes(stage)
+    for stage_cut in stage_cuts:
+        if placement[stage_cut.stage] == pp_rank:
+            memory.activation_bytes(stage_cut)
     if device.type == "cuda":
         noted |= dict.fromkeys(one_pass_calls(config.plan, make_rule(config.optimizer)))
     # Each once, in the order of their first use.
@@ -180,7 +180,15 @@ def one_pass_calls(plan: PrecisionPlan, rule: UpdateRule) -> list[Call]:
         attach(parameter, Layout((Part("weight", (LENGTHS[0],)),)))
         state = moments_of(rule, parameter)
         meta = torch.device("meta")
-        buffer = Buffer([parameter], of_kind, Axis("dp"), Axis("zero"), 0, meta, state)
+        buffer = Buffer(
+            parameters=[parameter],
+            plan=of_kind,
+            dp=Axis("dp"),
+            shards=Axis("zero"),
+            pp_rank=0,
+            device=meta,
+            state=state,
+        )
         for length in LENGTHS:
             tile = next(buffer.tiles(0, length, length))
             leaves(squares_and_zeros, tile.grads)

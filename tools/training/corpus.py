@@ -253,7 +253,13 @@ def _split(
     train = config.train
     with naming_settings(config, source, "data.held_out", "train.seq_length"):
         trained, held_out = split(
-            stream, train.seq_length, data.held_out, train.seed, data.shuffle, resets, rule
+            dataset=stream,
+            seq_length=train.seq_length,
+            held_out=data.held_out,
+            seed=train.seed,
+            shuffle=data.shuffle,
+            resets=resets,
+            rule=rule,
         )
     with naming_settings(config, source):
         trained.require_counted("training samples")

@@ -212,7 +212,7 @@ def existing_tokenizer(config: RunConfig) -> Path | None:
     first, *others = existing
     # Compared by content: the same tokenizer may be copied beside each data set.
     if any(read_whole(file) != read_whole(first) for file in others):
-        raise UserError.of("training.blend_tokenizers", map=", ".join(map(str, existing)))
+        raise UserError.of("training.blend_tokenizers", tokenizers=", ".join(map(str, existing)))
     return first
 
 

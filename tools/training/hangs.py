@@ -101,7 +101,7 @@ def _read_record(file: Path) -> EndRecord:
         return EndRecord.model_validate_json(read_whole(file))
     except OSError as error:
         raise UserError.of(
-            "training.end_record_unreadable", file=file, strerror=error.strerror
+            "training.end_record_unreadable", file=file, reason=error.strerror
         ) from error
     except ValidationError as error:
         problem = error.errors()[0]["msg"]
@@ -125,7 +125,15 @@ def watching(
         _leave(folder, num_ranks, verdict, watchdog.own_beat())
 
     position.share()
-    watchdog = Watchdog(store, rank, num_ranks, position, timeout, leave, peers)
+    watchdog = Watchdog(
+        store=store,
+        rank=rank,
+        size=num_ranks,
+        position=position,
+        timeout=timeout,
+        leave=leave,
+        peers=peers,
+    )
     watchdog.start()
     try:
         with noted(position.waits):

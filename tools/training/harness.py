@@ -50,7 +50,7 @@ def require_harness(config: RunConfig) -> None:
     if find_spec("lm_eval") is None:
         raise UserError.of("training.harness_missing")
     if data.lm_eval_folder and not Path(data.lm_eval_folder).is_dir():
-        raise UserError.of("training.harness_folder", lm_eval_folder=data.lm_eval_folder)
+        raise UserError.of("training.harness_folder", folder=data.lm_eval_folder)
     manager = _manager(data)
     _require_known_tasks(manager, data)
     for name in data.lm_eval:
@@ -76,9 +76,7 @@ def _require_loadable(manager: Any, name: str) -> None:
     try:
         tasks = _load_tasks(manager, [name])["tasks"]
     except Exception as error:
-        raise UserError.of(
-            "training.harness_task", name=name, in_a_line=_in_a_line(error)
-        ) from error
+        raise UserError.of("training.harness_task", name=name, reason=_in_a_line(error)) from error
     for task_name, task in tasks.items():  # several, if the name is that of a group
         if task.OUTPUT_TYPE == "generate_until":
             reason = "has the model write text, which is not done during training"

@@ -156,7 +156,7 @@ def _require_open_files(needed: int) -> None:
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
-        raise UserError.of("training.open_files", hard=hard, needed=needed)
+        raise UserError.of("training.open_files", limit=hard, needed=needed)
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
@@ -169,7 +169,7 @@ def _require_loopback() -> None:
             socket.create_connection(address, CONNECT_SECONDS).close()
     except OSError as error:
         raise UserError.of(
-            "training.loopback", loopback=LOOPBACK, strerror=error.strerror or error
+            "training.loopback", loopback=LOOPBACK, reason=error.strerror or error
         ) from error
 
 

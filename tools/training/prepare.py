@@ -140,7 +140,7 @@ def prepare(
         locks.enter_context(lock_folder(config))
     except OSError as error:
         raise UserError.of(
-            "command.folder_not_writable", folder=config.train.folder, strerror=error.strerror
+            "command.folder_not_writable", folder=config.train.folder, reason=error.strerror
         ) from error
     # Those of the run before this one, which may have ended abnormally.
     forget_records(Path(config.train.folder))

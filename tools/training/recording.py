@@ -53,14 +53,14 @@ def record_run(
     with (
         _naming_the_checkpoint(config, progress, first_step),
         Journal(
-            folder,
-            first_step,
-            total_steps,
-            log_settings.every,
-            log_settings.progress,
-            feeds,
-            branches,
-            _total_tokens(config, progress()),
+            folder=folder,
+            start_step=first_step,
+            total_steps=total_steps,
+            print_every=log_settings.every,
+            shows_bar=log_settings.progress,
+            trackers=feeds,
+            branches=branches,
+            total_tokens=_total_tokens(config, progress()),
         ) as journal,
     ):
         # A process without a step to take leaves the records as they are.

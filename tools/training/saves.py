@@ -49,13 +49,13 @@ class Saves:
         self._wait()  # at most one save is under way
         settings = self._config.checkpoint
         self._saving = Saving(
-            self._config.checkpoint_folder,
-            step,
-            self._optimizer,
-            extra | self._compiled,
-            settings.kept,
-            files,
-            self._fp8,
+            folder=self._config.checkpoint_folder,
+            step=step,
+            optimizer=self._optimizer,
+            extra=extra | self._compiled,
+            keep=settings.kept,
+            files=files,
+            fp8=self._fp8,
             background=settings.background,
             losses=losses,
         )

@@ -147,13 +147,13 @@ class Trainer:
             leaves=compile_leaves(config, self.corpus.model, mesh, self.resumed),
         )
         stages = build_stages(
-            self.corpus.model,
-            config.plan,
-            mesh,
-            config.schedule,
-            options,
-            stage_maker(config.model.factory),
-            config.other_schedules,
+            config=self.corpus.model,
+            plan=config.plan,
+            mesh=mesh,
+            schedule=config.schedule,
+            options=options,
+            make_stage=stage_maker(config.model.factory),
+            other_schedules=config.other_schedules,
         )
         optimizer = stages.make_optimizer(
             self.optimizer_class, **optimizer_options(config, device_of(mesh))

@@ -142,7 +142,7 @@ def in_slots(
     # None: this rank is of a stage that computes no loss
     if loss is not None:
         if loss.numel() != count:
-            raise UserError.of("optimizer.canonical_losses", numel=loss.numel(), count=count)
+            raise UserError.of("optimizer.canonical_losses", num_losses=loss.numel(), count=count)
         slots[dp.rank] = loss.detach().reshape(-1)
     return slots.view(-1)
 

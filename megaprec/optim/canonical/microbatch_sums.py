@@ -121,8 +121,10 @@ def num_waiting_sums(count: int) -> int:
     """Return how many more gradients are kept while `count` micro-batches are added in their
     order."""
     length = _run_length(count)
-    depth = (count // length).bit_length() - 1
-    return depth + (length > 1)
+    num_runs = count // length  # a power of two: the leaves of the tree
+    depth = num_runs.bit_length() - 1
+    running_sums = 1 if length > 1 else 0
+    return depth + running_sums
 
 
 def _run_length(count: int) -> int:

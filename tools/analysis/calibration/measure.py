@@ -101,7 +101,8 @@ def products(device: Device, dtype: torch.dtype, threads: int) -> Iterator[Produ
     """Yield the times of the products of linear layers."""
     where = torch.device(device)
     gemm = Gemm(dtype, dtype)
-    for tokens, inputs, outputs in CPU_SHAPES if device == "cpu" else GPU_SHAPES:
+    shapes = CPU_SHAPES if device == "cpu" else GPU_SHAPES
+    for tokens, inputs, outputs in shapes:
         x = torch.ones(tokens, inputs, dtype=dtype, device=where)
         weight = torch.ones(outputs, inputs, dtype=dtype, device=where)
         grad = torch.ones(tokens, outputs, dtype=dtype, device=where)
@@ -131,7 +132,8 @@ def products(device: Device, dtype: torch.dtype, threads: int) -> Iterator[Produ
 def attention(device: Device, dtype: torch.dtype, threads: int) -> Iterator[AttentionRow]:
     """Yield the times of causal attention, forward and backward."""
     where = torch.device(device)
-    for tokens, heads, head_dim in CPU_ATTENTION if device == "cpu" else GPU_ATTENTION:
+    shapes = CPU_ATTENTION if device == "cpu" else GPU_ATTENTION
+    for tokens, heads, head_dim in shapes:
         shape = (1, heads, tokens, head_dim)
         query, key, value = (
             torch.ones(shape, dtype=dtype, device=where, requires_grad=True) for _ in range(3)
@@ -160,7 +162,8 @@ def layers(device: Device, dtype: torch.dtype, threads: int) -> Iterator[LayerRo
     """Yield the times of whole decoder layers."""
     where = torch.device(device)
     name = dtype_name(dtype)
-    for tokens, hidden, heads, ffn in CPU_LAYERS if device == "cpu" else GPU_LAYERS:
+    sizes = CPU_LAYERS if device == "cpu" else GPU_LAYERS
+    for tokens, hidden, heads, ffn in sizes:
         stage, x = _stage(where, name, tokens, hidden, heads, ffn)
         microbatch = MicrobatchInfo(0, torch.arange(1, device=where), torch.ones((), device=where))
         forward, backward = _passes(
@@ -213,7 +216,8 @@ def loss(device: Device, dtype: torch.dtype, threads: int) -> Iterator[LossRow]:
     """Yield the times of the loss."""
     where = torch.device(device)
     tp = Axis("tp")
-    for tokens, vocab in CPU_LOSS if device == "cpu" else GPU_LOSS:
+    sizes = CPU_LOSS if device == "cpu" else GPU_LOSS
+    for tokens, vocab in sizes:
         head = Part.cut("head.weight", (vocab, 1), 0, tp)
         logits = torch.zeros(tokens, 1, vocab, dtype=dtype, device=where)
         targets = torch.zeros(tokens, 1, dtype=torch.int64, device=where)
@@ -249,7 +253,8 @@ def _passes(forward: Callable[[], Tensor], where: torch.device) -> tuple[float, 
 def memory(device: Device, threads: int) -> Iterator[MemoryRow]:
     """Yield the times of sums of two tensors in FP32."""
     where = torch.device(device)
-    for nbytes in CPU_MEMORY if device == "cpu" else GPU_MEMORY:
+    sizes = CPU_MEMORY if device == "cpu" else GPU_MEMORY
+    for nbytes in sizes:
         first, second, out = (torch.zeros(nbytes // 4, device=where) for _ in range(3))
 
         def add(first: Tensor = first, second: Tensor = second, out: Tensor = out) -> None:

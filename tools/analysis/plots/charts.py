@@ -261,16 +261,21 @@ def draw_rows(title: str, rows: Sequence[Row], width: float = WIDTH, right: floa
 
 def _header_height(chart: Chart, width: float) -> float:
     """Return the height of what stands above the axes: title and legend."""
-    legend_rows = len(_legend_rows(chart, width))
+    rows = len(_legend_rows(chart, width))
     # a title without a legend takes a row too
-    rows = max(legend_rows, bool(chart.title))
+    if chart.title:
+        rows = max(rows, 1)
     return TOP + LEGEND_ROW * rows
 
 
 def _footer_height(chart: Chart) -> float:
     """Return the height of what stands below the axes: labels of ticks, and of the axis."""
-    lines = bool(chart.x_label) + bool(chart.tick_notes)
-    return BOTTOM + LABEL_HEIGHT * lines
+    height = BOTTOM
+    if chart.x_label:
+        height += LABEL_HEIGHT
+    if chart.tick_notes:
+        height += LABEL_HEIGHT
+    return height
 
 
 def draw_chart(chart: Chart, plot_area: Box) -> Iterator[Shape]:

@@ -8,13 +8,13 @@ from typing import Any
 from tools.analysis.plots.charts import Chart, Row, Series, draw_rows, finite_range
 
 COLORS = ("#1f5fa8", "#e07b00", "#2a9d55", "#d62728")
-"""Of the steps, the last step's last."""
+"""Colors of the lines, one for each step; the last step has the last one."""
 COLUMNS = 3
-"""Charts beside each other."""
+"""Charts in a row."""
 HEIGHT = 120.0
-"""Of the axes of a chart, in pixels."""
+"""Height of a chart's axes, in pixels."""
 LEAST_SPAN = 3.0
-"""Powers of 2 that the axis of y shows at least, so that noise does not look like a slope."""
+"""Powers of 2 that the y axis spans at least, so that noise does not look like a slope."""
 
 
 def draw(certificate: Mapping[str, Any], path: Path) -> None:
@@ -28,8 +28,8 @@ def draw(certificate: Mapping[str, Any], path: Path) -> None:
     for start in range(0, len(charts), COLUMNS):
         beside_each_other = charts[start : start + COLUMNS]
         rows.append(Row(beside_each_other, COLUMNS, HEIGHT))
-    what = "change of activations over log2(hidden), a line for each step"
-    title = f"{certificate['parametrization']}: {what}: {certificate['verdict']}"
+    subject = "change of activations over log2(hidden), a line for each step"
+    title = f"{certificate['parametrization']}: {subject}: {certificate['verdict']}"
     picture = draw_rows(title, rows)
     picture.save(path)
 
@@ -60,7 +60,7 @@ def _range(row: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _chart(row: Mapping[str, Any], widths: Sequence[int], span: float) -> Chart:
-    """Return the chart of one activation. span: of the axis of y, in powers of 2."""
+    """Return the chart of one activation. span: of the y axis, in powers of 2."""
     x = [math.log2(width) for width in widths]
     steps = len(row["changes"])
     series: list[Series] = []

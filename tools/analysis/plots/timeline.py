@@ -140,7 +140,8 @@ def _legend(panels: Sequence[Panel], top_edge: float) -> Iterator[Shape]:
                 present.add(span.instruction.op)
         for rank in range(panel.ranks):
             stages = _stages_of(panel.of_rank(rank))
-            has_chunks |= len(stages) > 1
+            if len(stages) > 1:
+                has_chunks = True
     entries = [look for op, look in LOOKS.items() if op in present]
     entries += [("waiting", WAITING), ("held", HELD)]
     left_edge = MARGIN

@@ -61,16 +61,13 @@ class _Compared:
 
 def differences(run_names: Sequence[str], runs: Sequence[Run]) -> Iterator[str]:
     """Yield a line for each reason why numbers of the runs cannot simply be compared."""
-    known = list[_Compared]()
     for run_name, run in zip(run_names, runs, strict=True):
-        if isinstance(run.config, RunConfig):
-            known.append(_Compared(run_name, run, run.config, _read_identity(run)))
-        elif len(runs) > 1:
+        if not isinstance(run.config, RunConfig) and len(runs) > 1:
             unknown = "whether its text and settings are those of the others is not known"
             yield f"{run_name}: {unknown}, for no run.toml can be read"
 
-    # Digests of files can be compared only if they are known of all runs.
-    by_files = all(compared.identity is not None for compared in known)
+    known = _with_run_files(run_names, runs)
+    by_files = _know_files(known)
     tokenizers = {compared.name: _tokenizer_facts(compared, by_files) for compared in known}
     yield from _compare_facts(
         (
@@ -98,16 +95,27 @@ def differences(run_names: Sequence[str], runs: Sequence[Run]) -> Iterator[str]:
 
 def has_other_tokens(run_names: Sequence[str], runs: Sequence[Run]) -> bool:
     """Return True if the runs are known to be of different text or of different tokenizers."""
-    known = list[_Compared]()
-    for run_name, run in zip(run_names, runs, strict=True):
-        if isinstance(run.config, RunConfig):
-            known.append(_Compared(run_name, run, run.config, _read_identity(run)))
-    by_files = all(compared.identity is not None for compared in known)
+    known = _with_run_files(run_names, runs)
+    by_files = _know_files(known)
     for facts_of in (_tokenizer_facts, _text_facts):
         facts = {compared.name: facts_of(compared, by_files) for compared in known}
         if any(_compare_facts("", facts)):
             return True
     return False
+
+
+def _with_run_files(run_names: Sequence[str], runs: Sequence[Run]) -> list[_Compared]:
+    """Return the runs whose run.toml can be read."""
+    known = list[_Compared]()
+    for run_name, run in zip(run_names, runs, strict=True):
+        if isinstance(run.config, RunConfig):
+            known.append(_Compared(run_name, run, run.config, _read_identity(run)))
+    return known
+
+
+def _know_files(known: Sequence[_Compared]) -> bool:
+    """Return True if all runs know digests of their files: only then can these be compared."""
+    return all(compared.identity is not None for compared in known)
 
 
 def differing_keys(run_names: Sequence[str], runs: Sequence[Run]) -> dict[str, dict[str, str]]:
@@ -117,7 +125,8 @@ def differing_keys(run_names: Sequence[str], runs: Sequence[Run]) -> dict[str, d
     given = set[str]()
     with_keys = 0
     for run_name, run in zip(run_names, runs, strict=True):
-        with_keys += bool(run.keys)
+        if run.keys:
+            with_keys += 1
         for key in run.keys:
             values.setdefault(key.name, {})[run_name] = key.value
             if key.origin != "default":

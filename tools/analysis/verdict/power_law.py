@@ -6,7 +6,7 @@ all exponents that fit nearly as well as the best one (a profile likelihood), ea
 its own fit and the scatter of a single evaluation.
 
 The law is about steps at one learning rate. It is not known what comes if
-- there are fewer than FEWEST evaluations in the last nine tenths of the steps,
+- there are fewer than FEWEST_EVALUATIONS evaluations in the last nine tenths of the steps,
 - the learning rate fell to less than half among these: a loss falls with its rate, and a longer run
   has another schedule,
 - the loss does not fall, or
@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 from tools.analysis.verdict.student import quantile
 
-FEWEST = 8
-FIRST = 0.1  # of the steps; what came before is left out
+FEWEST_EVALUATIONS = 8
+FIRST_SHARE = 0.1  # of the steps; what came before is left out
 LEAST_RATE = 0.5  # of the highest learning rate
-WIDEST = 0.5  # of what the loss fell
+WIDEST_BAND = 0.5  # of what the loss fell
 EXPONENTS = np.geomspace(0.02, 3.0, 400)
 LEAST_SCATTER = 0.001  # of the loss: no curve of training is a smoother power law
 CERTAINTY = 0.975  # one-sided
@@ -59,12 +59,14 @@ def predict(steps: Sequence[int], losses: Sequence[float], rates: Sequence[float
 
     rates: the learning rates of the steps, NaN where they are not known.
     """
-    is_late = np.array(steps) >= FIRST * steps[-1]
+    is_late = np.array(steps) >= FIRST_SHARE * steps[-1]
     late_steps = np.array(steps, np.float64)[is_late]
     late_losses = np.array(losses, np.float64)[is_late]
     late_rates = np.array(rates, np.float64)[is_late]
-    if len(late_steps) < FEWEST:
-        return Prediction(reason=f"{len(late_steps)} evaluations are too few, of {FEWEST} at least")
+    if len(late_steps) < FEWEST_EVALUATIONS:
+        return Prediction(
+            reason=f"{len(late_steps)} evaluations are too few, of {FEWEST_EVALUATIONS} at least"
+        )
     # not <: the rates may be NaN
     if not late_rates.min() >= LEAST_RATE * late_rates.max():
         return Prediction(
@@ -75,6 +77,7 @@ def predict(steps: Sequence[int], losses: Sequence[float], rates: Sequence[float
 
 
 def _extrapolate(steps: Numbers, losses: Numbers) -> Prediction:
+    """Return the prediction of the law that is fitted to losses after these steps."""
     fits = list[_Fit]()
     for exponent in EXPONENTS.tolist():
         if (fit := _fit(steps, losses, exponent)) is not None:
@@ -94,31 +97,32 @@ def _extrapolate(steps: Numbers, losses: Numbers) -> Prediction:
             low = min(low, fit.predicted - margin)
             high = max(high, fit.predicted + margin)
     fallen = losses[0] - losses[-1]
-    if high - low > WIDEST * fallen:
+    if high - low > WIDEST_BAND * fallen:
         return Prediction(reason=f"its band would be from {low:.3f} to {high:.3f}, too wide to say")
     return Prediction(best.predicted, low, high)
 
 
 def _fit(steps: Numbers, losses: Numbers, exponent: float) -> _Fit | None:
     """Return the law with an exponent; None if the loss would rise."""
-    last = steps[-1]
-    powers = (steps / last) ** -exponent
-    target = 2.0**-exponent
-    rows = np.stack([np.ones_like(powers), powers], 1)
-    coefficients, *_ = np.linalg.lstsq(rows, losses)
+    # steps in units of the last one: the prediction is at 2
+    powers = (steps / steps[-1]) ** -exponent
+    power_at_twice = 2.0**-exponent
+    # least squares of losses = floor * 1 + factor * powers; a row of the design for each step
+    design = np.stack([np.ones_like(powers), powers], 1)
+    coefficients, *_ = np.linalg.lstsq(design, losses)
     floor, factor = coefficients.tolist()
-    at_target = np.array([1.0, target])
+    row_at_twice = np.array([1.0, power_at_twice])
     if floor < 0:  # no loss is below 0
-        rows = powers[:, None]
+        design = powers[:, None]
         floor = 0.0
         factor = float(powers @ losses / (powers @ powers))
-        at_target = np.array([target])
+        row_at_twice = np.array([power_at_twice])
     if factor <= 0:
         return None
     residuals = losses - floor - factor * powers
-    inverse = np.linalg.pinv(rows.T @ rows)
+    inverse = np.linalg.pinv(design.T @ design)
     return _Fit(
         squares=float(residuals @ residuals),
-        predicted=floor + factor * target,
-        leverage=float(at_target @ inverse @ at_target),
+        predicted=floor + factor * power_at_twice,
+        leverage=float(row_at_twice @ inverse @ row_at_twice),
     )

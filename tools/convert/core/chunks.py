@@ -17,8 +17,8 @@ from tools.convert.core.tensors import Stored
 
 
 class _Box(NamedTuple):
-    """The place of a chunk in its tensor: the first element along each dimension, and the one after
-    the last."""
+    """The elements of its tensor that a chunk holds: the first along each dimension, and the one
+    after the last."""
 
     first: list[int]
     end: list[int]
@@ -38,10 +38,11 @@ def require_inside(checkpoint: Path, tensor: Chunked) -> None:
     # .metadata is a file of others: a part outside would be read over the end of the tensor.
     dims = len(tensor.shape)
     for offset, stored in tensor.chunks:
-        inside = len(offset) == dims and len(stored.shape) == dims
+        is_inside = len(offset) == dims and len(stored.shape) == dims
         for start, size, limit in zip(offset, stored.shape, tensor.shape, strict=False):
-            inside = inside and start >= 0 and start + size <= limit
-        if not inside:
+            if start < 0 or start + size > limit:
+                is_inside = False
+        if not is_inside:
             raise UserError.of("convert.part_outside", path=checkpoint, name=tensor.name)
 
 
@@ -59,8 +60,8 @@ def _check_separate(checkpoint: Path, tensor: Chunked) -> None:
     for box in boxes:
         # A tensor without dimensions has one element, which all its parts share.
         if box.first:
-            open_boxes = [each for each in open_boxes if each.end[0] > box.first[0]]
-        if any(_overlap(each, box) for each in open_boxes):
+            open_boxes = [earlier for earlier in open_boxes if earlier.end[0] > box.first[0]]
+        if any(_overlap(earlier, box) for earlier in open_boxes):
             raise UserError.of("convert.parts_overlap", path=checkpoint, name=tensor.name)
         open_boxes.append(box)
 

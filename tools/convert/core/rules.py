@@ -18,7 +18,6 @@ from tools.convert.core.transforms import SAME, HeadSizes, Transform
 
 Cut = Literal["whole", "rows", "columns", "halves", "thirds", "vocabulary"] | tuple[int, ...]
 Layers = Literal["all", "experts", "dense", "attention", "mamba", "delta_net"]
-NamedShape = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)

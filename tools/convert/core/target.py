@@ -181,9 +181,10 @@ class Journal:
         os.truncate(self.path, len(complete))
         try:
             lines = [parse_json(line) for line in complete.splitlines()]
-            assert all(isinstance(line, dict) for line in lines)
+            if not all(isinstance(line, dict) for line in lines):
+                raise ValueError("a line is no object")
             writes = [{"name": line["name"], "digests": line["digests"]} for line in lines[1:]]
-        except (ValueError, KeyError, AssertionError) as error:
+        except (ValueError, KeyError) as error:
             raise UserError.of(
                 "convert.plan_damaged", path=self.path, parent=self.path.parent
             ) from error
@@ -218,7 +219,7 @@ def _report_disk_errors(destination: Path) -> Iterator[None]:
             raise UserError.of(
                 "convert.disk_told",
                 destination=destination,
-                strerror=os.strerror(error.errno).lower(),
+                reason=os.strerror(error.errno).lower(),
             ) from error
         raise UserError.of("convert.not_writable", destination=destination, error=error) from error
 

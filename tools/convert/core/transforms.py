@@ -200,7 +200,7 @@ def _latent_down(interleaved: bool) -> Transform:
     return Transform(join, split)
 
 
-def _join_latent_up(parts: Parts, head_sizes: HeadSizes) -> Tensor:
+def _join_by_query_head(parts: Parts, head_sizes: HeadSizes) -> Tensor:
     return _join_per_head(parts, head_sizes.query)
 
 
@@ -208,10 +208,6 @@ def _split_latent_up(joined: Tensor, head_sizes: HeadSizes) -> Parts:
     # A head's key without positions, then its value; the rotary part of keys is all heads' own.
     rows = [head_sizes.unrotated, head_sizes.value]
     return _split_per_head(joined, head_sizes.query, rows)
-
-
-def _join_gated_query(parts: Parts, head_sizes: HeadSizes) -> Tensor:
-    return _join_per_head(parts, head_sizes.query)
 
 
 def _split_gated_query(joined: Tensor, head_sizes: HeadSizes) -> Parts:
@@ -357,14 +353,14 @@ LATENT_QUERY = _latent_query(True)
 LATENT_QUERY_HALVES = _latent_query(False)
 LATENT_DOWN = _latent_down(True)
 LATENT_DOWN_HALVES = _latent_down(False)
-LATENT_UP = Transform(_join_latent_up, _split_latent_up)
+LATENT_UP = Transform(_join_by_query_head, _split_latent_up)
 # Of all experts of a layer, one after the other.
 EXPERTS_STACKED = Transform(
     join=lambda parts, head_sizes: torch.stack(list(parts)),
     split=lambda joined, head_sizes: joined.unbind(),
 )
 EXPERTS_GATE_UP = Transform(_join_experts_gate_up, _split_experts_gate_up)
-GATED_QUERY = Transform(_join_gated_query, _split_gated_query)
+GATED_QUERY = Transform(_join_by_query_head, _split_gated_query)
 # Of a gated delta net: queries, keys, values and gates by heads of keys, or the first three each as
 # it is; the numbers of each head; and the convolution.
 DELTA_NET = Transform(_join_by_key_head, _split_delta_net)

@@ -208,11 +208,11 @@ def notes_on_older_transformers(model: ModelConfig) -> list[str]:
     computes otherwise."""
     notes = []
     family = FAMILIES[model_type_of(model)]
-    for deed in family.beyond_transformers_4(model):
+    for feature in family.beyond_transformers_4(model):
         readers = "transformers 4, and what goes by its keys, such as vLLM and llama.cpp,"
         if family.ours in _NEWER_FAMILIES:
             readers = "transformers 4"
-        notes.append(f"config.json needs transformers 5 or newer: {readers} cannot {deed}")
+        notes.append(f"config.json needs transformers 5 or newer: {readers} cannot {feature}")
     return notes
 
 

@@ -1,4 +1,4 @@
-"""Reading and writing Hugging Face folders: config.json, weights, files of the tokenizer.
+"""Reading Hugging Face folders: config.json, weights, files of the tokenizer.
 
 Weights are in safetensors, or in an older pytorch_model.bin, in one file or in shards.
 
@@ -8,19 +8,14 @@ tensor with the model's own: copies that differ are refused. Folders that transf
 lack these layers, whatever config.json says.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial as bind
-from math import prod
-from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from megaprec.data.tokenizer import load_tokenizer
 from megaprec.data.tokenizer_files import SETTINGS
 from megaprec.errors import Problem, UserError
 from megaprec.parsing import read_json
@@ -34,22 +29,17 @@ from tools.convert.core.names import (
     PREFIXES,
     UNREAD,
 )
-from tools.convert.core.rules import Match, NameRule, has_module_rules, head_sizes, matches
+from tools.convert.core.rules import Match, head_sizes, matches
 from tools.convert.core.source import Facts, Origin, Source
-from tools.convert.core.target import Location, Target, Write
 from tools.convert.core.tensors import (
     Stored,
-    reserve_safetensors,
     safetensors_in,
     torch_name,
 )
 from tools.convert.core.torch_files import tensors_in
 from tools.convert.core.transforms import SAME
 from tools.convert.hf.config import (
-    config_of,
     from_hugging_face,
-    model_type_of,
-    omitted_settings,
     special_ids,
 )
 from tools.convert.hf.families import FAMILIES
@@ -64,7 +54,6 @@ from tools.convert.hf.other_files import (
 from tools.convert.hf.quantized import quantized_notes, with_quantized
 from tools.convert.hf.stacked_experts import unstack_experts
 from tools.convert.hf.text_models import text_config, text_tensors, wrapped_notes
-from tools.convert.hf.vocabulary import main_file, require_writable, write_tokenizer
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -86,7 +75,6 @@ WEIGHTS = (
     WeightFormat("pytorch_model.bin.index.json", "pytorch_model.bin", tensors_in),
 )
 NO_FACTS = Facts()
-SHARD_BYTES = 5_000_000_000  # as transformers 4 has it
 MOST_PROBLEMS = 10  # lines of a refusal
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", *SETTINGS)
 # Names in the families that have modules of multi-token prediction.
@@ -102,11 +90,6 @@ def find_hf(path: Path) -> Path | None:
 def read_generation(folder: Path) -> dict[str, Any]:
     """Return the contents of a folder's generation_config.json; empty if there is none."""
     return read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
-
-
-def write_generation(folder: Path, generation: Mapping[str, Any]) -> None:
-    """Write a folder's generation_config.json."""
-    _write_json(folder / GENERATION, generation)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -177,7 +160,7 @@ def open_hf(folder: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source
     expected = matches(tables[model_type], model)
     # Copies are dropped before the tensors are counted.
     check_tied(folder, model, stored, expected)
-    _drop_module_copies(folder, model, stored)
+    _dropmodule_copies(folder, model, stored)
     check_tensors(folder, expected, stored)
     folder_notes = [
         *notes(
@@ -277,7 +260,7 @@ def _read_tensors(folder: Path) -> dict[str, Stored]:
             return weights.read(folder / weights.single)
     none = "neither model.safetensors nor pytorch_model.bin, nor an index of shards"
     raise UserError.of(
-        "convert.hf_no_weights", path=folder, none=none, other_weights=other_weights(folder)
+        "convert.hf_no_weights", path=folder, reason=none, other_weights=other_weights(folder)
     )
 
 
@@ -463,147 +446,6 @@ def _check_not_wrapped(folder: Path, first: str, tensors: Mapping[str, Any]) -> 
             )
 
 
-def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES) -> Target:
-    """Return a target with the weights of `source` in `dtype`, or in their own dtypes.
-
-    shard_bytes: the largest size of a file with several tensors.
-    Raises UserError for a tokenizer that the format cannot hold, or whose package is missing.
-    """
-    # At once, and not after hours of writing weights.
-    require_writable(source.tokenizer)
-    rules = HUGGING_FACE[model_type_of(source.model)]
-    left_out: tuple[str, ...] = ()
-    if not has_module_rules(rules):
-        left_out = _left_out_modules(source.model)
-        source = source.without_mtp
-    writer = _Writer(source, rules, dtype, shard_bytes)
-    describe = {"to": "hf", "dtype": str(dtype), "shard": shard_bytes}
-    return Target(
-        describe,
-        writer.size,
-        writer.dtypes,
-        writer.reserve,
-        writer.finish,
-        open_hf,
-        (*omitted_settings(source.model), *left_out),
-    )
-
-
-class _Writer:
-    """The files of one conversion. dtype: of the weights; None: their own."""
-
-    def __init__(
-        self, source: Source, rules: Sequence[NameRule], dtype: torch.dtype | None, shard_bytes: int
-    ) -> None:
-        self.source = source
-        self.matches = matches(rules, source.model)
-        # Modules of multi-token prediction have copies of embedding and head of their own.
-        self.copies = [*_module_copies(source.model)]
-        self.dtype_of = {
-            match: source.dtype_in(f"weight/{match.logical[0]}", dtype)
-            for match in (*self.matches, *self.copies)
-        }
-        # As transformers splits: in the order of the modules, no file above the limit.
-        self.shards = _shards(self.dtype_of, shard_bytes)
-        self.size = sum(_nbytes(match, dtype) for match, dtype in self.dtype_of.items())
-        # By the keys of logical tensors.
-        self.dtypes: dict[str, torch.dtype] = {}
-        for match in self.matches:
-            for tensor_name in match.logical:
-                self.dtypes[f"weight/{tensor_name}"] = self.dtype_of[match]
-
-    def reserve(self, folder: Path, write: bool) -> list[Write]:
-        """Make the shards; return a write for each tensor, with a location for each copy of it."""
-        locations: dict[Match, Location] = {}
-        for file, shard in self.shards.items():
-            tensors = {match.foreign: (self.dtype_of[match], match.shape) for match in shard}
-            starts = reserve_safetensors(folder / file, tensors, write)
-            for match in shard:
-                cast = methodcaller("to", self.dtype_of[match])
-                locations[match] = Location(file, starts[match.foreign], cast)
-        sizes = head_sizes(self.source.model)
-        writes = []
-        for match in self.matches:
-            copies = [copy for copy in self.copies if copy.logical == match.logical]
-            tensor_write = Write(
-                match.foreign,
-                keys=tuple(f"weight/{tensor_name}" for tensor_name in match.logical),
-                join=bind(match.join, sizes),
-                locations=tuple(locations[each] for each in (match, *copies)),
-                # Piece by piece only into one place: `convert` reads a piece once.
-                straight=match.how is SAME and not copies,
-            )
-            writes.append(tensor_write)
-        return writes
-
-    def finish(self, folder: Path) -> None:
-        """Write everything but tensors."""
-        # That of the first: only corrections of routers may keep another.
-        first_dtype = next(iter(self.dtype_of.values()))
-        config = config_of(self.source.model, torch_name(first_dtype))
-        ids = special_ids_of(self.source)
-        _write_json(folder / CONFIG, config | ids)
-        write_generation(folder, self.source.facts.generation or ids)
-        if len(self.shards) > 1:
-            weight_map = {}
-            for file, shard in self.shards.items():
-                weight_map |= {match.foreign: file for match in shard}
-            index = {"metadata": {"total_size": self.size}, "weight_map": weight_map}
-            _write_json(folder / "model.safetensors.index.json", index)
-        write_tokenizer(self.source.tokenizer, folder, ids["bos_token_id"])
-
-
-def _nbytes(match: Match, dtype: torch.dtype) -> int:
-    return prod(match.shape) * dtype.itemsize
-
-
-def _shards(dtype_of: Mapping[Match, torch.dtype], shard_bytes: int) -> dict[str, list[Match]]:
-    """Return file name -> tensors. No file is larger than `shard_bytes`, unless a single tensor
-    is."""
-    shards: list[list[Match]] = [[]]
-    free = shard_bytes
-    for match, dtype in dtype_of.items():
-        nbytes = _nbytes(match, dtype)
-        if shards[-1] and nbytes > free:
-            shards.append([])
-            free = shard_bytes
-        shards[-1].append(match)
-        free -= nbytes
-    # One file needs no index.
-    if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
-    files = {}
-    count = len(shards)
-    for number, shard in enumerate(shards, 1):
-        files[f"model-{number:05d}-of-{count:05d}.safetensors"] = shard
-    return files
-
-
-def special_ids_of(source: Source) -> dict[str, Any]:
-    """Return the ids of special tokens as a config.json has them: those of the source, or of its
-    tokenizer."""
-    # A run of ours has none of its own: its documents are told apart by the tokenizer's.
-    ids = source.facts.special or tokenizer_ids(source)
-    return {"bos_token_id": None, "eos_token_id": None, **ids}
-
-
-def tokenizer_ids(source: Source) -> dict[str, int | None]:
-    """Return the ids of the tokens that begin and end a document, as far as the tokenizer has them.
-
-    A model trained by megaprec has seen the end token before each document, whatever begin token
-    the tokenizer names.
-    """
-    file = main_file(source.tokenizer)
-    if file is None:
-        return {"bos_token_id": None, "eos_token_id": None}
-    tokenizer = load_tokenizer(file)
-    return {"bos_token_id": tokenizer.eos, "eos_token_id": tokenizer.eos}
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
 def _has_modules(model: ModelConfig, names: set[str]) -> bool:
     """Return True if a folder with tensors of these names holds something of the model's
     modules."""
@@ -616,7 +458,7 @@ def _module_layers(model: ModelConfig) -> range:
     return range(model.layers, model.layers + model.mtp_layers)
 
 
-def _module_copies(model: ModelConfig) -> Iterator[Match]:
+def module_copies(model: ModelConfig) -> Iterator[Match]:
     """Yield the copies of embedding and head that each module has in a folder."""
     shape = (model.vocab, model.hidden)
     head = "embedding.weight" if model.tied else "head.weight"
@@ -626,10 +468,10 @@ def _module_copies(model: ModelConfig) -> Iterator[Match]:
         yield Match(f"{prefix}.shared_head.head.weight", (head,), SAME, "whole", shape)
 
 
-def _drop_module_copies(folder: Path, model: ModelConfig, stored: dict[str, Any]) -> None:
+def _dropmodule_copies(folder: Path, model: ModelConfig, stored: dict[str, Any]) -> None:
     """Remove the modules' copies of embedding and head. Raises UserError if one differs from its
     original."""
-    for match in _module_copies(model):
+    for match in module_copies(model):
         # A tied model's head is its embedding, and so is the module's.
         original = _EMBEDDING if match.logical == ("embedding.weight",) else _HEAD
         if match.foreign in stored and original in stored:
@@ -642,10 +484,3 @@ def _drop_module_copies(folder: Path, model: ModelConfig, stored: dict[str, Any]
                     original=original,
                 )
             del stored[match.foreign]
-
-
-def _left_out_modules(model: ModelConfig) -> tuple[str, ...]:
-    """Return what is said of a model's modules where a format has no place for them."""
-    if model.mtp_layers:
-        return (f"modules of multi-token prediction (model.mtp_layers = {model.mtp_layers})",)
-    return ()

@@ -96,10 +96,10 @@ def require_known_blocks(quantization: Mapping[str, Any]) -> None:
     if block is None:
         raise UserError.of("convert.fp8_block_null")
     if not _is_size(block):
-        raise UserError.of("convert.fp8_block_size", short=short(block))
+        raise UserError.of("convert.fp8_block_size", value=short(block))
     for key, value in quantization.items():
         if key != "weight_block_size" and not _is_understood(key, value):
-            raise UserError.of("convert.fp8_config_key", key=key, short=short(value))
+            raise UserError.of("convert.fp8_config_key", key=key, value=short(value))
 
 
 def _is_understood(key: str, value: Any) -> bool:

@@ -359,7 +359,7 @@ def _not_allowed(key: str, value: Any, allowed: tuple[Any, ...]) -> Problem:
     return Problem.of(
         "convert.hf_only_value",
         key=key,
-        short=short(value),
+        value=short(value),
         alternatives=" or ".join(alternatives),
     )
 

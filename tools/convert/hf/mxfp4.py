@@ -77,7 +77,7 @@ def require_known(quantization: Any) -> None:
     if quantization is None:
         return
     if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "mxfp4":
-        raise UserError.of("convert.mxfp4_method", short=short(quantization))
+        raise UserError.of("convert.mxfp4_method", value=short(quantization))
     if unknown := sorted(set(quantization) - set(_KNOWN)):
         raise UserError.of("convert.mxfp4_config_key", unknown=", ".join(unknown))
 

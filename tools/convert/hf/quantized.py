@@ -48,7 +48,7 @@ def require_readable(keys: ConfigKeys) -> None:
             "convert.quantized_unreadable",
             key=KEY,
             description=description,
-            get=WAYS.get(str(method), _FROM),
+            remedy=WAYS.get(str(method), _FROM),
         )
 
 

@@ -122,7 +122,7 @@ def _unstack(
             "convert.hf_expert_shape",
             file=tensor.file,
             name=tensor_name,
-            short=short(list(tensor.shape)),
+            shape=short(list(tensor.shape)),
             form=_FORMS[projection],
         )
     experts, height, width = tensor.shape

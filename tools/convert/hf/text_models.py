@@ -100,7 +100,7 @@ def text_config(config: Json) -> Json:
     inner_type = inner_config.get("model_type", wrapper.text)
     if inner_type != wrapper.text:
         raise UserError.of(
-            "convert.hf_text_config_type", short=short(inner_type), text=wrapper.text
+            "convert.hf_text_config_type", model_type=short(inner_type), text=wrapper.text
         )
     # Keys outside may contradict those inside, of which transformers lets one win.
     _check_outer_keys(config, inner_config, wrapper)
@@ -119,7 +119,7 @@ def _check_outer_keys(config: Json, inner_config: Json, wrapper: Wrapper) -> Non
             raise UserError.of(
                 "convert.hf_key_unknown",
                 key=outer_key,
-                short=short(config[outer_key]),
+                value=short(config[outer_key]),
                 kind=config["model_type"],
             )
     for outer_key in ALIKE_IF_IN_BOTH:

@@ -35,16 +35,24 @@ KINDS: dict[str, str] = {
 }
 KINDS |= dict.fromkeys(
     (
-        *("gated_linear_unit", "bias_activation_fusion", "share_embeddings_and_output_weights"),
-        *("moe_grouped_gemm", "fp16", "bf16"),
+        "gated_linear_unit",
+        "bias_activation_fusion",
+        "share_embeddings_and_output_weights",
+        "moe_grouped_gemm",
+        "fp16",
+        "bf16",
     ),
     SWITCH,
 )
 KINDS |= dict.fromkeys(
     (
-        *("seq_length", "original_max_position_embeddings", "data_parallel_size"),
-        *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
-        *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+        "seq_length",
+        "original_max_position_embeddings",
+        "data_parallel_size",
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
     ),
     SIZE,
 )
@@ -52,9 +60,13 @@ KINDS |= dict.fromkeys(("consumed_train_samples", "iteration", "num_steps"), COU
 KINDS |= dict.fromkeys(("softmax_scale", "beta_fast", "beta_slow"), NUMBER)
 KINDS |= dict.fromkeys(
     (
-        *("optimizer", "transformer_impl", "tokenizer_type"),
-        *("lr_decay_style", "moe_token_dispatcher_type"),
-        *("hybrid_layer_pattern", "hybrid_override_pattern"),
+        "optimizer",
+        "transformer_impl",
+        "tokenizer_type",
+        "lr_decay_style",
+        "moe_token_dispatcher_type",
+        "hybrid_layer_pattern",
+        "hybrid_override_pattern",
     ),
     WORD,
 )

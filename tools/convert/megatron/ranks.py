@@ -119,7 +119,7 @@ def read_ranks(checkpoint: Path) -> RankFiles:
                 "convert.megatron_rank_twice",
                 parent=rank_file.parent,
                 folder=files[rank_axes].folder,
-                describe_rank=_describe_rank(rank_axes),
+                rank=_describe_rank(rank_axes),
             )
         files[rank_axes] = RankFile(rank_file.parent, content, model_chunks(content))
     sizes = PerAxis(*count_ranks(files))
@@ -168,7 +168,7 @@ def _check_complete(rank_files: RankFiles) -> None:
                 "convert.megatron_rank_missing",
                 path=rank_files.path,
                 file=FILE,
-                describe_rank=_describe_rank(PerAxis(tp, pp, ep)),
+                rank=_describe_rank(PerAxis(tp, pp, ep)),
             )
 
 

@@ -137,7 +137,7 @@ def _yarn_factor(arguments: Args) -> float:
         key = "position_embedding_type"
         if arguments.get("multi_latent_attention"):
             key = "rope_type"
-        raise UserError.of("convert.megatron_factor_missing", key=key, get=arguments.get(key))
+        raise UserError.of("convert.megatron_factor_missing", key=key, value=arguments.get(key))
     factor = float(arguments["rotary_scaling_factor"])
     if factor < 1:
         raise UserError.of("convert.megatron_factor_below_one", factor=factor)
@@ -207,7 +207,7 @@ def _require_latent(arguments: Args) -> None:
             raise UserError.of(
                 "convert.megatron_latent_key",
                 key=argument_name,
-                get=arguments.get(argument_name),
+                value=arguments.get(argument_name),
                 values=values[0],
             )
     groups = query_groups(arguments)

@@ -29,7 +29,7 @@ from tools.convert.core.rules import Cut, Match, head_sizes, matches
 from tools.convert.core.source import Source
 from tools.convert.core.target import Location, Target, Write
 from tools.convert.core.tensors import fill
-from tools.convert.hf.folder import write_generation
+from tools.convert.hf.write import write_generation
 from tools.convert.megatron.args import args_of, omitted_fields
 from tools.convert.megatron.hybrid_layers import needs_transformer_engine
 from tools.convert.megatron.layout import (
@@ -126,7 +126,13 @@ def megatron_target(source: Source, dtype: torch.dtype | None, layout: MegatronL
     if source.tokenizer:
         left_out.append("the tokenizer")
     return Target(
-        describe, size, writer.dtypes, writer.reserve, writer.finish, _reopen, tuple(left_out)
+        describe=describe,
+        size=size,
+        dtypes=writer.dtypes,
+        reserve=writer.reserve,
+        finish=writer.finish,
+        reopen=_reopen,
+        left_out=tuple(left_out),
     )
 
 

@@ -154,7 +154,7 @@ def _read_ranks(checkpoint: Path) -> RankFiles:
         raise UserError.of(
             "convert.internevo_two_forms",
             path=checkpoint,
-            matches_by_name=", ".join(matches_by_name),
+            names=", ".join(matches_by_name),
         )
     ((names_tp, names_wp, _),) = forms
     ranks = {file_name: _rank_of(match) for file_name, match in matches_by_name.items()}

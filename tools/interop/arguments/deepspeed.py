@@ -7,7 +7,7 @@ dots; the name of a table stands for all its keys.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 # key, kind of its value, the keys of a run file that it becomes
@@ -159,31 +159,45 @@ READ: Mapping[str, tuple[str, ...]] = {key: tuple(ours) for key, _, *ours in _RO
 """Keys that are read, and the keys of a run file that they become."""
 KINDS: Mapping[str, str] = {key: kind for key, kind, *_ in _ROWS}
 """The kinds of the values of those that are read."""
-WHY: Mapping[str, str] = {
-    key.partition("=")[0]: why for why, keys in _REFUSED.items() for key in keys.split()
-}
+
+
+def _refused_keys() -> Iterator[tuple[str, str, str]]:
+    """Yield each key that is refused, its default as JSON, "" for none, and the way out."""
+    for way_out, entries in _REFUSED.items():
+        for entry in entries.split():
+            key, _, default = entry.partition("=")
+            yield key, default, way_out
+
+
+WHY: Mapping[str, str] = {key: way_out for key, _, way_out in _refused_keys()}
 """Keys that are refused, and the way out."""
 PERMITTED: Mapping[str, Any] = {
-    key.partition("=")[0]: json.loads(key.partition("=")[2])
-    for keys in _REFUSED.values()
-    for key in keys.split()
-    if "=" in key
+    key: json.loads(default) for key, default, _ in _refused_keys() if default
 }
 """The values that keys may have although they are refused."""
 UNUSED = frozenset(_UNUSED.split()) | {
     f"zero_optimization.{key}" for key in _UNUSED_OF_ZERO.split()
 }
 """Keys and tables that are not used here: logs, communication, memory, and tables that are off."""
-TABLES = frozenset(
-    key[:end] for key in (*READ, *WHY) for end, letter in enumerate(key) if letter == "."
-)
-"""Keys that hold further keys."""
 
 
 def paths_to(key: str) -> list[str]:
     """Return a dotted key and the tables that hold it, the innermost first."""
     parts = key.split(".")
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+
+
+def _tables() -> frozenset[str]:
+    """Return the keys that hold further keys."""
+    tables = set[str]()
+    for key in (*READ, *WHY):
+        _, *holders = paths_to(key)
+        tables.update(holders)
+    return frozenset(tables)
+
+
+TABLES = _tables()
+"""Keys that hold further keys."""
 
 
 def is_unused(key: str) -> bool:

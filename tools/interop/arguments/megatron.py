@@ -483,6 +483,7 @@ class Refused:
 
 
 def _argument(row: str) -> Argument:
+    """Return the argument that a row of the tables above describes."""
     names, described, *keys = row.split()
     name, _, kept = names.partition(">")
     kept = kept or name

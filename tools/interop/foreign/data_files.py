@@ -204,7 +204,7 @@ def from_yaml(path: Path, text: str) -> Data | None:
             "precision_file.not_yaml",
             path=path,
             line=line,
-            getattr=getattr(error, "problem", None) or "cannot be read",
+            problem=getattr(error, "problem", None) or "cannot be read",
         ) from error
     except RecursionError as error:
         raise UserError.of("precision_file.yaml_too_deep", path=path) from error

@@ -21,13 +21,13 @@ BRIDGE_RECIPES = ("_pretrain_config", "_finetune_config", "_sft_config", "_peft_
 OTHER_DEFAULTS = ("nemotron", "hyena")
 NONE = Entry(None)
 OFF = Entry(False)
-NEW_WHOLE = frozenset({"recipe", "precision", "the plugin"})
+KEYS_OF_A_PLUGIN = frozenset({"recipe", "precision", "the plugin"})
 
 
 def bridge_fields(fields: Mapping[str, Entry]) -> dict[str, Entry]:
     """Return fields of Megatron-Bridge's MixedPrecisionConfig as fields of NeMo's plugin, with what
     Bridge has where NeMo's plugin has another default."""
-    plugin = _precision_of(fields)
+    plugin = _precision_of_switches(fields)
     for key, entry in fields.items():
         if key not in (*FLAGS, "library"):
             plugin[BRIDGE_KEYS.get(key, key)] = entry
@@ -48,20 +48,20 @@ def bridge_fields(fields: Mapping[str, Entry]) -> dict[str, Entry]:
     return plugin
 
 
-def _precision_of(fields: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Return the precision that Bridge's switches are."""
-    on = dict[str, Entry]()
+def _precision_of_switches(fields: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Return the precision that Bridge's switches `bf16`, `fp16` and `fp32` turn on."""
+    turned_on = dict[str, Entry]()
     for flag, precision in FLAGS.items():
         switch = fields.get(flag, OFF)
         if switch.value is not False:
-            on[precision] = switch
-    if not on:
+            turned_on[precision] = switch
+    if not turned_on:
         return {}
     # no precision has the name of two, and a switch that is not known stays so
-    switch = next(iter(on.values()))
-    if switch.value is True:
-        switch = replace(switch, value=" and ".join(on))
-    return {"precision": switch}
+    precision_entry = next(iter(turned_on.values()))
+    if precision_entry.value is True:
+        precision_entry = replace(precision_entry, value=" and ".join(turned_on))
+    return {"precision": precision_entry}
 
 
 def recipe_settings(call: Call) -> Iterator[Settings]:
@@ -73,28 +73,29 @@ def recipe_settings(call: Call) -> Iterator[Settings]:
         trainer = _field(call, "trainer")
         optim = _field(call, "optim")
         plugin = _field(trainer.value, "plugins")
-        fields = _of_plugin(plugin, _default_of_nemo(call))
+        fields = _plugin_fields(plugin, _default_recipe(call))
         optimizers = [_field(optim.value, "config")]
     elif function.last.endswith(BRIDGE_RECIPES) and function.name.startswith(BRIDGE):
         plugin = _field(call, "mixed_precision")
         default = Entry("bf16_mixed", call.line)
-        fields = bridge_fields(_of_plugin(plugin, default))
+        fields = bridge_fields(_plugin_fields(plugin, default))
         optimizers = [_field(call, "optimizer"), _field(call, "ddp")]
     else:
         return
     for optimizer in optimizers:
-        for key, entry in _set(optimizer.value).items():
+        for key, entry in _fields_set(optimizer.value).items():
             if key in OPTIMIZER_KEYS:
                 fields[key] = entry
     if call.doubt:
         fields[ATTRIBUTES] = Entry(call, call.line)
     if fields:
-        completes = not NEW_WHOLE & set(fields)
+        completes = not KEYS_OF_A_PLUGIN & set(fields)
         yield Settings(NEMO, fields, call.line, f"{function.last}()", completes)
 
 
-def _default_of_nemo(call: Call) -> Entry:
-    """Return the recipe of a model's plugin: that of its argument `precision`, or its default."""
+def _default_recipe(call: Call) -> Entry:
+    """Return the name of a recipe's plugin: its argument `precision`, or what the model has without
+    one."""
     precision = call.entries.get("precision")
     if precision is not None:
         name = PRECISIONS.get(str(precision.value))
@@ -108,11 +109,11 @@ def _default_of_nemo(call: Call) -> Entry:
     return Entry("bf16_mixed", call.line)
 
 
-def _of_plugin(plugin: Entry, default: Entry) -> dict[str, Entry]:
+def _plugin_fields(plugin: Entry, default: Entry) -> dict[str, Entry]:
     """Return the fields of an assigned plugin, none if the call that makes it is read itself; of
     the default plugin without one."""
     if not plugin.node:
-        return {"recipe": default} | _set(plugin.value)
+        return {"recipe": default} | _fields_set(plugin.value)
     if isinstance(plugin.value, str):
         return {"recipe": plugin}
     are_read = all(map(_is_read_itself, items_of(plugin.value)))
@@ -132,6 +133,6 @@ def _field(value: Any, name: str) -> Entry:
     return value.entries.get(name, NONE) if isinstance(value, Call) else NONE
 
 
-def _set(value: Any) -> dict[str, Entry]:
+def _fields_set(value: Any) -> dict[str, Entry]:
     """Return what is set of an object, and not only looked at."""
     return fields_of(value, ()) if isinstance(value, Call) else {}

@@ -18,8 +18,14 @@ WORLD_GROUPS = ("world_process_group", "group.WORLD", "GroupMember.WORLD")
 # Recipes of Transformer Engine, values of `fp8_recipe`, with their parameters by position
 FP8_RECIPES: Mapping[str, tuple[str, ...]] = {
     "DelayedScaling": (
-        *("margin", "fp8_format", "amax_history_len", "amax_compute_algo"),
-        *("scaling_factor_compute_algo", "reduce_amax", "fp8_dpa", "fp8_mha"),
+        "margin",
+        "fp8_format",
+        "amax_history_len",
+        "amax_compute_algo",
+        "scaling_factor_compute_algo",
+        "reduce_amax",
+        "fp8_dpa",
+        "fp8_mha",
     ),
     "Float8CurrentScaling": ("use_power_2_scales", "fp8_format"),
     "Float8BlockScaling": ("use_f32_scales", "fp8_format"),
@@ -31,10 +37,24 @@ LAYOUT_KEYS = frozenset({"tp_size", "pp_size"})
 # Keys of models, layouts and clipping: where their value is unknown, the run file's own counts
 OPEN_KEYS = frozenset(
     {
-        *("num_attention_heads", "num_kv_attention_heads", "embed_split_hidden", "vocab_size"),
-        *("hidden_size", "num_layers", "mlp_ratio", "checkpoint", "num_chunks"),
-        *("max_position_embeddings", "reduce_bucket_size", "multiple_of"),
-        *("tensor", "pipeline", "weight", "size", "max_grad_norm", "clip_grad"),
+        "num_attention_heads",
+        "num_kv_attention_heads",
+        "embed_split_hidden",
+        "vocab_size",
+        "hidden_size",
+        "num_layers",
+        "mlp_ratio",
+        "checkpoint",
+        "num_chunks",
+        "max_position_embeddings",
+        "reduce_bucket_size",
+        "multiple_of",
+        "tensor",
+        "pipeline",
+        "weight",
+        "size",
+        "max_grad_norm",
+        "clip_grad",
     }
 )
 

@@ -62,20 +62,40 @@ PRECISE = _words(
     "dtype residual_in_fp32 use_fp32_norm output_tf32 output_to_fp32 embed_grad_scale grad_scaler"
 )
 MAKING_TENSORS = (
-    *("torch.tensor", "torch.zeros", "torch.ones", "torch.empty", "torch.full"),
-    *("torch.arange", "torch.rand"),
+    "torch.tensor",
+    "torch.zeros",
+    "torch.ones",
+    "torch.empty",
+    "torch.full",
+    "torch.arange",
+    "torch.rand",
 )
 # Beginnings of values that are no floating-point dtype
 OTHER_NUMBERS = (
-    *("np.", "numpy.", "pd.", "pandas.", "jnp.", "tf."),
-    *("torch.int", "torch.uint", "torch.long", "torch.bool", "lambda"),
+    "np.",
+    "numpy.",
+    "pd.",
+    "pandas.",
+    "jnp.",
+    "tf.",
+    "torch.int",
+    "torch.uint",
+    "torch.long",
+    "torch.bool",
+    "lambda",
 )
 LONGEST_NAME = 60
 HIDING = ("exec", "eval", "globals", "locals")  # calls behind which anything may be set
 NAMING = ("setattr", "setdefault", "putenv")  # calls that set what they are told the name of
 DIALECTS = (
-    *(colossalai, colossalai_plugins, internevo, internevo_model),
-    *(nemo, nemo_v1, nxd, smp),
+    colossalai,
+    colossalai_plugins,
+    internevo,
+    internevo_model,
+    nemo,
+    nemo_v1,
+    nxd,
+    smp,
 )
 
 

@@ -39,17 +39,18 @@ ARITHMETIC: Mapping[type[ast.operator], Callable[..., Any]] = {
     ast.Pow: operator.pow,
     ast.LShift: operator.lshift,
 }
-LARGEST = 2.0**128
+LARGEST_NUMBER = 2.0**128
 # 9 ** 9 ** 9 would take all memory
 LARGEST_EXPONENT = 1024
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
-HOLDING = ("trainer", "plugin", "plugins")  # attributes whose objects say a precision
+# Attributes whose objects state a precision
+PRECISION_HOLDERS = ("trainer", "plugin", "plugins")
 CONFIGS = ("run.Config", "run.Partial", "nemo_run.Config", "nemo_run.Partial")
 # Beginnings of functions that may change an object that they are given
-CHANGING = ("vars", "setattr", "delattr", "object.", "operator.", "dict.")
+CHANGING_FUNCTIONS = ("vars", "setattr", "delattr", "object.", "operator.", "dict.")
 # Methods of a dict that change nothing
-READING = ("get", "items", "keys", "values", "copy")
+READING_METHODS = ("get", "items", "keys", "values", "copy")
 # Beginnings of methods that may change their object, also of configuration packages
 CHANGING_METHODS = ("update", "merge", "set", "load", "override", "pop", "add", "__")
 
@@ -89,7 +90,7 @@ class PythonFile:
         self.names.entries |= self._dicts_only_read(tree)
         self._read_parts(tree)
         for function, guard in self._conditional.items():
-            self._depend(function, guard)
+            self._make_conditional(function, guard)
         for name, entry in self.names.entries.items():
             if name not in loaded:
                 self.loose.append((name, entry))
@@ -114,13 +115,13 @@ class PythonFile:
                             entries[name] = Entry(_literal_table(assigned), node.lineno)
         return entries
 
-    def _depend(self, value: Any, guard: str) -> None:
+    def _make_conditional(self, value: Any, guard: str) -> None:
         """Make a call or dict depend on a condition, or all that a function makes and uses."""
         if isinstance(value, Fields):
             value.doubt = value.doubt or f"it depends on {guard}"
         else:
             for inner in self._inside.pop(value, []):
-                self._depend(inner, guard)
+                self._make_conditional(inner, guard)
 
     # statements
 
@@ -157,9 +158,10 @@ class PythonFile:
                 self._guard = guard or _condition_of(node)
                 self._read_parts(node)
                 self._home = home
-        self._guard = guard or _leaving(node)
+        self._guard = guard or _leaves_early(node)
 
     def _read_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        """Read the body of a function, in which its arguments are not known."""
         self._bind(node, node.name, node)
         function = self._function
         home = self._home
@@ -180,6 +182,7 @@ class PythonFile:
         self._arguments = outer
 
     def _assign(self, target: ast.AST, value: Any) -> None:
+        """Follow the assignment of a value to a name, attribute, item or tuple of them."""
         match target:
             case ast.Name():
                 self._bind(target, target.id, value)
@@ -222,7 +225,7 @@ class PythonFile:
         text = shortened(target)
         # attributes of `self` are of a class of their own
         is_theirs = text.startswith("self.") and text.count(".") == 1
-        is_of_precision = key in HOLDING or bears_on_precision(str(key))
+        is_of_precision = key in PRECISION_HOLDERS or bears_on_precision(str(key))
         is_meant = is_of_precision and not is_theirs
         if not why and isinstance(key, str):
             base.entries[key] = entry
@@ -280,9 +283,10 @@ class PythonFile:
                 left = self.value(node.left)
                 right = self.value(node.right)
                 return self._number(node, left, right)
-        return self._unworked(node)
+        return self._not_evaluated(node)
 
-    def _unworked(self, node: ast.AST) -> Any:
+    def _not_evaluated(self, node: ast.AST) -> Any:
+        """Read the parts of an expression of another kind, whose value is not known."""
         # what is in it may run or not: `x if a else y`, `a or b`, a comprehension, a lambda
         guard = self._guard
         self._guard = guard or _quoted(node)
@@ -296,6 +300,7 @@ class PythonFile:
         return _unknown(node, "is not worked out")
 
     def _name(self, node: ast.Name) -> Any:
+        """Return the value of a name where it is used."""
         name = node.id
         entry = self.names.entries.get(name)
         if name in self._arguments:
@@ -327,7 +332,7 @@ class PythonFile:
             return unknown
         try:
             result = calculate(left, right)
-            return result if abs(result) <= LARGEST else unknown
+            return result if abs(result) <= LARGEST_NUMBER else unknown
         except (ArithmeticError, ValueError, TypeError):
             return unknown
 
@@ -339,7 +344,7 @@ class PythonFile:
             symbol = Symbol(f"{base.name}.{name}", base.imported)
             is_environment = symbol.name == "os.environ"
             return self.names.get("os.environ") if is_environment else symbol
-        if name == "__dict__" or (isinstance(base, Table | Row) and name not in READING):
+        if name == "__dict__" or (isinstance(base, Table | Row) and name not in READING_METHODS):
             self._doubt(base, f"{_quoted(node)} may change it")
         if not isinstance(base, Call):
             why = getattr(base, "why", "is not known")
@@ -367,7 +372,7 @@ class PythonFile:
 
     def _dict(self, node: ast.Dict) -> Table:
         table = Table(line=node.lineno)
-        self._make(table)
+        self._register(table)
         for key_node, value_node in zip(node.keys, node.values, strict=True):
             key = self.value(key_node) if key_node else f"**{shortened(value_node)}"
             if isinstance(key, str):
@@ -376,14 +381,16 @@ class PythonFile:
                 self._doubt(table, f"{_quoted(node)} has keys that are not known")
         return table
 
-    def _make(self, fields: Fields) -> None:
+    def _register(self, fields: Fields) -> None:
+        """Note a new dict or call, with the function and the condition that it stands in."""
         fields.home = self._home
         self.made.append(fields)
         self._inside[self._function].append(fields)
         if self._guard:
-            self._depend(fields, self._guard)
+            self._make_conditional(fields, self._guard)
 
     def _add(self, fields: Fields, key: str, value_node: ast.expr, node: ast.AST) -> None:
+        """Add an entry to a dict or call. node: what tells the entry from others."""
         if key in fields.entries:
             self._doubt(fields, f"{key} is given twice (line {value_node.lineno})")
         value = self.value(value_node)
@@ -398,7 +405,7 @@ class PythonFile:
             function = self.value(given.pop(0))
         is_dict = function == Symbol("dict")
         call = Table(line=node.lineno) if is_dict else self._new_call(node, function)
-        self._make(call)
+        self._register(call)
         for index, item in enumerate(given):
             key = f"**{shortened(item)}" if is_dict else argument(index)
             self._add(call, key, item, item)
@@ -414,6 +421,7 @@ class PythonFile:
         return call
 
     def _new_call(self, node: ast.Call, function: Any) -> Call:
+        """Return a call without its arguments, doubtful if it is not known what is called."""
         call = Call(line=node.lineno, text=shortened(node), node=id(node))
         if isinstance(function, Symbol):
             call.function = function
@@ -434,7 +442,7 @@ class PythonFile:
         if isinstance(function, ast.AST):
             # attributes that it sets are refused there, by their names
             return [value for value in given if isinstance(value, Table)]
-        if name.startswith(CHANGING):
+        if name.startswith(CHANGING_FUNCTIONS):
             return given[:1]
         if isinstance(called, ast.Attribute) and called.attr.startswith(CHANGING_METHODS):
             return [self.value(called.value)]
@@ -493,7 +501,7 @@ def _condition_of(node: ast.stmt) -> str:
     return _quoted(node) if isinstance(node, ast.Try | ast.Match) else ""
 
 
-def _leaving(node: ast.stmt) -> str:
+def _leaves_early(node: ast.stmt) -> str:
     """Return what in a statement may leave its function or loop, so that what follows may not run;
     empty for none."""
     if isinstance(node, DEFINITIONS):

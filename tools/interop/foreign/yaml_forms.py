@@ -27,8 +27,11 @@ NEMO1_MARKS = frozenset(
 )
 # Keys that every template has and that change no number without FSDP
 NEMO1_IDLE = (
-    *("model.precision", "model.fsdp_grad_reduce_dtype", "model.grad_div_ar_fusion"),
-    *("model.gradient_accumulation_fusion", "model.grad_allreduce_chunk_size_mb"),
+    "model.precision",
+    "model.fsdp_grad_reduce_dtype",
+    "model.grad_div_ar_fusion",
+    "model.gradient_accumulation_fusion",
+    "model.grad_allreduce_chunk_size_mb",
     "model.apex_transformer_log_level",
 )
 _SAVED = "use_master_weights_in_ckpt"
@@ -45,8 +48,10 @@ NXDT_VARIABLES = {
 }
 # Switches that change no number while they are off
 OFF = (
-    *("model.fp16_lm_cross_entropy", "model.fsdp"),
-    *("model.fp8_dot_product_attention", "model.fp8_multi_head_attention"),
+    "model.fp16_lm_cross_entropy",
+    "model.fsdp",
+    "model.fp8_dot_product_attention",
+    "model.fp8_multi_head_attention",
 )
 
 

@@ -42,11 +42,6 @@ LEAST = {"size": 1, "count": 0}
 MOST = 2**63  # whole numbers of a TOML file have 64 bits
 LONGEST_NUMBER = 100  # letters
 NOT_GIVEN = (None, "", [], ())
-# the names under which values are kept, as they are typed; of two the first
-TYPED = dict[str, str]()
-for _row in READ.values():
-    if _row.kept not in READ:
-        TYPED.setdefault(_row.kept, _row.name)
 # flags that Megatron-LM refuses here, kept under the name of what they turn off
 TURNED_OFF = {
     "perform_initialization": "no_initialization",
@@ -58,6 +53,18 @@ DTYPES = {
     "torch.float16": "fp16",
     "torch.uint8": "fp8",
 }
+
+
+def _typed_names() -> dict[str, str]:
+    """Return, by the name that a value is kept under, the name that is typed; of two the first."""
+    typed: dict[str, str] = {}
+    for row in READ.values():
+        if row.kept not in READ:
+            typed.setdefault(row.kept, row.name)
+    return typed
+
+
+TYPED = _typed_names()
 
 
 @dataclass
@@ -185,17 +192,25 @@ def _read_option(word: Word, following: Sequence[Word], arguments: Arguments) ->
         value = replace(word, text=text)
         arguments.take(name, [value], word.text, word.place)
         return 0
-    values = following
-    if form in ("flag", "value"):
-        values = following[: int(form == "value")]
-    elif is_unused(name):  # it may be a flag, and an unknown word further arguments
-        values = list(takewhile(_is_known_word, following))
+    values = _values_of(name, following)
     if form == "value" and not values:
         arguments.add_problem(word.text, word.place, "a value must follow")
     else:
         texts = [given.text for given in (word, *values)]
         arguments.take(name, values, " ".join(texts), word.place)
     return len(values)
+
+
+def _values_of(name: str, following: Sequence[Word]) -> Sequence[Word]:
+    """Return those of the words behind an argument that are its values."""
+    form = form_of(name)
+    if form == "flag":
+        return []
+    if form == "value":
+        return following[:1]
+    if is_unused(name):  # it may be a flag, and an unknown word further arguments
+        return list(takewhile(_is_known_word, following))
+    return following
 
 
 def _name_of_option(typed: str) -> str:
@@ -264,7 +279,9 @@ def read_kept(args: Mapping[str, Any], arguments: Arguments, place: str) -> list
     # the log has hundreds of them: their number is enough
     num_unused = 0
     for name in known:
-        num_unused += arguments.unused.pop(name, None) is not None
+        if name in arguments.unused:
+            del arguments.unused[name]
+            num_unused += 1
     arguments.unused[place] = f"{num_unused} other arguments of {place}"
     strange = list[str]()
     for text in unknown_arguments(args):

@@ -21,11 +21,13 @@ WIDEST = 40  # letters before the comment of a key
 
 @dataclass
 class Draft:
-    """keys: dotted keys in the order in which they are written. settled: keys that the user gives,
-    which end problems.
+    """A run file in the making.
 
-    notes: what differs, or is left to know. problems: lines for the user; with one there is no run
-    file. missing: what is not there, which counts if there are no other problems.
+    settled: keys that the user gives, which end problems.
+    keys: dotted keys in the order in which they are written.
+    notes: what differs, or is left to know.
+    problems: lines for the user; with one there is no run file.
+    missing: what is not there, which counts if there are no other problems.
     """
 
     settled: Mapping[str, Setting] = field(default_factory=dict)
@@ -91,4 +93,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    """Return a text in which signs that do not print are escaped."""
+    return "".join(
+        sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text
+    )

@@ -28,8 +28,13 @@ from tools.interop.importing.megatron_mup import add_mup
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 OF_MODEL = [row for row in READ.values() if row.keys[0].startswith("model.")]
 OF_FAMILY = (
-    *("num_experts", "multi_latent_attention", "moe_router_score_function", "softmax_type"),
-    *("position_embedding_type", "use_rotary_position_embeddings", *PATTERNS),
+    "num_experts",
+    "multi_latent_attention",
+    "moe_router_score_function",
+    "softmax_type",
+    "position_embedding_type",
+    "use_rotary_position_embeddings",
+    *PATTERNS,
     "experimental_attention_variant",
 )
 FREQUENCIES = (
@@ -155,7 +160,7 @@ def _only(name: str, values: tuple[Any, ...]) -> Any:
     """Return the one value of an argument that may have several."""
     if len(values) != 1:
         shown = " ".join(map(str, values))
-        raise UserError.of("import.one_loss_value", option=option(name), map=shown)
+        raise UserError.of("import.one_loss_value", option=option(name), values=shown)
     return values[0]
 
 

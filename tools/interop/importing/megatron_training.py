@@ -38,10 +38,19 @@ FP16_NAMES = (
 )
 # fields that both have
 SAME_NAMES = (
-    *("fp8", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"),
-    *("fp8_wgrad", "fp8_param_gather", "first_last_layers_bf16"),
-    *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "use_precision_aware_optimizer"),
-    *("fp4", "fp4_recipe"),
+    "fp8",
+    "fp8_recipe",
+    "fp8_margin",
+    "fp8_amax_history_len",
+    "fp8_amax_compute_algo",
+    "fp8_wgrad",
+    "fp8_param_gather",
+    "first_last_layers_bf16",
+    "num_layers_at_start_in_bf16",
+    "num_layers_at_end_in_bf16",
+    "use_precision_aware_optimizer",
+    "fp4",
+    "fp4_recipe",
 )
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "fp8"}
 DTYPE_NAMES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")

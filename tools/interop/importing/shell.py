@@ -314,7 +314,7 @@ class _Script:
         if self.path is None and not runs:
             runs = self.commands
         if len(runs) != 1:
-            raise UserError.of("import.not_one_program", shown=name, num_found=len(runs))
+            raise UserError.of("import.not_one_program", source=name, num_found=len(runs))
         (words,) = runs
         at = _program(words)
         return CommandLine(words[at:], _ranks(words[:at]), self.taken_in)

@@ -10,14 +10,13 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch.cuda import nccl
 from torch.distributed import is_nccl_available
 
 from megaprec.resources import cores
-from megaprec.tested_versions import untested
+from megaprec.tested_versions import installed_version, untested
 from tools.console.units import counted
 from tools.training.launch import share_of_cores
 from tools.verify.doctor.finding import Finding, not_tried, ok, wrong
@@ -33,7 +32,7 @@ def facts(context: RankContext) -> Answer:
     """Return the versions, the device and the CPU threads of this rank."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     machine: Answer = {
-        "megaprec": _installed_version("megaprec"),
+        "megaprec": installed_version("megaprec") or "not installed",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -70,13 +69,6 @@ def _gpu_facts(local_rank: int) -> Answer:
         "nccl": ".".join(map(str, nccl.version())) if is_nccl_available() else "",
         "uuid": str(getattr(properties, "uuid", "")),
     }
-
-
-def _installed_version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def judge(answers: Sequence[Answer]) -> Iterator[Finding]:

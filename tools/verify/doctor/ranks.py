@@ -62,15 +62,15 @@ def take_part(request: DoctorRequest) -> tuple[RankContext, list[Finding], bool]
     # without a run file: tensor ranks within a host, where links are fast
     layout = request.layout if all(request.layout) else (1, size // local_size, local_size)
     context = RankContext(
-        rank,
-        size,
-        local_rank,
-        socket.gethostname(),
-        store,
-        layout,
-        device,
-        request.folder,
-        request.bytes_needed,
+        rank=rank,
+        size=size,
+        local=local_rank,
+        host=socket.gethostname(),
+        store=store,
+        layout=layout,
+        device=device,
+        folder=request.folder,
+        bytes_needed=request.bytes_needed,
     )
     findings, all_answered = conduct(CHECKS, context)
     return context, findings, all_answered

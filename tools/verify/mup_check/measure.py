@@ -217,7 +217,7 @@ def _hooks(stage: "RecordingStage", keep: Keep, matrices: Mapping[str, _Matrix])
     layers = [module for module in stage.layers.values() if isinstance(module, DecoderLayer)]
     for layer in layers:
         name = layer.name
-        assert isinstance(layer.attention, _ScoresKept)
+        assert isinstance(layer.attention, _AttentionWithScores)
         layer.attention.keep_scores = _keep_as(f"{name}.attention scores", keep)
         # what is added to the stream, after the norm behind the branch if there is one
         attention = layer.attention_post_norm or layer.attention
@@ -232,7 +232,7 @@ def _hooks(stage: "RecordingStage", keep: Keep, matrices: Mapping[str, _Matrix])
         for handle in handles:
             handle.remove()
         for layer in layers:
-            assert isinstance(layer.attention, _ScoresKept)
+            assert isinstance(layer.attention, _AttentionWithScores)
             layer.attention.keep_scores = None
 
 
@@ -265,7 +265,7 @@ def _keep_as(name: str, keep: Keep) -> Callable[[Tensor], None]:
     return lambda values: keep(name, values)
 
 
-class _ScoresKept(Attention):
+class _AttentionWithScores(Attention):
     """Attention that shows its scores, before masks and soft caps.
 
     keep_scores: takes them, [b, n, s, s].
@@ -288,11 +288,11 @@ class _ScoresKept(Attention):
         return super()._core_attention(query, key, value, microbatch, attn_mask)
 
 
-class _RecordingAttention(_ScoresKept):
+class _RecordingAttention(_AttentionWithScores):
     """Attention that shows its scores."""
 
 
-class _RecordingLatentAttention(_ScoresKept, LatentAttention):
+class _RecordingLatentAttention(_AttentionWithScores, LatentAttention):
     """Latent attention that shows its scores."""
 
 

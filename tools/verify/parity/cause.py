@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from tools.config.settings import Parallel
 from tools.verify.parity.borders import BACKWARD, FORWARD
@@ -36,7 +36,6 @@ Phase = Literal[
     "update",
     "copies",
 ]
-PHASES: tuple[Phase, ...] = get_args(Phase)
 PHASE_OF: dict[str, Phase] = {
     "tensors": "model",
     "initial weights": "initial weights",
@@ -62,12 +61,12 @@ HEAD = "head and loss"  # everything after the last module, up to the loss
 class Origin:
     """The place of the first difference. phase: part of a step.
 
-    place: the module, or the tensors by pattern ("layers.*.mlp.down.bias"), "all" if they are
+    location: the module, or the tensors by pattern ("layers.*.mlp.down.bias"), "all" if they are
     nearly all. step: from 1, 0 before the first. difference: the first one.
     """
 
     phase: Phase
-    place: str
+    location: str
     step: int
     difference: Difference
 
@@ -82,17 +81,17 @@ def origin(differences: Sequence[Difference], reference: Record) -> Origin:
     ]
     phase = PHASE_OF[first.quantity]
     if phase == "forward":
-        place = _locate_forward(first, same_quantity, reference)
+        location = _locate_forward(first, same_quantity, reference)
     elif phase == "backward":
-        place = _locate_backward(first, same_quantity, reference)
+        location = _locate_backward(first, same_quantity, reference)
     elif phase == "loss":
-        place = HEAD
+        location = HEAD
     elif phase in ("norm", "decision", "data"):
-        place = first.name
+        location = first.name
     else:
         failing = [difference.name for difference in same_quantity if difference.fails]
-        place = pattern(failing, len(same_quantity))
-    return Origin(phase, place, first.step, first)
+        location = pattern(failing, len(same_quantity))
+    return Origin(phase, location, first.step, first)
 
 
 def module_of(border_name: str) -> str:
@@ -289,17 +288,17 @@ def _without_gradient(case: Case) -> str | None:
 def _stale_weights(case: Case) -> str | None:
     """Return a cause if the first step's activations agree and a later step's do not, though the
     updates are right."""
-    if case.origin.step > 1 and (case.fixed or case.origin.place == "embedding"):
+    if case.origin.step > 1 and (case.fixed or case.origin.location == "embedding"):
         return (
             f"step {case.origin.step} is the first whose activations differ, and all updates "
-            f"before it are right: the weights that {case.origin.place} holds are not those that "
-            "the update made (rounded into place or collected late, or not at all)"
+            f"before it are right: the weights that {case.origin.location} holds are not those "
+            "that the update made (rounded into place or collected late, or not at all)"
         )
     return None
 
 
 def _between_modules(case: Case) -> str | None:
-    module_path = case.origin.place
+    module_path = case.origin.location
     if not module_path.startswith("between "):
         return None
     # two layers as such, not two modules of layers
@@ -359,7 +358,7 @@ def _scaled_gradients(case: Case) -> str | None:
 
 
 def _wrong_head_gradient(case: Case) -> str | None:
-    if case.origin.place != HEAD:
+    if case.origin.location != HEAD:
         return None
     return (
         "the loss agrees, and the gradient of what the head is given does not: the backward pass "
@@ -369,7 +368,7 @@ def _wrong_head_gradient(case: Case) -> str | None:
 
 
 def _wrong_backward(case: Case) -> str | None:
-    module_path = case.origin.place
+    module_path = case.origin.location
     if case.parallel.recompute != "none":
         recomputed_note = "; or what is made again for its backward pass is something else"
     else:
@@ -523,4 +522,4 @@ def likely_cause(case: Case) -> str:
         cause = rule(case)
         if cause:
             return cause
-    return OTHERWISE[phase].format(place=case.origin.place)
+    return OTHERWISE[phase].format(place=case.origin.location)

@@ -9,13 +9,13 @@ import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megaprec.errors import UserError
+from megaprec.tested_versions import installed_version
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
 from tools.verify.parity.borders import BACKWARD, FORWARD
@@ -99,7 +99,7 @@ def _failure_fields(compared: Compared, failed: Sequence[Difference]) -> dict[st
     return {
         "first": {
             "phase": origin.phase,
-            "place": origin.place,
+            "place": origin.location,
             **_difference_fields(origin.difference, factors),
         },
         "worst": _difference_fields(worst(failed), factors),
@@ -323,19 +323,12 @@ def _count_clipped(config: RunConfig, float64_record: Record) -> int:
 def versions() -> dict[str, str]:
     """Return the versions of everything that computes."""
     return {
-        "megaprec": _version("megaprec"),
+        "megaprec": installed_version("megaprec") or "not installed",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "byteorder": sys.byteorder,
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def run_digest(config: RunConfig) -> str:
@@ -358,6 +351,6 @@ def write(folder: Path, texts: dict[str, str]) -> list[Path]:
             os.replace(unfinished, folder / file_name)
     except OSError as error:
         raise UserError.of(
-            "parity.certificate_not_written", folder=folder, strerror=error.strerror
+            "parity.certificate_not_written", folder=folder, reason=error.strerror
         ) from error
     return [folder / file_name for file_name in texts]

@@ -245,14 +245,17 @@ def count_rounding_elements(reference: Record, perturbed_run: Record) -> dict[st
     for tensor_kind, gradients in reference.tensors.items():
         if not tensor_kind.startswith("gradient/"):
             continue
-        for tensor_name, mask in _rounding_masks(
-            gradients, perturbed_run.tensors[tensor_kind]
-        ).items():
-            rounding_masks[tensor_name] = (
-                rounding_masks[tensor_name] | mask if tensor_name in rounding_masks else mask
-            )
-    counts = {tensor_name: int(mask.sum()) for tensor_name, mask in rounding_masks.items()}
-    return {tensor_name: count for tensor_name, count in counts.items() if count}
+        masks_of_step = _rounding_masks(gradients, perturbed_run.tensors[tensor_kind])
+        for tensor_name, mask in masks_of_step.items():
+            if tensor_name in rounding_masks:
+                rounding_masks[tensor_name] |= mask
+            else:
+                rounding_masks[tensor_name] = mask
+    counts: dict[str, int] = {}
+    for tensor_name, mask in rounding_masks.items():
+        if mask.any():
+            counts[tensor_name] = int(mask.sum())
+    return counts
 
 
 def _rounding_masks(reference: Tensors, perturbed_run: Tensors) -> Tensors:

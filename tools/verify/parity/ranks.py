@@ -114,7 +114,8 @@ def run_together(
         if num_done == len(pending):
             break
         # the user's signal ends the later runs too
-        failures += [failure] * (len(pending) - num_done if failure.stopped else 1)
+        num_failed = len(pending) - num_done if failure.stopped else 1
+        failures += [failure] * num_failed
     return failures
 
 

@@ -287,7 +287,7 @@ def _saved_fragments(optimizer: ParallelAMPOptimizer, state_kind: str) -> list[F
 
 
 def buffers_saving(optimizer: ParallelAMPOptimizer, state_kind: str) -> list[Buffer]:
-    """Return the buffers that save a tensor of this state_kind: "weight" or an average."""
+    """Return the buffers that save a tensor of this kind: "weight" or an average."""
     return [
         flat_buffer
         for flat_buffer in optimizer.all_buffers()
@@ -457,9 +457,7 @@ def _find_rank_conflicts(reports: Sequence[RankReport]) -> list[tuple[int, str]]
                 conflicts.append((step_number, field_name))
     samples: dict[int, Any] = {}
     for rank_report in reports:
-        if (
-            samples.setdefault(_replica_of(rank_report), rank_report["samples"])
-            != rank_report["samples"]
-        ):
+        first_samples = samples.setdefault(_replica_of(rank_report), rank_report["samples"])
+        if rank_report["samples"] != first_samples:
             return [(1, "samples of one replica"), *conflicts]
     return conflicts

@@ -22,7 +22,8 @@ from tools.verify.replay.spikes import RecordedSpike
 
 Verdict = Literal["proven", "wrong", "not tried"]
 NOT_KNOWN = "not known"
-MOST_OF_A_BATCH = 0.25  # so many samples are still a few
+MOST_OF_A_BATCH = 0.25  # the share of a batch that still counts as a few samples
+CAUSES_OF_SPIKES = ("data", "learning rate", "batch")  # of a spike that shows up again
 
 
 @dataclass(frozen=True)
@@ -44,37 +45,46 @@ def likely(causes: Sequence[Cause]) -> str:
 
 def causes_not_tried(reason: str) -> list[Cause]:
     """Return all causes of a spike that was not repeated, for a reason."""
-    names = ("data", "learning rate", "batch", "hardware")
-    return [Cause(name, "not tried", reason) for name in names]
+    return [Cause(name, "not tried", reason) for name in (*CAUSES_OF_SPIKES, "hardware")]
 
 
 def judge(spike: RecordedSpike, seen: Examination) -> list[Cause]:
     """Return the verdicts on all causes of a spike that was repeated."""
     hardware = _hardware(spike, seen)
+    if not is_above(seen.again, spike) and hardware.verdict != "proven":
+        return [*_all_but_hardware("not tried", hardware.evidence), hardware]
     if not is_above(seen.again, spike):
-        is_ordinary = f"the step repeated is ordinary: {_words(seen.again)}"
-        others = [Cause(name, "wrong", is_ordinary) for name in ("data", "learning rate", "batch")]
-        if hardware.verdict != "proven":
-            others = causes_not_tried(hardware.evidence)[:3]
-        return [*others, hardware]
+        is_ordinary = f"the step repeated is ordinary: {_in_words(seen.again)}"
+        return [*_all_but_hardware("wrong", is_ordinary), hardware]
     if are_above(seen.others, spike):
-        spiking = sum(is_above(other, spike) for other in seen.others)
-        of_others = f"{spiking} of {len(seen.others)} other batches"
-        too = f"{of_others} spike at the same weights: {_list(seen.others)}"
-        rate = _learning_rate(spike, seen, too)
-        return [Cause("data", "wrong", too), rate, Cause("batch", "wrong", too), hardware]
+        num_spiking = sum(is_above(other, spike) for other in seen.others)
+        of_others = f"{num_spiking} of {len(seen.others)} other batches"
+        others_spike = f"{of_others} spike at the same weights: {_list(seen.others)}"
+        return [
+            Cause("data", "wrong", others_spike),
+            _learning_rate(spike, seen, others_spike),
+            Cause("batch", "wrong", others_spike),
+            hardware,
+        ]
     if not seen.others:
         reason = "no batch of the same size follows, with which it could be compared"
-        return [*causes_not_tried(reason)[:3], hardware]
-    ordinary = f"other batches at the same weights are ordinary: {_list(seen.others)}"
-    rate = Cause("learning rate", "wrong", f"{_rates(spike)}, but {ordinary}")
+        return [*_all_but_hardware("not tried", reason), hardware]
+    others_ordinary = f"other batches at the same weights are ordinary: {_list(seen.others)}"
+    learning_rate = Cause("learning rate", "wrong", f"{_rates(spike)}, but {others_ordinary}")
     data = _data(spike, seen)
-    return [data, rate, _batch(spike, seen, data, ordinary), hardware]
+    batch = _batch(spike, data, others_ordinary)
+    return [data, learning_rate, batch, hardware]
+
+
+def _all_but_hardware(verdict: Verdict, evidence: str) -> list[Cause]:
+    """Return the other causes with one verdict."""
+    return [Cause(name, verdict, evidence) for name in CAUSES_OF_SPIKES]
 
 
 def _hardware(spike: RecordedSpike, seen: Examination) -> Cause:
-    recorded = _words(BatchNumbers(spike.numbers.loss, spike.numbers.norm))
-    both = f"recorded {recorded}; repeated {_words(seen.again)}"
+    """Return whether the run has recorded what these weights and samples do not give."""
+    recorded = _in_words(BatchNumbers(spike.numbers.loss, spike.numbers.norm))
+    both = f"recorded {recorded}; repeated {_in_words(seen.again)}"
     if is_above(seen.again, spike):
         return Cause("hardware", "wrong", both)
     if seen.changed_data:
@@ -87,27 +97,32 @@ def _hardware(spike: RecordedSpike, seen: Examination) -> Cause:
     return Cause("hardware", "proven", both)
 
 
-def _learning_rate(spike: RecordedSpike, seen: Examination, too: str) -> Cause:
+def _learning_rate(spike: RecordedSpike, seen: Examination, others_spike: str) -> Cause:
+    """Return whether the spike goes away with the usual learning rate.
+
+    others_spike: evidence, in words, that other batches spike too.
+    """
     rates = _rates(spike)
     if seen.held is None:
         # without a usual rate it is not known whether it was raised
         may_be_raised = spike.usual_lr is None or spike.highest_lr > RAISED * spike.usual_lr
         verdict: Verdict = "not tried" if may_be_raised else "wrong"
         return Cause("learning rate", verdict, f"{rates}: {seen.not_held}")
-    held_rate = f"{seen.held.rate:.3g} from step {seen.held.since} on"
-    held = f"repeated with {held_rate}: {_words(seen.held.numbers)}"
+    usual_rate = f"{seen.held.rate:.3g} from step {seen.held.since} on"
+    repeated = f"repeated with {usual_rate}: {_in_words(seen.held.numbers)}"
     if is_above(seen.held.numbers, spike):
-        return Cause("learning rate", "wrong", f"{rates}; {held}, which spikes too")
-    return Cause("learning rate", "proven", f"{rates}; {held}; {too}")
+        return Cause("learning rate", "wrong", f"{rates}; {repeated}, which spikes too")
+    return Cause("learning rate", "proven", f"{rates}; {repeated}; {others_spike}")
 
 
 def _data(spike: RecordedSpike, seen: Examination) -> Cause:
+    """Return whether the spike goes away without the few samples that stand out."""
     if seen.left_out is None or not seen.outliers:
         stand_out = f"{seen.num_high} of {seen.num_samples} samples stand out"
         reason = f"{stand_out}: not a few" if seen.num_high else f"{stand_out} alone"
         return Cause("data", "wrong", reason)
     share = f"{seen.num_high} of {seen.num_samples} samples"
-    line = f"{share} stand out; without them the batch has {_words(seen.left_out)}"
+    line = f"{share} stand out; without them the batch has {_in_words(seen.left_out)}"
     if is_above(seen.left_out, spike):
         return Cause("data", "wrong", f"{line}, which spikes too")
     document = _shared_document(seen)
@@ -133,13 +148,18 @@ def _shared_document(seen: Examination) -> int | None:
     return min(shared, default=None)
 
 
-def _batch(spike: RecordedSpike, seen: Examination, data: Cause, ordinary: str) -> Cause:
+def _batch(spike: RecordedSpike, data: Cause, others_ordinary: str) -> Cause:
+    """Return whether the batch as a whole is the cause: it is if no few samples are.
+
+    data: the verdict on these.
+    others_ordinary: evidence, in words, that other batches do not spike.
+    """
     size = f"{spike.tokens:,} tokens"
     if spike.usual_tokens is not None:
         size += f", usually {spike.usual_tokens:,.0f}"
     if data.verdict == "proven":
         return Cause("batch", "wrong", f"{size}; without a few samples it is ordinary")
-    return Cause("batch", "proven", f"{size}; {data.evidence}; {ordinary}")
+    return Cause("batch", "proven", f"{size}; {data.evidence}; {others_ordinary}")
 
 
 def _rates(spike: RecordedSpike) -> str:
@@ -151,7 +171,7 @@ def _rates(spike: RecordedSpike) -> str:
     )
 
 
-def _words(numbers: BatchNumbers) -> str:
+def _in_words(numbers: BatchNumbers) -> str:
     return f"loss {numbers.loss:.4g}, gradient norm {numbers.norm:.3g}"
 
 

@@ -46,12 +46,12 @@ class Document:
 
 @dataclass(frozen=True)
 class NamedSample:
-    """A sample of a batch. id: as in the data set. place: position in the batch, from 0. loss: mean
+    """A sample of a batch. id: as in the data set. position: in the batch, from 0. loss: mean
     over its tokens that count, in nats a token. dataset: the path of its data set without suffix.
     first_token: where it begins there."""
 
     id: int | str
-    place: int
+    position: int
     loss: float
     dataset: str
     first_token: int
@@ -117,9 +117,13 @@ class Measures:
         gradients, in a micro-batch, in the order of computation."""
         passes = self._engine.passes_for(share)
         trace = trace_modules(passes, share, self._number, microbatch, self._loss_scale)
-        return {glance.what: glance.largest / self._unscale(glance.what) for glance in trace.seen}
+        magnitudes: dict[str, float] = {}
+        for tensor in trace.seen:
+            magnitudes[tensor.what] = tensor.largest / self._scale_of(tensor.what)
+        return magnitudes
 
-    def _unscale(self, what: str) -> float:
+    def _scale_of(self, what: str) -> float:
+        """Return the factor that a tensor of a trace contains: the loss scale, or 1."""
         is_scaled = what.startswith("gradient") or what.endswith("its scale")
         return self._loss_scale if is_scaled else 1.0
 
@@ -129,7 +133,7 @@ class Measures:
         sums, counts = self._engine.evaluate_samples(share)
         return (sums / counts).tolist()
 
-    def documents(self, share: Share, place: int, numbers: Tensor) -> list[float]:
+    def documents(self, share: Share, position: int, numbers: Tensor) -> list[float]:
         """Return the mean loss of each document of a sample, in ascending order of their numbers.
 
         numbers: int64 [s], of the document of each target.
@@ -140,7 +144,7 @@ class Measures:
         for start in range(0, len(documents), size):
             # each row of the share counts the tokens of another document
             of_rows = documents[start : start + size]
-            rows = torch.full((size,), place)
+            rows = torch.full((size,), position)
             repeated = _take_rows(share, rows)
             counted = torch.zeros(share.tokens.shape)
             for row, document in enumerate(of_rows):
@@ -155,37 +159,37 @@ class Measures:
     def _kept_state(self) -> Iterator[None]:
         """Put back what a step that is not applied changes: the loss scale and FP8's scales."""
         scaler = self._engine.optimizer.scaler
-        saved = scaler.state_dict()
-        bank = self._engine.fp8.bank if self._engine.fp8.names else None
-        scales: tuple[Tensor, Tensor] | None = None
-        if bank is not None:
-            scales = bank.scale.clone(), bank.history.clone()
+        saved_scaler = scaler.state_dict()
+        fp8 = self._engine.fp8
+        changing = (fp8.bank.scale, fp8.bank.history) if fp8.names else ()
+        saved_tensors = [tensor.clone() for tensor in changing]
         try:
             yield
         finally:
-            scaler.load_state_dict(saved)
-            if bank is not None and scales is not None:
-                bank.scale.copy_(scales[0])
-                bank.history.copy_(scales[1])
+            scaler.load_state_dict(saved_scaler)
+            for tensor, saved in zip(changing, saved_tensors, strict=True):
+                tensor.copy_(saved)
 
 
-def without(share: Share, places: Sequence[int]) -> Share:
+def without(share: Share, positions: Sequence[int]) -> Share:
     """Return a share in which some samples do not count in the loss."""
-    return _counting(share, [place not in places for place in range(len(share.tokens))])
+    return _counting(share, [position not in positions for position in range(len(share.tokens))])
 
 
-def only(share: Share, place: int) -> Share:
+def only(share: Share, position: int) -> Share:
     """Return a share in which one sample alone counts in the loss."""
-    return _counting(share, [place == other for other in range(len(share.tokens))])
+    return _counting(share, [position == other for other in range(len(share.tokens))])
 
 
 def _counting(share: Share, counts: Sequence[bool]) -> Share:
+    """Return a share of which only the samples count that `counts` says."""
     mask = torch.ones(share.tokens.shape) if share.mask is None else share.mask
     factors = torch.tensor(counts, dtype=mask.dtype)
     return replace(share, mask=mask * factors[:, None])
 
 
 def _take_rows(share: Share, rows: Tensor) -> Share:
+    """Return a share of these samples. rows: int64 [samples]; a sample may occur repeatedly."""
     packing = share.packing
     return Share(
         share.tokens[rows],
@@ -199,28 +203,28 @@ def _take_rows(share: Share, rows: Tensor) -> Share:
 
 
 def name_sample(
-    measures: Measures, corpus: Corpus, share: Share, first: int, place: int, loss: float
+    measures: Measures, corpus: Corpus, share: Share, first: int, position: int, loss: float
 ) -> NamedSample:
     """Return a sample of a batch with its documents.
 
     first: position of the batch's first sample in the run's order.
     """
     samples: Samples | Blend = corpus.train
-    location = samples.location_of(first + place)
-    (label,) = samples.labels(samples.batch(first + place, 1).ids)
+    location = samples.location_of(first + position)
+    (label,) = samples.labels(samples.batch(first + position, 1).ids)
     length = share.targets.shape[1]
     numbers = location.dataset.documents_of(location.first_token + 1, length)
     of_targets = torch.from_numpy(numbers.astype("int64"))
-    losses = measures.documents(share, place, of_targets)
+    losses = measures.documents(share, position, of_targets)
     documents: list[Document] = []
     for number, document_loss in zip(of_targets.unique().tolist(), losses, strict=True):
-        targets = share.targets[place][of_targets == number]
+        targets = share.targets[position][of_targets == number]
         documents.append(Document(number, len(targets), document_loss, _text(corpus, targets)))
     # a document of which one token is in the sample says little
     documents.sort(key=lambda document: -_finite(document.loss * document.tokens))
     return NamedSample(
         id=label,
-        place=place,
+        position=position,
         loss=loss,
         dataset=str(location.dataset.prefix),
         first_token=location.first_token,

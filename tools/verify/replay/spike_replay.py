@@ -151,10 +151,10 @@ def examine(run: SavedRun, spike: RecordedSpike, most_steps: int) -> Examination
         if reproduced:
             left_out = samples.search(spike)
 
-        def named(places: Sequence[int]) -> list[NamedSample]:
+        def named(positions: Sequence[int]) -> list[NamedSample]:
             return [
-                name_sample(measures, run.corpus, share, first, place, samples.losses[place])
-                for place in places[:MOST_NAMED]
+                name_sample(measures, run.corpus, share, first, position, samples.losses[position])
+                for position in positions[:MOST_NAMED]
             ]
 
         worst = samples.by_loss()
@@ -163,8 +163,8 @@ def examine(run: SavedRun, spike: RecordedSpike, most_steps: int) -> Examination
         # what moves in an ordinary repetition has moved by chance
         moved = _NOTHING_MOVED
         if reproduced:
-            place = (samples.outliers or worst)[0]
-            moved = _compare_tensors(measures, share, place, caught_up, other_shares)
+            position = (samples.outliers or worst)[0]
+            moved = _compare_tensors(measures, share, position, caught_up, other_shares)
     held = None
     not_held = "other batches are ordinary at the same weights"
     if reproduced and are_above(others, spike):
@@ -216,18 +216,18 @@ _NOTHING_MOVED = _MovedTensors((), (), "")
 def _compare_tensors(
     measures: Measures,
     share: Share,
-    place: int,
+    position: int,
     caught_up: _Ordinary,
     other_shares: Sequence[Share],
 ) -> _MovedTensors:
     """Return the tensors of a batch that are larger than in the steps before, or without these than
-    in other batches. place: of the sample in whose micro-batch activations are measured."""
+    in other batches. position: of the sample in whose micro-batch activations are measured."""
     ordinary = caught_up
     compared_with = f"the {len(caught_up.gradients)} steps before"
     if not caught_up.gradients:
         ordinary = _of_batches(measures, other_shares)
         compared_with = f"the {len(other_shares)} batches after it, at the same weights"
-    microbatch = place // measures.micro_batch
+    microbatch = position // measures.micro_batch
     magnitudes = _moved(measures.magnitudes(share, microbatch), ordinary.magnitudes)
     gradients = _by_factor(_moved(measures.gradients(share), ordinary.gradients))
     return _MovedTensors(magnitudes[:MOST_TENSORS], gradients[:MOST_TENSORS], compared_with)
@@ -296,8 +296,8 @@ def _of_batches(measures: Measures, shares: Sequence[Share]) -> _Ordinary:
 class _Samples:
     """The samples of a batch, compared with those of other batches.
 
-    losses: of the batch's samples. outliers: places of those that were left out. num_high: how many
-    have a loss that is an outlier.
+    losses: of the batch's samples. outliers: positions of those that were left out. num_high: how
+    many have a loss that is an outlier.
     """
 
     def __init__(self, measures: Measures, share: Share, others: Sequence[Share]) -> None:
@@ -311,9 +311,9 @@ class _Samples:
         self._high = high
 
     def by_loss(self) -> list[int]:
-        """Return the places of all samples, the highest loss first."""
-        places = range(len(self.losses))
-        return sorted(places, key=lambda place: -_finite(self.losses[place]))
+        """Return the positions of all samples, the highest loss first."""
+        positions = range(len(self.losses))
+        return sorted(positions, key=lambda position: -_finite(self.losses[position]))
 
     def search(self, spike: RecordedSpike) -> BatchNumbers | None:
         """Look for the samples without which the batch is ordinary, by their losses, and if these
@@ -324,7 +324,8 @@ class _Samples:
         if len(self.losses) > MOST_SEARCHED or not spike.numbers.in_norm:
             return by_loss
         norms = [
-            self._measures.batch(only(self._share, place)).norm for place in range(len(self.losses))
+            self._measures.batch(only(self._share, position)).norm
+            for position in range(len(self.losses))
         ]
         high = _outliers(norms, norms)
         by_gradient = self._leave_out(high)
@@ -333,12 +334,12 @@ class _Samples:
         self.num_high = max(self.num_high, len(high))
         return by_gradient
 
-    def _leave_out(self, places: Sequence[int]) -> BatchNumbers | None:
+    def _leave_out(self, positions: Sequence[int]) -> BatchNumbers | None:
         self.outliers = []
-        if not places or len(places) == len(self.losses):
+        if not positions or len(positions) == len(self.losses):
             return None
-        self.outliers = [*places]
-        return self._measures.batch(without(self._share, places))
+        self.outliers = [*positions]
+        return self._measures.batch(without(self._share, positions))
 
 
 def _finite(loss: float) -> float:
@@ -346,15 +347,15 @@ def _finite(loss: float) -> float:
 
 
 def _outliers(values: Sequence[float], ordinary: Sequence[float]) -> list[int]:
-    """Return the places of the values that are far above ordinary ones, the highest first."""
+    """Return the positions of the values that are far above ordinary ones, the highest first."""
     finite = [value for value in ordinary if math.isfinite(value)]
     if not finite:
         return []
     center = median(finite)
     width = NORMAL * median(abs(value - center) for value in finite)
     limit = max(center + DEVIATIONS * width, SAMPLE_FACTOR * center)
-    places = [place for place, value in enumerate(values) if value > limit]
-    return sorted(places, key=lambda place: -values[place])
+    positions = [position for position, value in enumerate(values) if value > limit]
+    return sorted(positions, key=lambda position: -values[position])
 
 
 def _moved(

@@ -242,16 +242,13 @@ def _window(args: argparse.Namespace, positions: int) -> tuple[int, int]:
     # as much context as the model has positions
     window = positions if args.window is None else args.window
     stride = window if args.stride is None else args.stride
-    problems = []
     if not 1 <= window <= positions:
-        problems.append(
+        raise UserError(
             f"--window {window}: give 1 to {positions}, the positions of the model "
             "(model.max_positions)"
         )
     if not 1 <= stride <= window:
-        problems.append(f"--stride {stride}: give 1 to {window}, the tokens of a window")
-    if problems:
-        raise UserError(*problems)
+        raise UserError(f"--stride {stride}: give 1 to {window}, the tokens of a window")
     return window, stride
 
 

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -60,6 +61,7 @@ from tools.training.launch import is_consequence, is_local_rank, prints_own_fail
 from tools.training.stopping import EXIT_CODES, ON_PURPOSE, Stopped, as_user_error, note_failure
 
 MAX_ATTEMPTS = 4  # at a run whose checkpoints are replaced
+MAY_BE_EMPTY = ("--prompt", "--stop")  # options whose own lines say what an empty text means
 RETRIED_COMMANDS = (
     inspect.main,
     diff.main,
@@ -262,6 +264,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for word in words:
         if "\0" in word or not is_unicode(word):
             parser.error(f"the argument {word!a} is no UTF-8 text without NUL")
+    if empty := _empty_argument(words):
+        parser.error(f"{empty} is empty: give a value, or leave it out")
     # argparse leaves over the overrides that stand behind options
     args, unparsed = parser.parse_known_args(argv)
     if unparsed:
@@ -270,6 +274,24 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if isinstance(value, int) and abs(value) >= 2**63:
             parser.error(f"--{name.replace('_', '-')}: a number of more than 64 bits")
     return args
+
+
+def _empty_argument(words: Sequence[str]) -> str:
+    """Return what has an empty value, as a variable of a shell that is not set gives it; "" if
+    nothing has."""
+    # the words behind it are Megatron-LM's
+    if words[0] == "import-args":
+        return ""
+    for before, word in pairwise(["megaprec", *words]):
+        is_option = before.startswith("-") and "=" not in before
+        if not word and is_option and before not in MAY_BE_EMPTY:
+            return f'{before} ""'
+        if not word and not is_option:
+            return f'the argument behind "{before}"'
+        option, equals, value = word.partition("=")
+        if equals and not value and option.startswith("-") and option not in MAY_BE_EMPTY:
+            return word
+    return ""
 
 
 def _take_overrides(

@@ -157,6 +157,8 @@ def require_room(folder: Path) -> None:
 def remedy(path: Path) -> str:
     """Return advice about the damaged checkpoint `path`; it names the previous checkpoint, if there
     is one."""
+    if not NAME.fullmatch(path.name):  # a copy of one, or a merged one, which no run goes on from
+        return "restore it"
     step = step_of(path)
     earlier = [
         entry for entry in _entries(path.parent) if step_of(entry) < step and not _damage(entry)

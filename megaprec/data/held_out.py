@@ -3,11 +3,11 @@
 `end`: the last ones. Cheap to reason about and Megatron-LM's rule, but the last documents of a text
 may be unlike the others: their loss then says more about them than about the model.
 
-`everywhere`: BLOCKS runs of neighbouring samples, or fewer of a small part, one in each of as many
-stretches of the stream. So the part is drawn like the training text. Where a run begins
+`everywhere`: PIECES pieces of neighbouring samples, or fewer of a small part, one in each of as
+many stretches of the stream. So the part is drawn like the training text. Where a piece begins
 within its stretch follows from multiples of the golden ratio, which are spread evenly: the part is
 a function of two numbers of samples alone, the same for every seed. A document that is longer than
-a run lies on both sides.
+a piece lies on both sides.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 HeldOutRule = Literal["everywhere", "end"]
-BLOCKS = 64
+PIECES = 64
 GOLDEN = 0x9E3779B97F4A7C15  # the fraction of the golden ratio, times 2^64
 
 
@@ -117,39 +117,38 @@ def divide(total: int, held_out: int, rule: HeldOutRule) -> tuple[Ranges, Ranges
         border = total - held_out
         training = Ranges.single(0, border)
         return training, Ranges.single(border, total)
-    held_out_runs = _runs_everywhere(total, held_out)
-    training = _between(held_out_runs, total)
-    return training, held_out_runs
+    pieces = _pieces_everywhere(total, held_out)
+    training = _between(pieces, total)
+    return training, pieces
 
 
-def _runs_everywhere(total: int, held_out: int) -> Ranges:
-    """Return runs of neighbouring samples, one in each of as many stretches of the stream."""
-    runs = min(BLOCKS, held_out)
-    sizes = _equal_parts(held_out, runs)
-    # Each stretch is as large a share of the stream as its run is of the part. The products may be
-    # beyond 64 bits: Python's integers.
+def _pieces_everywhere(total: int, held_out: int) -> Ranges:
+    """Return pieces of neighbouring samples, one in each of as many stretches of the stream."""
+    pieces = min(PIECES, held_out)
+    sizes = _equal_parts(held_out, pieces)
+    # Each stretch is as large a share of the stream as its piece is of the part. The products may
+    # be beyond 64 bits: Python's integers.
     borders = [0]
     for held_out_so_far in np.cumsum(sizes).tolist():
         borders.append(total * held_out_so_far // held_out)
     stretch_begins = np.array(borders[:-1], np.int64)
     stretch_sizes = np.diff(np.array(borders, np.int64))
-    slack = stretch_sizes - sizes
-    begins = stretch_begins + _offsets(slack)
+    begins = stretch_begins + _begins_within(stretch_sizes, sizes)
     return Ranges(begins, begins + sizes, in_turn=True)
 
 
-def _between(runs: Ranges, total: int) -> Ranges:
-    """Return the samples of a stream that are in none of some runs."""
-    begins = np.concatenate(([0], runs.ends))
-    ends = np.concatenate((runs.begins, [total]))
-    # nothing lies between runs that are neighbours
+def _between(pieces: Ranges, total: int) -> Ranges:
+    """Return the samples of a stream that are in none of some pieces."""
+    begins = np.concatenate(([0], pieces.ends))
+    ends = np.concatenate((pieces.begins, [total]))
+    # nothing lies between pieces that are neighbours
     is_there = begins < ends
     return Ranges(begins[is_there], ends[is_there])
 
 
 def taken_in_turn(total: int) -> Ranges:
     """Return all samples of a stream, in an order in which any beginning is from everywhere."""
-    parts = max(1, min(BLOCKS, total))
+    parts = max(1, min(PIECES, total))
     sizes = _equal_parts(total, parts)
     ends = np.cumsum(sizes)
     begins = ends - sizes
@@ -164,12 +163,16 @@ def _equal_parts(total: int, parts: int) -> NDArray[np.int64]:
     return sizes
 
 
-def _offsets(slack: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return a number in [0, slack] for each run, from multiples of the golden ratio."""
-    offsets = np.empty_like(slack)
-    for run, room in enumerate(slack.tolist()):
+def _begins_within(stretch_sizes: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return where each piece begins within its stretch, from multiples of the golden ratio.
+
+    stretch_sizes, sizes: samples of each stretch, and of the piece that lies in it.
+    """
+    begins = np.empty_like(sizes)
+    samples_left = stretch_sizes - sizes
+    for piece, last_begin in enumerate(samples_left.tolist()):
         # what is behind the point of a multiple of the ratio, times 2^64
-        fraction = (run + 1) * GOLDEN % 2**64
-        num_choices = room + 1
-        offsets[run] = fraction * num_choices // 2**64
-    return offsets
+        fraction = (piece + 1) * GOLDEN % 2**64
+        possible_begins = last_begin + 1
+        begins[piece] = fraction * possible_begins // 2**64
+    return begins

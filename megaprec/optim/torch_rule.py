@@ -117,13 +117,10 @@ class Torch:
     ) -> dict[str, Tensor]:
         """Step `weights` in place and return the state that the optimizer keeps. Without `state`:
         its first step."""
-        options: dict[str, Any] = {"lr": lr, **self.options}
-        if self._has_decay:
-            options["weight_decay"] = weight_decay
         # A new optimizer for each slice, with the state of the slice: torch's would find the state
         # by parameter, and here a parameter is in several slices.
         weights.grad = grads
-        optimizer = self.kind([weights], **options)
+        optimizer = self._optimizer(weights, lr, weight_decay)
         if state is not None:
             optimizer.state[weights] = state
         optimizer.step()
@@ -133,10 +130,28 @@ class Torch:
             after[name] = value if isinstance(value, Tensor) else torch.tensor(value)
         return after
 
+    def _optimizer(self, weights: Tensor, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+        """Return an optimizer of `weights` alone."""
+        options: dict[str, Any] = {"lr": lr, **self.options}
+        if self._has_decay:
+            options["weight_decay"] = weight_decay
+        return self.kind([weights], **options)
+
+    def _require_options(self) -> None:
+        """Raise UserError for options that the class itself refuses."""
+        weight = torch.zeros(1)
+        try:
+            self._optimizer(weight, _LEARNING_RATE, _WEIGHT_DECAY)
+        except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+            raise UserError.of(
+                "optimizer.torch_rule_options", title=self._title, error=error
+            ) from error
+
     @torch.no_grad()
     def _probe(self) -> tuple[tuple[str, ...], set[str]]:
         """Return the names of moments and scalars. Raise UserError unless a slice is updated like
         the whole."""
+        self._require_options()
         try:
             trial = self._try()
         except (TypeError, ValueError, RuntimeError, KeyError, AssertionError) as error:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def in_chunks(tokens: Tensor, chunk: int) -> Tensor:
-    """Return tokens [b, n, s, ...] in chunks [b, n, chunks, C, ...]; zeros fill up the last."""
+    """Return tokens [b, n, s, ...] in chunks [b, n, chunks, C, ...]; zeros pad the last."""
     missing = -tokens.shape[2] % chunk
     if missing:
         # `F.pad` takes (before, after) of each dim, the last dim first

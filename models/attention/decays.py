@@ -35,8 +35,7 @@ class Decays:
 
     @staticmethod
     def of(log_decay: Tensor, begins: Tensor | None, chunk: int) -> "Decays":
-        """Return the decays of chunks of tokens, of which those that fill up the last one have g =
-        0.
+        """Return the decays of chunks of tokens, of which those that pad the last one have g = 0.
 
         log_decay: [b, n, s], g above.
         begins: bool [b, s], True where a document begins; None: nowhere.

@@ -30,7 +30,7 @@ no state: they are computed for all chunks at once. What remains from chunk to c
     S' = w(C) S + sum over s of w(C, s) k_s u_s'
 
 `models.attention.decays` computes the decays, which are 0 across the beginning of a document.
-Tokens that fill up the last chunk have b = 0 and g = 0, and change no state.
+Tokens that pad the last chunk have b = 0 and g = 0, and change no state.
 
 Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2025), whose form for chunks is that of
 Yang et al., "Parallelizing Linear Transformers with the Delta Rule" (2024), with decays.
@@ -131,10 +131,10 @@ def chunked(
         from_inside = score @ corrections
         outputs.append(from_before + from_inside)
         carried = decay * carried + write @ corrections  # S' [b, n, d, v]
-    # without the tokens that fill up the last chunk
+    # without the tokens that pad the last chunk
     length = inputs.key.shape[2]
-    filled_up = torch.cat(outputs, 2)
-    return filled_up[:, :, :length], carried
+    padded = torch.cat(outputs, 2)
+    return padded[:, :, :length], carried
 
 
 def _corrections(

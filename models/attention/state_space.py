@@ -16,7 +16,7 @@ decays w(t, s) from token s to token t of a chunk, w(t) from before the chunk to
 
 of which both sums need no state: they are computed for all chunks at once.
 
-Tokens that fill up the last chunk have v = 0 and g = 0, and change no state.
+Tokens that pad the last chunk have v = 0 and g = 0, and change no state.
 
 Source: Dao and Gu, "Transformers are SSMs" (2024), section 6.
 """
@@ -63,8 +63,8 @@ class StateSpaceInputs:
         return -self.rate.unsqueeze(-1) * self.step
 
     @property
-    def written(self) -> Tensor:
-        """Return the values that are written to the state, [b, n, s, v]."""
+    def scaled_value(self) -> Tensor:
+        """Return the values that are written to the state, v above, [b, n, s, v]."""
         return self.value * self.step.unsqueeze(-1)
 
     def initial_state(self) -> Tensor:
@@ -85,13 +85,13 @@ def recurrent(inputs: StateSpaceInputs, state: Tensor | None = None) -> tuple[Te
     query_of_head = inputs.query.repeat_interleave(inputs.group_size, 1)  # [b, n, s, d]
     key_of_head = inputs.key.repeat_interleave(inputs.group_size, 1)
     outputs = []
-    tensors = (query_of_head, key_of_head, inputs.written, decays)
+    tensors = (query_of_head, key_of_head, inputs.scaled_value, decays)
     # Of each token: query, key and value [b, n, features], the decay [b, n].
     for query, key, value, decay in one_by_one(*tensors):
         query_column = query.unsqueeze(-1)  # [b, n, d, 1]
         key_column = key.unsqueeze(-1)
-        written = key_column * value.unsqueeze(-2)  # k_t v_t' [b, n, d, v]
-        state = state * decay[:, :, None, None] + written  # S_t
+        added = key_column * value.unsqueeze(-2)  # k_t v_t' [b, n, d, v]
+        state = state * decay[:, :, None, None] + added  # S_t
         output = (state * query_column).sum(-2)  # o_t [b, n, v]
         outputs.append(output)
     return torch.stack(outputs, 2), state
@@ -106,7 +106,7 @@ def chunked(
     """
     query = in_chunks(inputs.query, chunk)  # [b, groups, chunks, C, d]
     key = in_chunks(inputs.key, chunk)  # [b, groups, chunks, C, d]
-    value = in_chunks(inputs.written, chunk)  # [b, n, chunks, C, v]
+    value = in_chunks(inputs.scaled_value, chunk)  # [b, n, chunks, C, v]
     decays = Decays.of(inputs.log_decay, inputs.begins, chunk)
 
     # Heads of a group differ in their decays alone, so a group has one product of its tokens.
@@ -120,16 +120,16 @@ def chunked(
     from_inside = scores @ value  # [b, n, chunks, C, v]
     reading = decays.from_before * query_of_head  # [b, n, chunks, C, d]
     writing = decays.to_end * key_of_head  # [b, n, chunks, C, d]
-    written = writing.mT @ value  # [b, n, chunks, d, v]
+    from_chunk = writing.mT @ value  # [b, n, chunks, d, v]
 
     carried = inputs.initial_state() if state is None else state  # [b, n, d, v]
     outputs = []
-    tensors = (reading, from_inside, written, decays.over_chunk)
+    tensors = (reading, from_inside, from_chunk, decays.over_chunk)
     for read, inner, added, decay in one_by_one(*tensors):
         from_before = read @ carried  # [b, n, C, v]
         outputs.append(from_before + inner)
         carried = decay * carried + added  # S' [b, n, d, v]
-    # without the tokens that fill up the last chunk
+    # without the tokens that pad the last chunk
     length = inputs.value.shape[2]
-    filled_up = torch.cat(outputs, 2)
-    return filled_up[:, :, :length], carried
+    padded = torch.cat(outputs, 2)
+    return padded[:, :, :length], carried

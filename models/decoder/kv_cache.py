@@ -115,7 +115,7 @@ class CachedDeltaNet(CachedRecurrence, GatedDeltaNet):
     """A gated delta net of new tokens, which goes on from the state that earlier ones have left."""
 
     def _apply_rule(self, inputs: DeltaInputs) -> Tensor:
-        # Of few tokens a chunk would be filled up with others.
+        # A chunk of one token would be padding but for that.
         apply = delta_rule.recurrent if inputs.key.shape[2] == 1 else self._scan
         outputs, self._state = apply(inputs, self._state)
         return outputs
@@ -125,7 +125,7 @@ class CachedMambaMixer(CachedRecurrence, MambaMixer):
     """A Mamba-2 mixer of new tokens, which goes on from the state that earlier ones have left."""
 
     def _apply_rule(self, inputs: StateSpaceInputs) -> Tensor:
-        # Of few tokens a chunk would be filled up with others.
+        # A chunk of one token would be padding but for that.
         apply = state_space.recurrent if inputs.key.shape[2] == 1 else self._scan
         outputs, self._state = apply(inputs, self._state)
         return outputs

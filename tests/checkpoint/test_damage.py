@@ -120,6 +120,17 @@ def test_the_checkpoint_before_it_is_named(path: Path) -> None:
     require_refused(path, small(), "restore it, or move it away to start anew$")
 
 
+@pytest.mark.parametrize("name", ["merged", "step_2_copy", "step_"])
+def test_a_damaged_checkpoint_of_a_name_of_its_own_is_to_be_restored(name: str, path: Path) -> None:
+    """A copy, or a mean of several checkpoints: no run goes on from it."""
+    copy = path.rename(path.with_name(name))
+    flip(copy / FILES[0], -1)
+    with pytest.raises(UserError) as caught:
+        require_intact(Store(copy), FILES[:1])
+    (problem,) = caught.value.problems
+    assert problem.fields["remedy"] == "restore it"
+
+
 def test_a_byte_that_goes_wrong_on_the_way_to_the_disk_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

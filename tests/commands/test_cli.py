@@ -90,6 +90,26 @@ def test_a_misspelt_command_is_answered_with_the_closest_one(
 
 
 @pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["plan", "run.toml", "--gpu", ""], '--gpu ""'),
+        (["plan", "run.toml", "--gpu="], "--gpu="),
+        (["report", "run", "-o", ""], '-o ""'),
+        (["inspect", ""], 'the argument behind "inspect"'),
+        (["diff", "a", ""], 'the argument behind "a"'),
+        ([""], 'the argument behind "megaprec"'),
+    ],
+)
+def test_an_argument_that_is_empty_is_refused_and_not_taken_for_none_or_for_this_folder(
+    words: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 2
+    assert f"error: {named} is empty: give a value" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("words", "there", "not_there"),
     [
         (["lr"], {"lr.peak", "lr.unit"}, {"train.steps", "precision.reduce"}),

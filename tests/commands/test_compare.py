@@ -134,5 +134,7 @@ def test_a_table_needs_no_picture_and_the_reference_is_in_it(
     for other in ("b", str(tmp_path / "b")):
         assert cli.main(["compare", "a", "b", "--against", other]) == 0
         assert capsys.readouterr().out.count("line 2 is no record") == 1
+    assert cli.main(["compare", "a", "b", "--over", "steps"]) == 2
+    assert capsys.readouterr().err == f"{Problem.of('command.over_without_plot', over='steps')}\n"
     assert cli.main(["compare", "b", "--against", "b"]) == 2
     assert capsys.readouterr().err == f"{Problem.of('command.against_alone', against='b')}\n"

@@ -395,3 +395,28 @@ def test_a_schedule_that_may_have_been_edited_is_not_overwritten(
     line = Problem.of("command.schedule_exists", path=own)
     assert capsys.readouterr().err.splitlines() == [line]
     assert own.read_text() == "# mine\n"
+
+
+@pytest.mark.parametrize(
+    ("has_file", "options", "name"),
+    [
+        (True, ["--kind", "1f1b"], "kind"),
+        (True, ["--pipeline", "4"], "pipeline"),
+        (True, ["--microbatches", "2"], "microbatches"),
+        (True, ["--chunks", "0"], "chunks"),
+        (True, ["--costs", "1,2,3"], "costs"),
+        (True, ["--own", "a.txt"], "own"),
+        (False, ["--own", "a.txt", "--pipeline", "2"], "pipeline"),
+        (False, ["--gpu", "H100"], "gpu"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(
+    has_file: bool,
+    options: list[str],
+    name: str,
+    run_file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    files = [str(run_file)] if has_file else []
+    assert main(["schedule", *files, *options]) == 2
+    assert shows(capsys.readouterr().err, "command.schedule_option_idle", name=name)

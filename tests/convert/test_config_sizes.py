@@ -126,6 +126,45 @@ def test_experts_without_the_number_of_a_token_are_refused_by_that_key() -> None
             from_hugging_face(without | change)
 
 
+# of families without experts and without multi-token prediction
+NUMBERS_OF_NONE = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "num_mtp_layers",
+    "num_nextn_predict_layers",
+)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "qwen3", "olmo2", "gemma2"])
+def test_no_experts_are_none_where_a_family_has_no_word_for_them(kind: str) -> None:
+    model = from_hugging_face(SMALL[kind])
+    for key in NUMBERS_OF_NONE:
+        assert from_hugging_face({**SMALL[kind], key: 0}) == model
+        with raises("convert.hf_only_value", key=key):
+            from_hugging_face({**SMALL[kind], key: 2})
+
+
+@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe", "qwen3_next"])
+def test_no_experts_of_a_token_are_none_where_no_layer_has_experts(kind: str) -> None:
+    dense = {**SMALL[kind], "num_experts": 0}
+    model = from_hugging_face(dense)
+    assert model.experts == 0
+    assert from_hugging_face({**dense, "num_experts_per_tok": 0}) == model
+
+
+def test_the_older_name_of_the_longest_text_is_read() -> None:
+    config = SMALL["llama"]
+    older = {key: value for key, value in config.items() if key != "max_position_embeddings"}
+    longest = config["max_position_embeddings"]
+    model = from_hugging_face(config)
+    assert from_hugging_face({**config, "max_sequence_length": longest}) == model
+    assert from_hugging_face({**older, "max_sequence_length": longest}) == model
+    with raises("convert.hf_alias_differs", alias="max_sequence_length"):
+        from_hugging_face({**config, "max_sequence_length": longest + 1})
+
+
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt_oss"])
 @pytest.mark.parametrize("wrong", [0, False, "", []])

@@ -371,7 +371,9 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(tmp_path: Path) ->
     ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 2
-    assert shows(done.stderr.splitlines()[-1], "convert.disk_told", destination=tmp_path / "ours")
+    remedy = "raise the limit of a file's size"
+    fields = {"destination": tmp_path / "ours", "remedy": remedy}
+    assert shows(done.stderr.splitlines()[-1], "convert.disk_told", **fields)
     assert not (tmp_path / "ours").exists()
     run(hf, tmp_path / "ours")
 

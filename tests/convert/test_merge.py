@@ -218,6 +218,8 @@ def test_weights_that_are_no_numbers_of_0_or_more_are_refused(text: str) -> None
 def test_weights_must_be_one_for_each_and_sum_to_one() -> None:
     with raises("convert.merge_weights_count", given=2, inputs=3):
         given_weights("0.5,0.5", 3)
+    with raises("convert.merge_weights_sum", total="inf"):
+        given_weights("1e308,1e308", 2)
     with raises("convert.merge_weights_sum", total="1.1"):
         given_weights("0.5,0.6", 2)
     assert given_weights("0.1,0.1,0.1,0.7", 4) == [0.1, 0.1, 0.1, 0.7]

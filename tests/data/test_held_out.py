@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprec.data.held_out import BLOCKS, HeldOutRule, divide, taken_in_turn
+from megaprec.data.held_out import PIECES, HeldOutRule, divide, taken_in_turn
 
 sizes = st.integers(2, 3000).flatmap(
     lambda total: st.tuples(st.just(total), st.integers(1, total - 1))
@@ -35,7 +35,7 @@ def test_the_part_from_everywhere_has_the_same_share_of_every_stretch(
     _, evaluation = divide(total, held_out, "everywhere")
     kept = np.sort(evaluation.numbers(np.arange(held_out)))
     # Half of the stream has half of the part, but for one piece of it.
-    piece = -(-held_out // min(BLOCKS, held_out))
+    piece = -(-held_out // min(PIECES, held_out))
     for share in (0.25, 0.5, 0.8):
         assert abs(int((kept < total * share).sum()) - held_out * share) <= piece + 1
 
@@ -43,10 +43,10 @@ def test_the_part_from_everywhere_has_the_same_share_of_every_stretch(
 def test_any_beginning_of_an_evaluation_is_from_everywhere() -> None:
     _, evaluation = divide(100_000, 2_000, "everywhere")
     for numbers in (evaluation, taken_in_turn(2_000)):
-        first = numbers.numbers(np.arange(BLOCKS))
-        steps = np.diff(first) * BLOCKS / (100_000 if numbers is evaluation else 2_000)
+        first = numbers.numbers(np.arange(PIECES))
+        steps = np.diff(first) * PIECES / (100_000 if numbers is evaluation else 2_000)
         assert steps.min() >= 0 and steps.max() <= 2.1
-        second = numbers.numbers(np.arange(BLOCKS, 2 * BLOCKS))
+        second = numbers.numbers(np.arange(PIECES, 2 * PIECES))
         assert (second == first + 1).all()
 
 

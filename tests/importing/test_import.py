@@ -749,6 +749,44 @@ def test_a_refusal_of_arguments_tells_how_one_is_left_out(
     assert capsys.readouterr().err.splitlines()[-1].startswith("--drop NAME leaves out an argument")
 
 
+@pytest.mark.parametrize(
+    ("given", "others"),
+    [
+        ("--rampup-batch-size 2 2 100", ""),
+        ("--decrease-batch-size-if-needed", "--global-batch-size 8"),
+        # what the run file itself is refused for
+        ("--rampup-batch-size 2 3 100", "--global-batch-size 8 --micro-batch-size 2"),
+    ],
+)
+def test_an_argument_that_a_batch_cannot_be_made_of_is_named_with_the_way_out(
+    given: str, others: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = re.sub(r"--(train-iters|global-batch-size) \S+", "", BASE)
+    assert main(["import-args", f"{line} {given} --train-samples 90 {others}"]) == 2
+    problem, hint = capsys.readouterr().err.splitlines()
+    assert problem.startswith(f"{given}: ")
+    assert hint.startswith("--drop NAME leaves out an argument")
+
+
+@pytest.mark.parametrize(
+    "split",
+    ["nan", "969,nan,1", "969,-30,1", "inf,1", "1e2,3", "9,1,0,0", "0,0,0", "x", "9:1", ","],
+)
+def test_shares_of_a_split_that_are_no_numbers_are_refused(split: str) -> None:
+    (problem,) = refused(f"{BASE} --split {split}")
+    assert problem.startswith(f"--split {split}: give the shares")
+
+
+@pytest.mark.parametrize(
+    ("split", "held_out"),
+    [("'969, 30, 1'", 0.031), ("'[9,1,0]'", 0.1), ("1", 0.0), ("1.0,.25", 0.2), ("'(3, 1)'", 0.25)],
+)
+def test_shares_of_a_split_are_those_of_training_and_the_rest(
+    split: str, held_out: float, tmp_path: Path
+) -> None:
+    assert run_of(tmp_path, f"{BASE} --split {split}").data.held_out == held_out
+
+
 @pytest.mark.parametrize("given", ["--hidden-size 0", "--num-layers 0", "--lr nothing"])
 def test_an_argument_that_every_run_needs_is_not_to_be_left_out(
     given: str, capsys: pytest.CaptureFixture[str]

@@ -1,5 +1,6 @@
 """A measured machine takes the place of the table: what the file says is what the plan assumes."""
 
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megaprec.errors import UserError
 from megaprec.resources import cores
 from tests.planning import cpu_backtest
 from tests.planning.cpu_backtest import BATCH, MIDDLE, measure
@@ -221,6 +223,33 @@ def test_other_files_are_refused(tmp_path: Path, text: str, code: str) -> None:
     file = tmp_path / "calibration.toml"
     file.write_text(text)
     with raises(code, path=file):
+        read_calibration(file)
+
+
+@pytest.mark.parametrize("wrong", ["inf", "nan", "1e-320", "1e308", "true", '"1"', "0", "-1.0"])
+@pytest.mark.parametrize("kind", ["products", "attention", "layers", "loss", "collectives"])
+def test_a_time_that_nothing_took_is_refused_by_its_place(
+    tmp_path: Path, kind: str, wrong: str
+) -> None:
+    file = write(tmp_path, calibration_of())
+    before, behind = file.read_text().split(f"{kind} = [\n")
+    row, end = behind.split("\n", 1)
+    name = "seconds" if kind == "collectives" else "forward"
+    damaged = re.sub(rf"\b{name} = [^,}}]*", f"{name} = {wrong}", row)
+    file.write_text(f"{before}{kind} = [\n{damaged}\n{end}")
+    with raises(
+        "planning.calibration_form", path=file, problem=re.compile(rf"^{kind}.0.{name} = ")
+    ):
+        read_calibration(file)
+
+
+@pytest.mark.parametrize("key", ["version", "cores", "ranks", "process"])
+@pytest.mark.parametrize("wrong", ["true", '"1"', "1.0"])
+def test_a_count_of_another_kind_is_refused(tmp_path: Path, key: str, wrong: str) -> None:
+    file = write(tmp_path, calibration_of())
+    damaged = re.sub(rf"^{key} = .*$", f"{key} = {wrong}", file.read_text(), flags=re.MULTILINE)
+    file.write_text(damaged)
+    with pytest.raises(UserError):
         read_calibration(file)
 
 

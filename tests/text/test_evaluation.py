@@ -321,6 +321,7 @@ WRONG = {
     "--window 17": re.escape(
         "--window 17: give 1 to 16, the positions of the model (model.max_positions)"
     ),
+    "--window 0": re.escape("--window 0: give 1 to 16, the positions of the model"),
     "--stride 0": "--stride 0: give 1 to 16, the tokens of a window",
     "--window 4 --stride 5": "--stride 5: give 1 to 4, the tokens of a window",
     "--data nowhere.txt": sentence(

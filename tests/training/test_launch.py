@@ -17,6 +17,8 @@ from megaprec.resources import cores
 from parallel.described_world import is_rank_of_world
 from tests.refusals import sentence
 from tests.runs import write_run
+from tools import cli
+from tools.commands import calibrate, doctor
 from tools.training.launch import (
     PROGRAM,
     first_failure,
@@ -172,6 +174,18 @@ def test_a_signal_to_the_launcher_stops_all_ranks(
     assert launcher.returncode == code
     assert len(ranks) == 2
     assert not any(alive(pid) for pid in ranks)
+
+
+@pytest.mark.parametrize("command", ["calibrate", "doctor"])
+def test_a_command_whose_ranks_a_signal_stops_ends_with_its_code(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And neither with a verdict on what the ranks had no time for nor with one on the machine."""
+    for module in (calibrate, doctor):
+        monkeypatch.setattr(module, "launch_local", lambda *words: 128 + signal.SIGTERM)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([command]) == 128 + signal.SIGTERM
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_the_first_failure_is_the_one_noted_first_and_not_a_rank_stopped_before_it_noted_one(

@@ -27,6 +27,16 @@ ODD = (
     b'{"step": 3, "outcome": "applied", "loss": true, "grad_norm": 1, "loss_scale": 1}',
     b'{"step": 3, "outcome": [], "loss": 1, "grad_norm": 1, "loss_scale": 1}',
     b'{"event": ["x"], "step": 1}', b'{"event": "overflow", "step": 1}',
+    b'{"step": 3, "outcome": "applied", "loss": 1, "grad_norm": 1, "loss_scale": 1, "seconds": null}',
+    b'{"step": 3, "outcome": "applied", "loss": 1, "grad_norm": 1, "loss_scale": 1, "lr": "inf"}',
+    b'{"step": 3, "outcome": "applied", "loss": 1, "grad_norm": 1, "loss_scale": 1, "tokens_per_s": [1]}',
+    b'{"event": "overflow", "step": 1, "loss_scale": 1, "first_sample": 0, "num_samples": "4", "advice": "", "offenders": []}',
+    b'{"event": "overflow", "step": 1, "loss_scale": 1, "first_sample": 0, "num_samples": 4, "advice": "", "offenders": [1]}',
+    b'{"event": "overflow", "step": 1, "loss_scale": 1, "first_sample": 0, "num_samples": 4, "advice": "", "offenders": [{}]}',
+    b'{"event": "digest", "step": 1, "state": "a", "numbers": {}, "progress": {}, tensors": {"weight": {"a": 1}}}',
+    b'{"event": "digest", "step": 1, "state": 1, "numbers": {}, "progress": {}, "tensors": {}}',
+    b'{"event": "evaluation", "step": 1, "set": "eval_loss", "samples": 1, "losses": [1], "tokens": [1, 2]}',
+    b'{"event": "evaluation", "step": 1, "set": "eval_loss", "samples": 1, "losses": ["x"], "tokens": [1]}',
 )  # fmt: skip
 
 

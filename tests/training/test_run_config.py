@@ -206,6 +206,14 @@ def test_unknown_names_in_a_file_say_which_file_and_a_table_is_named_once(run_fi
                 ),
             ),
         ),
+        (
+            'data.validation=[{name = "a", source = ""}]',
+            "value 1 source must be text that is not empty or a list in brackets$",
+        ),
+        (
+            "data.blend=[{weight = 1, source = [1]}]",
+            "value 1 source must be text in quotes or a list that is not empty$",
+        ),
         ("data.held_out=1.0", "must be less than 1"),
         ("parallel.overlap=on", "must be true or false or 'auto'"),
         ('train.folder=""', "must be text that is not empty$"),
@@ -229,9 +237,29 @@ def test_an_option_of_a_rule_is_named_with_its_table() -> None:
 
 def test_a_rule_that_no_run_can_have_is_told_in_a_sentence_of_its_own() -> None:
     (problem,) = problems(*MINIMAL, "optimizer.name=LBFGS")
-    assert re.fullmatch(
-        sentence("optimizer.torch_rule_flat", title="optimizer torch.optim.lbfgs.LBFGS"), problem
-    )
+    title = "optimizer torch.optim.lbfgs.LBFGS"
+    said = sentence("optimizer.torch_rule_flat", title=title)
+    assert re.fullmatch(f'optimizer.name = "LBFGS": {said}', problem)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "code"),
+    [
+        ("Adam", "betas = [2, 3]", "torch_rule_options"),
+        ("RAdam", "eps = -1", "torch_rule_options"),
+        ("RMSprop", "momentum = -1", "torch_rule_options"),
+        ("Adagrad", 'lr_decay = "x"', "torch_rule_options"),
+        ("NAdam", "lr = 1.0", "torch_rule_step_option"),
+        ("Adam", "capturable = true", "torch_rule_flat"),
+    ],
+)
+def test_what_torch_says_of_options_is_told_with_their_keys(
+    name: str, options: str, code: str
+) -> None:
+    given = [f"optimizer.name={name}", f"optimizer.options={{{options}}}"]
+    (problem,) = problems(*MINIMAL, *given)
+    keys = f'optimizer.name = "{name}", optimizer.options = {{{options}}}'
+    assert re.fullmatch(f"{re.escape(keys)}: {sentence(f'optimizer.{code}')}", problem)
 
 
 def test_muon_lists_the_options_that_a_run_file_may_give_it() -> None:

@@ -131,6 +131,24 @@ def test_a_folder_without_a_held_out_loss_is_refused(
     assert shows(capsys.readouterr().err.strip(), "command.no_held_out_loss", model=tmp_path)
 
 
+def test_an_option_of_texts_beside_a_verdict_is_refused_and_none_is_forgotten(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = {
+        "--window": "8", "--stride": "8", "--compute": "bf16", "--ema": "", "--text-field": "a",
+        "--encoding": "latin-1", "--exclude": "*.md", "--max-chars": "9", "--tokenizer": "a.json",
+        "--tensor": "2", "--pipeline": "2",
+    }  # fmt: skip
+    with pytest.raises(SystemExit):
+        cli.main(["evaluate", "--help"])
+    all_options = {*re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)}
+    assert all_options - {"--data", "--json", "--help"} == given.keys()
+    for option, value in given.items():
+        assert cli.main(["evaluate", "a run", option, *filter(None, [value])]) == 2
+        said_of_it = capsys.readouterr().err.strip()
+        assert shows(said_of_it, "command.option_without_data", option=option, model="a run")
+
+
 def test_losses_of_other_text_are_left_out_unless_bits_per_byte_are_known(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,6 +34,7 @@ from tools.analysis.calibration.record import COMMENT, VERSION, Calibration, mac
 from tools.console.tables import add_json
 from tools.training.launch import launch_local, share_of_cores
 from tools.training.machine import keep_freed_memory
+from tools.training.stopping import require_not_stopped
 
 BUSY = 0.5  # load of a core in the last minute from which on a machine has other work
 MAX_RANKS = 8
@@ -136,6 +137,7 @@ def _measure(device: Device, dtypes: list[str], ranks: int) -> dict[str, Any]:
         for dtype in dtypes:
             command += ["--dtype", dtype]
         code = launch_local(command, ranks)
+        require_not_stopped(code)
         # the ranks have printed why on stderr
         if not answer.is_file():
             raise UserError.of("planning.calibration_ranks", ranks=ranks, code=code)

@@ -46,7 +46,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--over",
         choices=("steps", "tokens"),
-        default="steps",
         help="horizontal axis of the plot (default: steps)",
     )
     add_json(parser)
@@ -57,6 +56,8 @@ def main(args: argparse.Namespace) -> int:
     """Run `megaprec compare`."""
     if args.output:
         _require_writable(args.output)
+    elif args.over:
+        raise UserError.of("command.over_without_plot", over=args.over)
     against = args.against.resolve() if args.against else None
     # the run to compare with may be among them, as runs/* has it
     folders = [folder for folder in args.runs if folder.resolve() != against]
@@ -69,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
     else:
         curves = read_curves(folders)
     if args.output:
-        draw(curves, args.output, args.over, base)
+        draw(curves, args.output, args.over or "steps", base)
     shown = [*curves, base] if base else curves
     compared = _compare(args)
     return print_result(

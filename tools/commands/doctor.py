@@ -37,6 +37,7 @@ from tools.console.tables import add_json, print_result
 from tools.convert.initial import resolve_run
 from tools.training.launch import launch_local
 from tools.training.machine import check_machine
+from tools.training.stopping import require_not_stopped
 from tools.verify.doctor.finding import CODES, Finding, document, not_tried, show, verdict, wrong
 from tools.verify.doctor.questions import RankContext
 from tools.verify.doctor.ranks import DoctorRequest, take_part
@@ -197,6 +198,7 @@ def _launch_ranks(args: argparse.Namespace, ranks: int) -> list[Finding]:
         if args.folder:
             command += ["--folder", str(args.folder)]
         code = launch_local(command, ranks)
+        require_not_stopped(code)
         # the ranks have printed why on stderr
         if not answer.is_file():
             reason = f"{ranks} local ranks ended with code {code} before they had answered"

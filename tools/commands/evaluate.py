@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.data.copies import is_there
+from megaprec.data.forms import UTF8
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import read_record
 from megaprec.data.places import path_of
@@ -44,6 +45,20 @@ from tools.training.stopping import note_failure
 
 MAX_LOCAL_RANKS = 1024
 COMPUTE = ("fp32", "bf16", "fp64")
+# options that have an effect with --data alone -> the default
+OPTIONS_OF_TEXTS = {
+    "window": None,
+    "stride": None,
+    "compute": COMPUTE[0],
+    "ema": False,
+    "text_field": "text",
+    "encoding": UTF8,
+    "exclude": [],
+    "max_chars": None,
+    "tokenizer": None,
+    "tensor": 1,
+    "pipeline": 1,
+}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -77,7 +92,7 @@ def add_parser(subparsers: Any) -> None:
         "more context and take longer (default: --window)",
     )
     parser.add_argument(
-        "--compute", choices=COMPUTE, default="fp32", help="precision (default: fp32)"
+        "--compute", choices=COMPUTE, default=COMPUTE[0], help="precision (default: fp32)"
     )
     add_ema(parser, "evaluate")
     add_text_options(parser)
@@ -106,6 +121,7 @@ def main(args: argparse.Namespace) -> int:
     """Run `megaprec evaluate`: alone, on local ranks that it starts, or as one of ranks that are
     started."""
     if not args.data:
+        _require_no_options_of_texts(args)
         return _tell_verdict(args)
     sizes = _layout(args)
     problems = [f"--{axis} {size}: give 1 or more" for axis, size in sizes.items() if size < 1]
@@ -136,6 +152,15 @@ def main(args: argparse.Namespace) -> int:
             )
         mesh = make_mesh(pp=args.pipeline, dp=ranks // replica_ranks, tp=args.tensor)
         return _evaluate(args, mesh)
+
+
+def _require_no_options_of_texts(args: argparse.Namespace) -> None:
+    """Raise UserError for options that say how texts are read and scored: a verdict is on losses
+    that the run has written."""
+    for name, default in OPTIONS_OF_TEXTS.items():
+        if getattr(args, name) != default:
+            option = "--" + name.replace("_", "-")
+            raise UserError.of("command.option_without_data", option=option, model=args.model)
 
 
 def _tell_verdict(args: argparse.Namespace) -> int:
@@ -243,16 +268,13 @@ def _window(args: argparse.Namespace, positions: int) -> tuple[int, int]:
     # as much context as the model has positions
     window = positions if args.window is None else args.window
     stride = window if args.stride is None else args.stride
-    problems = []
     if not 1 <= window <= positions:
-        problems.append(
+        raise UserError(
             f"--window {window}: give 1 to {positions}, the positions of the model "
             "(model.max_positions)"
         )
     if not 1 <= stride <= window:
-        problems.append(f"--stride {stride}: give 1 to {window}, the tokens of a window")
-    if problems:
-        raise UserError(*problems)
+        raise UserError(f"--stride {stride}: give 1 to {window}, the tokens of a window")
     return window, stride
 
 

@@ -76,6 +76,11 @@ class _ScheduleReport:
     measured: Sequence[Span] = ()
 
 
+OF_KINDS: dict[str, Any] = {"kind": "1f1b", "pipeline": 4, "microbatches": 8, "chunks": 0}
+DEFAULTS = {**OF_KINDS, "costs": "1,1,1"}
+"""What the options mean that are not given, without a run file; with one they are idle."""
+
+
 def add_parser(subparsers: Any) -> None:
     """Add `schedule` to the commands."""
     parser = subparsers.add_parser(
@@ -85,23 +90,19 @@ def add_parser(subparsers: Any) -> None:
         "file", nargs="?", metavar="RUN.toml", help="run file whose schedule and stages are shown"
     )
     add_overrides(parser)
+    parser.add_argument("--kind", choices=KINDS, help="pipeline schedule (default: 1f1b)")
     parser.add_argument(
-        "--kind", choices=KINDS, default="1f1b", help="pipeline schedule (default: 1f1b)"
-    )
-    parser.add_argument(
-        "--pipeline", type=int, default=4, metavar="P", help="number of pipeline ranks (default: 4)"
+        "--pipeline", type=int, metavar="P", help="number of pipeline ranks (default: 4)"
     )
     parser.add_argument(
         "--microbatches",
         type=int,
-        default=8,
         metavar="M",
         help="number of micro-batches (default: 8)",
     )
     parser.add_argument(
         "--chunks",
         type=int,
-        default=0,
         metavar="V",
         help="number of stages per rank (default: 0, the schedule's own)",
     )
@@ -110,7 +111,6 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--costs",
-        default="1,1,1",
         metavar="F,I,W",
         help="times of a stage's forward pass, input gradient and weight gradient (default: 1,1,1)",
     )
@@ -168,7 +168,16 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Raise UserError for files that cannot be written and a time that cannot be."""
+    """Raise UserError for options that would change nothing, files that cannot be written and a
+    time that cannot be."""
+    idle = {"gpu": "the memory is that of a run, and there is no run file"}
+    if args.file:
+        idle = dict.fromkeys(("own", *DEFAULTS), "the schedule is that of the run file")
+    elif args.own:
+        idle |= dict.fromkeys(OF_KINDS, "the schedule is that of --own")
+    for name, why in idle.items():
+        if getattr(args, name) not in (None, ""):
+            raise UserError.of("command.schedule_option_idle", name=name, why=why)
     for path in args.output:
         if path.suffix not in (".svg", ".png", ".json", ".txt"):
             raise UserError.of("command.schedule_suffix", path=path, output_forms=OUTPUT_FORMS)
@@ -236,11 +245,15 @@ def _report_of_file(args: argparse.Namespace) -> _ScheduleReport:
 
 def _report_of_options(args: argparse.Namespace) -> _ScheduleReport:
     """Return the report on a schedule without a run, of stages that all cost the same."""
-    forward, of_input, of_weight = _pass_costs(args.costs)
+    given = {name: getattr(args, name) for name in DEFAULTS}
+    chosen = {name: DEFAULTS[name] if one is None else one for name, one in given.items()}
+    kind = chosen["kind"]
+    forward, of_input, of_weight = _pass_costs(chosen["costs"])
     if args.own:
         schedule = read_schedule(args.own)
     else:
-        schedule = plan_equal(args.kind, args.pipeline, args.microbatches, args.chunks)
+        sizes = [chosen[name] for name in ("pipeline", "microbatches", "chunks")]
+        schedule = plan_equal(kind, *sizes)
     # other instructions take no time; messages get theirs below
     times = {
         Op.FORWARD: forward,
@@ -255,8 +268,8 @@ def _report_of_options(args: argparse.Namespace) -> _ScheduleReport:
         return times.get(instruction.op, 0.0)
 
     return _ScheduleReport(
-        name=Path(args.own).name if args.own else args.kind,
-        kind="" if args.own else args.kind,
+        name=Path(args.own).name if args.own else kind,
+        kind="" if args.own else kind,
         schedule=schedule,
         cost=_with_transfers(time_of, args.transfer),
         sizes=Sizes(ranks, schedule.microbatches, stages_per_rank, forward, of_input, of_weight),

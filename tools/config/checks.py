@@ -53,6 +53,7 @@ from tools.config.native_keys import (
 from tools.config.precision_settings import FP8, Precision
 from tools.config.schedules import stage_count
 from tools.config.settings import LR, Checkpoint, Log, Optimizer, Parallel, Train
+from tools.console.toml import toml
 
 T = TypeVar("T")
 # each batch of a schedule has a pipeline schedule of its own, which is proven when a run begins
@@ -61,6 +62,7 @@ MOST_CHANGES = 1000
 BY_OPTION_ALONE = frozenset(
     {"optimizer.betas", "optimizer.eps", "optimizer.momentum", "optimizer.nesterov"}
 )
+OF_TORCHS_CLASS = "optimizer.torch_rule"  # how codes of problems with such a rule begin
 GROWS = Growth(1.0, 2.0)
 """Of any embedding under muP."""
 
@@ -150,8 +152,20 @@ def _schedule(lr: LR, train: Train) -> Iterator[str]:
 
 def _rule(optimizer: Optimizer) -> Iterator[str]:
     for problem in _problems_of(make_rule, optimizer):
-        names_option = problem.code in BY_OPTION_ALONE
-        yield problem.within("optimizer.options.") if names_option else problem
+        if problem.code in BY_OPTION_ALONE:
+            yield problem.within("optimizer.options.")
+        elif problem.code.startswith(OF_TORCHS_CLASS):
+            yield problem.within(_name_and_options(optimizer))
+        else:
+            yield problem
+
+
+def _name_and_options(optimizer: Optimizer) -> str:
+    """Return the keys that a class of torch is made by, to stand before what is wrong with it."""
+    keys = [f"optimizer.name = {toml(optimizer.name)}"]
+    if optimizer.options:
+        keys.append(f"optimizer.options = {toml(optimizer.options)}")
+    return f"{', '.join(keys)}: "
 
 
 def _recomputed_scales(parallel: Parallel, fp8: FP8) -> Iterator[str]:

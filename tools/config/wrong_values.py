@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from types import UnionType
-from typing import Any, TypeGuard, Union, get_origin
+from typing import Any, TypeGuard, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -98,19 +98,41 @@ def _join_alternatives(
 ) -> Iterator[ErrorDetails]:
     """Yield the findings, those about a value that may have one of several types as one: pydantic
     has one for each."""
-    for key, findings_of_key in groupby(findings, lambda finding: finding["loc"][:1]):
-        # a finding about the table as a whole has no key
-        field = table_class.model_fields.get(str(key[0])) if key else None
-        if field is None or get_origin(field.annotation) not in (Union, UnionType):
-            yield from findings_of_key
+    for place, findings_of_place in groupby(findings, lambda finding: _place(table_class, finding)):
+        if not place:
+            yield from findings_of_place
             continue
-        # without the name of the type, which pydantic puts behind the key
-        alternatives = [_requirement({**finding, "loc": key}) for finding in findings_of_key]
-        words = [alternative.removeprefix("must be ") for alternative in alternatives]
-        begins = "must be " if alternatives[0].startswith("must be ") else ""
+        # without the name of the type, which pydantic puts behind the place
+        alternatives = [_requirement({**finding, "loc": place}) for finding in findings_of_place]
+        before, begins, _ = alternatives[0].partition("must be ")
+        subject = before + begins
+        words = [alternative.removeprefix(subject) for alternative in alternatives]
         # a text may be wrong as a value and within a list
-        message = begins + " or ".join(dict.fromkeys(words))
-        yield {"type": "union", "loc": key, "msg": message, "input": None}
+        message = subject * bool(begins) + " or ".join(dict.fromkeys(words))
+        yield {"type": "union", "loc": place[:1], "msg": message, "input": None}
+
+
+def _place(table_class: type[BaseModel], finding: ErrorDetails) -> tuple[int | str, ...]:
+    """Return the place of a value that may have one of several types: a key, or a field of a table
+    in a list. Empty for another value, and for a value that is missing."""
+    place = finding["loc"]
+    # a finding about the table as a whole has no key
+    field = table_class.model_fields.get(str(place[0])) if place else None
+    if field is None:
+        return ()
+    if _has_alternatives(field):
+        return place[:1]
+    of_item = place[1:3]
+    if not _is_field(of_item) or finding["type"] == "missing":
+        return ()
+    item_class, *_ = get_args(field.annotation)
+    field_of_item = item_class.model_fields.get(of_item[1])
+    is_known = field_of_item is not None
+    return place[:3] if is_known and _has_alternatives(field_of_item) else ()
+
+
+def _has_alternatives(field: FieldInfo) -> bool:
+    return get_origin(field.annotation) in (Union, UnionType)
 
 
 def _example(table_class: type[BaseModel], finding: ErrorDetails) -> str:

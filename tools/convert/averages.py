@@ -69,7 +69,7 @@ def given_weights(text: str, count: int) -> list[float]:
         raise UserError.of(
             "convert.merge_weights_count", weights=text, given=len(weights), inputs=count
         )
-    total = math.fsum(weights)
+    total = sum(weights)
     if abs(total - 1) > SUM_TOLERANCE:
         raise UserError.of("convert.merge_weights_sum", weights=text, total=f"{total:.12g}")
     return weights

@@ -5,9 +5,10 @@ other line that is not a record, or that repeats a step, comes from a damaged di
 stays where it is and is named in a note, and the other lines are used.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,19 @@ PREDICTION = "prediction"  # the kind of event with the predicted step, and the 
 HELD_OUT_LOSS = "eval_loss"
 AVERAGE_LOSS = "eval_loss_ema"
 # fields of a step that may be "inf" or "nan"
-NUMBERS = ("loss", "mtp_loss", "z_loss", "grad_norm", "loss_scale", HELD_OUT_LOSS, AVERAGE_LOSS)
+NUMBERS = (
+    "loss",
+    "mtp_loss",
+    "z_loss",
+    "grad_norm",
+    "loss_scale",
+    HELD_OUT_LOSS,
+    AVERAGE_LOSS,
+)
+FINITE_NUMBERS = ("lr", "seconds", "tokens_per_s")
+WHOLE_NUMBERS = ("step", "first_sample", "num_samples")
+TEXTS = ("outcome", "advice", "said", "why", "state", "set")
+COUNTS_OF_OFFENDER = ("stage", "tp_rank", "infs", "nans", "elements")
 # prefixes of fields that may be, too: losses on the sets of data.validation, of the weights and of
 # their moving average, and results of the tasks of data.lm_eval, TASK/METRIC
 VALIDATION_PREFIX = "eval_loss/"
@@ -212,17 +225,67 @@ def _restore_number(value: Any) -> Any:
 
 def _is_record(record: dict[str, Any]) -> bool:
     event_kind = record.get("event", "")
-    if type(record.get("step")) is not int:  # not isinstance: true is no step
+    if "step" not in record or not isinstance(event_kind, str):
         return False
-    # An editor may have left a list or a number there, which cannot be looked up.
-    outcome = record.get("outcome", "")
-    if not isinstance(event_kind, str) or not isinstance(outcome, str):
+    if not REQUIRED_KEYS.get(event_kind, set()) <= record.keys():
         return False
-    for name, value in record.items():
-        is_number_field = name in NUMBERS or name.startswith(NUMBER_PREFIXES)
-        if is_number_field and type(value) not in (int, float):
-            return False
-    return REQUIRED_KEYS.get(event_kind, set()) <= record.keys()
+    if not all(_is_of_kind(name, value) for name, value in record.items()):
+        return False
+    holds_lists = _HOLDS_LISTS.get(event_kind)
+    return holds_lists is None or holds_lists(record)
+
+
+def _is_of_kind(name: str, value: Any) -> bool:
+    """Return True if the value of a field is of the kind that a run writes there. An editor may
+    have left any other."""
+    # not isinstance: true is no number
+    if name in WHOLE_NUMBERS:
+        return type(value) is int
+    if name in FINITE_NUMBERS:
+        return type(value) in (int, float) and isfinite(value)
+    if name in NUMBERS or name.startswith(NUMBER_PREFIXES):
+        return type(value) in (int, float)
+    return isinstance(value, str) if name in TEXTS else True
+
+
+def _has_offenders(record: Mapping[str, Any]) -> bool:
+    """Return True if an overflow has a list of tables, with the fields of each."""
+    offenders = record["offenders"]
+    return isinstance(offenders, list) and all(map(_is_offender, offenders))
+
+
+def _is_offender(offender: Any) -> bool:
+    if not isinstance(offender, dict) or not isinstance(offender.get("name"), str):
+        return False
+    return all(type(offender.get(count)) is int for count in COUNTS_OF_OFFENDER)
+
+
+def _has_digests(record: Mapping[str, Any]) -> bool:
+    """Return True if a digest has texts by kind of state and name of tensor."""
+    kinds = record["tensors"]
+    return isinstance(kinds, dict) and all(map(_has_texts, kinds.values()))
+
+
+def _has_texts(table: Any) -> bool:
+    return isinstance(table, dict) and all(isinstance(text, str) for text in table.values())
+
+
+def _has_losses(record: Mapping[str, Any]) -> bool:
+    """Return True if an evaluation has as many losses as numbers of tokens."""
+    losses = record["losses"]
+    tokens = record["tokens"]
+    if not isinstance(losses, list) or not isinstance(tokens, list):
+        return False
+    restored = map(_restore_number, (*losses, *tokens))
+    are_numbers = all(type(number) in (int, float) for number in restored)
+    return are_numbers and len(losses) == len(tokens)
+
+
+_HOLDS_LISTS: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+    "overflow": _has_offenders,
+    DIGEST: _has_digests,
+    EVALUATION: _has_losses,
+}
 
 
 def _describe_numbers(noun: str, numbers: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megaprec.data.blend import Blend
-from megaprec.data.held_out import BLOCKS
+from megaprec.data.held_out import PIECES
 from megaprec.data.samples import Samples
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.diagnose.state_digest import StateDigest, fold_digests
@@ -32,7 +32,7 @@ NOTHING_COUNTS = (
     "data.loss_on what is no answer; take larger batches"
 )
 # so many as an evaluated part has pieces: a group is a piece of the text (`megaprec.data.held_out`)
-EVALUATED_GROUPS = BLOCKS
+EVALUATED_GROUPS = PIECES
 STEP_FIELDS = ("outcome", "loss", "grad_norm", "loss_scale")  # of the report, in digests.jsonl
 
 

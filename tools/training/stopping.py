@@ -34,7 +34,7 @@ OnSignal = Callable[[signal.Signals], None]
 
 
 class Stopped(Exception):
-    """The run ended because of a signal, with its state saved.
+    """The run ended because of a signal, with its state saved if it trains.
 
     exit_code: of the command, 128 + signal.
     """
@@ -48,6 +48,14 @@ class Stopped(Exception):
         """Return the exception whose text, which ends with the signal's name, a rank has noted."""
         _, _, signal_name = reason.rpartition(" ")
         return cls(signal.Signals[signal_name])
+
+
+def require_not_stopped(exit_code: int) -> None:
+    """Raise Stopped if the exit code of local ranks says that a signal has stopped them; their
+    launcher has printed it."""
+    signal_number = exit_code - 128
+    if signal_number in SIGNALS:
+        raise Stopped(signal_number)
 
 
 class TrainingDiverged(Exception):

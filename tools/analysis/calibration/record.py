@@ -9,29 +9,36 @@ import platform
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.resources import cores
 from models.estimate.storage import Device
 from tools.console.toml import toml
+from tools.convert.core.settings import requirement_of
 
 VERSION = 1
 COMMENT = (
     "# Written by megaprec calibrate: the speeds of this machine, for megaprec plan --calibrated."
 )
 CPU_FILE = Path("/proc/cpuinfo")
+# what a clock can tell, and far beyond what is measured
+Seconds = Annotated[float, Field(ge=1e-12, le=1e6)]
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "point to point"]
+
+
+STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
+NO_ROWS: Any = Field(default=(), strict=False)  # a list of TOML is no tuple
 
 
 class _Row(BaseModel):
     """A measurement."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = STRICT
 
 
 class ProductRow(_Row):
@@ -45,9 +52,9 @@ class ProductRow(_Row):
     tokens: PositiveInt
     inputs: PositiveInt
     outputs: PositiveInt
-    forward: PositiveFloat
-    input: PositiveFloat
-    weight: PositiveFloat
+    forward: Seconds
+    input: Seconds
+    weight: Seconds
 
     @property
     def seconds(self) -> float:
@@ -68,8 +75,8 @@ class AttentionRow(_Row):
     tokens: PositiveInt
     heads: PositiveInt
     head_dim: PositiveInt
-    forward: PositiveFloat
-    backward: PositiveFloat
+    forward: Seconds
+    backward: Seconds
 
 
 class LayerRow(_Row):
@@ -81,8 +88,8 @@ class LayerRow(_Row):
     hidden: PositiveInt
     heads: PositiveInt
     ffn: PositiveInt
-    forward: PositiveFloat
-    backward: PositiveFloat
+    forward: Seconds
+    backward: Seconds
 
     @property
     def seconds(self) -> float:
@@ -97,8 +104,8 @@ class LossRow(_Row):
     threads: PositiveInt
     tokens: PositiveInt
     vocab: PositiveInt
-    forward: PositiveFloat
-    backward: PositiveFloat
+    forward: Seconds
+    backward: Seconds
 
     @property
     def seconds_of_logit(self) -> float:
@@ -111,7 +118,7 @@ class MemoryRow(_Row):
 
     threads: PositiveInt
     bytes: PositiveInt
-    seconds: PositiveFloat
+    seconds: Seconds
 
 
 class CollectiveRow(_Row):
@@ -121,7 +128,7 @@ class CollectiveRow(_Row):
     kind: Collective
     ranks: PositiveInt
     bytes: PositiveInt
-    seconds: PositiveFloat
+    seconds: Seconds
 
 
 class Calibration(BaseModel):
@@ -133,7 +140,7 @@ class Calibration(BaseModel):
     date: YYYY-MM-DD.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = STRICT
 
     version: int
     device: Device
@@ -143,12 +150,12 @@ class Calibration(BaseModel):
     process: PositiveInt
     torch: str
     date: str
-    products: tuple[ProductRow, ...] = ()
-    attention: tuple[AttentionRow, ...] = ()
-    layers: tuple[LayerRow, ...] = ()
-    loss: tuple[LossRow, ...] = ()
-    memory: tuple[MemoryRow, ...] = ()
-    collectives: tuple[CollectiveRow, ...] = ()
+    products: tuple[ProductRow, ...] = NO_ROWS
+    attention: tuple[AttentionRow, ...] = NO_ROWS
+    layers: tuple[LayerRow, ...] = NO_ROWS
+    loss: tuple[LossRow, ...] = NO_ROWS
+    memory: tuple[MemoryRow, ...] = NO_ROWS
+    collectives: tuple[CollectiveRow, ...] = NO_ROWS
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the file."""
@@ -192,7 +199,7 @@ def read_calibration(path: Path) -> Calibration:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        problem = f"{place}: {first['msg']}"
+        problem = f"{place} = {first['input']!r} {requirement_of(first)}"
         raise UserError.of("planning.calibration_form", path=path, problem=problem) from error
 
 

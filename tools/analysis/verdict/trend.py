@@ -59,6 +59,10 @@ class Difference:
     error: float
     pieces: int
 
+    def __neg__(self) -> "Difference":
+        """Return the earlier loss minus the later one, so that a fall is above 0."""
+        return replace(self, nats=-self.nats)
+
     @property
     def margin(self) -> float:
         """Half of the interval that the difference is in with 95 in 100 certainty."""
@@ -130,8 +134,7 @@ def _judge_fall(window: Sequence[Evaluation]) -> Trend:
     first = window[0]
     last = window[-1]
     steps = f"from step {first.step:,} to {last.step:,}"
-    # backwards, so that a fall is above 0
-    fall = difference(earlier=last, later=first)
+    fall = -difference(first, last)
     losses = [evaluation.loss for evaluation in window]
     if _falls_steadily(losses) and fall.nats > fall.margin:
         return Trend("still learning", f"the loss fell by {fall} {steps}")

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megaprec.checkpoint.digests import tensor_bytes
-from megaprec.durable import read_whole, sync
+from megaprec.durable import REMEDIES, read_whole, sync
 from megaprec.errors import Problem, UserError
 from megaprec.parsing import parse_json
 from tools.convert.core.finite import NotFinite
@@ -220,6 +220,7 @@ def _report_disk_errors(destination: Path) -> Iterator[None]:
                 "convert.disk_told",
                 destination=destination,
                 reason=os.strerror(error.errno).lower(),
+                remedy=REMEDIES[error.errno],
             ) from error
         raise UserError.of("convert.not_writable", destination=destination, error=error) from error
 

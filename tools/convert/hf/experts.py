@@ -12,7 +12,7 @@ def numbers_of_experts(config: ConfigKeys, key: str) -> Fields:
     key: of the number of experts.
     """
     experts = config.above_zero(key)
-    per_token = config["num_experts_per_tok"]
+    per_token = config.above_zero("num_experts_per_tok")
     # In some families it has no default.
     if per_token is None:
         raise UserError.of("convert.hf_missing", key="num_experts_per_tok")

@@ -479,6 +479,8 @@ FAMILIES: dict[str, Family] = {
         architecture="LlamaForCausalLM",
         defaults=_LLAMA_DEFAULTS,
         entries=(*_LLAMA, _SILU, ROPE, _ATTENTION_BIAS, same("mlp_bias", "mlp_bias"), NO_WINDOW),
+        # as files of the first Llama have it, which transformers does not read
+        aliases={"max_sequence_length": "max_position_embeddings"},
         requires=_heads_divide_hidden,
     ),
     "qwen2": Family(

@@ -74,7 +74,6 @@ _ABOVE_ZERO = (
     "n_layer",
     "n_head",
     "n_positions",
-    "num_experts_per_tok",
     "decoder_sparse_step",
     "full_attention_interval",
     "rms_norm_eps",
@@ -177,6 +176,14 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "attention_dropout": _ZERO,
     "router_jitter_noise": _ZERO,
     "embedding_dropout": _ZERO,
+    "num_experts": _ZERO,
+    "num_local_experts": _ZERO,
+    "n_routed_experts": _ZERO,
+    "n_shared_experts": _ZERO,
+    "num_experts_per_tok": _ZERO,
+    "num_mtp_layers": _ZERO,
+    "num_nextn_predict_layers": _ZERO,
+    "mtp_num_hidden_layers": _ZERO,
 }
 # What to say of a key besides that it is not known.
 _WHY: dict[str, str] = {

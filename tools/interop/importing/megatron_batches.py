@@ -125,7 +125,9 @@ def _add_ramp(arguments: Arguments, data: int | None) -> None:
         )
         return
     if not arguments.has("global_batch_size"):
-        draft.missing.append("--rampup-batch-size needs --global-batch-size, the batch at its end")
+        draft.missing.append(
+            f"{arguments.said[RAMP]}: needs --global-batch-size, the batch at its end"
+        )
         return
     ramp = _read_ramp(arguments)
     batch = arguments.get("global_batch_size")
@@ -251,7 +253,7 @@ def _put(arguments: Arguments, changes: Changes, data: int | None, name: str) ->
     if arguments.get(DECREASE):
         micro = arguments.get("micro_batch_size")
         if micro is None or data is None:
-            draft.missing.append(f"--decrease-batch-size-if-needed {NO_RANKS_FOR_BATCH}")
+            draft.missing.append(f"--decrease-batch-size-if-needed: {NO_RANKS_FOR_BATCH}")
             return
         changes = _decreased(arguments, changes, micro * data)
     changes = _without_repeats(changes)

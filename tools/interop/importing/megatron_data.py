@@ -8,6 +8,8 @@ from tools.interop.importing.arguments import Arguments
 
 SENTENCEPIECE = ("GPTSentencePieceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer")
 SIZES_OF_VOCABULARY = ("vocab_size", "padded_vocab_size")
+SHARE = re.compile(r"\d+\.?\d*|\.\d+")  # of --split
+SHARES = 3
 MASKS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 TRACKERS = {"tensorboard_dir": "tensorboard", "wandb_project": "wandb"}
 
@@ -16,15 +18,7 @@ def add_data(arguments: Arguments) -> None:
     """Add [data]."""
     draft = arguments.draft
     _add_paths(arguments)
-    parts = [float(part) for part in re.findall(r"\d*\.?\d+", arguments.get("split"))][:3]
-    total = sum(parts)
-    if total:
-        held_out = round(1 - parts[0] / total, 12)
-        arguments.put("data.held_out", held_out, "split")
-        if held_out:
-            arguments.put("data.held_out_from", "end", "split")
-    else:
-        arguments.refuse("give the shares of training, validation and test, as 969,30,1", "split")
+    _add_split(arguments)
     for name in filter(arguments.get, MASKS):
         arguments.copy(f"data.{name}", name)
     if arguments.get("eod_mask_loss") and "calculate_per_token_loss" not in arguments.unused:
@@ -37,6 +31,22 @@ def add_data(arguments: Arguments) -> None:
     has_tokenizer = draft.value("data.tokenizer") is not None
     if not has_tokenizer and isinstance(vocab, int) and 0 < vocab < Data().vocab_size:
         draft.put("data.vocab_size", vocab, "as model.vocab")
+
+
+def _add_split(arguments: Arguments) -> None:
+    """Add the part that is held out: all but the first of up to three shares."""
+    written = arguments.get("split").strip(" []()")
+    words = [word.strip(" '\"") for word in written.split(",")]
+    is_split = len(words) <= SHARES and all(map(SHARE.fullmatch, words))
+    shares = [float(word) for word in words] if is_split else []
+    total = sum(shares)
+    if not total:
+        arguments.refuse("give the shares of training, validation and test, as 969,30,1", "split")
+        return
+    held_out = round(1 - shares[0] / total, 12)
+    arguments.put("data.held_out", held_out, "split")
+    if held_out:
+        arguments.put("data.held_out_from", "end", "split")
 
 
 def _add_paths(arguments: Arguments) -> None:

@@ -2,6 +2,7 @@
 train` checks it."""
 
 import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from tools.interop.importing.megatron_training import (
 from tools.interop.importing.sources import Sources, read_sources
 
 OURS = "megaprec's default"
+KEY = re.compile(r"\w+\.\w+")
 # keys that change no number of the training
 WITHOUT_NUMBERS = (
     "parallel.",
@@ -149,7 +151,10 @@ def _check(draft: Draft, text: str, sources: Sources) -> None:
         try:
             resolve_run(path)
         except UserError as error:
-            problems = [problem.replace(f"file {path}", "imported") for problem in error.problems]
+            problems = list[str]()
+            for problem in error.problems:
+                line = problem.replace(f"file {path}", "imported")
+                problems.append(f"{_arguments_behind(line, draft)}{line}")
             if not sources.megatron:
                 problems.append(
                     "DeepSpeed's configuration says nothing of model, data and length: give "
@@ -158,3 +163,13 @@ def _check(draft: Draft, text: str, sources: Sources) -> None:
                     "train.seq_length=4096"
                 )
             raise UserError(*problems) from error
+
+
+def _arguments_behind(problem: str, draft: Draft) -> str:
+    """Return the arguments that gave the key with which a problem begins, to stand before it; empty
+    if none did."""
+    key = KEY.match(problem)
+    entry = draft.keys.get(key[0]) if key else None
+    if entry is None or not entry.origin.startswith("--"):
+        return ""
+    return f"{entry.origin}: "

@@ -170,11 +170,7 @@ def _why_not_compared(compared: Compared, quantity: str) -> str:
 
 
 def not_run(layout: Layout, precision: str, failure: Failure) -> dict[str, Any]:
-    """Return the entry of a layout whose ranks did not finish: they hung, failed or were
-    stopped."""
-    # the user ended it: that says nothing about the layout
-    if failure.stopped:
-        return not_tried(layout, precision, failure.why)
+    """Return the entry of a layout whose ranks did not finish: they hung or failed."""
     is_hang = bool(failure.where)
     if is_hang:
         likely_reason = (

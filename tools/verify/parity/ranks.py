@@ -8,7 +8,6 @@ their files.
 
 import json
 import os
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -22,7 +21,7 @@ from parallel.mesh import make_mesh, world
 from tools.config.run_file import RunConfig, load_run
 from tools.training.corpus import Corpus, open_built
 from tools.training.launch import launch_local
-from tools.training.stopping import note_failure
+from tools.training.stopping import note_failure, require_not_stopped
 from tools.verify.parity.hang_watch import (
     PATIENCE,
     Trail,
@@ -34,7 +33,6 @@ from tools.verify.parity.hang_watch import (
 from tools.verify.parity.record import Plan, Record, gather, record
 
 PENDING = "pending"  # file with the names of the pending runs
-STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)  # signals that ask a program to end
 # option of `megaprec parity`: this process is a rank, and its argument a folder of runs
 FLAG = "--as-rank"
 
@@ -81,13 +79,10 @@ def run_alone(recorded_run: Run) -> Record:
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why a run did not finish. where: position of each rank, if all waited. stopped:
-    the user stopped it.
-    """
+    """The reason why a run did not finish. where: position of each rank, if all waited."""
 
     why: str
     where: tuple[str, ...] = ()
-    stopped: bool = False
 
 
 def run_together(
@@ -97,7 +92,7 @@ def run_together(
     failed, None if it did not.
 
     After a failed run the others are launched anew. patience: seconds after which ranks that all
-    wait are ended.
+    wait are ended. Raises Stopped for a signal.
     """
     for recorded_run in runs:
         recorded_run.folder.mkdir(parents=True)
@@ -113,9 +108,7 @@ def run_together(
         failures += [None] * num_done
         if num_done == len(pending):
             break
-        # the user's signal ends the later runs too
-        num_failed = len(pending) - num_done if failure.stopped else 1
-        failures += [failure] * num_failed
+        failures.append(failure)
     return failures
 
 
@@ -144,7 +137,8 @@ class Launcher:
 
 
 def _launch(runs: Sequence[Run], run_folder: Path, patience: float) -> Failure:
-    """Launch the ranks once; return the failure of the first run that did not finish."""
+    """Launch the ranks once; return the failure of the first run that did not finish. Raises
+    Stopped for a signal, whose runs say nothing about their layout."""
     folders = [recorded_run.folder for recorded_run in runs]
     names = "\n".join(folder.name for folder in folders)
     (run_folder / PENDING).write_text(names, encoding="utf-8")
@@ -156,8 +150,7 @@ def _launch(runs: Sequence[Run], run_folder: Path, patience: float) -> Failure:
     # before the exit code, which is that of the signal that ended them
     if watch.stuck:
         return _hang(watch.stuck, patience)
-    if exit_code - 128 in STOPS:
-        return Failure(f"stopped by signal {exit_code - 128}", stopped=True)
+    require_not_stopped(exit_code)
     if exit_code > 128:
         how_it_ended = f"a rank was ended by signal {exit_code - 128}"
     else:

@@ -48,11 +48,12 @@ class FoundSpikes:
 
 
 def find_spikes(records: Sequence[Mapping[str, Any]]) -> FoundSpikes:
-    """Return the spikes among a run's records, oldest first."""
+    """Return the spikes among a run's records, oldest first; `with_speed` of them are judged."""
     monitor = SpikeMonitor()
     spikes: list[RecordedSpike] = []
     not_finite: list[int] = []
     judged = 0
+    records = with_speed(records)
     for position, record in enumerate(records):
         tokens = step_tokens(record)
         limits = monitor.limits(tokens)
@@ -77,6 +78,7 @@ def find_spikes(records: Sequence[Mapping[str, Any]]) -> FoundSpikes:
 def recorded_step(records: Sequence[Mapping[str, Any]], step: int) -> RecordedSpike | None:
     """Return a step, spike or not, with its limits; None if there is no record of it."""
     monitor = SpikeMonitor()
+    records = with_speed(records)
     for position, record in enumerate(records):
         tokens = step_tokens(record)
         limits = monitor.limits(tokens)
@@ -86,6 +88,12 @@ def recorded_step(records: Sequence[Mapping[str, Any]], step: int) -> RecordedSp
             spike = Spike(report.loss, report.grad_norm, limits)
             return _first_of(spike, record, records[:position])
     return None
+
+
+def with_speed(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return the records that have what a limit depends on, as all do that a run has written."""
+    needed = {"lr", "seconds", "tokens_per_s"}
+    return [record for record in records if needed <= record.keys()]
 
 
 def step_tokens(record: Mapping[str, Any]) -> int:

@@ -307,6 +307,8 @@ def test_what_transformers_says_of_the_exported_model_is_what_generate_says(
 
 
 WRONG = {
+    "--temperature 0 --top-k 5": "--top-k 5: --temperature 0 draws nothing; leave one of them out",
+    "--temperature 0 --seed 3": "--seed 3: --temperature 0 draws nothing; leave one of them out",
     "--temperature -1": "--temperature -1: give 0 (always the most likely token) or more",
     "--top-k -1": "--top-k -1: give at least 1, or 0 for no such limit",
     "--top-p 0": "--top-p 0: give a number above 0 and at most 1, which is no limit",

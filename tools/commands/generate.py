@@ -135,9 +135,24 @@ def _option_problems(args: argparse.Namespace) -> Iterator[str]:
         yield "--prompt -: standard input can be read once; give it once"
     if "" in args.stop:
         yield '--stop "": an empty text is everywhere; leave it out'
+    if args.temperature == 0:
+        yield from _idle_options(args)
     # what torch's generators take
     if not -(2**63) <= args.seed < 2**64:
         yield f"--seed {args.seed}: give a number of at most 64 bits"
+
+
+def _idle_options(args: argparse.Namespace) -> Iterator[str]:
+    """Yield a problem for each option of sampling where nothing is drawn."""
+    usual = Sampling()
+    defaults = {"top_k": usual.top_k, "top_p": usual.top_p, "min_p": usual.min_p, "seed": 0}
+    for name, default in defaults.items():
+        value = getattr(args, name)
+        # as if it were left out
+        if value == default:
+            continue
+        option = "--" + name.replace("_", "-")
+        yield f"{option} {value}: --temperature 0 draws nothing; leave one of them out"
 
 
 def _prompts(args: argparse.Namespace) -> Iterator[str]:

@@ -151,7 +151,6 @@ def shares(weights: Sequence[float]) -> list[int]:
         raise UserError.of(
             "data.blend_weights_too_fine",
             weights=", ".join(map(repr, weights)),
-            period=period,
             longest_period=LONGEST_PERIOD,
         )
     return ratio

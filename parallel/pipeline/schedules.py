@@ -32,6 +32,7 @@ from parallel.pipeline.instructions import (
 )
 
 SHOWN_AROUND = 4  # instructions before and after the current one in a picture
+MOST_PROBLEMS = 5  # of a text that are told
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class Schedule:
         """Return the schedule with this text. Each stage lives on the first rank whose line names
         it.
 
-        Raises UserError that lists, line by line, words that are no instruction, and stages that no
-        line names.
+        Raises UserError that lists, line by line, the first words that are no instruction, or the
+        stages that no line names.
         """
         programs: list[Program] = []
         problems: list[Problem] = []
@@ -77,6 +78,10 @@ class Schedule:
             for stage in stages:
                 if stage not in rank_of_stage:
                     problems.append(Problem.of("pipeline.stage_without_line", stage=stage))
+        # a file of another kind has one for each of its lines
+        further = len(problems) - MOST_PROBLEMS
+        if further > 0:
+            problems[MOST_PROBLEMS:] = [Problem.of("pipeline.further_problems", number=further)]
         if problems:
             raise UserError(*problems)
         placement = tuple(rank_of_stage[stage] for stage in stages)

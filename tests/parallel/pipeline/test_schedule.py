@@ -13,7 +13,7 @@ from megaprec.errors import UserError
 from parallel.pipeline import simulation
 from parallel.pipeline.builders import KINDS, gpipe, one_f_one_b, schedule
 from parallel.pipeline.instructions import NO_MICROBATCH, Channel, Instruction, Op
-from parallel.pipeline.schedules import Schedule, complete, forward_only
+from parallel.pipeline.schedules import MOST_PROBLEMS, Schedule, complete, forward_only
 from parallel.pipeline.simulation import (
     Mark,
     RefusedSchedule,
@@ -89,6 +89,14 @@ def test_all_that_is_wrong_in_a_text_is_told_with_its_line() -> None:
     assert re.match("line 3: " + sentence("pipeline.instruction", text="B2"), second)
     with raises("pipeline.stage_without_line", stage=1):
         Schedule.parse("F0.0 B0.0\nF2.0 B2.0")
+
+
+def test_of_a_file_that_is_no_schedule_the_first_lines_are_told_and_the_others_counted() -> None:
+    with pytest.raises(UserError) as refused:
+        Schedule.parse("no schedule\n" * 400)
+    *first, last = refused.value.problems
+    assert len(first) == MOST_PROBLEMS
+    assert re.fullmatch(sentence("pipeline.further_problems", number=400 - MOST_PROBLEMS), last)
 
 
 def test_a_message_arrives_after_its_time_on_the_way_and_its_sender_goes_on() -> None:

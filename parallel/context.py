@@ -1,7 +1,7 @@
 """The context of the parallel layers: precision plan, tensor-parallel axis and options, as one
 frozen value."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -47,6 +47,8 @@ class Context:
         feed-forward is.
     of_experts: the parameters of these layers are those of experts that lie on their own ranks.
     together: `Layout.together` of the parameters of these layers.
+    refused_kernels: why layers compute without a package of kernels that is there, by its name; the
+        same on all ranks.
     leaves: calls norms, rotations, gates, dropout, losses and FP8 casts, in their compiled forms if
         there are any. These are leaves of the model's code, not of autograd's graph.
 
@@ -67,6 +69,7 @@ class Context:
     together: str = ""
     cp: Axis = Axis("cp")
     ring: bool = True
+    refused_kernels: Mapping[str, str] = field(default_factory=dict, compare=False)
     leaves: Leaves = field(default=PLAIN, compare=False)
     async_tensor: bool = False
 

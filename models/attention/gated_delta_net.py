@@ -143,9 +143,7 @@ class GatedDeltaNet(RecurrentMixer):
         limit = recurrent_kernels.delta_rule_limit(self.config.delta_net.key_dim)
         if state is not None and inputs.begins is not None:
             limit = "flash-linear-attention has one state for each document"
-        _, heads, _, value_dim = inputs.value.shape
-        sizes = (heads, inputs.key.shape[-1], value_dim)
-        kernel = self._choose(DELTA_RULE, inputs.value, sizes, limit).kernel
+        kernel = self._choose(DELTA_RULE, inputs.value, limit).kernel
         if kernel is None:
             return chunked(inputs, state)
         return kernel_calls.delta_rule(kernel, inputs, state, self.context.plan.compute)

@@ -127,10 +127,7 @@ class MambaMixer(RecurrentMixer):
 
         state: the one before the first token; None: zeros.
         """
-        _, groups, _, key_dim = inputs.key.shape
-        _, heads, _, value_dim = inputs.value.shape
-        sizes = (groups, heads, key_dim, value_dim)
-        kernel = self._choose(STATE_SPACE, inputs.value, sizes).kernel
+        kernel = self._choose(STATE_SPACE, inputs.value).kernel
         if kernel is None:
             return chunked(inputs, state)
         return kernel_calls.state_space(kernel, inputs, state, self.context.plan.compute)

@@ -14,13 +14,13 @@ if its products are in 16 bits, but for two settings:
                                    runs may sum in other orders
     train.numerics = "canonical"   for the same reason
 
-A kernel is tried before it is taken (`models.attention.kernel_trials`): releases of Triton have
-compiled such kernels wrongly for some GPUs.
+An engine tries the kernels before its ranks take them (`refused_kernels`), for releases of Triton
+have compiled such kernels wrongly for some GPUs. All ranks take the same.
 """
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megaprec.comm.axis import Axis
+from megaprec.comm.gathered_texts import gather_entries
 from models.attention import kernel_trials
 from models.attention.kernel_trials import Trial
 from models.config import ModelConfig
@@ -112,38 +114,17 @@ class Choice(NamedTuple):
     name: str
 
 
-def choose(
-    package: Package, setting: Setting, limit: str = "", sizes: tuple[int, ...] = ()
-) -> Choice:
+def choose(package: Package, setting: Setting, limit: str = "") -> Choice:
     """Return what computes the package's part of a layer.
 
     limit: the reason why the package does not take this call; "" if it does.
-    sizes: of this rank's part of the layer, with which the kernel is tried, as its trial takes
-        them; (): it is not tried.
     """
     if reason := _objection(setting) or limit:
         return _plain(reason)
     # What is installed there is not known here.
     if setting.device == "meta":
         return Choice(None, f"{package.name} where it is installed, else plain torch")
-    choice = find(package)
-    if choice.kernel is None or not sizes:
-        return choice
-    fault = _fault(package, choice.kernel, sizes, setting.products)
-    return _plain(f"{choice.name} {fault}") if fault else choice
-
-
-@cache
-def _fault(
-    package: Package,
-    kernel: Callable[..., Any],
-    sizes: tuple[int, ...],
-    products: torch.dtype,
-) -> str:
-    """Return what is wrong with a kernel on this GPU; "" if it is right."""
-    # gradients are tried too, though an evaluation may be the first to ask
-    with torch.inference_mode(False), torch.enable_grad():
-        return package.trial(kernel, sizes, products)
+    return find(package)
 
 
 def _objection(setting: Setting) -> str:
@@ -184,30 +165,87 @@ def find(package: Package) -> Choice:
     return Choice(kernel, f"{package.name} {release}")
 
 
-def describe(model: ModelConfig, tp: int, setting: Setting) -> list[str]:
-    """Return what computes the parts of the layers of a model that have a recurrent state; none if
-    no layer has one.
+class Use(NamedTuple):
+    """A package that computes a part of a model's layers.
+
+    limit: why it does not take these layers; "" if it does.
+    sizes: of a rank's part of a layer, as the package's trial takes them.
+    """
+
+    package: Package
+    limit: str
+    sizes: tuple[int, ...]
+
+
+def uses(model: ModelConfig, tp: int) -> list[Use]:
+    """Return the packages for the parts of a model's layers that have a recurrent state; none if no
+    layer has one.
 
     tp: tensor-parallel ranks.
     """
-    parts: list[tuple[Package, str, tuple[int, ...]]] = []
+    found: list[Use] = []
     if rule := model.delta_net:
         keys = 2 * rule.key_width // min(tp, rule.key_heads)
         features = keys + rule.value_width // tp
-        heads = (rule.value_heads // tp, rule.key_dim, rule.value_dim)
-        parts.append((DELTA_RULE, delta_rule_limit(rule.key_dim), heads))
-        limit = convolution_limit(features, rule.kernel)
-        parts.append((CONVOLUTION, limit, (features, rule.kernel)))
+        sizes = (rule.value_heads // tp, rule.key_dim, rule.value_dim)
+        found.append(Use(DELTA_RULE, delta_rule_limit(rule.key_dim), sizes))
+        found.append(_convolution_use(features, rule.kernel))
     if scan := model.mamba:
-        features = scan.convolved_width // tp
-        heads = (scan.groups // tp, scan.heads // tp, scan.state_dim, scan.head_dim)
-        parts.append((STATE_SPACE, "", heads))
-        limit = convolution_limit(features, scan.kernel)
-        parts.append((CONVOLUTION, limit, (features, scan.kernel)))
-    return [
-        f"{package.part} by {choose(package, setting, limit, sizes).name}"
-        for package, limit, sizes in parts
-    ]
+        sizes = (scan.groups // tp, scan.heads // tp, scan.state_dim, scan.head_dim)
+        found.append(Use(STATE_SPACE, "", sizes))
+        found.append(_convolution_use(scan.convolved_width // tp, scan.kernel))
+    return found
+
+
+def _convolution_use(features: int, tokens: int) -> Use:
+    return Use(CONVOLUTION, convolution_limit(features, tokens), (features, tokens))
+
+
+def refused_kernels(
+    model: ModelConfig,
+    tp: int,
+    setting: Setting,
+    tokens: int,
+    world: Axis,
+    device: torch.device,
+) -> dict[str, str]:
+    """Try the kernels that the layers of a model would take, and return why one is not to be taken
+    by any rank, by the name of its package: it is wrong on a rank, fails there, or is not there.
+
+    Collective over the world. tp: tensor-parallel ranks. tokens: of a sequence.
+    """
+    uses_of_layers = uses(model, tp)
+    if not uses_of_layers or setting.device == "meta" or _objection(setting):
+        return {}
+    own_reasons: dict[str, str] = {}
+    for package, limit, sizes in uses_of_layers:
+        if limit:
+            continue
+        kernel, name = choose(package, setting)
+        if kernel is None:
+            own_reasons[package.name] = name.removeprefix("plain torch (").removesuffix(")")
+            continue
+        # gradients too, in whatever mode the engine is built
+        with torch.inference_mode(False), torch.enable_grad():
+            fault = package.trial(kernel, sizes, tokens, setting.products)
+        if fault:
+            own_reasons[package.name] = f"{name} {fault} of rank {world.rank}"
+    return gather_entries(own_reasons, world, device)
+
+
+def describe(
+    model: ModelConfig, tp: int, setting: Setting, refused: Mapping[str, str]
+) -> list[str]:
+    """Return what computes the parts of the layers of a model that have a recurrent state; none if
+    no layer has one.
+
+    tp: tensor-parallel ranks. refused: what `refused_kernels` has found.
+    """
+    lines: list[str] = []
+    for package, limit, _ in uses(model, tp):
+        choice = choose(package, setting, limit or refused.get(package.name, ""))
+        lines.append(f"{package.part} by {choice.name}")
+    return lines
 
 
 def delta_rule_limit(key_dim: int) -> str:

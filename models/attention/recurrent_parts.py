@@ -125,8 +125,7 @@ class RecurrentMixer(nn.Module, ABC):
         limit = recurrent_kernels.convolution_limit(*weight.shape)
         if before is not None and begins is not None:
             limit = "causal-conv1d knows no tokens before documents"
-        sizes = (weight.shape[0], weight.shape[1])
-        kernel = self._choose(CONVOLUTION, mixed, sizes, limit).kernel
+        kernel = self._choose(CONVOLUTION, mixed, limit).kernel
         if kernel is not None:
             return kernel_calls.convolution(kernel, mixed, weight, bias, before, begins)
         return F.silu(short_convolution(mixed, weight, before, begins, bias))
@@ -135,18 +134,16 @@ class RecurrentMixer(nn.Module, ABC):
         """Return the tokens before those that are convolved; None: there are none."""
         return None
 
-    def _choose(
-        self, package: Package, x: Tensor, sizes: tuple[int, ...], limit: str = ""
-    ) -> Choice:
-        """Return what computes the package's part of this layer for tensors like x. sizes, limit:
-        as of `recurrent_kernels.choose`."""
+    def _choose(self, package: Package, x: Tensor, limit: str = "") -> Choice:
+        """Return what computes the package's part of this layer for tensors like x."""
         setting = Setting(
             device=x.device.type,
             products=self.context.plan.compute,
             canonical=isinstance(self.context.tp, LaneAxis),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        return recurrent_kernels.choose(package, setting, limit, sizes)
+        refused = self.context.refused_kernels.get(package.name, "")
+        return recurrent_kernels.choose(package, setting, limit or refused)
 
 
 def heads_of(features: Tensor, width: int) -> Tensor:

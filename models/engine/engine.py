@@ -28,6 +28,7 @@ from megaprec.optim.step_limits import NO_LIMITS, StepLimits
 from megaprec.optim.step_report import LOSS, NonFiniteStep, StepObserver, StepReport
 from megaprec.precision.plan import PrecisionPlan
 from models.attention.context_limits import require_divisible_context
+from models.attention.recurrent_kernels import Setting, refused_kernels
 from models.config import ModelConfig
 from models.decoder.cutting import MakeStage, build, cuts
 from models.decoder.stages import Stage
@@ -148,6 +149,16 @@ def build_stages(
         options.expert_tensor,
         options.canonical_shards,
     )
+    device = device_of(mesh)
+    setting = Setting(
+        device=device.type,
+        products=plan.compute,
+        canonical=canonical,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    refused = refused_kernels(
+        config, tp.size, setting, options.seq_length, Axis.world(mesh), device
+    )
     context = Context(
         plan,
         tp,
@@ -162,6 +173,7 @@ def build_stages(
         ring=options.ring,
         leaves=options.leaves,
         async_tensor=options.async_tensor,
+        refused_kernels=refused,
     )
     rank_of_stage = schedule.rank_of_stage
     stage_cuts = cuts(
@@ -236,6 +248,7 @@ class Engine:
         self.cp = Axis.of(mesh, "cp")
         self.fp8 = context.fp8
         self.experts = context.experts
+        self.refused_kernels = context.refused_kernels
         self.watch: Callable[[Executor], None] | None = None
         # Parity and the sentinel compare the work of ranks in full; this check is for users' loops.
         optimizer.checks_loop = False

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.virtual import VirtualAxis
@@ -33,21 +34,30 @@ from models.attention.recurrent_kernels import (
     Setting,
     choose,
     describe,
+    refused_kernels,
+    uses,
 )
 from models.attention.short_convolution import short_convolution
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
 from models.decoder.kv_cache import CachedStage
+from models.engine import engine as engine_module
+from models.engine.engine import Engine
+from models.engine.options import EngineOptions
+from models.engine.passes import Share
+from models.estimate.storage import SimulatedAxis
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.context import Context
 from parallel.lockstep import Lockstep
+from parallel.pipeline.builders import schedule
 from tests.models import test_delta_rule, test_state_space
 from tests.models.recurrent_stand_ins import FUNCTIONS, install
 from tests.models.test_delta_rule import assert_alike
+from tests.ranks import run_ranks
 from tools.analysis.planning.device import Target
 from tools.analysis.planning.report import run_lines
 from tools.config.run_file import load_run
-from tools.verify.doctor.kernels import FAULTY, HERE, _try_package
+from tools.verify.doctor import kernels
 
 WIDE = torch.float64
 ON_GPU = Setting("cuda", torch.bfloat16, canonical=False, deterministic=False)
@@ -79,7 +89,6 @@ def no_package_is_remembered() -> Iterator[None]:
 def tried_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are tried on the CPU, where stand-ins compute token by token."""
     monkeypatch.setattr(kernel_trials, "DEVICE", "cpu")
-    monkeypatch.setattr(kernel_trials, "TOKENS", 20)
 
 
 @pytest.fixture
@@ -92,6 +101,7 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch, tried_here: None) -> None:
         return Setting(**facts)._replace(device="cuda", products=torch.bfloat16)
 
     monkeypatch.setattr(recurrent_parts, "Setting", setting)
+    monkeypatch.setattr(engine_module, "Setting", setting)
 
 
 def made_and_gradients(
@@ -280,31 +290,40 @@ def test_a_kernel_is_taken_on_a_gpu_unless_the_run_asks_for_what_it_cannot_do(
 
 # heads, key and value; groups, heads, key and value; features and taps
 TRIED_SIZES = {DELTA_RULE: (2, 8, 4), STATE_SPACE: (1, 2, 8, 4), CONVOLUTION: (8, 4)}
+TOKENS = 20
+MODELS = {DELTA_RULE: DELTA_NET, STATE_SPACE: MAMBA, CONVOLUTION: MAMBA}
+CPU = torch.device("cpu")
+
+
+def try_in(model: ModelConfig) -> dict[str, str]:
+    """Try the kernels of a model's layers on one rank."""
+    return refused_kernels(model, 1, ON_GPU, TOKENS, Axis.world(None), CPU)
 
 
 @pytest.mark.filterwarnings(f"ignore:{FEWER_TOKENS_THAN_HEADS}")
-@pytest.mark.parametrize("package", FUNCTIONS, ids=lambda package: package.name)
-def test_a_kernel_that_computes_what_plain_torch_does_is_taken(
-    package: Package, monkeypatch: pytest.MonkeyPatch, tried_here: None
+@pytest.mark.parametrize("model", [DELTA_NET, MAMBA], ids=["delta net", "mamba"])
+def test_kernels_that_compute_what_plain_torch_does_are_not_refused(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch, tried_here: None
 ) -> None:
-    install(monkeypatch, package, function=FUNCTIONS[package])
-    choice = choose(package, ON_GPU, sizes=TRIED_SIZES[package])
-    assert choice == (FUNCTIONS[package], f"{package.name} 9.8.7")
+    for package, function in FUNCTIONS.items():
+        install(monkeypatch, package, function=function)
+    assert try_in(model) == {}
 
 
-@pytest.mark.filterwarnings(f"ignore:{FEWER_TOKENS_THAN_HEADS}")
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_gradients_are_tried_where_none_are_taken(
-    mode: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, tried_here: None
+@pytest.mark.parametrize(
+    ("package", "sizes"),
+    [
+        (DELTA_RULE, (1, 128, 64)),
+        (STATE_SPACE, (1, 2, 128, 64)),
+        (STATE_SPACE, (2, 2, 128, 64)),
+        (CONVOLUTION, (64, 4)),
+    ],
+)
+def test_what_rounds_as_bf16_does_is_right(
+    package: Package, sizes: tuple[int, ...], tried_here: None
 ) -> None:
-    def faulty(q: Tensor, *others: Any, **named: Any) -> Any:
-        return FUNCTIONS[DELTA_RULE](with_half_the_gradient(q), *others, **named)
-
-    install(monkeypatch, DELTA_RULE, function=faulty)
-    with mode():
-        kernel, name = choose(DELTA_RULE, ON_GPU, sizes=TRIED_SIZES[DELTA_RULE])
-    assert kernel is None
-    assert "in the gradient of query" in name
+    """Gradients of rates are sums over all tokens, of which little is left."""
+    assert package.trial(FUNCTIONS[package], sizes, 200, torch.bfloat16) == ""
 
 
 def with_half_the_gradient(x: Tensor) -> Tensor:
@@ -317,10 +336,6 @@ def without_a_gradient_that_is_a_number(x: Tensor) -> Tensor:
     return x + infinity_times_nothing.nan_to_num(0)
 
 
-def too_large(x: Tensor) -> Tensor:
-    return 1.05 * x
-
-
 @pytest.mark.filterwarnings(f"ignore:{FEWER_TOKENS_THAN_HEADS}")
 @pytest.mark.parametrize("package", FUNCTIONS, ids=lambda package: package.name)
 @pytest.mark.parametrize(
@@ -328,45 +343,144 @@ def too_large(x: Tensor) -> Tensor:
     [
         (with_half_the_gradient, "is wrong by 50.0% in the gradient of "),
         (without_a_gradient_that_is_a_number, "is wrong by nan% in the gradient of "),
-        (too_large, "is wrong by 5."),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_kernel_that_is_wrong_here_is_not_taken_and_the_difference_is_named(
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_kernel_with_wrong_gradients_is_refused_wherever_its_engine_is_built(
     package: Package,
     planted: Callable[[Tensor], Tensor],
     words: str,
+    mode: Callable[[], Any],
     monkeypatch: pytest.MonkeyPatch,
     tried_here: None,
 ) -> None:
-    """The fault is one of the last input of the kernel that is a tensor, or of the outputs."""
+    def faulty(first: Tensor, *others: Any, **named: Any) -> Any:
+        return FUNCTIONS[package](planted(first), *others, **named)
 
-    def faulty(*arguments: Any, **named: Any) -> Any:
-        inputs = [*arguments]
-        last = max(place for place, value in enumerate(inputs) if isinstance(value, Tensor))
-        if planted is not too_large:
-            inputs[last] = planted(inputs[last])
-        made = FUNCTIONS[package](*inputs, **named)
-        if planted is not too_large:
-            return made
-        return too_large(made) if isinstance(made, Tensor) else (too_large(made[0]), made[1])
-
+    for other, function in FUNCTIONS.items():
+        install(monkeypatch, other, function=function)
     install(monkeypatch, package, function=faulty)
-    kernel, name = choose(package, ON_GPU, sizes=TRIED_SIZES[package])
-    assert kernel is None
-    assert name.startswith(f"plain torch ({package.name} 9.8.7 {words}")
+    with mode():
+        refused = try_in(MODELS[package])
+    assert [*refused] == [package.name]
+    assert refused[package.name].startswith(f"{package.name} 9.8.7 {words}")
+    assert refused[package.name].endswith(" on the GPU of rank 0")
 
 
-def test_a_kernel_that_fails_here_is_not_taken_and_its_reason_is_told(
+@pytest.mark.filterwarnings(f"ignore:{FEWER_TOKENS_THAN_HEADS}")
+@pytest.mark.parametrize(("larger_by", "is_right"), [(1.02, True), (1.04, False)])
+def test_outputs_may_differ_by_three_per_cent(
+    larger_by: float, is_right: bool, tried_here: None
+) -> None:
+    def scaled(*arguments: Any, **named: Any) -> Any:
+        outputs, last = FUNCTIONS[DELTA_RULE](*arguments, **named)
+        return outputs * larger_by, last
+
+    fault = DELTA_RULE.trial(scaled, TRIED_SIZES[DELTA_RULE], TOKENS, torch.float32)
+    assert (fault == "") == is_right
+
+
+@pytest.mark.parametrize("package", [DELTA_RULE, STATE_SPACE], ids=lambda package: package.name)
+def test_a_kernel_that_forgets_a_state_between_chunks_is_seen(
+    package: Package, tried_here: None
+) -> None:
+    """Each piece of 128 tokens begins without what was before."""
+
+    def forgetful(*arguments: Any, **named: Any) -> Any:
+        # tensors with tokens are those of the first argument's length
+        length = arguments[0].shape[1]
+        pieces: list[Tensor] = []
+        last: Any = None
+        for first in range(0, length, 128):
+            of_piece: list[Any] = []
+            for value in arguments:
+                has_tokens = isinstance(value, Tensor) and value.dim() > 1
+                of_piece.append(value[:, first : first + 128] if has_tokens else value)
+            outputs, last = FUNCTIONS[package](*of_piece, **named)
+            pieces.append(outputs)
+        return torch.cat(pieces, 1), last
+
+    sizes = {DELTA_RULE: (2, 16, 8), STATE_SPACE: (1, 2, 16, 8)}[package]
+    assert "is wrong by" in package.trial(forgetful, sizes, 300, torch.bfloat16)
+
+
+def test_a_kernel_that_fails_here_is_refused_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, tried_here: None
 ) -> None:
     def failing(*arguments: Any, **named: Any) -> Any:
         raise RuntimeError("wrong on Hopper GPUs; upgrade Triton\nmore lines")
 
     install(monkeypatch, DELTA_RULE, function=failing)
-    choice = choose(DELTA_RULE, ON_GPU, sizes=TRIED_SIZES[DELTA_RULE])
-    reason = "fails on this GPU: wrong on Hopper GPUs; upgrade Triton"
-    assert choice == (None, f"plain torch (flash-linear-attention 9.8.7 {reason})")
+    reason = "fails (wrong on Hopper GPUs; upgrade Triton) on the GPU of rank 0"
+    refused = try_in(DELTA_NET)
+    assert refused["flash-linear-attention"] == f"flash-linear-attention 9.8.7 {reason}"
+    # and one that is not there
+    assert refused["causal-conv1d"] == "causal-conv1d is not installed"
+    assert describe(DELTA_NET, 1, ON_GPU, refused)[0].endswith(f" 9.8.7 {reason})")
+
+
+def refused_on_a_rank(mesh: DeviceMesh) -> dict[str, str]:
+    """Both ranks have the packages, and those of rank 1 are wrong."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_trials, "DEVICE", "cpu")
+
+        def faulty(first: Tensor, *others: Any, **named: Any) -> Any:
+            seen = with_half_the_gradient(first) if mesh.get_rank() == 1 else first
+            return FUNCTIONS[STATE_SPACE](seen, *others, **named)
+
+        for package, function in FUNCTIONS.items():
+            install(patch, package, function=function)
+        install(patch, STATE_SPACE, function=faulty)
+        return refused_kernels(MAMBA, 1, ON_GPU, TOKENS, Axis.world(mesh), CPU)
+
+
+def test_what_one_rank_refuses_no_rank_takes() -> None:
+    one, other = run_ranks(refused_on_a_rank, {"dp": 2})
+    assert one == other
+    assert [*one] == [STATE_SPACE.name]
+    assert one[STATE_SPACE.name].endswith("on the GPU of rank 1")
+
+
+@pytest.mark.filterwarnings(f"ignore:{FEWER_TOKENS_THAN_HEADS}")
+@pytest.mark.parametrize("is_faulty", [False, True])
+def test_an_engine_tries_kernels_and_its_layers_do_without_those_that_are_wrong(
+    is_faulty: bool, monkeypatch: pytest.MonkeyPatch, as_on_gpu: None
+) -> None:
+    calls: list[Any] = []
+
+    def kernel(first: Tensor, *others: Any, **named: Any) -> Any:
+        calls.append(first)
+        seen = with_half_the_gradient(first) if is_faulty else first
+        return FUNCTIONS[DELTA_RULE](seen, *others, **named)
+
+    install(monkeypatch, DELTA_RULE, function=kernel)
+    options = EngineOptions(micro_batch=1, seq_length=9, recompute=Recompute(("attention",)))
+    engine = Engine.build(DELTA_NET, plan("fp32"), None, schedule("1f1b", 1, 1), options)
+    calls.clear()
+    ids = torch.randint(32, (1, 10), generator=torch.Generator().manual_seed(0))
+    engine.step(Share(ids[:, :-1], ids[:, 1:]), 1e-3, 0)
+    assert bool(calls) == (not is_faulty)
+    assert (DELTA_RULE.name in engine.refused_kernels) == is_faulty
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("model", [DELTA_NET, MAMBA], ids=["delta net", "mamba"])
+def test_a_kernel_is_tried_with_the_sizes_of_a_ranks_layer(model: ModelConfig, tp: int) -> None:
+    sizes = {package: of_layer for package, _, of_layer in uses(model, tp)}
+    context = Context(plan("bf16"), SimulatedAxis("tp", 0, tp))
+    layer: Any
+    if model.delta_net:
+        layer = GatedDeltaNet(model, context, "attention")
+        heads = layer.log_rate.numel()
+        expected = (heads, model.delta_net.key_dim, model.delta_net.value_dim)
+        assert sizes[DELTA_RULE] == expected
+    else:
+        layer = MambaMixer(model, context, "attention")
+        heads = layer.log_rate.numel()
+        groups = model.mamba.groups // tp
+        assert sizes[STATE_SPACE] == (groups, heads, model.mamba.state_dim, model.mamba.head_dim)
+    assert sizes[CONVOLUTION] == tuple(layer.convolution.shape)
 
 
 @pytest.mark.filterwarnings(f"ignore:{FEWER_TOKENS_THAN_HEADS}")
@@ -375,31 +489,17 @@ def test_the_doctor_finds_a_kernel_with_wrong_gradients(
     package: Package, monkeypatch: pytest.MonkeyPatch, tried_here: None
 ) -> None:
     gpu = torch.device("cuda")
+    monkeypatch.setattr(kernels, "TOKENS", TOKENS)
 
     def faulty(first: Tensor, *others: Any, **named: Any) -> Any:
         return FUNCTIONS[package](with_half_the_gradient(first), *others, **named)
 
     install(monkeypatch, package, function=FUNCTIONS[package])
-    assert _try_package(package, TRIED_SIZES[package], gpu).state == HERE
+    assert kernels._try_package(package, TRIED_SIZES[package], gpu).state == kernels.HERE
     install(monkeypatch, package, function=faulty)
-    trial = _try_package(package, TRIED_SIZES[package], gpu)
-    assert trial.state == FAULTY
+    trial = kernels._try_package(package, TRIED_SIZES[package], gpu)
+    assert trial.state == kernels.FAULTY
     assert f"{package.name} 9.8.7 is wrong by 50.0% in the gradient of " in trial.reason
-
-
-@pytest.mark.filterwarnings(f"ignore:{FEWER_TOKENS_THAN_HEADS}")
-def test_a_layer_does_without_a_kernel_that_is_wrong(
-    monkeypatch: pytest.MonkeyPatch, as_on_gpu: None
-) -> None:
-    def faulty(q: Tensor, *others: Any, **named: Any) -> Any:
-        return FUNCTIONS[DELTA_RULE](with_half_the_gradient(q), *others, **named)
-
-    install(monkeypatch, DELTA_RULE, function=faulty)
-    layer = GatedDeltaNet(DELTA_NET, Context(plan("bf16")), "attention")
-    inputs, _ = replace(test_delta_rule.ODD, length=9, documents=0.0).inputs()
-    outputs, last = layer._scan(inputs)
-    assert last is not None
-    assert_alike([outputs, last], delta_rule.chunked(inputs))
 
 
 @pytest.mark.parametrize("package", FUNCTIONS, ids=lambda package: package.name)
@@ -417,27 +517,26 @@ def test_a_package_that_cannot_be_used_is_named_with_the_reason(
     assert choose(package, ON_GPU) == (None, old)
 
 
-@pytest.mark.filterwarnings(f"ignore:{FEWER_TOKENS_THAN_HEADS}")
 def test_the_parts_of_a_model_are_named_with_what_computes_them(
-    monkeypatch: pytest.MonkeyPatch, tried_here: None
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for package in (DELTA_RULE, STATE_SPACE):
         install(monkeypatch, package, function=FUNCTIONS[package])
     missing = "convolution by plain torch (causal-conv1d is not installed)"
     by_fla = "gated delta rule by flash-linear-attention 9.8.7"
-    assert describe(DELTA_NET, 1, ON_GPU) == [by_fla, missing]
-    assert describe(MAMBA, 1, ON_GPU) == ["state space by mamba-ssm 9.8.7", missing]
+    assert describe(DELTA_NET, 1, ON_GPU, {}) == [by_fla, missing]
+    assert describe(MAMBA, 1, ON_GPU, {}) == ["state space by mamba-ssm 9.8.7", missing]
     # 24 features are 12 on each of two ranks
     uneven = "convolution by plain torch (causal-conv1d takes features in multiples of 8)"
-    assert describe(MAMBA, 2, ON_GPU)[1] == uneven
+    assert describe(MAMBA, 2, ON_GPU, {})[1] == uneven
     wide = {"key_heads": 1, "value_heads": 1, "key_dim": 257, "value_dim": 2, "kernel": 5}
     keys = dict(DELTA_NET_KEYS, delta_net=wide)
     config = ModelConfig(**SIZES, **keys)
-    assert describe(config, 1, ON_GPU) == [
+    assert describe(config, 1, ON_GPU, {}) == [
         "gated delta rule by plain torch (flash-linear-attention has keys of at most 256 features)",
         "convolution by plain torch (causal-conv1d sees 2 to 4 tokens)",
     ]
-    assert describe(ModelConfig(family="llama", **SIZES), 1, ON_GPU) == []
+    assert describe(ModelConfig(family="llama", **SIZES), 1, ON_GPU, {}) == []
 
 
 @pytest.mark.parametrize(
@@ -466,10 +565,10 @@ def test_the_process_decides_where_bits_must_repeat(monkeypatch: pytest.MonkeyPa
     )
     x = torch.zeros(1)
     layer = GatedDeltaNet(DELTA_NET, Context(plan("bf16")), "attention")
-    assert layer._choose(DELTA_RULE, x, ()).kernel is not None
+    assert layer._choose(DELTA_RULE, x).kernel is not None
     with monkeypatch.context() as deterministic:
         deterministic.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-        assert layer._choose(DELTA_RULE, x, ()).name == "plain torch (train.deterministic)"
+        assert layer._choose(DELTA_RULE, x).name == "plain torch (train.deterministic)"
     (lane,) = Lockstep(VirtualAxis(Axis("tp"), 1)).axes
     layer = GatedDeltaNet(DELTA_NET, Context(plan("bf16"), tp=lane), "attention")
-    assert layer._choose(DELTA_RULE, x, ()).name == "plain torch (canonical numerics)"
+    assert layer._choose(DELTA_RULE, x).name == "plain torch (canonical numerics)"

@@ -196,6 +196,6 @@ def _state_space_forms(device: torch.device) -> dict[str, Form]:
 
 
 def _kernel(package: Package, device: torch.device) -> Callable[..., Any] | None:
-    """Return the kernel that a run in bf16 takes on this device; None: plain torch."""
+    """Return the kernel that a run in bf16 tries, and takes if it is right; None: plain torch."""
     setting = Setting(device.type, torch.bfloat16, canonical=False, deterministic=False)
     return recurrent_kernels.choose(package, setting).kernel

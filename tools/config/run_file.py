@@ -17,6 +17,7 @@ as a string.
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Self
 
 import torch
@@ -204,17 +205,22 @@ class RunConfig(BaseModel):
             self.data.reset_attention_mask,
         )
 
-    def recurrent_kernels(self, model: ModelConfig) -> list[str]:
+    def recurrent_kernels(
+        self, model: ModelConfig, refused: Mapping[str, str] = MappingProxyType({})
+    ) -> list[str]:
         """Return what computes each part of the layers of `model` with a recurrent state in this
         run, for tensors of the default device; none if there are no such layers
-        (`models.attention.recurrent_kernels`)."""
+        (`models.attention.recurrent_kernels`).
+
+        refused: why a package is not taken, by its name, as an engine has found.
+        """
         setting = recurrent_kernels.Setting(
             device=torch.empty(0).device.type,
             products=self.plan.compute,
             canonical=self.train.numerics == "canonical",
             deterministic=self.train.deterministic,
         )
-        return recurrent_kernels.describe(model, self.parallel.tensor, setting)
+        return recurrent_kernels.describe(model, self.parallel.tensor, setting, refused)
 
     @property
     def engine_options(self) -> EngineOptions:

@@ -1,7 +1,7 @@
 """The lines that `megaprec train` prints before the first step and after the last."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -53,12 +53,18 @@ NO_PLOT = "none: pip install matplotlib, or set log.plot = false"
 
 
 def print_start(
-    config: RunConfig, corpus: Corpus, device: str, resumed: Path | None, steps_done: int
+    config: RunConfig,
+    corpus: Corpus,
+    device: str,
+    resumed: Path | None,
+    steps_done: int,
+    refused_kernels: Mapping[str, str],
 ) -> None:
     """Print model, data, layout, batch sizes, precision and stages.
 
     resumed: the checkpoint that the run resumes or branches from, None if it begins. steps_done:
-    the number of steps that it has taken before.
+    the number of steps that it has taken before. refused_kernels: why the run's engine does without
+    a package of kernels, by its name.
     """
     _print_settings(config, corpus, device)
     if config.train.eval_every:
@@ -67,7 +73,7 @@ def print_start(
         with without_storage("cpu") if device == "cpu" else torch.device(device):
             if attention := config.attention_kernels(corpus.model):
                 say(f"attention  {'; '.join(attention)}")
-            if recurrent := config.recurrent_kernels(corpus.model):
+            if recurrent := config.recurrent_kernels(corpus.model, refused_kernels):
                 say(f"recurrent  {'; '.join(recurrent)}")
     for note in corpus.notes:
         say(f"note       {note}")

@@ -201,7 +201,12 @@ class Trainer:
         """
         if self.rank == 0:
             print_start(
-                self.config, self.corpus, self.engine.device.type, self.resumed, self.progress.step
+                self.config,
+                self.corpus,
+                self.engine.device.type,
+                self.resumed,
+                self.progress.step,
+                self.engine.refused_kernels,
             )
             print_memory(self.engine.optimizer)
             print_marked(self.engine.optimizer)

@@ -33,6 +33,7 @@ TOLERANCE = 0.02  # relative, of bf16 products
 SIZES_OF_DELTA_RULE = (4, 128, 128)
 SIZES_OF_STATE_SPACE = (2, 4, 128, 64)
 SIZES_OF_CONVOLUTION = (512, 4)
+TOKENS = 500  # of a sequence
 HERE = "here"
 ABSENT = "absent"
 FAULTY = "faulty"
@@ -115,12 +116,11 @@ def _try_package(package: Package, sizes: tuple[int, ...], device: torch.device)
     takes them."""
     # of a plain run
     setting = Setting(device.type, torch.bfloat16, canonical=False, deterministic=False)
-    kernel, name = recurrent_kernels.choose(package, setting, sizes=sizes)
-    if kernel is not None:
-        return Trial(HERE, "")
-    if "is wrong by" in name:
-        return Trial(FAULTY, name)
-    return Trial(ABSENT, name)
+    kernel, name = recurrent_kernels.choose(package, setting)
+    if kernel is None:
+        return Trial(ABSENT, name)
+    fault = package.trial(kernel, sizes, TOKENS, setting.products)
+    return Trial(FAULTY, f"{name} {fault}") if fault else Trial(HERE, "")
 
 
 def _random_bf16(shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:

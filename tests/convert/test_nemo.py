@@ -327,6 +327,12 @@ def test_numbers_and_keys_may_be_spelled_in_any_way_that_yaml_has(tmp_path: Path
     merged = "a: &a {x: 1}\ndeep: {b: &b {<<: *a, x: 2}}\nd: {<<: *b}\n1: one\n'1': text\n"
     file.write_text(text + merged)
     assert read_yaml(file)["d"] == {"x": 2} and open_source(folder, 131).model.layers
+    in_turn = "a: &a {x: 1, y: 5}\nb: &b {<<: *a, x: 2}\nfirst: {<<: [*a, *b]}\nown: {<<: [*b, *a], y: 9}\n"
+    file.write_text(in_turn)
+    assert read_yaml(file)["first"] == {"x": 1, "y": 5}
+    assert read_yaml(file)["own"] == {"x": 2, "y": 9}
+    file.write_text(text + "d: {<<: 3}\n")
+    assert shows(refused(folder), "convert.yaml_unreadable", file=file)
     file.write_text(text + "? [a, b]\n: 1\n")
     assert shows(refused(folder), "convert.yaml_unreadable", file=file)
 

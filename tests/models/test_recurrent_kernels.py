@@ -1,6 +1,7 @@
 """Kernels of other packages compute what plain torch does, are taken where they can be, and are
 named."""
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -506,6 +507,8 @@ def test_the_doctor_finds_a_kernel_with_wrong_gradients(
 def test_a_package_that_cannot_be_used_is_named_with_the_reason(
     package: Package, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # as where it is not installed
+    monkeypatch.setitem(sys.modules, package.module.partition(".")[0], None)
     assert choose(package, ON_GPU).name == f"plain torch ({package.name} is not installed)"
     install(monkeypatch, package)
     kernel, name = choose(package, ON_GPU)

@@ -104,11 +104,12 @@ def _join_alternatives(
             continue
         # without the name of the type, which pydantic puts behind the place
         alternatives = [_requirement({**finding, "loc": place}) for finding in findings_of_place]
-        before, begins, _ = alternatives[0].partition("must be ")
-        subject = before + begins
+        before, demand, _ = alternatives[0].partition("must be ")
+        # what all alternatives begin with stands once
+        subject = before + demand if demand else ""
         words = [alternative.removeprefix(subject) for alternative in alternatives]
         # a text may be wrong as a value and within a list
-        message = subject * bool(begins) + " or ".join(dict.fromkeys(words))
+        message = subject + " or ".join(dict.fromkeys(words))
         yield {"type": "union", "loc": place[:1], "msg": message, "input": None}
 
 

@@ -7,6 +7,8 @@ from typing import Any
 from megaprec.errors import UserError
 from megaprec.parsing import read_text
 
+MERGE = "tag:yaml.org,2002:merge"
+
 
 def read_yaml(file: Path) -> dict[str, Any]:
     """Return a YAML mapping. UserError if the file is not there or holds something else, or if
@@ -31,6 +33,30 @@ def read_yaml(file: Path) -> dict[str, Any]:
                     )
                 seen.add(identity)
             return node
+
+        def flatten_mapping(self, node: Any) -> None:
+            """Put what a mapping merges (<<) before its own pairs, which count more.
+
+            PyYAML 6.0.4 takes the first of two pairs of a merged mapping that has merged one
+            itself: the value that this one has overruled.
+            """
+            merged: list[Any] = []
+            own: list[Any] = []
+            for key, value in node.value:
+                if key.tag != MERGE:
+                    own.append((key, value))
+                    continue
+                # of a sequence the first mapping counts most, and so is last here
+                sources = value.value[::-1] if isinstance(value, yaml.SequenceNode) else [value]
+                for source in sources:
+                    if not isinstance(source, yaml.MappingNode):
+                        raise ValueError(f"line {source.start_mark.line + 1}: << takes mappings")
+                    self.flatten_mapping(source)
+                    merged += source.value
+            # Each key once, with its last value: merges of merges would grow without end.
+            last = {(key.tag, str(key.value)): (key, value) for key, value in (*merged, *own)}
+            node.value = [*last.values()]
+            super().flatten_mapping(node)
 
     # What YAML 1.2 and all other languages take for a number, PyYAML takes for text.
     Once.add_implicit_resolver(

@@ -53,7 +53,8 @@ class Context:
         there are any. These are leaves of the model's code, not of autograd's graph.
 
     Raises ValueError if `fp8` has another recipe than the plan, and UserError if whole layers are
-    recomputed although FP8 scales advance with every micro-batch, and for values of another kind.
+    recomputed although FP8 scales advance with every micro-batch, for async_tensor without
+    sequence, and for values of another kind.
     """
 
     plan: PrecisionPlan
@@ -81,6 +82,8 @@ class Context:
                 "the plan and fp8 have different recipes: give the context an FP8State of the same "
                 "recipe"
             )
+        if self.async_tensor and not self.sequence:
+            raise UserError.of("parallel.async_tensor_sequence")
         recipe = self.plan.fp8
         local_scales = recipe and recipe.kind == "delayed" and not recipe.reduce_amax
         # replicas hold different experts, so their amaxes are of different tensors

@@ -12,6 +12,7 @@ Ranks have shards of dim 0, in rank order. Matrices are those of `x @ matrix`.
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.gathered_texts import gather_entries
@@ -93,16 +94,19 @@ def async_tensor_problems(
     return problems
 
 
-def require_fused_products(tp: Axis, device: torch.device) -> None:
-    """Raise UserError, on every rank of tp, unless fused products can be computed by all of them.
+def require_fused_products(mesh: DeviceMesh | None, device: torch.device) -> None:
+    """Raise UserError, on every rank of the mesh, unless all of them can compute fused products.
 
-    Collective over tp. GPUs without access to each other's memory lack them.
+    Collective over the world; products are tried over tp. GPUs without access to each other's
+    memory lack them. The line of each reason names the last of the ranks that have it.
     """
+    world = Axis.world(mesh)
     own_reasons: dict[str, str] = {}
-    if reason := _hindrance(tp, device):
-        own_reasons[reason] = f"rank {tp.rank} of tp"
+    if reason := _hindrance(Axis.of(mesh, "tp"), device):
+        own_reasons[reason] = f"rank {world.rank}"
     problems: list[Problem] = []
-    for text, where in gather_entries(own_reasons, tp, device).items():
+    # over the world: other tensor groups would wait for one that is refused
+    for text, where in gather_entries(own_reasons, world, device).items():
         problems.append(Problem.of("parallel.async_tensor_unavailable", where=where, reason=text))
     if problems:
         raise UserError(*problems)

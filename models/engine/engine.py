@@ -136,7 +136,7 @@ def build_stages(
         problems = async_tensor_problems(plan, tp.size, options.sequence, canonical)
         if problems:
             raise UserError(*problems)
-        require_fused_products(tp, device_of(mesh))
+        require_fused_products(mesh, device_of(mesh))
     # Collective from here on: all ranks make their groups in this order.
     fp8 = FP8State.over(mesh, plan.fp8, config.layers)
     virtual = VirtualAxis(tp, options.canonical_shards) if canonical else None

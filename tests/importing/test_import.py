@@ -662,6 +662,15 @@ def test_names_that_megatron_keeps_are_read_from_yaml_with_their_own_value(tmp_p
     assert any("interpolation" in problem for problem in refused(str(path)))
 
 
+def test_products_that_megatron_fuses_with_transfers_are_said_to_be_a_key_that_is_off(
+    tmp_path: Path,
+) -> None:
+    given = f"{BASE} --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"
+    assert not run_of(tmp_path, given).parallel.async_tensor
+    said = "# Not used here: --tp-comm-overlap (parallel.async_tensor = true does it here)\n"
+    assert said in (tmp_path / "imported.toml").read_text()
+
+
 def test_the_command_writes_a_file_once_and_says_what_it_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

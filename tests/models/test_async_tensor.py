@@ -1,11 +1,13 @@
 """Products that are fused with their transfers over tensor ranks train what separate ones do, and
 what a plain model of one process does."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,7 +23,10 @@ from tests import oracle
 from tests.layouts import LENGTH, Run, batches, train_all
 from tests.models.test_parity import CLOSE, MODELS, differing
 from tests.other_systems import slow
+from tests.parallel.test_fused_products import refuse_products, told
 from tests.ranks import on_ranks
+from tests.refusals import raises
+from tools.config.run_file import load_run
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,9 @@ SETTINGS = {
     "ZeRO-2": Setting((2, 1, 2), keys={"options": {"shard_gradients": True}}),
 }
 FAST = ("tensor 2", "zb-h1")
+ONE_LAYER = ["model.vocab=61", "model.layers=1", "model.hidden=16", "model.heads=2", "model.ffn=32"]
+ONE_LAYER += ["data.vocab_size=61", "train.steps=1", "train.global_batch=2", "train.micro_batch=2"]
+ONE_LAYER += ["train.seq_length=8", "parallel.tensor=2", "parallel.sequence=true"]
 
 
 @pytest.mark.parametrize(
@@ -99,3 +107,38 @@ def test_the_calls_that_are_compiled_are_those_of_separate_products(mesh: Device
     separate = calls(fused=False)
     assert calls(fused=True) == separate
     assert {"add norm", "split heads"} <= {call.name for call in separate}
+
+
+def engine_of_run(mesh: DeviceMesh, *keys: str) -> Engine:
+    config = load_run(None, [*ONE_LAYER, *keys])
+    return Engine.build(config.model, config.plan, mesh, config.schedule, config.engine_options)
+
+
+def fused_in_a_step(mesh: DeviceMesh, *keys: str) -> Counter[str]:
+    """How often a training step of the run calls each fused product."""
+    engine = engine_of_run(mesh, *keys)
+    ids = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(0))
+    names: list[str] = []
+    told(names)
+    engine.step(Share(ids[:, :-1], ids[:, 1:]), 1e-3, 0)
+    return Counter(names)
+
+
+@on_ranks(tp=2)
+def test_a_run_with_the_key_fuses_both_pairs_of_a_layer_and_the_head(mesh: DeviceMesh) -> None:
+    pairs = 2  # attention, feed-forward
+    head = 1
+    assert fused_in_a_step(mesh, "parallel.async_tensor=true") == {
+        "product_of_gathered": pairs + head,
+        "sum_of_products": pairs,
+        "gathered_and_product": pairs,
+    }
+    assert not fused_in_a_step(mesh)
+
+
+@on_ranks(tp=2)
+def test_an_engine_is_not_built_where_products_cannot_be_fused(mesh: DeviceMesh) -> None:
+    refuse_products()
+    with raises("parallel.async_tensor_unavailable", where="rank 1"):
+        engine_of_run(mesh, "parallel.async_tensor=true")
+    engine_of_run(mesh)

@@ -27,6 +27,7 @@ TOKENS = 6
 HIDDEN = 8
 CPU = torch.device("cpu")
 CALLS = ("product_of_gathered", "gathered_and_product", "sum_of_products")
+NO_ACCESS = "CUDA driver error: invalid device ordinal"
 
 
 def pair(mesh: DeviceMesh, fused: bool, compute: str = "fp32", **changes: Any) -> list[Any]:
@@ -56,6 +57,15 @@ def told(names: list[str]) -> None:
 
     for name in CALLS:
         setattr(linear, name, telling(name, getattr(fused_products, name)))
+
+
+def refuse_products() -> None:
+    """Lets all fused calls of this rank fail before their transfers."""
+
+    def fail(*_: Any, **keywords: Any) -> Any:
+        raise RuntimeError(NO_ACCESS)
+
+    fused_products.fused_products = lambda device: (fail, fail)  # type: ignore[assignment]
 
 
 def train(layers: list[Any], x: Tensor) -> list[Tensor]:
@@ -192,7 +202,7 @@ def test_a_weight_gradient_that_is_put_off_has_nothing_left_to_gather(mesh: Devi
 
 @on_ranks(tp=2)
 def test_ranks_that_can_compute_fused_products_may(mesh: DeviceMesh) -> None:
-    fused_products.require_fused_products(Axis.of(mesh, "tp"), CPU)
+    fused_products.require_fused_products(mesh, CPU)
 
 
 @on_ranks(tp=2)
@@ -206,14 +216,26 @@ def test_one_rank_that_cannot_compute_fused_products_stops_all(mesh: DeviceMesh)
         def refuse(*arguments: Any, **keywords: Any) -> Any:
             # after the transfer, so that the other rank does not wait
             product(*arguments, **keywords)
-            raise RuntimeError("CUDA driver error: invalid device ordinal\nand more")
+            raise RuntimeError(f"{NO_ACCESS}\nand more")
 
         return gather, refuse if tp.rank == 1 else product
 
     fused_products.fused_products = without_access  # type: ignore[assignment]
-    reason = "RuntimeError: CUDA driver error: invalid device ordinal"
-    with raises("parallel.async_tensor_unavailable", where="rank 1 of tp", reason=reason):
-        fused_products.require_fused_products(tp, CPU)
+    reason = f"RuntimeError: {NO_ACCESS}"
+    with raises("parallel.async_tensor_unavailable", where="rank 1", reason=reason):
+        fused_products.require_fused_products(mesh, CPU)
+
+
+@on_ranks(dp=2, tp=2)
+def test_ranks_of_one_tensor_group_that_cannot_compute_fused_products_stop_all(
+    mesh: DeviceMesh,
+) -> None:
+    if Axis.of(mesh, "dp").rank == 1:
+        refuse_products()
+    reason = f"RuntimeError: {NO_ACCESS}"
+    with raises("parallel.async_tensor_unavailable", where="rank 3", reason=reason) as refusal:
+        fused_products.require_fused_products(mesh, CPU)
+    assert len(refusal.value.problems) == 1
 
 
 @on_ranks(tp=2)
@@ -226,7 +248,7 @@ def test_fused_products_that_are_wrong_are_not_taken(mesh: DeviceMesh) -> None:
 
     fused_products.fused_products = unsummed  # type: ignore[assignment]
     with raises("parallel.async_tensor_unavailable", reason=re.compile("wrong numbers")):
-        fused_products.require_fused_products(Axis.of(mesh, "tp"), CPU)
+        fused_products.require_fused_products(mesh, CPU)
 
 
 @pytest.mark.parametrize(

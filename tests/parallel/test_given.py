@@ -130,6 +130,11 @@ def test_a_setting_of_a_context_of_another_kind_is_refused_by_name(
         Context(**{"plan": plan("fp32"), name: value})
 
 
+def test_a_context_fuses_no_transfers_where_the_sequence_is_whole() -> None:
+    with raises("parallel.async_tensor_sequence"):
+        Context(plan("bf16"), async_tensor=True)
+
+
 def test_what_parallelize_cannot_take_is_refused_by_name() -> None:
     context = Context(plan("fp32"))
     model = nn.Sequential(nn.Linear(2, 2))

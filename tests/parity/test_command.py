@@ -13,7 +13,7 @@ from rich.console import Console
 
 from megaprec.errors import Problem
 from models.presets import PRESETS
-from tests.refusals import sentence
+from tests.refusals import sentence, shows
 from tools import cli
 from tools.commands import doctor_layout
 from tools.commands.parity import fitting_layouts
@@ -22,7 +22,7 @@ from tools.verify.parity.certificate import not_tried
 from tools.verify.parity.compare import Difference, worst
 from tools.verify.parity.layouts import every
 from tools.verify.parity.runs import LayoutLimits, alike_size, shrunk
-from tools.verify.parity.summary import conclusion, show
+from tools.verify.parity.summary import conclusion, show, untried_parts
 
 ROOT = Path(__file__).parents[2]
 TRAIN = [
@@ -168,6 +168,23 @@ def test_layouts_that_do_not_fit_are_not_tried_and_it_is_said_why() -> None:
         {"layouts": entries[1:], "tensors": 1, "steps": 4, "applied": 3, "clipped": 3}
     )
     assert none.startswith("NOTHING is proven: none of 1 comparisons")
+
+
+def test_a_layout_that_does_not_fit_is_told_for_what_no_key_left_out_would_mend() -> None:
+    keys = ["parallel.tensor=2", "parallel.sequence=true", "parallel.async_tensor=true"]
+    batches = ["train.global_batch=4", "train.micro_batch=2"]
+    config = load_run(None, ["model.preset=llama-demo", *TRAIN, *batches, *keys])
+    _, ((layout, why),) = fitting_layouts(config, [{"tensor": 2}, {"data": 4}], explicit=False)
+    assert layout.name == "dp=4"
+    assert shows(why, "config.global_batch")
+
+
+def test_a_key_that_many_layouts_are_compared_without_is_told_once() -> None:
+    without = {"precision": "float64", "left_out": ["async_tensor"], "quantities": {}}
+    layouts = [{**without, "layout": name} for name in ("dp=2", "pp=2,dp=2")]
+    ((part, reason),) = untried_parts({"not_tried": [], "layouts": layouts})
+    assert part == "parallel.async_tensor"
+    assert reason.startswith("dp=2; pp=2,dp=2 in float64: ")
 
 
 def test_keys_that_a_layout_is_compared_without_are_told(

@@ -55,6 +55,21 @@ def fit_layout(config: RunConfig, keys: Mapping[str, Any]) -> FittingLayout | No
 
     None if the run cannot have it.
     """
+    for layout in _layouts_with(config, keys):
+        if not layout_problems(config, layout.parallel):
+            return layout
+    return None
+
+
+def barest_layout(config: RunConfig, keys: Mapping[str, Any]) -> FittingLayout:
+    """Return the layout with the keys of `keys` and without any of `TIED_KEYS` that they lack: if
+    the run cannot have it, for a reason that leaving out keys does not end."""
+    *_, barest = _layouts_with(config, keys)
+    return barest
+
+
+def _layouts_with(config: RunConfig, keys: Mapping[str, Any]) -> Iterator[FittingLayout]:
+    """Yield the layouts with the keys of `keys`, those with the fewest keys left out first."""
     run_keys = config.parallel.model_dump()
     given_keys = {**dict.fromkeys(AXES, 1), **keys}
     copies = given_keys["data"] * given_keys["context"]
@@ -65,10 +80,7 @@ def fit_layout(config: RunConfig, keys: Mapping[str, Any]) -> FittingLayout | No
     # each try validates the whole table, but there are four such keys at most
     for left_out in _subsets(tied):
         defaults = {key: getattr(ALONE, key) for key in left_out}
-        parallel = Parallel.model_validate(wanted | defaults)
-        if not layout_problems(config, parallel):
-            return FittingLayout(parallel, left_out)
-    return None
+        yield FittingLayout(Parallel.model_validate(wanted | defaults), left_out)
 
 
 def _subsets(keys: Sequence[str]) -> Iterator[tuple[str, ...]]:

@@ -41,6 +41,10 @@ def add_layout(arguments: Arguments, ranks: int | None) -> None:
     data = _add_data(arguments, ranks, tensor * pipeline * context)
     if tensor > 1 and arguments.get("sequence_parallel"):
         arguments.copy("parallel.sequence", "sequence_parallel")
+    fused = "tp_comm_overlap"
+    if fused in arguments.unused:
+        # it changes bits here, so it stays off
+        arguments.unused[fused] += " (parallel.async_tensor = true does it here)"
     _add_stages(arguments, pipeline)
     _add_recompute(arguments)
     arguments.copy("parallel.zero", "use_distributed_optimizer")

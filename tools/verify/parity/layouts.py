@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from megaprec.errors import UserError, did_you_mean
 from megaprec.parsing import parse_toml
-from tools.config.layouts import AXES, fit_layout
+from tools.config.layouts import barest_layout, fit_layout
 from tools.config.run_file import RunConfig
 from tools.config.settings import Parallel
 
@@ -124,16 +124,14 @@ def largest(layouts: Sequence[Mapping[str, Any]], axis_key: str) -> int:
 def fitted(config: RunConfig, parallel_keys: Mapping[str, Any]) -> Layout:
     """Return the layout with these keys of [parallel]; see `tools.config.layouts.fit_layout`.
 
-    A layout that the run cannot have keeps all keys, so that the reasons are those of the full
-    table.
+    A layout that the run cannot have is without keys that may be left out, so that the reasons are
+    those that remain.
     """
     name = _layout_name(parallel_keys)
     fitting = fit_layout(config, parallel_keys)
     if fitting:
         return Layout(name, fitting.parallel, fitting.left_out)
-    # axes that are not named are 1, other keys are the run's
-    table = {**config.parallel.model_dump(), **dict.fromkeys(AXES, 1), **parallel_keys}
-    return Layout(name, Parallel.model_validate(table))
+    return Layout(name, barest_layout(config, parallel_keys).parallel)
 
 
 def _layout_name(parallel_keys: Mapping[str, Any]) -> str:

@@ -67,16 +67,17 @@ def untried_parts(certificate: Certificate) -> Iterator[tuple[str, str]]:
     layout."""
     yield from ((part, reason) for part, reason in certificate["not_tried"])
     by_precision: dict[str, list[Mapping[str, Any]]] = {}
+    # a run may lack one key in many layouts, as a key of tensor ranks in all that have one
+    layouts_without: dict[tuple[str, str], list[str]] = {}
     for layout_entry in certificate["layouts"]:
         precision = layout_entry["precision"]
-        if layout_entry["left_out"]:
-            yield (
-                ", ".join(f"parallel.{key}" for key in layout_entry["left_out"]),
-                f"{layout_entry['layout']} in {precision}: the sizes that were compared do not "
-                "allow it",
-            )
+        for key in layout_entry["left_out"]:
+            layouts_without.setdefault((key, precision), []).append(layout_entry["layout"])
         if layout_entry["quantities"]:
             by_precision.setdefault(precision, []).append(layout_entry["quantities"])
+    for (key, precision), names in layouts_without.items():
+        where = f"{'; '.join(names)} in {precision}"
+        yield f"parallel.{key}", f"{where}: the sizes that were compared do not allow it"
     for precision, layouts in by_precision.items():
         for quantity, first in layouts[0].items():
             verdicts = {quantities.get(quantity, {}).get("verdict") for quantities in layouts}

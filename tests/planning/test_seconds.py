@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from models.config import ModelConfig
 from models.estimate.gpus import GPUS, gpu_named
 from models.presets import preset
 from tools.analysis.planning.bottleneck import shares
@@ -184,26 +185,53 @@ def test_a_row_that_goes_once_to_a_machine_sends_less_beyond_it() -> None:
     assert seconds_of_byte(8, rows_once=True) == seconds_of_byte(8, rows_once=False)
 
 
-@pytest.mark.parametrize("machines", [2, 4, 8, 16])
-@pytest.mark.parametrize(("groups", "groups_per_token"), [(1, 1), (8, 4), (8, 3)])
-def test_a_token_goes_to_as_many_machines_as_with_experts_drawn_from_its_groups(
-    machines: int, groups: int, groups_per_token: int
-) -> None:
-    """Drawn 4,000 times; experts are cut over machines in a row."""
-    experts = 256
-    experts_per_token = 8
-    router = {"groups": groups, "groups_per_token": groups_per_token}
-    model = preset("deepseek-v3").model_copy(
-        update={"router": preset("deepseek-v3").router.model_copy(update=router)}
-    )
+def mean_machines(
+    machines: int, groups: int, groups_per_token: int, experts: int, experts_per_token: int
+) -> float:
+    """Return the mean number of machines of a token's experts, drawn 4,000 times; experts are cut
+    over machines in a row, as evenly as possible."""
     random = np.random.default_rng(0)
+    parts = np.array_split(np.arange(experts), machines)
+    machine_of_expert = np.repeat(np.arange(machines), [len(part) for part in parts])
     visited: list[int] = []
     for _ in range(4000):
         chosen = random.choice(groups, groups_per_token, replace=False)
         eligible = np.arange(experts).reshape(groups, -1)[chosen].flatten()
         drawn = random.choice(eligible, experts_per_token, replace=False)
-        visited.append(len(set(drawn // (experts // machines))))
-    assert machines_of_token(model, machines) == pytest.approx(np.mean(visited), rel=0.05)
+        visited.append(len({*machine_of_expert[drawn]}))
+    return float(np.mean(visited))
+
+
+def routed(groups: int, groups_per_token: int, experts_per_token: int) -> ModelConfig:
+    """Return a model whose router takes so many of its groups and experts for a token."""
+    model = preset("deepseek-v3")
+    of_router = {"groups": groups, "groups_per_token": groups_per_token}
+    router = model.router.model_copy(update=of_router)
+    return model.model_copy(update={"router": router, "experts_per_token": experts_per_token})
+
+
+@pytest.mark.parametrize("machines", [2, 4, 8, 16])
+@pytest.mark.parametrize(("groups", "groups_per_token"), [(1, 1), (8, 4), (8, 3)])
+def test_a_token_goes_to_as_many_machines_as_with_experts_drawn_from_its_groups(
+    machines: int, groups: int, groups_per_token: int
+) -> None:
+    drawn = mean_machines(machines, groups, groups_per_token, experts=256, experts_per_token=8)
+    model = routed(groups, groups_per_token, experts_per_token=8)
+    assert machines_of_token(model, machines) == pytest.approx(drawn, rel=0.05)
+
+
+@pytest.mark.parametrize("machines", [2, 3, 5, 6, 7])
+@pytest.mark.parametrize(("groups", "groups_per_token"), [(4, 1), (4, 2), (6, 1), (6, 4)])
+@pytest.mark.parametrize("experts_per_token", [2, 6])
+def test_groups_that_machines_do_not_share_evenly_are_near_those_drawn(
+    machines: int, groups: int, groups_per_token: int, experts_per_token: int
+) -> None:
+    """Within two fifths, and never less than one machine."""
+    drawn = mean_machines(machines, groups, groups_per_token, 240, experts_per_token)
+    model = routed(groups, groups_per_token, experts_per_token)
+    estimated = machines_of_token(model, machines)
+    assert 1 <= estimated <= min(machines, experts_per_token)
+    assert estimated == pytest.approx(drawn, rel=0.4)
 
 
 def test_collectives_reach_a_part_of_what_the_data_sheet_says_of_links() -> None:

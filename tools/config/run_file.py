@@ -292,14 +292,22 @@ class RunConfig(BaseModel):
 
         Raises ValueError if the run cannot have it.
         """
-        table, name = key.split(".")
+        return self.with_values({key: value}, origin)
+
+    def with_values(self, values: Mapping[str, object], origin: str) -> Self:
+        """Return the run with other values of dotted keys, which are of one table.
+
+        Raises ValueError if the run cannot have them.
+        """
+        by_name = {key.split(".")[1]: value for key, value in values.items()}
+        table, _ = next(iter(values)).split(".")
         # what is not given follows from other keys of the table
         given = getattr(self, table).model_dump(exclude_unset=True)
-        changed = type(getattr(self, table)).model_validate({**given, name: value})
+        changed = type(getattr(self, table)).model_validate({**given, **by_name})
         config = self.model_copy(update={table: changed})
         if problems := cross_problems(dict(config), table):
             raise UserError(*problems)
-        config._origins = {**self._origins, key: origin}
+        config._origins = {**self._origins, **dict.fromkeys(values, origin)}
         return config
 
     def on_device(self, device: str) -> Self:

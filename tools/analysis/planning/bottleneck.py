@@ -1,11 +1,15 @@
 """The largest part of a predicted step, and what makes it less, in a sentence.
 
-No advice names what a run already has.
+No advice names what a run already has, or what its rules refuse.
 """
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tools.analysis.planning.search import ORIGIN, RECOMPUTE
 from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.analysis.planning.seconds.links import axis_links
-from tools.analysis.planning.speed import Prediction
+from tools.analysis.planning.speed import Prediction, passes_of
 from tools.config.run_file import RunConfig
 
 # kinds of time
@@ -60,48 +64,104 @@ def describe_bottleneck(
     ways = _ways_to_less(kind, config, predicted, assumed)
     if not ways:
         return text, "which no key makes less"
-    return text, f"less by {' or '.join(ways)}"
+    return text, f"less by {_joined([way.text for way in ways])}"
+
+
+def _joined(alternatives: Sequence[str]) -> str:
+    """Return alternatives with commas, and "or" before the last."""
+    *others, last = alternatives
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A change of a run that makes a kind of time less.
+
+    text: of a sentence.
+    change: other values of dotted keys of one table.
+    is_new: whether the run has not got it already.
+    """
+
+    kind: str
+    text: str
+    change: Mapping[str, object]
+    is_new: bool = True
+
+    def is_allowed(self, config: RunConfig) -> bool:
+        """Return True if the run can have the change."""
+        try:
+            config.with_values(self.change, ORIGIN)
+        except ValueError:
+            return False
+        return True
 
 
 def _ways_to_less(
     kind: str, config: RunConfig, predicted: Prediction, assumed: Assumptions
-) -> list[str]:
-    """Return the changes of a run that make a kind of time less."""
+) -> list[_Way]:
+    """Return the changes that make a kind of time less and that the run can have."""
     parallel = config.parallel
-    model = config.model
-    tensor_ranks = parallel.tensor > 1
-    replicas = parallel.copies > 1
-    pipeline = parallel.pipeline > 1
-    recomputes = parallel.recompute != "none"
+    train = config.train
+    length = train.seq_length
+    tensor = parallel.tensor
+    pipeline = parallel.pipeline
+    keeps_all = {f"parallel.{key}": value for key, value in RECOMPUTE[0].items()}
+    stage_layers = [len(cost.cut.layers) for cost in passes_of(config).costs]
+    repeats_layers = any(map(config.recompute.count_whole_layers, stage_layers))
+    repeats_attention = repeats_layers or "attention" in config.recompute.modules
     is_compiled = config.compile_mode(assumed.device) == "block"
+    can_cut_sequences = tensor > 1 and not parallel.sequence
     can_take_fp8 = assumed.fp8_tflops > 0 and not config.plan.fp8
-    can_cut_sequences = tensor_ranks and not parallel.sequence
     # Of still more stages each has few layers, and the head is a large part of its own.
-    can_have_stages = parallel.schedule == "1f1b" and 2 * parallel.pipeline <= model.layers
+    has_layers = 4 * pipeline <= config.model.layers
+    # A micro-batch passes stages one after another, however many a rank has.
+    has_others = config.num_microbatches > 1
+    has_one_stage = pipeline > 1 and parallel.schedule == "1f1b"
+    can_have_stages = has_one_stage and has_layers and has_others
     busiest = _busiest_axis(config, predicted, assumed)
-    # kind of time, change, and whether it is one that the run has not got
+
+    less_again = "less recomputation (parallel.recompute)"
+    shorter = "shorter sequences (train.seq_length)"
+    window = "a window (model.window)"
+    sequence = "sequence parallelism (parallel.sequence)"
+    larger = "larger micro-batches (train.micro_batch)"
+    fewer_tensor = "fewer tensor ranks (parallel.tensor)"
+    fewer_stages = "fewer pipeline ranks (parallel.pipeline)"
+    chunks = "several stages on each rank (parallel.schedule)"
+    more = "more micro-batches (train.global_batch)"
+    more_a_step = "more micro-batches a step (train.global_batch)"
+    overlap = "reductions beside the passes (parallel.overlap)"
+    has_no_overlap = not parallel.overlaps(assumed.device)
+    can_shard = parallel.copies > 1 and parallel.zero_size != 1 and not parallel.zero
+
+    compiled = {"train.compile": "block"}
+    halved_tensor = {"parallel.tensor": tensor // 2}
+    halved_pipeline = {"parallel.pipeline": pipeline // 2}
+    interleaved = {"parallel.schedule": "interleaved", "parallel.chunks": 2}
+    larger_batch = {"train.global_batch": 2 * train.global_batch}
+    block = 'train.compile = "block"'
     ways = (
-        ("compute", "less recomputation", recomputes),
-        ("compute", "FP8", can_take_fp8),
-        ("attention", "less recomputation", recomputes),
-        ("attention", "shorter sequences", True),
-        ("attention", "a window", not model.window),
-        ("elementwise", "less recomputation", recomputes),
-        ("elementwise", 'train.compile = "block"', not is_compiled),
-        ("elementwise", "sequence parallelism", can_cut_sequences),
-        ("fixed", 'train.compile = "block"', not is_compiled),
-        ("fixed", "larger micro-batches", True),
-        ("fixed", "fewer tensor ranks", tensor_ranks),
-        ("tp", f"fewer ranks of {busiest}", True),
-        ("waits", "more micro-batches", pipeline),
-        ("waits", "several stages on each rank (parallel.chunks)", pipeline and can_have_stages),
-        ("waits", "fewer pipeline ranks", pipeline),
-        ("exposed", "parallel.overlap", not parallel.overlaps(assumed.device)),
-        ("exposed", "more micro-batches a step", True),
-        ("update", "ZeRO", replicas and not parallel.zero),
-        ("update", "more micro-batches a step", True),
+        _Way("compute", less_again, keeps_all, repeats_layers),
+        _Way("compute", "FP8 (fp8.kind)", {"fp8.kind": "current"}, can_take_fp8),
+        _Way("attention", less_again, keeps_all, repeats_attention),
+        _Way("attention", shorter, {"train.seq_length": length // 2}),
+        _Way("attention", window, {"model.window": length // 2}, not config.model.window),
+        _Way("elementwise", less_again, keeps_all, repeats_layers),
+        _Way("elementwise", block, compiled, not is_compiled),
+        _Way("elementwise", sequence, {"parallel.sequence": True}, can_cut_sequences),
+        _Way("fixed", block, compiled, not is_compiled),
+        _Way("fixed", larger, {"train.micro_batch": 2 * train.micro_batch}),
+        _Way("fixed", fewer_tensor, halved_tensor, tensor > 1),
+        _Way("tp", f"fewer ranks of {busiest}", {busiest: config.get(busiest) // 2}),
+        _Way("waits", more, larger_batch, pipeline > 1),
+        _Way("waits", chunks, interleaved, can_have_stages),
+        _Way("waits", fewer_stages, halved_pipeline, pipeline > 1),
+        _Way("exposed", overlap, {"parallel.overlap": True}, has_no_overlap),
+        _Way("exposed", more_a_step, larger_batch),
+        _Way("update", "ZeRO (parallel.zero)", {"parallel.zero": True}, can_shard),
+        _Way("update", more_a_step, larger_batch),
     )
-    return [change for of_kind, change, is_open in ways if of_kind == kind and is_open]
+    return [way for way in ways if way.kind == kind and way.is_new and way.is_allowed(config)]
 
 
 def _busiest_axis(config: RunConfig, predicted: Prediction, assumed: Assumptions) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from math import isinf
+from textwrap import wrap
 from typing import Any
 
 from models.estimate.flops import training_flops
@@ -189,7 +190,7 @@ def prediction_lines(
     yield from _step_lines(predicted)
     limit, advice = describe_bottleneck(config, predicted, assumed)
     yield f"limit      {limit};"
-    yield f"           {advice}"
+    yield from (f"           {line}" for line in wrap(advice, 69))
     yield f"sends      a rank, a step: {', '.join(sent) or 'nothing'}"
     rank_speed = f"{flops(speed['tflops'] * 1e12)}/s a rank, MFU {speed['mfu']:.1%}"
     yield f"speed      {speed['tokens_per_s']:,.0f} tokens/s, {rank_speed}"

@@ -95,6 +95,7 @@ def machines_of_token(model: ModelConfig, machines: float) -> float:
     groups_of_machine = max(1, round(groups / machines))
     ways_without_machine = comb(groups - groups_of_machine, groups_per_token)
     share_with_group = 1 - ways_without_machine / comb(groups, groups_per_token)
-    reached = machines * share_with_group
+    # parts of groups are rounded to whole ones, and no token goes to less than one machine
+    reached = max(1.0, machines * share_with_group)
     missed_by_all = (1 - 1 / reached) ** model.experts_per_token
     return reached * (1 - missed_by_all)

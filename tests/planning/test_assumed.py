@@ -85,3 +85,8 @@ def test_products_that_are_fused_with_transfers_are_said_not_to_be_timed() -> No
     said = "parallel.async_tensor is not timed, and its workspace is not counted"
     assert said in words(*LLAMA, *keys)
     assert said not in words(*LLAMA, *keys[:2])
+
+
+def test_a_speed_of_memory_is_a_number_without_an_exponent() -> None:
+    for bandwidth, expected in ((1708.5, "1,708"), (10234.0, "10,234"), (9.876, "9.88")):
+        assert f"memory at {expected} GB/s between products" in words(*LLAMA, bandwidth=bandwidth)

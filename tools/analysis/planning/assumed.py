@@ -21,7 +21,9 @@ def assumed_lines(config: RunConfig, assumed: Assumptions) -> Iterator[str]:
         f"{assumed.slow:g} GB/s beyond,"
     )
     if not isinf(assumed.bandwidth):
-        yield f"           memory at {assumed.bandwidth:,.3g} GB/s between products;"
+        # a slow one, as of a calibrated machine, with its digits behind the point
+        digits = ",.0f" if assumed.bandwidth >= 100 else ".3g"
+        yield f"           memory at {assumed.bandwidth:{digits}} GB/s between products;"
         yield (
             f"           {assumed.hidden:.0%} of traffic in the passes runs beside products, and "
             f"{1 - assumed.exposed:.0%}"

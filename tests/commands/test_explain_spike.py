@@ -109,7 +109,7 @@ def test_planted_documents_and_batches_are_the_causes_and_are_named(
         assert replay["norm"] == explained["grad_norm"]
         if cause == "data":
             named = replay["outliers"]
-            assert sorted(sample["place"] for sample in named) == places
+            assert sorted(sample["position"] for sample in named) == places
             first = BATCH * (explained["step"] - 1)
             assert {sample["id"] - first for sample in named} == {*places}
             # documents are as long as samples; a target is one token later

@@ -311,23 +311,27 @@ def test_a_stopped_process_can_be_asked_where_it_is_and_is_killed_only_if_it_is_
         [sys.executable, "-c", STOPS], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout
-        shared = int(process.stdout.readline())
-        mine = Beat.of(1, 1, Position(), look=True)
-        stopped = replace(mine, pid=process.pid, born=process_start(process.pid), shared=shared)
-        assert read_shared(process.pid, shared) == ("step", 7, "update")
-        assert (newest(stopped).phase, newest(stopped).step, newest(stopped).doing) == (
-            "step",
-            7,
-            "update",
-        )
-        for other in (replace(stopped, born="1"), replace(stopped, place="elsewhere")):
-            assert newest(other) == other
-            kill_silent(Verdict("", (1,), 0, (1,), (other,)))
-        assert process.poll() is None
-        kill_silent(Verdict("", (1,), 0, (), (stopped,)))
-        assert process.poll() is None
-        kill_silent(Verdict("", (1,), 0, (1,), (stopped,)))
-        assert process.wait(240) == -signal.SIGKILL
+        try:
+            shared = int(process.stdout.readline())
+            mine = Beat.of(1, 1, Position(), look=True)
+            stopped = replace(mine, pid=process.pid, born=process_start(process.pid), shared=shared)
+            assert read_shared(process.pid, shared) == ("step", 7, "update")
+            assert (newest(stopped).phase, newest(stopped).step, newest(stopped).doing) == (
+                "step",
+                7,
+                "update",
+            )
+            for other in (replace(stopped, born="1"), replace(stopped, machine="elsewhere")):
+                assert newest(other) == other
+                kill_silent(Verdict("", (1,), 0, (1,), (other,)))
+            assert process.poll() is None
+            kill_silent(Verdict("", (1,), 0, (), (stopped,)))
+            assert process.poll() is None
+            kill_silent(Verdict("", (1,), 0, (1,), (stopped,)))
+            assert process.wait(240) == -signal.SIGKILL
+        finally:
+            # a stopped process ends in no other way, and would be waited for
+            process.kill()
 
 
 def test_a_write_of_the_position_takes_microseconds() -> None:

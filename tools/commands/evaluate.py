@@ -269,12 +269,9 @@ def _window(args: argparse.Namespace, positions: int) -> tuple[int, int]:
     window = positions if args.window is None else args.window
     stride = window if args.stride is None else args.stride
     if not 1 <= window <= positions:
-        raise UserError(
-            f"--window {window}: give 1 to {positions}, the positions of the model "
-            "(model.max_positions)"
-        )
+        raise UserError.of("command.window_range", window=window, positions=positions)
     if not 1 <= stride <= window:
-        raise UserError(f"--stride {stride}: give 1 to {window}, the tokens of a window")
+        raise UserError.of("command.stride_range", stride=stride, window=window)
     return window, stride
 
 

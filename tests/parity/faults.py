@@ -366,7 +366,7 @@ def updates(change_step: Callable[[ParallelAMPOptimizer, Any], Any]) -> Callable
 def rounded_masters(inner: Any) -> Any:
     def wide(self: Tile) -> Any:
         tensors = inner(self)
-        tensors.weights.copy_(tensors.weights.to(torch.bfloat16).double())
+        tensors.masters.copy_(tensors.masters.to(torch.bfloat16).double())
         return tensors
 
     return wide

@@ -319,7 +319,7 @@ FAULTS = {
         PP,
         "update",
         ".*",
-        updates(lambda self, step: replace(step, steps=step.steps + self.pp.rank)),
+        updates(lambda self, step: replace(step, applied=step.applied + self.pp.rank)),
     ),
     "a rank has other betas": Fault(
         "llama",

@@ -331,8 +331,10 @@ def test_numbers_and_keys_may_be_spelled_in_any_way_that_yaml_has(tmp_path: Path
     file.write_text(in_turn)
     assert read_yaml(file)["first"] == {"x": 1, "y": 5}
     assert read_yaml(file)["own"] == {"x": 2, "y": 9}
-    file.write_text(text + "d: {<<: 3}\n")
-    assert shows(refused(folder), "convert.yaml_unreadable", file=file)
+    for content, reason in (("d: {<<: 3}", "<< takes mappings"), ("d: &d {<<: *d}", "itself")):
+        file.write_text(f"{text}{content}\n")
+        assert shows(refused(folder), "convert.yaml_unreadable", file=file)
+        assert reason in refused(folder)
     file.write_text(text + "? [a, b]\n: 1\n")
     assert shows(refused(folder), "convert.yaml_unreadable", file=file)
 

@@ -1,6 +1,7 @@
 """Reading YAML files of unknown origin: plain values only, and no key twice."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,9 @@ from megaprec.errors import UserError
 from megaprec.parsing import read_text
 
 MERGE = "tag:yaml.org,2002:merge"
+FLOAT = "tag:yaml.org,2002:float"
+# What YAML 1.2 and all other languages take for a number, PyYAML takes for text.
+EXPONENT_WITHOUT_POINT = re.compile(r"[-+]?\d+[eE][-+]?\d+$")
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
@@ -17,10 +21,25 @@ def read_yaml(file: Path) -> dict[str, Any]:
         import yaml  # noqa: PLC0415 (optional)  # pyright: ignore[reportMissingModuleSource]
     except ImportError as problem:
         raise UserError.of("convert.pyyaml_missing", file=file) from problem
+    try:
+        content = yaml.load(read_text(file), _strict_loader(yaml))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UserError.of(
+            "convert.yaml_unreadable", file=file, split=" ".join(str(error).split())
+        ) from error
+    if not isinstance(content, dict):
+        raise UserError.of("convert.yaml_not_mapping", file=file)
+    return content
 
-    class Once(yaml.SafeLoader):
-        """A loader of plain values that refuses a key that a mapping has twice."""
 
+def _strict_loader(yaml: Any) -> type[Any]:
+    """Return a class of loaders of plain values that refuse a key that a mapping has twice.
+
+    yaml: the module PyYAML.
+    """
+    merging: list[Any] = []  # mappings whose merges are under way, each within the one before
+
+    class StrictLoader(yaml.SafeLoader):
         def compose_mapping_node(self, anchor: Any) -> Any:
             node = super().compose_mapping_node(anchor)
             seen = set[tuple[str, str]]()
@@ -40,34 +59,34 @@ def read_yaml(file: Path) -> dict[str, Any]:
             PyYAML 6.0.4 takes the first of two pairs of a merged mapping that has merged one
             itself: the value that this one has overruled.
             """
+            if any(node is other for other in merging):
+                raise ValueError(f"line {node.start_mark.line + 1}: a mapping merges itself (<<)")
+            merging.append(node)
             merged: list[Any] = []
             own: list[Any] = []
             for key, value in node.value:
                 if key.tag != MERGE:
                     own.append((key, value))
                     continue
-                # of a sequence the first mapping counts most, and so is last here
-                sources = value.value[::-1] if isinstance(value, yaml.SequenceNode) else [value]
-                for source in sources:
-                    if not isinstance(source, yaml.MappingNode):
-                        raise ValueError(f"line {source.start_mark.line + 1}: << takes mappings")
+                for source in _merged_mappings(yaml, value):
                     self.flatten_mapping(source)
                     merged += source.value
+            merging.pop()
             # Each key once, with its last value: merges of merges would grow without end.
             last = {(key.tag, str(key.value)): (key, value) for key, value in (*merged, *own)}
             node.value = [*last.values()]
             super().flatten_mapping(node)
 
-    # What YAML 1.2 and all other languages take for a number, PyYAML takes for text.
-    Once.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), [*"-+0123456789"]
-    )
-    try:
-        content = yaml.load(read_text(file), Once)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UserError.of(
-            "convert.yaml_unreadable", file=file, split=" ".join(str(error).split())
-        ) from error
-    if not isinstance(content, dict):
-        raise UserError.of("convert.yaml_not_mapping", file=file)
-    return content
+    StrictLoader.add_implicit_resolver(FLOAT, EXPONENT_WITHOUT_POINT, [*"-+0123456789"])
+    return StrictLoader
+
+
+def _merged_mappings(yaml: Any, value: Any) -> Iterator[Any]:
+    """Yield the mappings that `<<: value` merges, the one that counts most last. Raises ValueError
+    for other values."""
+    # of a sequence the first mapping counts most
+    sources = value.value[::-1] if isinstance(value, yaml.SequenceNode) else [value]
+    for source in sources:
+        if not isinstance(source, yaml.MappingNode):
+            raise ValueError(f"line {source.start_mark.line + 1}: << takes mappings")
+        yield source

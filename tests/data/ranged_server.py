@@ -2,7 +2,6 @@
 
 import re
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,26 +20,44 @@ class Conduct:
     has_ranges: it answers ranges, and not always the whole file.
     has_tags: it tells a tag of each file, the digest of its content.
     fails: requests of ranges that are still to be answered by `status`.
-    seconds: before a range is sent.
+    together: ranges are sent once so many of them were asked for at one time, or after a minute.
     cut: bytes that each range lacks at its end.
     forbidden: endings of names that may not be read.
     unavailable: requests of any kind that are still to be answered by `status`.
     tells_size: it says how long a whole file is.
     signed: it sends requests on to a URL with this query, which it then refuses.
     ranges: name and first byte of each range that was sent.
+    at_once: the most ranges that were asked for at one time.
     """
 
     has_ranges: bool = True
     has_tags: bool = True
     fails: int = 0
     status: int = 503
-    seconds: float = 0.0
+    together: int = 1
     cut: int = 0
     forbidden: tuple[str, ...] = ()
     unavailable: int = 0
     tells_size: bool = True
     signed: str = ""
     ranges: list[tuple[str, int]] = field(default_factory=list)
+    at_once: int = 0
+    _asked: int = 0
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Count a range that is asked for, and wait for others as `together` says."""
+        with self._changed:
+            self._asked += 1
+            self.at_once = max(self.at_once, self._asked)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self.at_once >= self.together, 60)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._asked -= 1
 
 
 class FileHandler(BaseHTTPRequestHandler):
@@ -89,9 +106,9 @@ class FileHandler(BaseHTTPRequestHandler):
         if conduct.has_tags:
             self.send_header("ETag", f'"{hash(content)}"')
         if asked and is_ranged:
-            time.sleep(conduct.seconds)
             start, last = int(asked[1]), int(asked[2])
-            conduct.ranges.append((file.name, start))
+            with conduct.answering():
+                conduct.ranges.append((file.name, start))
             self.send_header("Content-Range", f"bytes {start}-{last}/{len(content)}")
             content = content[start : last + 1 - conduct.cut]
         if conduct.tells_size:

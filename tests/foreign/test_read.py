@@ -56,7 +56,7 @@ def test_a_hostile_file_is_one_line_with_its_name_soon_and_runs_nothing(
     began = time.process_time()
     with pytest.raises(UserError) as caught:
         read_precision(path)
-    assert time.process_time() - began < 15, (
+    assert time.process_time() - began < 60, (
         "what grows without bound takes for ever, whatever the machine"
     )
     assert not mark.exists()

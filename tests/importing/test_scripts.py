@@ -260,6 +260,6 @@ def test_a_hostile_script_ends_soon_with_a_line_or_with_words(text: str) -> None
         read(text)
     except UserError as error:
         assert all(len(problem.splitlines()) == 1 for problem in error.problems)  # noqa: PT017
-    assert time.process_time() - began < 30, (
+    assert time.process_time() - began < 60, (
         "what grows without bound takes for ever, whatever the machine"
     )

@@ -26,6 +26,7 @@ from parallel.hangs.watchdog import LONG, Watchdog, kill_silent, longest_wait
 from parallel.mesh import make_mesh
 from parallel.pipeline.instructions import Instruction, Op
 from tests.ranks import run_ranks
+from tests.work import calls_of
 
 TIMEOUT = 1.0
 
@@ -334,15 +335,11 @@ def test_a_stopped_process_can_be_asked_where_it_is_and_is_killed_only_if_it_is_
             process.kill()
 
 
-def test_a_write_of_the_position_takes_microseconds() -> None:
+def test_a_write_of_the_position_takes_few_calls() -> None:
     position = Position()
-    count = 20_000
     position.share()
     instruction = Instruction(Op.FORWARD, 0, 1)
-    start = time.thread_time()
-    for _ in range(count):
-        position.note_action(instruction)
-    assert (time.thread_time() - start) / count < 50e-6
+    assert calls_of(lambda: position.note_action(instruction)) < 30  # some microseconds
     os.close(position.shared)
 
 

@@ -8,6 +8,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
+from tests.work import calls_of
 from tools.analysis.verdict.power_law import predict
 from tools.analysis.verdict.student import quantile
 from tools.analysis.verdict.trend import Evaluation, Trend, chance_of_order, difference, judge
@@ -34,8 +35,13 @@ def verdicts(shape: Callable[[float], float], count: int, jitter: float) -> Coun
     found = Counter[str]()
     for _ in range(100):
         means = [shape(number / count) for number in range(1, count + 1)]
-        found[judge(curve(dice, means, jitter)).kind] += 1
+        found[judge(curve(dice, means, jitter), constant(count)).kind] += 1
     return found
+
+
+def constant(count: int) -> list[float]:
+    """The learning rates of so many evaluations of a run that does not change its own."""
+    return [1e-3] * count
 
 
 @pytest.mark.parametrize("count", [4, 6, 12, 30])
@@ -56,15 +62,58 @@ def test_a_loss_that_rises_after_its_lowest_point_is_found(count: int) -> None:
     bowl = verdicts(lambda share: 4 + 0.5 * (share - 0.5) ** 2 * 4, count, 0.005)
     assert bowl["rises"] >= 95
     means = [4 + 0.5 * (number / count - 0.5) ** 2 * 4 for number in range(1, count + 1)]
-    found = judge(curve(np.random.default_rng(1), means, 0.0))
+    found = judge(curve(np.random.default_rng(1), means, 0.0), constant(count))
     assert abs(found.since - 25 * count) <= 100  # the step of the lowest point
 
 
 def test_too_few_evaluations_or_samples_are_no_verdict() -> None:
     dice = np.random.default_rng(0)
-    assert judge(curve(dice, [3.0, 2.0, 1.0], 0.0)).kind == "not known"
+    assert judge(curve(dice, [3.0, 2.0, 1.0], 0.0), constant(3)).kind == "not known"
     few = [Evaluation(step, np.ones(3) / step, np.ones(3)) for step in range(1, 9)]
-    assert judge(few) == Trend("not known", "too few samples: 3, of 4 at least")
+    assert judge(few, constant(8)) == Trend("not known", "too few samples: 3, of 4 at least")
+
+
+@pytest.mark.parametrize(
+    ("last_rate", "kind"),
+    [(1e-3, "still learning"), (1e-4, "still learning"), (0.0, "fell with its rate")],
+)
+def test_a_loss_that_falls_while_the_rate_comes_to_its_end_is_not_called_still_learning(
+    last_rate: float, kind: str
+) -> None:
+    means = [5 + 3 * number**-0.4 for number in range(1, 13)]
+    rates = np.linspace(1e-3, last_rate, 12).tolist()
+    assert judge(curve(np.random.default_rng(0), means, 0.0), rates).kind == kind
+
+
+@pytest.mark.parametrize("shape", [lambda _: 4.0, lambda share: 5 + 3 * share**-0.4])
+def test_the_verdict_is_the_same_however_densely_a_wandering_loss_is_evaluated(
+    shape: Callable[[float], float],
+) -> None:
+    """The loss of neighbouring evaluations goes up and down together."""
+    found = {100: Counter[str](), 1600: Counter[str]()}
+    for seed in range(60):
+        dice = np.random.default_rng(seed)
+        wander = dice.normal(0, 0.005, 101)
+        moments = np.linspace(0, 1, 1601)[1:]
+        jitter = np.interp(moments, np.linspace(0, 1, 101), wander)
+        means = [shape(moment) + up for moment, up in zip(moments.tolist(), jitter, strict=True)]
+        for count, kinds in found.items():
+            some = means[1600 // count - 1 :: 1600 // count]
+            kinds[judge(curve(dice, some, 0.0), constant(count)).kind] += 1
+    sparse = found[100]
+    dense = found[1600]
+    assert max(abs(sparse[kind] - dense[kind]) for kind in {*sparse, *dense}) <= 12
+
+
+def test_the_work_of_a_verdict_grows_with_the_number_of_evaluations() -> None:
+    dice = np.random.default_rng(0)
+
+    def work(count: int) -> int:
+        means = [5 + 3 * number**-0.4 for number in range(1, count + 1)]
+        evaluations = curve(dice, means, 0.01)
+        return calls_of(lambda: judge(evaluations, constant(count)))
+
+    assert work(4000) < 20 * work(400)
 
 
 def test_a_paired_difference_is_known_better_than_both_losses() -> None:

@@ -74,6 +74,7 @@ NO_CERTIFICATE = "There is no certificate of parity: megaprec parity RUN.toml ma
 NO_PROOF = "There is no proof that the run resumes bit for bit: megaprec prove RUN_DIR makes one."
 VERDICT_CLASSES = {
     "still learning": "proven",
+    "fell with its rate": "untried",
     "has stopped": "untried",
     "rises": "wrong",
     "not known": "untried",

@@ -4,11 +4,14 @@ Two evaluations are of the same samples, so their difference is known better tha
 standard error is that of the differences of pieces of the text (the pairs of a paired test). What
 that does not say is how much the loss goes up and down from one evaluation to the next because
 weights change. So a fall or a rise must also be steady: in an order of chance it would be as steady
-in one of twenty cases at most.
+in one of twenty cases at most. Evaluations that follow each other closely go up and down together,
+and an order of these is none of chance: more than MOST are put together to means of neighbours.
 
 A run is still learning if the evaluations of the second half of its steps fall. It has stopped if
 the means of both halves of these differ by less than SMALL of the loss, with their error. The loss
-rises if it does after the lowest evaluation. All else is not known.
+rises if it does after the lowest evaluation. A loss that falls while the learning rate comes to its
+end falls with the rate, and does not say whether more steps would bring more. All else is not
+known.
 """
 
 import math
@@ -21,12 +24,14 @@ from numpy.typing import NDArray
 
 from tools.analysis.verdict.student import quantile
 
-Kind = Literal["still learning", "has stopped", "rises", "not known"]
+Kind = Literal["still learning", "fell with its rate", "has stopped", "rises", "not known"]
 FEWEST = 4  # evaluations, of which one order in 24 is steady
+MOST = 30  # evaluations, or means of neighbours, whose order is looked at
 FEWEST_PIECES = 4
 CERTAINTY = 0.975  # one-sided, of a fall or a rise
 CHANCE = 0.05  # of an order as steady as that of a trend
 SMALL = 0.005  # of the loss: a change that is surely smaller is none
+ENDED_RATE = 0.01  # of the highest learning rate: little is learned at a lower one
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,32 +97,50 @@ def difference(earlier: Evaluation, later: Evaluation) -> Difference:
     )
 
 
-def judge(evaluations: Sequence[Evaluation]) -> Trend:
-    """Return the verdict on evaluations of one text, oldest first."""
+def losses_of(evaluations: Sequence[Evaluation]) -> NDArray[np.float64]:
+    """Return the mean losses of evaluations of one text, in nats a token: float64 [evaluations]."""
+    sums = np.stack([evaluation.losses for evaluation in evaluations]).sum(1)
+    total_tokens = evaluations[0].tokens.sum()
+    return sums / total_tokens
+
+
+def judge(evaluations: Sequence[Evaluation], rates: Sequence[float]) -> Trend:
+    """Return the verdict on evaluations of one text, oldest first.
+
+    rates: the learning rates of their steps, NaN where they are not known.
+    """
     found = len(evaluations)
     if found < FEWEST:
         return Trend("not known", f"too few evaluations: {found}, of {FEWEST} at least")
     pieces = len(evaluations[-1].tokens)
     if pieces < FEWEST_PIECES:
         return Trend("not known", f"too few samples: {pieces}, of {FEWEST_PIECES} at least")
-    losses = [evaluation.loss for evaluation in evaluations]
-    lowest = losses.index(min(losses))
+    losses = losses_of(evaluations)
+    lowest = int(losses.argmin())
     # The lowest is chosen for its luck, too, and is no evidence of a rise.
     losses_after = losses[lowest + 1 :]
-    if len(losses_after) >= FEWEST and _rises_steadily(losses_after):
+    if len(losses_after) >= FEWEST and _falls_steadily(-losses_after):
         rise = difference(evaluations[lowest], evaluations[-1])
         if rise.nats > rise.margin:
             since = evaluations[lowest].step
             return Trend("rises", f"by {rise} since step {since:,}, where it was lowest", since)
-    return _judge_fall(_second_half(evaluations))
+    trend = _judge_fall(_second_half(evaluations))
+    # not <: the rates may be NaN
+    if trend.kind != "still learning" or not rates[-1] <= ENDED_RATE * max(rates):
+        return trend
+    reason = f"{trend.reason}, where the learning rate came to its end: try a longer schedule"
+    return Trend("fell with its rate", reason)
 
 
-def _falls_steadily(losses: Sequence[float]) -> bool:
-    return chance_of_order(losses) <= CHANCE
+def _falls_steadily(losses: NDArray[np.float64]) -> bool:
+    """Return True if losses fall more steadily than they would in an order of chance."""
+    return chance_of_order(_neighbours(losses, MOST).tolist()) <= CHANCE
 
 
-def _rises_steadily(losses: Sequence[float]) -> bool:
-    return _falls_steadily([-loss for loss in losses])
+def _neighbours(losses: NDArray[np.float64], most: int) -> NDArray[np.float64]:
+    """Return losses, or the means of so many groups of neighbours if there are more losses."""
+    groups = np.array_split(losses, min(most, len(losses)))
+    return np.array([group.mean() for group in groups])
 
 
 def _second_half(evaluations: Sequence[Evaluation]) -> Sequence[Evaluation]:
@@ -135,8 +158,7 @@ def _judge_fall(window: Sequence[Evaluation]) -> Trend:
     last = window[-1]
     steps = f"from step {first.step:,} to {last.step:,}"
     fall = -difference(first, last)
-    losses = [evaluation.loss for evaluation in window]
-    if _falls_steadily(losses) and fall.nats > fall.margin:
+    if _falls_steadily(losses_of(window)) and fall.nats > fall.margin:
         return Trend("still learning", f"the loss fell by {fall} {steps}")
     change = _change_of_halves(window)
     changed = f"the loss changed by {change.nats:+.4f} ± {change.margin:.4f} {steps}"
@@ -152,7 +174,7 @@ def chance_of_order(values: Sequence[float]) -> float:
     """Return the probability that values in an order of chance fall as steadily as these do.
 
     The statistic is the number of pairs that rise, Mann's test of a trend (1945); its distribution
-    is that of inversions of a permutation.
+    is that of inversions of a permutation. Time grows as the fourth power of the number of values.
     """
     rising_pairs = 0
     for index, value in enumerate(values):
@@ -184,10 +206,8 @@ def _change_of_halves(window: Sequence[Evaluation]) -> Difference:
     earlier = window[:count]
     later = window[-count:]
     change = difference(_mean_of(earlier), _mean_of(later))
-    squares = _squares_within(earlier) + _squares_within(later)
-    variance = squares / (2 * (count - 1))  # of an evaluation within its half
-    scatter = variance * 2 / count  # the variance of a difference of means
-    error = math.sqrt(change.error**2 + scatter)
+    variance = _variance_of_mean(earlier) + _variance_of_mean(later)
+    error = math.sqrt(change.error**2 + variance)
     return replace(change, error=error)
 
 
@@ -197,11 +217,10 @@ def _mean_of(evaluations: Sequence[Evaluation]) -> Evaluation:
     return Evaluation(0, np.mean(losses, 0), evaluations[0].tokens)
 
 
-def _squares_within(evaluations: Sequence[Evaluation]) -> float:
-    """Return the sum of the squared distances of losses from their mean."""
-    losses = np.array([evaluation.loss for evaluation in evaluations])
-    distances = losses - losses.mean()
-    return float((distances**2).sum())
+def _variance_of_mean(evaluations: Sequence[Evaluation]) -> float:
+    """Return the variance of the mean loss that follows from the scatter of the losses."""
+    losses = _neighbours(losses_of(evaluations), MOST // 2)
+    return float(losses.var(ddof=1)) / len(losses)
 
 
 def _standard_error(sums: NDArray[np.float64], tokens: NDArray[np.float64]) -> float:

@@ -12,7 +12,7 @@ import numpy as np
 from tools.analysis.verdict.measure import find_yardsticks
 from tools.analysis.verdict.power_law import Prediction, predict
 from tools.analysis.verdict.student import quantile
-from tools.analysis.verdict.trend import Evaluation, Trend, judge
+from tools.analysis.verdict.trend import Evaluation, Trend, judge, losses_of
 from tools.console.units import counted
 from tools.journal.records import HELD_OUT_LOSS, read_evaluations, read_metrics
 from tools.journal.yardsticks import Yardsticks
@@ -84,6 +84,7 @@ def read_verdict(folder: Path) -> Verdict | None:
     evaluations = _comparable(read_evaluations(folder), newest)
     samples = evaluations[-1][1] if evaluations else 0
     of_text = [evaluation for evaluation, _ in evaluations]
+    rates = _rates(of_text, records)
     return Verdict(
         step=newest["step"],
         loss=newest[HELD_OUT_LOSS],
@@ -92,8 +93,8 @@ def read_verdict(folder: Path) -> Verdict | None:
         tokens=_whole(records[-1].get("tokens")),
         learned=_whole(records[-1].get("learned_tokens")),
         yardsticks=find_yardsticks(folder),
-        trend=judge(of_text) if of_text else Trend("not known", NO_SAMPLES),
-        predicted=_predict(of_text, records),
+        trend=judge(of_text, rates) if of_text else Trend("not known", NO_SAMPLES),
+        predicted=_predict(of_text, rates),
     )
 
 
@@ -146,16 +147,23 @@ def _margin(evaluations: Sequence[Evaluation]) -> float:
     return quantile(0.975, len(newest.tokens) - 1) * newest.error
 
 
-def _predict(evaluations: Sequence[Evaluation], records: Sequence[Mapping[str, Any]]) -> Prediction:
-    if not evaluations:
-        return Prediction(reason=NO_SAMPLES)
+def _rates(
+    evaluations: Sequence[Evaluation], records: Sequence[Mapping[str, Any]]
+) -> Sequence[float]:
+    """Return the learning rate of the step of each evaluation, NaN where it is not known."""
     rate_of_step = {record["step"]: record.get("lr") for record in records}
     rates = list[float]()
     for evaluation in evaluations:
         rate = rate_of_step.get(evaluation.step)
         rates.append(float(rate) if isinstance(rate, int | float) else math.nan)
+    return rates
+
+
+def _predict(evaluations: Sequence[Evaluation], rates: Sequence[float]) -> Prediction:
+    if not evaluations:
+        return Prediction(reason=NO_SAMPLES)
     steps = [evaluation.step for evaluation in evaluations]
-    return predict(steps, [evaluation.loss for evaluation in evaluations], rates)
+    return predict(steps, losses_of(evaluations), rates)
 
 
 def lines(verdict: Verdict) -> Iterator[str]:

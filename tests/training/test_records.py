@@ -3,6 +3,7 @@ is used."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ from megaprec.errors import Problem
 from tests.runs import checkpoint, rewind, steps, train, write_run
 from tools.analysis.report.run import Run
 from tools.cli import main
+from tools.journal.journal import Journal
 from tools.journal.records import (
     EVENTS,
     METRICS,
@@ -165,3 +167,20 @@ def test_what_is_no_file_is_found_at_the_start(
     line = Problem.of("command.name_of_file_taken", path=run / name, content="the records of steps")
     assert capsys.readouterr().err == f"{line}\n"
     assert not checkpoint(run, 7).exists()
+
+
+def test_the_time_left_has_room_for_evaluations_and_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of 1 s, and a pause of 3 s after each second one."""
+    now = 100.0
+    monkeypatch.setattr("tools.journal.journal.time", SimpleNamespace(monotonic=lambda: now))
+    record = {"loss": 1.0, "lr": 1.0, "grad_norm": 1.0, "loss_scale": 1.0, "outcome": "applied"}
+    record |= {"skipped_total": 0, "seconds": 1.0, "tokens_per_s": 2.0}
+    with Journal(tmp_path, 0, 100, 1, False) as journal:
+        for number in range(1, 42):
+            now += 1.0
+            journal.write({**record, "step": number})
+            if number % 2 == 1:
+                now += 3.0
+        assert journal._seconds_left() == pytest.approx(59 * 2.5)

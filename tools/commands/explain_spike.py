@@ -268,13 +268,7 @@ def _show(console: Console, explained: Explained) -> None:
     spike = explained.spike
     console.print()
     console.print(Text(f"step {spike.step}: {_cause_in_words(explained)}", style="bold"))
-    causes = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
-    causes.add_column(no_wrap=True)
-    causes.add_column(no_wrap=True)
-    causes.add_column(overflow="fold")
-    for cause in explained.causes:
-        causes.add_row(cause.name, cause.verdict, Text(cause.evidence))
-    console.print(causes)
+    _show_causes(console, explained.causes)
     if explained.seen is None:
         return
     seen = explained.seen
@@ -292,6 +286,22 @@ def _show(console: Console, explained: Explained) -> None:
         title = f"gradients that moved most, {compared}"
         console.print(f"\n{title}", highlight=False)
         console.print(_tensor_table("norm", seen.gradients))
+
+
+def _show_causes(console: Console, causes: Sequence[Cause]) -> None:
+    """Print the verdict on each cause; once, if it is the same one on all, for the same reason."""
+    evidence, *others = {cause.evidence for cause in causes}
+    if not others and causes[0].verdict == "not tried":
+        names = ", ".join(cause.name for cause in causes)
+        console.print(Text(f"not tried ({names}): {evidence}"))
+        return
+    rows = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+    rows.add_column(no_wrap=True)
+    rows.add_column(no_wrap=True)
+    rows.add_column(overflow="fold")
+    for cause in causes:
+        rows.add_row(cause.name, cause.verdict, Text(cause.evidence))
+    console.print(rows)
 
 
 def _cause_in_words(explained: Explained) -> str:

@@ -3,6 +3,7 @@ them."""
 
 import os
 import sys
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -141,6 +142,7 @@ class Journal(AbstractContextManager["Journal"]):
         self._total_tokens = total_tokens
         self._print_every = print_every
         self._recent: deque[dict[str, Any]] = deque(maxlen=PACE_STEPS)
+        self._pauses = _Pauses()
         self._bar = None
         if shows_bar and sys.stdout.isatty():
             self._bar = Steps(start_step, total_steps)
@@ -167,6 +169,7 @@ class Journal(AbstractContextManager["Journal"]):
         for tracker in self._trackers:
             tracker.log(step_record)
         self._recent.append(step_record)
+        self._pauses.note(step_record["seconds"])
         self._show(step_record, eta=self._seconds_left())
 
     def write_event(self, event: dict[str, Any]) -> None:
@@ -178,15 +181,18 @@ class Journal(AbstractContextManager["Journal"]):
         file.write(to_json(event))
 
     def _seconds_left(self) -> float:
-        """Return the seconds until the end of the run, at the pace of the newest steps."""
+        """Return the seconds until the end of the run: its steps at the pace of the newest ones,
+        and pauses as long as they were until now.
+        """
         newest = self._recent[-1]
         seconds = sum(record["seconds"] for record in self._recent)
+        steps_left = self._total_steps - newest["step"]
+        pauses = steps_left * self._pauses.mean
         if self._total_tokens is None:
-            steps_left = self._total_steps - newest["step"]
-            return steps_left * seconds / len(self._recent)
+            return steps_left * seconds / len(self._recent) + pauses
         # Steps of different batches take different times, in proportion to their tokens.
         tokens = sum(record["tokens_per_s"] * record["seconds"] for record in self._recent)
-        return (self._total_tokens - newest["tokens"]) * seconds / tokens
+        return (self._total_tokens - newest["tokens"]) * seconds / tokens + pauses
 
     def _show(self, step_record: dict[str, Any], eta: float) -> None:
         """Print the line of a step, if it has one; on a terminal above a bar, which shows the
@@ -219,6 +225,34 @@ class Journal(AbstractContextManager["Journal"]):
                 self._bar.say(line)
         elif is_due:
             print(line, flush=True)
+
+
+class _Pauses:
+    """The time between steps since the first one: evaluations, saves and whatever else a run does
+    there."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+        self._steps = 0
+        self._in_steps = 0.0
+        self._passed = 0.0
+
+    def note(self, seconds: float) -> None:
+        """Note that a step of so many seconds has just ended."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now
+            return
+        self._steps += 1
+        self._in_steps += seconds
+        self._passed = now - self._first
+
+    @property
+    def mean(self) -> float:
+        """Seconds between two steps."""
+        if not self._steps:
+            return 0.0
+        return max(0.0, self._passed - self._in_steps) / self._steps
 
 
 class _LazyLines:

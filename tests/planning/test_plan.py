@@ -31,6 +31,7 @@ from tools.analysis.planning.search import (
 from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.analysis.planning.speed import least_seconds, least_seconds_of_schedule, passes_of
 from tools.cli import main
+from tools.commands.plan import NOTHING_FITS
 from tools.config import run_file as run_file_module
 from tools.config.native_keys import plan_of
 from tools.config.run_file import RunConfig, load_run
@@ -64,7 +65,7 @@ def file(tmp_path: Path) -> Path:
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     capsys.readouterr()
-    assert main(["plan", *map(str, arguments)]) == 0
+    assert main(["plan", *map(str, arguments)]) in (0, NOTHING_FITS)
     return capsys.readouterr().out
 
 
@@ -141,6 +142,30 @@ def test_kinds_add_up_and_logits_are_activations(
     assert all(
         2 * rank["weights"] == rank["gradients"] == rank["masters"] for rank in plan["ranks"]
     )
+
+
+def test_what_fits_nothing_has_an_exit_code_of_its_own(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["plan", str(file), "--gpu-memory", "1MB", "--tflops", "9"]
+    best = tmp_path / "best.toml"
+    assert main(small) == NOTHING_FITS
+    assert "does not fit" in capsys.readouterr().out
+    assert main([*small, "--json"]) == NOTHING_FITS
+    capsys.readouterr()
+    assert main([*small, "--ranks", "2", "-o", str(best)]) == NOTHING_FITS
+    *_, reason, written = capsys.readouterr().out.splitlines()
+    assert reason.startswith("no layout of 2 ranks fits: the smallest of ")
+    assert written == f"not written {best}" and not best.exists()
+    assert main(["plan", str(file), "--gpu", "H100", "--ranks", "2"]) == 0
+
+
+def test_layouts_of_other_ranks_than_the_run_has_do_not_begin_with_its_own(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = "bytes of a rank, by pipeline rank"
+    assert own not in said(capsys, file, "--gpu", "H100", "--ranks", "2")
+    assert own in said(capsys, file, "--gpu", "H100", "--ranks", "1")
 
 
 @pytest.mark.slow
@@ -328,10 +353,6 @@ def test_a_gpu_is_known_by_its_name_or_not_at_all(name: str, found: str | None) 
         ),
         (("train.device=cuda", "--ranks", "4"), sentence("command.peak_unknown")),
         (("model.factory=my.py:build",), "model.factory"),
-        (
-            ("--gpu-memory", "1KB", "--tflops", "9", "--ranks", "2", "-o", "b.toml"),
-            "no layout of 2 ranks fits",
-        ),
         (
             ("--gpu", "H100", "--ranks", "11", "-o", "b.toml"),
             "11 ranks have no layout: pipeline is at most",

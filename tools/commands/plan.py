@@ -77,6 +77,7 @@ GPU_LINK = 25.0  # GB/s within a machine of GPUs whose data sheet is not known: 
 SLOW_LINK = 50.0  # GB/s between machines: a 400 Gb/s network card for each GPU
 LINE = 79  # characters of the line of progress
 MAX_RANKS = 2**20  # beyond any cluster
+NOTHING_FITS = 4  # exit code
 
 
 def add_parser(subparsers: Any) -> None:
@@ -163,7 +164,9 @@ def _add_speeds(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec plan`."""
+    """Run `megaprec plan`. Return NOTHING_FITS if the run does not fit, or with --ranks if none of
+    the layouts does.
+    """
     _check_options(args)
     config = resolve_run(args.file, args.overrides)
     tell_notes(config.notes, args.strict)
@@ -177,22 +180,35 @@ def main(args: argparse.Namespace) -> int:
     if args.ranks and shared_speeds:
         search_result = search(config, args.ranks, shared_target, shared_speeds, _show_progress)
         _require_layouts(search_result, args.ranks)
-        if args.output:
+        if args.output and search_result.layouts:
             _write_best(args.output, args.ranks, search_result)
     answer = _Answer(config, planned, target, assumed, search_result, shared_target, shared_speeds)
     # one document, and no line about the file
     if args.json:
         print(json.dumps({**_document(answer), "notes": notes}, indent=2))
         _write_picture(args.plot, answer)
-        return 0
+        return _exit_code(answer)
     lines = [*run_lines(config, target), *(f"note       {note}" for note in notes), ""]
-    lines += [*_lines_of_own_layout(answer, args.budget), *_lines_of_layouts(answer, args)]
+    # details of another number of ranks than is asked for would hide the answer
+    if not args.ranks or args.ranks == config.world_size:
+        lines += [*_lines_of_own_layout(answer, args.budget)]
+    lines += [*_lines_of_layouts(answer, args)]
     say("\n".join(lines))
-    if args.output:
-        print(f"written    {args.output}")
+    if args.output and search_result:
+        done = "written" if search_result.layouts else "not written"
+        print(f"{done:10} {args.output}")
     if _write_picture(args.plot, answer):
         print(f"written    {args.plot}")
-    return 0
+    return _exit_code(answer)
+
+
+def _exit_code(answer: "_Answer") -> int:
+    if answer.search_result:
+        return 0 if answer.search_result.layouts else NOTHING_FITS
+    fits = answer.planned is not None
+    if answer.planned:
+        fits = answer.target.verdict(answer.planned.total) != "does not fit"
+    return 0 if fits else NOTHING_FITS
 
 
 def _find_speeds(
@@ -599,11 +615,7 @@ def _was_written_by_plan(path: Path) -> bool:
 
 
 def _write_best(path: Path, ranks: int, search_result: LayoutSearch) -> None:
-    """Write the run in the first layout. Raises UserError if there is none."""
-    if not search_result.layouts:
-        raise UserError.of(
-            "command.output_failed", path=path, reason=none_found(search_result, ranks)
-        )
+    """Write the run in the first layout."""
     # they are sorted, the fastest first
     best = search_result.layouts[0].config
     write_whole(path, best.as_toml(COMMENT.format(ranks=f"{ranks:,}")).encode())

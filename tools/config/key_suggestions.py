@@ -11,17 +11,18 @@ from typing import get_origin
 
 from pydantic.fields import FieldInfo
 
-from megaprec.errors import closest, did_you_mean
+from megaprec.errors import SHORT_WORD, closest, did_you_mean
 from tools.config.wrong_values import example_in_help
 from tools.console.toml import Setting, toml
 from tools.interop.arguments import deepspeed, megatron
 
 ELSEWHERE: Mapping[str, tuple[str, ...]] = {
-    "model.layers": ("num_hidden_layers", "n_layer"),
-    "model.hidden": ("n_embd", "d_model"),
-    "model.heads": ("n_head",),
+    "model.layers": ("num_hidden_layers", "n_layer", "n_layers", "depth"),
+    "model.hidden": ("n_embd", "d_model", "dim", "width", "embed_dim"),
+    "model.heads": ("n_head", "n_heads"),
     "model.kv_heads": ("num_key_value_heads",),
-    "model.ffn": ("intermediate_size",),
+    "model.ffn": ("intermediate_size", "ffn_dim"),
+    "model.mlp": ("activation", "activation_function", "hidden_act", "hidden_activation"),
     "model.rope_base": ("rope_theta",),
     "model.tied": ("tie_word_embeddings",),
     "model.experts": ("num_local_experts",),
@@ -29,7 +30,7 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "model.router_aux_loss": ("router_aux_loss_coef",),
     "model.z_loss": ("z_loss_multiplier", "softmax_auxiliary_loss"),
     "model.init_std": ("initializer_range",),
-    "data.source": ("dataset", "train_data"),
+    "data.source": ("dataset", "train_data", "path", "data_dir", "train", "train_file"),
     "data.tokenizer": ("tokenizer_path",),
     "parallel.tensor": ("tensor_parallel", "tensor_parallel_size", "tensor_parallel_degree", "tp"),
     "parallel.pipeline": ("pipeline_parallel_size", "pipeline_parallel_degree", "pp"),
@@ -51,16 +52,17 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "fp8.parameters": ("fp8_params",),
     "optimizer.eps": ("adam_epsilon",),
     "optimizer.clip": ("max_grad_norm", "grad_clip"),
-    "lr.peak": ("learning_rate", "max_lr"),
+    "lr.peak": ("learning_rate", "max_lr", "rate"),
+    "lr.final": ("min", "end", "eta_min", "final_lr", "end_lr", "minimum"),
     "lr.warmup": ("lr_warmup_steps", "warmup_steps", "warmup_iters"),
     "lr.decay": ("lr_decay_steps",),
     "lr.schedule": ("lr_scheduler_type",),
-    "train.steps": ("max_steps", "max_iters", "num_steps"),
+    "train.steps": ("max_steps", "max_iters", "num_steps", "iterations", "iters"),
     "train.micro_batch": ("per_device_train_batch_size",),
     "train.seq_length": ("max_seq_len", "block_size", "context_length"),
-    "train.folder": ("output_dir",),
-    "train.eval_every": ("eval_steps",),
-    "checkpoint.every": ("save_steps",),
+    "train.folder": ("output_dir", "out_dir", "run_dir", "log_dir", "save_dir"),
+    "train.eval_every": ("eval_steps", "eval_freq"),
+    "checkpoint.every": ("save_steps", "save_every", "save_freq"),
     "checkpoint.keep": ("save_total_limit",),
     "checkpoint.resume": ("resume_from_checkpoint",),
     "log.every": ("logging_steps",),
@@ -69,6 +71,25 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
 }
 """Our keys, and the words for them in Hugging Face's settings and other trainers'; of Megatron-LM
 and DeepSpeed, `tools.interop.arguments` knows every name."""
+
+EPOCHS = (
+    "a run is given in steps: one epoch is the tokens of the text / (train.global_batch x "
+    "train.seq_length) of them"
+)
+ACCUMULATION = (
+    "it follows from the batches: train.global_batch / (train.micro_batch x parallel.data)"
+)
+WITHOUT_KEY: Mapping[str, str] = {
+    "epochs": EPOCHS,
+    "num_epochs": EPOCHS,
+    "max_epochs": EPOCHS,
+    "num_train_epochs": EPOCHS,
+    "gradient_accumulation": ACCUMULATION,
+    "grad_accum": ACCUMULATION,
+    "grad_accum_steps": ACCUMULATION,
+    "accumulate_grad_batches": ACCUMULATION,
+}
+"""Words of other trainers for what no key says here, with the reason."""
 
 
 def _keys_of_others() -> dict[str, tuple[str, ...]]:
@@ -161,7 +182,9 @@ def _suggestion(table: str, name: str, known_keys: Collection[str]) -> str:
         return f"; did you mean {keys[first]}?"
     if answer := _answer(name) or _answer(first):
         return answer
-    similar = closest(first, keys)
+    # a short word is like some key of any table
+    nearby = {key.partition(".")[2]: key for key in _keys_of(table, known_keys)}
+    similar = closest(first, keys if len(first) > SHORT_WORD else nearby)
     return f"; did you mean {keys[similar]}?" if similar else ""
 
 
@@ -169,6 +192,8 @@ def _answer(name: str) -> str:
     """Return the end of a line about a name of another system; "" if it is none."""
     # options of command lines have dashes
     name = name.replace("-", "_")
+    if name in WITHOUT_KEY:
+        return f": {WITHOUT_KEY[name]}"
     keys = [key for key, names in ELSEWHERE.items() if name in names]
     if not keys:
         keys = KEYS.get(name)

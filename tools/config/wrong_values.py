@@ -14,6 +14,17 @@ from megaprec.dialects.reading import literals_of
 from megaprec.errors import Problem, UserError, did_you_mean
 from tools.console.toml import Setting, toml
 
+# other trainers' words for values
+SYNONYMS = {
+    "gpu": "cuda",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
+    "float64": "fp64",
+    "double": "fp64",
+}
 MAX_INTEGER = 2**63 - 1  # TOML promises no larger ones, and torch has none
 PLAIN_MESSAGES = {
     "bool_type": "must be true or false",
@@ -167,7 +178,8 @@ def _requirement(finding: ErrorDetails) -> str:
     if _is_field(inside):
         message = f"{inside[1]} {message}"
     if finding["type"] == "literal_error":
-        message += did_you_mean(str(finding["input"]), literals_of(finding))
+        word = str(finding["input"])
+        message += did_you_mean(SYNONYMS.get(word.lower(), word), literals_of(finding))
     if not inside:
         return message
     if isinstance(inside[0], int):

@@ -1,6 +1,5 @@
 """The verdict on a curve of losses, on curves of which it is known what they do."""
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from itertools import permutations
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 
 from tests.work import calls_of
-from tools.analysis.verdict.power_law import predict
 from tools.analysis.verdict.student import quantile
 from tools.analysis.verdict.trend import Evaluation, Trend, chance_of_order, difference, judge
 
@@ -142,39 +140,3 @@ def test_the_chance_of_an_order_is_that_among_all_orders(count: int) -> None:
 def test_quantiles_of_student_are_those_of_the_table() -> None:
     for freedom, expected in ((3, 3.182), (5, 2.571), (10, 2.228), (63, 1.998)):
         assert quantile(0.975, freedom) == pytest.approx(expected, rel=0.01)
-
-
-@pytest.mark.cases(1, sample=2)
-@pytest.mark.parametrize("count", [8, 12, 24])
-@pytest.mark.parametrize("jitter", [0.0, 0.01, 0.03])
-def test_the_band_of_twice_the_steps_holds_what_comes_in_nine_of_ten_cases(
-    count: int, jitter: float
-) -> None:
-    dice = np.random.default_rng(count)
-    steps = [50 * number for number in range(1, count + 1)]
-    said = 0
-    held = 0
-    for _ in range(40):
-        floor, factor, exponent = dice.uniform((0, 1, 0.1), (3, 6, 1))
-        law = floor + factor * (np.array([*steps, 2 * steps[-1]]) / 50.0) ** -exponent
-        measured = law + dice.normal(0, jitter, count + 1)
-        predicted = predict(steps, measured[:-1].tolist(), [1e-3] * count)
-        if not predicted.reason:
-            said += 1
-            held += predicted.low <= measured[-1] <= predicted.high
-    assert said >= 30
-    assert held >= 0.9 * said
-
-
-def test_what_comes_is_not_known_where_the_law_does_not_hold() -> None:
-    steps = [50 * number for number in range(1, 13)]
-    falling = [5 + 3 * step**-0.3 for step in steps]
-    constant = [1e-3] * 12
-    assert not predict(steps, falling, constant).reason
-    cosine = [1e-3 * (1 + math.cos(math.pi * step / 600)) / 2 for step in steps]
-    assert "learning rate" in predict(steps, falling, cosine).reason
-    assert "learning rate" in predict(steps, falling, [math.nan] * 12).reason
-    assert "too few" in predict(steps[:7], falling[:7], constant[:7]).reason
-    assert predict(steps, falling[::-1], constant).reason
-    noisy = np.array(falling) + np.random.default_rng(0).normal(0, 0.5, 12)
-    assert predict(steps, noisy.tolist(), constant).reason

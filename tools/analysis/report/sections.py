@@ -27,8 +27,8 @@ from tools.analysis.report.run import Key, Run
 from tools.analysis.verdict.measure import find_yardsticks
 from tools.analysis.verdict.verdict import (
     describe_amount,
+    describe_forecast,
     describe_loss,
-    describe_predicted,
     describe_yardsticks,
     read_verdict,
 )
@@ -182,7 +182,7 @@ def learning(run: Run) -> Html | None:
         ("held-out loss", describe_loss(verdict)),
         ("compared with", describe_yardsticks(verdict)),
         ("amount of text", describe_amount(verdict)),
-        ("twice the steps", describe_predicted(verdict)),
+        ("twice the steps", describe_forecast(verdict)),
     ]
     return _join(Html(f'<p class="verdict {css_class}">{conclusion}</p>'), table(("", ""), rows))
 

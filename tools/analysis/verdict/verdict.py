@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from tools.analysis.verdict.forecast import Forecast, forecast
 from tools.analysis.verdict.measure import find_yardsticks
-from tools.analysis.verdict.power_law import Prediction, predict
 from tools.analysis.verdict.student import quantile
 from tools.analysis.verdict.trend import Evaluation, Trend, judge, losses_of
 from tools.console.units import counted
@@ -40,7 +40,7 @@ class Verdict:
     learned: int
     yardsticks: Yardsticks | None
     trend: Trend
-    predicted: Prediction
+    after_twice: Forecast
 
     @property
     def perplexity(self) -> float:
@@ -94,7 +94,7 @@ def read_verdict(folder: Path) -> Verdict | None:
         learned=_whole(records[-1].get("learned_tokens")),
         yardsticks=find_yardsticks(folder),
         trend=judge(of_text, rates) if of_text else Trend("not known", NO_SAMPLES),
-        predicted=_predict(of_text, rates),
+        after_twice=_forecast(of_text, rates),
     )
 
 
@@ -159,11 +159,11 @@ def _rates(
     return rates
 
 
-def _predict(evaluations: Sequence[Evaluation], rates: Sequence[float]) -> Prediction:
+def _forecast(evaluations: Sequence[Evaluation], rates: Sequence[float]) -> Forecast:
     if not evaluations:
-        return Prediction(reason=NO_SAMPLES)
+        return Forecast(reason=NO_SAMPLES)
     steps = [evaluation.step for evaluation in evaluations]
-    return predict(steps, losses_of(evaluations), rates)
+    return forecast(steps, losses_of(evaluations), rates)
 
 
 def lines(verdict: Verdict) -> Iterator[str]:
@@ -172,7 +172,7 @@ def lines(verdict: Verdict) -> Iterator[str]:
     yield f"measured   {describe_yardsticks(verdict)}"
     yield f"amount     {describe_amount(verdict)}"
     yield f"verdict    {verdict.trend.kind}: {verdict.trend.reason}"
-    yield f"twice      {describe_predicted(verdict)}"
+    yield f"twice      {describe_forecast(verdict)}"
 
 
 def describe_loss(verdict: Verdict) -> str:
@@ -230,21 +230,21 @@ def describe_amount(verdict: Verdict) -> str:
     )
 
 
-def describe_predicted(verdict: Verdict) -> str:
+def describe_forecast(verdict: Verdict) -> str:
     """Return what twice the steps would bring."""
-    predicted = verdict.predicted
-    if predicted.reason:
-        return f"not known what twice the steps would bring: {predicted.reason}"
+    expected = verdict.after_twice
+    if expected.reason:
+        return f"not known what twice the steps would bring: {expected.reason}"
     return (
-        f"{2 * verdict.step:,} steps would bring a loss of {predicted.loss:.3f}, between "
-        f"{predicted.low:.3f} and {predicted.high:.3f}, by a power law"
+        f"{2 * verdict.step:,} steps would bring a loss of {expected.loss:.3f}, nine times in ten "
+        f"between {expected.low:.3f} and {expected.high:.3f}, by what the last doubling brought"
     )
 
 
 def fields(verdict: Verdict) -> dict[str, Any]:
     """Return the verdict as a document."""
     sizes = verdict.yardsticks
-    predicted = verdict.predicted
+    expected = verdict.after_twice
     return {
         "step": verdict.step,
         "loss": verdict.loss,
@@ -260,9 +260,9 @@ def fields(verdict: Verdict) -> dict[str, Any]:
         "verdict": verdict.trend.kind,
         "why": verdict.trend.reason,
         "rises_since": verdict.trend.since or None,
-        "after_twice_the_steps": _or_none(predicted.loss),
-        "band": None if predicted.reason else [predicted.low, predicted.high],
-        "not_predicted": predicted.reason or None,
+        "after_twice_the_steps": _or_none(expected.loss),
+        "band": None if expected.reason else [expected.low, expected.high],
+        "not_predicted": expected.reason or None,
     }
 
 

@@ -115,8 +115,9 @@ def _connect(
                 limit,
                 wait_for_workers=False,
                 multi_tenant=True,
+                master_listen_fd=_listen_on_loopback(address, port) if hosts_store else None,
             )
-    except dist.DistError as error:
+    except (dist.DistError, OSError) as error:
         reason = str(error).splitlines()[0]
         if hosts_store:
             raise UserError.of(
@@ -130,6 +131,21 @@ def _connect(
             seconds=seconds,
             reason=reason,
         ) from error
+
+
+def _listen_on_loopback(address: str, port: int) -> int | None:
+    """Return the descriptor of a socket that listens at a loopback address; None for any other
+    address.
+
+    torch's store would listen on all interfaces, although no rank on another machine can mean it.
+    """
+    try:
+        family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        return None
+    if not ip_address(place[0]).is_loopback:
+        return None
+    return socket.create_server(place, family=family).detach()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The store of local ranks: a socket in a folder that no other user may enter, served by the launcher.
+"""The store of local ranks: the launcher serves it at a socket in a folder of this user alone.
 
 torch's own store listens on all interfaces of the machine, and takes what anyone writes into it.
 Here the system refuses other users, and what is sent is JSON. Values are texts; everything lies in
@@ -53,8 +53,8 @@ def _parent() -> str:
 
 
 def file_of_groups(store: dist.Store) -> dist.Store:
-    """Return the store in which process groups meet: a file beside the socket of a `LocalStore`; any
-    other store itself.
+    """Return the store in which process groups meet: a file beside the socket of a `LocalStore`;
+    any other store itself.
     """
     if not isinstance(store, LocalStore):
         return store
@@ -132,14 +132,14 @@ class LocalStore(dist.Store):
                 connection.flush()
                 answer = connection.readline(LONGEST_LINE)
             except OSError as error:
-                self._close()
+                self.close()
                 raise dist.DistNetworkError(f"store of local ranks: socket: {error}") from error
             except BaseException:
                 # a signal came between request and answer, which the next request must not read
-                self._close()
+                self.close()
                 raise
             if not answer:
-                self._close()
+                self.close()
                 raise dist.DistNetworkError("store of local ranks: connection closed")
         return json.loads(answer)
 
@@ -154,7 +154,10 @@ class LocalStore(dist.Store):
         self._connection = self._socket.makefile("rwb")  # pyright: ignore[reportAttributeAccessIssue]
         return self._connection  # pyright: ignore[reportReturnType]
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close the connection; the next request opens another."""
+        if self._connection:
+            self._connection.close()
         self._connection = None
         self._socket.close()
 
@@ -210,10 +213,10 @@ class _Table:
 class _Answers(socketserver.StreamRequestHandler):
     """One connection: answers its requests in turn."""
 
-    server: "_Server"
-
     def handle(self) -> None:
-        table = self.server.table
+        server = self.server
+        assert isinstance(server, _Server)
+        table = server.table
         methods: Mapping[str, Any] = {
             "set": table.set,
             "read": table.read,

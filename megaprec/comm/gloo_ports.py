@@ -1,9 +1,9 @@
 """The ports of gloo, which are shut once the ranks of a group are connected.
 
 Each process group of gloo listens on a port as long as it lives, and takes any connection: who
-sends the number of a rank, which is no secret, is taken for it. The port is needed for the moment in
-which the group is made. Afterwards a filter of the kernel drops whatever reaches it, and the kernel
-tells whether another user of this machine has connected meanwhile; then the run ends.
+sends the number of a rank, which is no secret, is taken for it. The port is needed while the group
+is made. Afterwards a filter of the kernel drops whatever reaches it, and the kernel tells whether
+another user of this machine has connected meanwhile; then the run ends.
 
 Linux only; elsewhere, and in a sandbox without such filters, the ports stay open.
 """

@@ -1,10 +1,10 @@
 """Local ranks: their start with torch's elastic agent, the signals for them, and why they ended.
 
 `launch_local` runs this program once per rank and waits. The ranks meet at a store that only this
-user reaches (`parallel.local_store`). When a rank fails, the others are stopped, and the caller's `Again` says how many ranks
-are started again; if none, its exit code is returned, and its reason, stored by `note_failure`, is
-printed last. A signal to the launcher is passed on to the ranks, which may take their time to end;
-a second signal kills them. After a signal no rank is started.
+user reaches (`parallel.local_store`). When a rank fails, the others are stopped, and the caller's
+`Again` says how many ranks are started again; if none, its exit code is returned, and its reason,
+stored by `note_failure`, is printed last. A signal to the launcher is passed on to the ranks, which
+may take their time to end; a second signal kills them. After a signal no rank is started.
 
 If something else has started the ranks (torchrun, Kubernetes, srun), nothing is launched: see
 `parallel.described_world`.

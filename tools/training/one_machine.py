@@ -1,7 +1,7 @@
 """The rendezvous of an agent that is alone: torch's elastic agent then meets no other.
 
 torch's own rendezvous listens on all interfaces, for agents of other machines, and unpickles what
-lies there. The agent of local ranks has nobody to meet: its store is in its own memory, and its
+lies there. The agent of local ranks has no other to meet: its store is in its own memory, and its
 ranks meet at the store of `parallel.local_store`.
 """
 

@@ -18,8 +18,10 @@ HTTP_USER = re.compile(r"(https?:/{1,2})[^\s/?#]*@", re.IGNORECASE)
 PASSWORD = re.compile(
     r"(?<![\w+.-])(?!git(?:hub)?:)([a-z][a-z0-9+.-]*:/{1,2})([^\s/?#:]*:)[^\s/?#]+@", re.IGNORECASE
 )
-# up to the next space, without the quotes and points that may follow a URL in a sentence
-QUERY = re.compile(r"(https?:/{1,2}[^\s?]*\?)\S+?(?=[\"'()\[\]:;,.]*(?:\s|$))", re.IGNORECASE)
+# up to the next space or double quote, without the signs that may follow a URL in a sentence
+QUERY = re.compile(
+    r"(https?:/{1,2}[^\s?\"]*\?)[^\s\"]+?(?=['()\[\]{}<>:;,.]*(?:[\s\"]|$))", re.IGNORECASE
+)
 
 
 def masked(text: str) -> str:

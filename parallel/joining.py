@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -27,11 +27,12 @@ from parallel.described_world import (
     lone_task,
     require_consistent,
 )
+from parallel.local_store import STORE, LocalStore
+from parallel.loopback import INTERFACE, ONE_MACHINE
 
 JOIN = 600.0  # seconds in which all ranks must have joined
 NEWS = 30.0  # seconds between lines about waiting
 ALONE = 3.0  # seconds after which a task of Slurm without any other says so
-INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "127.0.0.1"
 PARTING = 1.0  # seconds in which others read why rank 0, which has the store, gives up
 SHOWN = 8  # ranks that a line names at most
@@ -58,10 +59,10 @@ def join(
     require_consistent(environment)
     rank = int(environment["RANK"])
     size = int(environment["WORLD_SIZE"])
-    address = environment["MASTER_ADDR"]
-    port = int(environment["MASTER_PORT"])
-    hosts_store = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = _connect(rank, size, address, port, hosts_store, seconds)
+    if environment.get(STORE):
+        store = LocalStore(Path(environment[STORE]), timedelta(seconds=seconds))
+    else:
+        store = _connect(environment, rank, size, seconds)
     # says that this rank is there, and where
     seat = Seat.of_this_process()
     store.set(_key(rank), json.dumps(asdict(seat)))
@@ -74,8 +75,10 @@ def join(
             lone_task(environment),
             ends_alone,
         )
-        if over_gloo and not problem:
-            problem = _unreachable([_read_seat(store, number) for number in range(size)])
+        if not problem:
+            seats = _read_seats(store, range(size))
+            problem = _unreachable(seats) if over_gloo else ""
+            store.set(ONE_MACHINE, "yes" if _on_one_machine(seats) else "no")
         store.set(OUTCOME, problem)
         # the store ends with this process
         if problem:
@@ -90,17 +93,15 @@ def join(
 
 
 def _connect(
+    environment: Mapping[str, str],
     rank: int,
     size: int,
-    address: str,
-    port: int,
-    hosts_store: bool,
     seconds: float,
 ) -> dist.Store:
-    """Return the store.
-
-    hosts_store: this rank has it; otherwise rank 0 or torchrun's agent has.
-    """
+    """Return torch's store, which this rank has if it is rank 0 and torchrun's agent has none."""
+    address = environment["MASTER_ADDR"]
+    port = int(environment["MASTER_PORT"])
+    hosts_store = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     # also the time limit of requests to the store
     limit = timedelta(seconds=seconds)
     here = f"rank {rank} on {socket.gethostname()}"
@@ -114,8 +115,9 @@ def _connect(
                 limit,
                 wait_for_workers=False,
                 multi_tenant=True,
+                master_listen_fd=_listen_on_loopback(address, port) if hosts_store else None,
             )
-    except dist.DistError as error:
+    except (dist.DistError, OSError) as error:
         reason = str(error).splitlines()[0]
         if hosts_store:
             raise UserError.of(
@@ -129,6 +131,21 @@ def _connect(
             seconds=seconds,
             reason=reason,
         ) from error
+
+
+def _listen_on_loopback(address: str, port: int) -> int | None:
+    """Return the descriptor of a socket that listens at a loopback address; None for any other
+    address.
+
+    torch's store would listen on all interfaces, although no rank on another machine can mean it.
+    """
+    try:
+        family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        return None
+    if not ip_address(place[0]).is_loopback:
+        return None
+    return socket.create_server(place, family=family).detach()
 
 
 @dataclass(frozen=True)
@@ -177,9 +194,13 @@ def _address_of(host: str) -> str:
     return LOOPBACK
 
 
+def _on_one_machine(seats: Sequence[Seat]) -> bool:
+    return len({seat.network for seat in seats}) == 1
+
+
 def _unreachable(seats: Sequence[Seat]) -> str:
     """Return why ranks on several machines would not reach each other, "" if they may."""
-    if len({seat.network for seat in seats}) == 1:
+    if _on_one_machine(seats):
         return ""
     for seat in seats:
         if seat.address and ip_address(seat.address).is_loopback:
@@ -220,7 +241,7 @@ def _wait_for_ranks(
         line = f"{_count_missing(missing, size)} not joined"
         if waited > seconds:
             joined = [rank for rank in range(size) if rank not in missing]
-            hosts = sorted({_read_seat(store, rank).host for rank in joined})
+            hosts = sorted({seat.host for seat in _read_seats(store, joined)})
             return f"{line} within {seconds:.0f} s; there are the ranks of {', '.join(hosts)}"
         if waited > next_news:
             print(f"{line} for {waited:.0f} s so far", file=sys.stderr, flush=True)
@@ -240,9 +261,9 @@ def _count_missing(missing: list[int], size: int) -> str:
     return f"rank {numbers} of {size} has"
 
 
-def _read_seat(store: dist.Store, rank: int) -> Seat:
-    fields = json.loads(store.get(_key(rank)))
-    return Seat(**fields)
+def _read_seats(store: dist.Store, ranks: Iterable[int]) -> list[Seat]:
+    texts = store.multi_get([_key(rank) for rank in ranks])
+    return [Seat(**json.loads(text)) for text in texts]
 
 
 def _key(rank: int) -> str:

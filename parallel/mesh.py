@@ -21,12 +21,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import AXES
-from megaprec.comm.gloo_threads import waiting_their_turn
+from megaprec.comm.gloo_ports import making_gloo_group
 from megaprec.comm.groups import make_groups
 from megaprec.errors import Problem, UserError
 from megaprec.kinds import is_number
 from parallel.described_world import require_consistent, slurm_environment
 from parallel.joining import NEWS, join
+from parallel.local_store import file_of_groups
+from parallel.loopback import within_machine
 
 PARTING = 10.0  # seconds that a failed rank waits for its communication in progress
 
@@ -137,16 +139,33 @@ def world(
     os.environ.update(slurm_environment(os.environ))
     gpu = _own_device() if device == "cuda" else None
     timeout = timedelta(minutes=minutes)
-    backend = "nccl" if gpu else "gloo"
     # waits for all ranks, with messages; torch's own rendezvous then finds them there
     store, rank, size = join(over_gloo=gpu is None)
-    # gloo's threads would otherwise interrupt those that they serve; NCCL has none
-    gloo_threads = nullcontext() if gpu else waiting_their_turn()
-    with _explain_interface_errors(), gloo_threads:
+    with within_machine(store):
+        _form_world(store, rank, size, timeout, gpu)
+        try:
+            yield store
+        except BaseException as error:
+            if isinstance(error, Exception):
+                failed(error)
+            _leave_world(gpu)
+            raise
+        dist.destroy_process_group()
+
+
+def _form_world(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    gpu: torch.device | None,
+) -> None:
+    """Make the group of all ranks: over NCCL if this rank has a GPU, otherwise over gloo."""
+    with _explain_interface_errors(), nullcontext() if gpu else making_gloo_group():
         dist.init_process_group(
-            backend,
+            "nccl" if gpu else "gloo",
             timeout=timeout,
-            store=store,
+            store=file_of_groups(store),
             rank=rank,
             world_size=size,
             device_id=gpu,
@@ -154,14 +173,6 @@ def world(
         )
     if gpu is not None:
         _start_backward_thread(gpu)
-    try:
-        yield store
-    except BaseException as error:
-        if isinstance(error, Exception):
-            failed(error)
-        _leave_world(gpu)
-        raise
-    dist.destroy_process_group()
 
 
 def _nccl_options() -> Any:

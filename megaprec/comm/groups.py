@@ -12,6 +12,7 @@ first.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaprec.comm.gloo_threads import waiting_their_turn
+from megaprec.comm.gloo_ports import making_gloo_group
 from megaprec.torch_private import can_split, process_group_counts, time_limit_of
 
 
@@ -47,7 +48,8 @@ def make_groups(rank_groups: Tensor, backend: str | None = None) -> dist.Process
         group = dist.split_group(split_ranks=all_rows, timeout=limit)
     else:
         names_agree = _have_made_as_many_groups()  # a collective, outside of the changed policy
-        with waiting_their_turn():
+        is_gloo = (backend or dist.get_backend()) == "gloo"
+        with making_gloo_group() if is_gloo else nullcontext():
             if names_agree:
                 group = _make_among_members(members, limit, backend)
             else:

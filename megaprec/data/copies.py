@@ -20,7 +20,7 @@ from megaprec.data.files import (
     with_suffix,
     write_whole,
 )
-from megaprec.data.places import is_remote
+from megaprec.data.places import is_remote, name_in_url
 from megaprec.data.ranges import RemoteFile, is_file_there
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_regular
@@ -52,7 +52,7 @@ def file_here(prefix: Path, suffix: str, again: bool = False) -> Path:
     folder = cache / "remote" / _digest(str(path))
     with exclusive_lock(folder / "lock", lambda: None):
         version = _digest(file.version)
-        copy = folder / version / path.name
+        copy = folder / version / name_in_url(path)
         if not file.has_version or not _is_intact(copy, again):
             _copy(file, copy)
             for old in _other_versions(folder, version):

@@ -18,12 +18,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from megaprec.data.places import beside
 from megaprec.durable import make_folder, naming_file, reading, sync
 
 
 def with_suffix(prefix: Path, suffix: str) -> Path:
     """Return the path `PREFIX` + `suffix`; a dot in the prefix's name stays (`v1.2.bin`)."""
-    return prefix.parent / (prefix.name + suffix)
+    return beside(prefix, suffix)
 
 
 def file_digest(path: Path) -> str:

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from megaprec.errors import UserError
 
+WEB = ("http://", "https://")  # kinds of URLs in which what stands behind a ? names no file
 URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
@@ -62,9 +63,34 @@ def require_there(path: Path, url: str) -> None:
         reason = problem.__cause__
         if isinstance(reason, OSError):
             raise UserError.of("data.url_unreachable", url=url, reason=reason) from problem
-    if path.with_name(f"{path.name}.idx").exists():
+    if beside(path, ".idx").exists():
         raise UserError.of("data.url_tokens", url=url)
     raise UserError.of("data.url_missing", url=url)
+
+
+def beside(path: Path, suffix: str) -> Path:
+    """Return the path with a suffix behind its name; in the URL of a web page, before what is asked
+    of it (`https://host/x.idx?token=...`).
+    """
+    if is_remote(path):
+        url = str(path)
+        page = without_query(url)
+        if page != url:
+            return remote_path(f"{page}{suffix}{url.removeprefix(page)}")
+    return path.parent / f"{path.name}{suffix}"
+
+
+def name_in_url(path: Path) -> str:
+    """Return the name of a file: at the URL of a web page without what is asked of it, which may be
+    a secret.
+    """
+    return without_query(str(path)).rpartition("/")[2] if is_remote(path) else path.name
+
+
+def without_query(url: str) -> str:
+    """Return the URL of a web page without what is asked of it, and any other one itself."""
+    before, _, _ = url.partition("?")
+    return before if before.lower().startswith(WEB) else url
 
 
 def is_remote(path: Path) -> bool:

@@ -204,7 +204,9 @@ class Heartbeat:
         self._last_progress = (-1, -1)  # entries and count of the position at the last beat
         self.noticed: deque[tuple[Straggler, str]] = deque()
         # a connection of its own: a request of the main thread may block that of the world
-        self._store = dist.PrefixStore("heartbeat", store.clone())  # pyright: ignore[reportAttributeAccessIssue]
+        self._connection = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+        # it holds the connection's C++ part alone, so the connection is kept above
+        self._store = dist.PrefixStore("heartbeat", self._connection)
         self._store.set_timeout(PATIENCE)
         self.heard: dict[int, tuple[Beat | None, float]] = {}
         self.listening = False

@@ -80,7 +80,7 @@ class FileHandler(BaseHTTPRequestHandler):
 
     def _answer(self, has_body: bool) -> None:
         conduct = self.conduct
-        file = self.folder / self.path.lstrip("/")
+        file = self.folder / self.path.partition("?")[0].lstrip("/")
         if conduct.unavailable:
             conduct.unavailable -= 1
             self._status(conduct.status)

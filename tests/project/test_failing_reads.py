@@ -17,6 +17,7 @@ OTHERWISE = {
     "megaprec/errors.py": "its own sentences",
     "parallel/hangs/heartbeat.py": "files of the kernel, which may be missing",
     "megaprec/resources.py": "files of the kernel, which may be missing",
+    "megaprec/comm/gloo_ports.py": "a file of the kernel, which may be missing",
     "megaprec/diagnose/position.py": "files of the kernel, which may be missing",
     "megaprec/data/files.py": "a file that is written",
     "megaprec/data/encoding.py": "a worker without the package; the process that started it names the file",

@@ -7,10 +7,16 @@ from typing import Any
 
 import pytest
 
+from megaprec.data.files import with_suffix
+from megaprec.data.places import name_in_url, path_of
 from megaprec.data.text import Source
 from megaprec.url_secrets import has_password, masked, masked_inside, without_passwords
+from tests.data.ranged_server import Conduct, serving
 from tests.refusals import raises
-from tools.analysis.report.run import Key
+from tests.runs import write_run
+from tools import cli
+from tools.analysis.report.page import html
+from tools.analysis.report.run import _read_keys
 from tools.analysis.report.sections import _key_row
 from tools.config.run_file import load_run
 from tools.convert.initial import resolve_run
@@ -113,6 +119,98 @@ def test_a_value_without_passwords_is_else_the_same() -> None:
     assert without_passwords(blend) == [{"source": ["https://h/a?b", "s3://b/c", "git://a:b@c"]}]
 
 
+SECRETS = "X-Amz-Credential=s3cr3t/a/b&X-Amz-Signature=s3cr3t&sig=s3cr3t&token=s3cr3t&key=s3cr3t"
+COMMANDS = (
+    "train my.toml data.source={url} train.folder=one",
+    "train my.toml data.source={other} train.folder=two",
+    "train my.toml data.source={other} train.folder=one train.steps=4 --allow data",
+    "train my.toml data.source={url}&changed train.folder=one train.steps=5",
+    "train my.toml data.source={gone} train.folder=three",
+    "compare one two",
+    "compare one two --json",
+    "report one -o one.html",
+    "inspect one",
+    "plan my.toml data.source={url}",
+    "evaluate one --data {url}",
+    "evaluate one --json --data named={user}",
+    "evaluate one --data {gone}",
+    "data build {user} built --vocab-size 300",
+    "data build {gone} built2 --vocab-size 300",
+    "data inspect built",
+    "data inspect {user}",
+    "data verify built",
+    "data verify {url}",
+    "data tokenizer {user} learned.model --vocab-size 300",
+    "init {url} -o written.toml",
+    "bisect one two",
+)
+
+
+@pytest.mark.slow
+def test_no_command_prints_or_keeps_a_secret_of_a_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """But the run files: the user's own, and that in the run folder, for its owner alone."""
+    write_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    ended = dict[str, int]()
+    said = ""
+    with serving(tmp_path, Conduct()) as server:
+        url = f"{server}/text.txt?{SECRETS}"
+        places = {
+            "url": url,
+            "other": url.replace("s3cr3t", "s3cr3t2"),
+            "user": url.replace("http://", "http://me:s3cr3t@"),
+            "gone": url.replace("text", "none"),
+        }
+        for command in COMMANDS:
+            words = [word.format(**places) for word in command.split()]
+            try:
+                ended[command] = cli.main(words)
+            except SystemExit as end:
+                ended[command] = int(end.code or 0)
+            out, err = capfd.readouterr()
+            shown = out + err
+            assert "s3cr3t" not in shown, (command, shown)
+            said += shown
+    wrong = [command for command, code in ended.items() if bool(code) is not is_refused(command)]
+    assert not wrong, said
+    kept = {
+        path for path in tmp_path.rglob("*") if path.is_file() and b"s3cr3t" in path.read_bytes()
+    }
+    run_files = {tmp_path / "one" / "run.toml", tmp_path / "two" / "run.toml"}
+    assert kept == run_files | {tmp_path / "written.toml"}
+    assert {path.stat().st_mode & 0o077 for path in run_files} == {0}
+    assert not list(tmp_path.rglob("*s3cr3t*"))
+
+
+def is_refused(command: str) -> bool:
+    return "{gone}" in command or command == "data inspect {user}"
+
+
+@pytest.mark.parametrize(
+    ("url", "suffix", "beside_it"),
+    [
+        ("https://h/a/x?sig=a/b?c", ".idx", "https://h/a/x.idx?sig=a/b?c"),
+        ("http://h/x", ".bin", "http://h/x.bin"),
+        ("memory://a/b?c", ".idx", "memory://a/b?c.idx"),
+    ],
+)
+def test_the_files_of_a_data_set_stand_before_what_is_asked_of_a_web_page(
+    url: str, suffix: str, beside_it: str
+) -> None:
+    assert str(with_suffix(path_of(url), suffix)) == beside_it
+    assert "sig" not in name_in_url(path_of(url))
+
+
+@pytest.mark.parametrize("sign", ["\x1b", "\x00", "\x9b", "\ud800", "\x7f"])
+def test_a_page_shows_signs_that_control_a_terminal_as_text(sign: str) -> None:
+    shown = html(f"a{sign}[31mb\tc\nd")
+    assert shown.isascii() and sign not in shown
+    assert shown.startswith("a\\") and shown.endswith("[31mb\tc\nd")
+
+
 class Sent(Exception):
     """What a tracker would have been sent."""
 
@@ -150,8 +248,9 @@ def test_the_error_of_a_tracker_shows_no_password() -> None:
 
 
 def test_a_report_shows_no_secret() -> None:
-    _, value, _ = _key_row(Key("data.source", '"https://host/a?signature=s3cret"', "default"))
-    assert value == '"https://host/a?***"'
+    text = '[data]\nsource = "https://host/a?signature=s3cret"  # default\n'
+    (key,) = _read_keys(text)
+    assert _key_row(key) == ("data.source", '"https://host/a?***"', "default")
 
 
 def test_the_record_of_a_data_set_has_no_password() -> None:

@@ -26,9 +26,10 @@ from megaprec.data.copies import is_there
 from megaprec.data.forms import UTF8
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import read_record
-from megaprec.data.places import path_of
+from megaprec.data.places import is_url, path_of
 from megaprec.data.tokenizer import has_built
 from megaprec.errors import UserError
+from megaprec.url_secrets import masked
 from models.decoder.stages import Stage
 from models.engine.relay import Relay
 from parallel.described_world import is_rank_of_world
@@ -231,7 +232,7 @@ def _evaluate(args: argparse.Namespace, mesh: DeviceMesh | None) -> int:
         "compute": args.compute,
         "begin_token": model.begin,
         "sets": [
-            {"name": name, "source": sets[name], **_score_fields(of_set)}
+            {"name": name, "source": masked(sets[name]), **_score_fields(of_set)}
             for name, of_set in scores.items()
         ],
     }
@@ -251,8 +252,8 @@ def _named_sets(options: list[str]) -> dict[str, str]:
     for option in options:
         name, equals, path = option.partition("=")
         # a path may have an equals sign of its own
-        if not equals or not name or Path(option).exists():
-            name = option
+        if not equals or not name or is_url(name) or Path(option).exists():
+            name = masked(option)
             path = option
         if name in sets:
             raise UserError.of("command.set_name_twice", option=option, name=name)

@@ -18,12 +18,14 @@ from glob import has_magic
 from pathlib import Path
 from typing import Any
 
+from megaprec.data.places import is_url, without_query
 from megaprec.data.readers import TextOptions
 from megaprec.data.text import STANDARD_LIBRARY, Source, open_source
 from megaprec.data.text_files import left_out_words
 from megaprec.data.tokenizer import load_tokenizer
 from megaprec.data.training import ImpossibleVocabulary, sample_lines, train_sentencepiece
 from megaprec.errors import UserError
+from megaprec.url_secrets import masked
 from models.presets import PRESETS
 from tools.commands.options import add_skip_bad, add_text_options, text_options
 from tools.config.key_help import key_tables, keys_of
@@ -123,7 +125,7 @@ def main(args: argparse.Namespace) -> int:
     if source.left_out:
         left_out = f"; left out {', '.join(left_out_words(source.left_out))}"
     parameters = config.sized_model.num_parameters
-    print(f"text       {args.source}: {sizes}{left_out}")
+    print(f"text       {masked(args.source)}: {sizes}{left_out}")
     print(
         f"model      {parameters:,} parameters, {config.train.steps} steps of "
         f"{config.tokens_per_step:,} tokens"
@@ -325,6 +327,8 @@ def _given_text_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def _new_run_folder(source: str) -> str:
     """Return a new folder for the run that is no part of the text."""
+    if is_url(source):
+        source = without_query(source)
     path = Path(source).expanduser()
     if has_magic(source) and not path.exists():
         # the folder in which the pattern begins

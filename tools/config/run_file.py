@@ -31,6 +31,7 @@ from megaprec.errors import Problem, UserError, did_you_mean
 from megaprec.optim.lr import LRSchedule
 from megaprec.parsing import MOST_SETTINGS, home_expanded, home_problem, parse_toml, read_text
 from megaprec.precision.plan import PrecisionPlan
+from megaprec.url_secrets import masked
 from models.attention import recurrent_kernels
 from models.attention.backends import kernel_names
 from models.config import ModelConfig
@@ -339,8 +340,8 @@ class RunConfig(BaseModel):
         return getattr(getattr(self, table), name)
 
     def value(self, key: str) -> str:
-        """Return the value of the dotted `key` in TOML's grammar."""
-        return toml(self.get(key))
+        """Return the value of the dotted `key` in TOML's grammar, without secrets of URLs."""
+        return masked(toml(self.get(key)))
 
     def save_resolved(self, folder: Path) -> Path:
         """Write the run to folder/run.toml, or to run.resolved.toml if the user's own file has that
@@ -349,7 +350,11 @@ class RunConfig(BaseModel):
         path, beside_own = (folder / name for name in RUN_FILES)
         if path.exists() and not is_resolved(path):
             path = beside_own
-        write_whole(path, self.as_toml(SAVED).encode())
+        text = self.as_toml(SAVED)
+        write_whole(path, text.encode())
+        # a run that resumes needs the signature of a URL: nobody else should
+        if masked(text) != text:
+            path.chmod(0o600)
         return path
 
     def as_toml(self, comment: str) -> str:

@@ -19,6 +19,7 @@ from rich.table import Column
 
 from megaprec.data.build import SKIPPED, BuildResult
 from megaprec.data.files import with_suffix
+from megaprec.url_secrets import masked
 from tools.console.wrapped import last_parts_that_fit, say, wrapped_parts
 
 PLAIN_SECONDS = 10  # between two plain lines
@@ -69,10 +70,10 @@ def build_progress(
         TimeRemainingColumn(compact=True),
     )
     if not console.is_terminal:
-        _print_plain(console, f"building the data set of {text_name}")
+        _print_plain(console, f"building the data set of {masked(text_name)}")
     tell_left_out(text_name, left_out)
     with _show_bar(console, *columns) as progress_bar:
-        task_id = progress_bar.add_task(f"reading {text_name}", total=total_chars)
+        task_id = progress_bar.add_task(f"reading {masked(text_name)}", total=total_chars)
         start_time = time.monotonic()
         last_line = start_time  # when a plain line was printed
         first_tokens: int | None = None  # an interrupted build resumes: they were there before
@@ -164,7 +165,8 @@ def tokens_progress(text_name: str) -> Iterator[Callable[[int], None]]:
     console = Console(stderr=True)
     description = TextColumn("{task.description}", markup=False)
     with _show_bar(console, description) as progress_bar:
-        task_id = progress_bar.add_task(f"evaluating {text_name}", total=None)
+        shown_name = masked(text_name)
+        task_id = progress_bar.add_task(f"evaluating {shown_name}", total=None)
         start_time = time.monotonic()
         done = 0
 
@@ -174,7 +176,7 @@ def tokens_progress(text_name: str) -> Iterator[Callable[[int], None]]:
             speed = done / max(time.monotonic() - start_time, 1e-3)
             progress_bar.update(
                 task_id,
-                description=f"evaluating {text_name}  {done:,} tokens  {speed:,.0f} tokens/s",
+                description=f"evaluating {shown_name}  {done:,} tokens  {speed:,.0f} tokens/s",
             )
 
         yield on_tokens

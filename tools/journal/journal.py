@@ -13,6 +13,7 @@ from typing import Any
 from megaprec.data.files import write_whole
 from megaprec.durable import file_error, naming_file
 from megaprec.errors import UserError
+from megaprec.url_secrets import masked_inside
 from tools.console.progress_bar import Steps
 from tools.console.tables import to_json
 from tools.console.units import flops, loss_scale
@@ -178,7 +179,7 @@ class Journal(AbstractContextManager["Journal"]):
         One of the state goes to digests.jsonl, one of an evaluation to evaluations.jsonl.
         """
         file = self._files.get(event["event"], self._events)
-        file.write(to_json(event))
+        file.write(to_json(masked_inside(event)))
 
     def _seconds_left(self) -> float:
         """Return the seconds until the end of the run: its steps at the pace of the newest ones,
@@ -279,7 +280,7 @@ def add_event(folder: Path, event: dict[str, Any]) -> None:
     """Add an event to a run that has ended. No other process may write its records. Raises OSError
     or LinesLost."""
     events = Lines(folder / EVENTS)
-    events.write(to_json(event))
+    events.write(to_json(masked_inside(event)))
     events.close()
 
 
@@ -292,7 +293,7 @@ def rewind(folder: Path, step_number: int, event: dict[str, Any]) -> None:
     for name in (EVALUATIONS, DIGESTS):
         _LazyLines(folder / name, step_number).close()
     events = _reopen(folder / EVENTS, step_number)
-    events.write(to_json(event))
+    events.write(to_json(masked_inside(event)))
     events.close()
 
 

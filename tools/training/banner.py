@@ -23,6 +23,7 @@ from models.config import ModelConfig
 from models.decoder.kv_cache import CachedStage
 from models.estimate.storage import without_storage
 from models.mup import scaled_widths
+from parallel.loopback import listening_in_words
 from parallel.pipeline.simulation import bubble, simulate
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
@@ -123,9 +124,15 @@ def _print_settings(config: RunConfig, corpus: Corpus, device: str) -> None:
         f"data       {tokens:,} tokens in {counted(documents, 'document')}, "
         f"{_describe_samples(config, corpus)}\n"
         f"layout     {layout} on {device}, {expert_axes}{modes}\n"
+        f"{_describe_listening(config)}"
         f"{_describe_batch(config)}\n"
         f"precision  {config.precision.compute}"
     )
+
+
+def _describe_listening(config: RunConfig) -> str:
+    """Return the line about who can connect to the ranks; "" if there is only one."""
+    return f"listens    {listening_in_words()}\n" if config.world_size > 1 else ""
 
 
 def _describe_batch(config: RunConfig) -> str:

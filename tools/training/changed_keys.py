@@ -17,6 +17,7 @@ from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
 from megaprec.optim.lr import LRSchedule
 from megaprec.parsing import parse_toml
+from megaprec.url_secrets import masked, masked_inside
 from models.equivalence import TRAINING_ONLY_KEYS
 from tools.config.batch_schedule import BatchSchedule
 from tools.config.checks import lr_schedule
@@ -122,13 +123,13 @@ class Rates:
 
 
 def keys_of(config: RunConfig) -> dict[str, str]:
-    """Return the keys that a checkpoint stores as "run", in TOML's grammar: all but those of tables
-    that it stores separately.
+    """Return the keys that a checkpoint stores as "run", in TOML's grammar and without secrets of
+    URLs: all but those of tables that it stores separately.
     """
     keys = dict[str, str]()
     for table, values in config:
         if table not in ("model", "parallel", "precision"):
-            keys |= {f"{table}.{key}": toml(value) for key, value in values}
+            keys |= {f"{table}.{key}": masked(toml(value)) for key, value in values}
     return keys
 
 
@@ -291,7 +292,8 @@ def saved_keys(checkpoint: Store) -> dict[str, str]:
     all_tables = all(isinstance(table, dict) for table in (run, *tables.values()))
     if not all_tables or not all(isinstance(value, str) for value in run.values()):
         raise UserError.of("training.run_record_damaged", path=checkpoint.path)
-    return run | _flatten_tables(tables)
+    # checkpoints of earlier versions may have secrets of URLs
+    return masked_inside(run) | _flatten_tables(tables)
 
 
 def _flatten_tables(tables: dict[str, Table]) -> dict[str, str]:

@@ -8,13 +8,14 @@ be evaluated on text that it has seen. Such a run is refused unless --allow acce
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from megaprec.checkpoint.reader import Store, newer_version
 from megaprec.data.held_out import HeldOutRule
 from megaprec.errors import UserError
+from megaprec.url_secrets import masked
 from models.equivalence import CONTEXT_KEYS
 from tools.config.data_settings import Data
 from tools.config.settings import Train
@@ -43,11 +44,11 @@ class _Saved(BaseModel):
 class DataSet(_Saved):
     """One text or data set.
 
-    source: its name in the run file. text: the text that was tokenized, None if unknown. The other
-    fields are those of `megaprec.data.intact.Contents`.
+    source: its name in the run file, without secrets of URLs. text: the text that was tokenized,
+    None if unknown. The other fields are those of `megaprec.data.intact.Contents`.
     """
 
-    source: str
+    source: Annotated[str, AfterValidator(masked)]
     weight: float
     text: dict[str, Any] | None
     tokens: int

@@ -1,10 +1,10 @@
 """Local ranks: their start with torch's elastic agent, the signals for them, and why they ended.
 
-`launch_local` runs this program once per rank, over a rendezvous on a free port of this machine,
-and waits. When a rank fails, the others are stopped, and the caller's `Again` says how many ranks
-are started again; if none, its exit code is returned, and its reason, stored by `note_failure`, is
-printed last. A signal to the launcher is passed on to the ranks, which may take their time to end;
-a second signal kills them. After a signal no rank is started.
+`launch_local` runs this program once per rank and waits. The ranks meet at a store that only this
+user reaches (`parallel.local_store`). When a rank fails, the others are stopped, and the caller's
+`Again` says how many ranks are started again; if none, its exit code is returned, and its reason,
+stored by `note_failure`, is printed last. A signal to the launcher is passed on to the ranks, which
+may take their time to end; a second signal kills them. After a signal no rank is started.
 
 If something else has started the ranks (torchrun, Kubernetes, srun), nothing is launched: see
 `parallel.described_world`.
@@ -29,11 +29,11 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from megaprec.errors import UserError
 from megaprec.resources import cores
+from parallel.local_store import STORE, served_store
+from tools.training.one_machine import LOOPBACK, OneMachine
 from tools.training.stopping import (
     EXIT_CODES,
     SIGNALS,
@@ -66,7 +66,6 @@ sys.argv[0] = "megaprec"
 from megaprec.__main__ import main
 sys.exit(main())
 """
-LOOPBACK = "127.0.0.1"  # where local ranks meet; the name localhost need not resolve
 CONNECT_SECONDS = 10.0  # that a connection within this machine may take
 OPEN_FILES = 32  # of a launcher, or of a rank, without those that each rank adds
 # the launcher's pipe and its store's connection; a rank's connections to its peers
@@ -250,21 +249,10 @@ class _Ranks:
         """Start ranks, wait for all and return those that failed. Raises SignalException for a
         signal before they started.
         """
-        rendezvous = get_rendezvous_handler(
-            RendezvousParameters(
-                backend="c10d",
-                # port 0: the system chooses a free one
-                endpoint=f"{LOOPBACK}:0",
-                run_id=OURS + uuid.uuid4().hex,
-                min_nodes=1,
-                max_nodes=1,
-                local_addr=LOOPBACK,
-            )
-        )
         spec = WorkerSpec(
             role="rank",
             local_world_size=ranks,
-            rdzv_handler=rendezvous,
+            rdzv_handler=OneMachine(OURS + uuid.uuid4().hex),
             entrypoint=self.command[0],
             args=tuple(self.command[1:]),
             # `again` decides on restarts, also on fewer ranks, which the agent cannot
@@ -272,11 +260,12 @@ class _Ranks:
             local_addr=LOOPBACK,
         )
         agent = _Agent(spec, DefaultLogsSpecs(log_dir=self.failures_folder), self)
-        try:
-            return cast(RunResult, agent.run()).failures
-        finally:
-            self.pids = []
-            rendezvous.shutdown()
+        with served_store() as store:
+            os.environ[STORE] = str(store)
+            try:
+                return cast(RunResult, agent.run()).failures
+            finally:
+                self.pids = []
 
     def pass_on(self, signal_number: signal.Signals) -> None:
         """Send each rank the signal that this process received. If there is none yet, none will be

@@ -4,6 +4,7 @@ dark screens.
 Every text from a run is escaped here, and nowhere else.
 """
 
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -95,7 +96,14 @@ def html(part: Text) -> str:
     """Return a part of a page as HTML."""
     if isinstance(part, Html):
         return part.text
-    return escape(_shorten(str(part)))
+    shown = "".join(map(_printable, _shorten(str(part))))
+    return escape(shown)
+
+
+def _printable(sign: str) -> str:
+    """Return a sign; one that controls a terminal, or is half a sign, as an escape sequence."""
+    is_shown = sign in "\n\t" or unicodedata.category(sign) not in ("Cc", "Cs")
+    return sign if is_shown else sign.encode("unicode_escape").decode()
 
 
 def paragraph(*parts: Text) -> Html:

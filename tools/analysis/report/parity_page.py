@@ -1,7 +1,6 @@
 """The HTML page of a certificate of parity."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from typing import Any
 
 from tools.analysis.report.page import Html, Text, document, folded, html, paragraph, table
@@ -102,7 +101,7 @@ def _stations_list(stations: Sequence[Mapping[str, Any]]) -> Html:
             has_difference = True
         # the way leads back through the modules
         arrow = "← " if station["phase"] == "backward" else ""
-        title = escape(f"{station['phase']}, error {format_error(station['error'])}")
+        title = html(f"{station['phase']}, error {format_error(station['error'])}")
         item = f'<li class="{css_class}" title="{title}">{arrow}{html(station["name"])}</li>'
         items.append(item)
     return Html(f'<ol class="way">{"".join(items)}</ol>')

@@ -11,6 +11,7 @@ from typing import Any
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, parse_toml
+from megaprec.url_secrets import masked, masked_inside
 from tools.config.run_file import RunConfig, load_run, run_file_in
 from tools.journal.records import (
     BRANCHED,
@@ -27,7 +28,8 @@ LARGEST_FILE = 50_000_000  # bytes of a file that is read whole, other than thos
 
 @dataclass(frozen=True)
 class Key:
-    """A key of the run file: its value in TOML's grammar, and its origin."""
+    """A key of the run file: its value in TOML's grammar, and its origin, without secrets of
+    URLs."""
 
     name: str
     value: str
@@ -51,7 +53,8 @@ class Run:
             raise UserError.of("report.not_a_run", folder=folder, problem=problem)
         lines = read_lines(folder / EVENTS)
         # `notes` tells of damaged lines
-        events = [line.record for line in lines if line.record is not None]
+        # a version without the mask may have written them
+        events = [masked_inside(line.record) for line in lines if line.record is not None]
         return cls(folder, records, events)
 
     @property
@@ -107,7 +110,7 @@ class Run:
         try:
             if not _is_readable(path):
                 return None
-            return parse_json(read_whole(path))
+            return masked_inside(parse_json(read_whole(path)))
         except (OSError, ValueError):
             return None
 
@@ -127,7 +130,7 @@ def _read_keys(text: str) -> Iterator[Key]:
         elif " = " in line and not line.startswith("#"):
             key_name, _, value_and_origin = line.partition(" = ")
             value, _, origin = value_and_origin.rpartition("  # ")
-            yield Key(f"{table}.{key_name}", value, _unescape(origin))
+            yield Key(f"{table}.{key_name}", masked(value), masked(_unescape(origin)))
 
 
 def _unescape(origin: str) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 from megaprec.checkpoint.keeping import best_made_here
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
-from megaprec.url_secrets import masked
 from parallel.pipeline.simulation import Span, bubble, simulate
 from tools.analysis.plots.charts import Row as ChartRow
 from tools.analysis.plots.charts import draw_rows
@@ -579,7 +578,7 @@ def configuration(run: Run) -> Html:
 
 
 def _key_row(key: Key) -> tuple[str, str, str]:
-    return key.name, masked(key.value), key.origin
+    return key.name, key.value, key.origin
 
 
 SECTIONS: Sequence[tuple[str, Section]] = (

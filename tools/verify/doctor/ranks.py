@@ -16,8 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaprec.comm.gloo_threads import waiting_their_turn
+from megaprec.comm.gloo_ports import making_gloo_group
 from parallel.joining import join
+from parallel.local_store import file_of_groups
+from parallel.loopback import within_machine
 from tools.console.units import counted
 from tools.verify.doctor import clocks, disk, kernels, links, machine, shared
 from tools.verify.doctor.finding import Finding, ok
@@ -72,7 +74,8 @@ def take_part(request: DoctorRequest) -> tuple[RankContext, list[Finding], bool]
         folder=request.folder,
         bytes_needed=request.bytes_needed,
     )
-    findings, all_answered = conduct(CHECKS, context)
+    with within_machine(store):
+        findings, all_answered = conduct(CHECKS, context)
     return context, findings, all_answered
 
 
@@ -92,10 +95,10 @@ def _form_world(context: RankContext) -> bool:
 
     The checks steer over CPUs, whatever the links are.
     """
-    with waiting_their_turn():
+    with making_gloo_group():
         dist.init_process_group(
             "gloo",
-            store=context.store,
+            store=file_of_groups(context.store),
             rank=context.rank,
             world_size=context.size,
             timeout=timedelta(seconds=MESSAGE_SECONDS),

@@ -59,7 +59,7 @@ class DataSet(_Saved):
 
 
 class BlendStretch(_Saved):
-    """What `megaprec.data.blend.Stretch` is."""
+    """A `megaprec.data.blend.Stretch`."""
 
     begin: int
     weights: list[float]

@@ -45,7 +45,8 @@ from pathlib import Path
 from megaprec.data.forms import UTF8, form, reader_versions
 from megaprec.data.packed_files import PACKED
 from megaprec.data.pieces import MarkedPiece, OnFault, Piece
-from megaprec.data.places import is_remote, version_of
+from megaprec.data.places import file_system, is_remote
+from megaprec.data.ranges import version_of
 from megaprec.data.readers import (
     SUFFIXES,
     TEXT,
@@ -222,6 +223,17 @@ class Source:
         if self.options.skip_bad and self.name != STANDARD_LIBRARY:
             identity["skip_bad"] = True  # how many may be left out changes no byte
         return identity
+
+    def is_still(self, identity: object) -> bool:
+        """Return True if the text has this identity now, and can be read."""
+        for file in self.files[:1]:
+            if is_remote(file):
+                # what an earlier listing told may be old
+                file_system(file).invalidate_cache()
+        try:
+            return self.identity() == identity
+        except (OSError, UserError):
+            return False
 
     def total_bytes(self) -> int:
         """Return the total size of the files in bytes."""

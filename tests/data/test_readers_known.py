@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megaprec.data import forms
+from megaprec.data import forms, text
 from megaprec.data.build import prepare, reusable
 from megaprec.data.forms import READER_VERSIONS
 from megaprec.data.text import TextDigest, open_source
@@ -138,8 +138,6 @@ def test_a_changed_reader_of_a_cached_set_is_noticed_by_a_run(
                 yield piece._replace(text=piece.text.upper())
 
         return pieces
-
-    from megaprec.data import text
 
     monkeypatch.setitem(forms.READER_VERSIONS, "plain", plain + 2)
     monkeypatch.setattr(text, "marked_pieces", shouted(text.marked_pieces))

@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 
 from megaprec.data.packed_files import PACKED, naming_damage, open_unpacked
@@ -34,6 +35,8 @@ READER_VERSIONS = {
     ".ipynb": 1,
     CONVERSATIONS: 1,
 }
+# The package that decides the text of a form, whose version then counts too.
+READER_PACKAGES: dict[str, str] = dict.fromkeys((".html", ".htm", ".xhtml"), "inscriptis")
 SAMPLED_BYTES = 1 << 20  # that are looked at for UTF-8
 BY_CHANCE = 8  # characters beyond ASCII: as many are not UTF-8 by chance
 # Endings of forms that are not read, and would be one plain text in silence: what the file is, and
@@ -92,7 +95,12 @@ def reader_versions(files: Iterable[Path], conversations: bool) -> str:
     }
     if conversations:
         readers.add(CONVERSATIONS)
-    return ", ".join(f"{reader} {READER_VERSIONS[reader]}" for reader in sorted(readers))
+    versions: list[str] = []
+    for reader in sorted(readers):
+        versions.append(f"{reader} {READER_VERSIONS[reader]}")
+        if package := READER_PACKAGES.get(reader):
+            versions.append(f"{package} {version(package)}")
+    return ", ".join(versions)
 
 
 def require_read(file: Path) -> None:

@@ -120,6 +120,17 @@ def test_tokens_of_another_version_of_the_reader_are_not_taken(
     assert reusable(prefix, open_source(str(path)), tokenizer)
 
 
+def test_pages_know_the_version_of_the_package_that_lays_them_out(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = named(tmp_path, ".html")
+    path.write_bytes(SAMPLES[".html"])
+    prefix = tmp_path / "tokens"
+    prepare(open_source(str(path)), prefix, tokenizer=tokenizer.path)
+    monkeypatch.setattr(forms, "version", lambda package: "0.0")
+    assert reusable(prefix, open_source(str(path)), tokenizer) is None
+
+
 def test_a_changed_reader_of_a_cached_set_is_noticed_by_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,7 @@ from megaprec.comm.main_grad import (
     cleared_main_grad,
     destination,
     has_main_grad,
+    main_grad_dtype,
     note_weights_read,
     require_unchanged_weights,
 )
@@ -291,8 +292,7 @@ def sum_dtype(vector: nn.Parameter, dtype: torch.dtype) -> torch.dtype:
     it is wider."""
     if not has_main_grad(vector):
         return dtype
-    main_grad: Tensor = vector.main_grad  # type: ignore[attr-defined]
-    return torch.promote_types(dtype, main_grad.dtype)
+    return torch.promote_types(dtype, main_grad_dtype(vector))
 
 
 class Add(torch.autograd.Function):

@@ -47,6 +47,7 @@ import torch.distributed as dist
 from megaprec.comm.axis import AXES
 from megaprec.comm.gloo_threads import waiting_their_turn
 from parallel.mesh import make_mesh
+from tests.uninitialized import spoil_uninitialized_memory
 
 SECONDS = 600.0  # the longest that a test may take, on a machine that does much else
 GRACE = 1.0  # how long other ranks may still answer once one has failed
@@ -222,6 +223,7 @@ def _rank(job: _Job, rank: int, connection: Connection) -> None:
 
 def _run(job: _Job, rank: int) -> Any:
     torch.set_num_threads(1)
+    spoil_uninitialized_memory()
     random.seed(0)  # torch's own seed is the same in every process
     np.random.seed(0)
     store = dist.FileStore(str(job.folder / "store"), job.world)

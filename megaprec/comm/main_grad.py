@@ -11,8 +11,9 @@ that reads it there, to clip or to unscale, would find nothing and continue with
 that discards or replaces it would do so in vain. A `GuardedParameter` raises an error instead.
 
 Under ZeRO-2 the memory behind `main_grad` comes with the first gradient of a micro-batch and goes
-when gradients have been reduced. Between the two `main_grad` is a meta tensor: it has a shape and a
-dtype, and no values that code could read by mistake.
+when gradients have been reduced. Between the two `main_grad` is no tensor but an `AbsentGradient`,
+which has a shape and a dtype, and raises an error in place of a view that values could be written
+to or read from by mistake. `begin_accumulation` gives `main_grad` its memory.
 
 Layers add gradients to `main_grad` by themselves, in the backward pass of an autograd function.
 `destination` says whether they may: `torch.autograd.grad` runs the same function, but asks for
@@ -24,7 +25,7 @@ from enum import Enum
 from functools import cache
 from threading import current_thread
 from types import new_class
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,24 @@ class Destination(Enum):
     MAIN = "it is added to main_grad"
     AUTOGRAD = "it is returned to autograd"
     NOWHERE = "nobody asked for it"
+
+
+class AbsentGradient:
+    """Stands for the `main_grad` of a parameter while that has no memory.
+
+    name: the parameter's. Raises UserError for anything but its shape and its dtype.
+    """
+
+    def __init__(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.name = name
+        self.shape = shape
+        self.dtype = dtype
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        # Python and torch ask objects for what these may have, and take no for an answer.
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        raise UserError.of("optimizer.gradient_without_memory", name=self.name)
 
 
 class GuardedParameter(nn.Parameter):
@@ -94,7 +113,7 @@ def _require_none_of_this_step(parameter: nn.Parameter) -> None:
 
 def collect(
     parameter: nn.Parameter,
-    main: Tensor,
+    main: Tensor | AbsentGradient,
     make_room: Callable[[], None] | None = None,
 ) -> None:
     """Accumulate all later gradients of the parameter in `main`, which has the parameter's shape.
@@ -202,12 +221,21 @@ def received_gradient(parameter: nn.Parameter) -> bool:
     return has_gradient(parameter) or getattr(parameter, _TAKEN, False)
 
 
-def set_gradient(parameter: nn.Parameter, present: bool) -> None:
-    """Mark the parameter as having a gradient in `main_grad` or none; the next gradient then
-    overwrites the view."""
-    parameter.megaprec_has_gradient = present  # type: ignore[attr-defined]
-    if not present:
-        vars(parameter).pop(_THREAD, None)
+def forget_gradient(parameter: nn.Parameter) -> None:
+    """Mark the parameter as having no gradient in `main_grad`: the next one overwrites the view."""
+    parameter.megaprec_has_gradient = False  # type: ignore[attr-defined]
+    vars(parameter).pop(_THREAD, None)
+
+
+def mark_gradient(parameter: nn.Parameter) -> None:
+    """Mark the parameter as having the gradient of this step that was written to `main_grad`.
+
+    Raises UserError if that has no memory.
+    """
+    main_grad: Tensor | AbsentGradient = parameter.main_grad  # type: ignore[attr-defined]
+    if isinstance(main_grad, AbsentGradient):
+        raise UserError.of("optimizer.gradient_without_memory", name=main_grad.name)
+    parameter.megaprec_has_gradient = True  # type: ignore[attr-defined]
 
 
 def take_gradients(parameters: Iterable[nn.Parameter]) -> None:
@@ -216,7 +244,20 @@ def take_gradients(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         if has_gradient(parameter):
             setattr(parameter, _TAKEN, True)
-            set_gradient(parameter, False)
+            forget_gradient(parameter)
+
+
+def main_grad_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """Return the dtype in which gradients of the parameter accumulate, which is known before they
+    have memory."""
+    main_grad: Tensor | AbsentGradient = parameter.main_grad  # type: ignore[attr-defined]
+    return main_grad.dtype
+
+
+def gradient_of_step(parameter: nn.Parameter) -> Tensor | None:
+    """Return the sum of the gradients of this step so far, in `main_grad`; None if there is none,
+    whatever an earlier step has left there."""
+    return parameter.main_grad if has_gradient(parameter) else None  # type: ignore[attr-defined]
 
 
 def begin_accumulation(parameter: nn.Parameter) -> tuple[Tensor, bool]:
@@ -326,6 +367,6 @@ def close_accumulation(parameters: Iterable[nn.Parameter], closed: bool) -> None
 def reset_accumulation(parameters: Iterable[nn.Parameter]) -> None:
     """Mark the parameters as having no gradient, to begin a new step."""
     for parameter in parameters:
-        set_gradient(parameter, False)
+        forget_gradient(parameter)
         setattr(parameter, _TAKEN, False)
         _autograd_grad.__set__(parameter, None)

@@ -10,13 +10,16 @@ n samples differs from w * n by less than one.
 
 The sample at a position is a pure function of the position and the seed: no rank keeps a count.
 Each data set has its own epochs.
+
+A run may go on with other weights. From that position on the pattern is another one, and each data
+set goes on with the sample after its last one: `Stretch` says where that was.
 """
 
 import heapq
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,11 +31,60 @@ from megaprec.errors import UserError
 LONGEST_PERIOD = 1_000_000  # samples; a blend holds two int64 for each of a period
 
 
+class Stretch(NamedTuple):
+    """The positions of a blend, from `begin` on, in which its data sets have these weights.
+
+    taken: the number of samples that each data set has given before.
+    """
+
+    begin: int
+    weights: tuple[float, ...]
+    taken: tuple[int, ...]
+
+    @classmethod
+    def first(cls, weights: Sequence[float]) -> "Stretch":
+        """Return the stretch of a run that begins with these weights."""
+        return cls(0, tuple(weights), (0,) * len(weights))
+
+
+class _Mixture:
+    """The data sets of the positions of a stretch, and the numbers of their samples."""
+
+    def __init__(self, stretch: Stretch) -> None:
+        self.begin = stretch.begin
+        self._taken = np.array(stretch.taken, dtype=np.int64)
+        self._pattern = pattern(shares(stretch.weights))
+        self._samples_of_period = np.bincount(self._pattern, minlength=len(stretch.weights))
+        # for each position in the period, the number of earlier samples of the same data set
+        self._num_earlier = np.empty_like(self._pattern)
+        for part, samples in enumerate(self._samples_of_period):
+            is_of_part = self._pattern == part
+            self._num_earlier[is_of_part] = np.arange(samples)
+
+    def locate(self, positions: Any) -> tuple[Any, Any]:
+        """Return what `Blend._locate` returns, for positions of this stretch."""
+        periods, positions_in_period = np.divmod(positions - self.begin, len(self._pattern))
+        parts = self._pattern[positions_in_period]
+        in_earlier_periods = periods * self._samples_of_period[parts]
+        earlier_in_period = self._num_earlier[positions_in_period]
+        return parts, self._taken[parts] + in_earlier_periods + earlier_in_period
+
+    def taken_before(self, position: int) -> list[int]:
+        """Return how many samples each data set has given before a position of this stretch."""
+        periods, remainder = divmod(position - self.begin, len(self._pattern))
+        last_period = self._pattern[:remainder]
+        of_last_period = np.bincount(last_period, minlength=len(self._taken))
+        of_full_periods = periods * self._samples_of_period
+        taken = self._taken + of_full_periods + of_last_period
+        return taken.tolist()
+
+
 class Blend:
     """Samples of several data sets, mixed by weight, with the interface of `Samples`. A blend has
     no epochs.
 
     parts: the samples of each data set.
+    stretches: the weights of the data sets, by position.
     names: the name of each data set.
     totals: the number of all samples of each data set, including those not in `parts`.
     """
@@ -40,21 +92,16 @@ class Blend:
     def __init__(
         self,
         parts: Sequence[Samples],
-        weights: Sequence[float],
+        stretches: Sequence[Stretch],
         names: Sequence[str],
         totals: Sequence[int],
     ) -> None:
         self.parts = parts
+        self.stretches = stretches
         self._names = names
-        self._pattern = pattern(shares(weights))
         # of all samples, held-out ones too: an id stays the same whatever is held out
         self._id_offsets = np.concatenate(([0], np.cumsum(totals)))
-        self._samples_of_period = np.bincount(self._pattern, minlength=len(parts))
-        # for each position in the period, the number of earlier samples of the same data set
-        self._num_earlier = np.empty_like(self._pattern)
-        for part, samples in enumerate(self._samples_of_period):
-            is_of_part = self._pattern == part
-            self._num_earlier[is_of_part] = np.arange(samples)
+        self._mixtures = [_Mixture(stretch) for stretch in stretches]
 
     def __len__(self) -> int:
         """Return the number of samples in all data sets together."""
@@ -106,11 +153,14 @@ class Blend:
 
         positions: int64, an array or a number, as are the results.
         """
-        periods, positions_in_period = np.divmod(positions, len(self._pattern))
-        parts = self._pattern[positions_in_period]
-        in_earlier_periods = periods * self._samples_of_period[parts]
-        earlier_in_period = self._num_earlier[positions_in_period]
-        return parts, in_earlier_periods + earlier_in_period
+        first, *later = self._mixtures
+        parts, numbers = first.locate(positions)
+        for mixture in later:
+            is_there = positions >= mixture.begin
+            parts_there, numbers_there = mixture.locate(positions)
+            parts = np.where(is_there, parts_there, parts)
+            numbers = np.where(is_there, numbers_there, numbers)
+        return parts, numbers
 
     def labels(self, ids: torch.Tensor) -> list[str]:
         """Return "name:number" for each sample: its data set and its number there."""
@@ -126,12 +176,18 @@ class Blend:
 
     def samples_taken(self, samples: int) -> list[int]:
         """Return, for each data set, how many of the first `samples` samples come from it."""
-        periods, remainder = divmod(samples, len(self._pattern))
-        last_period = self._pattern[:remainder]
-        of_last_period = np.bincount(last_period, minlength=len(self.parts))
-        of_full_periods = periods * self._samples_of_period
-        taken = of_full_periods + of_last_period
-        return taken.tolist()
+        return _begun(self._mixtures, samples).taken_before(samples)
+
+
+def taken_before(stretches: Sequence[Stretch], position: int) -> list[int]:
+    """Return how many samples each data set has given before a position."""
+    return _begun([_Mixture(stretch) for stretch in stretches], position).taken_before(position)
+
+
+def _begun(mixtures: Sequence[_Mixture], position: int) -> _Mixture:
+    """Return the mixture in which a position is; the first one for a position before all."""
+    begun = [mixture for mixture in mixtures if mixture.begin <= position]
+    return begun[-1] if begun else mixtures[0]
 
 
 def shares(weights: Sequence[float]) -> list[int]:

@@ -206,6 +206,9 @@ def build(
     except Exception as error:
         # the writer has removed its files, so there is nothing to go on with
         resume.unlink(missing_ok=True)
+        # what is no text may be so because it is written to
+        if isinstance(error, UserError) and not source.is_still(inputs["source"]):
+            raise UserError.of("data.text_changed", name=source.name) from error
         if isinstance(error, OSError) and error.errno in FULL:
             raise UserError.of("data.no_room", prefix=prefix, reason=error.strerror) from error
         raise
@@ -380,9 +383,12 @@ def _has_the_text(
     """Return True if the source has the text of a data set, and then add its identity to the
     record."""
     digest = record.get("text_sha256")  # of which earlier versions recorded none
+    identity = source.identity()
     if not isinstance(digest, str) or not has_digest(source, digest, record["chars"]):
         return False
-    identities = [*_same_texts(record), source.identity()]
+    if not source.is_still(identity):
+        return False
+    identities = [*_same_texts(record), identity]
     record[SAME] = identities[-MAX_SAME:]
     content = json.dumps(record, indent=2)
     with suppress(OSError):  # then it is read again the next time
@@ -515,6 +521,8 @@ def _write(
                 state.mark = writer.mark()
                 content = json.dumps({"made_of": inputs, **asdict(state)})
                 write_whole(with_suffix(prefix, ".resume"), content.encode())
+        if not source.is_still(inputs["source"]):
+            raise UserError.of("data.text_changed", name=source.name)
         if counts.documents == 0:
             raise UserError.of("data.text_empty", name=source.name)
         # An old record must not remain beside the new data set.

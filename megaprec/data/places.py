@@ -5,6 +5,7 @@ A file at a URL is a `UPath` of universal_pathlib. It has the methods of `Path` 
 use, and stands under its type.
 """
 
+import io
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -103,9 +104,49 @@ def file_system(path: Path) -> Any:
     return cast(Any, path).fs
 
 
+class WholeRemoteFile(io.RawIOBase):
+    """A file of fsspec that is read to its size, or raises UserError.
+
+    fsspec takes an answer without bytes for the end of a file: also that of a server whose file is
+    shorter by now than it said.
+    """
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self._path = file
+        self._opened: Any = file.open("rb")
+        self._size: int | None = getattr(self._opened, "size", None)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self._opened.seekable()
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._opened.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._opened.tell()
+
+    def readinto(self, buffer: Any) -> int:
+        content = self._opened.read(len(buffer))
+        buffer[: len(content)] = content
+        position = self._opened.tell()
+        if not content and len(buffer) and self._size is not None and position < self._size:
+            raise UserError.of(
+                "data.url_ends_early", url=self._path, given=position, size=self._size
+            )
+        return len(content)
+
+    def close(self) -> None:
+        self._opened.close()
+        super().close()
+
+
 def openable(file: Path) -> Any:
     """Return what libraries open: the path of a file of this machine, an open file of another."""
-    return file.open("rb") if is_remote(file) else str(file)
+    return WholeRemoteFile(file) if is_remote(file) else str(file)
 
 
 @contextmanager
@@ -123,10 +164,3 @@ def naming_url(url: object) -> Iterator[None]:
     except Exception as problem:
         reason = " ".join(str(problem).split()) or type(problem).__name__
         raise UserError.of("data.url_unreadable", url=url, reason=reason) from problem
-
-
-def version_of(path: Path) -> str:
-    """Return what changes when a remote file does, as far as its server tells: its size, time or
-    tag."""
-    with naming_url(path):
-        return str(file_system(path).ukey(cast(Any, path).path))

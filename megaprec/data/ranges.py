@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from megaprec.data.places import file_system
+from megaprec.data.places import file_system, naming_url
 from megaprec.errors import UserError
 from megaprec.url_secrets import masked
 
@@ -259,9 +259,23 @@ def _details(path: Path) -> dict[str, Any] | None:
         raise cause from None
 
 
+def version_of(path: Path) -> str:
+    """Return what changes when a remote file does, as far as its server tells: its size, time or
+    tag. Raises UserError if it is not there."""
+    with naming_url(path):
+        system = file_system(path)
+        # fsspec takes files of HTTP for ones that never change
+        if "http" not in system.protocol:
+            return str(system.ukey(cast(Any, path).path))
+    details = details_of(path)
+    if details is None:
+        raise UserError.of("data.url_missing", url=path)
+    return _version(details)
+
+
 def _version(details: dict[str, Any]) -> str:
     known = [f"{key}={details[key]}" for key in VERSION_KEYS if key in details]
-    return " ".join([f"size={details['size']}", *known])
+    return " ".join([f"size={details.get('size')}", *known])
 
 
 class _ShortAnswer(Exception):

@@ -42,10 +42,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megaprec.data.forms import UTF8, form
+from megaprec.data.forms import UTF8, form, reader_versions
 from megaprec.data.packed_files import PACKED
 from megaprec.data.pieces import MarkedPiece, OnFault, Piece
-from megaprec.data.places import is_remote, version_of
+from megaprec.data.places import file_system, is_remote
+from megaprec.data.ranges import version_of
 from megaprec.data.readers import (
     SUFFIXES,
     TEXT,
@@ -194,7 +195,7 @@ class Source:
 
     def identity(self) -> dict[str, str | int | None]:
         """Return the identity of this text for the build record; it changes when a file's name,
-        size or time does, or an option that may change what is read."""
+        size or time does, or an option or a version of a reader that may change what is read."""
         digest = hashlib.sha256()
         for file in self.files:
             name = os.fsencode(self._document(file))  # a name need not be UTF-8
@@ -202,7 +203,10 @@ class Source:
                 version = version_of(file)
             else:
                 state = file.stat()
-                version = f"{state.st_size}\0{state.st_mtime_ns}"
+                # The time of the last change is set by the system: a program that writes other
+                # content of the same size can set back the time of modification only.
+                times = f"{state.st_mtime_ns}\0{state.st_ctime_ns}"
+                version = f"{state.st_size}\0{times}"
             digest.update(name + f"\0{version}\n".encode())
         identity: dict[str, str | int | None] = {
             "name": masked(self.name),
@@ -210,6 +214,7 @@ class Source:
             "max_chars": self.options.max_chars,
             "files": len(self.files),
             "files_sha256": digest.hexdigest(),
+            "readers": reader_versions(self.files, self.options.chats is not None),
         }
         if self.options.chats:
             identity["chats_sha256"] = self.options.chats.digest
@@ -218,6 +223,17 @@ class Source:
         if self.options.skip_bad and self.name != STANDARD_LIBRARY:
             identity["skip_bad"] = True  # how many may be left out changes no byte
         return identity
+
+    def is_still(self, identity: object) -> bool:
+        """Return True if the text has this identity now, and can be read."""
+        for file in self.files[:1]:
+            if is_remote(file):
+                # what an earlier listing told may be old
+                file_system(file).invalidate_cache()
+        try:
+            return self.identity() == identity
+        except (OSError, UserError):
+            return False
 
     def total_bytes(self) -> int:
         """Return the total size of the files in bytes."""

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from megaprec.comm.main_grad import gradient_of_step, has_main_grad
 from megaprec.diagnose.module_trace import trace_modules
 from megaprec.precision.nested import map_tensors, tensors
 
@@ -212,9 +213,10 @@ class Trace(AbstractContextManager["Trace"]):
     def _look_at_parameters(self, module_path: str) -> None:
         """Check the gradients of a module's own parameters."""
         for parameter_name, parameter in self._parameters(module_path):
-            main_grad = getattr(parameter, "main_grad", None)
-            # beside main_grad, reading grad may raise
-            gradient = parameter.grad if main_grad is None else main_grad
+            if has_main_grad(parameter):  # beside main_grad, reading grad may raise
+                gradient = gradient_of_step(parameter)
+            else:
+                gradient = parameter.grad
             # after the first finding nothing else is kept, so nothing else is read
             if gradient is None or self.found is not None:
                 continue

@@ -1,21 +1,24 @@
 """Monitor of loss spikes: names the steps whose loss or gradient norm leaves its own band.
 
-The band of a quantity is computed from its last WINDOW applied steps, before the next step is
+The band of a quantity is computed from the steps before, as logarithms, before the next step is
 taken:
 
-- Of the logarithms of its values, expected is the median of the newest NEWEST.
-- The width is that of the noise from step to step, without the trend: the median magnitude of the
-  differences of neighbours, times 1.4826 / sqrt(2), which makes it the standard deviation of normal
-  noise. It is that of the whole window, or of its newer half if that is noisier.
+- expected is the median of the newest NEWEST values, or of twice as many as the patience.
+- The width is the larger of two, each as the standard deviation of normal noise. One is the noise
+  from step to step, without the trend: the median magnitude of the differences of neighbours, over
+  sqrt(2), of the newest WINDOW steps or of the newer half if that is noisier. The other is how far
+  values were from what was expected of them: the median distance of these errors from their own
+  median, which is larger where noise stays for several steps.
 - The limit is DEVIATIONS widths above what is expected; and at least RECURRING_FACTOR times a rise
-  from one step to the next that came RECURRING times in the window, for what comes again and again
-  is no spike, as in heavy tails; and at least the factor LOSS_FACTOR or NORM_FACTOR, for a curve
-  without noise has no width.
+  from one step to the next that came RECURRING times in the newest MEMORY steps, for what comes
+  again and again is no spike, as in heavy tails; and at least the factor LOSS_FACTOR or
+  NORM_FACTOR, for a curve without noise has no width.
 
-Medians do not move with a few outliers, so one or two earlier spikes that were applied neither hide
-the next one nor widen the band. A loss or a norm that falls is no spike, however fast. A batch of
-fewer tokens than is usual has more noise: by the square root of the tokens' ratio. Until NEEDED
-steps are applied there is no band. Steps that were skipped are not in it.
+Medians do not move with a few outliers, so one or two earlier spikes neither hide the next one nor
+widen the band. A loss or a norm that falls is no spike, however fast. A batch of fewer tokens than
+is usual has more noise: by the square root of the tokens' ratio. Until NEEDED steps are taken there
+is no band. Spikes that were skipped are in it like those that were applied: otherwise hard batches
+that come again and again, or a level that has changed, would be skipped for ever.
 
 A limit depends on numbers before the step only, so that all ranks have the same, and a step can be
 skipped by it.
@@ -31,9 +34,10 @@ from typing import Any, NamedTuple
 from megaprec.optim.step_limits import NO_LIMITS, StepLimits
 from megaprec.optim.step_report import SPIKE, StepReport
 
-WINDOW = 64  # newest applied steps
-NEWEST = 16  # of them, whose median is expected next
-NEEDED = 32  # applied steps before the first that is judged
+MEMORY = 256  # newest steps, in which rises are counted
+WINDOW = 64  # newest steps, which give the width
+NEWEST = 16  # newest steps, whose median is expected next
+NEEDED = 32  # steps before the first that is judged
 DEVIATIONS = 9.0
 RECURRING = 3
 RECURRING_FACTOR = 1.25
@@ -42,8 +46,8 @@ NORM_FACTOR = 5.0
 NORMAL = 1.4826  # standard deviation of normal noise over its median magnitude
 
 
-class AppliedStep(NamedTuple):
-    """The numbers of a step in the window. tokens: of the global batch."""
+class SeenStep(NamedTuple):
+    """The numbers of a finite step, applied or skipped. tokens: of the global batch."""
 
     loss: float
     norm: float
@@ -84,20 +88,23 @@ class SpikeMonitor:
     def __init__(self, patience: int = 8) -> None:
         self.patience = patience
         self.in_a_row = 0  # spikes since the last step inside of its band
-        self._window: deque[AppliedStep] = deque(maxlen=WINDOW)
+        self._seen: deque[SeenStep] = deque(maxlen=MEMORY)
+        # Else a new level would be expected before patience ends.
+        self._newest = max(NEWEST, 2 * patience)
 
     def limits(self, tokens: int) -> StepLimits:
         """Return the limits of the next step, of a global batch of so many tokens."""
-        if len(self._window) < NEEDED:
+        if len(self._seen) < NEEDED:
             return NO_LIMITS
-        usual = median(step.tokens for step in self._window)
+        window = list(self._seen)[-WINDOW:]
+        usual = median(step.tokens for step in window)
         noise = max(1.0, math.sqrt(usual / tokens))
-        losses = [step.loss for step in self._window]
-        norms = [step.norm for step in self._window]
+        losses = [step.loss for step in self._seen]
+        norms = [step.norm for step in self._seen]
         return StepLimits(
-            loss=_limit(losses, LOSS_FACTOR, noise),
+            loss=_limit(losses, LOSS_FACTOR, noise, self._newest),
             # the norm itself grows with the noise
-            norm=_limit(norms, NORM_FACTOR, noise) * noise,
+            norm=_limit(norms, NORM_FACTOR, noise, self._newest) * noise,
         )
 
     def note(self, report: StepReport, limits: StepLimits, tokens: int) -> Spike | None:
@@ -105,8 +112,7 @@ class SpikeMonitor:
         # what is not finite is the subject of OverflowMonitor, and says nothing about bands
         if report.outcome not in ("applied", SPIKE):
             return None
-        if report.outcome == "applied":
-            self._window.append(AppliedStep(report.loss, report.grad_norm, tokens))
+        self._seen.append(SeenStep(report.loss, report.grad_norm, tokens))
         spike = Spike(report.loss, report.grad_norm, limits)
         if not spike.in_loss and not spike.in_norm:
             self.in_a_row = 0
@@ -130,9 +136,9 @@ class SpikeMonitor:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the monitor as JSON values."""
         return {
-            "losses": [step.loss for step in self._window],
-            "norms": [step.norm for step in self._window],
-            "tokens": [step.tokens for step in self._window],
+            "losses": [step.loss for step in self._seen],
+            "norms": [step.norm for step in self._seen],
+            "tokens": [step.tokens for step in self._seen],
             "in_a_row": self.in_a_row,
         }
 
@@ -140,29 +146,43 @@ class SpikeMonitor:
         """Restore the state of a monitor. If its run had been stopped, reset the count, so that a
         restarted run can go on for `patience` steps."""
         columns = (state["losses"], state["norms"], state["tokens"])
-        steps = [AppliedStep(*numbers) for numbers in zip(*columns, strict=True)]
-        self._window = deque(steps, maxlen=WINDOW)
+        steps = [SeenStep(*numbers) for numbers in zip(*columns, strict=True)]
+        self._seen = deque(steps, maxlen=MEMORY)
         self.in_a_row = state["in_a_row"]
         if self.hopeless:
             self.in_a_row = 0
 
 
-def _limit(values: Sequence[float], factor: float, noise: float) -> float:
+def _limit(values: Sequence[float], factor: float, noise: float, newest: int) -> float:
     """Return the upper end of the band of the next value; inf if it has none, as of values that are
     not positive.
 
     factor: the least that the limit is above what is expected. noise: of the next value, over that
-        of those before.
+        of those before. newest: number of values whose median is expected.
     """
     if min(values) <= 0:
         return math.inf
     logs = [math.log(value) for value in values]
+    expected = median(logs[-newest:])
+    width = max(_noise_of_rises(logs), _noise_of_errors(logs))
     rises = [later - earlier for earlier, later in pairwise(logs)]
-    # of the whole window, or of its newer half if that is noisier: noise grows as losses fall
-    magnitudes = [abs(rise) for rise in rises]
-    typical = max(median(magnitudes), median(magnitudes[-len(magnitudes) // 2 :]))
-    width = NORMAL * typical / math.sqrt(2)
     recurring = sorted(rises)[-RECURRING]
     least = max(DEVIATIONS * width, RECURRING_FACTOR * recurring) * noise
-    expected = median(logs[-NEWEST:])
     return math.exp(expected + max(least, math.log(factor)))
+
+
+def _noise_of_rises(logs: Sequence[float]) -> float:
+    """Return the standard deviation of the noise, as the differences of neighbours have it: of the
+    window, or of its newer half if that is noisier, for noise grows as losses fall."""
+    magnitudes = [abs(later - earlier) for earlier, later in pairwise(logs[-WINDOW:])]
+    typical = max(median(magnitudes), median(magnitudes[-len(magnitudes) // 2 :]))
+    return NORMAL * typical / math.sqrt(2)
+
+
+def _noise_of_errors(logs: Sequence[float]) -> float:
+    """Return the standard deviation of what values of the window were above the median of the
+    NEWEST before them."""
+    first = max(NEWEST, len(logs) - WINDOW)
+    errors = [logs[at] - median(logs[at - NEWEST : at]) for at in range(first, len(logs))]
+    trend = median(errors)
+    return NORMAL * median(abs(error - trend) for error in errors)

@@ -150,6 +150,8 @@ def _format_changes(settings: Any) -> str:
     words = [settings.kind]
     for setting in fields(settings):
         value = getattr(settings, setting.name)
+        if settings.kind == "nvfp4" and setting.name == "format":
+            continue  # of which it has one
         if setting.name != "kind" and value != setting.default:
             words.append(f"{setting.name} {format_value(value)}")
     return ", ".join(words)

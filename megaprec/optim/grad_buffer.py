@@ -3,8 +3,8 @@
 Without ZeRO-2 the gradients of all parameters of the buffer lie in one flat tensor for good, in
 which micro-batches accumulate. Under ZeRO-2 that tensor is allocated for the first gradient of a
 micro-batch and given up when the gradients are reduced; the rank keeps a sum of its own slice.
-While there is no memory, `main_grad` of a parameter is a meta tensor: it has a shape and a dtype,
-and no values that code could read by mistake.
+While there is no memory, `main_grad` of a parameter is an `AbsentGradient`, and no parameter counts
+as having a gradient.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megaprec.comm.main_grad import collect, has_main_grad, take_gradients
+from megaprec.comm.layout import layout_of
+from megaprec.comm.main_grad import (
+    AbsentGradient,
+    collect,
+    forget_gradient,
+    has_main_grad,
+    take_gradients,
+)
 
 
 class GradBuffer:
@@ -46,7 +53,7 @@ class GradBuffer:
         self._has_sum = False  # True once gradients of this step were added to `local`
         if sharded:
             self.local = torch.zeros(own.stop - own.start, dtype=dtype, device=device)
-            views = self._views_of(torch.empty(size, dtype=dtype, device="meta"))
+            views = self._absent()
         else:
             self._whole = torch.zeros(size, dtype=dtype, device=device)
             self.local = self._whole[own]
@@ -54,9 +61,17 @@ class GradBuffer:
         self._lasting_views = views  # the `main_grad` of parameters while nothing is allocated
         self._views = views
 
-    def _views_of(self, flat: Tensor) -> list[Tensor]:
+    def _absent(self) -> list[Tensor | AbsentGradient]:
+        """Return for each parameter what stands for a view of its gradient without memory."""
+        absent: list[Tensor | AbsentGradient] = []
+        for parameter in self._parameters:
+            name = layout_of(parameter).parts[0].name
+            absent.append(AbsentGradient(name, parameter.shape, self.dtype))
+        return absent
+
+    def _views_of(self, flat: Tensor) -> list[Tensor | AbsentGradient]:
         """Return a view of `flat` [size] for each parameter, of its shape."""
-        views: list[Tensor] = []
+        views: list[Tensor | AbsentGradient] = []
         for parameter, start in zip(self._parameters, self._starts, strict=True):
             view = flat[start : start + parameter.numel()].view(parameter.shape)
             views.append(view)
@@ -73,7 +88,7 @@ class GradBuffer:
         parameter = self._parameters[number]
         if not has_main_grad(parameter):
             return False
-        main_grad: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+        main_grad: Tensor | AbsentGradient = parameter.main_grad  # type: ignore[attr-defined]
         return main_grad is self._views[number]
 
     def fits(self, number: int) -> bool:
@@ -107,12 +122,14 @@ class GradBuffer:
             self.free()
 
     def free(self) -> None:
-        """Give up a sharded whole, and what is in it."""
+        """Give up a sharded whole and what is in it: no parameter has a gradient then."""
         if self.sharded and self._whole is not None:
             self._whole = None
+            for parameter in self._parameters:
+                forget_gradient(parameter)
             self._set_main_grads(self._lasting_views)
 
-    def _set_main_grads(self, views: list[Tensor]) -> None:
+    def _set_main_grads(self, views: list[Tensor | AbsentGradient]) -> None:
         self._views = views
         for parameter, view in zip(self._parameters, views, strict=True):
             parameter.main_grad = view  # type: ignore[attr-defined]

@@ -2,12 +2,14 @@
 
     Group("*.bias", lr=2.0)                   twice the learning rate for biases
     Group("embedding.*", weight_decay=0.0)    an embedding that does not decay
+    Group("*norm*", all_dims=True)            norms that decay too
 
 Both are factors of the optimizer's own values. The first group that matches a logical tensor
-applies; a factor that it leaves out keeps its default: biases, norms and all other tensors with
-fewer than two dims do not decay. Under muP a tensor has factors of its own besides
-(`megaprec.optim.width`), and both are multiplied. Groups belong to the run and not to a checkpoint,
-which stores state by logical name: a resumed run may have other groups.
+applies; a factor that it leaves out is 1. Biases, norms and all other tensors with fewer than two
+dims do not decay, whatever the factor, unless their group says `all_dims`. Under muP a tensor has
+factors of its own besides (`megaprec.optim.width`), and both are multiplied. Groups belong to the
+run and not to a checkpoint, which stores state by logical name: a resumed run may have other
+groups.
 
 Parameters that share factors form a group in torch's format, in which schedulers read and write
 learning rates: its "lr" and "weight_decay" are the effective values, including the factors. The
@@ -44,12 +46,14 @@ class Group:
     """Factors for the logical tensors that match a pattern.
 
     pattern: of logical names, with `fnmatch`'s wildcards.
-    lr, weight_decay: factors; None for the default.
+    lr, weight_decay: factors; None for 1.
+    all_dims: the weight decay also applies to tensors with fewer than two dims.
     """
 
     pattern: str
     lr: float | None = None
     weight_decay: float | None = None
+    all_dims: bool = False
 
     def __post_init__(self) -> None:
         for name, factor in (("lr", self.lr), ("weight_decay", self.weight_decay)):
@@ -93,14 +97,13 @@ def factors(part: Part, groups: Sequence[Group], rule: UpdateRule | None = None)
 
 def _group_factors(part: Part, groups: Sequence[Group]) -> Factors:
     """Return the factors of the first group that matches a logical tensor."""
-    # biases, norms and other vectors do not decay
-    default_decay = 1.0 if len(part.shape) >= 2 else 0.0
+    is_vector = len(part.shape) < 2
     for group in groups:
         if fnmatchcase(part.name, group.pattern):
             lr = 1.0 if group.lr is None else group.lr
-            decay = default_decay if group.weight_decay is None else group.weight_decay
-            return Factors(lr, decay)
-    return Factors(1.0, default_decay)
+            decay = 1.0 if group.weight_decay is None else group.weight_decay
+            return Factors(lr, 0.0 if is_vector and not group.all_dims else decay)
+    return Factors(1.0, 0.0 if is_vector else 1.0)
 
 
 def in_order_of_factors(

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, Part, attach, layout_of, parameters_of
-from megaprec.comm.main_grad import set_gradient
+from megaprec.comm.main_grad import begin_accumulation
 from megaprec.errors import UserError
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 
@@ -102,8 +102,8 @@ class DTensorSlice:
                 f"{self.dtensor.placements}; nothing was changed"
             )
         # FSDP has accumulated over the micro-batches already: the copy overwrites
-        set_gradient(self.parameter, True)
-        main_grad: Tensor = self.parameter.main_grad  # type: ignore[attr-defined]
+        main_grad, _ = begin_accumulation(self.parameter)
+        main_grad.zero_()  # also the padding
         self._flat_slice(main_grad).copy_(grad.to_local().reshape(-1))
 
     @torch.no_grad()

@@ -26,6 +26,7 @@ from megaprec.kinds import wrong_kinds
 
 Kind = Literal["delayed", "current", "rowwise", "blockwise", "mx", "nvfp4"]
 Backend = Literal["torch", "transformer_engine"]
+SCALED_BY_BLOCK = ("blockwise", "mx")
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,9 @@ class FP8Recipe:
     """The settings of the FP8 products of a run; see the module's docstring for `kind`.
 
     format: "hybrid" is E4M3 in the forward pass and E5M2 for gradients; "e4m3" is E4M3 for all
-        tensors. NVFP4 has one format, E2M1.
+        tensors. "auto", which a recipe replaces by one of these, is "e4m3" for `blockwise` and
+        `mx`, whose scales of few elements leave range enough, and "hybrid" for the others, as in
+        Transformer Engine. NVFP4 has one format, E2M1.
     margin: delayed scales are 2**margin lower than the amax requires, which leaves room for the
         amax to grow.
     history_length: number of past amaxes that determine a delayed scale.
@@ -69,7 +72,7 @@ class FP8Recipe:
     """
 
     kind: Kind = "delayed"
-    format: Literal["hybrid", "e4m3"] = "hybrid"
+    format: Literal["auto", "hybrid", "e4m3"] = "auto"
     margin: int = 0
     history_length: int = 1024
     amax_algo: Literal["max", "most_recent"] | Callable[[Tensor], Tensor] = "max"
@@ -93,6 +96,9 @@ class FP8Recipe:
     def __post_init__(self) -> None:
         if wrong := wrong_kinds(self):
             raise UserError(*(f"fp8.{line}" for line in wrong))
+        if self.format == "auto":
+            usual = "e4m3" if self.kind in SCALED_BY_BLOCK else "hybrid"
+            object.__setattr__(self, "format", usual)
         problems = [*self._problems_of_delayed_scaling(), *self._problems_of_history()]
         problems += self._other_problems()
         if problems:

@@ -19,7 +19,6 @@ from megaprec.comm.main_grad import (
     begin_accumulation,
     cleared_main_grad,
     destinations,
-    has_gradient,
 )
 from megaprec.precision.row_sums import add_rows_
 from models.feed_forward.grouped_products import view_as_stacked
@@ -91,7 +90,8 @@ class _AddBiases(torch.autograd.Function):
         first_bias = 1 if ctx.expert_of_row is None else 2
         sums = _sum_rows(grad[:, ctx.features], ctx.expert_of_row, len(ctx.biases))
         wanted = destinations(ctx, first_bias, ctx.biases)
-        if {*wanted} == {Destination.MAIN} and _add_to_all(ctx.biases, sums):
+        if {*wanted} == {Destination.MAIN}:
+            _add_to_all(ctx.biases, sums)
             return grad, None, None, *([None] * len(wanted))
         gradients = [
             _deliver_gradient(bias, gradient, where)
@@ -121,20 +121,30 @@ def _sum_rows(
     return sums
 
 
-def _add_to_all(biases: Sequence[nn.Parameter], gradients: Tensor) -> bool:
-    """Add gradients [experts, n] to the main gradients of the biases by one operator.
+def _add_to_all(biases: Sequence[nn.Parameter], gradients: Tensor) -> None:
+    """Add gradients [experts, n] to the main gradients of the biases: by one operator if these lie
+    in one memory at equal distances, and all or none are the first ones of a step."""
+    totals: list[Tensor] = []
+    first_ones: list[bool] = []
+    for bias in biases:
+        # The memory of a total may come only now.
+        total, is_first = begin_accumulation(bias)
+        totals.append(total)
+        first_ones.append(is_first)
+    stacked = view_as_stacked(totals)
+    if stacked is None or len({*first_ones}) > 1:
+        for total, gradient, is_first in zip(totals, gradients, first_ones, strict=True):
+            _accumulate(total, gradient, is_first)
+    else:
+        _accumulate(stacked, gradients, first_ones[0])
 
-    Return False, and add nothing, unless these lie in one memory at equal distances, and all or
-    none are the first ones of a step.
-    """
-    totals = view_as_stacked([bias.main_grad for bias in biases])  # type: ignore[attr-defined]
-    if totals is None or len({has_gradient(bias) for bias in biases}) > 1:
-        return False
-    first_ones = [begin_accumulation(bias)[1] for bias in biases]
-    if first_ones[0]:
-        totals.zero_()
-    totals[:, : gradients.shape[1]].add_(gradients)
-    return True
+
+def _accumulate(total: Tensor, gradient: Tensor, is_first: bool) -> None:
+    """Add the gradient [..., n] to the total [..., n and padding]. The first one of a step
+    overwrites."""
+    if is_first:
+        total.zero_()
+    total[..., : gradient.shape[-1]].add_(gradient)
 
 
 def _deliver_gradient(

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from megaprec.errors import Problem
 from tests.refusals import shows
 from tests.runs import losses, train, write_run
 from tools import cli
-from tools.analysis.plots.compare_plot import COLORS, LAST, Curve, by_loss
+from tools.analysis.plots.compare_plot import COLORS, LAST, Curve, by_loss, drawn_separately
+from tools.analysis.plots.drawing import Text
+from tools.commands import compare
 from tools.commands.compare import read_curves
 from tools.journal.records import METRICS
 
@@ -73,6 +76,49 @@ def test_the_final_loss_is_the_mean_of_the_last_applied_steps() -> None:
     none = Curve("b", [record(1, math.nan, "skipped_overflow")])
     assert math.isnan(none.final) and math.isnan(none.held_out)
     assert by_loss([none, curve]) == [curve, none]
+
+
+def texts_of(curves: Sequence[Curve], against: Curve) -> list[str]:
+    drawing = drawn_separately(curves, "steps", against)
+    return [shape.text for shape in drawing.shapes if isinstance(shape, Text)]
+
+
+def test_beside_a_name_stands_the_difference_that_is_drawn() -> None:
+    """Over the newest steps that both runs have applied."""
+    base = Curve("base", [record(n, 3.0) for n in range(1, 61)])
+    lower = Curve("lower", [record(n, 2.75) for n in range(1, 61)])
+    longer = [record(n, 3.5 if n <= 60 else 1.0) for n in range(1, 2001)]
+    longer[58] = record(59, 50.0, "skipped_overflow")
+    none = Curve("none", [record(n, 1.0) for n in range(100, 200)])
+    texts = texts_of([lower, Curve("longer", longer), none], base)
+    assert "lower  -0.2500" in texts
+    assert "longer  +0.5000" in texts
+    assert "none  no common step" in texts
+    assert not any("2.7500" in text for text in texts)
+
+
+def test_differences_are_drawn_over_the_steps_that_both_runs_have() -> None:
+    base = Curve("base", [record(n, 3.0 + 0.01 * n) for n in range(1, 61)])
+    longer = Curve("longer", [record(n, 3.5) for n in range(1, 2001)])
+    same = Curve("same", [record(n, 3.0 + 0.01 * n) for n in range(1, 2001)])
+    for curves in ([longer], [same], [longer, same]):
+        numbers = [text.replace(",", "") for text in texts_of(curves, base)]
+        steps = [int(number) for number in numbers if number.isdecimal()]
+        assert max(steps) <= 80, numbers
+
+
+def test_losses_that_the_table_leaves_out_are_not_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [written(tmp_path / name, [record(n, 2.0) for n in range(1, 9)]) for name in "ab"]
+    monkeypatch.setattr(compare, "has_other_tokens", lambda names, runs: True)
+    picture = tmp_path / "picture.png"
+    for more in ([], ["--against", str(folders[1])]):
+        asked = ["compare", *map(str, folders), "-o", str(picture), *more]
+        assert cli.main(asked) == 2
+        assert shows(capsys.readouterr().err, "command.picture_of_other_text", path=picture)
+        assert not picture.exists()
+    assert cli.main(["compare", *map(str, folders)]) == 0
 
 
 def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:

@@ -331,6 +331,17 @@ def test_bytes_per_module_add_up_to_those_of_the_model() -> None:
     assert sum(row.bytes["moment"] for row in table) == 8 * config.num_parameters
 
 
+@pytest.mark.parametrize("kind", ["delayed", "current", "rowwise", "blockwise", "mx"])
+def test_the_formats_of_fp8_are_shown_for_every_kind(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(RUN)
+    assert main(["precision", "show", str(file), f"fp8.kind={kind}"]) == 0
+    usual = "e4m3" if kind in ("blockwise", "mx") else "hybrid"
+    assert f"{kind}, format {usual}" in capsys.readouterr().out
+
+
 def test_fp8_is_shown_where_it_is_used() -> None:
     recipe = FP8Recipe("current", parameters=True, first_layers=1, last_layers=2)
     table = {

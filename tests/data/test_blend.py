@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaprec.data.blend import Blend, pattern, shares
+from megaprec.data.blend import Blend, Stretch, pattern, shares, taken_before
 from megaprec.data.build import build
 from megaprec.data.indexed import IndexedDataset, IndexedWriter
 from megaprec.data.samples import Resets, Samples, split
@@ -34,7 +34,10 @@ def blend_of(folder: Path, weights: list[float], tokens: list[int], seed: int = 
         resets = Resets(True, True, True)
         parts.append(Samples(IndexedDataset(folder / f"{number}"), 8, seed, True, resets=resets))
     return Blend(
-        parts, weights, [f"set{n}" for n in range(len(tokens))], [len(part) for part in parts]
+        parts,
+        [Stretch.first(weights)],
+        [f"set{n}" for n in range(len(tokens))],
+        [len(part) for part in parts],
     )
 
 
@@ -122,12 +125,49 @@ def test_held_out_text_of_a_blend_is_never_trained_on(tmp_path: Path) -> None:
     halves = [split(dataset, 8, 0.2, 1) for dataset in datasets]
     totals = [49, 99]
     train, held = (
-        Blend([part for part in some if part], [1.0, 1.0], ["a", "b"], totals)
+        Blend([part for part in some if part], [Stretch.first([1.0, 1.0])], ["a", "b"], totals)
         for some in zip(*halves, strict=True)
     )
     trained, kept = (set(b.labels(b.batch(0, 500).ids)) for b in (train, held))
     assert not trained & kept
     assert len(trained | kept) == sum(totals)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 50), st.lists(st.integers(1, 9), min_size=3, max_size=3)),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_each_data_set_goes_on_with_its_next_sample_where_weights_change(
+    tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[int, list[int]]]
+) -> None:
+    """changes: how many positions some weights hold, and the weights."""
+    folder = tmp_path_factory.mktemp("changed")
+    plain = blend_of(folder, [1.0, 1.0, 1.0], [100, 33, 260])
+    stretches: list[Stretch] = []
+    position = 0
+    for count, weights in changes:
+        taken = tuple(taken_before(stretches, position)) if stretches else (0, 0, 0)
+        stretches.append(Stretch(position, tuple(map(float, weights)), taken))
+        position += count
+    names = ["set0", "set1", "set2"]
+    blend = Blend(plain.parts, stretches, names, [len(part) for part in plain.parts])
+    batch = blend.batch(0, position)
+    which = batch.tokens[:, 0] // 1000
+    taken = blend.samples_taken(position)
+    for number, part in enumerate(blend.parts):
+        own = batch.tokens[which == number]
+        assert len(own) == taken[number]
+        assert not len(own) or torch.equal(own, part.batch(0, len(own)).tokens)
+    start = 0
+    for count, weights in changes:
+        held = (which[start : start + count]).bincount(minlength=3)
+        start += count
+        for number, weight in enumerate(weights):
+            assert abs(held[number] - count * weight / sum(weights)) < 1
 
 
 TEXTS = {"a": "one two three four five six ", "b": "7 8 9 0 1 2 3 ", "c": "zebra yak xenon "}
@@ -175,6 +215,51 @@ def test_a_run_trains_on_a_blend_in_every_layout(
     sources = [str(label).rpartition(":")[0].rpartition("/")[2] for label in labels]
     for name, weight in (("a.jsonl", 0.5), ("b.jsonl", 0.2), ("c", 0.3)):
         assert abs(sources.count(name) - weight * 48) < 1
+
+
+def _sources_of(labels: list[str]) -> list[tuple[str, int]]:
+    """The name of the file and the number of the sample, of each label."""
+    named = [label.rpartition(":") for label in labels]
+    return [(source.rpartition("/")[2], int(number)) for source, _, number in named]
+
+
+@pytest.mark.parametrize("way", ["weights", "weights twice", "one set less", "one set alone"])
+def test_no_sample_comes_twice_or_never_where_a_run_changes_its_blend(
+    way: str, blended: tuple[Path, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What the ranks read, in the order in which they read it."""
+    file, cache = blended
+    run = f"train.folder={file.parent}/{way}"
+    a, b, c = (f"{file.parent}/{name}" for name in ("a.jsonl", "b.jsonl", "c"))
+    first = [(a, 0.5), (b, 0.2), (c, 0.3)]
+    later = {
+        "weights": [[(a, 0.2), (b, 0.7), (c, 0.1)]],
+        "weights twice": [[(a, 0.2), (b, 0.7), (c, 0.1)], first],
+        "one set less": [[(a, 0.5), (c, 0.5)]],
+        "one set alone": [[(a, 1.0)]],
+    }[way]
+    read: list[tuple[str, int]] = []
+    for part, entries in enumerate([first, *later]):
+        steps = 4 * (part + 1)
+        blend = ", ".join(f'{{source="{name}", weight={weight}}}' for name, weight in entries)
+        # a cache for each: the place of a set in the blend names its files
+        keys = [f"{cache} {way} {part}", run, f"train.steps={steps}", f"data.blend=[{blend}]"]
+        keys.append(f"data.tokenizer={file.parent}/c.model")
+        capfd.readouterr()
+        assert runs.train(file, *keys, *(["--allow", "data"] if part else [])) == 0
+        said = capfd.readouterr().out
+        taken: dict[str, int] = {}
+        for name, _ in entries:
+            (line,) = (line for line in said.splitlines() if f"from {name}: " in line)
+            taken[name] = int(line.partition(f"from {name}: ")[2].split()[0])
+        corpus = open_corpus(load_run(file, keys))
+        batch = corpus.train.batch(8 * (steps - 4), 32)
+        assert isinstance(corpus.train, Blend)
+        read += _sources_of(corpus.train.labels(batch.ids))
+        for (name, _), samples in zip(entries, corpus.training_parts, strict=True):
+            own = [number for source, number in read if source == name.rpartition("/")[2]]
+            assert len(own) == taken[name]
+            assert own == samples.batch(0, len(own)).ids.tolist()
 
 
 def test_an_overflow_names_data_set_and_sample(blended: tuple[Path, str]) -> None:

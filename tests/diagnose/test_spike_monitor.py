@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megaprec.diagnose.spike_monitor import NEEDED, WINDOW, SpikeMonitor
-from megaprec.optim.step_report import StepReport
+from megaprec.diagnose.spike_monitor import MEMORY, NEEDED, WINDOW, SpikeMonitor
+from megaprec.optim.step_report import SPIKE, StepReport
 from tests.work import calls_of
 
 # losses, gradient norms and tokens of the steps of real runs of other shapes, by name
@@ -108,19 +108,24 @@ def test_no_step_is_judged_before_enough_are_applied() -> None:
     assert spikes([*steps, high]) == [NEEDED + 1]
 
 
-def test_steps_that_were_not_applied_are_no_part_of_the_band_and_no_spike() -> None:
+def test_steps_that_are_not_finite_are_no_part_of_the_band_and_no_spike() -> None:
     nan = float("nan")
     overflow = Step(nan, math.inf, TOKENS, "skipped_overflow")
     nothing = Step(nan, 0.0, TOKENS, "skipped_no_tokens")
-    others = [overflow, nothing] * WINDOW
     monitor = SpikeMonitor()
-    assert spikes([*quiet(WINDOW), *others], monitor) == []
+    steps = quiet(WINDOW)
+    spikes(steps, monitor)
     limits = monitor.limits(TOKENS)
-    assert spikes([Step(30.0, 100.0, TOKENS, "skipped_spike")] * WINDOW, monitor) == [
-        *range(1, WINDOW + 1)
-    ]
+    assert spikes([overflow, nothing] * WINDOW, monitor) == []
     assert monitor.limits(TOKENS) == limits
-    assert monitor.in_a_row == WINDOW
+
+
+@pytest.mark.parametrize("patience", [1, 3, 8, 20])
+def test_another_level_is_a_spike_until_patience_ends(patience: int) -> None:
+    monitor = SpikeMonitor(patience)
+    spikes(quiet(MEMORY), monitor)
+    assert skips([Step(30.0, 100.0)] * patience, monitor) == [*range(1, patience + 1)]
+    assert monitor.hopeless
 
 
 def test_two_spikes_that_were_applied_hide_no_third() -> None:
@@ -137,6 +142,107 @@ def test_what_comes_again_and_again_is_no_spike() -> None:
         steps[place] = Step(6.0, 20.0)
     later = [number for number in spikes(steps) if number > WINDOW + 16]
     assert later == []
+
+
+DRAWN = 20_000  # steps
+PLANTED = 10.0  # times the usual loss and norm
+
+
+def student(dice: random.Random, freedom: float) -> float:
+    """Heavy tails: a value of Student's distribution."""
+    return dice.gauss(0, 1) / math.sqrt(dice.gammavariate(freedom / 2, 2 / freedom))
+
+
+def heavy_tails(freedom: float) -> list[float]:
+    dice = random.Random(1)
+    return [0.03 * student(dice, freedom) for _ in range(DRAWN)]
+
+
+def correlated(memory: float) -> list[float]:
+    """Noise of which a share stays from step to step."""
+    dice = random.Random(2)
+    values = [0.0]
+    while len(values) < DRAWN:
+        values.append(memory * values[-1] + math.sqrt(1 - memory**2) * 0.1 * dice.gauss(0, 1))
+    return values
+
+
+def hard_batches(share: float, factor: float) -> list[float]:
+    """A share of the batches, at random places, has so many times the usual loss."""
+    dice = random.Random(3)
+    return [
+        math.log(factor) * (dice.random() < share) + 0.02 * dice.gauss(0, 1) for _ in range(DRAWN)
+    ]
+
+
+def taken(noise: Sequence[float]) -> list[Step]:
+    """Steps of which the loss has this noise, and the norm three times as much."""
+    return [Step(3.0 * math.exp(value), math.exp(3 * value)) for value in noise]
+
+
+def skips(steps: Sequence[Step], monitor: SpikeMonitor) -> list[int]:
+    """The numbers, from 1, of the steps that a run leaves out which skips spikes."""
+    found: list[int] = []
+    for number, step in enumerate(steps, 1):
+        limits = monitor.limits(step.tokens)
+        if limits.loss < step.loss or limits.norm < step.norm:
+            found.append(number)
+            step = step._replace(outcome=SPIKE)
+        monitor.note(report(step), limits, step.tokens)
+    return found
+
+
+LONG_RUNS = {
+    "heavy tails": heavy_tails(3),
+    "very heavy tails": heavy_tails(1.5),
+    "noise that stays for 2 steps": correlated(0.5),
+    "noise that stays for 10 steps": correlated(0.9),
+    "noise that stays for 30 steps": correlated(0.97),
+    "noise that stays for 100 steps": correlated(0.99),
+    "noise that stays for 1000 steps": correlated(0.999),
+    "one of 20 batches is hard": hard_batches(0.05, 1.5),
+    "one of 20 batches is very hard": hard_batches(0.05, 10.0),
+    "one of 5 batches is hard": hard_batches(0.2, 3.0),
+}
+
+
+@pytest.mark.cases(0, sample=4)
+@pytest.mark.parametrize("name", LONG_RUNS)
+def test_a_long_run_that_skips_spikes_never_stops_and_skips_what_it_would_note(name: str) -> None:
+    steps = taken(LONG_RUNS[name])
+    monitor = SpikeMonitor(patience=3)
+    found: list[int] = []
+    for start in range(0, DRAWN, 100):
+        found += [start + number for number in skips(steps[start : start + 100], monitor)]
+        assert not monitor.hopeless
+    assert found == spikes(steps)
+    assert len(found) <= DRAWN // 250
+
+
+@pytest.mark.cases(1, sample=1)
+@pytest.mark.parametrize("share", [0.05, 0.03, 0.2])
+def test_hard_batches_that_come_again_are_learned_by_a_run_that_skips_spikes(share: float) -> None:
+    noise = hard_batches(share, 1.5)[:3000]
+    hard = [number for number, value in enumerate(noise, 1) if value > 0.2]
+    left_out = skips(taken(noise), SpikeMonitor())
+    assert len(hard) > 60
+    assert len(left_out) <= 0.05 * len(hard)
+
+
+@pytest.mark.cases(1, sample=1)
+@pytest.mark.parametrize("noise", ["that stays", "normal"])
+def test_rare_spikes_are_skipped_each_time(noise: str) -> None:
+    dice = random.Random(4)
+    values = hard_batches(0.0, 1.0) if noise == "normal" else correlated(0.9)
+    planted: list[int] = []
+    place = 300
+    while place < 4000:
+        planted.append(place)
+        place += dice.randint(200, 800)
+    for place in planted:
+        values[place - 1] += math.log(PLANTED)
+    steps = [Step(3.0 * math.exp(value), math.exp(value)) for value in values[:4000]]
+    assert skips(steps, SpikeMonitor()) == planted
 
 
 def test_a_loss_that_falls_and_stops_falling_is_no_spike() -> None:
@@ -196,8 +302,8 @@ def test_after_too_many_spikes_in_a_row_it_is_hopeless_until_it_is_loaded_again(
 
 def test_the_limits_of_a_step_cost_no_more_in_a_long_run() -> None:
     monitor = SpikeMonitor()
-    spikes(quiet(WINDOW), monitor)
+    spikes(quiet(MEMORY), monitor)
     calls = calls_of(lambda: monitor.limits(TOKENS))
-    assert calls < 20 * WINDOW  # less than a millisecond
-    spikes(quiet(5 * WINDOW), monitor)
+    assert calls < 20 * MEMORY  # less than a millisecond
+    spikes(quiet(3 * MEMORY), monitor)
     assert calls_of(lambda: monitor.limits(TOKENS)) == calls

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megaprec.comm.layout import attach_whole
+from megaprec.comm.main_grad import collect
 from megaprec.diagnose.nonfinite_trace import Finding, Trace
 
 
@@ -107,6 +109,17 @@ def test_a_finite_pass_finds_nothing_and_changes_no_number() -> None:
     assert said[-1] == "gradient of the output of 0"
     assert all(glance.largest > 0 for glance in trace.seen)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+
+
+def test_what_an_earlier_step_has_left_in_main_grad_is_no_gradient_of_this_one() -> None:
+    """The last layer is not used, so no gradient overwrites what lies there."""
+    net = model()
+    attach_whole(net)
+    for parameter in net.parameters():
+        collect(parameter, torch.full_like(parameter, torch.inf))
+    with Trace(net) as trace:
+        net[1](net[0](torch.ones(5, 3))).sum().backward()
+    assert trace.found is None
 
 
 def test_a_module_is_named_whose_weight_makes_its_output_overflow() -> None:

@@ -3,6 +3,7 @@ do not fit."""
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -130,3 +131,27 @@ def test_gradients_alone_are_in_e5m2_and_only_in_hybrid() -> None:
     ]
     assert told == [E4M3, E5M2, E4M3, E4M3]
     assert format_of(FP8Recipe(), "weight") == E4M3
+
+
+@pytest.mark.parametrize(
+    ("kind", "gradients"),
+    [
+        ("delayed", E5M2),
+        ("current", E5M2),
+        ("rowwise", E5M2),
+        ("blockwise", E4M3),
+        ("mx", E4M3),
+        ("nvfp4", E4M3),
+    ],
+)
+def test_gradients_have_the_format_that_is_usual_for_the_kind(
+    kind: Any, gradients: torch.dtype
+) -> None:
+    """The defaults of Transformer Engine's recipes: scales of blocks leave range enough."""
+    recipe = FP8Recipe(kind)
+    assert format_of(recipe, "gradient") == gradients
+    assert format_of(recipe, "input") == format_of(recipe, "weight") == E4M3
+    if kind != "nvfp4":
+        assert format_of(FP8Recipe(kind, format="hybrid"), "gradient") == E5M2
+        assert format_of(FP8Recipe(kind, format="e4m3"), "gradient") == E4M3
+    assert recipe.format in ("hybrid", "e4m3"), "what a plan has is said"

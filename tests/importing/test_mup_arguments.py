@@ -24,7 +24,7 @@ def test_rates_and_decays_are_those_of_megatron(tmp_path: Path, decay: float) ->
     ours has a smaller head."""
     run = run_of(tmp_path, *MUP.split(), "--weight-decay", str(decay))
     model = run.model
-    groups = [Group(group.pattern, group.lr, group.weight_decay) for group in run.optimizer.groups]
+    groups = [Group(**group.model_dump()) for group in run.optimizer.groups]
     assert (model.mup_base_hidden, model.mup.growth, run.optimizer.weight_decay) == (16, 4, decay)
     hidden = 0
     for name, shape in logical_shapes(model).items():

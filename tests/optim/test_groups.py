@@ -35,12 +35,12 @@ DECAY = 0.1
 GROUPS = (
     Group("query.*", lr=2.0, weight_decay=0.5),
     Group("key.weight", lr=0.0),
-    Group("*.bias", weight_decay=1.5),
+    Group("*.bias", weight_decay=1.5, all_dims=True),
     Group("out*", lr=0.25, weight_decay=0.0),  # the bias was matched before
     Group("embedding.*", weight_decay=0.0),
     Group("scale", lr=4.0),
 )
-OTHERS = (Group("norm.*", lr=3.0, weight_decay=1.0), Group("value.*", lr=0.5), Group("*", lr=1.5))
+OTHERS = (Group("norm.*", lr=3.0, all_dims=True), Group("value.*", lr=0.5), Group("*", lr=1.5))
 
 
 def expected(groups: Sequence[Sequence[Group]]) -> Tensors:
@@ -53,11 +53,11 @@ def expected(groups: Sequence[Sequence[Group]]) -> Tensors:
     for step, now in enumerate(groups):
         for (name, w), group in zip(weights.items(), optimizer.param_groups, strict=True):
             matching = [g for g in now if fnmatchcase(name, g.pattern)][:1]
-            lr, decay = (matching[0].lr, matching[0].weight_decay) if matching else (None, None)
-            group["lr"] = LR * (1.0 if lr is None else lr)
-            group["weight_decay"] = DECAY * (
-                (1.0 if w.dim() >= 2 else 0.0) if decay is None else decay
-            )
+            (of_group,) = matching or [Group("*")]
+            decays = w.dim() >= 2 or of_group.all_dims
+            decay = 1.0 if of_group.weight_decay is None else of_group.weight_decay
+            group["lr"] = LR * (1.0 if of_group.lr is None else of_group.lr)
+            group["weight_decay"] = DECAY * decay * decays
             w.grad = gradient(name, step)
         optimizer.step()
     return weights
@@ -181,6 +181,24 @@ def test_the_first_match_decides_and_leaves_the_rest_as_usual() -> None:
     assert factors(matrix, groups[::-1]) == (7.0, 7.0)
     assert factors(vector, ()) == (1.0, 0.0)
     assert factors(Part("A.weight", (2, 2)), groups) == (7.0, 7.0), "names differ in case"
+
+
+NORMS = Part("layers.0.norm.weight", (4,))
+MATRIX = Part("layers.0.up.weight", (4, 4))
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 1.0, 2.0])
+def test_a_factor_of_weight_decay_leaves_vectors_without_decay_unless_all_dims_are_asked_for(
+    factor: float,
+) -> None:
+    of_layers = (Group("layers.*", weight_decay=factor),)
+    assert factors(MATRIX, of_layers) == (1.0, factor)
+    assert factors(NORMS, of_layers) == (1.0, 0.0)
+    of_all = (Group("*norm*", weight_decay=factor, all_dims=True), *of_layers)
+    assert factors(NORMS, of_all) == (1.0, factor)
+    assert factors(MATRIX, of_all) == (1.0, factor)
+    assert factors(NORMS, (Group("*", all_dims=True),)) == (1.0, 1.0)
+    assert factors(MATRIX, (Group("*", lr=3.0, all_dims=True),)) == (3.0, 1.0)
 
 
 def test_lr_factors_reach_an_optimizer_of_torch() -> None:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.layout import attach_whole
+from megaprec.comm.main_grad import gradient_of_step, has_gradient, main_grad_dtype, mark_gradient
+from megaprec.diagnose.nonfinite_trace import Trace
 from megaprec.optim.muon.rule import Muon
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.plan import LossScaling, plan
@@ -197,22 +199,46 @@ def test_a_loop_that_announces_passes_holds_one_bucket_at_a_time(overlap: bool) 
         assert theirs[1] == 0, "without ZeRO-2 gradients are there for good"
 
 
+def main_grad_of(parameter: nn.Parameter) -> object:
+    return parameter.main_grad  # type: ignore[attr-defined]
+
+
+def require_absent(weight: nn.Parameter) -> None:
+    """The gradient of `weight` has no memory, and tells nothing but what it would be."""
+    absent: Any = main_grad_of(weight)
+    assert absent.shape == weight.shape and main_grad_dtype(weight) == absent.dtype
+    assert not has_gradient(weight) and gradient_of_step(weight) is None
+    uses: list[Callable[[], object]] = [
+        lambda: absent.zero_(),
+        lambda: absent.view(-1),
+        lambda: absent.storage_offset(),
+        lambda: absent.isfinite(),
+        lambda: mark_gradient(weight),
+    ]
+    for use in uses:
+        with raises("optimizer.gradient_without_memory", name="layers.0.weight"):
+            use()
+    for operator in (torch.add, torch.mul, torch.Tensor.copy_):
+        with pytest.raises(TypeError):
+            operator(torch.ones(weight.shape), absent)
+
+
 def freed(mesh: DeviceMesh) -> None:
     net = Net()
     optimizer = optimizer_of(net, mesh, shard_gradients=True)
-    weight = net.layers[0].weight
+    weight = next(net.parameters())
     optimizer.expect(is_last=False)
     net(batch(mesh, 0)).sum().backward()
-    assert weight.main_grad.is_meta and weight.main_grad.shape == weight.shape  # type: ignore
+    require_absent(weight)
     with pytest.raises(RuntimeError, match=r"reduced and freed.*local_grads"):
         _ = optimizer.all_buffers()[0].grads
     with raises("optimizer.grad_is_taken", name="layers.0.weight"):
         _ = weight.grad
     optimizer.end_microbatch(0, 2)
     net(batch(mesh, 1)).sum().backward()  # not announced, so it is reduced at its end
-    assert not weight.main_grad.is_meta  # type: ignore
+    assert isinstance(main_grad_of(weight), Tensor)
     optimizer.end_microbatch(1, 2)
-    assert weight.main_grad.is_meta  # type: ignore
+    require_absent(weight)
     with raises("optimizer.gradient_after_reduction", name="layers.3.bias"):
         net(batch(mesh, 1)).sum().backward()
     optimizer.zero_grad()
@@ -222,6 +248,43 @@ def freed(mesh: DeviceMesh) -> None:
 
 def test_what_was_reduced_cannot_be_read_by_mistake_or_added_to() -> None:
     in_dp2(freed)
+
+
+def abandoned(mesh: DeviceMesh) -> None:
+    """A backward pass fails when the gradients of half of a bucket have come."""
+    net = Net()
+    optimizer = optimizer_of(net, mesh, shard_gradients=True)
+    optimizer.expect(is_last=False)
+    output = net(batch(mesh, 0)).sum()
+    inner = list(net.parameters())[2]
+    hook = inner.register_post_accumulate_grad_hook(_fail)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        output.backward()
+    hook.remove()
+    for buffer in optimizer.all_buffers():
+        buffer.forget_gradients()
+        assert not any(map(has_gradient, buffer.parameters))
+
+
+def _fail(parameter: nn.Parameter) -> None:
+    raise RuntimeError("in the middle")
+
+
+def test_where_memory_is_given_up_no_parameter_counts_as_having_a_gradient() -> None:
+    in_dp2(abandoned)
+
+
+def traced(mesh: DeviceMesh) -> None:
+    net = Net()
+    optimizer = optimizer_of(net, mesh, shard_gradients=True)
+    optimizer.expect(is_last=False)
+    with Trace(net) as trace:
+        net(batch(mesh, 0)).sum().backward()
+    assert trace.found is None
+
+
+def test_a_trace_reads_no_gradient_that_has_no_memory() -> None:
+    in_dp2(traced)
 
 
 def missing(mesh: DeviceMesh) -> None:
@@ -299,4 +362,4 @@ def test_on_one_rank_zero_2_holds_the_gradients_as_ever() -> None:
     optimizer = optimizer_of(net, None, shard_gradients=True)
     assert not optimizer.shards_gradients
     net(torch.ones(2, 16)).sum().backward()
-    assert all(not parameter.main_grad.is_meta for parameter in net.parameters())  # type: ignore
+    assert all(isinstance(main_grad_of(parameter), Tensor) for parameter in net.parameters())

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megaprec.data.training import train_sentencepiece
 from models.estimate.gpus import gpu_named
 from tests.commands.test_schedule_command import run_file as run_file
 from tests.refusals import sentence
@@ -77,6 +78,37 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 def data(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
     return json.loads(said(capsys, *arguments, "--json"))
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_plan_has_the_vocabulary_of_the_tokenizer_that_is_there(
+    named: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [f"text {number} of a few words" for number in range(200)]
+    tokenizer = train_sentencepiece(texts, tmp_path / "tokens", 290, False)
+    file = tmp_path / "run.toml"
+    source = "text.txt" if named else tmp_path / "tokens"
+    (tmp_path / "tokens.bin").touch()
+    (tmp_path / "tokens.idx").touch()
+    lines = [
+        "[model]\nlayers = 2\nhidden = 64\nheads = 4",
+        f'[data]\nsource = "{source}"',
+        f'tokenizer = "{tokenizer}"' if named else "",
+        "[train]\nsteps = 10\nglobal_batch = 4\nmicro_batch = 1\nseq_length = 64",
+    ]
+    file.write_text("\n".join(lines))
+    said: list[str] = []
+    for more in ([], ["model.vocab=290"]):
+        assert main(["plan", str(file), *more]) == 0
+        said.append(capsys.readouterr().out)
+    # what is not timed
+    sizes = ("parameters", "KiB", "MiB")
+    left_open, given = (
+        [line for line in text.splitlines() if any(size in line for size in sizes)] for text in said
+    )
+    assert left_open
+    assert left_open == given
+    assert f"{tokenizer} has 290 tokens" in " ".join(said[0].split())
 
 
 def test_the_verdict_follows_from_the_memory(

@@ -263,6 +263,22 @@ def test_a_group_that_no_parameter_is_left_for_is_told(groups: str, said: str) -
     assert [said in note for note in notes(f"optimizer.groups=[{groups}]")] == [True] * bool(said)
 
 
+@pytest.mark.parametrize(
+    ("group", "is_told"),
+    [
+        ('{pattern="*norm*",weight_decay=0.5}', True),
+        ('{pattern="*norm*",weight_decay=0.5,all_dims=true}', False),
+        ('{pattern="layers.*",weight_decay=0.5}', False),
+        ('{pattern="*norm*",lr=0.5}', False),
+    ],
+)
+def test_a_factor_of_a_weight_decay_that_vectors_do_not_have_is_told(
+    group: str, is_told: bool
+) -> None:
+    said = "\n".join(notes(f"optimizer.groups=[{group}]"))
+    assert ("set all_dims = true" in said) == is_told
+
+
 @pytest.mark.parametrize("beside", ["optimizer.weight_decay=0.0", "optimizer.name=Rprop"])
 def test_a_factor_of_a_weight_decay_that_is_not_there_is_told(beside: str) -> None:
     group = 'optimizer.groups=[{pattern="embedding.*",lr=0.5,weight_decay=0.1}]'

@@ -46,6 +46,29 @@ def test_keys_that_are_surely_not_meant_are_named(
     assert begins is None or found[0].startswith(begins.format(folder=run_file.parent))
 
 
+@pytest.mark.parametrize("key", ["train.global_batch={}", "train.batch_schedule=[[0,{}],[8,8]]"])
+def test_a_batch_of_more_samples_than_there_are_is_named(
+    key: str, run_file: Path, corpus: Corpus
+) -> None:
+    samples = len(corpus.train) // 4 * 4
+    few = ["train.steps=2", "train.micro_batch=4"]
+    assert not [*run_warnings(load_run(run_file, [*few, key.format(samples)]), corpus, 1, "cpu")]
+    config = load_run(run_file, [*few, key.format(samples + 4)])
+    (line,) = run_warnings(config, corpus, 1, "cpu")
+    assert f"a batch takes {samples + 4}: it has some of them more than once" in line
+
+
+@pytest.mark.parametrize(("vocab", "is_told"), [(512, True), (330, False)])
+def test_an_export_names_ids_that_its_tokenizer_does_not_have(
+    vocab: int, is_told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_run(tmp_path)
+    keys = (f"model.vocab={vocab}", "train.steps=1", "--export-hf", str(tmp_path / "hf"))
+    assert train(file, *keys) == 0
+    said = capsys.readouterr().out
+    assert ("ids from 330 on are no text" in " ".join(said.split())) == is_told
+
+
 @pytest.mark.parametrize(
     ("groups", "taken", "best", "said"), [(1, 1, 1, True), (2, 2, 3, True), (2, 1, 1, False)]
 )

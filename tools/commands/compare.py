@@ -69,10 +69,13 @@ def main(args: argparse.Namespace) -> int:
         *curves, base = read_curves([*folders, against])
     else:
         curves = read_curves(folders)
-    if args.output:
-        draw(curves, args.output, args.over or "steps", base)
     shown = [*curves, base] if base else curves
     compared = _compare(args)
+    if args.output and compared.hides_losses:
+        unknown = ", ".join(compared.without_bits)
+        raise UserError.of("command.picture_of_other_text", path=args.output, unknown=unknown)
+    if args.output:
+        draw(curves, args.output, args.over or "steps", base)
     return print_result(
         args,
         lambda: {
@@ -101,7 +104,12 @@ class _Compared:
     @property
     def hides_losses(self) -> bool:
         """True if losses say nothing beside each other, and bits per byte are not known of all."""
-        return self.has_other_tokens and None in self.bits.values()
+        return self.has_other_tokens and bool(self.without_bits)
+
+    @property
+    def without_bits(self) -> list[str]:
+        """The runs whose bits per byte are not known."""
+        return [name for name, value in self.bits.items() if value is None]
 
 
 def _compare(args: argparse.Namespace) -> _Compared:
@@ -127,7 +135,7 @@ def _compare(args: argparse.Namespace) -> _Compared:
     )
     if not compared.hides_losses:
         return compared
-    unknown = ", ".join(name for name, value in bits.items() if value is None)
+    unknown = ", ".join(compared.without_bits)
     hidden = f"losses are left out of the table, for bits per byte are not known of {unknown}"
     return replace(compared, notes=[*compared.notes, hidden])
 

@@ -201,12 +201,23 @@ def write_model(
         print(f"warning: {line}")
 
 
+def _ids_without_text(vocab: int, tokens: int) -> list[str]:
+    """Return a note on the ids of a model that its tokenizer does not have, if there are any."""
+    if vocab <= tokens:
+        return []
+    return [
+        f"the model has {vocab:,} ids and its tokenizer {tokens:,}: the ids from {tokens:,} on are "
+        "no text; `megaprec generate` draws none of them, but another program may"
+    ]
+
+
 def _tokenizer_notes(source: Source, format_name: str, destination: Path) -> list[str]:
     """Check the tokenizer of `source` and return what a user of `destination` must know of it."""
     tokenizer = check_tokenizer(source.tokenizer, source.model.vocab)
     notes = [*folder_notes(source.path, source.tokenizer)]
     if tokenizer is not None:
         notes += tokenizer.notes
+        notes += _ids_without_text(source.model.vocab, tokenizer.vocab_size)
     notes += begin_note(source, tokenizer)
     # only a Hugging Face folder names the class of its tokenizer
     if format_name == "hf":

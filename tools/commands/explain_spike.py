@@ -1,7 +1,7 @@
 """`megaprec explain-spike RUN_DIR`: name the steps whose loss or gradient norm jumped, and the
 likely cause.
 
-A spike is a step whose loss or gradient norm is far above the band of the last 64 applied steps
+A spike is a step whose loss or gradient norm is far above the band of the steps before
 (docs/spikes.md has the rule). Each of the newest spikes, or the step of --step, is repeated on one
 process from the last checkpoint before it. The samples that stand out are named with their
 documents, and the tensors that are larger than in ordinary steps. The causes are judged: the data,

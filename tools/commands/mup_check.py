@@ -191,7 +191,7 @@ def _groups(optimizer: Optimizer, model: ModelConfig) -> list[Group]:
     groups: list[Group] = []
     for group, is_used in zip(optimizer.groups, matched, strict=True):
         if is_used:
-            groups.append(Group(group.pattern, group.lr, group.weight_decay))
+            groups.append(Group(**group.model_dump()))
     return groups
 
 

@@ -8,7 +8,7 @@ in such runs are in `tools.config.checks`, those without effect on the data in
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any
@@ -25,7 +25,7 @@ from tools.config.data_settings import Data, names_of
 from tools.config.native_keys import plan_or_none
 from tools.config.precision_settings import FP8, Precision
 from tools.config.schedules import stage_count
-from tools.config.settings import LR, Checkpoint, Log, Optimizer, Parallel, Train
+from tools.config.settings import LR, Checkpoint, Group, Log, Optimizer, Parallel, Train
 from tools.console.toml import toml
 from tools.console.units import first_of
 
@@ -328,13 +328,13 @@ def _effectless_groups(tables: Tables) -> Iterator[str]:
     reason = f"name = {toml(optimizer.name)}"
     if _decays(optimizer):
         reason = "weight_decay = 0, of which it is a factor"
-    parameter_names = list[str]()
-    if len(optimizer.groups) > 1 and not tables.model.factory:
-        parameter_names = [*logical_shapes(with_vocabulary_size(tables.model, tables.data))]
+    shapes: Mapping[str, Sequence[int]] = {}
+    if not tables.model.factory:
+        shapes = logical_shapes(with_vocabulary_size(tables.model, tables.data))
     taken = set[str]()  # names that earlier patterns match
     for group in optimizer.groups:
         line = f'optimizer.groups: pattern "{group.pattern}"'
-        matches = {name for name in parameter_names if fnmatchcase(name, group.pattern)}
+        matches = {name for name in shapes if fnmatchcase(name, group.pattern)}
         if matches and matches <= taken:
             yield (
                 f"{line} has no effect: earlier patterns match all its parameters, and the first "
@@ -345,8 +345,23 @@ def _effectless_groups(tables: Tables) -> Iterator[str]:
                 f"{line}: weight_decay = {group.weight_decay} has no effect with "
                 f"optimizer.{reason}: leave it out"
             )
+        elif vectors_only := _reaches_no_matrix(group, matches - taken, shapes):
+            yield f"{line}: {vectors_only}"
         # the first pattern that matches a name decides
         taken |= matches
+
+
+def _reaches_no_matrix(group: Group, names: Set[str], shapes: Mapping[str, Sequence[int]]) -> str:
+    """Return the words about a factor of weight decay that reaches only parameters which do not
+    decay; "" if it reaches others, or if the group has none."""
+    if group.weight_decay is None or group.all_dims or not names:
+        return ""
+    if any(len(shapes[name]) >= 2 for name in names):
+        return ""
+    return (
+        f"weight_decay = {group.weight_decay} has no effect on parameters with fewer than two "
+        "dimensions, which do not decay: leave it out, or set all_dims = true"
+    )
 
 
 def _separate_transfers(tables: Tables) -> Iterator[str]:

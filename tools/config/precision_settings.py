@@ -209,11 +209,11 @@ class FP8(Table):
         "rowwise: one per row; blockwise: one per block of 128; mx: one per 32 elements; nvfp4: "
         "four-bit codes instead (NVFP4, emulated), one per 16 elements and one per tensor.",
     )
-    format: Literal["hybrid", "e4m3"] = Field(
+    format: Literal["auto", "hybrid", "e4m3"] = Field(
         default=default_of(FP8Recipe, "format"),
         description=(
             "FP8 formats. hybrid: E5M2 for gradients, E4M3 for weights and activations; e4m3: "
-            "E4M3 for all."
+            "E4M3 for all; auto: e4m3 for blockwise and mx, hybrid for other kinds."
         ),
     )
     margin: int = Field(

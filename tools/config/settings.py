@@ -243,7 +243,14 @@ class Group(Table):
     )
     lr: float | None = Field(default=None, ge=0, description="Factor of the learning rate.")
     weight_decay: float | None = Field(
-        default=None, ge=0, description="Factor of optimizer.weight_decay."
+        default=None,
+        ge=0,
+        description="Factor of optimizer.weight_decay, of parameters with two or more dimensions.",
+    )
+    all_dims: bool = Field(
+        default=False,
+        description="Weight decay also of parameters with fewer than two dimensions, such as norms "
+        "and biases.",
     )
 
 
@@ -281,8 +288,8 @@ class Optimizer(Table):
     weight_decay: float = Field(
         default=default_of(ParallelAMPOptimizer, "weight_decay"),
         ge=0,
-        description="Weight decay of parameters with two or more dimensions; adamw: decoupled, "
-        "times the learning rate.",
+        description="Weight decay of parameters with two or more dimensions, of others by "
+        "all_dims in optimizer.groups; adamw: decoupled, times the learning rate.",
     )
 
     # of some parameters, and of the gradients before the update
@@ -412,8 +419,8 @@ class Train(Table):
     # steps whose loss or gradient norm leaves its band
     on_spike: Literal["note", "skip", "ignore"] = Field(
         default="note",
-        description="A step whose loss or gradient norm is far above the band of the last 64 "
-        "applied steps (docs/spikes.md). note: name it in a line; skip: do not apply it, on any "
+        description="A step whose loss or gradient norm is far above the band of the steps "
+        "before (docs/spikes.md). note: name it in a line; skip: do not apply it, on any "
         "rank; ignore: look for none.",
     )
     spike_patience: int = Field(

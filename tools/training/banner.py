@@ -39,6 +39,7 @@ from tools.text.sampling import Sampling
 from tools.training.batches import describe_requested, evaluated_samples
 from tools.training.branch import is_branch
 from tools.training.corpus import Corpus
+from tools.training.data_sources import training_sources
 from tools.training.fp8_summary import fp8_lines
 from tools.training.initial import initial_changes, initial_notes
 from tools.training.prediction import end_line, foresee, prediction_event
@@ -219,13 +220,14 @@ def _describe_samples(config: RunConfig, corpus: Corpus) -> str:
     steps = config.train.steps
     # of each data set
     taken_samples = corpus.train.samples_taken(config.total_samples)
-    total_weight = sum(source.weight for source in config.data.blend)
+    sources = training_sources(config)
+    total_weight = sum(source.weight for source in sources)
     lines = [f"blended from {len(corpus.datasets)}"]
-    sets = zip(config.data.blend, corpus.train.parts, taken_samples, strict=True)
+    sets = zip(sources, corpus.train.parts, taken_samples, strict=True)
     for source, part, taken in sets:
         share = source.weight / total_weight
         lines.append(
-            f"           {share:.4g} of the samples from {source.source}: {taken:,} of "
+            f"           {share:.4g} of the samples from {source.name}: {taken:,} of "
             f"{len(part):,} samples, {taken / len(part):.2f} epochs in {steps} steps"
         )
     return "\n".join(lines)

@@ -29,6 +29,8 @@ from tools.console.units import counted
 from tools.convert.train_state import TrainState, stored_value
 from tools.journal.records import read_metrics
 
+LENGTH_KEY = "train.seq_length"
+
 NOT_EXACT_MARK = " (not bit for bit)"
 JUMP = 1.5  # ratio of consecutive learning rates above which a note is printed
 BATCH_KEYS = ("train.global_batch", "train.batch_schedule")
@@ -277,6 +279,16 @@ def _all_keys(config: RunConfig) -> dict[str, str]:
 def _training_keys(model: Table) -> Table:
     """Return the keys of [model] that concern training, not the model's function."""
     return {key: value for key, value in model.items() if key in TRAINING_ONLY_KEYS}
+
+
+def saved_length(checkpoint: Store, config: RunConfig) -> int:
+    """Return the length of the samples of the checkpoint's run; the run's own if it is not
+    known.
+    """
+    saved = saved_keys(checkpoint).get(LENGTH_KEY, "")
+    if saved.isdecimal() and int(saved):
+        return int(saved)
+    return config.train.seq_length
 
 
 def saved_keys(checkpoint: Store) -> dict[str, str]:

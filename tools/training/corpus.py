@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.checkpoint.digests import file_digest
-from megaprec.data.blend import Blend
+from megaprec.data.blend import Blend, Stretch
 from megaprec.data.copies import is_there
 from megaprec.data.document_tokens import DocumentTokens, document_tokens, with_begin
 from megaprec.data.held_out import HeldOutRule, Ranges, taken_in_turn
@@ -27,9 +27,10 @@ from tools.config.data_settings import Data
 from tools.config.run_file import RunConfig
 from tools.convert.initial import initial_model
 from tools.journal.records import HELD_OUT_LOSS, VALIDATION_PREFIX
+from tools.training.blend_place import stretches_of
 from tools.training.branch import open_start
 from tools.training.data_building import build_texts, build_validation_set
-from tools.training.data_identity import DataSet, Identity, read_identity
+from tools.training.data_identity import BlendStretch, DataSet, Identity, read_identity
 from tools.training.data_notes import (
     begin_notes,
     different_tokenizer_notes,
@@ -151,8 +152,22 @@ def identified(config: RunConfig, corpus: Corpus) -> Corpus:
         seed=config.train.seed,
         begin=corpus.begin_token,
         held_out_from=held_out_rule(config),
+        stretches=_identify_stretches(corpus.train),
     )
     return replace(corpus, identity=identity, notes=tuple(dict.fromkeys(notes)))
+
+
+def _identify_stretches(samples: Samples | Blend) -> list[BlendStretch]:
+    """Return the stretches of a run whose weights have changed; none of others."""
+    if not isinstance(samples, Blend):
+        return []
+    stretches = samples.stretches
+    if len(stretches) == 1 and not stretches[0].begin:
+        return []
+    return [
+        BlendStretch(begin=begin, weights=list(weights), taken=list(taken))
+        for begin, weights, taken in stretches
+    ]
 
 
 def _check_contents(source: DataSource, dataset: IndexedDataset) -> Contents:
@@ -189,9 +204,16 @@ def _text_identity(record: dict[str, Any]) -> dict[str, Any] | None:
     return {**text, "sha256": record["text_sha256"], "chars": record["chars"]}
 
 
-def open_built(config: RunConfig, prefixes: Sequence[Path], tokenizer_file: Path | None) -> Corpus:
+def open_built(
+    config: RunConfig,
+    prefixes: Sequence[Path],
+    tokenizer_file: Path | None,
+    stretches: Sequence[Stretch] = (),
+) -> Corpus:
     """Open existing data sets and an existing tokenizer file. Any number of processes may do so at
     once.
+
+    stretches: the weights of the data sets by position; without any, those of `stretches_of`.
     """
     tokenizer = load_tokenizer(tokenizer_file) if tokenizer_file else None
     model = config.model.with_vocab(vocabulary_size(config, tokenizer))
@@ -226,15 +248,17 @@ def open_built(config: RunConfig, prefixes: Sequence[Path], tokenizer_file: Path
         begin_token=begin_token,
         documents=_tokens_around_documents(streams, begin_token, tokenizer),
     )
-    if not config.data.blend:
+    stretches = stretches or stretches_of(config)
+    # A single data set goes on in its own order, unless it comes from a blend.
+    if not config.data.blend and len(stretches) == 1 and not stretches[0].begin:
         return opened
-    weights = [source.weight for source in config.data.blend]
+    weights = [Stretch.first([source.weight for source in sources])]
     names = [source.name for source in sources]
     totals = [count_samples(stream, config.train.seq_length) for stream in streams]
     evaluated = [samples for samples in held_out if samples is not None]
     return replace(
         opened,
-        train=Blend(trained, weights, names, totals),
+        train=Blend(trained, stretches, names, totals),
         held_out=Blend(evaluated, weights, names, totals) if evaluated else None,
     )
 

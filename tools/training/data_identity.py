@@ -59,12 +59,21 @@ class DataSet(_Saved):
     loss_mask_sha256: str = ""
 
 
+class BlendStretch(_Saved):
+    """A `megaprec.data.blend.Stretch`."""
+
+    begin: int
+    weights: list[float]
+    taken: list[int]
+
+
 class Identity(_Saved):
     """All settings that decide which samples come in which order.
 
     tokenizer: SHA-256 of its file, empty if there is none. begin: id of the token before each
     document that data.begin asks for, None if it asks for none. held_out_from: the rule of the
     held-out part, which was always "end" in checkpoints that do not say it.
+    stretches: the weights by position, of a run whose weights have changed; else none.
     """
 
     sets: list[DataSet]
@@ -74,6 +83,7 @@ class Identity(_Saved):
     seed: int
     begin: int | None = None
     held_out_from: HeldOutRule = "end"
+    stretches: list[BlendStretch] = []
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from tools.convert.hf.config import config_of
 from tools.convert.initial import open_initial
 from tools.convert.probe import check_config, verify_initial
 from tools.journal.trackers import require_trackers
+from tools.training.blend_place import saved_stretches
 from tools.training.branch import open_start, require_origin_intact
 from tools.training.corpus import Corpus, identified, open_built, open_corpus, open_validation
 from tools.training.data_identity import Identity
@@ -188,12 +189,13 @@ def open_prepared(config: RunConfig, prepared: dict[str, Any]) -> tuple[Corpus, 
     checkpoint = Path(prepared["checkpoint"]) if prepared["checkpoint"] else None
     masked = [path_of(prefix) for prefix in prepared["masked"]]
     _require_files(prefixes, masked, tokenizer, checkpoint)
-    corpus = open_built(config, prefixes, tokenizer)
+    # Rank 0 has digested the data; the others take its word.
+    identity = prepared["identity"] and Identity.model_validate(prepared["identity"])
+    stretches = saved_stretches(identity) if identity else ()
+    corpus = open_built(config, prefixes, tokenizer, stretches)
     if os.environ.get("LOCAL_RANK") == "0" and os.environ.get("RANK") != "0":
         # One rank checks the files of this machine, as rank 0 has checked those of the first.
         identified(config, corpus)
-    # Rank 0 has digested the data; the others take its word.
-    identity = prepared["identity"] and Identity.model_validate(prepared["identity"])
     validation = open_validation(config, corpus.begin_token)
     notes = tuple(prepared["notes"])
     corpus = replace(corpus, identity=identity, notes=notes, validation=validation)

@@ -42,6 +42,7 @@ from tools.convert.train_state import (
 from tools.journal.records import BRANCHED
 from tools.training.branch import is_branch, open_start, run_of
 from tools.training.changed_keys import (
+    LENGTH_KEY,
     NOT_EXACT_MARK,
     arithmetic_changes,
     changed_keys,
@@ -50,6 +51,7 @@ from tools.training.changed_keys import (
     other_length,
     rates_around,
     saved_keys,
+    saved_length,
 )
 from tools.training.corpus import Corpus, held_out_rule
 from tools.training.data_identity import (
@@ -63,7 +65,6 @@ from tools.training.launch import was_restarted
 from tools.training.other_model import allow_flags, context_differences, other_keys
 
 RECORDS = {"the data": "data", "the keys": "run"}  # not in checkpoints of earlier versions
-LENGTH_KEY = "train.seq_length"
 AVERAGE_KEY = "optimizer.ema"
 MOST_REASONS = 4  # that the line about a checkpoint that a run cannot branch from names
 
@@ -394,9 +395,9 @@ class _DataPosition:
 
 def _other_length(checkpoint: Store, config: RunConfig) -> Iterator[Difference]:
     """Yield a difference if another length of samples than the checkpoint's changes their order."""
-    saved_length = _saved_length(checkpoint, config)
+    old_length = saved_length(checkpoint, config)
     length = config.train.seq_length
-    if saved_length == length or not read_progress(checkpoint).samples:
+    if old_length == length or not read_progress(checkpoint).samples:
         return
     if config.data.shuffle:
         reason = "its samples come in another order"
@@ -405,7 +406,7 @@ def _other_length(checkpoint: Store, config: RunConfig) -> Iterator[Difference]:
     else:
         return
     effect = "so text of this epoch comes twice or not at all"
-    yield Difference("seq_length", f"{LENGTH_KEY}: {saved_length} -> {length}: {reason}, {effect}")
+    yield Difference("seq_length", f"{LENGTH_KEY}: {old_length} -> {length}: {reason}, {effect}")
 
 
 def resumed_progress(checkpoint: Store, config: RunConfig, corpus: Corpus) -> TrainState:
@@ -419,12 +420,12 @@ def resumed_progress(checkpoint: Store, config: RunConfig, corpus: Corpus) -> Tr
 
 def _position_notes(checkpoint: Store, config: RunConfig, corpus: Corpus) -> Iterator[str]:
     """Yield a note about the position in the data if the length of samples has changed."""
-    saved_length = _saved_length(checkpoint, config)
+    old_length = saved_length(checkpoint, config)
     length = config.train.seq_length
-    if saved_length == length:
+    if old_length == length:
         return
     position = _data_position(checkpoint, config, corpus)
-    tokens = read_progress(checkpoint).samples * saved_length
+    tokens = read_progress(checkpoint).samples * old_length
     line = (
         f"{LENGTH_KEY}: the place in the data is kept: {tokens:,} tokens are read, and sample "
         f"{position.next_sample:,} of {length} tokens is next"
@@ -438,24 +439,24 @@ def _position_notes(checkpoint: Store, config: RunConfig, corpus: Corpus) -> Ite
 
 
 def _data_position(checkpoint: Store, config: RunConfig, corpus: Corpus) -> _DataPosition:
-    saved_length = _saved_length(checkpoint, config)
+    old_length = saved_length(checkpoint, config)
     length = config.train.seq_length
     samples = read_progress(checkpoint).samples
-    if saved_length == length:
+    if old_length == length:
         return _DataPosition(samples)
     if not isinstance(corpus.train, Samples):  # a blend, which has no epochs of its own
-        following, repeated = divmod(samples * saved_length, length)
+        following, repeated = divmod(samples * old_length, length)
         return _DataPosition(following, repeated)
 
     old_numbers = training_numbers(
-        corpus.train.dataset, saved_length, config.data.held_out, held_out_rule(config)
+        corpus.train.dataset, old_length, config.data.held_out, held_out_rule(config)
     )
     new_numbers = corpus.train.chosen
     new_epoch_samples = len(corpus.train)
     # Whole epochs are counted in samples of the old length, and the rest in tokens.
     epoch, samples_in_epoch = divmod(samples, len(old_numbers))
     next_number = int(old_numbers.numbers(np.int64(samples_in_epoch)))
-    number, repeated = divmod(next_number * saved_length, length)
+    number, repeated = divmod(next_number * old_length, length)
     following = new_numbers.index_of(number)
     # What is left of the epoch is shorter than a sample, or the sample is held out.
     if new_numbers.index_of(number + 1) == following:
@@ -465,16 +466,6 @@ def _data_position(checkpoint: Store, config: RunConfig, corpus: Corpus) -> _Dat
         # The borders of the held-out part are at whole samples, and so have moved, too.
         trained = old_numbers if epoch else old_numbers.beginning(samples_in_epoch)
         held_out = corpus.held_out.chosen
-        trained_of_held_out = trained.shared_tokens(saved_length, held_out, length)
+        trained_of_held_out = trained.shared_tokens(old_length, held_out, length)
     next_sample = epoch * new_epoch_samples + following
     return _DataPosition(next_sample, repeated, trained_of_held_out)
-
-
-def _saved_length(checkpoint: Store, config: RunConfig) -> int:
-    """Return the length of the samples of the checkpoint's run; the run's own if it is not
-    known.
-    """
-    saved = saved_keys(checkpoint).get(LENGTH_KEY, "")
-    if saved.isdecimal() and int(saved):
-        return int(saved)
-    return config.train.seq_length

@@ -21,6 +21,7 @@ from megaprec.data.places import path_of
 from megaprec.data.samples import Samples
 from megaprec.resources import cores
 from models.router_settings import PLAIN
+from tools.config.batch_schedule import BatchSchedule
 from tools.config.data_settings import Data, names_of
 from tools.config.run_file import RunConfig
 from tools.config.table import MAX_SIZE
@@ -44,6 +45,7 @@ TOKEN_BYTES = 8  # of an int64, in which documents are compared
 def run_warnings(config: RunConfig, corpus: Corpus, local_ranks: int, device: str) -> Iterator[str]:
     """Yield the warnings. local_ranks: the ranks of this machine. device: cpu or cuda."""
     yield from _many_epochs(config, corpus)
+    yield from _repeated_in_a_batch(config, corpus)
     yield from _endless_warmup(config)
     yield from _more_than_available(config, corpus)
     yield from _all_layers_in_nvfp4(config)
@@ -144,6 +146,23 @@ def _tf32_overruled(config: RunConfig) -> Iterator[str]:
             f"NVIDIA_TF32_OVERRIDE={override} {effect} TF32, against precision.tf32 = "
             f"{toml(allowed)}: unset the variable"
         )
+
+
+def _repeated_in_a_batch(config: RunConfig, corpus: Corpus) -> Iterator[str]:
+    """Yield a line for each data set of which a batch takes more samples than there are."""
+    batch = max(batch for _, batch in BatchSchedule.of(config.train).changes)
+    if isinstance(corpus.train, Blend):
+        total = sum(corpus.train.stretches[-1].weights)
+        shares = [batch * weight / total for weight in corpus.train.stretches[-1].weights]
+    else:
+        shares = [float(batch)]
+    for name, part, share in zip(config.data.sources, corpus.training_parts, shares, strict=True):
+        if share > len(part):
+            yield (
+                f"{name} has {counted(len(part), 'sample')} of train.seq_length "
+                f"{config.train.seq_length}, and a batch takes {share:g}: it has some of them "
+                "more than once; give more text, or a smaller train.global_batch"
+            )
 
 
 def _groups_without_effect(config: RunConfig) -> Iterator[str]:

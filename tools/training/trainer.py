@@ -544,9 +544,7 @@ def optimizer_options(config: RunConfig, device: torch.device) -> dict[str, Any]
     return {
         "rule": make_rule(optimizer),
         "weight_decay": optimizer.weight_decay,
-        "groups": [
-            Group(group.pattern, group.lr, group.weight_decay) for group in optimizer.groups
-        ],
+        "groups": [Group(**group.model_dump()) for group in optimizer.groups],
         "clip": optimizer.clip,
         "norm": optimizer.norm,
         "overlap": parallel.overlaps(device.type),

@@ -26,7 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.layout import layout_of
-from megaprec.comm.main_grad import accumulate_autograd_grad, has_gradient, set_gradient
+from megaprec.comm.main_grad import (
+    accumulate_autograd_grad,
+    forget_gradient,
+    has_gradient,
+    mark_gradient,
+)
 from megaprec.errors import Problem, UserError
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.numerics import RunningSums
@@ -235,8 +240,10 @@ class MicrobatchSums(RunningSums):
                     )
                 continue
             has_sum = tree.end(microbatch, has_value)
-            # without a sum the next gradient overwrites what was set aside
-            set_gradient(parameter, has_sum)
+            if has_sum:
+                mark_gradient(parameter)
+            else:  # the next gradient overwrites what was set aside
+                forget_gradient(parameter)
             if len(tree.ended) == self.count:
                 self._complete.add(parameter)
 

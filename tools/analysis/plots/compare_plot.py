@@ -106,7 +106,7 @@ def draw(curves: Sequence[Curve], path: Path, x_axis: Over, against: Curve | Non
     if against is None and len(curves) <= MAX_TOGETHER:
         _draw_together(curves, x_axis).save(path)
     else:
-        _draw_separately(by_loss(curves), x_axis, against).save(path)
+        drawn_separately(by_loss(curves), x_axis, against).save(path)
 
 
 def _draw_together(curves: Sequence[Curve], x_axis: Over) -> Drawing:
@@ -184,10 +184,17 @@ def _line_ends(frame: Frame, curves: Sequence[Curve], colors: Sequence[str]) -> 
         yield _LineEnd(height, curve, color)
 
 
-def _draw_separately(curves: Sequence[Curve], x_axis: Over, against: Curve | None) -> Drawing:
-    """Return a drawing with a chart for each run, all on the same axes."""
-    reference = against or curves[0]  # curves are sorted: that of the lowest loss
-    charts = [_single_chart(curve, x_axis, reference, bool(against)) for curve in curves]
+def drawn_separately(curves: Sequence[Curve], x_axis: Over, against: Curve | None) -> Drawing:
+    """Return a drawing with a chart for each run, all on the same axes.
+
+    curves: the lowest loss first. against: the run whose loss is subtracted; None: losses are
+        drawn.
+    """
+    reference = curves[0]  # curves are sorted: that of the lowest loss
+    if against:
+        charts = [_chart_of_differences(curve, x_axis, against) for curve in curves]
+    else:
+        charts = [_chart_of_losses(curve, x_axis, reference) for curve in curves]
     charts = _with_common_axes(charts)
     rows: list[Row] = []
     for start in range(0, len(charts), COLUMNS):
@@ -200,9 +207,11 @@ def _draw_separately(curves: Sequence[Curve], x_axis: Over, against: Curve | Non
         rows.append(Row(in_row, COLUMNS, 150))
     if against:
         quantity = f"loss minus that of {against.name}"
+        steps = f"the last {LAST} common steps"
     else:
         quantity = f"loss; grey: {curves[0].name}"
-    title = f"{quantity}; nats a token, mean of the last {LAST} steps beside each name"
+        steps = f"the last {LAST} steps"
+    title = f"{quantity}; nats a token, mean of {steps} beside each name"
     return draw_rows(title, rows, 1200)
 
 
@@ -215,34 +224,43 @@ def _with_common_axes(charts: Sequence[Chart]) -> list[Chart]:
     if loss_range is None:
         return list(charts)
     lowest, highest = loss_range
-    if lowest == highest:
-        return list(charts)
     margin = 0.1 * (highest - lowest)
-    y_range = (lowest - margin, highest + margin)
+    # equal ones lie on one line, for which each chart finds its own height
+    y_range = (lowest - margin, highest + margin) if margin else None
     x_range = finite_range(chain.from_iterable(mean.x for mean in means))
     return [replace(chart, y_range=y_range, x_range=x_range) for chart in charts]
 
 
-def _single_chart(curve: Curve, x_axis: Over, reference: Curve, subtract: bool) -> Chart:
-    """Return the chart of one run, beside a reference or, if `subtract`, minus it."""
-    x_values = positions(curve.records, x_axis)
-    losses = values(curve.records, "loss")
-    series: list[Series] = []
-    levels: list[Level] = []
+def _chart_of_losses(curve: Curve, x_axis: Over, reference: Curve) -> Chart:
+    """Return the chart of one run, beside a reference."""
     reference_losses = values(reference.records, "loss")
-    if subtract:
-        steps = [record["step"] for record in reference.records]
-        loss_of_step = dict(zip(steps, reference_losses, strict=True))
-        # by step, for runs may have lost records; a step that only one has leaves a gap
-        expected = [loss_of_step.get(record["step"], math.nan) for record in curve.records]
-        losses = [loss - other for loss, other in zip(losses, expected, strict=True)]
-        levels.append(Level(0.0))
-    else:
-        mean = smoothed(reference_losses, mean_width(len(reference_losses)))
-        series.append(Series("", positions(reference.records, x_axis), mean, "faint", 1.0))
-    series += _smoothed_series(x_values, losses, "main")
+    mean = smoothed(reference_losses, mean_width(len(reference_losses)))
+    series = [Series("", positions(reference.records, x_axis), mean, "faint", 1.0)]
+    losses = values(curve.records, "loss")
+    series += _smoothed_series(positions(curve.records, x_axis), losses, "main")
     skipped = Crosses(skipped_positions(curve.records, x_axis), label="")
-    return Chart(f"{curve.name}  {curve.final:.4f}", series, [skipped], levels=levels)
+    return Chart(f"{curve.name}  {curve.final:.4f}", series, [skipped])
+
+
+def _chart_of_differences(curve: Curve, x_axis: Over, reference: Curve) -> Chart:
+    """Return the chart of one run minus a reference, over the steps that both have."""
+    # by step, for runs may have lost records
+    of_step = {record["step"]: record for record in reference.records}
+    common = [record for record in curve.records if record["step"] in of_step]
+    others = [of_step[record["step"]] for record in common]
+    losses = values(common, "loss")
+    expected = values(others, "loss")
+    differences = [loss - other for loss, other in zip(losses, expected, strict=True)]
+    series = [*_smoothed_series(positions(common, x_axis), differences, "main")]
+    skipped = Crosses(skipped_positions(common, x_axis), label="")
+
+    applied: list[float] = []
+    for difference, ours, theirs in zip(differences, common, others, strict=True):
+        if ours["outcome"] == theirs["outcome"] == "applied":
+            applied.append(difference)
+    newest = applied[-LAST:]
+    final = f"{sum(newest) / len(newest):+.4f}" if newest else "no common step"
+    return Chart(f"{curve.name}  {final}", series, [skipped], levels=[Level(0.0)])
 
 
 def _smoothed_series(

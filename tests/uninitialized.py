@@ -1,0 +1,18 @@
+"""Memory that nobody has written to holds NaN in tests, so that no result can come from it unseen.
+
+Otherwise it mostly holds zeros of the system, or numbers of the same kind that were freed just
+before: what reads it by mistake passes.
+"""
+
+import torch
+import torch.utils.deterministic as memory
+
+
+def spoil_uninitialized_memory() -> None:
+    """Has torch fill what `torch.empty` and its like return: NaN, or the largest integer.
+
+    torch does so only beside its deterministic algorithms. Those that it lacks are warned of, as
+    any warning of a test.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    memory.fill_uninitialized_memory = True  # type: ignore[attr-defined]

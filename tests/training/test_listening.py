@@ -151,8 +151,8 @@ def test_another_user_can_neither_read_nor_write_what_local_ranks_tell_each_othe
         (tmp_path / "go").touch()
         return True
 
-    ports = watched([sys.executable, "-c", program], ROOT, attack)
-    assert len(tried) > 3 and len(ports) > 1
+    watched([sys.executable, "-c", program], ROOT, attack)
+    assert len(tried) > 4, "each rank has a port of gloo's"
     refused = ("PermissionError", "TimeoutError", "DistNetworkError")
     assert not {place: answer for place, answer in tried.items() if answer not in refused}
 

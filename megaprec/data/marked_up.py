@@ -25,8 +25,8 @@ NOTEBOOK = ".ipynb"
 SECONDS = 10
 SECOND_FOR = 1 << 18
 MODULE = Path(page_work.__file__)
-# encodings of Python that no page has: those of names of hosts and of programs
-NOT_OF_PAGES = ("punycode", "idna", "undefined", "unicode_escape", "raw_unicode_escape")
+# encodings of Python that no text has: those of names of hosts and of programs
+NOT_OF_TEXTS = ("punycode", "idna", "undefined", "unicode_escape", "raw_unicode_escape")
 # where a page names its encoding, as HTML says, within the first 1,024 bytes
 DECLARED = re.compile(rb"""<meta[^>]{0,200}\bcharset\s*=\s*["']?\s*([\w.:-]{1,40})""", re.I)
 DECLARED_WITHIN = 1024
@@ -43,8 +43,8 @@ def page_pieces(file: Path, document: str, encoding: str, helpers: Helpers) -> I
     content = _whole(file)
     encoding = _declared_encoding(content) or encoding
     try:
-        if codecs.lookup(encoding).name.replace("-", "_") in NOT_OF_PAGES:
-            raise LookupError("pages have no such encoding")
+        if codecs.lookup(encoding).name.replace("-", "_") in NOT_OF_TEXTS:
+            raise LookupError("no text has such an encoding")
         page = content.decode(encoding)
     except (UnicodeError, LookupError) as problem:
         reason = getattr(problem, "reason", problem)

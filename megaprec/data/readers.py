@@ -30,6 +30,7 @@ from megaprec.data.forms import (
 )
 from megaprec.data.json_rows import Row, jsonl_rows, list_rows, text_of
 from megaprec.data.marked_up import (
+    NOT_OF_TEXTS,
     NOTEBOOK,
     PAGES,
     import_inscriptis,
@@ -90,6 +91,8 @@ def encoding_problem(encoding: str) -> str:
         "a".encode(encoding)
     except (LookupError, ValueError) as problem:
         return str(problem)
+    if codecs.lookup(encoding).name.replace("-", "_") in NOT_OF_TEXTS:
+        return "no text has it, but names of hosts and programs"
     return ""
 
 

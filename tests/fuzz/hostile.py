@@ -104,11 +104,13 @@ def _arrow_dictionary(folder: Path) -> list[str]:
 
 def _arrow_offsets(folder: Path) -> list[str]:
     """A table whose texts lie outside of their buffer."""
-    offsets = pyarrow.py_buffer(struct.pack("<3i", 0, 3, 1 << 30))
-    column = pyarrow.StringArray.from_buffers(2, offsets, pyarrow.py_buffer(b"abcdef"))
-    batch = pyarrow.record_batch({"text": column})
+    batch = pyarrow.record_batch({"text": ["abc", "def"]})
     with pyarrow.ipc.new_stream(folder / "x.arrow", batch.schema) as writer:
         writer.write_batch(batch)
+    right = struct.pack("<3i", 0, 3, 6)
+    wrong = struct.pack("<3i", 0, 3, 1 << 30)
+    file = folder / "x.arrow"
+    file.write_bytes(file.read_bytes().replace(right, wrong))
     return ["x.arrow"]
 
 
@@ -215,9 +217,6 @@ HOSTILE: dict[str, Write] = {
     "a page in punycode": _file("x.html", _pages(b'<meta charset="punycode">')),
     "a page in no encoding": _file("x.html", _pages(b'<meta charset="undefined">')),
     "a page of names of hosts": _file("x.html", _pages(b'<meta charset="idna">\xff..')),
-    "a page of 200,000 marks in each other": _file("x.html", _pages(b"<div>" * 200_000)),
-    "a page of 50,000 lists in each other": _file("x.html", _pages(b"<ul><li>a" * 50_000)),
-    "a page of 3,000 tables in each other": _file("x.html", _pages(b"<table><tr><td>a" * 3000)),
     "a row that is nested deep": _file(
         "x.jsonl", lambda: b'{"text": ' + b"[" * 900 + b"]" * 900 + b"}\n"
     ),
@@ -227,6 +226,13 @@ HOSTILE: dict[str, Write] = {
     "texts outside of their buffer": _arrow_offsets,
 }
 
+
+# which are texts, or refused
+NESTED_PAGES: dict[str, Write] = {
+    "a page of 200,000 marks in each other": _file("x.html", _pages(b"<div>" * 200_000)),
+    "a page of 50,000 lists in each other": _file("x.html", _pages(b"<ul><li>a" * 50_000)),
+    "a page of 3,000 tables in each other": _file("x.html", _pages(b"<table><tr><td>a" * 3000)),
+}
 
 TEMPLATES: dict[str, str] = {
     "loops for a year": "{% for a in range(99999) %}" * 3 + "a" + "{% endfor %}" * 3,
@@ -248,4 +254,38 @@ TEMPLATES: dict[str, str] = {
     "text without a meaning by another name": "{% set a = lipsum %}{{ a() }}",
     "an address": "{{ joiner() }}",
     "no end of a block": "{% if",
+}
+
+
+def _header(content: bytes, length: int | None = None) -> Callable[[], bytes]:
+    """A file of safetensors whose header has this content, and says that it has this length."""
+    said = len(content) if length is None else length
+    return lambda: struct.pack("<Q", said) + content + bytes(8)
+
+
+def _tensor(shape: list[int], end: int) -> bytes:
+    return json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, end]}}).encode()
+
+
+WEIGHTS: dict[str, Callable[[], bytes]] = {
+    "a header of 2**63 bytes": _header(b"{}", 1 << 63),
+    "a header of 2**64 - 1 bytes": _header(b"{}", (1 << 64) - 1),
+    "a header of 99 MB of spaces": lambda: _header(b"{" + b" " * 98_999_998 + b"}")(),
+    "a header of 4 GB": lambda: _header(b"{}", 4 << 30)(),
+    "a header of lists in each other": _header(b"[" * 20_000),
+    "a header of objects in each other": _header(b'{"a":' * 500 + b"1" + b"}" * 500),
+    "a tensor of 2**124 elements": _header(_tensor([1 << 62, 1 << 62], 8)),
+    "a tensor of less than no elements": _header(_tensor([-2], 8)),
+    "a tensor of no elements of 2**62": _header(_tensor([0, 1 << 62], 0)),
+    "a million tensors": lambda: _header(
+        b"{"
+        + b",".join(
+            b'"t%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % number
+            for number in range(1_000_000)
+        )
+        + b"}"
+    )(),
+    "a header of empty lists": lambda: _header(
+        b'{"__metadata__":{"a":[' + b"[]," * 20_000_000 + b"[]]}}"
+    )(),
 }

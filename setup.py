@@ -28,7 +28,7 @@ WRITERS = ["datasets>=4,<6", "webdataset>=1,<2"]
 # The client of MLflow, without its server, whose packages do not go with the newest of others.
 MLFLOW = ["mlflow-skinny>=3.17,<4"]
 TRACKIO = ["trackio>=0.43,<0.44"]
-REMOTE = ["universal_pathlib>=0.3,<0.4", "fsspec>=2024.6.1,<2027", "aiohttp>=3.9,<4"]
+REMOTE = ["universal_pathlib>=0.3,<0.4", "fsspec>=2024.6.1,<2027", "aiohttp>=3.12,<4"]
 YAML = ["pyyaml>=6.0.1,<7"]
 README = Path(__file__).with_name("README.md")
 

@@ -21,8 +21,12 @@ from megaprec.durable import naming_file
 from megaprec.errors import UserError
 
 NESTING = 100  # levels; what megaprec, Hugging Face and other trainers write has some ten
+TOO_DEEP = f"nested more than {NESTING} levels deep"
 # of an integer: every float64 can hold its size, and states of random number generators have 128
 MOST_BITS = 128
+MOST_VALUES = (
+    1 << 24
+)  # of one text: a list without items takes 64 bytes of memory, written in three
 MOST_BYTES = 1 << 30  # of a file that is read whole
 MOST_SETTINGS = 1 << 20  # bytes of a file that people write settings into
 _NAME = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')"""
@@ -37,15 +41,44 @@ def parse_json(text: str | bytes, keys_only: bool = False) -> Any:
 
     keys_only: values are not looked at, which takes a third of the time, because another reader,
     which is strict on them, reads the text too. Raises ValueError if it is not JSON, nested too
-    deeply or no Unicode, or has a key twice: programs differ in which of the two they take.
+    deeply or no Unicode, has a key twice (programs differ in which of the two they take), or more
+    than MOST_VALUES values.
     """
+    require_few_values(text, MOST_VALUES)
     try:
         value = json.loads(text, object_pairs_hook=_object)
     except RecursionError as error:
-        raise ValueError(f"nested more than {NESTING} levels deep") from error
+        raise ValueError(TOO_DEEP) from error
     if not keys_only:
         _check(value)
     return value
+
+
+def require_few_values(text: str | bytes, most: int) -> None:
+    """Raise ValueError for a JSON text that may have more than `most` values: each begins behind
+    a comma or a bracket."""
+    # none has more values than characters
+    if len(text) <= most:
+        return
+    signs: Any = b",[{" if isinstance(text, bytes) else ",[{"
+    if sum(text.count(signs[at : at + 1]) for at in range(len(signs))) > most:
+        raise ValueError(f"it has more than {most:,} values")
+
+
+def require_shallow(value: Any) -> None:
+    """Raise ValueError for a JSON value that is nested more than NESTING levels deep."""
+    level: list[Any] = [value]
+    for _ in range(NESTING):
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner += item.values()
+            elif isinstance(item, list):
+                inner += item
+        if not inner:
+            return
+        level = inner
+    raise ValueError(TOO_DEEP)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -67,7 +100,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     try:
         table = tomllib.loads(text)
     except RecursionError as error:
-        raise ValueError(f"nested more than {NESTING} levels deep") from error
+        raise ValueError(TOO_DEEP) from error
     _check(table)
     return table
 
@@ -94,7 +127,7 @@ def _check(value: Any) -> None:
         if not inner:
             return
         level = inner
-    raise ValueError(f"nested more than {NESTING} levels deep")
+    raise ValueError(TOO_DEEP)
 
 
 def _check_plain(texts: list[str], integers: list[int]) -> None:

@@ -1,75 +1,127 @@
-"""Reader of Arrow tables, in the form of a stream, as Hugging Face's `datasets` saves them, or of a
-file. Their documents are the rows, counted from 1.
+"""Reader of tables of Parquet and of Arrow, these in the form of a stream, as Hugging Face's
+`datasets` saves them, or of a file. Their documents are the rows, counted from 1.
 
-A stream that is cut off between two batches looks whole to Arrow's reader: the mark at its end must
-be there.
+A process of its own opens them (`arrow_work`): a damaged table makes pyarrow crash, or take all
+memory.
 """
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from megaprec.data.packed_files import import_pyarrow, open_unpacked
-from megaprec.data.pieces import OnFault, Piece
-from megaprec.data.tables import CurrentRow, batch_rows, column_pieces, naming_row, require_texts
+from megaprec.data import arrow_work
+from megaprec.data.bounds import MAX_ITEM, require_ratio
+from megaprec.data.columns import require_column
+from megaprec.data.confined import ConfinedError, Helpers
+from megaprec.data.forms import PARQUET, form
+from megaprec.data.packed_files import PACKED, import_pyarrow, open_packed
+from megaprec.data.pieces import WHICH, OnFault, Piece, cut_document
+from megaprec.data.places import is_remote, naming_url
 from megaprec.errors import UserError
 
-FILE_MAGIC = b"ARROW1"
-STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
+MODULE = Path(arrow_work.__file__)
+SECONDS = 20  # of processor time for BATCH_ROWS rows
 
 
-def arrow_pieces(file: Path, document: str, field: str, on_fault: OnFault) -> Iterator[Piece]:
-    """Yield the texts in column `field` of an Arrow table.
+def table_pieces(
+    file: Path, document: str, field: str, on_fault: OnFault, helpers: Helpers
+) -> Iterator[Piece]:
+    """Yield the texts in column `field` of a table.
 
     Raises UserError if the column is missing or has another type, and for a damaged file.
     """
-    with _opened(file) as (table, current):
-        require_texts(file, table.schema, field)
-        yield from column_pieces(file, document, field, _batches(table), current, on_fault)
+    table = _Table(file, helpers)
+    for number, text in table.rows({"texts": field}):
+        where = f"{file}:{number}: field {field!r}"
+        if text is None:
+            on_fault(UserError.of("data.field_null", where=where))
+        elif isinstance(text, list):
+            on_fault(_row_fault(where, *text))
+        else:
+            yield from cut_document(f"{document}:{number}", text)
 
 
-def arrow_rows(file: Path, on_fault: OnFault) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the fields of each row of an Arrow table. Raises UserError for a damaged
-    file."""
-    with _opened(file) as (table, current):
-        yield from batch_rows(file, _batches(table), current, on_fault)
+def table_rows(
+    file: Path, fields: Sequence[str], on_fault: OnFault, helpers: Helpers
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number of each row of a table, and those of `fields` that it has; of others the
+    names alone. Raises UserError for a damaged file."""
+    table = _Table(file, helpers)
+    for number, row in table.rows({"fields": [*fields]}):
+        if isinstance(row, list):
+            on_fault(_row_fault(f"{file}:{number}", *row))
+        else:
+            yield number, dict.fromkeys(table.names) | row
 
 
-@contextmanager
-def _opened(file: Path) -> Iterator[tuple[Any, CurrentRow]]:
-    """Yield the reader of a table, and the place of its rows. Raises UserError, which names the
-    row, where it is damaged."""
-    arrow = import_pyarrow(file)
-    import pyarrow.ipc  # noqa: PLC0415 (optional)
-
-    with naming_row(file, arrow, _not_whole) as current, open_unpacked(file) as stream:
-        is_file = stream.read(len(FILE_MAGIC)) == FILE_MAGIC
-        if not is_file:
-            _require_end(file, stream)
-        stream.seek(0)
-        open_table = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
-        with open_table(stream) as table:
-            yield table, current
+def _row_fault(where: str, fault: str, reason: str) -> UserError:
+    """Return the error of a row that a helper could not read."""
+    if fault == arrow_work.NOT_UTF8:
+        return UserError.of("data.not_utf8", file=where, other_form=reason)
+    return UserError.of("data.row_unfit", where=where, reason=reason)
 
 
-def _require_end(file: Path, stream: Any) -> None:
-    """Raise UserError unless a stream has the mark at its end."""
-    size = stream.seek(0, os.SEEK_END)
-    stream.seek(max(0, size - len(STREAM_END)))
-    if stream.read() != STREAM_END:
-        reason = "it has no mark at its end: it is cut off, or no Arrow table"
-        raise _not_whole(file, 1, reason)
+class _Table:
+    """A table that a helper reads. Attribute: `names` of its columns, once a row was read."""
 
+    def __init__(self, file: Path, helpers: Helpers) -> None:
+        import_pyarrow(file)
+        if file.suffix.lower() in PACKED:
+            raise UserError.of("data.packed_table", file=file)
+        self.names: list[str] = []
+        self._file = file
+        self._helper = helpers.of(MODULE)
+        self._number = 0
 
-def _batches(table: Any) -> Iterator[Any]:
-    """Yield the batches of a reader of a stream or of a file."""
-    if hasattr(table, "num_record_batches"):
-        yield from map(table.get_batch, range(table.num_record_batches))
-    else:
-        yield from table
+    def rows(self, wanted: dict[str, Any]) -> Iterator[tuple[int, Any]]:
+        """Yield the number and the value of each row. Raises UserError.
 
+        wanted: the column of texts, or the fields of rows.
+        """
+        with open_packed(self._file) as opened:
+            size = opened.seek(0, 2)
+            request = {
+                "path": None if is_remote(self._file) else str(self._file.absolute()),
+                "size": size,
+                "form": form(self._file),
+                "texts": None,
+                "fields": [],
+                "longest": MAX_ITEM,
+            }
+            made = 0
+            for rows in self._answers(request | wanted, opened):
+                for row in rows:
+                    self._number += 1
+                    yield self._number, row
+                    made += len(row) if isinstance(row, str) else 0
+                require_ratio(self._file, made, size)
 
-def _not_whole(file: Path, row: int, reason: str) -> UserError:
-    return UserError.of("data.arrow_not_whole", file=file, number=row, reason=reason)
+    def _answers(self, request: dict[str, Any], opened: BinaryIO) -> Iterator[list[Any]]:
+        """Yield lists of rows."""
+        asked = self._helper.ask(request, SECONDS, opened)
+        naming = naming_url(self._file) if is_remote(self._file) else nullcontext()
+        with naming, closing(asked):
+            try:
+                self.names, kind, is_text = next(asked)
+                if request["texts"] is not None:
+                    require_column(self._file, self.names, request["texts"])
+                    self._require_text(request["texts"], kind, is_text)
+                yield from asked
+            except ConfinedError as problem:
+                raise self._damaged(str(problem)) from problem
+
+    def _damaged(self, reason: str) -> UserError:
+        """Return the error of a table that is damaged at the next row."""
+        number = self._number + 1
+        if form(self._file) == PARQUET:
+            return UserError.of(
+                "data.parquet_not_whole", file=self._file, number=number, reason=reason
+            )
+        return UserError.of("data.arrow_not_whole", file=self._file, number=number, reason=reason)
+
+    def _require_text(self, field: str, kind: str, is_text: bool) -> None:
+        if not is_text:
+            raise UserError.of(
+                "data.parquet_type", file=self._file, field=field, field_type=kind, which=WHICH
+            )

@@ -6,11 +6,15 @@ variables and filters. It may mark the assistant's text by `{% generation %}`. O
 does not, the answer to the messages before is what it writes beyond its prompt for one: the text of
 the messages up to the answer, without the text of the messages before it and the prompt.
 
-The day of the build would be in the data if a template could ask for it, so `strftime_now` is not
-defined.
+A template that writes other text in each build is refused: the day of the build would be in the
+data if it could ask for it, so `strftime_now` is not defined, and `random` and `lipsum` draw.
+
+Programs may run without an end and take all memory, so a confined process runs them
+(`chat_rendering`); this module imports no other module of the project.
 """
 
 import json
+import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,9 +27,8 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from megaprec.data.encoding import Answers
-
 Message = Mapping[str, Any]
+Answers = tuple[tuple[int, int], ...]
 
 # Around what a template marks; random, so that no text holds them.
 ANSWER_BEGIN = uuid.uuid4().hex
@@ -47,6 +50,12 @@ CHATML = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
+
+
+# names of Jinja's that write other text each time
+DRAWING = ("random", "lipsum")
+# what Python writes of an object without a text of its own; it is other in each process
+ADDRESS = re.compile(r" at 0x[0-9a-f]{4,}>")
 
 
 class ChatError(Exception):
@@ -92,11 +101,21 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
+        environment.filters["random"] = _draw
+        environment.globals["lipsum"] = _draw
         try:
-            self._template = environment.from_string(source)
             tree = environment.parse(source)
+            self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as problem:
             raise ChatError(f"line {problem.lineno}: {problem.message}") from problem
+        # what Python's own compiler refuses: blocks and brackets that are nested deep
+        except (RecursionError, SyntaxError, MemoryError, ValueError) as problem:
+            raise ChatError(f"it is nested too deeply: {problem}") from problem
+        drawn = sorted({node.name for node in tree.find_all(nodes.Filter)} & {*DRAWING})
+        drawn += sorted({node.name for node in tree.find_all(nodes.Name)} & {"lipsum"})
+        if drawn:
+            raise ChatError(f"{drawn[0]} draws at random, so that the data are not built again")
+        self._source = source
         self._variables = variables
         calls = tree.find_all(nodes.ExtensionAttribute)
         self._marks_answers = any(call.name == "_marked" for call in calls)
@@ -183,7 +202,38 @@ class ChatTemplate:
         except Exception as problem:  # a program of others, which may raise anything
             reason = " ".join(str(problem).split())
             raise ChatError(reason or type(problem).__name__) from problem
-        return _without_marks(marked)
+        rendered = _without_marks(marked)
+        if " at 0x" in rendered.text:
+            self._require_no_address(rendered.text, json.dumps([messages, tools]))
+        return rendered
+
+    def _require_no_address(self, text: str, given: str) -> None:
+        """Raise ChatError for an address of memory in a text that was not given."""
+        for found in ADDRESS.findall(text):
+            if found not in given and found not in self._source:
+                raise ChatError("it writes the address of an object, which is other in each build")
+
+
+class Work:
+    """The rendering of conversations in a confined process.
+
+    A request has the `source` and the `variables` of a template, and `messages`, `tools` and
+    `given`. The answer is the text, and the ranges of its answers. If `messages` is null, the
+    template is compiled alone.
+    """
+
+    def __init__(self) -> None:
+        self._compiled: tuple[Any, ChatTemplate] | None = None
+
+    def answers(self, request: Mapping[str, Any], read_bytes: Any) -> Iterator[Any]:
+        """Yield the answer to one request. Raises ChatError."""
+        program = request["source"], request["variables"]
+        if self._compiled is None or self._compiled[0] != program:
+            self._compiled = program, ChatTemplate(*program)
+        if request["messages"] is not None:
+            template = self._compiled[1]
+            rendered = template.render(request["messages"], request["tools"], request["given"])
+            yield rendered.text, rendered.answers
 
 
 def _names_in(tree: nodes.Template) -> Iterator[str]:
@@ -238,6 +288,11 @@ def _to_json(
         separators=separators,
         sort_keys=sort_keys,
     )
+
+
+def _draw(*values: Any) -> None:
+    """Refuse to draw: the filter `random` and the function `lipsum`."""
+    raise jinja2.TemplateError("it draws at random, so that the data are not built again")
 
 
 def _raise_exception(message: str) -> None:

@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaprec.data.chat_template import CHATML, ChatError, ChatTemplate, Message
+from megaprec.data.chat_rendering import Renderer
+from megaprec.data.chat_template import CHATML, Message
+from megaprec.data.confined import ConfinedError
 from megaprec.data.encoding import Marks
 from megaprec.data.pieces import MarkedPiece, cut_document, require_unicode
 from megaprec.data.tokenizer import load_tokenizer
@@ -56,7 +58,7 @@ class Chats:
     """
 
     name: str
-    template: ChatTemplate | None
+    template: Renderer | None
     special: frozenset[str]
     digest: str
 
@@ -84,7 +86,7 @@ class Chats:
         self._require_unforged([*messages, tools], where)
         try:
             rendered = self.template.render(messages, tools, given)
-        except ChatError as problem:
+        except ConfinedError as problem:
             raise UserError.of(
                 "data.chat_not_rendered", where=where, name=self.name, problem=problem
             ) from problem
@@ -133,8 +135,8 @@ def load_chats(name: str, tokenizer_file: Path | None) -> Chats:
         origin = name
         source = _read_template(path)
     try:
-        template = ChatTemplate(source, variables)
-    except ChatError as problem:
+        template = Renderer(source, variables)
+    except ConfinedError as problem:
         raise UserError.of("data.chat_template_broken", name=origin, problem=problem) from problem
     inputs = json.dumps([source, variables], sort_keys=True)
     digest = hashlib.sha256(inputs.encode()).hexdigest()

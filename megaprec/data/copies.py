@@ -7,6 +7,7 @@ again. `PREFIX.bin` has no copy (`ranges`).
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +65,11 @@ def _copy(file: RemoteFile, copy: Path) -> None:
     """Write the content of a remote file to `copy`, atomically, and its digest beside it."""
     digest = hashlib.sha256()
     part = open_part(copy)
+    if file.size > shutil.disk_usage(copy.parent).free:
+        discard(part)
+        raise UserError.of(
+            "data.url_copy_too_large", url=file.path, size=file.size, folder=copy.parent
+        )
     try:
         for start in range(0, file.size, PIECE):
             size = min(PIECE, file.size - start)

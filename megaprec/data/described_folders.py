@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megaprec.data.bounds import MAX_ITEM
 from megaprec.data.packed_files import open_unpacked
 from megaprec.data.places import is_remote, naming_url
 from megaprec.errors import UserError
@@ -107,9 +108,9 @@ def _description(file: Path) -> Mapping[str, Any]:
     try:
         if is_remote(file):
             with naming_url(file), open_unpacked(file) as stream:
-                content = parse_json(stream.read())
+                content = parse_json(stream.read(MAX_ITEM))
         else:
-            content = parse_json(read_text(file))
+            content = parse_json(read_text(file, MAX_ITEM))
     except (OSError, ValueError) as problem:
         raise _unfit(file, str(problem)) from problem
     if not isinstance(content, dict):

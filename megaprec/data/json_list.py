@@ -4,8 +4,10 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
+from megaprec.data.bounds import MAX_ITEM, MAX_VALUES
+from megaprec.parsing import NESTING, TOO_DEEP, require_few_values, require_shallow
+
 READ = 1 << 20  # characters that are read at a time, at least
-MAX_ITEM = 1 << 26  # characters of an item, which is parsed whole
 
 
 def once(fields: Sequence[str]) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
@@ -22,6 +24,29 @@ def once(fields: Sequence[str]) -> Callable[[list[tuple[str, Any]]], dict[str, A
         return dict(pairs)
 
     return make_object
+
+
+def row_value(text: str | bytes, fields: Sequence[str]) -> Any:
+    """Return the value of a row of JSON.
+
+    fields: must not be given twice in an object; without any that is not looked at.
+    Raises ValueError, also for more than MAX_VALUES values and for one that is nested too deeply.
+    """
+    require_few_values(text, MAX_VALUES)
+    try:
+        value = json.loads(text, object_pairs_hook=once(fields) if fields else None)
+    except RecursionError as problem:
+        raise ValueError(TOO_DEEP) from problem
+    if _num_brackets(text, 0, len(text)) > NESTING:
+        require_shallow(value)
+    return value
+
+
+def _num_brackets(text: str | bytes, begin: int, end: int) -> int:
+    """Return how many lists and objects may begin in a part of a JSON text."""
+    if isinstance(text, bytes):
+        return text.count(b"[", begin, end) + text.count(b"{", begin, end)
+    return text.count("[", begin, end) + text.count("{", begin, end)
 
 
 def items(stream: TextIO, fields: Sequence[str]) -> Iterator[Any]:
@@ -80,6 +105,8 @@ class _Lookahead:
                 value, end = self.decoder.raw_decode(self.text, self.position)
                 # A number may go on behind what was read: then it is parsed again.
                 if end < len(self.text) or not self._read():
+                    if _num_brackets(self.text, self.position, end) > NESTING:
+                        require_shallow(value)
                     self.position = end
                     return value
             except json.JSONDecodeError:
@@ -98,5 +125,8 @@ class _Lookahead:
         if not following:
             return False
         self.text = unused + following
+        # a long item, of which all values are made at once
+        if unused:
+            require_few_values(self.text, MAX_VALUES)
         self.position = 0
         return True

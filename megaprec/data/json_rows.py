@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megaprec.data.bounds import MAX_ITEM
 from megaprec.data.forms import ZERO, by_first_bytes, other_form
-from megaprec.data.json_list import items, once
+from megaprec.data.json_list import items, row_value
 from megaprec.data.packed_files import naming_damage, open_unpacked
 from megaprec.data.pieces import WHICH, OnFault, require_unicode
 from megaprec.errors import UserError
 
-MAX_LINE = 1 << 26  # bytes of a line of JSONL, which is parsed whole
+MAX_BLANK = 1 << 20  # bytes before a list
 # names of fields that JSON can spell in one way only, but for escapes such as \u0041
 ONE_SPELLING = re.compile(r"[\w .:-]+", re.ASCII)
 
@@ -37,10 +38,10 @@ def jsonl_rows(file: Path, fields: Sequence[str], on_fault: OnFault) -> Iterator
     number = 0
     with naming_damage(file, lambda: str(number + 1)), open_unpacked(file) as stream:
         # One byte more than a line may have, so that a longer one is told from one that just fits.
-        lines = iter(lambda: stream.readline(MAX_LINE + 1), b"")
+        lines = iter(lambda: stream.readline(MAX_ITEM + 1), b"")
         for number, line in enumerate(lines, 1):
-            if len(line) > MAX_LINE:
-                raise UserError.of("data.line_too_long", file=file, number=number, limit=MAX_LINE)
+            if len(line) > MAX_ITEM:
+                raise UserError.of("data.line_too_long", file=file, number=number, limit=MAX_ITEM)
             if line.isspace():
                 continue
             try:
@@ -87,10 +88,8 @@ def is_list(file: Path) -> bool:
     """Return True if a .json file is a list, by its first sign. Other JSON is no text: settings,
     notebooks, tables."""
     with naming_damage(file, lambda: "1"), open_unpacked(file) as stream:
-        start = stream.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8).lstrip()
-        while not start and (sign := stream.read(1)):
-            start = sign.strip()
-        return start.startswith(b"[")
+        beginning = stream.read(MAX_BLANK).removeprefix(codecs.BOM_UTF8)
+    return beginning.lstrip().startswith(b"[")
 
 
 def text_of(row: Any, field: str, where: str) -> str:
@@ -121,9 +120,9 @@ def _parse_line(line: bytes, fields: Sequence[str], where: str) -> Any:
         # Most lines are spared the slower hook: those in which no field can be twice, in this or
         # another spelling.
         if b"\\u00" not in line and all(_is_once(field, line) for field in fields):
-            return json.loads(line)
-        return json.loads(line, object_pairs_hook=once(fields))
-    except (ValueError, RecursionError) as problem:
+            return row_value(line, ())
+        return row_value(line, fields)
+    except ValueError as problem:
         description = by_first_bytes(line) or (ZERO if b"\0" in line else "")
         if description:
             raise UserError.of(

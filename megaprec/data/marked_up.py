@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megaprec.data import page_work
+from megaprec.data.bounds import MAX_ITEM
+from megaprec.data.confined import ConfinedError, Helpers
 from megaprec.data.packed_files import naming_damage, open_unpacked
 from megaprec.data.pieces import Piece, cut_document, require_unicode
 from megaprec.errors import UserError
@@ -18,30 +21,42 @@ from megaprec.parsing import parse_json
 
 PAGES = (".html", ".htm", ".xhtml")
 NOTEBOOK = ".ipynb"
-MAX_BYTES = 1 << 26  # of a file, which is read whole
+# of processor time for a page, and a second more for each SECOND_FOR characters of it
+SECONDS = 10
+SECOND_FOR = 1 << 18
+MODULE = Path(page_work.__file__)
+# encodings of Python that no text has: those of names of hosts and of programs
+NOT_OF_TEXTS = ("punycode", "idna", "undefined", "unicode_escape", "raw_unicode_escape")
 # where a page names its encoding, as HTML says, within the first 1,024 bytes
 DECLARED = re.compile(rb"""<meta[^>]{0,200}\bcharset\s*=\s*["']?\s*([\w.:-]{1,40})""", re.I)
 DECLARED_WITHIN = 1024
 TEXT_CELLS = ("markdown", "code", "raw")
 
 
-def page_pieces(file: Path, document: str, encoding: str) -> Iterator[Piece]:
+def page_pieces(file: Path, document: str, encoding: str, helpers: Helpers) -> Iterator[Piece]:
     """Yield the text of an HTML page.
 
     encoding: of a page that does not name its own.
-    Raises UserError for a page that cannot be decoded, and if inscriptis is missing.
+    Raises UserError for a page that cannot be decoded or laid out, and if inscriptis is missing.
     """
-    inscriptis = import_inscriptis(file)
+    import_inscriptis(file)
     content = _whole(file)
     encoding = _declared_encoding(content) or encoding
     try:
+        if codecs.lookup(encoding).name.replace("-", "_") in NOT_OF_TEXTS:
+            raise LookupError("no text has such an encoding")
         page = content.decode(encoding)
-    except (UnicodeDecodeError, LookupError) as problem:
+    except (UnicodeError, LookupError) as problem:
         reason = getattr(problem, "reason", problem)
         raise UserError.of(
             "data.page_encoding", file=file, encoding=encoding, reason=reason
         ) from problem
-    yield from cut_document(document, require_unicode(inscriptis.get_text(page), str(file), "it"))
+    seconds = SECONDS + len(page) // SECOND_FOR
+    try:
+        (text,) = helpers.of(MODULE).ask(page, seconds)
+    except ConfinedError as problem:
+        raise UserError.of("data.page_not_laid_out", file=file, problem=problem) from problem
+    yield from cut_document(document, require_unicode(text, str(file), "it"))
 
 
 def import_inscriptis(file: Path) -> Any:
@@ -77,9 +92,9 @@ def _source(cell: dict[str, Any]) -> str:
 def _whole(file: Path) -> bytes:
     """Return the content of a file, unpacked. Raises UserError for one that is too large."""
     with naming_damage(file, lambda: "1"), open_unpacked(file) as stream:
-        content = stream.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise UserError.of("data.page_too_large", file=file, most=MAX_BYTES)
+        content = stream.read(MAX_ITEM + 1)
+    if len(content) > MAX_ITEM:
+        raise UserError.of("data.page_too_large", file=file, most=MAX_ITEM)
     return content
 
 

@@ -12,24 +12,25 @@ Only columns of texts and of JSON are decoded. A column of pickles could run cod
 read.
 """
 
-import json
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megaprec.data.json_list import once
+from megaprec.data.bounds import MAX_HEADER, MAX_ITEM
+from megaprec.data.json_list import row_value
 from megaprec.data.packed_files import naming_damage, open_unpacked
 from megaprec.data.pieces import WHICH, OnFault
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json
 
 U32 = struct.Struct("<I")
-MOST_SAMPLES = 1 << 26  # of a shard
+MOST_SAMPLES = 1 << 24  # of a shard
 TEXT_ENCODINGS = ("str", "json")
 PICKLE = "pkl"
 
@@ -53,36 +54,40 @@ def mds_rows(
     """
     with naming_damage(file, lambda: "1"), open_unpacked(file) as stream:
         offsets, columns = _read_head(file, stream)
+        num_samples = len(offsets) - 1
         wanted = {name for name in columns.names if name in fields}
         _require_texts(file, columns, wanted)
-        sizes = np.diff(offsets).tolist()
-        for number, size in enumerate(sizes, 1):
+        for number, (begin, end) in enumerate(pairwise(offsets), 1):
+            size = int(end) - int(begin)
+            if size > MAX_ITEM:
+                raise UserError.of("data.mds_size", file=file, number=number, most=MAX_ITEM)
             sample = stream.read(size)
             if len(sample) < size:
-                raise _damaged(file, f"it ends within sample {number} of {len(sizes)}")
+                raise _damaged(file, f"it ends within sample {number} of {num_samples}")
             values = _values(file, sample, number, columns)
             try:
                 yield number, _decoded(values, columns, wanted, fields)
-            except (ValueError, RecursionError) as problem:
+            except ValueError as problem:
                 where = f"{file}:{number}"
                 on_fault(UserError.of("data.mds_sample", where=where, problem=problem))
         if stream.read(1):
             raise _damaged(file, "there is more after its last sample")
 
 
-def _read_head(file: Path, stream: BinaryIO) -> tuple[NDArray[np.int64], _Columns]:
+def _read_head(file: Path, stream: BinaryIO) -> tuple[NDArray[np.uint32], _Columns]:
     """Return the bytes at which the samples begin, and the columns. Raises UserError."""
     num_samples = _read_num_samples(file, stream)
     table_size = U32.size * (num_samples + 1)
     table = stream.read(table_size)
     if len(table) < table_size:
         raise _damaged(file, "it ends within its table of samples")
-    offsets = np.frombuffer(table, "<u4").astype(np.int64)
-    sizes = np.diff(offsets)
+    offsets = np.frombuffer(table, "<u4")
     # the settings lie between the table and the first sample
     settings_size = int(offsets[0]) - U32.size - table_size
-    if settings_size < len("{}") or (sizes < 0).any():
+    if settings_size < len("{}") or (offsets[1:] < offsets[:-1]).any():
         raise _damaged(file, "its table of samples is not in order")
+    if settings_size > MAX_HEADER:
+        raise _damaged(file, f"its settings would have {settings_size} bytes")
     columns = _read_settings(file, stream.read(settings_size))
     return offsets, columns
 
@@ -104,16 +109,23 @@ def _read_settings(file: Path, text: bytes) -> _Columns:
         version = settings["version"]
         names = [str(name) for name in settings["column_names"]]
         encodings = [str(encoding) for encoding in settings["column_encodings"]]
-        sizes = [int(size or 0) for size in settings["column_sizes"]]
+        sizes = [_size(size) for size in settings["column_sizes"]]
     except (ValueError, KeyError, TypeError) as problem:
         raise _damaged(file, "its settings cannot be read") from problem
-    if min(sizes, default=0) < 0:
-        raise _damaged(file, "a column has a size below 0")
     if version != 2:
         raise _damaged(file, f"it is of version {version}, and only version 2 is read")
     if not len(names) == len(encodings) == len(sizes):
         raise _damaged(file, "its columns have not as many names, encodings and sizes")
     return _Columns(names, encodings, sizes)
+
+
+def _size(value: Any) -> int:
+    """Return the size of a column, 0 for one without a fixed size. Raises ValueError."""
+    if value is None:
+        return 0
+    if not isinstance(value, int) or not 0 <= value <= MAX_ITEM:
+        raise ValueError(f"{value!r} is no size of a column")
+    return int(value)
 
 
 def _require_texts(file: Path, columns: _Columns, wanted: set[str]) -> None:
@@ -158,7 +170,7 @@ def _decoded(
             continue
         text = value.decode()
         if encoding == "json":
-            row[name] = json.loads(text, object_pairs_hook=once(fields))
+            row[name] = row_value(text, fields)
         else:
             row[name] = text
     return row

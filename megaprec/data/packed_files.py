@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from megaprec.data.places import is_remote, naming_url, openable
+from megaprec.data.bounds import BUFFER, Fetching, Unpacking
+from megaprec.data.places import is_remote, naming_url, openable, size_of
 from megaprec.errors import UserError
 
 PACKED = {
@@ -47,16 +48,30 @@ def naming_damage(file: Path, position: Callable[[], str]) -> Iterator[None]:
 
 
 def open_unpacked(file: Path) -> BinaryIO:
-    """Open a file for reading; what it gives is not packed any more."""
-    suffix = file.suffix.lower()
-    packed = openable(file)
-    if PACKED.get(suffix) == "zstd":
-        stream = import_pyarrow(file).input_stream(packed, compression="zstd")
-        return io.BufferedReader(stream, 1 << 16)
-    if suffix == ".gz":
-        return cast(BinaryIO, gzip.open(packed, "rb"))
+    """Open a file for reading; what it gives is not packed any more.
+
+    It cannot become more than `bounds` says.
+    """
+    compression = PACKED.get(file.suffix.lower())
+    if compression == "zstd":
+        arrow = import_pyarrow(file)
+        packed = open_packed(file)
+        stream = arrow.input_stream(packed, compression="zstd")
+    elif compression == "gzip":
+        packed = open_packed(file)
+        stream = cast(BinaryIO, gzip.GzipFile(fileobj=packed))
+    else:
+        return open_packed(file)
+    return io.BufferedReader(Unpacking(file, packed, stream), BUFFER)
+
+
+def open_packed(file: Path) -> BinaryIO:
+    """Open a file for reading, whose bytes come as they are."""
+    if not is_remote(file):
+        return open(file, "rb")
+    fetching = Fetching(file, openable(file), size_of(file))
     # the files of some libraries cannot read a line of limited length
-    return io.BufferedReader(packed) if is_remote(file) else open(file, "rb")
+    return io.BufferedReader(fetching, BUFFER)
 
 
 def import_pyarrow(file: Path) -> Any:

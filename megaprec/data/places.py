@@ -5,17 +5,22 @@ A file at a URL is a `UPath` of universal_pathlib. It has the methods of `Path` 
 use, and stands under its type.
 """
 
-import io
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+from megaprec.data.http_bounds import HttpProblem, client_options
 from megaprec.errors import UserError
 
 WEB = ("http://", "https://")  # kinds of URLs in which what stands behind a ? names no file
 URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+
+
+MOST_SHOWN = 200  # characters of what a library says
+GONE = (404, 410)  # answers of HTTP
+HTTP = re.compile(r"https?://", re.IGNORECASE)
 
 
 def is_url(name: str) -> bool:
@@ -35,7 +40,10 @@ def remote_path(url: str) -> Path:
     if "::" in url:
         raise UserError.of("data.url_chained", url=url)
     with naming_url(url):
-        path = UPath(url)
+        options: dict[str, Any] = {}
+        if HTTP.match(url):
+            options["client_kwargs"] = client_options()
+        path = UPath(url, **options)
         # the package of the kind of URL is imported here
         _ = path.fs
         # the files of a data set have names made of one prefix
@@ -55,15 +63,18 @@ def path_of(name: str) -> Path:
 def require_there(path: Path, url: str) -> None:
     """Raise UserError unless a file or folder is at a URL: one that names the server if it cannot
     be reached, and token files, which are no text."""
-    if path.exists():
-        return
     try:
         file_system(path).info(cast(Any, path).path)
+        return
     except FileNotFoundError as problem:
         # fsspec takes a server that does not answer for a file that is missing
-        reason = problem.__cause__
-        if isinstance(reason, OSError):
+        cause = problem.__cause__
+        if cause is not None and getattr(cause, "status", None) not in GONE:
+            reason = " ".join(str(cause).split())[:MOST_SHOWN] or type(cause).__name__
             raise UserError.of("data.url_unreachable", url=url, reason=reason) from problem
+    # of some kinds of URLs a folder is no entry
+    if path.exists():
+        return
     if beside(path, ".idx").exists():
         raise UserError.of("data.url_tokens", url=url)
     raise UserError.of("data.url_missing", url=url)
@@ -104,49 +115,29 @@ def file_system(path: Path) -> Any:
     return cast(Any, path).fs
 
 
-class WholeRemoteFile(io.RawIOBase):
-    """A file of fsspec that is read to its size, or raises UserError.
-
-    fsspec takes an answer without bytes for the end of a file: also that of a server whose file is
-    shorter by now than it said.
-    """
-
-    def __init__(self, file: Path) -> None:
-        super().__init__()
-        self._path = file
-        self._opened: Any = file.open("rb")
-        self._size: int | None = getattr(self._opened, "size", None)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return self._opened.seekable()
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self._opened.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._opened.tell()
-
-    def readinto(self, buffer: Any) -> int:
-        content = self._opened.read(len(buffer))
-        buffer[: len(content)] = content
-        position = self._opened.tell()
-        if not content and len(buffer) and self._size is not None and position < self._size:
-            raise UserError.of(
-                "data.url_ends_early", url=self._path, given=position, size=self._size
-            )
-        return len(content)
-
-    def close(self) -> None:
-        self._opened.close()
-        super().close()
-
-
 def openable(file: Path) -> Any:
     """Return what libraries open: the path of a file of this machine, an open file of another."""
-    return WholeRemoteFile(file) if is_remote(file) else str(file)
+    return file.open("rb") if is_remote(file) else str(file)
+
+
+def size_of(file: Path) -> int:
+    """Return the size of a file in bytes. Raises UserError for one at a URL whose server does not
+    tell it: a text that never ends could not be told from one that does."""
+    if not is_remote(file):
+        return file.stat().st_size
+    with naming_url(file):
+        size = file_system(file).info(cast(Any, file).path).get("size")
+    if not isinstance(size, int):
+        raise UserError.of("data.url_text_without_size", url=file)
+    return size
+
+
+def is_folder(path: Path) -> bool:
+    """Return True for a folder. A file at a URL that is too large for a page of links is none."""
+    try:
+        return path.is_dir()
+    except HttpProblem:
+        return False
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from megaprec.data.places import file_system, naming_url
+from megaprec.data.places import GONE, file_system, naming_url
 from megaprec.errors import UserError
 from megaprec.url_secrets import masked
 
@@ -44,7 +44,6 @@ VERSION_KEYS = (
 )
 # answers of HTTP that are no fault of the request
 TRY_AGAIN = (408, 425, 429)
-GONE = (404, 410)
 FORBIDDEN = 403
 
 Result = TypeVar("Result")

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaprec.data.arrow_files import arrow_pieces, arrow_rows
+from megaprec.data.arrow_files import table_pieces, table_rows
 from megaprec.data.chats import ROW_FIELDS, Chats
+from megaprec.data.confined import Helpers
 from megaprec.data.forms import (
     ALSO_JSONL,
     ARROW,
@@ -29,6 +30,7 @@ from megaprec.data.forms import (
 )
 from megaprec.data.json_rows import Row, jsonl_rows, list_rows, text_of
 from megaprec.data.marked_up import (
+    NOT_OF_TEXTS,
     NOTEBOOK,
     PAGES,
     import_inscriptis,
@@ -50,8 +52,6 @@ from megaprec.data.pieces import (
 from megaprec.data.tables import (
     SEPARATORS,
     has_column,
-    parquet_pieces,
-    parquet_rows,
     separated_pieces,
     separated_rows,
 )
@@ -91,6 +91,8 @@ def encoding_problem(encoding: str) -> str:
         "a".encode(encoding)
     except (LookupError, ValueError) as problem:
         return str(problem)
+    if codecs.lookup(encoding).name.replace("-", "_") in NOT_OF_TEXTS:
+        return "no text has it, but names of hosts and programs"
     return ""
 
 
@@ -98,21 +100,22 @@ def marked_pieces(
     file: Path,
     document: str,
     options: TextOptions,
+    helpers: Helpers,
     on_fault: OnFault = raise_fault,
 ) -> Iterator[MarkedPiece]:
     """Yield the text in `file` with the marks of what counts, see `pieces`."""
     chats = options.chats
     if chats is None:
-        yield from unmarked(pieces(file, document, options, on_fault))
+        yield from unmarked(pieces(file, document, options, helpers, on_fault))
         return
-    for number, row in _rows(file, options, on_fault):
+    for number, row in _rows(file, options, helpers, on_fault):
         try:
             yield from chats.pieces(f"{document}:{number}", row, options.field, f"{file}:{number}")
         except UserError as error:
             on_fault(error)
 
 
-def _rows(file: Path, options: TextOptions, on_fault: OnFault) -> Iterator[Row]:
+def _rows(file: Path, options: TextOptions, helpers: Helpers, on_fault: OnFault) -> Iterator[Row]:
     """Return the rows of a file, which must be of a form that has fields. Raises UserError."""
     fields = [*dict.fromkeys((*ROW_FIELDS, options.field))]
     match form(file):
@@ -123,10 +126,8 @@ def _rows(file: Path, options: TextOptions, on_fault: OnFault) -> Iterator[Row]:
         case ".csv" | ".tsv" as suffix:
             encoding = _without_byte_order_mark(options.encoding)
             return separated_rows(file, encoding, SEPARATORS[suffix], on_fault)
-        case ".parquet":
-            return parquet_rows(file, on_fault)
-        case ".arrow":
-            return arrow_rows(file, on_fault)
+        case ".parquet" | ".arrow":
+            return table_rows(file, fields, on_fault, helpers)
         case ".mds":
             return mds_rows(file, fields, on_fault)
         case ".tar":
@@ -139,10 +140,12 @@ def pieces(
     file: Path,
     document: str,
     options: TextOptions,
+    helpers: Helpers,
     on_fault: OnFault = raise_fault,
 ) -> Iterator[Piece]:
     """Yield the text in `file` in pieces; `document` is the prefix of its documents' names.
 
+    helpers: the processes that read pages and tables of Arrow.
     on_fault: called with the error of each line, item or row that is no document; reading goes on
         if it returns.
     """
@@ -153,10 +156,8 @@ def pieces(
         case ".json":
             items = list_rows(file, [options.field])
             return _row_pieces(items, file, document, options.field, on_fault, has_texts=True)
-        case ".parquet":
-            return parquet_pieces(file, document, options.field, on_fault)
-        case ".arrow":
-            return arrow_pieces(file, document, options.field, on_fault)
+        case ".parquet" | ".arrow":
+            return table_pieces(file, document, options.field, on_fault, helpers)
         case ".mds":
             samples = mds_rows(file, [options.field], on_fault)
             return _row_pieces(samples, file, document, options.field, on_fault)
@@ -167,7 +168,7 @@ def pieces(
             separator = SEPARATORS[suffix]
             return separated_pieces(file, document, options.field, encoding, separator, on_fault)
         case ".html" | ".htm" | ".xhtml":
-            return page_pieces(file, document, options.encoding)
+            return page_pieces(file, document, options.encoding, helpers)
         case ".ipynb":
             return notebook_pieces(file, document)
         case _:

@@ -1,27 +1,21 @@
-"""Readers of tables, whose documents are the rows: comma- or tab-separated text and Parquet.
-
-Rows of Parquet are counted from 1; those of separated text are named by the line at which they
-begin, counted from 1 with the header.
+"""Reader of tables of comma- or tab-separated text, whose documents are the rows, named by the line
+at which they begin, counted from 1 with the header.
 """
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
+from megaprec.data.bounds import MAX_ITEM, MAX_VALUES
+from megaprec.data.columns import OTHER_SEPARATORS, require_column
 from megaprec.data.forms import is_utf8_instead
-from megaprec.data.packed_files import import_pyarrow, naming_damage, open_unpacked
-from megaprec.data.pieces import WHICH, OnFault, Piece, cut_document
-from megaprec.data.places import is_remote, naming_url, openable
+from megaprec.data.packed_files import naming_damage, open_unpacked
+from megaprec.data.pieces import OnFault, Piece, cut_document
 from megaprec.errors import UserError
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
-OTHER_SEPARATORS = (",", ";", "\t", "|")  # that tables may have by mistake
-BATCH_ROWS = 256  # that are read together
-MAX_FIELD = 1 << 26  # characters of a field, which is read whole
 
 
 def separated_pieces(
@@ -36,7 +30,7 @@ def separated_pieces(
     column: int | None = None
     for line, header, row in _separated_lines(file, encoding, separator, on_fault):
         if column is None:
-            column = _column(file, header, field)
+            column = require_column(file, header, field)
         if row is not None:
             yield from cut_document(f"{document}:{line}", row[column])
 
@@ -48,7 +42,7 @@ def separated_rows(
     for line, header, row in _separated_lines(file, encoding, separator, on_fault):
         if len({*header}) < len(header):
             twice = next(name for name in header if header.count(name) > 1)
-            _column(file, header, twice)  # raises
+            require_column(file, header, twice)  # raises
         if row is not None:
             yield line, dict(zip(header, row, strict=True))
 
@@ -58,7 +52,7 @@ def _separated_lines(
 ) -> Iterator[tuple[int, list[str], list[str] | None]]:
     """Yield the line, the header and the fields of the header itself (None) and of each row."""
     # a limit of the module csv, whose default of 131,072 characters is less than many documents
-    csv.field_size_limit(MAX_FIELD)
+    csv.field_size_limit(MAX_ITEM)
     line = 1
     if is_utf8_instead(file, encoding):
         raise UserError.of("data.utf8_instead", file=file, encoding=encoding)
@@ -67,10 +61,12 @@ def _separated_lines(
             naming_damage(file, lambda: str(line)),
             io.TextIOWrapper(open_unpacked(file), encoding, newline="") as stream,
         ):
-            rows = csv.reader(stream, delimiter=separator, strict=True)
+            lines = _RowLines(file, stream, separator)
+            rows = csv.reader(lines, delimiter=separator, strict=True)
             header = next(rows, [])
             yield line, header, None
             line = rows.line_num + 1
+            lines.begin_row(line)
             for row in rows:
                 if len(row) == len(header):
                     yield line, header, row
@@ -84,6 +80,7 @@ def _separated_lines(
                         )
                     )
                 line = rows.line_num + 1
+                lines.begin_row(line)
     except csv.Error as problem:
         raise UserError.of(
             "data.table_broken", file=file, line=line, problem=problem, separator=separator
@@ -93,151 +90,57 @@ def _separated_lines(
         raise UserError.of("data.table_encoding", file=file, reason=reason) from problem
 
 
+class _RowLines:
+    """The lines of a table, of which those of one row have bounds: MAX_ITEM characters, and
+    MAX_VALUES fields."""
+
+    def __init__(self, file: Path, stream: TextIO, separator: str) -> None:
+        self._file = file
+        self._stream = stream
+        self._separator = separator
+        self.begin_row(1)
+
+    def begin_row(self, line: int) -> None:
+        """Count anew: a row begins at this line."""
+        self._line = line
+        self._chars = 0
+        self._fields = 0
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        """Return the next line. Raises UserError for a row that has too many of them, or one that
+        is too long."""
+        line = self._stream.readline(MAX_ITEM + 1)
+        if not line:
+            raise StopIteration
+        self._chars += len(line)
+        # fewer characters cannot be too many fields
+        if self._chars > MAX_VALUES:
+            self._fields += line.count(self._separator)
+            where = f"{self._file}:{self._line}"
+            if self._chars > MAX_ITEM:
+                raise UserError.of("data.row_too_long", where=where, most=MAX_ITEM)
+            if self._fields > MAX_VALUES:
+                raise UserError.of("data.row_too_wide", where=where, most=MAX_VALUES)
+        return line
+
+
 def has_column(file: Path, field: str, encoding: str, separator: str) -> bool:
     """Return False if a table has a header without this column; True also for what is no table,
     which its reader refuses."""
-    csv.field_size_limit(MAX_FIELD)
+    csv.field_size_limit(MAX_ITEM)
     try:
         with (
             naming_damage(file, lambda: "1"),
             io.TextIOWrapper(open_unpacked(file), encoding, newline="") as stream,
         ):
-            header = next(csv.reader(stream, delimiter=separator, strict=True), None)
+            lines = _RowLines(file, stream, separator)
+            header = next(csv.reader(lines, delimiter=separator, strict=True), None)
     except (csv.Error, UnicodeError, UserError):
         return True
     if header is None or field in header:
         return True
     # a table with another separator is refused by its reader, not left out
     return len(header) == 1 and any(field in header[0].split(sign) for sign in OTHER_SEPARATORS)
-
-
-def _column(file: Path, header: Sequence[str], field: str) -> int:
-    """Return the number of the column of the text. Raises UserError unless there is one."""
-    if field not in header:
-        for separator in OTHER_SEPARATORS:
-            if len(header) == 1 and field in header[0].split(separator):
-                raise UserError.of("data.other_separator", file=file, separator=separator)
-        names = ", ".join(header) or "none"
-        raise UserError.of("data.field_missing", where=file, field=field, names=names, which=WHICH)
-    if header.count(field) > 1:
-        raise UserError.of(
-            "data.column_twice",
-            file=file,
-            column_count=header.count(field),
-            field=field,
-            which=WHICH,
-        )
-    return header.index(field)
-
-
-def parquet_pieces(file: Path, document: str, field: str, on_fault: OnFault) -> Iterator[Piece]:
-    """Yield the texts in column `field` of a Parquet file.
-
-    Raises UserError if the column is missing or has another type, and for a damaged file.
-    """
-    arrow = import_pyarrow(file)
-    with naming_row(file, arrow, _damaged_parquet) as current, _open_parquet(file) as table:
-        require_texts(file, table.schema_arrow, field)
-        batches = table.iter_batches(batch_size=BATCH_ROWS, columns=[field], use_threads=False)
-        yield from column_pieces(file, document, field, batches, current, on_fault)
-
-
-def parquet_rows(file: Path, on_fault: OnFault) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the fields of each row of a Parquet file. Raises UserError for a damaged
-    file."""
-    arrow = import_pyarrow(file)
-    with naming_row(file, arrow, _damaged_parquet) as current, _open_parquet(file) as table:
-        batches = table.iter_batches(batch_size=BATCH_ROWS, use_threads=False)
-        yield from batch_rows(file, batches, current, on_fault)
-
-
-@dataclass
-class CurrentRow:
-    """The number of the row that is read, counted from 1; 0 before the first."""
-
-    number: int = 0
-
-
-def column_pieces(
-    file: Path,
-    document: str,
-    field: str,
-    batches: Iterable[Any],
-    current: CurrentRow,
-    on_fault: OnFault,
-) -> Iterator[Piece]:
-    """Yield the texts in a column of record batches of Arrow, and note where they are."""
-    for batch in batches:
-        # a column named a.b may come with b of a structure a
-        column = batch.column(batch.schema.get_field_index(field))
-        for value in column:
-            current.number += 1
-            where = f"{file}:{current.number}: field {field!r}"
-            try:
-                text = value.as_py()
-            except UnicodeDecodeError as problem:
-                on_fault(UserError.of("data.not_utf8", file=where, other_form=problem.reason))
-                continue
-            if text is None:
-                on_fault(UserError.of("data.field_null", where=where))
-                continue
-            yield from cut_document(f"{document}:{current.number}", text)
-
-
-def batch_rows(
-    file: Path, batches: Iterable[Any], current: CurrentRow, on_fault: OnFault
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the fields of each row of record batches of Arrow."""
-    for batch in batches:
-        for number in range(batch.num_rows):
-            current.number += 1
-            try:
-                (row,) = batch.slice(number, 1).to_pylist()
-            except UnicodeDecodeError as problem:
-                where = f"{file}:{current.number}"
-                on_fault(UserError.of("data.not_utf8", file=where, other_form=problem.reason))
-                continue
-            yield current.number, row
-
-
-@contextmanager
-def naming_row(
-    file: Path, arrow: Any, refusal: Callable[[Path, int, str], UserError]
-) -> Iterator[CurrentRow]:
-    """Raise UserError for a file that Arrow cannot read inside the context.
-
-    arrow: the module.
-    refusal: makes the error of the file, the number of the row, and the reason.
-    """
-    current = CurrentRow()
-    try:
-        with naming_url(file) if is_remote(file) else nullcontext():
-            yield current
-    except (arrow.ArrowException, OSError) as problem:
-        reason = " ".join(str(problem).split())
-        raise refusal(file, current.number + 1, reason) from problem
-
-
-def _damaged_parquet(file: Path, row: int, reason: str) -> UserError:
-    return UserError.of("data.parquet_not_whole", file=file, number=row, reason=reason)
-
-
-def _open_parquet(file: Path) -> Any:
-    """Open a Parquet file; row groups are read in small pieces."""
-    import pyarrow.parquet  # noqa: PLC0415 (optional)
-
-    return pyarrow.parquet.ParquetFile(
-        openable(file), buffer_size=1 << 20, page_checksum_verification=True
-    )
-
-
-def require_texts(file: Path, schema: Any, field: str) -> None:
-    """Raise UserError unless a schema of Arrow has a column `field` of texts."""
-    types = import_pyarrow(file).types
-    _column(file, schema.names, field)
-    field_type = schema.field(field).type
-    value_type = field_type.value_type if types.is_dictionary(field_type) else field_type
-    if not (types.is_string(value_type) or types.is_large_string(value_type)):
-        raise UserError.of(
-            "data.parquet_type", file=file, field=field, field_type=field_type, which=WHICH
-        )

@@ -5,24 +5,21 @@ with one name and several endings.
 at the first dot of the last part of a name.
 """
 
-import io
-import json
 import re
-import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from megaprec.data.json_list import once
+from megaprec.data.bounds import MAX_ITEM
+from megaprec.data.json_list import row_value
 from megaprec.data.json_rows import text_of
 from megaprec.data.packed_files import naming_damage, open_unpacked
 from megaprec.data.pieces import OnFault, Piece, cut_document, require_unicode
+from megaprec.data.tar_members import Member, TarMembers
 from megaprec.errors import UserError
 
-MAX_MEMBER = 1 << 26  # bytes of a text, which is read whole
 MEMBER = re.compile(r"((?:.*/)?[^/.]+)\.([^/]+)", re.DOTALL)
 META = re.compile(r"(^|/)__[^/]*__($|/)")  # members that are of no sample
-END = bytes(2 * tarfile.BLOCKSIZE)  # of an archive
 TEXT_MEMBERS = ("txt", "text")
 JSON_MEMBER = "json"
 
@@ -84,56 +81,26 @@ def _members(file: Path, wanted: Sequence[str]) -> Iterator[tuple[str, str, byte
 
     Raises UserError.
     """
-    place = "the beginning"
-    try:
-        with naming_damage(file, lambda: place), open_unpacked(file) as packed:
-            stream = _Tail(packed)
-            with tarfile.open(fileobj=stream, mode="r|") as archive:
-                for member in archive:
-                    place = member.name
-                    found = MEMBER.fullmatch(member.name.removeprefix("./"))
-                    if member.isdir() or META.search(member.name):
-                        continue
-                    if found is None or not member.isreg():
-                        raise UserError.of("data.tar_member", file=file, member=member.name)
-                    content = None
-                    if found[2] in wanted:
-                        content = _content(file, archive, member)
-                    yield found[1], found[2], content
-            if not stream.ends_with(END):
-                raise UserError.of("data.tar_cut_off", file=file, reason="its end is missing")
-    except tarfile.TarError as problem:
-        raise UserError.of("data.tar_cut_off", file=file, reason=problem) from problem
+    with open_unpacked(file) as stream:
+        members = TarMembers(file, stream)
+        with naming_damage(file, lambda: members.place):
+            for member in members:
+                found = MEMBER.fullmatch(member.name.removeprefix("./"))
+                if member.is_folder or META.search(member.name):
+                    continue
+                if found is None or not member.is_file:
+                    raise UserError.of("data.tar_member", file=file, member=member.name)
+                content = None
+                if found[2] in wanted:
+                    _require_small(file, member)
+                    content = members.content()
+                yield found[1], found[2], content
 
 
-def _content(file: Path, archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    """Return the content of a regular member. Raises UserError for one that is too large."""
-    if member.size > MAX_MEMBER:
-        raise UserError.of("data.tar_member_size", file=file, member=member.name, most=MAX_MEMBER)
-    opened = archive.extractfile(member)
-    assert opened
-    return opened.read()
-
-
-class _Tail(io.BufferedIOBase):
-    """A stream that remembers the end of what was read."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        super().__init__()
-        self._stream = stream
-        self._tail = b""
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """Return the next bytes."""
-        content = self._stream.read(-1 if size is None else size)
-        self._tail = (self._tail + content)[-len(END) :]
-        return content
-
-    def ends_with(self, end: bytes) -> bool:
-        """Read to the end; return True if these are the last bytes."""
-        while self.read(1 << 20):
-            pass
-        return self._tail == end
+def _require_small(file: Path, member: Member) -> None:
+    """Raise UserError for a member that is too large to be read whole."""
+    if member.size > MAX_ITEM:
+        raise UserError.of("data.tar_member_size", file=file, member=member.name, most=MAX_ITEM)
 
 
 def _text_of(sample: Sample, field: str, where: str) -> str:
@@ -153,8 +120,8 @@ def _object_of(sample: Sample, fields: Sequence[str], where: str) -> Any:
         raise UserError.of("data.tar_no_text", where=where)
     text = _decoded(sample[JSON_MEMBER], where)
     try:
-        return json.loads(text, object_pairs_hook=once(fields))
-    except (ValueError, RecursionError) as problem:
+        return row_value(text, fields)
+    except ValueError as problem:
         raise UserError.of("data.row_not_json_object", where=where, problem=problem) from problem
 
 

@@ -39,13 +39,15 @@ import sysconfig
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megaprec.data.confined import Helpers
 from megaprec.data.forms import UTF8, form, reader_versions
 from megaprec.data.packed_files import PACKED
 from megaprec.data.pieces import MarkedPiece, OnFault, Piece
-from megaprec.data.places import file_system, is_remote
+from megaprec.data.places import file_system, is_remote, is_url, naming_url, size_of
 from megaprec.data.ranges import version_of
 from megaprec.data.readers import (
     SUFFIXES,
@@ -122,19 +124,20 @@ class Source:
         Raises the error where `on_fault` does.
         """
         remaining = self.options.max_chars
-        for file in self.files:
-            document = self._document(file)
-            try:
-                for piece in marked_pieces(file, document, self.options, on_fault):
-                    # the last piece may be cut, but no conversation
-                    is_cut = piece.marks is None and remaining is not None
-                    yield piece._replace(text=piece.text[:remaining]) if is_cut else piece
-                    if remaining is not None:
-                        remaining -= len(piece.text)
-                        if remaining <= 0:
-                            return
-            except UserError as error:
-                on_fault(error)
+        with Helpers() as helpers:
+            for file in self.files:
+                document = self._document(file)
+                try:
+                    for piece in marked_pieces(file, document, self.options, helpers, on_fault):
+                        # the last piece may be cut, but no conversation
+                        is_cut = piece.marks is None and remaining is not None
+                        yield piece._replace(text=piece.text[:remaining]) if is_cut else piece
+                        if remaining is not None:
+                            remaining -= len(piece.text)
+                            if remaining <= 0:
+                                return
+                except UserError as error:
+                    on_fault(error)
 
     def _all_faults(self, first: UserError) -> UserError:
         """Return an error about all bad files and rows: a line for each file and reason, at most
@@ -237,7 +240,7 @@ class Source:
 
     def total_bytes(self) -> int:
         """Return the total size of the files in bytes."""
-        return sum(file.stat().st_size for file in self.files)
+        return sum(map(size_of, self.files))
 
     def _document(self, file: Path) -> str:
         return file.relative_to(self.root).as_posix()
@@ -304,8 +307,9 @@ def open_source(name: str | Sequence[str], options: TextOptions | None = None) -
         return _standard_library(options.max_chars)
     if STANDARD_LIBRARY in names and not Path(STANDARD_LIBRARY).exists():
         raise UserError.of("data.library_in_list", names=", ".join(names))
-    found = text_files(names, options)
     shown_name = ", ".join(names)
+    with naming_url(shown_name) if any(map(is_url, names)) else nullcontext():
+        found = text_files(names, options)
     if not found.files:
         reasons = ""
         if found.left_out:
@@ -316,7 +320,7 @@ def open_source(name: str | Sequence[str], options: TextOptions | None = None) -
             suffixes=", ".join(SUFFIXES),
             reasons=reasons,
         )
-    if not any(file.stat().st_size for file in found.files):
+    if not any(map(size_of, found.files)):
         raise UserError.of("data.source_empty", name=shown_name)
     check_readable(found.files)
     return Source(shown_name, found.root, found.files, options, found.left_out)

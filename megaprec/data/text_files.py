@@ -6,20 +6,30 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from glob import glob, has_magic
+from glob import has_magic
 from pathlib import Path
 
 from megaprec.data.described_folders import described_files
 from megaprec.data.forms import JSON, form, require_read
 from megaprec.data.json_rows import is_list
 from megaprec.data.packed_files import PACKED
-from megaprec.data.places import is_remote, is_url, naming_url, remote_path, require_there
+from megaprec.data.places import (
+    is_folder,
+    is_remote,
+    is_url,
+    naming_url,
+    remote_path,
+    require_there,
+    size_of,
+)
 from megaprec.data.readers import SUFFIXES, TextOptions, lacks_column
+from megaprec.data.walking import matching, walk
 from megaprec.errors import Problem, UserError
 from megaprec.parsing import home_expanded
 
 MOST_SHOWN = 20  # lines about files that cannot be read
 NAMED_TWICE = "named twice"
+LINKS = "links to folders"
 
 
 @dataclass(frozen=True)
@@ -43,9 +53,9 @@ def text_files(names: Sequence[str], options: TextOptions) -> FoundFiles:
     left_out = Counter[str]()
     files: dict[Path, None] = {}  # a set that keeps its order
     roots: list[Path] = []
-    paths = _all_paths(names)
+    paths = _all_paths(names, left_out)
     for path in paths:
-        root = path if path.is_dir() else path.parent
+        root = path if is_folder(path) else path.parent
         roots.append(root)
         for file in _files_at(path, root, options, left_out):
             # the same file may be spelled otherwise
@@ -54,7 +64,7 @@ def text_files(names: Sequence[str], options: TextOptions) -> FoundFiles:
                 left_out[NAMED_TWICE] += 1
             files[spelled] = None
     for file in files:
-        if file.stat().st_size == 0:
+        if size_of(file) == 0:
             left_out["empty"] += 1
     root = roots[0] if len(paths) == 1 else _common_folder(roots)
     counts = dict(+left_out)  # + leaves out what was not found
@@ -64,16 +74,16 @@ def text_files(names: Sequence[str], options: TextOptions) -> FoundFiles:
     return FoundFiles(root, tuple(files), counts)
 
 
-def _all_paths(names: Sequence[str]) -> list[Path]:
+def _all_paths(names: Sequence[str], left_out: Counter[str]) -> list[Path]:
     """Return the files and folders of all names. Raises UserError if some are URLs and some not."""
-    paths = [path for name in names for path in _paths(name)]
+    paths = [path for name in names for path in _paths(name, left_out)]
     num_remote = sum(map(is_remote, paths))
     if 0 < num_remote < len(paths):
         raise UserError.of("data.url_beside_files", names=", ".join(names))
     return paths
 
 
-def _paths(name: str) -> list[Path]:
+def _paths(name: str, left_out: Counter[str]) -> list[Path]:
     """Return the file or folder of a name, or those that match a pattern, by path. Raises
     UserError if there is none."""
     if is_url(name):
@@ -82,12 +92,13 @@ def _paths(name: str) -> list[Path]:
     expanded = home_expanded(name)
     path = Path(expanded)
     if not path.exists() and has_magic(expanded):
-        matches = sorted(glob(expanded, recursive=True))
+        matches, links = matching(expanded)
         if not matches:
             raise UserError.of("data.pattern_without_match", pattern=name)
         # of a folder and what lies in it, the folder alone: it has the rest
-        folders = {match.rstrip("/") for match in matches if os.path.isdir(match)}
-        return [Path(match) for match in matches if not _lies_in(match, folders)]
+        folders = {match for match in matches if match.is_dir()}
+        left_out[LINKS] += sum(folders.isdisjoint(link.parents) for link in links)
+        return [match for match in matches if folders.isdisjoint(match.parents)]
     if not path.exists():
         folder = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise UserError.of("data.source_missing", name=name, folder=folder)
@@ -112,11 +123,6 @@ def _remote_paths(url: str) -> list[Path]:
     return matches
 
 
-def _lies_in(match: str, folders: set[str]) -> bool:
-    """Return True if a match lies in a folder that the same pattern matches."""
-    return any(str(parent) in folders for parent in Path(match).parents)
-
-
 def _common_folder(folders: Sequence[Path]) -> Path:
     """Return the deepest folder that all of these lie in."""
     if is_remote(folders[0]):
@@ -136,9 +142,9 @@ def _files_at(
 
     Raises UserError.
     """
-    if path.is_dir() and (described := described_files(path)) is not None:
+    if path is root and (described := described_files(path)) is not None:
         return [*_not_excluded(described, path, options.exclude, left_out)]
-    if path.is_dir():
+    if path is root:
         walk = _remote_files if is_remote(path) else _files_of_folder
         return walk(path, options, left_out)
     if pattern := _excluding(path, root, options.exclude):
@@ -163,13 +169,14 @@ def _files_of_folder(root: Path, options: TextOptions, left_out: Counter[str]) -
     """Return the files of a folder that are read, by path, and count the others by the reason."""
     files: list[Path] = []
     unreadable: list[Problem] = []
-    for folder, subfolders, names in os.walk(root):
-        # os.walk does not follow them
-        left_out["links to folders"] += sum(Path(folder, name).is_symlink() for name in subfolders)
-        kept_folders = [*_kept(Path(folder), subfolders, root, options.exclude, left_out)]
-        # in place: os.walk goes on with what is left
+    for folder, subfolders, names in walk(root):
+        kept_folders = [*_kept(folder, subfolders, root, options.exclude, left_out)]
+        # in place: the walk goes on with what is left
         subfolders[:] = [kept.name for kept in kept_folders]
-        for file in _kept(Path(folder), names, root, options.exclude, left_out):
+        links = {name for name in names if (folder / name).is_dir()}
+        left_out[LINKS] += len(links)
+        files_and_links = [name for name in names if name not in links]
+        for file in _kept(folder, files_and_links, root, options.exclude, left_out):
             try:
                 reason = _why_left_out(file, options)
             except UserError as error:

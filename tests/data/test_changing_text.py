@@ -117,5 +117,5 @@ def test_a_file_of_which_a_server_gives_less_than_its_size_is_no_whole_text(
     (tmp_path / name).write_bytes(content)
     with serving(tmp_path, Conduct(cut=cut)) as url:
         source = open_source(f"{url}/{name}")
-        with raises("data.url_ends_early", url=f"{url}/{name}"):
+        with raises("data.url_size_differs", url=f"{url}/{name}"):
             prepare(source, tmp_path / "tokens", tokenizer=tokenizer.path)

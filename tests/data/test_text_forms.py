@@ -127,7 +127,9 @@ def test_the_line_that_is_not_of_the_encoding_is_named(tmp_path: Path, encoding:
     assert problem.fields.get("line") == 3 or problem.fields["reason"].endswith("in line 3")
 
 
-@pytest.mark.parametrize("name", ["none-such", "rot13", "base64", "zlib", "a\0b", ""])
+@pytest.mark.parametrize(
+    "name", ["none-such", "rot13", "base64", "zlib", "punycode", "IDNA", "undefined", "a\0b", ""]
+)
 def test_an_encoding_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "x.txt").write_text("text")
     with raises("data.encoding_unknown"):

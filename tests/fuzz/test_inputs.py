@@ -3,7 +3,6 @@ without end."""
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -11,27 +10,11 @@ import pytest
 
 from tests.fuzz.groups import GROUPS, Group, megatron, pickles
 from tests.fuzz.known import DEEP, DIGITS, REFUSED
-from tests.fuzz.material import make
 from tests.fuzz.server import Command, Server, faults
 
 # seeds of each group
 SAMPLE = 5
 CAMPAIGN = 400
-
-
-@pytest.fixture(scope="module")
-def server(forks: Path) -> Iterator[Server]:
-    with Server(forks / "python") as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def material(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The good files, which no case changes: each has a copy."""
-    folder = tmp_path_factory.mktemp("material") / "room"
-    folder.mkdir()
-    make(server, folder)
-    return folder
 
 
 def tried(server: Server, material: Path, group: Group, seed: int, folder: Path) -> list[str]:

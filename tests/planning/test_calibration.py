@@ -1,5 +1,6 @@
 """A measured machine takes the place of the table: what the file says is what the plan assumes."""
 
+import os
 import re
 import time
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from megaprec.errors import UserError
+from megaprec.parsing import MOST_SETTINGS
 from megaprec.resources import cores
 from tests.planning import cpu_backtest
 from tests.planning.cpu_backtest import BATCH, MIDDLE, measure
@@ -217,12 +219,31 @@ def test_twice_as_many_ranks_as_cores_share_them() -> None:
         ("version = 0\n", "planning.calibration_version"),
         ("no table", "planning.calibration_form"),
         (f"version = {VERSION}\nmore = 1\n", "planning.calibration_form"),
+        ("a = " + "[" * 5000, "planning.calibration_form"),
+        ("a" + ".a" * 5000 + " = 1", "planning.calibration_form"),
+        ("a = " + "9" * 5000, "planning.calibration_form"),
+        ("#" * (MOST_SETTINGS + 1), "planning.calibration_form"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, text: str, code: str) -> None:
     file = tmp_path / "calibration.toml"
     file.write_text(text)
     with raises(code, path=file):
+        read_calibration(file)
+
+
+@pytest.mark.parametrize("place", ["/dev/zero", "fifo"])
+def test_a_calibration_that_never_ends_is_refused(tmp_path: Path, place: str) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with raises("planning.calibration_form"):
+        read_calibration(tmp_path / place)
+
+
+@pytest.mark.parametrize("wrong", ["1e3", "0", str(2**63), str(2**64), "9" * 60])
+def test_a_count_that_no_machine_has_is_refused_by_its_place(tmp_path: Path, wrong: str) -> None:
+    file = write(tmp_path, calibration_of())
+    file.write_text(re.sub(r"\btokens = \d+", f"tokens = {wrong}", file.read_text(), count=1))
+    with raises("planning.calibration_form", path=file):
         read_calibration(file)
 
 

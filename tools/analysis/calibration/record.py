@@ -6,16 +6,15 @@ do the same, or while the first works alone with the threads of all.
 """
 
 import platform
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from megaprec.durable import read_whole
 from megaprec.errors import UserError
+from megaprec.parsing import MOST_SETTINGS, parse_toml, read_text
 from megaprec.resources import cores
 from models.estimate.storage import Device
 from tools.console.toml import toml
@@ -26,6 +25,8 @@ COMMENT = (
     "# Written by megaprec calibrate: the speeds of this machine, for megaprec plan --calibrated."
 )
 CPU_FILE = Path("/proc/cpuinfo")
+# what a machine can have of anything
+Count = Annotated[int, Field(ge=1, le=1 << 53)]
 # what a clock can tell, and far beyond what is measured
 Seconds = Annotated[float, Field(ge=1e-12, le=1e6)]
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "point to point"]
@@ -48,10 +49,10 @@ class ProductRow(_Row):
     """
 
     dtype: str
-    threads: PositiveInt
-    tokens: PositiveInt
-    inputs: PositiveInt
-    outputs: PositiveInt
+    threads: Count
+    tokens: Count
+    inputs: Count
+    outputs: Count
     forward: Seconds
     input: Seconds
     weight: Seconds
@@ -71,10 +72,10 @@ class AttentionRow(_Row):
     """Causal attention of one sequence."""
 
     dtype: str
-    threads: PositiveInt
-    tokens: PositiveInt
-    heads: PositiveInt
-    head_dim: PositiveInt
+    threads: Count
+    tokens: Count
+    heads: Count
+    head_dim: Count
     forward: Seconds
     backward: Seconds
 
@@ -83,11 +84,11 @@ class LayerRow(_Row):
     """A whole layer of a Llama-style decoder on one sequence."""
 
     dtype: str
-    threads: PositiveInt
-    tokens: PositiveInt
-    hidden: PositiveInt
-    heads: PositiveInt
-    ffn: PositiveInt
+    threads: Count
+    tokens: Count
+    hidden: Count
+    heads: Count
+    ffn: Count
     forward: Seconds
     backward: Seconds
 
@@ -101,9 +102,9 @@ class LossRow(_Row):
     """The loss of tokens over a vocabulary."""
 
     dtype: str
-    threads: PositiveInt
-    tokens: PositiveInt
-    vocab: PositiveInt
+    threads: Count
+    tokens: Count
+    vocab: Count
     forward: Seconds
     backward: Seconds
 
@@ -116,8 +117,8 @@ class LossRow(_Row):
 class MemoryRow(_Row):
     """A sum of two tensors, `bytes` of which are read and written."""
 
-    threads: PositiveInt
-    bytes: PositiveInt
+    threads: Count
+    bytes: Count
     seconds: Seconds
 
 
@@ -126,8 +127,8 @@ class CollectiveRow(_Row):
     in it."""
 
     kind: Collective
-    ranks: PositiveInt
-    bytes: PositiveInt
+    ranks: Count
+    bytes: Count
     seconds: Seconds
 
 
@@ -145,9 +146,9 @@ class Calibration(BaseModel):
     version: int
     device: Device
     machine: str
-    cores: PositiveInt
-    ranks: PositiveInt
-    process: PositiveInt
+    cores: Count
+    ranks: Count
+    process: Count
     torch: str
     date: str
     products: tuple[ProductRow, ...] = NO_ROWS
@@ -188,8 +189,8 @@ def read_calibration(path: Path) -> Calibration:
     """Return what a file says. Raises UserError for a file that `megaprec calibrate` of this
     version has not written."""
     try:
-        document: Mapping[str, Any] = tomllib.loads(read_whole(path).decode())
-    except (ValueError, UnicodeDecodeError) as error:
+        document: Mapping[str, Any] = parse_toml(read_text(path, MOST_SETTINGS))
+    except (OSError, ValueError) as error:
         raise UserError.of("planning.calibration_form", path=path, problem=error) from error
     version = document.get("version")
     if version != VERSION:

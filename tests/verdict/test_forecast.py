@@ -34,7 +34,7 @@ def held(made: Forecast, loss: float) -> bool:
     return made.low <= loss <= made.high
 
 
-@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("every", [1, 2])
 def test_the_band_holds_nine_times_in_ten_on_runs_that_it_was_not_made_of(every: int) -> None:
     """However dense the evaluations are."""
     found = [
@@ -101,7 +101,7 @@ def test_what_comes_is_not_known_where_the_last_doublings_do_not_tell() -> None:
     cosine = [1e-3 * (1 + math.cos(math.pi * step / 1600)) / 2 for step in steps]
     assert "learning rate" in forecast(steps, falling, cosine).reason
     assert "learning rate" in forecast(steps, falling, [math.nan] * 32).reason
-    few = 4 * FEWEST - 1
+    few = 3 * FEWEST + 1  # three of these lie in the doubling before the last one
     assert "too few" in forecast(steps[:few], falling[:few], constant[:few]).reason
     assert "does not fall" in forecast(steps, falling[::-1], constant).reason
     assert "still brings more" in forecast(steps, 9 - (at / 400) ** 1.5, constant).reason

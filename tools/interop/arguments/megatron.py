@@ -293,10 +293,12 @@ _REFUSED: Mapping[str, str] = {
     "queries and keys are not clipped here: model.qk_norm bounds their scores": """
         qk_clip qk_clip_alpha=0.5 qk_clip_threshold=100
     """,
-    "there is no such quantization here: [fp8] has the recipes that there are": """
+    "there is no such quantization here: [fp8] and [precision] have what there is": """
         fp4_param_gather fp4_quantizer_factory= fp8_output_proj
-        fp8_quantizer_factory= kitchen_attention_backend=sdpa te_precision_config_file=
-        use_kitchen_attention
+        fp8_quantizer_factory= te_precision_config_file=
+    """,
+    "there are no kernels of Kitchen here": """
+        kitchen_attention_backend=sdpa use_kitchen_attention
     """,
     "states of Mamba-2 mixers are in FP32 here": "mamba_training_ssm_states_dtype=",
     "the loss is computed in FP32 from logits of precision.output": """
@@ -309,16 +311,21 @@ _REFUSED: Mapping[str, str] = {
     ): """
         data_parallel_random_init init_method_xavier_uniform moe_use_upcycling no_initialization
     """,
-    "training is next-token prediction with the mean over all tokens of the batch": """
+    "samples are not cut and moved to fill in the middle (FIM) here": """
         fim_data fim_eod_token=<|endoftext|> fim_fragment_rate= fim_middle_token=<fim_middle>
         fim_no_prefix= fim_pad_token=<fim_pad> fim_prefix_token=<fim_prefix> fim_rate=0.5
-        fim_split_sample= fim_spm_rate=0.5 fim_suffix_token=<fim_suffix> freeze_all_layers
+        fim_split_sample= fim_spm_rate=0.5 fim_suffix_token=<fim_suffix>
+    """,
+    "logits are neither saved nor loaded here: a model learns from its tokens alone": """
         logits_load_decode_threads=4 logits_load_dir= logits_load_ignore_errors
         logits_load_kd_loss_alpha=1.0 logits_load_msc_prefetch_depth=2
         logits_load_prefetch_factor=3 logits_save_dir= logits_save_dtype=fp16 logits_save_top_k=
-        logits_save_top_p= logits_save_top_p_min_k=1 perform_rl_step sft
-        sft_tokenizer_prompt_format=nemotron-h-aligned
+        logits_save_top_p= logits_save_top_p_min_k=1
     """,
+    (
+        "all tokens of the batch are predicted alike and all layers trained: no supervised "
+        "fine-tuning (SFT), no reinforcement learning (RL), no layers that freeze"
+    ): "freeze_all_layers perform_rl_step sft sft_tokenizer_prompt_format=nemotron-h-aligned",
     (
         "data is not made up here: give data.source=PREFIX of your tokens, or data.blend=..., "
         "which count instead"
@@ -359,7 +366,7 @@ _REFUSED: Mapping[str, str] = {
         "Megatron-LM itself refuses it: use --micro-batch-size, --lr-warmup-fraction, "
         "--tensor-model-parallel-size or --recompute-granularity"
     ): """
-        batch_size= checkpoint_num_layers=1 model_parallel_size= warmup=
+        batch_size= model_parallel_size= warmup=
     """,
 }
 # Subjects that change no number of a run: what their arguments begin with, behind `no_` and
@@ -375,7 +382,7 @@ _UNUSED = """
 activation_offload_fraction= allow_ambiguous_pad_tokens apply_query_key_layer_scaling
 attention_backend= attention_softmax_in_fp32 auto_detect_ckpt_format batch_invariant_backend=
 batch_invariant_mode block_data_path= cache_mla_latents calc_ft_timeouts calculate_per_token_loss
-chat_template= check_for_large_grads check_for_spiky_loss
+chat_template= check_for_large_grads checkpoint_num_layers= check_for_spiky_loss
 check_weight_hash_across_dp_replicas_interval= ckpt_assume_constant_structure ckpt_convert_format=
 ckpt_convert_save= ckpt_convert_update_legacy_dist_opt_format ckpt_drop_redundant_extra_state
 ckpt_format= ckpt_fully_parallel_load ckpt_fully_parallel_load_exchange_algo=
@@ -463,7 +470,8 @@ _OF_OTHERS = """
 abort_on_unmet_fused_kernel_constraints activations_checkpoint_granularity=
 activations_checkpoint_method= activations_checkpoint_num_layers= codecarbon_dir=
 kill_switch_path= pad_vocab_size_to= pp_partition_method= structured_logs structured_logs_dir=
-tokenizer_file= tokenizer_name_or_path= use_fused_rmsnorm use_fused_rotary_pos_emb use_fused_swiglu
+tokenizer_file= tokenizer_name_or_path= train_weighted_split_paths_path=
+use_fused_rmsnorm use_fused_rotary_pos_emb use_fused_swiglu
 valid_num_workers= valid_weighted_split_paths_path= wandb_entity_name= wandb_project_name=
 """
 

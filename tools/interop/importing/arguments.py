@@ -274,8 +274,11 @@ def read_table(table: Mapping[str, Any], arguments: Arguments, place: str) -> No
         form = form_of(name)
         words = [Word(option(name), place)]
         switch = FLAGS.get(str(value).lower())
-        is_off = is_unused(name) and switch is False
+        is_off = (form is None or is_unused(name)) and switch is False
         if value in NOT_GIVEN or is_off:
+            continue
+        if form is None and switch is not None and is_unused(f"no_{name}"):
+            arguments.unused[name] = f"{option(name)} {value}"  # what --no-NAME turns off
             continue
         if form == "flag" and switch is None:
             arguments.add_problem(f"{key} = {value!r}", place, "is a flag: true or false")

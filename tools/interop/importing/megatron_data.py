@@ -129,8 +129,9 @@ def _add_vocabulary(arguments: Arguments, kind: str | None) -> None:
             "NullTokenizer: Megatron-LM adds a token up to core_v0.16; for newer ones give "
             f"model.vocab={size}"
         )
-    elif not size and GPT2_FILE.search(arguments.unused.get("vocab_file", "")):
-        draft.put("model.vocab", GPT2_VOCABULARY, arguments.unused["vocab_file"])
+    elif not size and _is_gpt2s(arguments, kind):
+        origin = arguments.origin("tokenizer_type")
+        draft.put("model.vocab", GPT2_VOCABULARY, arguments.unused.get("vocab_file", origin))
         draft.notes.append(
             f"model.vocab = {GPT2_VOCABULARY}: the number of tokens in GPT-2's {GPT2_NAME}, which "
             "is not read; model.vocab=N gives another"
@@ -147,6 +148,13 @@ def _add_vocabulary(arguments: Arguments, kind: str | None) -> None:
             "tokenizer.json) or, for tokens that are on disk, model.vocab=N (50257 for GPT-2's) "
             "beside them"
         )
+
+
+def _is_gpt2s(arguments: Arguments, kind: str | None) -> bool:
+    """Return True for the vocabulary of GPT-2, by the tokenizer or by the name of its file."""
+    has_size = arguments.has("padded_vocab_size")
+    is_named = GPT2_FILE.search(arguments.unused.get("vocab_file", "")) is not None
+    return not has_size and (kind == "GPT2BPETokenizer" or is_named)
 
 
 def add_run(arguments: Arguments) -> None:

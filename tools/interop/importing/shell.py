@@ -415,12 +415,14 @@ class _Script:
 
     def _take_in(self, command: Sequence[Token]) -> bool:
         """Follow a file beside the script; return False if it is not followed."""
-        if self.path is None or self.has_moved or len(command) != 2:
+        if self.path is None or len(command) != 2:
             return False
         name = " ".join(word.text for word in self.variables.fields(command[1]))
         folder = self.path.parent.resolve()
-        path = (folder / OWN_FOLDER.sub("", name)).resolve()
-        if not path.is_relative_to(folder) or path.name in self.taken_in:
+        own_name = OWN_FOLDER.sub("", name)
+        path = (folder / own_name).resolve()
+        is_elsewhere = self.has_moved and own_name == name
+        if is_elsewhere or not path.is_relative_to(folder) or path.name in self.taken_in:
             return False
         try:
             text = read_text(path, LARGEST_SOURCED)

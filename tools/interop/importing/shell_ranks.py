@@ -1,5 +1,5 @@
-"""The number of ranks that a launcher starts: torchrun, deepspeed, srun, mpirun, or what a script asks
-Slurm for in its first lines."""
+"""The number of ranks that torchrun, deepspeed, srun or mpirun starts, or that a script asks Slurm
+for in its first lines."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -65,6 +65,7 @@ def unknown(text: str, folder: str = "nowhere") -> Word:
         (f". ~/venv/bin/activate\nset -euo pipefail; set -x\nA=2\n{RUN} --a $A", "--a|2"),
         (f"A=2\nmodule load cuda && mkdir -p $A || exit 1\n{RUN} --a $A", "--a|2"),
         (f"A=2\necho \"A=5 or export A\"\n{RUN} --a $A", "--a|2"),
+        (f"A=2\nif [ $((A*B)) -ne 8 ]; then\n  echo A is B\n  exit 1\nfi\n{RUN} --a $A", "--a|2"),
         (f"A=2; B=$((A * 4)) C=$(($A+1))\n{RUN} --a $A", "--a|2"),
     ],
 )  # fmt: skip

@@ -471,7 +471,7 @@ abort_on_unmet_fused_kernel_constraints activations_checkpoint_granularity=
 activations_checkpoint_method= activations_checkpoint_num_layers= codecarbon_dir=
 kill_switch_path= pad_vocab_size_to= pp_partition_method= structured_logs structured_logs_dir=
 tokenizer_file= tokenizer_name_or_path= train_weighted_split_paths_path=
-use_fused_rmsnorm use_fused_rotary_pos_emb use_fused_swiglu
+use_fused_rmsnorm use_fused_rotary_pos_emb use_fused_swiglu use_mpi
 valid_num_workers= valid_weighted_split_paths_path= wandb_entity_name= wandb_project_name=
 """
 

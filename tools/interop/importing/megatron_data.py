@@ -163,7 +163,8 @@ def add_run(arguments: Arguments) -> None:
     every = arguments.get("eval_interval")
     steps = draft.value("train.steps") or math.inf
     origin = arguments.origin("eval_interval")
-    if not (arguments.get("eval_iters") and draft.value("data.held_out")):
+    # Megatron-LM evaluates if there are more than 0
+    if not (arguments.get("eval_iters") > 0 and draft.value("data.held_out")):
         arguments.put("train.eval_every", 0, "eval_interval", "eval_iters")
     else:
         if every > steps:

@@ -46,6 +46,7 @@ OWN_FOLDER = re.compile(
 )
 DECLARES = ("export", "declare", "typeset", "readonly")
 HARMLESS_FLAGS = re.compile(r"-[xragA]+")
+TESTS = ("[", "[[", "test")
 OF_A_TRAINING = {"--num-layers", "--micro-batch-size", "--train-iters", "--train-samples"}
 LARGEST_SOURCED = 256 * 1024  # bytes
 DEEPEST = 8  # texts within texts
@@ -180,7 +181,7 @@ class _Script:
         sign = tokens[last].text[:2]
         begin = tokens[:last]
         command = [token for token in tokens[last + 1 :] if token.kind in ("word", "array")]
-        is_condition = begin[0].text in ("[", "[[", "test") and sign in ("&&", "||") and command
+        is_condition = begin[0].text in TESTS and sign in ("&&", "||") and command
         result = self._decide(begin) if is_condition else None
         if result is None:
             return False
@@ -250,7 +251,7 @@ class _Script:
         inner = list(tokens[1:] if is_negated else tokens)
         if texts[:1] == ["true"] or texts[:1] == ["false"]:
             return texts[0] == "true"
-        begins = bool(inner) and inner[0].text in ("[", "[[", "test")
+        begins = bool(inner) and inner[0].text in TESTS
         if begins:
             del inner[0]
         if inner and inner[-1].text in ("]", "]]"):
@@ -293,7 +294,10 @@ class _Script:
         block."""
         place = tokens[0].place
         written = written_of([token for token in tokens if token.kind != "document"])
-        self.variables.distrust(written_of(tokens), place)
+        may_set = written_of(tokens)
+        if _sets_nothing(tokens):
+            may_set = " ".join(ODDITIES.findall(may_set))
+        self.variables.distrust(may_set, place)
         # a quote within quotes may end elsewhere than it seems, and take in lines
         kinds = {token.kind for token in tokens}
         is_torn = "torn" in kinds or "other" in kinds
@@ -437,6 +441,20 @@ class _Script:
 def _ends(body: Sequence[Sequence[Token]]) -> bool:
     """Return True if statements end the script."""
     return any(statement[0].text in ("exit", "return") for statement in body)
+
+
+def _sets_nothing(tokens: Sequence[Token]) -> bool:
+    """Return True for words that are printed and for conditions in brackets, in which only an
+    expansion may set a variable."""
+    if {token.kind for token in tokens} - {"word", "redirect", "operator"}:
+        return False
+    begins = list[str]()
+    for command in commands_of(tokens):
+        texts = [token.text for token in command]
+        if texts[0] in ("if", "elif", "!"):
+            del texts[0]
+        begins.append(next(iter(texts), ""))
+    return set(begins) <= {"echo", *TESTS}
 
 
 def _is_training(words: Sequence[Word]) -> bool:

@@ -3,6 +3,7 @@ number of a run needs no answer."""
 
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,16 +25,16 @@ OF_ANOTHER_MODEL = {name for name, refused in REFUSED.items() if "another model"
 RUN = "torchrun --nproc-per-node 8 pretrain_gpt.py"
 
 
-def imported(text: str, folder: Path, keys: tuple[str, ...] = (), **assumed: str) -> Imported:
+def imported(text: str, folder: Path, keys: Sequence[str] = ()) -> Imported:
     path = folder / "train.sh"
     path.write_text(text)
     settled, _ = read_run_settings(None, [*keys])
-    return import_run([str(path)], settled, assumed, None)
+    return import_run([str(path)], settled, {}, None)
 
 
-def problems(text: str, folder: Path, **assumed: str) -> tuple[str, ...]:
+def problems(text: str, folder: Path) -> tuple[str, ...]:
     with pytest.raises(UserError) as caught:
-        imported(text, folder, **assumed)
+        imported(text, folder)
     return caught.value.problems
 
 

@@ -44,7 +44,8 @@ def read_engine(
             continue
         _, equals, text = word.text.partition("=")
         value = replace(word, text=text) if equals else None
-        if name in VALUES and value is None and words:
+        has_next = bool(words) and not words[0].text.startswith("--")
+        if name in VALUES and value is None and has_next:
             value = words.pop(0)
         said = f"{word.text} {value.text}" if value and not equals else word.text
         if name in FLAGS:

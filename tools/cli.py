@@ -40,6 +40,7 @@ from tools.commands import (
     explain_spike,
     fp8_advice,
     generate,
+    import_answers,
     import_args,
     init,
     inspect,
@@ -266,6 +267,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"the argument {word!a} is no UTF-8 text without NUL")
     if empty := _empty_argument(words):
         parser.error(f"{empty} is empty: give a value, or leave it out")
+    if words[:1] == ["import-args"]:
+        argv = import_answers.with_names_of_drop(words)
     # argparse leaves over the overrides that stand behind options
     args, unparsed = parser.parse_known_args(argv)
     if unparsed:

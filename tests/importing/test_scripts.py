@@ -1,6 +1,8 @@
 """A launch script is read as text: plain assignments give its variables, and whatever else may set
 one leaves it unknown."""
 
+import os
+import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,11 +65,106 @@ def unknown(text: str, folder: str = "nowhere") -> Word:
         (f". ~/venv/bin/activate\nset -euo pipefail; set -x\nA=2\n{RUN} --a $A", "--a|2"),
         (f"A=2\nmodule load cuda && mkdir -p $A || exit 1\n{RUN} --a $A", "--a|2"),
         (f"A=2\necho \"A=5 or export A\"\n{RUN} --a $A", "--a|2"),
+        (f"A=2\nif [ $((A*B)) -ne 8 ]; then\n  echo A is B\n  exit 1\nfi\n{RUN} --a $A", "--a|2"),
         (f"A=2; B=$((A * 4)) C=$(($A+1))\n{RUN} --a $A", "--a|2"),
     ],
 )  # fmt: skip
 def test_the_words_are_those_that_a_shell_would_pass(text: str, expected: str) -> None:
     assert texts(text) == expected.split("|")
+
+
+PRINT = """#!/bin/bash
+while [ "${1%.py}" = "$1" ]; do shift; done
+shift
+printf "%s|" "$@"
+"""
+START = """#!/bin/bash
+while [ "$1" != bash ] && [ "$1" != torchrun ]; do shift; done
+"$@"
+"""
+# scripts as clusters run them, each of which bash itself runs here
+FOLLOWED = (
+    "TP=${TP:-8}\n@ --a $TP", "TP=${TP:-8} PP=${1:-$TP}\n@ --a ${TP} --b $PP", ': "${TP:=4}"\n@ --a $TP',
+    ": ${TP:=4}; : ${PP=$TP}\n@ --a $TP --b $PP", "A=x\n@ --a ${A:+--bf16} ${B:+--fp16}", "A=${A:-${B:-3}}\n@ --a $A",
+    'D=${1:-"a b"}\n@ --a "$D" --b $D', "N=4\nW=$((N * (2 + 6) / 3))\n@ --a $W --b $((W % 7 - 9))", "A+=3; A+=4\n@ --a $A",
+    "T=2_000\nT=${T//_}\n@ --a $T", "A=(1 2)\n@ --a $A x${A[@]}y \"${A[*]}\" ${A[0]:-}".replace(" ${A[0]:-}", ""),
+    "B=' b  c '\n@ --a x${B}y$B", 'E=\n@ --a $E "$E" --b "$@" $*', "declare -x A=4\nreadonly -a B=(5 6)\n@ --a $A ${B[@]}",
+    "if [ -z \"$TP\" ]; then\n  TP=2\nelif [ $TP -gt 1 ]; then\n  TP=3\nelse\n  TP=4\nfi\n@ --a $TP",
+    "M=7\nif [[ $M == 7 && $M -lt 9 ]]; then A=--swiglu; else A=--bf16; fi\n@ $A", "if [ ! -n \"$X\" ]\nthen\n A=1\nfi\n@ --a $A",
+    "X=true\nif [ \"$X\" = true ] ; then\n  if [ \"$X\" != true ]; then A=1; else A=2; fi\n  B=3\nfi\n@ --a $A$B",
+    "if true; then\n  @ --a 1\nfi", '[ -z "$X" ] && X=5\n[ "$X" = 5 ] || X=6\n@ --a $X', "while [ $# -gt 0 ]; do A=$1; shift; done\nA=2\n@ --a 2",
+    "A=3\nfor X in \"$@\"; do A=$X; done\n@ --a $A", "@ --a 1 \\\n  --b 2", "C=\"@ --a 1\"\nC=\"$C --b '2 3'\"\neval $C", 'C="@ --a 1"\nbash -c "$C --b"',
+    'C="torchrun x.py --a 1"\nexport C\nsrun -l bash -c \'$C --b 2\'', "A=(--a 1)\nA+=(--b '2 3')\nsrun --wait=60 bash -c \"@ ${A[*]}\"",
+    "A=(--a 1)\nC=\"${A[@]} --b\"\neval \"@ $C\"", "O=\"\\\n --a 1 \\\n --b 2\"\n@ $O", "sh -c '@ --a 1'", "bash <<E\n@ --a 1\nE",
+    "A=5\nbash -c 'A=6'\n@ --a $A", "S=sh\nif [ $S = bash ]; then\nexit 1\nfi\n@ --a $S", "A='x y'; B=\"$A z\"\n@ --a \"$B\" '$B' \\$B",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("script", FOLLOWED)
+def test_the_words_are_those_that_bash_passes(script: str, tmp_path: Path) -> None:
+    script = script.replace("@ ", "torchrun --nproc-per-node 4 pretrain_gpt.py ", 1)
+    for name, content in {"torchrun": PRINT, "srun": START}.items():
+        program = tmp_path / name
+        program.write_text(content)
+        program.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", script], env={"PATH": path}, capture_output=True, text=True, check=True
+    )
+    assert "|".join([*texts(script), ""]) == done.stdout
+
+
+def test_what_was_taken_as_not_set_is_named() -> None:
+    found = read(f"A=${{TP:-8}} B=${{1:-2}}\n[ -z $K ] && C=1\n{RUN} --a $A $B $C")
+    assert found.absent == ["TP", "1", "K"]
+    assert read(f"A=${{TP:-8}}\n{RUN} --a $A", {"TP": "2"}).absent == []
+
+
+def test_a_branch_that_ends_the_script_was_not_taken() -> None:
+    script = f'if [ -z "$KEY" ]; then\n  echo usage\n  exit 1\nfi\n{RUN} --a 1 --b $KEY'
+    assert [word.text for word in read(script).words] == ["--a", "1", "--b", "$KEY"]
+
+
+def test_the_name_that_is_asked_for_and_its_line_are_those_of_what_is_open() -> None:
+    for script, name, line in (
+        ("TP=$(nproc)\nPP=$TP\n@ --a $PP", "TP", 1),
+        ("PP=1\nTP=${TP:-$(nproc)}\n@ --a $TP", "TP", 2),
+        ('\n\nC="@ --a 1"\nD=$(date)\nC="$C --b $D"\neval $C', "D", 4),
+        ("D=$1\nA=(--a 1 --b $D/x)\n@ ${A[@]}", "D", 1),
+    ):
+        word = unknown(script.replace("@ ", f"{RUN} "))
+        assert word.unknown is not None
+        assert word.unknown.fields == {"name": name, "place": f"train.sh, line {line}"}
+
+
+@pytest.mark.parametrize(
+    ("script", "written"),
+    [
+        ("D=<Specify path>\n@ --a 1 --b $D", "<Specify path>"),
+        ('D="<PATH TO DATA>_text"\nC="--a 1 --b $D"\n@ $C', "<PATH TO DATA>_text"),
+        (
+            "export D=<Specify path and file prefix>_text_document\n@ --a 1 --b $D",
+            "<Specify path and",
+        ),
+    ],
+)
+def test_a_place_of_an_example_that_is_to_be_filled_in_is_asked_for_by_its_name(
+    script: str, written: str
+) -> None:
+    word = unknown(script.replace("@ ", f"{RUN} "))
+    assert word.unknown is not None and word.unknown.code == "import.placeholder"
+    assert word.unknown.fields["name"] == "D" and written in word.unknown.fields["written"]
+
+
+def test_no_command_is_told_with_the_last_that_was_seen() -> None:
+    with raises("import.not_one_program", num_found=0) as caught:
+        read("A=1\nsbatch other.sh $A\necho done")
+    assert "`sbatch other.sh 1` in train.sh, line 2" in caught.value.problems[0]
+
+
+def test_a_training_is_told_from_programs_that_prepare_it() -> None:
+    script = f"python weights.py --out x\n{RUN} --num-layers 2\npython upload.py --from x"
+    assert texts(script) == ["--num-layers", "2"]
 
 
 # What a shell would do to A, or to how it is read, which is not followed.
@@ -79,17 +176,17 @@ OPEN = (
     *("A=1\nunset A", 'A=1\nunset "A"', "A=4\nread A < file", "A=2\nIFS=, read -r A B < f"),
     *("A=2\nif read A; then echo; fi", "A=2\nwhile IFS= read -r A; do echo; done < f"),
     *('A=1\nprintf -v "A" 2', "A=4\n((A=A*2))", "A=4\nlet A++", "echo $((A++))", "A=1; B=$((A--))"),
-    *("A=2\nfor ((A=4; A<8; A++)); do echo; done", ": ${A:=4}", "A=2; B=${A=4}", "A=2\nA[0]=9"),
+    *("A=2\nfor ((A=4; A<8; A++)); do echo; done", "A=2; B=${A=4} true", "A=2\nA[0]=9"),
     *("A=2\nbig() { A=8; }", "A=2\nfunction big { A=8; }", "A=2\nbig()\n{\n  A=8\n}\nbig"),
     *("s() { A=$1; }\ns 4 5", "A=2\ns() { local A=8; }\ns", "A=2\ns() { eval A=4; }\nA=2\ns"),
-    *("declare -x A=4", "A=2\ndeclare -n X=A\nX=4", "A=2\ndeclare -n X=A\nA=3\nX=4", "local A=3"),
-    *("A=2\nreadonly -a A=(4)", "A=2\nexport 'A=4'", 'A=2\nN=A\ndeclare "$N=4"', "A=2\neval A=4"),
+    *("A=2\ndeclare -n X=A\nX=4", "A=2\ndeclare -n X=A\nA=3\nX=4", "local A=3"),
+    *("A=2\nexport 'A=4'", 'A=2\nN=A\ndeclare "$N=4"', "A=2\neval A=4"),
     *("A=2\nA=4 command export A", 'A=2\neval "$(python sizes.py)"', "A=2\nexport $(cat .env)"),
-    *("A=2\nmapfile -t A < f", "A=2\ngetopts x A", "A=(1 2)\nA=3", "A=(1 2)\nunset 'A[0]'", "A+=3"),
+    *("A=2\nmapfile -t A < f", "A=2\ngetopts x A", "A=(1 2)\nA=3", "A=(1 2)\nunset 'A[0]'"),
     *("A='1,2'\nIFS=,", "A='1,2'\nfor x in 1; do IFS=,; done", "A=$1", "A=$(nproc)", "A=`hostname`"),
-    *("A=${B:-2}", "A=2\nA=${A:-3}", "A=$((2 * (3 + 4)))", "A=${B%x}", "A=$'x\\ty'", "A=<(echo 1)"),
+    *("A=2\nset -- 3\nA=${1:-4}", "A=$((2 ** 3))", "A=${B%x}", "A=$'x\\ty'", "A=<(echo 1)"),
     *('A="$(cd "$(dirname "$0")" && echo ")")"', "A=$(dirname $(realpath $0))/data", "A={1,2}"),
-    *("A=2\nsource env.sh", "A=2\n. ../other.sh", "A=2\n[ -f env.sh ] && . env.sh", "A=$B", "A=$A$A"),
+    *("A=2\nsource env.sh", "A=2\n. ../other.sh", "A=2\n[ -f env.sh ] && . env.sh", "A=$A"),
     *("A=2\ncat <<E\n${A:=4}\nE", "A=1\nB=$(cat <<E\n) \nA=2\nE\n)", "coproc A { cat; }"),
 )  # fmt: skip
 
@@ -109,23 +206,19 @@ def test_what_is_no_plain_assignment_leaves_a_variable_unknown(begin: str) -> No
         ("$PATH_OF_DATA", "import.variable_unset", "PATH_OF_DATA"),
         ("$(nproc)", "import.not_followed", "$(nproc)"),
         ("`hostname`", "import.not_followed", "`hostname`"),
-        ("$1", "import.not_followed", "$1"),
-        ("$@", "import.not_followed", "$@"),
+        ("$1", "import.variable_unset", "1"),
+        ("${1:?}", "import.variable_unset", "1"),
+        ("${TP:?must be set}", "import.variable_unset", "TP"),
+        ("$((TP * 2))", "import.variable_unset", "TP"),
         ("${A%x}", "import.not_followed", "${A%x}"),
-        ("${A:?must be set}", "import.not_followed", "${A:?must be set}"),
-        ('"${A[*]}"', "import.not_followed", "${A[*]}"),
-        ("x${A[@]}", "import.not_followed", "${A[@]}"),
-        ("$A", "import.not_followed", "$A"),
-        ("x$B", "import.not_followed", "x$B"),
-        ("$E$E", "import.not_followed", "$E$E"),
-        ('"$(dirname "$0")/data"', "import.not_followed", '$(dirname "$0")'),
-        ("$((2 * (3 + 4)))", "import.not_followed", "$((2 * (3 + 4)))"),
+        ('$(dirname "$0")/data', "import.not_followed", '$(dirname "$0")'),
         ("{1,2}", "import.not_followed", "{"),
     ],
 )
 def test_what_a_shell_would_make_of_a_word_is_named(written: str, code: str, field: str) -> None:
     word = unknown(f"A=(1 2); B='a b' E=\n{RUN} --a {written}")
-    assert word.text == written and word.place == "train.sh, line 2"
+    shown = "$TP" if "TP:" in written else written
+    assert word.text in (written, shown) and word.place == "train.sh, line 2"
     assert word.unknown is not None and word.unknown.code == code
     assert field in word.unknown.fields.values()
 
@@ -133,13 +226,14 @@ def test_what_a_shell_would_make_of_a_word_is_named(written: str, code: str, fie
 @pytest.mark.parametrize(
     ("script", "line"),
     [
+        (f"if [ -f x ]; then\n  {RUN} --a 1\nfi", 2),
+        (
+            f"A='eval {RUN} --a 1'\nB='eval $A'\nrun() {{ eval $B; }}\nrun; while :; do {RUN} --a 1; done",
+            4,
+        ),
         (f'main() {{ {RUN} --a $1; }}\nmain "$@"', 1),
         (f"for x in 1 2; do\n{RUN} --a 1; done", 2),
-        (f"if true; then\n  {RUN} --a 1\nfi", 2),
         (f'run() {{ "$@" --b; }}\nrun {RUN} --a 1', 2),
-        (f"eval {RUN} --a 1", 1),
-        (f'C="{RUN} --a 1"\necho $C\neval $C', 3),
-        (f"srun bash -c '{RUN} --a 1'", 1),
         (f"{RUN} --a <(echo 1) --b 2", 1),
         (f"{RUN} --a $'x\\ty'", 1),
     ],
@@ -171,17 +265,13 @@ def test_a_script_that_cannot_be_read_is_one_line(
     assert len(caught.value.problems) == 1
 
 
-def test_a_condition_of_megatrons_examples_is_refused_by_its_line_and_given_by_assume() -> None:
+def test_a_condition_of_megatrons_examples_counts_as_without_the_environment() -> None:
     script = SCRIPTS["gpt"].replace('echo "starting', CONDITION + 'echo "starting')
-    number = script.splitlines().index("    EVAL_AND_LOGGING_ARGS+=(") + 1
-    (word,) = [word for word in read(script, ASSUMED).words if word.unknown]
-    assert word.unknown is not None and word.unknown.fields == {
-        "name": "EVAL_AND_LOGGING_ARGS",
-        "place": f"train.sh, line {number}",
-    }
-    given = {"EVAL_AND_LOGGING_ARGS": "--log-interval 5 --save x"}
-    words = read(script, ASSUMED | given).words
-    assert [word.text for word in words[-4:]] == ["--log-interval", "5", "--save", "x"]
+    found = read(script, ASSUMED)
+    assert not [word for word in found.words if word.unknown] and "WANDB_API_KEY" in found.absent
+    assert "--wandb-project" not in {word.text for word in found.words}
+    found = read(script, ASSUMED | {"WANDB_API_KEY": "mine"})
+    assert [word.text for word in found.words[-2:]] == ["--wandb-project", "mine"]
 
 
 @pytest.mark.parametrize("line", ["source env.sh", ". ./env.sh", "set -a; source env.sh; set +a"])
@@ -200,7 +290,7 @@ def test_what_a_file_beside_the_script_sets_counts_as_if_it_stood_in_the_script(
 @pytest.mark.parametrize(
     "line",
     [
-        *("source env.sh | cat", "[ -f env.sh ] && . env.sh", "if true; then . env.sh; fi"),
+        *("source env.sh | cat", "[ -f env.sh ] && . env.sh", "if [ -d x ]; then . env.sh; fi"),
         *("cd other\nsource env.sh", "source absent.sh", "source ../env.sh", ". $SOME/env.sh"),
         *("source latin.sh", "source loop.sh", "source env.sh 5"),
     ],
@@ -226,6 +316,24 @@ def test_the_ranks_are_those_that_the_launcher_starts() -> None:
     assert read("torchrun --nproc-per-node 8 $MORE pretrain_gpt.py --a 1").ranks is None
     assert read("torchrun --nproc-per-node 8 --nnodes 1:4 pretrain_gpt.py --a 1").ranks is None
     assert split_words("--a 1 --b 'c d'", {}).ranks is None
+    node = "--nproc_per_node 8 --nnodes 8 --node_rank $SLURM_NODEID --master_addr $MASTER_ADDR"
+    assert read(f"torchrun {node} pretrain_gpt.py --a 1").ranks == 64
+    assert read(f"C='torchrun {node} pretrain_gpt.py --a 1'\nsrun bash -c \"$C\"").ranks == 64
+    assert (
+        read("torchrun --nproc-per-node 8 --standalone $MORE pretrain_gpt.py --a 1").ranks is None
+    )
+
+
+def test_the_ranks_are_those_that_a_script_asks_slurm_for() -> None:
+    asked = "#!/bin/bash\n#SBATCH --nodes=16 --gpus-per-node=8\n#SBATCH --ntasks-per-node=8 # all\n"
+    assert read(f"{asked}srun python pretrain_gpt.py --a 1").ranks == 128
+    assert read(f"{asked}srun -n 8 python pretrain_gpt.py --a 1").ranks == 8
+    assert read(f"{asked}python pretrain_gpt.py --a 1").ranks is None
+    launch = "torchrun --nproc-per-node $SLURM_GPUS_ON_NODE --nnodes $SLURM_NNODES pretrain_gpt.py"
+    assert read(f"{asked}{launch} --a 1").ranks == 128
+    assert read(f"#SBATCH -N 4\n#SBATCH --gres=gpu:a100:4\n{launch} --a 1").ranks == 16
+    assert read(f"{launch} --a 1").ranks is None
+    assert read("mpirun -np 32 python pretrain_gpt.py --a 1").ranks == 32
 
 
 def test_nothing_of_a_script_is_run_and_every_word_has_its_line(tmp_path: Path) -> None:

@@ -21,34 +21,21 @@ from typing import Any
 
 from megaprec.data.files import write_whole
 from megaprec.errors import Problem, UserError
+from tools.commands.import_answers import can_be_dropped, command_with_answers, dropped_names
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_strict
 from tools.config.run_file import read_run_settings
-from tools.interop.importing.megatron_model import REQUIRED
 from tools.interop.importing.run import import_run
 
-ARGUMENT = re.compile(r"(?<!\S)--([\w.-]+)")
 OVERRIDE = re.compile(r"[a-z][a-z0-9_]*\.[a-z][a-z0-9_]* *=")
 MAX_RANKS = 2**20  # beyond any cluster
-# arguments that no run of Megatron-LM is without
-NEEDED = frozenset(
-    {
-        *REQUIRED,
-        "seq_length",
-        "micro_batch_size",
-        "global_batch_size",
-        "train_iters",
-        "lr",
-        "data_path",
-    }
-)
-DROP_HINT = "--drop NAME leaves out an argument that this run can do without"
+DROP_HINT = "--drop NAME leaves out an argument that this run can do without; --drop A,B several"
 LOG_HINT = (
-    "of a script plain assignments alone are followed: in a copy of it write out what the shell "
-    "makes of the rest, or give Megatron-LM's log, which begins with all its arguments, or a "
-    "checkpoint"
+    "of a script assignments, defaults and conditions of what is known are followed: in a copy of "
+    "it write out what the shell makes of the rest, or give Megatron-LM's log, which begins with "
+    "all its arguments, or a checkpoint"
 )
-NOT_FOLLOWED = ("import.variable_open", "import.not_followed")
+NOT_FOLLOWED = ("import.variable_open", "import.variable_unset", "import.not_followed")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -85,7 +72,8 @@ def add_parser(subparsers: Any) -> None:
         metavar="NAME",
         action="append",
         default=[],
-        help="argument of Megatron-LM to leave out, such as mock-data; may be given several times",
+        help="argument of Megatron-LM to leave out, such as mock-data; several with commas, or "
+        "--drop again",
     )
     add_strict(parser)
     parser.set_defaults(run=main)
@@ -98,8 +86,7 @@ def main(args: argparse.Namespace) -> int:
     settings, problems = read_run_settings(None, keys)
     if problems:
         raise UserError(*problems)
-    # as Megatron-LM's argparse names them
-    dropped = frozenset(name.lstrip("-").replace("-", "_") for name in args.drop)
+    dropped = frozenset(dropped_names(args.drop))
     if args.ranks is not None and not 0 < args.ranks <= MAX_RANKS:
         raise UserError.of("command.ranks", ranks=args.ranks, max_ranks=MAX_RANKS)
     if args.output is not None and args.output.exists():
@@ -107,7 +94,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         imported = import_run(items, settings, assumed, args.ranks, dropped)
     except UserError as error:
-        raise UserError(*error.problems, *_hints(error.problems)) from None
+        raise UserError(*error.problems, *_hints(error.problems, args.overrides)) from None
     tell_notes(imported.notes, args.strict)
     counts = f"{imported.read} arguments read, {imported.unused} not needed here"
     # the text alone on stdout, to be piped
@@ -120,24 +107,15 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _hints(problems: Sequence[Problem]) -> Iterator[str]:
-    """Yield the ways out of the problems of an import."""
+def _hints(problems: Sequence[Problem], sources: Sequence[str]) -> Iterator[str]:
+    """Yield the ways out of the problems of an import. sources: the words that it was given."""
+    if command := command_with_answers(sources, problems):
+        yield command
     is_open = [problem.code in NOT_FOLLOWED for problem in problems]
-    if any(map(_can_be_dropped, problems)) and not all(is_open):
+    if any(map(can_be_dropped, problems)) and not all(is_open):
         yield DROP_HINT
     if any(is_open):
         yield LOG_HINT
-
-
-def _can_be_dropped(problem: Problem) -> bool:
-    """Return True if a problem is of arguments that were given, and a run may be without one of
-    them."""
-    # before the colon stands how they were given
-    said, colon, _ = problem.partition(":")
-    if not colon or not said.startswith("--"):
-        return False
-    names = {name.replace("-", "_") for name in ARGUMENT.findall(said)}
-    return not names.issubset(NEEDED)
 
 
 def how_to_quote(argument: str) -> str:

@@ -161,6 +161,28 @@ KINDS: Mapping[str, str] = {key: kind for key, kind, *_ in _ROWS}
 """The kinds of the values of those that are read."""
 
 
+# as transformers/integrations/deepspeed.py fills them in
+AUTO: Mapping[str, str] = {
+    "train_micro_batch_size_per_gpu": "--per_device_train_batch_size",
+    "gradient_accumulation_steps": "--gradient_accumulation_steps",
+    "train_batch_size": (
+        "--per_device_train_batch_size x --gradient_accumulation_steps x the number of ranks"
+    ),
+    "gradient_clipping": "--max_grad_norm",
+    "optimizer.params.lr": "--learning_rate",
+    "optimizer.params.betas": "--adam_beta1 and --adam_beta2",
+    "optimizer.params.eps": "--adam_epsilon",
+    "optimizer.params.weight_decay": "--weight_decay",
+    "scheduler.params.warmup_max_lr": "--learning_rate",
+    "scheduler.params.warmup_num_steps": "--warmup_steps or --warmup_ratio",
+    "scheduler.params.total_num_steps": "--max_steps or --num_train_epochs",
+    "fp16.enabled": "--fp16",
+    "bf16.enabled": "--bf16",
+    "zero_optimization.reduce_bucket_size": "the hidden size, squared",
+}
+"""Where Hugging Face's Trainer takes the value of a key from that is "auto"."""
+
+
 def _refused_keys() -> Iterator[tuple[str, str, str]]:
     """Yield each key that is refused, its default as JSON, "" for none, and the way out."""
     for way_out, entries in _REFUSED.items():

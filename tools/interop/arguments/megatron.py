@@ -172,6 +172,7 @@ overlap_grad_reduce                        switch                 parallel.overl
 overlap_param_gather                       switch                 parallel.overlap
 ddp_bucket_size                            int                    parallel.bucket
 recompute_activations                      switch                 parallel.recompute
+checkpoint_activations                     switch                 parallel.recompute
 recompute_granularity                      |full|selective        parallel.recompute
 recompute_method                           |uniform|block         parallel.recompute_layers
 recompute_num_layers                       int                    parallel.recompute_layers
@@ -213,6 +214,7 @@ sgd_momentum                               number=0.9             optimizer.opti
 weight_decay                               number=0.01            optimizer.weight_decay
 clip_grad                                  number=1.0             optimizer.clip
 data_path                                  text*                  data.source data.blend
+train_data_path                            text*                  data.source data.blend
 split                                      text=969,30,1          data.held_out
 tokenizer_type                             text                   data.tokenizer
 tokenizer_model                            text                   data.tokenizer
@@ -261,10 +263,6 @@ _REFUSED: Mapping[str, str] = {
         "train.branch_from or train.init_from"
     ): "phase_transition_iterations=",
     (
-        "weights are not sharded over replicas here: --use-distributed-optimizer "
-        "(parallel.zero) shards the optimizer's state"
-    ): "use_custom_fsdp use_megatron_fsdp use_torch_fsdp2",
-    (
         "nothing is offloaded to the host here: parallel.zero, parallel.recompute and "
         "parallel.tensor lower the memory of a rank"
     ): "cpu_offloading_num_layers=0 fine_grained_activation_offloading optimizer_cpu_offload",
@@ -289,13 +287,18 @@ _REFUSED: Mapping[str, str] = {
     (
         "the learning rate is one schedule for all parameters: optimizer.groups has factors by name"
     ): """
-        decoupled_lr= decoupled_min_lr= head_lr_mult=1.0 lr_warmup_init=0.0 qk_clip
-        qk_clip_alpha=0.5 qk_clip_threshold=100
+        decoupled_lr= decoupled_min_lr= head_lr_mult=1.0
     """,
-    "there is no such quantization here: [fp8] has the recipes that there are": """
+    "the warm-up of the learning rate begins at 0 here": "lr_warmup_init=0.0",
+    "queries and keys are not clipped here: model.qk_norm bounds their scores": """
+        qk_clip qk_clip_alpha=0.5 qk_clip_threshold=100
+    """,
+    "there is no such quantization here: [fp8] and [precision] have what there is": """
         fp4_param_gather fp4_quantizer_factory= fp8_output_proj
-        fp8_quantizer_factory= kitchen_attention_backend=sdpa te_precision_config_file=
-        use_kitchen_attention
+        fp8_quantizer_factory= te_precision_config_file=
+    """,
+    "there are no kernels of Kitchen here": """
+        kitchen_attention_backend=sdpa use_kitchen_attention
     """,
     "states of Mamba-2 mixers are in FP32 here": "mamba_training_ssm_states_dtype=",
     "the loss is computed in FP32 from logits of precision.output": """
@@ -308,23 +311,37 @@ _REFUSED: Mapping[str, str] = {
     ): """
         data_parallel_random_init init_method_xavier_uniform moe_use_upcycling no_initialization
     """,
-    "training is next-token prediction with the mean over all tokens of the batch": """
+    "samples are not cut and moved to fill in the middle (FIM) here": """
         fim_data fim_eod_token=<|endoftext|> fim_fragment_rate= fim_middle_token=<fim_middle>
         fim_no_prefix= fim_pad_token=<fim_pad> fim_prefix_token=<fim_prefix> fim_rate=0.5
-        fim_split_sample= fim_spm_rate=0.5 fim_suffix_token=<fim_suffix> freeze_all_layers
+        fim_split_sample= fim_spm_rate=0.5 fim_suffix_token=<fim_suffix>
+    """,
+    "logits are neither saved nor loaded here: a model learns from its tokens alone": """
         logits_load_decode_threads=4 logits_load_dir= logits_load_ignore_errors
         logits_load_kd_loss_alpha=1.0 logits_load_msc_prefetch_depth=2
         logits_load_prefetch_factor=3 logits_save_dir= logits_save_dtype=fp16 logits_save_top_k=
-        logits_save_top_p= logits_save_top_p_min_k=1 perform_rl_step sft
-        sft_tokenizer_prompt_format=nemotron-h-aligned
+        logits_save_top_p= logits_save_top_p_min_k=1
     """,
     (
-        "data.source or data.blend name the training data, and data.held_out what is held out of it"
-    ): """
-        data_args_path= dataloader_inter_document_masking dataloader_type=single
-        iterations_to_skip* mock_data multiple_validation_sets no_data_sharding
-        per_split_data_args_path= test_data_path* train_data_path* valid_data_path*
-        validation_set_names*
+        "all tokens of the batch are predicted alike and all layers trained: no supervised "
+        "fine-tuning (SFT), no reinforcement learning (RL), no layers that freeze"
+    ): "freeze_all_layers perform_rl_step sft sft_tokenizer_prompt_format=nemotron-h-aligned",
+    (
+        "data is not made up here: give data.source=PREFIX of your tokens, or data.blend=..., "
+        "which count instead"
+    ): "mock_data",
+    (
+        "lists of data in a file are not read: give data.source=PREFIX, or data.blend=..., which "
+        "count instead"
+    ): "data_args_path= per_split_data_args_path=",
+    "the data loader here shuffles samples in each epoch, which all replicas share": """
+        dataloader_inter_document_masking dataloader_type=single no_data_sharding
+    """,
+    (
+        "no iterations are skipped: leave it out, or begin a run behind them by train.branch_from"
+    ): "iterations_to_skip*",
+    "there is one set for validation, which data.held_out takes from the training data": """
+        multiple_validation_sets validation_set_names*
     """,
     (
         "it adds tokens to the vocabulary: leave it out, and give a tokenizer.json that has "
@@ -336,9 +353,12 @@ _REFUSED: Mapping[str, str] = {
         "take it from a checkpoint"
     ): """
         ckpt_step= load_main_params_from_ckpt override_ckpt_iteration= use_checkpoint_args
-        use_checkpoint_lr_scheduler use_checkpoint_opt_param_scheduler
         use_mp_args_from_checkpoint_args
     """,
+    (
+        "the schedule of the learning rate is that of the run file, and a run that resumes goes on "
+        "with its own: leave it out if no other checkpoint is loaded"
+    ): "use_checkpoint_lr_scheduler use_checkpoint_opt_param_scheduler",
     "a run ends after train.steps; a signal stops it earlier, with its state saved": """
         skip_train
     """,
@@ -346,7 +366,7 @@ _REFUSED: Mapping[str, str] = {
         "Megatron-LM itself refuses it: use --micro-batch-size, --lr-warmup-fraction, "
         "--tensor-model-parallel-size or --recompute-granularity"
     ): """
-        batch_size= checkpoint_activations checkpoint_num_layers=1 model_parallel_size= warmup=
+        batch_size= model_parallel_size= warmup=
     """,
 }
 # Subjects that change no number of a run: what their arguments begin with, behind `no_` and
@@ -359,54 +379,54 @@ non_persistent_ null_tokenizer_ one_logger_ otel_ profile_ pytorch_profiler_ ret
 straggler_ tiktoken_ tokenizer_hf_ tp_comm_ vision_
 """
 _UNUSED = """
-activation_offload_fraction allow_ambiguous_pad_tokens apply_query_key_layer_scaling
-attention_backend attention_softmax_in_fp32 auto_detect_ckpt_format batch_invariant_backend
-batch_invariant_mode block_data_path cache_mla_latents calc_ft_timeouts calculate_per_token_loss
-chat_template check_for_large_grads check_for_spiky_loss
-check_weight_hash_across_dp_replicas_interval ckpt_assume_constant_structure ckpt_convert_format
-ckpt_convert_save ckpt_convert_update_legacy_dist_opt_format ckpt_drop_redundant_extra_state
-ckpt_format ckpt_fully_parallel_load ckpt_fully_parallel_load_exchange_algo
-ckpt_fully_parallel_load_per_rank_objects ckpt_fully_parallel_load_process_group
-ckpt_fully_parallel_save ckpt_fully_parallel_save_process_group ckpt_pg_tensors_cache_create
-ckpt_pg_tensors_cache_path classes_fraction config_logger_dir
-cpu_offloading_retain_pinned_cpu_buffers create_all_gather_group cross_entropy_fusion_impl
-cross_entropy_loss_fusion data_cache_path data_impl data_parallel_sharding_strategy
-data_per_class_fraction dataloader_defer_npy_index_mmap dataloader_fast_cache_load
-ddp_average_in_collective DDP_impl ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw
-ddp_reduce_scatter_with_fp32_accumulation decode_only_cuda_graphs decoder_seq_length
+activation_offload_fraction= allow_ambiguous_pad_tokens apply_query_key_layer_scaling
+attention_backend= attention_softmax_in_fp32 auto_detect_ckpt_format batch_invariant_backend=
+batch_invariant_mode block_data_path= cache_mla_latents calc_ft_timeouts calculate_per_token_loss
+chat_template= check_for_large_grads checkpoint_num_layers= check_for_spiky_loss
+check_weight_hash_across_dp_replicas_interval= ckpt_assume_constant_structure ckpt_convert_format=
+ckpt_convert_save= ckpt_convert_update_legacy_dist_opt_format ckpt_drop_redundant_extra_state
+ckpt_format= ckpt_fully_parallel_load ckpt_fully_parallel_load_exchange_algo=
+ckpt_fully_parallel_load_per_rank_objects ckpt_fully_parallel_load_process_group=
+ckpt_fully_parallel_save ckpt_fully_parallel_save_process_group= ckpt_pg_tensors_cache_create
+ckpt_pg_tensors_cache_path= classes_fraction= config_logger_dir=
+cpu_offloading_retain_pinned_cpu_buffers create_all_gather_group cross_entropy_fusion_impl=
+cross_entropy_loss_fusion data_cache_path= data_impl= data_parallel_sharding_strategy=
+data_per_class_fraction= dataloader_defer_npy_index_mmap dataloader_fast_cache_load
+ddp_average_in_collective DDP_impl= ddp_num_buckets= ddp_pad_buckets_for_high_nccl_busbw
+ddp_reduce_scatter_with_fp32_accumulation decode_only_cuda_graphs decoder_seq_length=
 defer_embedding_wgrad_compute delay_offload_until_cuda_graph delay_param_gather
-delay_wgrad_compute delta_offload_bytes_across_pp_ranks
-disable_bf16_reduced_precision_matmul disable_chunked_prefill disable_gloo_process_groups
-disable_jit_fuser disable_mamba_mem_eff_path disable_msc disable_symmetric_registration
-distrib_optim_fully_reshardable_mem_efficient distribute_checkpointed_activations
-distribute_saved_activations distributed_backend distributed_timeout_minutes
-distributed_timeout_seconds_after_init dump_param_to_param_group_map embedding_path
-empty_unused_memory_level enable_chunked_prefill enable_cuda_graph enable_experimental
-enable_ft_package enable_full_sharding_in_hsdp enable_msc ep_overlap_early_attn_memory_release
-eval_global_batch_size eval_micro_batch_size evidence_data_path exit_duration_in_mins
-exit_interval exit_on_missing_checkpoint exit_signal external_cuda_graph fake_process_group
-fine_grained_offloading_max_inflight_offloads flash_attention_version flash_decode fp8_interval
-ft_num_warmup_iters full_validation fused_residual_rmsnorm gpu_sniff_test_interval
-high_priority_a2a_comm_stream high_priority_stream_groups img_dim img_h img_w indexer_batch_size
-indexer_log_interval init_model_with_meta_device iter_per_epoch keep_fp8_transpose_cache
-keep_fp8_transpose_cache_when_using_custom_fsdp lazy_mpu_init legacy_tokenizer
-local_rank log_batch_size_to_tensorboard log_device_memory_used log_energy
-log_max_attention_logit log_memory_interval log_memory_to_tensorboard log_num_zeros_in_grad
-log_params_norm log_progress log_straggler log_throughput log_timers_to_tensorboard
-log_validation_ppl_to_tensorboard log_world_size_to_tensorboard logging_level
-make_vocab_size_divisible_by manual_gc manual_gc_interval mask_factor mask_prob mask_type
-max_seqlen_per_dp_cp_rank max_tokens_to_oom memory_snapshot_path merge_file
-microbatch_group_size_per_virtual_pipeline_stage mid_level_dataset_surplus
-min_offloaded_tensor_size mla_down_proj_fusion mlp_chunks_for_prefill mlp_chunks_for_training
-mmap_warmup moe_combine_bwd_dtype moe_deepep_num_sms moe_dispatch_fwd_dtype moe_enable_deepep
-moe_extended_tp moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms moe_layer_recompute
-moe_mlp_glu_interleave_size moe_ncclep_zero_copy moe_pad_experts_for_cuda_graph_inference
-moe_per_layer_logging moe_permute_fusion moe_permute_fusion_into_hybridep moe_router_dtype
+delay_wgrad_compute delta_offload_bytes_across_pp_ranks= disable_bf16_reduced_precision_matmul
+disable_chunked_prefill disable_gloo_process_groups disable_jit_fuser disable_mamba_mem_eff_path
+disable_msc disable_symmetric_registration distrib_optim_fully_reshardable_mem_efficient
+distribute_checkpointed_activations distribute_saved_activations distributed_backend=
+distributed_timeout_minutes= distributed_timeout_seconds_after_init=
+dump_param_to_param_group_map= embedding_path= empty_unused_memory_level= enable_chunked_prefill
+enable_cuda_graph enable_experimental enable_ft_package enable_full_sharding_in_hsdp enable_msc
+ep_overlap_early_attn_memory_release eval_global_batch_size= eval_micro_batch_size=
+evidence_data_path= exit_duration_in_mins= exit_interval= exit_on_missing_checkpoint exit_signal=
+external_cuda_graph fake_process_group fine_grained_offloading_max_inflight_offloads=
+flash_attention_version= flash_decode fp8_interval= ft_num_warmup_iters= full_validation
+fused_residual_rmsnorm gpu_sniff_test_interval= high_priority_a2a_comm_stream
+high_priority_stream_groups* img_dim= img_h= img_w= indexer_batch_size= indexer_log_interval=
+init_model_with_meta_device iter_per_epoch= keep_fp8_transpose_cache
+keep_fp8_transpose_cache_when_using_custom_fsdp lazy_mpu_init legacy_tokenizer local_rank=
+log_batch_size_to_tensorboard log_device_memory_used log_energy log_max_attention_logit
+log_memory_interval= log_memory_to_tensorboard log_num_zeros_in_grad log_params_norm log_progress
+log_straggler log_throughput log_timers_to_tensorboard log_validation_ppl_to_tensorboard
+log_world_size_to_tensorboard logging_level= make_vocab_size_divisible_by= manual_gc
+manual_gc_interval= mask_factor= mask_prob= mask_type= max_seqlen_per_dp_cp_rank=
+max_tokens_to_oom= memory_snapshot_path= merge_file=
+microbatch_group_size_per_virtual_pipeline_stage= mid_level_dataset_surplus=
+min_offloaded_tensor_size= mla_down_proj_fusion mlp_chunks_for_prefill= mlp_chunks_for_training=
+mmap_warmup moe_combine_bwd_dtype= moe_deepep_num_sms= moe_dispatch_fwd_dtype= moe_enable_deepep
+moe_extended_tp moe_flex_dispatcher_backend= moe_flex_dispatcher_num_sms= moe_layer_recompute
+moe_mlp_glu_interleave_size= moe_ncclep_zero_copy moe_pad_experts_for_cuda_graph_inference
+moe_per_layer_logging moe_permute_fusion moe_permute_fusion_into_hybridep moe_router_dtype=
 moe_router_fusion moe_router_padding_for_fp8 moe_router_padding_for_quantization
-moe_shared_expert_glu_interleave_size moe_shared_expert_overlap moe_single_grouped_bias
-moe_single_grouped_weight moe_token_dispatcher_type moe_token_drop_policy
-moe_upcycling_granularity moe_use_grouped_tensor moe_use_legacy_grouped_gemm mrope_section
-nccl_all_reduce_for_prefill nccl_communicator_config_path no_align_grad_reduce
+moe_shared_expert_glu_interleave_size= moe_shared_expert_overlap moe_single_grouped_bias
+moe_single_grouped_weight moe_token_dispatcher_type= moe_token_drop_policy=
+moe_upcycling_granularity= moe_use_grouped_tensor moe_use_legacy_grouped_gemm mrope_section*
+nccl_all_reduce_for_prefill nccl_communicator_config_path= no_align_grad_reduce
 no_align_param_gather no_barrier_with_level_1_timing no_bias_dropout_fusion no_bias_swiglu_fusion
 no_ckpt_fully_parallel_save no_ckpt_load_validate_sharding_integrity
 no_clone_scatter_output_in_embedding no_create_attention_mask_in_dataloader no_delay_grad_reduce
@@ -417,30 +437,42 @@ no_pad_vocab_size no_persist_layer_norm no_pin_cpu_grads no_pin_cpu_params
 no_query_key_layer_scaling no_rope_fusion no_save_optim no_save_rng no_save_tokenizer_assets
 no_scatter_gather_tensors_in_pipeline no_strict_fsdp_dtensor_load
 no_tokenizer_sentencepiece_ignore_extra_whitespaces no_use_layer_wise_param_layout
-no_use_tokenizer_model_from_checkpoint_args num_channels num_classes num_dataset_builder_threads
-num_speculative_tokens num_workers nvtx_ranges object_storage_cache_path offload_modules
-optimizer_cuda_graph optimizer_offload_fraction outer_dp_sharding_strategy output_bert_embeddings
-overlap_cpu_optimizer_d2h_h2d overlap_dispatch_backward_with_experts_wgrad
-overlap_moe_expert_parallel_comm overlap_p2p_communication_warmup_flush
-overlap_param_gather_with_optimizer_step override_lr_scheduler override_opt_param_scheduler
-patch_dim per_dataset_sequences_path pipeline_model_parallel_comm_backend profile
-query_in_block_prob record_memory_history record_shapes refit_method
-relative_attention_max_distance relative_attention_num_buckets replication replication_factor
-replication_jump rerun_mode result_rejected_tracker_filename reuse_grad_buf_for_mxfp8_param_ag
-run_workload_inspector_server s3_cache_path sample_rate save_activations_interval
-save_dgrads_interval save_params_interval save_tokens_per_expert_interval
-save_wgrads_interval sharp_enabled_group short_seq_prob start_eval_at_iter
-suggested_communication_unit_size swin_backbone_type symmetric_ar_type te_rng_tracker
-tensorboard_log_interval tensorboard_queue_size test_mode timing_log_level timing_log_option
-titles_data_path tokenizer_metadata tokenizer_sentencepiece_legacy
-torch_fsdp2_no_reshard_after_forward train_sync_interval transformer_impl trust_remote_code
+no_use_tokenizer_model_from_checkpoint_args num_channels= num_classes=
+num_dataset_builder_threads= num_speculative_tokens= num_workers= nvtx_ranges
+object_storage_cache_path= offload_modules* optimizer_cuda_graph optimizer_offload_fraction=
+outer_dp_sharding_strategy= output_bert_embeddings overlap_cpu_optimizer_d2h_h2d
+overlap_dispatch_backward_with_experts_wgrad overlap_moe_expert_parallel_comm
+overlap_p2p_communication_warmup_flush overlap_param_gather_with_optimizer_step
+override_lr_scheduler override_opt_param_scheduler patch_dim= per_dataset_sequences_path=
+pipeline_model_parallel_comm_backend= profile query_in_block_prob= record_memory_history
+record_shapes refit_method= relative_attention_max_distance= relative_attention_num_buckets=
+replication replication_factor= replication_jump= rerun_mode= result_rejected_tracker_filename=
+reuse_grad_buf_for_mxfp8_param_ag run_workload_inspector_server s3_cache_path= sample_rate=
+save_activations_interval= save_dgrads_interval= save_params_interval=
+save_tokens_per_expert_interval= save_wgrads_interval= sharp_enabled_group= short_seq_prob=
+start_eval_at_iter= suggested_communication_unit_size= swin_backbone_type= symmetric_ar_type=
+te_rng_tracker tensorboard_log_interval= tensorboard_queue_size= test_mode timing_log_level=
+timing_log_option= titles_data_path= tokenizer_metadata= tokenizer_sentencepiece_legacy
+torch_fsdp2_no_reshard_after_forward train_sync_interval= transformer_impl= trust_remote_code
+test_data_path* valid_data_path* use_custom_fsdp use_megatron_fsdp use_torch_fsdp2
 use_contiguous_buffers_in_ddp use_cpu_initialization use_dist_ckpt use_flash_attn
 use_fused_weighted_squared_relu use_gigatoken use_grouped_gemm_for_dense_mlp
 use_grouped_gemm_for_shared_expert use_legacy_static_engine use_mcore_models use_nccl_ub
 use_one_sent_docs use_persistent_ckpt_worker use_pytorch_profiler use_ring_exchange_p2p
 use_same_sampling_seed_across_dp_ranks use_sharp use_torch_optimizer_for_cpu_offload
-use_tp_pp_dp_mapping use_transformer_engine_op_fuser verify_integrity vocab_file wandb_entity
-wandb_exp_name wandb_save_dir wgrad_deferral_limit
+use_tp_pp_dp_mapping use_transformer_engine_op_fuser verify_integrity vocab_file= wandb_entity=
+wandb_exp_name= wandb_save_dir= wgrad_deferral_limit=
+"""
+
+# Arguments of other programs that go on from Megatron-LM: names that it does not have, and that
+# change no number of a run either.
+_OF_OTHERS = """
+abort_on_unmet_fused_kernel_constraints activations_checkpoint_granularity=
+activations_checkpoint_method= activations_checkpoint_num_layers= codecarbon_dir=
+kill_switch_path= pad_vocab_size_to= pp_partition_method= structured_logs structured_logs_dir=
+tokenizer_file= tokenizer_name_or_path= train_weighted_split_paths_path=
+use_fused_rmsnorm use_fused_rotary_pos_emb use_fused_swiglu use_mpi
+valid_num_workers= valid_weighted_split_paths_path= wandb_entity_name= wandb_project_name=
 """
 
 _SIGNS: Mapping[str, Form] = {"": "flag", "=": "value", "*": "values"}
@@ -527,12 +559,17 @@ ANOTHER_MODEL = frozenset(name for name, _, _ in _shapes(_ANOTHER_MODEL))
 """Those of the refused arguments that make another model of a checkpoint."""
 UNUSED_SUBJECTS = tuple(_SUBJECTS.split())
 """What the names of arguments begin with that are not used here, whatever follows."""
-UNUSED = frozenset(_UNUSED.split())
-"""Further arguments that are not used here, for they change no number of a run."""
+UNUSED_FORMS: Mapping[str, Form] = {name: form for name, form, _ in _shapes(_UNUSED)}
+"""The forms of further arguments that are not used here, for they change no number of a run."""
+UNUSED = frozenset(UNUSED_FORMS)
+OF_OTHERS: Mapping[str, Form] = {name: form for name, form, _ in _shapes(_OF_OTHERS)}
+"""The forms of arguments of programs that go on from Megatron-LM, which are not used here."""
 
 
 def is_unused(name: str) -> bool:
     """Return True for an argument that is not used here."""
+    if name in OF_OTHERS:
+        return True
     subject = name.removeprefix("no_").removeprefix("disable_")
     other_name = name.replace("disable_", "no_", 1)
     return subject.startswith(UNUSED_SUBJECTS) or name in UNUSED or other_name in UNUSED

@@ -18,9 +18,11 @@ from tools.convert.megatron.kinds import COUNT, NUMBER, SIZE
 from tools.interop.arguments.megatron import (
     DEFAULTS,
     NUMBERS,
+    OF_OTHERS,
     READ,
     REFUSED,
     UNUSED,
+    UNUSED_FORMS,
     Argument,
     form_of,
     is_unused,
@@ -65,6 +67,22 @@ def _typed_names() -> dict[str, str]:
 
 
 TYPED = _typed_names()
+# arguments whose value may be left open: it names a place, or only whether there is one counts
+PLACES = ("save", "load")
+SWITCHES = ("tensorboard_dir", "wandb_project")
+SEVERAL_PATHS = (
+    "several of its paths are not known: data.source=PREFIX of your tokens, or data.blend=..., "
+    "counts instead"
+)
+# arguments of data, and keys that count instead of them
+DATA_ARGUMENTS = (
+    "data_path",
+    "train_data_path",
+    "mock_data",
+    "data_args_path",
+    "per_split_data_args_path",
+)
+KEYS_OF_DATA = ("data.source", "data.blend")
 
 
 @dataclass
@@ -75,7 +93,8 @@ class Arguments:
     said: how each of these was given, and place where. unused: arguments that are not used here, as
         they were given.
     dropped: names that are left out because the user says so. left_out: those that were found, as
-        they were given. draft: of the run file that they become.
+        they were given. open_places: folders whose names are not known. draft: of the run file that
+        they become.
     """
 
     dropped: frozenset[str] = frozenset()
@@ -85,6 +104,7 @@ class Arguments:
     place: dict[str, str] = field(default_factory=dict)
     unused: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    open_places: dict[str, Word] = field(default_factory=dict)
 
     def get(self, name: str) -> Any:
         """Return the value of an argument, or Megatron-LM's default."""
@@ -128,10 +148,18 @@ class Arguments:
         row = READ.get(name)
         if name in self.dropped:
             self.left_out[name] = said
-        elif unknown:
-            self.add_problem(said, place, unknown[0])
         elif is_unused(name):
             self.unused[name] = said
+        elif self._is_answered(name):
+            self.unused[name] = f"{said} (a key beside it counts)"
+        elif unknown and name in PLACES:
+            self.open_places[name] = words[0]
+            self.said[name] = said
+            self.place[name] = place
+        elif unknown and name not in SWITCHES:
+            names = {why.fields.get("name", why) for why in unknown}
+            several = name in DATA_ARGUMENTS and len(names) > 1
+            self.add_problem(said, place, SEVERAL_PATHS if several else unknown[0])
         elif row is None:
             refused = REFUSED[name]
             if not _is_permitted(refused.permitted, texts):
@@ -142,6 +170,10 @@ class Arguments:
             self.values[row.kept] = _value_of(row, texts)
             self.said[row.kept] = said
             self.place[row.kept] = place
+
+    def _is_answered(self, name: str) -> bool:
+        """Return True if the user gives a key that counts instead of an argument."""
+        return name in DATA_ARGUMENTS and any(key in self.draft.settled for key in KEYS_OF_DATA)
 
 
 def _value_of(row: Argument, texts: Sequence[str]) -> Any:
@@ -193,12 +225,18 @@ def _read_option(word: Word, following: Sequence[Word], arguments: Arguments) ->
         arguments.take(name, [value], word.text, word.place)
         return 0
     values = _values_of(name, following)
+    strays = list(takewhile(_is_known_word, following[len(values) :]))
+    texts = [given.text for given in (word, *values)]
+    said = " ".join(texts)
     if form == "value" and not values:
         arguments.add_problem(word.text, word.place, "a value must follow")
+    elif strays and name not in arguments.dropped:
+        more = " ".join(stray.text for stray in strays)
+        takes = "one value" if form == "value" else "no value"
+        arguments.add_problem(f"{said} {more}", word.place, f"the argument takes {takes}")
     else:
-        texts = [given.text for given in (word, *values)]
-        arguments.take(name, values, " ".join(texts), word.place)
-    return len(values)
+        arguments.take(name, values, said, word.place)
+    return len(values) + len(strays)
 
 
 def _values_of(name: str, following: Sequence[Word]) -> Sequence[Word]:
@@ -209,7 +247,9 @@ def _values_of(name: str, following: Sequence[Word]) -> Sequence[Word]:
     if form == "value":
         return following[:1]
     if is_unused(name):  # it may be a flag, and an unknown word further arguments
-        return list(takewhile(_is_known_word, following))
+        form = UNUSED_FORMS.get(name) or OF_OTHERS.get(name)
+        num_sure = 1 if form == "value" else 0
+        return [*following[:num_sure], *takewhile(_is_known_word, following[num_sure:])]
     return following
 
 
@@ -234,8 +274,11 @@ def read_table(table: Mapping[str, Any], arguments: Arguments, place: str) -> No
         form = form_of(name)
         words = [Word(option(name), place)]
         switch = FLAGS.get(str(value).lower())
-        is_off = is_unused(name) and switch is False
+        is_off = (form is None or is_unused(name)) and switch is False
         if value in NOT_GIVEN or is_off:
+            continue
+        if form is None and switch is not None and is_unused(f"no_{name}"):
+            arguments.unused[name] = f"{option(name)} {value}"  # what --no-NAME turns off
             continue
         if form == "flag" and switch is None:
             arguments.add_problem(f"{key} = {value!r}", place, "is a flag: true or false")

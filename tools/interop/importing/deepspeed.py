@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from megaprec.errors import did_you_mean
 from tools.console.units import counted
 from tools.interop.arguments.deepspeed import (
+    AUTO,
     KINDS,
     PERMITTED,
     READ,
@@ -75,7 +76,8 @@ class Config:
             self.draft.put(key, value, origin)
             return
         before = self.draft.keys[key]
-        if origin not in ASSUMED and before.value != value and self.draft.needs(key):
+        is_contrary = origin not in ASSUMED and before.value != value and self.draft.needs(key)
+        if is_contrary and not key.startswith(("log.", "parallel.overlap", "parallel.bucket")):
             said = f"{before.origin} says {before.value}, but {origin} says {value}"
             self.draft.problems.append(f"{key}: {said}: keep one of them")
 
@@ -131,8 +133,10 @@ def _problem(path: str, value: Any, draft: Draft) -> str:
 def _problem_of_value(path: str, value: Any, draft: Draft) -> str:
     keys = READ[path]
     if value == "auto":
-        is_settled = any(key in draft.settled for key in keys)
-        return "" if is_settled else f"what it will be is not known: give {keys[0]}=... beside"
+        if any(key in draft.settled for key in keys):
+            return ""
+        filled = f", what Hugging Face's Trainer makes of {AUTO[path]}" if path in AUTO else ""
+        return f"what it will be is not known{filled}: give {keys[0]}=... beside"
     name, kind = TYPES[KINDS[path]]
     is_flag = isinstance(value, bool)
     if value is not None and (not isinstance(value, kind) or (is_flag and kind is not bool)):

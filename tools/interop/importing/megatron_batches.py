@@ -101,7 +101,7 @@ def _steps_of_ramp(arguments: Arguments, samples: int) -> int:
 
 def _add_constant(arguments: Arguments, data: int | None) -> None:
     draft = arguments.draft
-    micro = arguments.get("micro_batch_size")
+    micro = draft.value("train.micro_batch", arguments.get("micro_batch_size"))
     if arguments.has("global_batch_size"):
         _put(arguments, ((0, arguments.get("global_batch_size")),), data, "global_batch_size")
     elif not draft.needs("train.global_batch"):
@@ -112,7 +112,7 @@ def _add_constant(arguments: Arguments, data: int | None) -> None:
     else:
         draft.missing.append(
             "--global-batch-size is missing, and without it the batch depends on the number of "
-            "ranks: give it, or --ranks N"
+            "ranks: give it, or --ranks N beside --micro-batch-size"
         )
 
 

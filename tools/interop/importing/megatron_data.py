@@ -8,6 +8,9 @@ from tools.interop.importing.arguments import Arguments
 
 SENTENCEPIECE = ("GPTSentencePieceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer")
 SIZES_OF_VOCABULARY = ("vocab_size", "padded_vocab_size")
+GPT2_NAME = "gpt2-vocab.json"
+GPT2_FILE = re.compile(r"[ =/]gpt2-vocab\.json$")
+GPT2_VOCABULARY = 50257  # tokens
 SHARE = re.compile(r"\d+\.?\d*|\.\d+")  # of --split
 SHARES = 3
 MASKS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
@@ -18,7 +21,10 @@ def add_data(arguments: Arguments) -> None:
     """Add [data]."""
     draft = arguments.draft
     _add_paths(arguments)
-    _add_split(arguments)
+    if arguments.has("train_data_path"):  # all of it is for training
+        arguments.put("data.held_out", 0.0, "train_data_path")
+    else:
+        _add_split(arguments)
     for name in filter(arguments.get, MASKS):
         arguments.copy(f"data.{name}", name)
     if arguments.get("eod_mask_loss") and "calculate_per_token_loss" not in arguments.unused:
@@ -51,8 +57,8 @@ def _add_split(arguments: Arguments) -> None:
 
 def _add_paths(arguments: Arguments) -> None:
     draft = arguments.draft
-    paths = arguments.get("data_path")
-    origin = arguments.origin("data_path")
+    paths = arguments.get("data_path") or arguments.get("train_data_path")
+    origin = arguments.origin("data_path", "train_data_path")
     is_needed = draft.needs("data.source") and draft.needs("data.blend")
     if not paths:
         if is_needed:
@@ -71,7 +77,7 @@ def _add_paths(arguments: Arguments) -> None:
         draft.put("data.blend", blend, origin)
     elif is_needed:
         why = "give the weight of each data set before its path (data.blend)"
-        arguments.refuse(why, "data_path")
+        arguments.refuse(why, *filter(arguments.has, ("data_path", "train_data_path")))
 
 
 def _weight(text: str) -> float | None:
@@ -123,11 +129,19 @@ def _add_vocabulary(arguments: Arguments, kind: str | None) -> None:
             "NullTokenizer: Megatron-LM adds a token up to core_v0.16; for newer ones give "
             f"model.vocab={size}"
         )
+    elif not size and _is_gpt2s(arguments, kind):
+        origin = arguments.origin("tokenizer_type")
+        draft.put("model.vocab", GPT2_VOCABULARY, arguments.unused.get("vocab_file", origin))
+        draft.notes.append(
+            f"model.vocab = {GPT2_VOCABULARY}: the number of tokens in GPT-2's {GPT2_NAME}, which "
+            "is not read; model.vocab=N gives another"
+        )
     elif any(map(arguments.get, SIZES_OF_VOCABULARY)):
         if kind is not None:
             draft.notes.append(f"{said}: no tokenizer is read; token files need model.vocab alone")
     else:
         missing = "the size of the vocabulary is not in the arguments"
+        missing += " (--vocab-size)"
         what = missing if is_readable else f"{said}: there is no such tokenizer here"
         draft.missing.append(
             f"{what}: give data.tokenizer=FILE (a SentencePiece .model or a Hugging Face "
@@ -136,13 +150,21 @@ def _add_vocabulary(arguments: Arguments, kind: str | None) -> None:
         )
 
 
+def _is_gpt2s(arguments: Arguments, kind: str | None) -> bool:
+    """Return True for the vocabulary of GPT-2, by the tokenizer or by the name of its file."""
+    has_size = arguments.has("padded_vocab_size")
+    is_named = GPT2_FILE.search(arguments.unused.get("vocab_file", "")) is not None
+    return not has_size and (kind == "GPT2BPETokenizer" or is_named)
+
+
 def add_run(arguments: Arguments) -> None:
     """Add evaluation, folder, checkpoints and log lines."""
     draft = arguments.draft
     every = arguments.get("eval_interval")
     steps = draft.value("train.steps") or math.inf
     origin = arguments.origin("eval_interval")
-    if not (arguments.get("eval_iters") and draft.value("data.held_out")):
+    # Megatron-LM evaluates if there are more than 0
+    if not (arguments.get("eval_iters") > 0 and draft.value("data.held_out")):
         arguments.put("train.eval_every", 0, "eval_interval", "eval_iters")
     else:
         if every > steps:
@@ -156,6 +178,13 @@ def add_run(arguments: Arguments) -> None:
         arguments.copy("train.folder", "save")
         every = arguments.get("save_interval") or 0
         arguments.put("checkpoint.every", every, "save_interval")
+        _add_keeping(arguments)
+    elif "save" in arguments.open_places:
+        draft.notes.append(
+            f"{arguments.origin('save')}: this folder is not known, so it is that of megaprec: "
+            "train.folder=FOLDER gives another"
+        )
+        arguments.put("checkpoint.every", arguments.get("save_interval") or 0, "save_interval")
         _add_keeping(arguments)
     else:
         draft.notes.append("--save is not given: the run saves at its end only, in train.folder")
@@ -180,12 +209,34 @@ def _add_keeping(arguments: Arguments) -> None:
         arguments.put("checkpoint.keep_every", interval, name)
 
 
+def _resumes_from_open_place(arguments: Arguments) -> bool:
+    """Note that a run resumes from its own folder, or add the problem of another that is not known.
+    Returns False if other weights are given too."""
+    places = arguments.open_places
+    place = places["load"]
+    saved = places.get("save")
+    if arguments.get("pretrained_checkpoint") and not saved:
+        return False
+    draft = arguments.draft
+    if not (draft.needs("train.init_from") and draft.needs("train.branch_from")):
+        return True
+    if saved and saved.text == place.text:
+        draft.notes.append(
+            f"{arguments.origin('load')}: a run resumes from its own newest checkpoint"
+        )
+    elif place.unknown:
+        arguments.refuse(place.unknown, "load")
+    return True
+
+
 def _add_load(arguments: Arguments) -> None:
     """Add the checkpoint that the first weights, or the whole state, come from."""
     draft = arguments.draft
     pretrained = arguments.get("pretrained_checkpoint")
     load = arguments.get("load")
     path = pretrained or load
+    if "load" in arguments.open_places and _resumes_from_open_place(arguments):
+        return
     weights_only = arguments.get("finetune") or arguments.get("no_load_optim")
     is_open = draft.needs("train.init_from") and draft.needs("train.branch_from")
     if not path or not is_open:

@@ -89,11 +89,13 @@ def _add_experts(arguments: Arguments, ranks: int | None, data: int, tensor: int
         return
     misfit = describe_misfit(data, tensor, expert, in_slices)
     if misfit and not ranks and "parallel.data" not in draft.settled:
-        draft.notes.append(
-            f"{origin}: left out, because the arguments do not say how many ranks there are; "
-            "--ranks N does"
+        arguments.refuse(
+            "the ranks of experts depend on how many ranks there are, which is not known: give "
+            "--ranks N",
+            *filter(arguments.has, EXPERT_AXES),
         )
     elif misfit:
+        misfit = misfit.within(after="; --ranks N says how many ranks there are")
         arguments.refuse(misfit, *filter(arguments.has, EXPERT_AXES))
     else:
         arguments.put("parallel.expert", expert, EXPERT_AXES[0])
@@ -194,9 +196,13 @@ def _add_recompute(arguments: Arguments) -> None:
     draft = arguments.draft
     is_selective = arguments.get("recompute_activations")
     kind = "selective" if is_selective else arguments.get("recompute_granularity")
+    if arguments.get("checkpoint_activations"):
+        kind = "full"
     if kind is None:
         return
-    origin = arguments.origin("recompute_activations", "recompute_granularity")
+    origin = arguments.origin(
+        "recompute_activations", "recompute_granularity", "checkpoint_activations"
+    )
     draft.put("parallel.recompute", kind, origin)
     name = "recompute_num_layers"
     layers = arguments.get(name) or 1
@@ -221,5 +227,12 @@ def _add_modules(arguments: Arguments) -> None:
         ours = [MODULES[module] for module in modules]
         arguments.put("parallel.recompute_modules", ours, name)
     elif draft.needs("parallel.recompute_modules"):
-        there = ", ".join(MODULES)
-        arguments.refuse(f"there is no recompute of {', '.join(unknown)} here: of {there}", name)
+        ours = [MODULES[module] for module in modules if module in MODULES]
+        if ours:
+            arguments.put("parallel.recompute_modules", ours, name)
+        else:
+            del draft.keys["parallel.recompute"]
+        draft.notes.append(
+            f"{arguments.origin(name)}: {', '.join(unknown)} are kept here, not recomputed; the "
+            "results are the same, the memory is not (parallel.recompute=full needs least)"
+        )

@@ -99,7 +99,9 @@ def _require(arguments: Arguments, key: str, *names: str) -> None:
         arguments.copy(key, names[0])
     elif draft.needs(key):
         options = " or ".join(map(option, names))
-        draft.missing.append(f"{options} is missing, which Megatron-LM needs")
+        draft.missing.append(
+            f"{options} is missing, which Megatron-LM needs: {key}=N beside gives it"
+        )
 
 
 def _add_steps(arguments: Arguments) -> None:

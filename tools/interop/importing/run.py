@@ -4,7 +4,7 @@ train` checks it."""
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,12 @@ from tools.interop.importing.megatron_training import (
 from tools.interop.importing.sources import Sources, read_sources
 
 OURS = "megaprec's default"
+OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+# refused arguments that would say what another lacks
+INSTEAD = {
+    "--data-path": ("--mock-data", "--train-data-path", "--data-args-path"),
+    "--vocab-size": ("--tokenizer-model", "--padded-vocab-size"),
+}
 KEY = re.compile(r"\w+\.\w+")
 # keys that change no number of the training
 WITHOUT_NUMBERS = (
@@ -91,12 +97,28 @@ def import_run(
         _add_defaults(draft)
     _note_defaults(draft)
     notes = list(dict.fromkeys([*sources.notes, *draft.notes]))
-    # what is missing may stand in an argument that is refused
-    if problems := draft.problems or draft.missing:
+    if problems := [*draft.problems, *_surely_missing(draft)]:
         raise UserError(*dict.fromkeys(problems))
     text = draft.text(notes, [*unused.values()], " and ".join(sources.names))
     _check(draft, text, sources)
     return Imported(text, tuple(notes), read, len(unused))
+
+
+def _surely_missing(draft: Draft) -> Iterator[str]:
+    """Yield what is missing, unless it may stand in an argument that is refused or in a word that
+    is not known."""
+    refused = set[str]()
+    for problem in draft.problems:
+        said, _, _ = problem.partition(":")
+        names = OPTION.findall(said)
+        if not names and not said.startswith("--"):
+            return
+        refused.update(names)
+    for problem in draft.missing:
+        named = {*OPTION.findall(problem)}
+        needed = {other for name in named for other in (name, *INSTEAD.get(name, ()))}
+        if not needed & refused:
+            yield problem
 
 
 def _add_defaults(draft: Draft) -> None:

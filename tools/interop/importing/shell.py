@@ -1,98 +1,56 @@
 """The command line of a launch script, which is read and never run.
 
-Few forms are followed: `NAME=value`, `NAME=(...)`, `+=`, `export`, `source` of a file beside the
-script, and one command that runs a .py program with arguments. A name that stands in any other line
-may have been set there, so no value of it can be trusted, whatever sets it later. An argument that
-needs one is refused with the line, and `--assume NAME=VALUE` gives it.
+Followed are assignments, defaults, arithmetic, conditions of what is known, `source` of a file
+beside the script, commands in strings (`eval`, `bash -c`), and one command that runs a .py program
+with arguments. A name that stands in any other line may have been set there, so no value of it can
+be trusted, whatever sets it later. An argument that needs one is refused with the line, and
+`--assume NAME=VALUE` gives it.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from megaprec.errors import Problem, UserError
+from megaprec.errors import UserError
 from megaprec.parsing import read_text
+from tools.interop.importing.shell_blocks import Block, branches_of, split_line
+from tools.interop.importing.shell_ranks import ranks_of, slurm_sizes
+from tools.interop.importing.shell_sums import holds
+from tools.interop.importing.shell_tokens import (
+    ASSIGNMENT,
+    ODDITIES,
+    SETS_ANY,
+    Token,
+    commands_of,
+    read_lines,
+    written_of,
+)
+from tools.interop.importing.shell_variables import HOLE, HOLE_SIGNS, WITH_DEFAULT, Variables, Word
 
-NAME = r"\$(?: [A-Za-z_]\w*+ | [0-9@*\#?$!-] | \{ \w++ (?:\[[@*]\])? \} )"
-# What a shell would run or change is not followed, so only its end counts.
-_RUN = r"""[^()"'`<] | <(?!<-?[ \t]*['"\\]?[A-Za-z_]) | '[^']*' | "[^"()`]*" """
-_RUN = rf"{_RUN} | \( (?:{_RUN})*+ \)"
-ODD = rf"""
-    \$\( (?: {_RUN} | \( (?:{_RUN})*+ \) )*+ \)
-    | \$\{{ (?: [^{{}}"'`] | '[^']*' | "[^"{{}}`]*" )*+ \}} | `[^`]*`"""
-# What a word is made of.
-PIECE = rf"""
-    (?P<name> {NAME} )
-    | (?P<odd> {ODD} | \{{ )
-    | '(?P<single> [^']* )'
-    | "(?P<double> (?: [^"\\`$] | \\. | {NAME} | {ODD} | \$(?![\w({{]) )*+ )"
-    | \\\n
-    | \\(?P<escape> . )
-    | (?P<text> [^\s;&|()<>'"`\\${{]++ )"""
-ITEM = re.sub(r"\?P<\w+>", "?:", f"(?: {PIECE} )++")
-# What a script is made of. An operator goes on in the next line, a here-document has its end; a
-# string with quotes within quotes is torn.
-TOKEN = re.compile(
-    rf"""
-    (?P<blank> (?: [ \t\r] | \\\n )++ | \#[^\n]* )
-    | (?P<newline> \n )
-    | (?P<document> <<-?(?!<) [ \t]* ['"\\]? (?P<marker> [A-Za-z_]\w* ) .*? \n\t*(?P=marker)(?=\n) )
-    | (?P<redirect> (?: &>>? | \d*(?: >>?[&|]? | <<< | <[&>]?(?!<) ) ) [ \t]* (?: {ITEM} )? )
-    | (?P<operator> (?: && | \|\| | \|&? ) (?: \s | \#[^\n]* )*+ | ;;&? | ;& | & )
-    | (?P<end> ; )
-    | (?P<array> [A-Za-z_]\w*\+?=\( (?: \s | \#[^\n]* | {ITEM} )*+ \) )
-    | (?P<word> {ITEM} )
-    | (?P<torn> "(?:[^"\\]|\\.)*+" )
-    | (?P<other> . )
-    """,
-    re.VERBOSE | re.DOTALL,
-)
-ITEMS = re.compile(rf"\#[^\n]* | {ITEM}", re.VERBOSE | re.DOTALL)
-PIECES = re.compile(PIECE, re.VERBOSE | re.DOTALL)
-QUOTED = re.compile(
-    rf"""(?P<name> {NAME} ) | (?P<odd> {ODD} ) | \\\n | \\(?P<escape> [$`"\\] )""",
-    re.VERBOSE | re.DOTALL,
-)
-ODDITIES = re.compile(ODD, re.VERBOSE | re.DOTALL)
-ASSIGNMENT = re.compile(r"(?!IFS\+?=)([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-WHOLE = re.compile(
-    r'\$(?P<bare>[A-Za-z_]\w*)|(?P<quote>"?)\$\{(?P<name>\w+)(?P<all>\[@\])?\}(?P=quote)'
-)
-# What names a variable without setting it: $NAME, and arithmetic that assigns nothing.
-_SUM = r"[\w\s$*/%(){}] | \+(?!\+) | -(?!-)"
-HARMLESS = re.compile(rf"{NAME} | \$\(\( (?:{_SUM})*? \)\)", re.VERBOSE)
-# Commands that may set any variable: its name is in a text that is not known.
-_DECLARES = (
-    r"export|declare|typeset|local|readonly|read|mapfile|readarray|unset|getopts|printf\s+-v"
-)
-SETS_ANY = re.compile(
-    rf"(?<![\w./-])(?:eval\s|source\s|\.\s|(?:{_DECLARES})(?:\s+-\w+)*\s+[\"']?[$`])"
+# of examples, as NAME=<Specify path>
+PLACEHOLDER = re.compile(
+    r"^([ \t]*(?:export[ \t]+)?[A-Za-z_]\w*=)(<[^<>\n\"$`]+>[\w./-]*)", re.MULTILINE
 )
 MOVES = re.compile(r"\b(?:cd|pushd|popd)\b")
 FUNCTION = re.compile(r"([\w-]+)\s*\(\s*\)|\b(?:function|alias)\s+([\w-]+)")
-OPENERS = ("if", "while", "until", "for", "select", "case")
-CLOSERS = ("fi", "done", "esac", "}")
-BEFORE_COMMANDS = ("if", "while", "until", "{", "then", "do", "else", "elif", "!", "time")
 PROGRAM = re.compile(r"[\w.-]+\.py")
-RUNS = re.compile(r"\.py[\"']*\s+[\"']*(?:--|\$)")
-RANKS = re.compile(r"--?(nproc[-_]per[-_]node|nnodes|num_gpus|num_nodes)[= ](\S+)")
+RUNS = re.compile(r"\.py[\"']*\s+[\"']*(?:--|\$|\ue000)")
+SHELLS = re.compile(r"(?:.*/)?(?:ba|da|z)?sh")
+OF_A_TEXT = re.compile(r"-\w*c")  # bash -c TEXT
+SUBMITS = ("sbatch", "qsub", "bsub", "bash", "sh")
+DOCUMENT = re.compile(r"<<-?[ \t]*(['\"\\]?)(\w+)[^\n]*\n(.*)\n\t*\2", re.DOTALL)
+# the folder of the script, as scripts write it
+OWN_FOLDER = re.compile(
+    r"^(?:`pwd`|\$\(pwd\)|\$\{?(?:PWD|\w*(?:DIR|ROOT|HOME))\}?|\$\([^()]*dirname[^()]*\))/+"
+)
+DECLARES = ("export", "declare", "typeset", "readonly")
+HARMLESS_FLAGS = re.compile(r"-[xragA]+")
+TESTS = ("[", "[[", "test")
+OF_A_TRAINING = {"--num-layers", "--micro-batch-size", "--train-iters", "--train-samples"}
 LARGEST_SOURCED = 256 * 1024  # bytes
-LONGEST = 20_000  # letters of a text, or items of an array
-
-
-@dataclass(frozen=True)
-class Word:
-    """A word of a command line.
-
-    place: the file and line that it stands in; "" for a command line that is given as text.
-    unknown: why it is not known, with the way to give it; None if it is.
-    """
-
-    text: str
-    place: str = ""
-    unknown: Problem | None = None
+DEEPEST = 8  # texts within texts
+LONGEST_SHOWN = 60  # letters of a command
 
 
 @dataclass(frozen=True)
@@ -100,12 +58,15 @@ class CommandLine:
     """A program's arguments.
 
     ranks: what the launcher before it starts; None if that is not said. taken_in: the files that
-    the script reads with `source`.
+    the script reads with `source`. absent: names that count as not set. documents: files that the
+    script writes, by name.
     """
 
     words: list[Word]
     ranks: int | None
     taken_in: list[str]
+    absent: list[str] = field(default_factory=list)
+    documents: Mapping[str, str] = field(default_factory=dict)
 
 
 def split_words(text: str, assumed: Mapping[str, str]) -> CommandLine:
@@ -123,290 +84,349 @@ def read_script(text: str, path: Path, assumed: Mapping[str, str]) -> CommandLin
     return _Script(path, assumed).read(text)
 
 
-class _Token(NamedTuple):
-    """A part of a script, as it is written."""
-
-    kind: str
-    text: str
-    file: str
-    line: int
-
-    @property
-    def place(self) -> str:
-        """Return the file and line."""
-        return f"{self.file}, line {self.line}"
-
-
-def _lines(text: str, file: str) -> Iterator[list[_Token]]:
-    """Yield the lines of a script, each as its parts. One goes on behind a backslash, in quotes, in
-    an array and in a here-document. Raises UserError for a quote without its end."""
-    tokens = list[_Token]()
-    number = 1
-    for match in TOKEN.finditer(f"{text}\n".replace("\r\n", "\n")):
-        token = _Token(str(match.lastgroup), match[0], file, number)
-        number += token.text.count("\n")
-        begin, _, _ = token.text.partition("\n")
-        has_two_documents = token.kind == "document" and begin.count("<<") > 1
-        if has_two_documents or (token.kind == "other" and begin in "'\"`<"):
-            raise UserError.of("import.open_block", place=token.place, sign=begin)
-        if token.kind != "newline":
-            tokens += [token] if token.kind != "blank" else []
-        elif tokens:
-            yield tokens
-            tokens = []
-
-
-def _commands(line: Sequence[_Token]) -> Iterator[list[_Token]]:
-    """Yield the words and arrays of each command of a line, without redirections."""
-    command = list[_Token]()
-    for token in line:
-        if token.kind in ("word", "array"):
-            command.append(token)
-        elif token.kind != "redirect" and command:
-            yield command
-            command = []
-    if command:
-        yield command
-
-
-def _written(tokens: Sequence[_Token]) -> str:
-    return " ".join(token.text for token in tokens)
-
-
-class _Variables:
-    """The variables of a script: what plain assignments give them.
-
-    assumed: values that count whatever the script says. values: an error for one that is set to
-    what is not known. unsure: the places of names that what is not followed may set. unsure_all:
-    that of what may set any variable later.
-    """
-
-    def __init__(self, assumed: Mapping[str, str]) -> None:
-        self.assumed = assumed
-        self.values: dict[str, str | list[Word] | UserError] = {}
-        self.unsure: dict[str, str] = {}
-        self.unsure_all = ""
-
-    def distrust(self, written: str, place: str) -> None:
-        """Trust no variable that a text of the script may set which is not followed."""
-        for name in re.findall(r"[A-Za-z_]\w*", HARMLESS.sub(" ", written)):
-            self.unsure.setdefault(name, place)
-        if SETS_ANY.search(written):
-            self.values.clear()
-
-    def assign(self, token: _Token) -> None:
-        """Follow `NAME=value`, `NAME=(...)` or one of both with `+=`."""
-        match = ASSIGNMENT.fullmatch(token.text)
-        assert match
-        name, adds, text = match.groups()
-        try:
-            before: Any = self._value(name) if adds else None
-            was_array = isinstance(before or self.values.get(name), list)
-            is_array = token.kind == "array"
-            if is_array != was_array and (adds or was_array):  # it sets one item
-                raise UserError.of("import.not_followed", written=token.text)
-            value = self._items_within(token, text) if is_array else self._text(text)
-            self.values[name] = before + value if adds else value
-        except UserError:
-            self.values[name] = UserError.of("import.variable_open", name=name, place=token.place)
-
-    def _items_within(self, token: _Token, text: str) -> list[Word]:
-        """Return the words of an array. text: the brackets and what stands in them."""
-        words = list[Word]()
-        for item in ITEMS.finditer(text, 1, len(text) - 1):
-            line = token.line + text.count("\n", 0, item.start())
-            if not item[0].startswith("#"):
-                words += self.fields(token._replace(text=item[0], line=line))
-        return words
-
-    def _value(self, name: str) -> Any:
-        """Return the text or the words that a variable holds. Raises UserError if they are not
-        known."""
-        if name in self.assumed:
-            return self.assumed[name]
-        value = self.values.get(name)
-        cut = self.unsure.get("IFS")  # it says where words are cut
-        place = self.unsure_all or cut or self.unsure.get(name)
-        if place:
-            raise UserError.of("import.variable_open", name=name, place=place)
-        if value is None:
-            raise UserError.of("import.variable_unset", name=name)
-        if isinstance(value, UserError):
-            raise value
-        if len(value) > LONGEST:
-            raise UserError.of("import.not_followed", written=f"${name}")
-        return value
-
-    def fields(self, token: _Token) -> list[Word]:
-        """Return the words that one becomes: an expansion without quotes is cut at its blanks."""
-        whole = WHOLE.fullmatch(token.text)
-        try:
-            if whole is None or (whole["quote"] and not whole["all"]):
-                return [Word(self._uncut(token.text), token.place)]
-            name = whole["bare"] or whole["name"]
-            value = self._value(name)
-            if isinstance(value, list) and not whole["all"]:
-                raise UserError.of("import.not_followed", written=token.text)
-        except UserError as error:
-            return [Word(token.text, token.place, error.problems[0])]
-        items = [Word(value, token.place)] if isinstance(value, str) else value
-        if whole["quote"] and name not in self.assumed:
-            return items
-        return _cut_at_blanks(items)
-
-    def _uncut(self, written: str) -> str:
-        """Return what a word stands for. Raises UserError if that is not known, or is not one
-        word."""
-        text = self._text(written)
-        has_bare = any(match.lastgroup == "name" for match in PIECES.finditer(written))
-        if has_bare and len(text.split()) != 1:
-            raise UserError.of("import.not_followed", written=written)
-        return text
-
-    def _text(self, written: str) -> str:
-        """Return what a word or a value stands for. Raises UserError if it is not known."""
-        return PIECES.sub(self._piece, written)
-
-    def _piece(self, match: re.Match[str]) -> str:
-        kind = match.lastgroup
-        if kind == "double":
-            return QUOTED.sub(self._piece, match[kind])
-        name = match[0].strip("${}")
-        if kind == "odd" or (kind == "name" and not name.isidentifier()):
-            raise UserError.of("import.not_followed", written=match[0])
-        if kind != "name":
-            return match[kind] if kind else ""
-        value = self._value(name)
-        if not isinstance(value, str):  # of an array it would be the first item
-            raise UserError.of("import.not_followed", written=match[0])
-        return value
-
-
-def _cut_at_blanks(items: Sequence[Word]) -> list[Word]:
-    """Return the words that items become without quotes; what is not known stays whole."""
-    words = list[Word]()
-    for item in items:
-        texts = [item.text] if item.unknown else item.text.split()
-        words += [replace(item, text=text) for text in texts]
-    return words
-
-
 class _Script:
     """A script that is followed. path: of its file; None for a command line that is given as text.
 
     commands: the words of those that may run a program. functions: what may change its arguments.
+    seen: the last command that is none of a training. has_ended: True after `exit`.
     """
 
     def __init__(self, path: Path | None, assumed: Mapping[str, str]) -> None:
         self.path = path
-        self.variables = _Variables(assumed)
-        self.blocks: list[str] = []
-        self.functions = {"eval"}
+        self.variables = Variables(assumed)
+        self.functions = set[str]()
         self.commands: list[list[Word]] = []
         self.taken_in: list[str] = []
+        self.documents: dict[str, str] = {}
+        self.seen = ""
         self.has_moved = False
+        self.has_ended = False
+        self.depth = 0
 
     def read(self, text: str) -> CommandLine:
         """Return the arguments of the one command that runs a program. Raises UserError."""
         name = self.path.name if self.path else "the command line"
+        slurm = slurm_sizes(text)
+        self.variables.values.update(slurm)
         self.follow(text, name)
-        runs = [words for words in self.commands if _program(words)]
+        runs = list[list[Word]]()
+        for words in self.commands:
+            if _program(words) and words not in runs:
+                runs.append(words)
         if self.path is None and not runs:
             runs = self.commands
+        if len(runs) > 1:  # others prepare the data or the environment
+            runs = [
+                words for words in runs if OF_A_TRAINING & {word.text for word in words}
+            ] or runs
         if len(runs) != 1:
-            raise UserError.of("import.not_one_program", source=name, num_found=len(runs))
+            seen = f" (the last other command is {self.seen})" if self.seen and not runs else ""
+            raise UserError.of(
+                "import.not_one_program", source=name, num_found=len(runs), seen=seen
+            )
         (words,) = runs
         at = _program(words)
-        return CommandLine(words[at:], _ranks(words[:at]), self.taken_in)
+        ranks = ranks_of(words[:at], slurm)
+        absent = [name for name in self.variables.absent if name not in self.variables.assumed]
+        return CommandLine(words[at:], ranks, self.taken_in, absent, self.documents)
 
-    def follow(self, text: str, file: str) -> None:
-        """Follow the lines of a file up to its end."""
+    def follow(self, text: str, file: str, line: int = 1) -> None:
+        """Follow the lines of a text up to its end. line: the number of its first."""
+        text = PLACEHOLDER.sub(r'\1"\2"', text)
         for of_brackets, of_word in FUNCTION.findall(text):
             self.functions.add(of_brackets or of_word)
-        for line in _lines(text, file):
-            is_outside = self._is_outside_of_blocks(line)
-            kinds = {token.kind for token in line} - {"word", "array", "redirect", "end"}
-            if MOVES.search(_written(line)):
-                self.has_moved = True
-            if kinds or not is_outside:
-                self._pass_by(line, is_outside and kinds == {"operator"})
-                continue
-            for command in _commands(line):
-                if command[0].text in ("exit", "return"):
-                    return
+        statements = list[list[Token]]()
+        for tokens in read_lines(text if line > 1 else text.translate(HOLE_SIGNS), file):
+            placed = [token._replace(line=token.line + line - 1) for token in tokens]
+            statements += split_line(placed)
+        self._follow_all(statements)
+
+    def _follow_all(self, statements: Sequence[list[Token]]) -> None:
+        block = Block()
+        for statement in statements:
+            if self.has_ended:
+                return
+            was_outside = block.is_outside
+            block.add(statement)
+            if block.is_outside and was_outside and not block.has_opened:
+                block.clear()
+                self._follow_statement(statement)
+            elif block.is_outside:
+                whole = block.statements
+                block.clear()
+                self._follow_block(whole)
+        for statement in block.statements:  # a block without its end
+            self._pass_by(statement, is_in_block=True)
+
+    def _follow_statement(self, tokens: list[Token]) -> None:
+        """Follow a statement that stands in no block."""
+        if MOVES.search(written_of(tokens)):
+            self.has_moved = True
+        kinds = {token.kind for token in tokens} - {"word", "array", "redirect"}
+        commands = list(commands_of(tokens))
+        if kinds == {"document"} and commands:
+            self._follow_document(tokens, commands[0])
+        elif kinds == {"operator"} and self._follow_choice(tokens):
+            return
+        elif kinds:
+            self._pass_by(tokens, is_flat=kinds == {"operator"})
+        else:
+            for command in commands:
                 self._follow_command(command)
 
-    def _is_outside_of_blocks(self, line: Sequence[_Token]) -> bool:
-        """Keep count of the blocks that a line opens and closes. Return True if it stands in
-        none."""
-        is_outside = not self.blocks
-        begins = True  # the next word is the first of a command
-        for token in line:
-            sign = token.text
-            if sign in ("(", "{") or (begins and sign in OPENERS):
-                self.blocks.append(sign)
-                is_outside = False
-            elif begins and sign in CLOSERS:
-                self.blocks = self.blocks[:-1]
-            elif sign == ")" and self.blocks[-1:] == ["("]:
-                self.blocks.pop()
-            begins_next = token.kind in ("end", "operator", "other")
-            begins = begins_next or (begins and sign in BEFORE_COMMANDS)
-        return is_outside
+    def _follow_choice(self, tokens: Sequence[Token]) -> bool:
+        """Follow `[ ... ] && command` or with `||`. Returns False if it is of another form."""
+        at = [number for number, token in enumerate(tokens) if token.kind == "operator"]
+        last = at[-1]
+        sign = tokens[last].text[:2]
+        begin = tokens[:last]
+        command = [token for token in tokens[last + 1 :] if token.kind in ("word", "array")]
+        is_condition = begin[0].text in TESTS and sign in ("&&", "||") and command
+        result = self._decide(begin) if is_condition else None
+        if result is None:
+            return False
+        if result == (sign == "&&") and command[0].text not in ("exit", "return"):
+            self._follow_command(command)
+        return True
 
-    def _pass_by(self, line: Sequence[_Token], is_flat: bool) -> None:
-        """Trust no name of a line that is not followed. is_flat: its commands stand in no block."""
-        place = line[0].place
-        written = _written([token for token in line if token.kind != "document"])
-        self.variables.distrust(_written(line), place)
+    def _follow_block(self, statements: Sequence[list[Token]]) -> None:
+        """Follow the branch of a condition that is known; trust no name of another block."""
+        branches = branches_of(statements)
+        first = statements[0][0].text
+        if first in ("for", "while", "until") and self._is_over_nothing(statements[0]):
+            return
+        if branches is None:
+            self._pass_by_all(statements)
+            return
+        for number, (condition, body) in enumerate(branches):
+            result = self._decide(condition) if condition else True
+            if result is None:
+                rest = [part for one in branches[number:] for part in ([*one[0]], *one[1])]
+                self._pass_by_all([part for part in rest if part])
+                return
+            # a training that ran did not end here
+            if result and not _ends(body):
+                self._follow_all(body)
+                return
+
+    def _is_over_nothing(self, tokens: Sequence[Token]) -> bool:
+        """Return True for a loop over the script's own arguments, of which there are none."""
+        texts = [token.text for token in tokens]
+        is_open = self.variables.given_unsure
+        if texts[0] == "for" and texts[2:3] == ["in"]:
+            is_empty = texts[3:] in (['"$@"'], ["$@"], ["$*"], ['"${@}"'])
+        else:
+            is_empty = texts[0] == "while" and self._decide(tokens[1:]) is False
+        if not is_empty or is_open:
+            return False
+        self.variables.absent["$@"] = None
+        return True
+
+    def _decide(self, tokens: Sequence[Token]) -> bool | None:
+        """Return whether conditions hold, joined by && and ||; None if one is not known."""
+        result: bool | None = True
+        sign = "&&"
+        parts = list[list[Token]]([[]])
+        signs = list[str]()
+        for token in tokens:
+            if token.kind == "operator":
+                signs.append(token.text[:2])
+                parts.append([])
+            else:
+                parts[-1].append(token)
+        for sign, part in zip(["&&", *signs], parts, strict=True):
+            if sign not in ("&&", "||"):
+                return None
+            if result == (sign == "||"):
+                continue
+            result = self._holds(part)
+            if result is None:
+                return None
+        return result
+
+    def _holds(self, tokens: Sequence[Token]) -> bool | None:
+        """Return whether one condition holds; None if that is not known."""
+        texts = [token.text for token in tokens]
+        is_negated = texts[:1] == ["!"]
+        inner = list(tokens[1:] if is_negated else tokens)
+        if texts[:1] == ["true"] or texts[:1] == ["false"]:
+            return texts[0] == "true"
+        begins = bool(inner) and inner[0].text in TESTS
+        if begins:
+            del inner[0]
+        if inner and inner[-1].text in ("]", "]]"):
+            del inner[-1]
+            begins = True
+        if not begins or not inner or any(token.kind != "word" for token in inner):
+            return None
+        if any(re.search(r"(?<!\$)[*?]", token.text) for token in inner[2:]):  # a pattern
+            return None
+        if any(odd.startswith(("$(", "`")) for odd in ODDITIES.findall(written_of(inner))):
+            return None
+        operands = [self._operand(token) for token in inner]
+        known = [operand for operand in operands if operand is not None]
+        if len(known) < len(operands):
+            return None
+        result = holds(known)
+        return result if result is None or not is_negated else not result
+
+    def _operand(self, token: Token) -> str | None:
+        """Return a word of a condition; None if it is not known. A variable that nothing sets is
+        empty."""
+        variables = self.variables
+        bare = re.fullmatch(r"\"?\$\{?(\w+)\}?\"?", token.text)
+        if bare and variables.is_absent(bare[1]):
+            variables.absent[bare[1]] = None
+            return ""
+        text = variables.text(token.text, token.place)
+        return None if HOLE.search(text) else text
+
+    def _pass_by_all(self, statements: Sequence[Sequence[Token]]) -> None:
+        for statement in statements:
+            if MOVES.search(written_of(statement)):
+                self.has_moved = True
+            self._pass_by(statement, is_in_block=True)
+
+    def _pass_by(
+        self, tokens: Sequence[Token], is_flat: bool = False, is_in_block: bool = False
+    ) -> None:
+        """Trust no name of a statement that is not followed. is_flat: its commands stand in no
+        block."""
+        place = tokens[0].place
+        written = written_of([token for token in tokens if token.kind != "document"])
+        may_set = written_of(tokens)
+        if _sets_nothing(tokens):
+            may_set = " ".join(ODDITIES.findall(may_set))
+        self.variables.distrust(may_set, place)
         # a quote within quotes may end elsewhere than it seems, and take in lines
-        kinds = {token.kind for token in line}
+        kinds = {token.kind for token in tokens}
         is_torn = "torn" in kinds or "other" in kinds
         is_long = "\n" in written
         # what stands in a block may be done later, or again
-        if (is_torn and is_long) or (self.blocks and SETS_ANY.search(written)):
+        if (is_torn and is_long) or (is_in_block and SETS_ANY.search(written)):
             self.variables.unsure_all = place
         if is_flat:
-            for command in _commands(line):
-                self._note(command)
+            for command in commands_of(tokens):
+                self._follow_run(command)
         elif self.path is None or _runs(written):
             raise UserError.of("import.program_hidden", place=place)
 
-    def _follow_command(self, command: Sequence[_Token]) -> None:
+    def _follow_document(self, tokens: Sequence[Token], command: Sequence[Token]) -> None:
+        """Follow a here-document: one that is run, or one that is written to a file."""
+        (document,) = [token for token in tokens if token.kind == "document"]
+        self.variables.distrust(document.text, document.place)
+        match = DOCUMENT.fullmatch(document.text)
+        if match is None:
+            return
+        is_plain = not match[1]
+        text = self.variables.document(match[3], document.place) if is_plain else match[3]
+        if command[0].text in SUBMITS and _runs(text):
+            self._follow_text(text, document)
+        begin, _, _ = document.text.partition("\n")
+        targets = [token.text for token in tokens if token.kind == "redirect"]
+        targets += re.findall(r"(?<![<>\d])>>?[ \t]*[^\s>|&;]+", begin)
+        for target in targets:
+            name = self.variables.text(target.lstrip("0123456789>| \t"))
+            self.documents[self.variables.shown(name)] = self.variables.shown(text)
+
+    def _follow_command(self, command: Sequence[Token]) -> None:
         """Follow one command that stands in no block."""
         first = command[0]
-        for odd in ODDITIES.findall(_written(command)):
-            self.variables.distrust(odd, first.place)
-        assignments = command
-        if first.text == "export":
+        for odd in ODDITIES.findall(written_of(command)):
+            is_default = WITH_DEFAULT.fullmatch(odd) is not None
+            if not is_default and (not odd.startswith("${") or re.search(r"=|\+\+|--", odd)):
+                self.variables.distrust(odd, first.place)
+        if first.text in ("exit", "return"):
+            self.has_ended = True
+            return
+        if first.text == "set" and not written_of(command[1:2]).startswith(("-", "+")):
+            self.variables.given_unsure = True
+        if first.text == "shift" or written_of(command[:2]) == "set --":
+            self.variables.given_unsure = True
+        if first.text == ":":
+            self.variables.raw_fields(command)
+            return
+        assignments = list(command)
+        if first.text in DECLARES:
             assignments = [word for word in command[1:] if not word.text.isidentifier()]
+            while assignments and HARMLESS_FLAGS.fullmatch(assignments[0].text):
+                del assignments[0]
         if all(ASSIGNMENT.match(word.text) for word in assignments):
             for word in assignments:
                 self.variables.assign(word)
             return
         is_taken_in = first.text in ("source", ".") and self._take_in(command)
-        if first.text != "echo" and not is_taken_in:
-            self._note(command)
-            self.variables.distrust(_written(command), first.place)
+        if first.text != "echo" and not is_taken_in and not self._follow_run(command):
+            self.variables.distrust(written_of(command), first.place)
 
-    def _note(self, command: Sequence[_Token]) -> None:
+    def _follow_run(self, command: Sequence[Token]) -> bool:
+        """Remember a command that may run a program, or follow the text that it runs. Returns False
+        if it may set variables."""
+        first = command[0]
+        words = self.variables.raw_fields(command)
+        if not words:
+            return False
+        if first.text == "eval":
+            text = " ".join(word.text for word in words[1:])
+            return _runs(text) and self._follow_text(text, first)
+        for number, word in enumerate(words[:-1]):
+            before = words[number - 1].text if number else ""
+            is_shell = SHELLS.fullmatch(before) or before.startswith("-")
+            if OF_A_TEXT.fullmatch(word.text) and is_shell:
+                self._follow_shell(words[: number - 1], words[number + 1].text, first)
+                return True
+        self._note(words, first)
+        return False
+
+    def _follow_shell(self, launcher: Sequence[Word], text: str, first: Token) -> None:
+        """Follow the text of `bash -c TEXT`, which sets no variable of the script. launcher: the
+        words before it."""
+        num_before = len(self.commands)
+        values = dict(self.variables.values)
+        self._follow_text(text, first)
+        self.variables.values = values
+        known = [self.variables.finished(word) for word in launcher]
+        for number, words in enumerate(self.commands[num_before:], num_before):
+            self.commands[number] = known + words
+
+    def _follow_text(self, text: str, where: Token) -> bool:
+        """Follow a text that a command runs as a script. Raises UserError if it cannot be read."""
+        if self.depth == DEEPEST:
+            raise UserError.of("import.program_hidden", place=where.place)
+        self.depth += 1
+        try:
+            self.follow(text, where.file, max(2, where.line))
+        except UserError as error:
+            if error.codes == ("import.program_hidden",):
+                raise
+            raise UserError.of("import.program_hidden", place=where.place) from error
+        finally:
+            self.depth -= 1
+        return True
+
+    def _note(self, raw_words: Sequence[Word], first: Token) -> None:
         """Remember a command that may run a program. Raises UserError if it runs one in another way
         than by its own words."""
-        words = [word for token in command for word in self.variables.fields(token)]
+        is_hidden = any(_runs(word.text) for word in raw_words)
+        words = [self.variables.finished(word) for word in raw_words]
         launchers = {word.text for word in words[: _program(words)]}
-        is_hidden = any(_runs(word.text) for word in words)
         if is_hidden or launchers & self.functions:
-            raise UserError.of("import.program_hidden", place=command[0].place)
+            raise UserError.of("import.program_hidden", place=first.place)
         self.commands.append(words)
+        if not _program(words) and len(words) > 1:
+            shown = " ".join(word.text for word in words)
+            self.seen = f"`{shown[:LONGEST_SHOWN]}` in {first.place}"
 
-    def _take_in(self, command: Sequence[_Token]) -> bool:
+    def _take_in(self, command: Sequence[Token]) -> bool:
         """Follow a file beside the script; return False if it is not followed."""
-        if self.path is None or self.has_moved or len(command) != 2:
+        if self.path is None or len(command) != 2:
             return False
         name = " ".join(word.text for word in self.variables.fields(command[1]))
         folder = self.path.parent.resolve()
-        path = (folder / name).resolve()
-        if path.parent != folder or path.name in self.taken_in:
+        own_name = OWN_FOLDER.sub("", name)
+        path = (folder / own_name).resolve()
+        is_elsewhere = self.has_moved and own_name == name
+        if is_elsewhere or not path.is_relative_to(folder) or path.name in self.taken_in:
             return False
         try:
             text = read_text(path, LARGEST_SOURCED)
@@ -414,7 +434,31 @@ class _Script:
             return False
         self.taken_in.append(path.name)
         self.follow(text, path.name)
+        self.has_ended = False  # `return` ends that file alone
         return True
+
+
+def _ends(body: Sequence[Sequence[Token]]) -> bool:
+    """Return True if statements end the script."""
+    return any(statement[0].text in ("exit", "return") for statement in body)
+
+
+def _sets_nothing(tokens: Sequence[Token]) -> bool:
+    """Return True for words that are printed and for conditions in brackets, in which only an
+    expansion may set a variable."""
+    if {token.kind for token in tokens} - {"word", "redirect", "operator"}:
+        return False
+    begins = list[str]()
+    for command in commands_of(tokens):
+        texts = [token.text for token in command]
+        if texts[0] in ("if", "elif", "!"):
+            del texts[0]
+        begins.append(next(iter(texts), ""))
+    return set(begins) <= {"echo", *TESTS}
+
+
+def _is_training(words: Sequence[Word]) -> bool:
+    return not OF_A_TRAINING.isdisjoint(word.text for word in words)
 
 
 def _runs(text: str) -> bool:
@@ -434,16 +478,3 @@ def _program(words: Sequence[Word]) -> int:
         elif at and (word.unknown or word.text.startswith("--")):
             return at
     return 0
-
-
-def _ranks(words: Sequence[Word]) -> int | None:
-    """Return the number of ranks that the options of torchrun or deepspeed start; None if they do
-    not say it, or may say it in a word that is not known."""
-    said = " ".join(word.text for word in words)
-    sizes = {name.replace("-", "_"): size for name, size in RANKS.findall(said)}
-    local = sizes.get("nproc_per_node") or sizes.get("num_gpus", "")
-    nodes = sizes.get("nnodes") or sizes.get("num_nodes", "1")
-    both = re.fullmatch(r"(\d{1,6}) (\d{1,6})", f"{local} {nodes}")
-    if both is None or any(word.unknown for word in words):
-        return None
-    return int(both[1]) * int(both[2])

@@ -20,6 +20,7 @@ from tools.interop.foreign.data_files import Data, TooLarge, from_json, from_yam
 from tools.interop.foreign.plain import Table, Unreadable, plain
 from tools.interop.foreign.whose import DEEPSPEED, whose, whose_file
 from tools.interop.importing.arguments import Arguments, is_known, read_kept, read_table, read_words
+from tools.interop.importing.megatron_deepspeed import read_engine
 from tools.interop.importing.shell import CommandLine, Word, read_script, split_words
 
 LARGEST = 256 * 1024  # bytes
@@ -93,11 +94,21 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _read_command(command: CommandLine, name: str, sources: Sources) -> None:
+def _read_command(
+    command: CommandLine, name: str, sources: Sources, folder: Path | None = None
+) -> None:
     sources.megatron = True
     sources.ranks = command.ranks or sources.ranks
-    sources.names += dict.fromkeys([name, *command.taken_in])
-    read_words(command.words, sources.arguments)
+    own, deepspeed = read_engine(command, sources.arguments, folder)
+    sources.deepspeed |= deepspeed
+    sources.names += dict.fromkeys([name, *command.taken_in, *deepspeed])
+    read_words(own.words, sources.arguments)
+    if command.absent:
+        listed = ", ".join(f"${name.removeprefix('$')}" for name in command.absent)
+        sources.notes.append(
+            f"{name}: taken as not set, so that defaults and conditions of the script count: "
+            f"{listed}; --assume NAME=VALUE gives one"
+        )
 
 
 def _read_file(path: Path, sources: Sources, assumed: Mapping[str, str]) -> None:
@@ -122,7 +133,7 @@ def _read_file(path: Path, sources: Sources, assumed: Mapping[str, str]) -> None
     else:
         command = read_script(text, path, assumed)
         _require_megatrons(path.name, command.words)
-        _read_command(command, path.name, sources)
+        _read_command(command, path.name, sources, path.parent)
 
 
 def _read_all(args: Mapping[str, Any], path: Path, sources: Sources) -> None:

@@ -1,0 +1,187 @@
+"""What a refusal of import-args asks for can be given as it says, in one round, and what changes no
+number of a run needs no answer."""
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megaprec.errors import UserError
+from tests.importing.public_scripts import answers_of
+from tests.importing.scripts import SCRIPTS
+from tools.cli import main
+from tools.config.run_file import load_run, read_run_settings
+from tools.interop.arguments.megatron import REFUSED
+from tools.interop.importing.run import Imported, import_run
+
+BASE = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 8 --lr 3e-4 "
+    "--train-iters 100 --data-path tokens/mine --vocab-size 500"
+)
+OF_ANOTHER_MODEL = {name for name, refused in REFUSED.items() if "another model" in refused.why}
+RUN = "torchrun --nproc-per-node 8 pretrain_gpt.py"
+
+
+def imported(text: str, folder: Path, keys: Sequence[str] = ()) -> Imported:
+    path = folder / "train.sh"
+    path.write_text(text)
+    settled, _ = read_run_settings(None, [*keys])
+    return import_run([str(path)], settled, {}, None)
+
+
+def problems(text: str, folder: Path) -> tuple[str, ...]:
+    with pytest.raises(UserError) as caught:
+        imported(text, folder)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--drop", "mock-data", "--drop", "fim-rate"],
+        ["--drop", "mock_data,fim_rate"],
+        ["--drop", "--mock-data", "--drop", "--fim-rate"],
+        ["--drop=--mock-data,fim-rate"],
+    ],
+)
+def test_a_name_is_dropped_as_it_is_printed_and_as_megatron_keeps_it(
+    given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = f"{BASE} --mock-data --fim-rate 0.25"
+    assert main(["import-args", line, *given]) == 0
+    assert "left out, as --drop says: --fim-rate 0.25" in capsys.readouterr().err
+
+
+def test_the_command_that_a_refusal_ends_with_has_all_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = BASE.replace("--vocab-size 500", "").replace("--lr 3e-4", "--lr $LR")
+    script = (
+        f"DATA=$1\n{RUN} {line.replace('tokens/mine', '$DATA')} --sft --fim-rate 0.25 --no-such 3"
+    )
+    Path("my train.sh").write_text(f"{script}\n")
+    assert main(["import-args", "my train.sh"]) == 2
+    (told,) = re.findall("all answers at once.*: megaprec (.*)", capsys.readouterr().err)
+    assert told == (
+        "import-args 'my train.sh' --assume LR=VALUE --assume DATA=VALUE data.tokenizer=FILE "
+        "--drop sft,fim-rate,no-such -o run.toml"
+    )
+    words = told.replace("LR=VALUE", "LR=1e-4").replace("data.tokenizer=FILE", "model.vocab=500")
+    assert main(shlex.split(words)) == 0
+    assert load_run(Path("run.toml")).lr.peak == 1e-4
+
+
+def test_what_only_names_a_place_of_this_run_needs_no_answer(tmp_path: Path) -> None:
+    places = '--save "$OUT/a" --load "$OUT/a" --tensorboard-dir $LOGS --vocab-file $1 --wandb-exp-name $(date)'
+    made = imported(f"{RUN} {BASE} {places} --save-interval 10", tmp_path)
+    assert "every = 10" in made.text and '"tensorboard"' in made.text and "$OUT" in made.text
+    assert any("this folder is not known" in note for note in made.notes)
+    assert not re.search(r"^(folder|init_from|branch_from) = ", made.text, re.MULTILINE)
+    (line,) = problems(f"{RUN} {BASE} --save $OUT --load $OTHER", tmp_path)
+    assert "--assume OTHER=VALUE" in line
+
+
+def test_a_key_beside_counts_instead_of_data_that_is_not_known(tmp_path: Path) -> None:
+    line = BASE.replace("--data-path tokens/mine", "")
+    for data in ("--mock-data", "--data-path 0.5 $A/x 0.5 $B/y", "--data-args-path $A"):
+        (problem,) = problems(f"{RUN} {line} {data}", tmp_path)
+        assert "data.source=PREFIX" in problem or "--assume A=VALUE" in problem
+        made = imported(f"{RUN} {line} {data}", tmp_path, ("data.source=tokens/mine",))
+        assert 'source = "tokens/mine"' in made.text
+    made = imported(f"{RUN} {line} --train-data-path 3 a 1 b --valid-data-path c", tmp_path)
+    assert "held_out = 0.0" in made.text and "blend = " in made.text
+
+
+def test_what_is_missing_and_what_is_refused_are_asked_for_together(tmp_path: Path) -> None:
+    line = BASE.replace("--data-path tokens/mine --vocab-size 500", "")
+    said = problems(f"{RUN} {line} --fim-rate 0.25", tmp_path)
+    assert [problem.split()[0] for problem in said] == ["--fim-rate", "--data-path", "the"]
+
+
+def test_ranks_of_experts_are_asked_for_and_never_left_out(tmp_path: Path) -> None:
+    experts = f"{BASE} --disable-bias-linear --num-experts 8 --expert-model-parallel-size 8"
+    (line,) = problems(f"python pretrain_gpt.py {experts}", tmp_path)
+    assert line.startswith("--expert-model-parallel-size 8") and "--ranks N" in line
+    node = "--nproc_per_node 8 --nnodes 1 --node_rank $SLURM_NODEID"
+    assert "\nexpert = 8 " in imported(f"torchrun {node} pretrain_gpt.py {experts}", tmp_path).text
+
+
+def test_the_defaults_that_count_are_a_note(tmp_path: Path) -> None:
+    made = imported(f"TP=${{TP:-2}}\n{RUN} {BASE} --tensor-model-parallel-size $TP", tmp_path)
+    assert "\ntensor = 2 " in made.text
+    assert any("taken as not set" in note and "$TP" in note for note in made.notes)
+
+
+def test_a_spec_is_the_same_as_words_and_as_a_list(tmp_path: Path) -> None:
+    words = ("megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec")
+    others = f"{BASE} --hybrid-override-pattern M-M- --mamba-num-groups 2 --mamba-head-dim 16 --position-embedding-type none"
+    typed = import_run([f"{others} --spec {' '.join(words)}"], {}, {}, 1)
+    path = tmp_path / "spec.yaml"
+    for spec in (f"--spec: [{', '.join(words)}]", f"spec:\n- {words[0]}\n- {words[1]}"):
+        path.write_text(f"{spec}\n")
+        listed = import_run([str(path), others], {}, {}, 1)
+        assert (
+            listed.text.split("[model]")[1].split("#")[0]
+            == typed.text.split("[model]")[1].split("#")[0]
+        )
+
+
+# parts of names of arguments, and how a reason says them
+IN_WORDS = {
+    "lr": "learning rate", "wd": "weight decay", "ckpt": "checkpoint", "entropy": "loss", "qk": "queries",
+    "dataloader": "data loader", "mock": "made up", "iterations": "iterations", "skip": "ends", "param": "[fp8]",
+    "upcycling": "initial weights", "phase": "phase", "embedding": "layers", "pipeline": "stage", "batch": "micro-batch",
+}  # fmt: skip
+GENERAL = ("use", "num", "no", "size", "type", "args", "path", "layers", "step", "file")
+
+
+@pytest.mark.parametrize("name", sorted({*REFUSED} - OF_ANOTHER_MODEL))
+def test_the_reason_of_an_argument_is_about_it(name: str) -> None:
+    why = REFUSED[name].why.lower()
+    parts = [part for part in name.split("_") if part not in GENERAL]
+    # five letters are enough of a word, for it may have another ending
+    assert any(IN_WORDS.get(part, part[:5]) in why for part in parts), why
+
+
+DS = """cat <<EOT > $CONFIG
+{"train_batch_size": $GLOBAL, "train_micro_batch_size_per_gpu": 1, "steps_per_print": 10,
+ "gradient_clipping": 1.0, "zero_optimization": {"stage": $STAGE}, "bf16": {"enabled": true}}
+EOT
+"""
+ENGINE = "--deepspeed --deepspeed_config $CONFIG --zero-stage $STAGE --no-pipeline-parallel"
+
+
+def test_a_configuration_that_a_script_writes_is_read_with_it(tmp_path: Path) -> None:
+    line = f"{RUN} {BASE} --bf16 {ENGINE} --num-key-value-heads 2 --normalization rmsnorm"
+    made = imported(f"CONFIG=out/ds.json\nGLOBAL=8\nSTAGE=1\n{DS}{line}", tmp_path)
+    for row in ("zero = true ", 'norm = "rms"', "kv_heads = 2 ", "global_batch = 8 "):
+        assert f"\n{row}" in made.text
+    said = problems(f"CONFIG=out/ds.json\nGLOBAL=16\nSTAGE=1\n{DS}{line}", tmp_path)
+    assert any("16" in problem and "keep one" in problem for problem in said)
+    said = problems(f"CONFIG=ds.json\nSTAGE=1\n{line}", tmp_path)
+    assert said[0].startswith("--deepspeed_config ds.json") and "beside" in said[0]
+    (tmp_path / "ds.json").write_text('{"train_batch_size": GBSIZE}')
+    said = problems(f"CONFIG=ds.json\nSTAGE=1\n{line}", tmp_path)
+    assert "GBSIZE" in said[0]
+
+
+def test_auto_is_what_the_trainer_of_hugging_face_fills_in(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"}')
+    with pytest.raises(UserError) as caught:
+        import_run([str(path)], {}, {}, None)
+    first, second = caught.value.problems[:2]
+    assert "--per_device_train_batch_size: give train.micro_batch=" in first
+    assert "--max_grad_norm: give optimizer.clip=" in second
+
+
+@pytest.mark.parametrize(("name", "most"), [("gpt", 3), ("llama", 2), ("mixtral", 2)])
+def test_a_script_of_megatrons_kind_needs_few_answers(name: str, most: int, tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(SCRIPTS[name])
+    count, why = answers_of(path)
+    assert count is not None and count <= most, why

@@ -1,0 +1,101 @@
+"""The answers to a refusal of `megaprec import-args`, as one command to paste."""
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+
+from megaprec.errors import Problem
+from tools.interop.importing.megatron_model import REQUIRED
+
+ARGUMENT = re.compile(r"(?<!\S)--([\w.-]+)")
+ASSUME = re.compile(r"--assume (\w+)=VALUE")
+KEY = re.compile(r"(?<![\w.])([a-z][a-z0-9]*\.[a-z_]+)=([\w\"]*)")
+# arguments that no run of Megatron-LM is without
+NEEDED = frozenset(
+    {
+        *REQUIRED,
+        "seq_length",
+        "micro_batch_size",
+        "global_batch_size",
+        "train_iters",
+        "lr",
+        "data_path",
+    }
+)
+LONGEST = 1500  # letters of a command
+
+
+def command_with_answers(sources: Sequence[str], problems: Sequence[Problem]) -> str:
+    """Return the line that proposes a command with the answers to problems; "" if there are none.
+
+    sources: the words that the command was given.
+    """
+    dropped = dict[str, None]()
+    others = dict[str, None]()
+    for problem in problems:
+        answer, name = _answer(problem)
+        if name:
+            dropped[name] = None
+        elif answer:
+            others[answer] = None
+    if not dropped and not others:
+        return ""
+    words = list(others)
+    if dropped:
+        words.append(f"--drop {','.join(dropped)}")
+    given = shlex.join(sources)
+    command = f"megaprec import-args {given} {' '.join(words)} -o run.toml"
+    if len(command) > LONGEST:
+        command = f"megaprec import-args ... {' '.join(words)} -o run.toml"
+    return f"all answers at once, with your values for words in capitals: {command}"
+
+
+def _answer(problem: Problem) -> tuple[str, str]:
+    """Return the words that answer a problem, or the name of an argument to leave out; "" for
+    neither."""
+    said, _, remedy = problem.partition(": ")
+    if assumed := ASSUME.search(problem):
+        return f"--assume {assumed[1]}=VALUE", ""
+    if re.search(r"--ranks (?:N|says|gives)", problem):
+        return "--ranks N", ""
+    for key, value in KEY.findall(remedy):
+        return f"{key}={value or 'VALUE'}", ""
+    if can_be_dropped(problem):
+        names = [name for name in names_said(said) if name.replace("-", "_") not in NEEDED]
+        return "", names[0]
+    return "", ""
+
+
+def names_said(said: str) -> list[str]:
+    """Return the names of the arguments in a text, without their dashes."""
+    return ARGUMENT.findall(said)
+
+
+def can_be_dropped(problem: Problem) -> bool:
+    """Return True if a problem is of arguments that were given, and a run may be without one of
+    them."""
+    # before the colon stands how they were given
+    said, colon, _ = problem.partition(":")
+    if not colon or not said.startswith("--") or " is missing" in said:
+        return False
+    names = {name.replace("-", "_") for name in names_said(said)}
+    return not names.issubset(NEEDED)
+
+
+def dropped_names(given: Sequence[str]) -> Iterator[str]:
+    """Yield the names of --drop as Megatron-LM's argparse names them. One --drop may have several,
+    with commas."""
+    for names in given:
+        for name in names.split(","):
+            yield name.strip().lstrip("-").replace("-", "_")
+
+
+def with_names_of_drop(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line in which --drop may be followed by a name with dashes."""
+    joined = list[str]()
+    for word in words:
+        if joined[-1:] == ["--drop"] and word.startswith("--"):
+            joined[-1] = f"--drop={word}"
+        else:
+            joined.append(word)
+    return joined

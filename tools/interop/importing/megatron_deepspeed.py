@@ -1,0 +1,132 @@
+"""Arguments that Megatron-DeepSpeed adds to those of Megatron-LM: its engine, and the configuration
+that a script writes or has beside it."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megaprec.errors import Problem
+from megaprec.parsing import parse_json, read_text
+from tools.interop.importing.arguments import Arguments
+from tools.interop.importing.shell import CommandLine, Word
+
+ENGINE = "deepspeed"
+# they choose an engine, or save memory
+FLAGS = (ENGINE, "no_pipeline_parallel", "deepspeed_activation_checkpointing", "deepspeed_mpi")
+VALUES = ("deepspeed_config", "zero_stage", "num_key_value_heads", "normalization")
+NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
+LARGEST_CONFIG = 256 * 1024  # bytes
+SHARDED = (
+    "weights are not sharded over replicas here: parallel.zero=2 beside shards gradients and the "
+    "optimizer's state"
+)
+
+
+def read_engine(
+    command: CommandLine, arguments: Arguments, folder: Path | None
+) -> tuple[CommandLine, dict[str, Mapping[str, Any]]]:
+    """Return a command line in Megatron-LM's own arguments, and the configuration of DeepSpeed by
+    its name. folder: that of the script."""
+    typed = {_name(word) for word in command.words}
+    if ENGINE not in typed - arguments.dropped:
+        return command, {}
+    left = list[Word]()
+    found = dict[str, Mapping[str, Any]]()
+    words = list(command.words)
+    has_config = "deepspeed_config" in typed - arguments.dropped
+    while words:
+        word = words.pop(0)
+        name = _name(word)
+        if name in arguments.dropped or name not in (*FLAGS, *VALUES):
+            left.append(word)
+            continue
+        _, equals, text = word.text.partition("=")
+        value = replace(word, text=text) if equals else None
+        has_next = bool(words) and not words[0].text.startswith("--")
+        if name in VALUES and value is None and has_next:
+            value = words.pop(0)
+        said = f"{word.text} {value.text}" if value and not equals else word.text
+        if name in FLAGS:
+            arguments.unused[name] = said
+        elif value is None:
+            arguments.add_problem(said, word.place, "a value must follow")
+        elif name == "deepspeed_config":
+            found |= _config(value, said, command.documents, arguments, folder)
+        elif name == "zero_stage":
+            left += _stage(value, said, has_config, arguments)
+        else:
+            left += _TRANSLATED[name](value)
+    return replace(command, words=left), found
+
+
+def _name(word: Word) -> str:
+    typed, _, _ = word.text.partition("=")
+    return typed.removeprefix("--").replace("-", "_") if typed.startswith("--") else ""
+
+
+def _groups(value: Word) -> list[Word]:
+    """Return Megatron-LM's arguments for heads of keys and values."""
+    texts = ("--group-query-attention", "--num-query-groups")
+    return [*(Word(text, value.place) for text in texts), value]
+
+
+def _norm(value: Word) -> list[Word]:
+    text = NORMS.get(value.text.lower(), value.text)
+    return [Word("--normalization", value.place), replace(value, text=text)]
+
+
+_TRANSLATED: Mapping[str, Callable[[Word], list[Word]]] = {
+    "num_key_value_heads": _groups,
+    "normalization": _norm,
+}
+
+
+def _stage(value: Word, said: str, has_config: bool, arguments: Arguments) -> Sequence[Word]:
+    """Return what a stage of ZeRO is among Megatron-LM's arguments, unless the configuration says
+    it."""
+    is_settled = "parallel.zero" in arguments.draft.settled
+    if has_config or is_settled or value.text == "0":
+        arguments.unused["zero_stage"] = said
+    elif value.text == "1":
+        return [Word("--use-distributed-optimizer", value.place)]
+    else:
+        arguments.add_problem(said, value.place, value.unknown or SHARDED)
+    return []
+
+
+def _config(
+    value: Word,
+    said: str,
+    documents: Mapping[str, str],
+    arguments: Arguments,
+    folder: Path | None,
+) -> dict[str, Mapping[str, Any]]:
+    """Return the configuration that the script writes, or that is in its folder."""
+    name = Path(value.text).name
+    written = {Path(file).name: text for file, text in documents.items()}
+    text = documents.get(value.text) or written.get(name)
+    if text is None and folder is not None and not value.unknown:
+        text = _beside(folder / name)
+    if text is None:
+        why = value.unknown or Problem(
+            "this file is not beside the script: give it too, as another FILE.json"
+        )
+        arguments.add_problem(said, value.place, why)
+        return {}
+    try:
+        content = parse_json(text)
+    except (ValueError, RecursionError) as error:
+        left = re.findall(r"\$\{?\w+\}?|\b[A-Z][A-Z_]{2,}\b", text)
+        open_names = f" (left open: {', '.join(dict.fromkeys(left))})" if left else ""
+        arguments.add_problem(said, value.place, f"is not JSON{open_names}: {error}")
+        return {}
+    return {name: content} if isinstance(content, dict) else {}
+
+
+def _beside(path: Path) -> str | None:
+    try:
+        return read_text(path, LARGEST_CONFIG)
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,83 @@
+"""Arithmetic and conditions of a shell, of values that are known."""
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+LONGEST_SUM = 200  # letters
+LARGEST = 2**63
+PLAIN_SUM = re.compile(r"[\d\s+*/%()-]+")
+
+
+def _quotient(left: int, right: int) -> int:
+    """Return a quotient as a shell cuts it, towards zero."""
+    quotient = abs(left) // abs(right)
+    return quotient if (left < 0) == (right < 0) else -quotient
+
+
+def _rest(left: int, right: int) -> int:
+    return left - right * _quotient(left, right)
+
+
+OPERATIONS: Mapping[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: _quotient,
+    ast.Mod: _rest,
+}
+COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-lt": operator.lt,
+    "-le": operator.le,
+    "-gt": operator.gt,
+    "-ge": operator.ge,
+}
+
+
+def sum_of(text: str) -> int | None:
+    """Return the value of arithmetic with whole numbers, + - * / % and brackets; None for other."""
+    if (
+        len(text) > LONGEST_SUM
+        or not PLAIN_SUM.fullmatch(text)
+        or re.search(r"//|\*\*|\b0\d", text)
+    ):
+        return None
+    try:
+        value = _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+    return value if abs(value) < LARGEST else None
+
+
+def _value(node: ast.expr) -> int:
+    """Return the value of a part of arithmetic. Raises ValueError for another form."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+        return OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
+    raise ValueError(ast.dump(node))
+
+
+def holds(words: Sequence[str]) -> bool | None:
+    """Return whether the condition of `[ ... ]` holds; None if it is of another form, or of what
+    stands outside of the script, such as a file."""
+    if words[:1] == ["!"]:
+        inner = holds(words[1:])
+        return None if inner is None else not inner
+    if len(words) == 1:
+        return words[0] != ""
+    if len(words) == 2 and words[0] in ("-z", "-n"):
+        return (words[1] == "") == (words[0] == "-z")
+    if len(words) != 3:
+        return None
+    left, sign, right = words
+    if sign in ("=", "==", "!="):
+        return (left == right) == (sign != "!=")
+    if sign in COMPARISONS and re.fullmatch(r"-?\d{1,18} -?\d{1,18}", f"{left} {right}"):
+        return COMPARISONS[sign](int(left), int(right))
+    return None

@@ -274,11 +274,12 @@ def read_table(table: Mapping[str, Any], arguments: Arguments, place: str) -> No
         form = form_of(name)
         words = [Word(option(name), place)]
         switch = FLAGS.get(str(value).lower())
-        is_off = (form is None or is_unused(name)) and switch is False
+        is_off = switch is False and is_unused(name)
         if value in NOT_GIVEN or is_off:
             continue
-        if form is None and switch is not None and is_unused(f"no_{name}"):
-            arguments.unused[name] = f"{option(name)} {value}"  # what --no-NAME turns off
+        # what no one knows is off, or --no-NAME would turn it off
+        if form is None and (switch is False or (switch and is_unused(f"no_{name}"))):
+            arguments.unused[name] = f"{option(name)} {value}"
             continue
         if form == "flag" and switch is None:
             arguments.add_problem(f"{key} = {value!r}", place, "is a flag: true or false")

@@ -76,10 +76,14 @@ class Config:
             self.draft.put(key, value, origin)
             return
         before = self.draft.keys[key]
-        is_contrary = origin not in ASSUMED and before.value != value and self.draft.needs(key)
-        if is_contrary and not key.startswith(("log.", "parallel.overlap", "parallel.bucket")):
-            said = f"{before.origin} says {before.value}, but {origin} says {value}"
-            self.draft.problems.append(f"{key}: {said}: keep one of them")
+        if origin in ASSUMED or before.value == value or not self.draft.needs(key):
+            return
+        said = f"{key}: {before.origin} says {before.value}, but {origin} says {value}"
+        # these change no number
+        if key.startswith(("log.", "parallel.overlap", "parallel.bucket")):
+            self.draft.notes.append(f"{said}: the first counts")
+        else:
+            self.draft.problems.append(f"{said}: keep one of them")
 
 
 def add_deepspeed(

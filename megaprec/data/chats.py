@@ -25,14 +25,13 @@ from megaprec.data.chat_template import CHATML, ChatError, ChatTemplate, Message
 from megaprec.data.encoding import Marks
 from megaprec.data.pieces import MarkedPiece, cut_document, require_unicode
 from megaprec.data.tokenizer import load_tokenizer
-from megaprec.data.tokenizer_files import CONFIG, read_settings
+from megaprec.data.tokenizer_files import CONFIG, TEMPLATE, read_settings
 from megaprec.durable import naming_file
 from megaprec.errors import UserError
 from megaprec.parsing import read_json, read_text
 
 PLAIN = "plain"
 OF_TOKENIZER = "tokenizer"
-TEMPLATE_FILE = "chat_template.jinja"  # beside a tokenizer.json, before what its settings name
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CHAT_FIELDS = ("messages", "conversations")
 # Fields of rows that a model would have to be told, and that no template here is given.
@@ -143,7 +142,7 @@ def load_chats(name: str, tokenizer_file: Path | None) -> Chats:
 
 def _template_beside(tokenizer_file: Path) -> tuple[str, str]:
     """Return the place and the program of a tokenizer's own template. Raises UserError."""
-    file = tokenizer_file.with_name(TEMPLATE_FILE)
+    file = tokenizer_file.with_name(TEMPLATE)
     if file.is_file():
         return str(file), _read_template(file)
     config = tokenizer_file.with_name(CONFIG)

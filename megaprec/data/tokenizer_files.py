@@ -21,6 +21,7 @@ CONFIG = "tokenizer_config.json"
 SPECIAL_MAP = "special_tokens_map.json"
 ADDED = "added_tokens.json"
 SETTINGS = (CONFIG, SPECIAL_MAP, ADDED)
+TEMPLATE = "chat_template.jinja"  # before a template that the settings have
 ROLES = ("eos_token", "bos_token", "pad_token")
 FURTHER = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
 MAX_TOKENS = 10_000_000  # of a vocabulary
@@ -84,6 +85,15 @@ def settings_of(path: Path) -> list[Path]:
         return []
     files = [path.with_name(name) for name in SETTINGS]
     return [file for file in files if file.is_file() and file != path]
+
+
+def files_beside(path: Path) -> list[Path]:
+    """Return the files that belong to a tokenizer: its settings, and its chat template."""
+    template = path.with_name(TEMPLATE)
+    is_its_own = path.suffix != ".model" or path.name == "tokenizer.model"
+    if is_its_own and template.is_file():
+        return [*settings_of(path), template]
+    return settings_of(path)
 
 
 def read_settings(path: Path, definition: Mapping[str, Any]) -> Settings:

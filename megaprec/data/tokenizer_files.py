@@ -24,6 +24,7 @@ SETTINGS = (CONFIG, SPECIAL_MAP, ADDED)
 TEMPLATE = "chat_template.jinja"  # before a template that the settings have
 ROLES = ("eos_token", "bos_token", "pad_token")
 FURTHER = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece's tokens
 MAX_TOKENS = 10_000_000  # of a vocabulary
 SAVE_ANEW = (
     "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers writes files "
@@ -463,6 +464,32 @@ def _not_followed(
                     f"{file}: {key} = {str(setting).lower()} is not followed, for {counts} counts "
                     "alone"
                 )
+    prefix = config.get("add_prefix_space")
+    place = _place_of_prefix(definition)
+    if prefix is False and place:
+        yield (
+            f"{file}: add_prefix_space = false is not followed, for {place} in {path.name} puts a "
+            "space before texts; transformers may put none"
+        )
+    elif prefix is True and place == "":
+        yield (
+            f"{file}: add_prefix_space = true is not followed, for nothing in {path.name} puts a "
+            "space before texts; transformers may put one"
+        )
+
+
+def _place_of_prefix(definition: Mapping[str, Any]) -> str | None:
+    """Return the part of a tokenizer.json that puts a space before texts, "" if no part does; None
+    if spaces are not written as SentencePiece writes them."""
+    normalizer = definition.get("normalizer")
+    pre_tokenizer = definition.get("pre_tokenizer")
+    if SPACE in _values(normalizer, "prepend"):
+        return "the normalizer Prepend"
+    schemes = [*_values(pre_tokenizer, "prepend_scheme")]
+    if any(scheme != "never" for scheme in schemes):
+        return "the pre_tokenizer Metaspace"
+    replaced = [*_values(normalizer, "content")]
+    return "" if schemes or SPACE in replaced else None
 
 
 def _values(part: Any, key: str) -> Iterator[Any]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaprec.data.chat_template import CHATML, ChatError, ChatTemplate, Message
+from megaprec.data.chat_template import CHATML, ONLY_LAST, ChatError, ChatTemplate, Message
 from megaprec.data.encoding import Marks
 from megaprec.data.pieces import MarkedPiece, cut_document, require_unicode
 from megaprec.data.tokenizer import load_tokenizer
@@ -101,11 +101,14 @@ class Chats:
 
 
 def load_chats(name: str, tokenizer_file: Path | None) -> Chats:
-    """Return the way of `name`: `plain`, `tokenizer`, `chatml` or the path of a template.
+    """Return the way of `name`: `plain`, `tokenizer`, `chatml` or the path of a template, the last
+    three also with `+last`, so that only the answers after the last question count.
 
     tokenizer_file: None: it will be trained, which only `plain` allows.
     Raises UserError.
     """
+    is_last = name.endswith(ONLY_LAST)
+    template_name = name.removesuffix(ONLY_LAST)
     if name == PLAIN:
         return Chats(PLAIN, None, frozenset(), PLAIN)
     if tokenizer_file is None:
@@ -115,27 +118,28 @@ def load_chats(name: str, tokenizer_file: Path | None) -> Chats:
         raise UserError.of("data.chat_sentencepiece", path=tokenizer_file, name=name)
     settings = read_settings(tokenizer_file, {})
     variables = {role: token for role, (token, _) in settings.named.items()}
-    if name == "chatml":
+    if template_name == "chatml":
         missing = [token for token in CHATML_TOKENS if token not in tokenizer.special]
         if missing:
             raise UserError.of(
                 "data.chat_tokens_missing", path=tokenizer_file, missing=" and ".join(missing)
             )
-        origin = name
+        origin = template_name
         source = CHATML
-    elif name == OF_TOKENIZER:
+    elif template_name == OF_TOKENIZER:
         origin, source = _template_beside(tokenizer_file)
     else:
-        path = Path(name)
+        path = Path(template_name)
         if not path.is_file():
             raise UserError.of("data.chat_template_missing", name=name)
-        origin = name
+        origin = template_name
         source = _read_template(path)
     try:
-        template = ChatTemplate(source, variables)
+        template = ChatTemplate(source, variables, is_last)
     except ChatError as problem:
         raise UserError.of("data.chat_template_broken", name=origin, problem=problem) from problem
-    inputs = json.dumps([source, variables], sort_keys=True)
+    settings_of_digest = [source, variables, *([ONLY_LAST] if is_last else [])]
+    inputs = json.dumps(settings_of_digest, sort_keys=True)
     digest = hashlib.sha256(inputs.encode()).hexdigest()
     return Chats(origin, template, tokenizer.special, digest)
 

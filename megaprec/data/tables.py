@@ -237,7 +237,9 @@ def require_texts(file: Path, schema: Any, field: str) -> None:
     _column(file, schema.names, field)
     field_type = schema.field(field).type
     value_type = field_type.value_type if types.is_dictionary(field_type) else field_type
-    if not (types.is_string(value_type) or types.is_large_string(value_type)):
+    # the last is what engines such as Polars and DuckDB write
+    kinds_of_text = (types.is_string, types.is_large_string, types.is_string_view)
+    if not any(is_text(value_type) for is_text in kinds_of_text):
         raise UserError.of(
             "data.parquet_type", file=file, field=field, field_type=field_type, which=WHICH
         )

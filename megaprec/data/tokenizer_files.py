@@ -168,7 +168,7 @@ def with_other_names(
                 "tokenizer itself"
             )
     if len(notes) > 1:
-        notes = [f"{notes[0]}; {len(notes) - 1} others have another name too"]
+        notes = [f"{notes[0]}; so it is with {len(notes) - 1} more"]
     return with_names, notes
 
 

@@ -74,14 +74,14 @@ def replace(model: Model) -> None:
 
 CHANGES: dict[str, tuple[Callable[[Model], object], str]] = {
     "frozen": (freeze, sentence("optimizer.frozen_later", names="0.weight")),
-    "added": (add, sentence("optimizer.unfrozen_later", names="3.weight (and 1 other)")),
+    "added": (add, sentence("optimizer.unfrozen_later", names="3.weight (and 1 more)")),
     "replaced": (
         replace,
-        sentence("optimizer.unfrozen_later", names="2.weight (and 1 other)"),
+        sentence("optimizer.unfrozen_later", names="2.weight (and 1 more)"),
     ),
     "removed": (
         lambda model: model.pop(2),
-        sentence("optimizer.removed_later", names="2.weight (and 1 other)"),
+        sentence("optimizer.removed_later", names="2.weight (and 1 more)"),
     ),
 }
 
@@ -851,7 +851,7 @@ def test_parameters_that_torch_exchanges_in_place_are_refused_before_anything_ch
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     backward(model)
-    with pytest.raises(RuntimeError, match=r"^0\.weight \(and 3 others\) was cast or moved after"):
+    with pytest.raises(RuntimeError, match=r"^0\.weight \(and 3 more\) was cast or moved after"):
         optimizer.step()
 
 

@@ -75,7 +75,7 @@ class Saves:
         # A buffer that is not trained is remade from the configuration; one that changes would be
         # lost.
         if unsaved:
-            others = f" ({len(unsaved) - 1} others too)" if len(unsaved) > 1 else ""
+            others = f" (and {len(unsaved) - 1} more)" if len(unsaved) > 1 else ""
             raise UserError.of("training.buffer_changes", unsaved=unsaved[0], others=others)
 
     def poll(self) -> None:

@@ -102,6 +102,24 @@ def test_parameters_that_were_frozen_or_added_or_removed_since_are_named_at_the_
     assert all(map(torch.equal, held(model), before))
 
 
+@pytest.mark.parametrize(
+    "listed",
+    [
+        lambda model: model.parameters(),
+        lambda model: list(model.parameters()),
+        lambda model: [{"params": list(model.parameters())}],
+        lambda model: dict(model.named_parameters()),
+    ],
+)
+def test_parameters_in_place_of_the_model_are_refused_with_what_to_give(
+    listed: Callable[[nn.Module], Any],
+) -> None:
+    model = nn.Linear(2, 2)
+    attach_whole(model)
+    with raises("optimizer.parts_no_modules"):
+        ParallelAMPOptimizer(listed(model), plan("fp32"))
+
+
 def test_a_parameter_that_was_frozen_at_first_and_no_longer_is_is_named() -> None:
     model = make_model()
     freeze(model)

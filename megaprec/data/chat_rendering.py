@@ -18,11 +18,12 @@ class Renderer:
 
     source: its program.
     variables: further values that it may read, such as `eos_token`.
+    last: True if only the answers after the last question of a conversation count.
     Raises ConfinedError, which says why, for a program that is none.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
-        self._request = {"source": source, "variables": dict(variables)}
+    def __init__(self, source: str, variables: Mapping[str, str], last: bool = False) -> None:
+        self._request = {"source": source, "variables": dict(variables), "last": last}
         self._process = Confined(MODULE)
         self._ask(None, None, 0)
 

@@ -37,6 +37,7 @@ ANSWER_END = uuid.uuid4().hex
 REASONING = ("reasoning_content", "thinking", "reasoning")
 # Fields of a message, besides its content, that a model is to read or write.
 SPOKEN_FIELDS = ("tool_calls", "function_call", *REASONING)
+ONLY_LAST = "+last"  # behind the name of a template
 CHATML = """\
 {%- for message in messages %}
 {%- if message['content'] is not string %}{{ raise_exception('a content is no text') }}{% endif %}
@@ -61,6 +62,13 @@ ADDRESS = re.compile(r" at 0x[0-9a-f]{4,}>")
 class ChatError(Exception):
     """A conversation that a template cannot write, or whose answers are not found; its text is the
     reason."""
+
+
+_MARK = "give a copy of the template that marks answers by {% generation %}"
+_WAYS_OUT = (
+    f"put {ONLY_LAST} behind the name of the template to learn only the answers after the last "
+    f"question of each conversation, or {_MARK}"
+)
 
 
 @dataclass(frozen=True)
@@ -92,10 +100,11 @@ class ChatTemplate:
 
     source: its program.
     variables: further values that it may read, such as `eos_token`.
+    last: True if only the answers after the last question of a conversation count.
     Raises ChatError for a program that is none.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
+    def __init__(self, source: str, variables: Mapping[str, str], last: bool = False) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
@@ -117,6 +126,7 @@ class ChatTemplate:
             raise ChatError(f"{drawn[0]} draws at random, so that the data are not built again")
         self._source = source
         self._variables = variables
+        self._last = last
         calls = tree.find_all(nodes.ExtensionAttribute)
         self._marks_answers = any(call.name == "_marked" for call in calls)
         self._names = frozenset(_names_in(tree))
@@ -132,6 +142,8 @@ class ChatTemplate:
         given: number of messages at the beginning whose answers do not count.
         Raises ChatError, also if the template would leave out what a model is to read or write.
         """
+        if self._last:
+            given = max(given, _end_of_questions(messages))
         whole = self._run(messages, tools)
         self._require_written(messages, tools, whole.text)
         if self._marks_answers:
@@ -178,12 +190,12 @@ class ChatTemplate:
         if not with_answer.startswith(prompt):
             raise ChatError(
                 f"the text of the first {number} messages does not begin with that of the first "
-                f"{number - 1} and the prompt for an answer"
+                f"{number - 1} and the prompt for an answer; {_MARK}"
             )
         if not text.startswith(with_answer):
             raise ChatError(
                 f"the text of the conversation does not begin with that of its first {number} "
-                "messages"
+                f"messages, so answer {number} is not written as it was given; {_WAYS_OUT}"
             )
         return len(prompt), len(with_answer)
 
@@ -217,7 +229,7 @@ class ChatTemplate:
 class Work:
     """The rendering of conversations in a confined process.
 
-    A request has the `source` and the `variables` of a template, and `messages`, `tools` and
+    A request has the `source`, the `variables` and `last` of a template, and `messages`, `tools` and
     `given`. The answer is the text, and the ranges of its answers. If `messages` is null, the
     template is compiled alone.
     """
@@ -227,13 +239,22 @@ class Work:
 
     def answers(self, request: Mapping[str, Any], read_bytes: Any) -> Iterator[Any]:
         """Yield the answer to one request. Raises ChatError."""
-        program = request["source"], request["variables"]
+        program = request["source"], request["variables"], request["last"]
         if self._compiled is None or self._compiled[0] != program:
             self._compiled = program, ChatTemplate(*program)
         if request["messages"] is not None:
             template = self._compiled[1]
             rendered = template.render(request["messages"], request["tools"], request["given"])
             yield rendered.text, rendered.answers
+
+
+def _end_of_questions(messages: Sequence[Message]) -> int:
+    """Return the number of messages up to the last one of a user, that one too."""
+    end = 0
+    for number, message in enumerate(messages, 1):
+        if message["role"] == "user":
+            end = number
+    return end
 
 
 def _names_in(tree: nodes.Template) -> Iterator[str]:

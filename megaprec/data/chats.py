@@ -22,19 +22,18 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.data.chat_rendering import Renderer
-from megaprec.data.chat_template import CHATML, Message
+from megaprec.data.chat_template import CHATML, ONLY_LAST, Message
 from megaprec.data.confined import ConfinedError
 from megaprec.data.encoding import Marks
 from megaprec.data.pieces import MarkedPiece, cut_document, require_unicode
 from megaprec.data.tokenizer import load_tokenizer
-from megaprec.data.tokenizer_files import CONFIG, read_settings
+from megaprec.data.tokenizer_files import CONFIG, TEMPLATE, read_settings
 from megaprec.durable import naming_file
 from megaprec.errors import UserError
 from megaprec.parsing import read_json, read_text
 
 PLAIN = "plain"
 OF_TOKENIZER = "tokenizer"
-TEMPLATE_FILE = "chat_template.jinja"  # beside a tokenizer.json, before what its settings name
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CHAT_FIELDS = ("messages", "conversations")
 # Fields of rows that a model would have to be told, and that no template here is given.
@@ -104,11 +103,14 @@ class Chats:
 
 
 def load_chats(name: str, tokenizer_file: Path | None) -> Chats:
-    """Return the way of `name`: `plain`, `tokenizer`, `chatml` or the path of a template.
+    """Return the way of `name`: `plain`, `tokenizer`, `chatml` or the path of a template, the last
+    three also with `+last`, so that only the answers after the last question count.
 
     tokenizer_file: None: it will be trained, which only `plain` allows.
     Raises UserError.
     """
+    is_last = name.endswith(ONLY_LAST)
+    template_name = name.removesuffix(ONLY_LAST)
     if name == PLAIN:
         return Chats(PLAIN, None, frozenset(), PLAIN)
     if tokenizer_file is None:
@@ -118,34 +120,35 @@ def load_chats(name: str, tokenizer_file: Path | None) -> Chats:
         raise UserError.of("data.chat_sentencepiece", path=tokenizer_file, name=name)
     settings = read_settings(tokenizer_file, {})
     variables = {role: token for role, (token, _) in settings.named.items()}
-    if name == "chatml":
+    if template_name == "chatml":
         missing = [token for token in CHATML_TOKENS if token not in tokenizer.special]
         if missing:
             raise UserError.of(
                 "data.chat_tokens_missing", path=tokenizer_file, missing=" and ".join(missing)
             )
-        origin = name
+        origin = template_name
         source = CHATML
-    elif name == OF_TOKENIZER:
+    elif template_name == OF_TOKENIZER:
         origin, source = _template_beside(tokenizer_file)
     else:
-        path = Path(name)
+        path = Path(template_name)
         if not path.is_file():
             raise UserError.of("data.chat_template_missing", name=name)
-        origin = name
+        origin = template_name
         source = _read_template(path)
     try:
-        template = Renderer(source, variables)
+        template = Renderer(source, variables, is_last)
     except ConfinedError as problem:
         raise UserError.of("data.chat_template_broken", name=origin, problem=problem) from problem
-    inputs = json.dumps([source, variables], sort_keys=True)
+    settings_of_digest = [source, variables, *([ONLY_LAST] if is_last else [])]
+    inputs = json.dumps(settings_of_digest, sort_keys=True)
     digest = hashlib.sha256(inputs.encode()).hexdigest()
     return Chats(origin, template, tokenizer.special, digest)
 
 
 def _template_beside(tokenizer_file: Path) -> tuple[str, str]:
     """Return the place and the program of a tokenizer's own template. Raises UserError."""
-    file = tokenizer_file.with_name(TEMPLATE_FILE)
+    file = tokenizer_file.with_name(TEMPLATE)
     if file.is_file():
         return str(file), _read_template(file)
     config = tokenizer_file.with_name(CONFIG)

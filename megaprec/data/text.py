@@ -337,7 +337,7 @@ def _check_options(options: TextOptions) -> None:
 def _with_others(problem: Problem, others: int) -> Problem:
     """Return the problem of a bad row, with the number of other rows of its file that have the same
     fault."""
-    return problem.within(after=f"; so {others:,} other rows of this file") if others else problem
+    return problem.within(after=f"; so {others:,} more in this file") if others else problem
 
 
 def _standard_library(max_chars: int | None) -> Source:

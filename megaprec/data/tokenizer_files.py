@@ -21,8 +21,10 @@ CONFIG = "tokenizer_config.json"
 SPECIAL_MAP = "special_tokens_map.json"
 ADDED = "added_tokens.json"
 SETTINGS = (CONFIG, SPECIAL_MAP, ADDED)
+TEMPLATE = "chat_template.jinja"  # before a template that the settings have
 ROLES = ("eos_token", "bos_token", "pad_token")
 FURTHER = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece's tokens
 MAX_TOKENS = 10_000_000  # of a vocabulary
 SAVE_ANEW = (
     "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers writes files "
@@ -84,6 +86,15 @@ def settings_of(path: Path) -> list[Path]:
         return []
     files = [path.with_name(name) for name in SETTINGS]
     return [file for file in files if file.is_file() and file != path]
+
+
+def files_beside(path: Path) -> list[Path]:
+    """Return the files that belong to a tokenizer: its settings, and its chat template."""
+    template = path.with_name(TEMPLATE)
+    is_its_own = path.suffix != ".model" or path.name == "tokenizer.model"
+    if is_its_own and template.is_file():
+        return [*settings_of(path), template]
+    return settings_of(path)
 
 
 def read_settings(path: Path, definition: Mapping[str, Any]) -> Settings:
@@ -157,7 +168,7 @@ def with_other_names(
                 "tokenizer itself"
             )
     if len(notes) > 1:
-        notes = [f"{notes[0]}; {len(notes) - 1} others have another name too"]
+        notes = [f"{notes[0]}; so it is with {len(notes) - 1} more"]
     return with_names, notes
 
 
@@ -453,6 +464,32 @@ def _not_followed(
                     f"{file}: {key} = {str(setting).lower()} is not followed, for {counts} counts "
                     "alone"
                 )
+    prefix = config.get("add_prefix_space")
+    place = _place_of_prefix(definition)
+    if prefix is False and place:
+        yield (
+            f"{file}: add_prefix_space = false is not followed, for {place} in {path.name} puts a "
+            "space before texts; transformers may put none"
+        )
+    elif prefix is True and place == "":
+        yield (
+            f"{file}: add_prefix_space = true is not followed, for nothing in {path.name} puts a "
+            "space before texts; transformers may put one"
+        )
+
+
+def _place_of_prefix(definition: Mapping[str, Any]) -> str | None:
+    """Return the part of a tokenizer.json that puts a space before texts, "" if no part does; None
+    if spaces are not written as SentencePiece writes them."""
+    normalizer = definition.get("normalizer")
+    pre_tokenizer = definition.get("pre_tokenizer")
+    if SPACE in _values(normalizer, "prepend"):
+        return "the normalizer Prepend"
+    schemes = [*_values(pre_tokenizer, "prepend_scheme")]
+    if any(scheme != "never" for scheme in schemes):
+        return "the pre_tokenizer Metaspace"
+    replaced = [*_values(normalizer, "content")]
+    return "" if schemes or SPACE in replaced else None
 
 
 def _values(part: Any, key: str) -> Iterator[Any]:

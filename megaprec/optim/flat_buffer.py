@@ -662,7 +662,7 @@ def require_in_place(buffers: Iterable[Buffer]) -> None:
     for buffer in buffers:
         lost += buffer.reclaim_parameters()
     if lost:
-        others = f" (and {len(lost) - 1} others)" if len(lost) > 1 else ""
+        others = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
         raise RuntimeError(
             f"{lost[0]}{others} was cast or moved after the optimizer had taken over its memory, "
             "or is another optimizer's by now, so no step would update it: cast and move a model "

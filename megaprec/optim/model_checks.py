@@ -98,7 +98,7 @@ def _require_layouts(trained: Iterable[NamedParameter]) -> None:
     if not bare:
         return
     path, first = bare[0]
-    others = f"; {len(bare) - 1} others have none either" if len(bare) > 1 else ""
+    others = f"; nor have {len(bare) - 1} more" if len(bare) > 1 else ""
     raise UserError.of(
         "optimizer.layout_missing", path=path, shape=tuple(first.shape), others=others
     )
@@ -306,4 +306,4 @@ def _format_names(names: Sequence[str]) -> str:
     others = len(names) - 1
     if not others:
         return names[0]
-    return f"{names[0]} (and {others} other{'s' if others > 1 else ''})"
+    return f"{names[0]} (and {others} more)"

@@ -854,6 +854,10 @@ def _require_trainable(parts: Sequence[nn.Module]) -> None:
     if isinstance(parts, nn.Module) and not isinstance(parts, nn.ModuleList):
         # a Sequential is a sequence too, of its layers: parameters of its own would be left out
         raise UserError.of("optimizer.parts_not_listed", kind=type(parts).__name__)
+    # As other optimizers take them: a generator, or a list of tensors or of groups.
+    is_list = isinstance(parts, Sequence | nn.ModuleList)
+    if not is_list or not all(isinstance(part, nn.Module) for part in parts):
+        raise UserError.of("optimizer.parts_no_modules")
 
 
 def _require_whole_gradients(shard_gradients: bool, canonical: bool) -> None:

@@ -364,10 +364,16 @@ def _widen_fp32(name: str, wide: str) -> str:
 def _unknown_dtype(key: str, name: object) -> str:
     """Return a line for a dtype that has another name here, or none."""
     text = str(name).removeprefix("torch.").lower()
+    # Lightning has names for a dtype with and without FP32 masters.
+    has_no_masters = text.endswith("-true") and not text.startswith(("32", "64"))
+    text = text.removesuffix("-mixed").removesuffix("-true")
+    text = {"16": "fp16", "32": "fp32", "64": "float64"}.get(text, text)
     # TORCH_DTYPES has the dtypes of other systems' configurations, none of which is FP64
-    dtype = torch.float64 if text in ("float64", "double") else TORCH_DTYPES.get(text)
+    dtype = torch.float64 if text in ("float64", "double") else {**DTYPES, **TORCH_DTYPES}.get(text)
     if dtype is not None:
         hint = f'its name here is "{dtype_name(dtype)}"'
+        if has_no_masters:
+            hint += ', with masters = "none"'
     else:
         hint = f"use one of {', '.join(DTYPES)}"
     return f"precision.{key} = {name!r} is not known: {hint}"

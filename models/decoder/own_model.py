@@ -67,7 +67,7 @@ def _require_stage(
     ]
     if without_layout:
         others = len(without_layout) - 1
-        nor_others = f", nor have {others} others" if others else ""
+        nor_others = f", nor have {others} more" if others else ""
         raise UserError.of(
             "model.stage_parameter_layout",
             subject=subject,

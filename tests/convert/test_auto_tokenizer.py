@@ -12,7 +12,7 @@ from megaprec.data.training import train_hugging_face
 from tests.other_systems import slow, write_folder
 from tests.refusals import shows
 from tools.cli import main
-from tools.convert.auto_tokenizer import TEXTS
+from tools.convert.auto_tokenizer import TEXTS, initial_tokenizer_line
 
 transformers: Any = pytest.importorskip(
     "transformers",
@@ -119,3 +119,63 @@ def test_a_begin_token_that_the_tokenizer_does_not_have_is_left_to_config_json(
     folder = folder_with(tmp_path, "llama", {}, bos_token_id=310)
     assert main(["convert", str(folder), str(tmp_path / "out"), "--to", "hf", "--no-verify"]) == 0
     assert "bos_token" not in json.loads((tmp_path / "out/tokenizer_config.json").read_text())
+
+
+def like_llama(folder: Path, prepends: bool) -> Path:
+    """A tokenizer.json of the older form of Llama's: its normalizer writes spaces."""
+    file = train_hugging_face(LINES, folder / "tokenizer.json", 300)
+    said = json.loads(file.read_text("utf-8"))
+    steps: list[dict[str, Any]] = [{"type": "Prepend", "prepend": "▁"}] if prepends else []
+    steps.append({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})
+    said["normalizer"] = {"type": "Sequence", "normalizers": steps}
+    said["pre_tokenizer"] = None
+    vocabulary = said["model"]["vocab"]
+    # Characters as they are, which are tokens of this form, and a sign for those that are none.
+    letters = sorted(set("".join(TEXTS)) - vocabulary.keys())
+    vocabulary |= {
+        letter: len(vocabulary) + place for place, letter in enumerate(["<unk>", "▁", *letters])
+    }
+    said["model"]["unk_token"] = "<unk>"
+    file.write_text(json.dumps(said), encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize("flag", [None, False, True])
+@pytest.mark.parametrize("prepends", [False, True])
+def test_tokens_are_those_of_transformers_or_a_note_says_which_space_is_put(
+    flag: bool | None, prepends: bool, tmp_path: Path
+) -> None:
+    file = like_llama(tmp_path, prepends)
+    settings = {"tokenizer_class": "LlamaTokenizer", "legacy": False}
+    if flag is not None:
+        settings["add_prefix_space"] = flag
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    ours = load_tokenizer(file)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "the text"
+    same = theirs.encode(text, add_special_tokens=False) == ours.encode(text)
+    noted = any("add_prefix_space" in note for note in ours.notes)
+    assert noted == (flag is not None and flag != prepends)
+    if flag is not None:
+        assert noted or same
+    warned = initial_tokenizer_line(tmp_path, file)
+    assert warned.startswith("warning: ") or same
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_class_that_splits_otherwise_than_the_file_of_first_weights_is_named(
+    name: str, tmp_path: Path
+) -> None:
+    folder = folder_with(tmp_path, "llama", {"tokenizer_class": name})
+    file = folder / "tokenizer.json"
+    ours = load_tokenizer(file)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    try:
+        ids = [theirs.encode(text, add_special_tokens=False) for text in TEXTS]
+    except Exception:  # a class whose own tokens the file does not have
+        ids = []
+    same = ids == [ours.encode(text) for text in TEXTS]
+    warned = initial_tokenizer_line(folder, file)
+    assert warned.startswith("warning: ") or same
+    assert not warned or "set data.tokenizer to the tokenizer.json" in warned

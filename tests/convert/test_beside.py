@@ -122,7 +122,7 @@ def test_weights_beside_those_that_are_read_are_noted(name: str, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("chat_template.jinja", "x"), ("chat_template.json", "{}"), ("additional_chat_templates", "")],
+    [("chat_template.json", "{}"), ("additional_chat_templates", "")],
 )
 def test_chat_templates_that_are_not_carried_over_are_noted(
     name: str, content: str, tmp_path: Path

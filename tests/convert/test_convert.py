@@ -465,9 +465,9 @@ def test_a_chat_template_that_is_not_carried_over_is_noted(
     folder = write_folder(tmp_path / "hf", "llama")
     for there in (False, True):
         if there:
-            (folder / "chat_template.jinja").write_text("{{ messages }}")
+            (folder / "chat_template.json").write_text("{}")
         run(folder, tmp_path / f"{there}")
-        assert ("chat_template.jinja is not carried over" in capsys.readouterr().out) is there
+        assert ("chat_template.json is not carried over" in capsys.readouterr().out) is there
 
 
 @pytest.mark.parametrize("fails", ["finish", "reopen"])

@@ -156,6 +156,10 @@ def drop(name: str) -> Callable[[Tensors], Any]:
     return lambda tensors: tensors.pop(name)
 
 
+def rename(name: str, other: str) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors.update({other: tensors.pop(name)})
+
+
 def put(name: str, make: Callable[[Tensor], Tensor]) -> Callable[[Tensors], Any]:
     return lambda tensors: tensors.update({name: make(tensors[name]).contiguous()})
 
@@ -166,7 +170,16 @@ REFUSED: dict[str, tuple[Callable[[Tensors], Any], Any, str]] = {
     "no scales": (
         drop(SCALES),
         SAID,
-        sentence("convert.fp8_scale_missing", name=KV_B, scales="_scale_inv"),
+        sentence("convert.fp8_scale_missing", name=KV_B, remedy=re.compile("fetch the folder")),
+    ),
+    "scales of another name": (
+        rename(SCALES, f"{KV_B}_scale"),
+        SAID,
+        sentence(
+            "convert.fp8_scale_missing",
+            name=KV_B,
+            remedy=re.compile(f"^if {KV_B}_scale holds .* save it under that name"),
+        ),
     ),
     "no matrix": (
         drop(KV_B),

@@ -35,6 +35,56 @@ FORGETFUL = """\
 {%- if message.role == 'user' or loop.last %}<|im_start|>{{ message.content }}<|im_end|>{% endif %}
 {%- endfor %}
 """
+# In the forms of published families, as short as they can be. Answers of earlier turns lose their
+# reasoning in the first two, and the prompt of the second begins the reasoning of an answer.
+PUBLISHED = {
+    "thinks": """\
+{%- set ns = namespace(last=0) %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' and loop.index0 > ns.last %}
+{{- '<think>\\n' + (message.reasoning_content or '') + '\\n</think>\\n\\n' }}
+{%- endif %}
+{{- message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+""",
+    "begins to think": """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{{ '<|im_start|>' + message.content }}{% endif %}
+{%- if message.role == 'assistant' %}
+{%- set answer = message.content.split('</think>')[-1] + '<|im_end|>' %}
+{{- '<|im_start|>' }}{{ answer }}{# end #}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|><think>\\n' }}{% endif %}
+""",
+    "trims, and asks for the day": """\
+{{- bos_token }}
+{%- if not date_string is defined %}
+{%- if strftime_now is defined %}{% set date_string = '' %}{% else %}{% set date_string = '' %}{% endif %}
+{%- endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + date_string + '\\n\\n' + message.content | trim + '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n\\n' }}{% endif %}
+""",
+    "takes turns": """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('Conversation roles must alternate user/assistant') }}
+{%- endif %}
+{%- set role = 'model' if message.role == 'assistant' else message.role %}
+{{- '<|im_start|>' + role + '\\n' + message.content | trim + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>model\\n' }}{% endif %}
+""",
+}
 TOOLS = (
     """\
 {%- if tools %}<|im_start|>tools {{ tools | tojson }}<|im_end|>{% endif %}

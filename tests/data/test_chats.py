@@ -24,6 +24,7 @@ from tests.data.chat_material import (
     CONVERSATIONS,
     FORGETFUL,
     MARKED,
+    PUBLISHED,
     TOOLS,
     UNMARKED,
     make_tokenizer,
@@ -220,6 +221,52 @@ def test_a_template_that_forgets_earlier_turns_is_refused(tmp_path: Path) -> Non
     tokenizer = make_tokenizer(tmp_path, FORGETFUL)
     with raises("data.chat_not_rendered"):
         list(opened([{"messages": turns("a", "b", "c", "d")}], tokenizer))
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_the_templates_of_published_models_build_or_say_what_cannot_be_learned(
+    family: str, tmp_path: Path
+) -> None:
+    tokenizer = make_tokenizer(tmp_path, PUBLISHED[family])
+    theirs = AutoTokenizer.from_pretrained(tokenizer.parent)
+    rows = [{"messages": turns("a", "b")}, {"messages": turns("a", "b", "c", "d")}]
+    name = "tokenizer"
+    if family == "thinks":
+        with raises("data.chat_not_rendered", problem=re.compile(r"\+last.*{% generation %}")):
+            list(opened(rows, tokenizer))
+        name = "tokenizer+last"
+    elif family == "begins to think":
+        with raises("data.chat_not_rendered", problem=re.compile("marks answers")):
+            list(opened(rows, tokenizer))
+        marked = PUBLISHED[family].replace("{{ answer }}", "{% generation %}{{ answer }}")
+        marked = marked.replace("{# end #}", "{% endgeneration %}")
+        (tmp_path / "marked.jinja").write_text(marked)
+        name = str(tmp_path / "marked.jinja")
+    found = documents(built(rows, tokenizer, name))
+    for (ids, mask), row in zip(found, rows, strict=True):
+        messages = row["messages"]
+        assert ids == theirs.apply_chat_template(messages)["input_ids"]
+        learned = theirs.decode([token for token, counts in zip(ids, mask, strict=True) if counts])
+        answers = [message["content"] for message in messages[1::2]]
+        if family == "thinks":
+            answers = answers[-1:]
+        position = -1
+        for answer in answers:
+            position = learned.index(answer, position + 1)
+        assert len(re.findall("[a-d]", re.sub("<[^>]*>", "", learned))) == len(answers)
+
+
+@pytest.mark.parametrize("template", [CHATML, UNMARKED])
+def test_of_the_last_answers_only_these_count(template: str, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path, template)
+    several = {"messages": [*turns("a", "b", "c", "d"), {"role": "assistant", "content": "e"}]}
+    ids, mask = documents(built([several], tokenizer, "tokenizer+last"))[0]
+    whole_ids, whole_mask = documents(built([several], tokenizer))[0]
+    assert ids == whole_ids and sum(mask) < sum(whole_mask)
+    learned = load_tokenizer(tokenizer).decode(
+        [token for token, counts in zip(ids, mask, strict=True) if counts]
+    )
+    assert [letter for letter in learned if letter in "abcde"] == ["d", "e"]
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def test_zstd_is_the_same_as_plain_also_in_several_frames(tmp_path: Path) -> Non
     [
         {},
         {"kind": pyarrow.large_string()},
+        {"kind": pyarrow.string_view()},
         {"kind": pyarrow.dictionary(pyarrow.int32(), pyarrow.string())},
         {"compression": "zstd", "row_group_size": 100},
         {"compression": "none", "data_page_size": 100},

@@ -529,7 +529,7 @@ def test_all_bad_files_and_rows_of_a_folder_are_told_at_once(
         ),
     )
     assert [sum(bool(re.search(one, line)) for line in lines) for one in wanted] == [1] * 8
-    assert "; so 1 other rows of this file" in next(line for line in lines if "a.jsonl:2" in line)
+    assert "; so 1 more in this file" in next(line for line in lines if "a.jsonl:2" in line)
 
 
 def test_of_many_bad_files_the_first_are_told_and_the_others_counted(tmp_path: Path) -> None:
@@ -539,7 +539,7 @@ def test_of_many_bad_files_the_first_are_told_and_the_others_counted(tmp_path: P
         list(open_source(str(tmp_path)))
     assert len(error.value.problems) == 21
     assert error.value.problems[0].startswith(f"{tmp_path}/100.jsonl:1: ")
-    assert error.value.problems[0].endswith("; so 2 other rows of this file")
+    assert error.value.problems[0].endswith("; so 2 more in this file")
     assert error.value.problems[-1] == Problem.of(
         "data.other_bad_rows", name=tmp_path, at_least="", num_others=30
     )

@@ -97,7 +97,7 @@ def test_a_log_is_the_run_of_its_command_line(change: str, prefix: str, tmp_path
     assert keys(made) == keys(import_run([line], {}, {}, 1))
     assert f"ffn = {kept(line)['ffn_hidden_size']}" in made.text
     assert not [note for note in made.notes if "left open" in note or "not known" in note]
-    assert "# Not used here: " in made.text and "other arguments of train.log" in made.text
+    assert "# Not used here: " in made.text and "further arguments of train.log" in made.text
 
 
 def test_what_changes_numbers_is_refused_in_a_log_too(tmp_path: Path) -> None:

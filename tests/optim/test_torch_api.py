@@ -436,7 +436,7 @@ def test_a_model_cast_after_the_optimizer_was_built_is_refused_at_the_next_step(
     change(model)
     with pytest.raises(
         RuntimeError,
-        match=re.escape("0.weight (and 3 others) was cast or moved after the optimizer"),
+        match=re.escape("0.weight (and 3 more) was cast or moved after the optimizer"),
     ):
         optimizer.step()
 

@@ -74,14 +74,14 @@ def replace(model: Model) -> None:
 
 CHANGES: dict[str, tuple[Callable[[Model], object], str]] = {
     "frozen": (freeze, sentence("optimizer.frozen_later", names="0.weight")),
-    "added": (add, sentence("optimizer.unfrozen_later", names="3.weight (and 1 other)")),
+    "added": (add, sentence("optimizer.unfrozen_later", names="3.weight (and 1 more)")),
     "replaced": (
         replace,
-        sentence("optimizer.unfrozen_later", names="2.weight (and 1 other)"),
+        sentence("optimizer.unfrozen_later", names="2.weight (and 1 more)"),
     ),
     "removed": (
         lambda model: model.pop(2),
-        sentence("optimizer.removed_later", names="2.weight (and 1 other)"),
+        sentence("optimizer.removed_later", names="2.weight (and 1 more)"),
     ),
 }
 
@@ -100,6 +100,24 @@ def test_parameters_that_were_frozen_or_added_or_removed_since_are_named_at_the_
     with pytest.raises(UserError, match=CHANGES[change][1] + ".*build .*ParallelAMPOptimizer"):
         optimizer.step()
     assert all(map(torch.equal, held(model), before))
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        lambda model: model.parameters(),
+        lambda model: list(model.parameters()),
+        lambda model: [{"params": list(model.parameters())}],
+        lambda model: dict(model.named_parameters()),
+    ],
+)
+def test_parameters_in_place_of_the_model_are_refused_with_what_to_give(
+    listed: Callable[[nn.Module], Any],
+) -> None:
+    model = nn.Linear(2, 2)
+    attach_whole(model)
+    with raises("optimizer.parts_no_modules"):
+        ParallelAMPOptimizer(listed(model), plan("fp32"))
 
 
 def test_a_parameter_that_was_frozen_at_first_and_no_longer_is_is_named() -> None:
@@ -851,7 +869,7 @@ def test_parameters_that_torch_exchanges_in_place_are_refused_before_anything_ch
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     backward(model)
-    with pytest.raises(RuntimeError, match=r"^0\.weight \(and 3 others\) was cast or moved after"):
+    with pytest.raises(RuntimeError, match=r"^0\.weight \(and 3 more\) was cast or moved after"):
         optimizer.step()
 
 

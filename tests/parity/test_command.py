@@ -228,7 +228,7 @@ def test_what_rounding_hides_proves_nothing_and_is_not_called_proven() -> None:
             (("self.scale = parameter(context, [whole], 0.0, partial=context.cut_sequence, "
                 "mean=1.0)"),
              "self.scale = nn.Parameter(torch.ones(config.hidden))"),
-            sentence("model.stage_parameter_layout", subject=re.compile(r"mine\.py:build"), without_layout="layers.0.scale", nor_others=", nor have 3 others"),
+            sentence("model.stage_parameter_layout", subject=re.compile(r"mine\.py:build"), without_layout="layers.0.scale", nor_others=", nor have 3 more"),
         ),
         (("def losses", "def loss"), sentence("model.last_stage_without_losses", subject=re.compile(": stage 0"))),
         (("def build", "def make"), sentence("megaprec.function_missing", named=re.compile(r"mine\.py"), location=re.compile(r"mine\.py"), name="build")),

@@ -106,3 +106,22 @@ def test_torchs_name_of_a_dtype_is_refused_once_with_ours(name: Any, ours: str) 
     assert raised.value.problems == (
         f'precision.compute = {name!r} is not known: its name here is "{ours}"',
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("bf16-mixed", 'its name here is "bf16"'),
+        ("16-mixed", 'its name here is "fp16"'),
+        ("32-true", 'its name here is "fp32"'),
+        ("64-true", 'its name here is "fp64"'),
+        ("bf16-true", 'its name here is "bf16", with masters = "none"'),
+        ("transformer-engine", "use one of fp64, fp32, bf16, fp16"),
+    ],
+)
+def test_a_precision_by_a_name_of_lightning_is_refused_with_its_name_here(
+    name: str, hint: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        plan(name)
+    assert str(caught.value) == f"precision.compute = {name!r} is not known: {hint}"

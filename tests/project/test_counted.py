@@ -1,6 +1,8 @@
 """A message counts one thing as one, and several in the plural."""
 
+import ast
 import re
+from collections.abc import Iterator
 
 import pytest
 
@@ -35,3 +37,21 @@ def test_commands_count_in_one_way() -> None:
     assert found <= {f"tools/{name}.py" for name in other}, (
         "counted of tools/console/units.py says it"
     )
+
+
+def numbers_before_others(source: str) -> Iterator[int]:
+    """The lines of f-strings that put a number before "others", which one is not."""
+    for text in ast.walk(ast.parse(source)):
+        if not isinstance(text, ast.JoinedStr):
+            continue
+        for value, after in zip(text.values, text.values[1:], strict=False):
+            is_number = isinstance(value, ast.FormattedValue)
+            is_word = isinstance(after, ast.Constant)
+            if is_number and is_word and re.match(r" others?\b", str(after.value)):
+                yield text.lineno
+
+
+def test_no_message_counts_others_which_may_be_one() -> None:
+    found = {str(path): [*numbers_before_others((ROOT / path).read_text())] for path in modules()}
+    assert {path: lines for path, lines in found.items() if lines} == {}, "say: and 1 more"
+    assert [*numbers_before_others('f"{n} others" f"{m} more"')] == [1]

@@ -10,8 +10,9 @@ import torch
 
 from megaprec.data.encoding import EncodeRendered
 from models.decoder.kv_cache import CachedStage
+from tests.published import BOS, folder_of, transformers
 from tools.text.generation import Generation
-from tools.text.load import LoadedModel
+from tools.text.load import LoadedModel, load_model
 from tools.text.sampling import Sampling
 
 
@@ -85,3 +86,27 @@ def test_of_a_token_with_a_part_of_a_character_the_whole_ones_are_said(
 def test_a_text_stops_before_a_stop_string_whose_token_ends_within_a_character() -> None:
     pieces, text = pieces_of([1, 5, 6, 1, 1], "c")
     assert "".join(pieces) == "ab" and (text.finish, text.tokens) == ("stop", 2)
+
+
+@pytest.mark.parametrize("bos", [None, BOS])
+def test_a_prompt_has_the_tokens_that_transformers_gives_it(
+    bos: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that names no begin token has none before a prompt."""
+    folder = folder_of("llama", tmp_path / "hf", bos_token_id=bos)
+    model = load_model(folder, CachedStage)
+    read = list[list[int]]()
+    extend = model.stage.extend
+
+    def extend_and_record(tokens: torch.Tensor) -> torch.Tensor:
+        read.append(tokens.flatten().tolist())
+        return extend(tokens)
+
+    monkeypatch.setattr(model.stage, "extend", extend_and_record)
+    prompt = "the model learns"
+    assert [*Generation(model, prompt, 2, Sampling(temperature=0))]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    before = [] if bos is None else [bos]
+    assert read[0] == [*before, *tokenizer(prompt)["input_ids"]]
+    # Without a prompt a text begins as documents do.
+    assert [*Generation(model, "", 1, Sampling(temperature=0))]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megaprec.data.tokenizer import load_tokenizer
-from megaprec.data.tokenizer_files import settings_of
+from megaprec.data.tokenizer_files import files_beside
 from megaprec.errors import UserError
 from tools.commands.options import add_ema, add_vocab
 from tools.console.progress_bar import bytes_progress
@@ -140,13 +140,13 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _given_tokenizer(file: Path, source: Source) -> tuple[Path, ...]:
-    """Return the file of --tokenizer and the settings beside it. Raises UserError if the source has
-    a tokenizer."""
+    """Return the file of --tokenizer and what belongs to it beside it. Raises UserError if the
+    source has a tokenizer."""
     if main_file(source.tokenizer):
         raise UserError.of("command.tokenizer_twice", file=file, path=source.path)
     # raises for a file that cannot be read, before anything is written
     load_tokenizer(file)
-    return file, *settings_of(file)
+    return file, *files_beside(file)
 
 
 def _megatron_layout(args: argparse.Namespace, format_name: str) -> MegatronLayout:

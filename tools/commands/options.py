@@ -71,7 +71,8 @@ def add_chat_template(parser: ArgumentParser) -> None:
         metavar="NAME",
         help="rows are conversations (messages, conversations, or prompt and completion), written "
         "by 'tokenizer' (the template of --tokenizer), 'chatml', the template in a file, or "
-        "'plain': prompt and completion follow each other",
+        "'plain': prompt and completion follow each other; with +last behind one of the first "
+        "three only the answers after the last question of a conversation count",
     )
 
 

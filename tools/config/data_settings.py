@@ -75,7 +75,8 @@ class Data(Table):
         default="",
         description="Rows of conversations (messages, conversations, or prompt and completion) "
         'become text by this template: "tokenizer": the one of data.tokenizer; "chatml"; the path '
-        'of a Jinja file; "plain": prompt and completion follow each other; empty: rows are texts.',
+        'of a Jinja file; "plain": prompt and completion follow each other; empty: rows are texts. '
+        "With +last behind one of the first three only answers after the last question count.",
     )
     encoding: str = Field(
         default=UTF8,

@@ -64,6 +64,26 @@ def auto_tokenizer_line(
     )
 
 
+def initial_tokenizer_line(folder: Path, tokenizer_file: Path) -> str:
+    """Return a warning if AutoTokenizer splits texts otherwise than a file of the folder of first
+    weights; "" if it does not, or without transformers."""
+    tokenizer = load_tokenizer(tokenizer_file)
+    try:
+        with quiet_transformers() as transformers:
+            problem = next(_differences(transformers, folder, tokenizer), "")
+            version = transformers.__version__
+    except ImportError:
+        return ""
+    if not problem:
+        return ""
+    return (
+        f"warning: {folder}: AutoTokenizer of transformers {version} {problem}; this run goes by "
+        f"{tokenizer_file.name}: if the weights were trained with the other, set data.tokenizer to "
+        "the tokenizer.json that AutoTokenizer.from_pretrained(FOLDER).save_pretrained(DIR) writes "
+        "into DIR"
+    )
+
+
 def _differences(transformers: Any, folder: Path, written: Tokenizer) -> Iterator[str]:
     """Yield what AutoTokenizer does otherwise than the tokenizer.json that was `written`."""
     try:
@@ -71,11 +91,15 @@ def _differences(transformers: Any, folder: Path, written: Tokenizer) -> Iterato
     except ImportError:
         raise
     except Exception as error:  # whatever a library makes of a file
-        yield f"cannot load it ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        yield f"cannot load it ({_in_a_line(error)})"
         return
     for text in TEXTS:
         ours = written.encode(text)
-        theirs = tokenizer.encode(text, add_special_tokens=False)
+        try:
+            theirs = tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exception
+            yield f"cannot split {text[:40]!r} ({_in_a_line(error)})"
+            return
         if theirs != ours:
             position = _first_difference(ours, theirs)
             excerpt = written.decode(ours[position : position + 4])
@@ -86,6 +110,10 @@ def _differences(transformers: Any, folder: Path, written: Tokenizer) -> Iterato
             return
     if written.eos is not None and tokenizer.eos_token_id != written.eos:
         yield f"ends documents by token {tokenizer.eos_token_id}, and not by {written.eos}"
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from megaprec.checkpoint.atomic import checkpoint_at, latest
 from megaprec.checkpoint.integrity import require_intact
@@ -29,7 +30,8 @@ from tools.convert.growth import GrownWeights, Growth
 from tools.convert.hf.config import special_ids as hf_special_ids
 from tools.convert.hf.folder import CONFIG, hf_model, hf_tokenizer, read_config
 from tools.convert.hf.vocabulary import check_tokenizer, main_file, stated_ids
-from tools.convert.native import native_model, special_ids
+from tools.convert.kept_ids import first_ids, kept_ids
+from tools.convert.native import native_model
 from tools.convert.systems.dcp import config_file
 
 
@@ -96,7 +98,7 @@ def initial_model(folder: Path, own: ModelConfig | None = None) -> InitialModel:
     kind, checkpoint = format_of(folder)
     if kind == "megaprec":
         model, tokenizer = native_model(checkpoint)
-        special = special_ids(Store(checkpoint))
+        special = kept_ids(Store(checkpoint)).special
         origin = f"{checkpoint / INDEX}"
     elif kind == "hf":
         model = hf_model(folder)
@@ -145,8 +147,9 @@ def start_from(
     growth: Growth | None = None,
     drawn: Weights | None = None,
     own: ModelConfig | None = None,
-) -> None:
+) -> dict[str, Any]:
     """Copy the weights of train.init_from into the optimizer and the layers; moments stay zero.
+    Return the entries of the run's checkpoints that keep what else the folder says.
 
     growth: the rows of new tokens; None if there are none. drawn: initial weights, of which they
         are rows if growth says so. own: as of `initial_model`.
@@ -172,6 +175,7 @@ def start_from(
         for line in _describe_not_finite(slices.source, not_finite_counts):
             lines.append(f"warning: {folder}: {line}\n")
         print(*lines, sep="", end="", flush=True)
+    return first_ids(slices.source)
 
 
 def _describe_not_finite(source: Source, counts: Mapping[str, int]) -> list[str]:

@@ -36,10 +36,10 @@ from tools.convert.core.tensors import (
 from tools.convert.core.transforms import SAME
 from tools.convert.hf.folder import check_tensors
 from tools.convert.hf.vocabulary import main_file
+from tools.convert.kept_ids import GENERATION, SPECIAL, kept_ids
 from tools.convert.train_state import (
     TrainState,
     read_documents,
-    read_ids,
     read_model,
     read_overflow_monitor,
     read_progress,
@@ -64,16 +64,6 @@ def native_model(path: Path) -> tuple[ModelConfig, Path | None]:
     return read_model(checkpoint), tokenizer
 
 
-def special_ids(checkpoint: Store) -> dict[str, Any]:
-    """Return bos_token_id and the like of a checkpoint: of the folder that it was converted from,
-    or of its run."""
-    converted = read_ids(checkpoint, "special_ids")
-    documents = read_documents(checkpoint)
-    if converted or not documents:
-        return converted
-    return {"bos_token_id": documents["begin"], "eos_token_id": documents["end"]}
-
-
 def open_native(path: Path) -> Source:
     """Open a checkpoint. Raises UserError if it is damaged or does not hold the model that it
     describes."""
@@ -88,6 +78,7 @@ def open_native(path: Path) -> Source:
     _check_shapes(path, model, checkpoint, logical)
     names = tokenizer_files(checkpoint) if index.get("tokenizer") else []
     optimizer = index["optimizer"]
+    ids = kept_ids(checkpoint)
     facts = Facts(
         optimizer["steps"],
         optimizer["scaler"],
@@ -97,9 +88,10 @@ def open_native(path: Path) -> Source:
         precision=read_table(checkpoint, "precision"),
         layout=read_table(checkpoint, "layout"),
         unread="" if len(logical) == len(index["tensors"]) else "FP8 scales and amax histories",
-        special=special_ids(checkpoint),
-        generation=read_table(checkpoint, "generation"),
+        special=ids.special,
+        generation=ids.generation,
         documents=read_documents(checkpoint),
+        notes=tuple(f"{path}: {change}" for change in ids.changes),
     )
     tokenizer = [checkpoint.file(name) for name in names]
     return Source(path, "megaprec", model, _origins(checkpoint, logical), facts, tokenizer)
@@ -265,8 +257,8 @@ def _write_index(folder: Path, source: Source, dtypes: dict[str, torch.dtype]) -
         "watch": facts.watch or OverflowMonitor(LossScaling()).state_dict(),
         "layout": facts.layout,
         "precision": facts.precision,
-        "special_ids": facts.special,
-        "generation": facts.generation,
+        SPECIAL: facts.special,
+        GENERATION: facts.generation,
         **({"documents": facts.documents} if facts.documents else {}),
         "tokenizer": tokenizer.name if tokenizer else "",
         "torch": torch.__version__,

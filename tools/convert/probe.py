@@ -47,6 +47,7 @@ LENGTH = 48
 LEAST_ORIGINAL = 8  # tokens of an original length
 LEAST_WINDOW = 5
 ORIGINAL = "original_max_position_embeddings"
+ROPE_TABLES = ("rope_scaling", "rope_parameters")
 # of the published ones, not of the model computed
 OF_WEIGHTS = ("quantization_config", "initial_context_length")
 # Scales of random weights, such that every tensor changes the logits.
@@ -201,14 +202,12 @@ def _expert_sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
     each kind."""
     defaults = FAMILIES[config["model_type"]].defaults
     has_leading_dense = "first_k_dense_replace" in defaults
-    config_key = "n_routed_experts" if "n_routed_experts" in defaults else "num_experts"
-    for stated_key in ("num_local_experts", "n_routed_experts", "num_experts"):
-        if config.get(stated_key) is not None:
-            config_key = stated_key
-            break
+    names = ("num_local_experts", "n_routed_experts", "num_experts")
+    stated_names = [name for name in names if config.get(name) is not None]
+    usual_name = "n_routed_experts" if "n_routed_experts" in defaults else "num_experts"
     least = max(EXPERTS, model.experts_per_token + 1)
     experts = min(model.experts, model.router.at_least(least, model.experts_per_token))
-    sizes: dict[str, Any] = {config_key: experts}
+    sizes: dict[str, Any] = dict.fromkeys(stated_names or [usual_name], experts)
     if "moe_intermediate_size" in defaults:
         sizes["moe_intermediate_size"] = FFN
     is_dense = [layer in model.dense_layers for layer in range(model.layers)]
@@ -253,13 +252,20 @@ def _lengths(config: Json, model: ModelConfig) -> dict[str, Any]:
         return min(length, max(least, length * longest // model.max_positions))
 
     lengths: dict[str, Any] = {"max_position_embeddings": longest}
-    for config_key in ("rope_scaling", "rope_parameters"):
-        if config.get(config_key):
-            lengths[config_key] = dict(config[config_key])
-            if original := config[config_key].get(ORIGINAL):
-                lengths[config_key][ORIGINAL] = reduced_length(original, LEAST_ORIGINAL)
-    if config.get(ORIGINAL):
-        lengths[ORIGINAL] = reduced_length(config[ORIGINAL], LEAST_ORIGINAL)
+
+    def with_reduced_originals(table: Json) -> dict[str, Any]:
+        """Return rope parameters, of all layers or in a table for each kind of layers."""
+        reduced_table = dict(table)
+        for key, value in table.items():
+            if isinstance(value, Mapping):
+                reduced_table[key] = with_reduced_originals(value)
+            elif key == ORIGINAL and value:
+                reduced_table[key] = reduced_length(value, LEAST_ORIGINAL)
+        return reduced_table
+
+    # All places that may say an original length are reduced alike: they must agree.
+    stated = {key: config[key] for key in (*ROPE_TABLES, ORIGINAL) if config.get(key)}
+    lengths |= with_reduced_originals(stated)
     if model.window:
         lengths["sliding_window"] = reduced_length(model.window, LEAST_WINDOW)
     return lengths | _layer_kinds(config, model)

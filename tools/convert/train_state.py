@@ -8,7 +8,7 @@ from typing import Any
 from megaprec.checkpoint.atomic import latest, remedy
 from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import INDEX, Store, newer_version
-from megaprec.data.tokenizer_files import SETTINGS
+from megaprec.data.tokenizer_files import SETTINGS, TEMPLATE
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.diagnose.spike_monitor import SpikeMonitor
 from megaprec.errors import Problem, UserError
@@ -124,16 +124,16 @@ def read_tokenizer(checkpoint: Store) -> Path | None:
 
 
 def tokenizer_files(checkpoint: Store) -> list[str]:
-    """Return the names of the tokenizer's file, if there is one, and of the settings that were
-    saved beside it.
+    """Return the names of the tokenizer's file, if there is one, and of the settings and the chat
+    template that were saved beside it.
 
     Raises UserError if the checkpoint does not say whether there is one.
     """
     tokenizer = read_tokenizer(checkpoint)
     if not tokenizer:
         return []
-    settings = [name for name in SETTINGS if name in checkpoint.index["files"]]
-    return [tokenizer.name, *settings]
+    beside = [name for name in (*SETTINGS, TEMPLATE) if name in checkpoint.index["files"]]
+    return [tokenizer.name, *beside]
 
 
 def read_table(checkpoint: Store, table_name: str) -> dict[str, Any]:

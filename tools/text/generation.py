@@ -52,8 +52,10 @@ class Generation:
         self._stop = tuple(stop)
         self._barred = _barred(self._tokenizer, model.stage.config.vocab)
         self._generator = torch.Generator().manual_seed(seed)
-        begin = [] if model.begin is None else [model.begin]
-        self._ids = begin + self._tokenizer.encode(prompt)
+        # Without a prompt the token before a document is all that a text can begin with.
+        begin = model.prompt_begin if prompt else model.begin
+        before = [] if begin is None else [begin]
+        self._ids = before + self._tokenizer.encode(prompt)
         self._prompt_length = len(self._ids)
         self.finish = ""
         self.slid = False

@@ -47,6 +47,7 @@ class LoadedModel(Generic[S]):
     ends: ids that end a document.
     notes: lines for the user on what is not followed.
     generation: contents of generation_config.json.
+    prompt_begin: id of the token before a prompt, if any.
     """
 
     stage: S
@@ -55,6 +56,7 @@ class LoadedModel(Generic[S]):
     ends: frozenset[int]
     notes: tuple[str, ...] = ()
     generation: Mapping[str, Any] = field(default_factory=dict)
+    prompt_begin: int | None = None
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -100,6 +102,7 @@ def load_model(
         _ends(source, chosen_tokenizer),
         tuple(_notes(source, chosen_tokenizer, tokenizer)),
         source.facts.generation,
+        _prompt_begin(source, chosen_tokenizer),
     )
 
 
@@ -210,6 +213,16 @@ def _begin(source: Source, tokenizer: Tokenizer | None) -> int | None:
     if tokenizer is None or names_no_end:
         return None
     return tokenizer.eos
+
+
+def _prompt_begin(source: Source, tokenizer: Tokenizer | None) -> int | None:
+    """Return the id of the token before a prompt: that before documents, but none where a
+    config.json names no begin token, as in transformers."""
+    facts = source.facts
+    names_none = "bos_token_id" in facts.special and facts.special["bos_token_id"] is None
+    if names_none and not facts.documents:
+        return None
+    return _begin(source, tokenizer)
 
 
 def _ends(source: Source, tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -3,7 +3,7 @@
 import os
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,10 @@ from tools.analysis.planning.report import summary_line
 from tools.config.checks import check_all
 from tools.config.run_file import RunConfig
 from tools.console.wrapped import say
+from tools.convert.auto_tokenizer import initial_tokenizer_line
 from tools.convert.hf.config import config_of
+from tools.convert.hf.folder import find_hf, hf_tokenizer
+from tools.convert.hf.vocabulary import main_file
 from tools.convert.initial import open_initial
 from tools.convert.probe import check_config, verify_initial
 from tools.journal.trackers import require_trackers
@@ -103,6 +106,15 @@ def print_plan(config: RunConfig) -> None:
         say(f"predicted  {start_line(foreseen)}")
 
 
+def _verify_initial(config: RunConfig, folder: Path) -> Iterator[str]:
+    """Yield lines on first weights beside transformers: their model, and their tokenizer."""
+    yield verify_initial(folder)
+    # One of another place is compared with that of the weights elsewhere.
+    own_file = main_file(hf_tokenizer(folder)) if find_hf(folder) else None
+    if own_file and config.data.tokenizer and Path(config.data.tokenizer) == own_file:
+        yield initial_tokenizer_line(folder, own_file)
+
+
 def verify_models(config: RunConfig, export_folder: Path | None) -> None:
     """Raise UserError if transformers computes other logits than megaprec for the initial or the
     exported model.
@@ -110,7 +122,7 @@ def verify_models(config: RunConfig, export_folder: Path | None) -> None:
     lines = []
     # A run that resumes has weights of its own.
     if config.train.init_from and not latest(config.checkpoint_folder):
-        lines.append(verify_initial(Path(config.train.init_from)))
+        lines += _verify_initial(config, Path(config.train.init_from))
     if export_folder:
         exported = config_of(config.sized_model, "float32")
         lines.append(check_config(exported, f"--export-hf {export_folder}"))

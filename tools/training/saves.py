@@ -15,7 +15,7 @@ from typing import Any
 
 from megaprec.checkpoint.atomic import latest, step_of
 from megaprec.checkpoint.saving import Outcome, Saving, unsaved_buffers
-from megaprec.data.tokenizer_files import settings_of
+from megaprec.data.tokenizer_files import files_beside
 from megaprec.errors import UserError
 from models.engine.engine import Engine
 from tools.config.run_file import RunConfig
@@ -75,7 +75,7 @@ class Saves:
         # A buffer that is not trained is remade from the configuration; one that changes would be
         # lost.
         if unsaved:
-            others = f" ({len(unsaved) - 1} others too)" if len(unsaved) > 1 else ""
+            others = f" (and {len(unsaved) - 1} more)" if len(unsaved) > 1 else ""
             raise UserError.of("training.buffer_changes", unsaved=unsaved[0], others=others)
 
     def poll(self) -> None:
@@ -125,10 +125,12 @@ def extra_entries(
     progress: dict[str, Any],
     watch: dict[str, Any],
     spikes: dict[str, Any],
+    first_ids: dict[str, Any],
 ) -> dict[str, Any]:
     """Return what a checkpoint has besides the optimizer's state.
 
-    watch, spikes: the states of the monitors of overflows and of spikes.
+    watch, spikes: the states of the monitors of overflows and of spikes. first_ids: entries of
+        `tools.convert.kept_ids`.
     """
     extra = {
         "model": json.loads(corpus.model.model_dump_json()),
@@ -139,6 +141,7 @@ def extra_entries(
         "precision": config.precision.model_dump(),
         "tokenizer": corpus.tokenizer.path.name if corpus.tokenizer else "",
         "documents": asdict(corpus.documents),
+        **first_ids,
         **arithmetic(),
         "run": keys_of(config),
     }
@@ -154,7 +157,7 @@ def tokenizer_files(corpus: Corpus) -> list[Path]:
     if not corpus.tokenizer:
         return []
     path = corpus.tokenizer.path
-    return [file for file in (path, *settings_of(path)) if file.is_file()]
+    return [file for file in (path, *files_beside(path)) if file.is_file()]
 
 
 def resume_point(config: RunConfig, step: int) -> str:

@@ -49,6 +49,7 @@ from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.wrapped import say
 from tools.convert.initial import start_from
+from tools.convert.kept_ids import saved_ids
 from tools.convert.train_state import TrainState, read_overflow_monitor, read_spike_monitor
 from tools.journal.journal import Journal
 from tools.journal.records import AVERAGE_LOSS, HELD_OUT_LOSS, SPIKE_EVENT
@@ -123,6 +124,7 @@ class Trainer:
         model = corpus.model
         self._router_monitor = RouterMonitor(model.experts, model.experts_per_token)
         self.progress = TrainState()  # after the last step
+        self._first_ids: dict[str, Any] = {}  # of the first weights, for checkpoints
         self._samples_of_step = range(0)  # positions of the last step's global batch
         if checkpoint:
             self._resume(checkpoint)
@@ -173,7 +175,7 @@ class Trainer:
         stages = self.engine.stages.values()
         drawn = InitialWeights(stages, optimizer.plan, self.config.train.seed)
         growth = growth_of(self.config, self.corpus)
-        start_from(folder, optimizer, growth, drawn, self.config.model)
+        self._first_ids = start_from(folder, optimizer, growth, drawn, self.config.model)
 
     def _resume(self, checkpoint: Path) -> None:
         """Load the state of the run from a checkpoint."""
@@ -191,6 +193,7 @@ class Trainer:
         self.progress = resumed_progress(store, self.config, self.corpus)
         self.monitor.load_state_dict(read_overflow_monitor(store))
         self.spike_monitor.load_state_dict(read_spike_monitor(store))
+        self._first_ids = saved_ids(store)
 
     def run(self) -> None:
         """Take all remaining steps, or those until a signal, and save a checkpoint at the end.
@@ -527,6 +530,7 @@ class Trainer:
             asdict(self.progress),
             self.monitor.state_dict(),
             self.spike_monitor.state_dict(),
+            self._first_ids,
         )
         files = tokenizer_files(self.corpus)
         self._saves.start(self.progress.step, extra, files, self._evaluated)

@@ -293,7 +293,7 @@ def layout_lines(
         yield none_found(result, ranks)
         return
     smallest = f" (the smallest needs {size(result.smallest)})" if result.too_large else ""
-    yield f"{result.too_large} others do not fit{smallest}, {result.slower} are slower"
+    yield f"left out as too large: {result.too_large:,}{smallest}; as slower: {result.slower:,}"
     if result.unseen:
         yield f"stopped: {result.unseen:,} were not looked at"
     has_experts = result.layouts[0].config.model.experts > 0

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from megaprec.data.tokenizer_files import SETTINGS
+from megaprec.data.tokenizer_files import SETTINGS, TEMPLATE
 from megaprec.errors import Problem, UserError
 from megaprec.parsing import read_json
 from models.config import ModelConfig
@@ -76,7 +76,7 @@ WEIGHTS = (
 )
 NO_FACTS = Facts()
 MOST_PROBLEMS = 10  # lines of a refusal
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", *SETTINGS)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", *SETTINGS, TEMPLATE)
 # Names in the families that have modules of multi-token prediction.
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"

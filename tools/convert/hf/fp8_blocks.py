@@ -153,6 +153,18 @@ def _require_matrices(scales: Iterable[str], quantized: Collection[str], path: o
             )
 
 
+def _remedy_without_scales(tensor_name: str, stored: Mapping[str, Stored]) -> str:
+    """Return what to do about an FP8 matrix whose scales have another name, or are not there."""
+    module = tensor_name.removesuffix("weight")
+    others = [name for name in sorted(stored) if name.startswith(module) and name != tensor_name]
+    if others:
+        return (
+            f"if {others[0]} holds the numbers that multiply its blocks, save it under that name; "
+            "otherwise fetch the folder anew, or take the same model in BF16"
+        )
+    return "fetch the folder anew, with all its files, or take the same model in BF16"
+
+
 def _matrix(
     tensor_name: str, stored: Mapping[str, Stored], block: tuple[int, int], path: object
 ) -> Blocks:
@@ -160,7 +172,13 @@ def _matrix(
     codes = stored[tensor_name]
     scales = stored.get(tensor_name + SCALES)
     if scales is None:
-        raise UserError.of("convert.fp8_scale_missing", path=path, name=tensor_name, scales=SCALES)
+        raise UserError.of(
+            "convert.fp8_scale_missing",
+            path=path,
+            name=tensor_name,
+            scales=SCALES,
+            remedy=_remedy_without_scales(tensor_name, stored),
+        )
     # The last block of a row or column may be smaller. A tensor that is no matrix has another
     # number of dimensions than blocks, and is refused below.
     sizes = zip(codes.shape, block, strict=False)

@@ -12,7 +12,7 @@ from tools.convert.hf.keys import short
 
 POINTER = b"version https://git-lfs.github.com/spec/"
 ADAPTER = "adapter_config.json"
-TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+UNREAD_TEMPLATES = ("chat_template.json", "additional_chat_templates")
 # Names of weights, but not of an optimizer's state.
 _WEIGHTS = re.compile(
     r"(?:(?!optim|pytorch_optim).*\.safetensors)|(?:(?:pytorch|adapter)_)?model\b.*\.bin"
@@ -109,8 +109,8 @@ def index_notes(index: Path, file_tensors: Mapping[str, Stored], in_bytes: bool)
 
 
 def template_notes(folder: Path) -> Iterator[str]:
-    """Yield a note for each chat template in a file of its own."""
-    for name in TEMPLATES:
+    """Yield a note for each chat template in another place than is usual."""
+    for name in UNREAD_TEMPLATES:
         if (folder / name).exists():
             yield f"{folder / name} is not carried over: copy it where the tokenizer goes"
 

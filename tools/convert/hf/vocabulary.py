@@ -17,7 +17,14 @@ import sentencepiece
 
 from megaprec.data.encoding import sentencepiece_encoder
 from megaprec.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
-from megaprec.data.tokenizer_files import CONFIG, SAVE_ANEW, SETTINGS, SPECIAL_MAP, protobuf_fields
+from megaprec.data.tokenizer_files import (
+    CONFIG,
+    SAVE_ANEW,
+    SETTINGS,
+    SPECIAL_MAP,
+    TEMPLATE,
+    protobuf_fields,
+)
 from megaprec.data.training import DENORMALIZER, DLE, ESCAPES, NORMALIZER, SPACE, TABLE, escapes
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
@@ -65,7 +72,7 @@ PROBE = (
 
 def main_file(files: Sequence[Path]) -> Path | None:
     """Return the file among a tokenizer's that defines it whole."""
-    candidates = [file for file in files if file.name not in SETTINGS]
+    candidates = [file for file in files if file.name not in (*SETTINGS, TEMPLATE)]
     # a tokenizer.json before a SentencePiece model
     return min(candidates, key=lambda file: file.suffix != ".json", default=None)
 
@@ -180,8 +187,9 @@ def write_tokenizer(
     (folder / CONFIG).write_text(
         json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8"
     )
-    for special_map in _named(tokenizer_files, SPECIAL_MAP):
-        (folder / special_map.name).write_bytes(read_whole(special_map))
+    for name in (SPECIAL_MAP, TEMPLATE):
+        for file in _named(tokenizer_files, name):
+            (folder / name).write_bytes(read_whole(file))
     # The proof that nothing was lost on the way.
     probe = PROBE + _text_of_symbols(tokenizer_file)
     written = load_tokenizer(folder / "tokenizer.json")

@@ -13,6 +13,7 @@ from itertools import takewhile
 from typing import Any
 
 from megaprec.errors import Problem, did_you_mean
+from tools.console.units import counted
 from tools.convert.megatron.keys import unknown_arguments
 from tools.convert.megatron.kinds import COUNT, NUMBER, SIZE
 from tools.interop.arguments.megatron import (
@@ -326,7 +327,7 @@ def read_kept(args: Mapping[str, Any], arguments: Arguments, place: str) -> list
         if name in arguments.unused:
             del arguments.unused[name]
             num_unused += 1
-    arguments.unused[place] = f"{num_unused} other arguments of {place}"
+    arguments.unused[place] = f"{counted(num_unused, 'further argument')} of {place}"
     strange = list[str]()
     for text in unknown_arguments(args):
         name, _, _ = text.partition(" ")

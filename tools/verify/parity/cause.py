@@ -280,7 +280,7 @@ def _without_gradient(case: Case) -> str | None:
     if len(layers) == 1:
         return f"no gradient reaches {layers.pop()}*: the layer is left out of the computation"
     if without_gradient:
-        others = f" and {len(without_gradient) - 1} others" if len(without_gradient) > 1 else ""
+        others = f" and {len(without_gradient) - 1} more" if len(without_gradient) > 1 else ""
         return f"no gradient reaches {without_gradient[0]}{others}"
     return None
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tools.console.units import counted
 from tools.verify.replay.spike_measures import BatchNumbers
 from tools.verify.replay.spike_replay import RAISED, Examination, are_above, is_above
 from tools.verify.replay.spikes import RecordedSpike
@@ -58,7 +59,7 @@ def judge(spike: RecordedSpike, seen: Examination) -> list[Cause]:
         return [*_all_but_hardware("wrong", is_ordinary), hardware]
     if are_above(seen.others, spike):
         num_spiking = sum(is_above(other, spike) for other in seen.others)
-        of_others = f"{num_spiking} of {len(seen.others)} other batches"
+        of_others = f"{num_spiking} of {counted(len(seen.others), 'other batch', 'es')}"
         others_spike = f"{of_others} spike at the same weights: {_list(seen.others)}"
         return [
             Cause("data", "wrong", others_spike),

@@ -174,8 +174,11 @@ def read_regular(path: Path, max_bytes: int = MOST_BYTES) -> bytes:
     filename."""
     with regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        # one byte more than is allowed: the file may grow while it is read
-        content = file.read(max_bytes + 1) if size <= max_bytes else b""
+        # Memory is taken for as many bytes as are asked for, so the size is.
+        content = file.read(size + 1) if size <= max_bytes else b""
+        # it grows while it is read, or is one of the kernel, which have no size
+        if len(content) > size:
+            content += file.read(max_bytes + 1 - len(content))
     if max(size, len(content)) > max_bytes:
         raise OSError(errno.EOVERFLOW, f"it is larger than {max_bytes:,} bytes", str(path))
     return content

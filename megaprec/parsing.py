@@ -14,8 +14,10 @@ import re
 import stat
 import tomllib
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megaprec.durable import naming_file
 from megaprec.errors import UserError
@@ -148,25 +150,36 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def read_regular(path: Path, max_bytes: int = MOST_BYTES) -> bytes:
-    """Return the bytes of a regular file of at most `max_bytes`. Raises OSError, with `path` as its
+@contextmanager
+def regular(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading that must be a regular one. Raises OSError, with `path` as its
     filename."""
     # a pipe without a writer would block
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        status = os.fstat(descriptor)
-        mode = status.st_mode
+        mode = os.fstat(descriptor).st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(mode):
             kind = "pipe" if stat.S_ISFIFO(mode) else "device or a socket"
             raise OSError(errno.EINVAL, f"it is a {kind}, not a regular file", str(path))
         with naming_file(path), open(descriptor, "rb", closefd=False) as file:
-            # one byte more than is allowed: the file may grow while it is read
-            content = file.read(max_bytes + 1) if status.st_size <= max_bytes else b""
+            yield file
     finally:
         os.close(descriptor)
-    if max(status.st_size, len(content)) > max_bytes:
+
+
+def read_regular(path: Path, max_bytes: int = MOST_BYTES) -> bytes:
+    """Return the bytes of a regular file of at most `max_bytes`. Raises OSError, with `path` as its
+    filename."""
+    with regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        # Memory is taken for as many bytes as are asked for, so the size is.
+        content = file.read(size + 1) if size <= max_bytes else b""
+        # it grows while it is read, or is one of the kernel, which have no size
+        if len(content) > size:
+            content += file.read(max_bytes + 1 - len(content))
+    if max(size, len(content)) > max_bytes:
         raise OSError(errno.EOVERFLOW, f"it is larger than {max_bytes:,} bytes", str(path))
     return content
 

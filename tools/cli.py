@@ -134,6 +134,9 @@ def _run(args: argparse.Namespace) -> int:
     except Exception as error:
         note_failure(error)
         cause = as_user_error(error)
+        # where a rank was short of memory, its launcher may start it again, and its traceback says
+        if isinstance(error, MemoryError) and not is_local_rank():
+            cause = UserError.of("command.no_memory")
         if isinstance(cause, Stopped):  # the first rank has printed it
             return cause.exit_code
         if is_consequence(cause) and is_local_rank():

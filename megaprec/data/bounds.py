@@ -22,6 +22,7 @@ MAX_FOLDERS = 100  # in each other
 
 MAX_RATIO = 250  # bytes that a packed one becomes: text becomes some 10, and rarely 50
 FREE_BYTES = 1 << 24  # of which a file may be made in any ratio
+MAX_IDLE = 1 << 22  # bytes of a packed file, one behind the other, that become nothing
 SLOW_SECONDS = 60.0  # for which a file at a URL may come more slowly than LEAST_SPEED
 LEAST_SPEED = 1 << 10  # bytes a second
 
@@ -99,6 +100,31 @@ class Fetching(io.RawIOBase):
         super().close()
 
 
+class Packed(io.BufferedReader):
+    """A packed file, as it is. Reading raises UserError after MAX_IDLE bytes from which nothing has
+    come: padding and empty parts may be as large as a disk, and cost nothing to make.
+
+    raw: the file, open.
+    """
+
+    def __init__(self, file: Path, raw: io.RawIOBase) -> None:
+        super().__init__(raw, BUFFER)
+        self._file = file
+        self._idle = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Return the next bytes, at most `size`; none at the end."""
+        content = super().read(size)
+        self._idle += len(content)
+        if self._idle > MAX_IDLE:
+            raise UserError.of("data.packed_nothing", file=self._file, size=MAX_IDLE)
+        return content
+
+    def has_become_some(self) -> None:
+        """Count anew, for something has come from the bytes that were read."""
+        self._idle = 0
+
+
 class Unpacking(io.RawIOBase):
     """The bytes that a packed file becomes. Reading raises UserError once that is
     more than FREE_BYTES and MAX_RATIO times what was read of the file.
@@ -107,7 +133,7 @@ class Unpacking(io.RawIOBase):
     stream: which unpacks it.
     """
 
-    def __init__(self, file: Path, packed: BinaryIO, stream: BinaryIO) -> None:
+    def __init__(self, file: Path, packed: Packed, stream: BinaryIO) -> None:
         self._file = file
         self._packed = packed
         self._stream = stream
@@ -123,6 +149,8 @@ class Unpacking(io.RawIOBase):
         count = len(content)
         buffer[:count] = content
         self._size += count
+        if count:
+            self._packed.has_become_some()
         if self._size > FREE_BYTES:
             require_ratio(self._file, self._size, self._packed.tell())
         return count

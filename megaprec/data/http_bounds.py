@@ -15,6 +15,8 @@ SILENCE = 20.0  # seconds without a byte
 ANSWER = 20.0  # seconds until an answer begins, and for the first bytes of a body
 LEAST_SPEED = 1 << 15  # bytes a second, of a body that is read whole
 RANGE = re.compile(r"bytes=(\d+)-(\d+)")
+CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+PARTIAL_CONTENT = 206
 
 
 class HttpProblem(OSError):
@@ -45,6 +47,8 @@ async def _bounded(request: Any, handler: Any) -> Any:
     except TimeoutError as problem:
         raise HttpProblem(f"the server has not answered within {ANSWER:.0f} s") from problem
     asked = RANGE.fullmatch(request.headers.get("Range", ""))
+    if asked and response.status == PARTIAL_CONTENT:
+        _require_range(response, int(asked[1]), int(asked[2]))
     most = int(asked[2]) - int(asked[1]) + 1 if asked else MAX_ITEM
     whole: bytes | None = None
 
@@ -58,6 +62,17 @@ async def _bounded(request: Any, handler: Any) -> Any:
 
     response.read = read
     return response
+
+
+def _require_range(response: Any, first: int, last: int) -> None:
+    """Raise HttpProblem unless an answer says that it has bytes from `first` on, up to `last` at
+    most: others would be read in their place."""
+    told = response.headers.get("Content-Range", "")
+    sent = CONTENT_RANGE.fullmatch(told)
+    if sent is None or int(sent[1]) != first or int(sent[2]) > last:
+        response.close()
+        instead = f"{told[:80]!r} as the range that it sends" if told else "no range that it sends"
+        raise HttpProblem(f"the server tells {instead}, when asked for bytes {first}-{last}")
 
 
 async def _body(response: Any, most: int) -> bytes:

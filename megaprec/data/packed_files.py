@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from megaprec.data.bounds import BUFFER, Fetching, Unpacking
+from megaprec.data.bounds import BUFFER, Fetching, Packed, Unpacking
 from megaprec.data.places import is_remote, naming_url, openable, size_of
 from megaprec.errors import UserError
 
@@ -55,10 +55,10 @@ def open_unpacked(file: Path) -> BinaryIO:
     compression = PACKED.get(file.suffix.lower())
     if compression == "zstd":
         arrow = import_pyarrow(file)
-        packed = open_packed(file)
+        packed = Packed(file, _open_raw(file))
         stream = arrow.input_stream(packed, compression="zstd")
     elif compression == "gzip":
-        packed = open_packed(file)
+        packed = Packed(file, _open_raw(file))
         stream = cast(BinaryIO, gzip.GzipFile(fileobj=packed))
     else:
         return open_packed(file)
@@ -67,11 +67,14 @@ def open_unpacked(file: Path) -> BinaryIO:
 
 def open_packed(file: Path) -> BinaryIO:
     """Open a file for reading, whose bytes come as they are."""
-    if not is_remote(file):
-        return open(file, "rb")
-    fetching = Fetching(file, openable(file), size_of(file))
     # the files of some libraries cannot read a line of limited length
-    return io.BufferedReader(fetching, BUFFER)
+    return io.BufferedReader(_open_raw(file), BUFFER)
+
+
+def _open_raw(file: Path) -> io.RawIOBase:
+    if is_remote(file):
+        return Fetching(file, openable(file), size_of(file))
+    return open(file, "rb", buffering=0)
 
 
 def import_pyarrow(file: Path) -> Any:

@@ -325,7 +325,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
         if is_json(content):
             return HuggingFaceTokenizer(path)
         return SentencePieceTokenizer(path)
-    except UserError:
+    # that memory is short says nothing of the file
+    except (UserError, MemoryError):
         raise
     except OSError as problem:
         raise UserError.of(

@@ -18,6 +18,7 @@ from tests.foreign.expected import TABLE
 from tests.refusals import raises, sentence, shows
 from tools.cli import main
 from tools.commands.precision import read_precision
+from tools.interop.foreign.data_files import from_yaml
 
 BF16 = torch.bfloat16
 FP16 = torch.float16
@@ -62,6 +63,21 @@ def test_a_hostile_file_is_one_line_with_its_name_soon_and_runs_nothing(
     assert not mark.exists()
     assert all(len(problem.splitlines()) == 1 for problem in caught.value.problems)
     assert str(path) in caught.value.problems[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "trainer: " + "[" * 50_000 + "]" * 50_000,
+        "trainer: " + "[" * 50_000,
+        "- " * 50_000 + "a",
+        "{a: " * 50_000,
+    ],
+)
+def test_yaml_of_any_depth_does_not_crash_its_library(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "deep.yaml"
+    with raises("precision_file.yaml_too_deep", path=path):
+        from_yaml(path, text)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ case writes its file into a folder and returns what to give to `megaprec data bu
 
 import gzip
 import json
+import os
 import struct
 import tarfile
 from collections.abc import Callable
@@ -71,8 +72,6 @@ def _file(name: str, content: Callable[[], bytes]) -> Write:
 
 def _deep_tree(folder: Path) -> list[str]:
     """A folder with 1,500 folders one in the other, made link by link of relative names."""
-    import os  # noqa: PLC0415
-
     here = os.open(folder, os.O_RDONLY)
     for _ in range(1500):
         os.mkdir("d", dir_fd=here)
@@ -81,6 +80,23 @@ def _deep_tree(folder: Path) -> list[str]:
         here = inner
     os.close(here)
     return ["d"]
+
+
+def _padded(name: str, content: bytes) -> Write:
+    """A packed file with 3 GiB of zeros behind it, which take no room on a disk."""
+
+    def write(folder: Path) -> list[str]:
+        (folder / name).write_bytes(content)
+        os.truncate(folder / name, 3 << 30)
+        return [name]
+
+    return write
+
+
+def _skipped_frames() -> bytes:
+    """Frames of zstd that hold no text, 48 MiB of them."""
+    frame = struct.pack("<II", 0x184D2A50, 0)
+    return frame * (48 * MIB // len(frame))
 
 
 def _links_to_the_parent(folder: Path) -> list[str]:
@@ -197,6 +213,11 @@ HOSTILE: dict[str, Write] = {
     "6 GiB of spaces before a list": _file("x.json.gz", lambda: packed(b"", b" ")),
     "6 GiB of one item of a list": _file("x.json.gz", lambda: packed(b'["', b"a")),
     "6 GiB of plain text": _file("x.txt.gz", lambda: packed(b"text", b"a")),
+    "3 GiB of padding behind a packed text": _padded("x.txt.gz", gzip.compress(b"text")),
+    "48 MiB of packed parts without a text": _file(
+        "x.txt.gz", lambda: gzip.compress(b"") * (48 * MIB // len(gzip.compress(b"")))
+    ),
+    "48 MiB of skipped frames": _file("x.jsonl.zst", _skipped_frames),
     "a page of 6 GiB": _file("x.html.gz", lambda: packed(b"<p>text", b"a")),
     "a sample of MDS of 4 GiB": _file(
         "x.mds.gz", lambda: packed(mds(mds_settings(), [(1 << 32) - 999]), b"a", 63)

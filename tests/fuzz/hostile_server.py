@@ -152,6 +152,24 @@ def _huge_size(answer: Hostile) -> None:
         answer.wfile.write(b"a" * 1000)
 
 
+def _other_range(answer: Hostile) -> None:
+    """Bytes that lie behind those that were asked for."""
+    if answer.command == "HEAD":
+        answer.begin(200, {"Content-Length": str(SIZE), "Accept-Ranges": "bytes"})
+    elif answer.begin(
+        206, {"Content-Range": f"bytes 7-{SIZE - 1}/{SIZE}", "Content-Length": str(SIZE)}
+    ):
+        answer.wfile.write(b"a" * SIZE)
+
+
+def _range_without_a_name(answer: Hostile) -> None:
+    """A part of a file, perhaps in several parts, that does not say which."""
+    if answer.command == "HEAD":
+        answer.begin(200, {"Content-Length": str(SIZE), "Accept-Ranges": "bytes"})
+    elif answer.begin(206, {"Content-Length": str(SIZE)}):
+        answer.wfile.write(b"a" * SIZE)
+
+
 def _no_http(answer: Hostile) -> None:
     answer.wfile.write(b"\0\xff\x15\x03 not a server of this kind\r\n\r\n" * 10)
 
@@ -177,6 +195,8 @@ CONDUCTS: dict[str, Callable[[Hostile], None]] = {
         _huge_head,
         _no_size,
         _huge_size,
+        _other_range,
+        _range_without_a_name,
         _no_http,
         _redirects,
     )

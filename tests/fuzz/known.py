@@ -80,5 +80,6 @@ REFUSED: list[list[str]] = [
     ["evaluate", "run", "--data=text.txt", f"--window={'9' * 30}", f"--max-chars={'9' * 30}"],
     *(["inspect", path] for path in (LONG, "fifo", "x/" * 3000)),
     *(["precision", "show", path] for path in ("fifo", "/dev/zero", LONG, "nested.toml")),
+    *(["import-args", path] for path in ("fifo", "/dev/zero", LONG, "nested.toml")),
     *(["compare", "run", "-o", path] for path in (f"{LONG}.png", "nowhere/x.png")),
 ]

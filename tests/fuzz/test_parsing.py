@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+import tracemalloc
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from megaprec.data import tokenizer
 from megaprec.data.text import open_source
 from megaprec.durable import file_error
 from megaprec.errors import LONGEST_LINE, UserError
@@ -25,6 +27,7 @@ from megaprec.parsing import (
     read_text,
 )
 from tests.refusals import raises, shows
+from tools.cli import main
 from tools.config.run_file import load_run
 
 VALUES = some.recursive(
@@ -171,3 +174,39 @@ def test_a_file_that_is_too_large_is_told_before_any_of_it_is_read(tmp_path: Pat
     assert said.startswith(f"{tmp_path}/x.json: it is larger") and said.endswith(
         "so large: give another one"
     )
+
+
+def test_a_small_file_takes_little_memory_whatever_it_may_have(tmp_path: Path) -> None:
+    file = tmp_path / "small"
+    file.write_bytes(b"content")
+    tracemalloc.start()
+    try:
+        content = read_regular(file)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert content == b"content"
+    assert peak < 1 << 20
+
+
+def test_a_file_that_tells_no_size_is_read_whole() -> None:
+    status = Path("/proc/self/status")
+    assert b"VmPeak" in read_regular(status)
+    with pytest.raises(OSError, match="larger than 20 bytes"):
+        read_regular(status, 20)
+
+
+def test_a_command_without_memory_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def without_memory(path: Path) -> bytes:
+        raise MemoryError
+
+    monkeypatch.setattr(tokenizer, "read_regular", without_memory)
+    model = tmp_path / "text.model"
+    model.write_bytes(b"content")
+    text = tmp_path / "text.txt"
+    text.write_text("some text")
+    build = ["data", "build", str(text), str(tmp_path / "new"), "--tokenizer", str(model)]
+    assert main(build) == 2
+    assert shows(capsys.readouterr().err, "command.no_memory")

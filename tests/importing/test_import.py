@@ -1,6 +1,7 @@
 """A command line of Megatron-LM becomes the run file of the same training, or is refused by the
 names of arguments."""
 
+import os
 import random
 import re
 import shlex
@@ -38,6 +39,17 @@ def run_of(
     path = tmp_path / "imported.toml"
     path.write_text(made.text)
     return load_run(path)
+
+
+@pytest.mark.parametrize("name", ["pipe", "pipe.yaml", "pipe.json", "device.sh"])
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if name.startswith("pipe"):
+        os.mkfifo(path)
+    else:
+        path.symlink_to(os.devnull)
+    with pytest.raises(UserError, match="not a regular file"):
+        run_of(tmp_path, str(path))
 
 
 def refused(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.errors import UserError
-from megaprec.parsing import MOST_BITS, parse_json, parse_toml
+from megaprec.parsing import MOST_BITS, NESTING, parse_json, parse_toml
 from tools.interop.foreign.plain import Call, Entry, Fields, Row, Symbol, Table, Unknown, find
 
 try:
@@ -181,14 +181,14 @@ def from_yaml(path: Path, text: str) -> Data | None:
     """Return the mapping of a YAML text; None if the text is not a mapping. Raises UserError for
     bad YAML or without PyYAML.
 
-    Only plain values are built. Aliases are counted, so that a small file cannot expand to a huge
-    one.
+    Only plain values are built. Levels and aliases are counted first: what is nested some ten
+    thousand levels deep crashes the library, and a small file could expand to a huge one.
     """
     if yaml is None:
         raise UserError.of("precision_file.pyyaml_missing", path=path)
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        aliases = sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, loader))
+        aliases = _aliases(path, text, loader)
         if aliases > MOST_ALIASES:
             raise UserError.of(
                 "precision_file.yaml_aliases", path=path, aliases=aliases, most_aliases=MOST_ALIASES
@@ -208,6 +208,23 @@ def from_yaml(path: Path, text: str) -> Data | None:
         ) from error
     except RecursionError as error:
         raise UserError.of("precision_file.yaml_too_deep", path=path) from error
+
+
+def _aliases(path: Path, text: str, loader: Any) -> int:
+    """Return the number of aliases in a YAML text. Raises UserError if it is nested too deeply."""
+    assert yaml is not None
+    aliases = 0
+    depth = 0
+    for event in yaml.parse(text, loader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        elif isinstance(event, yaml.AliasEvent):
+            aliases += 1
+        if depth > NESTING:
+            raise UserError.of("precision_file.yaml_too_deep", path=path)
+    return aliases
 
 
 def _plain_scalar(value: Any, line: int) -> Any:

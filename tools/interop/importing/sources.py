@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaprec.durable import naming_file
 from megaprec.errors import UserError
-from megaprec.parsing import parse_json
+from megaprec.parsing import parse_json, regular
 from tools.convert.megatron.distributed import read_common
 from tools.convert.megatron.keys import ALIASES
 from tools.convert.megatron.ranks import read_ranks
@@ -210,7 +209,7 @@ def _require_most(name: str, typed: Sequence[str]) -> None:
 def _text(path: Path) -> str:
     """Return the text of a file; of a log the beginning, where the arguments are."""
     try:
-        with naming_file(path), path.open("rb") as file:
+        with regular(path) as file:
             content = file.read(LARGEST_LOG)
     except OSError as error:
         raise UserError.of("import.file_unreadable", path=path, reason=error.strerror) from error

@@ -229,9 +229,9 @@ class ChatTemplate:
 class Work:
     """The rendering of conversations in a confined process.
 
-    A request has `source`, `variables` and `last` of a template, and `messages`, `tools` and `given`.
-    The answer is the text, and the ranges of its answers. If `messages` is null, the template is
-    compiled alone.
+    A request has `source`, `variables` and `last` of a template, and `messages`, `tools` and
+    `given`. The answer is the text, and the ranges of its answers. If `messages` is null, the
+    template is compiled alone.
     """
 
     def __init__(self) -> None:

@@ -53,8 +53,10 @@ def listening_in_words(environment: Mapping[str, str] = os.environ) -> str:
     on_loopback = environment.get(INTERFACE) == LOOPBACK
     if on_loopback and environment.get(STORE):
         return "on loopback alone, for ranks of this user"
-    store = f"the ranks' store at {environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
     place = "on loopback" if on_loopback else f"on {environment.get(INTERFACE) or 'the network'}"
+    if "MASTER_ADDR" not in environment:  # a program of the user's own has made the world
+        return f"ranks {place}"
+    store = f"the ranks' store at {environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
     return f"ranks {place}; {store} answers whoever reaches it: docs/cluster.md#who-may-connect"
 
 

@@ -19,6 +19,7 @@ from tools.analysis.planning.memory import MemoryModel
 from tools.analysis.planning.reached import assumptions_of
 from tools.analysis.planning.search import LayoutSearch, Planned, plan_run, search
 from tools.cli import main
+from tools.commands.plan import NOTHING_FITS
 from tools.config.run_file import RunConfig, load_run
 
 LLAMA_405B = (
@@ -101,7 +102,7 @@ def test_a_run_on_one_rank_that_cannot_fit_is_not_built_before_a_search(
     monkeypatch.setattr("tools.commands.plan.search", find_one_too_large)
     run_file = tmp_path / "run.toml"
     run_file.write_text(PLAIN_DEEPSEEK_V3)
-    assert main(["plan", str(run_file), "--ranks", "2048", "--gpu", "H800"]) == 0
+    assert main(["plan", str(run_file), "--ranks", "2048", "--gpu", "H800"]) == NOTHING_FITS
     assert not built
 
 

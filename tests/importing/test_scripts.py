@@ -308,6 +308,25 @@ def test_a_file_that_is_not_taken_in_leaves_unknown_what_was_set_before(
         assert texts(f"{line}\nPP=2\n{RUN} --a $PP", str(tmp_path)) == ["--a", "2"]
 
 
+@pytest.mark.parametrize(
+    ("asked", "options", "ranks"),
+    [
+        ("--nodes=2", "--ntasks-per-node=4", 8),
+        ("--nodes=2 --gres=gpu:4", "--ntasks-per-node 4", 8),
+        # srun takes both as given, whatever was asked for before
+        ("--nodes=4", "--nodes=2 --ntasks-per-node=4", 8),
+        # the tasks of the allocation count more than those of a node
+        ("--nodes=2 --ntasks=6", "--ntasks-per-node=4", 6),
+        ("--gres=gpu:4", "--ntasks-per-node=4", None),
+    ],
+)
+def test_tasks_of_a_node_that_srun_is_given_count_on_the_nodes_asked_for(
+    asked: str, options: str, ranks: int | None
+) -> None:
+    text = f"#!/bin/bash\n#SBATCH {asked}\nsrun {options} python pretrain_gpt.py --a 1\n"
+    assert read(text).ranks == ranks
+
+
 def test_the_ranks_are_those_that_the_launcher_starts() -> None:
     assert read(SCRIPTS["gpt"], ASSUMED).ranks == 16
     assert read("deepspeed --num_gpus 4 --num_nodes=2 pretrain_gpt.py --a 1").ranks == 8

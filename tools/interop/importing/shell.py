@@ -457,10 +457,6 @@ def _sets_nothing(tokens: Sequence[Token]) -> bool:
     return set(begins) <= {"echo", *TESTS}
 
 
-def _is_training(words: Sequence[Word]) -> bool:
-    return not OF_A_TRAINING.isdisjoint(word.text for word in words)
-
-
 def _runs(text: str) -> bool:
     """Return True for a text that seems to run a program with arguments."""
     is_shown = text.startswith("echo ")

@@ -26,13 +26,7 @@ NAMES = {
 
 def _sizes(text: str) -> dict[str, int]:
     """Return what options of srun or sbatch say."""
-    patterns = {
-        "nodes": NODES,
-        "gpus": GPUS_OF_NODE,
-        "tasks_of_node": TASKS_OF_NODE,
-        "tasks": TASKS,
-    }
-    found = {name: pattern.findall(text) for name, pattern in patterns.items()}
+    found = {name: pattern.findall(text) for name, pattern in OPTIONS.items()}
     sizes = {name: int(values[-1]) for name, values in found.items() if values}
     if "tasks" not in sizes and "tasks_of_node" in sizes and "nodes" in sizes:
         sizes["tasks"] = sizes["nodes"] * sizes["tasks_of_node"]
@@ -79,5 +73,9 @@ def _tasks(words: Sequence[Word], said: str, slurm: Mapping[str, str]) -> int | 
         return _sizes(said).get("tasks")
     if "srun" not in launchers:
         return None
-    tasks = _sizes(said).get("tasks") or int(slurm.get("SLURM_NTASKS", "0"))
-    return tasks or None
+    sizes = _sizes(said)
+    tasks = sizes.get("tasks") or int(slurm.get("SLURM_NTASKS", "0"))
+    if tasks:
+        return tasks
+    nodes = int(slurm.get("SLURM_NNODES", "0"))
+    return nodes * sizes.get("tasks_of_node", 0) or None

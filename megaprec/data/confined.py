@@ -56,7 +56,8 @@ class Confined:
                 kind, *rest = _receive(process)
                 if kind == "value":
                     yield rest[0]
-                elif kind == "read" and file is not None:
+                elif kind == "read":
+                    assert file is not None  # else nothing is asked for
                     file.seek(rest[0])
                     _send_bytes(process, file.read(rest[1]))
                 elif kind == "end":
@@ -138,7 +139,9 @@ def _end_of(process: subprocess.Popen[bytes], seconds: float) -> str:
     code = process.wait()
     if code == -signal.SIGPROF:
         return f"it takes more than {seconds:.0f} s of processor time"
-    if code == OUT_OF_MEMORY or code == -signal.SIGKILL:
+    if code == -signal.SIGKILL:
+        return "the process that reads it was killed, perhaps by a system without memory"
+    if code == OUT_OF_MEMORY:
         return f"it takes more than {MEMORY >> 20:,} MiB of memory"
     if code == -signal.SIGABRT:
         return f"its library aborts, perhaps for want of {MEMORY >> 20:,} MiB of memory"

@@ -13,6 +13,7 @@ from megaprec.errors import UserError
 from tests.importing.scripts import ASSUMED, CONDITION, SCRIPTS
 from tests.refusals import raises
 from tools.interop.importing.shell import CommandLine, Word, read_script, split_words
+from tools.interop.importing.shell_sums import holds
 
 RUN = "torchrun --nproc-per-node 4 pretrain_gpt.py"
 
@@ -390,3 +391,10 @@ def test_a_hostile_script_ends_soon_with_a_line_or_with_words(text: str) -> None
     assert time.process_time() - began < 60, (
         "what grows without bound takes for ever, whatever the machine"
     )
+
+
+def test_a_number_with_a_zero_before_it_decides_no_condition() -> None:
+    """It is octal in [[ ]], and decimal in [ ]."""
+    assert holds(["10", "-eq", "10"]) is True
+    assert holds(["0", "-lt", "8"]) is True
+    assert holds(["010", "-eq", "8"]) is None

@@ -99,8 +99,8 @@ def test_what_comes_is_not_known_where_the_last_doublings_do_not_tell() -> None:
     constant = [1e-3] * 32
     assert not forecast(steps, falling, constant).reason
     cosine = [1e-3 * (1 + math.cos(math.pi * step / 1600)) / 2 for step in steps]
-    assert "learning rate" in forecast(steps, falling, cosine).reason
-    assert "learning rate" in forecast(steps, falling, [math.nan] * 32).reason
+    assert "learning rate changed" in forecast(steps, falling, cosine).reason
+    assert "are not known" in forecast(steps, falling, [*constant[1:], math.nan]).reason
     few = 3 * FEWEST + 1  # three of these lie in the doubling before the last one
     assert "too few" in forecast(steps[:few], falling[:few], constant[:few]).reason
     assert "does not fall" in forecast(steps, falling[::-1], constant).reason

@@ -10,8 +10,8 @@ on, are those of `tests/verdict/forecast_runs.py`.
 Lines through the evaluations of the last two doublings tell the slopes, so that it makes no
 difference how dense the evaluations are. It is not known what comes if
 - there are fewer than FEWEST evaluations in one of the two doublings,
-- the learning rate fell to less than half among these: a loss falls with its rate, and a longer run
-  has another schedule,
+- the learning rates of these are not known, or fell to less than half among them: a loss falls
+  with its rate, and a longer run has another schedule,
 - the loss does not fall, or falls by less than it goes up and down, or
 - doublings still bring more and more, as while a model learns its first words.
 """
@@ -75,8 +75,9 @@ def forecast(steps: Sequence[int], losses: Numbers, rates: Sequence[float]) -> F
         few = f"{counted(found, 'evaluation')} in a doubling of the steps"
         return Forecast(reason=f"{few}: too few, of {FEWEST} at least")
     used_rates = np.array(rates, np.float64)[is_now | is_before]
-    # not <: the rates may be NaN
-    if not used_rates.min() >= LEAST_RATE * used_rates.max():
+    if np.isnan(used_rates).any():
+        return Forecast(reason="the learning rates of the evaluations are not known")
+    if used_rates.min() < LEAST_RATE * used_rates.max():
         return Forecast(
             reason="the learning rate changed among the evaluations, and a longer run has another "
             'schedule (lr.schedule = "constant" keeps it)'

@@ -125,8 +125,8 @@ def judge(evaluations: Sequence[Evaluation], rates: Sequence[float]) -> Trend:
             since = evaluations[lowest].step
             return Trend("rises", f"by {rise} since step {since:,}, where it was lowest", since)
     trend = _judge_fall(_second_half(evaluations))
-    # not <: the rates may be NaN
-    if trend.kind != "still learning" or not rates[-1] <= ENDED_RATE * max(rates):
+    highest_rate = float(np.max(rates))  # NaN if one of them is
+    if trend.kind != "still learning" or not rates[-1] <= ENDED_RATE * highest_rate:
         return trend
     reason = f"{trend.reason}, where the learning rate came to its end: try a longer schedule"
     return Trend("fell with its rate", reason)

@@ -35,6 +35,8 @@ COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
     "-gt": operator.gt,
     "-ge": operator.ge,
 }
+# With a zero before it a number is octal in `[[ ... ]]`, and decimal in `[ ... ]`.
+PLAIN_NUMBER = re.compile(r"-?(0|[1-9]\d{0,17})")
 
 
 def sum_of(text: str) -> int | None:
@@ -78,6 +80,6 @@ def holds(words: Sequence[str]) -> bool | None:
     left, sign, right = words
     if sign in ("=", "==", "!="):
         return (left == right) == (sign != "!=")
-    if sign in COMPARISONS and re.fullmatch(r"-?\d{1,18} -?\d{1,18}", f"{left} {right}"):
+    if sign in COMPARISONS and all(map(PLAIN_NUMBER.fullmatch, (left, right))):
         return COMPARISONS[sign](int(left), int(right))
     return None

@@ -5,7 +5,7 @@ network interface, also where no rank is elsewhere.
 """
 
 import os
-import sys
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -14,7 +14,8 @@ import torch.distributed as dist
 from parallel.local_store import STORE, LocalStore
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+# as macOS calls it, and Linux
+LOOPBACK = "lo0" if "lo0" in {name for _, name in socket.if_nameindex()} else "lo"
 # NCCL takes a name for a prefix unless it begins with "="
 INTERFACES = {INTERFACE: LOOPBACK, "NCCL_SOCKET_IFNAME": f"={LOOPBACK}"}
 ONE_MACHINE = "all ranks are on one machine"  # key of the store; "yes" if they are

@@ -230,7 +230,7 @@ def test_a_run_says_what_is_in_fp8_and_what_is_not(
     )
     assert train(file, *keys, into(tmp_path / "run")) == 0
     said = capsys.readouterr().out
-    assert "fp8        mx, hybrid: products of 0 of 8 weights\n" in said
+    assert "fp8        mx, e4m3: products of 0 of 8 weights\n" in said
     assert "layers.0.mlp.down.weight: in bf16, for fp8.first_layers = 1\n" in said
     reason = "16 outputs (dim 0) are no multiple of 32, and fp8.pad = false"
     assert f"layers.1.mlp.down.weight: in bf16, for {reason}\n" in said

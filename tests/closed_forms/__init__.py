@@ -1,0 +1,1 @@
+"""Losses that mathematics gives, without any other model or program beside ours."""

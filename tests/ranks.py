@@ -90,7 +90,13 @@ def on_ranks(**axes: int) -> Callable[[Callable[..., None]], Callable[..., None]
     return decorate
 
 
-def run_ranks(body: Callable[..., Any], axes: Mapping[str, int], /, **arguments: Any) -> list[Any]:
+def run_ranks(
+    body: Callable[..., Any],
+    axes: Mapping[str, int],
+    seconds: float = SECONDS,
+    /,
+    **arguments: Any,
+) -> list[Any]:
     """What `body(mesh, **arguments)` returns on each rank, by rank. `body` is a function of a
     module, no closure.
 
@@ -100,7 +106,7 @@ def run_ranks(body: Callable[..., Any], axes: Mapping[str, int], /, **arguments:
     _preload(getattr(sys.modules[body.__module__], "PRELOADED", ()))
     with tempfile.TemporaryDirectory() as folder:
         name = (body.__module__, body.__qualname__)
-        job = _Job(name, dict(axes), arguments, Path(folder), SECONDS, warnings.filters[:])
+        job = _Job(name, dict(axes), arguments, Path(folder), seconds, warnings.filters[:])
         ranks = [_start(job, rank) for rank in range(job.world)]
         try:
             answers = _collect(job, [connection for _, connection in ranks])

@@ -7,7 +7,7 @@ import torch
 
 from tests.parity.campaign import accused
 from tests.parity.runs import ready, references
-from tools.verify.parity.compare import _StepComparison
+from tools.verify.parity.compare import StepComparison
 from tools.verify.parity.noise import (
     FLOAT64_SLACK,
     FLOAT64_TOLERANCE,
@@ -86,7 +86,7 @@ def test_bounds_of_a_plain_run_are_hardly_wider_than_without_the_measure() -> No
     truth, shaken = references("gpt2")
     for step in (0, 2):
         found = list(
-            _StepComparison(truth, truth, Noise(shaken), step).tensors(
+            StepComparison(truth, truth, Noise(shaken), step).tensors(
                 "gradient", f"gradient/{step}", truth.names
             )
         )

@@ -4,7 +4,8 @@ process.
 The run is made small (not with --full) and takes a few steps on one process and in each layout, on
 local ranks, in float64, where no fault can hide in rounding, or in the run's own precision.
 Activations between modules, loss, every gradient and weight by logical name, gradient norm, zeros,
-skipped steps, loss scale and samples are compared. The certificate is written to train.folder. Exit
+skipped steps, loss scale and samples are compared. With --oracle all layouts, one process too, are
+compared with a model of transformers that torch's own optimizer trains. The certificate is written to train.folder. Exit
 code 0: all layouts are equal; 1: a layout differs or hangs, or none could be run; 2: wrong input.
 """
 
@@ -30,6 +31,9 @@ from tools.config.layouts import layout_problems
 from tools.config.run_file import RunConfig
 from tools.convert.initial import resolve_run
 from tools.training.corpus import open_corpus
+from tools.verify.oracle.compare import compare_with_oracle
+from tools.verify.oracle.limits import left_out, require_possible, without_left_out
+from tools.verify.oracle.training import trained
 from tools.verify.parity.certificate import (
     NOT_TRIED,
     PROVEN,
@@ -42,7 +46,7 @@ from tools.verify.parity.certificate import (
     not_tried,
     write,
 )
-from tools.verify.parity.compare import compare
+from tools.verify.parity.compare import Difference, compare
 from tools.verify.parity.layouts import Layout, every, fitted, largest, requested_layouts
 from tools.verify.parity.noise import DRAWS, Noise
 from tools.verify.parity.ranks import (
@@ -70,6 +74,7 @@ from tools.verify.parity.runs import (
     tokens_per_expert,
     with_clipping,
     with_random_tokens,
+    with_rates_of,
 )
 from tools.verify.parity.summary import show
 
@@ -126,6 +131,12 @@ def add_parser(subparsers: Any) -> None:
         help="number of steps that are applied (default: 3)",
     )
     parser.add_argument(
+        "--oracle",
+        choices=("transformers",),
+        help="compare with a model of this package, trained by torch's optimizer, in place of one "
+        "process of megaprec",
+    )
+    parser.add_argument(
         "--full", action="store_true", help="compare the run in its own size and with its own data"
     )
     parser.add_argument(
@@ -180,14 +191,15 @@ def _progress_on_stderr(quiet: bool) -> Iterator[ReportProgress]:
 
 @dataclass(frozen=True)
 class Reference:
-    """The run on one process, and the differences that rounding explains. name: of the
-    precision."""
+    """The run on one process, or by an oracle, and the differences that rounding explains. name:
+    of the precision."""
 
     name: str
     config: RunConfig
     plan: Plan
     record: Record
     noise: Noise
+    is_oracle: bool = False
 
 
 def certify(
@@ -200,12 +212,17 @@ def certify(
     """Run and compare all layouts and return the certificate. folder: an empty one for intermediate
     files."""
     requested = requested_layouts(args.layouts, config.parallel) or every(RANKS)
+    if args.oracle:
+        requested = [{}, *requested]  # one process too is compared
+        require_possible(config, own_precision=args.precision != "float64", full=args.full)
     limits = LayoutLimits(*(largest(requested, axis) for axis in AXES))
     # the run to compare: small, and without what takes time and changes no number
     ready = made_ready(config, limits, args.full, args.steps, folder / "run")
     if not args.full:
         # one step more, which is skipped
         ready = with_random_tokens(ready, args.steps + 1, folder)
+    if args.oracle:
+        ready = with_rates_of(without_left_out(ready), config)
     # known before anything runs, so that a wrong --layouts costs no time
     layouts, misfits = fitting_layouts(ready, requested, explicit=bool(args.layouts))
 
@@ -219,6 +236,8 @@ def certify(
     if not args.full:
         ready = with_clipping(ready, probe)
     plan = make_plan(ready, probe, args.steps, args.full)
+    if args.oracle:
+        plan = Plan(args.steps)  # no infinity: it skips no step
 
     exact = alone(in_float64(ready))
     # what is right: one process in float64
@@ -232,6 +251,10 @@ def certify(
         references.append(Reference("float64", in_float64(ready), plan, float64_record, noise))
     if args.precision != "float64":
         references.append(_own_precision(ready, plan, float64_record, folder, launcher))
+    oracle = ""
+    if args.oracle:
+        report_progress("the oracle")
+        references, oracle = _by_oracle(references, float64_record)
 
     changed = {} if args.full else _relevant_changes(changes(config, ready))
     certified = certificate(
@@ -247,6 +270,10 @@ def certify(
     for layout, reason in misfits:
         entries += [not_tried(layout, reference.name, reason) for reference in references]
     certified["layouts"] = entries
+    if args.oracle:
+        certified["oracle"] = oracle
+        for part in left_out(config):
+            certified["not_tried"].append([part.part, part.reason])
     certified["verdict"] = _overall_verdict(entries)
     return certified
 
@@ -283,6 +310,27 @@ def perturbed_runs(ready: RunConfig, plan: Plan, folder: Path, launcher: Launche
         perturbed = replace(plan, shaken=epsilon(ready) / 2, draw=draw)
         records.append(launcher.alone(Run(exact, perturbed, folder / f"moved{draw}")))
     return records
+
+
+def _by_oracle(
+    references: Sequence[Reference], float64_record: Record
+) -> tuple[list[Reference], str]:
+    """Return the references with the records of the oracle in the place of one process's, and what
+    the oracle is. float64_record: of one process."""
+    reference, *_ = references
+    initial = float64_record.tensors["before/weight"]
+    wide_record, oracle = trained(alone(in_float64(reference.config)), reference.plan, initial)
+    replaced = list[Reference]()
+    for reference in references:
+        record = wide_record
+        noise = reference.noise
+        if noise.float64_run is not None:
+            own = reference.record.tensors["before/weight"]
+            narrow = {name: values.float() for name, values in own.items()}
+            record, _ = trained(alone(reference.config), reference.plan, narrow)
+            noise = replace(noise, float64_run=wide_record)
+        replaced.append(replace(reference, record=record, noise=noise, is_oracle=True))
+    return replaced, oracle
 
 
 def _relevant_changes(changed: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
@@ -367,10 +415,24 @@ def _compare_layouts(
 def _compare(layout: Layout, reference: Reference, run: Run) -> dict[str, Any]:
     """Return the entry of a run that has finished."""
     record = gather(run.folder)
+    if reference.is_oracle:
+        differences = compare_with_oracle(record, reference.record, reference.noise)
+        return _entry(layout, reference, run, record, differences)
     # updates by the recorded gradients: an error of a gradient is not one of the update as well
     repeated = updates(alone(run.config), corpus_of(run.config), record)
     norm_order = run.config.optimizer.norm
     differences = compare(record, reference.record, reference.noise, norm_order, repeated)
+    return _entry(layout, reference, run, record, differences)
+
+
+def _entry(
+    layout: Layout,
+    reference: Reference,
+    run: Run,
+    record: Record,
+    differences: Sequence[Difference],
+) -> dict[str, Any]:
+    """Return the entry of a run that was compared."""
     compared = Compared(
         layout=layout,
         precision=reference.name,
@@ -378,6 +440,7 @@ def _compare(layout: Layout, reference: Reference, run: Run) -> dict[str, Any]:
         differences=differences,
         ours=record,
         theirs=reference.record,
+        is_oracle=reference.is_oracle,
     )
     return entry(compared)
 

@@ -379,7 +379,7 @@ def difference(config: str) -> float:
 def _logits_of_transformers(config: Json, folder: Path, token_ids: Tensor) -> Tensor:
     """Return float64 logits [b, s, vocab] of transformers' model with random weights, which it
     saves in `folder`."""
-    with quiet_transformers() as transformers, _float32_is_float64():
+    with quiet_transformers() as transformers, float32_is_float64():
         try:
             model = _make_model(transformers, config)
             # A cache would need a layer with attention.
@@ -421,7 +421,7 @@ def _draw_weights(model: Any) -> None:
 
 
 @contextmanager
-def _float32_is_float64() -> Iterator[None]:
+def float32_is_float64() -> Iterator[None]:
     """Within the context torch.float32 is float64, for transformers computes norms, angles and
     softmax in torch.float32.
     """

@@ -50,6 +50,7 @@ PHASE_OF: dict[str, Phase] = {
     "found_inf": "decision",
     "scaler": "decision",
     "ranks agree": "decision",
+    "learning rate": "update",
     "weights": "update",
     "moments": "update",
     "copies": "copies",

@@ -37,7 +37,8 @@ Certificate = dict[str, Any]
 
 @dataclass(frozen=True)
 class Compared:
-    """A layout compared with one process. run: in this layout. differences: from `compare`."""
+    """A layout compared with one process, or with an oracle. run: in this layout. differences: from
+    `compare` or `compare_with_oracle`."""
 
     layout: Layout
     precision: str
@@ -45,6 +46,7 @@ class Compared:
     differences: Sequence[Difference]
     ours: Record
     theirs: Record
+    is_oracle: bool = False
 
 
 def entry(compared: Compared) -> dict[str, Any]:
@@ -156,6 +158,8 @@ def _quantity_fields(compared: Compared, quantity: str) -> dict[str, Any]:
 
 def _why_not_compared(compared: Compared, quantity: str) -> str:
     """Return the reason why a quantity was not compared."""
+    if compared.is_oracle and quantity not in NEEDED:
+        return "the oracle has none"
     if quantity in (FORWARD, BACKWARD):
         return "no module with parameters is passed by a tensor [s, b, hidden]"
     if quantity == "zero count":

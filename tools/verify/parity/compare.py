@@ -70,26 +70,26 @@ def compare(
     repeated: the updates repeated from the gradients of `candidate` (`repeated_updates.updates`).
     """
     differences = [
-        *_compare_shapes(candidate, reference),
-        *_compare_initial_weights(candidate, reference),
-        *_compare_copies(candidate, "before/"),
+        *compare_shapes(candidate, reference),
+        *compare_initial_weights(candidate, reference),
+        *compare_copies(candidate, "before/"),
     ]
     # the reports of a step; one run may have ended early
     for step_index, reports in enumerate(zip(candidate.steps, reference.steps, strict=False)):
         number = step_index + 1
-        comparison = _StepComparison(candidate, reference, noise, step_index)
+        comparison = StepComparison(candidate, reference, noise, step_index)
         differences += _compare_step(comparison, norm_order)
         differences += _compare_updates(candidate, repeated or {}, noise, step_index)
-        differences += _compare_copies(candidate, f"after/{step_index}/")
+        differences += compare_copies(candidate, f"after/{step_index}/")
         scalers = [report["scaler"] for report in reports]
-        differences.append(_compare_exactly("scaler", "", number, *scalers))
+        differences.append(compare_exactly("scaler", "", number, *scalers))
         for conflict_step, quantity in candidate.rank_conflicts:
             if conflict_step == number:
                 differences.append(_failure("ranks agree", quantity, number))
     return differences
 
 
-def _compare_exactly(
+def compare_exactly(
     quantity: str, tensor_name: str, step_number: int, candidate: object, reference: object
 ) -> Difference:
     if str(candidate) == str(reference):  # as text: NaN is NaN
@@ -102,7 +102,7 @@ def _failure(quantity: str, tensor_name: str, step_number: int, note: str = "") 
     return Difference(quantity, tensor_name, step_number, math.inf, EXACT, note=note)
 
 
-def _compare_shapes(candidate: Record, reference: Record) -> Iterator[Difference]:
+def compare_shapes(candidate: Record, reference: Record) -> Iterator[Difference]:
     """Compare the sets of logical tensors: each is present, complete and of the same shape, and
     there are no others."""
     our_weights = candidate.tensors["before/weight"]
@@ -110,7 +110,7 @@ def _compare_shapes(candidate: Record, reference: Record) -> Iterator[Difference
     for tensor_name in dict.fromkeys([*their_weights, *our_weights]):
         our_shape = _shape_of(our_weights, tensor_name)
         their_shape = _shape_of(their_weights, tensor_name)
-        yield _compare_exactly("tensors", tensor_name, 0, our_shape, their_shape)
+        yield compare_exactly("tensors", tensor_name, 0, our_shape, their_shape)
         if our_shape == their_shape:
             missing = int(our_weights[tensor_name].isnan().sum())
             if missing:
@@ -126,7 +126,7 @@ def _shape_of(tensors: Tensors, tensor_name: str) -> tuple[int, ...] | str:
 def _common_tensors(candidate: Tensors, reference: Tensors) -> list[str]:
     """Return the names of tensors that both sides have in one shape, in the order of `reference`.
 
-    `_compare_shapes` reports the others.
+    `compare_shapes` reports the others.
     """
     return [
         tensor_name
@@ -135,7 +135,7 @@ def _common_tensors(candidate: Tensors, reference: Tensors) -> list[str]:
     ]
 
 
-def _compare_initial_weights(candidate: Record, reference: Record) -> Iterator[Difference]:
+def compare_initial_weights(candidate: Record, reference: Record) -> Iterator[Difference]:
     our_weights = candidate.tensors["before/weight"]
     their_weights = reference.tensors["before/weight"]
     for tensor_name in _common_tensors(our_weights, their_weights):
@@ -154,7 +154,7 @@ def _compare_initial_weights(candidate: Record, reference: Record) -> Iterator[D
         )
 
 
-def _compare_copies(candidate: Record, prefix: str) -> Iterator[Difference]:
+def compare_copies(candidate: Record, prefix: str) -> Iterator[Difference]:
     """Compare the copies that ranks hold of tensors of the kinds that start with `prefix`."""
     for tensor_kind, tensor_name in candidate.copy_conflicts:
         if tensor_kind.startswith(prefix):
@@ -166,7 +166,7 @@ def _compare_copies(candidate: Record, prefix: str) -> Iterator[Difference]:
 
 
 @dataclass(frozen=True)
-class _StepComparison:
+class StepComparison:
     """The comparison of one step (from 0) of two runs."""
 
     candidate: Record
@@ -191,7 +191,7 @@ class _StepComparison:
     def tensors(
         self, quantity: str, tensor_kind: str, names: Sequence[str]
     ) -> Iterator[Difference]:
-        """Compare the tensors of a kind, in the order of `names`; `_compare_shapes` reports those
+        """Compare the tensors of a kind, in the order of `names`; `compare_shapes` reports those
         that one side lacks."""
         candidate = self.candidate.tensors.get(tensor_kind)
         if candidate is None or tensor_kind not in self.reference.tensors:
@@ -290,13 +290,13 @@ def _select_part(
     return full_values[border_values.samples][:, columns]
 
 
-def _compare_step(comparison: _StepComparison, norm_order: float) -> Iterator[Difference]:
+def _compare_step(comparison: StepComparison, norm_order: float) -> Iterator[Difference]:
     """Compare what a step computes before its update, in the order of the computation."""
     number = comparison.step + 1
     candidate = comparison.candidate
     reference = comparison.reference
     samples = (candidate.samples[comparison.step], reference.samples[comparison.step])
-    yield _compare_exactly("sample ids", "", number, *samples)
+    yield compare_exactly("sample ids", "", number, *samples)
     yield from comparison.borders(FORWARD)
     yield comparison.number("loss", "loss")
     yield from comparison.borders(BACKWARD)
@@ -304,7 +304,7 @@ def _compare_step(comparison: _StepComparison, norm_order: float) -> Iterator[Di
     # the last layer's gradients arise first
     backward_order = reference.names[::-1]
     yield from comparison.tensors("gradient", tensor_kind, backward_order)
-    yield from _compare_copies(candidate, tensor_kind)
+    yield from compare_copies(candidate, tensor_kind)
     # neither has gradients of a step that was skipped
     if tensor_kind in candidate.tensors and tensor_kind in reference.tensors:
         yield from _compare_counts(comparison, norm_order)
@@ -312,9 +312,10 @@ def _compare_step(comparison: _StepComparison, norm_order: float) -> Iterator[Di
     our_report = candidate.steps[comparison.step]
     their_report = reference.steps[comparison.step]
     for report_key in ("outcome", "offenders"):
-        yield _compare_exactly(
+        yield compare_exactly(
             "found_inf", report_key, number, our_report[report_key], their_report[report_key]
         )
+    yield comparison.number("learning rate", "lr")
 
 
 def _compare_updates(
@@ -322,7 +323,7 @@ def _compare_updates(
 ) -> Iterator[Difference]:
     """Compare weights and moments with those that one process computes from the same gradients.
 
-    `_compare_shapes` reports those that one side lacks.
+    `compare_shapes` reports those that one side lacks.
     """
     for tensor_kind, expected in repeated.items():
         if not tensor_kind.startswith(f"after/{step_index}/"):
@@ -362,7 +363,7 @@ def _describe_largest(candidate: Tensor, reference: Tensor) -> str:
     return f"{index}: {our_value:.6g}, {their_value:.6g}"
 
 
-def _compare_counts(comparison: _StepComparison, norm_order: float) -> Iterator[Difference]:
+def _compare_counts(comparison: StepComparison, norm_order: float) -> Iterator[Difference]:
     """Check that norm and zero count of the layout cover each element of its own gradients once,
     and in float64 that as many elements as in one process are zero other than by rounding.
     """
@@ -382,12 +383,12 @@ def _compare_counts(comparison: _StepComparison, norm_order: float) -> Iterator[
     yield Difference(COUNTED_ONCE, "norm", number, error, noise.norm_bound, ratio)
 
     num_zeros = int((elements == 0).sum())
-    yield _compare_exactly(COUNTED_ONCE, "zeros", number, report["num_zeros"], num_zeros)
+    yield compare_exactly(COUNTED_ONCE, "zeros", number, report["num_zeros"], num_zeros)
     if noise.float64_run is None and not noise.exact:
         perturbed = noise.perturbed_run.tensors[tensor_kind] if noise.perturbed_run else None
         our_zeros = count_zeros(candidate, reference, perturbed)
         their_zeros = count_zeros(reference, reference, perturbed)
-        yield _compare_exactly("zero count", "", number, our_zeros, their_zeros)
+        yield compare_exactly("zero count", "", number, our_zeros, their_zeros)
 
 
 def _without_corrections(gradients: Tensors) -> Tensors:

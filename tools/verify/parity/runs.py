@@ -58,6 +58,8 @@ RESETS = (
     "reset_position_ids",
     "eod_mask_loss",
 )
+# factors of [model] whose defaults are made of sizes
+FOLLOWING_SIZES = ("attention_scalar", "embedding_scale")
 # one unit in the last place of 1
 EPSILON = {
     "fp64": 2.0**-52,
@@ -214,6 +216,21 @@ def make_plan(run_config: RunConfig, probe: Record, steps: int, full: bool) -> P
     return Plan(steps + 1, not full, planted=1, into=into)
 
 
+def with_rates_of(run_config: RunConfig, original: RunConfig) -> RunConfig:
+    """Return the small run with the rates of the original, whose phases are so short that the few
+    steps go through all of them."""
+    lr = original.lr
+    phases = {
+        "schedule": lr.schedule,
+        "warmup": min(lr.warmup, 1),
+        "decay": min(lr.decay, 1),
+        "final": lr.final,
+        "unit": "steps",
+    }
+    rates = run_config.lr.model_copy(update=phases)
+    return run_config.model_copy(update={"lr": rates})
+
+
 def shrunk(run_config: RunConfig, layout_limits: LayoutLimits) -> RunConfig:
     """Return the small run, on one process. The vocabulary must be known."""
     train = {**_train(run_config, layout_limits), "init_from": ""}
@@ -313,7 +330,12 @@ def _model(run_config: RunConfig, layout_limits: LayoutLimits) -> ModelConfig:
     if model_config.mup_base_hidden:
         # A base that is twice as wide has all widths; the scale of scores stays as it is.
         sizes |= {"mup_base_hidden": 2 * sizes["hidden"], "mup_base_head_dim": 0}
-    return ModelConfig(**{**model_config.model_dump(), **sizes})
+    fields = model_config.model_dump()
+    for key in FOLLOWING_SIZES:
+        others = {other: value for other, value in fields.items() if other != key}
+        if ModelConfig(**others) == model_config:
+            fields = others  # by default, and so by the small sizes' default
+    return ModelConfig(**{**fields, **sizes})
 
 
 def _alike_heads(key_heads: int, heads: int, tensor: int) -> tuple[int, int]:

@@ -51,6 +51,8 @@ def show(certificate: Certificate, console: Console) -> None:
                 console.print(
                     f"  {detail_label:13}{escape_markup(sentence)}", highlight=False, soft_wrap=True
                 )
+    if "oracle" in certificate:
+        console.print(f"oracle: {escape_markup(certificate['oracle'])}", highlight=False)
     for part, reason in untried_parts(certificate):
         line = f"not tried: {escape_markup(part)} ({escape_markup(reason)})"
         console.print(line, highlight=False, soft_wrap=True)
@@ -98,18 +100,19 @@ def conclusion(certificate: Certificate) -> str:
         f"{certificate['tensors']} tensors, {certificate['steps']} steps, of which "
         f"{certificate['applied']} applied"
     )
+    beside = "the oracle" if "oracle" in certificate else "one process"
     if not tried:
         return (
-            f"NOTHING is proven: none of {len(layouts)} comparisons with one process could be "
+            f"NOTHING is proven: none of {len(layouts)} comparisons with {beside} could be "
             f"tried ({extent})"
         )
     if verdict_counts[PROVEN] == tried:
         return (
-            f"all {tried} comparisons agree with one process{bits}: {extent} and "
+            f"all {tried} comparisons agree with {beside}{bits}: {extent} and "
             f"{certificate['clipped']} clipped{untried_text}"
         )
     wrong = verdict_counts[WRONG]
-    return f"{wrong} of {tried} comparisons do NOT agree with one process ({extent}){untried_text}"
+    return f"{wrong} of {tried} comparisons do NOT agree with {beside} ({extent}){untried_text}"
 
 
 def _changes_table(certificate: Certificate) -> Table:

@@ -1,0 +1,53 @@
+"""Comparison of a layout with the oracle.
+
+Unlike one process, the oracle has no activations by megaprec's modules, and no numbers of its
+scaler. Weights are compared with its own, after each step.
+"""
+
+from collections.abc import Iterator
+
+from tools.verify.parity.compare import (
+    Difference,
+    StepComparison,
+    compare_copies,
+    compare_exactly,
+    compare_initial_weights,
+    compare_shapes,
+)
+from tools.verify.parity.noise import Noise
+from tools.verify.parity.record import Record
+
+
+def compare_with_oracle(candidate: Record, oracle: Record, noise: Noise) -> list[Difference]:
+    """Return all comparisons of a layout with the oracle, in the order of a step."""
+    differences = [
+        *compare_shapes(candidate, oracle),
+        *compare_initial_weights(candidate, oracle),
+        *compare_copies(candidate, "before/"),
+    ]
+    for step in range(len(oracle.steps)):
+        comparison = StepComparison(candidate, oracle, noise, step)
+        differences += _compare_step(comparison)
+    return differences
+
+
+def _compare_step(comparison: StepComparison) -> Iterator[Difference]:
+    step = comparison.step
+    number = step + 1
+    candidate = comparison.candidate
+    oracle = comparison.reference
+    samples = (candidate.samples[step], oracle.samples[step])
+    yield compare_exactly("sample ids", "", number, *samples)
+    yield comparison.number("loss", "loss")
+    # the last layer's gradients arise first
+    yield from comparison.tensors("gradient", f"gradient/{step}", oracle.names[::-1])
+    yield from compare_copies(candidate, f"gradient/{step}")
+    yield comparison.number("gradient norm", "grad_norm")
+    outcomes = (record.steps[step]["outcome"] for record in (candidate, oracle))
+    yield compare_exactly("found_inf", "outcome", number, *outcomes)
+    yield comparison.number("learning rate", "lr")
+    yield from comparison.tensors("weights", f"after/{step}/weight", oracle.names)
+    yield from compare_copies(candidate, f"after/{step}/")
+    for conflict_step, quantity in candidate.rank_conflicts:
+        if conflict_step == number:
+            yield compare_exactly("ranks agree", quantity, number, "ranks", "disagree")

@@ -1,0 +1,196 @@
+"""The training of a run by the oracle, and its record.
+
+The tokens are read from the token file by numpy, so that inputs and targets are the file's and not
+those of megaprec's samples; which samples a step takes, and which targets count, is the run's. The
+loss is torch's cross-entropy, the update torch.optim.AdamW, clipping torch's clip_grad_norm_.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tools.config.run_file import RunConfig
+from tools.config.settings import LR
+from tools.verify.oracle.transformers_model import Tensors, TransformersModel
+from tools.verify.parity.ranks import corpus_of
+from tools.verify.parity.record import Plan, Record, RecordedSamples
+
+TOKEN_DTYPE = np.dtype("<u2")  # of token files of small vocabularies
+RULE = "torch.optim.AdamW, torch.nn.utils.clip_grad_norm_"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A global batch. tokens, targets: int64 [samples, s]. counts: the weight of each target.
+
+    documents, positions: int64 [samples, s], the document of each token within its sample, and its
+        place, in the sample or in the document.
+    """
+
+    ids: list[int]
+    tokens: Tensor
+    targets: Tensor
+    counts: Tensor
+    documents: Tensor
+    positions: Tensor
+
+
+def trained(config: RunConfig, plan: Plan, weights: Tensors) -> tuple[Record, str]:
+    """Return the record of the run, and what trained it.
+
+    config: on one process, on tokens of `with_random_tokens`. weights: initial, by logical name, in
+    the dtype in which the oracle computes.
+    """
+    model = TransformersModel(config.model, weights)
+    factors = {name: _factors(config, name, values) for name, values in weights.items()}
+    optimizer = torch.optim.AdamW(
+        _groups(config, model, factors),
+        lr=config.lr.peak,
+        betas=config.optimizer.betas,
+        eps=config.optimizer.eps,
+        foreach=False,
+    )
+    tensors: dict[str, Tensors] = {"before/weight": _wide(weights)}
+    steps: list[dict[str, Any]] = []
+    samples: list[list[int]] = []
+    for number, batch in enumerate(_batches(config, plan)):
+        rate = rate_of(config.lr, number, config.train.steps)
+        for group in optimizer.param_groups:
+            group["lr"] = rate * group["factor"]
+        optimizer.zero_grad()
+        with model.computing():
+            loss = _mean_loss(config, model, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+        tensors[f"gradient/{number}"] = _wide(model.gradients())
+        norm = _clip(config, model)
+        optimizer.step()
+        model.balance(config.model.router_correction_speed)
+        tensors[f"after/{number}/weight"] = _wide(model.weights())
+        steps.append({"loss": loss.item(), "grad_norm": norm, "lr": rate, "outcome": "applied"})
+        samples.append(batch.ids)
+    names = list(weights)
+    record = Record(steps=steps, samples=samples, names=names, tensors=tensors)
+    return record, f"{model.name}; {RULE} of torch {torch.__version__}"
+
+
+def rate_of(lr: LR, completed: int, length: int) -> float:
+    """Return the learning rate of the step after `completed` steps of a run of `length` steps."""
+    if completed < lr.warmup:
+        return lr.peak * completed / lr.warmup
+    begin = length - lr.decay if lr.schedule == "wsd" else lr.warmup
+    shape = lr.wsd_decay if lr.schedule == "wsd" else lr.schedule
+    done = max(0.0, (completed - begin) / max(1, length - begin))
+    heights = {
+        "constant": 1.0,
+        "linear": 1 - done,
+        "cosine": (1 + math.cos(math.pi * done)) / 2,
+        "sqrt": 1 - math.sqrt(done),
+        "exponential": 2 ** (1 - done) - 1,
+    }
+    height = heights[shape]
+    return lr.peak * height + lr.final * (1 - height)
+
+
+def _wide(tensors: Mapping[str, Tensor]) -> Tensors:
+    return {name: values.double() for name, values in tensors.items()}
+
+
+def _factors(config: RunConfig, name: str, values: Tensor) -> tuple[float, float]:
+    """Return the factors of learning rate and weight decay of a logical tensor."""
+    is_matrix = values.dim() >= 2
+    for group in config.optimizer.groups:
+        if fnmatchcase(name, group.pattern):
+            lr = 1.0 if group.lr is None else group.lr
+            decay = 1.0 if group.weight_decay is None else group.weight_decay
+            return lr, decay if is_matrix or group.all_dims else 0.0
+    return 1.0, float(is_matrix)
+
+
+def _groups(
+    config: RunConfig, model: TransformersModel, factors: Mapping[str, tuple[float, float]]
+) -> list[dict[str, Any]]:
+    """Return the groups of parameters of torch's optimizer."""
+    groups: list[dict[str, Any]] = []
+    for (rate, decay), parameters in model.parameters_by_factors(factors).items():
+        weight_decay = config.optimizer.weight_decay * decay
+        groups.append({"params": parameters, "factor": rate, "weight_decay": weight_decay})
+    return groups
+
+
+def _clip(config: RunConfig, model: TransformersModel) -> float:
+    """Clip the gradients, if the run does, and return their norm before it."""
+    limit = config.optimizer.clip or math.inf
+    norm = torch.nn.utils.clip_grad_norm_(
+        model.module.parameters(), limit, config.optimizer.norm, foreach=False
+    )
+    return norm.item()
+
+
+def _mean_loss(config: RunConfig, model: TransformersModel, batch: Batch) -> Tensor:
+    """Return the mean over all targets of the batch that count."""
+    total = torch.zeros((), dtype=model.dtype)
+    for rows, columns in _pieces(config, batch):
+        logits = model.logits(batch.tokens[rows, columns], batch.positions[rows, columns])
+        targets = batch.targets[rows, columns].flatten()
+        losses = F.cross_entropy(logits.flatten(0, 1), targets, reduction="none")
+        counts = batch.counts[rows, columns].flatten().to(model.dtype)
+        total = total + losses @ counts
+    return total / batch.counts.sum().to(model.dtype)
+
+
+def _pieces(config: RunConfig, batch: Batch) -> Iterator[tuple[slice, slice]]:
+    """Yield rows and columns that are run at once: all samples, or one document after the other
+    where a token sees its own document alone."""
+    samples, length = batch.tokens.shape
+    if not config.data.reset_attention_mask:
+        yield slice(0, samples), slice(0, length)
+        return
+    for sample in range(samples):
+        _, lengths = batch.documents[sample].unique_consecutive(return_counts=True)
+        begin = 0
+        for document_length in lengths.tolist():
+            yield slice(sample, sample + 1), slice(begin, begin + document_length)
+            begin += document_length
+
+
+def _batches(config: RunConfig, plan: Plan) -> Iterator[Batch]:
+    """Yield the batches of the steps."""
+    corpus = corpus_of(config)
+    samples = RecordedSamples(corpus.train, masked=plan.small)
+    (source,) = config.data.sources
+    stream = torch.from_numpy(np.fromfile(Path(f"{source}.bin"), TOKEN_DTYPE).astype(np.int64))
+    (dataset,) = corpus.datasets
+    document_of = torch.repeat_interleave(torch.from_numpy(dataset.document_lengths()))
+    length = config.train.seq_length
+    count = config.train.global_batch
+    for step in range(plan.steps):
+        chosen = samples.batch(step * count, count)
+        ids = chosen.ids.tolist()
+        cut = torch.stack([torch.arange(length + 1) + sample * length for sample in ids])
+        windows = stream[cut]
+        documents = document_of[cut]
+        counts = torch.ones(count, length)
+        if chosen.mask is not None:
+            counts = chosen.mask
+        positions = torch.arange(length).expand(count, -1)
+        if config.data.reset_position_ids:
+            positions = _within_documents(documents[:, :-1])
+        yield Batch(ids, windows[:, :-1], windows[:, 1:], counts, documents[:, :-1], positions)
+
+
+def _within_documents(documents: Tensor) -> Tensor:
+    """Return the place of each token since its document, or the sample, began."""
+    places = torch.arange(documents.shape[1]).expand_as(documents)
+    begins = documents != documents.roll(1, 1)
+    begins[:, 0] = True
+    return places - (places * begins).cummax(1).values
+
+

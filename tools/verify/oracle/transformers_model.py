@@ -1,0 +1,184 @@
+"""A model of transformers with given weights, whose weights and gradients are read by logical name.
+
+Both ways lead through folders that transformers itself reads and writes.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megaprec.errors import UserError
+from models.config import ModelConfig
+from models.feed_forward.router import is_correction
+from tools.convert.core.source import Facts, Origin, Source
+from tools.convert.core.target import convert
+from tools.convert.hf.folder import open_hf
+from tools.convert.hf.write import hf_target
+from tools.convert.probe import float32_is_float64
+from tools.convert.transformers_package import quiet_transformers, why_missing
+
+CORRECTION = "e_score_correction_bias"  # a buffer of a router
+Tensors = dict[str, Tensor]
+
+
+class TransformersModel:
+    """A model of transformers in one dtype.
+
+    config: of the same model in megaprec.
+    weights: by logical name; of the same dtype.
+    name: of its class, and the version of the package.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Tensors) -> None:
+        self.config = config
+        self.dtype = next(iter(weights.values())).dtype
+        self._vectors = {name for name, values in weights.items() if values.dim() < 2}
+        with self.computing() as transformers:
+            self.module = _load(transformers, config, weights)
+            self.name = f"transformers {transformers.__version__}, {type(self.module).__name__}"
+        # how many tokens each expert was given, by the name of the router's module
+        self.loads: Tensors = {}
+        for name, module in self.module.named_modules():
+            if isinstance(getattr(module, CORRECTION, None), Tensor):
+                module.register_forward_hook(self._count_for(name))
+
+    @contextmanager
+    def computing(self) -> Iterator[Any]:
+        """Give transformers, which computes all in float64 within the context if that is the
+        model's dtype. Raises UserError if it is missing."""
+        wide = float32_is_float64() if self.dtype == torch.float64 else nullcontext()
+        try:
+            with quiet_transformers() as transformers, wide:
+                yield transformers
+        except ImportError as problem:
+            raise UserError.of(
+                "parity.oracle_transformers", why_missing=why_missing(problem)
+            ) from problem
+
+    def logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return logits [b, s, vocab]. tokens, positions: int64 [b, s]."""
+        # a mask says that a sample is one document, whatever its positions are
+        everything = torch.ones_like(tokens)
+        outputs = self.module(
+            tokens, attention_mask=everything, position_ids=positions, use_cache=False
+        )
+        return outputs.logits
+
+    def parameters_by_factors(
+        self, factors: Mapping[str, tuple[float, float]]
+    ) -> dict[tuple[float, float], list[nn.Parameter]]:
+        """Return the parameters that share factors of learning rate and weight decay.
+
+        factors: by logical name. Raises UserError if a parameter consists of logical tensors of
+        different factors.
+        """
+        kinds = sorted(set(factors.values()))
+        # each element of a model like this one has the number of its factors
+        numbers: Tensors = {}
+        for name, values in self.weights().items():
+            number = 0.0 if is_correction(name) else float(kinds.index(factors[name]))
+            numbers[name] = torch.full_like(values, number)
+        with self.computing() as transformers:
+            marked = _load(transformers, self.config, numbers)
+        sharing: dict[tuple[float, float], list[nn.Parameter]] = {}
+        pairs = zip(marked.parameters(), self.module.named_parameters(), strict=True)
+        for marks, (name, parameter) in pairs:
+            lowest, highest = (int(each) for each in marks.detach().aminmax())
+            if lowest != highest:
+                raise UserError.of("parity.oracle_groups", name=name)
+            sharing.setdefault(kinds[lowest], []).append(parameter)
+        return sharing
+
+    def weights(self) -> Tensors:
+        """Return the weights by logical name, in the dtype of the model."""
+        return self._read_saved({})
+
+    def gradients(self) -> Tensors:
+        """Return the gradients by logical name; those of corrections of routers are the tokens that
+        their experts were given."""
+        gradients: Tensors = {}
+        for name, parameter in self.module.named_parameters():
+            empty = torch.zeros_like(parameter)
+            gradients[name] = empty if parameter.grad is None else parameter.grad
+        for name, counts in self.loads.items():
+            gradients[f"{name}.{CORRECTION}"] = counts
+        return self._read_saved(gradients)
+
+    @torch.no_grad()
+    def balance(self, speed: float) -> None:
+        """Move the corrections of routers towards experts that were given fewer tokens than the
+        others, and forget who was given what. speed: by which they move."""
+        for name, counts in self.loads.items():
+            correction = getattr(self.module.get_submodule(name), CORRECTION)
+            correction += speed * (counts.mean() - counts).sign()
+        self.loads.clear()
+
+    def _count_for(self, name: str) -> Any:
+        def count(module: nn.Module, arguments: Any, made: Any) -> None:
+            *_, chosen = made
+            experts = len(getattr(module, CORRECTION))
+            counts = torch.bincount(chosen.flatten(), minlength=experts).to(self.dtype)
+            self.loads[name] = self.loads.get(name, 0) + counts
+
+        return count
+
+    @torch.no_grad()
+    def _read_saved(self, replaced: Mapping[str, Tensor]) -> Tensors:
+        """Return what transformers saves, by logical name. replaced: by name of a parameter or a
+        buffer, what is saved in its place."""
+        stored = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        kept = {name: stored[name].clone() for name in replaced}
+        for name, values in replaced.items():
+            stored[name].copy_(values)
+        with TemporaryDirectory(prefix="megaprec_oracle_") as folder, self.computing():
+            saving: Any = self.module
+            saving.save_pretrained(folder)
+            source = open_hf(Path(folder))
+            tensors: Tensors = {}
+            for key in source.keys("weight"):
+                tensors[key.removeprefix("weight/")] = source.read(key).to(self.dtype)
+        for name, values in kept.items():
+            stored[name].copy_(values)
+        return tensors
+
+
+def _load(transformers: Any, config: ModelConfig, weights: Tensors) -> nn.Module:
+    """Return the model that transformers loads from a folder with these weights."""
+    source = _source_of(config, weights)
+    dtype = next(iter(weights.values())).dtype
+    with TemporaryDirectory(prefix="megaprec_oracle_") as temporary:
+        folder = Path(temporary) / "model"
+        convert(source, hf_target(source, None), folder, lambda written, what: None)
+        settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        # torch's grouped products know only widths of 16 bytes
+        settings._experts_implementation = "eager"
+        module = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=settings,
+            dtype=dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+        )
+    module.train()
+    return module
+
+
+def _source_of(config: ModelConfig, weights: Tensors) -> Source:
+    """Return a model in memory as `convert` reads it."""
+    origins: list[Origin] = []
+    for name, values in weights.items():
+        origin = Origin(
+            name=name,
+            keys=(f"weight/{name}",),
+            shapes=(tuple(values.shape),),
+            dtype=values.dtype,
+            load=lambda values=values: [values],
+            rows=lambda top, bottom, values=values: values[top:bottom],
+        )
+        origins.append(origin)
+    return Source(Path("weights in memory"), "memory", config, origins, Facts(), ())

@@ -5,8 +5,9 @@ The run is made small (not with --full) and takes a few steps on one process and
 local ranks, in float64, where no fault can hide in rounding, or in the run's own precision.
 Activations between modules, loss, every gradient and weight by logical name, gradient norm, zeros,
 skipped steps, loss scale and samples are compared. With --oracle all layouts, one process too, are
-compared with a model of transformers that torch's own optimizer trains. The certificate is written to train.folder. Exit
-code 0: all layouts are equal; 1: a layout differs or hangs, or none could be run; 2: wrong input.
+compared with a model of transformers that torch's own optimizer trains. The certificate is written
+to train.folder. Exit code 0: all layouts are equal; 1: a layout differs or hangs, or none could be
+run; 2: wrong input.
 """
 
 import argparse
@@ -211,34 +212,16 @@ def certify(
 ) -> Certificate:
     """Run and compare all layouts and return the certificate. folder: an empty one for intermediate
     files."""
-    requested = requested_layouts(args.layouts, config.parallel) or every(RANKS)
-    if args.oracle:
-        requested = [{}, *requested]  # one process too is compared
-        require_possible(config, own_precision=args.precision != "float64", full=args.full)
+    requested = _requested(config, args)
     limits = LayoutLimits(*(largest(requested, axis) for axis in AXES))
-    # the run to compare: small, and without what takes time and changes no number
-    ready = made_ready(config, limits, args.full, args.steps, folder / "run")
-    if not args.full:
-        # one step more, which is skipped
-        ready = with_random_tokens(ready, args.steps + 1, folder)
-    if args.oracle:
-        ready = with_rates_of(without_left_out(ready), config)
+    ready = _prepared(config, args, limits, folder)
     # known before anything runs, so that a wrong --layouts costs no time
     layouts, misfits = fitting_layouts(ready, requested, explicit=bool(args.layouts))
 
     report_progress("one process")
     if args.full:
         ready = with_vocabulary(ready, open_corpus(config))
-    # one step tells the gradient norm and the tensors, by which clipping and the skipped step are
-    # planned
-    probe_plan = Plan(1, small=not args.full)
-    probe = launcher.alone(Run(in_float64(alone(ready)), probe_plan, folder / "probe"))
-    if not args.full:
-        ready = with_clipping(ready, probe)
-    plan = make_plan(ready, probe, args.steps, args.full)
-    if args.oracle:
-        plan = Plan(args.steps)  # no infinity: it skips no step
-
+    ready, plan = _planned(ready, args, folder, launcher)
     exact = alone(in_float64(ready))
     # what is right: one process in float64
     float64_record = launcher.alone(Run(exact, plan, folder / "float64"))
@@ -276,6 +259,44 @@ def certify(
             certified["not_tried"].append([part.part, part.reason])
     certified["verdict"] = _overall_verdict(entries)
     return certified
+
+
+def _requested(config: RunConfig, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the layouts that are to be compared. Raises UserError for what the oracle cannot
+    train."""
+    requested = requested_layouts(args.layouts, config.parallel) or every(RANKS)
+    if not args.oracle:
+        return requested
+    require_possible(config, own_precision=args.precision != "float64", full=args.full)
+    return [{}, *requested]  # one process too
+
+
+def _prepared(
+    config: RunConfig, args: argparse.Namespace, limits: LayoutLimits, folder: Path
+) -> RunConfig:
+    """Return the run to compare: small, and without what takes time and changes no number."""
+    ready = made_ready(config, limits, args.full, args.steps, folder / "run")
+    if not args.full:
+        # one step more, which is skipped
+        ready = with_random_tokens(ready, args.steps + 1, folder)
+    if args.oracle:
+        ready = with_rates_of(without_left_out(ready), config)
+    return ready
+
+
+def _planned(
+    ready: RunConfig, args: argparse.Namespace, folder: Path, launcher: Launcher
+) -> tuple[RunConfig, Plan]:
+    """Return the run with a clip norm that is exceeded, and the plan of its steps."""
+    # one step tells the gradient norm and the tensors, by which clipping and the skipped step are
+    # planned
+    probe_plan = Plan(1, small=not args.full)
+    probe = launcher.alone(Run(in_float64(alone(ready)), probe_plan, folder / "probe"))
+    if not args.full:
+        ready = with_clipping(ready, probe)
+    if args.oracle:
+        return ready, Plan(args.steps)  # no infinity: it skips no step
+    return ready, make_plan(ready, probe, args.steps, args.full)
 
 
 def _overall_verdict(entries: Sequence[dict[str, Any]]) -> str:
@@ -323,7 +344,7 @@ def _by_oracle(
     replaced = list[Reference]()
     for reference in references:
         record = wide_record
-        noise = reference.noise
+        noise = replace(reference.noise, unmoved_run=float64_record)
         if noise.float64_run is not None:
             own = reference.record.tensors["before/weight"]
             narrow = {name: values.float() for name, values in own.items()}

@@ -47,6 +47,10 @@ def _compare_step(comparison: StepComparison) -> Iterator[Difference]:
     yield compare_exactly("found_inf", "outcome", number, *outcomes)
     yield comparison.number("learning rate", "lr")
     yield from comparison.tensors("weights", f"after/{step}/weight", oracle.names)
+    for kind in oracle.tensors:
+        *_, state = kind.split("/")
+        if kind.startswith(f"after/{step}/") and state != "weight":
+            yield from comparison.tensors("moments", kind, oracle.names)
     yield from compare_copies(candidate, f"after/{step}/")
     for conflict_step, quantity in candidate.rank_conflicts:
         if conflict_step == number:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models.feed_forward.router import is_correction
 from tools.config.run_file import RunConfig
 from tools.config.settings import LR
 from tools.verify.oracle.transformers_model import Tensors, TransformersModel
@@ -24,6 +25,7 @@ from tools.verify.parity.ranks import corpus_of
 from tools.verify.parity.record import Plan, Record, RecordedSamples
 
 TOKEN_DTYPE = np.dtype("<u2")  # of token files of small vocabularies
+MOMENTS = ("exp_avg", "exp_avg_sq")
 RULE = "torch.optim.AdamW, torch.nn.utils.clip_grad_norm_"
 
 
@@ -73,12 +75,38 @@ def trained(config: RunConfig, plan: Plan, weights: Tensors) -> tuple[Record, st
         norm = _clip(config, model)
         optimizer.step()
         model.balance(config.model.router_correction_speed)
-        tensors[f"after/{number}/weight"] = _wide(model.weights())
+        tensors |= _states_after(number, config, model, optimizer, tensors)
         steps.append({"loss": loss.item(), "grad_norm": norm, "lr": rate, "outcome": "applied"})
         samples.append(batch.ids)
     names = list(weights)
     record = Record(steps=steps, samples=samples, names=names, tensors=tensors)
     return record, f"{model.name}; {RULE} of torch {torch.__version__}"
+
+
+def _states_after(
+    number: int,
+    config: RunConfig,
+    model: TransformersModel,
+    optimizer: torch.optim.Optimizer,
+    earlier: Mapping[str, Tensors],
+) -> dict[str, Tensors]:
+    """Return weights, moments and the moving average after step `number`, by kind. earlier: those
+    of the steps before."""
+    weights = _wide(model.weights())
+    states = {f"after/{number}/weight": weights}
+    for kind in MOMENTS:
+        moments = _wide(model.moments(optimizer, kind))
+        # no rule updates a correction
+        trained_names = [name for name in moments if not is_correction(name)]
+        states[f"after/{number}/{kind}"] = {name: moments[name] for name in trained_names}
+    decay = config.optimizer.ema
+    if decay:
+        before = earlier.get(f"after/{number - 1}/ema", earlier["before/weight"])
+        averages = {
+            name: decay * before[name] + (1 - decay) * values for name, values in weights.items()
+        }
+        states[f"after/{number}/ema"] = averages
+    return states
 
 
 def rate_of(lr: LR, completed: int, length: int) -> float:
@@ -192,5 +220,3 @@ def _within_documents(documents: Tensor) -> Tensor:
     begins = documents != documents.roll(1, 1)
     begins[:, 0] = True
     return places - (places * begins).cummax(1).values
-
-

@@ -37,7 +37,6 @@ class TransformersModel:
     def __init__(self, config: ModelConfig, weights: Tensors) -> None:
         self.config = config
         self.dtype = next(iter(weights.values())).dtype
-        self._vectors = {name for name, values in weights.items() if values.dim() < 2}
         with self.computing() as transformers:
             self.module = _load(transformers, config, weights)
             self.name = f"transformers {transformers.__version__}, {type(self.module).__name__}"
@@ -109,6 +108,14 @@ class TransformersModel:
             gradients[f"{name}.{CORRECTION}"] = counts
         return self._read_saved(gradients)
 
+    def moments(self, optimizer: torch.optim.Optimizer, kind: str) -> Tensors:
+        """Return what an optimizer keeps of each parameter under the name `kind`, by logical
+        name."""
+        kept: Tensors = {}
+        for name, parameter in self.module.named_parameters():
+            kept[name] = optimizer.state[parameter][kind]
+        return self._read_saved(kept)
+
     @torch.no_grad()
     def balance(self, speed: float) -> None:
         """Move the corrections of routers towards experts that were given fewer tokens than the
@@ -157,6 +164,8 @@ def _load(transformers: Any, config: ModelConfig, weights: Tensors) -> nn.Module
         settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         # torch's grouped products know only widths of 16 bytes
         settings._experts_implementation = "eager"
+        # a class may have one by default, whose embedding would get no gradient
+        settings.pad_token_id = None
         module = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             config=settings,

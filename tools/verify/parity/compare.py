@@ -7,8 +7,8 @@ later ones follow from it.
 
 Errors of tensors are relative to the norm of the tensor in the reference, or to a thousandth of the
 average norm of a tensor of its size if that is more. `noise.py` defines how large they may be. That
-a norm counts each element of the gradients once is checked to 1e-4 in the run's own precision, for
-squares may be summed in FP32.
+a norm counts each element of the gradients once is checked to 2e-7 in the run's own precision, for
+short rows of squares are summed in FP32.
 
 Weights and moments are compared with the result of one process for the layout's own gradients
 (`repeated_updates`). Some values must be equal to the last bit in any precision: sample ids,
@@ -92,6 +92,7 @@ def compare(
 def compare_exactly(
     quantity: str, tensor_name: str, step_number: int, candidate: object, reference: object
 ) -> Difference:
+    """Compare values that must be equal, as their texts."""
     if str(candidate) == str(reference):  # as text: NaN is NaN
         return Difference(quantity, tensor_name, step_number, 0.0, EXACT)
     return _failure(quantity, tensor_name, step_number, f"{candidate}, {reference}")
@@ -136,6 +137,7 @@ def _common_tensors(candidate: Tensors, reference: Tensors) -> list[str]:
 
 
 def compare_initial_weights(candidate: Record, reference: Record) -> Iterator[Difference]:
+    """Compare the weights before the first step, of which no bit may differ."""
     our_weights = candidate.tensors["before/weight"]
     their_weights = reference.tensors["before/weight"]
     for tensor_name in _common_tensors(our_weights, their_weights):

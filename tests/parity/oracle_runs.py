@@ -1,0 +1,47 @@
+"""Runs that `megaprec parity --oracle transformers` compares on one process."""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from tests.families import CASES, config_of
+from tools.commands.parity import certify
+from tools.config.run_file import load_run
+from tools.console.toml import toml
+
+ONE_PROCESS = "tp=1"
+TRAIN = [
+    "train.steps=9",
+    "train.global_batch=4",
+    "train.micro_batch=2",
+    "train.seq_length=16",
+    "train.folder=unused",
+    "data.vocab_size=97",
+    "lr.warmup=5",
+]
+
+
+def words_of(family: str) -> list[str]:
+    """The words of a command that give a model of a family, an odd one."""
+    fields = config_of(CASES[family]).model_dump(exclude={"init", "factory"})
+    return [f"model.{key}={toml(value)}" for key, value in fields.items()]
+
+
+def beside_oracle(words: list[str], folder: Path, precision: str = "float64") -> dict[str, Any]:
+    """The certificate of a run on one process beside the oracle."""
+    options = Namespace(
+        file="run.toml",
+        layouts=[ONE_PROCESS],
+        oracle="transformers",
+        precision=precision,
+        steps=3,
+        full=False,
+    )
+    config = load_run(None, [*words, *TRAIN])
+    return certify(config, options, folder, lambda text: None)
+
+
+def entry_beside_oracle(words: list[str], folder: Path) -> dict[str, Any]:
+    """What the certificate says of one process in float64."""
+    first, *_ = beside_oracle(words, folder)["layouts"]
+    return first

@@ -1,0 +1,140 @@
+"""`megaprec parity --oracle transformers`: a run trains what other people's code trains, and a fault
+that all layouts share shows."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megaprec.data.samples import Batch, Samples
+from tests.families import CASES
+from tests.parity.oracle_runs import beside_oracle, entry_beside_oracle, words_of
+from tests.refusals import shows
+from tools import cli
+from tools.verify.parity.noise import Noise
+from tools.verify.parity.record import Record
+
+pytest.importorskip("transformers", minversion="5", reason="needs transformers: the extra hf")
+
+DOCUMENTS = [
+    "data.reset_attention_mask=true",
+    "data.reset_position_ids=true",
+    "data.eod_mask_loss=true",
+]
+OPTIMIZER = [
+    "lr.schedule=linear",
+    "lr.final=1e-5",
+    "optimizer.norm=3.0",
+    "optimizer.ema=0.9",
+    'optimizer.groups=[{pattern = "embedding.*", lr = 0.5, weight_decay = 0.0}, '
+    '{pattern = "*norm*", all_dims = true}]',
+]
+COMPARED = ("loss", "gradient", "gradient norm", "learning rate", "weights", "moments")
+
+
+@pytest.mark.cases(4, sample=8)
+@pytest.mark.parametrize("family", CASES)
+def test_every_family_trains_what_transformers_and_torch_train(family: str, tmp_path: Path) -> None:
+    entry = entry_beside_oracle(words_of(family), tmp_path)
+    assert entry["verdict"] == "proven", entry.get("first")
+    for quantity in COMPARED:
+        measured = entry["quantities"][quantity]
+        assert measured["verdict"] == "proven"
+        assert measured["compared"] >= 3
+        assert measured["error"] < 1e-9
+
+
+@pytest.mark.cases(2, sample=6)
+@pytest.mark.parametrize("family", [family for family in CASES if family != "llama dynamic"])
+def test_documents_groups_other_norms_rates_and_averages_are_those_of_the_oracle(
+    family: str, tmp_path: Path
+) -> None:
+    entry = entry_beside_oracle([*words_of(family), *DOCUMENTS, *OPTIMIZER], tmp_path)
+    assert entry["verdict"] == "proven", entry.get("first")
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "wsd"])
+def test_rates_are_those_of_formulas_of_its_own(schedule: str, tmp_path: Path) -> None:
+    words = [*words_of("llama"), f"lr.schedule={schedule}", "lr.final=1e-5", "lr.decay=2"]
+    assert entry_beside_oracle(words, tmp_path)["verdict"] == "proven"
+
+
+def test_in_fp32_the_difference_is_that_of_rounding(tmp_path: Path) -> None:
+    words = [*words_of("qwen3"), "precision.compute=fp32"]
+    certificate = beside_oracle(words, tmp_path, "both")
+    precisions = {entry["precision"]: entry for entry in certificate["layouts"]}
+    assert {entry["verdict"] for entry in precisions.values()} == {"proven"}
+    assert 0 < precisions["fp32"]["quantities"]["loss"]["error"] < 1e-6
+
+
+def test_what_the_oracle_lacks_is_left_out_of_both_runs_and_named(tmp_path: Path) -> None:
+    words = [*words_of("mixtral"), "model.router_aux_loss=0.01", "model.dropout=0.1"]
+    certificate = beside_oracle([*words, "model.z_loss=1e-4"], tmp_path)
+    assert certificate["verdict"] == "proven"
+    parts = [part for part, _ in certificate["not_tried"]]
+    assert {"model.router_aux_loss", "model.z_loss", "model.dropout"} <= set(parts)
+
+
+# --- faults that all layouts share
+
+
+def shifted_targets(patch: pytest.MonkeyPatch) -> None:
+    """Each target is the token after the right one."""
+    right = Samples.batch
+
+    def batch(self: Samples, position: int, count: int) -> Batch:
+        made = right(self, position, count)
+        made.targets.copy_(made.targets.roll(-1, 1))
+        return made
+
+    patch.setattr(Samples, "batch", batch)
+
+
+@pytest.mark.parametrize("plant", [shifted_targets])
+def test_a_fault_that_all_layouts_share_shows_beside_the_oracle(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plant(monkeypatch)
+    entry = entry_beside_oracle(words_of("llama"), tmp_path)
+    assert entry["verdict"] == "wrong"
+
+
+def test_a_difference_from_the_oracle_does_not_widen_its_own_bound() -> None:
+    def record(loss: float) -> Record:
+        return Record(steps=[{"loss": loss}], samples=[], names=[], tensors={})
+
+    noise = Noise(perturbed_run=record(1.0 + 1e-15), unmoved_run=record(1.0))
+    numbers = noise.values(record(1.1), lambda one: one.steps[0]["loss"])
+    assert noise.number_bound(numbers) == pytest.approx(1e-12, rel=1)
+
+
+# --- the command
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "values"),
+    [
+        (["optimizer.name=muon"], "parity.oracle_rule", {"name": "muon"}),
+        (["model.mup_base_hidden=24"], "parity.oracle_mup", {"base": 24}),
+    ],
+)
+def test_what_the_oracle_cannot_train_is_refused_by_name(
+    words: list[str], name: str, values: dict[str, object], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["parity", "examples/demo.toml", *words, "--oracle", "transformers"]) == 2
+    assert shows(capfd.readouterr().err, name, **values)
+
+
+def test_the_certificate_names_the_oracle(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["examples/demo.toml", f"train.folder={tmp_path}", "--oracle", "transformers"]
+    assert cli.main(["parity", *words, "--layouts", "tp=1"]) == 0
+    said = capfd.readouterr().out
+    assert "comparisons agree with the oracle" in said
+    certificate = json.loads((tmp_path / "parity.json").read_text())
+    assert "LlamaForCausalLM" in certificate["oracle"]
+    assert "torch.optim.AdamW" in certificate["oracle"]

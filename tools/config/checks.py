@@ -529,7 +529,7 @@ def _positions(model: ModelConfig, train: Train) -> Iterator[str]:
 
 
 def _vocabulary(model: ModelConfig, data: Data) -> Iterator[str]:
-    # the tokenizer that is trained has data.vocab_size tokens
+    # the tokenizer that is trained has data.vocab_size tokens, but for one of characters
     if not data.tokenizer and data.has_text() and 0 < model.vocab < data.vocab_size:
         yield Problem.of("config.small_vocab", vocab=model.vocab, vocab_size=data.vocab_size)
 

@@ -115,6 +115,7 @@ CASES = [
         (f"lr.{key}", value, "lr.schedule=constant", "")
         for key, value in (("final", "1e-05"), ("length", "7"))
     ),
+    ("lr.initial", "1e-6", "", "lr.warmup=3"),
     ("lr.decay", "2", "", "lr.schedule=wsd"),
     ("lr.wsd_decay", "sqrt", "", "lr.schedule=wsd lr.decay=2"),
     ("train.canonical_shards", "4", "", CANONICAL),

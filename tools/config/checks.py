@@ -139,6 +139,7 @@ def lr_schedule(lr: LR, train: Train) -> LRSchedule:
         total=length,
         decay=lr.decay,
         tail=lr.wsd_decay,
+        initial=lr.initial,
     )
 
 

@@ -343,8 +343,8 @@ class LR(Table):
     initial: float = Field(
         default=0.0,
         ge=0,
-        description="Learning rate of the first step of the warmup, as Megatron-LM's "
-        "--lr-warmup-init; peak / (warmup + 1) gives the rates peak * (n + 1) / (warmup + 1).",
+        description="Learning rate of the first step of the warmup (Megatron-LM's "
+        "lr_warmup_init); peak / (warmup + 1) gives the rates peak * (n + 1) / (warmup + 1).",
     )
     final: float = Field(
         default=0.0, ge=0, description="Learning rate at the end of the schedule, and after it."

@@ -5,7 +5,7 @@ from earlier sizes, and no field means "decide later". The one exception is `voc
 tokenizer knows: it is 0 until `with_vocab`. The counts of parameters and FLOPs are exact functions
 of the fields, so a run can be planned without building a model.
 
-Norm parameters are counted as the family has them: "rms" has a weight, "layer" a weight and a bias.
+Norm parameters are counted as the model has them: a weight, and a bias with `norm_bias`.
 The output head never has a bias.
 """
 
@@ -262,6 +262,8 @@ class ModelConfig(ModelFields):
                 yield Problem.of("model.hybrid_unused", key=key, pattern=pattern)
 
     def _norm_problems(self) -> Iterator[Problem]:
+        if self.norm_bias and self.norm != "layer":
+            yield Problem.of("model.norm_bias_of_rms")
         # LayerNorm has no such offset.
         if self.norm_unit_offset and self.norm != "rms":
             yield Problem.of("model.norm_unit_offset_unused")
@@ -642,7 +644,7 @@ class ModelConfig(ModelFields):
 
     @property
     def _norm_parameters(self) -> int:
-        return self.hidden * (2 if self.norm == "layer" else 1)
+        return self.hidden * (1 + self.norm_bias)
 
     @property
     def _mlp_matrices(self) -> int:

@@ -212,5 +212,5 @@ def _norm(
     features: int,
 ) -> NamedShapes:
     yield f"{tensor_name}.weight", (features,)
-    if model.norm == "layer":
+    if model.norm_bias:
         yield f"{tensor_name}.bias", (features,)

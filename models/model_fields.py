@@ -260,6 +260,11 @@ class ModelFields(BaseModel):
             "Norm: RMSNorm (rms) or LayerNorm (layer); default: rms, for gpt2 and gpt_neox layer."
         ),
     )
+    norm_bias: bool = Field(
+        default_factory=lambda fields: fields["norm"] == "layer",
+        description="Biases of the LayerNorms; an RMSNorm has none. Without them and with "
+        "model.bias = false a model has no biases; default: true for LayerNorm.",
+    )
     norm_eps: float = Field(
         default=1e-5, gt=0, description="Epsilon that norms add to the variance."
     )

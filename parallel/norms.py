@@ -176,11 +176,12 @@ def shifted(
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / standard deviation * weight + bias over the last dimension, in the dtype of
-    products.
+    """(x - mean) / standard deviation * weight, plus a bias if there is one, over the last
+    dimension, in the dtype of products.
 
     differs_over_tp: x differs between tp ranks although the sequence is not sharded, as heads do.
     scale: the value that the weight begins with.
+    bias: whether there is one.
     """
 
     def __init__(
@@ -192,25 +193,26 @@ class LayerNorm(nn.Module):
         eps: float = 1e-5,
         differs_over_tp: bool = False,
         scale: float = 1.0,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         self.context = context
         self.eps = eps
         self.weight = vector(context, f"{name}.weight", hidden, scale, differs_over_tp)
-        self.bias = vector(context, f"{name}.bias", hidden, 0.0, differs_over_tp)
+        self.bias = vector(context, f"{name}.bias", hidden, 0.0, differs_over_tp) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         plan = self.context.plan
         # so that their gradients are not rounded to the dtype of the weights
         weight = Widen.apply(self.weight, plan.sensitive)
-        bias = Widen.apply(self.bias, plan.sensitive)
+        bias = None if self.bias is None else Widen.apply(self.bias, plan.sensitive)
         return layer_norm(x, weight, bias, self.eps, plan.compute)
 
 
 def layer_norm(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     eps: float,
     output_dtype: torch.dtype,
 ) -> Tensor:

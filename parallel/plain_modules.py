@@ -343,13 +343,12 @@ def _style_of_norm(layer: nn.Module, style: str) -> str:
     assert isinstance(layer, NORMS)
     has_weight = layer.weight is not None
     # without weights, or over several dimensions, there is no parallel norm
-    has_bias = isinstance(layer, nn.RMSNorm) or layer.bias is not None  # an RMSNorm has none
     has_form = type(layer) in NORMS and len(layer.normalized_shape) == 1
-    replaceable = has_form and has_weight and has_bias
+    replaceable = has_form and has_weight
     if style == "heads" and not replaceable:
         return (
-            "only an nn.RMSNorm or nn.LayerNorm over one dimension, with all its parameters, can "
-            'have the style "heads"'
+            "only an nn.RMSNorm or nn.LayerNorm over one dimension, with its weight, can have the "
+            'style "heads"'
         )
     if not replaceable:
         return "whole"
@@ -523,13 +522,15 @@ def _parallel_norm(
     watched: bool,
     of_heads: bool,
 ) -> nn.Module:
+    kind: Any
     if isinstance(layer, nn.RMSNorm):
         kind = WatchedRMSNorm if watched else RMSNorm
         # torch's default: the epsilon of the dtype
         eps = torch.finfo(layer.weight.dtype).eps if layer.eps is None else layer.eps
     else:
         assert isinstance(layer, nn.LayerNorm)
-        kind = WatchedLayerNorm if watched else LayerNorm
+        with_bias = WatchedLayerNorm if watched else LayerNorm
+        kind = partial(with_bias, bias=layer.bias is not None)
         eps = layer.eps
     # of heads, each rank sees its own ones, so that it has a partial gradient
     norm = kind(

@@ -125,9 +125,8 @@ def linear(w: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
 
 def norm(config: ModelConfig, w: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
     if config.norm == "layer":
-        return F.layer_norm(
-            x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], config.norm_eps
-        )
+        weight = w[f"{name}.weight"]
+        return F.layer_norm(x, x.shape[-1:], weight, w.get(f"{name}.bias"), config.norm_eps)
     return rms_norm(config, w[f"{name}.weight"], x)
 
 

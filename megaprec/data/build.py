@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaprec.data import intact
+from megaprec.data.characters import CharacterTokenizer
 from megaprec.data.files import file_digest, with_suffix, write_whole
 from megaprec.data.indexed import IndexedDataset, IndexedWriter, Mark
 from megaprec.data.loss_mask import SUFFIX as LOSS_MASK
@@ -37,7 +38,7 @@ from megaprec.data.tokenizer import (
     load_tokenizer,
     tokens_digest,
 )
-from megaprec.data.training import train_sentencepiece
+from megaprec.data.training import learn_characters, train_sentencepiece
 from megaprec.data.workers import Chunk, encode_chunks
 from megaprec.durable import naming_file
 from megaprec.errors import Problem, UserError
@@ -105,6 +106,7 @@ def prepare(
     *,
     tokenizer: Path | None = None,
     vocab_size: int | None = None,
+    characters: bool = False,
     workers: int = 1,
     overwrite: bool = False,
     on_progress: Progress | None = None,
@@ -112,11 +114,13 @@ def prepare(
     """Return the data set of `source` at `prefix`: an existing one built from the same input, or a
     new one.
 
-    Give a tokenizer file, or a `vocab_size` to train one on the source as `PREFIX.model`. Raises
-    UserError if another data set or model has the name and may not be overwritten. Only one process
-    at a time may prepare a prefix.
+    Give a tokenizer file, a `vocab_size` to train one on the source as `PREFIX.model`, or
+    `characters` to have the characters of the source as tokens, by a tokenizer of the same name.
+    Raises UserError if another data set or model has the name and may not be overwritten. Only one
+    process at a time may prepare a prefix.
     """
-    if (tokenizer is None) == (vocab_size is None):
+    ways = [tokenizer is not None, vocab_size is not None, characters]
+    if ways.count(True) != 1:
         raise UserError.of("data.tokenizer_or_vocabulary")
     chosen = load_tokenizer(tokenizer) if tokenizer else None
     existing = _existing(source, prefix, chosen, vocab_size, overwrite)
@@ -124,13 +128,18 @@ def prepare(
         return existing
     _refuse_overwriting(prefix, overwrite)
     if chosen is None:
-        assert vocab_size is not None
         texts = (text for _, text in source)
-        trained = train_sentencepiece(texts, prefix, vocab_size, overwrite)
-        chosen = load_tokenizer(trained)
+        chosen = load_tokenizer(_learned(texts, prefix, vocab_size, overwrite))
     return build(
         source, chosen, prefix, workers=workers, overwrite=overwrite, on_progress=on_progress
     )
+
+
+def _learned(texts: Iterable[str], prefix: Path, vocab_size: int | None, overwrite: bool) -> Path:
+    """Return the tokenizer that is learned of texts. vocab_size: None for characters."""
+    if vocab_size is None:
+        return learn_characters(texts, with_suffix(prefix, ".model"), overwrite)
+    return train_sentencepiece(texts, prefix, vocab_size, overwrite)
 
 
 def _existing(
@@ -151,6 +160,9 @@ def _existing(
             if not (with_suffix(prefix, ".idx").exists() and trained.is_file()):
                 return None
             tokenizer = load_tokenizer(trained)
+            # without a size, characters are asked for
+            if isinstance(tokenizer, CharacterTokenizer) != (vocab_size is None):
+                return None
         return reusable(
             prefix,
             source,

@@ -37,6 +37,8 @@ from numpy.typing import NDArray
 
 HEAD = struct.Struct("<QQQ")
 UNMARKED, MARKED, RENDERED = range(3)  # kinds of pieces in a request
+EACH_CHARACTER = r"[\s\S]"  # the expression by which a character tokenizer splits texts
+CHARACTER_FILE = 1 << 26  # bytes; more than all characters of Unicode take
 REFUSED = 2**64 - 1  # in place of a number of tokens
 BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token that stands for a byte
 
@@ -57,6 +59,10 @@ class Marks:
 
     answers: Answers
     rendered: bool
+
+
+class CharacterMissing(ValueError):
+    """A text has a character that a character tokenizer does not know."""
 
 
 class Encoded(NamedTuple):
@@ -108,6 +114,65 @@ def hugging_face_encoder(definition: str) -> tuple[Encode, Any]:
             raise ValueError(f"the package tokenizers panics: {problem}") from None
 
     return encode, tokenizer
+
+
+def characters_of(content: bytes) -> list[str] | None:
+    """Return the characters of a character tokenizer in the order of their ids; None for the file
+    of any other tokenizer.
+
+    Its definition says that each character is a token, and nothing else.
+    """
+    # a large file of another kind is not read for it
+    if not is_json(content) or b'"WordLevel"' not in content or len(content) > CHARACTER_FILE:
+        return None
+    try:
+        definition = json.loads(content)
+    except ValueError:
+        return None
+    model = definition.get("model")
+    splits = definition.get("pre_tokenizer")
+    changes = ("normalizer", "post_processor", "added_tokens", "truncation", "padding")
+    if not isinstance(model, dict) or not isinstance(splits, dict):
+        return None
+    if any(definition.get(key) for key in changes):
+        return None
+    if definition.get("decoder") != {"type": "Fuse"} or splits.get("type") != "Split":
+        return None
+    each_alone = splits.get("pattern") == {"Regex": EACH_CHARACTER}
+    if not each_alone or splits.get("behavior") != "Isolated":
+        return None
+    vocabulary = model.get("vocab")
+    if not isinstance(vocabulary, dict) or [*vocabulary.values()] != [*range(len(vocabulary))]:
+        return None
+    characters = [*vocabulary]
+    are_single = all(len(character) == 1 for character in characters)
+    return characters if characters and are_single else None
+
+
+def character_encoder(characters: Sequence[str]) -> Encode:
+    """Return the function that encodes a text with a character tokenizer.
+
+    It raises CharacterMissing for a text with another character.
+    """
+    code_points = np.array([ord(character) for character in characters])
+    ids = np.full(code_points.max() + 2, -1, np.int32)  # the last one stands for all beyond
+    ids[code_points] = np.arange(len(characters))
+
+    def encode(text: str) -> list[int]:
+        # half of a surrogate pair is a number here as any other, and no character knows it
+        numbers = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+        encoded = ids[np.minimum(numbers, len(ids) - 1)]
+        missing = encoded < 0
+        if missing.any():
+            further = len(set(text) - set(characters)) - 1
+            and_more = f" and {further} more of other kinds" if further else ""
+            raise CharacterMissing(
+                f"{text[int(missing.argmax())]!r}{and_more} is none of its {len(characters)} "
+                "characters: leave such out, or learn the characters of a text that has them"
+            )
+        return encoded.tolist()
+
+    return encode
 
 
 def rendered_encoder(definition: str) -> EncodeRendered:
@@ -391,13 +456,16 @@ def main(path: str, eos: str) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with open(path, "rb") as file:
         content = file.read()
-    if is_json(content):
+    characters = characters_of(content)
+    encode_rendered: EncodeRendered | None = None
+    if characters is not None:
+        encode = character_encoder(characters)
+    elif is_json(content):
         definition = content.decode()
         encode, _ = hugging_face_encoder(definition)
         encode_rendered = _loaded_when_needed(definition)
     else:
         encode, _ = sentencepiece_encoder(content)
-        encode_rendered = None
     end = int(eos) if eos else None
     try:
         serve(encode, end, sys.stdin.buffer, sys.stdout.buffer, encode_rendered)

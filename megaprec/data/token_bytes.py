@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from megaprec.data.characters import CharacterTokenizer
 from megaprec.data.tokenizer import LOST, PROBE, Tokenizer
 
 BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -25,6 +26,9 @@ def bytes_of_tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> NDArray[np.int6
     """Return the bytes of the tokens with these ids, int64 [ids], NOT_KNOWN for an unknown one;
     None if the tokenizer has no such numbers.
     """
+    if isinstance(tokenizer, CharacterTokenizer):
+        bytes_of_characters = [len(character.encode()) for character in tokenizer.vocabulary()]
+        return np.array([bytes_of_characters[number] for number in ids], np.int64)
     spellings = {number: spelled for spelled, number in tokenizer.vocabulary().items()}
     for count in (_by_letters, _by_text):
         if _holds(tokenizer, spellings, count):

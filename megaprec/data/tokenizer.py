@@ -1,4 +1,4 @@
-"""Tokenizers: a SentencePiece model or a Hugging Face `tokenizer.json`.
+"""Tokenizers: a SentencePiece model, a Hugging Face `tokenizer.json`, or characters.
 
 Tokenizers add no tokens to a text (no begin, no end); the caller appends `eos` to end a document. A
 special token spelled out in a text, such as `<|endoftext|>`, is encoded as ordinary tokens, so no
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megaprec.data.characters import read_characters
 from megaprec.data.encoding import (
     Answers,
     EncodeRendered,
@@ -302,7 +303,8 @@ def _comes_back(tokenizer: Tokenizer, text: str) -> bool:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Load the tokenizer in this file: JSON is Hugging Face's, anything else SentencePiece's.
+    """Load the tokenizer in this file: JSON is Hugging Face's, or one of characters, anything else
+    SentencePiece's.
 
     Raises UserError if the file is neither, or if it and the settings beside it do not fit
     together.
@@ -320,6 +322,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
     content = b""
     try:
         content = read_regular(path)
+        of_characters = read_characters(path, content)
+        if of_characters and not _names_tokens(path):
+            return of_characters
         # in a process of its own: an odd file could end this one
         require_tried(path, content)
         if is_json(content):
@@ -336,6 +341,12 @@ def load_tokenizer(path: Path) -> Tokenizer:
     except Exception as problem:
         reason = another_kind(path, content[:4096]) or " ".join(str(problem).split())
         raise neither(path, reason) from problem
+
+
+def _names_tokens(path: Path) -> bool:
+    """Return True if settings beside a tokenizer.json name tokens."""
+    settings = read_settings(path, {})
+    return bool(settings.named or settings.added or settings.further)
 
 
 def same_tokens(first: Path, second: Path) -> bool:

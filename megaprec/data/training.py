@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 
 import sentencepiece
 
+from megaprec.data.characters import character_file, distinct_characters
 from megaprec.data.files import with_suffix, write_whole
 from megaprec.data.tokenizer_files import protobuf_fields
 from megaprec.data.tried_tokenizers import remember
@@ -95,6 +96,18 @@ def train_sentencepiece(
             raise UserError(refusal) from problem
         raise ImpossibleVocabulary(refusal, nearest) from problem
     return _publish(with_suffix(prefix, ".model"), content.getvalue() + _lossless(), overwrite)
+
+
+def learn_characters(texts: Iterable[str], path: Path, overwrite: bool = False) -> Path:
+    """Write the tokenizer of the characters of `texts` atomically to `path`, and return the path.
+
+    Reads all texts once. Raises UserError if they have none, or if another tokenizer is there and
+    may not be overwritten.
+    """
+    characters = distinct_characters(texts)
+    if not characters:
+        raise UserError.of("data.nothing_to_learn_from")
+    return _publish(path, character_file(characters), overwrite)
 
 
 def _escape(line: str) -> str:

@@ -4,8 +4,10 @@
 one of the two, and `warmup`, `total` and `decay` must count the same unit. Nothing is remembered
 between calls, so a resumed run and a run in another layout see the same rates.
 
-The formulas are Megatron-LM's, including its first step: the warm-up rate is peak * n / warmup, so
-the step after n = 0 has rate 0 and changes only Adam's moments. After `total` the rate is `final`.
+The formulas are Megatron-LM's, including its first step: the warm-up rate is
+initial + (peak - initial) * n / warmup, so with initial = 0 the step after n = 0 has rate 0 and
+changes only Adam's moments. After `total` the rate is `final`. A warm-up that others write as
+peak * (n + 1) / (warmup + 1), as nanoGPT does, is that of initial = peak / (warmup + 1).
 
 - constant: the peak.
 - linear, cosine: from the peak, at the end of warm-up, down to final at `total`.
@@ -31,8 +33,8 @@ class LRSchedule:
     """A learning-rate schedule; `warmup`, `total` and `decay` are all in steps or all in samples.
 
     `peak` and `final` are the highest and the lowest learning rate; `decay` and `tail` are the
-    length and the shape of the final phase of "wsd", and are ignored by the other kinds. Raises
-    UserError that names all inconsistent values.
+    length and the shape of the final phase of "wsd", and are ignored by the other kinds. `initial`
+    is the rate that warm-up begins with. Raises UserError that names all inconsistent values.
     """
 
     kind: Kind
@@ -42,6 +44,7 @@ class LRSchedule:
     total: int
     decay: int
     tail: Tail = "exponential"
+    initial: float = 0.0
 
     def __post_init__(self) -> None:
         if problems := wrong_kinds(self) or list(self._problems()):
@@ -51,7 +54,7 @@ class LRSchedule:
         """Return the learning rate of the next step after `completed` steps (or samples)."""
         # "<=": the step after the last of warm-up has the peak itself, as in Megatron
         if self.warmup > 0 and completed <= self.warmup:
-            return self.peak * completed / self.warmup
+            return self.initial + (self.peak - self.initial) * completed / self.warmup
         if self.kind == "constant":
             return self.peak
         if completed > self.total:
@@ -77,6 +80,9 @@ class LRSchedule:
             yield Problem.of("optimizer.schedule_warmup", warmup=self.warmup, total=self.total)
         elif self.kind == "wsd" and not 1 <= self.decay <= longest_decay:
             yield Problem.of("optimizer.schedule_decay", decay=self.decay, longest=longest_decay)
+        # without a warm-up it has no effect
+        if self.warmup and not 0 <= self.initial <= self.peak:
+            yield Problem.of("optimizer.schedule_initial", initial=self.initial, peak=self.peak)
         if not 0 <= self.final <= self.peak:
             yield Problem.of("optimizer.schedule_final", final=self.final, peak=self.peak)
 

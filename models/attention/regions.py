@@ -19,8 +19,9 @@ from parallel.norms import LayerNorm, Normalize, RMSNorm, layer_norm
 
 @dataclass(frozen=True)
 class NormRule:
-    """The settings of a norm: LayerNorm if it has a bias, otherwise RMSNorm.
+    """The settings of a norm.
 
+    centered: it is a LayerNorm, which subtracts the mean; otherwise an RMSNorm.
     eps: added to the variance.
     sensitive: the dtype in which it computes.
     compute: the dtype of its result.
@@ -31,6 +32,7 @@ class NormRule:
     sensitive: torch.dtype
     compute: torch.dtype
     offset: float = 0.0
+    centered: bool = False
 
     def __call__(
         self,
@@ -39,16 +41,16 @@ class NormRule:
         bias: Tensor | None = None,
     ) -> Tensor:
         """Return x normalized over its last dimension."""
-        if bias is None:
-            return Normalize.apply(x, weight, self.eps, self.sensitive, self.compute, self.offset)
-        return layer_norm(x, weight, bias, self.eps, self.compute)
+        if self.centered:
+            return layer_norm(x, weight, bias, self.eps, self.compute)
+        return Normalize.apply(x, weight, self.eps, self.sensitive, self.compute, self.offset)
 
 
 class RegionNorm(NamedTuple):
     """A norm as a region computes it: its settings, weight and bias.
 
-    weight, bias: in the sensitive dtype, so that their gradients are not rounded; bias is None for
-        an RMSNorm.
+    weight, bias: in the sensitive dtype, so that their gradients are not rounded; bias is None
+        where the norm has none.
     """
 
     rule: NormRule
@@ -71,8 +73,9 @@ class RegionNorm(NamedTuple):
         if isinstance(norm, RMSNorm):
             rule = NormRule(norm.eps, plan.sensitive, plan.compute, norm.offset)
             return RegionNorm(rule, weight, None)
-        rule = NormRule(norm.eps, plan.sensitive, plan.compute)
-        return RegionNorm(rule, weight, Widen.apply(norm.bias, plan.sensitive))
+        rule = NormRule(norm.eps, plan.sensitive, plan.compute, centered=True)
+        bias = None if norm.bias is None else Widen.apply(norm.bias, plan.sensitive)
+        return RegionNorm(rule, weight, bias)
 
 
 @dataclass(frozen=True)

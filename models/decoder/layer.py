@@ -37,7 +37,14 @@ def make_norm(
     scale: the factor that it begins with.
     """
     if config.norm == "layer":
-        return LayerNorm(context, config.hidden, name=name, eps=config.norm_eps, scale=scale)
+        return LayerNorm(
+            context,
+            config.hidden,
+            name=name,
+            eps=config.norm_eps,
+            scale=scale,
+            bias=config.norm_bias,
+        )
     return RMSNorm(
         context,
         config.hidden,

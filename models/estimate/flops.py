@@ -130,7 +130,7 @@ def _count_parameters(config: ModelConfig, cut: Cut) -> int:
     embedding = config.vocab * config.hidden
     count = config.over_layers(lambda kind: kind.layer_parameters, cut.layers)
     if cut.last:
-        norm = config.hidden * (2 if config.norm == "layer" else 1)
+        norm = config.hidden * (1 + config.norm_bias)
         count += norm + embedding + config.mtp_parameters
     if cut.first:
         count += embedding

@@ -92,6 +92,10 @@ OTHERS: dict[str, tuple[Any, ...]] = {
             ),
         ),
         (
+            {"family": "gpt2", "bias": True, "norm_bias": False},
+            re.escape("norm_bias = False: True would do"),
+        ),
+        (
             {"family": "glm4_moe", "experts": 4, "shared_experts": 70},
             "shared_experts = 70: 72 would do",
         ),

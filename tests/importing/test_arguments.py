@@ -47,7 +47,7 @@ KEYED = {
     "micro_batch_size": "train.micro_batch", "global_batch_size": "train.global_batch", "train_iters": "train.steps",
     "rampup_batch_size": "train.batch_schedule", "step_batch_size_schedule": "train.batch_schedule",
     "train_samples": "train.steps", "lr_decay_style": "lr.schedule", "lr_decay_iters": "lr.length",
-    "lr_warmup_iters": "lr.warmup", "lr_warmup_fraction": "lr.warmup", "min_lr": "lr.final",
+    "lr_warmup_iters": "lr.warmup", "lr_warmup_fraction": "lr.warmup", "lr_warmup_init": "lr.initial", "min_lr": "lr.final",
     "clip_grad": "optimizer.clip", "adam_beta2": "optimizer.betas", "bf16": "precision.compute",
     "tensor_model_parallel_size": "parallel.tensor", "pipeline_model_parallel_size": "parallel.pipeline",
     "expert_model_parallel_size": "parallel.expert", "expert_tensor_parallel_size": "parallel.expert_tensor",

@@ -29,7 +29,7 @@ FULL: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}},
     "scheduler": {
         "type": "WarmupDecayLR",
-        "params": {"total_num_steps": 90, "warmup_num_steps": 9, "warmup_max_lr": 3e-4, "warmup_type": "linear"},
+        "params": {"total_num_steps": 90, "warmup_num_steps": 9, "warmup_min_lr": 1e-5, "warmup_max_lr": 3e-4, "warmup_type": "linear"},
     },
     "wall_clock_breakdown": False,
     "flops_profiler": {"enabled": True, "profile_step": 5},
@@ -91,6 +91,7 @@ def test_a_configuration_becomes_the_keys_of_a_run(tmp_path: Path) -> None:
         90,
         0.0,
     )
+    assert run.lr.initial == 1e-5
     assert run.log.every == 10
 
 
@@ -275,7 +276,10 @@ def test_what_is_given_beside_a_file_needs_no_note(tmp_path: Path) -> None:
         ({"data_types": {"buffer_dtype": "bf16"}}, "precision.buffers"),
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "optimizer.name=Adam"),
         ({"scheduler": {"type": "WarmupCosineLR"}}, "of DeepSpeed's, WarmupLR, WarmupDecayLR"),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-5}}}, "begins at 0"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_ratio": 0.1}}},
+            "lr.initial is the rate",
+        ),
         ({"gradient_allreduce_op": "sum"}, "gradients are averaged over replicas"),
         ({"managed_gradient_accumulation": False}, "an update follows all micro-batches"),
         ({"expert_parallel": {"enabled": True}}, "parallel.expert"),

@@ -307,7 +307,7 @@ def test_the_feed_forward_of_swiglu_has_megatrons_width(tmp_path: Path) -> None:
 
 RATES = (
     "--lr-decay-style linear", "--lr-decay-style cosine --min-lr 1e-4 --lr-warmup-iters 10",
-    "--lr-decay-style constant",
+    "--lr-decay-style constant", "--lr-decay-style cosine --lr-warmup-init 1e-4 --lr-warmup-iters 10",
     "--lr-decay-style cosine --lr-warmup-fraction 0.05 --lr-decay-iters 60", "--lr-warmup-fraction 0.03",
     "--lr-decay-iters 150 --min-lr 1e-5", "--lr-decay-style WSD --lr-wsd-decay-iters 20 --lr-warmup-iters 5",
     "--lr-decay-style WSD --lr-wsd-decay-iters 20 --lr-decay-iters 80 --min-lr 1e-4",
@@ -350,7 +350,7 @@ def scheduler(module: Any, a: Arguments) -> Any:
     warmup = a.get(f"lr_warmup_{unit}") * factor if share is None else share * decay
     optimizer = type("Optimizer", (), {"param_groups": []})()
     return module.OptimizerParamScheduler(
-        optimizer, 0.0, a.get("lr"), a.get("min_lr"), warmup, decay, a.get("lr_decay_style"), 0.0, 0.0, 1, "constant",
+        optimizer, a.get("lr_warmup_init"), a.get("lr"), a.get("min_lr"), warmup, decay, a.get("lr_decay_style"), 0.0, 0.0, 1, "constant",
         wsd_decay_steps=wsd and wsd * factor, lr_wsd_decay_style=a.get("lr_wsd_decay_style"),
     )  # fmt: skip
 

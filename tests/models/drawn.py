@@ -52,6 +52,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {  # of a key that is given
     "embedding_grad_scale": (1.0, 0.5),
     "head_grad_scale": (1.0, 0.5),
     "mtp_layers": (0, 1, 2),
+    "norm_bias": (True, False),
 }
 SCALINGS: tuple[dict[str, Any], ...] = (
     {"kind": "linear", "factor": 2.5},

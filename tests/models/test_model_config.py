@@ -127,9 +127,12 @@ def test_parameters_follow_every_switch() -> None:
     many = plain.model_copy(update={"experts": 5})
     assert many.num_parameters - plain.num_parameters == 2 * (4 * 3 * 8 * 16 + 5 * 8)
     assert (
-        plain.model_copy(update={"norm": "layer"}).num_parameters - plain.num_parameters
+        plain.model_copy(update={"norm": "layer", "norm_bias": True}).num_parameters
+        - plain.num_parameters
         == 2 * 2 * 8 + 8
     )
+    without_biases = plain.model_copy(update={"norm": "layer", "norm_bias": False})
+    assert without_biases.num_parameters == plain.num_parameters
     assert plain.num_parameters - plain.model_copy(update={"tied": True}).num_parameters == 10 * 8
     learned = plain.model_copy(update={"positions": "learned", "max_positions": 7})
     assert learned.num_parameters - plain.num_parameters == 7 * 8

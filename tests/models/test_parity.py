@@ -26,6 +26,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", **SIZES},
     "llama tied biased": {"family": "llama", "tied": True, "bias": True, **SIZES},
     "gpt2": {"family": "gpt2", **SIZES},
+    "gpt2 without biases": {"family": "gpt2", **SIZES, "bias": False, "norm_bias": False},
+    "olmo2 of LayerNorms without biases": {
+        "family": "olmo2",
+        **SIZES,
+        "norm": "layer",
+        "norm_bias": False,
+        "init_std": 0.1,
+    },
     "gpt2 untied kv2": {"family": "gpt2", "tied": False, **SIZES, "kv_heads": 2},
     "gpt_neox qk_norm window": {
         "family": "gpt_neox",

@@ -83,6 +83,15 @@ def test_a_model_computed_by_regions_trains_the_same_to_the_bit(name: str) -> No
     assert used == expected(config)
 
 
+def test_layer_norms_without_biases_train_the_same_to_the_bit_by_regions() -> None:
+    config = config_of(CASES["gpt2"]).model_copy(update={"norm_bias": False})
+    leaves, graphs = by_region()
+    ours = trained(config, leaves)
+    plain = trained(config, PLAIN)
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+    assert {call.name for call in graphs.made} == expected(config)
+
+
 def expected(config: ModelConfig) -> set[str]:
     names = set()
     if not config.latent and not (config.qk_norm and config.qk_norm_over == "all"):

@@ -26,6 +26,32 @@ def test_warm_up_rises_from_zero_and_reaches_the_peak_after_warmup_steps(kind: K
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
+def test_a_warm_up_may_begin_with_a_rate_of_its_own(kind: Kind) -> None:
+    rates = LRSchedule(kind, 1.0, 0.2, 10, 110, 40, initial=0.5)
+    assert [rates.at(n) for n in (0, 1, 5, 10)] == [0.5, 0.55, 0.75, 1.0]
+    assert [rates.at(n) for n in range(10, 130)] == [schedule(kind).at(n) for n in range(10, 130)]
+
+
+@pytest.mark.parametrize("warmup", [1, 3, 100, 2000])
+def test_nanogpts_warm_up_is_that_of_an_initial_rate(warmup: int) -> None:
+    """get_lr of its train.py, which counts steps from 0."""
+    peak = 1e-3
+    rates = LRSchedule("cosine", peak, 1e-4, warmup, 5000, 0, initial=peak / (warmup + 1))
+    for it in range(warmup):
+        assert rates.at(it) == pytest.approx(peak * (it + 1) / (warmup + 1), rel=4e-16)
+    for it in range(warmup, 5001):
+        ratio = (it - warmup) / (5000 - warmup)
+        coefficient = 0.5 * (1.0 + math.cos(math.pi * ratio))
+        assert rates.at(it) == pytest.approx(1e-4 + coefficient * (peak - 1e-4), rel=4e-16)
+
+
+@pytest.mark.parametrize("initial", [-0.1, 1.1])
+def test_a_warm_up_begins_between_zero_and_the_peak(initial: float) -> None:
+    with pytest.raises(UserError, match=sentence("optimizer.schedule_initial")):
+        LRSchedule("cosine", 1.0, 0.0, 10, 110, 0, initial=initial)
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
 def test_without_warm_up_the_first_step_trains_at_the_peak(kind: Kind) -> None:
     assert schedule(kind, warmup=0).at(0) == 1.0
 
@@ -127,11 +153,12 @@ RANDOM_SCHEDULES = 1000
 
 
 def megatrons_rate(schedule: LRSchedule, done: int) -> float:
-    """OptimizerParamScheduler.get_lr of Megatron-core, with init_lr = 0: the count `done` may be
-    one of steps or of samples."""
+    """OptimizerParamScheduler.get_lr of Megatron-core: the count `done` may be one of steps or of
+    samples."""
     peak = schedule.peak
+    first = schedule.initial
     if schedule.warmup > 0 and done <= schedule.warmup:
-        return peak * float(done) / float(schedule.warmup)
+        return first + ((peak - first) * float(done) / float(schedule.warmup))
     if schedule.kind == "constant":
         return peak
     if done > schedule.total:
@@ -161,7 +188,9 @@ def random_schedule(dice: random.Random, kind: Kind, tail: Tail) -> LRSchedule:
     warmup = dice.choice([0, dice.randrange(total), min(total - 1, dice.randint(1, 9))])
     peak = 10.0 ** dice.uniform(-6, 0)
     final = dice.choice([0.0, peak, peak * dice.random()])
-    return LRSchedule(kind, peak, final, warmup, total, dice.randint(1, total - warmup), tail)
+    decay = dice.randint(1, total - warmup)
+    initial = dice.choice([0.0, peak, peak * dice.random()])
+    return LRSchedule(kind, peak, final, warmup, total, decay, tail, initial)
 
 
 @pytest.mark.parametrize(("kind", "tail"), KINDS)
@@ -197,6 +226,18 @@ def test_random_schedules_without_warm_up_have_the_rates_of_torchs_schedulers(ki
         }[kind]
         ours = LRSchedule(kind, peak, final, 0, total, 0)
         for done in range(total + 1):
+            assert ours.at(done) == pytest.approx(theirs.get_last_lr()[0], rel=1e-9)
+            optimizer.step()
+            theirs.step()
+
+
+def test_a_warm_up_from_an_initial_rate_has_the_rates_of_torchs() -> None:
+    """LinearLR, and torchtitan's of (n + 1) / warmup, reach the peak a step earlier."""
+    for warmup in (2, 3, 7, 50):
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-3)
+        theirs = lr_scheduler.LinearLR(optimizer, 1 / warmup, 1.0, warmup - 1)
+        ours = LRSchedule("constant", 1e-3, 0.0, warmup - 1, 100, 0, initial=1e-3 / warmup)
+        for done in range(warmup + 5):
             assert ours.at(done) == pytest.approx(theirs.get_last_lr()[0], rel=1e-9)
             optimizer.step()
             theirs.step()

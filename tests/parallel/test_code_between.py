@@ -134,6 +134,7 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
     ),
     "relu in place": (lambda: MLP(nn.ReLU(inplace=True)), MLP_STYLES),
     "layer norm": (lambda: MLP(nn.LayerNorm(WIDE)), MLP_STYLES),
+    "layer norm without a bias": (lambda: MLP(nn.LayerNorm(WIDE, bias=False)), MLP_STYLES),
     "rms norm": (lambda: MLP(nn.RMSNorm(WIDE, eps=1e-5)), MLP_STYLES),
     "column after column": (
         lambda: MLP(nn.Linear(WIDE, WIDE)),

@@ -115,6 +115,7 @@ CASES = [
         (f"lr.{key}", value, "lr.schedule=constant", "")
         for key, value in (("final", "1e-05"), ("length", "7"))
     ),
+    ("lr.initial", "1e-6", "", "lr.warmup=3"),
     ("lr.decay", "2", "", "lr.schedule=wsd"),
     ("lr.wsd_decay", "sqrt", "", "lr.schedule=wsd lr.decay=2"),
     ("train.canonical_shards", "4", "", CANONICAL),
@@ -158,7 +159,7 @@ model: mtp_layers factory mup_base_hidden mup_base_head_dim z_loss
 model: latent delta_net delta_layers mamba hybrid_pattern
 model: attention_gate swiglu_alpha swiglu_limit norm_unit_offset rotary_fraction
 model: window_rope_base window_layers expert_bias
-model: router_bias dense_layers dense_ffn shared_experts shared_gate
+model: router_bias dense_layers dense_ffn shared_experts shared_gate norm_bias
 data: source blend tokenizer begin held_out shuffle reset_attention_mask reset_position_ids eod_mask_loss
 data: text_field vocab_size max_chars validation lm_eval lm_eval_folder lm_eval_limit
 data: workers cache chat_template loss_on

@@ -23,7 +23,7 @@ from megaprec.data.readers import SUFFIXES
 from megaprec.data.text import Source, open_source
 from megaprec.data.text_files import left_out_words
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
-from megaprec.data.training import train_hugging_face, train_sentencepiece
+from megaprec.data.training import learn_characters, train_hugging_face, train_sentencepiece
 from megaprec.errors import Problem, UserError
 from megaprec.resources import cores, most_processes
 from megaprec.url_secrets import masked
@@ -85,8 +85,12 @@ def _add_tokenizer(commands: SubParsers) -> None:
         type=Path,
         help="NAME.model: SentencePiece; NAME.json: Hugging Face tokenizer.json",
     )
-    parser.add_argument(
-        "--vocab-size", type=int, required=True, metavar="N", help="vocabulary size, in tokens"
+    size = parser.add_mutually_exclusive_group(required=True)
+    size.add_argument("--vocab-size", type=int, metavar="N", help="vocabulary size, in tokens")
+    size.add_argument(
+        "--characters",
+        action="store_true",
+        help="each character of the text is a token; FILE may have either ending",
     )
     parser.add_argument(
         "--special",
@@ -135,6 +139,11 @@ def _add_build(commands: SubParsers) -> None:
     )
     tokenizer.add_argument(
         "--vocab-size", type=int, metavar="N", help="train a SentencePiece model as PREFIX.model"
+    )
+    tokenizer.add_argument(
+        "--characters",
+        action="store_true",
+        help="each character of the text is a token; the tokenizer is written as PREFIX.model",
     )
     parser.add_argument(
         "--workers",
@@ -193,6 +202,7 @@ def build(args: argparse.Namespace) -> int:
             args.prefix,
             tokenizer=args.tokenizer,
             vocab_size=args.vocab_size,
+            characters=args.characters,
             workers=args.workers,
             overwrite=args.overwrite,
             on_progress=on_progress,
@@ -250,20 +260,23 @@ def _print_waiting(prefix: Path) -> None:
 def train_tokenizer(args: argparse.Namespace) -> int:
     """Run `megaprec data tokenizer`. Raises UserError on bad input, before anything is written."""
     path: Path = args.path
-    if args.special and path.suffix != ".json":
+    if args.special and (path.suffix != ".json" or args.characters):
         raise UserError.of("command.special_tokens", path=path)
+    if path.suffix not in (".json", ".model"):
+        raise UserError.of("command.tokenizer_suffix", path=path)
     source = _open(args)
     # `build_progress` does it for a data set
     tell_left_out(source.name, left_out_words(source.left_out))
     skipped: list[Problem] = []
     texts = (text for _, text in source.reading(skipped.append))
-    if path.suffix == ".json":
+    if args.characters:
+        learn_characters(texts, path, args.overwrite)
+    elif path.suffix == ".json":
         train_hugging_face(texts, path, args.vocab_size, args.overwrite, args.special)
-    elif path.suffix == ".model":
-        train_sentencepiece(texts, path.with_suffix(""), args.vocab_size, args.overwrite)
     else:
-        raise UserError.of("command.tokenizer_suffix", path=path)
-    print(f"{path}: {args.vocab_size:,} tokens, learned from {masked(source.name)}")
+        train_sentencepiece(texts, path.with_suffix(""), args.vocab_size, args.overwrite)
+    size = load_tokenizer(path).vocab_size
+    print(f"{path}: {size:,} tokens, learned from {masked(source.name)}")
     for problem in skipped:
         print(f"skipped    {problem}", file=sys.stderr)
     return 0

@@ -285,13 +285,11 @@ def _notes(model: LoadedModel[Stage], sets: dict[str, str], text_field: str) -> 
     for path in tokenized:
         if IndexedDataset(path_of(path)).has_mask:
             yield f"{path} has a loss mask: its answers alone are scored, and their bytes not known"
-    # what follows is about bytes, which are then not counted
     if model.begin is None:
         yield (
             "the model has no token to begin a document with: the first token of each document is "
-            "not predicted, and the bytes of the others are not known"
+            "not predicted, and its bytes are not counted"
         )
-        return
     for path in tokenized:
         dataset = IndexedDataset(path_of(path))
         yield from dataset.notes

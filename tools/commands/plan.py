@@ -67,7 +67,7 @@ from tools.console.tables import add_json
 from tools.console.units import duration
 from tools.console.wrapped import say
 from tools.convert.initial import resolve_run
-from tools.training.data_sources import existing_tokenizer, trained_tokenizer
+from tools.training.data_sources import count_characters, existing_tokenizer, trained_tokenizer
 
 COMMENT = (
     "# Written by megaprec plan: the run in the layout that is predicted to be the fastest of "
@@ -222,6 +222,10 @@ def _sized_by_tokenizer(config: RunConfig) -> tuple[RunConfig, list[str]]:
     if config.model.vocab or any(is_url(name) for name in config.data.sources):
         return config, []
     tokenizer_file = existing_tokenizer(config) or trained_tokenizer(config)
+    if config.data.of_characters and not tokenizer_file.exists():
+        size = count_characters(config)
+        note = f"model.vocab is left to the tokenizer: the text has {size:,} characters"
+        return config.model_copy(update={"model": config.model.with_vocab(size)}), [note]
     if not tokenizer_file.exists():
         return config, []
     size = load_tokenizer(tokenizer_file).vocab_size

@@ -139,6 +139,7 @@ def lr_schedule(lr: LR, train: Train) -> LRSchedule:
         total=length,
         decay=lr.decay,
         tail=lr.wsd_decay,
+        initial=lr.initial,
     )
 
 
@@ -529,7 +530,7 @@ def _positions(model: ModelConfig, train: Train) -> Iterator[str]:
 
 
 def _vocabulary(model: ModelConfig, data: Data) -> Iterator[str]:
-    # the tokenizer that is trained has data.vocab_size tokens
+    # the tokenizer that is trained has data.vocab_size tokens, but for one of characters
     if not data.tokenizer and data.has_text() and 0 < model.vocab < data.vocab_size:
         yield Problem.of("config.small_vocab", vocab=model.vocab, vocab_size=data.vocab_size)
 

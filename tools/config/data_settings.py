@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from megaprec.data.characters import CHARACTERS
 from megaprec.data.files import with_suffix
 from megaprec.data.forms import UTF8
 from megaprec.data.places import is_url
@@ -101,8 +102,9 @@ class Data(Table):
     # how it becomes tokens
     tokenizer: FilePath = Field(
         default="",
-        description="Path of a SentencePiece .model or a Hugging Face tokenizer.json; empty: "
-        "PREFIX.model beside a .bin and .idx pair if it exists; for text a tokenizer is trained.",
+        description="Path of a SentencePiece .model or a Hugging Face tokenizer.json; "
+        '"characters": each character of the text is a token; empty: PREFIX.model beside a .bin '
+        "and .idx pair if it exists; for text a tokenizer is trained.",
     )
     begin: Literal["auto", "none"] | Annotated[int, Field(ge=0, le=MAX_SIZE)] = Field(
         default="auto",
@@ -199,6 +201,18 @@ class Data(Table):
         """The texts and data sets of the training data."""
         sources = [part.source for part in self.blend] or [self.source]
         return [", ".join(names_of(source)) for source in sources]
+
+    @property
+    def of_characters(self) -> bool:
+        """Return True if the characters of the text are its tokens."""
+        return self.tokenizer == CHARACTERS
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """The file that data.tokenizer names, None if it names none."""
+        if not self.tokenizer or self.of_characters:
+            return None
+        return Path(self.tokenizer)
 
     def has_text(self) -> bool:
         """Return True if any training data on this machine is text, for which a tokenizer is

@@ -249,6 +249,7 @@ EFFECT_RULES: tuple[EffectRule, ...] = (
         "lr.schedule",
         holds=lambda tables: tables.lr.schedule != "constant",
     ),
+    EffectRule("lr.initial", "lr.warmup"),
     EffectRule("lr.decay lr.wsd_decay", "lr.schedule", only_with="wsd"),
     EffectRule("train.spike_patience", "train.on_spike", only_with="skip"),
     EffectRule("train.canonical_shards", "train.numerics", only_with="canonical"),

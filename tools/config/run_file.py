@@ -24,6 +24,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from megaprec.data.characters import CHARACTERS
 from megaprec.data.files import write_whole
 from megaprec.dialects.translate import DIALECTS
 from megaprec.durable import reading
@@ -435,7 +436,8 @@ class RunFile:
     def grown_tokenizer(self) -> Path | None:
         """Return the file of data.tokenizer, for whose tokens train.grow_vocabulary adds rows; None
         if there is none."""
-        return self._folder_of("data.tokenizer")
+        path = self._folder_of("data.tokenizer")
+        return None if path == Path(CHARACTERS) else path
 
     @property
     def grows(self) -> bool:

@@ -338,7 +338,13 @@ class LR(Table):
         default=0,
         ge=0,
         le=MAX_STEPS,
-        description="Length of the linear warmup from 0 to lr.peak, in lr.unit.",
+        description="Length of the linear warmup from lr.initial to lr.peak, in lr.unit.",
+    )
+    initial: float = Field(
+        default=0.0,
+        ge=0,
+        description="Learning rate of the first step of the warmup (Megatron-LM's "
+        "lr_warmup_init); peak / (warmup + 1) gives the rates peak * (n + 1) / (warmup + 1).",
     )
     final: float = Field(
         default=0.0, ge=0, description="Learning rate at the end of the schedule, and after it."

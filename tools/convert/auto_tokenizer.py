@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from megaprec.data.characters import CharacterTokenizer
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from tools.convert.hf.vocabulary import PROBE, main_file, write_tokenizer
 from tools.convert.transformers_package import quiet_transformers, why_missing
@@ -55,7 +56,8 @@ def auto_tokenizer_line(
                 f"{why_missing(missing)}"
             )
     if not problem:
-        return f"{name}: AutoTokenizer splits {len(TEXTS)} texts as its tokenizer.json says"
+        count = len(_texts_for(written))
+        return f"{name}: AutoTokenizer splits {count} texts as its tokenizer.json says"
     return (
         f"warning: {name}: AutoTokenizer of transformers {version} "
         f"{problem.replace(f'{folder}', name)}; load the "
@@ -93,7 +95,7 @@ def _differences(transformers: Any, folder: Path, written: Tokenizer) -> Iterato
     except Exception as error:  # whatever a library makes of a file
         yield f"cannot load it ({_in_a_line(error)})"
         return
-    for text in TEXTS:
+    for text in _texts_for(written):
         ours = written.encode(text)
         try:
             theirs = tokenizer.encode(text, add_special_tokens=False)
@@ -110,6 +112,15 @@ def _differences(transformers: Any, folder: Path, written: Tokenizer) -> Iterato
             return
     if written.eos is not None and tokenizer.eos_token_id != written.eos:
         yield f"ends documents by token {tokenizer.eos_token_id}, and not by {written.eos}"
+
+
+def _texts_for(tokenizer: Tokenizer) -> Sequence[str]:
+    """Return the texts to compare by: of a tokenizer of characters, which refuses all others, its
+    own."""
+    if not isinstance(tokenizer, CharacterTokenizer):
+        return TEXTS
+    characters = "".join(tokenizer.vocabulary())
+    return (characters, characters[::-1], "".join(character * 3 for character in characters))
 
 
 def _in_a_line(error: Exception) -> str:

@@ -75,13 +75,12 @@ def score(
     """Return the score of a model on documents. Replicas share the batches; all ranks of the
     model's layout return the same score.
 
-    begin: id of the token before a document; None: the first token of each is not predicted, and
-        the bytes of those that are are not known.
+    begin: id of the token before a document; None: the first token of each is not predicted.
     length, stride: of the windows, in tokens, see `tools.text.windows`.
     report: called with the number of tokens after each batch.
     """
     config = model.local_stage.config
-    total = Score(size=None if begin is None else 0)
+    total = Score()
 
     def all_windows() -> Iterator[Window]:
         for text in texts:

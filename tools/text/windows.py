@@ -11,7 +11,7 @@ stride is the window.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from megaprec.data.intact import check_vocabulary, contents_of, read_record
 from megaprec.data.places import path_of
 from megaprec.data.readers import TextOptions
 from megaprec.data.text import open_source
+from megaprec.data.token_bytes import NOT_KNOWN, bytes_of_tokens
 from megaprec.data.tokenizer import Tokenizer
 from megaprec.errors import UserError
 from models.decoder.stages import Stage
@@ -32,8 +33,8 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Document:
-    """The token ids of a document's text, int64 [n], and the number of bytes of the text in UTF-8;
-    None if unknown.
+    """The token ids of a document's text, int64 [n], and the number of bytes in UTF-8 of those that
+    are predicted; None if unknown.
 
     counted: whether each token is scored, bool [n], by the loss mask of a data set; None: all are.
     """
@@ -113,11 +114,31 @@ def read_documents(
         if model.tokenizer:
             vocab = min(model.tokenizer.vocab_size, vocab)
         check_vocabulary(dataset, contents_of(dataset), vocab)
-        return _documents_of_tokens(dataset, model)
+        return _predicted_sizes(_documents_of_tokens(dataset, model), model)
     source = open_source(path, options)
     if model.tokenizer is None:
         raise UserError.of("text.text_without_tokenizer", path=path)
-    return _documents_of_text(source, model.tokenizer)
+    documents = _documents_of_text(source, model.tokenizer)
+    return _predicted_sizes(documents, model)
+
+
+def _predicted_sizes(
+    documents: Iterable[Document], model: LoadedModel[Stage]
+) -> Iterator[Document]:
+    """Yield the documents without the bytes of their first token, which no token of a model without
+    a begin token predicts. Where a token has no number of bytes, they are not known."""
+    if model.begin is not None:
+        yield from documents
+        return
+    bytes_of = None
+    if model.tokenizer:
+        bytes_of = bytes_of_tokens(model.tokenizer, range(model.tokenizer.vocab_size))
+    for document in documents:
+        size = document.size
+        if len(document.ids):
+            first = NOT_KNOWN if bytes_of is None else int(bytes_of[document.ids[0]])
+            size = None if size is None or first == NOT_KNOWN else size - first
+        yield replace(document, size=size)
 
 
 def _documents_of_text(

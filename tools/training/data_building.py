@@ -10,11 +10,12 @@ from typing import Any
 
 from megaprec.checkpoint.reader import Store
 from megaprec.data.build import prepare, reusable
+from megaprec.data.characters import CharacterTokenizer
 from megaprec.data.files import exclusive_lock, write_whole
 from megaprec.data.text import STANDARD_LIBRARY, Source, has_digest
 from megaprec.data.text_files import left_out_words
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer, loaded_once
-from megaprec.data.training import train_sentencepiece
+from megaprec.data.training import learn_characters, train_sentencepiece
 from megaprec.durable import read_whole
 from megaprec.errors import Problem, UserError
 from megaprec.resources import cores
@@ -33,13 +34,19 @@ class _TextTokenizer:
     """The tokenizer of the texts of a run.
 
     file: its path, whether it exists or not. vocab_size: vocabulary size to train if it does not
-    exist; None if it is given. saved: its copy in the run's newest checkpoint, if it must stay the
-    same.
+    exist; None if it is given, or of characters. characters: it is learned, and of characters.
+    saved: its copy in the run's newest checkpoint, if it must stay the same.
     """
 
     file: Path
     vocab_size: int | None
+    characters: bool = False
     saved: Path | None = None
+
+    @property
+    def is_learned(self) -> bool:
+        """Return True if it is learned from the texts."""
+        return self.characters or self.vocab_size is not None
 
     @property
     def exists(self) -> bool:
@@ -55,6 +62,9 @@ class _TextTokenizer:
         """
         tokenizer = loaded_once(self.file)
         if tokenizer is None:
+            return False
+        is_of_characters = isinstance(tokenizer, CharacterTokenizer)
+        if self.is_learned and is_of_characters != self.characters:
             return False
         build = reusable(source.prefix, text, tokenizer, self.vocab_size, by_content)
         return build is not None
@@ -142,8 +152,10 @@ def _tokenizer_of_texts(
     if tokenizer_file:
         return _TextTokenizer(tokenizer_file, None)
     saved = read_tokenizer(checkpoint) if checkpoint else None
+    of_characters = config.data.of_characters
     if checkpoint is None or saved is None:
-        return _TextTokenizer(trained_tokenizer(config), config.data.vocab_size)
+        vocab_size = None if of_characters else config.data.vocab_size
+        return _TextTokenizer(trained_tokenizer(config), vocab_size, of_characters)
 
     remedy = (
         f"set data.tokenizer to a copy of {saved}, or give --allow tokenizer to have another one "
@@ -151,15 +163,23 @@ def _tokenizer_of_texts(
     )
     if saved.suffix != ".model":
         raise UserError.of("training.tokenizer_lost", path=checkpoint.path, remedy=remedy)
-    size = load_tokenizer(saved).vocab_size
-    if size != config.data.vocab_size:
+    saved_tokenizer = load_tokenizer(saved)
+    if isinstance(saved_tokenizer, CharacterTokenizer) != of_characters:
+        raise UserError.of(
+            "training.characters_differ",
+            value=toml(config.data.tokenizer),
+            path=checkpoint.path,
+            remedy=remedy,
+        )
+    size = saved_tokenizer.vocab_size
+    if not of_characters and size != config.data.vocab_size:
         raise UserError.of(
             "training.vocabulary_differs",
             vocab_size=config.data.vocab_size,
             size=size,
             remedy=remedy,
         )
-    return _TextTokenizer(trained_tokenizer(config), None, saved)
+    return _TextTokenizer(trained_tokenizer(config), None, saved=saved)
 
 
 def _build_alone(
@@ -185,20 +205,29 @@ def _build_alone(
         # Not learned again: another version of the library might learn other tokens.
         write_whole(tokenizer.file, read_whole(tokenizer.saved))
         print(f"restored {tokenizer.file} from {tokenizer.saved}", file=sys.stderr, flush=True)
-    elif tokenizer.vocab_size is not None:
-        documents = chain.from_iterable(texts.values())
-        first_source = next(iter(texts))
-        with naming_settings(config, first_source, "data.vocab_size"):
-            train_sentencepiece(
-                (text for _, text in documents),
-                tokenizer.file.with_suffix(""),
-                config.data.vocab_size,
-                not config.data.cache,  # may a model that is there be overwritten?
-            )
+    elif tokenizer.is_learned:
+        _learn_tokenizer(config, texts, tokenizer)
     # `prepare` leaves a data set as it is if it is the one that would be built.
     for source, text in texts.items():
         with naming_settings(config, source):
             _build_data_set(config, source, text, tokenizer.file)
+
+
+def _learn_tokenizer(
+    config: RunConfig, texts: Mapping[DataSource, Source], tokenizer: _TextTokenizer
+) -> None:
+    """Write the tokenizer of the texts: their characters, or pieces of data.vocab_size."""
+    documents = chain.from_iterable(texts.values())
+    only_texts = (text for _, text in documents)
+    first_source = next(iter(texts))
+    may_replace = not config.data.cache  # which other runs may use
+    key = "data.tokenizer" if tokenizer.characters else "data.vocab_size"
+    with naming_settings(config, first_source, key):
+        if tokenizer.characters:
+            learn_characters(only_texts, tokenizer.file, may_replace)
+        else:
+            prefix = tokenizer.file.with_suffix("")
+            train_sentencepiece(only_texts, prefix, config.data.vocab_size, may_replace)
 
 
 def _build_data_set(

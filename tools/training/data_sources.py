@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from megaprec.checkpoint.saving import require_own_names
+from megaprec.data.characters import CharacterTokenizer
 from megaprec.data.chats import load_chats
 from megaprec.data.copies import file_here, is_there
 from megaprec.data.files import with_suffix
@@ -22,6 +23,8 @@ from tools.config.data_settings import Data, names_of
 from tools.config.relative_paths import working_directory_hint
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
+
+MOST_COUNTED = 1 << 25  # characters of texts that are read before a run
 
 
 @dataclass(frozen=True)
@@ -177,8 +180,10 @@ def _check_tokenizer(config: RunConfig) -> None:
     if not tokenized:
         _require_room_for_tokenizer(config)
         return
-    vocabulary_size(config, None)
     key = tokenized[0].key
+    if config.data.of_characters:
+        raise UserError.of("training.characters_of_tokens", key=key)
+    vocabulary_size(config, None)
     if config.log.sample:
         raise UserError.of("training.sample_without_tokenizer", key=key)
     if len(tokenized) < len(sources):
@@ -190,6 +195,8 @@ def _require_room_for_tokenizer(config: RunConfig) -> None:
 
     A run file of texts on this machine is refused for it already, but not one of texts at URLs.
     """
+    if config.data.of_characters:
+        return  # they are counted when the text is read
     vocab = config.model.vocab
     vocab_size = config.data.vocab_size
     if 0 < vocab < vocab_size:
@@ -202,8 +209,8 @@ def existing_tokenizer(config: RunConfig) -> Path | None:
 
     Raises UserError if the data sets of a blend have different tokenizers.
     """
-    if config.data.tokenizer:
-        return Path(config.data.tokenizer)
+    if config.data.tokenizer_file:
+        return config.data.tokenizer_file
     tokenized = [source for source in training_sources(config) if source.is_tokenized]
     files = [file_here(source.prefix, ".model") for source in tokenized]
     existing = [file for file in files if not is_remote(file) and file.is_file()]
@@ -213,6 +220,8 @@ def existing_tokenizer(config: RunConfig) -> Path | None:
     # Compared by content: the same tokenizer may be copied beside each data set.
     if any(read_whole(file) != read_whole(first) for file in others):
         raise UserError.of("training.blend_tokenizers", tokenizers=", ".join(map(str, existing)))
+    if config.data.of_characters and not isinstance(load_tokenizer(first), CharacterTokenizer):
+        raise UserError.of("training.not_of_characters", path=first)
     return first
 
 
@@ -220,6 +229,20 @@ def trained_tokenizer(config: RunConfig) -> Path:
     """Return the path of the tokenizer that is trained on the texts."""
     name = "blend" if config.data.blend else "text"
     return with_suffix(data_folder(config) / name, ".model")
+
+
+def count_characters(config: RunConfig) -> int:
+    """Return the number of different characters in the texts of the run, of which the beginning is
+    read. Raises UserError."""
+    found = set[str]()
+    left = MOST_COUNTED
+    for source in training_sources(config):
+        for _, text in source.open_text(config.data, None):
+            found.update(text)
+            left -= len(text)
+            if left <= 0:
+                return len(found)
+    return len(found)
 
 
 def vocabulary_size(config: RunConfig, tokenizer: Tokenizer | None) -> int:

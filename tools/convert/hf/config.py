@@ -173,7 +173,11 @@ def differing_fields(model: ModelConfig, other: ModelConfig) -> list[str]:
     ours = with_idle_keys_reset(model)
     theirs = with_idle_keys_reset(other)
     fields = type(model).model_fields
-    return [field for field in fields if getattr(ours, field) != getattr(theirs, field)]
+    differing = [field for field in fields if getattr(ours, field) != getattr(theirs, field)]
+    # a LayerNorm in place of an RMSNorm has a bias unless the model says otherwise
+    if "norm" in differing and model.norm_bias == (model.norm == "layer"):
+        differing = [field for field in differing if field != "norm_bias"]
+    return differing
 
 
 def without_effect(model: ModelConfig) -> Sequence[str]:
@@ -230,7 +234,10 @@ def _remedies(model_type: str, model: ModelConfig) -> list[str]:
         if isinstance(value, bool):
             candidates.append(not value)
         for candidate in candidates:
-            changed = model.model_copy(update={field: candidate})
+            changes = {field: candidate}
+            if field == "norm":
+                changes["norm_bias"] = candidate == "layer"
+            changed = model.model_copy(update=changes)
             if candidate != value and _unsaid(model_type, changed) == []:
                 remedies.append(f"{field} = {value}: {candidate} would do")
                 break

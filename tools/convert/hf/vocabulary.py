@@ -15,6 +15,7 @@ from typing import Any
 
 import sentencepiece
 
+from megaprec.data.characters import CharacterTokenizer
 from megaprec.data.encoding import sentencepiece_encoder
 from megaprec.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from megaprec.data.tokenizer_files import (
@@ -176,7 +177,8 @@ def write_tokenizer(
     if tokenizer_file is None:
         return
     tokenizer = load_tokenizer(tokenizer_file)
-    if isinstance(tokenizer, HuggingFaceTokenizer):
+    of_characters = isinstance(tokenizer, CharacterTokenizer)
+    if of_characters or isinstance(tokenizer, HuggingFaceTokenizer):
         content = parse_json(read_text(tokenizer_file))
     else:
         content = _as_tokenizer_json(tokenizer_file)
@@ -191,7 +193,10 @@ def write_tokenizer(
         for file in _named(tokenizer_files, name):
             (folder / name).write_bytes(read_whole(file))
     # The proof that nothing was lost on the way.
-    probe = PROBE + _text_of_symbols(tokenizer_file)
+    if of_characters:
+        probe = "".join(tokenizer.vocabulary())
+    else:
+        probe = PROBE + _text_of_symbols(tokenizer_file)
     written = load_tokenizer(folder / "tokenizer.json")
     if written.encode(probe) != tokenizer.encode(probe):
         raise UserError.of("convert.tokenizer_splits", file=tokenizer_file)

@@ -38,6 +38,7 @@ optimizer.params.momentum                    number  optimizer.options
 scheduler.type                               text    lr.schedule
 scheduler.params.warmup_num_steps            whole   lr.warmup
 scheduler.params.warmup_max_lr               number  lr.peak
+scheduler.params.warmup_min_lr               number  lr.initial
 scheduler.params.warmup_type                 text    lr.warmup
 scheduler.params.total_num_steps             whole   lr.length
 """
@@ -77,9 +78,7 @@ _REFUSED = {
     "remove it, and give optimizer.weight_decay beside the file": """
         optimizer.params.torch_adam=false
     """,
-    "warm-up begins at 0 here": """
-        scheduler.params.warmup_min_lr=0 scheduler.params.warmup_min_ratio=0
-    """,
+    "lr.initial is the rate that a warm-up begins with": "scheduler.params.warmup_min_ratio=0",
     "remove it, and give lr.final beside the file": "scheduler.params.cos_min_ratio",
     "gradients are accumulated after each micro-batch in any case": """
         bf16.immediate_grad_update=false

@@ -141,6 +141,7 @@ lr_decay_samples                           int                    lr.length lr.u
 lr_warmup_fraction                         number                 lr.warmup
 lr_warmup_iters                            int=0                  lr.warmup
 lr_warmup_samples                          int=0                  lr.warmup lr.unit
+lr_warmup_init                             number=0.0             lr.initial
 lr_wsd_decay_iters                         int                    lr.decay
 lr_wsd_decay_samples                       int                    lr.decay lr.unit
 lr_wsd_decay_style                         exponential|linear|cosine|minus_sqrt lr.wsd_decay
@@ -289,7 +290,6 @@ _REFUSED: Mapping[str, str] = {
     ): """
         decoupled_lr= decoupled_min_lr= head_lr_mult=1.0
     """,
-    "the warm-up of the learning rate begins at 0 here": "lr_warmup_init=0.0",
     "queries and keys are not clipped here: model.qk_norm bounds their scores": """
         qk_clip qk_clip_alpha=0.5 qk_clip_threshold=100
     """,

@@ -394,6 +394,9 @@ def _add_schedule(config: Config) -> None:
     config.put("lr.peak", config.get(peak, RATE), peak)
     config.put("lr.schedule", SCHEDULES[kind], "scheduler.type")
     config.put("lr.warmup", warmup, f"{params}.warmup_num_steps")
+    initial = f"{params}.warmup_min_lr"
+    if config.get(initial):
+        config.put("lr.initial", config.get(initial), initial)
     length = f"{params}.total_num_steps"
     if kind == "WarmupDecayLR" and config.get(length) is None:
         draft.problems.append(f"{length} ({config.place}) is missing, which DeepSpeed needs")

@@ -138,6 +138,8 @@ def add_rate(arguments: Arguments) -> None:
         return
     arguments.put("lr.schedule", STYLES[style], "lr_decay_style")
     arguments.copy("lr.final", "min_lr")
+    if arguments.has("lr_warmup_init"):
+        arguments.copy("lr.initial", "lr_warmup_init")
     steps = draft.value("train.steps")
     batch = draft.value("train.global_batch")
     if isinstance(steps, int) and isinstance(batch, int) and min(steps, batch) > 0:

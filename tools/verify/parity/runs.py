@@ -234,7 +234,14 @@ def with_rates_of(run_config: RunConfig, original: RunConfig) -> RunConfig:
 def shrunk(run_config: RunConfig, layout_limits: LayoutLimits) -> RunConfig:
     """Return the small run, on one process. The vocabulary must be known."""
     train = {**_train(run_config, layout_limits), "init_from": ""}
-    rates = {"schedule": "constant", "warmup": 0, "decay": 0, "length": 0, "final": 0.0}
+    rates = {
+        "schedule": "constant",
+        "warmup": 0,
+        "decay": 0,
+        "length": 0,
+        "final": 0.0,
+        "initial": 0.0,
+    }
     tables: dict[str, Table | ModelConfig] = {
         "model": _model(run_config, layout_limits),
         "train": run_config.train.model_copy(update=train),

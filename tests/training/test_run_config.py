@@ -110,6 +110,26 @@ def test_a_schedule_may_be_shorter_or_longer_than_its_run() -> None:
     )
 
 
+@pytest.mark.parametrize("length", ["train.steps=4", "train.steps=1", "lr.length=4"])
+@pytest.mark.parametrize(
+    "phases",
+    [
+        ["lr.warmup=9"],
+        ["lr.warmup=40", "lr.unit=samples"],
+        ["lr.warmup=9", "lr.schedule=wsd", "lr.decay=1"],
+        ["lr.schedule=wsd", "lr.decay=9"],
+    ],
+)
+def test_phases_that_a_changed_length_has_no_room_for_are_answered_by_arguments_that_work(
+    length: str, phases: list[str]
+) -> None:
+    (problem,) = problems(*MINIMAL, *phases, length)
+    given, _, others = problem.partition("; with ")[2].partition(" give ")
+    assert given == length
+    others = others.removesuffix(", for example")
+    assert load_run(None, [*MINIMAL, *phases, given, *others.split()])
+
+
 @pytest.mark.parametrize(
     ("override", "value"),
     [

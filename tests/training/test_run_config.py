@@ -99,6 +99,14 @@ def test_the_learning_rate_counts_in_its_unit(unit: str, total: int) -> None:
     assert schedule.peak == LR().peak
 
 
+def test_the_key_of_the_tokenizer_takes_a_folder_with_one(tmp_path: Path) -> None:
+    assert load_run(None, [*MINIMAL, f"data.tokenizer={tmp_path}"]).data.tokenizer == f"{tmp_path}"
+    file = tmp_path / "tokenizer.json"
+    file.write_text("{}")
+    assert load_run(None, [*MINIMAL, f"data.tokenizer={tmp_path}"]).data.tokenizer == f"{file}"
+    assert not load_run(None, MINIMAL).data.tokenizer
+
+
 def test_a_schedule_may_be_shorter_or_longer_than_its_run() -> None:
     run = [*MINIMAL, "lr.schedule=linear", "lr.peak=1.0", "lr.final=0.5"]
     short, long = (load_run(None, [*run, f"lr.length={n}"]).lr_schedule for n in (4, 20))

@@ -636,9 +636,7 @@ def test_the_end_of_a_run_that_evaluates_is_evaluated_once(
 # --- skipping, and the learning rate
 
 
-def test_a_run_in_fp16_begins_at_a_scale_at_which_it_trains(
-    run_file: Path, tmp_path: Path
-) -> None:
+def test_a_run_in_fp16_begins_at_a_scale_at_which_it_trains(run_file: Path, tmp_path: Path) -> None:
     run = ["precision.compute=fp16", "train.steps=4", f"train.folder={tmp_path}"]
     assert train(run_file, *run) == 0
     assert [record["outcome"] for record in steps(tmp_path)] == ["applied"] * 4

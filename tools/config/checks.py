@@ -5,7 +5,6 @@ Every problem is a line with the key, its value, the reason and the nearest valu
 """
 
 import inspect
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache

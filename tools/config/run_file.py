@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_
 from pydantic.fields import FieldInfo
 
 from megaprec.data.files import write_whole
+from megaprec.data.tokenizer_files import tokenizer_in
 from megaprec.dialects.translate import DIALECTS
 from megaprec.durable import reading
 from megaprec.errors import Problem, UserError, did_you_mean
@@ -435,7 +436,8 @@ class RunFile:
     def grown_tokenizer(self) -> Path | None:
         """Return the file of data.tokenizer, for whose tokens train.grow_vocabulary adds rows; None
         if there is none."""
-        return self._folder_of("data.tokenizer")
+        path = self._folder_of("data.tokenizer")
+        return tokenizer_in(path) if path else None
 
     @property
     def grows(self) -> bool:

@@ -27,6 +27,7 @@ from megaprec.data.encoding import (
 )
 from megaprec.data.tokenizer_files import (
     CONFIG,
+    NAMES,
     Settings,
     another_kind,
     neither,
@@ -49,7 +50,6 @@ FILE_DIGEST = "tokenizer_sha256"
 TOKENS_DIGEST = "tokens_sha256"
 
 USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-NAMES = ("tokenizer.json", "tokenizer.model")  # of a tokenizer in a folder of Hugging Face's
 # all keys of a tokenizer.json that the package tokenizers knows
 _KNOWN_KEYS = {
     "version",

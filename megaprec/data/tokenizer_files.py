@@ -21,6 +21,7 @@ CONFIG = "tokenizer_config.json"
 SPECIAL_MAP = "special_tokens_map.json"
 ADDED = "added_tokens.json"
 SETTINGS = (CONFIG, SPECIAL_MAP, ADDED)
+NAMES = ("tokenizer.json", "tokenizer.model")  # of a tokenizer in a folder of Hugging Face's
 TEMPLATE = "chat_template.jinja"  # before a template that the settings have
 ROLES = ("eos_token", "bos_token", "pad_token")
 FURTHER = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
@@ -74,6 +75,18 @@ class Settings:
     added: Mapping[str, tuple[int, Path]]
     special: frozenset[str]
     notes: tuple[str, ...]
+
+
+def tokenizer_in(path: Path) -> Path:
+    """Return the file of the tokenizer in a folder: that of Hugging Face's names, or else its only
+    SentencePiece model, as in a checkpoint. A file, or a folder without one, is returned itself."""
+    if not path.is_dir():
+        return path
+    for name in NAMES:
+        if (path / name).is_file():
+            return path / name
+    models = [file for file in path.glob("*.model") if file.is_file()]
+    return models[0] if len(models) == 1 else path
 
 
 def settings_of(path: Path) -> list[Path]:

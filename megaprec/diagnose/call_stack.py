@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import tempfile
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from threading import main_thread
@@ -69,6 +70,21 @@ def main_calls() -> list[Call]:
         return []
 
 
+def failed_calls(error: BaseException) -> list[Call]:
+    """Return the calls in which an exception was raised, innermost first: those of the exception
+    that it was raised from before its own."""
+    raised: list[Call] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        frames = traceback.extract_tb(cause.__traceback__)
+        calls = [
+            Call(short_path(frame.filename), frame.lineno or 0, frame.name) for frame in frames
+        ]
+        raised = [*reversed(calls), *raised]
+        cause = cause.__cause__
+    return raised
+
+
 def _in_memory() -> BinaryIO:
     """Open a file without a name. On Linux it is memory: a write never waits for a disk."""
     if hasattr(os, "memfd_create"):
@@ -102,14 +118,9 @@ def _unescape(text: str) -> str:
     return ESCAPED.sub(character, text)
 
 
-def main_stack() -> tuple[bool, list[str]]:
-    """Return True if the main thread is in a transfer between ranks, and its innermost lines
-    outside of libraries."""
-    return summarize_calls(main_calls())
-
-
 def summarize_calls(stack_calls: Sequence[Call]) -> tuple[bool, list[str]]:
-    """Return what `main_stack` returns, for a thread with these calls."""
+    """Return True if a thread with these calls is in a transfer between ranks, and its innermost
+    lines outside of libraries."""
     waits = False
     lines: list[str] = []
     for stack_call in stack_calls:

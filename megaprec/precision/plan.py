@@ -29,7 +29,8 @@ class LossScaling(NamedArguments):
     the backward pass.
 
     kind: none | constant | dynamic. A constant scale has the value `initial`.
-    The other fields are of a dynamic scale, with Megatron's defaults:
+    The other fields are of a dynamic scale, with the defaults of Megatron but for `initial`, which
+    is that of torch, apex and DeepSpeed: from Megatron's 2**32 a run skips a dozen steps at first.
     initial, minimum, maximum: its first, smallest and largest value; None for no maximum.
     growth_factor, growth_interval: what multiplies it after as many good steps in a row.
     backoff_factor: what multiplies it after an overflow that is not tolerated.
@@ -50,7 +51,7 @@ class LossScaling(NamedArguments):
     }
 
     kind: Literal["none", "constant", "dynamic"] = "none"
-    initial: float = 2.0**32
+    initial: float = 2.0**16
     minimum: float = 1.0
     growth_factor: float = 2.0
     backoff_factor: float = 0.5

@@ -22,7 +22,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -32,7 +32,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megaprec.diagnose.call_stack import main_stack
+from megaprec.diagnose.call_stack import Call, summarize_calls
 from megaprec.diagnose.position import Position, in_words, read_shared
 from parallel.hangs.pace import Straggler, Stragglers, Work
 
@@ -51,7 +51,7 @@ class Beat:
     machine: identifies machine and process namespace, in which `pid` is meaningful.
     born: start time of the process.
     shared: file descriptor of its `Position`.
-    beat: number of this beat.
+    beat: number of this beat; 0: not what the rank has told, but what was looked up at once.
     phase, step, doing, count: as in `Position`.
     waits: the main thread waits for another rank.
     at: the call stack of the main thread, innermost first; empty while the rank goes on.
@@ -79,13 +79,14 @@ class Beat:
         rank: int,
         number: int,
         position: Position,
-        look: bool,
+        calls: Sequence[Call] = (),
     ) -> "Beat":
-        """Return the beat of this process now. look: at the call stack of the main thread too."""
+        """Return the beat of this process now. calls: of its main thread, innermost first, if they
+        were looked at."""
         waits = position.waits.under_way
         at: list[str] = []
-        if look:
-            in_transfer, at = main_stack()
+        if calls:
+            in_transfer, at = summarize_calls(calls)
             # a transfer of the user's own code, which notes none in the position
             waits |= in_transfer
         return Beat(
@@ -122,7 +123,7 @@ def newest(beat: Beat) -> Beat:
     position = read_shared(beat.pid, beat.shared)
     if not position:
         return beat
-    return replace(beat, phase=position[0], step=position[1], doing=position[2])
+    return replace(beat, beat=0, phase=position[0], step=position[1], doing=position[2])
 
 
 def machine_id() -> str:
@@ -176,6 +177,7 @@ class Heartbeat:
     """The heartbeat of this rank, in a thread, once it is started.
 
     store: the ranks' store; a connection of its own is opened to it.
+    calls: returns the calls of the main thread, innermost first.
     every: seconds between beats.
     peers: the number of ranks of a pipeline stage, which are neighbours.
     heard: by rank, its last beat and this rank's time when it changed; filled while `listening`.
@@ -191,6 +193,7 @@ class Heartbeat:
         rank: int,
         size: int,
         position: Position,
+        calls: Callable[[], Sequence[Call]],
         clock: Clock,
         every: float,
         peers: int,
@@ -198,6 +201,7 @@ class Heartbeat:
         self.rank = rank
         self.size = size
         self._position = position
+        self._calls = calls
         self._clock = clock
         self._every = every
         self._stragglers = Stragglers([rank // peers for rank in range(size)])
@@ -303,7 +307,8 @@ class Heartbeat:
         # entries counts phases, and count what was noted in one: both as before, no progress
         progress = self._position.entries, self._position.count
         has_stopped = progress == self._last_progress
-        beat = Beat.of(self.rank, self._beat_number, self._position, look=has_stopped)
+        calls = self._calls() if has_stopped else ()
+        beat = Beat.of(self.rank, self._beat_number, self._position, calls)
         self._last_progress = progress
         self._store.set(str(self.rank), json.dumps(asdict(beat)))
         # compare_set: the first rank to propose decides for all

@@ -11,13 +11,14 @@ is noticed here.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from signal import SIGKILL
 from threading import Event, Thread
 
 import torch.distributed as dist
 
+from megaprec.diagnose.call_stack import Call, failed_calls, main_calls
 from megaprec.diagnose.position import UNLIMITED, Phase, Position
 from parallel.hangs.heartbeat import Beat, Clock, Heartbeat, machine_id, newest, process_start
 from parallel.hangs.pace import Straggler
@@ -50,6 +51,7 @@ class Watchdog:
     leave(verdict): called in the watchdog's thread; it must end the process.
     peers: number of ranks of a pipeline stage, which are neighbours.
     first_beat: that of rank 0; None if this rank is alone, or it does not come.
+    error: that ended the work of the main thread, if one has.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Watchdog:
         self.position = position
         self.timeout = timeout
         self._leave = leave
+        self.error: BaseException | None = None
         self.every = min(2.0, max(0.1, timeout / 10))
         # Seconds of silence that are no mere delay: two beats in a row are missing.
         self._window = max(2.5 * self.every, min(2.0, timeout / 2))
@@ -79,6 +82,7 @@ class Watchdog:
                 rank=rank,
                 size=size,
                 position=position,
+                calls=self._calls,
                 clock=self._clock,
                 every=self.every,
                 peers=peers,
@@ -116,10 +120,10 @@ class Watchdog:
             search_seconds = 2 * self._window if search else 0.0
             self._thread.join(2 * self.every + 1 + search_seconds)
 
-    def failed(self, error: str) -> None:
+    def failed(self, reason: str) -> None:
         """Tell the other ranks, which will lose their connections, why this rank fails."""
         if self._heart:
-            self._heart.publish_now(verdict_of_own_failure(self.own_beat(), error).to_json())
+            self._heart.publish_now(verdict_of_own_failure(self.own_beat(), reason).to_json())
             self._farewell(self._heart, self.size)
 
     def others(self) -> tuple[Beat, ...]:
@@ -140,7 +144,11 @@ class Watchdog:
 
     def own_beat(self) -> Beat:
         """Return this rank's position now."""
-        return Beat.of(self.rank, 0, self.position, look=True)
+        return Beat.of(self.rank, 0, self.position, self._calls())
+
+    def _calls(self) -> Sequence[Call]:
+        """Return the calls of the main thread: those that failed, if it is on its way out since."""
+        return main_calls() if self.error is None else failed_calls(self.error)
 
     def limit(self) -> float:
         """Return the seconds that the present phase may take."""

@@ -280,3 +280,15 @@ def test_an_override_that_is_written_as_an_option_is_told_its_form(
             main(["train", "run.toml", *words])
         assert left.value.code == 2
         assert "an override has no dashes: train.steps=14" in capsys.readouterr().err
+
+
+def test_every_command_takes_a_folder_with_a_tokenizer_for_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text("{}")
+    taken: dict[str, object] = {}
+    for name, parser in parsers(parser_of_all()):
+        for action in parser._actions:
+            if "--tokenizer" in action.option_strings and callable(action.type):
+                taken[name] = action.type(str(tmp_path))
+    assert len(taken) >= 6
+    assert set(taken.values()) == {file}

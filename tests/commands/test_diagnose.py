@@ -1,14 +1,15 @@
 """`megaprec diagnose`: what each rank was doing when a run ended, from the records that the ranks
 left."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from parallel.hangs.heartbeat import Beat
-from tests.refusals import shows
+from tests.refusals import raises, shows
 from tools import cli
-from tools.training.hangs import FOLDER, EndRecord, forget_records, read_records, write_record
+from tools.training.hangs import FOLDER, EndRecord, put_aside_records, read_records, write_record
 
 
 def beat(rank: int, doing: str = "update", waits: bool = True) -> Beat:
@@ -19,7 +20,7 @@ def beat(rank: int, doing: str = "update", waits: bool = True) -> Beat:
         100 + rank,
         "1",
         -1,
-        1,
+        0,
         "step",
         5,
         doing,
@@ -120,12 +121,35 @@ def test_ranks_that_no_run_can_have_are_refused(
         write_record(tmp_path, EndRecord(rank=beat(0), ranks=2, ended="left"))
 
 
-def test_records_are_forgotten_when_the_next_run_begins(tmp_path: Path) -> None:
-    write_record(tmp_path, EndRecord(rank=beat(0), ranks=1, ended="left"))
-    assert len(read_records(tmp_path)) == 1
-    forget_records(tmp_path)
+def test_records_are_put_aside_when_the_next_run_begins_and_are_still_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_record(tmp_path, EndRecord(rank=beat(0), ranks=2, ended="left"))
+    told = diagnose(tmp_path, capsys)
+    put_aside_records(tmp_path)
     assert not (tmp_path / FOLDER).exists()
-    forget_records(tmp_path)
+    with raises("training.no_end_record"):
+        read_records(tmp_path)
+    since = "since      the run began again after this end, and has taken no step"
+    assert diagnose(tmp_path, capsys) == [since, *told]
+    # a start after an end in order changes nothing
+    put_aside_records(tmp_path)
+    assert diagnose(tmp_path, capsys) == [since, *told]
+    # an end since then counts alone, and takes the place of the one before
+    write_record(tmp_path, EndRecord(rank=beat(1), ranks=2, ended="failed"))
+    newer = diagnose(tmp_path, capsys)
+    assert newer[-1].endswith("failed") and not newer[0].startswith("since")
+    put_aside_records(tmp_path)
+    assert diagnose(tmp_path, capsys) == [since, *newer]
+
+
+def test_a_heartbeat_is_told_as_the_last_one_and_a_look_as_the_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, words in ((7, "had its last heartbeat in step 5"), (0, "waited in step 5")):
+        seen = replace(beat(1), beat=number)
+        write_record(tmp_path, EndRecord(rank=beat(0), ranks=2, ended="left", others=(seen,)))
+        assert words in diagnose(tmp_path, capsys)[-1]
 
 
 def test_a_record_that_cannot_be_written_does_not_keep_a_rank_from_leaving(tmp_path: Path) -> None:

@@ -367,7 +367,7 @@ NONE = LossScaling()
 UNWISE = {
     "fp16 without loss scaling": PlanInRun(plan("fp16", NONE)),
     "constant loss scale 8": PlanInRun(plan("fp16", LossScaling("constant", 8.0))),
-    "the loss scale starts at": PlanInRun(plan("fp16")),
+    "the loss scale starts at": PlanInRun(plan("fp16", LossScaling("dynamic", 2.0**32))),
     "gradients are added up in bf16": PlanInRun(plan("bf16", gradients="bf16"), microbatches=9),
     "gradients are summed over 9": PlanInRun(plan("bf16", reduce="bf16"), replicas=9),
     "no masters, and bf16": PlanInRun(plan("bf16", masters="none")),
@@ -393,7 +393,7 @@ def test_every_rule_warns_of_what_is_unwise_and_of_nothing_else() -> None:
         plan("fp32"),
         plan("bf16"),
         plan("fp64"),
-        plan("fp16", LossScaling("dynamic", 65536.0)),
+        plan("fp16"),
     ):
         assert advice(PlanInRun(wise, microbatches=64, replicas=64)) == []
     assert advice(PlanInRun(plan("bf16", gradients="bf16"), microbatches=8, replicas=8)) == []

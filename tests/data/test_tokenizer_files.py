@@ -15,7 +15,7 @@ from megaprec import parsing
 from megaprec.data.build import prepare
 from megaprec.data.text import open_source
 from megaprec.data.tokenizer import load_tokenizer
-from megaprec.data.tokenizer_files import protobuf_fields
+from megaprec.data.tokenizer_files import protobuf_fields, tokenizer_in
 from megaprec.data.training import train_hugging_face
 from megaprec.data.workers import Chunk, encode_chunks
 from megaprec.errors import UserError
@@ -426,6 +426,24 @@ def test_text_without_a_token_is_refused_in_any_number_of_processes(
         "data.text_not_encodable", path=re.compile("tokenizer.json$"), problem=re.compile("UNK")
     ):
         list(encode_chunks(chunks, tokenizer, workers))
+
+
+def test_a_folder_stands_for_the_tokenizer_in_it(definition: str, tmp_path: Path) -> None:
+    assert tokenizer_in(tmp_path) == tmp_path
+    # as in a checkpoint
+    (tmp_path / "text.model").write_bytes(_pieces())
+    assert tokenizer_in(tmp_path) == tmp_path / "text.model"
+    (tmp_path / "tokenizer.model").write_bytes(_pieces())
+    assert tokenizer_in(tmp_path) == tmp_path / "tokenizer.model"
+    # as transformers takes it
+    file = written(tmp_path, definition)
+    assert tokenizer_in(tmp_path) == tokenizer_in(file) == file
+
+
+def test_of_two_models_in_a_folder_none_is_chosen(tmp_path: Path) -> None:
+    for name in ("text.model", "other.model"):
+        (tmp_path / name).write_bytes(_pieces())
+    assert tokenizer_in(tmp_path) == tmp_path
 
 
 def test_in_a_folder_the_file_to_give_is_named(definition: str, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megaprec.diagnose.call_stack import Call, calls_of, main_calls, main_stack, summarize_calls
+from megaprec.diagnose.call_stack import Call, calls_of, failed_calls, main_calls, summarize_calls
 
 ROOT = Path(__file__).parents[2]
 FRAMES = {"_current_frames", "_current_exceptions", "f_back"}
@@ -21,7 +21,7 @@ OWN_STACK = {"tools/verify/parity/hang_watch.py"}
 
 def read_by_another_thread() -> tuple[bool, list[str]]:
     read = []
-    other = threading.Thread(target=lambda: read.append(main_stack()))
+    other = threading.Thread(target=lambda: read.append(summarize_calls(main_calls())))
     other.start()
     other.join()
     return read[0]
@@ -33,6 +33,24 @@ def test_another_thread_reads_where_the_main_thread_is() -> None:
     assert lines[0].startswith("tests/diagnose/test_call_stack.py:")
     assert lines[0].endswith(" read_by_another_thread")
     assert lines[1].endswith(" test_another_thread_reads_where_the_main_thread_is")
+
+
+def lose_connection() -> None:
+    raise RuntimeError("Connection reset by peer")
+
+
+def test_a_failure_is_where_it_was_raised_and_not_where_it_is_told() -> None:
+    try:
+        try:
+            lose_connection()
+        except RuntimeError as error:
+            raise RuntimeError("the instruction failed") from error
+    except RuntimeError as error:
+        waits, lines = summarize_calls(failed_calls(error))
+    assert not waits
+    functions = [line.split()[-1] for line in lines]
+    here = "test_a_failure_is_where_it_was_raised_and_not_where_it_is_told"
+    assert functions == ["lose_connection", here, here]
 
 
 def test_without_memory_files_the_stack_is_read_as_well_and_without_any_file_there_is_none(

@@ -530,7 +530,7 @@ CASES: list[Case] = [
             "precision",
             16,
             fields("compute attention residual parameters", FP16)
-            | {"pipeline": FP32, "scaling": LossScaling("dynamic")},
+            | {"pipeline": FP32, "scaling": LossScaling("dynamic", 2.0**32)},
         ),
         ("autocast_enabled", True, {"parameters": FP32, "residual": FP32, "notes": 1}),
         ("grad_reduce_in_fp32", False, fields("gradients reduce", BF16)),
@@ -544,7 +544,7 @@ CASES: list[Case] = [
             "recipe",
             "fp16_mixed",
             fields("compute attention residual parameters pipeline gradients reduce", FP16)
-            | {"scaling": LossScaling("dynamic")},
+            | {"scaling": LossScaling("dynamic", 2.0**32)},
         ),
     ),
     *rows(

@@ -180,14 +180,14 @@ SNIPPETS: dict[str, tuple[str, dict[str, Any]]] = {
     "apex": (APEX, {"parameters": FP32, "compute": FP16}),
     "parallel": (
         PARALLEL,
-        {"parameters": FP16, "scaling": LossScaling("dynamic", maximum=2.0**32)},
+        {"parameters": FP16, "scaling": LossScaling("dynamic", 2.0**32, maximum=2.0**32)},
     ),
     "naive model": (NAIVE_MODEL, {"parameters": BF16, "output": FP32}),
     "tf32": (TF32, {"parameters": FP32, "tf32": True}),
     "nemo bf16": (NEMO, {"parameters": BF16, "reduce": FP32}),
     "nemo fp16": (NEMO_FP16, {"parameters": FP16, "reduce": FP16}),
     "nemo fp8": (NEMO_FP8, {"parameters": BF16, "fp8": DELAYED}),
-    "nemo recipe": (RECIPE, {"parameters": FP16, "scaling": LossScaling("dynamic")}),
+    "nemo recipe": (RECIPE, {"parameters": FP16, "scaling": LossScaling("dynamic", 2.0**32)}),
 }
 
 

@@ -382,6 +382,7 @@ def test_where_megatrons_default_differs_from_ours_the_run_file_states_it(tmp_pa
         ("--bf16", "precision.gradients", "fp32"),
         ("--bf16 --grad-reduce-in-bf16", "precision.gradients", "bf16"),
         ("--fp16", "precision.gradients", "fp16"),
+        ("--fp16", "precision.initial_scale", 2.0**32),  # Megatron's default, not ours
         ("--fp16 --accumulate-allreduce-grads-in-fp32", "precision.gradients", "fp32"),
         ("--fp16 --loss-scale 1024", "precision.loss_scale", 1024.0),
         # `if config.loss_scale:` in core/optimizer

@@ -39,7 +39,7 @@ INF = float("inf")
 NAN = float("nan")
 MODEL = MODELS["llama tied biased"]
 # finds its scale in few steps
-STEEP = LossScaling("dynamic", backoff_factor=2.0**-4, growth_interval=3)
+STEEP = LossScaling("dynamic", initial=2.0**32, backoff_factor=2.0**-4, growth_interval=3)
 RUNS = {
     "fp16": Run(MODEL, "fp16", STEEP, steps=9, sequence=True, micro_batch=4),
     "fp16, planted": Run(

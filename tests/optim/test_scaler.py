@@ -195,18 +195,24 @@ def test_a_constant_scale_never_changes_and_neither_takes_nor_gives_state() -> N
     assert state(dynamic) == (256.0, 0, 2)
 
 
+def test_the_first_scale_is_that_of_torch() -> None:
+    """Megatron's 2**32 stays with whoever reads its settings."""
+    torchs = torch.amp.GradScaler("cpu").get_scale()
+    assert DynamicGradScaler(LossScaling("dynamic")).scale.item() == torchs
+
+
 IMPOSSIBLE = [
     (
         {"minimum": 0.0},
-        sentence("optimizer.scaler_range", initial="4294967296.0", minimum="0.0"),
+        sentence("optimizer.scaler_range", initial="65536.0", minimum="0.0"),
     ),
     (
         {"minimum": 2.0**33},
-        sentence("optimizer.scaler_range", initial="4294967296.0", minimum="8589934592.0"),
+        sentence("optimizer.scaler_range", initial="65536.0", minimum="8589934592.0"),
     ),
     (
-        {"maximum": 2.0**31},
-        sentence("optimizer.scaler_range", minimum="1.0", maximum="2147483648.0"),
+        {"maximum": 2.0**15},
+        sentence("optimizer.scaler_range", minimum="1.0", maximum="32768.0"),
     ),
     ({"minimum": 1e-45, "initial": 1.0}, sentence("optimizer.scaler_range", minimum="1e-45")),
     ({"growth_factor": 1.0}, sentence("optimizer.scaler_growth", growth_factor="1.0")),

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.groups import make_groups
+from megaprec.diagnose.call_stack import main_calls
 from megaprec.diagnose.position import Phase, Position, read_shared
 from megaprec.torch_private import time_limit_of
 from parallel.hangs.heartbeat import Beat, Clock, Heartbeat, newest, process_start
@@ -314,7 +315,7 @@ def test_a_stopped_process_can_be_asked_where_it_is_and_is_killed_only_if_it_is_
         assert process.stdout
         try:
             shared = int(process.stdout.readline())
-            mine = Beat.of(1, 1, Position(), look=True)
+            mine = Beat.of(1, 1, Position(), main_calls())
             stopped = replace(mine, pid=process.pid, born=process_start(process.pid), shared=shared)
             assert read_shared(process.pid, shared) == ("step", 7, "update")
             assert (newest(stopped).phase, newest(stopped).step, newest(stopped).doing) == (
@@ -346,7 +347,9 @@ def test_a_write_of_the_position_takes_few_calls() -> None:
 def test_the_first_verdict_is_everyones() -> None:
     shared = store()
     clock = Clock(1.0)
-    hearts = [Heartbeat(shared, rank, 2, Position(), clock, 0.1, 1) for rank in range(2)]
+    hearts = [
+        Heartbeat(shared, rank, 2, Position(), main_calls, clock, 0.1, 1) for rank in range(2)
+    ]
     for heart in hearts:
         heart.publish(f"rank {1 - heart.rank}")
         heart._beat()

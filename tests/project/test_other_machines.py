@@ -15,6 +15,7 @@ import pytest
 from rich.table import Table
 
 from megaprec.comm.gloo_threads import waiting_their_turn
+from megaprec.diagnose.call_stack import main_calls
 from megaprec.diagnose.position import Phase, Position
 from megaprec.errors import Problem, UserError
 from megaprec.parsing import MOST_SETTINGS, parse_toml
@@ -139,7 +140,7 @@ def test_threads_cores_and_positions_need_no_linux(monkeypatch: pytest.MonkeyPat
     position = Position()
     position.share()
     position.enter(Phase.STEP, 1)
-    beat = Beat.of(0, 1, position, look=True)
+    beat = Beat.of(0, 1, position, main_calls())
     assert newest(beat).step == 1
     assert beat.at, "read from a temporary file"
     assert machine_id()
@@ -242,4 +243,4 @@ def test_temporary_files_are_found_a_place_where_tmpdir_is_missing(
     monkeypatch.setenv("TMPDIR", "/no/such/folder")
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.delattr(os, "memfd_create", raising=False)
-    assert Beat.of(0, 1, Position(), look=True).at
+    assert Beat.of(0, 1, Position(), main_calls()).at

@@ -267,12 +267,12 @@ def test_a_path_that_is_not_found_but_lies_beside_the_run_file_is_named(
             ['data.source = "ids.bin": ' + sentence("training.data_set_prefix", source="ids")],
         ),
         (
-            ["data.tokenizer=data"],
+            ["data.tokenizer=."],
             [
-                'data.tokenizer = "data": '
+                'data.tokenizer = ".": '
                 + sentence(
                     "data.tokenizer_file_unusable",
-                    path="data",
+                    path=".",
                     problem=" is a folder",
                     inside=re.compile(r"^a SentencePiece \.model or"),
                 )

@@ -126,7 +126,7 @@ CASES = [
     ("data.held_out_from", '"end"', "data.held_out=0", ""),
     *(
         (f"{key}", "10", "", "train.steps=10")
-        for key in ("train.eval_every", "train.sentinel", "log.timeline", "log.digests")
+        for key in ("train.sentinel", "log.timeline", "log.digests")
     ),
     ("fp8.shadow_every", "10", FP8, f"{FP8} train.steps=10"),
     ("checkpoint.keep_every", "2", "checkpoint.keep=all", ""),
@@ -171,7 +171,7 @@ precision: keep_fp32 masters masters_in_checkpoint tf32 on_nonfinite trace_overf
 fp8: kind
 optimizer: name options groups clip norm ema
 lr: peak schedule warmup unit
-train: steps global_batch batch_schedule micro_batch seq_length init_from seed numerics compile deterministic folder device threads
+train: steps global_batch batch_schedule micro_batch seq_length init_from seed numerics compile deterministic folder device threads eval_every
 train: branch_from restarts on_spike
 checkpoint: every keep background resume
 log: every to plot plot_over progress peak_tflops sample
@@ -372,13 +372,13 @@ def test_a_run_file_is_told_as_the_command_line_is(tmp_path: Path) -> None:
 def test_a_trial_that_the_command_line_shortens_is_not_told_of_steps_that_its_file_names(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "my.toml").write_text("[train]\nsteps = 90\neval_every = 30\n")
+    (tmp_path / "my.toml").write_text("[train]\nsteps = 90\nsentinel = 30\n")
     shortened = [*BASE, "train.steps=9"]
     assert not load_run(tmp_path / "my.toml", shortened).notes
-    (told,) = load_run(tmp_path / "my.toml", [*shortened, "train.eval_every=20"]).notes
-    assert told.startswith("train.eval_every = 20 has no effect with train.steps = 9: ")
-    (tmp_path / "my.toml").write_text("[train]\nsteps = 9\neval_every = 30\n")
+    (told,) = load_run(tmp_path / "my.toml", [*shortened, "train.sentinel=20"]).notes
+    assert told.startswith("train.sentinel = 20 has no effect with train.steps = 9: ")
+    (tmp_path / "my.toml").write_text("[train]\nsteps = 9\nsentinel = 30\n")
     (told,) = load_run(
         tmp_path / "my.toml", [one for one in BASE if not one.startswith("train.steps")]
     ).notes
-    assert told.startswith("train.eval_every = 30 has no effect with train.steps = 9: ")
+    assert told.startswith("train.sentinel = 30 has no effect with train.steps = 9: ")

@@ -4,6 +4,7 @@ in."""
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -313,6 +314,43 @@ def test_under_torchrun_nothing_is_left_in_time_on_both_sides_of_a_cut_link(
         .splitlines()[-1]
         .startswith(f"torchrun   beta: {ADDRESSES[0]}:29573, where")
     )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_python")
+def test_after_a_kill_ranks_are_where_they_were_and_a_restart_keeps_the_record(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rank that lost the other one is where its work failed, not where it wrote the record, and
+    the one that is gone may have gone on since its last heartbeat."""
+    python, *program = planted(
+        run_file, tmp_path, ("kill", 1, "step", 6, "update"), "parallel.data=2", "train.steps=8"
+    )
+    agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environ = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    run = tmp_path / "run"
+    for restarts, began_again in ((0, False), (1, True)):
+        (tmp_path / "planted").unlink(missing_ok=True)
+        shutil.rmtree(run, ignore_errors=True)
+        words = [python, *agent, f"--max-restarts={restarts}", *program]
+        done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=600)
+        assert (done.returncode == 0) == began_again, done.stderr
+        capsys.readouterr()
+        assert cli.main(["diagnose", str(run)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        if began_again:
+            since = lines.pop(0)
+            assert since == "since      the run began again after this end, and has come to step 8"
+        culprit, first, second = lines
+        assert culprit.startswith("culprit    rank 1, which left no record")
+        assert "call_stack.py" not in first and "hangs" not in first
+        assert re.search(r" in step [67], .*, at (megaprec/optim|models|parallel)/", first), first
+        assert "had its last heartbeat in " in second
 
 
 @pytest.mark.campaign

@@ -131,9 +131,9 @@ def test_a_checkpoint_of_a_step_without_an_evaluation_is_never_the_best(
 ) -> None:
     run = tmp_path / "run"
     keys = [*QUICK, f"train.folder={run}", "checkpoint.keep=1", "checkpoint.keep_best=eval_loss"]
-    keys += ["train.eval_batches=1", "train.eval_every=4", "lr.peak=5.0"]
-    assert train(file, *keys, "train.steps=7") == 0
-    assert steps_in(run / "checkpoints") == [4, 7]
+    keys += ["train.eval_batches=1", "train.eval_every=4", "checkpoint.every=3", "lr.peak=5.0"]
+    assert train(file, *keys, "train.steps=8") == 0
+    assert steps_in(run / "checkpoints") == [8]
 
 
 @pytest.mark.parametrize(
@@ -146,14 +146,6 @@ def test_a_checkpoint_of_a_step_without_an_evaluation_is_never_the_best(
             "keep_best_unknown",
         ),
         (("checkpoint.keep_best=eval_loss",), "keep_best_never_evaluated"),
-        (
-            ("checkpoint.keep_best=eval_loss", "train.eval_every=4", "checkpoint.every=3"),
-            "keep_best_between_saves",
-        ),
-        (
-            ("checkpoint.keep_best=eval_loss", "train.eval_every=5", "checkpoint.every=0"),
-            "keep_best_between_saves",
-        ),
     ],
 )
 def test_a_best_checkpoint_that_cannot_be_is_refused_in_a_line(
@@ -165,11 +157,11 @@ def test_a_best_checkpoint_that_cannot_be_is_refused_in_a_line(
     assert shows(line, f"config.{code}")
 
 
-def test_steps_with_both_are_enough(file: Path) -> None:
+def test_the_last_step_has_both_an_evaluation_and_a_checkpoint(file: Path) -> None:
     for keys in (
         ["train.eval_every=4", "checkpoint.every=6", "train.steps=12"],
-        ["train.eval_every=4", "checkpoint.every=0", "train.steps=8"],
-        ["train.eval_every=4", "checkpoint.every=3", "train.steps=8"],
+        ["train.eval_every=4", "checkpoint.every=0", "train.steps=7"],
+        ["train.eval_every=4", "checkpoint.every=3", "train.steps=7"],
     ):
         assert resolve_run(file, [*keys, "checkpoint.keep_best=eval_loss"])
 

@@ -22,6 +22,8 @@ from tools.journal.records import (
     read_metrics,
 )
 
+OVERFLOWS = ("precision.compute=fp16", "precision.initial_scale=4294967296.0")
+"""Each of a few steps overflows."""
 ODD = (
     b"\xff\xfe", b"5", b"[]", b"{}", b"null", b'"x"', b"[" * 100_000, b'{"step": "three"}', b'{"step": 3}', b"{",
     b'{"step": true, "outcome": "applied", "loss": 1, "grad_norm": 1, "loss_scale": 1}', b"\x00\x00\x00",
@@ -47,7 +49,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run file whose run has been trained for six steps, with checkpoints at 3 and 6; each step
     is skipped."""
     file = write_run(tmp_path_factory.mktemp("records"))
-    assert train(file, "precision.compute=fp16") == 3
+    assert train(file, *OVERFLOWS) == 3
     return file
 
 
@@ -66,7 +68,7 @@ def test_odd_lines_are_kept_named_and_not_used(
     run = rewind(file.parent / "run", tmp_path / "run", 3)
     good = spoil(run / name)
     note = f"note       {run / name}: lines 2 to {len(ODD) + 1} are no records: kept, not used\n"
-    assert train(file, "precision.compute=fp16", f"train.folder={run}", "log.plot=true") == 3
+    assert train(file, *OVERFLOWS, f"train.folder={run}", "log.plot=true") == 3
     assert capsys.readouterr().out.count(note) == 1
     lines = read_lines(run / name)
     assert [line.content for line in lines if line.record is None] == [*ODD]
@@ -95,7 +97,7 @@ def test_of_lines_after_the_last_checkpoint_only_the_whole_ones_are_named_as_tak
     lines = (run / METRICS).read_bytes().splitlines()
     (run / METRICS).write_bytes(b"\n".join(lines[:4]) + b"\n" + lines[4][:30])
     assert odd_lines(run / METRICS) == ""
-    assert train(file, "precision.compute=fp16", f"train.folder={run}") == 3
+    assert train(file, *OVERFLOWS, f"train.folder={run}") == 3
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
     gone = f"{run / METRICS}: step 4 is taken again, so the line of this step goes"
     assert notes == [f"note       {gone}"]
@@ -108,7 +110,7 @@ def test_steps_that_left_no_line_are_named(
     run = rewind(file.parent / "run", tmp_path / "run", 6)
     lines = (run / METRICS).read_bytes().splitlines(keepends=True)
     (run / METRICS).write_bytes(b"".join([lines[0], *lines[3:5]]))
-    assert train(file, "precision.compute=fp16", f"train.folder={run}", "train.steps=7") == 3
+    assert train(file, *OVERFLOWS, f"train.folder={run}", "train.steps=7") == 3
     assert (
         f"note       {run / METRICS} has no record of steps 2 to 3 and 6\n"
         in capsys.readouterr().out
@@ -136,7 +138,7 @@ def test_every_step_counts_once_and_what_is_missing_or_repeated_is_named_by_all_
     assert capsys.readouterr().out.startswith("".join(f"note       {note}\n" for note in notes))
     assert Run.read(run).notes == notes
     content = (run / METRICS).read_bytes()
-    assert train(file, "precision.compute=fp16", f"train.folder={run}", "train.steps=7") == 3
+    assert train(file, *OVERFLOWS, f"train.folder={run}", "train.steps=7") == 3
     assert (run / METRICS).read_bytes().startswith(content), "no line of the past is changed"
     assert all(f"note       {note}\n" in capsys.readouterr().out for note in notes[:1])
 
@@ -163,7 +165,7 @@ def test_what_is_no_file_is_found_at_the_start(
     run = rewind(file.parent / "run", tmp_path / "run", 6)
     (run / name).unlink()
     (run / name).mkdir()
-    assert train(file, "precision.compute=fp16", f"train.folder={run}", "train.steps=7") == 2
+    assert train(file, *OVERFLOWS, f"train.folder={run}", "train.steps=7") == 2
     line = Problem.of("command.name_of_file_taken", path=run / name, content="the records of steps")
     assert capsys.readouterr().err == f"{line}\n"
     assert not checkpoint(run, 7).exists()

@@ -99,6 +99,14 @@ def test_the_learning_rate_counts_in_its_unit(unit: str, total: int) -> None:
     assert schedule.peak == LR().peak
 
 
+def test_the_key_of_the_tokenizer_takes_a_folder_with_one(tmp_path: Path) -> None:
+    assert load_run(None, [*MINIMAL, f"data.tokenizer={tmp_path}"]).data.tokenizer == f"{tmp_path}"
+    file = tmp_path / "tokenizer.json"
+    file.write_text("{}")
+    assert load_run(None, [*MINIMAL, f"data.tokenizer={tmp_path}"]).data.tokenizer == f"{file}"
+    assert not load_run(None, MINIMAL).data.tokenizer
+
+
 def test_a_schedule_may_be_shorter_or_longer_than_its_run() -> None:
     run = [*MINIMAL, "lr.schedule=linear", "lr.peak=1.0", "lr.final=0.5"]
     short, long = (load_run(None, [*run, f"lr.length={n}"]).lr_schedule for n in (4, 20))
@@ -108,6 +116,26 @@ def test_a_schedule_may_be_shorter_or_longer_than_its_run() -> None:
         re.match("lr." + sentence("optimizer.schedule_warmup", warmup=5, total=4), one)
         for one in problems(*run, "lr.length=4", "lr.warmup=5")
     )
+
+
+@pytest.mark.parametrize("length", ["train.steps=4", "train.steps=1", "lr.length=4"])
+@pytest.mark.parametrize(
+    "phases",
+    [
+        ["lr.warmup=9"],
+        ["lr.warmup=40", "lr.unit=samples"],
+        ["lr.warmup=9", "lr.schedule=wsd", "lr.decay=1"],
+        ["lr.schedule=wsd", "lr.decay=9"],
+    ],
+)
+def test_phases_that_a_changed_length_has_no_room_for_are_answered_by_arguments_that_work(
+    length: str, phases: list[str]
+) -> None:
+    (problem,) = problems(*MINIMAL, *phases, length)
+    given, _, others = problem.partition("; with ")[2].partition(" give ")
+    assert given == length
+    others = others.removesuffix(", for example")
+    assert load_run(None, [*MINIMAL, *phases, given, *others.split()])
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,11 @@ from tools.training.stopping import ECHO_SECONDS
 ROOT = Path(__file__).parents[2]
 # the last part of the text is unlike the rest
 EXACT = ["precision.compute=fp64", "train.eval_every=2", "data.held_out_from=end"]
-FP16 = ["precision.compute=fp16", "precision.hysteresis=1"]
+FP16 = [
+    "precision.compute=fp16",
+    "precision.hysteresis=1",
+    "precision.initial_scale=4294967296.0",  # the first steps overflow
+]
 FIELDS = {
     "step",
     "outcome",
@@ -620,7 +624,22 @@ def test_a_run_without_a_step_left_leaves_the_record_of_what_was_trained(
     assert (tmp_path / "run.toml").read_bytes() == record
 
 
+@pytest.mark.parametrize(("every", "evaluated"), [(4, [4, 6]), (3, [3, 6]), (9, [6]), (0, [])])
+def test_the_end_of_a_run_that_evaluates_is_evaluated_once(
+    every: int, evaluated: list[int], run_file: Path, tmp_path: Path
+) -> None:
+    run = [f"train.eval_every={every}", "train.steps=6", f"train.folder={tmp_path}"]
+    assert train(run_file, *run) == 0
+    assert [record["step"] for record in steps(tmp_path) if "eval_loss" in record] == evaluated
+
+
 # --- skipping, and the learning rate
+
+
+def test_a_run_in_fp16_begins_at_a_scale_at_which_it_trains(run_file: Path, tmp_path: Path) -> None:
+    run = ["precision.compute=fp16", "train.steps=4", f"train.folder={tmp_path}"]
+    assert train(run_file, *run) == 0
+    assert [record["outcome"] for record in steps(tmp_path)] == ["applied"] * 4
 
 
 @pytest.mark.cases(0, 1)

@@ -1,17 +1,19 @@
 """Losses by counts are those of the formulas, written plainly; bytes of tokens are those of text."""
 
+import json
 import math
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprec.data.token_bytes import NOT_KNOWN, bytes_of_tokens
-from megaprec.data.tokenizer import load_tokenizer
+from megaprec.data.token_bytes import NOT_KNOWN, TokensOfText, bytes_of_tokens
+from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.data.training import train_sentencepiece
 from tools.analysis.verdict.counts import Counts
 
@@ -69,3 +71,42 @@ def test_bytes_of_tokens_add_up_to_those_of_any_text(tmp_path: Path) -> None:
     ids = tokenizer.encode("数字")
     sizes = bytes_of_tokens(tokenizer, ids)
     assert sizes is not None and NOT_KNOWN not in sizes
+
+
+def characters(path: Path, text: str, **parts: Any) -> Tokenizer:
+    """Write a tokenizer.json of the characters of a text, and load it."""
+    vocabulary = {character: number for number, character in enumerate(sorted(set(text)))}
+    single = {
+        "type": "Split",
+        "pattern": {"Regex": ".|\\n"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "?"}
+    definition = {"model": model, "pre_tokenizer": single, "decoder": {"type": "Fuse"}, **parts}
+    path.write_text(json.dumps(definition))
+    return load_tokenizer(path)
+
+
+@pytest.mark.parametrize("text", ["a model learns\n" * 9, "3141592653\n", "数字 und Öl\n"])
+def test_a_tokenizer_of_characters_has_the_bytes_of_the_text_at_hand(
+    text: str, tmp_path: Path
+) -> None:
+    tokenizer = characters(tmp_path / "tokenizer.json", text)
+    ids = tokenizer.encode(text)
+    at_hand = TokensOfText.of(np.array(ids), len(text.encode()))
+    sizes = bytes_of_tokens(tokenizer, ids, [at_hand])
+    assert sizes is not None
+    assert sizes.tolist() == [len(character.encode()) for character in text]
+    # of any text they are not known
+    assert bytes_of_tokens(tokenizer, ids) is None
+
+
+def test_a_tokenizer_that_changes_the_text_at_hand_has_no_bytes_of_it(tmp_path: Path) -> None:
+    plain = {"type": "Sequence", "normalizers": [{"type": "NFD"}, {"type": "StripAccents"}]}
+    tokenizer = characters(tmp_path / "tokenizer.json", "Ol und Arger\n", normalizer=plain)
+    text = "Öl und Ärger\n"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == "Ol und Arger\n"
+    at_hand = TokensOfText.of(np.array(ids), len(text.encode()))
+    assert bytes_of_tokens(tokenizer, ids, [at_hand]) is None

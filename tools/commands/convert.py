@@ -19,7 +19,7 @@ import torch
 from megaprec.data.tokenizer import load_tokenizer
 from megaprec.data.tokenizer_files import files_beside
 from megaprec.errors import UserError
-from tools.commands.options import add_ema, add_vocab
+from tools.commands.options import add_ema, add_vocab, tokenizer_path
 from tools.console.progress_bar import bytes_progress
 from tools.convert.auto_tokenizer import auto_tokenizer_line
 from tools.convert.averaged import averaged
@@ -89,7 +89,7 @@ def add_parser(subparsers: Any) -> None:
     add_vocab(parser)
     parser.add_argument(
         "--tokenizer",
-        type=Path,
+        type=tokenizer_path,
         metavar="FILE",
         help="tokenizer.json or SentencePiece model for a DST whose SRC has no tokenizer",
     )

@@ -33,6 +33,7 @@ from tools.commands.options import (
     add_skip_bad,
     add_text_options,
     text_options,
+    tokenizer_path,
 )
 from tools.console.progress_bar import build_progress, skipped_words, tell_left_out
 from tools.console.tables import add_json, print_result
@@ -66,7 +67,7 @@ def _add_verify(commands: SubParsers) -> None:
     )
     parser.add_argument(
         "--tokenizer",
-        type=Path,
+        type=tokenizer_path,
         metavar="FILE",
         help="tokenizer of the token ids (default: PREFIX.model), or of --chat-template",
     )
@@ -135,7 +136,10 @@ def _add_build(commands: SubParsers) -> None:
     )
     tokenizer = parser.add_mutually_exclusive_group(required=True)
     tokenizer.add_argument(
-        "--tokenizer", type=Path, metavar="FILE", help="SentencePiece .model or tokenizer.json"
+        "--tokenizer",
+        type=tokenizer_path,
+        metavar="FILE",
+        help="SentencePiece .model or tokenizer.json",
     )
     tokenizer.add_argument(
         "--vocab-size", type=int, metavar="N", help="train a SentencePiece model as PREFIX.model"
@@ -163,7 +167,7 @@ def _add_inspect(commands: SubParsers) -> None:
     parser.add_argument("prefix", metavar="PREFIX", help="data set, without .bin, or its URL")
     parser.add_argument(
         "--tokenizer",
-        type=Path,
+        type=tokenizer_path,
         metavar="FILE",
         help="tokenizer that decodes the samples (default: PREFIX.model)",
     )

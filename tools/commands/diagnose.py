@@ -9,7 +9,8 @@ from typing import Any
 from parallel.hangs.heartbeat import Beat
 from parallel.hangs.verdict import ranks_in_words, where_in_words
 from tools.console.tables import add_json, print_result
-from tools.training.hangs import EndRecord, read_records
+from tools.journal.records import read_metrics
+from tools.training.hangs import EndRecord, read_earlier_records, read_records
 
 
 def add_parser(subparsers: Any) -> None:
@@ -26,19 +27,31 @@ def add_parser(subparsers: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec diagnose`."""
-    records = read_records(args.folder)
+    earlier = read_earlier_records(args.folder)
+    records = earlier or read_records(args.folder)
+    lines = describe(records)
+    if earlier:
+        lines.insert(0, _since(args.folder))
     return print_result(
-        args, lambda: _document(records), lambda: print(*describe(records), sep="\n")
+        args, lambda: _document(records, bool(earlier)), lambda: print(*lines, sep="\n")
     )
 
 
-def _document(records: Sequence[EndRecord]) -> dict[str, Any]:
-    """Return the diagnosis for programs."""
+def _since(folder: Path) -> str:
+    """Return a line on the run since an end after which it began again."""
+    steps = read_metrics(folder)
+    place = f"and has come to step {steps[-1]['step']}" if steps else "and has taken no step"
+    return f"since      the run began again after this end, {place}"
+
+
+def _document(records: Sequence[EndRecord], began_again: bool) -> dict[str, Any]:
+    """Return the diagnosis for programs. began_again: the run did, after this end."""
     recorded = {record.rank.rank for record in records}
     world_size = max(record.ranks for record in records)
     silent = set(range(world_size)) - recorded
     return {
         "culprit": _cause(records, silent),
+        "began_again": began_again,
         "ranks": [record.model_dump(mode="json") for record in records],
     }
 
@@ -87,8 +100,10 @@ def _position(beat: Beat | None) -> str:
     """Return in words where a rank was. beat: its last heartbeat, if one is known."""
     if beat is None:
         return "where it was is not known"
-    verb = "waited" if beat.waits else "was"
-    position = f"on {beat.host} (process {beat.pid}) {verb} in {where_in_words(beat)}"
+    verb = "waited in" if beat.waits else "was in"
+    if beat.beat:  # it may have gone on for a second or two since
+        verb = "had its last heartbeat in"
+    position = f"on {beat.host} (process {beat.pid}) {verb} {where_in_words(beat)}"
     if beat.at:
         position += f", at {' < '.join(beat.at)}"
     return position

@@ -35,7 +35,7 @@ from models.engine.relay import Relay
 from parallel.described_world import is_rank_of_world
 from parallel.mesh import make_mesh, world
 from tools.analysis.verdict.verdict import fields, lines, read_verdict
-from tools.commands.options import add_ema, add_text_options, text_options
+from tools.commands.options import add_ema, add_text_options, text_options, tokenizer_path
 from tools.console.progress_bar import tokens_progress
 from tools.console.tables import add_json, print_result, print_table
 from tools.text.evaluation import Score, score
@@ -101,7 +101,7 @@ def add_parser(subparsers: Any) -> None:
         "--max-chars", type=int, metavar="N", help="characters of each text to read (default: all)"
     )
     parser.add_argument(
-        "--tokenizer", type=Path, metavar="FILE", help="tokenizer, if MODEL has none"
+        "--tokenizer", type=tokenizer_path, metavar="FILE", help="tokenizer, if MODEL has none"
     )
     for axis, purpose in (
         ("tensor", "share the layers"),

@@ -16,7 +16,7 @@ from typing import Any
 from megaprec.errors import UserError
 from megaprec.parsing import read_text
 from models.decoder.kv_cache import CachedStage
-from tools.commands.options import add_ema
+from tools.commands.options import add_ema, tokenizer_path
 from tools.text.generation import Generation, escape_control_characters
 from tools.text.load import LoadedModel, load_model
 from tools.text.sampling import Sampling
@@ -86,7 +86,7 @@ def add_parser(subparsers: Any) -> None:
         "--seed", type=int, default=0, metavar="N", help="random seed of the sampling (default: 0)"
     )
     parser.add_argument(
-        "--tokenizer", type=Path, metavar="FILE", help="tokenizer, if MODEL has none"
+        "--tokenizer", type=tokenizer_path, metavar="FILE", help="tokenizer, if MODEL has none"
     )
     add_ema(parser, "generate with")
     parser.add_argument(

@@ -1,10 +1,12 @@
 """Arguments that several commands have."""
 
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
 
 from megaprec.data.chats import load_chats
 from megaprec.data.forms import UTF8
 from megaprec.data.readers import TextOptions
+from megaprec.data.tokenizer_files import tokenizer_in
 from megaprec.errors import UserError
 
 
@@ -61,6 +63,11 @@ def add_text_options(parser: ArgumentParser) -> None:
         help="leave out files and folders of this name or path below the folder, such as "
         "'*.min.js' or 'build/*'; may be given several times",
     )
+
+
+def tokenizer_path(path: str) -> Path:
+    """Return the file of `--tokenizer`, which may be a folder with a tokenizer."""
+    return tokenizer_in(Path(path))
 
 
 def add_chat_template(parser: ArgumentParser) -> None:

@@ -5,7 +5,6 @@ Every problem is a line with the key, its value, the reason and the nearest valu
 """
 
 import inspect
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -127,20 +126,23 @@ def make_rule(optimizer: Optimizer) -> UpdateRule:
 def lr_schedule(lr: LR, train: Train) -> LRSchedule:
     """Return the schedule over lr.length or the whole run, in steps or samples as lr.unit says.
     Raises UserError."""
-    run_length = train.steps
-    if lr.unit == "samples":
-        run_length = BatchSchedule.of(train).after(0, train.steps)
-    length = lr.length or run_length
     return LRSchedule(
         kind=lr.schedule,
         peak=lr.peak,
         final=lr.final,
         warmup=lr.warmup,
-        total=length,
+        total=lr.length or _run_length(lr, train),
         decay=lr.decay,
         tail=lr.wsd_decay,
         initial=lr.initial,
     )
+
+
+def _run_length(lr: LR, train: Train) -> int:
+    """Return the length of the run in steps or samples, as lr.unit says."""
+    if lr.unit == "samples":
+        return BatchSchedule.of(train).after(0, train.steps)
+    return train.steps
 
 
 def _schedule(lr: LR, train: Train) -> Iterator[str]:
@@ -148,7 +150,22 @@ def _schedule(lr: LR, train: Train) -> Iterator[str]:
         return  # `_batch_schedule` reports them
     unit = " (in samples)" if lr.unit == "samples" else ""
     for problem in _problems_of(lr_schedule, lr, train):
-        yield problem.within("lr.", unit)
+        remedy = ""
+        if problem.code in ("optimizer.schedule_warmup", "optimizer.schedule_decay"):
+            remedy = _fitting_phases(lr, train)
+        yield problem.within("lr.", f"{unit}{remedy}")
+
+
+def _fitting_phases(lr: LR, train: Train) -> str:
+    """Return phases that the length of the schedule has room for, as arguments beside those that
+    give the length."""
+    length = f"lr.length={lr.length}" if lr.length else f"train.steps={train.steps}"
+    total = lr.length or _run_length(lr, train)
+    tenth = total // 10
+    phases = f"lr.warmup={min(lr.warmup, tenth)}"
+    if lr.schedule == "wsd":
+        phases += f" lr.decay={max(1, min(lr.decay, tenth))}"
+    return f"; with {length} give {phases}, for example"
 
 
 def _rule(optimizer: Optimizer) -> Iterator[str]:
@@ -555,8 +572,7 @@ def _evaluation(train: Train, data: Data) -> Iterator[str]:
 
 
 def _best_checkpoint(train: Train, data: Data, checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield a problem if no checkpoint can be of a step with the evaluation by which the best one
-    is chosen."""
+    """Yield a problem if there is no evaluation by which the best checkpoint is chosen."""
     name = checkpoint.keep_best
     if not name:
         return
@@ -567,20 +583,9 @@ def _best_checkpoint(train: Train, data: Data, checkpoint: Checkpoint) -> Iterat
         known = ", ".join(evaluations) or "nothing: set data.held_out or data.validation"
         yield Problem.of("config.keep_best_unknown", name=name, known=known)
         return
-    every = train.eval_every
-    if not every:
+    # the last step has both
+    if not train.eval_every:
         yield Problem.of("config.keep_best_never_evaluated", name=name)
-        return
-    # a run also saves after its last step
-    common = math.lcm(every, checkpoint.every) if checkpoint.every else train.steps + 1
-    if common > train.steps and train.steps % every:
-        yield Problem.of(
-            "config.keep_best_between_saves",
-            name=name,
-            eval_every=every,
-            every=checkpoint.every,
-            steps=train.steps,
-        )
 
 
 def _validation_names(data: Data) -> Iterator[str]:

@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from megaprec.data.characters import CHARACTERS
 from megaprec.data.files import with_suffix
 from megaprec.data.forms import UTF8
 from megaprec.data.places import is_url
+from megaprec.data.tokenizer_files import tokenizer_in
 from tools.config.table import EXPANDED, MAX_SIZE, FilePath, Table
 
 
@@ -17,6 +18,12 @@ def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _tokenizer_in(path: str) -> str:
+    """Return the file of the tokenizer in a folder, and any other path as it is."""
+    return str(tokenizer_in(Path(path))) if path else path
+
+
+TokenizerPath = Annotated[FilePath, AfterValidator(_tokenizer_in)]
 SourceName = Annotated[str, Field(min_length=1), EXPANDED]
 TextSource = Annotated[
     SourceName | Annotated[tuple[SourceName, ...], Field(min_length=1)],
@@ -100,11 +107,11 @@ class Data(Table):
     )
 
     # how it becomes tokens
-    tokenizer: FilePath = Field(
+    tokenizer: TokenizerPath = Field(
         default="",
-        description="Path of a SentencePiece .model or a Hugging Face tokenizer.json; "
-        '"characters": each character of the text is a token; empty: PREFIX.model beside a .bin '
-        "and .idx pair if it exists; for text a tokenizer is trained.",
+        description="Path of a SentencePiece .model or a Hugging Face tokenizer.json, or of a "
+        'folder with one; "characters": each character of the text is a token; empty: PREFIX.model '
+        "beside a .bin and .idx pair if it exists; for text a tokenizer is trained.",
     )
     begin: Literal["auto", "none"] | Annotated[int, Field(ge=0, le=MAX_SIZE)] = Field(
         default="auto",

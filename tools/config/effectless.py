@@ -97,7 +97,6 @@ _SCALING_KEYS = (
 )
 # in steps
 PERIODS = (
-    "train.eval_every",
     "train.sentinel",
     "fp8.shadow_every",
     "log.timeline",

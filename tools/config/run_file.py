@@ -26,6 +26,7 @@ from pydantic.fields import FieldInfo
 
 from megaprec.data.characters import CHARACTERS
 from megaprec.data.files import write_whole
+from megaprec.data.tokenizer_files import tokenizer_in
 from megaprec.dialects.translate import DIALECTS
 from megaprec.durable import reading
 from megaprec.errors import Problem, UserError, did_you_mean
@@ -437,7 +438,9 @@ class RunFile:
         """Return the file of data.tokenizer, for whose tokens train.grow_vocabulary adds rows; None
         if there is none."""
         path = self._folder_of("data.tokenizer")
-        return None if path == Path(CHARACTERS) else path
+        if path is None or path == Path(CHARACTERS):
+            return None
+        return tokenizer_in(path)
 
     @property
     def grows(self) -> bool:

@@ -455,7 +455,7 @@ class Train(Table):
         default=0,
         ge=0,
         description="Number of steps between evaluations on the held-out data, data.validation and "
-        "data.lm_eval; 0: never.",
+        "data.lm_eval, which the last step has too; 0: never.",
     )
     eval_batches: int = Field(
         default=4,

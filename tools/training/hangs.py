@@ -1,7 +1,8 @@
 """The end of a run that hangs or fails, and the record that each rank leaves of what it was doing.
 
 A record is a JSON file in the folder of the run, which `megaprec diagnose` reads. The next run in
-the folder removes it. The cause of a hang is printed once, last.
+the folder puts it aside, for `diagnose` to read until a later end leaves records. The cause of a
+hang is printed once, last.
 """
 
 import os
@@ -32,6 +33,7 @@ from tools.training.stopping import ON_PURPOSE, note_failure
 
 LEFT = "left, because of that"  # the end of a rank that leaves because others hang
 FOLDER = "last_end"  # of the records, in the run folder
+EARLIER = "earlier_end"  # of those of an end after which the run began again
 MAX_RANKS = 1_000_000  # of a run, so that a damaged record cannot ask for endless lines
 WRITE_SECONDS = 3.0  # for writing a record; the filesystem may be what hangs
 
@@ -77,22 +79,38 @@ def write_record(folder: Path, record: EndRecord) -> None:
     writer.join(WRITE_SECONDS)
 
 
-def forget_records(folder: Path) -> None:
-    """Remove the records of an earlier end of the run in `folder`."""
+def put_aside_records(folder: Path) -> None:
+    """Put the records of an earlier end of the run in `folder` aside, in place of older ones."""
+    if not (folder / FOLDER).is_dir():
+        return
     with suppress(OSError):
-        shutil.rmtree(folder / FOLDER)
+        shutil.rmtree(folder / EARLIER, ignore_errors=True)
+        os.replace(folder / FOLDER, folder / EARLIER)
 
 
 def read_records(folder: Path) -> Sequence[EndRecord]:
     """Return the records of the run in `folder`, by rank. Raises UserError if there is none, or one
     is damaged.
     """
+    if records := _read_records(folder / FOLDER):
+        return records
     if not folder.is_dir():
         problem = "is not a folder" if folder.exists() else "does not exist"
         raise UserError.of("training.not_a_run", folder=folder, problem=problem)
-    records = [_read_record(file) for file in sorted((folder / FOLDER).glob("rank-*.json"))]
-    if not records:
-        raise UserError.of("training.no_end_record", folder=folder)
+    raise UserError.of("training.no_end_record", folder=folder)
+
+
+def read_earlier_records(folder: Path) -> Sequence[EndRecord]:
+    """Return the records of an end after which the run in `folder` began again, by rank; none if it
+    has had no such end, or one of its own since. Raises UserError for a damaged one."""
+    if (folder / FOLDER).is_dir():
+        return []
+    return _read_records(folder / EARLIER)
+
+
+def _read_records(folder: Path) -> Sequence[EndRecord]:
+    """Return the records in a folder, by rank. Raises UserError for a damaged one."""
+    records = [_read_record(file) for file in sorted(folder.glob("rank-*.json"))]
     return sorted(records, key=lambda record: record.rank.rank)
 
 
@@ -141,6 +159,7 @@ def watching(
     except ON_PURPOSE:
         raise
     except Exception as error:
+        watchdog.error = error
         if num_ranks > 1:
             # The launcher sends it, while this rank leaves by itself.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -163,7 +182,11 @@ def watching(
 
 
 def _record_end(
-    folder: Path, watchdog: Watchdog, num_ranks: int, reason: str, culprits: tuple[int, ...]
+    folder: Path,
+    watchdog: Watchdog,
+    num_ranks: int,
+    reason: str,
+    culprits: tuple[int, ...],
 ) -> None:
     """Write the record of this rank, which has failed."""
     record = EndRecord(

@@ -35,7 +35,7 @@ from tools.training.corpus import Corpus, identified, open_built, open_corpus, o
 from tools.training.data_identity import Identity
 from tools.training.data_sources import check_sources
 from tools.training.fp8_summary import check_fp8
-from tools.training.hangs import forget_records
+from tools.training.hangs import put_aside_records
 from tools.training.harness import require_harness
 from tools.training.initial import check_first_weights, check_growth, differences_from_first_weights
 from tools.training.launch import is_local_rank
@@ -156,7 +156,7 @@ def prepare(
             "command.folder_not_writable", folder=config.train.folder, reason=error.strerror
         ) from error
     # Those of the run before this one, which may have ended abnormally.
-    forget_records(Path(config.train.folder))
+    put_aside_records(Path(config.train.folder))
     for warning in run_warnings(config, corpus, local_ranks(config), device_of_run(config)):
         say(f"warning    {warning}")
     # Named by rank 0, so that all ranks resume from the same one.

@@ -400,8 +400,10 @@ class Trainer:
         return evaluated
 
     def _evaluates_after(self, step: int) -> bool:
-        """Return True if an evaluation is due after this step."""
-        return is_due(self.config.train.eval_every, step)
+        """Return True if an evaluation is due after this step: that of the end always is, in a run
+        that evaluates."""
+        train = self.config.train
+        return is_due(train.eval_every, step) or (train.eval_every > 0 and step == train.steps)
 
     def _saves_after(self, step: int) -> bool:
         """Return True if a checkpoint is due after this step."""

@@ -11,7 +11,7 @@ import numpy as np
 from megaprec.data.blend import Blend
 from megaprec.data.intact import read_record
 from megaprec.data.samples import Batch, Samples
-from megaprec.data.token_bytes import NOT_KNOWN, bytes_of_tokens
+from megaprec.data.token_bytes import NOT_KNOWN, TokensOfText, bytes_of_tokens
 from megaprec.errors import UserError
 from tools.analysis.verdict.counts import Counts, Ids
 from tools.config.run_file import RunConfig, load_run, run_file_in
@@ -128,30 +128,31 @@ def _count_bytes(corpus: Corpus, tokens: Ids) -> tuple[int | None, str]:
     tokenizer = corpus.tokenizer
     if tokenizer is None:
         return None, "the run has no tokenizer"
-    ids, counts = np.unique(tokens, return_counts=True)
-    sizes = bytes_of_tokens(tokenizer, ids.tolist())
+    texts = _texts_of_known_bytes(corpus)
+    evaluated = TokensOfText.of(tokens, 0)
+    sizes = bytes_of_tokens(tokenizer, evaluated.ids.tolist(), [*texts.values()])
     if sizes is None:
         return None, "the tokenizer does not give texts back as they were"
     if (sizes == NOT_KNOWN).any():
         return None, "the text has characters that the tokenizer does not know"
-    if reason := _wrong_bytes(corpus):
-        return None, reason
-    return int(counts @ sizes), ""
+    for prefix, text in texts.items():
+        text_sizes = bytes_of_tokens(tokenizer, text.ids.tolist(), [*texts.values()])
+        found = None
+        if text_sizes is not None and not (text_sizes == NOT_KNOWN).any():
+            found = int(text.counts @ text_sizes)
+        if found != text.nbytes:
+            return None, f"tokens of {found} bytes where the text of {prefix} had {text.nbytes}"
+    return int(evaluated.counts @ sizes), ""
 
 
-def _wrong_bytes(corpus: Corpus) -> str:
-    """Return why the bytes of tokens are not those of the text that a small data set was built of;
-    empty if they are, or if its build has not recorded them.
-    """
-    assert corpus.tokenizer is not None
+def _texts_of_known_bytes(corpus: Corpus) -> dict[str, TokensOfText]:
+    """Return the tokens of the training texts by their prefixes, but of those that are too long to
+    be counted, and of those whose builds have not recorded how many bytes they had."""
+    texts = dict[str, TokensOfText]()
     for dataset in corpus.datasets:
         record = read_record(dataset.prefix)
         recorded = record.get("bytes") if record else None
-        if recorded is None or dataset.num_tokens > CHECKED:
-            continue
-        ids, counts = np.unique(dataset.tokens(0, dataset.num_tokens), return_counts=True)
-        sizes = bytes_of_tokens(corpus.tokenizer, ids.tolist())
-        found = None if sizes is None or (sizes == NOT_KNOWN).any() else int(counts @ sizes)
-        if found != recorded:
-            return f"tokens of {found} bytes where the text of {dataset.prefix} had {recorded}"
-    return ""
+        if recorded is not None and dataset.num_tokens <= CHECKED:
+            tokens = dataset.tokens(0, dataset.num_tokens)
+            texts[str(dataset.prefix)] = TokensOfText.of(tokens, recorded)
+    return texts

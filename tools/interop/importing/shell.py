@@ -10,11 +10,18 @@ be trusted, whatever sets it later. An argument that needs one is refused with t
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megaprec.errors import UserError
 from megaprec.parsing import read_text
-from tools.interop.importing.shell_blocks import Block, branches_of, split_line
+from tools.interop.importing.shell_blocks import (
+    Block,
+    branches_of,
+    choice_of,
+    function_of,
+    split_line,
+)
 from tools.interop.importing.shell_ranks import ranks_of, slurm_sizes
 from tools.interop.importing.shell_sums import holds
 from tools.interop.importing.shell_tokens import (
@@ -47,7 +54,7 @@ DOCUMENT = re.compile(r"<<-?[ \t]*(['\"\\]?)(\w+)[^\n]*\n(.*)\n\t*\2", re.DOTALL
 OWN_FOLDER = re.compile(
     r"^(?:`pwd`|\$\(pwd\)|\$\{?(?:PWD|\w*(?:DIR|ROOT|HOME))\}?|\$\([^()]*dirname[^()]*\))/+"
 )
-DECLARES = ("export", "declare", "typeset", "readonly")
+DECLARES = ("export", "declare", "typeset", "readonly", "local")
 HARMLESS_FLAGS = re.compile(r"-[xragA]+")
 TESTS = ("[", "[[", "test")
 OF_A_TRAINING = {"--num-layers", "--micro-batch-size", "--train-iters", "--train-samples"}
@@ -96,7 +103,9 @@ class _Script:
     commands: the words of those that may run a program. passed: the places of branches that end the
     script and whose conditions hold. guessed: files that were read, by how they are written.
     functions: what may change its arguments.
-    seen: the last command that is none of a training. has_ended: True after `exit`.
+    seen: the last command that is none of a training. has_ended: True after `exit` or `return`.
+    has_exited: True after `exit`. bodies: of functions that are followed. num_calls: of those that
+    are being followed.
     """
 
     def __init__(self, path: Path | None, assumed: Mapping[str, str]) -> None:
@@ -111,7 +120,10 @@ class _Script:
         self.guessed: dict[str, str] = {}
         self.has_moved = False
         self.has_ended = False
+        self.has_exited = False
         self.depth = 0
+        self.num_calls = 0
+        self.bodies: dict[str, list[list[Token]]] = {}
 
     def read(self, text: str) -> CommandLine:
         """Return the arguments of the one command that runs a program. Raises UserError."""
@@ -198,7 +210,7 @@ class _Script:
         result = self._decide(begin) if is_condition else None
         if result is None:
             return False
-        ends = command[0].text in ("exit", "return")
+        ends = self._ends([command])
         if result == (sign == "&&") and ends:
             self.passed[command[0].place] = None
         elif result == (sign == "&&"):
@@ -207,6 +219,8 @@ class _Script:
 
     def _follow_block(self, statements: Sequence[list[Token]]) -> None:
         """Follow the branch of a condition that is known; trust no name of another block."""
+        if self._follow_definition(statements) or self._follow_case(statements):
+            return
         branches = branches_of(statements)
         first = statements[0][0].text
         if first in ("for", "while", "until") and self._is_over_nothing(statements[0]):
@@ -221,11 +235,65 @@ class _Script:
                 self._pass_by_all([part for part in rest if part])
                 return
             # a training that ran did not end here
-            if result and not _ends(body):
+            if result and not self._ends(body):
                 self._follow_all(body)
                 return
             if result:
                 self.passed[statements[0][0].place] = None
+
+    def _follow_definition(self, statements: Sequence[list[Token]]) -> bool:
+        """Keep a function, to follow it where it is called. Returns False for another block."""
+        found = function_of(statements)
+        if found is None:
+            return False
+        name, body = found
+        self.bodies[name] = body
+        self.functions.discard(name)
+        self.variables.functions[name] = "\n".join(map(written_of, body))
+        return True
+
+    def _follow_call(self, command: Sequence[Token]) -> bool:
+        """Follow a function that is called. Returns False if the command calls none."""
+        words = self.variables.raw_fields(command)
+        body = self.bodies.get(words[0].text) if words else None
+        if body is None or self.depth == DEEPEST:
+            return False
+        self.depth += 1
+        self.num_calls += 1
+        with self.variables.of_call(words[1:]):
+            self._follow_all(body)
+        self.num_calls -= 1
+        self.depth -= 1
+        self.has_ended = self.has_exited
+        return True
+
+    def _follow_case(self, statements: Sequence[list[Token]]) -> bool:
+        """Follow the branch of a `case` whose word is known. Returns False if it is not."""
+        choice = choice_of(statements)
+        value = self._operand(choice.word) if choice else None
+        if choice is None or value is None:
+            return False
+        for patterns, body in choice.branches:
+            texts = [self._operand(pattern) for pattern in patterns]
+            quoted = [re.search(r"[\"'\\]", pattern.text) for pattern in patterns]
+            has_both = any(
+                quote and re.search(r"[*?\[]", str(text))
+                for quote, text in zip(quoted, texts, strict=True)
+            )
+            if None in texts or has_both:
+                return False
+            if any(fnmatchcase(value, str(text)) for text in texts):
+                if self._ends(body):
+                    self.passed[statements[0][0].place] = None
+                else:
+                    self._follow_all(body)
+                break
+        return True
+
+    def _ends(self, body: Sequence[Sequence[Token]]) -> bool:
+        """Return True if statements end the script. A function may return."""
+        ends = ("exit",) if self.num_calls else ("exit", "return")
+        return any(statement[0].text in ends for statement in body)
 
     def _is_over_nothing(self, tokens: Sequence[Token]) -> bool:
         """Return True for a loop over the script's own arguments, of which there are none."""
@@ -326,8 +394,13 @@ class _Script:
         if is_flat:
             for command in commands_of(tokens):
                 self._follow_run(command)
-        elif self.path is None or _runs(written):
+        elif self.path is None or _runs(written) or self._calls_program(written):
             raise UserError.of("import.program_hidden", place=place)
+
+    def _calls_program(self, written: str) -> bool:
+        """Return True for a text with the name of a function that runs a program."""
+        bodies = self.variables.functions
+        return any(_runs(bodies.get(name, "")) for name in re.findall(r"[\w-]+", written))
 
     def _follow_document(self, tokens: Sequence[Token], command: Sequence[Token]) -> None:
         """Follow a here-document: one that is run, or one that is written to a file."""
@@ -353,6 +426,7 @@ class _Script:
         self._distrust_oddities(command)
         if first.text in ("exit", "return"):
             self.has_ended = True
+            self.has_exited = first.text == "exit"
             return
         if first.text == "set" and not written_of(command[1:2]).startswith(("-", "+")):
             self.variables.given_unsure = True
@@ -362,12 +436,14 @@ class _Script:
             self.variables.raw_fields(command)
             return
         assignments = list(command)
-        if first.text in DECLARES:
+        if first.text in DECLARES and (first.text != "local" or self.num_calls):
             assignments = [word for word in command[1:] if not word.text.isidentifier()]
             while assignments and HARMLESS_FLAGS.fullmatch(assignments[0].text):
                 del assignments[0]
         if all(ASSIGNMENT.match(word.text) for word in assignments):
             for word in assignments:
+                if first.text == "local":
+                    self.variables.make_local(word.text.partition("=")[0].rstrip("+"))
                 self.variables.assign(word)
             if first.text == "export":
                 self.variables.exported |= {word.text.partition("=")[0] for word in command[1:]}
@@ -390,6 +466,8 @@ class _Script:
         words = self.variables.raw_fields(command)
         if not words:
             return False
+        if self._follow_call(command):
+            return True
         if first.text == "eval":
             text = " ".join(word.text for word in words[1:])
             return _runs(text) and self._follow_text(text, first)
@@ -506,11 +584,6 @@ class _Script:
             return path.name, read_text(path, LARGEST_SOURCED)
         except (OSError, ValueError):
             return None
-
-
-def _ends(body: Sequence[Sequence[Token]]) -> bool:
-    """Return True if statements end the script."""
-    return any(statement[0].text in ("exit", "return") for statement in body)
 
 
 def _sets_nothing(tokens: Sequence[Token]) -> bool:

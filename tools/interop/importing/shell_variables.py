@@ -66,6 +66,8 @@ class Variables:
     later. absent: names that count as not set, by which a default or a condition was decided.
     given_unsure: True if the script changes its own arguments. given: these arguments, if another
     script runs it with them. exported: names that a script that it runs gets too.
+    functions: the bodies of those that are followed where they are called. of_calls: what the local
+    names of each call that is followed held before it.
     """
 
     def __init__(self, assumed: Mapping[str, str]) -> None:
@@ -77,10 +79,16 @@ class Variables:
         self.given_unsure = False
         self.given: list[Word] | None = None
         self.exported = set[str]()
+        self.functions: dict[str, str] = {}
+        self.of_calls: list[dict[str, str | list[Word] | None]] = []
         self._holes: list[tuple[str, Problem]] = []
 
     def distrust(self, written: str, place: str) -> None:
         """Trust no variable that a text of the script may set which is not followed."""
+        for name in re.findall(r"[A-Za-z_][\w-]*", HARMLESS.sub(" ", written)):
+            if body := self.functions.pop(name, ""):
+                self.distrust(body, place)
+                self.functions[name] = body
         for name in re.findall(r"[A-Za-z_]\w*", HARMLESS.sub(" ", written)):
             self.unsure.setdefault(name, place)
         if SETS_ANY.search(written):
@@ -100,6 +108,28 @@ class Variables:
             yield
         finally:
             self.values, self.unsure, self.unsure_all, self.given, self.given_unsure = before
+
+    @contextmanager
+    def of_call(self, given: Sequence[Word]) -> Iterator[None]:
+        """Have the arguments of a function while it is followed."""
+        before = self.given, self.given_unsure
+        self.given = [*given]
+        self.given_unsure = False
+        self.of_calls.append({})
+        try:
+            yield
+        finally:
+            self.given, self.given_unsure = before
+            for name, value in self.of_calls.pop().items():
+                if value is None:
+                    self.values.pop(name, None)
+                else:
+                    self.values[name] = value
+
+    def make_local(self, name: str) -> None:
+        """Have a variable for the call that is followed alone."""
+        if self.of_calls:
+            self.of_calls[-1].setdefault(name, self.values.get(name))
 
     def _given_as_text(self, base: str) -> str:
         """Return `$@`, `$*` or `$#`."""

@@ -20,9 +20,13 @@ from tools.interop.arguments.megatron import NUMBERS, READ
 from tools.interop.importing.run import import_run
 
 MOST_ROUNDS = 8
-RANKS = 256  # of a user who is asked
+# of a user who is asked: the second if batch and experts do not fit the first
+RANKS = (256, 288)
 ROW = re.compile(r"(\d\d) \| [^|]+ \| (\S+) \|")
 ASSUME = re.compile(r"--assume (\w+)=VALUE")
+MISFIT = re.compile(
+    r"ranks are no multiple|not a multiple of train\.micro_batch .* x parallel\.data"
+)
 KEY = re.compile(r"(?<![\w.])([a-z][a-z0-9]*\.[a-z_]+)=")
 OPTION = re.compile(r"(?<!\S)--([\w.-]+)")
 # what a user would type for a key
@@ -65,6 +69,9 @@ class Answers:
     def add_remedy(self, problem: str) -> bool:
         """Do what a line of a refusal says. Returns False if it says nothing more to do."""
         before = self.count
+        if self.ranks == RANKS[0] and MISFIT.search(problem):
+            self.ranks = RANKS[1]
+            return True
         said, _, remedy = problem.partition(": ")
         option = OPTION.match(said)
         name = option[1].replace("-", "_") if option else ""
@@ -74,7 +81,7 @@ class Answers:
         elif key := next((key for key in KEY.findall(remedy) if key in VALUES), None):
             self.keys.setdefault(key, VALUES[key])
         elif re.search("--ranks (?:N|says|gives)", problem):
-            self.ranks = self.ranks or RANKS
+            self.ranks = self.ranks or RANKS[0]
         elif name and not is_missing:
             self.dropped.add(name)
         return self.count > before

@@ -41,16 +41,16 @@ def problems(text: str, folder: Path) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     "given",
     [
-        ["--drop", "mock-data", "--drop", "fim-rate"],
-        ["--drop", "mock_data,fim_rate"],
-        ["--drop", "--mock-data", "--drop", "--fim-rate"],
-        ["--drop=--mock-data,fim-rate"],
+        ["--drop", "skip-train", "--drop", "fim-rate"],
+        ["--drop", "skip_train,fim_rate"],
+        ["--drop", "--skip-train", "--drop", "--fim-rate"],
+        ["--drop=--skip-train,fim-rate"],
     ],
 )
 def test_a_name_is_dropped_as_it_is_printed_and_as_megatron_keeps_it(
     given: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = f"{BASE} --mock-data --fim-rate 0.25"
+    line = f"{BASE} --skip-train --fim-rate 0.25"
     assert main(["import-args", line, *given]) == 0
     assert "left out, as --drop says: --fim-rate 0.25" in capsys.readouterr().err
 
@@ -67,12 +67,24 @@ def test_the_command_that_a_refusal_ends_with_has_all_answers(
     assert main(["import-args", "my train.sh"]) == 2
     (told,) = re.findall("all answers at once.*: megaprec (.*)", capsys.readouterr().err)
     assert told == (
-        "import-args 'my train.sh' --assume LR=VALUE --assume DATA=VALUE data.tokenizer=FILE "
-        "--drop sft,fim-rate,no-such -o run.toml"
+        "import-args 'my train.sh' --assume LR=VALUE --drop sft,fim-rate,no-such -o run.toml"
     )
-    words = told.replace("LR=VALUE", "LR=1e-4").replace("data.tokenizer=FILE", "model.vocab=500")
-    assert main(shlex.split(words)) == 0
+    assert main([*shlex.split(told.replace("LR=VALUE", "LR=1e-4")), "model.vocab=500"]) == 0
     assert load_run(Path("run.toml")).lr.peak == 1e-4
+
+
+def test_the_proposed_command_keeps_what_was_given_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = BASE.replace("--lr 3e-4", "--lr $LR --seed $SEED")
+    Path("a.sh").write_text(f"{RUN} {line} --sft --fim-rate 0.25\n")
+    given = ["--ranks", "4", "--assume", "SEED=7", "--drop", "sft", "-o", "to here.toml"]
+    assert main(["import-args", "a.sh", *given]) == 2
+    (told,) = re.findall("all answers at once.*: megaprec (.*)", capsys.readouterr().err)
+    assert main(shlex.split(told.replace("LR=VALUE", "LR=1e-4"))) == 0
+    run = load_run(Path("to here.toml"))
+    assert (run.lr.peak, run.train.seed, run.parallel.data) == (1e-4, 7, 4)
 
 
 def test_what_only_names_a_place_of_this_run_needs_no_answer(tmp_path: Path) -> None:
@@ -85,11 +97,65 @@ def test_what_only_names_a_place_of_this_run_needs_no_answer(tmp_path: Path) -> 
     assert "--assume OTHER=VALUE" in line
 
 
+@pytest.mark.parametrize(
+    ("data", "row"),
+    [
+        ("", 'source = "FILL-IN/tokens"'),
+        ("--mock-data", 'source = "FILL-IN/tokens"'),
+        ("--data-args-path $A", 'source = "FILL-IN/tokens"'),
+        ("--per-split-data-args-path list.json", 'source = "FILL-IN/tokens"'),
+        ("--data-path $A/x", 'source = "$A/x"'),
+        ("--data-path $(mix 3 $A/x) $(mix 1 $B/y)", 'source = "FILL-IN/tokens"'),
+        ("--data-path 0.5 $A/x 0.5 $B/y", '{source = "$A/x", weight = 0.5}'),
+        ("--train-data-path 3 $A/x 1 b", '{source = "$A/x", weight = 3.0}'),
+        ("--data-path /data/*_document", 'source = "/data/*_document"'),
+    ],
+)
+def test_files_of_data_are_no_question_and_a_run_without_them_does_not_start(
+    data: str, row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = BASE.replace("--data-path tokens/mine", data)
+    made = imported(f"{RUN} {line} --split 1,0,0", tmp_path)
+    assert row in made.text
+    said = data.split(" ")[0] or "--data-path is not given"
+    assert any(note.startswith(said) for note in made.notes)
+    run = tmp_path / "run.toml"
+    run.write_text(made.text)
+    place = f"train.folder={tmp_path / 'run'}"
+    assert main(["train", str(run), "train.steps=1", "parallel.data=1", place]) == 2
+    assert "FILL-IN" in (err := capsys.readouterr().err) or "$A" in err or "/data/" in err
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "row"),
+    [
+        ("--tokenizer-type Mystery", "FILL-IN/tokenizer.json"),
+        ("--tokenizer-type Llama2Tokenizer --tokenizer-model $T", "$T"),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model $T/x", "$T/x/tokenizer.json"),
+    ],
+)
+def test_a_tokenizer_that_is_not_here_is_no_question(
+    tokenizer: str, row: str, tmp_path: Path
+) -> None:
+    made = imported(f"{RUN} {BASE.replace('--vocab-size 500', tokenizer)}", tmp_path)
+    assert f'tokenizer = "{row}"' in made.text
+    assert any("tokenizer" in note and ("FILL-IN" in note or "$T" in note) for note in made.notes)
+
+
+def test_a_seed_that_the_shell_draws_is_no_question(tmp_path: Path) -> None:
+    made = imported(f"{RUN} {BASE} --seed $RANDOM", tmp_path)
+    assert "\nseed = 1234 " in made.text
+    assert any(note.startswith("--seed $RANDOM: drawn anew") for note in made.notes)
+
+
+def test_words_of_validation_data_that_are_not_known_begin_no_argument(tmp_path: Path) -> None:
+    made = imported(f"{RUN} {BASE} --valid-data-path 1 $A/x --swiglu", tmp_path)
+    assert 'mlp = "swiglu"' in made.text and "--valid-data-path 1 $A/x" in made.text
+
+
 def test_a_key_beside_counts_instead_of_data_that_is_not_known(tmp_path: Path) -> None:
     line = BASE.replace("--data-path tokens/mine", "")
     for data in ("--mock-data", "--data-path 0.5 $A/x 0.5 $B/y", "--data-args-path $A"):
-        (problem,) = problems(f"{RUN} {line} {data}", tmp_path)
-        assert "data.source=PREFIX" in problem or "--assume A=VALUE" in problem
         made = imported(f"{RUN} {line} {data}", tmp_path, ("data.source=tokens/mine",))
         assert 'source = "tokens/mine"' in made.text
     made = imported(f"{RUN} {line} --train-data-path 3 a 1 b --valid-data-path c", tmp_path)
@@ -97,9 +163,25 @@ def test_a_key_beside_counts_instead_of_data_that_is_not_known(tmp_path: Path) -
 
 
 def test_what_is_missing_and_what_is_refused_are_asked_for_together(tmp_path: Path) -> None:
-    line = BASE.replace("--data-path tokens/mine --vocab-size 500", "")
+    line = BASE.replace("--seq-length 32", "").replace("--lr 3e-4", "")
     said = problems(f"{RUN} {line} --fim-rate 0.25", tmp_path)
-    assert [problem.split()[0] for problem in said] == ["--fim-rate", "--data-path", "the"]
+    assert [problem.split()[0] for problem in said] == ["--fim-rate", "--seq-length", "--lr"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--decoupled-lr 5e-4 --decoupled-min-lr 4e-5",
+        "--start-weight-decay 0.1 --end-weight-decay 0.2 --weight-decay-incr-style cosine",
+    ],
+)
+def test_arguments_that_mean_one_thing_together_are_one_question(
+    given: str, tmp_path: Path
+) -> None:
+    (line,) = problems(f"{RUN} {BASE} {given}", tmp_path)
+    assert line.startswith(given)
+    path = tmp_path / "train.sh"
+    assert answers_of(path) == (1, "")
 
 
 def test_ranks_of_experts_are_asked_for_and_never_left_out(tmp_path: Path) -> None:

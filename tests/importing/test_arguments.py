@@ -63,7 +63,7 @@ KEYED = {
 }  # fmt: skip
 WITHOUT = {
     "hierarchical_context_parallel_sizes": "one group here", "phase_transition_iterations": "one order",
-    "mock_data": "data.source", "zero_optimization.offload_optimizer.device": "offloaded",
+    "zero_optimization.offload_optimizer.device": "offloaded",
     **dict.fromkeys(("wandb_exp_name", "use_flash_attn", "use_mcore_models", "exit_interval", "num_workers", "transformer_impl", "distributed_backend", "wall_clock_breakdown", "flops_profiler"), "is not used here"),
 }  # fmt: skip
 

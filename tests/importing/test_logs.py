@@ -107,7 +107,7 @@ def test_what_changes_numbers_is_refused_in_a_log_too(tmp_path: Path) -> None:
         ("phase_transition_iterations", "[10]", "the data of a run has one order"),
         ("perform_initialization", False, "initial weights are normal"),
         ("qk_l2_norm", True, "it makes another model"),
-        ("end_weight_decay", 0.5, "weight decay is constant"),
+        ("decoupled_lr", 0.5, "the learning rate is one schedule"),
     ):
         log.write_text(log_of(args | {name: value}))
         with pytest.raises(UserError, match=said):

@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from megaprec.errors import Problem
 from tools.interop.importing.megatron_model import REQUIRED
@@ -25,11 +26,21 @@ NEEDED = frozenset(
 LONGEST = 1500  # letters of a command
 
 
-def command_with_answers(sources: Sequence[str], problems: Sequence[Problem]) -> str:
-    """Return the line that proposes a command with the answers to problems; "" if there are none.
+@dataclass(frozen=True)
+class Asked:
+    """The words that a command was given.
 
-    sources: the words that the command was given.
+    sources: all but options. options: those of answers. output: the file to write.
     """
+
+    sources: Sequence[str]
+    options: Sequence[str] = ()
+    output: str = "run.toml"
+
+
+def command_with_answers(asked: Asked, problems: Sequence[Problem]) -> str:
+    """Return the line that proposes a command with the answers to problems; "" if there are
+    none."""
     dropped = dict[str, None]()
     others = dict[str, None]()
     for problem in problems:
@@ -40,13 +51,15 @@ def command_with_answers(sources: Sequence[str], problems: Sequence[Problem]) ->
             others[answer] = None
     if not dropped and not others:
         return ""
-    words = list(others)
+    words = [shlex.quote(option) for option in asked.options]
+    words += others
     if dropped:
         words.append(f"--drop {','.join(dropped)}")
-    given = shlex.join(sources)
-    command = f"megaprec import-args {given} {' '.join(words)} -o run.toml"
+    given = shlex.join(asked.sources)
+    end = f"{' '.join(words)} -o {shlex.quote(asked.output)}"
+    command = f"megaprec import-args {given} {end}"
     if len(command) > LONGEST:
-        command = f"megaprec import-args ... {' '.join(words)} -o run.toml"
+        command = f"megaprec import-args ... {end}"
     return f"all answers at once, with your values for words in capitals: {command}"
 
 

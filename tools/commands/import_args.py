@@ -21,7 +21,12 @@ from typing import Any
 
 from megaprec.data.files import write_whole
 from megaprec.errors import Problem, UserError
-from tools.commands.import_answers import can_be_dropped, command_with_answers, dropped_names
+from tools.commands.import_answers import (
+    Asked,
+    can_be_dropped,
+    command_with_answers,
+    dropped_names,
+)
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_strict
 from tools.config.run_file import read_run_settings
@@ -94,7 +99,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         imported = import_run(items, settings, assumed, args.ranks, dropped)
     except UserError as error:
-        raise UserError(*error.problems, *_hints(error.problems, args.overrides)) from None
+        raise UserError(*error.problems, *_hints(error.problems, _asked(args))) from None
     tell_notes(imported.notes, args.strict)
     counts = f"{imported.read} arguments read, {imported.unused} not needed here"
     # the text alone on stdout, to be piped
@@ -107,9 +112,18 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _hints(problems: Sequence[Problem], sources: Sequence[str]) -> Iterator[str]:
-    """Yield the ways out of the problems of an import. sources: the words that it was given."""
-    if command := command_with_answers(sources, problems):
+def _asked(args: argparse.Namespace) -> Asked:
+    """Return what the command was given, for one that is given answers too."""
+    options = [f"--assume={assumption}" for assumption in args.assume]
+    options += [f"--drop={names}" for names in args.drop]
+    options += [f"--ranks={args.ranks}"] if args.ranks is not None else []
+    output = str(args.output) if args.output is not None else "run.toml"
+    return Asked(args.overrides, options, output)
+
+
+def _hints(problems: Sequence[Problem], asked: Asked) -> Iterator[str]:
+    """Yield the ways out of the problems of an import."""
+    if command := command_with_answers(asked, problems):
         yield command
     is_open = [problem.code in NOT_FOLLOWED for problem in problems]
     if any(map(can_be_dropped, problems)) and not all(is_open):

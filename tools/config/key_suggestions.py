@@ -67,7 +67,6 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "checkpoint.resume": ("resume_from_checkpoint",),
     "log.every": ("logging_steps",),
     "log.to": ("tensorboard", "wandb", "mlflow", "trackio", "report_to", "loggers"),
-    "train.global_batch": ("batch_size",),
 }
 """Our keys, and the words for them in Hugging Face's settings and other trainers'; of Megatron-LM
 and DeepSpeed, `tools.interop.arguments` knows every name."""

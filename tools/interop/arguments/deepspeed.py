@@ -71,7 +71,6 @@ _REFUSED = {
         bf16.check_grad_overflow=true fp16.consecutive_hysteresis=false
         data_types.buffer_dtype=null data_types.param_dtype=null
     """,
-    "bf16 is the key for it": "bfloat16.enabled=false",
     "weight decay is decoupled in adamw: optimizer.name=Adam adds it to the gradient": """
         optimizer.params.adam_w_mode=true
     """,
@@ -80,6 +79,7 @@ _REFUSED = {
     """,
     "lr.initial is the rate that a warm-up begins with": "scheduler.params.warmup_min_ratio=0",
     "remove it, and give lr.final beside the file": "scheduler.params.cos_min_ratio",
+    "the loss is scaled with FP16 alone": "bf16.loss_scale=1",
     "gradients are accumulated after each micro-batch in any case": """
         bf16.immediate_grad_update=false
     """,

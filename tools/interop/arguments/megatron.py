@@ -125,6 +125,7 @@ embedding_init_method_std                  number                 model.init
 vocab_size                                 size                   model.vocab
 padded_vocab_size                          size                   model.vocab
 micro_batch_size                           int                    train.micro_batch
+batch_size>micro_batch_size                int                    train.micro_batch
 global_batch_size                          int                    train.global_batch
 rampup_batch_size                          text*                  train.batch_schedule
 step_batch_size_schedule                   text                   train.batch_schedule
@@ -135,10 +136,13 @@ train_iters                                int                    train.steps
 train_samples                              int                    train.steps
 lr                                         number                 lr.peak
 min_lr                                     number=0.0             lr.final
+decoupled_lr                               number                 lr.peak
+decoupled_min_lr                           number                 lr.final
 lr_decay_style linear|constant|cosine|inverse-square-root|WSD lr.schedule
 lr_decay_iters                             int                    lr.length
 lr_decay_samples                           int                    lr.length lr.unit
 lr_warmup_fraction                         number                 lr.warmup
+warmup>lr_warmup_fraction                  number                 lr.warmup
 lr_warmup_iters                            int=0                  lr.warmup
 lr_warmup_samples                          int=0                  lr.warmup lr.unit
 lr_warmup_init                             number=0.0             lr.initial
@@ -159,7 +163,10 @@ save_retain_interval                       int          checkpoint.keep checkpoi
 finetune                                   switch                 train.init_from
 pretrained_checkpoint                      text                   train.init_from
 tensor_model_parallel_size                 size=1                 parallel.tensor
+model_parallel_size>tensor_model_parallel_size size               parallel.tensor
 pipeline_model_parallel_size               size=1                 parallel.pipeline
+account_for_embedding_in_pipeline_split    switch                 parallel.cuts
+account_for_loss_in_pipeline_split         switch                 parallel.cuts
 expert_model_parallel_size                 size=1                 parallel.expert
 expert_tensor_parallel_size                size                   parallel.expert_tensor
 context_parallel_size                      size=1                 parallel.context
@@ -213,9 +220,15 @@ adam_beta2                                 number=0.999           optimizer.beta
 adam_eps                                   number=1e-08           optimizer.eps
 sgd_momentum                               number=0.9             optimizer.options
 weight_decay                               number=0.01            optimizer.weight_decay
+start_weight_decay                         number                 optimizer.weight_decay
+end_weight_decay                           number                 optimizer.weight_decay
+weight_decay_incr_style                    constant|linear|cosine optimizer.weight_decay
 clip_grad                                  number=1.0             optimizer.clip
 data_path                                  text*                  data.source data.blend
 train_data_path                            text*                  data.source data.blend
+mock_data                                  switch                 data.source
+data_args_path                             text                   data.source
+per_split_data_args_path                   text                   data.source
 split                                      text=969,30,1          data.held_out
 tokenizer_type                             text                   data.tokenizer
 tokenizer_model                            text                   data.tokenizer
@@ -271,7 +284,6 @@ _REFUSED: Mapping[str, str] = {
         num_distributed_optimizer_instances=1
     """,
     "write the layers of each stage as parallel.cuts": """
-        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
         decoder_first_pipeline_num_layers= decoder_last_pipeline_num_layers=
         encoder_pipeline_model_parallel_size=0 encoder_tensor_model_parallel_size=0
         expert_tensor_parallel_num_weight_shards= pipeline_model_parallel_layout=
@@ -282,14 +294,11 @@ _REFUSED: Mapping[str, str] = {
         "weight decay is constant here, and applied to parameters of two or more dimensions: "
         "optimizer.groups changes it by name"
     ): """
-        apply_wd_to_qk_layernorm end_weight_decay= no_weight_decay_cond_type=
-        start_weight_decay= weight_decay_incr_style=constant
+        apply_wd_to_qk_layernorm no_weight_decay_cond_type=
     """,
     (
         "the learning rate is one schedule for all parameters: optimizer.groups has factors by name"
-    ): """
-        decoupled_lr= decoupled_min_lr= head_lr_mult=1.0
-    """,
+    ): "head_lr_mult=1.0",
     "queries and keys are not clipped here: model.qk_norm bounds their scores": """
         qk_clip qk_clip_alpha=0.5 qk_clip_threshold=100
     """,
@@ -326,14 +335,6 @@ _REFUSED: Mapping[str, str] = {
         "all tokens of the batch are predicted alike and all layers trained: no supervised "
         "fine-tuning (SFT), no reinforcement learning (RL), no layers that freeze"
     ): "freeze_all_layers perform_rl_step sft sft_tokenizer_prompt_format=nemotron-h-aligned",
-    (
-        "data is not made up here: give data.source=PREFIX of your tokens, or data.blend=..., "
-        "which count instead"
-    ): "mock_data",
-    (
-        "lists of data in a file are not read: give data.source=PREFIX, or data.blend=..., which "
-        "count instead"
-    ): "data_args_path= per_split_data_args_path=",
     "the data loader here shuffles samples in each epoch, which all replicas share": """
         dataloader_inter_document_masking dataloader_type=single no_data_sharding
     """,
@@ -361,12 +362,6 @@ _REFUSED: Mapping[str, str] = {
     ): "use_checkpoint_lr_scheduler use_checkpoint_opt_param_scheduler",
     "a run ends after train.steps; a signal stops it earlier, with its state saved": """
         skip_train
-    """,
-    (
-        "Megatron-LM itself refuses it: use --micro-batch-size, --lr-warmup-fraction, "
-        "--tensor-model-parallel-size or --recompute-granularity"
-    ): """
-        batch_size= model_parallel_size= warmup=
     """,
 }
 # Subjects that change no number of a run: what their arguments begin with, behind `no_` and
@@ -464,13 +459,24 @@ use_tp_pp_dp_mapping use_transformer_engine_op_fuser verify_integrity vocab_file
 wandb_exp_name= wandb_save_dir= wgrad_deferral_limit=
 """
 
-# Arguments of other programs that go on from Megatron-LM: names that it does not have, and that
-# change no number of a run either.
+# Arguments of other programs that go on from Megatron-LM, and of Megatron-LM before version 2.5,
+# which are read: rows as above.
+_READ_OF_OTHERS = """
+num_microbatches_in_minibatch              size=1                 train.global_batch
+attention_head_type                        multihead|multiquery   model.kv_heads
+no_scaled_init                             switch                 model.init
+pp_partition_method                        text                   parallel.cuts
+"""
+# Names of other programs that change no number of a run either.
 _OF_OTHERS = """
-abort_on_unmet_fused_kernel_constraints activations_checkpoint_granularity=
-activations_checkpoint_method= activations_checkpoint_num_layers= codecarbon_dir=
-kill_switch_path= pad_vocab_size_to= pp_partition_method= structured_logs structured_logs_dir=
-tokenizer_file= tokenizer_name_or_path= train_weighted_split_paths_path=
+abort_on_unmet_fused_kernel_constraints apply_rope_fusion barrier_with_L1_time batch_p2p_comm
+batch_p2p_sync disable_last_saving enable_primus_turbo log_avg_reset_interval=
+log_avg_skip_iterations= cpu_offloading_activations enable_one_logger
+activations_checkpoint_granularity= activations_checkpoint_method=
+activations_checkpoint_num_layers= codecarbon_dir=
+kill_switch_path= pad_vocab_size_to= structured_logs structured_logs_dir=
+stderr_sink_level= sync_tp_duplicated_parameters tokenizer_file= tokenizer_name_or_path=
+tokenizer_path= train_weighted_split_paths_path=
 use_fused_rmsnorm use_fused_rotary_pos_emb use_fused_swiglu use_mpi
 valid_num_workers= valid_weighted_split_paths_path= wandb_entity_name= wandb_project_name=
 """
@@ -548,7 +554,13 @@ def _shapes(names: str) -> Iterator[tuple[str, Form, str | None]]:
 _ROWS = [_argument(row) for row in _READ.replace("\n    ", " ").strip().splitlines()]
 READ: Mapping[str, Argument] = {row.name: row for row in _ROWS}
 """The arguments that are read, by the name that is typed."""
-DEFAULTS: Mapping[str, Any] = {row.kept: row.default for row in reversed(_ROWS)}
+READ_OF_OTHERS: Mapping[str, Argument] = {
+    row.name: row for row in map(_argument, _READ_OF_OTHERS.strip().splitlines())
+}
+"""Arguments that Megatron-LM does not have, or no longer, and that are read too."""
+DEFAULTS: Mapping[str, Any] = {
+    row.kept: row.default for row in reversed([*_ROWS, *READ_OF_OTHERS.values()])
+}
 """Megatron-LM's defaults, by the name under which its parser keeps a value."""
 REFUSED: Mapping[str, Refused] = {
     name: Refused(form, permitted, why)
@@ -580,7 +592,7 @@ def form_of(name: str) -> Form | None:
     used may have any."""
     if is_unused(name):
         return "values"
-    known = READ.get(name) or REFUSED.get(name)
+    known = READ.get(name) or READ_OF_OTHERS.get(name) or REFUSED.get(name)
     return known.form if known else None
 
 

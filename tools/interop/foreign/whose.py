@@ -259,6 +259,10 @@ KINDS: tuple[Kind, ...] = (
 )
 
 
+OF_TRAINER = ("arguments of Hugging Face's Trainer", "a configuration of LLaMA-Factory")
+"""Kinds whose arguments `megaprec import-args` reads from a script or YAML."""
+
+
 def whose(names: Iterable[str]) -> Kind | None:
     """Return the kind of a file with these names; None if it is not known. Dashes count as
     underscores."""

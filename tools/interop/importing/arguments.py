@@ -21,6 +21,7 @@ from tools.interop.arguments.megatron import (
     NUMBERS,
     OF_OTHERS,
     READ,
+    READ_OF_OTHERS,
     REFUSED,
     UNUSED,
     UNUSED_FORMS,
@@ -50,6 +51,12 @@ TURNED_OFF = {
     "perform_initialization": "no_initialization",
     "data_sharding": "no_data_sharding",
 }
+# functions of a feed-forward, and the flags that choose them
+ACTIVATIONS: Mapping[str, Mapping[str, bool]] = {
+    "swiglu": {"swiglu": True},
+    "squaredrelu": {"squared_relu": True},
+    "gelu": {},
+}
 DTYPES = {
     "torch.float32": "fp32",
     "torch.bfloat16": "bf16",
@@ -71,10 +78,6 @@ TYPED = _typed_names()
 # arguments whose value may be left open: it names a place, or only whether there is one counts
 PLACES = ("save", "load")
 SWITCHES = ("tensorboard_dir", "wandb_project")
-SEVERAL_PATHS = (
-    "several of its paths are not known: data.source=PREFIX of your tokens, or data.blend=..., "
-    "counts instead"
-)
 # arguments of data, and keys that count instead of them
 DATA_ARGUMENTS = (
     "data_path",
@@ -84,6 +87,8 @@ DATA_ARGUMENTS = (
     "per_split_data_args_path",
 )
 KEYS_OF_DATA = ("data.source", "data.blend")
+# arguments whose files only the machine of the training has: kept as they are written
+FILES_OF_DATA = (*DATA_ARGUMENTS, "tokenizer_model")
 
 
 @dataclass
@@ -94,8 +99,8 @@ class Arguments:
     said: how each of these was given, and place where. unused: arguments that are not used here, as
         they were given.
     dropped: names that are left out because the user says so. left_out: those that were found, as
-        they were given. open_places: folders whose names are not known. draft: of the run file that
-        they become.
+        they were given. open_places: folders whose names are not known. open_files: why files of
+        data are not known, by the argument. draft: of the run file that they become.
     """
 
     dropped: frozenset[str] = frozenset()
@@ -106,6 +111,7 @@ class Arguments:
     unused: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     open_places: dict[str, Word] = field(default_factory=dict)
+    open_files: dict[str, Problem] = field(default_factory=dict)
 
     def get(self, name: str) -> Any:
         """Return the value of an argument, or Megatron-LM's default."""
@@ -146,7 +152,7 @@ class Arguments:
         """Add one argument with its values. said: how it was given."""
         unknown = [word.unknown for word in words if word.unknown]
         texts = [word.text for word in words]
-        row = READ.get(name)
+        row = READ.get(name) or READ_OF_OTHERS.get(name)
         if name in self.dropped:
             self.left_out[name] = said
         elif is_unused(name):
@@ -157,10 +163,10 @@ class Arguments:
             self.open_places[name] = words[0]
             self.said[name] = said
             self.place[name] = place
-        elif unknown and name not in SWITCHES:
-            names = {why.fields.get("name", why) for why in unknown}
-            several = name in DATA_ARGUMENTS and len(names) > 1
-            self.add_problem(said, place, SEVERAL_PATHS if several else unknown[0])
+        elif unknown and name == "seed" and all(map(_is_drawn, unknown)):
+            self.draft.notes.append(f"{said}: drawn anew in each run; {MEGATRON} counts")
+        elif unknown and name not in (*SWITCHES, *FILES_OF_DATA):
+            self.add_problem(said, place, unknown[0])
         elif row is None:
             refused = REFUSED[name]
             if not _is_permitted(refused.permitted, texts):
@@ -171,10 +177,17 @@ class Arguments:
             self.values[row.kept] = _value_of(row, texts)
             self.said[row.kept] = said
             self.place[row.kept] = place
+            if unknown and name in FILES_OF_DATA:
+                self.open_files[row.kept] = unknown[0]
 
     def _is_answered(self, name: str) -> bool:
         """Return True if the user gives a key that counts instead of an argument."""
         return name in DATA_ARGUMENTS and any(key in self.draft.settled for key in KEYS_OF_DATA)
+
+
+def _is_drawn(why: Problem) -> bool:
+    """Return True for a value that the shell draws."""
+    return why.fields.get("name") == "RANDOM"
 
 
 def _value_of(row: Argument, texts: Sequence[str]) -> Any:
@@ -249,6 +262,8 @@ def _values_of(name: str, following: Sequence[Word]) -> Sequence[Word]:
         return following[:1]
     if is_unused(name):  # it may be a flag, and an unknown word further arguments
         form = UNUSED_FORMS.get(name) or OF_OTHERS.get(name)
+        if form == "values":
+            return following
         num_sure = 1 if form == "value" else 0
         return [*following[:num_sure], *takewhile(_is_known_word, following[num_sure:])]
     return following
@@ -269,7 +284,7 @@ def read_table(table: Mapping[str, Any], arguments: Arguments, place: str) -> No
 
     A value that is null or empty counts as not given.
     """
-    for key, value in table.items():
+    for key, value in _on_and_off(table).items():
         kept = key.removeprefix("--").replace("-", "_")
         name = _name_in_table(kept)
         form = form_of(name)
@@ -293,6 +308,19 @@ def read_table(table: Mapping[str, Any], arguments: Arguments, place: str) -> No
             read_words([Word(typed, place)], arguments)
         else:
             read_words(words + _words_of(value, place), arguments)
+
+
+def _on_and_off(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table in which what stands for the flag of another name is that flag."""
+    plain = dict(table)
+    for kept, flag in TURNED_OFF.items():
+        if isinstance(plain.get(kept), bool):
+            plain[flag] = not plain.pop(kept)
+    activation = plain.get("activation_func")
+    if isinstance(activation, str) and activation in ACTIVATIONS:
+        del plain["activation_func"]
+        plain |= ACTIVATIONS[activation]
+    return plain
 
 
 def _words_of(value: Any, place: str) -> list[Word]:
@@ -342,9 +370,6 @@ def read_kept(args: Mapping[str, Any], arguments: Arguments, place: str) -> list
 def _known_of_kept(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of the arguments that are known, without what Megatron-LM itself adds."""
     table = dict(args)
-    for kept, flag in TURNED_OFF.items():
-        if kept in table:
-            table[flag] = not table.pop(kept)
     for name in ("start_weight_decay", "end_weight_decay"):
         if table.get(name) == table.get("weight_decay"):  # so Megatron-LM completes them
             table.pop(name, None)
@@ -354,7 +379,7 @@ def _known_of_kept(args: Mapping[str, Any]) -> dict[str, Any]:
         table.pop("global_batch_size", None)
     known = dict[str, Any]()
     for name, value in table.items():
-        if is_known(name):
+        if is_known(name) or name in TURNED_OFF:
             known[name] = DTYPES.get(str(value), value)
     return known
 

@@ -43,6 +43,8 @@ WHOLE = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 STEPS = "gradient_accumulation_steps"
 STAGE = "zero_optimization.stage"
+BF16 = "bf16"
+FORMER_BF16 = "bfloat16"  # which DeepSpeed still reads
 
 
 @dataclass
@@ -92,6 +94,8 @@ def add_deepspeed(
     """Add the keys that DeepSpeed's configuration decides. Returns the leaves that are not used
     here."""
     config = Config(place, draft, {})
+    if FORMER_BF16 in content and BF16 not in content:
+        content = {BF16 if key == FORMER_BF16 else key: content[key] for key in content}
     unused = dict[str, str]()
     for path, value in _leaves("", content):
         problem = _problem(path, value, draft)
@@ -137,7 +141,7 @@ def _problem(path: str, value: Any, draft: Draft) -> str:
 def _problem_of_value(path: str, value: Any, draft: Draft) -> str:
     keys = READ[path]
     if value == "auto":
-        if any(key in draft.settled for key in keys):
+        if draft.fills_auto or any(key in draft.settled for key in keys):
             return ""
         filled = f", what Hugging Face's Trainer makes of {AUTO[path]}" if path in AUTO else ""
         return f"what it will be is not known{filled}: give {keys[0]}=... beside"
@@ -202,6 +206,8 @@ def _add_batch(config: Config, ranks: int | None) -> None:
     draft = config.draft
     sizes = {name: config.get(name) for name in (WHOLE, MICRO, STEPS)}
     where = f"{config.origin(*sizes)} ({config.place})"
+    if draft.fills_auto and "auto" in sizes.values():
+        return
     numbers = [size for size in sizes.values() if isinstance(size, int)]
     if min(numbers, default=1) < 1:
         draft.problems.append(f"{where}: give numbers from 1 on")
@@ -308,14 +314,16 @@ def _add_zero(config: Config) -> None:
     stage = config.get(STAGE, 0)
     if stage == "auto":
         return
-    if stage not in (0, 1, 2) and config.draft.needs("parallel.zero"):
-        way = (
-            "parallel.tensor and parallel.pipeline divide them; parallel.zero=true beside the "
-            "file takes ZeRO-1 instead"
-        )
-        config.refuse(STAGE, f"weights are not sharded over replicas here: {way}")
+    if stage not in range(4) and config.draft.needs("parallel.zero"):
+        config.refuse(STAGE, "the stages of ZeRO are 0 to 3")
         return
-    config.put("parallel.zero", 2 if stage == 2 else stage > 0, STAGE)
+    if stage == 3 and config.draft.needs("parallel.zero"):
+        config.draft.notes.append(
+            f"{config.origin(STAGE)} ({config.place}): weights are not sharded over replicas here, "
+            "so parallel.zero = 2 shards gradients and the optimizer's state; the results are the "
+            "same, the memory is not (parallel.tensor and parallel.pipeline divide weights)"
+        )
+    config.put("parallel.zero", min(stage, 2) if stage > 1 else stage > 0, STAGE)
     if config.get("zero_optimization.overlap_comm") is True:
         config.put("parallel.overlap", True, "zero_optimization.overlap_comm")
     bucket = config.get("zero_optimization.reduce_bucket_size", "auto")

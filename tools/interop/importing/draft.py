@@ -28,6 +28,7 @@ class Draft:
     notes: what differs, or is left to know.
     problems: lines for the user; with one there is no run file.
     missing: what is not there, which counts if there are no other problems.
+    fills_auto: a program fills in what DeepSpeed's configuration leaves "auto".
     """
 
     settled: Mapping[str, Setting] = field(default_factory=dict)
@@ -35,6 +36,7 @@ class Draft:
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    fills_auto: bool = False
 
     def put(self, key: str, value: Any, origin: str) -> None:
         """Set a key."""

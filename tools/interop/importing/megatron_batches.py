@@ -20,6 +20,7 @@ from tools.interop.importing.draft import Draft
 
 RAMP = "rampup_batch_size"
 IN_STEPS = "step_batch_size_schedule"
+MICRO_BATCHES = "num_microbatches_in_minibatch"
 DECREASE = "decrease_batch_size_if_needed"
 SUFFIXES = {"T": 10**12, "B": 10**9, "M": 10**6, "K": 10**3}
 RAMP_NOTE = (
@@ -108,7 +109,10 @@ def _add_constant(arguments: Arguments, data: int | None) -> None:
         return
     elif micro is not None and data is not None:
         origin = "--micro-batch-size x replicas, as in Megatron-LM"
-        draft.put("train.global_batch", micro * data, origin)
+        number = arguments.get(MICRO_BATCHES)
+        if arguments.has(MICRO_BATCHES):
+            origin = f"{arguments.origin(MICRO_BATCHES)}, each of {micro} samples on each replica"
+        draft.put("train.global_batch", micro * data * number, origin)
     else:
         draft.missing.append(
             "--global-batch-size is missing, and without it the batch depends on the number of "

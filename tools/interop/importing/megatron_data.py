@@ -13,6 +13,17 @@ GPT2_FILE = re.compile(r"[ =/]gpt2-vocab\.json$")
 GPT2_VOCABULARY = 50257  # tokens
 SHARE = re.compile(r"\d+\.?\d*|\.\d+")  # of --split
 SHARES = 3
+PATHS = ("data_path", "train_data_path")
+# arguments that say where tokens come from without naming token files
+WITHOUT_PATHS = {
+    "mock_data": "data is not made up here",
+    "data_args_path": "lists of data in a file are not read",
+    "per_split_data_args_path": "lists of data in a file are not read",
+}
+NO_PATH = "no token files are known"
+# files that the user puts in
+OPEN_SOURCE = "FILL-IN/tokens"
+OPEN_TOKENIZER = "FILL-IN/tokenizer.json"
 MASKS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 TRACKERS = {"tensorboard_dir": "tensorboard", "wandb_project": "wandb"}
 
@@ -56,28 +67,42 @@ def _add_split(arguments: Arguments) -> None:
 
 
 def _add_paths(arguments: Arguments) -> None:
+    """Add the token files. Those that are not known, or not named, are left to fill in."""
     draft = arguments.draft
-    paths = arguments.get("data_path") or arguments.get("train_data_path")
-    origin = arguments.origin("data_path", "train_data_path")
-    is_needed = draft.needs("data.source") and draft.needs("data.blend")
-    if not paths:
-        if is_needed:
-            draft.missing.append(
-                "--data-path is missing: the prefix of a .bin and .idx pair, or data.source=... "
-                "beside"
-            )
-        return
-    if len(paths) == 1:
-        draft.put("data.source", paths[0], origin)
+    paths = arguments.get("data_path") or arguments.get("train_data_path") or ()
+    given = [*filter(arguments.has, PATHS)]
+    origin = arguments.origin(*given)
+    if not (draft.needs("data.source") and draft.needs("data.blend")):
         return
     weights = [_weight(text) for text in paths[::2]]
-    if len(paths) % 2 == 0 and None not in weights:
+    reasons = [arguments.open_files[name] for name in given if name in arguments.open_files]
+    if len(paths) == 1:
+        draft.put("data.source", paths[0], origin)
+    elif paths and len(paths) % 2 == 0 and None not in weights:
         pairs = zip(weights, paths[1::2], strict=True)
         blend = [{"source": path, "weight": weight} for weight, path in pairs]
         draft.put("data.blend", blend, origin)
-    elif is_needed:
+    elif paths and not reasons:
         why = "give the weight of each data set before its path (data.blend)"
-        arguments.refuse(why, *filter(arguments.has, ("data_path", "train_data_path")))
+        arguments.refuse(why, *given)
+    else:
+        _leave_data_open(arguments)
+        return
+    if reasons:
+        draft.notes.append(f"{origin}: {reasons[0]}. The run file has the path as it is written")
+
+
+def _leave_data_open(arguments: Arguments) -> None:
+    """Add a path to fill in, and say why."""
+    draft = arguments.draft
+    given = [*filter(arguments.has, (*PATHS, *WITHOUT_PATHS))]
+    said = arguments.origin(*given) if given else "--data-path is not given"
+    why = next((why for name, why in WITHOUT_PATHS.items() if arguments.get(name)), NO_PATH)
+    draft.put("data.source", OPEN_SOURCE, said)
+    draft.notes.append(
+        f"{said}: {why}. Instead of {OPEN_SOURCE} give the prefix of a .bin and .idx pair "
+        "(data.source) or several (data.blend)"
+    )
 
 
 def _weight(text: str) -> float | None:
@@ -94,6 +119,7 @@ def _add_tokenizer(arguments: Arguments) -> None:
     draft = arguments.draft
     kind = arguments.get("tokenizer_type")
     path = arguments.get("tokenizer_model")
+    reason = arguments.open_files.get("tokenizer_model")
     origin = arguments.origin("tokenizer_model")
     if not draft.needs("data.tokenizer"):
         return
@@ -114,6 +140,9 @@ def _add_tokenizer(arguments: Arguments) -> None:
             )
     else:
         _add_vocabulary(arguments, kind)
+        return
+    if reason:
+        draft.notes.append(f"{origin}: {reason}. The run file has the path as it is written")
 
 
 def _add_vocabulary(arguments: Arguments, kind: str | None) -> None:
@@ -143,10 +172,11 @@ def _add_vocabulary(arguments: Arguments, kind: str | None) -> None:
         missing = "the size of the vocabulary is not in the arguments"
         missing += " (--vocab-size)"
         what = missing if is_readable else f"{said}: there is no such tokenizer here"
-        draft.missing.append(
-            f"{what}: give data.tokenizer=FILE (a SentencePiece .model or a Hugging Face "
-            "tokenizer.json) or, for tokens that are on disk, model.vocab=N (50257 for GPT-2's) "
-            "beside them"
+        draft.put("data.tokenizer", OPEN_TOKENIZER, what)
+        draft.notes.append(
+            f"{what}. Instead of data.tokenizer = {OPEN_TOKENIZER} give a SentencePiece .model or "
+            "a Hugging Face tokenizer.json or, for tokens that are on disk, model.vocab=N (50257 "
+            "for GPT-2's) alone"
         )
 
 

@@ -20,6 +20,11 @@ CONTEXT_BY = {("p2p",): "ring", ("all_gather",): "gather", ("allgather",): "gath
 MODULES = {"core_attn": "attention", "layernorm": "norm", "moe_act": "activation"}
 CHUNKS = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
 MOST_STAGES = 4096
+# what counts as a layer when stages are cut: of Megatron-LM, and of DeepSpeed
+ENDS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+METHOD = "pp_partition_method"
+BY_LAYERS = "type:transformer"
+BY_ENDS = "type:transformer|embedding"
 
 
 def add_layout(arguments: Arguments, ranks: int | None) -> None:
@@ -144,12 +149,28 @@ def _add_stages(arguments: Arguments, pipeline: int) -> None:
         arguments.put("parallel.chunks", chunks, *CHUNKS)
     if pipeline == 1 or not draft.needs("parallel.cuts"):
         return
-    if layers % stages or stages > MOST_STAGES:
+    begin, end = _layers_beside(arguments)
+    usual, rest = divmod(layers + begin + end, stages)
+    cuts = [usual] * min(stages, MOST_STAGES)
+    cuts[0] -= begin
+    cuts[-1] -= end
+    if rest or stages > MOST_STAGES or min(cuts) < 1:
         why = f"{layers} layers cannot be cut evenly into {pipeline} x {chunks} stages"
         arguments.refuse(f"{why}: parallel.cuts says how", AXES["parallel.pipeline"])
         return
-    origin = arguments.origin(AXES["parallel.pipeline"])
-    draft.put("parallel.cuts", [layers // stages] * stages, f"{origin}, cut evenly")
+    origin = arguments.origin(AXES["parallel.pipeline"], *filter(arguments.has, ENDS), METHOD)
+    draft.put("parallel.cuts", cuts, f"{origin}, cut evenly")
+
+
+def _layers_beside(arguments: Arguments) -> tuple[int, int]:
+    """Return how many layers embedding and head count as when stages are cut."""
+    method = (arguments.get(METHOD) or BY_LAYERS).lower()
+    if method == BY_ENDS:
+        return 1, 1
+    if method != BY_LAYERS:
+        arguments.refuse(f"{BY_LAYERS} and {BY_ENDS} are known: give parallel.cuts", METHOD)
+    embedding, head = map(arguments.get, ENDS)
+    return int(embedding), int(head)
 
 
 def _add_stages_of_pattern(arguments: Arguments, cuts: list[int], pipeline: int) -> None:

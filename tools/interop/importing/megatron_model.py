@@ -120,9 +120,13 @@ def _note_balance(kind: str, model: ModelConfig, draft: Draft) -> None:
 
 def _add_training_only(arguments: Arguments, model: ModelConfig) -> None:
     """Add keys of [model] that a checkpoint says nothing of."""
-    std = arguments.get("embedding_init_method_std")
-    if std is not None:
-        arguments.put("model.init", {"embedding": std}, "embedding_init_method_std")
+    init = dict[str, Any]()
+    if arguments.has("embedding_init_method_std"):
+        init["embedding"] = arguments.get("embedding_init_method_std")
+    if arguments.get("no_scaled_init"):
+        init["shrink"] = "none"
+    if init:
+        arguments.put("model.init", init, "embedding_init_method_std", "no_scaled_init")
     if not model.mtp_layers and arguments.has("mtp_loss_scaling_factor"):
         arguments.copy("model.mtp_loss_weight", "mtp_loss_scaling_factor")
 
@@ -131,6 +135,8 @@ def completed(arguments: Arguments) -> dict[str, Any]:
     """Return the model's arguments as Megatron-LM has them after its checks. Raises UserError."""
     args = {name: DEFAULTS[name] for name in IN_CHECKPOINTS & DEFAULTS.keys()}
     args |= {row.kept: arguments.get(row.kept) for row in OF_MODEL}
+    if arguments.get("attention_head_type") == "multiquery":
+        args |= {"group_query_attention": True, "num_query_groups": 1}
     args["num_layers"] = args["num_layers"] or _layers_by_pattern(arguments)
     heads = args["num_attention_heads"]
     if args["kv_channels"] is None and args["hidden_size"] % heads:

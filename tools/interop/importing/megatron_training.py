@@ -74,6 +74,7 @@ FP8_NAMES = {
     "first_layers": "num_layers_at_start_in_bf16",
     "last_layers": "num_layers_at_end_in_bf16",
 }
+RAMP_OF_DECAY = ("start_weight_decay", "end_weight_decay", "weight_decay_incr_style")
 MUON = (
     "; Megatron's iterates with other coefficients each time (quintic) and by default on each "
     "tensor-parallel rank's rows alone (--muon-tp-mode blockwise), muon here with the same ones on "
@@ -130,6 +131,7 @@ def add_rate(arguments: Arguments) -> None:
     """Add the schedule of the learning rate."""
     draft = arguments.draft
     _require(arguments, "lr.peak", "lr")
+    _refuse_decoupled(arguments)
     style = arguments.get("lr_decay_style")
     if style not in STYLES:
         if draft.needs("lr.schedule"):
@@ -150,6 +152,19 @@ def add_rate(arguments: Arguments) -> None:
     arguments.put("lr.wsd_decay", tail, "lr_wsd_decay_style")
     if "lr.decay" not in draft.keys and draft.needs("lr.decay"):
         draft.missing.append("--lr-decay-style WSD needs --lr-wsd-decay-iters or -samples")
+
+
+def _refuse_decoupled(arguments: Arguments) -> None:
+    """Refuse the rates of embedding and head, of which the last one counts beside the first
+    alone."""
+    peak = "decoupled_lr"
+    last = "decoupled_min_lr"
+    if arguments.has(peak):
+        why = "the learning rate is one schedule: optimizer.groups has factors by name"
+        arguments.refuse(why, *filter(arguments.has, (peak, last)))
+    elif arguments.has(last):
+        said = arguments.origin(last)
+        arguments.draft.notes.append(f"{said}: without {option(peak)} it changes nothing")
 
 
 def _add_lengths(arguments: Arguments, steps: int, batch: int) -> None:
@@ -237,7 +252,21 @@ def add_optimizer(arguments: Arguments) -> None:
         )
         arguments.refuse(rules + (MUON if "muon" in name else ""), "optimizer")
     arguments.copy("optimizer.weight_decay", "weight_decay")
+    _refuse_ramp_of_decay(arguments)
     arguments.copy("optimizer.clip", "clip_grad")
+
+
+def _refuse_ramp_of_decay(arguments: Arguments) -> None:
+    """Refuse a weight decay that increases from a first value, without which its other arguments
+    change nothing."""
+    first, *others = RAMP_OF_DECAY
+    given = [*filter(arguments.has, others)]
+    if arguments.has(first):
+        why = "weight decay is constant here: optimizer.weight_decay counts without them"
+        arguments.refuse(why, first, *given)
+    elif arguments.get("weight_decay_incr_style") != "constant":
+        said = arguments.origin(*given)
+        arguments.draft.notes.append(f"{said}: without {option(first)} it changes nothing")
 
 
 def add_precision(arguments: Arguments) -> None:

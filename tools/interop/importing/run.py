@@ -26,6 +26,7 @@ from tools.interop.importing.megatron_training import (
     add_rate,
 )
 from tools.interop.importing.sources import Sources, read_sources
+from tools.interop.importing.trainer import add_trainer
 
 OURS = "megaprec's default"
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
@@ -83,6 +84,15 @@ def import_run(
         add_run(arguments)
     unused = dict(arguments.unused)
     read = len(arguments.values)
+    if sources.trainer:
+        settings, deepspeed = add_trainer(
+            sources.trainer, draft, ranks, dropped, sources.folder, sources.documents
+        )
+        arguments.left_out |= settings.left_out
+        unused |= settings.unused
+        read += len(settings.said) - len(settings.unused)
+        sources.deepspeed |= deepspeed
+        draft.fills_auto = True
     for place, content in sources.deepspeed.items():
         unused_here = add_deepspeed(content, place, draft, ranks)
         unused |= unused_here
@@ -93,7 +103,7 @@ def import_run(
         draft.problems.append(f"--drop {name}: no such argument is given")
     for said in arguments.left_out.values():
         draft.notes.append(f"left out, as --drop says: {said}")
-    if not sources.megatron:
+    if not sources.megatron and not sources.trainer:
         _add_defaults(draft)
     _note_defaults(draft)
     notes = list(dict.fromkeys([*sources.notes, *draft.notes]))
@@ -167,6 +177,8 @@ def _check(draft: Draft, text: str, sources: Sources) -> None:
     first = draft.keys.get("train.init_from")
     absent = first is not None and not os.path.exists(os.path.expanduser(str(first.value)))
     lines = [line for line in text.splitlines() if not (absent and line.startswith("init_from = "))]
+    if absent and "[model]" not in lines:
+        lines += _stand_in(draft)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.toml"
         path.write_text("\n".join(lines))
@@ -185,6 +197,12 @@ def _check(draft: Draft, text: str, sources: Sources) -> None:
                     "train.seq_length=4096"
                 )
             raise UserError(*problems) from error
+
+
+def _stand_in(draft: Draft) -> list[str]:
+    """Return a model in the place of one that is in a folder which is not there."""
+    length = draft.value("train.seq_length")
+    return ["[model]", 'preset = "llama-demo"', f"max_positions = {length}"]
 
 
 def _arguments_behind(problem: str, draft: Draft) -> str:

@@ -10,11 +10,18 @@ be trusted, whatever sets it later. An argument that needs one is refused with t
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megaprec.errors import UserError
 from megaprec.parsing import read_text
-from tools.interop.importing.shell_blocks import Block, branches_of, split_line
+from tools.interop.importing.shell_blocks import (
+    Block,
+    branches_of,
+    choice_of,
+    function_of,
+    split_line,
+)
 from tools.interop.importing.shell_ranks import ranks_of, slurm_sizes
 from tools.interop.importing.shell_sums import holds
 from tools.interop.importing.shell_tokens import (
@@ -35,16 +42,19 @@ PLACEHOLDER = re.compile(
 MOVES = re.compile(r"\b(?:cd|pushd|popd)\b")
 FUNCTION = re.compile(r"([\w-]+)\s*\(\s*\)|\b(?:function|alias)\s+([\w-]+)")
 PROGRAM = re.compile(r"[\w.-]+\.py")
+# programs that are installed as commands, with those of their commands that train
+COMMANDS = {"swift": ("pt", "sft"), "megatron": ("pt", "sft")}
 RUNS = re.compile(r"\.py[\"']*\s+[\"']*(?:--|\$|\ue000)")
 SHELLS = re.compile(r"(?:.*/)?(?:ba|da|z)?sh")
 OF_A_TEXT = re.compile(r"-\w*c")  # bash -c TEXT
 SUBMITS = ("sbatch", "qsub", "bsub", "bash", "sh")
+SCRIPT = re.compile(r"[\w.-]+\.(?:sh|bash|slurm|sbatch)")
 DOCUMENT = re.compile(r"<<-?[ \t]*(['\"\\]?)(\w+)[^\n]*\n(.*)\n\t*\2", re.DOTALL)
 # the folder of the script, as scripts write it
 OWN_FOLDER = re.compile(
     r"^(?:`pwd`|\$\(pwd\)|\$\{?(?:PWD|\w*(?:DIR|ROOT|HOME))\}?|\$\([^()]*dirname[^()]*\))/+"
 )
-DECLARES = ("export", "declare", "typeset", "readonly")
+DECLARES = ("export", "declare", "typeset", "readonly", "local")
 HARMLESS_FLAGS = re.compile(r"-[xragA]+")
 TESTS = ("[", "[[", "test")
 OF_A_TRAINING = {"--num-layers", "--micro-batch-size", "--train-iters", "--train-samples"}
@@ -58,8 +68,9 @@ class CommandLine:
     """A program's arguments.
 
     ranks: what the launcher before it starts; None if that is not said. taken_in: the files that
-    the script reads with `source`. absent: names that count as not set. documents: files that the
-    script writes, by name.
+    the script reads with `source` or runs. absent: names that count as not set. documents: files
+    that the script writes, by name. passed: the places of branches that end the script. guessed:
+    files whose folders are not known, and those that were read for them.
     """
 
     words: list[Word]
@@ -67,6 +78,8 @@ class CommandLine:
     taken_in: list[str]
     absent: list[str] = field(default_factory=list)
     documents: Mapping[str, str] = field(default_factory=dict)
+    passed: Sequence[str] = ()
+    guessed: Mapping[str, str] = field(default_factory=dict)
 
 
 def split_words(text: str, assumed: Mapping[str, str]) -> CommandLine:
@@ -87,8 +100,12 @@ def read_script(text: str, path: Path, assumed: Mapping[str, str]) -> CommandLin
 class _Script:
     """A script that is followed. path: of its file; None for a command line that is given as text.
 
-    commands: the words of those that may run a program. functions: what may change its arguments.
-    seen: the last command that is none of a training. has_ended: True after `exit`.
+    commands: the words of those that may run a program. passed: the places of branches that end the
+    script and whose conditions hold. guessed: files that were read, by how they are written.
+    functions: what may change its arguments.
+    seen: the last command that is none of a training. has_ended: True after `exit` or `return`.
+    has_exited: True after `exit`. bodies: of functions that are followed. num_calls: of those that
+    are being followed.
     """
 
     def __init__(self, path: Path | None, assumed: Mapping[str, str]) -> None:
@@ -99,9 +116,14 @@ class _Script:
         self.taken_in: list[str] = []
         self.documents: dict[str, str] = {}
         self.seen = ""
+        self.passed: dict[str, None] = {}
+        self.guessed: dict[str, str] = {}
         self.has_moved = False
         self.has_ended = False
+        self.has_exited = False
         self.depth = 0
+        self.num_calls = 0
+        self.bodies: dict[str, list[list[Token]]] = {}
 
     def read(self, text: str) -> CommandLine:
         """Return the arguments of the one command that runs a program. Raises UserError."""
@@ -128,7 +150,10 @@ class _Script:
         at = _program(words)
         ranks = ranks_of(words[:at], slurm)
         absent = [name for name in self.variables.absent if name not in self.variables.assumed]
-        return CommandLine(words[at:], ranks, self.taken_in, absent, self.documents)
+        passed = [*self.passed]
+        return CommandLine(
+            words[at:], ranks, self.taken_in, absent, self.documents, passed, self.guessed
+        )
 
     def follow(self, text: str, file: str, line: int = 1) -> None:
         """Follow the lines of a text up to its end. line: the number of its first."""
@@ -185,12 +210,17 @@ class _Script:
         result = self._decide(begin) if is_condition else None
         if result is None:
             return False
-        if result == (sign == "&&") and command[0].text not in ("exit", "return"):
+        ends = self._ends([command])
+        if result == (sign == "&&") and ends:
+            self.passed[command[0].place] = None
+        elif result == (sign == "&&"):
             self._follow_command(command)
         return True
 
     def _follow_block(self, statements: Sequence[list[Token]]) -> None:
         """Follow the branch of a condition that is known; trust no name of another block."""
+        if self._follow_definition(statements) or self._follow_case(statements):
+            return
         branches = branches_of(statements)
         first = statements[0][0].text
         if first in ("for", "while", "until") and self._is_over_nothing(statements[0]):
@@ -205,9 +235,65 @@ class _Script:
                 self._pass_by_all([part for part in rest if part])
                 return
             # a training that ran did not end here
-            if result and not _ends(body):
+            if result and not self._ends(body):
                 self._follow_all(body)
                 return
+            if result:
+                self.passed[statements[0][0].place] = None
+
+    def _follow_definition(self, statements: Sequence[list[Token]]) -> bool:
+        """Keep a function, to follow it where it is called. Returns False for another block."""
+        found = function_of(statements)
+        if found is None:
+            return False
+        name, body = found
+        self.bodies[name] = body
+        self.functions.discard(name)
+        self.variables.functions[name] = "\n".join(map(written_of, body))
+        return True
+
+    def _follow_call(self, command: Sequence[Token]) -> bool:
+        """Follow a function that is called. Returns False if the command calls none."""
+        words = self.variables.raw_fields(command)
+        body = self.bodies.get(words[0].text) if words else None
+        if body is None or self.depth == DEEPEST:
+            return False
+        self.depth += 1
+        self.num_calls += 1
+        with self.variables.of_call(words[1:]):
+            self._follow_all(body)
+        self.num_calls -= 1
+        self.depth -= 1
+        self.has_ended = self.has_exited
+        return True
+
+    def _follow_case(self, statements: Sequence[list[Token]]) -> bool:
+        """Follow the branch of a `case` whose word is known. Returns False if it is not."""
+        choice = choice_of(statements)
+        value = self._operand(choice.word) if choice else None
+        if choice is None or value is None:
+            return False
+        for patterns, body in choice.branches:
+            texts = [self._operand(pattern) for pattern in patterns]
+            quoted = [re.search(r"[\"'\\]", pattern.text) for pattern in patterns]
+            has_both = any(
+                quote and re.search(r"[*?\[]", str(text))
+                for quote, text in zip(quoted, texts, strict=True)
+            )
+            if None in texts or has_both:
+                return False
+            if any(fnmatchcase(value, str(text)) for text in texts):
+                if self._ends(body):
+                    self.passed[statements[0][0].place] = None
+                else:
+                    self._follow_all(body)
+                break
+        return True
+
+    def _ends(self, body: Sequence[Sequence[Token]]) -> bool:
+        """Return True if statements end the script. A function may return."""
+        ends = ("exit",) if self.num_calls else ("exit", "return")
+        return any(statement[0].text in ends for statement in body)
 
     def _is_over_nothing(self, tokens: Sequence[Token]) -> bool:
         """Return True for a loop over the script's own arguments, of which there are none."""
@@ -308,8 +394,13 @@ class _Script:
         if is_flat:
             for command in commands_of(tokens):
                 self._follow_run(command)
-        elif self.path is None or _runs(written):
+        elif self.path is None or _runs(written) or self._calls_program(written):
             raise UserError.of("import.program_hidden", place=place)
+
+    def _calls_program(self, written: str) -> bool:
+        """Return True for a text with the name of a function that runs a program."""
+        bodies = self.variables.functions
+        return any(_runs(bodies.get(name, "")) for name in re.findall(r"[\w-]+", written))
 
     def _follow_document(self, tokens: Sequence[Token], command: Sequence[Token]) -> None:
         """Follow a here-document: one that is run, or one that is written to a file."""
@@ -332,12 +423,10 @@ class _Script:
     def _follow_command(self, command: Sequence[Token]) -> None:
         """Follow one command that stands in no block."""
         first = command[0]
-        for odd in ODDITIES.findall(written_of(command)):
-            is_default = WITH_DEFAULT.fullmatch(odd) is not None
-            if not is_default and (not odd.startswith("${") or re.search(r"=|\+\+|--", odd)):
-                self.variables.distrust(odd, first.place)
+        self._distrust_oddities(command)
         if first.text in ("exit", "return"):
             self.has_ended = True
+            self.has_exited = first.text == "exit"
             return
         if first.text == "set" and not written_of(command[1:2]).startswith(("-", "+")):
             self.variables.given_unsure = True
@@ -347,17 +436,28 @@ class _Script:
             self.variables.raw_fields(command)
             return
         assignments = list(command)
-        if first.text in DECLARES:
+        if first.text in DECLARES and (first.text != "local" or self.num_calls):
             assignments = [word for word in command[1:] if not word.text.isidentifier()]
             while assignments and HARMLESS_FLAGS.fullmatch(assignments[0].text):
                 del assignments[0]
         if all(ASSIGNMENT.match(word.text) for word in assignments):
             for word in assignments:
+                if first.text == "local":
+                    self.variables.make_local(word.text.partition("=")[0].rstrip("+"))
                 self.variables.assign(word)
+            if first.text == "export":
+                self.variables.exported |= {word.text.partition("=")[0] for word in command[1:]}
             return
         is_taken_in = first.text in ("source", ".") and self._take_in(command)
         if first.text != "echo" and not is_taken_in and not self._follow_run(command):
             self.variables.distrust(written_of(command), first.place)
+
+    def _distrust_oddities(self, command: Sequence[Token]) -> None:
+        """Trust no name that an expansion in a command may set."""
+        for odd in ODDITIES.findall(written_of(command)):
+            is_default = WITH_DEFAULT.fullmatch(odd) is not None
+            if not is_default and (not odd.startswith("${") or re.search(r"=|\+\+|--", odd)):
+                self.variables.distrust(odd, command[0].place)
 
     def _follow_run(self, command: Sequence[Token]) -> bool:
         """Remember a command that may run a program, or follow the text that it runs. Returns False
@@ -366,6 +466,8 @@ class _Script:
         words = self.variables.raw_fields(command)
         if not words:
             return False
+        if self._follow_call(command):
+            return True
         if first.text == "eval":
             text = " ".join(word.text for word in words[1:])
             return _runs(text) and self._follow_text(text, first)
@@ -375,8 +477,32 @@ class _Script:
             if OF_A_TEXT.fullmatch(word.text) and is_shell:
                 self._follow_shell(words[: number - 1], words[number + 1].text, first)
                 return True
+        if self._follow_script(words):
+            return True
         self._note(words, first)
         return False
+
+    def _follow_script(self, words: Sequence[Word]) -> bool:
+        """Follow a script beside this one that a command runs, with its words as arguments. Returns
+        False if it runs none."""
+        submits = words[0].text.rpartition("/")[2] in SUBMITS
+        number = 0
+        if submits:
+            names = [SCRIPT.fullmatch(word.text.rpartition("/")[2]) for word in words]
+            number = next((n for n, name in enumerate(names) if name and n), 0)
+        if submits != bool(number) or _program(words):
+            return False
+        found = self._read_beside(self.variables.shown(words[number].text))
+        if found is None or self.depth == DEEPEST:
+            return False
+        name, text = found
+        self.taken_in.append(name)
+        self.depth += 1
+        with self.variables.of_child(words[number + 1 :]):
+            self.follow(text, name)
+        self.depth -= 1
+        self.has_ended = False  # `exit` ends that script alone
+        return True
 
     def _follow_shell(self, launcher: Sequence[Word], text: str, first: Token) -> None:
         """Follow the text of `bash -c TEXT`, which sets no variable of the script. launcher: the
@@ -421,26 +547,43 @@ class _Script:
         """Follow a file beside the script; return False if it is not followed."""
         if self.path is None or len(command) != 2:
             return False
-        name = " ".join(word.text for word in self.variables.fields(command[1]))
-        folder = self.path.parent.resolve()
-        own_name = OWN_FOLDER.sub("", name)
-        path = (folder / own_name).resolve()
-        is_elsewhere = self.has_moved and own_name == name
-        if is_elsewhere or not path.is_relative_to(folder) or path.name in self.taken_in:
+        written = " ".join(word.text for word in self.variables.fields(command[1]))
+        # a folder that nothing in the script names may be any
+        named = {name for name in re.findall(r"\w+", written) if self.variables.is_touched(name)}
+        found = self._read_beside(written, may_guess=bool(named))
+        if found is None:
             return False
-        try:
-            text = read_text(path, LARGEST_SOURCED)
-        except (OSError, ValueError):
-            return False
-        self.taken_in.append(path.name)
-        self.follow(text, path.name)
+        name, text = found
+        self.taken_in.append(name)
+        self.follow(text, name)
         self.has_ended = False  # `return` ends that file alone
         return True
 
+    def _read_beside(self, written: str, may_guess: bool = True) -> tuple[str, str] | None:
+        """Return name and text of a file in the folder of the script, or below it; None if it is
+        not there or has been read.
 
-def _ends(body: Sequence[Sequence[Token]]) -> bool:
-    """Return True if statements end the script."""
-    return any(statement[0].text in ("exit", "return") for statement in body)
+        may_guess: a file whose folder is not known may be the only one of its name there.
+        """
+        if self.path is None:
+            return None
+        folder = self.path.parent.resolve()
+        own_name = OWN_FOLDER.sub("", written)
+        path = (folder / own_name).resolve()
+        _, _, file = own_name.rpartition("/")
+        is_open = may_guess and "$" in written and not path.exists()
+        found = [*folder.glob(file), *folder.glob(f"*/{file}")] if is_open and file else []
+        if len(found) == 1 and SCRIPT.fullmatch(file):
+            path = found[0].resolve()
+            self.guessed[written] = str(found[0].relative_to(folder))
+        is_elsewhere = self.has_moved and own_name == written
+        is_read = path.name in self.taken_in or path.name == self.path.name
+        if is_elsewhere or not path.is_relative_to(folder) or is_read:
+            return None
+        try:
+            return path.name, read_text(path, LARGEST_SOURCED)
+        except (OSError, ValueError):
+            return None
 
 
 def _sets_nothing(tokens: Sequence[Token]) -> bool:
@@ -467,9 +610,12 @@ def _program(words: Sequence[Word]) -> int:
     """Return the index behind the program among the words of a command, if arguments follow it;
     otherwise 0."""
     at = 0
+    before = ""
     for number, word in enumerate(words, 1):
         _, _, file = word.text.strip("\"'").rpartition("/")
-        if PROGRAM.fullmatch(file) and not at:
+        is_command = word.text in COMMANDS.get(before, ())
+        before = file
+        if (PROGRAM.fullmatch(file) or is_command) and not at:
             at = number
         elif at and (word.unknown or word.text.startswith("--")):
             return at

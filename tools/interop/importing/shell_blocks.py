@@ -1,6 +1,7 @@
 """Blocks of a shell script: conditions, loops, functions."""
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from tools.interop.importing.shell_tokens import Token
 
@@ -101,3 +102,61 @@ def branches_of(statements: Sequence[list[Token]]) -> list[Branch] | None:
         for token in condition
     )
     return None if is_odd else branches
+
+
+class Choice(NamedTuple):
+    """A `case`: the word that is looked at, and the patterns of each branch with its statements."""
+
+    word: Token
+    branches: list[tuple[list[Token], list[list[Token]]]]
+
+
+def choice_of(statements: Sequence[list[Token]]) -> Choice | None:
+    """Return the branches of a `case`; None for another block, for one within it, and for branches
+    that go on in the next one."""
+    lines = [[*statement] for statement in statements]
+    texts = [token.text for token in lines[0]]
+    end = lines[-1].pop()
+    if texts[:1] != ["case"] or texts[2:3] != ["in"] or end.text != "esac":
+        return None
+    choice = Choice(lines[0][1], [])
+    del lines[0][:3]
+    in_patterns = True
+    patterns = list[Token]()
+    for line in lines:
+        statement = list[Token]()
+        for token in line:
+            sign = token.text[:2]
+            if token.text in ("case", "esac") or sign == ";&" or token.text[:3] == ";;&":
+                return None
+            if in_patterns and token.text == ")":
+                choice.branches.append((patterns, []))
+                patterns = []
+                in_patterns = False
+            elif in_patterns:
+                patterns += [token] if token.kind == "word" else []
+            elif sign == ";;":
+                if statement:
+                    choice.branches[-1][1].append(statement)
+                statement = []
+                in_patterns = True
+            else:
+                statement.append(token)
+        if statement:
+            choice.branches[-1][1].append(statement)
+    return choice
+
+
+def function_of(statements: Sequence[list[Token]]) -> tuple[str, list[list[Token]]] | None:
+    """Return name and body of a function; None for another block."""
+    first, *others = statements
+    words = [*first]
+    if words[0].text == "function":
+        del words[0]
+    texts = [token.text for token in words]
+    opening = 3 if texts[1:3] == ["(", ")"] else 1
+    is_whole = bool(others) and [token.text for token in others[-1]] == ["}"]
+    if texts[opening : opening + 1] != ["{"] or not texts[0].replace("-", "_").isidentifier():
+        return None
+    begin = words[opening + 1 :]
+    return (texts[0], [*([begin] if begin else []), *others[:-1]]) if is_whole else None

@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from tools.interop.importing.shell_variables import Word
 
-LAUNCHED = re.compile(r"--?(nproc[-_]per[-_]node|nnodes|num_gpus|num_nodes)[= ](\S+)")
+LAUNCHED = re.compile(
+    r"(?:--?|(?<!\S)(?=N))(nproc[-_]per[-_]node|nnodes|num_gpus|num_nodes|NPROC_PER_NODE|NNODES)"
+    r"[= ](\S+)"
+)
 FLAGS = ("--standalone", "--no-python", "--no_python", "--run-path", "--module", "-m", "-l", "-u")
 TASKS = re.compile(r"(?<!\S)(?:-np?|--ntasks)[= ]?(\d{1,6})(?!\S)")
 NODES = re.compile(r"(?<!\S)(?:-N|--nodes)[= ]?(\d{1,6})(?!\S)")
@@ -43,7 +46,7 @@ def ranks_of(words: Sequence[Word], slurm: Mapping[str, str]) -> int | None:
     """Return the number of ranks that a launcher starts; None if its words do not say it, or may
     say it in one that is not known. slurm: what the script asks Slurm for."""
     said = " ".join(word.text for word in words)
-    launched = {name.replace("-", "_"): size for name, size in LAUNCHED.findall(said)}
+    launched = {name.replace("-", "_").lower(): size for name, size in LAUNCHED.findall(said)}
     if not launched:
         return _tasks(words, said, slurm)
     if any(_may_be_options(words, number) for number in range(len(words))):

@@ -6,6 +6,7 @@ hold commands and arrays, and the word that it ends in is not known.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from megaprec.errors import Problem
@@ -26,7 +27,8 @@ HOLE_SIGNS = str.maketrans("\ue000\ue001", "\ufffd\ufffd")
 LONGEST = 20_000  # letters of a text, or items of an array
 WITH_DEFAULT = re.compile(r"\$\{(\w+)(:?)([-=+?])(.*)\}", re.DOTALL)
 REPLACED = re.compile(r"\$\{([A-Za-z_]\w*)//([\w.,:-]+)/?([\w.,:-]*)\}")
-SUM = re.compile(r"\$\(\((.*)\)\)", re.DOTALL)
+SUM = re.compile(r"\$\(\((.*)\)\)|\$\(expr ([\w\s$*/%+{}\\-]*)\)", re.DOTALL)
+FILE_PATTERN = re.compile(r"[*?]")
 NAME_IN_SUM = re.compile(r"\$\{?([A-Za-z_]\w*)\}?|(?<![\w$])([A-Za-z_]\w*)")
 OPERAND = re.compile(r"-?\d{1,18}")
 # every word of a command line, of which a training has none of its own
@@ -62,7 +64,10 @@ class Variables:
     assumed: values that count whatever the script says. values: texts and arrays. unsure: the
     places of names that what is not followed may set. unsure_all: that of what may set any variable
     later. absent: names that count as not set, by which a default or a condition was decided.
-    given_unsure: True if the script changes its own arguments.
+    given_unsure: True if the script changes its own arguments. given: these arguments, if another
+    script runs it with them. exported: names that a script that it runs gets too.
+    functions: the bodies of those that are followed where they are called. of_calls: what the local
+    names of each call that is followed held before it.
     """
 
     def __init__(self, assumed: Mapping[str, str]) -> None:
@@ -72,14 +77,64 @@ class Variables:
         self.unsure_all = ""
         self.absent: dict[str, None] = {}
         self.given_unsure = False
+        self.given: list[Word] | None = None
+        self.exported = set[str]()
+        self.functions: dict[str, str] = {}
+        self.of_calls: list[dict[str, str | list[Word] | None]] = []
         self._holes: list[tuple[str, Problem]] = []
 
     def distrust(self, written: str, place: str) -> None:
         """Trust no variable that a text of the script may set which is not followed."""
+        for name in re.findall(r"[A-Za-z_][\w-]*", HARMLESS.sub(" ", written)):
+            if body := self.functions.pop(name, ""):
+                self.distrust(body, place)
+                self.functions[name] = body
         for name in re.findall(r"[A-Za-z_]\w*", HARMLESS.sub(" ", written)):
             self.unsure.setdefault(name, place)
         if SETS_ANY.search(written):
             self.values.clear()
+
+    @contextmanager
+    def of_child(self, given: Sequence[Word]) -> Iterator[None]:
+        """Have the variables of a script that this one runs: those that are exported. given: its
+        arguments."""
+        before = self.values, self.unsure, self.unsure_all, self.given, self.given_unsure
+        exported = self.exported | {"PWD"}
+        self.values = {name: value for name, value in self.values.items() if name in exported}
+        self.unsure = {name: place for name, place in self.unsure.items() if name in exported}
+        self.given = [*given]
+        self.given_unsure = False
+        try:
+            yield
+        finally:
+            self.values, self.unsure, self.unsure_all, self.given, self.given_unsure = before
+
+    @contextmanager
+    def of_call(self, given: Sequence[Word]) -> Iterator[None]:
+        """Have the arguments of a function while it is followed."""
+        before = self.given, self.given_unsure
+        self.given = [*given]
+        self.given_unsure = False
+        self.of_calls.append({})
+        try:
+            yield
+        finally:
+            self.given, self.given_unsure = before
+            for name, value in self.of_calls.pop().items():
+                if value is None:
+                    self.values.pop(name, None)
+                else:
+                    self.values[name] = value
+
+    def make_local(self, name: str) -> None:
+        """Have a variable for the call that is followed alone."""
+        if self.of_calls:
+            self.of_calls[-1].setdefault(name, self.values.get(name))
+
+    def _given_as_text(self, base: str) -> str:
+        """Return `$@`, `$*` or `$#`."""
+        words = self.given or []
+        return str(len(words)) if base == "#" else " ".join(word.text for word in words)
 
     def assign(self, token: Token) -> None:
         """Follow `NAME=value`, `NAME=(...)` or one of both with `+=`."""
@@ -160,6 +215,10 @@ class Variables:
             return self.hole(written, Problem.of("import.not_followed", written=written))
         return value
 
+    def is_touched(self, name: str) -> bool:
+        """Return True for a variable that something in the script sets, or may set."""
+        return bool(self.unsure_all) or name in self.values or name in self.unsure
+
     def is_absent(self, name: str, has_default: bool = False) -> bool:
         """Return True for a variable that nothing sets: neither the script nor what runs it.
         has_default: the script says what counts without a cluster."""
@@ -167,6 +226,8 @@ class Variables:
         is_set_outside = SET_OUTSIDE.fullmatch(name) and not has_default
         if self.unsure_all or is_given or is_set_outside:
             return False
+        if name.isdigit() and self.given is not None:
+            return int(name) > len(self.given)
         return not (name.isdigit() and self.given_unsure)
 
     def fields(self, token: Token) -> list[Word]:
@@ -209,8 +270,10 @@ class Variables:
             elif kind == "double" and (array := _is_array_alone(match[kind])):
                 yield self._words_of(array, token.place)
             elif kind == "double" and match[kind] in ("$@", "${@}"):
-                self.absent["$@"] = None
-                yield []
+                yield self._all_given()
+            elif kind == "text" and "/" in token.text and FILE_PATTERN.search(match[0]):
+                # the names of the files that it fits are not known
+                yield self.hole(match[0], _not_followed(token.text))
             else:
                 yield self._piece(match, token.place)
 
@@ -219,8 +282,7 @@ class Variables:
         name = written.strip("${}")
         base = re.sub(r"\[[@*]\]$", "", name)
         if base in ALL_GIVEN:
-            self.absent["$@"] = None
-            yield []
+            yield [part for word in self._all_given() for part in _cut(word.text, place)]
         elif base != name:
             items = self._words_of(base, place)
             yield [part for item in items for part in _cut(item.text, item.place)]
@@ -258,7 +320,8 @@ class Variables:
     def _expanded(self, written: str, place: str) -> str:
         """Return what an expansion stands for, as one text."""
         if sum_match := SUM.fullmatch(written):
-            return self._sum(sum_match[1], written)
+            of_expr = (sum_match[2] or "").replace("\\*", "*")
+            return self._sum(sum_match[1] or of_expr, written)
         if replaced := REPLACED.fullmatch(written):
             value = self._value(replaced[1], written)
             return value.replace(replaced[2], replaced[3]) if isinstance(value, str) else ""
@@ -267,11 +330,17 @@ class Variables:
         name = written.strip("${}")
         base = re.sub(r"\[[@*]\]$", "", name)
         if base in ALL_GIVEN or base == "#":
-            self.absent["$@"] = None
-            return self.hole(written, _not_followed(written)) if self.given_unsure else _NONE[base]
+            if self.given is None:
+                self.absent["$@"] = None
+            is_open = self.given_unsure
+            return (
+                self.hole(written, _not_followed(written)) if is_open else self._given_as_text(base)
+            )
         if base.isdigit() and base != "0" and written.startswith("$"):
             if base in self.assumed:
                 return self.assumed[base]
+            if self.given is not None and not self.given_unsure:
+                return self._argument(int(base))
             return self.hole(written, Problem.of("import.variable_unset", name=base))
         if not base.isidentifier():
             return self.hole(written, _not_followed(written))
@@ -280,6 +349,17 @@ class Variables:
             return value
         items = [item.text for item in value]
         return " ".join(items) if base != name else next(iter(items), "")
+
+    def _all_given(self) -> list[Word]:
+        """Return the words of `"$@"`."""
+        if self.given is None:
+            self.absent["$@"] = None
+        return [*(self.given or [])]
+
+    def _argument(self, number: int) -> str:
+        """Return an argument that the script is run with; "" behind the last one."""
+        words = self.given or []
+        return words[number - 1].text if number <= len(words) else ""
 
     def _sum(self, written_sum: str, written: str) -> str:
         """Return the value of arithmetic."""
@@ -304,7 +384,9 @@ class Variables:
         name, colon, sign, other = match.groups()
         is_absent = self.is_absent(name, sign in "-=")
         value = self.assumed.get(name, "") if name.isdigit() else ""
-        if not is_absent and not value:
+        if name.isdigit() and self.given is not None and not value:
+            value = self._argument(int(name))
+        elif not is_absent and not value:
             found = self._value(name, f"${name}")
             value = found if isinstance(found, str) else " ".join(item.text for item in found)
         if is_absent:
@@ -330,9 +412,6 @@ class Variables:
         if HOLE.fullmatch(text) and not name.isdigit():
             return self.hole(f"${name}", _open(name, place))
         return text
-
-
-_NONE = {"@": "", "*": "", "#": "0"}
 
 
 def _open(name: str, place: str) -> Problem:

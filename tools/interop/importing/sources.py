@@ -8,19 +8,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.parsing import parse_json, regular
 from tools.convert.megatron.distributed import read_common
-from tools.convert.megatron.keys import ALIASES
 from tools.convert.megatron.ranks import read_ranks
 from tools.convert.megatron.read import find_megatron
 from tools.interop.arguments.deepspeed import is_deepspeeds
+from tools.interop.arguments.megatron import is_unused, option
 from tools.interop.foreign.data_files import Data, TooLarge, from_json, from_yaml
 from tools.interop.foreign.plain import Table, Unreadable, plain
-from tools.interop.foreign.whose import DEEPSPEED, whose, whose_file
-from tools.interop.importing.arguments import Arguments, is_known, read_kept, read_table, read_words
+from tools.interop.foreign.whose import DEEPSPEED, OF_TRAINER, whose, whose_file
+from tools.interop.importing.arguments import (
+    FILES_OF_DATA,
+    Arguments,
+    is_known,
+    read_kept,
+    read_table,
+    read_words,
+)
 from tools.interop.importing.megatron_deepspeed import read_engine
 from tools.interop.importing.shell import CommandLine, Word, read_script, split_words
+from tools.interop.importing.trainer import Given, given_in_words
+from tools.interop.importing.yaml_chains import Chain, leaves_of, read_chain
 
 LARGEST = 256 * 1024  # bytes
 # bytes of a log that are looked at; Megatron-LM prints its arguments first
@@ -35,6 +44,7 @@ ELSE = (
     "it is of another program, whose settings are not read: write a run file (megaprec init "
     "FOLDER begins one)"
 )
+LOCAL_RANKS = "nproc_per_node"
 FEWEST = 3  # names that are not Megatron-LM's, from which a file may be another system's
 # The arguments as Megatron-LM's training.arguments._print_args prints them: names of 48 letters and
 # more have no dots.
@@ -46,7 +56,8 @@ FEWEST_PRINTED = 20  # rows from which a file is taken for a log without the lin
 @dataclass
 class Sources:
     """Everything that was read. deepspeed: configurations by file. ranks: what a launcher starts,
-    if it says so."""
+    if it says so. trainer: arguments of Hugging Face's Trainer, from a file in `folder`. documents:
+    files that a script with them writes, by name."""
 
     arguments: Arguments
     deepspeed: dict[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -54,6 +65,9 @@ class Sources:
     notes: list[str] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     megatron: bool = False
+    trainer: dict[str, Given] = field(default_factory=dict)
+    folder: Path = Path()
+    documents: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_sources(items: Sequence[str], assumed: Mapping[str, str], arguments: Arguments) -> Sources:
@@ -79,8 +93,7 @@ def read_sources(items: Sequence[str], assumed: Mapping[str, str], arguments: Ar
         if "--" not in item:
             raise UserError.of("import.no_file_or_command", item=item or "an empty word")
         command = split_words(item, assumed)
-        _require_megatrons("the command line", command.words)
-        _read_command(command, "a command line", sources)
+        _read_words("the command line", command, sources, Path())
     if not sources.names:
         raise UserError.of("import.nothing_to_import")
     return sources
@@ -102,6 +115,22 @@ def _read_command(
     sources.deepspeed |= deepspeed
     sources.names += dict.fromkeys([name, *command.taken_in, *deepspeed])
     read_words(own.words, sources.arguments)
+    _note_absent(name, command, sources)
+
+
+def _note_absent(name: str, command: CommandLine, sources: Sources) -> None:
+    """Note the variables that count as not set, and the ends of the script that do not count."""
+    for written, file in command.guessed.items():
+        sources.notes.append(
+            f"{name}: {written} is taken as {file}, the only file of this name there: its "
+            "folder is not known"
+        )
+    if command.passed:
+        places = ", ".join(command.passed)
+        sources.notes.append(
+            f"{name}: it ends where a condition holds ({places}), by the values that are known "
+            "here: passed by, for a training ran"
+        )
     if command.absent:
         listed = ", ".join(f"${name.removeprefix('$')}" for name in command.absent)
         sources.notes.append(
@@ -117,6 +146,9 @@ def _read_file(path: Path, sources: Sources, assumed: Mapping[str, str]) -> None
     text = _text(path)
     suffix = path.suffix.lower()
     kind = whose_file(path, text)
+    if kind is not None and kind.whose in OF_TRAINER and suffix in YAML:
+        _read_trainer(path, _yaml(path, text), sources)
+        return
     if kind is not None and not (kind is DEEPSPEED and suffix == JSON):
         raise UserError(kind.of(path))
     if suffix in OTHERS:
@@ -130,9 +162,41 @@ def _read_file(path: Path, sources: Sources, assumed: Mapping[str, str]) -> None
     elif printed := _printed(path, text):
         _read_all(printed, path, sources)
     else:
-        command = read_script(text, path, assumed)
-        _require_megatrons(path.name, command.words)
-        _read_command(command, path.name, sources, path.parent)
+        _read_words(path.name, read_script(text, path, assumed), sources, path.parent)
+
+
+def _read_words(name: str, command: CommandLine, sources: Sources, folder: Path) -> None:
+    """Read a command line of Megatron-LM or of Hugging Face's Trainer."""
+    typed = [word.text.partition("=")[0] for word in command.words if word.text.startswith("--")]
+    kind = whose(typed)
+    if kind is None or kind.whose not in OF_TRAINER:
+        _require_megatrons(name, command.words)
+        _read_command(command, name, sources, folder)
+        return
+    sources.trainer |= given_in_words(command.words)
+    sources.folder = folder
+    sources.documents = command.documents
+    sources.ranks = command.ranks or sources.ranks
+    sources.names += [name, *command.taken_in]
+    _note_absent(name, command, sources)
+
+
+def _read_trainer(path: Path, data: Data, sources: Sources) -> None:
+    """Read a table of arguments of Hugging Face's Trainer."""
+    sources.names.append(path.name)
+    sources.folder = path.parent
+    for key, entry in data.table.entries.items():
+        place = f"{path.name}, line {entry.line}"
+        try:
+            value = plain(entry.value)
+        except Unreadable as problem:
+            sources.trainer[str(key)] = Given("", f"--{key}", place, Problem(str(problem)))
+            continue
+        if isinstance(value, dict) and isinstance(value.get(LOCAL_RANKS), int):
+            sources.ranks = value[LOCAL_RANKS]
+        if value is not None:
+            said = f"--{key} {value}"
+            sources.trainer[str(key)] = Given(str(value), said, place)
 
 
 def _read_all(args: Mapping[str, Any], path: Path, sources: Sources) -> None:
@@ -261,33 +325,55 @@ def _read_data(path: Path, data: Data, sources: Sources) -> None:
         if others:
             sources.notes.append(f"{path.name}: {LISTED} is read, and not: {others}")
         table = listed
-    leaves = [*_leaves(table)]
-    _require_most(path.name, [name for name, _, _ in leaves])
-    if any(isinstance(entry.value, Table) for entry in table.entries.values()):
+    chain = read_chain(path, table)
+    leaves = [*chain.leaves.values()] if chain else [*leaves_of(table, path.name)]
+    if chain:
+        _note_chain(path, chain, sources)
+    else:
+        _require_most(path.name, [leaf.name for leaf in leaves])
+    if not chain and any(isinstance(entry.value, Table) for entry in table.entries.values()):
         sources.notes.append(
             f"{path.name}: what its tables do not say is taken as Megatron-LM's default, not "
             "as that of a recipe"
         )
     arguments = sources.arguments
     values = dict[str, Any]()
-    for name, value, line in leaves:
+    own_defaults = list[str]()
+    for name, value, file, line in leaves:
+        if chain and file != path.name and chain.has_base and not is_known(name):
+            own_defaults.append(name)
+            continue
         try:
             value = plain(value)
         except Unreadable as problem:
             names = VARIABLE.findall(str(problem))
             remedy = f": --assume {names[0]}=VALUE gives it" if names else ""
-            arguments.add_problem(name, f"{path.name}, line {line}", f"{problem}{remedy}")
+            why = Problem(f"{problem}{remedy}")
+            place = f"{file}, line {line}"
+            if name in FILES_OF_DATA or is_unused(name):
+                arguments.take(name, [Word(str(value.text), place, why)], option(name), place)
+            else:
+                arguments.add_problem(name, place, why)
             continue
         if values.setdefault(name, value) != value:
             problem = f"is {values[name]!r} and {value!r}: keep one of them"
             arguments.add_problem(name, path.name, problem)
+    if own_defaults:
+        listed = ", ".join(own_defaults)
+        sources.notes.append(
+            f"{path.name}: what its program adds to Megatron-LM and the file leaves at that "
+            f"program's defaults is not read: {listed}"
+        )
     read_table(values, arguments, path.name)
 
 
-def _leaves(table: Table) -> Iterator[tuple[str, Any, int]]:
-    """Yield the last names of all values, the values and their lines."""
-    for key, entry in table.entries.items():
-        if isinstance(entry.value, Table):
-            yield from _leaves(entry.value)
-        else:
-            yield ALIASES.get(str(key), str(key)), entry.value, entry.line
+def _note_chain(path: Path, chain: Chain, sources: Sources) -> None:
+    """Note what was read beside a file, and what was not."""
+    sources.names += dict.fromkeys(chain.files)
+    sources.ranks = chain.ranks or sources.ranks
+    sources.notes.append(
+        f"{path.name}: read are the settings of the training, and not those of its launcher"
+    )
+    if chain.absent:
+        listed = ", ".join(f"${name}" for name in dict.fromkeys(chain.absent))
+        sources.notes.append(f"{path.name}: taken as not set, so that defaults count: {listed}")

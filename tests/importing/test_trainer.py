@@ -1,0 +1,119 @@
+"""Arguments of Hugging Face's Trainer, LLaMA-Factory and ms-swift become the run that they meant, or
+are refused by name."""
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megaprec.errors import UserError
+from tools.config.run_file import read_run_settings
+from tools.interop.importing import trainer
+from tools.interop.importing.run import Imported, import_run
+
+SWIFT = """NPROC_PER_NODE=4 swift pt --model some/model --tuner_type full --dataset a/b --torch_dtype bfloat16 \\
+  --per_device_train_batch_size 2 --gradient_accumulation_steps $(expr 16 / 4) --max_steps 1001 \\
+  --warmup_ratio 0.05 --max_length 64 --deepspeed zero3 --output_dir out --save_steps 50 --packing true
+"""
+FACTORY = {
+    "model_name_or_path": "some/model", "stage": "pt", "finetuning_type": "full", "cutoff_len": 64,
+    "dataset": "c4", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3,
+    "learning_rate": 1e-4, "max_steps": 100, "lr_scheduler_type": "cosine", "warmup_ratio": 0.1,
+    "bf16": True, "deepspeed": "conf/ds.json", "resume_from_checkpoint": None,
+}  # fmt: skip
+AUTO = {
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "bf16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
+}  # fmt: skip
+
+
+def imported(path: Path, ranks: int | None = None, keys: list[str] | None = None) -> Imported:
+    settled, _ = read_run_settings(None, keys or [])
+    return import_run([str(path)], settled, {}, ranks)
+
+
+def written(folder: Path, changes: dict[str, object]) -> Path:
+    config = folder / "conf" / "ds.json"
+    config.parent.mkdir(exist_ok=True)
+    config.write_text(json.dumps(AUTO))
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(FACTORY | changes))
+    return path
+
+
+def test_a_script_of_swift_becomes_its_run(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(SWIFT)
+    made = imported(path)
+    for row in (
+        'init_from = "some/model" ', "global_batch = 32 ", "micro_batch = 2 ", "steps = 1001 ",
+        "seq_length = 64 ", "data = 4 ", "zero = 2 ", "warmup = 51 ", 'schedule = "cosine" ',
+        "peak = 1e-05 ", "weight_decay = 0.1 ", "betas = [0.9, 0.95] ", 'compute = "bf16" ',
+        'source = "FILL-IN/tokens" ', 'folder = "out" ', "every = 50 ",
+    ):  # fmt: skip
+        assert f"\n{row}" in made.text, row
+    for said in ("weights are not sharded", "--dataset a/b", "train.init_from takes a folder"):
+        assert any(said in note for note in made.notes), said
+    assert "# default of ms-swift" in made.text
+
+
+def test_yaml_of_llama_factory_and_its_deepspeed_become_their_run(tmp_path: Path) -> None:
+    made = imported(written(tmp_path, {}), ranks=4)
+    for row in (
+        "global_batch = 24 ", "warmup = 10 ", "peak = 0.0001 ", "zero = 2 ", "weight_decay = 0.0 ",
+        "betas = [0.9, 0.999] ", "clip = 1.0 ",
+    ):  # fmt: skip
+        assert f"\n{row}" in made.text, row
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"finetuning_type": "lora"}, "--finetuning_type lora"),
+        ({"stage": "sft"}, "--stage sft"),
+        ({"optim": "adafactor"}, "--optim adafactor"),
+        ({"use_muon": True}, "--use_muon True"),
+        ({"neftune_noise_alpha": 5}, "--neftune_noise_alpha 5"),
+        ({"resume_from_checkpoint": "out/checkpoint-5"}, "--resume_from_checkpoint"),
+        ({"lr_scheduler_type": "polynomial"}, "--lr_scheduler_type polynomial"),
+        ({"learning_rate": "fast"}, "--learning_rate fast"),
+        ({"max_steps": -1, "num_train_epochs": 3}, "--num_train_epochs 3"),
+        ({"deepspeed": "conf/none.json"}, "--deepspeed conf/none.json"),
+        ({"deepspeed": "../ds.json"}, "--deepspeed ../ds.json"),
+    ],
+)
+def test_what_changes_the_numbers_is_refused_by_name(
+    change: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    (tmp_path.parent / "ds.json").write_text(json.dumps(AUTO))
+    with pytest.raises(UserError) as caught:
+        imported(written(tmp_path, change), ranks=4)
+    (line,) = caught.value.problems
+    assert line.startswith(said)
+
+
+def test_ranks_and_steps_are_asked_for_once(tmp_path: Path) -> None:
+    path = written(tmp_path, {"max_steps": -1})
+    with pytest.raises(UserError) as caught:
+        imported(path)
+    steps, ranks = caught.value.problems
+    assert "train.steps=N" in steps and "--ranks N" in ranks
+    assert "\nsteps = 7 " in imported(path, 4, ["train.steps=7"]).text
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = {
+        name: field.default
+        for name, field in inspect.signature(transformers.TrainingArguments).parameters.items()
+    }
+    ours = trainer.DEFAULTS.items()
+    for name, value in ours:
+        default = getattr(theirs[name], "value", theirs[name])
+        # an optional one that is left out is none
+        assert default in (value, None), name
+    names = {*trainer.NUMBERS, *trainer.FLAGS, "optim", "lr_scheduler_type", "output_dir"}
+    assert names - {"max_length", "warmup_ratio"} <= theirs.keys()

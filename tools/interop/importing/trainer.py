@@ -1,0 +1,424 @@
+"""The arguments of Hugging Face's Trainer, and of LLaMA-Factory and ms-swift, which are built on
+it: all weights of a model that is there are trained further on plain texts.
+
+The names and defaults are those of transformers' TrainingArguments (4.57), of LLaMA-Factory 0.9,
+and of ms-swift 3, which has some defaults of its own. Each argument is read, is not used here, or
+is refused by its name.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from megaprec.errors import Problem, did_you_mean
+from megaprec.parsing import parse_json, read_text
+from tools.interop.importing.draft import Draft
+from tools.interop.importing.megatron_data import OPEN_SOURCE
+from tools.interop.importing.shell import Word
+
+LARGEST_CONFIG = 256 * 1024  # bytes
+TRAINER = "Hugging Face's Trainer"
+LLAMA_FACTORY = "LLaMA-Factory"
+SWIFT = "ms-swift"
+# names by which a program is known
+MARKS = {
+    LLAMA_FACTORY: {"finetuning_type", "cutoff_len", "stage"},
+    SWIFT: {"tuner_type", "train_type", "attn_impl"},
+}
+# other names of an argument
+SAME = {
+    "model": "model_name_or_path",
+    "model_id_or_path": "model_name_or_path",
+    "tuner_type": "finetuning_type",
+    "train_type": "finetuning_type",
+    "cutoff_len": "max_length",
+    "block_size": "max_length",
+    "max_seq_length": "max_length",
+}
+NUMBERS: Mapping[str, Callable[[str], Any]] = {
+    "per_device_train_batch_size": int,
+    "gradient_accumulation_steps": int,
+    "max_length": int,
+    "max_steps": int,
+    "warmup_steps": int,
+    "seed": int,
+    "save_steps": int,
+    "save_total_limit": int,
+    "logging_steps": int,
+    "warmup_ratio": float,
+    "num_train_epochs": float,
+    "learning_rate": float,
+    "weight_decay": float,
+    "adam_beta1": float,
+    "adam_beta2": float,
+    "adam_epsilon": float,
+    "max_grad_norm": float,
+}
+TEXTS = (
+    "model_name_or_path",
+    "lr_scheduler_type",
+    "output_dir",
+    "torch_dtype",
+    "deepspeed",
+    "report_to",
+)
+FLAGS = ("bf16", "fp16", "gradient_checkpointing")
+# arguments with the values that leave the run as it is here, and why others are refused
+FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "finetuning_type": (("full",), "all weights are trained here, and no adapters (LoRA)"),
+    "stage": (("pt",), "a run trains on plain texts here"),
+    "optim": (
+        ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"),
+        "give optimizer.name=... beside",
+    ),
+    "resume_from_checkpoint": (("none", "null", "false"), "give train.branch_from=... beside"),
+}
+# arguments of data, whose texts become token files first
+_OF_DATA = """
+dataset dataset_dir dataset_name dataset_config_name train_file validation_file eval_dataset
+custom_dataset_info data_path max_samples max_train_samples template val_size
+validation_split_percentage split_dataset_ratio tokenizer_name tokenizer_name_or_path
+"""
+_UNUSED = """
+attn_impl cache_dir data_cache_dir data_seed dataset_num_proc ddp_find_unused_parameters
+ddp_timeout device_groups disable_tqdm do_eval do_train dtype eval_strategy evaluation_strategy
+eval_steps flash_attn load_best_model_at_end log_level logging_dir logging_first_step
+logging_strategy lazy_tokenize low_cpu_mem_usage metric_for_best_model overwrite_cache
+overwrite_output_dir packing per_device_eval_batch_size plot_loss preprocessing_num_workers
+push_to_hub run_name save_on_each_node save_only_model save_safetensors save_strategy streaming
+tf32 trust_remote_code use_fast_tokenizer use_hf use_ray gradient_checkpointing_kwargs
+torch_compile
+"""
+# those of adapters change nothing without them
+UNUSED_SUBJECTS = ("lora_", "dataloader_", "logging_", "hub_", "ray_", "swanlab_", "eval_")
+DATA_NAMES = tuple(_OF_DATA.split())
+UNUSED_NAMES = frozenset(_UNUSED.split())
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "auto": "bf16"}
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
+DEFAULTS: Mapping[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 5e-5,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 0,
+    "weight_decay": 0.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-8,
+    "max_grad_norm": 1.0,
+    "seed": 42,
+    "save_steps": 500,
+    "logging_steps": 500,
+}
+OF_PROGRAM: Mapping[str, Mapping[str, Any]] = {
+    TRAINER: {},
+    LLAMA_FACTORY: {"max_length": 2048},
+    SWIFT: {
+        "per_device_train_batch_size": 1,
+        "learning_rate": 1e-5,
+        "lr_scheduler_type": "cosine",
+        "weight_decay": 0.1,
+        "adam_beta2": 0.95,
+        "logging_steps": 5,
+        "gradient_checkpointing": True,
+        "bf16": True,
+    },
+}
+STAGE = re.compile(r"(?:zero|z)([0-3])\Z")
+RANKS_VARIABLES = ("NPROC_PER_NODE", "NNODES")
+OFF = ("false", "none", "null", "no", "")
+
+
+@dataclass(frozen=True)
+class Given:
+    """An argument as it is given. unknown: why its value is not known; None if it is."""
+
+    value: str
+    said: str
+    place: str
+    unknown: Problem | None = None
+
+
+class Settings:
+    """The arguments of a run that the Trainer does, for a draft of ours.
+
+    dropped: names to leave out. left_out: those that were found.
+    """
+
+    def __init__(self, given: Mapping[str, Given], draft: Draft, dropped: frozenset[str]) -> None:
+        self.draft = draft
+        self.left_out = dict[str, str]()
+        self.unused = dict[str, str]()
+        self.values = dict[str, Any]()
+        self.said = dict[str, str]()
+        names = {SAME.get(name, name): name for name in given}
+        marks = [program for program, names in MARKS.items() if names & given.keys()]
+        self.program = next(iter(marks), TRAINER)
+        self.defaults = {**DEFAULTS, **OF_PROGRAM[self.program]}
+        for name, typed in names.items():
+            if typed in dropped or name in dropped:
+                self.left_out[typed] = given[typed].said
+            else:
+                self._take(name, given[typed])
+
+    def _take(self, name: str, one: Given) -> None:
+        """Read an argument, note it, or add a problem."""
+        text = one.value.strip()
+        if name in UNUSED_NAMES or name.startswith(UNUSED_SUBJECTS):
+            self.unused[name] = one.said
+        elif name in DATA_NAMES:
+            self.said[name] = one.said
+        elif one.unknown and name in ("output_dir", "seed"):
+            # where this run is kept, and a seed that the shell draws
+            self.unused[name] = one.said
+        elif one.unknown:
+            self._refuse(one, one.unknown)
+        elif name in FIXED:
+            permitted, why = FIXED[name]
+            if text.lower() not in permitted:
+                self._refuse(one, why)
+        elif name in NUMBERS:
+            self._take_number(name, text, one)
+        elif name in FLAGS:
+            self.values[name] = text.lower() == "true"
+        elif name in TEXTS:
+            self.values[name] = text
+        elif text.lower() in OFF:
+            self.unused[name] = one.said
+        else:
+            known = (*NUMBERS, *TEXTS, *FLAGS, *FIXED, *SAME)
+            self._refuse(one, f"no such argument is known here{did_you_mean(name, known)}")
+        self.said[name] = one.said
+
+    def _take_number(self, name: str, text: str, one: Given) -> None:
+        try:
+            self.values[name] = NUMBERS[name](text)
+        except ValueError:
+            self._refuse(one, "give a number")
+
+    def _refuse(self, one: Given, why: str) -> None:
+        where = f" ({one.place})" if one.place else ""
+        self.draft.problems.append(Problem(why).within(f"{one.said}{where}: "))
+
+    def get(self, name: str) -> Any:
+        """Return the value of an argument, or the program's default."""
+        return self.values.get(name, self.defaults.get(name))
+
+    def origin(self, *names: str) -> str:
+        """Return how arguments were given, or that the program's default counts."""
+        said = [self.said[name] for name in names if name in self.values]
+        return " ".join(said) or f"default of {self.program}"
+
+    def put(self, key: str, value: Any, *names: str) -> None:
+        """Set a key of the run file."""
+        self.draft.put(key, value, self.origin(*names))
+
+
+def given_in_words(words: Sequence[Word]) -> dict[str, Given]:
+    """Return the arguments of a command line."""
+    given = dict[str, Given]()
+    name = ""
+    for word in words:
+        if word.text.startswith("--"):
+            typed, equals, value = word.text.partition("=")
+            name = typed.removeprefix("--").replace("-", "_")
+            given[name] = Given(value if equals else "true", word.text, word.place, word.unknown)
+        elif name:
+            before = given[name]
+            is_first = before.said.startswith("--") and " " not in before.said
+            value = word.text if is_first else f"{before.value} {word.text}"
+            said = f"{before.said} {word.text}"
+            given[name] = Given(value, said, before.place, before.unknown or word.unknown)
+    return given
+
+
+def add_trainer(
+    given: Mapping[str, Given],
+    draft: Draft,
+    ranks: int | None,
+    dropped: frozenset[str],
+    folder: Path,
+    documents: Mapping[str, str],
+) -> tuple[Settings, dict[str, Mapping[str, Any]]]:
+    """Add the keys of a run. Returns what was read, and DeepSpeed's configuration by its name.
+
+    ranks: how many there are; None if that is not known. folder: of the file, in which the
+    configuration may be. documents: files that a script writes.
+    """
+    settings = Settings(given, draft, dropped)
+    _add_model(settings)
+    _add_length(settings, ranks)
+    _add_rate(settings)
+    _add_optimizer(settings)
+    _add_precision(settings)
+    _add_rest(settings)
+    return settings, _deepspeed(settings, folder, documents)
+
+
+def _add_model(settings: Settings) -> None:
+    draft = settings.draft
+    name = "model_name_or_path"
+    path = settings.get(name)
+    if path is None:
+        if draft.needs("train.init_from"):
+            draft.missing.append(
+                f"--{name} is missing: train.init_from=FOLDER names the model, or model.preset=..."
+            )
+        return
+    settings.put("train.init_from", path, name)
+    draft.notes.append(
+        f"{settings.said[name]}: train.init_from takes a folder: if this is a name on the hub, "
+        "download it first, and name the folder"
+    )
+
+
+def _add_length(settings: Settings, ranks: int | None) -> None:
+    draft = settings.draft
+    length = settings.get("max_length")
+    if length:
+        settings.put("train.seq_length", length, "max_length")
+    elif draft.needs("train.seq_length"):
+        draft.missing.append("--max_length is missing: train.seq_length=N beside gives it")
+    steps = settings.get("max_steps") or 0
+    if steps > 0:
+        settings.put("train.steps", steps, "max_steps")
+    elif draft.needs("train.steps"):
+        epochs = settings.said.get("num_train_epochs", "without --max_steps")
+        draft.problems.append(
+            f"{epochs}: the steps of a run depend on how many tokens there are: train.steps=N "
+            "beside gives them"
+        )
+    micro = settings.get("per_device_train_batch_size")
+    times = settings.get("gradient_accumulation_steps")
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    settings.put("train.micro_batch", micro, names[0])
+    replicas = draft.value("parallel.data", ranks)
+    if isinstance(replicas, int):
+        settings.put("train.global_batch", micro * times * replicas, *names)
+        draft.put("parallel.data", replicas, "ranks")
+    elif draft.needs("train.global_batch"):
+        draft.problems.append(
+            f"{settings.origin(*names)}: the batch depends on the number of ranks: give --ranks N"
+        )
+    settings.put("train.seed", settings.get("seed"), "seed")
+
+
+def _add_rate(settings: Settings) -> None:
+    draft = settings.draft
+    settings.put("lr.peak", settings.get("learning_rate"), "learning_rate")
+    name = settings.get("lr_scheduler_type")
+    if name in SCHEDULES:
+        settings.put("lr.schedule", SCHEDULES[name], "lr_scheduler_type")
+    elif draft.needs("lr.schedule"):
+        listed = ", ".join(SCHEDULES)
+        draft.problems.append(
+            f"{settings.origin('lr_scheduler_type')}: {listed} are read: lr.schedule=... beside "
+            "gives one"
+        )
+    settings.put("lr.final", 0.0, "lr_scheduler_type")
+    warmup = settings.get("warmup_steps")
+    ratio = settings.get("warmup_ratio") or 0.0
+    steps = draft.value("train.steps")
+    if not warmup and ratio and isinstance(steps, int):
+        # as TrainingArguments.get_warmup_steps rounds it
+        warmup = ceil(steps * ratio)
+        settings.put("lr.warmup", warmup, "warmup_ratio")
+    else:
+        settings.put("lr.warmup", warmup, "warmup_steps")
+
+
+def _add_optimizer(settings: Settings) -> None:
+    settings.put("optimizer.name", "adamw", "optim")
+    betas = [settings.get("adam_beta1"), settings.get("adam_beta2")]
+    settings.put("optimizer.betas", betas, "adam_beta1", "adam_beta2")
+    settings.put("optimizer.eps", settings.get("adam_epsilon"), "adam_epsilon")
+    settings.put("optimizer.weight_decay", settings.get("weight_decay"), "weight_decay")
+    settings.put("optimizer.clip", settings.get("max_grad_norm"), "max_grad_norm")
+
+
+def _add_precision(settings: Settings) -> None:
+    draft = settings.draft
+    dtype = DTYPES.get(str(settings.values.get("torch_dtype")).removeprefix("torch."), "")
+    if settings.values.get("fp16"):
+        dtype = "fp16"
+    elif settings.get("bf16"):
+        dtype = dtype or "bf16"
+    settings.put("precision.compute", dtype or "fp32", "bf16", "fp16", "torch_dtype")
+    if dtype:
+        draft.notes.append(
+            "precision.compute: weights have a master copy in FP32 here; the Trainer has one with "
+            "DeepSpeed, or if the model is loaded in FP32"
+        )
+
+
+def _add_rest(settings: Settings) -> None:
+    """Add data, folder, checkpoints and log lines."""
+    draft = settings.draft
+    of_data = [settings.said[name] for name in DATA_NAMES if name in settings.said]
+    if draft.needs("data.source") and draft.needs("data.blend"):
+        said = " ".join(of_data) or "no data are named"
+        draft.put("data.source", OPEN_SOURCE, said)
+        draft.notes.append(
+            f"{said}: texts become token files first (megaprec data build, docs/data.md); instead "
+            f"of {OPEN_SOURCE} give their prefix. Samples are train.seq_length tokens of all texts "
+            "in a row, without padding"
+        )
+    draft.put("data.held_out", 0.0, "evaluation has data of its own in these programs")
+    if settings.get("gradient_checkpointing"):
+        settings.put("parallel.recompute", "full", "gradient_checkpointing")
+    if settings.get("output_dir"):
+        settings.put("train.folder", settings.get("output_dir"), "output_dir")
+    settings.put("checkpoint.every", settings.get("save_steps"), "save_steps")
+    limit = settings.get("save_total_limit")
+    settings.put("checkpoint.keep", limit or "all", "save_total_limit")
+    settings.put("log.every", settings.get("logging_steps"), "logging_steps")
+    trackers = str(settings.get("report_to") or "").split()
+    known = [one for one in trackers if one in ("tensorboard", "wandb")]
+    if known:
+        settings.put("log.to", known, "report_to")
+
+
+def _deepspeed(
+    settings: Settings, folder: Path, documents: Mapping[str, str]
+) -> dict[str, Mapping[str, Any]]:
+    """Return DeepSpeed's configuration: that of a file, or the stage of ZeRO that a name says."""
+    named = settings.get("deepspeed")
+    if named is None or named.lower() in OFF:
+        return {}
+    said = settings.said["deepspeed"]
+    if stage := STAGE.match(named.lower()):
+        content = {"zero_optimization": {"stage": int(stage[1])}, "gradient_clipping": "auto"}
+        return {said: content}
+    text = documents.get(named) or _beside(folder, named)
+    why = "this file is not beside: give it too, as another FILE.json"
+    if text is not None:
+        try:
+            content = parse_json(text)
+        except (ValueError, RecursionError) as error:
+            why = f"is not JSON: {error}"
+        else:
+            if isinstance(content, dict):
+                return {Path(named).name: content}
+            why = "is not a JSON object, as DeepSpeed's configuration is"
+    settings.draft.problems.append(f"{said}: {why}")
+    return {}
+
+
+def _beside(folder: Path, named: str) -> str | None:
+    """Return the text of a file in a folder or below it; None if it is not there."""
+    name = Path(named).name
+    for path in (folder / named, folder / name, *folder.glob(f"*/{name}")):
+        is_within = path.resolve().is_relative_to(folder.resolve())
+        try:
+            return read_text(path, LARGEST_CONFIG) if is_within else None
+        except (OSError, ValueError):
+            continue
+    return None

@@ -1,0 +1,180 @@
+"""Settings that stand in several YAML files: Primus's, which extend others, and FlagScale's, whose
+list of defaults names another.
+
+Primus merges the files of the trainer, those of the model and its overrides, in this order; each
+begins with what it extends (primus/core/config). FlagScale composes its files by Hydra:
+`train: 70b` is train/70b.yaml beside.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megaprec.errors import UserError
+from megaprec.parsing import read_text
+from tools.convert.megatron.keys import ALIASES
+from tools.interop.foreign.data_files import TooLarge, from_yaml
+from tools.interop.foreign.plain import Row, Table, Unknown, find
+
+LARGEST = 256 * 1024  # bytes
+DEEPEST = 16  # files that extend each other
+MOST_FILES = 64
+FRAMEWORK = "megatron"
+# folders of Primus's files, from the folder of an experiment or one above it
+CONFIGS = "primus/configs"
+MOST_ABOVE = 8
+# ${NAME:default}, of the environment; FlagScale writes ?? for what must be given
+FROM_ENVIRONMENT = re.compile(r"\$\{(\w+):(?!\?\?)([^{}]*)\}")
+GROUP = "train"  # of FlagScale's settings of a training
+RUNNER = ("experiment.runner.nnodes", "experiment.runner.nproc_per_node")
+
+
+class Leaf(NamedTuple):
+    """A setting: its last name, its value and where it stands."""
+
+    name: str
+    value: Any
+    file: str
+    line: int
+
+
+@dataclass
+class Chain:
+    """The settings of several files, a later one in place of an earlier one.
+
+    leaves: by name. files: that were read beside the first. absent: variables of the environment
+    whose defaults count. has_base: the files beside the first hold the program's
+    defaults. ranks: that the file says its launcher starts.
+    """
+
+    leaves: dict[str, Leaf] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+    has_base: bool = False
+    ranks: int | None = None
+
+    def add(self, table: Table, file: str) -> None:
+        """Add the settings of a table. Raises UserError if it says one of them in two ways."""
+        own = dict[str, Any]()
+        for leaf in leaves_of(table, file):
+            first = own.setdefault(leaf.name, leaf.value)
+            if first != leaf.value:
+                raise UserError.of(
+                    "import.two_values",
+                    file=file,
+                    name=leaf.name,
+                    first=first,
+                    second=leaf.value,
+                )
+            is_open = isinstance(leaf.value, Unknown)
+            match = FROM_ENVIRONMENT.fullmatch(leaf.value.text) if is_open else None
+            if match:
+                self.absent.append(match[1])
+                leaf = leaf._replace(value=match[2])
+            self.leaves[leaf.name] = leaf
+
+
+def leaves_of(table: Table, file: str) -> Iterator[Leaf]:
+    """Yield the settings of a table and the tables in it."""
+    for key, entry in table.entries.items():
+        if isinstance(entry.value, Table):
+            yield from leaves_of(entry.value, file)
+        else:
+            yield Leaf(ALIASES.get(str(key), str(key)), entry.value, file, entry.line)
+
+
+def read_chain(path: Path, table: Table) -> Chain | None:
+    """Return the settings that a YAML file and those that it names have together; None if it names
+    none. Raises UserError for a file that is not there."""
+    modules = table.get("modules")
+    if isinstance(modules, Table):
+        trainers = [one for one in _tables(modules) if one.get("framework") == FRAMEWORK]
+        return _read_primus(path, trainers[0]) if len(trainers) == 1 else None
+    defaults = table.get("defaults")
+    names = _named_by(defaults) if isinstance(defaults, Row) else {}
+    return _read_group(path, table, names[GROUP]) if GROUP in names else None
+
+
+def _tables(table: Table) -> Iterator[Table]:
+    for entry in table.entries.values():
+        if isinstance(entry.value, Table):
+            yield entry.value
+
+
+def _read_primus(path: Path, trainer: Table) -> Chain:
+    """Return the settings of an experiment of Primus."""
+    chain = Chain(has_base=True)
+    for key, folder in (("config", "modules"), ("model", "models")):
+        name = trainer.get(key)
+        if isinstance(name, str):
+            root = _root(path, f"{folder}/{FRAMEWORK}/{name}")
+            _extend(root / folder / FRAMEWORK / name, root, chain)
+    overrides = trainer.get("overrides")
+    if isinstance(overrides, Table):
+        chain.add(overrides, path.name)
+    return chain
+
+
+def _root(path: Path, name: str) -> Path:
+    """Return the folder of the files of Primus, by the name of one of them. Raises UserError."""
+    above = [*path.resolve().parents][:MOST_ABOVE]
+    folders = [above[0], *(folder / CONFIGS for folder in above)]
+    for folder in folders:
+        if (folder / name).is_file():
+            return folder
+    raise UserError.of("import.no_named_file", path=path, name=name)
+
+
+def _extend(path: Path, root: Path, chain: Chain, depth: int = 0) -> None:
+    """Add the settings of a file behind those of the files that it extends. Raises UserError."""
+    is_within = path.resolve().is_relative_to(root.resolve())
+    if depth > DEEPEST or len(chain.files) > MOST_FILES or not is_within:
+        raise UserError.of("import.not_followed", written=path.name)
+    table = _table(path)
+    extended = table.entries.pop("extends", None)
+    names = extended.value.items if extended and isinstance(extended.value, Row) else []
+    for name in names:
+        _extend(path.parent / str(name), root, chain, depth + 1)
+    chain.files.append(path.name)
+    chain.add(table, path.name)
+
+
+def _table(path: Path) -> Table:
+    """Return the settings of a file. Raises UserError."""
+    try:
+        data = from_yaml(path, read_text(path, LARGEST))
+    except OSError as error:
+        raise UserError.of("import.file_unreadable", path=path, reason=error.strerror) from error
+    except ValueError as error:
+        raise UserError.of("import.file_unreadable", path=path, reason="not UTF-8 text") from error
+    except TooLarge as error:
+        raise UserError.of("import.too_many_values", path=path) from error
+    if data is None:
+        raise UserError.of("import.not_yaml_mapping", path=path)
+    return data.table
+
+
+def _named_by(defaults: Row) -> dict[str, str]:
+    """Return the files that a list of Hydra's defaults names, by their group."""
+    named = dict[str, str]()
+    for item in defaults.items:
+        if isinstance(item, Table):
+            named |= {str(key): str(entry.value) for key, entry in item.entries.items()}
+    return named
+
+
+def _read_group(path: Path, table: Table, name: str) -> Chain:
+    """Return the settings of the group of a training."""
+    chain = Chain()
+    file = path.parent / GROUP / f"{name}.yaml"
+    if not file.is_file() or not file.resolve().is_relative_to(path.parent.resolve()):
+        raise UserError.of("import.no_named_file", path=path, name=f"{GROUP}/{name}.yaml")
+    _extend(file, path.parent, chain)
+    sizes = [find(table, key) for key in RUNNER]
+    numbers = [size.value for size in sizes if size is not None]
+    if len(numbers) == len(RUNNER) and all(isinstance(number, int) for number in numbers):
+        nodes, local = numbers
+        chain.ranks = nodes * local
+    return chain

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.checkpoint.save_load import load_weights
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part
+from megaprec.optim.update_rules import AdamW
 from megaprec.precision.plan import plan
 from models.engine.engine import Engine
 from models.engine.options import EngineOptions
@@ -63,6 +64,7 @@ WAYS = (
     Way("data 2, ZeRO-2", {"dp": 2}, zero=2),
 )
 
+HOUR = 3600.0  # seconds, after which a run hangs
 Progress = Callable[[int], None]
 
 
@@ -124,7 +126,7 @@ def _plain_norm(weight: Tensor, x: Tensor) -> Tensor:
 
 def engine_run(way: Way, setting: Setting, path: Path) -> Curve:
     """Train by the engine, in local ranks."""
-    curves = run_ranks(engine_rank, way.sizes, way=way, setting=setting, path=path)
+    curves = run_ranks(engine_rank, way.sizes, HOUR, way=way, setting=setting, path=path)
     first = curves[0]
     assert all(curve == first for curve in curves), "ranks report different losses"
     return first
@@ -147,8 +149,7 @@ def engine_rank(mesh: DeviceMesh, way: Way, setting: Setting, path: Path) -> Cur
         mesh,
         schedule(way.schedule, Axis.of(mesh, "pp").size, way.microbatches),
         options,
-        betas=BETAS,
-        eps=EPS,
+        rule=AdamW(BETAS, EPS),
         weight_decay=WEIGHT_DECAY,
         clip=CLIP,
         shard_gradients=way.zero == 2,

@@ -93,7 +93,7 @@ def on_ranks(**axes: int) -> Callable[[Callable[..., None]], Callable[..., None]
 def run_ranks(
     body: Callable[..., Any],
     axes: Mapping[str, int],
-    seconds: float = SECONDS,
+    seconds: float | None = None,
     /,
     **arguments: Any,
 ) -> list[Any]:
@@ -106,7 +106,9 @@ def run_ranks(
     _preload(getattr(sys.modules[body.__module__], "PRELOADED", ()))
     with tempfile.TemporaryDirectory() as folder:
         name = (body.__module__, body.__qualname__)
-        job = _Job(name, dict(axes), arguments, Path(folder), seconds, warnings.filters[:])
+        job = _Job(
+            name, dict(axes), arguments, Path(folder), seconds or SECONDS, warnings.filters[:]
+        )
         ranks = [_start(job, rank) for rank in range(job.world)]
         try:
             answers = _collect(job, [connection for _, connection in ranks])

@@ -165,7 +165,12 @@ def accused(
     fits = [one for one in layouts if _fits(config, one)]
     precision = "both" if seed % 4 == 0 else "float64"
     args = argparse.Namespace(
-        layouts=fits[:most], full=False, steps=3, precision=precision, file="drawn"
+        layouts=fits[:most],
+        full=False,
+        steps=3,
+        precision=precision,
+        oracle=None,
+        file="drawn",
     )
     made = parity.certify(
         config, args, folder, lambda text: None, replace(parity.LOCAL_LAUNCHER, together=together)

@@ -2,6 +2,9 @@
 that all layouts share shows."""
 
 import json
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from tools.verify.parity.record import Record
 
 pytest.importorskip("transformers", minversion="5", reason="needs transformers: the extra hf")
 
+ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     "data.reset_attention_mask=true",
     "data.reset_position_ids=true",
@@ -138,3 +142,28 @@ def test_the_certificate_names_the_oracle(
     certificate = json.loads((tmp_path / "parity.json").read_text())
     assert "LlamaForCausalLM" in certificate["oracle"]
     assert "torch.optim.AdamW" in certificate["oracle"]
+
+
+COMPILED = """
+import torch
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from tests.parity.oracle_runs import beside_oracle, words_of
+torch.set_num_threads(1)
+for words in (words_of("qwen3_next"), [*words_of("llama"), "train.compile=leaves"]):
+    with TemporaryDirectory() as folder:
+        print(beside_oracle(words, Path(folder))["verdict"])
+"""
+
+
+@pytest.mark.slow
+def test_torchs_compiler_works_after_transformers_has_computed_in_float64() -> None:
+    if not shutil.which("cc"):
+        pytest.skip("needs a C compiler")
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("proven") == 2
+    assert "\ncompiled " in done.stdout
+    assert "not compiled" not in done.stdout

@@ -14,7 +14,7 @@ model of tensors without memory: it must accept the sizes, and have as many para
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -379,7 +379,10 @@ def difference(config: str) -> float:
 def _logits_of_transformers(config: Json, folder: Path, token_ids: Tensor) -> Tensor:
     """Return float64 logits [b, s, vocab] of transformers' model with random weights, which it
     saves in `folder`."""
-    with quiet_transformers() as transformers, float32_is_float64():
+    with (
+        quiet_transformers() as transformers,
+        float32_is_float64(transformers, config["model_type"]),
+    ):
         try:
             model = _make_model(transformers, config)
             # A cache would need a layer with attention.
@@ -421,10 +424,16 @@ def _draw_weights(model: Any) -> None:
 
 
 @contextmanager
-def float32_is_float64() -> Iterator[None]:
+def float32_is_float64(transformers: Any, model_type: str) -> Iterator[None]:
     """Within the context torch.float32 is float64, for transformers computes norms, angles and
     softmax in torch.float32.
+
+    model_type: of the model that is to be computed.
     """
+    # Its class imports torch's compiler, whose tables would keep float64 for float32.
+    with suppress(Exception):  # a type that it does not know is told where the model is made
+        settings = transformers.AutoConfig.for_model(model_type)
+        transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
     before = torch.float32, torch.float, torch.Tensor.float, torch.get_default_dtype()
     torch.float32 = torch.float = torch.float64  # pyright: ignore[reportAttributeAccessIssue]
     torch.Tensor.float = torch.Tensor.double  # pyright: ignore[reportAttributeAccessIssue]

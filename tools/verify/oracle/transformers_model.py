@@ -4,7 +4,7 @@ Both ways lead through folders that transformers itself reads and writes.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,6 +17,7 @@ from models.config import ModelConfig
 from models.feed_forward.router import is_correction
 from tools.convert.core.source import Facts, Origin, Source
 from tools.convert.core.target import convert
+from tools.convert.hf.config import model_type_of
 from tools.convert.hf.folder import open_hf
 from tools.convert.hf.write import hf_target
 from tools.convert.probe import float32_is_float64
@@ -50,14 +51,19 @@ class TransformersModel:
     def computing(self) -> Iterator[Any]:
         """Give transformers, which computes all in float64 within the context if that is the
         model's dtype. Raises UserError if it is missing."""
-        wide = float32_is_float64() if self.dtype == torch.float64 else nullcontext()
         try:
-            with quiet_transformers() as transformers, wide:
+            with quiet_transformers() as transformers, self._widened(transformers):
                 yield transformers
         except ImportError as problem:
             raise UserError.of(
                 "parity.oracle_transformers", why_missing=why_missing(problem)
             ) from problem
+
+    def _widened(self, transformers: Any) -> AbstractContextManager[None]:
+        """Return a context in which transformers rounds nothing to FP32 that is wider."""
+        if self.dtype != torch.float64:
+            return nullcontext()
+        return float32_is_float64(transformers, model_type_of(self.config))
 
     def logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return logits [b, s, vocab]. tokens, positions: int64 [b, s]."""

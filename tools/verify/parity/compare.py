@@ -191,10 +191,14 @@ class StepComparison:
         return self.judge(difference)
 
     def tensors(
-        self, quantity: str, tensor_kind: str, names: Sequence[str]
+        self,
+        quantity: str,
+        tensor_kind: str,
+        names: Sequence[str],
+        least_bound: float = 0.0,
     ) -> Iterator[Difference]:
         """Compare the tensors of a kind, in the order of `names`; `compare_shapes` reports those
-        that one side lacks."""
+        that one side lacks. least_bound: of each of them, whatever the noise is."""
         candidate = self.candidate.tensors.get(tensor_kind)
         if candidate is None or tensor_kind not in self.reference.tensors:
             return
@@ -218,7 +222,7 @@ class StepComparison:
                 tensor_name,
                 step=self.step + 1,
                 error=tensor_error(ours, expected[tensor_name], scales[tensor_name]),
-                bound=bounds[tensor_name],
+                bound=max(bounds[tensor_name], least_bound),
                 ratio=_norm_ratio(ours, theirs),
                 note=_describe_largest(ours, theirs),
             )

@@ -1,0 +1,133 @@
+"""Tries rows of the array until each triple has been seen, or the time is over; goes on where an
+earlier call has ended. Says how many triples there are, were seen, and are refused by which rules."""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tests.ranks
+from tests.covering.array import Array, Row, combinations_of
+from tests.covering.trial import (
+    Outcome,
+    command_of,
+    is_cheap,
+    refusal,
+    tried,
+    values_of_options,
+)
+from tests.parity.campaign import Pool
+from tools.verify.parity.ranks import Run
+
+COMPILE = "compile"
+ROWS_OF_A_POOL = 40  # after which ranks are started anew
+
+
+class Pools:
+    """Ranks that stay for many rows, by their number."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, Pool] = {}
+        self._uses = Counter[int]()
+
+    def together(self, runs: Sequence[Run], folder: Path) -> list[None]:
+        """As `run_together`."""
+        ranks = runs[0].config.world_size
+        if self._uses[ranks] % ROWS_OF_A_POOL == 0 and ranks in self._pools:
+            self._pools.pop(ranks).close()
+        self._uses[ranks] += 1
+        if ranks not in self._pools:
+            self._pools[ranks] = Pool(ranks)
+        return self._pools[ranks].together(runs, folder)
+
+    def close(self) -> None:
+        """The ranks end."""
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+
+    def drop(self) -> None:
+        """Forget ranks of which one has failed."""
+        self._pools.clear()
+
+
+def main() -> int:
+    """Returns 1 if a row was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m tests.covering", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=170)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kept", type=Path, default=Path("runs/covering.jsonl"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    tests.ranks.SECONDS = 3600.0
+    arguments.kept.parent.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + 60 * arguments.minutes
+    reasons = Counter[str]()
+
+    def takes(row: Row) -> bool:
+        return not refusal(row)
+
+    options = values_of_options()
+    # forms are compiled for each shape: pairs with them, and triples of all else
+    uncompiled = {option: values for option, values in options.items() if option != COMPILE}
+    triples = combinations_of(uncompiled, 3)
+    array = Array(uncompiled, triples, takes, is_cheap, arguments.seed)
+    pairs = combinations_of(options, 2, COMPILE)
+    compiled = Array(options, pairs, takes, is_cheap, arguments.seed)
+    verdicts = Counter[str]()
+    for entry in _kept(arguments.kept):
+        array.count(entry["row"])
+        compiled.count(entry["row"])
+        verdicts[entry["verdict"]] += 1
+    pools = Pools()
+    for row in chain(array.rows(), compiled.rows()):
+        if time.monotonic() > end:
+            print("the time is over: the same command goes on")
+            break
+        outcome = _tried(row, pools)
+        verdicts[outcome.verdict] += 1
+        with arguments.kept.open("a") as kept:
+            kept.write(json.dumps({"row": row, **vars(outcome)}) + "\n")
+        if outcome.verdict == "refused":
+            reasons[outcome.why] += 1
+        if outcome.verdict == "wrong":
+            print(f"wrong: {outcome.why}\n  {command_of(row)}", flush=True)
+        done = sum(verdicts.values())
+        if done % 20 == 0:
+            print(f"{done} rows, {len(array.left):,} triples left", flush=True)
+    pools.close()
+    for name, each in (("triples", array), ("pairs with compiled leaves", compiled)):
+        seen = each.number - len(each.left) - len(each.refused)
+        print(
+            f"{each.number:,} {name}: {seen:,} seen, {len(each.refused):,} refused by a rule, "
+            f"{len(each.left):,} left"
+        )
+    print(dict(verdicts), dict(reasons))
+    return int(verdicts["wrong"] > 0)
+
+
+def _kept(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _tried(row: Row, pools: Pools) -> Outcome:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return tried(row, Path(folder), pools.together)
+        except Exception as error:  # whatever it is, it is no refusal
+            pools.drop()
+            return Outcome("wrong", f"{type(error).__name__}: {error}"[:2000])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""The options that are combined, and the words of a command that each of their values is.
+
+The first value of an option is the one that the others leave alone.
+"""
+
+from tests.families import CASES
+from tests.parity.oracle_runs import words_of
+
+Row = dict[str, str]  # of each option the name of its value
+
+# a model of each family, as odd as it can be
+FAMILIES = (
+    "llama",
+    "gpt2",
+    "gpt_neox",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "olmo2 kv1 biased",
+    "olmo3 yarn",
+    "gemma2",
+    "gemma3",
+    "deepseek_v2",
+    "deepseek_v3 yarn",
+    "gpt_oss",
+    "mixtral",
+    "qwen3_moe with a dense layer",
+    "qwen2_moe",
+    "glm4_moe",
+    "nemotron_h",
+    "nemotron_h with experts in groups beside a feed-forward",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5 with experts",
+)
+OPTIONS: dict[str, dict[str, list[str]]] = {
+    "family": {family: words_of(family) for family in FAMILIES},
+    "tied": {
+        "as the family": [],
+        "yes": ["model.tied=true"],
+        "no": ["model.tied=false"],
+    },
+    "tensor": {"1": [], "2": ["parallel.tensor=2"]},
+    "pipeline": {"1": [], "2": ["parallel.pipeline=2"]},
+    "data": {"1": [], "2": ["parallel.data=2"]},
+    "context": {
+        "1": [],
+        "ring": ["parallel.context=2"],
+        "gather": ["parallel.context=2", "parallel.context_by=gather"],
+    },
+    "experts": {
+        "1": [],
+        "2": ["parallel.expert=2"],
+        "2, whole": ["parallel.expert=2", "parallel.expert_tensor=1"],
+    },
+    "sequence": {"no": [], "yes": ["parallel.sequence=true"]},
+    "schedule": {
+        "1f1b": [],
+        "gpipe": ["parallel.schedule=gpipe"],
+        "interleaved": ["parallel.schedule=interleaved"],
+        "zb-h1": ["parallel.schedule=zb-h1"],
+        "zb-h2": ["parallel.schedule=zb-h2"],
+        "zb-v": ["parallel.schedule=zb-v"],
+    },
+    "zero": {"1": [], "0": ["parallel.zero=false"], "2": ["parallel.zero=2"]},
+    "zero_size": {"all": [], "1": ["parallel.zero_size=1"]},
+    "overlap": {
+        "auto": [],
+        "yes": ["parallel.overlap=true", "parallel.bucket=500"],
+        "no": ["parallel.overlap=false"],
+    },
+    "recompute": {
+        "none": [],
+        "selective": ["parallel.recompute=selective"],
+        "norms": [
+            "parallel.recompute=selective",
+            'parallel.recompute_modules=["activation", "norm"]',
+        ],
+        "full": ["parallel.recompute=full"],
+        "one layer": ["parallel.recompute=full", "parallel.recompute_layers=1"],
+    },
+    "batch": {
+        "4 of 2": ["train.global_batch=8", "train.micro_batch=2"],
+        "8 of 1": ["train.global_batch=8", "train.micro_batch=1"],
+        "2 of 4": ["train.global_batch=8", "train.micro_batch=4"],
+    },
+    "numerics": {"fastest": [], "canonical": ["train.numerics=canonical"]},
+    "compile": {"off": [], "leaves": ["train.compile=leaves"]},
+    "ema": {"none": [], "0.9": ["optimizer.ema=0.9"]},
+    "groups": {
+        "none": [],
+        "by name": [
+            'optimizer.groups=[{pattern = "embedding.*", lr = 0.5, weight_decay = 0.0}, '
+            '{pattern = "*norm*", all_dims = true}]'
+        ],
+    },
+    "clip": {
+        "l2": [],
+        "l3": ["optimizer.norm=3.0"],
+        "largest": ["optimizer.norm=inf"],
+        "none": ["optimizer.clip=0.0"],
+    },
+    "documents": {
+        "one": [],
+        "apart": ["data.reset_attention_mask=true", "data.reset_position_ids=true"],
+        "apart, unpredicted": [
+            "data.reset_attention_mask=true",
+            "data.reset_position_ids=true",
+            "data.eod_mask_loss=true",
+        ],
+        "apart, one count of positions": ["data.reset_attention_mask=true"],
+        "restarted": ["data.reset_position_ids=true"],
+    },
+    "schedule of rates": {
+        "cosine": ["lr.schedule=cosine"],
+        "linear": ["lr.schedule=linear", "lr.final=1e-5"],
+        "wsd": ["lr.schedule=wsd", "lr.decay=2"],
+    },
+}
+assert set(FAMILIES) <= set(CASES)
+CHEAP_RANKS = 4  # of most rows
+DEFAULT: Row = {option: next(iter(values)) for option, values in OPTIONS.items()}
+
+
+def words_of_row(row: Row) -> list[str]:
+    """The words of a command that a row is."""
+    words: list[str] = []
+    for option, value in row.items():
+        words += OPTIONS[option][value]
+    return words

@@ -299,6 +299,12 @@ class Optimizer(Table):
         description="Factors of learning rate and weight decay for parameters by pattern of names: "
         '[{pattern = "embedding.*", lr = 0.5, weight_decay = 0.0}].',
     )
+    frozen: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(),
+        strict=False,
+        description='Patterns of logical names of parameters that are not trained: ["embedding.*", '
+        '"layers.0.*"]; they have no gradient and no state.',
+    )
     clip: float = Field(
         default=default_of(ParallelAMPOptimizer, "clip"),
         ge=0,

@@ -172,7 +172,7 @@ fp8: kind
 optimizer: name options groups clip norm ema frozen
 lr: peak schedule warmup unit
 train: steps global_batch batch_schedule micro_batch seq_length init_from seed numerics compile deterministic folder device threads
-train: branch_from restarts on_spike
+train: branch_from restarts on_spike eval_first
 checkpoint: every keep background resume
 log: every to plot plot_over progress peak_tflops sample
 """

@@ -559,8 +559,10 @@ def _blend(data: Data) -> Iterator[str]:
 
 
 def _evaluation(train: Train, data: Data) -> Iterator[str]:
-    if train.eval_every and not (data.held_out or data.validation or data.lm_eval):
-        yield Problem.of("config.eval_without_text", eval_every=train.eval_every)
+    if train.evaluates and not (data.held_out or data.validation or data.lm_eval):
+        key = "eval_every" if train.eval_every else "eval_first"
+        value = toml(getattr(train, key))
+        yield Problem.of("config.eval_without_text", key=key, value=value)
 
 
 def _best_checkpoint(train: Train, data: Data, checkpoint: Checkpoint) -> Iterator[str]:
@@ -609,7 +611,7 @@ def _lm_eval_keys(data: Data) -> Iterator[str]:
 
 
 def _lm_eval_steps(train: Train, data: Data) -> Iterator[str]:
-    if data.lm_eval and not train.eval_every:
+    if data.lm_eval and not train.evaluates:
         yield Problem.of("config.lm_eval_never")
 
 

@@ -463,6 +463,10 @@ class Train(Table):
         description="Number of steps between evaluations on the held-out data, data.validation and "
         "data.lm_eval; 0: never.",
     )
+    eval_first: bool = Field(
+        default=False,
+        description="Evaluate before the first step too, with the first weights.",
+    )
     eval_batches: int = Field(
         default=4,
         gt=0,
@@ -522,6 +526,11 @@ class Train(Table):
         "comes with certainty thus ends the run soon. For ranks of torchrun its --max-restarts "
         "counts.",
     )
+
+    @property
+    def evaluates(self) -> bool:
+        """Return True if the run evaluates at all."""
+        return self.eval_every > 0 or self.eval_first
 
 
 class Checkpoint(Table):

@@ -108,6 +108,7 @@ def made_ready(
         "folder": str(folder),
         "branch_from": "",  # the state to begin with is given
         "eval_every": 0,
+        "eval_first": False,
         "sentinel": 0,
         "threads": 1,
         "device": "cpu",

@@ -84,6 +84,7 @@ class Run:
     borders: int = 0  # documents of each sample, if it has several
     reset: bool = False  # positions restart with each document
     ring: bool = True
+    frozen: tuple[str, ...] = ()
 
     @property
     def config(self) -> ModelConfig:
@@ -216,6 +217,7 @@ def make_engine(mesh: DeviceMesh | None, run: Run) -> Engine:
             expert=run.expert,
             expert_tensor=run.expert_tensor,
             ring=run.ring,
+            frozen=run.frozen,
         ),
         kind=Recording,
         clip=run.clip,

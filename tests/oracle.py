@@ -435,12 +435,14 @@ def train(
     batches: Sequence[tuple[Tensor, Tensor, Tensor | None]],
     lr: float,
     clip: float,
+    frozen: Weights | None = None,
 ) -> list[dict[str, object]]:
     """Trains with torch's AdamW; one record per step: loss, norm, the gradients before clipping,
-    the weights after."""
-    w = {name: value.clone().requires_grad_() for name, value in weights.items()}
-    balancing = [p for name, p in w.items() if name.endswith(".correction")]
-    trained = [p for name, p in w.items() if not name.endswith(".correction")]
+    the weights after. frozen: weights that are not trained."""
+    trained_weights = {name: value.clone().requires_grad_() for name, value in weights.items()}
+    w = trained_weights | (frozen or {})
+    balancing = [p for name, p in trained_weights.items() if name.endswith(".correction")]
+    trained = [p for name, p in trained_weights.items() if not name.endswith(".correction")]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": 0.1},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
@@ -448,7 +450,7 @@ def train(
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, foreach=False)
     records = []
     for tokens, targets, mask in batches:
-        for p in w.values():
+        for p in trained_weights.values():
             p.grad = None
         loss, router_loss, further, z, losses = mean_loss(config, w, tokens, targets, mask)
         extra = config.mtp_loss_weight * further + config.z_loss * z
@@ -467,7 +469,7 @@ def train(
                 "routers": losses.routers,
                 "norm": norm_before.item(),
                 "grads": grads,
-                "weights": {name: p.detach().clone() for name, p in w.items()},
+                "weights": {name: p.detach().clone() for name, p in trained_weights.items()},
             }
         )
     return records

@@ -174,6 +174,8 @@ def destinations(
 
 def _destination_of(node: Any, parameter: nn.Parameter) -> Destination:
     """Return the `destination` of a parameter, whose gradient autograd gives to `node`."""
+    if not parameter.requires_grad:
+        return Destination.NOWHERE
     if not has_main_grad(parameter):
         return Destination.AUTOGRAD
     try:

@@ -282,6 +282,9 @@ class Stage(nn.Module):
             length *= self.context.tp.size
         if self.cut.first:
             x = self._embed(x, microbatch, packing.positions)
+            # a frozen embedding: layers compute their backward passes all the same
+            if torch.is_grad_enabled() and not x.requires_grad:
+                x = x.detach().requires_grad_()
         # Tables and masks are made once for all layers of the stage.
         rotary = self._rotary_by_window(length * self.context.cp.size, x.device, packing.positions)
         masks = self._make_masks(length, x.device, packing)

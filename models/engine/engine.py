@@ -26,11 +26,13 @@ from megaprec.optim.canonical.consensus import summed_loss
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.step_limits import NO_LIMITS, StepLimits
 from megaprec.optim.step_report import LOSS, NonFiniteStep, StepObserver, StepReport
+from megaprec.precision.patterns import require_used
 from megaprec.precision.plan import PrecisionPlan
 from models.attention.context_limits import require_divisible_context
 from models.attention.recurrent_kernels import Setting, refused_kernels
 from models.config import ModelConfig
 from models.decoder.cutting import MakeStage, build, cuts
+from models.decoder.frozen import freeze
 from models.decoder.stages import Stage
 from models.decoder.virtual_stage import over_virtual_ranks
 from models.engine.options import EngineOptions
@@ -193,6 +195,8 @@ def build_stages(
         make=make_stage,
         separate_head=canonical,
     )
+    names = freeze(stages.values(), options.frozen)
+    require_used("optimizer.frozen", options.frozen, names, Axis.world(mesh), device)
     for stage in stages.values():
         compute_marked_in_fp32(stage, plan)
     return RankStages(

@@ -27,6 +27,7 @@ class EngineOptions:
     expert_tensor: the number of slices of each expert; 0: as many as there are tp ranks.
     ring: keys and values go round the ranks of cp (`models.attention.context_parallel`); False:
         each rank gathers those of a whole sequence.
+    frozen: patterns of logical names of parameters that are not trained.
     seed: seed of initial weights and dropout.
     blank: initial weights are not drawn; the caller loads others before the first pass.
     trace: a skipped step is run again to find the micro-batch and the samples that broke it.
@@ -43,6 +44,7 @@ class EngineOptions:
     expert: int = 1
     expert_tensor: int = 0
     ring: bool = True
+    frozen: tuple[str, ...] = ()
     seed: int = 0
     blank: bool = False
     trace: bool = True

@@ -18,7 +18,7 @@ import torch
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import layout_of, parameters_of
 from megaprec.fp8.state import FP8State
-from megaprec.optim.flat_buffer import BLOCK, EMA, Buffer, GradReduction
+from megaprec.optim.flat_buffer import BLOCK, EMA, Buffer, GradReduction, param_dtype
 from megaprec.optim.grad_sync import forward_order
 from megaprec.optim.model_buffers import Moments, bucket_elements, buckets
 from megaprec.optim.muon.matrix_exchange import owners_of
@@ -31,6 +31,7 @@ from megaprec.optim.weight_average import AveragedTile, own_bytes, run_length
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.decoder.cutting import build
+from models.decoder.frozen import freeze
 from models.decoder.stages import Cut, Stage
 from models.estimate.memory import names_single_layers
 from models.estimate.storage import (
@@ -87,6 +88,7 @@ class Sharding:
     separate_head: a tied head is a copy on the same rank too.
     gradients: these replicas share gradients too (ZeRO-2).
     ema: a moving average of the weights is kept.
+    frozen: patterns of parameters that are not trained, as for `EngineOptions`.
     """
 
     tp: int = 1
@@ -98,6 +100,7 @@ class Sharding:
     separate_head: bool = False
     gradients: bool = False
     ema: bool = False
+    frozen: tuple[str, ...] = ()
 
     def replicas(self, of_experts: bool) -> tuple[Axis, Axis]:
         """Return the replicas of experts, or of other weights, and those among them that share
@@ -142,7 +145,8 @@ def state_bytes(
     by_kind: dict[tuple[object, ...], StateBytes] = {}
     bytes_of_ranks = []
     # both may go by the names of parameters, which have the numbers of layers
-    ranks_differ = names_single_layers(plan) or isinstance(rule, Muon)
+    names_layers = names_single_layers(plan) or bool(sharding.frozen)
+    ranks_differ = names_layers or isinstance(rule, Muon)
     for rank in range(max(rank_of_stage) + 1):
         kinds = [_kind_of_stage(config, cut) for cut in cuts if rank_of_stage[cut.stage] == rank]
         kind = (*kinds, ranks_differ and rank)
@@ -182,6 +186,7 @@ def _build_stages(
         rank,
         separate_head=sharding.separate_head,
     )
+    freeze(stages.values(), sharding.frozen)
     return [*stages.values()]
 
 
@@ -257,6 +262,9 @@ def _measure(
         if not buffer.shards_gradients:
             reduction += _copied_bytes(buffer)
         saved += sum(tensor.nbytes for tensor in buffer.saved().values())
+    frozen = _frozen_bytes([stage for stage, _ in by_stage], plan)
+    totals["weights"] += frozen
+    saved += frozen
     # Elements of a block of the update; 0: a whole buffer.
     block = BLOCK if device == "cpu" else 0
     peaks = [_update_peak(buffer, block) for buffer in buffers]
@@ -266,11 +274,22 @@ def _measure(
     return StateBytes(
         **totals,
         reduction=reduction,
-        update=max(peaks),
+        update=max(peaks, default=0),
         own=sum(own_bytes(buffer) for buffer in buffers if buffer.ema is not None),
         arriving=max(_arriving_bytes(stage, buffers) for stage, buffers in by_stage),
         saved=saved,
     )
+
+
+def _frozen_bytes(stages: Sequence[Stage], plan: PrecisionPlan) -> int:
+    """Return the bytes of the weights that are not trained, each once."""
+    frozen = dict.fromkeys(
+        parameter
+        for stage in stages
+        for parameter in stage.parameters()
+        if not parameter.requires_grad
+    )
+    return sum(parameter.numel() * param_dtype(parameter, plan).itemsize for parameter in frozen)
 
 
 def _copied_bytes(buffer: Buffer) -> int:

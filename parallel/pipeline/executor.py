@@ -119,7 +119,9 @@ class Executor:
         self._position = position or Position()
         self._mail: dict[Message, Tensor] = {}
         # the next two by stage and micro-batch
-        self._inputs_and_edges: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
+        self._inputs_and_edges: dict[
+            tuple[int, int], tuple[Tensor | None, GradientEdge | None]
+        ] = {}
         self._weight_work: dict[tuple[int, int], Work] = {}
         self._deferred = deferred or WeightGradQueue()
         # receives that have not finished, of which the first may be posted
@@ -204,7 +206,8 @@ class Executor:
         output = self._hooks.forward(stage, microbatch, received)
         if trains:
             # the edge without the output, whose memory the next stage may release
-            edge = get_gradient_edge(output)
+            # none if nothing in a first stage is trained
+            edge = get_gradient_edge(output) if output.requires_grad else None
             self._inputs_and_edges[stage, microbatch] = received, edge
         if stage < self.links.stages - 1:
             activation = Message(MessageType.ACTIVATION, stage, microbatch)
@@ -221,7 +224,8 @@ class Executor:
             self._hooks.expect(stage, instruction in self._completing)
         received, output_edge = self._inputs_and_edges.pop((stage, microbatch))
         gradient = self._mail.pop(Message(MessageType.GRADIENT, stage, microbatch))
-        torch.autograd.backward((output_edge,), (gradient,))
+        if output_edge is not None:
+            torch.autograd.backward((output_edge,), (gradient,))
         if received is not None:
             assert received.grad is not None, (
                 f"the output of stage {stage} does not depend on what it received"

@@ -230,11 +230,20 @@ def _mup_rule(optimizer: Optimizer, model: ModelConfig) -> Iterator[str]:
 def _optimizer_patterns(optimizer: Optimizer, model: ModelConfig) -> Iterator[str]:
     groups = [group.pattern for group in optimizer.groups]
     yield from _unmatched("optimizer.groups", groups, model)
+    yield from _unmatched("optimizer.frozen", optimizer.frozen, model)
+    if not model.factory and optimizer.frozen and not trained_names(optimizer, model):
+        yield Problem.of("config.nothing_trained")
     patterns = optimizer.options.get("by_adamw", [])
     # `_rule` reports an option that is no list, and items that are no text
     if optimizer.name.lower() == "muon" and isinstance(patterns, list):
         by_adamw = [pattern for pattern in patterns if isinstance(pattern, str)]
         yield from _unmatched("optimizer.options by_adamw", by_adamw, model)
+
+
+def trained_names(optimizer: Optimizer, model: ModelConfig) -> list[str]:
+    """Return the logical names of the parameters that are trained, of a model without a factory."""
+    names = [*logical_shapes(model)]
+    return [name for name in names if not any(match_patterns(optimizer.frozen, [name]))]
 
 
 def _fp32_patterns(precision: Precision, model: ModelConfig) -> Iterator[str]:
@@ -567,8 +576,10 @@ def _blend(data: Data) -> Iterator[str]:
 
 
 def _evaluation(train: Train, data: Data) -> Iterator[str]:
-    if train.eval_every and not (data.held_out or data.validation or data.lm_eval):
-        yield Problem.of("config.eval_without_text", eval_every=train.eval_every)
+    if train.evaluates and not (data.held_out or data.validation or data.lm_eval):
+        key = "eval_every" if train.eval_every else "eval_first"
+        value = toml(getattr(train, key))
+        yield Problem.of("config.eval_without_text", key=key, value=value)
 
 
 def _best_checkpoint(train: Train, data: Data, checkpoint: Checkpoint) -> Iterator[str]:
@@ -605,7 +616,7 @@ def _lm_eval_keys(data: Data) -> Iterator[str]:
 
 
 def _lm_eval_steps(train: Train, data: Data) -> Iterator[str]:
-    if data.lm_eval and not train.eval_every:
+    if data.lm_eval and not train.evaluates:
         yield Problem.of("config.lm_eval_never")
 
 

@@ -257,7 +257,11 @@ EFFECT_RULES: tuple[EffectRule, ...] = (
         "data.held_out data.validation",
         holds=lambda tables: bool(tables.data.held_out or tables.data.validation),
     ),
-    EffectRule("train.eval_batches train.eval_samples", "train.eval_every"),
+    EffectRule(
+        "train.eval_batches train.eval_samples",
+        "train.eval_every train.eval_first",
+        holds=lambda tables: tables.train.evaluates,
+    ),
     EffectRule(
         "train.eval_batches",
         "train.eval_samples",

@@ -241,6 +241,7 @@ class RunConfig(BaseModel):
             expert_tensor=parallel.expert_tensor,
             # named ring from here on
             ring=parallel.context_by == "ring",
+            frozen=self.optimizer.frozen,
             seed=self.train.seed,
             trace=self.precision.trace_overflows,
         )

@@ -299,6 +299,12 @@ class Optimizer(Table):
         description="Factors of learning rate and weight decay for parameters by pattern of names: "
         '[{pattern = "embedding.*", lr = 0.5, weight_decay = 0.0}].',
     )
+    frozen: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(),
+        strict=False,
+        description='Patterns of logical names of parameters that are not trained: ["embedding.*", '
+        '"layers.0.*"]; they have no gradient and no state.',
+    )
     clip: float = Field(
         default=default_of(ParallelAMPOptimizer, "clip"),
         ge=0,
@@ -457,6 +463,10 @@ class Train(Table):
         description="Number of steps between evaluations on the held-out data, data.validation and "
         "data.lm_eval, which the last step has too; 0: never.",
     )
+    eval_first: bool = Field(
+        default=False,
+        description="Evaluate before the first step too, with the first weights.",
+    )
     eval_batches: int = Field(
         default=4,
         gt=0,
@@ -516,6 +526,11 @@ class Train(Table):
         "comes with certainty thus ends the run soon. For ranks of torchrun its --max-restarts "
         "counts.",
     )
+
+    @property
+    def evaluates(self) -> bool:
+        """Return True if the run evaluates at all."""
+        return self.eval_every > 0 or self.eval_first
 
 
 class Checkpoint(Table):

@@ -20,4 +20,5 @@ def sharding_of(config: RunConfig) -> Sharding:
         separate_head=config.canonical_shards > 0,
         gradients=parallel.shards_gradients,
         ema=config.optimizer.ema > 0,
+        frozen=config.optimizer.frozen,
     )

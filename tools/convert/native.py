@@ -1,6 +1,7 @@
 """Megaprec's own checkpoints as source and target of conversions."""
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial as bind
@@ -129,14 +130,18 @@ def _check_shapes(
     """Raise UserError unless the weights, and the moments that are there, are those of `model`."""
     # Muon's tensors have no other moment, and the others have none of Muon.
     by_muon = checkpoint.shapes(MUON_MOMENTUM).keys()
+    entries = checkpoint.index["tensors"]
+    frozen = {key.partition("/")[2] for key, entry in entries.items() if entry.get("frozen")}
     for kind in dict.fromkeys(key.split("/", 1)[0] for key in logical):
         shapes = checkpoint.shapes(kind)
         if not shapes:
             continue
         expected = []
         for tensor_name, shape in logical_shapes(model).items():
-            # a weight that was not trained has no average
+            # a correction by loads is not averaged
             if kind == EMA and tensor_name not in shapes:
+                continue
+            if kind != "weight" and tensor_name in frozen:
                 continue
             if _has_kind(kind, tensor_name, tensor_name in by_muon):
                 expected.append(Match(tensor_name, (tensor_name,), SAME, "whole", shape))
@@ -249,6 +254,8 @@ def _write_index(folder: Path, source: Source, dtypes: dict[str, torch.dtype]) -
             chunk = {"file": file_name, "offset": [0] * len(shape), "shape": shape}
             dtype = torch_name(dtypes[tensor_key])
             tensors[tensor_key] = {"dtype": dtype, "shape": shape, "chunks": [chunk]}
+    for tensor_key in _frozen_weights(dtypes):
+        tensors[tensor_key]["frozen"] = True
     # The journal of the conversion is removed before the folder gets its name.
     files = [file for file in sorted(folder.iterdir()) if file.name != JOURNAL]
     index = {
@@ -271,6 +278,19 @@ def _write_index(folder: Path, source: Source, dtypes: dict[str, torch.dtype]) -
         "tensors": tensors,
     }
     (folder / INDEX).write_bytes(seal_index(index))
+
+
+def _frozen_weights(tensor_keys: Iterable[str]) -> list[str]:
+    """Return the weights without moments beside others that have some: they were not trained."""
+    kinds_of = defaultdict[str, set[str]](set)
+    for tensor_key in tensor_keys:
+        kind, _, name = tensor_key.partition("/")
+        kinds_of[name].add(kind)
+    with_moments = [name for name, kinds in kinds_of.items() if kinds - {"weight", EMA}]
+    if not with_moments:
+        return []
+    without = kinds_of.keys() - set(with_moments)
+    return [f"weight/{name}" for name in sorted(without) if not is_correction(f"weight/{name}")]
 
 
 def _record_of_origin(source: Source) -> dict[str, Any]:

@@ -407,7 +407,7 @@ def _format_mfu(step_record: dict[str, Any]) -> list[str]:
 
 def _format_events(step_record: dict[str, Any]) -> list[str]:
     """Return the parts of the log line that are not printed for every step."""
-    events = _format_evaluations(step_record)
+    events = format_evaluations(step_record)
     if "shadow_loss_gap" in step_record:
         gap = f"loss gap {step_record['shadow_loss_gap']:+.3%}"
         events.append(f"FP8 shadow: {gap}, lowest cosine {step_record['shadow_cosine']:.3f}")
@@ -427,7 +427,7 @@ def _format_events(step_record: dict[str, Any]) -> list[str]:
     return events
 
 
-def _format_evaluations(step_record: dict[str, Any]) -> list[str]:
+def format_evaluations(step_record: dict[str, Any]) -> list[str]:
     """Return the losses of the held-out part and of the validation sets, then results of tasks."""
     losses = list[str]()
     tasks = list[str]()

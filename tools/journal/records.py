@@ -27,6 +27,7 @@ INITIAL = "initial"  # the kind of event of a run that begins with weights whose
 DIGEST = "digest"  # the kind of event that is written to DIGESTS
 EVALUATION = "evaluation"  # the kind of event that is written to EVALUATIONS
 SAMPLE = "sample"  # the kind of event with a text that the model has written
+FIRST_EVALUATION = "first_evaluation"  # the kind of event with the losses of the first weights
 PREDICTION = "prediction"  # the kind of event with the predicted step, and the measured one
 # losses on the held-out part, of the weights and of their moving average
 HELD_OUT_LOSS = "eval_loss"
@@ -67,6 +68,7 @@ REQUIRED_KEYS = {
     DIGEST: {"state", "numbers", "progress", "tensors"},
     EVALUATION: {"set", "samples", "losses", "tokens"},
     SAMPLE: {"text", "date"},
+    FIRST_EVALUATION: {"losses"},
     PREDICTION: {"seconds", "measured", "basis", "kinds"},
     SPIKE_EVENT: {"outcome", "first_sample", "num_samples", "said"},
     "silent_fault": {"checked_step", "kind", "what", "ranks", "hosts", "certain"},

@@ -69,7 +69,7 @@ def print_start(
     a package of kernels, by its name.
     """
     _print_settings(config, corpus, device)
-    if config.train.eval_every:
+    if config.train.evaluates:
         _print_evaluated(config, corpus)
     if not config.model.factory:
         with without_storage("cpu") if device == "cpu" else torch.device(device):

@@ -287,7 +287,7 @@ def _split(
         )
     with naming_settings(config, source):
         trained.require_counted("training samples")
-        if held_out is not None and train.eval_every:
+        if held_out is not None and train.evaluates:
             held_out.require_counted("held-out samples")
     return trained, held_out
 
@@ -369,7 +369,7 @@ def _build_validation(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     """Build the missing data sets of data.validation, and check all. Yields notes for the user.
     Raises UserError.
     """
-    if config.data.validation and not config.train.eval_every:
+    if config.data.validation and not config.train.evaluates:
         yield "data.validation is not evaluated, because train.eval_every is 0"
         return
     for source in validation_sources(config):
@@ -394,7 +394,7 @@ def open_validation(config: RunConfig, begin_token: int | None) -> Mapping[str, 
     """
     train = config.train
     opened = dict[str, Samples]()
-    if not train.eval_every:
+    if not train.evaluates:
         return opened
     rule = held_out_rule(config)
     for source in validation_sources(config):

@@ -9,14 +9,16 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from math import prod
 
 import torch
 
 from megaprec.errors import Problem, UserError
 from megaprec.optim.muon.rule import min_moments
 from megaprec.resources import cores, memory_bytes, most_processes
+from models.logical_shapes import logical_shapes
 from parallel.described_world import is_rank_of_world
-from tools.config.checks import make_rule
+from tools.config.checks import make_rule, trained_names
 from tools.config.expert_ranks import expert_replicas
 from tools.config.layouts import in_keys
 from tools.config.run_file import RunConfig
@@ -134,10 +136,17 @@ def _state_bytes(config: RunConfig) -> int:
     # Experts have fewer copies than other weights: those of the expert axis hold different ones.
     experts = model.expert_parameters
 
+    # A frozen parameter is a weight alone.
+    sizes = logical_shapes(model)
+    trained = sum(prod(sizes[name]) for name in trained_names(config.optimizer, model))
+    share = trained / sum(map(prod, sizes.values()))
+
     def bytes_of(parameters: int, copies: int) -> int:
         # ZeRO-1 shards the optimizer state over the copies: together they hold it once.
         sharded_copies = 1 if parallel.zero else copies
-        return parameters * (on_every_rank * copies + sharded * sharded_copies)
+        if_trained = on_every_rank * copies + sharded * sharded_copies
+        if_frozen = config.plan.parameters.itemsize * copies
+        return int(parameters * (share * if_trained + (1 - share) * if_frozen))
 
     shared_bytes = bytes_of(model.num_parameters - experts, parallel.copies)
     return shared_bytes + bytes_of(experts, expert_replicas(parallel))

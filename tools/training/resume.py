@@ -341,7 +341,7 @@ def other_tokens(config: RunConfig, corpus: Corpus) -> Iterator[Problem]:
                 value=toml(str(weights_tokenizer)),
             )
     prefixes = [dataset.prefix for dataset in corpus.datasets]
-    if config.train.eval_every:
+    if config.train.evaluates:
         # Those of texts are built with the run's own tokenizer.
         prefixes += [source.prefix for source in validation_sources(config) if source.is_tokenized]
     for prefix in prefixes:

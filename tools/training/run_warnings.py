@@ -63,7 +63,7 @@ def run_warnings(config: RunConfig, corpus: Corpus, local_ranks: int, device: st
             f"{local_ranks} ranks share {counted(cores(), 'CPU core')} and wait for each other: "
             "this shows that the layout works, but one process is faster here"
         )
-    if config.train.eval_every:
+    if config.train.evaluates:
         yield from _evaluated_in_training(config, corpus)
 
 
@@ -100,7 +100,7 @@ def _more_than_available(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     train = config.train
     fp8 = config.fp8
     is_given = config.given("train.eval_batches") or config.given("train.eval_samples")
-    if train.eval_every and is_given:
+    if train.evaluates and is_given:
         yield from _large_evaluations(config, corpus)
     if fp8.kind != "none" and fp8.calibrate >= train.steps:
         yield (

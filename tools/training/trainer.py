@@ -51,8 +51,13 @@ from tools.console.wrapped import say
 from tools.convert.initial import start_from
 from tools.convert.kept_ids import saved_ids
 from tools.convert.train_state import TrainState, read_overflow_monitor, read_spike_monitor
-from tools.journal.journal import Journal
-from tools.journal.records import AVERAGE_LOSS, HELD_OUT_LOSS, SPIKE_EVENT
+from tools.journal.journal import Journal, format_evaluations
+from tools.journal.records import (
+    AVERAGE_LOSS,
+    FIRST_EVALUATION,
+    HELD_OUT_LOSS,
+    SPIKE_EVENT,
+)
 from tools.journal.router_records import COLLAPSE, collapse_event
 from tools.journal.shadow_records import shadow_event, shadow_fields
 from tools.journal.spike_records import spike_event
@@ -236,6 +241,8 @@ class Trainer:
         for event in self._digests.of_loaded(self.progress, self.resumed):
             if journal is not None:
                 journal.write_event(event)
+        if self.config.train.eval_first and not self.progress.step:
+            self._evaluate_first(journal)
         leaves = self.engine.leaves
         leaves.misses.clear()  # those of other passes than steps
         first_step = self.progress.step + 1
@@ -360,6 +367,20 @@ class Trainer:
             journal.write(record)
             for event in events:
                 journal.write_event(event)
+
+    def _evaluate_first(self, journal: Journal | None) -> None:
+        """Evaluate the first weights, and write the losses as an event (rank 0 alone). Collective
+        over the world."""
+        losses = dict[str, float]()
+        with self.position.in_phase(Phase.EVALUATION):
+            for field, numbers in self._evaluate_all().items():
+                losses[field] = mean_loss(numbers)
+            losses |= self._harness.results()
+        self.position.end_computation()
+        if journal is not None:
+            journal.write_event({"event": FIRST_EVALUATION, "step": 0, "losses": losses})
+            steps = self.config.train.steps
+            say("  ".join([f"step 0/{steps}", *format_evaluations(losses)]))
 
     def _step_events(self, report: StepReport, progress: TrainState) -> list[dict[str, Any]]:
         """Return the event of a step that was skipped, or applied although it was not finite, and

@@ -219,7 +219,7 @@ class MemoryModel:
         gathers = canonical and config.parallel.copies > 1
         on_cpu = self.device == "cpu"
         copies_to_save = on_cpu and config.checkpoint.background
-        evaluates = config.train.eval_every > 0
+        evaluates = config.train.evaluates
         return RankBytes(
             weights=virtual_ranks * state.weights,
             gradients=virtual_ranks * state.gradients,

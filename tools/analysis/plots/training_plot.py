@@ -6,11 +6,12 @@ value, or with one value throughout, gets no chart but a remark.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any, Literal
 
 from tools.analysis.plots.charts import (
@@ -31,6 +32,7 @@ from tools.console.units import counted
 from tools.journal.records import (
     AVERAGE_LOSS,
     AVERAGE_PREFIX,
+    FIRST_EVALUATION,
     HELD_OUT_LOSS,
     VALIDATION_PREFIX,
     read_events,
@@ -114,7 +116,8 @@ def plot_run(folder: Path, x_axis: Over = "steps") -> Path | None:
         return None
     records = read_metrics(folder)
     resumes = [event["step"] for event in read_events(folder, "resume")]
-    shown = pictures(records, x_axis, resumes, read_yardsticks(folder))
+    first = first_losses(read_events(folder, FIRST_EVALUATION))
+    shown = pictures(records, x_axis, resumes, read_yardsticks(folder), first)
     skipped = len(_skipped_records(records))
     steps = counted(len(records), "step")
     run_name = folder.resolve().name
@@ -144,11 +147,12 @@ def pictures(
     x_axis: Over = "steps",
     resumes: Sequence[int] = (),
     yardsticks: Yardsticks | None = None,
+    first: Mapping[str, float] = MappingProxyType({}),
 ) -> Pictures:
     """Return the charts of the records of a run's steps.
 
     resumes: numbers of the steps after which the run was resumed. yardsticks: losses that are drawn
-    as lines in the chart of the loss.
+    as lines in the chart of the loss. first: losses before the first step, by field.
     """
     x_values = positions(records, x_axis)
     resumed_records = [record for record in records if record["step"] in resumes]
@@ -159,7 +163,7 @@ def pictures(
         resumed=positions(resumed_records, x_axis),
         tick_notes=_token_labels(records) if x_axis == "steps" else {},
         # the same for all, although some quantities begin later
-        x_range=finite_range(x_values),
+        x_range=finite_range([0.0, *x_values] if first else x_values),
     )
     skipped = Crosses(skipped_positions(records, x_axis))
     charts: list[Chart] = []
@@ -167,7 +171,7 @@ def pictures(
     for quantity in _quantities(records):
         series, remark = _series(quantity, records, x_values)
         if quantity is LOSS:
-            series += _held_out_series(records, x_values)
+            series += _held_out_series(records, x_values, first)
         if series:
             chart = replace(
                 frame,
@@ -352,11 +356,23 @@ def _curve_label(field_name: str) -> str:
     return ""
 
 
-def _held_out_series(records: Sequence[Record], x_values: Sequence[float]) -> Iterator[Series]:
+def first_losses(events: Sequence[Record]) -> Record:
+    """Return the losses before the first step by field, of the newest such event; none if there is
+    none."""
+    losses = events[-1]["losses"] if events else {}
+    return losses if isinstance(losses, dict) else {}
+
+
+def _held_out_series(
+    records: Sequence[Record], x_values: Sequence[float], first: Mapping[str, float]
+) -> Iterator[Series]:
     """Yield a curve for the held-out text, and for each set of data.validation; also for the moving
-    average of the weights."""
+    average of the weights. first: losses before the first step, by field."""
     # by field, the x and the records of the steps after which it was evaluated
     curves: dict[str, tuple[list[float], list[Record]]] = {}
+    for field_name in first:
+        if _curve_label(field_name):
+            curves[field_name] = ([0.0], [dict(first)])
     for x_value, record in zip(x_values, records, strict=True):
         for field_name in record:
             if _curve_label(field_name):

@@ -20,7 +20,7 @@ from tools.analysis.plots.shadow_plot import PICTURE
 from tools.analysis.plots.step_plot import StepBar, draw_steps
 from tools.analysis.plots.timeline import Panel as Timeline
 from tools.analysis.plots.timeline import draw
-from tools.analysis.plots.training_plot import Over, pictures
+from tools.analysis.plots.training_plot import Over, first_losses, pictures
 from tools.analysis.report.page import Html, Text, document, facts, folded, html, paragraph, table
 from tools.analysis.report.run import Key, Run
 from tools.analysis.verdict.measure import find_yardsticks
@@ -36,6 +36,8 @@ from tools.config.run_file import RunConfig
 from tools.console.units import duration, first_of, flops, loss_scale, size
 from tools.journal.records import (
     BRANCHED,
+    FIRST_EVALUATION,
+    HELD_OUT_LOSS,
     INITIAL,
     NO_TOKENS_EVENT,
     PREDICTION,
@@ -96,6 +98,7 @@ def summary(run: Run) -> Html:
         ("skipped steps", f"{curve.skipped:,}"),
         *_token_facts(last_record),
         *_loss_facts(curve, last_record["step"]),
+        *_first_facts(run),
         *_best_facts(run),
     ]
     end_events = run.of_kind("end")
@@ -144,6 +147,13 @@ def _loss_facts(curve: Curve, last_step: int) -> Iterator[Fact]:
         yield "held-out loss", held_out
     if not math.isnan(curve.held_out_of_average):
         yield "held-out loss of the average", f"{curve.held_out_of_average:.4f}"
+
+
+def _first_facts(run: Run) -> Iterator[Fact]:
+    """Yield the held-out loss before the first step, if it was evaluated."""
+    loss = first_losses(run.of_kind(FIRST_EVALUATION)).get(HELD_OUT_LOSS)
+    if isinstance(loss, int | float):
+        yield "held-out loss before the first step", f"{loss:.4f}"
 
 
 def _best_facts(run: Run) -> Iterator[Fact]:
@@ -211,7 +221,8 @@ def curves(run: Run) -> Html:
         over = run.config.log.plot_over
     resumes = [event["step"] for event in run.of_kind("resume")]
     # as in training.png
-    drawing = pictures(run.records, over, resumes, find_yardsticks(run.folder))
+    first = first_losses(run.of_kind(FIRST_EVALUATION))
+    drawing = pictures(run.records, over, resumes, find_yardsticks(run.folder), first)
     figures: list[str] = []
     for chart in drawing.charts:
         # its title is text of the page

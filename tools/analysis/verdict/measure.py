@@ -31,7 +31,7 @@ def make_yardsticks(config: RunConfig, corpus: Corpus) -> Yardsticks | None:
     evaluates no held-out text, or no token counts. Raises UserError and OSError.
     """
     held_out = corpus.evaluated.get(HELD_OUT_LOSS)
-    if held_out is None or not config.train.eval_every:
+    if held_out is None or not config.train.evaluates:
         return None
     num_samples = evaluated_samples(config.train, len(held_out))
     digest = _digest(config, corpus, num_samples)

@@ -20,14 +20,17 @@ from typing import Any
 import torch
 
 from megaprec.data.indexed import IndexedWriter
+from megaprec.precision.patterns import match_patterns
 from megaprec.precision.plan import dtype_name
 from models.config import ModelConfig
 from models.delta_net import DeltaNet
 from models.latent import Latent
+from models.logical_shapes import logical_shapes
 from models.mamba import Mamba
 from models.spread_layers import spread
 from parallel.pipeline.builders import default_chunks
 from parallel.sequence_cut import length_multiple
+from tools.config.checks import trained_names
 from tools.config.data_settings import Data
 from tools.config.layouts import ALONE
 from tools.config.precision_settings import FP8, Precision
@@ -107,6 +110,7 @@ def made_ready(
         "folder": str(folder),
         "branch_from": "",  # the state to begin with is given
         "eval_every": 0,
+        "eval_first": False,
         "sentinel": 0,
         "threads": 1,
         "device": "cpu",
@@ -225,10 +229,22 @@ def with_rates_of(run_config: RunConfig, original: RunConfig) -> RunConfig:
         "warmup": min(lr.warmup, 1),
         "decay": min(lr.decay, 1),
         "final": lr.final,
+        "initial": lr.initial,
         "unit": "steps",
     }
     rates = run_config.lr.model_copy(update=phases)
     return run_config.model_copy(update={"lr": rates})
+
+
+def _frozen_of(run_config: RunConfig, model: ModelConfig) -> tuple[str, ...]:
+    """Return the patterns of optimizer.frozen that concern the small model, which has fewer layers;
+    none if they would leave nothing to be trained."""
+    patterns = run_config.optimizer.frozen
+    names = [*logical_shapes(model)]
+    used = match_patterns(patterns, names)
+    frozen = tuple(pattern for pattern, is_used in zip(patterns, used, strict=True) if is_used)
+    optimizer = run_config.optimizer.model_copy(update={"frozen": frozen})
+    return frozen if trained_names(optimizer, model) else ()
 
 
 def shrunk(run_config: RunConfig, layout_limits: LayoutLimits) -> RunConfig:
@@ -242,11 +258,14 @@ def shrunk(run_config: RunConfig, layout_limits: LayoutLimits) -> RunConfig:
         "final": 0.0,
         "initial": 0.0,
     }
+    model = _model(run_config, layout_limits)
     tables: dict[str, Table | ModelConfig] = {
-        "model": _model(run_config, layout_limits),
+        "model": model,
         "train": run_config.train.model_copy(update=train),
         "lr": run_config.lr.model_copy(update=rates),
     }
+    frozen = _frozen_of(run_config, model)
+    tables["optimizer"] = run_config.optimizer.model_copy(update={"frozen": frozen})
     # a scale that grows within the few steps, so that growth is compared too
     if run_config.precision.scaling == "dynamic":
         precision = run_config.precision

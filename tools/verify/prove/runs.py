@@ -117,6 +117,7 @@ def _ready(
         "folder": str(folder),
         "branch_from": "",  # a branch begins with the checkpoint of the proof
         "eval_every": 0,
+        "eval_first": False,
         "restarts": 0,
     }
     tables: dict[str, Any] = {

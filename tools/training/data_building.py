@@ -91,7 +91,8 @@ def build_texts(
         # Before the lock, which makes the folder of a run that cannot begin.
         unbuilt = [source for source in sources if not is_built(source)]
         _require_unchanged_texts(unbuilt, texts, checkpoint)
-    with exclusive_lock(data_folder(config) / ".lock", partial(say_busy, data_folder(config))):
+    folder = data_folder(config)
+    with exclusive_lock(folder / ".lock", partial(say_busy, folder), leave_none=True):
         # Asked again: another process may have built them while this one waited.
         missing = [source for source in sources if not is_built(source)]
         same_text = [source for source in missing if is_built(source, by_content=True)]
@@ -121,7 +122,7 @@ def build_validation_set(
         return
     # The lock is that of the training data: both are built in this folder.
     folder = data_folder(config)
-    with exclusive_lock(folder / ".lock", partial(say_busy, folder)):
+    with exclusive_lock(folder / ".lock", partial(say_busy, folder), leave_none=True):
         _build_data_set(config, source, text, tokenizer.path)
 
 

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -187,19 +186,40 @@ def _build_alone(
         write_whole(tokenizer.file, read_whole(tokenizer.saved))
         print(f"restored {tokenizer.file} from {tokenizer.saved}", file=sys.stderr, flush=True)
     elif tokenizer.vocab_size is not None:
-        documents = chain.from_iterable(texts.values())
-        first_source = next(iter(texts))
-        with naming_settings(config, first_source, "data.vocab_size"):
-            train_sentencepiece(
-                (text for _, text in documents),
-                tokenizer.file.with_suffix(""),
-                config.data.vocab_size,
-                not config.data.cache,  # may a model that is there be overwritten?
-            )
+        _train_tokenizer(config, texts, tokenizer.file)
     # `prepare` leaves a data set as it is if it is the one that would be built.
     for source, text in texts.items():
         with naming_settings(config, source):
             _build_data_set(config, source, text, tokenizer.file)
+
+
+def _train_tokenizer(
+    config: RunConfig, texts: Mapping[DataSource, Source], tokenizer_file: Path
+) -> None:
+    """Learn the tokenizer of the run from all texts. What is wrong with a text is told with that
+    text's own key."""
+    unreadable: list[DataSource] = []
+
+    def documents() -> Iterator[str]:
+        for source, text in texts.items():
+            try:
+                for _, document in text:
+                    yield document
+            except UserError:
+                unreadable.append(source)
+                raise
+
+    try:
+        train_sentencepiece(
+            documents(),
+            tokenizer_file.with_suffix(""),
+            config.data.vocab_size,
+            not config.data.cache,  # may a model that is there be overwritten?
+        )
+    except UserError:
+        keys = [] if unreadable else ["data.vocab_size"]
+        with naming_settings(config, [*unreadable, *texts][0], *keys):
+            raise
 
 
 def _build_data_set(

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
+PART = ".part"  # ends the name of a file until it is whole
 REMEDIES = {
     errno.ENOSPC: "free some room there",
     errno.EDQUOT: "free some room there, or raise the quota",
@@ -32,12 +33,13 @@ REMEDIES = {
 
 def file_error(error: OSError) -> str:
     """Return one line about an error of the filesystem: the file, the system's reason, and what to
-    do."""
+    do. A file that was under way to its name is told by its name."""
     number = error.errno or 0
     name = errno.errorcode.get(number, "no number")
     # a renaming has two names
     paths = [os.fsdecode(path) for path in (error.filename, error.filename2) if path]
-    files = " and ".join(paths) or "a file"
+    names = dict.fromkeys(path.removesuffix(PART) for path in paths)
+    files = " and ".join(names) or "a file"
     remedy = REMEDIES.get(number, "look at that place")
     return f"{files}: {error.strerror or error} ({name}): {remedy}"
 

@@ -5,17 +5,31 @@ Python does not look at annotations, so that a text would count as true, and a m
 other choice.
 """
 
+import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from functools import cache
+from functools import cache, wraps
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    ParamSpec,
+    Self,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import torch
 
 from megaprec.errors import UserError, did_you_mean
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 # dtypes that a plan may name
 PLAN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -37,12 +51,11 @@ def wrong_kinds(value: Any) -> list[str]:
 
 
 class UnknownArgument(UserError, TypeError):
-    """An argument that a class has not."""
+    """An argument that a class or function has not."""
 
 
 class NamedArguments:
-    """A base of dataclasses: an argument that such a class has not is refused in a line that names
-    it.
+    """A base of classes: an argument that such a class has not is refused in a line that names it.
 
     ELSEWHERE: what to do in place of an argument that other systems' classes have, by its name.
     """
@@ -50,16 +63,51 @@ class NamedArguments:
     ELSEWHERE: ClassVar[Mapping[str, str]] = {}
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-        problems: list[str] = []
-        for name in options:
-            if name not in names:
-                instead = cls.ELSEWHERE.get(name)
-                hint = f": {instead}" if instead else did_you_mean(name, names)
-                problems.append(f"{cls.__name__} has no argument {name!r}{hint}")
-        if problems:
-            raise UnknownArgument(*problems)
+        _require_known(cls.__name__, options, cls.__init__, cls.ELSEWHERE)
         return super().__new__(cls)
+
+
+def named_arguments(
+    elsewhere: Mapping[str, str],
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Return a decorator of functions that does what `NamedArguments` does for classes."""
+
+    def decorated(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @wraps(function)
+        def checked(*args: _P.args, **options: _P.kwargs) -> _R:
+            _require_known(function.__name__, options, function, elsewhere)
+            return function(*args, **options)
+
+        return checked
+
+    return decorated
+
+
+def _require_known(
+    name: str,
+    options: Iterable[str],
+    function: Callable[..., object],
+    elsewhere: Mapping[str, str],
+) -> None:
+    """Raise UnknownArgument for options that are no parameters of a function. name: of what is
+    called."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return  # it takes any
+    names = [parameter.name for parameter in parameters if parameter.name != "self"]
+    problems: list[str] = []
+    for option in options:
+        if option not in names:
+            instead = elsewhere.get(option)
+            hint = f": {instead}" if instead else did_you_mean(option, names)
+            problems.append(f"{name} has no argument {option!r}{hint}")
+    if problems:
+        raise UnknownArgument(*problems)
+
+
+def by_name(meanings: Mapping[str, str]) -> dict[str, str]:
+    """Return a table from names, of which each value has several, to the keys."""
+    return {name: meaning for meaning, names in meanings.items() for name in names.split()}
 
 
 def is_number(value: object, whole: bool = False) -> bool:

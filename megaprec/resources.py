@@ -24,6 +24,14 @@ USUAL = 64
 PER_CORE = 8
 # Numbers of threads that torch's and numpy's libraries read when they are loaded.
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+# how libraries in C and C++ tell that there is no memory, or no thread
+WANT = (
+    "Resource temporarily unavailable",
+    "can't start new thread",
+    "Cannot allocate memory",
+    "bad_alloc",
+    "can't allocate memory",
+)
 
 
 def cores(system: Path = _SYSTEM) -> int:
@@ -46,6 +54,12 @@ def memory_bytes(system: Path = _SYSTEM) -> int:
             if limit is not None:
                 limits.append(limit)
     return min(limits)
+
+
+def is_for_want_of_resources(error: BaseException) -> bool:
+    """Return True for an error of a library that has no memory or thread left, which says nothing
+    of its input."""
+    return isinstance(error, MemoryError) or any(sign in str(error) for sign in WANT)
 
 
 def most_processes() -> int:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -86,6 +86,7 @@ def train(
     verify: bool = True,
     export_hf: str | os.PathLike[str] | None = None,
     export_ema: bool = False,
+    **keys: Any,
 ) -> TrainingResult:
     """Train as `megaprec train` does, with the same checks, and return what the run has left.
 
@@ -94,6 +95,8 @@ def train(
     allow: a difference that is accepted, or several, `--allow`. strict: notes are errors. verify:
     compare with transformers the model of train.init_from and of export_hf. export_hf: folder for
     the trained model in Hugging Face format; export_ema: its weights are their moving average.
+    keys: overrides by their names, as **{"train.steps": 3} gives them; a name of another trainer is
+    refused with the key that has its meaning.
 
     Blocks until all ranks have ended. What they print appears on this program's stdout and stderr.
     On Ctrl-C the run finishes its step and saves its state before KeyboardInterrupt is raised; on a
@@ -113,7 +116,7 @@ def train(
     if export_ema:
         options.append("--export-ema")
     with tempfile.TemporaryDirectory(prefix="megaprec_") as scratch:
-        words = [*_words_of_run(run, Path(scratch)), *overrides]
+        words = [*_words_of_run(run, Path(scratch)), *overrides, *_words_of_keys(keys.items())]
         _require_words(words)
         end_file = Path(scratch, "end.json")
         command = ["train", *words, *options, f"{END_FILE}={end_file}"]
@@ -171,9 +174,15 @@ def _words_of_run(run: str | os.PathLike[str] | Tables, scratch: Path) -> list[s
         return [os.fspath(run)]
     file = scratch / "run.toml"
     file.touch()
+    return [str(file), *_words_of_keys(_by_dotted_key(run))]
+
+
+def _words_of_keys(keys: Iterable[tuple[str, Any]]) -> list[str]:
+    """Return keys with their values as words of the command. Raises UserError for those that it
+    cannot be given."""
     problems: list[str] = []
-    words = [str(file)]
-    for key, value in _by_dotted_key(run):
+    words: list[str] = []
+    for key, value in keys:
         text = _toml(value)
         if text is None:
             problems.append(Problem.of("training.python_value", key=key, value=repr(value)))

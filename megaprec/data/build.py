@@ -13,7 +13,7 @@ or trains the tokenizer and builds.
 import errno
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice
 from operator import attrgetter
@@ -129,10 +129,24 @@ def prepare(
     _refuse_overwriting(prefix, overwrite)
     if chosen is None:
         texts = (text for _, text in source)
-        chosen = load_tokenizer(_learned(texts, prefix, vocab_size, overwrite))
-    return build(
-        source, chosen, prefix, workers=workers, overwrite=overwrite, on_progress=on_progress
-    )
+        is_new = not with_suffix(prefix, ".model").exists()
+        learned = _learned(texts, prefix, vocab_size, overwrite)
+        chosen = load_tokenizer(learned)
+        with _removing_if_full(learned, is_new):
+            return build(source, chosen, prefix, workers, overwrite, on_progress)
+    return build(source, chosen, prefix, workers, overwrite, on_progress)
+
+
+@contextmanager
+def _removing_if_full(tokenizer: Path, is_new: bool) -> Iterator[None]:
+    """Remove a tokenizer if there is no room for the data set that it is for. is_new: it was not
+    there before."""
+    try:
+        yield
+    except UserError as error:
+        if is_new and any(problem.code == "data.no_room" for problem in error.problems):
+            tokenizer.unlink(missing_ok=True)
+        raise
 
 
 def _learned(texts: Iterable[str], prefix: Path, vocab_size: int | None, overwrite: bool) -> Path:
@@ -180,7 +194,6 @@ def build(
     source: Source,
     tokenizer: Tokenizer,
     prefix: Path,
-    *,
     workers: int = 1,
     overwrite: bool = False,
     on_progress: Progress | None = None,

@@ -94,14 +94,44 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def exclusive_lock(lock: Path, busy: Callable[[], None]) -> Iterator[None]:
+def exclusive_lock(
+    lock: Path, busy: Callable[[], None], leave_none: bool = False
+) -> Iterator[None]:
     """Context manager that locks the file `lock` against all other processes, on any machine.
 
     The file and its folder are created if they are missing. busy: called if another process has the
     lock; it may raise, otherwise this process waits for the lock. The system releases a lock when
     its process ends, for whatever reason. On a filesystem without locks there is no protection.
+    leave_none: after an error within the context, remove the file.
     """
     make_folder(lock.parent)
+    while True:
+        descriptor = _locked(lock, busy)
+        # who had it may have removed the file meanwhile, and another one may be locked since
+        if _is_at(descriptor, lock):
+            break
+        os.close(descriptor)
+    try:
+        yield
+    except BaseException:
+        if leave_none:
+            with suppress(OSError):
+                lock.unlink()
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Return True if an open file is the one at this path."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _locked(lock: Path, busy: Callable[[], None]) -> int:
+    """Open the file `lock`, lock it and return its descriptor. busy: see `exclusive_lock`."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would block
     descriptor = os.open(lock, flags, 0o666)
     try:
@@ -118,6 +148,7 @@ def exclusive_lock(lock: Path, busy: Callable[[], None]) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError:  # the filesystem has no locks
             pass
-        yield
-    finally:
+    except BaseException:
         os.close(descriptor)
+        raise
+    return descriptor

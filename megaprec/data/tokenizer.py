@@ -44,6 +44,7 @@ from megaprec.data.tried_tokenizers import require_tried
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.parsing import read_regular
+from megaprec.resources import is_for_want_of_resources
 
 # Keys of the record of a data set: digests of the file of its tokenizer, and of what its ids mean.
 FILE_DIGEST = "tokenizer_sha256"
@@ -319,7 +320,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
             problem=problem,
             inside=inside[0] if inside else usual,
         )
-    content = b""
+    content: bytes | None = None  # until it is read
     try:
         content = read_regular(path)
         of_characters = read_characters(path, content)
@@ -334,12 +335,17 @@ def load_tokenizer(path: Path) -> Tokenizer:
     except (UserError, MemoryError):
         raise
     except OSError as problem:
+        if is_for_want_of_resources(problem):
+            raise MemoryError(f"{path} cannot be tried: {problem}") from problem
         raise UserError.of(
             "data.tokenizer_file_unknown", path=path, reason=problem.strerror
         ) from problem
     # both libraries raise bare Exception or RuntimeError on a file they cannot read
     except Exception as problem:
-        reason = another_kind(path, content[:4096]) or " ".join(str(problem).split())
+        if is_for_want_of_resources(problem):
+            raise MemoryError(f"{path} cannot be read: {problem}") from problem
+        kind = "" if content is None else another_kind(path, content[:4096])
+        reason = kind or " ".join(str(problem).split())
         raise neither(path, reason) from problem
 
 

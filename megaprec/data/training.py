@@ -22,6 +22,7 @@ from megaprec.data.tokenizer_files import protobuf_fields
 from megaprec.data.tried_tokenizers import remember
 from megaprec.durable import read_whole
 from megaprec.errors import Problem, UserError
+from megaprec.resources import is_for_want_of_resources
 
 # of text to learn a vocabulary from; ten times more changes tokens per text by some 1 %
 SAMPLE_CHARS = 4_000_000
@@ -90,6 +91,8 @@ def train_sentencepiece(
             minloglevel=2,
         )
     except RuntimeError as problem:
+        if is_for_want_of_resources(problem):
+            raise MemoryError(f"a tokenizer cannot be learned: {problem}") from problem
         reason, nearest = _why_untrainable(str(problem))
         refusal = Problem.of("data.vocabulary_not_learnable", vocab_size=vocab_size, problem=reason)
         if nearest is None:

@@ -17,25 +17,28 @@ peak * (n + 1) / (warmup + 1), as nanoGPT does, is that of initial = peak / (war
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from megaprec.errors import Problem, UserError
-from megaprec.kinds import wrong_kinds
+from megaprec.kinds import NamedArguments, wrong_kinds
+from megaprec.optim.names_elsewhere import SCHEDULE
 
 Kind = Literal["constant", "linear", "cosine", "wsd"]
 Tail = Literal["exponential", "linear", "cosine", "sqrt"]
 
 
 @dataclass(frozen=True)
-class LRSchedule:
+class LRSchedule(NamedArguments):
     """A learning-rate schedule; `warmup`, `total` and `decay` are all in steps or all in samples.
 
     `peak` and `final` are the highest and the lowest learning rate; `decay` and `tail` are the
     length and the shape of the final phase of "wsd", and are ignored by the other kinds. `initial`
     is the rate that warm-up begins with. Raises UserError that names all inconsistent values.
     """
+
+    ELSEWHERE: ClassVar[Mapping[str, str]] = SCHEDULE
 
     kind: Kind
     peak: float

@@ -23,10 +23,10 @@ it is the rank's share of a mean over all samples: `average` says which.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from megaprec.comm.experts import ExpertAxes
 from megaprec.comm.layout import parameters_of
 from megaprec.comm.virtual import VirtualAxis
 from megaprec.errors import UserError
+from megaprec.kinds import NamedArguments
 from megaprec.leaf_calls import CallLeaf
 from megaprec.optim.attribution import attribute_nonfinite
 from megaprec.optim.canonical.numerics import CanonicalNumerics
@@ -53,6 +54,7 @@ from megaprec.optim.model_checks import (
 )
 from megaprec.optim.muon.matrix_updates import MatrixUpdates, require_muon_patterns
 from megaprec.optim.muon.rule import Muon, moments_of
+from megaprec.optim.names_elsewhere import OPTIMIZER
 from megaprec.optim.numerics import Numerics
 from megaprec.optim.one_pass import (
     AdamWNumbers,
@@ -136,7 +138,7 @@ class _BufferSpans(NamedTuple):
     spans: list[_SpanTiles]
 
 
-class ParallelAMPOptimizer(TorchOptimizerApi):
+class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
     """An optimizer with loss scaling, clipping and exact statistics over a (pp, dp, tp) mesh.
 
     parts: the model chunks that this rank holds, in order. Their parameters carry layouts. Flat
@@ -185,6 +187,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
     Raises UserError for settings out of their range, for a model that no step could train right,
     and, on every rank, if ranks would train different models.
     """
+
+    ELSEWHERE: ClassVar[Mapping[str, str]] = OPTIMIZER
 
     # True: each step compares all weights with their masters, not only after a version has changed,
     # and steps 1, 2, 4, 8, ... compare what ranks must have in common

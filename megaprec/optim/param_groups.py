@@ -27,28 +27,31 @@ from functools import cache
 from itertools import chain
 from operator import is_
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
 from megaprec.comm.layout import AS_BASE, Part, layout_of
 from megaprec.errors import UserError
-from megaprec.kinds import is_number
+from megaprec.kinds import NamedArguments, is_number
 from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.names_elsewhere import GROUP
 from megaprec.optim.setting_ranges import require_clip, require_rates
 from megaprec.optim.update_rules import SGD, AdamW, Step, UpdateRule
 from megaprec.optim.width import width_rate
 
 
 @dataclass(frozen=True)
-class Group:
+class Group(NamedArguments):
     """Factors for the logical tensors that match a pattern.
 
     pattern: of logical names, with `fnmatch`'s wildcards.
     lr, weight_decay: factors; None for 1.
     all_dims: the weight decay also applies to tensors with fewer than two dims.
     """
+
+    ELSEWHERE: ClassVar[Mapping[str, str]] = GROUP
 
     pattern: str
     lr: float | None = None

@@ -11,17 +11,18 @@ A rule receives flat tensors of one dtype, FP32 or wider, and changes them in pl
 its moments in the order of `names`, all zero before the first step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from megaprec.errors import UserError
-from megaprec.kinds import is_number
+from megaprec.kinds import NamedArguments, is_number
+from megaprec.optim.names_elsewhere import RULE
 from megaprec.torch_private import fused_adamw_, fused_sgd_
 
 _CLAIMED = "_has_optimizer"  # attribute of a rule
@@ -89,9 +90,11 @@ class Stateless:
 
 
 @dataclass(frozen=True)
-class AdamW(Stateless):
+class AdamW(Stateless, NamedArguments):
     """Adam with decoupled weight decay: torch's fused kernel, which unscales and skips by
     itself."""
+
+    ELSEWHERE: ClassVar[Mapping[str, str]] = RULE
 
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -129,9 +132,11 @@ class AdamW(Stateless):
 
 
 @dataclass(frozen=True)
-class SGD(Stateless):
+class SGD(Stateless, NamedArguments):
     """Stochastic gradient descent with momentum; weight decay is added to the gradient, as in
     torch."""
+
+    ELSEWHERE: ClassVar[Mapping[str, str]] = RULE
 
     momentum: float = 0.9
     nesterov: bool = False

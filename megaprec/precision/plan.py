@@ -18,6 +18,7 @@ import torch
 from megaprec.errors import Problem, UserError, did_you_mean
 from megaprec.kinds import NamedArguments, wrong_kinds
 from megaprec.precision.fp8_recipe import FP8Recipe
+from megaprec.precision.names_elsewhere import PLAN
 
 # what a step with a non-finite gradient does
 OnNonfinite = Literal["skip", "raise", "ignore"]
@@ -340,11 +341,12 @@ def plan(
 def _require_fields(names: Iterable[str]) -> None:
     """Raise UserError for names that are no fields of PrecisionPlan."""
     field_names = [field.name for field in fields(PrecisionPlan)]
-    problems = [
-        f"plan has no field {name}{did_you_mean(name, field_names)}"
-        for name in names
-        if name not in field_names
-    ]
+    problems: list[str] = []
+    for name in names:
+        if name not in field_names:
+            instead = PLAN.get(name)
+            hint = f": {instead}" if instead else did_you_mean(name, field_names)
+            problems.append(f"plan has no field {name}{hint}")
     if problems:
         raise UserError(*problems)
 

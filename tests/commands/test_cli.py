@@ -292,3 +292,15 @@ def test_every_command_takes_a_folder_with_a_tokenizer_for_its_file(tmp_path: Pa
                 taken[name] = action.type(str(tmp_path))
     assert len(taken) >= 6
     assert set(taken.values()) == {file}
+
+
+@pytest.mark.parametrize(
+    "command", ["diagnose", "report", "compare", "explain-overflow", "explain-spike"]
+)
+def test_a_run_folder_that_is_missing_is_told_in_one_sentence(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "missing"
+    output = ["-o", str(tmp_path / "page.html")] if command == "report" else []
+    assert main([command, str(missing), *output]) == 2
+    assert capsys.readouterr().err == f"{missing} does not exist: give the folder of a run\n"

@@ -16,7 +16,7 @@ from tools.analysis.plots.compare_plot import COLORS, LAST, Curve, by_loss, draw
 from tools.analysis.plots.drawing import Text
 from tools.commands import compare
 from tools.commands.compare import read_curves
-from tools.journal.records import METRICS
+from tools.journal.records import METRICS, no_run
 
 MODES = {
     "fp32": ["precision.compute=fp32"],
@@ -136,7 +136,7 @@ def test_what_cannot_be_compared_is_said_in_one_line_each(
         cli.main(["compare", str(run), str(empty), str(absent), "-o", str(tmp_path / "a.png")]) == 2
     )
     lines = capsys.readouterr().err.splitlines()
-    assert lines == [f"{f} has no steps in {METRICS}: give run folders" for f in (empty, absent)]
+    assert lines == [no_run(empty), no_run(absent)]
     assert cli.main(["compare", str(run), "-o", "a.pdf"]) == 2
     assert capsys.readouterr().err == f"{Problem.of('command.plot_suffix', path='a.pdf')}\n"
     assert cli.main(["compare", str(run), "-o", str(absent / "a.png")]) == 2

@@ -1,16 +1,22 @@
 """`megaprec data build` and `inspect`, through the parser."""
 
 import argparse
+import errno
+import os
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from threading import Event
 
 import pytest
 
+from megaprec.data import build as build_module
 from megaprec.data.files import exclusive_lock
 from megaprec.data.indexed import IndexedWriter
 from megaprec.errors import UserError
-from tests.refusals import raises
+from tests.refusals import raises, shows
+from tools.cli import main
 from tools.commands.data import add_parser
 
 
@@ -119,3 +125,62 @@ def test_a_build_waits_for_another_of_the_same_prefix_and_takes_what_it_made(
                 path.rename(path.with_stem("py"))
         assert waiting.result() == 0
     assert "already there, unchanged" in capfd.readouterr().out
+
+
+def test_a_build_on_a_full_disk_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("a text that says what it says\n" * 40)
+    words = ["data", "build", str(tmp_path / "text.txt"), str(tmp_path / "set" / "a")]
+
+    def full(**_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(build_module, "_write", full)
+        assert main([*words, "--vocab-size", "280"]) == 2
+        assert shows(capsys.readouterr().err, "data.no_room")
+        assert list((tmp_path / "set").iterdir()) == []
+        # of what was there before nothing is lost
+        assert (
+            main(
+                [
+                    "data",
+                    "tokenizer",
+                    words[2],
+                    str(tmp_path / "set" / "a.model"),
+                    "--vocab-size",
+                    "280",
+                ]
+            )
+            == 0
+        )
+        before = sorted((tmp_path / "set").iterdir())
+        assert main([*words, "--vocab-size", "280"]) == 2
+        assert sorted((tmp_path / "set").iterdir()) == before
+    assert main([*words, "--vocab-size", "280"]) == 0
+
+
+def test_a_lock_whose_file_is_removed_while_it_is_waited_for_is_taken_anew(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    inside: list[str] = []
+
+    def take(name: str) -> None:
+        with exclusive_lock(lock, lambda: waits.set()):
+            inside.append(name)
+            assert lock.exists()
+
+    waits = Event()
+
+    def fail_while_another_waits(other: ThreadPoolExecutor) -> Future[None]:
+        waiting = Future[None]()
+        with suppress(ValueError), exclusive_lock(lock, lambda: None, leave_none=True):
+            waiting = other.submit(take, "second")
+            assert waits.wait(600)
+            inside.append("first")
+            raise ValueError
+        return waiting
+
+    with ThreadPoolExecutor(1) as other:
+        fail_while_another_waits(other).result()
+    assert inside == ["first", "second"]

@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 from tests.runs import checkpoint, steps, tensors, train, train_on, write_run
 from tools import cli
 from tools.config.run_file import load_run
-from tools.journal.records import read_events
+from tools.journal.records import no_run, read_events
 from tools.training.corpus import open_corpus
 from tools.training.trainer import Trainer
 
@@ -122,7 +122,7 @@ def test_a_run_without_skips_says_so_and_another_folder_is_refused(
         )
     code, said = explain(tmp_path, capsys)
     assert code == 2
-    line = Problem.of("command.not_a_run_folder", folder=tmp_path, metrics="metrics.jsonl")
+    line = no_run(tmp_path)
     assert said == f"{line}\n"
 
 

@@ -288,11 +288,11 @@ def test_what_cannot_be_reported_is_refused_in_a_line(
     for words, line in (
         (
             [str(empty), "-o", str(tmp_path / "a.html")],
-            sentence("report.not_a_run", folder=empty, problem="has no steps in metrics.jsonl"),
+            sentence("journal.no_run", folder=empty, problem="has no steps in metrics.jsonl"),
         ),
         (
             ["missing", "-o", str(tmp_path / "a.html")],
-            sentence("report.not_a_run", folder="missing", problem="is no folder"),
+            sentence("journal.no_run", folder="missing", problem="does not exist"),
         ),
         (["empty", "-o", "a.pdf"], sentence("command.report_suffix", output="a.pdf")),
         (

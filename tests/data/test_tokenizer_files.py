@@ -1,8 +1,10 @@
 """A tokenizer and the settings beside it mean what transformers reads in them, or are refused by
 name."""
 
+import errno
 import io
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import sentencepiece
 
 from megaprec import parsing
+from megaprec.data import tokenizer as tokenizer_module
 from megaprec.data.build import prepare
 from megaprec.data.text import open_source
 from megaprec.data.tokenizer import load_tokenizer
@@ -529,3 +532,43 @@ def test_no_file_is_read_that_is_too_large_for_a_tokenizer(
     with pytest.raises(UserError, match=f"{name}: .*it is larger than 1,048,576 bytes") as error:
         load_tokenizer(tmp_path / name)
     assert len(error.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        RuntimeError("Resource temporarily unavailable"),
+        RuntimeError("can't start new thread"),
+        RuntimeError("std::bad_alloc"),
+        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+        MemoryError(),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("part", ["read_regular", "require_tried", "SentencePieceTokenizer"])
+def test_a_want_of_memory_or_threads_is_not_blamed_on_the_file(
+    part: str, failure: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "text.model"
+    file.write_bytes(_pieces())
+
+    def fails(*_: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(tokenizer_module, part, fails)
+    with pytest.raises(MemoryError):
+        load_tokenizer(file)
+
+
+def test_a_file_that_could_not_be_read_is_not_called_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "text.model"
+    file.write_bytes(_pieces())
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("a fault of the library")
+
+    monkeypatch.setattr(tokenizer_module, "read_regular", fails)
+    with raises("data.not_a_tokenizer", why="a fault of the library"):
+        load_tokenizer(file)

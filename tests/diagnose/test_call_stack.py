@@ -39,18 +39,20 @@ def lose_connection() -> None:
     raise RuntimeError("Connection reset by peer")
 
 
-def test_a_failure_is_where_it_was_raised_and_not_where_it_is_told() -> None:
+def run_instruction() -> None:
     try:
-        try:
-            lose_connection()
-        except RuntimeError as error:
-            raise RuntimeError("the instruction failed") from error
+        lose_connection()
     except RuntimeError as error:
-        waits, lines = summarize_calls(failed_calls(error))
+        raise RuntimeError("the instruction failed") from error
+
+
+def test_a_failure_is_where_it_was_raised_and_not_where_it_is_told() -> None:
+    with pytest.raises(RuntimeError, match="the instruction failed") as raised:
+        run_instruction()
+    waits, lines = summarize_calls(failed_calls(raised.value))
     assert not waits
     functions = [line.split()[-1] for line in lines]
-    here = "test_a_failure_is_where_it_was_raised_and_not_where_it_is_told"
-    assert functions == ["lose_connection", here, here]
+    assert functions == ["lose_connection", "run_instruction", "run_instruction"]
 
 
 def test_without_memory_files_the_stack_is_read_as_well_and_without_any_file_there_is_none(

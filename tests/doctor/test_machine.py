@@ -51,7 +51,8 @@ def test_alike_hosts_have_no_problems() -> None:
 
 def test_more_ranks_than_cores_are_well_with_one_thread_each() -> None:
     *_, found = machine.judge([answers(threads=1, local_ranks=2, cores=1)[2]])
-    assert (found.verdict, found.message) == (OK, "2 local ranks x 1 thread on 1 core, load 0.5")
+    message = "2 local ranks x 1 thread on 1 core, load 0.5; ranks take turns on the cores"
+    assert (found.verdict, found.message) == (OK, message)
 
 
 @pytest.mark.parametrize(
@@ -113,3 +114,15 @@ def test_a_kernel_that_some_hosts_lack_is_named() -> None:
     hosts[1] = {**hosts[1], "tried": {**tried, "FP8 products": [kernels.ABSENT, "no kernel image"]}}
     (one,) = [f for f in kernels.judge(hosts) if f.verdict == WRONG]
     assert one.message.startswith("FP8 products are not on beta, but on the others")
+
+
+def test_cores_that_ranks_share_and_other_work_that_has_them_are_told() -> None:
+    def told(**changed: float) -> str:
+        *_, found = machine.judge([answers(**changed)[2]])
+        assert (found.check, found.verdict) == ("threads", OK)
+        return found.message
+
+    quiet = told(threads=1, local_ranks=2, cores=4, load=1.0)
+    assert "turns" not in quiet and "other work" not in quiet
+    busy = told(threads=1, local_ranks=4, cores=2, load=14.0)
+    assert "ranks take turns on the cores; other work has the cores of " in busy

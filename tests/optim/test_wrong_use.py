@@ -1,9 +1,10 @@
 """Loops that would train another model than they say: each is refused in one line, before anything
 has changed."""
 
+import inspect
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ from megaprec.checkpoint.save_load import load, save
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
+from megaprec.optim import names_elsewhere
+from megaprec.optim.lr import LRSchedule
 from megaprec.optim.muon.rule import Muon
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.param_groups import Group
 from megaprec.optim.torch_rule import Torch
 from megaprec.optim.update_rules import SGD, AdamW
+from megaprec.precision.names_elsewhere import PLAN
 from megaprec.precision.plan import LossScaling, PrecisionPlan, plan
 from parallel.context import Context
 from parallel.plain_layers import Watch
@@ -435,6 +439,54 @@ def test_a_field_of_a_plan_of_another_kind_is_refused_by_name(field: str, value:
 def test_a_field_of_a_loss_scale_of_another_kind_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(UserError, match=field):
         LossScaling(**{"kind": "dynamic", field: value})
+
+
+# Arguments by the names of other systems.
+
+ADAMW_OF_ANY: Callable[..., AdamW] = AdamW
+
+CALLED: dict[str, tuple[Callable[..., object], Mapping[str, str]]] = {
+    "ParallelAMPOptimizer": (ParallelAMPOptimizer, names_elsewhere.OPTIMIZER),
+    "AdamW": (AdamW, names_elsewhere.RULE),
+    "SGD": (SGD, names_elsewhere.RULE),
+    "Group": (Group, names_elsewhere.GROUP),
+    "LRSchedule": (LRSchedule, names_elsewhere.SCHEDULE),
+    "PrecisionPlan": (PrecisionPlan, PLAN),
+}
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_an_answer_to_the_name_of_another_system_names_an_argument_that_is_there(name: str) -> None:
+    function, answers = CALLED[name]
+    own = inspect.signature(function).parameters
+    for answer in answers.values():
+        for argument in re.findall(r"it is (\w+)=", answer):
+            rules = (AdamW, SGD) if function in (AdamW, SGD) else (function,)
+            assert any(argument in inspect.signature(rule).parameters for rule in rules), answer
+    assert not own.keys() & answers.keys() or function in (AdamW, SGD)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_each_argument_of_torchs_optimizers_has_an_answer(kind: type) -> None:
+    known = inspect.signature(ParallelAMPOptimizer).parameters
+    for name in inspect.signature(kind).parameters:
+        if name in known:
+            continue
+        with pytest.raises(TypeError, match=rf"has no argument '{name}': ") as raised:
+            made("fp32", None, **{name: 1})
+        assert isinstance(raised.value, UserError)
+
+
+def test_arguments_of_other_systems_are_answered_with_ours() -> None:
+    for call, answer in (
+        (lambda: made(max_grad_norm=1.0), "'max_grad_norm': it is clip="),
+        (lambda: made(learning_rate=0.1), "'learning_rate': it is lr="),
+        (lambda: made(clipp=1.0), "'clipp'; did you mean clip?"),
+        (lambda: ADAMW_OF_ANY(lr=0.1), "'lr': it is an argument of the optimizer"),
+        (lambda: plan("bf16", grad_dtype="fp32"), "grad_dtype: it is gradients="),
+    ):
+        with pytest.raises(UserError, match=re.escape(answer)):
+            call()
 
 
 # Parameters that no step can train.

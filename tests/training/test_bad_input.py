@@ -546,3 +546,19 @@ def test_a_reader_that_has_enough_ends_the_command_without_a_traceback() -> None
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_text_of_a_blend_that_cannot_be_read_is_told_with_its_own_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = write_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"body": "a text without the field"}\n' * 20)
+    blend = '[{source = "text.txt", weight = 1.0}, {source = "rows.jsonl", weight = 1.0}]'
+    source = f'source = "{tmp_path}/text.txt"'
+    file.write_text(file.read_text().replace(source, f"blend = {blend}"))
+    capfd.readouterr()
+    assert main(["train", str(file), "data.cache=", "train.folder=new"]) == 2
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert line.startswith('data.blend[1].source = "rows.jsonl": rows.jsonl:1: ')
+    assert "blend[0]" not in line

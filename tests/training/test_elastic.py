@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megaprec.errors import UserError
+from parallel.described_world import INTERACTIVE_STEP
 from tests.hosts import ADDRESSES, Hosts, two_hosts
 from tests.refusals import raises, shows
 from tests.runs import assert_close, steps, train, train_on, write_run
@@ -87,6 +88,22 @@ def test_a_world_that_the_batch_cannot_be_divided_among_is_refused_or_has_spares
         in_this_world(load_run(run_file))
     assert in_this_world(load_run(run_file, ["parallel.elastic=true"])).parallel.data == 2
     assert os.environ["WORLD_SIZE"] == "2"
+
+
+def test_in_a_shell_of_slurm_the_tasks_that_are_not_there_are_told_and_not_the_batches(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "3",
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "3",
+        "SLURM_STEP_ID": INTERACTIVE_STEP,
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    with pytest.raises(UserError, match="no other task is there: start the command with srun"):
+        in_this_world(load_run(run_file))
 
 
 @pytest.mark.parametrize("axis", ["tensor", "pipeline", "data"])

@@ -59,6 +59,16 @@ def test_tables_train_the_same_bits_as_the_command(run_file: Path, tmp_path: Pat
     )
 
 
+@pytest.mark.usefixtures("forked_python")
+def test_a_keyword_of_another_trainer_is_answered_with_the_key_of_the_run_file(
+    run_file: Path,
+) -> None:
+    with pytest.raises(megaprec.UserError) as raised:
+        megaprec.train(run_file, learning_rate=1e-3, max_steps=3, out_dir=Path("here"))
+    hints = [problem.rpartition("; ")[2] for problem in raised.value.problems]
+    assert hints == [f"did you mean {key}?" for key in ("lr.peak", "train.steps", "train.folder")]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_python")
 def test_several_ranks_train_as_those_of_the_command(run_file: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tools.analysis.report.comparable import (
 from tools.analysis.report.run import Run
 from tools.analysis.verdict.verdict import read_verdict
 from tools.console.tables import add_json, print_result, print_table
-from tools.journal.records import METRICS, read_metrics
+from tools.journal.records import no_run, read_metrics
 
 MOST_KEYS = 12  # that differ and have a line
 
@@ -171,7 +171,7 @@ def read_curves(folders: Sequence[Path]) -> list[Curve]:
         curve = Curve(name, read_metrics(folder))
         curves.append(curve)
         if not curve.records:
-            problems.append(f"{folder} has no steps in {METRICS}: give run folders")
+            problems.append(no_run(folder))
     if problems:
         raise UserError(*problems)
     return curves

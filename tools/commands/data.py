@@ -196,7 +196,7 @@ def build(args: argparse.Namespace) -> int:
     lock = args.prefix.with_name(f".{args.prefix.name}.lock")
     start = time.perf_counter()
     with (
-        exclusive_lock(lock, partial(_print_waiting, args.prefix)),
+        exclusive_lock(lock, partial(_print_waiting, args.prefix), leave_none=True),
         build_progress(
             source.name, source.total_chars(), left_out_words(source.left_out)
         ) as on_progress,

@@ -25,7 +25,7 @@ from megaprec.errors import UserError
 from megaprec.optim.step_report import LOSS
 from megaprec.precision.plan import dtype_name
 from tools.console.tables import add_json, print_result, table_console
-from tools.journal.records import EVENTS, METRICS, odd_lines, read_events
+from tools.journal.records import EVENTS, METRICS, no_run, odd_lines, read_events
 from tools.text.generation import escape_control_characters
 from tools.verify.replay.overflow import Replay, replay
 
@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
     """Run `megaprec explain-overflow`. Raises UserError if RUN_DIR is not a run folder or --last is
     below 1."""
     if not (args.folder / METRICS).is_file():
-        raise UserError.of("command.not_a_run_folder", folder=args.folder, metrics=METRICS)
+        raise UserError(no_run(args.folder))
     if args.last < 1:
         raise UserError.of("command.last", last=args.last)
     # the newest are last

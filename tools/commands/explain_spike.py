@@ -23,7 +23,7 @@ from rich.text import Text
 from megaprec.errors import UserError
 from tools.console.tables import add_json, print_result, table_console
 from tools.console.units import counted, enumerated
-from tools.journal.records import METRICS, odd_lines, read_metrics
+from tools.journal.records import METRICS, no_run, odd_lines, read_metrics
 from tools.text.generation import escape_control_characters
 from tools.verify.replay.repeated_run import SavedRun, saved_run
 from tools.verify.replay.spike_causes import Cause, causes_not_tried, judge, likely
@@ -86,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
     if args.repeat < 1:
         raise UserError.of("command.repeat", repeat=args.repeat)
     if not (folder / METRICS).is_file():
-        raise UserError.of("command.not_a_run_folder", folder=folder, metrics=METRICS)
+        raise UserError(no_run(folder))
     records = read_metrics(folder)
     found = find_spikes(records)
     chosen = _chosen(found, records, args)

@@ -78,7 +78,15 @@ EPOCHS = (
 ACCUMULATION = (
     "it follows from the batches: train.global_batch / (train.micro_batch x parallel.data)"
 )
+WEIGHTS = (
+    "each text of a blend has its own, as data.blend = "
+    '[{source = "a.txt", weight = 2.0}, {source = "b.txt", weight = 1.0}]'
+)
 WITHOUT_KEY: Mapping[str, str] = {
+    "weights": WEIGHTS,
+    "data_weights": WEIGHTS,
+    "dataset_weights": WEIGHTS,
+    "mixture_weights": WEIGHTS,
     "epochs": EPOCHS,
     "num_epochs": EPOCHS,
     "max_epochs": EPOCHS,

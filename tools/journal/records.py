@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.durable import read_whole
+from megaprec.errors import Problem
 from megaprec.parsing import parse_json
 from tools.console.units import enumerated
 
@@ -122,6 +123,14 @@ def _without_late_records(lines: Sequence[Line]) -> Iterator[Line]:
         else:
             newest = line.record["step"]
             yield line
+
+
+def no_run(folder: Path) -> Problem:
+    """Return the problem with a folder in which no run is recorded."""
+    problem = f"has no steps in {METRICS}"
+    if not folder.is_dir():
+        problem = "is not a folder" if folder.exists() else "does not exist"
+    return Problem.of("journal.no_run", folder=folder, problem=problem)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

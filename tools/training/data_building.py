@@ -4,7 +4,6 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +100,8 @@ def build_texts(
         # Before the lock, which makes the folder of a run that cannot begin.
         unbuilt = [source for source in sources if not is_built(source)]
         _require_unchanged_texts(unbuilt, texts, checkpoint)
-    with exclusive_lock(data_folder(config) / ".lock", partial(say_busy, data_folder(config))):
+    folder = data_folder(config)
+    with exclusive_lock(folder / ".lock", partial(say_busy, folder), leave_none=True):
         # Asked again: another process may have built them while this one waited.
         missing = [source for source in sources if not is_built(source)]
         same_text = [source for source in missing if is_built(source, by_content=True)]
@@ -131,7 +131,7 @@ def build_validation_set(
         return
     # The lock is that of the training data: both are built in this folder.
     folder = data_folder(config)
-    with exclusive_lock(folder / ".lock", partial(say_busy, folder)):
+    with exclusive_lock(folder / ".lock", partial(say_busy, folder), leave_none=True):
         _build_data_set(config, source, text, tokenizer.path)
 
 
@@ -216,18 +216,31 @@ def _build_alone(
 def _learn_tokenizer(
     config: RunConfig, texts: Mapping[DataSource, Source], tokenizer: _TextTokenizer
 ) -> None:
-    """Write the tokenizer of the texts: their characters, or pieces of data.vocab_size."""
-    documents = chain.from_iterable(texts.values())
-    only_texts = (text for _, text in documents)
-    first_source = next(iter(texts))
+    """Write the tokenizer of the texts: their characters, or pieces of data.vocab_size. What is
+    wrong with a text is told with that text's own key."""
+    unreadable: list[DataSource] = []
+
+    def documents() -> Iterator[str]:
+        for source, text in texts.items():
+            try:
+                for _, document in text:
+                    yield document
+            except UserError:
+                unreadable.append(source)
+                raise
+
     may_replace = not config.data.cache  # which other runs may use
-    key = "data.tokenizer" if tokenizer.characters else "data.vocab_size"
-    with naming_settings(config, first_source, key):
+    try:
         if tokenizer.characters:
-            learn_characters(only_texts, tokenizer.file, may_replace)
+            learn_characters(documents(), tokenizer.file, may_replace)
         else:
             prefix = tokenizer.file.with_suffix("")
-            train_sentencepiece(only_texts, prefix, config.data.vocab_size, may_replace)
+            train_sentencepiece(documents(), prefix, config.data.vocab_size, may_replace)
+    except UserError:
+        own_key = "data.tokenizer" if tokenizer.characters else "data.vocab_size"
+        keys = [] if unreadable else [own_key]
+        with naming_settings(config, [*unreadable, *texts][0], *keys):
+            raise
 
 
 def _build_data_set(

@@ -34,6 +34,7 @@ from pydantic import ValidationError
 from megaprec.checkpoint.atomic import latest, step_of
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
+from parallel.described_world import INTERACTIVE_STEP, lone_task
 from tools.config.layouts import (
     AXES,
     FittingLayout,
@@ -105,6 +106,10 @@ def _with_replicas(config: RunConfig, ranks: int) -> RunConfig:
     layouts = [config.parallel.model_copy(update={"data": size}) for size in sizes]
     parallel = next((layout for layout in layouts if not layout_problems(config, layout)), None)
     if parallel is None:
+        # the world is what is wrong, not the batches that do not divide by it
+        in_shell = os.environ.get("SLURM_STEP_ID") == INTERACTIVE_STEP
+        if in_shell and (alone := lone_task(os.environ)):
+            raise UserError(alone)
         reason = f"no layout is given, so each of the {ranks} ranks is a replica"
         reasons = [f"{problem} ({reason})" for problem in layout_problems(config, layouts[0])]
         raise UserError(*reasons)

@@ -28,6 +28,7 @@ from megaprec.errors import UserError
 from parallel.hangs.heartbeat import Beat
 from parallel.hangs.verdict import Verdict
 from parallel.hangs.watchdog import Watchdog, kill_silent
+from tools.journal.records import no_run
 from tools.training.launch import RankHangs, is_local_rank, lost_connection
 from tools.training.stopping import ON_PURPOSE, note_failure
 
@@ -95,8 +96,7 @@ def read_records(folder: Path) -> Sequence[EndRecord]:
     if records := _read_records(folder / FOLDER):
         return records
     if not folder.is_dir():
-        problem = "is not a folder" if folder.exists() else "does not exist"
-        raise UserError.of("training.not_a_run", folder=folder, problem=problem)
+        raise UserError(no_run(folder))
     raise UserError.of("training.no_end_record", folder=folder)
 
 

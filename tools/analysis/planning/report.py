@@ -224,7 +224,13 @@ def _step_lines(predicted: Prediction) -> Iterator[str]:
     if predicted.update:
         replicas += f", update {duration(predicted.update)}"
     yield f"           {replicas};"
-    yield f"           ranks wait {predicted.idle:.1%} of the passes"
+    share = _bubble(predicted.idle)
+    yield f"           bubble {share:.1%} (time that ranks wait over time that they work)"
+
+
+def _bubble(idle: float) -> float:
+    """Return the bubble of which ranks wait a fraction `idle` of the passes."""
+    return idle / (1 - idle)
 
 
 def _error(assumed: Assumptions) -> str:
@@ -300,7 +306,7 @@ def layout_lines(
     if has_experts:
         yield "experts: the ranks over which they are spread x the slices of each"
     yield "stages: of each pipeline rank; batch: samples of a micro-batch"
-    columns = ["layout", "stages", "batch", "recompute", "ZeRO", "memory", "waits", "step", "MFU"]
+    columns = ["layout", "stages", "batch", "recompute", "ZeRO", "memory", "bubble", "step", "MFU"]
     if has_experts:
         columns.insert(1, "experts")
     rows = [tuple(columns)]
@@ -325,7 +331,7 @@ def _layout_cells(planned: Planned, axes: Sequence[str], assumed: Assumptions) -
         "recompute": parallel.recompute,
         "ZeRO": _zero_stage(parallel),
         "memory": size(planned.total),
-        "waits": f"{predicted.idle:.1%}",
+        "bubble": f"{_bubble(predicted.idle):.1%}",
         "step": duration(predicted.seconds),
         "MFU": f"{mfu:.1%}",
     }

@@ -18,6 +18,7 @@ from tools.journal.records import (
     EVENTS,
     METRICS,
     lost_steps,
+    no_run,
     odd_lines,
     read_lines,
     read_metrics,
@@ -49,8 +50,7 @@ class Run:
         """Return the run in `folder`. Raises UserError if it has no record of a step."""
         records = read_metrics(folder)
         if not records:
-            problem = f"has no steps in {METRICS}" if folder.is_dir() else "is no folder"
-            raise UserError.of("report.not_a_run", folder=folder, problem=problem)
+            raise UserError(no_run(folder))
         lines = read_lines(folder / EVENTS)
         # `notes` tells of damaged lines
         # a version without the mask may have written them

@@ -224,11 +224,23 @@ def _judge_threads(answers: Sequence[Answer]) -> Iterator[Finding]:
         message = f"{_format_threads(answer)} of {host}"
         yield wrong("threads", message, f"set OMP_NUM_THREADS={threads}")
     if not crowded:
-        first_answer = answers[0]
-        message = f"{_format_threads(first_answer)}, load {first_answer['load']}"
+        # the host whose cores have most to do
+        busiest = max(answers, key=lambda answer: answer["load"] / answer["cores"])
+        message = f"{_format_threads(busiest)}, load {busiest['load']}{_sharing(busiest)}"
         names = ("cores", "threads", "local_ranks", "load")
-        numbers = {name: first_answer[name] for name in names}
+        numbers = {name: busiest[name] for name in names}
         yield ok("threads", message, **numbers)
+
+
+def _sharing(answer: Answer) -> str:
+    """Return the end of a line about cores that ranks share with each other, or with other work."""
+    shared = ""
+    if _all_threads(answer) > answer["cores"]:
+        shared += "; ranks take turns on the cores"
+    # the load has these ranks too
+    if answer["load"] > answer["cores"] + _all_threads(answer):
+        shared += f"; other work has the cores of {answer['host']}: speeds will be lower"
+    return shared
 
 
 def _all_threads(answer: Answer) -> int:

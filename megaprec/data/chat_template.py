@@ -64,6 +64,9 @@ class ChatError(Exception):
     reason."""
 
 
+# the function by which templates ask for the day of the build
+DAY = "strftime_now"
+DAY_GIVEN = "give a copy of the template with a day of its own"
 _MARK = "give a copy of the template that marks answers by {% generation %}"
 _WAYS_OUT = (
     f"put {ONLY_LAST} behind the name of the template to learn only the answers after the last "
@@ -213,6 +216,8 @@ class ChatTemplate:
             )
         except Exception as problem:  # a program of others, which may raise anything
             reason = " ".join(str(problem).split())
+            if DAY in reason:
+                reason = f"it asks for the day ({DAY}), which is not given: {DAY_GIVEN}"
             raise ChatError(reason or type(problem).__name__) from problem
         rendered = _without_marks(marked)
         if " at 0x" in rendered.text:

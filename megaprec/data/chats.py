@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.data.chat_rendering import Renderer
-from megaprec.data.chat_template import CHATML, ONLY_LAST, Message
+from megaprec.data.chat_template import CHATML, DAY, DAY_GIVEN, ONLY_LAST, Message
 from megaprec.data.confined import ConfinedError
 from megaprec.data.encoding import Marks
 from megaprec.data.pieces import MarkedPiece, cut_document, require_unicode
@@ -54,12 +54,14 @@ class Chats:
     template: None: there is none, for prompts with completions alone.
     special: tokens of the tokenizer that no message may spell.
     digest: of the template and the names of its tokens.
+    notes: what to know of the template.
     """
 
     name: str
     template: Renderer | None
     special: frozenset[str]
     digest: str
+    notes: tuple[str, ...] = ()
 
     def pieces(self, document: str, row: Any, field: str, where: str) -> Iterator[MarkedPiece]:
         """Yield the pieces of the document of a row.
@@ -143,7 +145,16 @@ def load_chats(name: str, tokenizer_file: Path | None) -> Chats:
     settings_of_digest = [source, variables, *([ONLY_LAST] if is_last else [])]
     inputs = json.dumps(settings_of_digest, sort_keys=True)
     digest = hashlib.sha256(inputs.encode()).hexdigest()
-    return Chats(origin, template, tokenizer.special, digest)
+    return Chats(origin, template, tokenizer.special, digest, tuple(_notes(origin, source)))
+
+
+def _notes(origin: str, source: str) -> Iterator[str]:
+    """Yield what to know of a template."""
+    if DAY in source:
+        yield (
+            f"the chat template ({origin}) asks for the day ({DAY}), which would be another one in "
+            f"each build: it is not given, and what the template writes without counts; {DAY_GIVEN}"
+        )
 
 
 def _template_beside(tokenizer_file: Path) -> tuple[str, str]:

@@ -12,21 +12,22 @@ Requests on standard input and answers on standard output are frames: u64 B, and
     answers    ["value", value] ..., then ["end"] or ["fault", reason]
     question   ["read", first byte, number of bytes]; the next frame is the bytes themselves
 
-This module imports no other module of the project, so that it starts fast.
+This module imports no other module of the project, so that it starts fast; it loads `limits.py` by
+its path.
 """
 
 import importlib.util
 import json
 import os
-import resource
+import runpy
 import signal
 import struct
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+limit_process = runpy.run_path(str(Path(__file__).with_name("limits.py")))["limit_process"]
 SIZE = struct.Struct("<Q")
 OUT_OF_MEMORY = 78  # exit code
 
@@ -61,19 +62,6 @@ class Channel:
         if len(content) < size:
             raise EOFError
         return content
-
-
-def limit(memory: int) -> None:
-    """Limit this process: `memory` bytes more than it has, and no file to write."""
-    limits = {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}
-    with suppress(FileNotFoundError):  # other systems than Linux do not say how much it has
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limits[resource.RLIMIT_AS] = pages * resource.getpagesize() + memory
-    for kind, maximum in limits.items():
-        _, allowed = resource.getrlimit(kind)  # the user's own limit, which may only be lowered
-        if allowed != resource.RLIM_INFINITY:
-            maximum = min(maximum, allowed)
-        resource.setrlimit(kind, (maximum, maximum))
 
 
 def set_seconds(seconds: float) -> None:
@@ -121,7 +109,7 @@ def main(module: str, memory: str) -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print is no answer
     work = load(module)
-    limit(int(memory))
+    limit_process(int(memory))
     try:
         serve(work, Channel(sys.stdin.buffer, answers))
     except (EOFError, BrokenPipeError):

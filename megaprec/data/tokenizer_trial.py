@@ -8,15 +8,17 @@ gigabytes and minutes. This process ends with 0 if the file does none of that; a
 refuses with an error is as harmless as one that it reads. It ends with PANIC for a panic, and
 otherwise by the signal of a limit.
 
-This module imports no other module of the project, so that it starts fast.
+This module imports no other module of the project, so that it starts fast; it loads `limits.py` by
+its path.
 """
 
 import json
 import os
-import resource
+import runpy
 import sys
 from pathlib import Path
 
+limit_process = runpy.run_path(str(Path(__file__).with_name("limits.py")))["limit_process"]
 PANIC = 77  # exit code
 # bytes of memory beyond what the process itself takes, and for each byte of the file PER_BYTE more
 MEMORY = 2 << 30
@@ -28,23 +30,6 @@ TEXT = (
     'The model says: it\'s 12345, x = [1.5e-3]\r\n\t  # naïve é ﬁ 数字 😀\u2581\x07 {"a": 1} '
     + "a" * 2000
 )
-
-
-def limit(size: int) -> None:
-    """Limit this process, which reads a file of `size` bytes: memory and time, and no file to
-    write."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limits = {
-        resource.RLIMIT_AS: pages * resource.getpagesize() + MEMORY + PER_BYTE * size,
-        resource.RLIMIT_CPU: SECONDS + size // SECOND_FOR,
-        resource.RLIMIT_FSIZE: 0,
-        resource.RLIMIT_CORE: 0,
-    }
-    for kind, maximum in limits.items():
-        _, allowed = resource.getrlimit(kind)  # the user's own limit, which may only be lowered
-        if allowed != resource.RLIM_INFINITY:
-            maximum = min(maximum, allowed)
-        resource.setrlimit(kind, (maximum, maximum))
 
 
 def try_tokenizer(content: bytes) -> None:
@@ -71,7 +56,8 @@ def main(path: str) -> None:
     """Try the tokenizer in the file `path`; end with 0 or PANIC."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     content = Path(path).read_bytes()
-    limit(len(content))
+    size = len(content)
+    limit_process(MEMORY + PER_BYTE * size, SECONDS + size // SECOND_FOR)
     code = 0
     try:
         try_tokenizer(content)

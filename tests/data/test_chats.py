@@ -291,6 +291,31 @@ def test_a_template_cannot_leave_its_sandbox_nor_ask_for_the_day(tmp_path: Path)
             list(opened([{"messages": turns("a", "b")}], tokenizer))
 
 
+# as published: some have a day of their own where they are not told the day
+ASKS_FOR_THE_DAY = """\
+{%- set day = strftime_now("%d %b") if strftime_now is defined else "26 Jul" %}
+{%- for message in messages %}
+{{- '<|im_start|>' + day + ' ' + message.content + '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>' + day + ' ' }}{% endif %}
+"""
+
+
+def test_a_template_that_asks_for_the_day_is_told_with_a_way_out(tmp_path: Path) -> None:
+    row = {"messages": turns("a", "b")}
+    tokenizer = make_tokenizer(tmp_path, ASKS_FOR_THE_DAY)
+    other = tmp_path / "other"
+    other.mkdir()
+    (note,) = load_chats("tokenizer", tokenizer).notes
+    assert "strftime_now" in note and "a copy of the template with a day" in note
+    ids, _ = documents(built([row], tokenizer))[0]
+    assert load_tokenizer(tokenizer).decode(ids).count("26 Jul") == 2
+    assert load_chats("tokenizer", make_tokenizer(other, UNMARKED)).notes == ()
+    must_have = ASKS_FOR_THE_DAY.replace(' if strftime_now is defined else "26 Jul"', "")
+    with raises("data.chat_not_rendered", problem=re.compile("template with a day of its own")):
+        list(opened([row], make_tokenizer(other, must_have)))
+
+
 def test_a_tokenizer_without_the_tokens_of_turns_is_refused(tmp_path: Path) -> None:
     make_tokenizer(tmp_path, None)
     with raises("data.chat_tokens_missing", missing="<|im_start|> and <|im_end|>"):

@@ -75,6 +75,16 @@ def test_scripts_that_run_each_other_end(text: str, tmp_path: Path) -> None:
         read_script(path.read_text(), path, {})
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["bash $A/" + "x" * 300 + ".sh", 'bash "a\nb.sh" c', "&& true", "f() { && true; }\nf", "case"],
+)
+def test_a_line_that_is_no_command_ends_in_a_refusal(text: str, tmp_path: Path) -> None:
+    path = placed(tmp_path, {"a.sh": f"A=$1\n{text}\n"})
+    with pytest.raises(UserError, match="0 commands"):
+        import_run([str(path)], {}, {}, None)
+
+
 def test_an_end_of_the_script_that_is_passed_by_is_a_note(tmp_path: Path) -> None:
     for end in ("if [ $# -ne 2 ]; then\nexit 1\nfi", "[ -z $KEY ] && exit 1"):
         made = imported(f"{end}\n{RUN} {BASE}", tmp_path)

@@ -21,7 +21,7 @@ OTHERWISE = {
     "megaprec/diagnose/position.py": "files of the kernel, which may be missing",
     "megaprec/data/files.py": "a file that is written",
     "megaprec/data/arrow_work.py": "a process of its own; the process that started it names the file",
-    "megaprec/data/confined_program.py": "a file of the kernel, which may be missing",
+    "megaprec/data/limits.py": "a file of the kernel, which may be missing",
     "megaprec/data/encoding.py": "a worker without the package; the process that started it names the file",
     "megaprec/data/tokenizer_trial.py": "a process of its own; the process that started it names the file",
     "parallel/joining.py": "files of the kernel, which may be missing",

@@ -190,6 +190,8 @@ def build(args: argparse.Namespace) -> int:
     """
     _check_build(args)
     source = _open(args, args.chat_template)
+    if source.options.chats is not None:
+        _print_lines(source.options.chats.notes)
     if args.tokenizer:
         _print_notes(load_tokenizer(args.tokenizer))  # refused before there is a lock
     # beside the data set, so that all hosts of a shared folder see it
@@ -253,7 +255,11 @@ def _check_build(args: argparse.Namespace) -> None:
 
 
 def _print_notes(tokenizer: Tokenizer) -> None:
-    for note in tokenizer.notes:
+    _print_lines(tokenizer.notes)
+
+
+def _print_lines(notes: Sequence[str]) -> None:
+    for note in notes:
         print(f"note: {note}", file=sys.stderr, flush=True)
 
 

@@ -18,12 +18,12 @@ import io
 import json
 import pickle
 import re
-import resource
+import runpy
 import struct
 import sys
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,6 +33,8 @@ import torch  # noqa: E402
 gc.freeze()
 gc.enable()
 
+ROOT = Path(__file__).resolve().parents[3]
+limit_process = runpy.run_path(str(ROOT / "megaprec/data/limits.py"))["limit_process"]
 MEMORY = 4 << 30  # bytes more than torch itself takes
 SECONDS = 300  # of processor time for a folder
 # seconds for the start, and for each file
@@ -100,25 +102,8 @@ class Reference(Inert):
 
 
 def limit(seconds: int = SECONDS) -> None:
-    """Limit this process: little memory and time, no files to write, no child processes.
-
-    Memory is limited on Linux only: other systems do not say how much of it this process has, or do
-    not keep to it.
-    """
-    limits = {
-        resource.RLIMIT_CPU: seconds,
-        resource.RLIMIT_FSIZE: 0,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NPROC: 0,
-    }
-    with suppress(FileNotFoundError):
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limits[resource.RLIMIT_AS] = pages * resource.getpagesize() + MEMORY
-    for kind, maximum in limits.items():
-        _, allowed = resource.getrlimit(kind)  # the user's own limit, which may only be lowered
-        if allowed != resource.RLIM_INFINITY:
-            maximum = min(maximum, allowed)
-        resource.setrlimit(kind, (maximum, maximum))
+    """Limit this process: little memory and time, no files to write, no child processes."""
+    limit_process(MEMORY, seconds, may_start_others=False)
 
 
 def describe(torch_file: Path | BinaryIO) -> Any:

@@ -60,6 +60,7 @@ TESTS = ("[", "[[", "test")
 OF_A_TRAINING = {"--num-layers", "--micro-batch-size", "--train-iters", "--train-samples"}
 LARGEST_SOURCED = 256 * 1024  # bytes
 DEEPEST = 8  # texts within texts
+LONGEST_NAME = 250  # letters of a file with its folders
 LONGEST_SHOWN = 60  # letters of a command
 
 
@@ -206,7 +207,7 @@ class _Script:
         sign = tokens[last].text[:2]
         begin = tokens[:last]
         command = [token for token in tokens[last + 1 :] if token.kind in ("word", "array")]
-        is_condition = begin[0].text in TESTS and sign in ("&&", "||") and command
+        is_condition = begin and begin[0].text in TESTS and sign in ("&&", "||") and command
         result = self._decide(begin) if is_condition else None
         if result is None:
             return False
@@ -565,17 +566,19 @@ class _Script:
 
         may_guess: a file whose folder is not known may be the only one of its name there.
         """
-        if self.path is None:
+        # no words of a command, and no text
+        if self.path is None or len(written) > LONGEST_NAME or re.search(r"[\s\0]", written):
             return None
         folder = self.path.parent.resolve()
         own_name = OWN_FOLDER.sub("", written)
-        path = (folder / own_name).resolve()
         _, _, file = own_name.rpartition("/")
-        is_open = may_guess and "$" in written and not path.exists()
-        found = [*folder.glob(file), *folder.glob(f"*/{file}")] if is_open and file else []
-        if len(found) == 1 and SCRIPT.fullmatch(file):
-            path = found[0].resolve()
-            self.guessed[written] = str(found[0].relative_to(folder))
+        path = (folder / own_name).resolve()
+        is_open = may_guess and "$" in written and SCRIPT.fullmatch(file)
+        if is_open and not path.exists():
+            found = [*folder.glob(file), *folder.glob(f"*/{file}")]
+            if len(found) == 1:
+                path = found[0].resolve()
+                self.guessed[written] = str(found[0].relative_to(folder))
         is_elsewhere = self.has_moved and own_name == written
         is_read = path.name in self.taken_in or path.name == self.path.name
         if is_elsewhere or not path.is_relative_to(folder) or is_read:

@@ -20,6 +20,7 @@ from tools.interop.importing.megatron_data import OPEN_SOURCE
 from tools.interop.importing.shell import Word
 
 LARGEST_CONFIG = 256 * 1024  # bytes
+LONGEST_NAME = 250  # letters of a file with its folders
 TRAINER = "Hugging Face's Trainer"
 LLAMA_FACTORY = "LLaMA-Factory"
 SWIFT = "ms-swift"
@@ -415,6 +416,8 @@ def _deepspeed(
 def _beside(folder: Path, named: str) -> str | None:
     """Return the text of a file in a folder or below it; None if it is not there."""
     name = Path(named).name
+    if len(named) > LONGEST_NAME or re.search(r"[\0*?\[]", named):
+        return None
     for path in (folder / named, folder / name, *folder.glob(f"*/{name}")):
         is_within = path.resolve().is_relative_to(folder.resolve())
         try:

@@ -19,6 +19,7 @@ from tools.interop.foreign.data_files import TooLarge, from_yaml
 from tools.interop.foreign.plain import Row, Table, Unknown, find
 
 LARGEST = 256 * 1024  # bytes
+LONGEST_NAME = 250  # letters
 DEEPEST = 16  # files that extend each other
 MOST_FILES = 64
 FRAMEWORK = "megatron"
@@ -121,7 +122,7 @@ def _root(path: Path, name: str) -> Path:
     """Return the folder of the files of Primus, by the name of one of them. Raises UserError."""
     above = [*path.resolve().parents][:MOST_ABOVE]
     folders = [above[0], *(folder / CONFIGS for folder in above)]
-    for folder in folders:
+    for folder in folders if len(name) <= LONGEST_NAME else ():
         if (folder / name).is_file():
             return folder
     raise UserError.of("import.no_named_file", path=path, name=name)
@@ -168,7 +169,7 @@ def _named_by(defaults: Row) -> dict[str, str]:
 def _read_group(path: Path, table: Table, name: str) -> Chain:
     """Return the settings of the group of a training."""
     chain = Chain()
-    file = path.parent / GROUP / f"{name}.yaml"
+    file = path.parent / GROUP / f"{name[:LONGEST_NAME]}.yaml"
     if not file.is_file() or not file.resolve().is_relative_to(path.parent.resolve()):
         raise UserError.of("import.no_named_file", path=path, name=f"{GROUP}/{name}.yaml")
     _extend(file, path.parent, chain)

@@ -167,3 +167,8 @@ def test_torchs_compiler_works_after_transformers_has_computed_in_float64() -> N
     assert done.stdout.count("proven") == 2
     assert "\ncompiled " in done.stdout
     assert "not compiled" not in done.stdout
+
+
+def test_virtual_ranks_divide_the_sizes_of_the_small_run(tmp_path: Path) -> None:
+    words = [*words_of("gpt_oss"), "train.numerics=canonical"]
+    assert entry_beside_oracle(words, tmp_path)["verdict"] == "proven"

@@ -12,7 +12,7 @@ out of the loss, so that the replicas' shares differ in tokens.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,9 @@ def made_ready(
     """
     if run_config.train.batch_schedule:
         run_config = run_config.with_constant_batch(run_config.train.global_batch)
+    # virtual ranks divide sizes as ranks do
+    tensor = max(layout_limits.tensor, run_config.canonical_shards)
+    layout_limits = replace(layout_limits, tensor=tensor)
     ready = run_config if full else shrunk(run_config, layout_limits)
     # evaluations and checks change no number of a step
     train = {

@@ -25,11 +25,12 @@ CUDA_READY := .venv-cuda/ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu offline-gpu campaign oracles lint format clean
+.PHONY: help demo test golden gpu offline-gpu campaign oracles lint format clean
 
 help:
 	@echo "make demo    pretrain a small model on 4 local ranks      (DEMO_ARGS=\"train.steps=20\" changes the run)"
 	@echo "make test    run the tests in WORKERS=2 processes         (TEST_ARGS=\"-k lr\" goes to pytest)"
+	@echo "make golden  follow a published learning curve to four digits, and write docs/reproduced.md  (TEXT=input.txt: its text)"
 	@echo "make gpu     run all that needs a GPU, and write docs/gpu.md  (GPU_PYTHON=python3: with the packages that are there)"
 	@echo "make offline-gpu  check without a GPU what torch's build for CUDA makes of the code: machine code, its numbers"
 	@echo "make campaign  run all of what tests only sample: hours  (CAMPAIGN_ARGS=\"50 1000\": 50 parity runs from seed 1000 on)"
@@ -43,6 +44,9 @@ demo: $(INSTALLED)
 
 test: $(READY)
 	$(PYTEST) $(TEST_ARGS)
+
+golden: $(READY)
+	$(BIN)/python -m tests.golden --text "$(TEXT)" --page docs/reproduced.md --plot docs/reproduced.png
 
 gpu:
 	@nvidia-smi -L > /dev/null 2>&1 || { echo "no GPU here: nothing was run, and docs/gpu.md is as it was" >&2; exit 2; }

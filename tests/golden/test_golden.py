@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.golden.command_run import command_run
 from tests.golden.page import agrees, page
 from tests.golden.runs import WAYS, Curve, Way, engine_run, plain_run
 from tests.golden.stream import PUBLISHED, SETTING, Setting, read_text
@@ -38,6 +39,17 @@ def test_a_run_follows_a_plain_loop_of_torch(way: Way, text: Path) -> None:
     plain = plain_run(SMALL, read_text(text))
     ours = engine_run(way, SMALL, text)
     assert plain.batches[-1] < plain.batches[0] - 0.5
+    assert ours.batches == pytest.approx(plain.batches, abs=1e-5)
+    assert ours.norms == pytest.approx(plain.norms, rel=1e-4)
+    assert list(ours.evaluations) == [0, 10, 20]
+    for step, means in plain.evaluations.items():
+        assert ours.evaluations[step] == pytest.approx(means, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_the_command_follows_a_plain_loop_of_torch(text: Path, tmp_path: Path) -> None:
+    plain = plain_run(SMALL, read_text(text))
+    ours = command_run(SMALL, read_text(text), tmp_path)
     assert ours.batches == pytest.approx(plain.batches, abs=1e-5)
     assert ours.norms == pytest.approx(plain.norms, rel=1e-4)
     assert list(ours.evaluations) == [0, 10, 20]

@@ -162,7 +162,7 @@ class TransformersModel:
 
 def _load(transformers: Any, config: ModelConfig, weights: Tensors) -> nn.Module:
     """Return the model that transformers loads from a folder with these weights."""
-    source = _source_of(config, weights)
+    source = source_of(config, weights)
     dtype = next(iter(weights.values())).dtype
     with TemporaryDirectory(prefix="megaprec_oracle_") as temporary:
         folder = Path(temporary) / "model"
@@ -183,7 +183,7 @@ def _load(transformers: Any, config: ModelConfig, weights: Tensors) -> nn.Module
     return module
 
 
-def _source_of(config: ModelConfig, weights: Tensors) -> Source:
+def source_of(config: ModelConfig, weights: Tensors) -> Source:
     """Return a model in memory as `convert` reads it."""
     origins: list[Origin] = []
     for name, values in weights.items():

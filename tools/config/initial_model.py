@@ -74,7 +74,9 @@ def _add_model(
         if is_open and name == "vocab":
             # the tokenizer may have fewer tokens, beside which the weights are padded
             settings[key] = Setting(value, origin)
-        if is_open or name in may_differ or _is_equal(getattr(model, name), chosen.value):
+        # a model of the user's own takes weights by their logical names, whoever has saved them
+        is_own = name == "factory" and bool(chosen.value)
+        if is_open or is_own or name in may_differ or _is_equal(getattr(model, name), chosen.value):
             continue
         if name == "vocab" and rows:
             yield Problem.of("config.vocabulary_shrinks", vocab=vocab.value, rows=rows, file=origin)

@@ -31,7 +31,7 @@ from tools.convert.hf.config import special_ids as hf_special_ids
 from tools.convert.hf.folder import CONFIG, hf_model, hf_tokenizer, read_config
 from tools.convert.hf.vocabulary import check_tokenizer, main_file, stated_ids
 from tools.convert.kept_ids import first_ids, kept_ids
-from tools.convert.native import native_model
+from tools.convert.native import native_model, open_native
 from tools.convert.systems.dcp import config_file
 
 
@@ -130,7 +130,9 @@ def open_weights(folder: Path, own: ModelConfig | None = None) -> Source:
 
     own: as of `initial_model`.
     """
-    kind, _ = format_of(folder)
+    kind, checkpoint = format_of(folder)
+    if kind == "megaprec" and own is not None and own.factory:
+        return open_native(checkpoint, custom=True)
     if own is None or not leaves_model_open(folder):
         return open_source(folder, weights_only=kind == "megatron")
     if not own.vocab:

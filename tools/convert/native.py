@@ -65,18 +65,23 @@ def native_model(path: Path) -> tuple[ModelConfig, Path | None]:
     return read_model(checkpoint), tokenizer
 
 
-def open_native(path: Path) -> Source:
+def open_native(path: Path, custom: bool = False) -> Source:
     """Open a checkpoint. Raises UserError if it is damaged or does not hold the model that it
-    describes."""
+    describes.
+
+    custom: its tensors may be those of a model of the user's own, which only its code knows.
+    """
     checkpoint = Store(path)
     model = read_model(checkpoint)
-    require_builtin(model, "conversion")
+    if not custom:
+        require_builtin(model, "conversion")
     index = checkpoint.index
     logical = {}
     for tensor_key, entry in index["tensors"].items():
         if not tensor_key.startswith(SCALES):
             logical[tensor_key] = entry
-    _check_shapes(path, model, checkpoint, logical)
+    if not custom:
+        _check_shapes(path, model, checkpoint, logical)
     names = tokenizer_files(checkpoint) if index.get("tokenizer") else []
     optimizer = index["optimizer"]
     ids = kept_ids(checkpoint)

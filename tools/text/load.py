@@ -189,7 +189,10 @@ def _open(path: Path, ema: bool) -> Source:
     if checkpoint := checkpoint_at(path):
         store = Store(checkpoint)
         require_builtin(read_model(store), "text from a checkpoint")
-        read_files = store.files_of("weight") | {*tokenizer_files(store)}
+        read_files = store.files_of("weight")
+        # a loop of the user's own saves none
+        if "tokenizer" in store.index:
+            read_files |= {*tokenizer_files(store)}
         if ema:
             read_files |= store.files_of(EMA)
         require_intact(store, read_files)

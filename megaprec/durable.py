@@ -17,6 +17,16 @@ from pathlib import Path
 from typing import cast
 
 PART = ".part"  # ends the name of a file until it is whole
+# errors of a disk or folder, whatever the name of the file there
+OF_THE_PLACE = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.EROFS,
+    errno.EACCES,
+    errno.ENOENT,
+)
 REMEDIES = {
     errno.ENOSPC: "free some room there",
     errno.EDQUOT: "free some room there, or raise the quota",
@@ -38,8 +48,9 @@ def file_error(error: OSError) -> str:
     name = errno.errorcode.get(number, "no number")
     # a renaming has two names
     paths = [os.fsdecode(path) for path in (error.filename, error.filename2) if path]
-    names = dict.fromkeys(path.removesuffix(PART) for path in paths)
-    files = " and ".join(names) or "a file"
+    if number in OF_THE_PLACE or len(paths) > 1:
+        paths = list(dict.fromkeys(path.removesuffix(PART) for path in paths))
+    files = " and ".join(paths) or "a file"
     remedy = REMEDIES.get(number, "look at that place")
     return f"{files}: {error.strerror or error} ({name}): {remedy}"
 

@@ -3,6 +3,7 @@ was."""
 
 import ast
 import errno
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,3 +96,15 @@ def test_a_disk_that_fails_in_the_middle_of_a_file_is_told_with_its_name() -> No
     for error in (whole.value, part.value):
         assert (error.errno, error.filename) == (errno.EIO, str(FAILS))
         assert file_error(error) == f"{FAILS}: Input/output error (EIO): look at the disk"
+
+
+def test_a_file_under_way_to_its_name_is_told_by_its_name_unless_it_is_itself_in_the_way() -> None:
+    def told(number: int, *names: str) -> str:
+        first, *second = names
+        error = OSError(number, os.strerror(number), first, None, *second)
+        return file_error(error).partition(": ")[0]
+
+    for number in (errno.ENOSPC, errno.EACCES, errno.ENOENT):
+        assert told(number, "a.png.part") == "a.png"
+    assert told(errno.EISDIR, "a.png.part", "a.png") == "a.png"
+    assert told(errno.EISDIR, "a.png.part") == "a.png.part"

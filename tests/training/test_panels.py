@@ -20,7 +20,7 @@ from tools.analysis.plots.charts import (
     round_numbers,
     short,
 )
-from tools.analysis.plots.drawing import Trail, to_themed_svg
+from tools.analysis.plots.drawing import Text, Trail, text_width, to_themed_svg
 from tools.analysis.plots.training_plot import Over, mean_width, pictures, plot_run, smoothed
 
 
@@ -117,6 +117,18 @@ def test_a_curve_beyond_its_axes_stays_at_their_edge() -> None:
     (curve,) = (one for one in shapes if isinstance(one, Trail) and one.color == "peak")
     heights = [point[1] for point in curve.points if point]
     assert heights == [axes.bottom - 20, axes.top, axes.bottom, axes.bottom - 20]
+
+
+@pytest.mark.parametrize("step", [0, 3, 9, 10])
+def test_a_note_beside_a_point_stays_within_the_axes(step: int) -> None:
+    series = Series("", range(11), [0.5] * 11)
+    axes = Box(50, 30, 300, 40)
+    chart = Chart("", [series], notes=[(step, 0.5, "layer 11: 0.988")])
+    shapes = draw_chart(chart, axes)
+    (note,) = (one for one in shapes if isinstance(one, Text) and one.text.startswith("layer"))
+    width = text_width(note.text, note.size)
+    left = note.x - width if note.anchor == "end" else note.x
+    assert axes.left <= left and left + width <= axes.right
 
 
 def test_the_narrowest_chart_has_several_ticks() -> None:

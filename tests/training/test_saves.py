@@ -435,5 +435,5 @@ def test_a_disk_that_is_full_at_the_start_is_told_in_one_line(
 
     monkeypatch.setattr(os, "fsync", fail)
     assert train(run_file, f"train.folder={tmp_path}") == 2
-    line = f"{tmp_path}/run.toml.part: No space left on device (ENOSPC): free some room there"
+    line = f"{tmp_path}/run.toml: No space left on device (ENOSPC): free some room there"
     assert capsys.readouterr().err.splitlines() == [line]

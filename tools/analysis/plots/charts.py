@@ -300,10 +300,14 @@ def draw_chart(chart: Chart, plot_area: Box) -> Iterator[Shape]:
     for crosses in chart.crosses:
         yield _crosses_on_axis(frame, crosses)
     for x_value, y_value, text in chart.notes:
-        # below and to the right of the point, where the curve seldom is
-        note_left = frame.x_pixel(x_value) + 8
+        # below and to the right of the point, where the curve seldom is, or to its left where the
+        # picture ends
+        point = frame.x_pixel(x_value)
+        fits = point + 8 + text_width(text, 11) <= frame.box.right
         baseline = frame.y_pixel(y_value) + 12
-        yield Text(note_left, baseline, text, 11)
+        yield Text(
+            point + 8 if fits else point - 8, baseline, text, 11, anchor="start" if fits else "end"
+        )
 
 
 def _crosses_on_axis(frame: Frame, crosses: Crosses) -> Trail:

@@ -3,8 +3,9 @@
 The first value of an option is the one that the others leave alone.
 """
 
-from tests.families import CASES
+from tests.families import CASES, config_of
 from tests.parity.oracle_runs import words_of
+from tools.console.toml import toml
 
 Row = dict[str, str]  # of each option the name of its value
 
@@ -33,8 +34,28 @@ FAMILIES = (
     "qwen3_5",
     "qwen3_5 with experts",
 )
+
+
+def of_twice_the_layers(family: str) -> list[str]:
+    """The words of a model of a family with its layers, and as many more of the same kinds: enough
+    for two stages a rank."""
+    model = config_of(CASES[family])
+    layers = model.layers
+
+    def twice(numbers: tuple[int, ...]) -> list[int]:
+        return [*numbers, *(number + layers for number in numbers)]
+
+    more = {
+        "layers": 2 * layers,
+        "hybrid_pattern": 2 * model.hybrid_pattern,
+        "window_layers": twice(model.window_layers),
+        "delta_layers": twice(model.delta_layers),
+    }
+    return [*words_of(family), *(f"model.{key}={toml(value)}" for key, value in more.items())]
+
+
 OPTIONS: dict[str, dict[str, list[str]]] = {
-    "family": {family: words_of(family) for family in FAMILIES},
+    "family": {family: of_twice_the_layers(family) for family in FAMILIES},
     "tied": {
         "as the family": [],
         "yes": ["model.tied=true"],

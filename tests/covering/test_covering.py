@@ -1,0 +1,96 @@
+"""A covering array has every combination that can be, and a sample of its rows trains what the
+oracle trains."""
+
+from datetime import UTC, datetime
+from itertools import islice, product
+from pathlib import Path
+
+import pytest
+
+from tests.covering.array import Array, Row, combinations_of
+from tests.covering.options import OPTIONS
+from tests.covering.trial import config_of, is_cheap, refusal, tried, values_of_options
+
+SMALL = {"a": ["1", "2", "3"], "b": ["1", "2"], "c": ["1", "2"], "d": ["1", "2", "3"]}
+ROWS = 20  # of a day
+
+
+def taken(row: Row) -> bool:
+    """A rule of two options and one of three."""
+    if row["a"] == "2" and row["b"] == "2":
+        return False
+    return not (row["b"] == row["c"] == "2" and row["d"] == "3")
+
+
+def seen_anywhere() -> set[tuple[tuple[str, str], ...]]:
+    """All triples of all rows that are taken, by trying every row."""
+    seen: set[tuple[tuple[str, str], ...]] = set()
+    for values in product(*SMALL.values()):
+        row = dict(zip(SMALL, values, strict=True))
+        if taken(row):
+            entries = set(row.items())
+            wanted = combinations_of(SMALL, 3)
+            seen |= {triple for triple in wanted if entries.issuperset(triple)}
+    return seen
+
+
+def test_each_triple_is_in_a_row_or_is_refused_by_a_rule() -> None:
+    array = Array(SMALL, combinations_of(SMALL, 3), taken, lambda row: True, seed=1)
+    rows = list(array.rows())
+    assert all(map(taken, rows))
+    assert not array.left
+    seen = {
+        triple
+        for triple in combinations_of(SMALL, 3)
+        if any(set(row.items()).issuperset(triple) for row in rows)
+    }
+    assert seen == seen_anywhere()
+    assert array.refused == set(combinations_of(SMALL, 3)) - seen
+    assert len(rows) < 3 * 2 * 2 * 3
+
+
+def test_costly_rows_are_made_of_nothing_else_than_what_needs_them() -> None:
+    def cheap(row: Row) -> bool:
+        return [*row.values()].count("2") < 3
+
+    array = Array(SMALL, combinations_of(SMALL, 3), lambda row: True, cheap, seed=1)
+    costly = [row for row in array.rows() if not cheap(row)]
+    assert costly
+    for row in costly:
+        assert [*row.values()].count("2") == 3
+
+
+def test_what_has_been_tried_is_not_tried_again() -> None:
+    first = Array(SMALL, combinations_of(SMALL, 3), taken, lambda row: True, seed=1)
+    rows = list(islice(first.rows(), 5))
+    again = Array(SMALL, combinations_of(SMALL, 3), taken, lambda row: True, seed=1)
+    for row in rows:
+        again.count(row)
+    assert all(row not in rows for row in again.rows())
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [(option, value) for option in OPTIONS for value in OPTIONS[option]]
+)
+def test_each_value_is_taken_in_some_run(option: str, value: str) -> None:
+    """With the values that it needs, if there are any."""
+    needed = {
+        "experts": {"family": "mixtral", "data": "2"},
+        "sequence": {"tensor": "2"},
+        "schedule": {"pipeline": "2", "batch": "8 of 1"},
+    }
+    plain = {name: next(iter(values)) for name, values in OPTIONS.items()}
+    assert refusal({**plain, **needed.get(option, {}), option: value}) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(ROWS))
+def test_a_row_of_the_day_trains_what_the_oracle_trains(number: int, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="5", reason="needs transformers: the extra hf")
+    seed = datetime.now(UTC).toordinal() * ROWS + number
+    options = {name: values for name, values in values_of_options().items() if name != "compile"}
+    wanted = combinations_of(options, 3)
+    array = Array(options, wanted, lambda row: not refusal(row), is_cheap, seed)
+    row = next(array.rows())
+    outcome = tried(row, tmp_path)
+    assert outcome.verdict == "equal", (outcome.why, row, config_of(row).model.family)

@@ -123,6 +123,11 @@ def test_a_difference_from_the_oracle_does_not_widen_its_own_bound() -> None:
     [
         (["optimizer.name=muon"], "parity.oracle_rule", {"name": "muon"}),
         (["model.mup_base_hidden=24"], "parity.oracle_mup", {"base": 24}),
+        (
+            ['optimizer.frozen=["embedding.*"]'],
+            "parity.oracle_frozen",
+            {"patterns": "embedding.*"},
+        ),
     ],
 )
 def test_what_the_oracle_cannot_train_is_refused_by_name(

@@ -68,6 +68,8 @@ def _problems(config: RunConfig, own_precision: bool) -> Iterator[Problem]:
         yield Problem.of("parity.oracle_factory", factory=model.factory)
     if optimizer.name not in UPDATE_RULES:
         yield Problem.of("parity.oracle_rule", name=optimizer.name)
+    if optimizer.frozen:
+        yield Problem.of("parity.oracle_frozen", patterns=", ".join(optimizer.frozen))
     if model.mup_base_hidden:
         yield Problem.of("parity.oracle_mup", base=model.mup_base_hidden)
     if config.data.reset_attention_mask and model.rope_scaling.kind == "dynamic":

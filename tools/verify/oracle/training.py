@@ -112,7 +112,8 @@ def _states_after(
 def rate_of(lr: LR, completed: int, length: int) -> float:
     """Return the learning rate of the step after `completed` steps of a run of `length` steps."""
     if completed < lr.warmup:
-        return lr.peak * completed / lr.warmup
+        done = completed / lr.warmup
+        return lr.initial * (1 - done) + lr.peak * done
     begin = length - lr.decay if lr.schedule == "wsd" else lr.warmup
     shape = lr.wsd_decay if lr.schedule == "wsd" else lr.schedule
     done = max(0.0, (completed - begin) / max(1, length - begin))

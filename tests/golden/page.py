@@ -126,13 +126,14 @@ def page(curves: Curves, plain: str, minutes: float, picture: str) -> str:
         f"**{verdict}**",
         "",
         *[f"- {line}" for line in differing],
-        "",
+        *([""] if differing else []),
         "## How it was run",
         "",
         *_facts(minutes),
         "",
-        f"The text is {text['from']} ({text['bytes']:,} bytes, sha256 `{text['sha256']}`); it is not",
-        "part of this project. `make golden TEXT=input.txt` writes this page anew.",
+        f"The text is {text['from']} ({text['bytes']:,} bytes, sha256",
+        f"`{text['sha256']}`); it is not part of this project.",
+        "`make golden TEXT=input.txt` writes this page anew.",
         "",
         "## Losses of single batches",
         "",
@@ -144,7 +145,7 @@ def page(curves: Curves, plain: str, minutes: float, picture: str) -> str:
         "",
         "## Every step beside the plain loop",
         "",
-        "The largest differences over all steps, also of those whose losses nobody published:",
+        "The largest differences over all steps, also of those whose losses are not published:",
         "",
         *_distances(curves, plain),
         "",
@@ -189,7 +190,7 @@ def draw(curves: Curves, shown: str, path: Path) -> None:
                 [point["step"] for point in points],
                 [point["loss"] for point in points],
                 color="red",
-                marker="dot",
+                marker="cross",
                 joined=False,
             ),
         ],
@@ -203,7 +204,7 @@ def draw(curves: Curves, shown: str, path: Path) -> None:
         steps = [point["step"] for point in points]
         losses = [point[part] for point in points]
         series.append(
-            Series(f"published, {name}", steps, losses, color, marker="dot", joined=False)
+            Series(f"published, {name}", steps, losses, color, marker="cross", joined=False)
         )
     evaluations = Chart("evaluations, nats a character", series, x_label="step")
     title = "nanoGPT's curve of Shakespeare's characters, published and reproduced"

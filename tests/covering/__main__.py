@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import tests.ranks
+from tests.covering import precisions
 from tests.covering.array import Array, Row, combinations_of
 from tests.covering.trial import (
     Outcome,
@@ -63,6 +64,9 @@ def main() -> int:
     """Returns 1 if a row was wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.covering", description=__doc__)
     parser.add_argument("--minutes", type=float, default=170)
+    parser.add_argument(
+        "--precisions", action="store_true", help="pairs of options of mixed precision instead"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kept", type=Path, default=Path("runs/covering.jsonl"))
     arguments = parser.parse_args()
@@ -70,6 +74,8 @@ def main() -> int:
     tests.ranks.SECONDS = 3600.0
     arguments.kept.parent.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * arguments.minutes
+    if arguments.precisions:
+        return _try_precisions(arguments.seed)
     reasons = Counter[str]()
 
     def takes(row: Row) -> bool:
@@ -111,6 +117,28 @@ def main() -> int:
             f"{len(each.left):,} left"
         )
     print(dict(verdicts), dict(reasons))
+    return int(verdicts["wrong"] > 0)
+
+
+def _try_precisions(seed: int) -> int:
+    """Returns 1 if a row of options of mixed precision was wrong."""
+    options = {name: list(values) for name, values in precisions.OPTIONS.items()}
+    pairs = combinations_of(options, 2)
+
+    def takes(row: Row) -> bool:
+        return not precisions.refusal(row)
+
+    array = Array(options, pairs, takes, lambda row: True, seed)
+    verdicts = Counter[str]()
+    for row in array.rows():
+        with tempfile.TemporaryDirectory() as folder:
+            outcome = precisions.tried(row, Path(folder))
+        verdicts[outcome.verdict] += 1
+        if outcome.verdict == "wrong":
+            print(f"wrong: {outcome.why}: {row}", flush=True)
+    seen = array.number - len(array.refused)
+    print(f"{array.number} pairs: {seen} seen, {len(array.refused)} refused by a rule")
+    print(dict(verdicts))
     return int(verdicts["wrong"] > 0)
 
 

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.covering import precisions
 from tests.covering.array import Array, Row, combinations_of
 from tests.covering.options import OPTIONS
 from tests.covering.trial import config_of, is_cheap, refusal, tried, values_of_options
+from tests.refusals import shows
+from tools import cli
 
 SMALL = {"a": ["1", "2", "3"], "b": ["1", "2"], "c": ["1", "2"], "d": ["1", "2", "3"]}
 ROWS = 20  # of a day
+PRECISIONS = 6
 
 
 def taken(row: Row) -> bool:
@@ -94,3 +98,27 @@ def test_a_row_of_the_day_trains_what_the_oracle_trains(number: int, tmp_path: P
     row = next(array.rows())
     outcome = tried(row, tmp_path)
     assert outcome.verdict == "equal", (outcome.why, row, config_of(row).model.family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(PRECISIONS))
+def test_a_row_of_the_day_in_mixed_precision_is_within_rounding_of_the_oracle(
+    number: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers", minversion="5", reason="needs transformers: the extra hf")
+    seed = datetime.now(UTC).toordinal() * PRECISIONS + number
+    options = {name: list(values) for name, values in precisions.OPTIONS.items()}
+    wanted = combinations_of(options, 2)
+    array = Array(options, wanted, lambda row: not precisions.refusal(row), lambda row: True, seed)
+    row = next(array.rows())
+    outcome = precisions.tried(row, tmp_path)
+    assert outcome.verdict == "equal", (outcome.why, row)
+
+
+@pytest.mark.parametrize("command", ["plan", "parity", "mup-check"])
+def test_fp8_that_is_not_computed_is_refused_before_anything_is_run(
+    command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["examples/demo.toml", "precision.compute=bf16", "fp8.kind=mx", "fp8.parameters=true"]
+    assert cli.main([command, *words]) == 2
+    assert shows(capfd.readouterr().err, "training.fp8_not_computed", field="parameters")

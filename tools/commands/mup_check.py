@@ -34,6 +34,7 @@ from tools.config.settings import Optimizer
 from tools.console.tables import add_json, print_result, print_table
 from tools.console.wrapped import say
 from tools.convert.initial import resolve_run
+from tools.training.fp8_summary import require_fp8_computed
 from tools.verify.mup_check.measure import Training, measure_draws
 from tools.verify.mup_check.slopes import (
     LARGEST_INITIAL_SLOPE,
@@ -95,6 +96,7 @@ def main(args: argparse.Namespace) -> int:
     if is_rank_of_world():
         raise UserError.of("command.mup_check_launched")
     config = resolve_run(args.file, args.overrides)
+    require_fp8_computed(config)
     tell_notes(config.notes, args.strict)
     widths = _require_sound(args, config)
     certificate = certify(args, config, widths)

@@ -32,6 +32,7 @@ from tools.config.layouts import layout_problems
 from tools.config.run_file import RunConfig
 from tools.convert.initial import resolve_run
 from tools.training.corpus import open_corpus
+from tools.training.fp8_summary import require_fp8_computed
 from tools.verify.oracle.compare import compare_with_oracle
 from tools.verify.oracle.limits import left_out, require_possible, without_left_out
 from tools.verify.oracle.training import trained
@@ -159,6 +160,7 @@ def main(args: argparse.Namespace) -> int:
         raise UserError.of("command.steps", steps=args.steps)
     config = resolve_run(args.file, args.overrides)
     tell_notes(config.notes, args.strict)
+    require_fp8_computed(config)
     if config.plan.fp8 is not None and not config.plan.fp8.repeatable:
         raise UserError.of("command.parity_fp8_history")
     torch.set_num_threads(1)  # as in the ranks

@@ -68,6 +68,7 @@ from tools.console.units import duration
 from tools.console.wrapped import say
 from tools.convert.initial import resolve_run
 from tools.training.data_sources import count_characters, existing_tokenizer, trained_tokenizer
+from tools.training.fp8_summary import require_fp8_computed
 
 COMMENT = (
     "# Written by megaprec plan: the run in the layout that is predicted to be the fastest of "
@@ -174,6 +175,7 @@ def main(args: argparse.Namespace) -> int:
     config = resolve_run(args.file, args.overrides)
     tell_notes(config.notes, args.strict)
     require_builtin(config.model, "megaprec plan")
+    require_fp8_computed(config)
     config, sized = _sized_by_tokenizer(config)
     target = target_of(config, args.gpu, args.gpu_memory)
     config = config.on_device(target.device)

@@ -45,18 +45,7 @@ def check_fp8(config: RunConfig) -> None:
     recipe = config.plan.fp8
     if recipe is None:
         return
-    problems = list[Problem]()
-    for field, reason in unsupported_settings(recipe).items():
-        origin = config.origin(f"fp8.{field}")
-        # a field that [fp8] has no key for is of another system's table
-        if field not in FP8.model_fields:
-            origin = config.plan.origin["fp8"]
-        key = _key_of_origin(field, origin)
-        problems.append(
-            Problem.of(
-                "training.fp8_not_computed", field=field, origin=origin, reason=reason, key=key
-            )
-        )
+    problems = list(_not_computed(config, recipe))
     if recipe.backend == "transformer_engine":
         problems += _backend_problems(config.train.device)
     if recipe.wide:
@@ -64,6 +53,27 @@ def check_fp8(config: RunConfig) -> None:
         problems += _unused_patterns(recipe.wide, stage)
     if problems:
         raise UserError(*problems)
+
+
+def require_fp8_computed(config: RunConfig) -> None:
+    """Raise UserError if FP8 settings are not computed on any machine."""
+    recipe = config.plan.fp8
+    problems = list(_not_computed(config, recipe)) if recipe else []
+    if problems:
+        raise UserError(*problems)
+
+
+def _not_computed(config: RunConfig, recipe: FP8Recipe) -> Iterator[Problem]:
+    """Yield a problem for each setting that is not computed."""
+    for field, reason in unsupported_settings(recipe).items():
+        origin = config.origin(f"fp8.{field}")
+        # a field that [fp8] has no key for is of another system's table
+        if field not in FP8.model_fields:
+            origin = config.plan.origin["fp8"]
+        key = _key_of_origin(field, origin)
+        yield Problem.of(
+            "training.fp8_not_computed", field=field, origin=origin, reason=reason, key=key
+        )
 
 
 def _key_of_origin(field: str, origin: str) -> str:

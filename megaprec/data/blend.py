@@ -86,7 +86,6 @@ class Blend:
     parts: the samples of each data set.
     stretches: the weights of the data sets, by position.
     names: the name of each data set.
-    totals: the number of all samples of each data set, including those not in `parts`.
     """
 
     def __init__(
@@ -94,18 +93,24 @@ class Blend:
         parts: Sequence[Samples],
         stretches: Sequence[Stretch],
         names: Sequence[str],
-        totals: Sequence[int],
     ) -> None:
         self.parts = parts
         self.stretches = stretches
         self._names = names
         # of all samples, held-out ones too: an id stays the same whatever is held out
-        self._id_offsets = np.concatenate(([0], np.cumsum(totals)))
+        total_ids = [samples.total_ids for samples in parts]
+        self._id_offsets = np.concatenate(([0], np.cumsum(total_ids)))
         self._mixtures = [_Mixture(stretch) for stretch in stretches]
 
     def __len__(self) -> int:
         """Return the number of samples in all data sets together."""
         return sum(map(len, self.parts))
+
+    @property
+    def tiled(self) -> "Blend":
+        """Return the samples of the same texts without random windows."""
+        parts = [samples.tiled for samples in self.parts]
+        return Blend(parts, self.stretches, self._names)
 
     def batch(self, position: int, count: int) -> Batch:
         """Return the samples at positions [position, position + count); ids continue from one data

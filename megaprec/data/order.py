@@ -1,4 +1,5 @@
-"""Shuffled order of samples, computed by a pseudorandom permutation instead of stored.
+"""Order of samples, computed instead of stored: a pseudorandom permutation, or numbers drawn with
+replacement.
 
 The sample at `index` of epoch `epoch` under `seed` is a pure function of these three numbers. A
 Feistel network is a bijection for any round function: a round maps the halves of a number (left,
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 # Of the Feistel network: more than the four that suffice where a round is random (Luby and Rackoff,
 # 1988), for `_mix` is not.
 ROUNDS = 8
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # between two states of SplitMix64
 
 
 def order(
@@ -43,6 +45,20 @@ def order(
         indices_of_epoch = indices[is_of_epoch]
         sample_numbers[is_of_epoch] = permute(indices_of_epoch, samples, seed, epoch)
     return sample_numbers
+
+
+def draw(positions: NDArray[np.int64], n: int, seed: int) -> NDArray[np.int64]:
+    """Return the numbers in [0, n) at `positions` of an endless sequence that `seed` determines, in
+    which each is drawn from all n with replacement; int64, same shape.
+
+    The number at a position is that of SplitMix64 (Steele et al., "Fast splittable pseudorandom
+    number generators", 2014), modulo n: for n tokens, which are fewer than 2**48, no number is more
+    likely than another by more than one part in 2**16.
+    """
+    digest = hashlib.blake2b(f"{seed}:draw".encode(), digest_size=8).digest()
+    start = np.frombuffer(digest, dtype="<u8")
+    states = start + positions.astype(np.uint64) * GOLDEN
+    return (_mix(states) % np.uint64(n)).astype(np.int64)
 
 
 def permute(

@@ -4,15 +4,22 @@ Sample `i` is the tokens [i * seq, i * seq + seq + 1) of the stream: `seq` input
 one, their `seq` targets. Neighbouring samples share one token: the last target of one is the first
 input of the next. So every token but the first is a target exactly once an epoch.
 
+With random windows, as nanoGPT draws its batches, a sample begins at any token instead: each is
+drawn from all windows of seq + 1 tokens of the chosen samples, with replacement. Of n samples that
+follow each other these are (n - 1) * seq + 1. A window goes over no other sample, so none reaches
+into a held-out part.
+
 `Resets` tells the model where documents meet within a sample; the tokens of the samples do not
 change.
 
 A run consumes positions 0, 1, 2, … over endless epochs; `order` maps a position to a sample by a
-pure function. A rank asks for its own positions, and the result depends on nothing else.
+pure function, and `draw` to a window. A rank asks for its own positions, and the result depends on
+nothing else.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +27,10 @@ from numpy.typing import NDArray
 
 from megaprec.data.held_out import HeldOutRule, Ranges, divide
 from megaprec.data.indexed import IndexedDataset
-from megaprec.data.order import order
+from megaprec.data.order import draw, order
 from megaprec.errors import UserError
 
+Windows = Literal["tiled", "random"]
 CHUNK = 1 << 20  # tokens at a time that are searched for one that counts
 
 
@@ -54,7 +62,7 @@ class Batch:
 
     tokens, targets: int64 [count, seq].
     ids: int64 [count], each sample's number in the whole stream, the same in every epoch and
-        layout.
+        layout; of random windows the number of the first token.
     mask: float32 [count, seq], 1 if the target counts in the loss; None if all targets count.
     documents, positions: int64 [count, seq], for each token the number of its document and its
         position within the document; both start at 0 in each sample. None without the respective
@@ -70,7 +78,7 @@ class Batch:
 
 
 class SampleLocation(NamedTuple):
-    """The place of a sample on disk: its data set, its number and its first token there."""
+    """The place of a sample on disk: its data set, its id and its first token there."""
 
     dataset: IndexedDataset
     sample: int
@@ -80,8 +88,9 @@ class SampleLocation(NamedTuple):
 class Samples:
     """Samples of a data set, in an order that `seed` determines.
 
-    chosen: their numbers in the whole stream; None: all that fit. Raises UserError if there is no
-    sample at all.
+    chosen: their numbers in the whole stream; None: all that fit. windows: "random" draws windows
+    of the chosen samples, and `shuffle` has no effect. Raises UserError if there is no sample at
+    all.
     """
 
     def __init__(
@@ -92,6 +101,7 @@ class Samples:
         shuffle: bool,
         chosen: Ranges | None = None,
         resets: Resets = NO_RESETS,
+        windows: Windows = "tiled",
     ) -> None:
         if chosen is None:
             chosen = Ranges.single(0, count_samples(dataset, seq_length))
@@ -104,6 +114,8 @@ class Samples:
         self._seed = seed
         self._shuffle = shuffle
         self._resets = resets
+        self._windows: Windows = windows
+        self._stride = 1 if windows == "random" else seq_length  # tokens from one id to the next
 
     @property
     def dataset(self) -> IndexedDataset:
@@ -115,29 +127,62 @@ class Samples:
         """Return the numbers of the samples in the whole stream."""
         return self._chosen
 
+    @property
+    def windows(self) -> Windows:
+        """Return how samples are cut from the stream."""
+        return self._windows
+
+    @property
+    def total_ids(self) -> int:
+        """Return a number that all ids of the stream are below, whatever is held out."""
+        if self._windows == "random":
+            return self._dataset.num_tokens
+        return count_samples(self._dataset, self._seq_length)
+
+    @property
+    def tiled(self) -> "Samples":
+        """Return the samples of the same text without random windows, each once an epoch."""
+        return Samples(
+            self._dataset, self._seq_length, self._seed, self._shuffle, self._chosen, self._resets
+        )
+
     def __len__(self) -> int:
-        """Return the number of samples in one epoch."""
+        """Return the number of samples in one epoch, of random windows those of as much text."""
         return self._count
 
     def location_of(self, position: int) -> SampleLocation:
         """Return where the sample at a position of the run is on disk."""
-        number = int(self.batch(position, 1).ids)
-        return SampleLocation(self._dataset, number, number * self._seq_length)
+        (sample_id,) = self._ids(np.array([position], np.int64)).tolist()
+        return SampleLocation(self._dataset, sample_id, sample_id * self._stride)
+
+    def _ids(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the ids of the samples at positions of the run."""
+        if self._windows == "random":
+            begins = self._window_begins()
+            drawn = draw(positions, len(begins), self._seed)
+            return begins.numbers(drawn)
+        ordered = order(positions, self._count, self._seed, self._shuffle)
+        return self._chosen.numbers(ordered)
+
+    def _window_begins(self) -> Ranges:
+        """Return the tokens at which a window of the chosen samples may begin."""
+        tokens = self._chosen.tokens(self._seq_length)
+        # the last window of a range is its last sample
+        return Ranges(tokens.begins, tokens.ends - self._seq_length + 1)
 
     def labels(self, ids: torch.Tensor) -> list[int]:
-        """Return the names of samples for messages: their numbers."""
+        """Return the names of samples for messages: their ids."""
         return ids.tolist()
 
     def batch(self, position: int, count: int) -> Batch:
         """Return the samples at positions [position, position + count) of the run, which may span
         epochs."""
         positions = np.arange(position, position + count, dtype=np.int64)
-        ordered = order(positions, self._count, self._seed, self._shuffle)
-        ids = self._chosen.numbers(ordered)
+        ids = self._ids(positions)
         seq_length = self._seq_length
         # one token more: inputs and targets are shifted against each other
         rows = np.empty((count, seq_length + 1), dtype=np.int64)
-        starts = [int(sample) * seq_length for sample in ids]
+        starts = (ids * self._stride).tolist()
         self._dataset.prepare(starts, seq_length + 1)
         for row, start in zip(rows, starts, strict=True):
             row[:] = self._dataset.tokens(start, seq_length + 1)
@@ -148,7 +193,7 @@ class Samples:
         # the boundaries of documents cost a search in the index, so only if somebody asks
         if self._resets == NO_RESETS:
             return batch
-        return self._with_structure(batch, ids)
+        return self._with_structure(batch, starts)
 
     def require_counted(self, what: str) -> None:
         """Raise UserError if no target of an epoch counts in the loss.
@@ -164,19 +209,25 @@ class Samples:
                 return
         raise UserError.of("data.no_token_counts", what=what)
 
+    @property
+    def num_different(self) -> int:
+        """Return how many different samples there are: those of an epoch, or all windows."""
+        return len(self._window_begins()) if self._windows == "random" else self._count
+
     def count_without_target(self) -> int:
-        """Return of how many samples of an epoch no target counts in the loss."""
+        """Return of how many different samples no target counts in the loss."""
         seq_length = self._seq_length
-        samples_at_a_time = max(1, CHUNK // seq_length)
-        count = 0
-        for first, last in zip(self._chosen.begins, self._chosen.ends, strict=True):
-            for sample in range(int(first), int(last), samples_at_a_time):
-                end = min(sample + samples_at_a_time, int(last))
-                num_tokens = (end - sample) * seq_length
-                counted = self._counted(sample * seq_length, num_tokens)
-                has_target = counted.reshape(-1, seq_length).any(axis=1)
-                count += int((~has_target).sum())
-        return count
+        begins = self._window_begins()
+        tokens_at_a_time = max(1, CHUNK // self._stride) * self._stride
+        without = 0
+        for begin, end in zip(begins.begins.tolist(), begins.ends.tolist(), strict=True):
+            for start in range(begin, end, tokens_at_a_time):
+                stop = min(start + tokens_at_a_time, end)
+                counted = self._counted(start, stop - start + seq_length - 1)
+                counted_before = np.concatenate(([0], np.cumsum(counted)))
+                counted_in_window = counted_before[seq_length:] - counted_before[:-seq_length]
+                without += int((counted_in_window[:: self._stride] == 0).sum())
+        return without
 
     def _has_counted(self, begin: int, end: int) -> bool:
         """Return True if a target of the samples that begin in the tokens [begin, end) counts."""
@@ -195,10 +246,12 @@ class Samples:
             counted &= documents[1:] == documents[:-1]
         return counted
 
-    def _with_structure(self, batch: Batch, ids: NDArray[np.int64]) -> Batch:
-        """Return the batch with mask, documents and positions, each if its reset is on."""
+    def _with_structure(self, batch: Batch, starts: Sequence[int]) -> Batch:
+        """Return the batch with mask, documents and positions, each if its reset is on.
+
+        starts: the first token of each sample.
+        """
         seq_length = self._seq_length
-        starts = [int(sample) * seq_length for sample in ids]
         resets = self._resets
         if resets.eod_mask_loss or resets.loss_mask:
             mask = np.stack([self._counted(start, seq_length) for start in starts])
@@ -234,9 +287,10 @@ def split(
     shuffle: bool = True,
     resets: Resets = NO_RESETS,
     rule: HeldOutRule = "end",
+    windows: Windows = "tiled",
 ) -> tuple[Samples, Samples | None]:
     """Return samples for training, and the `held_out` fraction of the stream that `rule` keeps for
-    evaluation, which is never shuffled.
+    evaluation, which is never shuffled and has no random windows.
 
     At least one sample is held out, unless the fraction is 0: then the second value is None. No
     token is a target in both. Raises UserError if the fraction is outside [0, 1) or the text is too
@@ -250,10 +304,10 @@ def split(
     if total < needed:
         raise _too_short(dataset, seq_length, needed)
     if not held_out_count:
-        return Samples(dataset, seq_length, seed, shuffle, resets=resets), None
+        return Samples(dataset, seq_length, seed, shuffle, resets=resets, windows=windows), None
     # a fraction near 1 must leave one for training
     trained, kept = divide(total, min(held_out_count, total - 1), rule)
-    training = Samples(dataset, seq_length, seed, shuffle, trained, resets)
+    training = Samples(dataset, seq_length, seed, shuffle, trained, resets, windows)
     # never shuffled: an evaluation takes the same samples each time
     return training, Samples(dataset, seq_length, seed, False, kept, resets)
 

@@ -158,7 +158,7 @@ def test_in_a_blend_all_of_a_text_counts_beside_the_answers_of_conversations(
         Samples(IndexedDataset(tmp_path / name), LENGTH, 0, False, resets=Resets(loss_mask=True))
         for name in ("chats", "text")
     ]
-    blend = Blend(parts, [Stretch.first([0.5, 0.5])], ["chats", "text"], [*map(len, parts)])
+    blend = Blend(parts, [Stretch.first([0.5, 0.5])], ["chats", "text"])
     for position in range(8):
         batch = blend.batch(position, 1)
         assert batch.mask is not None

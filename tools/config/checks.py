@@ -575,6 +575,11 @@ def _blend(data: Data) -> Iterator[str]:
         yield problem.within("data.blend: ")
 
 
+def _windows(data: Data) -> Iterator[str]:
+    if data.windows == "random" and not data.shuffle:
+        yield Problem.of("config.windows_in_order")
+
+
 def _evaluation(train: Train, data: Data) -> Iterator[str]:
     if train.evaluates and not (data.held_out or data.validation or data.lm_eval):
         key = "eval_every" if train.eval_every else "eval_first"
@@ -713,6 +718,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _vocabulary,
     _first_state,
     _blend,
+    _windows,
     _evaluation,
     _validation_names,
     _best_checkpoint,

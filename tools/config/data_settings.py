@@ -175,6 +175,12 @@ class Data(Table):
     shuffle: bool = Field(
         default=True, description="Shuffle the samples of each epoch; false: samples in file order."
     )
+    windows: Literal["tiled", "random"] = Field(
+        default="tiled",
+        description="How samples are cut from the training text. tiled: one behind the other, each "
+        "once an epoch; random: train.seq_length + 1 tokens from any token on, each drawn with "
+        "replacement, as nanoGPT draws its batches.",
+    )
     reset_attention_mask: bool = Field(
         default=False,
         description=(

@@ -216,6 +216,8 @@ def _describe_samples(config: RunConfig, corpus: Corpus) -> str:
     its epochs.
     """
     if not isinstance(corpus.train, Blend):
+        if corpus.train.windows == "random":
+            return f"{corpus.train.num_different:,} windows to draw samples from"
         return f"{len(corpus.train):,} samples an epoch"
     steps = config.train.steps
     # of each data set

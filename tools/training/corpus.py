@@ -153,6 +153,7 @@ def identified(config: RunConfig, corpus: Corpus) -> Corpus:
         begin=corpus.begin_token,
         held_out_from=held_out_rule(config),
         stretches=_identify_stretches(corpus.train),
+        windows=config.data.windows,
     )
     return replace(corpus, identity=identity, notes=tuple(dict.fromkeys(notes)))
 
@@ -254,12 +255,11 @@ def open_built(
         return opened
     weights = [Stretch.first([source.weight for source in sources])]
     names = [source.name for source in sources]
-    totals = [count_samples(stream, config.train.seq_length) for stream in streams]
     evaluated = [samples for samples in held_out if samples is not None]
     return replace(
         opened,
-        train=Blend(trained, stretches, names, totals),
-        held_out=Blend(evaluated, weights, names, totals) if evaluated else None,
+        train=Blend(trained, stretches, names),
+        held_out=Blend(evaluated, weights, names) if evaluated else None,
     )
 
 
@@ -284,6 +284,7 @@ def _split(
             shuffle=data.shuffle,
             resets=resets,
             rule=rule,
+            windows=data.windows,
         )
     with naming_settings(config, source):
         trained.require_counted("training samples")

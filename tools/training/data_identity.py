@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from megaprec.checkpoint.reader import Store, newer_version
 from megaprec.data.held_out import HeldOutRule
+from megaprec.data.samples import Windows
 from megaprec.errors import UserError
 from megaprec.url_secrets import masked
 from models.equivalence import CONTEXT_KEYS
@@ -27,6 +28,7 @@ ALLOW = (
     "tokenizer",
     "seed",
     "shuffle",
+    "windows",
     "seq_length",
     "ema",
     *(f"model.{key}" for key in CONTEXT_KEYS),
@@ -74,6 +76,7 @@ class Identity(_Saved):
     document that data.begin asks for, None if it asks for none. held_out_from: the rule of the
     held-out part, which was always "end" in checkpoints that do not say it.
     stretches: the weights by position, of a run whose weights have changed; else none.
+    windows: "tiled" in checkpoints that do not say it.
     """
 
     sets: list[DataSet]
@@ -84,6 +87,7 @@ class Identity(_Saved):
     begin: int | None = None
     held_out_from: HeldOutRule = "end"
     stretches: list[BlendStretch] = []
+    windows: Windows = "tiled"
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,10 @@ def other_settings(saved: Identity, data: Data, train: Train) -> Iterator[Differ
     if saved.shuffle != data.shuffle:
         change = f"{toml(saved.shuffle)} -> {toml(data.shuffle)}"
         yield Difference("shuffle", f"data.shuffle: {change}: samples come in another order")
+    if saved.windows != data.windows:
+        change = f"{toml(saved.windows)} -> {toml(data.windows)}"
+        effect = "samples are cut from the text in another way"
+        yield Difference("windows", f"data.windows: {change}: {effect}")
     if saved.seed != train.seed:
         change = f"{saved.seed} -> {train.seed}"
         effect = "samples come in another order, and dropout is another"

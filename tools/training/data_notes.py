@@ -156,5 +156,5 @@ def loss_mask_notes(data: Data, parts: Sequence[Samples]) -> Iterator[str]:
             counted = f"{record['counted']:,} of {record['tokens']:,} tokens, the answers,"
         line = f"{setting}: {counted} of {dataset.prefix} count in the loss"
         if without := samples.count_without_target():
-            line += f"; {without:,} of {len(samples):,} samples hold none of them"
+            line += f"; {without:,} of {samples.num_different:,} samples hold none of them"
         yield line

@@ -4,7 +4,8 @@ The place in the data is kept in tokens if samples have another length than the 
 Without data.shuffle the same tokens were read, and the next ones follow. A shuffled order is an
 order of samples: with another length it is another one, so that text of the epoch comes twice or
 not at all. Such a change is refused unless --allow accepts it. A blend counts the samples of each
-of its sets, alike.
+of its sets, alike. Random windows have no epochs: from then on windows of the other length are
+drawn.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ import numpy as np
 from megaprec.checkpoint.atomic import checkpoint_path
 from megaprec.checkpoint.digests import file_digest
 from megaprec.checkpoint.reader import INDEX, Store
+from megaprec.data.blend import Blend
 from megaprec.data.copies import file_here
 from megaprec.data.intact import read_record
 from megaprec.data.places import is_remote
@@ -399,6 +401,8 @@ def _other_length(checkpoint: Store, config: RunConfig) -> Iterator[Difference]:
     length = config.train.seq_length
     if old_length == length or not read_progress(checkpoint).samples:
         return
+    if config.data.windows == "random":
+        return
     if config.data.shuffle:
         reason = "its samples come in another order"
     elif config.data.blend:
@@ -430,10 +434,13 @@ def _position_notes(checkpoint: Store, config: RunConfig, corpus: Corpus) -> Ite
         f"{LENGTH_KEY}: the place in the data is kept: {tokens:,} tokens are read, and sample "
         f"{position.next_sample:,} of {length} tokens is next"
     )
+    if config.data.windows == "random":
+        line = f"{LENGTH_KEY}: from now on random windows of {length} tokens are drawn"
     if position.repeated:
         line += f"; its first {position.repeated:,} tokens come again"
     if position.trained_of_held_out:
-        trained = f"{position.trained_of_held_out:,} tokens that were trained on"
+        verb = "may have been" if config.data.windows == "random" else "were"
+        trained = f"{position.trained_of_held_out:,} tokens that {verb} trained on"
         line += f"; {trained} belong to the held-out part now"
     yield line
 
@@ -444,6 +451,9 @@ def _data_position(checkpoint: Store, config: RunConfig, corpus: Corpus) -> _Dat
     samples = read_progress(checkpoint).samples
     if old_length == length:
         return _DataPosition(samples)
+    if config.data.windows == "random":
+        shared = _drawn_of_held_out(old_length, config, corpus) if samples else 0
+        return _DataPosition(samples, trained_of_held_out=shared)
     if not isinstance(corpus.train, Samples):  # a blend, which has no epochs of its own
         following, repeated = divmod(samples * old_length, length)
         return _DataPosition(following, repeated)
@@ -469,3 +479,19 @@ def _data_position(checkpoint: Store, config: RunConfig, corpus: Corpus) -> _Dat
         trained_of_held_out = trained.shared_tokens(old_length, held_out, length)
     next_sample = epoch * new_epoch_samples + following
     return _DataPosition(next_sample, repeated, trained_of_held_out)
+
+
+def _drawn_of_held_out(old_length: int, config: RunConfig, corpus: Corpus) -> int:
+    """Return the number of held-out tokens from which windows of the old length may have been
+    drawn: the borders of the held-out part are at whole samples."""
+    if corpus.held_out is None:
+        return 0
+    held_out = corpus.held_out
+    held_out_parts = held_out.parts if isinstance(held_out, Blend) else [held_out]
+    tokens = 0
+    for trained, kept in zip(corpus.training_parts, held_out_parts, strict=True):
+        old_numbers = training_numbers(
+            trained.dataset, old_length, config.data.held_out, held_out_rule(config)
+        )
+        tokens += old_numbers.shared_tokens(old_length, kept.chosen, config.train.seq_length)
+    return tokens

@@ -39,7 +39,7 @@ def make_yardsticks(config: RunConfig, corpus: Corpus) -> Yardsticks | None:
     if kept is not None and kept.of == digest:
         return kept
     before, tokens = _targets(_first_batches(held_out, num_samples))
-    counted_before, counted = _targets(_spread_batches(corpus.train, config.train.seq_length))
+    counted_before, counted = _targets(_spread_batches(corpus.train.tiled, config.train.seq_length))
     if not len(tokens) or not len(counted):
         return None
     counts = Counts.of(counted_before, counted, corpus.ids)

@@ -203,7 +203,8 @@ def _batches(config: RunConfig, plan: Plan) -> Iterator[Batch]:
     for step in range(plan.steps):
         chosen = samples.batch(step * count, count)
         ids = chosen.ids.tolist()
-        cut = torch.stack([torch.arange(length + 1) + sample * length for sample in ids])
+        stride = 1 if config.data.windows == "random" else length
+        cut = torch.stack([torch.arange(length + 1) + sample * stride for sample in ids])
         windows = stream[cut]
         documents = document_of[cut]
         counts = torch.ones(count, length)

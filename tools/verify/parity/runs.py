@@ -145,7 +145,7 @@ def with_random_tokens(run_config: RunConfig, steps: int, folder: Path) -> RunCo
     with IndexedWriter(prefix, vocab_size) as writer:
         for document in tokens.split(train.seq_length * 2 // 3 + 1):
             writer.add_document(document.tolist())
-    settings = {key: getattr(run_config.data, key) for key in ("shuffle", *RESETS)}
+    settings = {key: getattr(run_config.data, key) for key in ("shuffle", "windows", *RESETS)}
     data = Data(source=str(prefix), vocab_size=vocab_size, held_out=0.0, **settings)
     return run_config.model_copy(update={"data": data})
 

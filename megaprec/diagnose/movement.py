@@ -218,7 +218,8 @@ def _reach(gradients: Tensor, weights: Tensor, scale: Tensor) -> Tensor:
     largest = torch.zeros((), dtype=torch.float64, device=weights.device)
     blocks = zip(gradients.detach().split(BLOCK), weights.detach().split(BLOCK), strict=True)
     for some_gradients, some_weights in blocks:
-        sizes = (some_gradients.float() / scale).abs_().clamp_(max=1)
-        ratios = sizes.div_(some_weights.float().abs_().clamp_(min=TINY))
+        # nothing in place: `float` of FP32 is the weight itself
+        sizes = (some_gradients.float() / scale).abs().clamp(max=1)
+        ratios = sizes / some_weights.float().abs().clamp(min=TINY)
         largest = torch.maximum(largest, ratios.amax().double())
     return largest

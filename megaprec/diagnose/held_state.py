@@ -44,15 +44,18 @@ class HeldDigest:
 
 
 def digest_held_state(
-    buffers: Sequence[Buffer], model_parts: Iterable[nn.Module]
+    buffers: Sequence[Buffer], model_parts: Iterable[nn.Module], with_gradients: bool = True
 ) -> list[HeldDigest]:
     """Return the digests of all weights, states and reduced gradients of a rank, in an order that
-    dp ranks share."""
+    dp ranks share.
+
+    with_gradients: False between two steps, where they mean nothing.
+    """
     digests: list[HeldDigest] = []
     for buffer in buffers:
         digests += _weights(buffer)
-        digests += _shard_of_state(buffer)
-    return digests + list(_frozen(model_parts))
+        digests += _shard_of_state(buffer, with_gradients)
+    return digests + list(digest_frozen(model_parts))
 
 
 def _weights(buffer: Buffer) -> Iterator[HeldDigest]:
@@ -63,10 +66,13 @@ def _weights(buffer: Buffer) -> Iterator[HeldDigest]:
         yield _digest_of(WEIGHT, piece.part, values, layout, sharded=False)
 
 
-def _shard_of_state(buffer: Buffer) -> Iterator[HeldDigest]:
+def _shard_of_state(buffer: Buffer, with_gradients: bool) -> Iterator[HeldDigest]:
     """Yield the digests of this rank's slices of the state and of the reduced gradients."""
     layout = layout_of(buffer.parameters[0])
-    for kind, values in _tensors_of_state(buffer).items():
+    tensors = _tensors_of_state(buffer)
+    if with_gradients:
+        tensors[GRADIENT] = buffer.local_grads
+    for kind, values in tensors.items():
         for owned in buffer.owned_pieces():
             # in the key: replicas that shard otherwise hold other elements
             span = f" {owned.in_part.start}:{owned.in_part.stop}"
@@ -81,8 +87,7 @@ def _shard_of_state(buffer: Buffer) -> Iterator[HeldDigest]:
 
 
 def _tensors_of_state(buffer: Buffer) -> dict[str, Tensor]:
-    """Return this rank's shard of masters, moments, moving average and reduced gradients, by
-    kind."""
+    """Return this rank's shard of masters, moments and moving average, by kind."""
     tensors: dict[str, Tensor] = {}
     if buffer.masters is not None:
         # masters that are the weights themselves are digested as weights
@@ -96,11 +101,10 @@ def _tensors_of_state(buffer: Buffer) -> dict[str, Tensor]:
     if buffer.ema is not None:
         buffer.begin_ema()
         tensors[EMA] = buffer.ema
-    tensors[GRADIENT] = buffer.local_grads
     return tensors
 
 
-def _frozen(model_parts: Iterable[nn.Module]) -> Iterator[HeldDigest]:
+def digest_frozen(model_parts: Iterable[nn.Module]) -> Iterator[HeldDigest]:
     """Yield the digests of the parameters that are not trained; they are in no buffer."""
     for model_part in model_parts:
         for parameter in model_part.parameters():

@@ -19,17 +19,26 @@ from megaprec.fp8.state import FP8State
 from megaprec.optim.flat_buffer import EMA, Buffer, Piece
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 
+WEIGHT = "weight"
 Digests = dict[str, dict[str, str]]
 """32 hexadecimal digits by kind ("weight", the moment's name or "fp8") and logical name."""
 
 
 class StateDigest:
-    """The digests of an optimizer's state and of the FP8 state of its model. fp8: None if there is
-    none."""
+    """The digests of an optimizer's state and of the FP8 state of its model.
 
-    def __init__(self, optimizer: ParallelAMPOptimizer, fp8: FP8State | None = None) -> None:
+    fp8: None if there is none. weights_only: leave out moments and the moving average.
+    """
+
+    def __init__(
+        self,
+        optimizer: ParallelAMPOptimizer,
+        fp8: FP8State | None = None,
+        weights_only: bool = False,
+    ) -> None:
         self._optimizer = optimizer
         self._fp8 = fp8
+        self._weights_only = weights_only
         self._names: list[str] | None = None  # of all ranks, "kind/logical name"
 
     @torch.no_grad()
@@ -66,11 +75,28 @@ class StateDigest:
             for piece in buffer.pieces:
                 span = piece.overlap(*buffer.share)
                 if piece.counts and span:
-                    yield from _terms_of(buffer, piece, span)
+                    yield from self._terms_of(buffer, piece, span)
                 else:
-                    yield from _no_terms(buffer, piece, self._optimizer.device)
+                    yield from self._no_terms(buffer, piece)
         if self._fp8 is not None and self._fp8.names:
             yield from self._fp8_terms(self._fp8)
+
+    def _terms_of(self, buffer: Buffer, piece: Piece, span: range) -> Iterator[tuple[str, Tensor]]:
+        """Yield the terms of the elements `span` of the buffer, which are of a piece."""
+        part = piece.part
+        start = span.start - piece.start
+        for kind, values in _state_of(buffer, span):
+            if self._has(kind):
+                yield f"{kind}/{part.name}", digest_terms(values, part, start)
+
+    def _no_terms(self, buffer: Buffer, piece: Piece) -> Iterator[tuple[str, Tensor]]:
+        """Yield zeros for a piece that another rank counts: all ranks learn its names from them."""
+        for kind in buffer.saved_names:
+            if self._has(kind):
+                yield f"{kind}/{piece.part.name}", _zero_terms(self._optimizer.device)
+
+    def _has(self, kind: str) -> bool:
+        return kind == WEIGHT or not self._weights_only
 
     def _fp8_terms(self, fp8: FP8State) -> Iterator[tuple[str, Tensor]]:
         """Yield the terms of scales and histories: a row for each data-parallel rank that has its
@@ -94,44 +120,21 @@ class StateDigest:
             yield f"fp8/{tensor_name}", digest_terms(scale_row, part, 0)
 
 
-def _terms_of(
-    buffer: Buffer,
-    piece: Piece,
-    span: range,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the terms of the elements `span` of the buffer, which are of a piece."""
-    part = piece.part
-    start = span.start - piece.start
-    for kind, values in _state_of(buffer, span):
-        terms = digest_terms(values, part, start)
-        yield f"{kind}/{part.name}", terms
-
-
 def _state_of(buffer: Buffer, span: range) -> Iterator[tuple[str, Tensor]]:
     """Yield the masters, as "weight", the moments and the moving average of these elements of the
     buffer."""
     shard_start = span.start - buffer.start
     shard_stop = span.stop - buffer.start
     if buffer.masters is not None:
-        yield "weight", buffer.masters[shard_start:shard_stop]
+        yield WEIGHT, buffer.masters[shard_start:shard_stop]
     else:
         (tile,) = buffer.tiles(shard_start, shard_stop, shard_stop - shard_start)
-        yield "weight", tile.wide_masters()
+        yield WEIGHT, tile.wide_masters()
     for kind, values in buffer.state.items():
         yield kind, values[shard_start:shard_stop]
     if buffer.ema is not None:
         buffer.begin_ema()
         yield EMA, buffer.ema[shard_start:shard_stop]
-
-
-def _no_terms(
-    buffer: Buffer,
-    piece: Piece,
-    device: torch.device,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield zeros for a piece that another rank counts: all ranks learn its names from them."""
-    for kind in buffer.saved_names:
-        yield f"{kind}/{piece.part.name}", _zero_terms(device)
 
 
 def _zero_terms(device: torch.device) -> Tensor:

@@ -225,6 +225,8 @@ class Engine:
 
     watch: an attribute that may be set: called with the executor of each training step before it
         runs.
+    counted_tokens: the sum over all steps, skipped ones too, of what their losses were divided by:
+        float64 []; it stays 0 on ranks without the last stage.
 
     Collective over the world. Raises ValueError for an optimizer that averages over dp.
     """
@@ -254,6 +256,7 @@ class Engine:
         self.experts = context.experts
         self.refused_kernels = context.refused_kernels
         self.watch: Callable[[Executor], None] | None = None
+        self.counted_tokens = torch.zeros((), dtype=torch.float64, device=self.device)
         # Parity and the sentinel compare the work of ranks in full; this check is for users' loops.
         optimizer.checks_loop = False
         if optimizer.average:
@@ -384,6 +387,8 @@ class Engine:
         """Run the second half of `step`: apply or skip it."""
         self.passes.position.note_action("gradient reduction")
         further = self._step_sums.sum(state)
+        if self.last_stage in self.stages:
+            self.counted_tokens += state.token_count.total  # the host does not wait
         try:
             report = self.optimizer.step(lr, state.loss, state.token_count.total, further, limits)
         except NonFiniteStep as error:

@@ -28,16 +28,15 @@ from megaprec.comm.tensor_digests import digest, hexadecimal
 from megaprec.diagnose.held_state import (
     GRADIENT,
     HeldDigest,
-    Holders,
     compare,
     digest_held_state,
     find_strayed,
 )
 from megaprec.diagnose.silent_fault import Fault, RankEvidence, judge, read_trace
 from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.ranks import sharing_replicas
 from megaprec.optim.step_report import StepObserver
 from models.attention.context_limits import require_uncut_sequences
+from models.engine.copies import holders
 from models.engine.engine import Engine
 from models.engine.microbatch_trace import (
     SIDES,
@@ -135,7 +134,7 @@ class Sentinel(StepObserver):
         stages = engine.stages.values()
         all_held = digest_held_state(buffers, stages)
         strays = find_strayed(buffers, optimizer.applied_steps)
-        agreement = compare(all_held, engine.pp, *self._holders(), optimizer.device)
+        agreement = compare(all_held, engine.pp, *holders(engine), optimizer.device)
         # one that is false, as `torch.stack` takes no empty list
         no_stray = torch.zeros((), dtype=torch.bool, device=optimizer.device)
         any_strays = torch.stack([*strays.values(), no_stray]).any()
@@ -168,24 +167,6 @@ class Sentinel(StepObserver):
         """True if the backward pass of the step's only micro-batch already reduces its
         gradients."""
         return self.optimizer.overlap and self._passes.schedule.microbatches == 1
-
-    def _holders(self) -> tuple[Holders, Holders | None]:
-        """Return the ranks that hold the same weights, and those that hold the same experts if
-        these lie apart."""
-        engine = self.engine
-        # Ranks that share masters and moments hold different parts of these.
-        zero_size = self.optimizer.shards.size  # ranks of ZeRO-1
-        weights = Holders(engine.dp, zero_size, engine.tp)
-        experts = engine.experts
-        if experts is None:
-            return weights, None
-        if zero_size == engine.dp.size:
-            sharing = experts.replicas.size
-        else:
-            sharing = sharing_replicas(
-                engine.tp.size, zero_size, experts.spread.size, experts.tp.size
-            )
-        return weights, Holders(experts.replicas, sharing, experts.tp)
 
     def _coordinates(self) -> tuple[int, int, int]:
         """Return this rank's pp, dp and tp; replicas that compute together count as one."""

@@ -11,7 +11,8 @@ from tests.covering.options import CHEAP_RANKS, OPTIONS, Row, words_of_row
 from tests.parity.campaign import forked
 from tools.commands import parity
 from tools.config.run_file import RunConfig, load_run
-from tools.verify.oracle.limits import require_possible
+from tools.convert.hf.config import model_type_of
+from tools.verify.oracle.limits import require_possible, without_left_out
 from tools.verify.parity.layouts import fitted, requested_layouts
 from tools.verify.parity.ranks import Run
 
@@ -64,6 +65,7 @@ def refusal(row: Row) -> str:
         requested = requested_layouts([layout_text(row)], config.parallel)
         parity.fitting_layouts(ready, requested, explicit=True)
         made = fitted(ready, requested[0])
+        model_type_of(without_left_out(ready).model)  # that transformers has no such model
     except UserError as error:
         return ", ".join(problem.code or str(problem) for problem in error.problems)
     if made.left_out:

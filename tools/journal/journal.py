@@ -26,6 +26,7 @@ from tools.journal.records import (
     EVALUATIONS,
     EVENTS,
     HELD_OUT_LOSS,
+    INVARIANT,
     LASTING,
     METRICS,
     SPIKE_EVENT,
@@ -417,6 +418,8 @@ def _format_events(step_record: dict[str, Any]) -> list[str]:
         events.append(f"warning: {step_record['straggler']}")
     if COLLAPSE in step_record:
         events.append(f"warning: {step_record[COLLAPSE]}")
+    if INVARIANT in step_record:
+        events.append(f"WRONG: {step_record[INVARIANT]}")
     if SPIKE_EVENT in step_record:
         events.append(step_record[SPIKE_EVENT])
     if step_record["outcome"] != "applied":

@@ -22,6 +22,8 @@ EVENTS = "events.jsonl"
 DIGESTS = "digests.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 NO_TOKENS_EVENT = "no_tokens"
+INVARIANT = "invariant"  # the kind of event of one that is broken, and the field of its step
+INVARIANTS = "invariants"  # the kind of event with what is known of each
 SPIKE_EVENT = "spike"  # the kind of event, and the field of its step
 BRANCHED = "branched"  # the kind of event with which a branch of another run begins
 INITIAL = "initial"  # the kind of event of a run that begins with weights whose model it changes
@@ -71,6 +73,8 @@ REQUIRED_KEYS = {
     SAMPLE: {"text", "date"},
     FIRST_EVALUATION: {"losses"},
     PREDICTION: {"seconds", "measured", "basis", "kinds"},
+    INVARIANT: {"invariant", "said"},
+    INVARIANTS: {"verdicts"},
     SPIKE_EVENT: {"outcome", "first_sample", "num_samples", "said"},
     "silent_fault": {"checked_step", "kind", "what", "ranks", "hosts", "certain"},
 }

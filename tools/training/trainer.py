@@ -51,11 +51,13 @@ from tools.console.wrapped import say
 from tools.convert.initial import start_from
 from tools.convert.kept_ids import saved_ids
 from tools.convert.train_state import TrainState, read_overflow_monitor, read_spike_monitor
+from tools.journal.invariant_records import broken_event, findings_event
 from tools.journal.journal import Journal, format_evaluations
 from tools.journal.records import (
     AVERAGE_LOSS,
     FIRST_EVALUATION,
     HELD_OUT_LOSS,
+    INVARIANT,
     SPIKE_EVENT,
 )
 from tools.journal.router_records import COLLAPSE, collapse_event
@@ -68,6 +70,7 @@ from tools.training.compiling import compile_leaves, missed_lines
 from tools.training.corpus import Corpus
 from tools.training.harness import Harness
 from tools.training.initial import growth_of
+from tools.training.invariants import Invariants
 from tools.training.recording import record_run
 from tools.training.resume import resumed_progress
 from tools.training.run_folder import RunFolder
@@ -131,6 +134,8 @@ class Trainer:
         self.progress = TrainState()  # after the last step
         self._first_ids: dict[str, Any] = {}  # of the first weights, for checkpoints
         self._samples_of_step = range(0)  # positions of the last step's global batch
+        self._share_of_step: Share | None = None  # of the last step
+        self._invariants: Invariants | None = None  # while `run` takes steps
         if checkpoint:
             self._resume(checkpoint)
         elif config.train.init_from:
@@ -245,11 +250,13 @@ class Trainer:
             self._evaluate_first(journal)
         leaves = self.engine.leaves
         leaves.misses.clear()  # those of other passes than steps
+        self._invariants = self._look_after_invariants()
         first_step = self.progress.step + 1
         while self.progress.step < self.config.train.steps and not self._is_stopping:
             self.position.enter(Phase.STEP, self.progress.step + 1)
             # A run whose folder was removed has nowhere to save, and stops on all ranks.
             self.engine.optimizer.stop |= folder.is_gone()
+            self._invariants.before(self.progress.step + 1)
             start_time = time.perf_counter()
             try:
                 report, shadow = self.step()
@@ -269,6 +276,17 @@ class Trainer:
                 raise TrainingDiverged(
                     f"stopped after step {steps_done}, state saved: {divergence}"
                 )
+
+    def _look_after_invariants(self) -> Invariants:
+        """Return the invariants of the steps that this process takes. Collective over the world."""
+        return Invariants(
+            self.config,
+            self.corpus.model,
+            self.engine,
+            self.progress,
+            fresh=not self.resumed and not self.config.train.init_from,
+            is_saved=self._saves_after,
+        )
 
     def _say_misses(self, leaves: Leaves) -> None:
         """Say which compiled leaves also ran uncompiled. Collective over the world."""
@@ -348,6 +366,11 @@ class Trainer:
             evaluation_event(progress.step, field, numbers) for field, numbers in evaluated.items()
         ]
         events += self._step_events(report, progress)
+        for event in self._invariant_events(report):
+            events.append(event)
+            if event["event"] == INVARIANT:
+                said = [record[INVARIANT]] if INVARIANT in record else []
+                record[INVARIANT] = "; ".join([*said, event["said"]])
         for event in self._spike_events(report):
             events.append(event)
             record[SPIKE_EVENT] = event["said"]
@@ -394,6 +417,20 @@ class Trainer:
                 overflow_event(report, progress.step, samples, self.monitor, self.corpus.train)
             )
         return events + self._digests.of_step(report, progress)
+
+    def _invariant_events(self, report: StepReport) -> Iterator[dict[str, Any]]:
+        """Yield an event for each invariant that the step has broken first, and after the first
+        and the last step of this process what is known of all. Collective over the world."""
+        invariants = self._invariants
+        share = self._share_of_step
+        if invariants is None or share is None:
+            return
+        step = self.progress.step
+        ends = self._is_stopping or step == self.config.train.steps
+        for name, said in invariants.after(report, self.progress, share, ends):
+            yield broken_event(name, said, step)
+        if ends:
+            yield findings_event(invariants.findings, step)
 
     def _spike_events(self, report: StepReport) -> list[dict[str, Any]]:
         """Let the monitor note the step, and return its event if it is a spike: of those in a row
@@ -442,6 +479,7 @@ class Trainer:
             recording = Recording.start(self.engine.pp)
         is_last = step_number + 1 >= self.config.train.steps
         share = self._batches.take(first_sample, is_last)
+        self._share_of_step = share
         shadow = None
         if is_due(self.config.fp8.shadow_every, step_number + 1):
             # Before the step, with the weights that it will read.

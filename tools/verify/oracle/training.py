@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.feed_forward.router import is_correction
+from tools.config.own_rate import rate_of
 from tools.config.run_file import RunConfig
-from tools.config.settings import LR
 from tools.verify.oracle.transformers_model import Tensors, TransformersModel
 from tools.verify.parity.ranks import corpus_of
 from tools.verify.parity.record import Plan, Record, RecordedSamples
@@ -107,25 +107,6 @@ def _states_after(
         }
         states[f"after/{number}/ema"] = averages
     return states
-
-
-def rate_of(lr: LR, completed: int, length: int) -> float:
-    """Return the learning rate of the step after `completed` steps of a run of `length` steps."""
-    if completed < lr.warmup:
-        done = completed / lr.warmup
-        return lr.initial * (1 - done) + lr.peak * done
-    begin = length - lr.decay if lr.schedule == "wsd" else lr.warmup
-    shape = lr.wsd_decay if lr.schedule == "wsd" else lr.schedule
-    done = max(0.0, (completed - begin) / max(1, length - begin))
-    heights = {
-        "constant": 1.0,
-        "linear": 1 - done,
-        "cosine": (1 + math.cos(math.pi * done)) / 2,
-        "sqrt": 1 - math.sqrt(done),
-        "exponential": 2 ** (1 - done) - 1,
-    }
-    height = heights[shape]
-    return lr.peak * height + lr.final * (1 - height)
 
 
 def _wide(tensors: Mapping[str, Tensor]) -> Tensors:

@@ -1,0 +1,225 @@
+"""The tensors of a model that a step moved, and those that it left as they were.
+
+Digests of the masters before and after a step tell, for each logical tensor, if a bit of it has
+changed. A tensor whose gradient was zero everywhere need not move: an expert that got no token, or
+a tensor that the loss does not depend on. Any other must, as soon as its update is not lost to the
+rounding of its masters. Gradients are read once, in the steps that are checked.
+
+Frozen parameters have no gradient and are in no buffer; their digests must stay the same.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megaprec.comm.gathered_texts import gather_entries
+from megaprec.comm.layout import Part, has_layout, layout_of
+from megaprec.diagnose.held_state import digest_frozen
+from megaprec.diagnose.state_digest import WEIGHT, StateDigest
+from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.step_report import StepObserver, StepReport
+
+# An update is as large as rate times clipped gradient, or larger, by this factor at least: rules
+# that divide by the size of gradients make small ones larger.
+SAFETY = 8.0
+TINY = 1e-30  # in place of a weight of zero, which any update moves
+BLOCK = 1 << 20  # elements that are compared at once, so that temporaries are small
+# in place of a reach: of a tensor without a rate, and of one that this rank does not hold
+STILL = -1.0
+UNSEEN = -2.0
+
+
+@dataclass(frozen=True)
+class Moved:
+    """The tensors of a checked step by logical name, the same on every rank.
+
+    moved: those of which a bit has changed.
+    unmoved: those that have not changed though their update was large enough to show.
+    lost: those that have not changed, with a gradient so small that rounding may have lost it.
+    without_gradient: those whose gradient was zero everywhere, whether decay has moved them or not.
+    frozen_moved: those that are not trained, or have a rate of 0, and have changed all the same.
+    """
+
+    moved: tuple[str, ...]
+    unmoved: tuple[str, ...]
+    lost: tuple[str, ...]
+    without_gradient: tuple[str, ...]
+    frozen_moved: tuple[str, ...]
+
+
+class Movement(StepObserver):
+    """Compares the weights before and after steps.
+
+    model_parts: the stages of this rank. factor_of: the factor of the learning rate of a logical
+    tensor. Methods are collective over the world.
+    """
+
+    def __init__(
+        self,
+        optimizer: ParallelAMPOptimizer,
+        model_parts: Sequence[nn.Module],
+        factor_of: Callable[[Part], float],
+    ) -> None:
+        self._optimizer = optimizer
+        self._parts = model_parts
+        self._factor_of = factor_of
+        self._digest = StateDigest(optimizer, weights_only=True)
+        self._before: Mapping[str, str] = {}
+        self._frozen = self._digest_frozen()
+        # by logical name: the largest gradient over what rounding can lose of its weight, times
+        # the factor of the rate; STILL if that is 0
+        self._reach: dict[str, Tensor] = {}
+
+    def remember(self) -> None:
+        """Note the weights as they are, with which those after a step are compared."""
+        self._before = self._weights()
+
+    def watch(self) -> None:
+        """Look at the gradients of the next step."""
+        self._optimizer.observers.append(self)
+
+    def gradients_ready(self, buffers: Sequence[Buffer], scale: Tensor) -> None:
+        """Note how far the gradients reach above the rounding of the weights."""
+        self._reach = {}
+        for buffer in buffers:
+            if buffer.holds_loads:  # moved by counts, which may be equal
+                continue
+            for name, reach in _reaches(buffer, scale, self._factor_of):
+                earlier = self._reach.get(name)
+                self._reach[name] = reach if earlier is None else torch.maximum(earlier, reach)
+
+    def after(self, report: StepReport) -> Moved:
+        """Return what the step has moved, and remember the weights after it."""
+        self.unwatch()
+        now = self._weights()
+        moved = [name for name, digits in now.items() if digits != self._before[name]]
+        self._before = now
+        factor = report.lr * self._clip_factor(report) / SAFETY
+        unmoved: list[str] = []
+        lost: list[str] = []
+        without_gradient: list[str] = []
+        still_moved: list[str] = []
+        for name, reach in self._reaches_of_all(list(now)).items():
+            if reach == 0:
+                without_gradient.append(name)
+            elif reach == STILL and name in moved:
+                still_moved.append(name)
+            elif reach > 0 and name not in moved:
+                (unmoved if reach * factor > 1 else lost).append(name)
+        return Moved(
+            moved=tuple(moved),
+            unmoved=tuple(unmoved),
+            lost=tuple(lost),
+            without_gradient=tuple(without_gradient),
+            frozen_moved=(*still_moved, *self._moved_frozen()),
+        )
+
+    def changed(self) -> list[str]:
+        """Return the tensors that have changed since `remember`, of which none should have, and
+        frozen ones that have."""
+        self.unwatch()
+        now = self._weights()
+        changed = [name for name, digits in now.items() if digits != self._before[name]]
+        self._before = now
+        return [*changed, *self._moved_frozen()]
+
+    def untrained(self, patterns_match: Callable[[str], bool]) -> list[str]:
+        """Return the logical names of parameters that no step can move though the run trains them:
+        frozen ones that match no pattern, and trained ones that are not in the optimizer.
+
+        patterns_match: tells if the run freezes a logical name.
+        """
+        held = {id(one) for buffer in self._optimizer.all_buffers() for one in buffer.parameters}
+        names: dict[str, int] = {}
+        for model_part in self._parts:
+            for parameter in filter(has_layout, model_part.parameters()):
+                if id(parameter) in held:
+                    continue
+                for part in layout_of(parameter).parts:
+                    if parameter.requires_grad or not patterns_match(part.name):
+                        names[part.name] = 1
+        return sorted(gather_entries(names, self._optimizer.world, self._optimizer.device))
+
+    def unwatch(self) -> None:
+        """Look at no more gradients."""
+        if self in self._optimizer.observers:
+            self._optimizer.observers.remove(self)
+
+    def _weights(self) -> Mapping[str, str]:
+        return self._digest.make()[WEIGHT]
+
+    def _clip_factor(self, report: StepReport) -> float:
+        clip = self._optimizer.clip
+        if not clip or not report.grad_norm > clip:
+            return 1.0
+        return clip / report.grad_norm
+
+    def _reaches_of_all(self, names: Sequence[str]) -> dict[str, float]:
+        """Return the largest reach on any rank by logical name; UNSEEN if no rank has one."""
+        device = self._optimizer.device
+        unseen = torch.full((), UNSEEN, dtype=torch.float64, device=device)
+        rows = [self._reach.get(name, unseen) for name in names]
+        self._reach = {}
+        table = self._optimizer.world.max_(torch.stack(rows)).tolist()
+        return dict(zip(names, table, strict=True))
+
+    def _digest_frozen(self) -> dict[str, Tensor]:
+        return {one.key: one.digest for one in digest_frozen(self._parts)}
+
+    def _moved_frozen(self) -> tuple[str, ...]:
+        """Return the names of frozen tensors that have changed since the last call."""
+        now = self._digest_frozen()
+        flags = [(now[key] != digest).any() for key, digest in self._frozen.items()]
+        before = self._frozen
+        self._frozen = now
+        world = self._optimizer.world
+        device = self._optimizer.device
+        flag = torch.stack(flags).any() if flags else torch.zeros((), dtype=torch.bool)
+        if not world.max_(flag.to(device).float()).item():
+            return ()
+        names: dict[str, int] = {}
+        for key, moved in zip(before, flags, strict=True):
+            if moved:
+                names[_name_of(key)] = 1
+        return tuple(sorted(gather_entries(names, world, device)))
+
+
+def _name_of(key: str) -> str:
+    """Return the logical name in a key of `HeldDigest`."""
+    return key.removeprefix(f"{WEIGHT} ").partition(" [")[0]
+
+
+def _reaches(
+    buffer: Buffer, scale: Tensor, factor_of: Callable[[Part], float]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the logical name of each piece that this rank owns, with its reach: float64 []."""
+    masters = buffer.masters
+    for owned in buffer.owned_pieces():
+        factor = factor_of(owned.piece.part)
+        if masters is not None:
+            weights = masters[owned.in_shard]
+            lost = torch.finfo(masters.dtype).eps
+        else:  # FP32, of which the weights are the upper bits
+            weights = buffer.weights[owned.in_buffer]
+            lost = torch.finfo(torch.float32).eps
+        gradients = buffer.local_grads[owned.in_shard]
+        reach = torch.full((), STILL, dtype=torch.float64, device=weights.device)
+        if factor:
+            reach = _reach(gradients, weights, scale) * factor / lost
+        yield owned.piece.part.name, reach
+
+
+def _reach(gradients: Tensor, weights: Tensor, scale: Tensor) -> Tensor:
+    """Return the largest ratio of a gradient, without its scale and at most 1, to its weight:
+    float64 []."""
+    largest = torch.zeros((), dtype=torch.float64, device=weights.device)
+    blocks = zip(gradients.detach().split(BLOCK), weights.detach().split(BLOCK), strict=True)
+    for some_gradients, some_weights in blocks:
+        # nothing in place: `float` of FP32 is the weight itself
+        sizes = (some_gradients.float() / scale).abs().clamp(max=1)
+        ratios = sizes / some_weights.float().abs().clamp(min=TINY)
+        largest = torch.maximum(largest, ratios.amax().double())
+    return largest

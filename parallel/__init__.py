@@ -24,6 +24,7 @@ from parallel.mesh import make_mesh, world
 from parallel.norms import LayerNorm, RMSNorm
 from parallel.pipeline.loop import Pipeline
 from parallel.plain_modules import parallelize
+from parallel.ready_styles import transformers_styles
 
 __all__ = [
     "ColumnParallelLinear",
@@ -45,6 +46,7 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "split",
+    "transformers_styles",
     "unchecked",
     "vocab_parallel_loss",
     "world",

@@ -5,7 +5,6 @@ transformers itself is not imported: its modules are known by their names and by
 
 from fnmatch import fnmatchcase
 
-import torch
 from torch import nn
 
 from megaprec.errors import UserError
@@ -33,6 +32,7 @@ def transformers_styles(model: nn.Module) -> dict[str, Style]:
 
     What has no parallel form is changed in place: norms of queries and keys become nn.RMSNorm, and
     an embedding forgets its padding_idx, so that the row of that token is trained as others are.
+    Parameters stay the same objects.
 
     The logits stay cut over tp: `vocab_parallel_loss(model.lm_head)` computes their loss.
     Raises UserError for another family.
@@ -41,7 +41,8 @@ def transformers_styles(model: nn.Module) -> dict[str, Style]:
     if family not in FAMILIES:
         raise UserError.of("parallel.no_styles", family=family, families=", ".join(FAMILIES))
     for path, module in list(model.named_modules()):
-        if path.endswith((".q_norm", ".k_norm")):
+        is_norm_of_heads = path.endswith((".q_norm", ".k_norm"))
+        if is_norm_of_heads and not isinstance(module, nn.RMSNorm):
             model.set_submodule(path, _torch_norm(module))
         elif isinstance(module, nn.Embedding):
             module.padding_idx = None
@@ -53,11 +54,10 @@ def transformers_styles(model: nn.Module) -> dict[str, Style]:
     }
 
 
-@torch.no_grad()
 def _torch_norm(norm: nn.Module) -> nn.RMSNorm:
     """Return torch's norm with the weight and epsilon of one of transformers."""
     weight = norm.get_parameter("weight")
     eps = float(norm.variance_epsilon)  # type: ignore[arg-type]
     replaced = nn.RMSNorm(weight.shape, eps, device=weight.device, dtype=weight.dtype)
-    replaced.weight = nn.Parameter(weight, requires_grad=weight.requires_grad)
+    replaced.weight = weight
     return replaced

@@ -2,8 +2,8 @@
 them are finite.
 
 The sum of squares is a complete detector of inf and NaN: in float64 no sum of squares of finite
-FP32 numbers can overflow, so it is finite exactly if every element is. Any other norm is computed
-in addition.
+FP32 numbers can overflow, so it is finite exactly if every element is. (Float64 gradients above
+1e154 overflow it, and count as not finite.) Any other norm is computed in addition.
 
 On a CPU, short rows are summed in FP32, and only the sums of the rows in float64, which is three
 times as fast as converting each element. A norm is right to 2e-7: the squares of a long block are

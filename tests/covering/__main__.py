@@ -17,6 +17,7 @@ import torch
 import tests.ranks
 from tests.covering import precisions
 from tests.covering.array import Array, Row, combinations_of
+from tests.covering.options import NEEDED
 from tests.covering.trial import (
     Outcome,
     command_of,
@@ -29,6 +30,7 @@ from tests.parity.campaign import Pool
 from tools.verify.parity.ranks import Run
 
 COMPILE = "compile"
+EQUAL = "equal"  # a row whose combinations have been seen
 ROWS_OF_A_POOL = 40  # after which ranks are started anew
 
 
@@ -85,14 +87,15 @@ def main() -> int:
     # forms are compiled for each shape: pairs with them, and triples of all else
     uncompiled = {option: values for option, values in options.items() if option != COMPILE}
     triples = combinations_of(uncompiled, 3)
-    array = Array(uncompiled, triples, takes, is_cheap, arguments.seed)
+    array = Array(uncompiled, triples, takes, is_cheap, arguments.seed, NEEDED)
     pairs = combinations_of(options, 2, COMPILE)
-    compiled = Array(options, pairs, takes, is_cheap, arguments.seed)
+    compiled = Array(options, pairs, takes, is_cheap, arguments.seed, NEEDED)
     verdicts = Counter[str]()
     for entry in _kept(arguments.kept):
-        array.count(entry["row"])
-        compiled.count(entry["row"])
-        verdicts[entry["verdict"]] += 1
+        if entry["verdict"] == EQUAL:
+            array.count(entry["row"])
+            compiled.count(entry["row"])
+            verdicts[EQUAL] += 1
     pools = Pools()
     for row in chain(array.rows(), compiled.rows()):
         if time.monotonic() > end:
@@ -100,6 +103,9 @@ def main() -> int:
             break
         outcome = _tried(row, pools)
         verdicts[outcome.verdict] += 1
+        if outcome.verdict == EQUAL:
+            array.count(row)
+            compiled.count(row)
         with arguments.kept.open("a") as kept:
             kept.write(json.dumps({"row": row, **vars(outcome)}) + "\n")
         if outcome.verdict == "refused":
@@ -131,6 +137,7 @@ def _try_precisions(seed: int) -> int:
     array = Array(options, pairs, takes, lambda row: True, seed)
     verdicts = Counter[str]()
     for row in array.rows():
+        array.count(row)
         with tempfile.TemporaryDirectory() as folder:
             outcome = precisions.tried(row, Path(folder))
         verdicts[outcome.verdict] += 1

@@ -34,8 +34,9 @@ class Array:
     wanted: the combinations, in the order of the options.
     takes: True for a row that is not refused.
     is_cheap: True for a row that is not costly; others are made only of combinations that need one.
-    left: combinations that no row has had yet. refused: those that are refused with all other
-        options at their defaults.
+    needed: values that a combination may need of other options, to be taken at all.
+    left: combinations of which no row has been counted yet. refused: those that are refused with
+        all other options at their defaults, and with each of `needed`.
     """
 
     def __init__(
@@ -45,8 +46,10 @@ class Array:
         takes: Callable[[Row], bool],
         is_cheap: Callable[[Row], bool],
         seed: int,
+        needed: Sequence[Row] = (),
     ) -> None:
         self.options = options
+        self.needed = ({}, *needed)
         self.takes = takes
         self.is_cheap = is_cheap
         self.left = set(wanted)
@@ -59,7 +62,8 @@ class Array:
                 self._having[entry].append(combination)
 
     def rows(self) -> Iterator[Row]:
-        """Yield rows until each combination has been in one, or is refused."""
+        """Yield rows until each combination has been in one that was counted, or is refused. A row
+        that is not counted is tried again by the next array."""
         # in an order of its own: that of a set hangs on the process
         order = sorted(self.left)
         self._dice.shuffle(order)
@@ -71,7 +75,6 @@ class Array:
                 self.left.discard(combination)
                 self.refused.add(combination)
                 continue
-            self.count(row)
             yield row
 
     def count(self, row: Row) -> None:
@@ -87,8 +90,12 @@ class Array:
             row = self._greedy(combination, share)
             if self.is_cheap(row) and self.takes(row):
                 return row
-        alone = {option: values[0] for option, values in self.options.items()} | dict(combination)
-        return alone if self.takes(alone) else None
+        defaults = {option: values[0] for option, values in self.options.items()}
+        for others in self.needed:
+            alone = defaults | others | dict(combination)
+            if self.takes(alone):
+                return alone
+        return None
 
     def _greedy(self, combination: Combination, share: float) -> Row:
         """A row with the combination, of whose other options a share has values with many new

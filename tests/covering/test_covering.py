@@ -1,6 +1,7 @@
 """A covering array has every combination that can be, and a sample of its rows trains what the
 oracle trains."""
 
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from itertools import islice, product
 from pathlib import Path
@@ -26,6 +27,12 @@ def taken(row: Row) -> bool:
     return not (row["b"] == row["c"] == "2" and row["d"] == "3")
 
 
+def counted_rows(array: Array) -> Iterator[Row]:
+    for row in array.rows():
+        array.count(row)
+        yield row
+
+
 def seen_anywhere() -> set[tuple[tuple[str, str], ...]]:
     """All triples of all rows that are taken, by trying every row."""
     seen: set[tuple[tuple[str, str], ...]] = set()
@@ -40,7 +47,7 @@ def seen_anywhere() -> set[tuple[tuple[str, str], ...]]:
 
 def test_each_triple_is_in_a_row_or_is_refused_by_a_rule() -> None:
     array = Array(SMALL, combinations_of(SMALL, 3), taken, lambda row: True, seed=1)
-    rows = list(array.rows())
+    rows = list(counted_rows(array))
     assert all(map(taken, rows))
     assert not array.left
     seen = {
@@ -58,7 +65,7 @@ def test_costly_rows_are_made_of_nothing_else_than_what_needs_them() -> None:
         return [*row.values()].count("2") < 3
 
     array = Array(SMALL, combinations_of(SMALL, 3), lambda row: True, cheap, seed=1)
-    costly = [row for row in array.rows() if not cheap(row)]
+    costly = [row for row in counted_rows(array) if not cheap(row)]
     assert costly
     for row in costly:
         assert [*row.values()].count("2") == 3
@@ -66,11 +73,28 @@ def test_costly_rows_are_made_of_nothing_else_than_what_needs_them() -> None:
 
 def test_what_has_been_tried_is_not_tried_again() -> None:
     first = Array(SMALL, combinations_of(SMALL, 3), taken, lambda row: True, seed=1)
-    rows = list(islice(first.rows(), 5))
+    rows = list(islice(counted_rows(first), 5))
     again = Array(SMALL, combinations_of(SMALL, 3), taken, lambda row: True, seed=1)
     for row in rows:
         again.count(row)
-    assert all(row not in rows for row in again.rows())
+    assert all(row not in rows for row in counted_rows(again))
+
+
+def test_a_row_that_was_wrong_is_tried_again() -> None:
+    first = Array(SMALL, combinations_of(SMALL, 3), taken, lambda row: True, seed=1)
+    wrong = next(first.rows())
+    again = Array(SMALL, combinations_of(SMALL, 3), taken, lambda row: True, seed=1)
+    assert next(again.rows()) == wrong
+
+
+def test_a_combination_that_needs_another_value_is_tried_with_it() -> None:
+    def takes(row: Row) -> bool:
+        return row["a"] != "2" or row["d"] == "3"
+
+    wanted = [(("a", "2"), ("b", "2"))]
+    needed = [{"d": "3"}]
+    array = Array(SMALL, wanted, takes, lambda row: False, 1, needed)
+    assert [row["d"] for row in array.rows()] == ["3"]
 
 
 @pytest.mark.parametrize(

@@ -109,8 +109,8 @@ def _problems(entries: list[dict[str, Any]]) -> list[str]:
             continue
         for quantity in QUANTITIES:
             measured = entry["quantities"][quantity]
-            if measured["verdict"] == "proven" and not measured["error"] <= BOUND:
-                problems.append(f"{entry['layout']}: {quantity}: {measured['error']}")
+            if measured["verdict"] != "proven" or not measured["error"] <= BOUND:
+                problems.append(f"{entry['layout']}: {quantity}: {measured}")
     return problems
 
 

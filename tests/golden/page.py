@@ -4,6 +4,7 @@ import math
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +14,7 @@ from tests.golden.stream import PUBLISHED
 from tools.analysis.plots.charts import Chart, Row, Series, draw_rows
 
 ROUNDING = 0.5e-4  # of the published numbers, which have four digits
-BOUND = 1e-5  # stated before anything was run
+BOUND = 1e-5
 PARTS = {"train": "training text", "held_out": "held-out text"}
 COLORS = ("#1f5fa8", "#e07b00")
 Curves = Mapping[str, Curve]
@@ -34,13 +35,13 @@ def deviations(curves: Curves) -> list[str]:
     return lines
 
 
+@dataclass(frozen=True)
 class _Numbers:
     """A published number and those of each way of running."""
 
-    def __init__(self, name: str, published: float, ours: dict[str, float]) -> None:
-        self.name = name
-        self.published = published
-        self.ours = ours
+    name: str
+    published: float
+    ours: dict[str, float]
 
 
 def _rows(curves: Curves) -> Iterator[_Numbers]:
@@ -83,15 +84,12 @@ def _distances(curves: Curves, plain: str) -> list[str]:
     for way, curve in curves.items():
         if way == plain:
             continue
-        loss = max(map(_difference, curve.batches, reference.batches))
+        losses = zip(curve.batches, reference.batches, strict=True)
+        loss = max(abs(ours - theirs) for ours, theirs in losses)
         pairs = zip(curve.norms, reference.norms, strict=True)
         norm = max((abs(ours / theirs - 1) for ours, theirs in pairs), default=math.nan)
         lines.append(f"| {way} | {loss:.1e} | {norm:.1e} |")
     return lines
-
-
-def _difference(ours: float, theirs: float) -> float:
-    return abs(ours - theirs)
 
 
 def page(curves: Curves, plain: str, minutes: float, picture: str) -> str:

@@ -82,3 +82,16 @@ def test_any_other_norm_is_that_of_float64(draw: Draw, order: float) -> None:
 
     # powers of tiny and huge numbers leave the range of float64 too
     require_close(norm, torch.linalg.vector_norm(wide / largest, order) * largest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", [0, 5, 999, 1_000, (1 << 17) + 3, -1])
+def test_the_sum_is_not_finite_if_one_element_is_not(
+    place: int, value: float, dtype: torch.dtype
+) -> None:
+    gradients = normal((1 << 18) + 21, seed=2).to(dtype)
+    assert sum_of_squares(gradients).isfinite()
+    gradients[place] = value
+    assert not sum_of_squares(gradients).isfinite()
+    assert not statistics([gradients], (), CPU)[0].isfinite()

@@ -37,3 +37,11 @@ def test_another_family_is_refused_by_name() -> None:
         transformers_styles(make_model("gpt2"))
     with raises("parallel.no_styles", family="Sequential"):
         transformers_styles(nn.Sequential())
+
+
+def test_styles_are_the_same_when_they_are_asked_for_again() -> None:
+    model = make_model("qwen3")
+    parameters = list(model.parameters())
+    styles = transformers_styles(model)
+    assert transformers_styles(model) == styles
+    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))

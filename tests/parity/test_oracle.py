@@ -12,11 +12,15 @@ import pytest
 
 from megaprec.data.samples import Batch, Samples
 from tests.families import CASES
-from tests.parity.oracle_runs import beside_oracle, entry_beside_oracle, words_of
+from tests.parity.oracle_runs import TRAIN, beside_oracle, entry_beside_oracle, words_of
 from tests.refusals import shows
 from tools import cli
+from tools.config.own_rate import rate_of
+from tools.config.run_file import load_run
+from tools.verify.oracle.limits import STEPS
 from tools.verify.parity.noise import Noise
 from tools.verify.parity.record import Record
+from tools.verify.parity.runs import with_rates_of
 
 pytest.importorskip("transformers", minversion="5", reason="needs transformers: the extra hf")
 
@@ -74,10 +78,12 @@ def test_in_fp32_the_difference_is_that_of_rounding(tmp_path: Path) -> None:
 
 def test_what_the_oracle_lacks_is_left_out_of_both_runs_and_named(tmp_path: Path) -> None:
     words = [*words_of("mixtral"), "model.router_aux_loss=0.01", "model.dropout=0.1"]
+    words += ["model.embedding_grad_scale=0.1", "model.head_grad_scale=0.5"]
     certificate = beside_oracle([*words, "model.z_loss=1e-4"], tmp_path)
     assert certificate["verdict"] == "proven"
     parts = [part for part, _ in certificate["not_tried"]]
-    assert {"model.router_aux_loss", "model.z_loss", "model.dropout"} <= set(parts)
+    left_out = {"router_aux_loss", "z_loss", "dropout", "embedding_grad_scale", "head_grad_scale"}
+    assert {f"model.{key}" for key in left_out} <= set(parts)
 
 
 # --- faults that all layouts share
@@ -123,6 +129,16 @@ def test_a_difference_from_the_oracle_does_not_widen_its_own_bound() -> None:
     [
         (["optimizer.name=muon"], "parity.oracle_rule", {"name": "muon"}),
         (["model.mup_base_hidden=24"], "parity.oracle_mup", {"base": 24}),
+        (["model.mlp=relu2"], "convert.hf_not_expressible", {}),
+        (
+            [
+                "data.reset_position_ids=true",
+                'model.rope_scaling={kind = "dynamic", factor = 2.0, '
+                "original_max_position_embeddings = 64}",
+            ],
+            "parity.oracle_dynamic",
+            {},
+        ),
         (
             ['optimizer.frozen=["embedding.*"]'],
             "parity.oracle_frozen",
@@ -135,6 +151,30 @@ def test_what_the_oracle_cannot_train_is_refused_by_name(
 ) -> None:
     assert cli.main(["parity", "examples/demo.toml", *words, "--oracle", "transformers"]) == 2
     assert shows(capfd.readouterr().err, name, **values)
+
+
+@pytest.mark.parametrize(
+    "words", [["precision.compute=bf16"], ["precision.compute=fp32", "precision.moments=bf16"]]
+)
+def test_a_run_that_is_not_fp32_throughout_is_compared_in_float64_alone(
+    words: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    oracle = ["--oracle", "transformers", "--precision", "both"]
+    assert cli.main(["parity", "examples/demo.toml", *words, *oracle]) == 2
+    assert shows(capfd.readouterr().err, "parity.oracle_precision")
+
+
+def test_the_rates_of_all_shapes_differ_in_the_few_steps() -> None:
+    shapes = [("constant", ""), ("linear", ""), ("cosine", "")]
+    shapes += [("wsd", tail) for tail in ("exponential", "linear", "cosine", "sqrt")]
+    rates: set[tuple[float, ...]] = set()
+    for schedule, tail in shapes:
+        words = ["lr.decay=4", "lr.warmup=3", "lr.final=1e-5", f"lr.schedule={schedule}"]
+        words += [f"lr.wsd_decay={tail}"] if tail else []
+        config = load_run(None, [*words_of("llama"), *TRAIN, *words])
+        small = with_rates_of(config, config)
+        rates.add(tuple(rate_of(small.lr, number, STEPS) for number in range(STEPS)))
+    assert len(rates) == len(shapes)
 
 
 def test_the_certificate_names_the_oracle(

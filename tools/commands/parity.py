@@ -34,7 +34,7 @@ from tools.convert.initial import resolve_run
 from tools.training.corpus import open_corpus
 from tools.training.fp8_summary import require_fp8_computed
 from tools.verify.oracle.compare import compare_with_oracle
-from tools.verify.oracle.limits import left_out, require_possible, without_left_out
+from tools.verify.oracle.limits import STEPS, left_out, require_possible, without_left_out
 from tools.verify.oracle.training import trained
 from tools.verify.parity.certificate import (
     NOT_TRIED,
@@ -82,6 +82,7 @@ from tools.verify.parity.summary import show
 
 RANKS = 4  # ranks of the largest layout if --layouts names none
 LOCAL_LAUNCHER = Launcher()
+GIVEN = "the run gives them to the oracle"
 AXES = ("tensor", "pipeline", "data", "context", "expert")
 # keys that the small run changes although no number depends on them
 NOT_SHOWN = {
@@ -215,15 +216,16 @@ def certify(
     """Run and compare all layouts and return the certificate. folder: an empty one for intermediate
     files."""
     requested = _requested(config, args)
+    steps = max(args.steps, STEPS) if args.oracle else args.steps
     limits = LayoutLimits(*(largest(requested, axis) for axis in AXES))
-    ready = _prepared(config, args, limits, folder)
+    ready = _prepared(config, args, steps, limits, folder)
     # known before anything runs, so that a wrong --layouts costs no time
     layouts, misfits = fitting_layouts(ready, requested, explicit=bool(args.layouts))
 
     report_progress("one process")
     if args.full:
         ready = with_vocabulary(ready, open_corpus(config))
-    ready, plan = _planned(ready, args, folder, launcher)
+    ready, plan = _planned(ready, args, steps, folder, launcher)
     exact = alone(in_float64(ready))
     # what is right: one process in float64
     float64_record = launcher.alone(Run(exact, plan, folder / "float64"))
@@ -250,6 +252,7 @@ def certify(
         plan=plan,
         float64_record=float64_record,
         shaken=shaken,
+        by_oracle=bool(args.oracle),
     )
     entries = list(_compare_layouts(layouts, references, folder, report_progress, launcher))
     for layout, reason in misfits:
@@ -259,6 +262,7 @@ def certify(
         certified["oracle"] = oracle
         for part in left_out(config):
             certified["not_tried"].append([part.part, part.reason])
+        certified["not_tried"].append(["which samples and targets count", GIVEN])
     certified["verdict"] = _overall_verdict(entries)
     return certified
 
@@ -270,24 +274,25 @@ def _requested(config: RunConfig, args: argparse.Namespace) -> list[dict[str, An
     if not args.oracle:
         return requested
     require_possible(config, own_precision=args.precision != "float64", full=args.full)
-    return [{}, *requested]  # one process too
+    # one process too, once
+    return [{}, *(keys for keys in requested if any(value != 1 for value in keys.values()))]
 
 
 def _prepared(
-    config: RunConfig, args: argparse.Namespace, limits: LayoutLimits, folder: Path
+    config: RunConfig, args: argparse.Namespace, steps: int, limits: LayoutLimits, folder: Path
 ) -> RunConfig:
     """Return the run to compare: small, and without what takes time and changes no number."""
-    ready = made_ready(config, limits, args.full, args.steps, folder / "run")
+    ready = made_ready(config, limits, args.full, steps, folder / "run")
     if not args.full:
         # one step more, which is skipped
-        ready = with_random_tokens(ready, args.steps + 1, folder)
+        ready = with_random_tokens(ready, steps + 1, folder)
     if args.oracle:
         ready = with_rates_of(without_left_out(ready), config)
     return ready
 
 
 def _planned(
-    ready: RunConfig, args: argparse.Namespace, folder: Path, launcher: Launcher
+    ready: RunConfig, args: argparse.Namespace, steps: int, folder: Path, launcher: Launcher
 ) -> tuple[RunConfig, Plan]:
     """Return the run with a clip norm that is exceeded, and the plan of its steps."""
     # one step tells the gradient norm and the tensors, by which clipping and the skipped step are
@@ -297,8 +302,8 @@ def _planned(
     if not args.full:
         ready = with_clipping(ready, probe)
     if args.oracle:
-        return ready, Plan(args.steps)  # no infinity: it skips no step
-    return ready, make_plan(ready, probe, args.steps, args.full)
+        return ready, Plan(steps)  # no infinity: it skips no step
+    return ready, make_plan(ready, probe, steps, args.full)
 
 
 def _overall_verdict(entries: Sequence[dict[str, Any]]) -> str:
@@ -340,9 +345,9 @@ def _by_oracle(
 ) -> tuple[list[Reference], str]:
     """Return the references with the records of the oracle in the place of one process's, and what
     the oracle is. float64_record: of one process."""
-    reference, *_ = references
+    first, *_ = references
     initial = float64_record.tensors["before/weight"]
-    wide_record, oracle = trained(alone(in_float64(reference.config)), reference.plan, initial)
+    wide_record, oracle = trained(alone(in_float64(first.config)), first.plan, initial)
     replaced = list[Reference]()
     for reference in references:
         record = wide_record

@@ -5,11 +5,32 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megaprec.errors import Problem, UserError
+from megaprec.precision.plan import PrecisionPlan
 from tools.config.run_file import RunConfig
+from tools.convert.hf.config import model_type_of
+from tools.convert.transformers_package import quiet_transformers, why_missing
 
 UPDATE_RULES = ("adamw",)
-PRECISIONS = ("fp32", "fp64")
+STEPS = 5  # at least, so that the rates of all schedules differ from each other
+OLDEST = 5  # of transformers' major versions
+# dtypes of a plan, all of which the oracle has in FP32
+DTYPES_OF_PLAN = (
+    "compute",
+    "residual",
+    "pipeline",
+    "attention",
+    "parameters",
+    "gradients",
+    "reduce",
+    "masters",
+    "moments",
+    "scores",
+    "buffers",
+    "output",
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +58,9 @@ def left_out(config: RunConfig) -> list[LeftOut]:
         if getattr(model, key):
             reason = "transformers draws it from another generator"
             parts.append(LeftOut(f"model.{key}", reason, {key: 0.0}))
+    for key in ("embedding_grad_scale", "head_grad_scale"):
+        if getattr(model, key) != 1.0:
+            parts.append(LeftOut(f"model.{key}", "transformers has none", {key: 1.0}))
     return parts
 
 
@@ -59,6 +83,22 @@ def require_possible(config: RunConfig, own_precision: bool, full: bool) -> None
         problems.append(Problem.of("parity.oracle_full"))
     if problems:
         raise UserError(*problems)
+    # as an error of the family, or of a setting that it lacks
+    model_type_of(without_left_out(config).sized_model)
+    _require_transformers()
+
+
+def _require_transformers() -> None:
+    """Raise UserError if transformers is missing or too old."""
+    try:
+        with quiet_transformers() as transformers:
+            version = transformers.__version__
+    except ImportError as problem:
+        raise UserError.of(
+            "parity.oracle_transformers", why_missing=why_missing(problem)
+        ) from problem
+    if int(version.partition(".")[0]) < OLDEST:
+        raise UserError.of("parity.oracle_old", version=version, oldest=OLDEST)
 
 
 def _problems(config: RunConfig, own_precision: bool) -> Iterator[Problem]:
@@ -72,7 +112,14 @@ def _problems(config: RunConfig, own_precision: bool) -> Iterator[Problem]:
         yield Problem.of("parity.oracle_frozen", patterns=", ".join(optimizer.frozen))
     if model.mup_base_hidden:
         yield Problem.of("parity.oracle_mup", base=model.mup_base_hidden)
-    if config.data.reset_attention_mask and model.rope_scaling.kind == "dynamic":
+    resets = config.data.reset_attention_mask or config.data.reset_position_ids
+    if resets and model.rope_scaling.kind == "dynamic":
         yield Problem.of("parity.oracle_dynamic")
-    if own_precision and config.precision.compute not in PRECISIONS:
+    if own_precision and not _is_all_fp32(config.plan):
         yield Problem.of("parity.oracle_precision", compute=config.precision.compute)
+
+
+def _is_all_fp32(plan: PrecisionPlan) -> bool:
+    """Return True if nothing of a run is rounded to another dtype than FP32."""
+    dtypes = {getattr(plan, name) for name in DTYPES_OF_PLAN}
+    return dtypes == {torch.float32} and plan.fp8 is None and not plan.tf32

@@ -60,7 +60,8 @@ def trained(config: RunConfig, plan: Plan, weights: Tensors) -> tuple[Record, st
         eps=config.optimizer.eps,
         foreach=False,
     )
-    tensors: dict[str, Tensors] = {"before/weight": _wide(weights)}
+    # as its class has them: a tensor that it lacks is not compared with itself
+    tensors: dict[str, Tensors] = {"before/weight": _wide(model.weights())}
     steps: list[dict[str, Any]] = []
     samples: list[list[int]] = []
     for number, batch in enumerate(_batches(config, plan)):
@@ -71,7 +72,9 @@ def trained(config: RunConfig, plan: Plan, weights: Tensors) -> tuple[Record, st
         with model.computing():
             loss = _mean_loss(config, model, batch)
             loss.backward()  # type: ignore[no-untyped-call]
-        tensors[f"gradient/{number}"] = _wide(model.gradients())
+        gradients = _wide(model.gradients())
+        assert gradients.keys() == tensors["before/weight"].keys()
+        tensors[f"gradient/{number}"] = gradients
         norm = _clip(config, model)
         optimizer.step()
         model.balance(config.model.router_correction_speed)

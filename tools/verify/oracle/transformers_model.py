@@ -21,8 +21,9 @@ from tools.convert.hf.config import model_type_of
 from tools.convert.hf.folder import open_hf
 from tools.convert.hf.write import hf_target
 from tools.convert.probe import float32_is_float64
-from tools.convert.transformers_package import quiet_transformers, why_missing
+from tools.convert.transformers_package import if_untested, quiet_transformers, why_missing
 
+MOST_REASON = 300  # characters of an error of transformers that are shown
 CORRECTION = "e_score_correction_bias"  # a buffer of a router
 Tensors = dict[str, Tensor]
 
@@ -148,15 +149,21 @@ class TransformersModel:
         kept = {name: stored[name].clone() for name in replaced}
         for name, values in replaced.items():
             stored[name].copy_(values)
+        try:
+            return self._saved_tensors()
+        finally:
+            for name, values in kept.items():
+                stored[name].copy_(values)
+
+    def _saved_tensors(self) -> Tensors:
+        """Return what transformers saves, by logical name."""
+        tensors: Tensors = {}
         with TemporaryDirectory(prefix="megaprec_oracle_") as folder, self.computing():
             saving: Any = self.module
             saving.save_pretrained(folder)
             source = open_hf(Path(folder))
-            tensors: Tensors = {}
             for key in source.keys("weight"):
                 tensors[key.removeprefix("weight/")] = source.read(key).to(self.dtype)
-        for name, values in kept.items():
-            stored[name].copy_(values)
         return tensors
 
 
@@ -167,6 +174,13 @@ def _load(transformers: Any, config: ModelConfig, weights: Tensors) -> nn.Module
     with TemporaryDirectory(prefix="megaprec_oracle_") as temporary:
         folder = Path(temporary) / "model"
         convert(source, hf_target(source, None), folder, lambda written, what: None)
+        return _load_folder(transformers, folder, dtype)
+
+
+def _load_folder(transformers: Any, folder: Path, dtype: torch.dtype) -> nn.Module:
+    """Return the model that transformers loads. Raises UserError if it cannot, whatever the
+    reason."""
+    try:
         settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         # torch's grouped products know only widths of 16 bytes
         settings._experts_implementation = "eager"
@@ -179,6 +193,14 @@ def _load(transformers: Any, config: ModelConfig, weights: Tensors) -> nn.Module
             attn_implementation="eager",
             local_files_only=True,
         )
+    except Exception as error:  # a library that reads the files of others has many kinds
+        reason = " ".join(str(error).split())[:MOST_REASON]
+        raise UserError.of(
+            "parity.oracle_not_loaded",
+            kind=type(error).__name__,
+            reason=reason,
+            if_untested=if_untested(),
+        ) from error
     module.train()
     return module
 

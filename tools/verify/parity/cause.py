@@ -524,3 +524,29 @@ def likely_cause(case: Case) -> str:
         if cause:
             return cause
     return OTHERWISE[phase].format(place=case.origin.location)
+
+
+# beside an oracle, where no activations are compared
+_SHARED = (
+    "if one process differs too, all layouts share it; if not, compare without --oracle, which "
+    "names the module"
+)
+BESIDE_ORACLE: dict[str, str] = {
+    "loss": (
+        "the forward pass, the targets, which of them count, or the number that the loss is "
+        f"divided by: {_SHARED}"
+    ),
+    "gradients": f"the loss agrees, and the gradient of {{place}} does not: {_SHARED}",
+    "norm": f"gradients agree, and their norm does not: {_SHARED}",
+    "update": (
+        "gradients and their norm agree, and {place} after the update does not: clipping, learning "
+        f"rate, weight decay, moments or the average of the weights: {_SHARED}"
+    ),
+}
+
+
+def likely_cause_beside_oracle(case: Case) -> str:
+    """Return the cause of a difference from an oracle."""
+    phase = case.origin.phase
+    text = BESIDE_ORACLE.get(phase, OTHERWISE.get(phase, _SHARED))
+    return text.format(place=case.origin.location or "what differs")

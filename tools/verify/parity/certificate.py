@@ -19,7 +19,13 @@ from megaprec.tested_versions import installed_version
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
 from tools.verify.parity.borders import BACKWARD, FORWARD
-from tools.verify.parity.cause import PHASE_OF, describe_ratio, likely_cause, make_case
+from tools.verify.parity.cause import (
+    PHASE_OF,
+    describe_ratio,
+    likely_cause,
+    likely_cause_beside_oracle,
+    make_case,
+)
 from tools.verify.parity.compare import COUNTED_ONCE, Difference, worst
 from tools.verify.parity.layouts import Layout
 from tools.verify.parity.noise import count_rounding_elements
@@ -87,6 +93,7 @@ def _reasons_not_tried(quantities: Mapping[str, Mapping[str, Any]]) -> str:
 def _failure_fields(compared: Compared, failed: Sequence[Difference]) -> dict[str, Any]:
     """Return the fields of a layout that differs: where the difference arises, and what follows."""
     model = compared.run.model
+    cause_of = likely_cause_beside_oracle if compared.is_oracle else likely_cause
     case = make_case(
         compared.differences,
         compared.ours,
@@ -105,7 +112,7 @@ def _failure_fields(compared: Compared, failed: Sequence[Difference]) -> dict[st
             **_difference_fields(origin.difference, factors),
         },
         "worst": _difference_fields(worst(failed), factors),
-        "likely_cause": likely_cause(case),
+        "likely_cause": cause_of(case),
         "way": list(_stations(compared.differences, origin.step)),
         "differing": [_difference_fields(difference, factors) for difference in failed[:SHOWN]],
         "num_differing": len(failed),
@@ -269,11 +276,13 @@ def certificate(
     plan: Plan,
     float64_record: Record,
     shaken: Record,
+    by_oracle: bool = False,
 ) -> Certificate:
     """Return the certificate without its layouts.
 
     config: the user's run. compared: the run on one process. changes: the keys that differ between
     them. float64_record: one process in float64. shaken: the same from weights moved by rounding.
+    by_oracle: the layouts are compared with an oracle.
     """
     return {
         "format": FORMAT,
@@ -292,14 +301,18 @@ def certificate(
         "tensors": len(float64_record.names),
         "elements": sum(map(torch.numel, float64_record.tensors["before/weight"].values())),
         "rounding": count_rounding_elements(float64_record, shaken),
-        "not_tried": [*map(list, _uncovered(config, compared, plan))],
+        "not_tried": [*map(list, _uncovered(config, compared, plan, by_oracle))],
         "layouts": [],
     }
 
 
-def _uncovered(config: RunConfig, compared: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
+def _uncovered(
+    config: RunConfig, compared: RunConfig, plan: Plan, by_oracle: bool
+) -> Iterator[tuple[str, str]]:
     """Yield (part, reason) of everything in the run that the comparison does not cover."""
-    if plan.planted < 0:
+    if by_oracle:
+        yield "a skipped step", "the oracle skips none"
+    elif plan.planted < 0:
         yield (
             "a skipped step",
             f'precision.on_nonfinite = "{config.precision.on_nonfinite}": none is skipped',

@@ -230,7 +230,7 @@ def with_rates_of(run_config: RunConfig, original: RunConfig) -> RunConfig:
     phases = {
         "schedule": lr.schedule,
         "warmup": min(lr.warmup, 1),
-        "decay": min(lr.decay, 1),
+        "decay": min(lr.decay, 3),
         "final": lr.final,
         "initial": lr.initial,
         "unit": "steps",

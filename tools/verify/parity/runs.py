@@ -360,7 +360,8 @@ def _model(run_config: RunConfig, layout_limits: LayoutLimits) -> ModelConfig:
         # A base that is twice as wide has all widths; the scale of scores stays as it is.
         sizes |= {"mup_base_hidden": 2 * sizes["hidden"], "mup_base_head_dim": 0}
     fields = model_config.model_dump()
-    for key in FOLLOWING_SIZES:
+    # under muP the scale of scores stays as it is
+    for key in () if model_config.mup_base_hidden else FOLLOWING_SIZES:
         others = {other: value for other, value in fields.items() if other != key}
         if ModelConfig(**others) == model_config:
             fields = others  # by default, and so by the small sizes' default

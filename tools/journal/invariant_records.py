@@ -57,6 +57,12 @@ def read_findings(events: Sequence[Mapping[str, Any]]) -> dict[str, Finding]:
     return findings
 
 
+def broken_ones(findings: Mapping[str, Finding]) -> list[str]:
+    """Return a line for each invariant that was broken."""
+    wrong = [(name, finding) for name, finding in findings.items() if finding.verdict == WRONG]
+    return [f"{name}: {finding.why}" for name, finding in wrong]
+
+
 def _recorded(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Finding]]:
     """Yield the findings of events, oldest first, without those that an editor has damaged."""
     for event in events:

@@ -40,7 +40,7 @@ class Moved:
     unmoved: those that have not changed though their update was large enough to show.
     lost: those that have not changed, with a gradient so small that rounding may have lost it.
     without_gradient: those whose gradient was zero everywhere, whether decay has moved them or not.
-    frozen_moved: those that are not trained, or have a rate of 0, and have changed all the same.
+    frozen_moved: those that are not trained, or have a rate of 0, and have changed anyway.
     """
 
     moved: tuple[str, ...]

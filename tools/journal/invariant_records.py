@@ -20,7 +20,7 @@ UNKNOWN = "the run has no record of it"
 
 
 class Finding(NamedTuple):
-    """What is known of an invariant. verdict: PROVEN, WRONG or NOT_TRIED. why: may be empty if it
+    """The knowledge about an invariant. verdict: PROVEN, WRONG or NOT_TRIED. why: may be empty if it
     is proven."""
 
     verdict: str

@@ -40,7 +40,7 @@ class Moved:
     unmoved: those that have not changed though their update was large enough to show.
     lost: those that have not changed, with a gradient so small that rounding may have lost it.
     without_gradient: those whose gradient was zero everywhere, whether decay has moved them or not.
-    frozen_moved: those that are not trained, or have a rate of 0, and have changed all the same.
+    frozen_moved: those that are not trained, or have a rate of 0, and have changed anyway.
     """
 
     moved: tuple[str, ...]
@@ -68,6 +68,7 @@ class Movement(StepObserver):
         self._factor_of = factor_of
         self._digest = StateDigest(optimizer, weights_only=True)
         self._before: Mapping[str, str] = {}
+        self._balanced = self._balanced_names()
         self._frozen = self._digest_frozen()
         # by logical name: the largest gradient over what rounding can lose of its weight, times
         # the factor of the rate; STILL if that is 0
@@ -117,12 +118,15 @@ class Movement(StepObserver):
             frozen_moved=(*still_moved, *self._moved_frozen()),
         )
 
-    def changed(self) -> list[str]:
+    def changed(self, applied: bool) -> list[str]:
         """Return the tensors that have changed since `remember`, of which none should have, and
-        frozen ones that have."""
+        frozen ones that have. applied: the step was, so that what balances loads moves by them,
+        whatever the learning rate."""
         self.unwatch()
         now = self._weights()
         changed = [name for name, digits in now.items() if digits != self._before[name]]
+        if applied:
+            changed = [name for name in changed if name not in self._balanced]
         self._before = now
         return [*changed, *self._moved_frozen()]
 
@@ -147,6 +151,14 @@ class Movement(StepObserver):
         """Look at no more gradients."""
         if self in self._optimizer.observers:
             self._optimizer.observers.remove(self)
+
+    def _balanced_names(self) -> set[str]:
+        """Return the logical names of what is moved by counts of tokens and not by gradients."""
+        names: dict[str, int] = {}
+        for buffer in self._optimizer.all_buffers():
+            if buffer.holds_loads:
+                names |= dict.fromkeys((piece.part.name for piece in buffer.pieces), 1)
+        return set(gather_entries(names, self._optimizer.world, self._optimizer.device))
 
     def _weights(self) -> Mapping[str, str]:
         return self._digest.make()[WEIGHT]

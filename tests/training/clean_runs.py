@@ -19,6 +19,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.errors import UserError
@@ -122,8 +123,7 @@ INITIAL: list[list[str]] = [
     ["model.final_softcap=1.0"],
 ]
 LAYOUTS: list[list[str]] = [
-    [],
-    [],
+    *([] for _ in range(12)),
     ["parallel.data=2"],
     ["parallel.data=2"],
     ["parallel.tensor=2"],
@@ -190,16 +190,21 @@ def _read(folder: Path) -> Mapping[str, Finding]:
 
 
 def _train(file: Path, words: list[str]) -> None:
-    parallel = load_run(file, words).parallel
+    config = load_run(file, words)
+    parallel = config.parallel
+    if config.world_size == 1:
+        train_rank(None, file, words)
+        return
     axes = {"pp": parallel.pipeline, "dp": parallel.data, "cp": parallel.context}
     axes["tp"] = parallel.tensor
     run_ranks(train_rank, axes, file=file, words=words)
 
 
-def train_rank(mesh: DeviceMesh, file: Path, words: list[str]) -> None:
+def train_rank(mesh: DeviceMesh | None, file: Path, words: list[str]) -> None:
     """A run on a rank of the mesh, without what it prints."""
     config = load_run(file, words)
     start = open_start(config)
+    torch.set_num_threads(1)
     with redirect_stdout(io.StringIO()):
         Trainer(config, open_corpus(config), mesh, start.path if start else None).run()
 
@@ -229,7 +234,9 @@ def main(argv: list[str] | None = None) -> int:
             lines = list(alarms(found))
             accused += bool(lines)
             for line in lines:
-                print(f"seed {seed}: {line}\n  {' '.join([*run.words, *run.layout])}", flush=True)
+                print(f"seed {seed}: {line}", flush=True)
+            if (seed + 1) % 25 == 0:
+                print(f"until seed {seed}: {accused} accused", flush=True)
     for (name, verdict), count in sorted(verdicts.items()):
         print(f"{name:12} {verdict:10} {count}")
     print(f"{args.count} runs, {accused} accused")

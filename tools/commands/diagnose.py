@@ -2,14 +2,15 @@
 culprit."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from parallel.hangs.heartbeat import Beat
 from parallel.hangs.verdict import ranks_in_words, where_in_words
 from tools.console.tables import add_json, print_result
-from tools.journal.records import read_metrics
+from tools.journal.invariant_records import Finding, broken_ones, read_findings
+from tools.journal.records import read_all_events, read_metrics
 from tools.training.hangs import EndRecord, read_earlier_records, read_records
 
 
@@ -30,10 +31,12 @@ def main(args: argparse.Namespace) -> int:
     earlier = read_earlier_records(args.folder)
     records = earlier or read_records(args.folder)
     lines = describe(records)
+    findings = read_findings(read_all_events(args.folder))
+    lines += [f"{'WRONG':10} {line}" for line in broken_ones(findings)]
     if earlier:
         lines.insert(0, _since(args.folder))
     return print_result(
-        args, lambda: _document(records, bool(earlier)), lambda: print(*lines, sep="\n")
+        args, lambda: _document(records, bool(earlier), findings), lambda: print(*lines, sep="\n")
     )
 
 
@@ -44,14 +47,18 @@ def _since(folder: Path) -> str:
     return f"since      the run began again after this end, {place}"
 
 
-def _document(records: Sequence[EndRecord], began_again: bool) -> dict[str, Any]:
-    """Return the diagnosis for programs. began_again: the run did, after this end."""
+def _document(
+    records: Sequence[EndRecord], began_again: bool, findings: Mapping[str, Finding]
+) -> dict[str, Any]:
+    """Return the diagnosis for programs. began_again: the run did, after this end. findings: what
+    is known of its invariants."""
     recorded = {record.rank.rank for record in records}
     world_size = max(record.ranks for record in records)
     silent = set(range(world_size)) - recorded
     return {
         "culprit": _cause(records, silent),
         "began_again": began_again,
+        "invariants": {name: finding._asdict() for name, finding in findings.items()},
         "ranks": [record.model_dump(mode="json") for record in records],
     }
 

@@ -20,7 +20,7 @@ UNKNOWN = "the run has no record of it"
 
 
 class Finding(NamedTuple):
-    """What is known of an invariant. verdict: PROVEN, WRONG or NOT_TRIED. why: may be empty if it
+    """The knowledge about an invariant. verdict: PROVEN, WRONG or NOT_TRIED. why: may be empty if it
     is proven."""
 
     verdict: str
@@ -55,6 +55,12 @@ def read_findings(events: Sequence[Mapping[str, Any]]) -> dict[str, Finding]:
             continue
         findings[name] = finding
     return findings
+
+
+def broken_ones(findings: Mapping[str, Finding]) -> list[str]:
+    """Return a line for each invariant that was broken."""
+    wrong = [(name, finding) for name, finding in findings.items() if finding.verdict == WRONG]
+    return [f"{name}: {finding.why}" for name, finding in wrong]
 
 
 def _recorded(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Finding]]:

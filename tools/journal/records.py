@@ -147,6 +147,11 @@ def read_events(folder: Path, event_kind: str = "overflow") -> list[dict[str, An
     return _records_of_kind(folder / EVENTS, event_kind)
 
 
+def read_all_events(folder: Path) -> list[dict[str, Any]]:
+    """Return the events of all kinds of a run, oldest first."""
+    return _read_records(folder / EVENTS)
+
+
 def read_branching(folder: Path) -> dict[str, Any] | None:
     """Return the event with which a run began as a branch of another one; None if it did not."""
     branchings = read_events(folder, BRANCHED)

@@ -17,7 +17,7 @@ exponentials a relative one of sqrt((exp(sigma^2) - 1) / V).
 
 A tied head knows the current token: its row is part of h, and its logit up to sigma * sqrt(hidden).
 That adds to the sum of exponentials, and where the next token is the same one it makes the loss
-smaller. A soft cap bounds this logit. The final norm's own factor (muP) is part of s.
+smaller. A soft cap bounds this logit. Under muP s is divided by the growth of the width.
 """
 
 import math
@@ -65,8 +65,7 @@ def expected_first_loss(model: ModelConfig, share: Share) -> FirstLoss:
 
     model: not of a factory, whose initial weights are its own. share: of the step, on any rank.
     """
-    matrix = "embedding" if model.tied else "head"
-    std = model.initial_std(matrix) * model.mup.final_norm
+    std = _std_of_head(model)
     variance = min(LARGEST_VARIANCE, std**2 * model.hidden)
     sigma = math.sqrt(variance)
     uniform = math.log(model.vocab)
@@ -86,6 +85,17 @@ def expected_first_loss(model: ModelConfig, share: Share) -> FirstLoss:
         high=highest + margin,
         sigma=sigma,
     )
+
+
+def _std_of_head(model: ModelConfig) -> float:
+    """Return the standard deviation of the head's weights, with the final norm's factor: by the
+    run file and the published rule of muP, and not by the code that draws them."""
+    of_kind = model.init.embedding if model.tied else model.init.head
+    std = of_kind or model.init_std
+    if not model.mup_base_hidden:
+        return std
+    # logits shrink with the width, tied or not
+    return std * model.mup_base_hidden / model.hidden
 
 
 def _of_targets(share: Share) -> tuple[float, float]:

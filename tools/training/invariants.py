@@ -251,7 +251,7 @@ class Invariants:
             self._movement.unwatch()
             return
         self._has_compared_skip = True
-        if changed := self._movement.changed():
+        if changed := self._movement.changed(report.changed):
             yield f"the step {kind}, and {in_words(changed)} moved"
 
     def _is_frozen(self, name: str) -> bool:

@@ -34,6 +34,7 @@ from tools.analysis.verdict.verdict import (
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
 from tools.console.units import duration, first_of, flops, loss_scale, size
+from tools.journal.invariant_records import read_findings
 from tools.journal.records import (
     BRANCHED,
     FIRST_EVALUATION,
@@ -473,7 +474,16 @@ def evidence(run: Run) -> Html:
         parts.append(
             paragraph(f"The sentinel checked {len(checks):,} steps; {clean:,} were clean.")
         )
+    parts.append(_invariants(run))
     return _join(*parts)
+
+
+def _invariants(run: Run) -> Html:
+    """Return what is known of the run's invariants."""
+    rows = list[Row]()
+    for name, finding in read_findings(run.events).items():
+        rows.append((name, finding.verdict, finding.why))
+    return table(("invariant of the run", "verdict", "why"), rows)
 
 
 def _parity(run: Run) -> Html:

@@ -14,7 +14,8 @@ from tools.analysis.verdict.measure import find_yardsticks
 from tools.analysis.verdict.student import quantile
 from tools.analysis.verdict.trend import Evaluation, Trend, judge, losses_of
 from tools.console.units import counted
-from tools.journal.records import HELD_OUT_LOSS, read_evaluations, read_metrics
+from tools.journal.invariant_records import Finding, broken_ones, read_findings
+from tools.journal.records import HELD_OUT_LOSS, read_all_events, read_evaluations, read_metrics
 from tools.journal.yardsticks import Yardsticks
 
 LARGEST_EXPONENT = 700.0  # math.exp overflows above 709
@@ -29,7 +30,7 @@ class Verdict:
 
     step, loss: of the newest evaluation. margin: half of the interval, in nats, that the loss on
     all text like this is in with 95 in 100 certainty; NaN if it is not known. tokens, learned:
-    that were read and learned up to the end of the records.
+    that were read and learned up to the end of the records. invariants: what is known of each.
     """
 
     step: int
@@ -41,6 +42,7 @@ class Verdict:
     yardsticks: Yardsticks | None
     trend: Trend
     after_twice: Forecast
+    invariants: Mapping[str, Finding]
 
     @property
     def perplexity(self) -> float:
@@ -95,6 +97,7 @@ def read_verdict(folder: Path) -> Verdict | None:
         yardsticks=find_yardsticks(folder),
         trend=judge(of_text, rates) if of_text else Trend("not known", NO_SAMPLES),
         after_twice=_forecast(of_text, rates),
+        invariants=read_findings(read_all_events(folder)),
     )
 
 
@@ -173,6 +176,8 @@ def lines(verdict: Verdict) -> Iterator[str]:
     yield f"amount     {describe_amount(verdict)}"
     yield f"verdict    {verdict.trend.kind}: {verdict.trend.reason}"
     yield f"twice      {describe_forecast(verdict)}"
+    for line in broken_ones(verdict.invariants):
+        yield f"WRONG      {line}"
 
 
 def describe_loss(verdict: Verdict) -> str:
@@ -263,6 +268,7 @@ def fields(verdict: Verdict) -> dict[str, Any]:
         "after_twice_the_steps": _or_none(expected.loss),
         "band": None if expected.reason else [expected.low, expected.high],
         "not_predicted": expected.reason or None,
+        "invariants": {name: finding._asdict() for name, finding in verdict.invariants.items()},
     }
 
 

@@ -71,10 +71,13 @@ def train_sentencepiece(
     lines = sample_lines(texts)
     if not lines:
         raise UserError.of("data.nothing_to_learn_from")
+    escaped = [_escape(line) for line in lines]
+    if all(len(line.encode()) > LONGEST_LINE for line in escaped):
+        raise UserError.of("data.lines_too_long", longest=LONGEST_LINE)
     content = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=map(_escape, lines),
+            sentence_iterator=iter(escaped),
             model_writer=content,  # a file name would be recorded in the model and change its bytes
             # at least so many, so that 0 gives the error of any size too small
             vocab_size=max(vocab_size, FIXED_PIECES),

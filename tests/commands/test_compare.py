@@ -12,8 +12,15 @@ from megaprec.errors import Problem
 from tests.refusals import shows
 from tests.runs import losses, train, write_run
 from tools import cli
-from tools.analysis.plots.compare_plot import COLORS, LAST, Curve, by_loss, drawn_separately
-from tools.analysis.plots.drawing import Text
+from tools.analysis.plots.compare_plot import (
+    COLORS,
+    LAST,
+    Curve,
+    by_loss,
+    drawn_separately,
+    drawn_together,
+)
+from tools.analysis.plots.drawing import Line, Text
 from tools.commands import compare
 from tools.commands.compare import read_curves
 from tools.journal.records import METRICS, no_run
@@ -184,3 +191,16 @@ def test_a_table_needs_no_picture_and_the_reference_is_in_it(
     assert capsys.readouterr().err == f"{Problem.of('command.over_without_plot', over='steps')}\n"
     assert cli.main(["compare", "b", "--against", "b"]) == 2
     assert capsys.readouterr().err == f"{Problem.of('command.against_alone', against='b')}\n"
+
+
+def test_lines_end_at_the_loss_that_stands_beside_their_names() -> None:
+    """A flat run of the loss that a noisy run ends with ends at the same height."""
+    noisy = [record(n, 5.0 - 0.01 * n + 0.3 * (n % 7)) for n in range(1, 401)]
+    noisy.append(record(401, 9.0, "skipped_spike"))
+    falling = Curve("falling", noisy)
+    flat = Curve("flat", [record(n, falling.final) for n in range(1, 401)])
+    shapes = drawn_together([falling, flat], "steps").shapes
+    of_labels = [shape for shape in shapes if isinstance(shape, Line) and shape.color in COLORS]
+    assert len(of_labels) == 2
+    first, second = (line.y1 for line in of_labels)
+    assert first == pytest.approx(second, abs=0.01)

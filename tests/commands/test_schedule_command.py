@@ -420,3 +420,33 @@ def test_an_option_that_would_change_nothing_is_refused(
     files = [str(run_file)] if has_file else []
     assert main(["schedule", *files, *options]) == 2
     assert shows(capsys.readouterr().err, "command.schedule_option_idle", name=name)
+
+
+@pytest.mark.parametrize(("kind", "microbatches"), [("1f1b", 256), ("1f1b", 90), ("zb-v", 150)])
+def test_blocks_of_every_kind_can_be_seen_in_a_picture_of_any_length(
+    kind: str, microbatches: int
+) -> None:
+    spans = simulate(schedule(kind, 4, microbatches))
+    drawing = draw("title", [], [Panel("predicted", spans, 4)])
+    blocks = [r for r in drawing.shapes if isinstance(r, Rect) and r.tip]
+    for letter in {span.instruction.op for span in spans} & set("FBIW"):
+        widths = [r.width for r in blocks if r.tip.startswith(letter)]
+        # Those at a cut are shown in part.
+        assert sorted(widths)[len(widths) // 4] >= 1.6
+    # The first and the last computation are there, with the time at which they are.
+    first = min(spans, key=lambda span: span.start).instruction
+    last = max(spans, key=lambda span: span.end).instruction
+    assert any(r.tip.startswith(f"{first} ") for r in blocks)
+    assert any(r.tip.startswith(f"{last} ") for r in blocks)
+    end = max(span.end for span in spans)
+    ticks = [float(s.text) for s in drawing.shapes if isinstance(s, Text) and s.anchor == "middle"]
+    assert 0.85 * end <= max(ticks) <= end
+    assert all(r.x + r.width <= drawing.width for r in blocks)
+
+
+def test_a_text_timeline_that_does_not_fit_shows_its_beginning_and_its_end() -> None:
+    lines = as_text(Panel("", simulate(schedule("1f1b", 2, 100)), 2), 50).splitlines()
+    assert lines == [
+        "rank 0   FF..BBFBBFBBFBBFBB ... FBBFBBFBBFBBFBB.BB",
+        "rank 1   .FBBFBBFBBFBBFBBFB ... BFBBFBBFBBFBBFBB..",
+    ]

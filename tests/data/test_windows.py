@@ -12,15 +12,15 @@ from megaprec.data.blend import Blend, Stretch
 from megaprec.data.held_out import HeldOutRule
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.order import draw
-from megaprec.data.samples import Resets, Samples, split
+from megaprec.data.samples import NO_RESETS, Resets, Samples, split
 from tests.data.test_samples import joined, stream
 
 LENGTH = 8
 DRAWN = 20_000
 
 
-def random_windows(dataset: IndexedDataset, seed: int = 3, **settings: Resets) -> Samples:
-    return Samples(dataset, LENGTH, seed, True, windows="random", **settings)
+def random_windows(dataset: IndexedDataset, seed: int = 3, resets: Resets = NO_RESETS) -> Samples:
+    return Samples(dataset, LENGTH, seed, True, resets=resets, windows="random")
 
 
 def chi_square(counts: np.ndarray) -> float:

@@ -81,7 +81,8 @@ def test_a_layout_that_this_machine_cannot_start_is_not_tried(
     assert run(monkeypatch, [WELL], WELL, str(file), *layout, "--json") == 1
     checks = json.loads(capsys.readouterr().out)["checks"]
     assert [(one["check"], one["verdict"]) for one in checks] == [
-        ("machine", "wrong"), ("ranks", "ok"), ("links", "not tried"), ("parity", "not tried")
+        ("machine", "wrong"), ("data", "ok"), ("ranks", "ok"),
+        ("links", "not tried"), ("parity", "not tried"),
     ]  # fmt: skip
     assert "run this under torchrun or srun" in checks[-1]["said"]
 

@@ -4,6 +4,7 @@ predict it."""
 import json
 import math
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,23 @@ def test_the_loss_is_that_of_a_plain_model_that_predicts_each_token_once(
         "bits_per_byte": nats / math.log(2) / size,
     }
     assert {key: one[key] for key in expected} == pytest.approx(expected, rel=1e-11, abs=0)
+
+
+def test_the_yardstick_of_a_loss_is_what_the_frequencies_of_the_tokens_give(
+    trained: Path, texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = load_tokenizer(trained / "text.model")
+    tokens = [token for text in TEXTS for token in tokenizer.encode(text)]
+    occurrences = Counter(tokens)
+    expected = -sum(math.log(occurrences[token] / len(tokens)) for token in tokens) / len(tokens)
+    for stride in (16, 3):  # each token counts once in any windows
+        options = ("--window", 16, "--stride", stride)
+        (one,) = evaluate(capsys, trained, "--data", texts, *options)["sets"]
+        assert one["tokens"] == len(tokens)
+        assert one["frequency_loss"] == pytest.approx(expected, rel=1e-12)
+    assert main(["evaluate", str(trained), "--data", f"mine={texts}"]) == 0
+    (line,) = [one for one in capsys.readouterr().out.splitlines() if "yardstick" in one]
+    assert line.endswith(f": {expected:.4f} of mine")
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from megaprec.errors import Problem
 from tests.refusals import sentence, shows
 from tests.runs import checkpoint, edit_index, rewind, steps, tensors, train, write_run
 from tools import cli
-from tools.config.run_file import known_keys, load_run
+from tools.config.run_file import RunConfig, known_keys, load_run
 from tools.convert.train_state import TrainState
 from tools.journal.records import read_events
 from tools.training.changed_keys import (
@@ -459,6 +459,45 @@ def test_a_schedule_that_counts_in_another_unit_tells_of_the_jump(
     )
     (note,) = lr_jump(store, after, progress)
     assert note.startswith("the learning rate jumps from 0.00989 in step 5 to 0.0025 in step 6")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "cause"),
+    [
+        ("constant steps=60", "cosine steps=6", ', by lr.schedule "constant" -> "cosine"'),
+        ("cosine steps=60", "cosine steps=61 lr.peak=1e-3", ", by lr.peak 0.01 -> 0.001"),
+        ("cosine steps=6", "cosine steps=60", ": train.steps 6 -> 60 stretches the cosine"),
+        (  # either alone would make it jump
+            "cosine steps=6",
+            "linear steps=60",
+            ', by lr.schedule "cosine" -> "linear" and train.steps 6 -> 60',
+        ),
+        (
+            "cosine steps=6",
+            "cosine steps=60 lr.peak=0.4",
+            ", by lr.peak 0.01 -> 0.4 and train.steps 6 -> 60",
+        ),
+        ("cosine steps=60", "cosine steps=70 lr.warmup=50", ", by lr.warmup 0 -> 50"),
+        (
+            "wsd steps=60 lr.decay=10",
+            "wsd steps=60 lr.decay=59 lr.final=0.002 lr.peak=5e-3",
+            ", by lr.peak 0.01 -> 0.005",
+        ),
+    ],
+)
+def test_a_jump_is_laid_to_the_keys_that_make_it(
+    before: str, after: str, cause: str, file: Path, tmp_path: Path
+) -> None:
+    def run(text: str) -> RunConfig:
+        schedule, steps, *others = text.split()
+        keys = [f"lr.schedule={schedule}", f"train.{steps}", f"train.folder={tmp_path}", *others]
+        return load_run(file, keys)
+
+    progress = TrainState(step=5, applied=5, samples=40, applied_samples=40)
+    index = {"run": keys_of(run(before)), "model": {}}
+    store = cast(Store, SimpleNamespace(index=index, path=tmp_path))
+    (note,) = lr_jump(store, run(after), progress)
+    assert f"in step 6{cause}" in note, note
 
 
 @pytest.mark.slow

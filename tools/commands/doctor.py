@@ -35,10 +35,20 @@ from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.tables import add_json, print_result
 from tools.convert.initial import resolve_run
+from tools.training.data_sources import check_sources
 from tools.training.launch import launch_local
 from tools.training.machine import check_machine
 from tools.training.stopping import require_not_stopped
-from tools.verify.doctor.finding import CODES, Finding, document, not_tried, show, verdict, wrong
+from tools.verify.doctor.finding import (
+    CODES,
+    Finding,
+    document,
+    not_tried,
+    ok,
+    show,
+    verdict,
+    wrong,
+)
 from tools.verify.doctor.questions import RankContext
 from tools.verify.doctor.ranks import DoctorRequest, take_part
 
@@ -158,6 +168,7 @@ def _local_findings(config: RunConfig | None, args: argparse.Namespace) -> Itera
     if config is not None:
         ranks = config.world_size
         yield from _machine_findings(config, ranks)
+        yield from _data_findings(config)
     else:
         ranks = max(2, min(MAX_LOCAL_RANKS, torch.cuda.device_count()))
     limit = max(MAX_LOCAL_RANKS, cores())
@@ -185,6 +196,18 @@ def _machine_findings(config: RunConfig, ranks: int) -> Iterator[Finding]:
     except UserError as error:
         for problem in error.problems:
             yield wrong("machine", problem, "change the run, or use more machines")
+
+
+def _data_findings(config: RunConfig) -> Iterator[Finding]:
+    """Yield a finding for each problem of the run's data, such as a text that is missing, or one
+    finding that all is there."""
+    try:
+        check_sources(config)
+    except UserError as error:
+        for problem in error.problems:
+            yield wrong("data", problem, "bring the data here, or name them as they are here")
+        return
+    yield ok("data", f"all texts and data sets are there: {', '.join(config.data.sources)}")
 
 
 def _launch_ranks(args: argparse.Namespace, ranks: int) -> list[Finding]:

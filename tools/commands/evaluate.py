@@ -38,6 +38,7 @@ from tools.analysis.verdict.verdict import fields, lines, read_verdict
 from tools.commands.options import add_ema, add_text_options, text_options, tokenizer_path
 from tools.console.progress_bar import tokens_progress
 from tools.console.tables import add_json, print_result, print_table
+from tools.console.units import enumerated
 from tools.text.evaluation import Score, score
 from tools.text.load import LoadedModel, load_model
 from tools.text.windows import read_documents
@@ -236,7 +237,16 @@ def _evaluate(args: argparse.Namespace, mesh: DeviceMesh | None) -> int:
             for name, of_set in scores.items()
         ],
     }
-    return print_result(args, lambda: document, lambda: print_table(_table(scores)))
+    return print_result(args, lambda: document, lambda: _show(scores))
+
+
+def _show(scores: dict[str, Score]) -> None:
+    print_table(_table(scores))
+    losses = [f"{scored.frequency_loss:.4f} of {name}" for name, scored in scores.items()]
+    print(
+        f"yardstick  loss of a model that knows only how often each token occurs in the text: "
+        f"{enumerated(losses)}"
+    )
 
 
 def _ignore_progress(tokens: int) -> None:
@@ -330,6 +340,7 @@ def _score_fields(scored: Score) -> dict[str, Any]:
         "tokens": scored.tokens,
         "bytes": scored.size,
         "loss": scored.loss,
+        "frequency_loss": scored.frequency_loss,
         "perplexity": scored.perplexity,
         "bits_per_byte": scored.bits_per_byte,
     }

@@ -9,7 +9,7 @@ tried, or wrong input.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -97,7 +97,7 @@ def main(args: argparse.Namespace) -> int:
         raise UserError.of("command.mup_check_launched")
     config = resolve_run(args.file, args.overrides)
     require_fp8_computed(config)
-    tell_notes(config.notes, args.strict)
+    tell_notes([*config.notes, *_frozen_notes(config)], args.strict)
     widths = _require_sound(args, config)
     certificate = certify(args, config, widths)
     if args.plot:
@@ -106,6 +106,14 @@ def main(args: argparse.Namespace) -> int:
     if args.plot and not args.json:
         print(f"written    {args.plot}")
     return CODES[certificate["verdict"]]
+
+
+def _frozen_notes(config: RunConfig) -> Iterator[str]:
+    if config.optimizer.frozen:
+        yield (
+            "optimizer.frozen has no effect on mup-check: all parameters are trained, for the "
+            "updates of each are measured"
+        )
 
 
 def _require_sound(args: argparse.Namespace, config: RunConfig) -> list[int]:

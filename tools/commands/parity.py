@@ -32,6 +32,7 @@ from tools.config.layouts import layout_problems
 from tools.config.run_file import RunConfig
 from tools.convert.initial import resolve_run
 from tools.training.corpus import open_corpus
+from tools.training.data_sources import sized_by_tokenizer
 from tools.training.fp8_summary import require_fp8_computed
 from tools.verify.oracle.compare import compare_with_oracle
 from tools.verify.oracle.limits import STEPS, left_out, require_possible, without_left_out
@@ -162,6 +163,8 @@ def main(args: argparse.Namespace) -> int:
     config = resolve_run(args.file, args.overrides)
     tell_notes(config.notes, args.strict)
     require_fp8_computed(config)
+    config, notes = _with_characters(config)
+    tell_notes(notes, strict=False)
     if config.plan.fp8 is not None and not config.plan.fp8.repeatable:
         raise UserError.of("command.parity_fp8_history")
     torch.set_num_threads(1)  # as in the ranks
@@ -180,6 +183,22 @@ def main(args: argparse.Namespace) -> int:
         for path in written:
             print(f"written    {path}")
     return 0 if certified["verdict"] == PROVEN else 1
+
+
+def _with_characters(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """Return the run with the number of characters of its text as vocabulary, if these are its
+    tokens, and a note on it."""
+    if config.model.vocab or not config.data.of_characters:
+        return config, []
+    try:
+        return sized_by_tokenizer(config)
+    except UserError:
+        # only --full reads the text
+        note = (
+            'data.tokenizer = "characters": the text cannot be read here, so data.vocab_size = '
+            f"{config.data.vocab_size:,} stands for the number of its characters"
+        )
+        return config, [note]
 
 
 @contextmanager

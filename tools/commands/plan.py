@@ -21,8 +21,6 @@ from typing import Any
 import torch
 
 from megaprec.data.files import write_whole
-from megaprec.data.places import is_url
-from megaprec.data.tokenizer import load_tokenizer
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.precision.gemm import product
@@ -67,7 +65,7 @@ from tools.console.tables import add_json
 from tools.console.units import duration
 from tools.console.wrapped import say
 from tools.convert.initial import resolve_run
-from tools.training.data_sources import count_characters, existing_tokenizer, trained_tokenizer
+from tools.training.data_sources import sized_by_tokenizer
 from tools.training.fp8_summary import require_fp8_computed
 
 COMMENT = (
@@ -176,7 +174,7 @@ def main(args: argparse.Namespace) -> int:
     tell_notes(config.notes, args.strict)
     require_builtin(config.model, "megaprec plan")
     require_fp8_computed(config)
-    config, sized = _sized_by_tokenizer(config)
+    config, sized = sized_by_tokenizer(config)
     target = target_of(config, args.gpu, args.gpu_memory)
     config = config.on_device(target.device)
     target, assumed, notes = _find_speeds(config, target, args)
@@ -216,23 +214,6 @@ def _exit_code(answer: "_Answer") -> int:
     if answer.planned:
         fits = answer.target.verdict(answer.planned.total) != "does not fit"
     return 0 if fits else NOTHING_FITS
-
-
-def _sized_by_tokenizer(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Return the run with the vocabulary of its tokenizer, and a note on it, if model.vocab leaves
-    the size to a tokenizer that is on this machine."""
-    if config.model.vocab or any(is_url(name) for name in config.data.sources):
-        return config, []
-    tokenizer_file = existing_tokenizer(config) or trained_tokenizer(config)
-    if config.data.of_characters and not tokenizer_file.exists():
-        size = count_characters(config)
-        note = f"model.vocab is left to the tokenizer: the text has {size:,} characters"
-        return config.model_copy(update={"model": config.model.with_vocab(size)}), [note]
-    if not tokenizer_file.exists():
-        return config, []
-    size = load_tokenizer(tokenizer_file).vocab_size
-    note = f"model.vocab is left to the tokenizer: {tokenizer_file} has {size:,} tokens"
-    return config.model_copy(update={"model": config.model.with_vocab(size)}), [note]
 
 
 def _find_speeds(

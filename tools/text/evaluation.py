@@ -12,6 +12,7 @@ from itertools import islice
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from models.engine.relay import Relay
@@ -26,7 +27,8 @@ LARGEST_EXPONENT = 700  # math.exp overflows above 709
 class Score:
     """Sums over texts.
 
-    nats: of the losses of `tokens` tokens.
+    nats: of the losses of `tokens` tokens. frequency_nats: of their losses by a model that knows
+        only how often each token occurs among them.
     size: bytes of the texts; None if they are unknown.
     """
 
@@ -34,11 +36,18 @@ class Score:
     tokens: int = 0
     nats: float = 0.0
     size: int | None = 0
+    frequency_nats: float = 0.0
 
     @property
     def loss(self) -> float:
         """Mean loss in nats per predicted token; NaN without tokens."""
         return self.nats / self.tokens if self.tokens else math.nan
+
+    @property
+    def frequency_loss(self) -> float:
+        """The loss of a model that knows only how often each token occurs, in nats per predicted
+        token: a yardstick for `loss`. NaN without tokens."""
+        return self.frequency_nats / self.tokens if self.tokens else math.nan
 
     @property
     def perplexity(self) -> float:
@@ -90,10 +99,13 @@ def score(
     tokens_per_batch = LOGITS // config.vocab
     # Dynamic angles follow from the length of the sequence, padding included.
     same_length = config.rope_scaling.kind == "dynamic"
+    occurrences = np.zeros(config.vocab, np.int64)  # of each token among those predicted
     all_batches = batches(all_windows(), tokens_per_batch, same_length)
     for number, batch in enumerate(all_batches):
         targets = sum(int(window.counts.sum()) for window in batch)
         total.tokens += targets
+        for window in batch:
+            occurrences += np.bincount(window.targets[window.counts], minlength=config.vocab)
         # Replicas take the batches in turn.
         replica = number % model.dp.size
         if replica == model.dp.rank:
@@ -101,7 +113,17 @@ def score(
         report(targets)
     nats = torch.tensor(total.nats, dtype=torch.float64)
     total.nats = model.world.sum_(nats).item()
+    total.frequency_nats = _frequency_nats(occurrences)
     return total
+
+
+def _frequency_nats(occurrences: NDArray[np.int64]) -> float:
+    """Return the sum of the losses of tokens by their own frequencies, in nats. occurrences: of
+    each token."""
+    counts = occurrences[occurrences > 0]
+    if not len(counts):
+        return 0.0
+    return float(counts @ -np.log(counts / counts.sum()))
 
 
 def batches(samples: Iterable[Window], tokens: int, same_length: bool) -> Iterator[list[Window]]:

@@ -25,7 +25,7 @@ from tools.config.removed_keys import FORMER_DEFAULTS
 from tools.config.run_file import RunConfig
 from tools.config.settings import LR, Train
 from tools.console.toml import toml
-from tools.console.units import counted
+from tools.console.units import counted, enumerated
 from tools.convert.train_state import TrainState, stored_value
 from tools.journal.records import read_metrics
 
@@ -196,7 +196,7 @@ def lr_jump(checkpoint: Store, config: RunConfig, progress: TrainState) -> Itera
         return
     yield (
         f"the learning rate jumps from {last_rate:.3g} in step {progress.step} to {next_rate:.3g} "
-        f"in step {progress.step + 1}{_describe_stretching(saved, config)}. Ways out: "
+        f"in step {progress.step + 1}{_describe_causes(checkpoint, config, progress)}. Ways out: "
         f"lr.schedule=constant lr.peak={last_rate:.3g} lr.warmup=0 keeps the old rate; "
         f"train.init_from={checkpoint.path} with another train.folder and lr.warmup starts a new "
         "run with these weights; for runs that may be prolonged use lr.schedule = "
@@ -255,15 +255,37 @@ def rates_around(
     return old_rates.of_last(progress), next_rate
 
 
-def _describe_stretching(saved: dict[str, str], config: RunConfig) -> str:
-    """Return how another train.steps stretches the schedule, "" if it does not."""
-    steps = saved.get("train.steps")
-    kind = config.lr.schedule
-    if steps is None or steps == toml(config.train.steps):
-        return ""
-    if kind == "constant" or config.lr.length:
-        return ""
-    return f": train.steps {steps} -> {config.train.steps} stretches the {kind} schedule"
+def _describe_causes(checkpoint: Store, config: RunConfig, progress: TrainState) -> str:
+    """Return the changed keys that make the learning rate jump, in words: those of which one alone,
+    with its old value, would leave no jump; all changed ones if none would."""
+    saved = saved_keys(checkpoint)
+    current = keys_of(config)
+    last_rate, _ = rates_around(checkpoint, config, progress)
+    of_rates = [key for key in current if _may_decide_rates(key)]
+    changed = [key for key in of_rates if saved.get(key, current[key]) != current[key]]
+    undone = list[str]()
+    for key in changed:
+        rates = _rates_or_none({**current, key: saved[key]})
+        if rates and last_rate is not None and not _is_jump(last_rate, rates.at(progress)):
+            undone.append(key)
+    causes = undone or changed
+    if causes == ["train.steps"]:
+        change = f"{saved['train.steps']} -> {config.train.steps}"
+        return f": train.steps {change} stretches the {config.lr.schedule} schedule"
+    changes = [f"{key} {saved[key]} -> {current[key]}" for key in causes]
+    return f", by {enumerated(changes)}" if changes else ""
+
+
+def _rates_or_none(keys: dict[str, str]) -> Rates | None:
+    """Return the learning rates of a run with these keys, None if there is no such run."""
+    try:
+        return _rates_of_keys(keys)
+    except UserError:
+        return None
+
+
+def _may_decide_rates(key: str) -> bool:
+    return key.startswith("lr.") or key in ("train.steps", *BATCH_KEYS)
 
 
 def _all_keys(config: RunConfig) -> dict[str, str]:

@@ -247,6 +247,9 @@ def _build_data_set(
     config: RunConfig, source: DataSource, text: Source, tokenizer_file: Path
 ) -> None:
     """Tokenize a text, with progress on a terminal."""
+    if text.options.chats:
+        for note in text.options.chats.notes:
+            say(f"note       {source.key}: {note}", sys.stderr)
     left_out = left_out_words(text.left_out)
     with build_progress(text.name, text.total_chars(), left_out) as report:
         result = prepare(

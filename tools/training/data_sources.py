@@ -12,7 +12,7 @@ from megaprec.data.chats import load_chats
 from megaprec.data.copies import file_here, is_there
 from megaprec.data.files import with_suffix
 from megaprec.data.indexed import IndexedDataset
-from megaprec.data.places import is_remote, path_of
+from megaprec.data.places import is_remote, is_url, path_of
 from megaprec.data.readers import TextOptions
 from megaprec.data.text import Source, open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
@@ -272,3 +272,20 @@ def _too_small_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> Problem:
         tokenizer=path,
         weights=toml(config.train.init_from),
     )
+
+
+def sized_by_tokenizer(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """Return the run with the vocabulary of its tokenizer, and a note on it, if model.vocab leaves
+    the size to a tokenizer that is on this machine."""
+    if config.model.vocab or any(is_url(name) for name in config.data.sources):
+        return config, []
+    tokenizer_file = existing_tokenizer(config) or trained_tokenizer(config)
+    if config.data.of_characters and not tokenizer_file.exists():
+        size = count_characters(config)
+        note = f"model.vocab is left to the tokenizer: the text has {size:,} characters"
+        return config.model_copy(update={"model": config.model.with_vocab(size)}), [note]
+    if not tokenizer_file.exists():
+        return config, []
+    size = load_tokenizer(tokenizer_file).vocab_size
+    note = f"model.vocab is left to the tokenizer: {tokenizer_file} has {size:,} tokens"
+    return config.model_copy(update={"model": config.model.with_vocab(size)}), [note]

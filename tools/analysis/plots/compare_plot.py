@@ -6,8 +6,10 @@ differences from it.
 """
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -29,15 +31,13 @@ from tools.analysis.plots.training_plot import (
     Over,
     Record,
     axis_label,
-    mean_width,
     positions,
     skipped_positions,
-    smoothed,
     values,
 )
 from tools.journal.records import AVERAGE_LOSS, HELD_OUT_LOSS
 
-LAST = 10  # newest applied steps, over whose loss the mean is taken
+LAST = 10  # newest applied steps, over whose loss the mean is taken, after each step of a line too
 MAX_TOGETHER = 8  # runs that share a chart at most
 COLORS = ("#1f5fa8", "#e07b00", "#2a9d55", "#d62728", "#8250c4", "#7a5230", "#d957a8", "#6e7781")
 COLUMNS = 4  # of charts
@@ -61,9 +61,13 @@ class Curve:
     @property
     def final(self) -> float:
         """The mean loss over the newest applied steps; NaN if there are none."""
-        applied = [record for record in self.records if record["outcome"] == "applied"]
-        losses = [record["loss"] for record in applied[-LAST:]]
-        return sum(losses) / len(losses) if losses else math.nan
+        return self.means[-1] if self.means else math.nan
+
+    @cached_property
+    def means(self) -> list[float]:
+        """After each step, the mean loss over the newest applied steps."""
+        is_applied = [record["outcome"] == "applied" for record in self.records]
+        return newest_means(values(self.records, "loss"), is_applied)
 
     @property
     def held_out(self) -> float:
@@ -91,6 +95,18 @@ class Curve:
         return None
 
 
+def newest_means(y_values: Sequence[float], is_counted: Sequence[bool]) -> list[float]:
+    """Return at each value the mean of the newest LAST counted ones up to it, of fewer at the
+    start; NaN while there is none."""
+    newest = deque[float](maxlen=LAST)
+    means: list[float] = []
+    for y_value, counts in zip(y_values, is_counted, strict=True):
+        if counts:
+            newest.append(y_value)
+        means.append(sum(newest) / len(newest) if newest else math.nan)
+    return means
+
+
 def by_loss(curves: Sequence[Curve]) -> list[Curve]:
     """Return the runs sorted by final loss, the lowest first, runs without a loss last."""
 
@@ -104,24 +120,25 @@ def by_loss(curves: Sequence[Curve]) -> list[Curve]:
 def draw(curves: Sequence[Curve], path: Path, x_axis: Over, against: Curve | None) -> None:
     """Write the picture. Raises UserError without matplotlib."""
     if against is None and len(curves) <= MAX_TOGETHER:
-        _draw_together(curves, x_axis).save(path)
+        drawn_together(curves, x_axis).save(path)
     else:
         drawn_separately(by_loss(curves), x_axis, against).save(path)
 
 
-def _draw_together(curves: Sequence[Curve], x_axis: Over) -> Drawing:
+def drawn_together(curves: Sequence[Curve], x_axis: Over) -> Drawing:
+    """Return a drawing of all runs in one chart."""
     series: list[Series] = []
     crosses: list[Crosses] = []
     colors = [COLORS[curve_number % len(COLORS)] for curve_number in range(len(curves))]
     for curve_number, (curve, line_color) in enumerate(zip(curves, colors, strict=True)):
         x_values = positions(curve.records, x_axis)
         losses = values(curve.records, "loss")
-        series += _smoothed_series(x_values, losses, line_color)
+        series += _series(x_values, losses, curve.means, line_color)
         # each run's crosses a little above those of the run before
         skipped = skipped_positions(curve.records, x_axis)
         crosses.append(Crosses(skipped, "", line_color, lift=8.0 * curve_number))
     chart = Chart(
-        "loss, nats a token; crosses: skipped steps",
+        f"loss, nats a token: mean of last {LAST} steps; faint: each step; crosses: skipped steps",
         series,
         crosses,
         x_label=axis_label(x_axis),
@@ -175,9 +192,7 @@ def _label_ends(
 
 def _line_ends(frame: Frame, curves: Sequence[Curve], colors: Sequence[str]) -> Iterator[_LineEnd]:
     for curve, color in zip(curves, colors, strict=True):
-        losses = values(curve.records, "loss")
-        means = smoothed(losses, mean_width(len(losses)))
-        finite = [mean for mean in means if not math.isnan(mean)]
+        finite = [mean for mean in curve.means if not math.isnan(mean)]
         height = frame.box.bottom  # a run without a loss is named below the others
         if finite:
             height = frame.y_pixel(finite[-1])
@@ -211,7 +226,7 @@ def drawn_separately(curves: Sequence[Curve], x_axis: Over, against: Curve | Non
     else:
         quantity = f"loss; grey: {curves[0].name}"
         steps = f"the last {LAST} steps"
-    title = f"{quantity}; nats a token, mean of {steps} beside each name"
+    title = f"{quantity}; nats a token, mean of {steps}, the newest beside each name"
     return draw_rows(title, rows, 1200)
 
 
@@ -233,11 +248,10 @@ def _with_common_axes(charts: Sequence[Chart]) -> list[Chart]:
 
 def _chart_of_losses(curve: Curve, x_axis: Over, reference: Curve) -> Chart:
     """Return the chart of one run, beside a reference."""
-    reference_losses = values(reference.records, "loss")
-    mean = smoothed(reference_losses, mean_width(len(reference_losses)))
-    series = [Series("", positions(reference.records, x_axis), mean, "faint", 1.0)]
+    x_of_reference = positions(reference.records, x_axis)
+    series = [Series("", x_of_reference, reference.means, "faint", 1.0)]
     losses = values(curve.records, "loss")
-    series += _smoothed_series(positions(curve.records, x_axis), losses, "main")
+    series += _series(positions(curve.records, x_axis), losses, curve.means, "main")
     skipped = Crosses(skipped_positions(curve.records, x_axis), label="")
     return Chart(f"{curve.name}  {curve.final:.4f}", series, [skipped])
 
@@ -251,23 +265,20 @@ def _chart_of_differences(curve: Curve, x_axis: Over, reference: Curve) -> Chart
     losses = values(common, "loss")
     expected = values(others, "loss")
     differences = [loss - other for loss, other in zip(losses, expected, strict=True)]
-    series = [*_smoothed_series(positions(common, x_axis), differences, "main")]
+    are_applied = [
+        ours["outcome"] == theirs["outcome"] == "applied"
+        for ours, theirs in zip(common, others, strict=True)
+    ]
+    means = newest_means(differences, are_applied)
+    series = [*_series(positions(common, x_axis), differences, means, "main")]
     skipped = Crosses(skipped_positions(common, x_axis), label="")
-
-    applied: list[float] = []
-    for difference, ours, theirs in zip(differences, common, others, strict=True):
-        if ours["outcome"] == theirs["outcome"] == "applied":
-            applied.append(difference)
-    newest = applied[-LAST:]
-    final = f"{sum(newest) / len(newest):+.4f}" if newest else "no common step"
+    final = f"{means[-1]:+.4f}" if any(are_applied) else "no common step"
     return Chart(f"{curve.name}  {final}", series, [skipped], levels=[Level(0.0)])
 
 
-def _smoothed_series(
-    x_values: Sequence[float], y_values: Sequence[float], line_color: str
+def _series(
+    x_values: Sequence[float], y_values: Sequence[float], means: Sequence[float], line_color: str
 ) -> Iterator[Series]:
-    """Yield the values of each step, if there are many, and the mean over neighbouring ones."""
-    width = mean_width(len(y_values))
-    if width > 1:
-        yield Series("", x_values, y_values, line_color, 0.8, opacity=0.22)
-    yield Series("", x_values, smoothed(y_values, width), line_color)
+    """Yield the values of each step, faint, and their means."""
+    yield Series("", x_values, y_values, line_color, 0.8, opacity=0.22)
+    yield Series("", x_values, means, line_color)

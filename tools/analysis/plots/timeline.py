@@ -4,13 +4,17 @@ Grey is waiting. Below each row stands the number of activations that the rank h
 forward pass to their weight gradient. In text a block is its name, repeated for its duration, in
 small letters for later stages of the same rank, and a dot is waiting; where names do not fit,
 single letters replace them.
+
+Of a timeline whose blocks would be too narrow to be seen, the beginning and the end are shown, and
+the middle, which repeats, is cut out.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from math import floor
+from math import ceil, floor
+from statistics import median
 
 from parallel.pipeline.instructions import COMPUTATIONS, WEIGHT_GRADIENTS, Message, Op
 from parallel.pipeline.simulation import Mark, Span
@@ -26,6 +30,8 @@ GAP = 18.0  # between columns
 ROW = 26.0  # height of a block
 STRIP = 9.0  # height of the largest number of activations held
 PITCH = 44.0  # from one row to the next
+LEAST_BLOCK = 5.0  # width of a block of a timeline that is cut
+CUT = " ... "  # in text, for what is left out
 INK = "#24292f"
 FAINT = "#6e7781"
 WAITING = "#eef0f3"
@@ -43,7 +49,8 @@ LOOKS = {
 @dataclass(frozen=True)
 class Panel:
     """One timeline. facts: a column of text per rank, by heading. marks: places where a rank goes
-    wrong."""
+    wrong. shown: begin and end of the part that is drawn, since the first computation; None: all.
+    """
 
     title: str
     spans: Sequence[Span]
@@ -51,6 +58,7 @@ class Panel:
     unit: str = "forwards"
     facts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     marks: Mapping[int, Mark] = field(default_factory=dict)
+    shown: tuple[float, float] | None = None
 
     @cached_property
     def start(self) -> float:
@@ -61,6 +69,20 @@ class Panel:
     def length(self) -> float:
         """The time from the first computation to the end of the last one of any rank."""
         return _last_end(self.computed, default=1.0) - self.start
+
+    @property
+    def window(self) -> tuple[float, float]:
+        """The begin and end of the part that is drawn, since the first computation."""
+        return self.shown or (0.0, self.length)
+
+    @cached_property
+    def typical(self) -> float:
+        """The median time of the computations of the kind whose median is smallest."""
+        durations: dict[Op, list[float]] = {}
+        for span in self.computed:
+            if span.instruction.op in COMPUTATIONS and span.end > span.start:
+                durations.setdefault(span.instruction.op, []).append(span.end - span.start)
+        return min(map(median, durations.values()), default=self.length)
 
     @cached_property
     def computed(self) -> list[Span]:
@@ -96,6 +118,7 @@ def _last_end(spans: Sequence[Span], default: float) -> float:
 def draw(title: str, lines: Sequence[str], panels: Sequence[Panel]) -> Drawing:
     """Return a drawing of the panels below each other, on one time scale, under a title and lines
     of text."""
+    panels = _cut_where_narrow(panels)
     # a panel's facts may need more room than its blocks
     right_ends = [LEFT + TRACK]
     for panel in panels:
@@ -109,7 +132,7 @@ def draw(title: str, lines: Sequence[str], panels: Sequence[Panel]) -> Drawing:
         top_edge += 19
     drawing.shapes += _legend(panels, top_edge + 4)
     top_edge += 34
-    pixels_per_unit = TRACK / max(panel.length for panel in panels)
+    pixels_per_unit = TRACK / max(_shown_time(panel) for panel in panels)
     for panel in panels:
         drawing.shapes += _draw_panel(panel, top_edge, pixels_per_unit)
         rows = panel.ranks * PITCH
@@ -117,6 +140,27 @@ def draw(title: str, lines: Sequence[str], panels: Sequence[Panel]) -> Drawing:
         top_edge += 62 + rows + notes
     drawing.height = top_edge
     return drawing
+
+
+def _shown_time(panel: Panel) -> float:
+    begin, end = panel.window
+    return end - begin
+
+
+def _cut_where_narrow(panels: Sequence[Panel]) -> list[Panel]:
+    """Return the panels, with the beginning and the end of each in place of it if that makes the
+    blocks of one of them wide enough to be seen."""
+    cut: list[Panel] = []
+    part = min(TRACK / LEAST_BLOCK * panel.typical for panel in panels)
+    if max(panel.length for panel in panels) <= 2 * part:
+        return list(panels)
+    for panel in panels:
+        length = panel.length
+        beginning = f"{panel.title}, the first {part:.4g} of {length:.4g} {panel.unit}"
+        cut.append(replace(panel, title=beginning, shown=(0.0, min(part, length)), marks={}))
+        end = f"{panel.title}, the last {part:.4g} of {length:.4g} {panel.unit}"
+        cut.append(replace(panel, title=end, shown=(max(0.0, length - part), length), facts={}))
+    return cut
 
 
 def _column_ends(panel: Panel) -> list[float]:
@@ -161,14 +205,16 @@ def _stages_of(spans: Sequence[Span]) -> list[int]:
 
 
 def _x_of(panel: Panel, time: float, pixels_per_unit: float) -> float:
-    """Return the x of a time; all panels begin with their first computation at `LEFT`."""
-    return LEFT + (time - panel.start) * pixels_per_unit
+    """Return the x of a time, or of the nearest one that is shown; all panels begin at `LEFT`."""
+    begin, end = panel.window
+    since_begin = min(max(time - panel.start, begin), end) - begin
+    return LEFT + since_begin * pixels_per_unit
 
 
 def _draw_panel(panel: Panel, panel_top: float, pixels_per_unit: float) -> Iterator[Shape]:
     """Yield the shapes of a panel from `panel_top` on. pixels_per_unit: pixels per unit of time."""
     heading_baseline = panel_top + 12
-    title = f"{panel.title}, time in {panel.unit}"
+    title = f"{panel.title}, time in {panel.unit}" if panel.shown is None else panel.title
     yield Text(MARGIN, heading_baseline, title, 14, INK, bold=True)
     column_ends = _column_ends(panel)
     for column_end, heading in zip(column_ends, panel.facts, strict=True):
@@ -188,10 +234,12 @@ def _draw_panel(panel: Panel, panel_top: float, pixels_per_unit: float) -> Itera
 
 def _axis(panel: Panel, top: float, bottom: float, pixels_per_unit: float) -> Iterator[Shape]:
     """Yield a vertical line and a label for each tick of the time."""
-    tick_step = round_step(panel.length / 10)
-    # the slack keeps a tick at the very end, which rounding may put beyond it
-    last_tick = floor(panel.length / tick_step + 1e-9)
-    for number in range(last_tick + 1):
+    begin, end = panel.window
+    tick_step = round_step((end - begin) / 10)
+    # the slack keeps a tick at the very ends, which rounding may put beyond them
+    first_tick = ceil(begin / tick_step - 1e-9)
+    last_tick = floor(end / tick_step + 1e-9)
+    for number in range(first_tick, last_tick + 1):
         time = number * tick_step
         x = _x_of(panel, panel.start + time, pixels_per_unit)
         yield Line(x, top - 4, x, bottom, "line")
@@ -207,12 +255,13 @@ def _row(panel: Panel, rank: int, row_top: float, pixels_per_unit: float) -> Ite
     name = f"rank {rank}"
     yield Text(MARGIN, baseline, name, 13, INK)
     # what no block covers is waiting
-    full_width = panel.length * pixels_per_unit
+    full_width = _shown_time(panel) * pixels_per_unit
     yield Rect(LEFT, row_top, full_width, ROW, WAITING, 2)
     for span in spans:
         chunk = stages.index(span.instruction.stage)
         block_left = _x_of(panel, span.start, pixels_per_unit)
-        yield from _block(span, chunk, block_left, row_top, pixels_per_unit)
+        width = _x_of(panel, span.end, pixels_per_unit) - block_left
+        yield from _block(span, chunk, block_left, row_top, width)
     strip_bottom = row_top + ROW + STRIP + 1.5
     yield from _held_columns(panel, spans, strip_bottom, pixels_per_unit)
     column_ends = _column_ends(panel)
@@ -236,15 +285,15 @@ def _row(panel: Panel, rank: int, row_top: float, pixels_per_unit: float) -> Ite
 
 
 def _block(
-    span: Span, chunk: int, block_left: float, row_top: float, pixels_per_unit: float
+    span: Span, chunk: int, block_left: float, row_top: float, width: float
 ) -> Iterator[Shape]:
     """Yield the block of a computation, with its micro-batch if that can be read.
 
-    chunk: number of its stage among those of the rank; later ones are lighter.
+    chunk: number of its stage among those of the rank; later ones are lighter. width: 0 for one
+        that is not shown.
     """
     instruction = span.instruction
     duration = span.end - span.start
-    width = duration * pixels_per_unit
     if width <= 0:
         return
     _, base_color = LOOKS[instruction.op]
@@ -293,7 +342,9 @@ def _held_columns(
             continue
         height = num_held * height_of_one
         left = _x_of(panel, start, pixels_per_unit)
-        width = (end - start) * pixels_per_unit
+        width = _x_of(panel, end, pixels_per_unit) - left
+        if width <= 0:
+            continue
         yield Rect(
             left,
             bottom - height,
@@ -341,6 +392,8 @@ def as_text(panel: Panel, width: int) -> str:
         if span.instruction.op in COMPUTATIONS:
             shortest = min(shortest, span.end - span.start)
     available = width - 9  # beside the name of the rank
+    if available * panel.typical < total:
+        return _as_cut_text(panel, available)
     block_width = min(3, int(available * shortest / total))  # of the shortest computation
     # one cell is too narrow for a name: the scale is then free, and the line is filled
     fits = block_width > 1
@@ -352,16 +405,36 @@ def as_text(panel: Panel, width: int) -> str:
     return "\n".join(lines)
 
 
+def _as_cut_text(panel: Panel, available: int) -> str:
+    """Return the beginning and the end of the panel as lines, with a character for the time of a
+    typical computation."""
+    columns = max(1, (available - len(CUT)) // 2)
+    part = columns * panel.typical
+    beginning = replace(panel, shown=(0.0, part))
+    end = replace(panel, shown=(panel.length - part, panel.length))
+    lines: list[str] = []
+    for rank in range(panel.ranks):
+        first, last = (
+            _row_text(shown, rank, columns, needs_gap=True) for shown in (beginning, end)
+        )
+        lines.append(f"rank {rank:<3} {first}{CUT}{last}")
+    return "\n".join(lines)
+
+
 def _row_text(panel: Panel, rank: int, columns: int, needs_gap: bool) -> str:
     """Return the blocks of a rank in so many characters, with dots where it waits."""
     cells = ["."] * columns
     spans = panel.of_rank(rank)
     stages = _stages_of(spans)
-    cells_per_unit = columns / (panel.length or 1.0)
+    begin, _ = panel.window
+    cells_per_unit = columns / (_shown_time(panel) or 1.0)
     for span in spans:
         # both ends are rounded, not the width: blocks then meet without gap or overlap
-        start = round((span.start - panel.start) * cells_per_unit)
-        stop = round((span.end - panel.start) * cells_per_unit)
+        start = round((span.start - panel.start - begin) * cells_per_unit)
+        stop = round((span.end - panel.start - begin) * cells_per_unit)
+        start, stop = (min(max(0, cell), columns) for cell in (start, stop))
+        if start == stop:
+            continue
         is_first_stage = span.instruction.stage == stages[0]
         block_text = _block_text(span, stop - start, is_first_stage, needs_gap)
         cells[start:stop] = block_text

@@ -27,6 +27,7 @@ DOCUMENTS = [
     "data.eod_mask_loss=true",
 ]
 OPTIMIZER = [
+    "model.z_loss=0.01",
     "lr.schedule=linear",
     "lr.final=1e-5",
     "optimizer.norm=3.0",
@@ -74,10 +75,10 @@ def test_in_fp32_the_difference_is_that_of_rounding(tmp_path: Path) -> None:
 
 def test_what_the_oracle_lacks_is_left_out_of_both_runs_and_named(tmp_path: Path) -> None:
     words = [*words_of("mixtral"), "model.router_aux_loss=0.01", "model.dropout=0.1"]
-    certificate = beside_oracle([*words, "model.z_loss=1e-4"], tmp_path)
+    certificate = beside_oracle([*words, "model.router_z_loss=1e-4"], tmp_path)
     assert certificate["verdict"] == "proven"
     parts = [part for part, _ in certificate["not_tried"]]
-    assert {"model.router_aux_loss", "model.z_loss", "model.dropout"} <= set(parts)
+    assert {"model.router_aux_loss", "model.router_z_loss", "model.dropout"} <= set(parts)
 
 
 # --- faults that all layouts share

@@ -60,7 +60,7 @@ def test_a_z_loss_leads_the_sums_of_exponentials_to_one_and_leaves_the_loss_its_
     assert first is not None
     assert last is not None
     assert last < 1e-2 < first
-    assert said[-1].loss == pytest.approx(entropy, abs=2e-3)
+    assert said[-1].loss == pytest.approx(entropy, abs=1e-2)
 
 
 def test_a_balance_loss_leads_to_experts_of_equal_loads() -> None:
@@ -72,7 +72,7 @@ def test_a_balance_loss_leads_to_experts_of_equal_loads() -> None:
     for first, last in zip(said[0].routers, said[-1].routers, strict=True):
         assert first.balance_loss is not None
         assert last.balance_loss is not None
-        assert abs(last.balance_loss - 1) < 0.05
+        assert abs(last.balance_loss - 1) < 0.005 < first.balance_loss - 1
         assert last.max_load - last.min_load < first.max_load - first.min_load
 
 
@@ -105,10 +105,3 @@ def test_dropout_keeps_the_mean_of_what_it_is_given_and_of_its_gradient(
     deviation = (probability / (1 - probability) / x.numel()) ** 0.5
     for mean in (y.mean().item(), x.grad.mean().item()):
         assert abs(mean - 1) < 6 * deviation
-
-
-def test_a_router_without_a_balance_loss_is_not_led_to_equal_loads() -> None:
-    """So that the law above says something."""
-    stream = draw_uniform(SAMPLES, LENGTH + 1, seed=5)
-    (said,) = run_ranks(reports, {}, model={**EXPERTS, "router_aux_loss": 0.0}, stream=stream)
-    assert any(router.max_load - router.min_load > 0.2 for router in said[-1].routers)

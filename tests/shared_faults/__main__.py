@@ -42,8 +42,6 @@ def main() -> int:
     os.chdir(ROOT)
     torch.set_num_threads(1)
     import_all()
-    if arguments.kept == KILLS:
-        write_page(read_kills(KILLS))
     _start_server_of_ranks()
     unknown = 0
     for gate in arguments.gates:

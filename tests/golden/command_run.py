@@ -9,7 +9,7 @@ So the model has one position more, which no target is predicted from.
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -35,8 +35,23 @@ from tools.verify.oracle.transformers_model import source_of
 NAME = "megaprec train"
 
 
-def command_run(setting: Setting, text: Text, folder: Path) -> Curve:
-    """Train by the command in an empty folder."""
+def start(words: Sequence[str], output: Path) -> None:
+    """Run the command in a process of its own. output: a file, which what it says is added to."""
+    command = [sys.executable, "-m", "tools.cli", *words]
+    with output.open("a") as stream:
+        subprocess.run(command, check=True, stdout=stream, stderr=subprocess.STDOUT)
+
+
+Start = Callable[[Sequence[str], Path], None]
+
+
+def command_run(
+    setting: Setting, text: Text, folder: Path, stop: int = 0, start: Start = start
+) -> Curve:
+    """Train by the command in an empty folder.
+
+    stop: the step after which the run ends, and is resumed; 0: none.
+    """
     stream = Stream(setting, text)
     vocab = len(text.characters)
     batches: list[Windows] = []
@@ -51,9 +66,11 @@ def command_run(setting: Setting, text: Text, folder: Path) -> Curve:
     _write_weights(setting, stream, vocab, folder / "weights")
     run_file = folder / "run.toml"
     run_file.write_text(_run_file(setting, validation, folder))
-    command = [sys.executable, "-m", "tools.cli", "train", str(run_file)]
-    with (folder / "output.txt").open("w") as output:
-        subprocess.run(command, check=True, stdout=output, stderr=subprocess.STDOUT)
+    words = ["train", str(run_file)]
+    output = folder / "output.txt"
+    if stop:
+        start([*words, f"train.steps={stop}"], output)
+    start(words, output)
     return _read_curve(setting, folder / "run")
 
 

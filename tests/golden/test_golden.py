@@ -39,17 +39,19 @@ def test_a_run_follows_a_plain_loop_of_torch(way: Way, text: Path) -> None:
     plain = plain_run(SMALL, read_text(text))
     ours = engine_run(way, SMALL, text)
     assert plain.batches[-1] < plain.batches[0] - 0.5
-    assert ours.batches == pytest.approx(plain.batches, abs=1e-5)
-    assert ours.norms == pytest.approx(plain.norms, rel=1e-4)
-    assert list(ours.evaluations) == [0, 10, 20]
-    for step, means in plain.evaluations.items():
-        assert ours.evaluations[step] == pytest.approx(means, abs=1e-5)
+    require_same_curve(ours, plain)
 
 
 @pytest.mark.slow
-def test_the_command_follows_a_plain_loop_of_torch(text: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("forked_python")
+@pytest.mark.parametrize("stop", [0, 7], ids=["at once", "resumed"])
+def test_the_command_follows_a_plain_loop_of_torch(stop: int, text: Path, tmp_path: Path) -> None:
     plain = plain_run(SMALL, read_text(text))
-    ours = command_run(SMALL, read_text(text), tmp_path)
+    ours = command_run(SMALL, read_text(text), tmp_path, stop)
+    require_same_curve(ours, plain)
+
+
+def require_same_curve(ours: Curve, plain: Curve) -> None:
     assert ours.batches == pytest.approx(plain.batches, abs=1e-5)
     assert ours.norms == pytest.approx(plain.norms, rel=1e-4)
     assert list(ours.evaluations) == [0, 10, 20]

@@ -17,7 +17,7 @@ from megaprec.data.document_tokens import with_begin
 from megaprec.data.indexed import IndexedDataset, IndexedWriter
 from megaprec.data.samples import Batch, Resets, Samples
 from models.config import ModelConfig
-from models.engine.engine import Engine
+from models.engine.engine import Engine, mean_loss
 from tests import layouts, oracle
 from tests.layouts import Recording, Run, fragments
 from tests.ranks import run_ranks
@@ -111,6 +111,11 @@ def test_a_mask_trains_as_labels_that_are_ignored(
     assert gradients.keys() == {name for name, value in w.items() if value.grad is not None}
     for name, value in gradients.items():
         torch.testing.assert_close(value, w[name].grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_held_out_loss_is_the_mean_over_tokens_and_not_over_samples() -> None:
+    losses_and_counts = torch.tensor([[2.0, 3.0, 0.0], [1.0, 3.0, 0.0]], dtype=torch.float64)
+    assert mean_loss(losses_and_counts) == 1.25
 
 
 def test_samples_have_the_mask_of_their_targets_and_begin_tokens_do_not_count(

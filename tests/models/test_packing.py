@@ -223,6 +223,14 @@ def test_a_packed_sample_trains_as_its_documents_do_one_by_one(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama with fewer key heads", "mistral with a window"])
+def test_the_loss_of_a_packed_sample_is_that_of_its_documents_one_by_one(
+    share: Share, name: str
+) -> None:
+    ((loss, _),) = run_all([name], share)
+    assert abs(loss - one_by_one(CONFIGS[name], share)[0]) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama with fewer key heads", "mistral with a window"])
 def test_a_sample_that_is_taken_for_one_document_trains_otherwise(share: Share, name: str) -> None:
     plain = Share(share.tokens, share.targets, share.mask, packing=UNPACKED)
     ((loss, _),) = run_all([name], plain)

@@ -63,9 +63,12 @@ def ours(
     *,
     width: int = WIDTH,
     zero_size: int = 0,
+    scaling: LossScaling | None = None,
 ) -> list[Step]:
     """Four steps on this rank's share of the samples."""
-    made = plan(compute, LossScaling("constant", 1024.0) if compute == "fp16" else None)
+    if compute == "fp16":
+        scaling = LossScaling("constant", 1024.0)
+    made = plan(compute, scaling)
     model = Net(width, made.masters)
     attach_whole(model)
     optimizer = ParallelAMPOptimizer(
@@ -125,6 +128,11 @@ def test_without_a_process_group_it_is_torchs_adamw_with_clipping(clip: float) -
         assert len({report.grad_norm > clip for report, _ in steps}) == 2, (
             "some steps clip and some do not"
         )
+
+
+@pytest.mark.parametrize("clip", [0.0, 6.0])
+def test_the_loss_scale_is_divided_out_of_a_step(clip: float) -> None:
+    require_torchs_steps(ours("fp64", clip, scaling=LossScaling("constant", 1024.0)), clip)
 
 
 def test_unclipped_fp32_steps_are_torchs_fused_adamw_to_the_last_bit() -> None:

@@ -31,6 +31,7 @@ DOCUMENTS = [
     "data.eod_mask_loss=true",
 ]
 OPTIMIZER = [
+    "model.z_loss=0.01",
     "lr.schedule=linear",
     "lr.final=1e-5",
     "optimizer.norm=3.0",
@@ -79,10 +80,16 @@ def test_in_fp32_the_difference_is_that_of_rounding(tmp_path: Path) -> None:
 def test_what_the_oracle_lacks_is_left_out_of_both_runs_and_named(tmp_path: Path) -> None:
     words = [*words_of("mixtral"), "model.router_aux_loss=0.01", "model.dropout=0.1"]
     words += ["model.embedding_grad_scale=0.1", "model.head_grad_scale=0.5"]
-    certificate = beside_oracle([*words, "model.z_loss=1e-4"], tmp_path)
+    certificate = beside_oracle([*words, "model.router_z_loss=1e-4"], tmp_path)
     assert certificate["verdict"] == "proven"
     parts = [part for part, _ in certificate["not_tried"]]
-    left_out = {"router_aux_loss", "z_loss", "dropout", "embedding_grad_scale", "head_grad_scale"}
+    left_out = {
+        "router_aux_loss",
+        "router_z_loss",
+        "dropout",
+        "embedding_grad_scale",
+        "head_grad_scale",
+    }
     assert {f"model.{key}" for key in left_out} <= set(parts)
 
 

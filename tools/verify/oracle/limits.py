@@ -50,7 +50,7 @@ def left_out(config: RunConfig) -> list[LeftOut]:
     if model.experts and model.router_aux_loss:
         reason = "transformers balances over the layers of a batch together"
         parts.append(LeftOut("model.router_aux_loss", reason, {"router_aux_loss": 0.0}))
-    for key in ("router_z_loss", "z_loss", "mtp_layers"):
+    for key in ("router_z_loss", "mtp_layers"):
         if getattr(model, key):
             zero = type(getattr(model, key))(0)
             parts.append(LeftOut(f"model.{key}", "transformers has none", {key: zero}))

@@ -1,8 +1,9 @@
 """The training of a run by the oracle, and its record.
 
 The tokens are read from the token file by numpy, so that inputs and targets are the file's and not
-those of megaprec's samples; which samples a step takes, and which targets count, is the run's. The
-loss is torch's cross-entropy, the update torch.optim.AdamW, clipping torch's clip_grad_norm_.
+those of megaprec's samples; which samples a step takes, and which targets a loss mask leaves out,
+is the run's. The loss is torch's cross-entropy, the update torch.optim.AdamW, clipping torch's
+clip_grad_norm_.
 """
 
 import math
@@ -70,8 +71,9 @@ def trained(config: RunConfig, plan: Plan, weights: Tensors) -> tuple[Record, st
             group["lr"] = rate * group["factor"]
         optimizer.zero_grad()
         with model.computing():
-            loss = _mean_loss(config, model, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss, z_loss = _mean_losses(config, model, batch)
+            trained_loss = loss + config.model.z_loss * z_loss
+            trained_loss.backward()  # type: ignore[no-untyped-call]
         gradients = _wide(model.gradients())
         assert gradients.keys() == tensors["before/weight"].keys()
         tensors[f"gradient/{number}"] = gradients
@@ -147,16 +149,24 @@ def _clip(config: RunConfig, model: TransformersModel) -> float:
     return norm.item()
 
 
-def _mean_loss(config: RunConfig, model: TransformersModel, batch: Batch) -> Tensor:
-    """Return the mean over all targets of the batch that count."""
+def _mean_losses(
+    config: RunConfig, model: TransformersModel, batch: Batch
+) -> tuple[Tensor, Tensor]:
+    """Return the loss and the z-loss, without its weight: means over all targets of the batch that
+    count. The z-loss is the square of the log of the sum of the exponentials of the logits."""
     total = torch.zeros((), dtype=model.dtype)
+    z_total = torch.zeros((), dtype=model.dtype)
     for rows, columns in _pieces(config, batch):
         logits = model.logits(batch.tokens[rows, columns], batch.positions[rows, columns])
         targets = batch.targets[rows, columns].flatten()
-        losses = F.cross_entropy(logits.flatten(0, 1), targets, reduction="none")
+        rows_of_logits = logits.flatten(0, 1)
+        losses = F.cross_entropy(rows_of_logits, targets, reduction="none")
+        squares = rows_of_logits.logsumexp(-1).square()
         counts = batch.counts[rows, columns].flatten().to(model.dtype)
         total = total + losses @ counts
-    return total / batch.counts.sum().to(model.dtype)
+        z_total = z_total + squares @ counts
+    num_counted = batch.counts.sum().to(model.dtype)
+    return total / num_counted, z_total / num_counted
 
 
 def _pieces(config: RunConfig, batch: Batch) -> Iterator[tuple[slice, slice]]:
@@ -194,6 +204,9 @@ def _batches(config: RunConfig, plan: Plan) -> Iterator[Batch]:
         counts = torch.ones(count, length)
         if chosen.mask is not None:
             counts = chosen.mask
+        if config.data.eod_mask_loss:
+            # the first token of a document is no target, whatever the run's mask says of it
+            counts = counts * (documents[:, 1:] == documents[:, :-1])
         positions = torch.arange(length).expand(count, -1)
         if config.data.reset_position_ids:
             positions = _within_documents(documents[:, :-1])

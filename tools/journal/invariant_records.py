@@ -20,8 +20,10 @@ UNKNOWN = "the run has no record of it"
 
 
 class Finding(NamedTuple):
-    """The knowledge about an invariant. verdict: PROVEN, WRONG or NOT_TRIED. why: may be empty if
-    it is proven."""
+    """The knowledge about an invariant.
+
+    verdict: PROVEN, WRONG or NOT_TRIED. why: may be empty if it is proven.
+    """
 
     verdict: str
     why: str = ""

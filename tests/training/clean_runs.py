@@ -170,7 +170,9 @@ def _is_possible(words: list[str]) -> bool:
         check_all(config, check_fp8)
     except UserError:
         return False
-    return config.world_size <= 2
+    # muon looks for embedding and head among what is trained, and asks for patterns without them
+    lacks_names = config.optimizer.name == "muon" and bool(config.optimizer.frozen)
+    return config.world_size <= 2 and not lacks_names
 
 
 def findings(file: Path, run: Run, folder: Path) -> Mapping[str, Finding]:

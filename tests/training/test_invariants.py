@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+import models.engine.engine
 import models.engine.passes
 from megaprec.comm.layout import layout_of
 from megaprec.optim.flat_buffer import Buffer

@@ -1,6 +1,5 @@
 """One row: whether a run file takes it, and what the oracle says of it."""
 
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,14 +82,7 @@ def tried(row: Row, folder: Path, together: Together = forked) -> Outcome:
     """Train the row in its layout and by the oracle. Raises what is no refusal."""
     if why := refusal(row):
         return Outcome("refused", why)
-    options = Namespace(
-        file="row",
-        layouts=[layout_text(row)],
-        oracle="transformers",
-        precision="float64",
-        steps=STEPS,
-        full=False,
-    )
+    options = parity.Options("row", [layout_text(row)], oracle="transformers")
     launcher = replace(parity.LOCAL_LAUNCHER, together=together)
     try:
         certificate = parity.certify(config_of(row), options, folder, lambda text: None, launcher)

@@ -7,7 +7,6 @@ schedules, optimizer, precision and layouts. Each goes the whole way of the comm
 ranks, which are forked and not started. Says what was accused, and of what.
 """
 
-import argparse
 import random
 import sys
 import tempfile
@@ -164,14 +163,7 @@ def accused(
     config = load_run(None, [*keys, f"train.folder={folder}/run"])
     fits = [one for one in layouts if _fits(config, one)]
     precision = "both" if seed % 4 == 0 else "float64"
-    args = argparse.Namespace(
-        layouts=fits[:most],
-        full=False,
-        steps=3,
-        precision=precision,
-        oracle=None,
-        file="drawn",
-    )
+    args = parity.Options("drawn", fits[:most], precision)
     made = parity.certify(
         config, args, folder, lambda text: None, replace(parity.LOCAL_LAUNCHER, together=together)
     )

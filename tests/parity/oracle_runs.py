@@ -1,11 +1,10 @@
 """Runs that `megaprec parity --oracle transformers` compares on one process."""
 
-from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tests.families import CASES, config_of
-from tools.commands.parity import certify
+from tools.commands.parity import Options, certify
 from tools.config.run_file import load_run
 from tools.console.toml import toml
 
@@ -27,16 +26,11 @@ def words_of(family: str) -> list[str]:
     return [f"model.{key}={toml(value)}" for key, value in fields.items()]
 
 
-def beside_oracle(words: list[str], folder: Path, precision: str = "float64") -> dict[str, Any]:
+def beside_oracle(
+    words: list[str], folder: Path, precision: Literal["float64", "configured", "both"] = "float64"
+) -> dict[str, Any]:
     """The certificate of a run on one process beside the oracle."""
-    options = Namespace(
-        file="run.toml",
-        layouts=[ONE_PROCESS],
-        oracle="transformers",
-        precision=precision,
-        steps=3,
-        full=False,
-    )
+    options = Options("run.toml", [ONE_PROCESS], precision, oracle="transformers")
     config = load_run(None, [*words, *TRAIN])
     return certify(config, options, folder, lambda text: None)
 

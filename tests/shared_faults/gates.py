@@ -1,6 +1,5 @@
 """Gates, each of which may find a fault that is planted in this process."""
 
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -113,7 +112,7 @@ def oracle(fault: Fault, folder: Path) -> Verdict:
 def _certified(
     fault: Fault, folder: Path, oracle_name: str, layouts: list[str], launcher: parity.Launcher
 ) -> Verdict:
-    options = Namespace(
+    options = parity.Options(
         file="run.toml",
         layouts=layouts,
         oracle=oracle_name or None,

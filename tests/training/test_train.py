@@ -284,7 +284,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
 def test_a_run_goes_on_in_any_other_layout(
     first: dict[str, int], then: dict[str, int], run_file: Path, exact: Path, tmp_path: Path
 ) -> None:
-    train_on(run_file, *EXACT, "train.steps=3", f"train.folder={tmp_path}", **first)
+    train_on(run_file, *EXACT, "train.steps=4", f"train.folder={tmp_path}", **first)
     train_on(run_file, *EXACT, f"train.folder={tmp_path}", **then)
     assert_close(steps(tmp_path), steps(exact), 1e-10)
 

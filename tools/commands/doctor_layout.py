@@ -6,7 +6,6 @@ take part, and the folder of the runs is one that all hosts share; one process i
 rank 0.
 """
 
-import argparse
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megaprec.errors import UserError
-from tools.commands.parity import certify
+from tools.commands.parity import Options, certify
 from tools.config.run_file import RunConfig, load_run
 from tools.verify.doctor.finding import Finding, not_tried, ok, wrong
 from tools.verify.doctor.questions import RankContext, run_with_time_limit
@@ -63,9 +62,7 @@ def parity(config: RunConfig, file: str, folder: Path, launcher: Launcher | None
     if config.parallel.context > 1:
         layout += f",cp={config.parallel.context}"
     # as `megaprec parity FILE --layouts LAYOUT --steps STEPS` has them
-    options = argparse.Namespace(
-        file=file, layouts=[layout], full=False, steps=STEPS, precision="float64"
-    )
+    options = Options(file, [layout], steps=STEPS)
     try:
         certificate = certify(config, options, folder, lambda text: None, launcher or Launcher())
     except UserError as error:

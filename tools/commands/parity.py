@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -172,7 +172,15 @@ def main(args: argparse.Namespace) -> int:
         tempfile.TemporaryDirectory(prefix="megaprec_parity_") as folder,
         _progress_on_stderr(args.json) as report_progress,
     ):
-        certified = certify(config, args, Path(folder), report_progress)
+        options = Options(
+            file=args.file,
+            layouts=args.layouts,
+            precision=args.precision,
+            steps=args.steps,
+            full=args.full,
+            oracle=args.oracle,
+        )
+        certified = certify(config, options, Path(folder), report_progress)
     text = json.dumps(certified, indent=1, ensure_ascii=False) + "\n"
     pages = {"parity.json": text, "parity.html": page(certified)}
     written = write(Path(config.train.folder), pages)
@@ -213,6 +221,21 @@ def _progress_on_stderr(quiet: bool) -> Iterator[ReportProgress]:
 
 
 @dataclass(frozen=True)
+class Options:
+    """The options of the command, as its help explains them.
+
+    file: name of the run file in the certificate. oracle: name of a package; None: one process.
+    """
+
+    file: str
+    layouts: Sequence[str] = ()
+    precision: Literal["float64", "configured", "both"] = "float64"
+    steps: int = 3
+    full: bool = False
+    oracle: str | None = None
+
+
+@dataclass(frozen=True)
 class Reference:
     """The run on one process, or by an oracle, and the differences that rounding explains. name:
     of the precision."""
@@ -227,24 +250,24 @@ class Reference:
 
 def certify(
     config: RunConfig,
-    args: argparse.Namespace,
+    options: Options,
     folder: Path,
     report_progress: ReportProgress,
     launcher: Launcher = LOCAL_LAUNCHER,
 ) -> Certificate:
     """Run and compare all layouts and return the certificate. folder: an empty one for intermediate
     files."""
-    requested = _requested(config, args)
-    steps = max(args.steps, STEPS) if args.oracle else args.steps
+    requested = _requested(config, options)
+    steps = max(options.steps, STEPS) if options.oracle else options.steps
     limits = LayoutLimits(*(largest(requested, axis) for axis in AXES))
-    ready = _prepared(config, args, steps, limits, folder)
+    ready = _prepared(config, options, steps, limits, folder)
     # known before anything runs, so that a wrong --layouts costs no time
-    layouts, misfits = fitting_layouts(ready, requested, explicit=bool(args.layouts))
+    layouts, misfits = fitting_layouts(ready, requested, explicit=bool(options.layouts))
 
     report_progress("one process")
-    if args.full:
+    if options.full:
         ready = with_vocabulary(ready, open_corpus(config))
-    ready, plan = _planned(ready, args, steps, folder, launcher)
+    ready, plan = _planned(ready, options, steps, folder, launcher)
     exact = alone(in_float64(ready))
     # what is right: one process in float64
     float64_record = launcher.alone(Run(exact, plan, folder / "float64"))
@@ -252,32 +275,32 @@ def certify(
     shaken_plan = replace(plan, shaken=EPSILON["fp64"])
     shaken = launcher.alone(Run(exact, shaken_plan, folder / "shaken"))
     references = list[Reference]()
-    if args.precision != "configured":
+    if options.precision != "configured":
         noise = Noise(perturbed_run=shaken)
         references.append(Reference("float64", in_float64(ready), plan, float64_record, noise))
-    if args.precision != "float64":
+    if options.precision != "float64":
         references.append(_own_precision(ready, plan, float64_record, folder, launcher))
     oracle = ""
-    if args.oracle:
+    if options.oracle:
         report_progress("the oracle")
         references, oracle = _by_oracle(references, float64_record)
 
-    changed = {} if args.full else _relevant_changes(changes(config, ready))
+    changed = {} if options.full else _relevant_changes(changes(config, ready))
     certified = certificate(
-        file=args.file,
+        file=options.file,
         config=config,
         compared=alone(ready),
         changes=changed,
         plan=plan,
         float64_record=float64_record,
         shaken=shaken,
-        by_oracle=bool(args.oracle),
+        by_oracle=bool(options.oracle),
     )
     entries = list(_compare_layouts(layouts, references, folder, report_progress, launcher))
     for layout, reason in misfits:
         entries += [not_tried(layout, reference.name, reason) for reference in references]
     certified["layouts"] = entries
-    if args.oracle:
+    if options.oracle:
         certified["oracle"] = oracle
         for part in left_out(config):
             certified["not_tried"].append([part.part, part.reason])
@@ -286,43 +309,43 @@ def certify(
     return certified
 
 
-def _requested(config: RunConfig, args: argparse.Namespace) -> list[dict[str, Any]]:
+def _requested(config: RunConfig, options: Options) -> list[dict[str, Any]]:
     """Return the layouts that are to be compared. Raises UserError for what the oracle cannot
     train."""
-    requested = requested_layouts(args.layouts, config.parallel) or every(RANKS)
-    if not args.oracle:
+    requested = requested_layouts(options.layouts, config.parallel) or every(RANKS)
+    if not options.oracle:
         return requested
-    require_possible(config, own_precision=args.precision != "float64", full=args.full)
+    require_possible(config, own_precision=options.precision != "float64", full=options.full)
     # one process too, once
     return [{}, *(keys for keys in requested if any(value != 1 for value in keys.values()))]
 
 
 def _prepared(
-    config: RunConfig, args: argparse.Namespace, steps: int, limits: LayoutLimits, folder: Path
+    config: RunConfig, options: Options, steps: int, limits: LayoutLimits, folder: Path
 ) -> RunConfig:
     """Return the run to compare: small, and without what takes time and changes no number."""
-    ready = made_ready(config, limits, args.full, steps, folder / "run")
-    if not args.full:
+    ready = made_ready(config, limits, options.full, steps, folder / "run")
+    if not options.full:
         # one step more, which is skipped
         ready = with_random_tokens(ready, steps + 1, folder)
-    if args.oracle:
+    if options.oracle:
         ready = with_rates_of(without_left_out(ready), config)
     return ready
 
 
 def _planned(
-    ready: RunConfig, args: argparse.Namespace, steps: int, folder: Path, launcher: Launcher
+    ready: RunConfig, options: Options, steps: int, folder: Path, launcher: Launcher
 ) -> tuple[RunConfig, Plan]:
     """Return the run with a clip norm that is exceeded, and the plan of its steps."""
     # one step tells the gradient norm and the tensors, by which clipping and the skipped step are
     # planned
-    probe_plan = Plan(1, small=not args.full)
+    probe_plan = Plan(1, small=not options.full)
     probe = launcher.alone(Run(in_float64(alone(ready)), probe_plan, folder / "probe"))
-    if not args.full:
+    if not options.full:
         ready = with_clipping(ready, probe)
-    if args.oracle:
+    if options.oracle:
         return ready, Plan(steps)  # no infinity: it skips no step
-    return ready, make_plan(ready, probe, steps, args.full)
+    return ready, make_plan(ready, probe, steps, options.full)
 
 
 def _overall_verdict(entries: Sequence[dict[str, Any]]) -> str:

@@ -16,6 +16,14 @@ def notes(capsys: pytest.CaptureFixture[str], *folders: Path) -> list[str]:
     return json.loads(capsys.readouterr().out)["notes"]
 
 
+def without_last_evaluation(run: Path) -> None:
+    """As a run that has not come to its end: its newest step is not evaluated."""
+    metrics = run / "metrics.jsonl"
+    *earlier, last = [json.loads(line) for line in metrics.read_text().splitlines()]
+    last = {key: value for key, value in last.items() if not key.startswith("eval_")}
+    metrics.write_text("".join(f"{json.dumps(record)}\n" for record in (*earlier, last)))
+
+
 @pytest.mark.slow
 def test_numbers_of_different_text_tokens_samples_or_steps_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -45,6 +53,7 @@ def test_numbers_of_different_text_tokens_samples_or_steps_are_named(
         )
         == 0
     )
+    without_last_evaluation(part)
     assert train(far, *common, f"train.folder={foreign}", f"data.cache={foreign}/data") == 0
     assert notes(capsys, base, alike) == []
     assert notes(capsys, base) == []

@@ -73,7 +73,9 @@ def test_every_field_of_a_steps_record_is_explained_and_none_is_stale(overflowin
     # needs train.batch_schedule; tests/training/test_batch_schedule.py sees it written
     # only in a step above its band; tests/training/test_spike_skips.py sees it written
     spike = "spike"
-    others = {tasks, *of_experts, "global_batch", spike}
+    # only in a step that breaks one; tests/training/test_invariants.py sees it written
+    invariant = "invariant"
+    others = {tasks, *of_experts, "global_batch", spike, invariant}
     assert sorted(explained("metrics.jsonl")) == sorted(written | others)
 
 

@@ -304,7 +304,7 @@ def certify(
         certified["oracle"] = oracle
         for part in left_out(config):
             certified["not_tried"].append([part.part, part.reason])
-        certified["not_tried"].append(["which samples and targets count", GIVEN])
+        certified["not_tried"].append(["which samples a step takes, and loss masks", GIVEN])
     certified["verdict"] = _overall_verdict(entries)
     return certified
 

@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.checkpoint.save_load import load_weights
 from megaprec.comm.axis import Axis
-from megaprec.comm.layout import Part
 from megaprec.optim.update_rules import AdamW
 from megaprec.precision.plan import plan
+from models import build_stages, load_logical
 from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from models.engine.passes import Share
@@ -141,20 +140,22 @@ def engine_rank(mesh: DeviceMesh, way: Way, setting: Setting, path: Path) -> Cur
     options = EngineOptions(
         micro_batch=samples_of_rank // way.microbatches,
         seq_length=setting.length,
-        blank=True,
     )
-    engine = Engine.build(
+    stages = build_stages(
         setting.model(len(text.characters)),
         plan("fp32"),
         mesh,
         schedule(way.schedule, Axis.of(mesh, "pp").size, way.microbatches),
         options,
+    )
+    load_logical(stages.by_number.values(), stream.weights)
+    optimizer = stages.make_optimizer(
         rule=AdamW(BETAS, EPS),
         weight_decay=WEIGHT_DECAY,
         clip=CLIP,
         shard_gradients=way.zero == 2,
     )
-    load_weights(LogicalTensors(stream.weights), engine.optimizer)
+    engine = Engine(stages, optimizer)
     first = dp.rank * samples_of_rank
 
     def share_of(windows: Windows) -> Share:
@@ -170,16 +171,6 @@ def engine_rank(mesh: DeviceMesh, way: Way, setting: Setting, path: Path) -> Cur
         curve.batches.append(report.loss)
         curve.norms.append(report.grad_norm)
     return curve
-
-
-class LogicalTensors:
-    """Weights by logical name, of which each rank reads its slices."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
-
-    def read_range(self, kind: str, part: Part, first: int, last: int) -> Tensor:
-        return part.take(self.tensors[part.name]).reshape(-1)[first:last]
 
 
 def _evaluate(curve: Curve, step: int, drawn: Drawn, loss_of: Callable[[Windows], float]) -> None:

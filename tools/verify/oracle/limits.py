@@ -83,9 +83,17 @@ def require_possible(config: RunConfig, own_precision: bool, full: bool) -> None
         problems.append(Problem.of("parity.oracle_full"))
     if problems:
         raise UserError(*problems)
-    # as an error of the family, or of a setting that it lacks
-    model_type_of(without_left_out(config).sized_model)
+    _require_family(config)
     _require_transformers()
+
+
+def _require_family(config: RunConfig) -> None:
+    """Raise UserError if transformers has no such model."""
+    try:
+        model_type_of(without_left_out(config).sized_model)
+    except UserError as error:
+        problems = [problem.within("--oracle: ") for problem in error.problems]
+        raise UserError(*problems) from error
 
 
 def _require_transformers() -> None:

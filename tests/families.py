@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.layout import layout_of
-from megaprec.optim.update_rules import AdamW
+from megaprec.optim.rules.update_rules import AdamW
 from megaprec.precision.plan import plan
 from models.attention.packing import Packing
 from models.config import ModelConfig

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.optim.step_report import StepReport
+from megaprec.optim.decision.step_report import StepReport
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
 from models.engine.engine import Engine

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
-from megaprec.optim.update_rules import AdamW
+from megaprec.optim.rules.update_rules import AdamW
 from megaprec.precision.plan import plan
 from models import build_stages, load_logical
 from models.engine.engine import Engine

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
-from megaprec.optim.step_report import RouterReport
+from megaprec.optim.decision.step_report import RouterReport
 from megaprec.precision.plan import plan
 from models.attention import partial
 from models.attention.context_limits import require_divisible_context

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megaprec.checkpoint.atomic import checkpoint_path
-from megaprec.data.training import train_hugging_face
+from megaprec.text.training import train_hugging_face
 from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from parallel import layers

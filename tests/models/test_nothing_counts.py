@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.layout import attach_whole
+from megaprec.optim.decision.step_report import StepReport
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.step_report import StepReport
 from megaprec.precision.plan import LossScaling, plan
 from models.config import ModelConfig
 from models.engine.engine import Engine

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.optim.muon.rule import Muon
-from megaprec.optim.update_rules import AdamW, UpdateRule
+from megaprec.optim.rules.muon.rule import Muon
+from megaprec.optim.rules.update_rules import AdamW, UpdateRule
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import PrecisionPlan, plan
 from models.config import ModelConfig

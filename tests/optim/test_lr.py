@@ -10,7 +10,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from megaprec.errors import UserError
-from megaprec.optim.lr import Kind, LRSchedule, Tail
+from megaprec.optim.rules.lr import Kind, LRSchedule, Tail
 from tests.refusals import sentence, shows
 
 

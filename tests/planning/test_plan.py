@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaprec.data.training import train_sentencepiece
+from megaprec.text.training import train_sentencepiece
 from models.estimate.gpus import gpu_named
 from tests.commands.test_schedule_command import run_file as run_file
 from tests.refusals import sentence
@@ -34,8 +34,8 @@ from tools.analysis.planning.speed import least_seconds, least_seconds_of_schedu
 from tools.cli import main
 from tools.commands.plan import NOTHING_FITS
 from tools.config import run_file as run_file_module
-from tools.config.native_keys import plan_of
 from tools.config.run_file import RunConfig, load_run
+from tools.config.tables.native_keys import plan_of
 
 RUN = """
 [model]

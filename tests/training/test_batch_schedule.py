@@ -16,17 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.reader import Store
 from megaprec.comm.axis import Axis
-from megaprec.data.samples import Batch, Samples
 from megaprec.diagnose.position import Position
+from megaprec.tokens.samples import Batch, Samples
 from tests.ranks import run_ranks
 from tests.refusals import shows
 from tests.runs import checkpoint, rewind, steps, tensors, train, train_on, write_run
 from tools.analysis.planning.memory import MemoryModel
 from tools.analysis.planning.search import Planned, plan_run, run_seconds, steps_within
 from tools.analysis.planning.speed import Assumptions
-from tools.config.batch_schedule import BatchSchedule
-from tools.config.checks import cross_problems
+from tools.config.rules.all_rules import cross_problems
 from tools.config.run_file import RunConfig
+from tools.config.tables.batch_schedule import BatchSchedule
 from tools.convert.initial import resolve_run
 from tools.convert.train_state import TrainState
 from tools.journal.journal import Journal

@@ -11,11 +11,11 @@ from typing import cast
 import pytest
 
 from megaprec.checkpoint.reader import Store
-from megaprec.data.build import prepare
-from megaprec.data.text import open_source
-from megaprec.data.tokenizer import load_tokenizer
-from megaprec.data.training import train_hugging_face
 from megaprec.errors import Problem
+from megaprec.text.build import prepare
+from megaprec.text.sources import open_source
+from megaprec.text.tokenizer import load_tokenizer
+from megaprec.text.training import train_hugging_face
 from tests.refusals import sentence, shows
 from tests.runs import checkpoint, edit_index, rewind, steps, tensors, train, write_run
 from tools import cli

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from models.presets import PRESETS
-from tools.config.effectless import EFFECT_RULES, Tables, effectless
 from tools.config.key_help import key_tables
+from tools.config.rules.effectless import EFFECT_RULES, Tables, effectless
 from tools.config.run_file import load_run
 
 RUN = (

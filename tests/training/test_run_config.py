@@ -16,20 +16,20 @@ from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.diagnose.spike_monitor import SpikeMonitor
 from megaprec.errors import Problem, UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.update_rules import AdamW
+from megaprec.optim.rules.update_rules import AdamW
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling, PrecisionPlan
 from models.presets import preset
 from tests.refusals import raises, sentence, shows
 from tools.commands.keys import describe_keys
-from tools.config.data_settings import Data
 from tools.config.key_suggestions import ELSEWHERE
 from tools.config.layouts import check_world
-from tools.config.native_keys import FP8_KEYS, SCALING, loss_scaling
-from tools.config.precision_settings import FP8, Precision
 from tools.config.removed_keys import REMOVED_KEYS
 from tools.config.run_file import RunConfig, known_keys, load_run
-from tools.config.settings import LR, Log, Optimizer, Parallel, Train
+from tools.config.tables.data_settings import Data
+from tools.config.tables.native_keys import FP8_KEYS, SCALING, loss_scaling
+from tools.config.tables.precision_settings import FP8, Precision
+from tools.config.tables.settings import LR, Log, Optimizer, Parallel, Train
 
 RUN = """
 [model]

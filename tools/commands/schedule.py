@@ -32,7 +32,7 @@ from tools.analysis.plots.timeline import Panel, as_text, draw
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides, add_strict
 from tools.config.run_file import RunConfig
-from tools.config.schedules import plan_equal, read_schedule
+from tools.config.tables.schedules import plan_equal, read_schedule
 from tools.console.tables import add_json, print_result
 from tools.console.units import flops, size
 from tools.convert.initial import resolve_run

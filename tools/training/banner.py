@@ -12,13 +12,13 @@ import torch
 from megaprec.checkpoint.atomic import damaged_beside, step_of, whole_checkpoints
 from megaprec.checkpoint.keeping import Keep, best_made_here, made_here
 from megaprec.comm.layout import Part
-from megaprec.data.blend import Blend
 from megaprec.durable import file_error
 from megaprec.errors import UserError
-from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.muon.rule import Muon
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.rules.muon.rule import Muon
+from megaprec.optim.state.flat_buffer import Buffer
 from megaprec.precision.plan import dtype_name
+from megaprec.tokens.blend import Blend
 from models.config import ModelConfig
 from models.decoder.kv_cache import CachedStage
 from models.estimate.storage import without_storage
@@ -27,15 +27,15 @@ from parallel.loopback import listening_in_words
 from parallel.pipeline.simulation import bubble, simulate
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
-from tools.config.settings import Checkpoint
+from tools.config.tables.settings import Checkpoint
 from tools.console.units import counted, date_now, first_of
 from tools.console.wrapped import say
 from tools.convert.train_state import TrainState
+from tools.inference.generation import Generation, escape_control_characters
+from tools.inference.load import find_checkpoint, load_model
+from tools.inference.sampling import Sampling
 from tools.journal.journal import add_event
 from tools.journal.records import SAMPLE, VALIDATION_PREFIX, read_events
-from tools.text.generation import Generation, escape_control_characters
-from tools.text.load import find_checkpoint, load_model
-from tools.text.sampling import Sampling
 from tools.training.batches import describe_requested, evaluated_samples
 from tools.training.branch import is_branch
 from tools.training.corpus import Corpus

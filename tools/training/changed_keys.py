@@ -15,15 +15,15 @@ from pydantic import ValidationError
 
 from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
-from megaprec.optim.lr import LRSchedule
+from megaprec.optim.rules.lr import LRSchedule
 from megaprec.parsing import parse_toml
 from megaprec.url_secrets import masked, masked_inside
 from models.equivalence import TRAINING_ONLY_KEYS
-from tools.config.batch_schedule import BatchSchedule
-from tools.config.checks import lr_schedule
 from tools.config.removed_keys import FORMER_DEFAULTS
+from tools.config.rules.all_rules import lr_schedule
 from tools.config.run_file import RunConfig
-from tools.config.settings import LR, Train
+from tools.config.tables.batch_schedule import BatchSchedule
+from tools.config.tables.settings import LR, Train
 from tools.console.toml import toml
 from tools.console.units import counted, enumerated
 from tools.convert.train_state import TrainState, stored_value

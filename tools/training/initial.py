@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.errors import Problem, UserError
+from megaprec.text.tokenizer import Tokenizer, load_tokenizer
 from tools.config.run_file import RunConfig
 from tools.convert.growth import Growth, moved_tokens
 from tools.convert.initial import initial_model

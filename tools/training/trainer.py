@@ -16,26 +16,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.checkpoint.reader import Store
 from megaprec.checkpoint.save_load import load
 from megaprec.comm.axis import device_of
-from megaprec.data.blend import Blend
-from megaprec.data.intact import describe_bad_id
-from megaprec.data.samples import Samples
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.diagnose.position import Phase, Position, StepPosition
 from megaprec.diagnose.router_monitor import RouterMonitor
 from megaprec.diagnose.spike_monitor import SpikeMonitor
 from megaprec.errors import UserError
-from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.param_groups import Group
-from megaprec.optim.step_limits import NO_LIMITS, StepLimits
-from megaprec.optim.step_report import (
+from megaprec.optim.decision.step_limits import NO_LIMITS, StepLimits
+from megaprec.optim.decision.step_report import (
     NO_TOKENS,
     SPIKE,
     NonFiniteStep,
     StepObserver,
     StepReport,
 )
+from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.rules.param_groups import Group
 from megaprec.precision.gemm import fp32_sums
 from megaprec.precision.tf32 import tf32
+from megaprec.tokens.blend import Blend
+from megaprec.tokens.intact import describe_bad_id
+from megaprec.tokens.samples import Samples
 from models.decoder.own_model import stage_maker
 from models.engine.engine import Engine, build_stages, mean_loss
 from models.engine.fp8_shadow import Shadow, run_shadow
@@ -45,7 +45,7 @@ from models.engine.shared_drawing import InitialWeights, draw_weights
 from parallel.leaves import Leaves
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.timeline import Recording
-from tools.config.checks import make_rule
+from tools.config.rules.all_rules import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.wrapped import say
 from tools.convert.initial import start_from

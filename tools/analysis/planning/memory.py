@@ -23,11 +23,11 @@ from parallel.pipeline.builders import SPLIT, default_chunks
 from parallel.pipeline.instructions import Instruction, Message, Op
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import Span, memory_in_use, peak
-from tools.config.checks import make_rule
-from tools.config.expert_ranks import expert_slices
+from tools.config.rules.all_rules import make_rule
+from tools.config.rules.expert_ranks import expert_slices
 from tools.config.run_file import RunConfig
-from tools.config.schedules import equal_schedule, stage_count
 from tools.config.sharding import sharding_of
+from tools.config.tables.schedules import equal_schedule, stage_count
 
 FEW_LAYERS = 2  # of two stages, of which one more layer tells what a layer keeps
 PROCESS = 350 * 10**6  # bytes of Python and torch in a process on a CPU

@@ -27,10 +27,10 @@ from tools.analysis.planning.search import (
 )
 from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.analysis.planning.speed import Prediction
-from tools.config.expert_ranks import expert_slices
 from tools.config.layouts import AXES, in_words
+from tools.config.rules.expert_ranks import expert_slices
 from tools.config.run_file import RunConfig
-from tools.config.settings import Parallel
+from tools.config.tables.settings import Parallel
 from tools.console.units import duration, first_of, flops, size
 
 # kinds of bytes with a column of their own, and those that share the column "other"

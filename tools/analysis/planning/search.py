@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from megaprec.optim.muon.rule import min_moments
+from megaprec.optim.rules.muon.rule import min_moments
 from parallel.pipeline.builders import default_chunks
 from parallel.sequence_cut import length_multiple
 from tools.analysis.planning.device import Target
@@ -37,9 +37,13 @@ from tools.analysis.planning.speed import (
     passes_of,
     predict,
 )
-from tools.config.checks import make_rule
-from tools.config.expert_ranks import expert_slices, possible_expert_keys, replicas_sharing_state
 from tools.config.layouts import fit_layout
+from tools.config.rules.all_rules import make_rule
+from tools.config.rules.expert_ranks import (
+    expert_slices,
+    possible_expert_keys,
+    replicas_sharing_state,
+)
 from tools.config.run_file import RunConfig
 from tools.config.sharding import sharding_of
 

@@ -34,9 +34,9 @@ from tools.analysis.planning.seconds.traffic import (
     whole_gradients,
 )
 from tools.analysis.planning.seconds.update import update_seconds
-from tools.config.expert_ranks import expert_slices
+from tools.config.rules.expert_ranks import expert_slices
 from tools.config.run_file import RunConfig
-from tools.config.schedules import pipeline_schedule
+from tools.config.tables.schedules import pipeline_schedule
 
 # Forward passes. Of a longer schedule only the first micro-batches are simulated, for a search
 # simulates the schedule of each layout.

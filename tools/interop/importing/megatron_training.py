@@ -8,8 +8,8 @@ from typing import Any
 
 from megaprec.dialects.nemo import resolve
 from megaprec.errors import UserError
-from tools.config.native_keys import native_keys_of
-from tools.config.precision_settings import FP8, PLAN_ONLY
+from tools.config.tables.native_keys import native_keys_of
+from tools.config.tables.precision_settings import FP8, PLAN_ONLY
 from tools.interop.arguments.megatron import option
 from tools.interop.importing.arguments import Arguments
 from tools.interop.importing.draft import NO_HALF

@@ -71,6 +71,7 @@ from tools.training.corpus import Corpus
 from tools.training.harness import Harness
 from tools.training.initial import growth_of
 from tools.training.invariants import Invariants
+from tools.training.learning_rates import LearningRates
 from tools.training.recording import record_run
 from tools.training.resume import resumed_progress
 from tools.training.run_folder import RunFolder
@@ -123,6 +124,7 @@ class Trainer:
         self._harness = Harness(config, corpus, self.engine, self.position)
         self._throughput = Throughput.of(config, corpus.model, self.engine.device)
         self._sizes = config.batches
+        self._rates = LearningRates.of(config.lr, config.train)
         self._batches = Batches(config, corpus.train, self.dp, self.position)
         self.monitor = OverflowMonitor(
             self.engine.optimizer.plan.scaling, config.precision.patience
@@ -503,7 +505,9 @@ class Trainer:
         self._limits = self._next_limits()
         limits = self._limits if self.config.train.on_spike == "skip" else NO_LIMITS
         try:
-            return self.engine.step(share, self._learning_rate(), step_number, recording, limits)
+            return self.engine.step(
+                share, self._rates.at(self.progress), step_number, recording, limits
+            )
         except NonFiniteStep as error:
             # The run ends once the state is saved (`_describe_divergence`).
             self._nonfinite_step = error
@@ -532,12 +536,6 @@ class Trainer:
             length = self.config.train.seq_length + 1
             problem = describe_bad_id(*location, length, error.vocab) or error.problems[0]
             raise UserError(problem) from error
-
-    def _learning_rate(self) -> float:
-        """Return the learning rate of the next step."""
-        if self.config.lr.unit == "samples":
-            return self.config.lr_schedule.at(self.progress.applied_samples)
-        return self.config.lr_schedule.at(self.progress.applied)
 
     def _advance(self, report: StepReport) -> None:
         """Add a step to `progress`, and note whether a rank was asked to stop."""

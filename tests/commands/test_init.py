@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megaprec.data import training
-from megaprec.data.text import open_source
+from megaprec.text import training
+from megaprec.text.sources import open_source
 from tests.refusals import shows
 from tools.cli import main
 from tools.commands import init

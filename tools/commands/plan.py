@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from megaprec.data.files import write_whole
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.precision.gemm import product
 from megaprec.resources import cores
+from megaprec.tokens.files import write_whole
 from models.config import ModelConfig
 from models.decoder.own_model import require_builtin
 from models.presets import PRESETS

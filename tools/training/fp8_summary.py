@@ -23,8 +23,8 @@ from models.decoder.stages import Stage
 from models.estimate.storage import simulated_experts
 from parallel.context import Context
 from tools.config.precision_modules import layer_spans
-from tools.config.precision_settings import FP8
 from tools.config.run_file import RunConfig
+from tools.config.tables.precision_settings import FP8
 
 # dialect -> field of the recipe -> key of the dialect
 DIALECT_KEYS = {

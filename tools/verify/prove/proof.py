@@ -21,7 +21,7 @@ from megaprec.checkpoint.reader import INDEX, Store
 from megaprec.errors import UserError
 from tools.config.layouts import layout_problems
 from tools.config.run_file import RunConfig
-from tools.config.settings import Parallel
+from tools.config.tables.settings import Parallel
 from tools.verify.parity.certificate import NOT_TRIED, PROVEN, WRONG
 from tools.verify.parity.layouts import Layout, every, fitted
 from tools.verify.parity.ranks import RunFailed

@@ -9,7 +9,7 @@ from megaprec.errors import UserError
 from models.config import ModelConfig
 from models.estimate.flops import StageCost
 from tools.analysis.planning.seconds.assumptions import Assumptions
-from tools.config.expert_ranks import expert_slices
+from tools.config.rules.expert_ranks import expert_slices
 from tools.config.run_file import RunConfig
 
 # How much faster FP8's products are than the mean of its recipes: one scale for each tensor costs

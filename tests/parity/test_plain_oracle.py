@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megaprec.data.samples import Batch, Samples
+from megaprec.tokens.samples import Batch, Samples
 from tests.families import CASES
 from tests.parity.oracle_runs import beside_oracle, entry_beside_oracle, words_of
 from tests.refusals import shows

@@ -20,6 +20,8 @@ from tests.fuzz.mutate import (
 )
 from tests.fuzz.mutated import GOOD
 from tests.importing.scripts import GPT, LLAMA
+from tests.importing.test_nemo import NEMO
+from tests.importing.test_neox import NEOX
 from tools.analysis.calibration.record import Calibration
 from tools.console.toml import toml
 
@@ -253,6 +255,8 @@ def imported(rng: Random, folder: Path) -> list[str]:
         "llama.sh": LLAMA,
         "arguments.yaml": YAML,
         "deepspeed.json": json.dumps(DEEPSPEED),
+        "neox.yml": NEOX,
+        "nemo.yaml": NEMO,
     }
     name = rng.choice([*sources])
     for other, text in sources.items():

@@ -106,8 +106,6 @@ READERS = (
     ["diagnose", "run"],
     ["evaluate", "run"],
     ["plan", "my.toml", "--measured", "run"],
-    ["bisect", "run", "other", "--steps=1"],
-    ["prove", "run", "--steps=2"],
 )
 
 

@@ -32,12 +32,12 @@ from megaprec.comm.layout import Layout, Part, attach, attach_whole, layout_of
 from megaprec.diagnose.nonfinite_trace import Trace
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.errors import UserError
-from megaprec.optim.lr import LRSchedule
+from megaprec.optim.decision.step_report import NonFiniteStep, Offender, StepReport
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.param_groups import Group
-from megaprec.optim.step_report import NonFiniteStep, Offender, StepReport
-from megaprec.optim.torch_rule import Torch as TorchRule
-from megaprec.optim.update_rules import SGD, AdamW
+from megaprec.optim.rules.lr import LRSchedule
+from megaprec.optim.rules.param_groups import Group
+from megaprec.optim.rules.torch_rule import Torch as TorchRule
+from megaprec.optim.rules.update_rules import SGD, AdamW
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.marks import module_has_fp32_attr, set_fp32_attr_to_module
 from megaprec.precision.module_wrappers import NaiveAMPModel, PlannedModel

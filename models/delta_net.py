@@ -2,9 +2,9 @@
 place of attention.
 
 A head keeps a matrix of `key_dim` x `value_dim` numbers, its state, in place of the keys and values
-of all earlier tokens (`models.attention.delta_rule`). There are `key_heads` heads of queries and
+of all earlier tokens (`models.recurrent.delta_rule`). There are `key_heads` heads of queries and
 keys, each of which serves value_heads / key_heads heads of values in a row. Queries, keys and
-values pass a causal convolution over `kernel` tokens first (`models.attention.short_convolution`).
+values pass a causal convolution over `kernel` tokens first (`models.recurrent.short_convolution`).
 """
 
 from collections.abc import Iterator

@@ -2,9 +2,9 @@
 attention.
 
 A head keeps a matrix of `state_dim` x `head_dim` numbers, its state, in place of the keys and
-values of all earlier tokens (`models.attention.state_space`). `groups` groups of heads in a row
+values of all earlier tokens (`models.recurrent.state_space`). `groups` groups of heads in a row
 share a query and a key, in Mamba's letters C and B. Values, keys and queries pass a causal
-convolution over `kernel` tokens first (`models.attention.short_convolution`).
+convolution over `kernel` tokens first (`models.recurrent.short_convolution`).
 """
 
 from collections.abc import Iterator

@@ -13,7 +13,7 @@ Adam's epsilon) that are c times as large, and a weight decay that is divided by
     an embedding that is multiplied by the   1 / sqrt(m) into the embedding, so that what is looked
     root of hidden (Gemma)                   up does not grow; a tied head gets it back
 
-The optimizer's part is `megaprec.optim.width`. docs/mup.md has the table.
+The optimizer's part is `megaprec.optim.rules.width`. docs/mup.md has the table.
 """
 
 from collections.abc import Iterable

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.decision.step_limits import NO_LIMITS, StepLimits
+from megaprec.optim.decision.step_report import StepObserver, StepReport
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.step_limits import NO_LIMITS, StepLimits
-from megaprec.optim.step_report import StepObserver, StepReport
+from megaprec.optim.state.flat_buffer import Buffer
 from megaprec.precision.plan import LossScaling, plan
 from models.attention.packing import UNPACKED, Packing
 from models.config import ModelConfig
@@ -20,7 +20,7 @@ from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from models.engine.passes import Share
 from parallel.activation_checkpoint import KEEP, Recompute
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from parallel.pipeline.schedules import Schedule
 from tests.ranks import run_ranks
 from tools.verify.parity.fragments import Fragment, take_fragments

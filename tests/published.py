@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megaprec.data.samples import Batch
+from megaprec.tokens.samples import Batch
 from tests.families import CASES, THEIRS
 from tests.models.test_families import float32_is_float64
 from tests.runs import RUN, WORDS

@@ -12,9 +12,9 @@ from unittest.mock import patch
 import torch
 
 from megaprec.comm.layout import layout_of
-from megaprec.data.indexed import IndexedWriter
-from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.step_report import StepObserver
+from megaprec.optim.decision.step_report import StepObserver
+from megaprec.optim.state.flat_buffer import Buffer
+from megaprec.tokens.indexed import IndexedWriter
 from tests.runs import train
 from tools.training.trainer import Trainer
 

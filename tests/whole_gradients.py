@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 from torch import Tensor
 
-from megaprec.optim.grad_buffer import GradBuffer
+from megaprec.optim.state.grad_buffer import GradBuffer
 
 
 class WholeGradients:

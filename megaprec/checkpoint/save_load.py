@@ -21,8 +21,8 @@ from megaprec.checkpoint.saving import Saving
 from megaprec.comm.layout import Part
 from megaprec.errors import Problem, UserError
 from megaprec.fp8.state import FP8State
-from megaprec.optim.flat_buffer import EMA, Buffer
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.state.flat_buffer import EMA, Buffer
 from megaprec.precision.plan import DTYPES, PrecisionPlan, dtype_name
 
 SHOWN_TENSORS = 5  # in an error about another model; more tell no more

@@ -16,8 +16,8 @@ from torch import Tensor
 from megaprec.checkpoint.host_copies import HostCopies, do_not_wait
 from megaprec.checkpoint.ranges import share
 from megaprec.comm.layout import Layout, Part, layout_of
-from megaprec.optim.flat_buffer import Buffer, Piece
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.state.flat_buffer import Buffer, Piece
 
 
 @dataclass

@@ -24,8 +24,8 @@ from megaprec.errors import UserError
 
 @dataclass(frozen=True)
 class Growth:
-    """Growth of a matrix over that of the base model of muP (`megaprec.optim.width`), as factors of
-    its numbers of features.
+    """Growth of a matrix over that of the base model of muP (`megaprec.optim.rules.width`), as
+    factors of its numbers of features.
 
     inputs: of the features that one output sums over.
     outputs: of the features that it makes.
@@ -149,7 +149,7 @@ class Layout:
     again: True for the second copy of such a rank.
     balancing: the update speed of a parameter that balances loads: what accumulates as its gradient
         are counts, which no loss scale, norm or learning rate concerns
-        (`megaprec.optim.load_balance`). None for all other parameters.
+        (`megaprec.optim.rules.load_balance`). None for all other parameters.
     expert: True if other ranks of the stage hold other experts in its place: its slices and
         replicas are then those of `ExpertAxes`, and each of these replicas has a whole gradient of
         its own rows.

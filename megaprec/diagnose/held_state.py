@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, Part, has_layout, layout_of
 from megaprec.comm.tensor_digests import digest
-from megaprec.optim.flat_buffer import EMA, Buffer
+from megaprec.optim.state.flat_buffer import EMA, Buffer
 
 WEIGHT = "weight"
 GRADIENT = "gradient"

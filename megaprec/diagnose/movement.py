@@ -18,9 +18,9 @@ from megaprec.comm.gathered_texts import gather_entries
 from megaprec.comm.layout import Part, has_layout, layout_of
 from megaprec.diagnose.held_state import digest_frozen
 from megaprec.diagnose.state_digest import WEIGHT, StateDigest
-from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.decision.step_report import StepObserver, StepReport
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.step_report import StepObserver, StepReport
+from megaprec.optim.state.flat_buffer import Buffer
 
 # An update is as large as rate times clipped gradient, or larger, by this factor at least: rules
 # that divide by the size of gradients make small ones larger.

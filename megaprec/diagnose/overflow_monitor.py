@@ -11,7 +11,7 @@ import math
 from collections import deque
 from typing import Any
 
-from megaprec.optim.step_report import NO_TOKENS, SPIKE, StepReport
+from megaprec.optim.decision.step_report import NO_TOKENS, SPIKE, StepReport
 from megaprec.precision.plan import LossScaling
 
 WINDOW = 1000  # recent steps that are counted

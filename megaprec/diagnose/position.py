@@ -23,8 +23,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megaprec.comm.waiting import Waits
-from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.step_report import StepObserver, StepReport
+from megaprec.optim.decision.step_report import StepObserver, StepReport
+from megaprec.optim.state.flat_buffer import Buffer
 
 
 class Phase(StrEnum):

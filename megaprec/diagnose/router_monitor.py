@@ -12,7 +12,7 @@ or always takes one of several. Skipped steps count neither way. A layer is name
 only if a step above the bound came in between. A run that resumes begins to count anew.
 """
 
-from megaprec.optim.step_report import RouterReport, StepReport
+from megaprec.optim.decision.step_report import RouterReport, StepReport
 
 STEPS = 20
 LEAST_SHARE = 0.1  # of the experts beyond those of one token

@@ -31,8 +31,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
-from megaprec.optim.step_limits import NO_LIMITS, StepLimits
-from megaprec.optim.step_report import SPIKE, StepReport
+from megaprec.optim.decision.step_limits import NO_LIMITS, StepLimits
+from megaprec.optim.decision.step_report import SPIKE, StepReport
 
 MEMORY = 256  # newest steps, in which rises are counted
 WINDOW = 64  # newest steps, which give the width

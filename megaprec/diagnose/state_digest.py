@@ -16,8 +16,8 @@ from megaprec.comm.gathered_texts import gather_entries
 from megaprec.comm.layout import Part
 from megaprec.comm.tensor_digests import digest_terms, hexadecimal
 from megaprec.fp8.state import FP8State
-from megaprec.optim.flat_buffer import EMA, Buffer, Piece
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.state.flat_buffer import EMA, Buffer, Piece
 
 WEIGHT = "weight"
 Digests = dict[str, dict[str, str]]

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.main_grad import close_accumulation, zero_missing_grads
-from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.numerics import RunningSums
-from megaprec.optim.partial_grads import sum_partial
+from megaprec.optim.decision.numerics import RunningSums
+from megaprec.optim.state.flat_buffer import Buffer
+from megaprec.optim.state.partial_grads import sum_partial
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 Wait = Callable[[], None]

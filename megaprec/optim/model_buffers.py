@@ -23,14 +23,14 @@ from megaprec.comm.tied import tied_axes
 from megaprec.comm.virtual import VirtualAxis
 from megaprec.errors import UserError
 from megaprec.fp8.params import FP8BufferShards, FP8Group, FP8Masters
-from megaprec.optim.flat_buffer import Buffer, GradReduction, param_dtype, require_in_place
-from megaprec.optim.frozen_state import FrozenState
-from megaprec.optim.model_checks import TrainedModel
-from megaprec.optim.param_groups import Group, in_order_of_factors
-from megaprec.optim.partial_grads import sum_partial_slices
+from megaprec.optim.guards.model_checks import TrainedModel
 from megaprec.optim.ranks import Ranks, Replicas, expert_replicas
+from megaprec.optim.rules.param_groups import Group, in_order_of_factors
+from megaprec.optim.rules.update_rules import UpdateRule
+from megaprec.optim.state.flat_buffer import Buffer, GradReduction, param_dtype, require_in_place
+from megaprec.optim.state.frozen_state import FrozenState
+from megaprec.optim.state.partial_grads import sum_partial_slices
 from megaprec.optim.torch_wrappers import DTensorSlice, is_dtensor
-from megaprec.optim.update_rules import UpdateRule
 from megaprec.precision.marks import parameters_of_marked
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 

@@ -39,31 +39,51 @@ from megaprec.comm.virtual import VirtualAxis
 from megaprec.errors import UserError
 from megaprec.kinds import NamedArguments
 from megaprec.leaf_calls import CallLeaf
-from megaprec.optim.attribution import attribute_nonfinite
 from megaprec.optim.canonical.numerics import CanonicalNumerics
-from megaprec.optim.consensus import Consensus, LocalNumbers, StepNumbers, digest, to_host
-from megaprec.optim.flat_buffer import Buffer, GradReduction
-from megaprec.optim.full_state import gather_tensors, load_tensors
-from megaprec.optim.grad_sync import GradReducer, ParamGatherer, in_forward_order
-from megaprec.optim.load_balance import LoadBalance
-from megaprec.optim.model_buffers import ModelBuffers
-from megaprec.optim.model_checks import (
-    require_identifiable,
-    require_same_plan,
-    require_used_patterns,
-)
-from megaprec.optim.muon.matrix_updates import MatrixUpdates, require_muon_patterns
-from megaprec.optim.muon.rule import Muon, moments_of
-from megaprec.optim.names_elsewhere import OPTIMIZER
-from megaprec.optim.numerics import Numerics
-from megaprec.optim.one_pass import (
+from megaprec.optim.decision.attribution import attribute_nonfinite
+from megaprec.optim.decision.consensus import Consensus, LocalNumbers, StepNumbers, digest, to_host
+from megaprec.optim.decision.numerics import Numerics
+from megaprec.optim.decision.one_pass import (
     AdamWNumbers,
     adamw_numbers,
     has_one_pass,
     runs,
     update_in_one_pass,
 )
-from megaprec.optim.param_groups import (
+from megaprec.optim.decision.scaler import disagreement, make_scaler
+from megaprec.optim.decision.step_limits import NO_LIMITS, StepLimits
+from megaprec.optim.decision.step_report import (
+    NO_TOKENS,
+    SPIKE,
+    NonFiniteStep,
+    Offender,
+    Outcome,
+    StepObserver,
+    StepReport,
+    loss_offender,
+)
+from megaprec.optim.grad_sync import GradReducer, ParamGatherer, in_forward_order
+from megaprec.optim.guards.model_checks import (
+    require_identifiable,
+    require_same_plan,
+    require_used_patterns,
+)
+from megaprec.optim.guards.rank_agreement import require_equal_on_all_ranks, require_same_weights
+from megaprec.optim.guards.step_agreement import (
+    explain_presence,
+    require_loss_of_all_replicas,
+    require_loss_of_one_stage,
+    require_same_loss,
+    require_same_replicated_grads,
+    summarize_presence,
+)
+from megaprec.optim.model_buffers import ModelBuffers
+from megaprec.optim.names_elsewhere import OPTIMIZER
+from megaprec.optim.ranks import Ranks
+from megaprec.optim.rules.load_balance import LoadBalance
+from megaprec.optim.rules.muon.matrix_updates import MatrixUpdates, require_muon_patterns
+from megaprec.optim.rules.muon.rule import Muon, moments_of
+from megaprec.optim.rules.param_groups import (
     NO_FACTORS,
     Factors,
     FactorSpan,
@@ -78,44 +98,24 @@ from megaprec.optim.param_groups import (
     step_rates,
     step_rules,
 )
-from megaprec.optim.rank_agreement import require_equal_on_all_ranks, require_same_weights
-from megaprec.optim.ranks import Ranks
-from megaprec.optim.scaler import disagreement, make_scaler
+from megaprec.optim.rules.update_rules import AdamW, Step, UpdateRule, claim_rule
+from megaprec.optim.rules.width import require_width_rule, rule_at_width
 from megaprec.optim.setting_ranges import (
     require_count,
     require_saved,
     require_scaled,
     require_settings,
 )
-from megaprec.optim.step_agreement import (
-    explain_presence,
-    require_loss_of_all_replicas,
-    require_loss_of_one_stage,
-    require_same_loss,
-    require_same_replicated_grads,
-    summarize_presence,
-)
-from megaprec.optim.step_limits import NO_LIMITS, StepLimits
-from megaprec.optim.step_report import (
-    NO_TOKENS,
-    SPIKE,
-    NonFiniteStep,
-    Offender,
-    Outcome,
-    StepObserver,
-    StepReport,
-    loss_offender,
-)
+from megaprec.optim.state.flat_buffer import Buffer, GradReduction
+from megaprec.optim.state.full_state import gather_tensors, load_tensors
+from megaprec.optim.state.update_tile import Tile
+from megaprec.optim.state.weight_average import WeightAverage
 from megaprec.optim.torch_api import TorchOptimizerApi
 from megaprec.optim.torch_wrappers import (
     averages,
     disable_ddp_sync,
     require_no_double_sharding,
 )
-from megaprec.optim.update_rules import AdamW, Step, UpdateRule, claim_rule
-from megaprec.optim.update_tile import Tile
-from megaprec.optim.weight_average import WeightAverage
-from megaprec.optim.width import require_width_rule, rule_at_width
 from megaprec.precision.marks import keep_marked_in_fp32
 from megaprec.precision.plan import PrecisionPlan
 
@@ -177,10 +177,10 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         power of two, for all zero sizes and pipelines. Call `end_microbatch` after each backward
         pass; average must be False.
     leaves: calls the statistics of gradients and AdamW's update in their compiled forms, which read
-        and write memory once (`megaprec.optim.one_pass`), as `parallel.leaves.Leaves` does; None:
-        both run operator by operator. Not with `canonical`.
+        and write memory once (`megaprec.optim.decision.one_pass`), as `parallel.leaves.Leaves`
+        does; None: both run operator by operator. Not with `canonical`.
     ema: the decay of an exponential moving average of the weights, such as 0.999, which each
-        applied step moves (`megaprec.optim.weight_average`). It is sharded as masters are and
+        applied step moves (`megaprec.optim.state.weight_average`). It is sharded as masters are and
         belongs to the saved state; `averaged_weights` computes with it. 0: none is kept.
     observers: called at each moment of a step; more may be added to the attribute of this name.
 

@@ -16,19 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.errors import UserError
-from models.attention import delta_rule, state_space
 from models.attention.attention import Attention
 from models.attention.context_limits import require_uncut_sequences
-from models.attention.delta_rule import DeltaInputs
 from models.attention.flash_windows import Documents
-from models.attention.gated_delta_net import GatedDeltaNet
 from models.attention.latent_attention import LatentAttention
-from models.attention.mamba_mixer import MambaMixer
 from models.attention.packing import Packing, causal_mask
 from models.attention.rope import RotaryTables
-from models.attention.state_space import StateSpaceInputs
 from models.config import ModelConfig
 from models.decoder.stages import Cut, Stage
+from models.recurrent import delta_rule, state_space
+from models.recurrent.delta_rule import DeltaInputs
+from models.recurrent.gated_delta_net import GatedDeltaNet
+from models.recurrent.mamba_mixer import MambaMixer
+from models.recurrent.state_space import StateSpaceInputs
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 

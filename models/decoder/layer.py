@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from models.attention.attention import Attention
 from models.attention.flash_windows import Documents
-from models.attention.gated_delta_net import GatedDeltaNet
-from models.attention.mamba_mixer import MambaMixer
 from models.attention.regions import RegionNorm, add_norm
 from models.attention.rope import RotaryTables
 from models.config import ModelConfig
 from models.feed_forward.mlp import MLP
 from models.feed_forward.moe import MixtureOfExperts
+from models.recurrent.gated_delta_net import GatedDeltaNet
+from models.recurrent.mamba_mixer import MambaMixer
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, dropout, note_microbatch
 from parallel.norms import LayerNorm, RMSNorm

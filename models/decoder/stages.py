@@ -78,10 +78,8 @@ from megaprec.comm.layout import Part, layout_of
 from megaprec.precision.rounding import nearest
 from models.attention.attention import Attention
 from models.attention.flash_windows import Documents
-from models.attention.gated_delta_net import GatedDeltaNet
 from models.attention.kernels import softcap
 from models.attention.latent_attention import LatentAttention
-from models.attention.mamba_mixer import MambaMixer
 from models.attention.packing import UNPACKED, Packing, causal_mask
 from models.attention.rope import RotaryTables, rotary_tables
 from models.config import ModelConfig
@@ -89,6 +87,8 @@ from models.decoder.layer import DecoderLayer, Mixer, make_norm
 from models.decoder.mtp import MTPBatch, PredictionModule
 from models.mup import note_growth
 from models.nvfp4_models import require_nvfp4_layers
+from models.recurrent.gated_delta_net import GatedDeltaNet
+from models.recurrent.mamba_mixer import MambaMixer
 from models.rope_scaling import RopeScaling
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, dropout
@@ -141,7 +141,7 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         recipe = context.plan.fp8
-        if recipe is not None and recipe.kind == "nvfp4":
+        if recipe is not None and recipe.scales.four_bits:
             require_nvfp4_layers(config)
         self.config = config
         self.context = context

@@ -23,13 +23,12 @@ from megaprec.diagnose.position import Position
 from megaprec.errors import UserError
 from megaprec.fp8.state import FP8State
 from megaprec.optim.canonical.consensus import summed_loss
+from megaprec.optim.decision.step_limits import NO_LIMITS, StepLimits
+from megaprec.optim.decision.step_report import LOSS, NonFiniteStep, StepObserver, StepReport
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.step_limits import NO_LIMITS, StepLimits
-from megaprec.optim.step_report import LOSS, NonFiniteStep, StepObserver, StepReport
 from megaprec.precision.patterns import require_used
 from megaprec.precision.plan import PrecisionPlan
 from models.attention.context_limits import require_divisible_context
-from models.attention.recurrent_kernels import Setting, refused_kernels
 from models.config import ModelConfig
 from models.decoder.cutting import MakeStage, build, cuts
 from models.decoder.frozen import freeze
@@ -40,6 +39,7 @@ from models.engine.passes import Passes, PassState, Share
 from models.engine.replay import trace_offenders
 from models.engine.step_sums import StepSums
 from models.feed_forward.dispatch import spread_experts
+from models.recurrent.kernel_choice import Setting, refused_kernels
 from parallel.context import Context
 from parallel.fp32_marks import compute_marked_in_fp32
 from parallel.fused_products import async_tensor_problems, require_fused_products

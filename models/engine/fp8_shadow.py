@@ -20,8 +20,8 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.gathered_texts import gather_entries
 from megaprec.comm.layout import layout_of
 from megaprec.fp8.state import ROLES
-from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.partial_grads import sum_partial
+from megaprec.optim.state.flat_buffer import Buffer
+from megaprec.optim.state.partial_grads import sum_partial
 from models.engine.passes import Passes, Share, require_steady_scales, require_whole_gradients
 from parallel.pipeline.instructions import Op
 

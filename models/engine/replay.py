@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 
 from megaprec.diagnose.nonfinite_trace import Trace
-from megaprec.optim.attribution import Onset
-from megaprec.optim.step_report import Offender
+from megaprec.optim.decision.attribution import Onset
+from megaprec.optim.decision.step_report import Offender
 from models.engine.passes import Passes, PassState, Share, require_steady_scales
 from parallel.pipeline.instructions import Instruction, Message, Op
 

@@ -33,8 +33,8 @@ from megaprec.diagnose.held_state import (
     find_strayed,
 )
 from megaprec.diagnose.silent_fault import Fault, RankEvidence, judge, read_trace
-from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.step_report import StepObserver
+from megaprec.optim.decision.step_report import StepObserver
+from megaprec.optim.state.flat_buffer import Buffer
 from models.attention.context_limits import require_uncut_sequences
 from models.engine.copies import holders
 from models.engine.engine import Engine

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
-from megaprec.optim.step_report import RouterReport, StepReport
+from megaprec.optim.decision.step_report import RouterReport, StepReport
 from models.config import ModelConfig
 from models.engine.passes import PassState
 from models.feed_forward.router import Router

@@ -24,7 +24,7 @@ loads of the experts (`models.feed_forward.router_tally`).
 A correction of the choice (`router.correction`) has no loss. Its "gradient" is the number of tokens
 that each expert was given; it is summed over micro-batches and ranks like any other, and the
 optimizer moves the correction by a fixed speed against the loads of the global batch
-(`megaprec.optim.load_balance`).
+(`megaprec.optim.rules.load_balance`).
 """
 
 from typing import Any

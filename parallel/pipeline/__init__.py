@@ -5,9 +5,9 @@ check(plan)             # raises unless each runs once and the schedule finishes
 bubble(simulate(plan))  # the longest wait of a rank, over the time it computes
 """
 
-from parallel.pipeline.builders import KINDS, schedule
 from parallel.pipeline.executor import Executor, StageHooks
 from parallel.pipeline.instructions import Instruction, Op
+from parallel.pipeline.kinds import KINDS, schedule
 from parallel.pipeline.p2p import P2P
 from parallel.pipeline.schedules import Schedule, forward_only, picture
 from parallel.pipeline.simulation import bubble, simulate

@@ -18,8 +18,8 @@ from megaprec.checkpoint.snapshot import owned_ranges
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, Part, attach
 from megaprec.errors import UserError
-from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.model_buffers import buckets
+from megaprec.optim.state.flat_buffer import Buffer
 from megaprec.precision.plan import plan
 from tests.checkpoint.test_checkpoint import change_index, saved
 from tests.refusals import raises, sentence

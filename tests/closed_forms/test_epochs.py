@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from megaprec.data.indexed import IndexedDataset, IndexedWriter
-from megaprec.data.samples import Samples, split
+from megaprec.tokens.indexed import IndexedDataset, IndexedWriter
+from megaprec.tokens.samples import Samples, split
 
 LENGTH = 4
 SAMPLES = 200

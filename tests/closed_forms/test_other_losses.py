@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.optim.step_report import StepReport
+from megaprec.optim.decision.step_report import StepReport
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
 from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, dropout
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from tests.closed_forms.sources import (
     CHAIN,
     VOCAB,

@@ -11,10 +11,10 @@ from threading import Event
 
 import pytest
 
-from megaprec.data import build as build_module
-from megaprec.data.files import exclusive_lock
-from megaprec.data.indexed import IndexedWriter
 from megaprec.errors import UserError
+from megaprec.text import build as build_module
+from megaprec.tokens.files import exclusive_lock
+from megaprec.tokens.indexed import IndexedWriter
 from tests.refusals import raises, shows
 from tools.cli import main
 from tools.commands.data import add_parser

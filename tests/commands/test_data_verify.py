@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megaprec.data.indexed import IndexedWriter
 from megaprec.errors import UserError
+from megaprec.tokens.indexed import IndexedWriter
 from tests.commands.test_data_command import command
 from tests.refusals import raises, sentence, shows
 

@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from megaprec.checkpoint.reader import Store
-from megaprec.data.tokenizer import load_tokenizer
-from megaprec.data.training import train_hugging_face
 from megaprec.errors import Problem
+from megaprec.text.tokenizer import load_tokenizer
+from megaprec.text.training import train_hugging_face
 from models.config import ModelConfig
 from models.decoder.kv_cache import CachedStage
 from tests import oracle
 from tests.refusals import sentence, shows
 from tests.runs import WORDS, checkpoint, train_on, write_run
 from tools.cli import main
-from tools.text.generation import Generation, escape_control_characters
-from tools.text.load import load_model
-from tools.text.sampling import Sampling
+from tools.inference.generation import Generation, escape_control_characters
+from tools.inference.load import load_model
+from tools.inference.sampling import Sampling
 
 PROMPT = "the model learns über Öl — 数"
 STEPS = 20

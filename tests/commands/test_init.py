@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megaprec.data import training
-from megaprec.data.text import open_source
+from megaprec.text import training
+from megaprec.text.sources import open_source
 from tests.refusals import shows
 from tools.cli import main
 from tools.commands import init
@@ -60,7 +60,9 @@ def test_the_run_that_is_written_can_be_trained_as_it_is(text: str, here: Path) 
 
 
 @pytest.mark.parametrize(
-    "text", [words(900), words(30_000), "これは長い文章です。" * 40], ids=["small", "larger", "Japanese"]
+    "text",
+    [words(900), words(30_000), "これは長い文章です。" * 40],
+    ids=["small", "larger", "Japanese"],
 )
 @pytest.mark.parametrize("preset", [None, "gpt2"])
 def test_a_run_whose_tokens_are_characters_can_be_trained_as_it_is(

@@ -13,9 +13,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.layout import AS_BASE, Growth, Part
-from megaprec.optim import param_groups, width
-from megaprec.optim.muon.rule import Muon
-from megaprec.optim.update_rules import AdamW, UpdateRule
+from megaprec.optim.rules import param_groups, width
+from megaprec.optim.rules.muon.rule import Muon
+from megaprec.optim.rules.update_rules import AdamW, UpdateRule
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
 from models.mup import Mup

@@ -21,9 +21,9 @@ from parallel.context import Context
 from tests.refusals import sentence, shows
 from tools.cli import main
 from tools.commands.precision import read_precision
-from tools.config.native_keys import native_keys_of
-from tools.config.precision_advice import PlanInRun, advice
 from tools.config.precision_modules import rows
+from tools.config.rules.precision_advice import PlanInRun, advice
+from tools.config.tables.native_keys import native_keys_of
 
 BF16 = torch.bfloat16
 FP16 = torch.float16

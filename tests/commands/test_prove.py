@@ -13,12 +13,12 @@ import torch
 
 from megaprec.checkpoint.reader import Store
 from megaprec.diagnose.state_digest import StateDigest
-from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.state.flat_buffer import Buffer
 from tests.refusals import sentence, shows
 from tests.runs import train, write_run
 from tools import cli
 from tools.commands import prove
-from tools.config.settings import Parallel
+from tools.config.tables.settings import Parallel
 from tools.training.batches import Batches
 from tools.training.corpus import open_corpus
 from tools.training.trainer import Trainer

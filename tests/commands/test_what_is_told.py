@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from megaprec.data.tokenizer import load_tokenizer
-from megaprec.data.training import LONGEST_LINE, train_sentencepiece
-from tests.data.chat_material import make_tokenizer
-from tests.data.test_chats import ASKS_FOR_THE_DAY
+from megaprec.text.tokenizer import load_tokenizer
+from megaprec.text.training import LONGEST_LINE, train_sentencepiece
 from tests.refusals import raises
+from tests.text.chat_material import make_tokenizer
+from tests.text.test_chats import ASKS_FOR_THE_DAY
 from tools.commands.doctor import _data_findings
 from tools.commands.mup_check import _frozen_notes
 from tools.commands.parity import _with_characters

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megaprec.data.tokenizer import load_tokenizer
-from megaprec.data.training import train_hugging_face
+from megaprec.text.tokenizer import load_tokenizer
+from megaprec.text.training import train_hugging_face
 from tests.other_systems import slow, write_folder
 from tests.refusals import shows
 from tools.cli import main

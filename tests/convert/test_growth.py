@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.layout import layout_of
-from megaprec.data.tokenizer import Tokenizer
+from megaprec.text.tokenizer import Tokenizer
 from models.decoder.stages import Stage
 from tests.published import BOS, folder_of, logits_of, model_of, tokenizers, transformers, written
 from tests.ranks import run_ranks
@@ -21,8 +21,8 @@ from tools.cli import main
 from tools.convert.formats import open_source
 from tools.convert.growth import Growth, moved_tokens
 from tools.convert.initial import resolve_run
+from tools.inference.load import load_model
 from tools.journal.records import INITIAL, read_events
-from tools.text.load import load_model
 from tools.training.corpus import open_corpus
 
 OLD = 300  # tokens of the published model

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megaprec.checkpoint.reader import Store
-from megaprec.data.training import train_sentencepiece
+from megaprec.text.training import train_sentencepiece
 from models.feed_forward.router import is_correction
 from tests.other_systems import FOR_MEGATRON, IN_MEGATRON, usually, write_folder
 from tests.refusals import raises, shows

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaprec.data.indexed import IndexedWriter
+from megaprec.tokens.indexed import IndexedWriter
 from tests.models.test_families import corrections, counting, float32_is_float64
 from tests.other_systems import CONFIGS, FOR_MEGATRON, IN_MEGATRON, WITHOUT_MEGATRON, slow, usually
 from tests.refusals import raises, shows

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import sentencepiece
 
-from megaprec.data.tokenizer import load_tokenizer
-from megaprec.data.training import train_hugging_face
+from megaprec.text.tokenizer import load_tokenizer
+from megaprec.text.training import train_hugging_face
 from tests.other_systems import write_folder
 from tools.cli import main
 from tools.convert.hf.vocabulary import folder_notes, write_tokenizer

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megaprec.diagnose.router_monitor import STEPS, RouterMonitor
-from megaprec.optim.step_report import RouterReport, StepReport
+from megaprec.optim.decision.step_report import RouterReport, StepReport
 from tests.layouts import Run, batches, make_engine, share_of
 from tests.models.test_parity import MODELS
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from megaprec.diagnose.spike_monitor import MEMORY, NEEDED, WINDOW, SpikeMonitor
-from megaprec.optim.step_report import SPIKE, StepReport
+from megaprec.optim.decision.step_report import SPIKE, StepReport
 from tests.work import calls_of
 
 # losses, gradient norms and tokens of the steps of real runs of other shapes, by name

@@ -6,7 +6,7 @@ from math import nan
 import pytest
 
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
-from megaprec.optim.step_report import StepReport
+from megaprec.optim.decision.step_report import StepReport
 from megaprec.precision.plan import LossScaling
 
 DYNAMIC = LossScaling("dynamic", initial=8.0, minimum=1.0)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megaprec.comm.layout import attach_whole
 from megaprec.dialects import colossalai
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.update_rules import AdamW
+from megaprec.optim.rules.update_rules import AdamW
 
 STEPS = 40
 LR = 3e-3

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.layout import layout_of
-from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.step_report import StepReport
-from megaprec.optim.update_rules import AdamW
+from megaprec.optim.decision.step_report import StepReport
+from megaprec.optim.rules.update_rules import AdamW
+from megaprec.optim.state.flat_buffer import Buffer
 from megaprec.precision import gemm
 from megaprec.precision.plan import DTYPES, PrecisionPlan, dtype_name, plan
 from megaprec.precision.tf32 import round_tf32
@@ -31,7 +31,7 @@ from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from models.feed_forward.mlp import MLP
 from parallel.norms import RMSNorm
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from parallel.pipeline.p2p import P2P
 from tests.layouts import (
     LENGTH,

@@ -16,7 +16,7 @@ from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling
 from tests.runs import steps, train_on, write_run
 from tools.commands.precision import PrecisionOfFile, read_precision
-from tools.config.native_keys import native_keys_of
+from tools.config.tables.native_keys import native_keys_of
 from tools.console.toml import toml
 
 BF16 = torch.bfloat16

@@ -11,8 +11,8 @@ from megaprec.dialects import nemo
 from megaprec.dialects.reading import Resolved
 from megaprec.dialects.translate import DIALECTS, differences, translate
 from megaprec.errors import UserError
-from tools.config.native_keys import native_keys_of, plan_of
-from tools.config.precision_settings import FP8, Precision
+from tools.config.tables.native_keys import native_keys_of, plan_of
+from tools.config.tables.precision_settings import FP8, Precision
 
 
 def said(resolved: Resolved) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def casts_of_weights_live_on(patch: pytest.MonkeyPatch) -> None:
 
 
 def versions_are_not_counted_up(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("megaprec.optim.flat_buffer.increment_version", lambda parameters: None)
+    patch.setattr("megaprec.optim.state.flat_buffer.increment_version", lambda parameters: None)
 
 
 def casts_do_not_saturate(patch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from megaprec.data.chat_template import CHATML
+from megaprec.text.chat_template import CHATML
 from tests.fuzz.mutate import (
     bytes_changed,
     edit_bytes,
@@ -120,7 +120,9 @@ def _key(name: str) -> str:
 
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_key(name)} = {_toml(item)}" for name, item in value.items()) + "}"
+        return (
+            "{" + ", ".join(f"{_key(name)} = {_toml(item)}" for name, item in value.items()) + "}"
+        )
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml, value)) + "]"
     if isinstance(value, bool | int | float):
@@ -279,7 +281,19 @@ def _edit_lines(rng: Random, file: Path) -> None:
     for _ in range(rng.choice((1, 1, 2, 4))):
         at = rng.randrange(len(lines))
         other = rng.randrange(len(lines))
-        odd = ("", "A=$(", "$A$A", "${A:-" * 200, "((", "<<EOF", "if", "'", '"', "&x *x", "- " * 500)
+        odd = (
+            "",
+            "A=$(",
+            "$A$A",
+            "${A:-" * 200,
+            "((",
+            "<<EOF",
+            "if",
+            "'",
+            '"',
+            "&x *x",
+            "- " * 500,
+        )
         choices: tuple[Callable[[str], str], ...] = (
             lambda line: line * 2,
             lambda line: line + rng.choice(odd),

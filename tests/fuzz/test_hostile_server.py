@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megaprec.data import bounds, http_bounds
-from megaprec.data.text import open_source
 from megaprec.errors import UserError
 from megaprec.resources import peak_memory
+from megaprec.text.sources import open_source
+from megaprec.tokens import bounds, http_bounds
 from tests.fuzz.hostile_server import CONDUCTS, serving
 
 MEMORY = 512 << 20  # bytes; a list of files of 64 MiB is looked through

@@ -13,8 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from megaprec.data import tokenizer
-from megaprec.data.text import open_source
 from megaprec.durable import file_error
 from megaprec.errors import LONGEST_LINE, UserError
 from megaprec.parsing import (
@@ -26,6 +24,8 @@ from megaprec.parsing import (
     read_regular,
     read_text,
 )
+from megaprec.text import tokenizer
+from megaprec.text.sources import open_source
 from tests.refusals import raises, shows
 from tools.cli import main
 from tools.config.run_file import load_run

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from megaprec.data.indexed import IndexedWriter
+from megaprec.tokens.indexed import IndexedWriter
 from tests.golden.runs import Curve
 from tests.golden.stream import (
     BETAS,

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
-from megaprec.optim.update_rules import AdamW
+from megaprec.optim.rules.update_rules import AdamW
 from megaprec.precision.plan import plan
 from models import build_stages, load_logical
 from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from models.engine.passes import Share
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from tests.golden.stream import (
     BETAS,
     CLIP,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaprec.data.indexed import IndexedWriter
+from megaprec.tokens.indexed import IndexedWriter
 from tools import cli
 from tools.console.toml import toml
 

@@ -10,11 +10,11 @@ from torch import nn
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, Part, attach
-from megaprec.optim import one_pass
-from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.grad_stats import statistics
-from megaprec.optim.one_pass import adamw_numbers, update_in_one_pass
-from megaprec.optim.update_rules import AdamW, Step
+from megaprec.optim.decision import one_pass
+from megaprec.optim.decision.grad_stats import statistics
+from megaprec.optim.decision.one_pass import adamw_numbers, update_in_one_pass
+from megaprec.optim.rules.update_rules import AdamW, Step
+from megaprec.optim.state.flat_buffer import Buffer
 from megaprec.precision.plan import plan
 from parallel.leaves import Leaves
 from tools.training import compiling

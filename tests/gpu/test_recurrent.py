@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.attention import delta_rule, kernel_calls, state_space
-from models.attention.recurrent_kernels import (
+from models.recurrent import delta_rule, kernel_calls, state_space
+from models.recurrent.kernel_choice import (
     CONVOLUTION,
     DELTA_RULE,
     STATE_SPACE,
@@ -19,10 +19,10 @@ from models.attention.recurrent_kernels import (
     Setting,
     choose,
 )
-from models.attention.short_convolution import short_convolution
-from tests.models import test_delta_rule, test_state_space
-from tests.models.recurrent_stand_ins import FUNCTIONS
-from tests.models.test_recurrent_kernels import made_and_gradients
+from models.recurrent.short_convolution import short_convolution
+from tests.recurrent import test_delta_rule, test_state_space
+from tests.recurrent.stand_ins import FUNCTIONS
+from tests.recurrent.test_kernel_choice import made_and_gradients
 
 TOLERANCE = 0.02  # relative, of results and gradients in bf16
 PRODUCTS = torch.bfloat16

@@ -8,7 +8,7 @@ import pytest
 
 from megaprec.comm.layout import Part
 from megaprec.errors import UserError
-from megaprec.optim.param_groups import Group, factors
+from megaprec.optim.rules.param_groups import Group, factors
 from models.logical_shapes import logical_shapes
 from models.mup import READOUTS
 from tests.importing.test_import import BASE, refused, run_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megaprec.optim.step_report import StepReport
+from megaprec.optim.decision.step_report import StepReport
 
 # loads are counts; other numbers are rounded to 2^-30 for each micro-batch
 EXACT = ("max_load", "min_load")

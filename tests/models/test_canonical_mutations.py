@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megaprec.comm import virtual
 from megaprec.comm.virtual import VirtualAxis
-from megaprec.optim import model_buffers, partial_grads
+from megaprec.optim import model_buffers
+from megaprec.optim.state import partial_grads
 from megaprec.precision.gemm import Gemm
 from models.decoder import cutting
 from models.engine import engine

@@ -14,11 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megaprec.comm.waiting import Pending
 from megaprec.precision.plan import plan
-from models.attention import delta_rule, state_space
-from models.attention.delta_rule import DeltaInputs
-from models.attention.gated_delta_net import GatedDeltaNet
-from models.attention.mamba_mixer import MambaMixer
-from models.attention.state_space import StateSpaceInputs
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
 from models.decoder.stages import Stage
@@ -26,6 +21,11 @@ from models.delta_net import DeltaNet
 from models.engine.options import EngineOptions
 from models.estimate.flops import stage_costs, training_flops
 from models.mamba import Mamba
+from models.recurrent import delta_rule, state_space
+from models.recurrent.delta_rule import DeltaInputs
+from models.recurrent.gated_delta_net import GatedDeltaNet
+from models.recurrent.mamba_mixer import MambaMixer
+from models.recurrent.state_space import StateSpaceInputs
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo

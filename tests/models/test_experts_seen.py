@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaprec.optim.step_report import RouterReport, StepReport
+from megaprec.optim.decision.step_report import RouterReport, StepReport
 from megaprec.precision.plan import LossScaling
 from models.engine.engine import Engine
 from models.feed_forward.router import Router

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaprec.comm.axis import Axis
-from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.model_buffers import buckets
+from megaprec.optim.state.flat_buffer import Buffer
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
 from models.feed_forward import grouped_products

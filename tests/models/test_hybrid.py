@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.precision.plan import plan
-from models.attention import mamba_mixer, state_space
-from models.attention.mamba_mixer import MambaMixer
-from models.attention.state_space import chunked
 from models.decoder.cutting import cuts
 from models.decoder.kv_cache import CachedStage
+from models.recurrent import mamba_mixer, state_space
+from models.recurrent.mamba_mixer import MambaMixer
+from models.recurrent.state_space import chunked
 from parallel.activation_checkpoint import Recompute
 from parallel.context import Context
 from tests.convert.test_transformers import SPEED, their_training
@@ -37,8 +37,6 @@ from tests.families import (
     train_all,
 )
 from tests.layouts import assemble
-from tests.models.test_delta_net import ours
-from tests.models.test_delta_rule import LateDecays, WithoutState
 from tests.models.test_families import (
     corrections,
     differing,
@@ -49,6 +47,8 @@ from tests.models.test_families import (
     transformers,
 )
 from tests.ranks import run_ranks
+from tests.recurrent.test_delta_net import ours
+from tests.recurrent.test_delta_rule import LateDecays, WithoutState
 from tools.convert.hf.folder import open_hf
 from tools.convert.verify import read_weights
 

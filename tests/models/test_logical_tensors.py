@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec import plan
 from models import Engine, EngineOptions, ModelConfig, Share, build_stages, load_logical
 from models.logical_shapes import logical_shapes
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from tests import oracle
 from tests.layouts import Fragment, assemble, fragments
 from tests.models.test_parity import MODELS

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.data.blend import Blend, Stretch
-from megaprec.data.document_tokens import with_begin
-from megaprec.data.indexed import IndexedDataset, IndexedWriter
-from megaprec.data.samples import Batch, Resets, Samples
+from megaprec.tokens.blend import Blend, Stretch
+from megaprec.tokens.document_tokens import with_begin
+from megaprec.tokens.indexed import IndexedDataset, IndexedWriter
+from megaprec.tokens.samples import Batch, Resets, Samples
 from models.config import ModelConfig
 from models.engine.engine import Engine, mean_loss
 from tests import layouts, oracle

@@ -11,10 +11,10 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from megaprec.comm.layout import Growth, Layout, Part, attach, layout_of
-from megaprec.optim.muon.rule import Muon
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.param_groups import Group, factors
-from megaprec.optim.update_rules import SGD, AdamW
+from megaprec.optim.rules.muon.rule import Muon
+from megaprec.optim.rules.param_groups import Group, factors
+from megaprec.optim.rules.update_rules import SGD, AdamW
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
 from models.decoder.stages import Cut, Stage

@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.layout import attach_whole
+from megaprec.optim.decision.step_report import StepReport
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.step_report import StepReport
 from megaprec.precision.plan import LossScaling, plan
 from models.config import ModelConfig
 from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from models.engine.passes import Share
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from tests import oracle
 from tests.families import put
 from tests.ranks import run_ranks

@@ -23,7 +23,7 @@ from models.engine import passes
 from parallel.mesh import make_mesh
 from tests.layouts import Run, batches, make_engine, share_of
 from tests.models.test_parity import MODELS
-from tools.config.settings import Parallel
+from tools.config.tables.settings import Parallel
 
 FOUR = {**MODELS["llama"], "layers": 4}
 BASE = Run(FOUR, "bf16", steps=3, options={"overlap": True, "bucket": 300})

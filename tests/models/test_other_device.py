@@ -26,10 +26,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megaprec.comm.axis import Axis, device_of
 from megaprec.comm.layout import attach_whole
 from megaprec.fp8.matmul import SLOW, describe_kernels
-from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.decision.step_report import StepReport
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.rule_by_name import rule
-from megaprec.optim.step_report import StepReport
+from megaprec.optim.rules.rule_table import rule
+from megaprec.optim.state.flat_buffer import Buffer
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.module_wrappers import PlannedModel
 from megaprec.precision.plan import LossScaling, plan
@@ -53,9 +53,9 @@ from tests.layouts import (
 from tests.ranks import on_ranks, run_ranks
 from tests.runs import checkpoint, steps, tensors, write_run
 from tools.config.run_file import load_run
-from tools.text.generation import Generation
-from tools.text.load import load_model
-from tools.text.sampling import Sampling
+from tools.inference.generation import Generation
+from tools.inference.load import load_model
+from tools.inference.sampling import Sampling
 from tools.training.corpus import open_corpus
 from tools.training.trainer import Trainer
 from tools.verify.parity.record import Plan, record

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.layout import layout_of
-from megaprec.data.indexed import IndexedDataset, IndexedWriter
-from megaprec.data.samples import Resets, Samples
 from megaprec.precision.plan import plan
+from megaprec.tokens.indexed import IndexedDataset, IndexedWriter
+from megaprec.tokens.samples import Resets, Samples
 from models.attention import kernels
 from models.attention.packing import UNPACKED, Packing, causal_mask
 from models.config import ModelConfig
@@ -25,7 +25,7 @@ from models.engine.engine import Engine, build_stages
 from models.engine.options import EngineOptions
 from models.engine.passes import Share
 from parallel.context import Context
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from tests import oracle, runs
 from tests.families import put
 from tests.layouts import Fragment, Recording, assemble

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.save_load import load, save
 from megaprec.errors import UserError
-from megaprec.optim.load_balance import corrections
+from megaprec.optim.rules.load_balance import corrections
 from megaprec.precision.plan import LossScaling
 from models.config import ModelConfig
 from models.decoder.cutting import best_cut

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaprec.optim.muon.newton_schulz import orthogonalized
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.rules.muon.newton_schulz import orthogonalized
 from megaprec.precision import gemm
 from megaprec.precision.plan import plan
 from models.attention import cpu_fused

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.optim.muon.rule import Muon
-from megaprec.optim.update_rules import AdamW, UpdateRule
+from megaprec.optim.rules.muon.rule import Muon
+from megaprec.optim.rules.update_rules import AdamW, UpdateRule
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import PrecisionPlan, plan
 from models.config import ModelConfig
@@ -20,7 +20,7 @@ from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from models.estimate.state import Sharding, StateBytes, state_bytes
 from models.estimate.storage import LiveMemory
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from tests.given import declare
 from tests.other_systems import slow
 from tests.ranks import run_ranks

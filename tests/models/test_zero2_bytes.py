@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.optim.muon.rule import Muon
+from megaprec.optim.rules.muon.rule import Muon
 from megaprec.precision.plan import plan
 from models.engine.passes import Share
 from tests.models.test_state import (

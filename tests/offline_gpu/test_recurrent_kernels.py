@@ -18,12 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.attention import delta_rule, kernel_calls, state_space
-from models.attention.delta_rule import DeltaInputs
-from models.attention.recurrent_kernels import DELTA_RULE, STATE_SPACE
-from models.attention.state_space import StateSpaceInputs
-from tests.models import test_delta_rule, test_state_space
-from tests.models.test_recurrent_kernels import made_and_gradients
+from models.recurrent import delta_rule, kernel_calls, state_space
+from models.recurrent.delta_rule import DeltaInputs
+from models.recurrent.kernel_choice import DELTA_RULE, STATE_SPACE
+from models.recurrent.state_space import StateSpaceInputs
+from tests.recurrent import test_delta_rule, test_state_space
+from tests.recurrent.test_kernel_choice import made_and_gradients
 
 # The interpreter's use of numpy is deprecated, and a package warns that there is no GPU.
 pytestmark = [pytest.mark.campaign, pytest.mark.filterwarnings("ignore")]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.optim.step_report import StepReport
+from megaprec.optim.decision.step_report import StepReport
 from tests.layouts import Run, batches, make_engine, share_of
 from tests.models.test_parity import MODELS
 from tests.ranks import run_ranks

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from megaprec.optim.muon.rule import Muon
+from megaprec.optim.rules.muon.rule import Muon
 
 Tensors = dict[str, Tensor]
 

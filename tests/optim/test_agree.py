@@ -12,11 +12,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import attach_whole
-from megaprec.optim.consensus import DIGEST_BITS, LocalNumbers, Measured, StepConsensus, digest
+from megaprec.optim.decision.consensus import (
+    DIGEST_BITS,
+    LocalNumbers,
+    Measured,
+    StepConsensus,
+    digest,
+)
+from megaprec.optim.decision.scaler import DynamicGradScaler
+from megaprec.optim.guards.step_agreement import describe_missing
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.scaler import DynamicGradScaler
-from megaprec.optim.step_agreement import describe_missing
-from megaprec.optim.update_rules import SGD
+from megaprec.optim.rules.update_rules import SGD
 from megaprec.precision.plan import LossScaling, plan
 from tests.given import declare
 from tests.logical import (

@@ -20,7 +20,7 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.update_rules import SGD
+from megaprec.optim.rules.update_rules import SGD
 from megaprec.precision.plan import LossScaling, PrecisionPlan, plan
 from tests.ranks import run_ranks
 from tests.refusals import sentence

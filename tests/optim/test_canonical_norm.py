@@ -12,7 +12,7 @@ from megaprec.comm.axis import Axis
 from megaprec.optim.canonical import consensus as canonical_consensus
 from megaprec.optim.canonical.consensus import CanonicalConsensus, in_slots, total_loss
 from megaprec.optim.canonical.exact_sum import LENGTH
-from megaprec.optim.consensus import Consensus, LocalNumbers
+from megaprec.optim.decision.consensus import Consensus, LocalNumbers
 
 CPU = torch.device("cpu")
 ORDERS = [2.0, 1.0, 1.5, 3.0, 7.3, math.inf]

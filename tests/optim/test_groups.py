@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.layout import Part
 from megaprec.errors import UserError
-from megaprec.optim.param_groups import Group, factors
+from megaprec.optim.rules.param_groups import Group, factors
 from tests.layouts import Fragment, assemble
 from tests.logical import (
     LAYOUTS,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.optim.step_report import LOSS, NonFiniteStep, Offender, StepReport
+from megaprec.optim.decision.step_report import LOSS, NonFiniteStep, Offender, StepReport
 from megaprec.precision.plan import LossScaling, plan
 from models.decoder.stages import Stage
 from models.engine.engine import Engine

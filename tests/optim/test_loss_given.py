@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
+from megaprec.optim.decision.step_report import describe
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.step_report import describe
 from megaprec.precision.plan import plan
 from parallel.context import Context
 from parallel.plain_modules import parallelize

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
-from megaprec.optim.muon import matrix_updates
-from megaprec.optim.muon.matrix_exchange import HeldSpan, MatrixExchange, owners_of
-from megaprec.optim.muon.newton_schulz import orthogonalized
+from megaprec.optim.rules.muon import matrix_updates
+from megaprec.optim.rules.muon.matrix_exchange import HeldSpan, MatrixExchange, owners_of
+from megaprec.optim.rules.muon.newton_schulz import orthogonalized
 from tests.logical import SHAPES, Case, give, make_optimizer
 from tests.ranks import run_ranks
 

@@ -17,12 +17,12 @@ from megaprec.checkpoint.atomic import latest
 from megaprec.checkpoint.save_load import load, save
 from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
-from megaprec.optim.muon import matrix_updates
-from megaprec.optim.muon.matrix_exchange import MatrixExchange
-from megaprec.optim.muon.newton_schulz import orthogonalized
-from megaprec.optim.muon.rule import MUON_MOMENTUM, Muon
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.rule_by_name import rule
+from megaprec.optim.rules.muon import matrix_updates
+from megaprec.optim.rules.muon.matrix_exchange import MatrixExchange
+from megaprec.optim.rules.muon.newton_schulz import orthogonalized
+from megaprec.optim.rules.muon.rule import MUON_MOMENTUM, Muon
+from megaprec.optim.rules.rule_table import rule
 from megaprec.precision.plan import plan
 from tests.layouts import Fragment, assemble, train_all
 from tests.layouts import Run as Training

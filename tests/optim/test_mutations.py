@@ -18,14 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, layout_of
-from megaprec.optim import grad_sync, param_groups, step_agreement, update_tile
-from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.grad_stats import statistics
+from megaprec.optim import grad_sync
+from megaprec.optim.decision.grad_stats import statistics
+from megaprec.optim.decision.scaler import DynamicGradScaler
+from megaprec.optim.decision.step_limits import NO_LIMITS, StepLimits
+from megaprec.optim.decision.step_report import StepReport
+from megaprec.optim.guards import step_agreement
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.partial_grads import sum_partial
-from megaprec.optim.scaler import DynamicGradScaler
-from megaprec.optim.step_limits import NO_LIMITS, StepLimits
-from megaprec.optim.step_report import StepReport
+from megaprec.optim.rules import param_groups
+from megaprec.optim.state import update_tile
+from megaprec.optim.state.flat_buffer import Buffer
+from megaprec.optim.state.partial_grads import sum_partial
 from megaprec.precision.plan import PrecisionPlan
 from models.engine.passes import Passes
 from parallel.layers import RowParallelLinear

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaprec.optim.grad_stats import norm_of, statistics, sum_of_squares
+from megaprec.optim.decision.grad_stats import norm_of, statistics, sum_of_squares
 
 CPU = torch.device("cpu")
 BOUND = 2e-7

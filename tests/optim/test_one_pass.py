@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, Part, attach, attach_whole
-from megaprec.optim import one_pass
-from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.grad_stats import statistics
-from megaprec.optim.one_pass import (
+from megaprec.optim.decision import one_pass
+from megaprec.optim.decision.grad_stats import statistics
+from megaprec.optim.decision.one_pass import (
     AdamWNumbers,
     adamw_,
     adamw_numbers,
@@ -27,9 +26,10 @@ from megaprec.optim.one_pass import (
     update_in_one_pass,
 )
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.param_groups import Group
-from megaprec.optim.update_rules import SGD, AdamW, Step
-from megaprec.optim.update_tile import Tile
+from megaprec.optim.rules.param_groups import Group
+from megaprec.optim.rules.update_rules import SGD, AdamW, Step
+from megaprec.optim.state.flat_buffer import Buffer
+from megaprec.optim.state.update_tile import Tile
 from megaprec.precision.plan import LossScaling, PrecisionPlan, plan
 from parallel.leaves import Call, Leaves, TensorSpec
 from tests.launches import Counting, tensors_in

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import attach_whole, parameters_of
 from megaprec.errors import Problem
-from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.decision.step_report import StepReport
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.step_report import StepReport
+from megaprec.optim.state.flat_buffer import Buffer
 from megaprec.precision.plan import LossScaling, plan
 from models.config import ModelConfig
 from models.decoder.cutting import build, cuts

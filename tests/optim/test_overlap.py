@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import attach_whole, layout_of
-from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.grad_sync import GradReducer, ParamGatherer
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.state.flat_buffer import Buffer
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
 from models.decoder.cutting import build, cuts

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaprec.errors import UserError
-from megaprec.optim.scaler import ConstantGradScaler, DynamicGradScaler, make_scaler
+from megaprec.optim.decision.scaler import ConstantGradScaler, DynamicGradScaler, make_scaler
 from megaprec.precision.plan import LossScaling
 from tests.refusals import raises, sentence
 

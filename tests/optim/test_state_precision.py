@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.layout import attach_whole
-from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.update_rules import SGD, AdamW
+from megaprec.optim.rules.update_rules import SGD, AdamW
+from megaprec.optim.state.flat_buffer import Buffer
 from megaprec.precision.plan import DTYPES, LossScaling, PrecisionPlan, plan
 from tests.given import declare
 from tests.layouts import Run, train_all

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from megaprec.optim.decision.step_limits import NO_LIMITS, StepLimits
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.step_limits import NO_LIMITS, StepLimits
 from megaprec.precision.plan import LossScaling
 from tests.logical import INF, SHAPES, Case, give, gradient, make_optimizer
 from tests.ranks import run_ranks

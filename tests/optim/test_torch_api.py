@@ -18,10 +18,10 @@ from torch.optim import lr_scheduler
 from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.param_groups import Group
-from megaprec.optim.rule_by_name import rule
+from megaprec.optim.rules.param_groups import Group
+from megaprec.optim.rules.rule_table import rule
+from megaprec.optim.rules.update_rules import SGD, AdamW
 from megaprec.optim.torch_api import FIXED
-from megaprec.optim.update_rules import SGD, AdamW
 from megaprec.precision.plan import plan
 from tests.project.test_readme import ROOT
 from tests.refusals import raises, sentence

@@ -16,7 +16,7 @@ from megaprec.checkpoint.reader import Store
 from megaprec.checkpoint.save_load import load, load_weights, save
 from megaprec.comm.layout import attach_whole
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.weight_average import averaged_tiles
+from megaprec.optim.state.weight_average import averaged_tiles
 from megaprec.precision.plan import plan
 from tests.logical import (
     INF,

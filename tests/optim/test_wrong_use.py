@@ -19,12 +19,12 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
 from megaprec.optim import names_elsewhere
-from megaprec.optim.lr import LRSchedule
-from megaprec.optim.muon.rule import Muon
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.param_groups import Group
-from megaprec.optim.torch_rule import Torch
-from megaprec.optim.update_rules import SGD, AdamW
+from megaprec.optim.rules.lr import LRSchedule
+from megaprec.optim.rules.muon.rule import Muon
+from megaprec.optim.rules.param_groups import Group
+from megaprec.optim.rules.torch_rule import Torch
+from megaprec.optim.rules.update_rules import SGD, AdamW
 from megaprec.precision.names_elsewhere import PLAN
 from megaprec.precision.plan import LossScaling, PrecisionPlan, plan
 from parallel.context import Context
@@ -800,7 +800,7 @@ def test_frozen_whole_and_complex_numbers_stay_as_they_are(compute: str, tmp_pat
 def test_one_number_that_was_written_through_data_counts_in_any_block(
     place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megaprec.optim.flat_buffer._COMPARED_ELEMENTS", 5)
+    monkeypatch.setattr("megaprec.optim.state.flat_buffer._COMPARED_ELEMENTS", 5)
     model, optimizer = made(plan("bf16"), rule=SGD(0.0), clip=0.0, weight_decay=0.0)
     weight = next(model.parameters()).data.view(-1)
     weight[place] = 64.0

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.layout import attach_whole
 from megaprec.comm.main_grad import gradient_of_step, has_gradient, main_grad_dtype, mark_gradient
 from megaprec.diagnose.nonfinite_trace import Trace
-from megaprec.optim.muon.rule import Muon
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.rules.muon.rule import Muon
 from megaprec.precision.plan import LossScaling, plan
 from tests.layouts import Result, Run, train_all
 from tests.models.test_parity import MODELS

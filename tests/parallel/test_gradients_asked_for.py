@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.update_rules import SGD
+from megaprec.optim.rules.update_rules import SGD
 from megaprec.precision.plan import plan
 from parallel.context import Context
 from parallel.plain_modules import parallelize

@@ -18,11 +18,11 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.layout import layout_of
 from megaprec.comm.main_grad import begin_accumulation
 from megaprec.optim import grad_sync
-from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.model_buffers import ModelBuffers
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.partial_grads import sum_partial
-from megaprec.optim.update_tile import Tile
+from megaprec.optim.state.flat_buffer import Buffer
+from megaprec.optim.state.partial_grads import sum_partial
+from megaprec.optim.state.update_tile import Tile
 from models.decoder.layer import DecoderLayer
 from models.decoder.stages import Stage
 from models.engine.passes import Passes

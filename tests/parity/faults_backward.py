@@ -7,11 +7,11 @@ import torch
 
 from megaprec.comm.layout import Layout, layout_of
 from megaprec.optim import grad_sync
-from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.model_buffers import ModelBuffers
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.update_rules import AdamW
-from megaprec.optim.update_tile import Tile as Run
+from megaprec.optim.rules.update_rules import AdamW
+from megaprec.optim.state.flat_buffer import Buffer
+from megaprec.optim.state.update_tile import Tile as Run
 from models.engine.passes import Passes
 from models.feed_forward import router
 from parallel import collectives, layers, loss, norms

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megaprec.data.samples import Batch, Samples
+from megaprec.tokens.samples import Batch, Samples
 from tests.families import CASES
 from tests.parity.oracle_runs import TRAIN, beside_oracle, entry_beside_oracle, words_of
 from tests.refusals import shows

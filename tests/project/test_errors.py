@@ -14,7 +14,7 @@ from megaprec.errors import Problem, UserError, sentences
 from tests.project.errors_page import page
 from tests.refusals import sentence
 from tools.cli import main
-from tools.config.schedules import read_schedule
+from tools.config.tables.schedules import read_schedule
 
 ROOT = Path(__file__).parents[2]
 ERRORS = ROOT / "megaprec" / "errors.py"

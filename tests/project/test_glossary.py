@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megaprec.optim.step_report import Offender, StepReport
+from megaprec.optim.decision.step_report import Offender, StepReport
 from tests.project.test_readme import ROOT
 from tests.runs import train, write_run
 from tools import cli

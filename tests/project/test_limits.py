@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megaprec.data import limits
+from megaprec.text import limits
 from tests.project.test_readme import ROOT
 
-LIMITED = ("megaprec/data/confined_program.py", "megaprec/data/tokenizer_trial.py", "tools/convert/core/untrusted.py")  # fmt: skip
+LIMITED = ("megaprec/text/confined_program.py", "megaprec/text/tokenizer_trial.py", "tools/convert/core/untrusted.py")  # fmt: skip
 
 
 def test_limits_of_a_process_that_reads_files_are_set_by_one_function() -> None:
@@ -21,7 +21,7 @@ def test_limits_of_a_process_that_reads_files_are_set_by_one_function() -> None:
         if "resource.setrlimit" in path.read_text()
     }
     # the launcher raises the number of open files
-    assert setting == {"megaprec/data/limits.py", "tools/training/launch.py"}
+    assert setting == {"megaprec/text/limits.py", "tools/training/launch.py"}
     for program in LIMITED:
         assert "limit_process(" in (ROOT / program).read_text()
 

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.project.modules_page import ROOT, imports, in_reading_order, page, uses_of_rooms
+from tests.project.modules_page import (
+    ROOT,
+    imports,
+    in_reading_order,
+    page,
+    rooms_in_order,
+    uses_of_rooms,
+)
 
 
 def test_no_module_imports_one_that_imports_it_in_turn() -> None:
@@ -26,10 +33,18 @@ def test_the_page_of_the_modules_has_every_module_with_its_own_sentence() -> Non
     assert written == page(), "python -m tests.project.modules_page > docs/modules.md"
 
 
-def test_the_map_names_every_room() -> None:
+def test_the_map_names_every_room_in_reading_order() -> None:
     text = (ROOT / "docs" / "code.md").read_text(encoding="utf-8")
     named = re.findall(r"^\| `([\w/]+)`", text, re.MULTILINE)
-    assert sorted(named) == sorted(uses_of_rooms())
+    assert named == rooms_in_order()
+
+
+def test_the_map_names_a_folder_of_laws_for_each_room() -> None:
+    text = (ROOT / "docs" / "code.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w/]+)` \| .* \| `(tests/[\w/]+)` \|$", text, re.MULTILINE)
+    assert [room for room, _ in rows] == rooms_in_order()
+    for _, laws in rows:
+        assert list((ROOT / laws).glob("test_*.py")), laws
 
 
 SMALLER = {

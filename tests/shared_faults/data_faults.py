@@ -8,18 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megaprec.data import order, samples
-from megaprec.data.held_out import Ranges
-from megaprec.data.samples import Batch, Samples
-from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.state.flat_buffer import Buffer
+from megaprec.tokens import order, samples
+from megaprec.tokens.held_out import Ranges
+from megaprec.tokens.samples import Batch, Samples
 from models.decoder.stages import Stage
 from models.engine import engine, passes
 from models.engine.passes import Passes
 from tests.shared_faults.fault import Fault, change
 from tools.training import resume
 
-SAMPLE_TESTS = ("tests/data/test_samples.py", "tests/data/test_order.py")
+SAMPLE_TESTS = ("tests/tokens/test_samples.py", "tests/tokens/test_order.py")
 LOSS_TESTS = ("tests/models/test_loss_mask.py", "tests/models/test_parity.py")
 TRAIN = "tests/training/test_train.py"
 TORN = "test_metrics_hold_every_step_once_though_a_line_was_torn_and_steps_were_repeated"
@@ -210,7 +210,7 @@ FAULTS = {
         "the samples of the evaluation are among those of training",
         change(samples, "divide", trained_everywhere),
         "llama",
-        ("tests/data/test_samples.py", "tests/data/test_held_out.py"),
+        ("tests/tokens/test_samples.py", "tests/tokens/test_held_out.py"),
     ),
     "first tokens of documents count": Fault(
         "what begins a document is a target in spite of data.eod_mask_loss",

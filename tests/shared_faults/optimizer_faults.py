@@ -7,14 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaprec.optim import consensus, load_balance, lr, optimizer, param_groups, update_tile
-from megaprec.optim.consensus import Consensus
-from megaprec.optim.lr import LRSchedule
+from megaprec.optim import optimizer
+from megaprec.optim.decision import consensus
+from megaprec.optim.decision.consensus import Consensus
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.param_groups import Factors
-from megaprec.optim.update_rules import AdamW, Step
-from megaprec.optim.update_tile import Tile
-from megaprec.optim.weight_average import AveragedTile, WeightAverage
+from megaprec.optim.rules import load_balance, lr, param_groups
+from megaprec.optim.rules.lr import LRSchedule
+from megaprec.optim.rules.param_groups import Factors
+from megaprec.optim.rules.update_rules import AdamW, Step
+from megaprec.optim.state import update_tile
+from megaprec.optim.state.update_tile import Tile
+from megaprec.optim.state.weight_average import AveragedTile, WeightAverage
 from tests.shared_faults.fault import Fault, change
 
 RULE_TESTS = ("tests/optim/test_optimizer.py", "tests/optim/test_rules.py")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megaprec.data.indexed import IndexedWriter
+from megaprec.tokens.indexed import IndexedWriter
 from tests.refusals import sentence
 from tests.runs import checkpoint, edit_index, train, write_run
 from tools.cli import main

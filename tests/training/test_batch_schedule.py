@@ -16,25 +16,26 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.reader import Store
 from megaprec.comm.axis import Axis
-from megaprec.data.samples import Batch, Samples
 from megaprec.diagnose.position import Position
+from megaprec.tokens.samples import Batch, Samples
 from tests.ranks import run_ranks
 from tests.refusals import shows
 from tests.runs import checkpoint, rewind, steps, tensors, train, train_on, write_run
 from tools.analysis.planning.memory import MemoryModel
 from tools.analysis.planning.search import Planned, plan_run, run_seconds, steps_within
 from tools.analysis.planning.speed import Assumptions
-from tools.config.batch_schedule import BatchSchedule
-from tools.config.checks import cross_problems
+from tools.config.rules.all_rules import cross_problems
 from tools.config.run_file import RunConfig
+from tools.config.tables.batch_schedule import BatchSchedule
 from tools.convert.initial import resolve_run
 from tools.convert.train_state import TrainState
 from tools.journal.journal import Journal
 from tools.journal.records import read_events
 from tools.journal.timeline_file import TIMELINE, read_trace_of
 from tools.training.batches import Batches
-from tools.training.changed_keys import Rates, keys_of, other_length
+from tools.training.changed_keys import keys_of, other_length
 from tools.training.corpus import open_corpus
+from tools.training.learning_rates import LearningRates
 from tools.training.trainer import Trainer
 from tools.verify.replay.overflow import replay
 
@@ -217,7 +218,7 @@ def test_rates_to_come_are_those_of_a_plain_loop_over_samples() -> None:
     for _ in range(200):
         changes = random_changes(dice)
         config = config_of(changes, lr={"schedule": "cosine", "warmup": 30, "length": 700})
-        rates = Rates.of(config.lr, config.train)
+        rates = LearningRates.of(config.lr, config.train)
         run = PlainRun(changes)
         for _ in range(dice.randrange(30)):
             run.take_step(is_applied=dice.random() < 0.8)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megaprec.data.indexed import IndexedDataset, IndexedWriter
-from megaprec.data.samples import Samples
-from megaprec.data.tokenizer import load_tokenizer
+from megaprec.text.tokenizer import load_tokenizer
+from megaprec.tokens.indexed import IndexedDataset, IndexedWriter
+from megaprec.tokens.samples import Samples
 from tests.families import CASES
 from tests.published import (
     BOS,

@@ -11,11 +11,11 @@ from typing import cast
 import pytest
 
 from megaprec.checkpoint.reader import Store
-from megaprec.data.build import prepare
-from megaprec.data.text import open_source
-from megaprec.data.tokenizer import load_tokenizer
-from megaprec.data.training import train_hugging_face
 from megaprec.errors import Problem
+from megaprec.text.build import prepare
+from megaprec.text.sources import open_source
+from megaprec.text.tokenizer import load_tokenizer
+from megaprec.text.training import train_hugging_face
 from tests.refusals import sentence, shows
 from tests.runs import checkpoint, edit_index, rewind, steps, tensors, train, write_run
 from tools import cli
@@ -25,13 +25,13 @@ from tools.journal.records import read_events
 from tools.training.changed_keys import (
     KEYS_WITHOUT_EFFECT,
     NOT_EXACT_MARK,
-    Rates,
     changed_keys,
     keys_of,
     lr_jump,
     rates_around,
     same_rates,
 )
+from tools.training.learning_rates import LearningRates
 
 OWN = "data.cache="
 UNITS = ("steps", "samples")  # of lr.unit
@@ -428,7 +428,7 @@ def test_rates_that_change_at_any_time_are_marked_and_others_are_not(
 ) -> None:
     """A schedule may have ended, count in another unit, or part only in a short tail."""
     before, after = (load_run(file, ["lr.schedule=cosine", *keys]) for keys in (had, had + has))
-    rates = [Rates.of(config.lr, config.train) for config in (before, after)]
+    rates = [LearningRates.of(config.lr, config.train) for config in (before, after)]
     progress = TrainState(step=5, applied=5, samples=40, applied_samples=40)
     store = cast(Store, SimpleNamespace(index={"run": keys_of(before), "model": {}}, path=tmp_path))
     changed = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megaprec.data.indexed import IndexedWriter
+from megaprec.tokens.indexed import IndexedWriter
 from tests.refusals import shows
 from tests.runs import train, train_each_on, train_on, write_run
 from tools import cli

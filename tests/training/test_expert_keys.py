@@ -12,11 +12,11 @@ from megaprec.errors import Problem, UserError
 from models.config import ModelConfig
 from tests.refusals import sentence
 from tools.analysis.planning.search import least_bytes
-from tools.config.expert_ranks import expert_replicas, replicas_sharing_state
 from tools.config.layouts import fit_layout, in_words, largest_fitting, layout_problems
+from tools.config.rules.expert_ranks import expert_replicas, replicas_sharing_state
 from tools.config.run_file import RunConfig, load_run
-from tools.config.settings import Parallel, Train
 from tools.config.sharding import sharding_of
+from tools.config.tables.settings import Parallel, Train
 from tools.verify.parity.layouts import fitted as for_parity
 from tools.verify.parity.layouts import requested_layouts
 

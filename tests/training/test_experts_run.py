@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megaprec.diagnose.router_monitor import STEPS
-from megaprec.optim.step_report import RouterReport
+from megaprec.optim.decision.step_report import RouterReport
 from models.feed_forward.router import Router
 from parallel.dropout import MicrobatchInfo
 from tests.project.test_glossary import explained

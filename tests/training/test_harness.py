@@ -14,8 +14,8 @@ from tests.refusals import sentence, shows
 from tests.runs import checkpoint, steps, train, write_run
 from tests.training.deaths import START
 from tools.cli import main
-from tools.config.data_settings import Data
 from tools.config.run_file import load_run
+from tools.config.tables.data_settings import Data
 from tools.training import harness, launch
 
 GENERATING = """

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megaprec.checkpoint.reader import Store
-from megaprec.data.samples import Samples
+from megaprec.tokens.samples import Samples
 from tests.refusals import shows
 from tests.runs import checkpoint, edit_index, steps, train, write_run
 from tools.config.run_file import load_run

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import models.engine.engine
 import models.engine.passes
 from megaprec.comm.layout import layout_of
-from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.step_report import StepObserver, StepReport
+from megaprec.optim.decision.step_report import StepObserver, StepReport
+from megaprec.optim.state.flat_buffer import Buffer
 from models.decoder.token_count import TokenCount, count_tokens
 from tests.parity.oracle_runs import words_of
 from tests.planting import put

@@ -18,7 +18,7 @@ from tools.config.layouts import (
     layout_problems,
 )
 from tools.config.run_file import RunConfig
-from tools.config.settings import Parallel, Train
+from tools.config.tables.settings import Parallel, Train
 
 SIZES = st.sampled_from([1, 2, 3, 4])
 

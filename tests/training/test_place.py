@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megaprec.checkpoint.reader import Store
-from megaprec.data.samples import Batch, Samples
+from megaprec.tokens.samples import Batch, Samples
 from tests.refusals import shows
 from tests.runs import checkpoint, rewind, train, write_run
 from tools.convert.train_state import read_progress

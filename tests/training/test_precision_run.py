@@ -15,9 +15,9 @@ from megaprec.precision.plan import LossScaling, plan
 from tests.ranks import run_ranks
 from tests.refusals import sentence
 from tests.runs import steps, train_each_on, train_on, write_run
-from tools.config.checks import CHECKS
-from tools.config.native_keys import KEYS
+from tools.config.rules.all_rules import CHECKS
 from tools.config.run_file import RunConfig, load_run
+from tools.config.tables.native_keys import KEYS
 from tools.training.corpus import open_corpus
 from tools.training.trainer import Trainer
 

@@ -16,20 +16,24 @@ from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.diagnose.spike_monitor import SpikeMonitor
 from megaprec.errors import Problem, UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.update_rules import AdamW
+from megaprec.optim.rules.lr import SCHEDULES
+from megaprec.optim.rules.rule_table import RULES
+from megaprec.optim.rules.update_rules import AdamW
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling, PrecisionPlan
+from models.activations import ACTIVATIONS
 from models.presets import preset
+from parallel.pipeline.kinds import KINDS
 from tests.refusals import raises, sentence, shows
 from tools.commands.keys import describe_keys
-from tools.config.data_settings import Data
 from tools.config.key_suggestions import ELSEWHERE
 from tools.config.layouts import check_world
-from tools.config.native_keys import FP8_KEYS, SCALING, loss_scaling
-from tools.config.precision_settings import FP8, Precision
 from tools.config.removed_keys import REMOVED_KEYS
 from tools.config.run_file import RunConfig, known_keys, load_run
-from tools.config.settings import LR, Log, Optimizer, Parallel, Train
+from tools.config.tables.data_settings import Data
+from tools.config.tables.native_keys import FP8_KEYS, SCALING, loss_scaling
+from tools.config.tables.precision_settings import FP8, Precision
+from tools.config.tables.settings import LR, Log, Optimizer, Parallel, Train
 
 RUN = """
 [model]
@@ -338,8 +342,28 @@ def test_muon_lists_the_options_that_a_run_file_may_give_it() -> None:
     for option in listed.split(", "):
         found = problems(*MINIMAL, "optimizer.name=muon", f"optimizer.options={{{option}=nan}}")
         assert found
-        assert not any(shows(line, "config.muon_option") for line in found)
+        assert not any(shows(line, "config.own_key_of_rule") for line in found)
         assert not any(shows(line, "optimizer.rule_options") for line in found)
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if RULES[name].own_keys])
+def test_an_option_with_a_key_of_its_own_is_refused_as_an_option(name: str) -> None:
+    for key in RULES[name].own_keys:
+        given = [f"optimizer.name={name}", f"optimizer.options={{{key}=0.5}}"]
+        (problem,) = problems(*MINIMAL, *given)
+        assert shows(problem, "config.own_key_of_rule", key=key)
+
+
+@pytest.mark.parametrize("key", ["optimizer.name", "lr.schedule", "parallel.schedule", "model.mlp"])
+def test_a_name_that_its_table_lacks_is_refused_with_the_names_of_the_table(key: str) -> None:
+    tables = {
+        "optimizer.name": RULES,
+        "lr.schedule": SCHEDULES,
+        "parallel.schedule": KINDS,
+        "model.mlp": ACTIVATIONS,
+    }
+    (problem,) = problems(*MINIMAL, f"{key}=no-such-name")
+    assert all(name in problem for name in tables[key])
 
 
 def test_a_number_where_text_belongs_in_a_file_is_refused(run_file: Path) -> None:

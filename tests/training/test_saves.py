@@ -24,8 +24,8 @@ from megaprec.checkpoint import shard_file
 from megaprec.checkpoint.atomic import checkpoints, latest
 from megaprec.durable import write_all
 from megaprec.errors import Problem, UserError
-from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.step_report import StepObserver
+from megaprec.optim.decision.step_report import StepObserver
+from megaprec.optim.state.flat_buffer import Buffer
 from tests.checkpoint.test_checkpoint import names
 from tests.ranks import run_ranks
 from tests.refusals import shows

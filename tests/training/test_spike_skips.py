@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megaprec.diagnose.spike_monitor import SpikeMonitor
-from megaprec.optim.step_limits import NO_LIMITS, StepLimits
+from megaprec.optim.decision.step_limits import NO_LIMITS, StepLimits
 from tests.refusals import shows
 from tests.runs import checkpoint, edit_index, steps, tensors, train, train_on, write_run
 from tests.spikes import BATCH, copied, garbage, write_spiky_run

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.atomic import latest
-from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.step_report import StepObserver
+from megaprec.optim.decision.step_report import StepObserver
+from megaprec.optim.state.flat_buffer import Buffer
 from tests.ranks import run_ranks
 from tests.runs import checkpoint, steps, tensors, train_on, write_run
 from tools import cli

@@ -26,10 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.checkpoint import atomic as checkpoint_folder
 from megaprec.checkpoint import saving as checkpoint_state
 from megaprec.checkpoint import shard_file as checkpoint_file
-from megaprec.data.indexed import IndexedDataset
-from megaprec.data.training import train_sentencepiece
 from megaprec.errors import Problem, UserError
 from megaprec.resources import cores
+from megaprec.text.training import train_sentencepiece
+from megaprec.tokens.indexed import IndexedDataset
 from parallel.mesh import broadcast_from_first
 from tests.checkpoint.test_checkpoint import names
 from tests.other_systems import slow

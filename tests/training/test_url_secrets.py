@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from megaprec.data.files import with_suffix
-from megaprec.data.places import name_in_url, path_of
-from megaprec.data.text import Source
+from megaprec.text.sources import Source
+from megaprec.tokens.files import with_suffix
+from megaprec.tokens.places import name_in_url, path_of
 from megaprec.url_secrets import has_password, masked, masked_inside, without_passwords
-from tests.data.ranged_server import Conduct, serving
 from tests.refusals import raises
 from tests.runs import write_run
+from tests.tokens.ranged_server import Conduct, serving
 from tools import cli
 from tools.analysis.report.page import html
 from tools.analysis.report.run import _read_keys

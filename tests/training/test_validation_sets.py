@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megaprec.checkpoint.reader import Store
-from megaprec.data.build import prepare
-from megaprec.data.indexed import IndexedDataset
-from megaprec.data.text import open_source
-from megaprec.data.training import train_sentencepiece
+from megaprec.text.build import prepare
+from megaprec.text.sources import open_source
+from megaprec.text.training import train_sentencepiece
+from megaprec.tokens.indexed import IndexedDataset
 from tests import oracle
 from tests.refusals import sentence, shows
 from tests.runs import RUN, checkpoint, steps, train, train_on, write_run

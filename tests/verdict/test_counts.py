@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprec.data.token_bytes import NOT_KNOWN, TokensOfText, bytes_of_tokens
-from megaprec.data.tokenizer import Tokenizer, load_tokenizer
-from megaprec.data.training import train_sentencepiece
+from megaprec.text.token_bytes import NOT_KNOWN, TokensOfText, bytes_of_tokens
+from megaprec.text.tokenizer import Tokenizer, load_tokenizer
+from megaprec.text.training import train_sentencepiece
 from tools.analysis.verdict.counts import Counts
 
 VOCABULARY = 7

@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-from megaprec.data.text import open_source
 from megaprec.resources import status_bytes
+from megaprec.text.sources import open_source
 from tools.bench.measurement import add_integers, print_record
 from tools.convert.core.names import HUGGING_FACE
 from tools.convert.core.rules import matches

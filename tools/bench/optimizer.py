@@ -32,7 +32,7 @@ from tools.bench.measurement import (
     print_record,
     seconds_in_turn,
 )
-from tools.config.settings import Parallel
+from tools.config.tables.settings import Parallel
 
 SCALE = 1024.0
 LEARNING_RATE = 1e-4

@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.attention import delta_rule, kernel_calls, recurrent_kernels, state_space
-from models.attention.delta_rule import DeltaInputs
-from models.attention.recurrent_kernels import DELTA_RULE, STATE_SPACE, Package, Setting
-from models.attention.state_space import StateSpaceInputs
+from models.recurrent import delta_rule, kernel_calls, kernel_choice, state_space
+from models.recurrent.delta_rule import DeltaInputs
+from models.recurrent.kernel_choice import DELTA_RULE, STATE_SPACE, Package, Setting
+from models.recurrent.state_space import StateSpaceInputs
 from tools.bench.measurement import (
     Step,
     add_device,
@@ -198,4 +198,4 @@ def _state_space_forms(device: torch.device) -> dict[str, Form]:
 def _kernel(package: Package, device: torch.device) -> Callable[..., Any] | None:
     """Return the kernel that a run in bf16 tries, and takes if it is right; None: plain torch."""
     setting = Setting(device.type, torch.bfloat16, canonical=False, deterministic=False)
-    return recurrent_kernels.choose(package, setting).kernel
+    return kernel_choice.choose(package, setting).kernel

@@ -31,12 +31,12 @@ from megaprec.comm.gathered_texts import gather_entries
 from megaprec.comm.groups import make_groups
 from megaprec.comm.layout import Part
 from megaprec.comm.random import normal_part
-from megaprec.data.files import with_suffix
-from megaprec.data.index_check import Checked
-from megaprec.data.indexed import HEADER, LONGEST_SEQUENCE, MAGIC, VERSION, IndexedDataset
-from megaprec.data.samples import Samples
+from megaprec.tokens.files import with_suffix
+from megaprec.tokens.index_check import Checked
+from megaprec.tokens.indexed import HEADER, LONGEST_SEQUENCE, MAGIC, VERSION, IndexedDataset
+from megaprec.tokens.samples import Samples
 from parallel.mesh import make_mesh
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from parallel.pipeline.p2p import CPU, P2P
 from tools.bench.measurement import add_integers, print_record
 

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from megaprec.comm.axis import device_of
-from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.step_report import StepObserver, StepReport
+from megaprec.optim.decision.step_report import StepObserver, StepReport
+from megaprec.optim.state.flat_buffer import Buffer
 from megaprec.precision.gemm import fp32_sums
 from megaprec.precision.tf32 import tf32
 from megaprec.resources import peak_memory

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from megaprec.comm.axis import Axis
-from megaprec.data.files import write_whole
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.precision.plan import DTYPES
 from megaprec.resources import cores
+from megaprec.tokens.files import write_whole
 from models.estimate.storage import Device
 from parallel.mesh import make_mesh, world
 from tools.analysis.calibration.collectives import collectives

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from megaprec.data.tokenizer import load_tokenizer
-from megaprec.data.tokenizer_files import files_beside
 from megaprec.errors import UserError
+from megaprec.text.tokenizer import load_tokenizer
+from megaprec.text.tokenizer_files import files_beside
 from tools.commands.options import add_ema, add_vocab, tokenizer_path
 from tools.console.progress_bar import bytes_progress
 from tools.convert.auto_tokenizer import auto_tokenizer_line

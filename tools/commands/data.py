@@ -12,20 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from megaprec.data.build import BuildResult, prepare
-from megaprec.data.copies import file_here, is_there
-from megaprec.data.files import exclusive_lock
-from megaprec.data.index_check import CHUNK
-from megaprec.data.indexed import IndexedDataset
-from megaprec.data.intact import Contents, check_vocabulary, contents_of
-from megaprec.data.places import is_remote, path_of
-from megaprec.data.readers import SUFFIXES
-from megaprec.data.text import Source, open_source
-from megaprec.data.text_files import left_out_words
-from megaprec.data.tokenizer import Tokenizer, load_tokenizer
-from megaprec.data.training import learn_characters, train_hugging_face, train_sentencepiece
 from megaprec.errors import Problem, UserError
 from megaprec.resources import cores, most_processes
+from megaprec.text.build import BuildResult, prepare
+from megaprec.text.readers import FOLDER_ENDINGS
+from megaprec.text.sources import Source, open_source
+from megaprec.text.text_files import left_out_words
+from megaprec.text.tokenizer import Tokenizer, load_tokenizer
+from megaprec.text.training import learn_characters, train_hugging_face, train_sentencepiece
+from megaprec.tokens.copies import file_here, is_there
+from megaprec.tokens.files import exclusive_lock
+from megaprec.tokens.index_check import CHUNK
+from megaprec.tokens.indexed import IndexedDataset
+from megaprec.tokens.intact import Contents, check_vocabulary, contents_of
+from megaprec.tokens.places import is_remote, path_of
 from megaprec.url_secrets import masked
 from tools.commands import data_verify as verification
 from tools.commands.options import (
@@ -115,9 +115,10 @@ def _add_source(parser: argparse.ArgumentParser, conversations: str) -> None:
         metavar="SOURCE",
         help="'python' (the standard library); a text file; a file of rows or samples: .arrow, "
         ".tar (WebDataset), .mds, and those of folders; a folder of "
-        f"{' '.join(SUFFIXES)} (all but .parquet also with .gz or .zst); a data set that Hugging "
-        "Face's datasets has saved, or a folder of MDS; a pattern such as 'texts/**/*.md'; a URL "
-        "(s3://, gs://, hf://, https://) of any of these; several are read one after the other. "
+        f"{' '.join(FOLDER_ENDINGS)} (all but .parquet also with .gz or .zst); a data set that "
+        "Hugging Face's datasets has saved, or a folder of MDS; a pattern such as "
+        "'texts/**/*.md'; a URL (s3://, gs://, hf://, https://) of any of these; several are read "
+        "one after the other. "
         f"{conversations}",
     )
     add_text_options(parser)

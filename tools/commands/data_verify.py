@@ -17,18 +17,18 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
-from megaprec.data.copies import file_here, is_there
-from megaprec.data.files import with_suffix
-from megaprec.data.index_check import CHUNK
-from megaprec.data.indexed import IndexedDataset
-from megaprec.data.intact import MASK_DIGEST, describe_token_place, read_record, scan_file
-from megaprec.data.loss_mask import SUFFIX as LOSS_MASK
-from megaprec.data.places import path_of
-from megaprec.data.readers import TextOptions
-from megaprec.data.text import open_source
-from megaprec.data.text_files import left_out_words
-from megaprec.data.tokenizer import Tokenizer, has_built, load_tokenizer
 from megaprec.errors import UserError
+from megaprec.text.readers import TextOptions
+from megaprec.text.sources import open_source
+from megaprec.text.text_files import left_out_words
+from megaprec.text.tokenizer import Tokenizer, has_built, load_tokenizer
+from megaprec.tokens.copies import file_here, is_there
+from megaprec.tokens.files import with_suffix
+from megaprec.tokens.index_check import CHUNK
+from megaprec.tokens.indexed import IndexedDataset
+from megaprec.tokens.intact import MASK_DIGEST, describe_token_place, read_record, scan_file
+from megaprec.tokens.loss_mask import SUFFIX as LOSS_MASK
+from megaprec.tokens.places import path_of
 from tools.commands.options import text_options
 from tools.console.tables import print_result
 from tools.console.units import counted

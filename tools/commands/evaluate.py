@@ -22,13 +22,13 @@ from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
-from megaprec.data.copies import is_there
-from megaprec.data.forms import UTF8
-from megaprec.data.indexed import IndexedDataset
-from megaprec.data.intact import read_record
-from megaprec.data.places import is_url, path_of
-from megaprec.data.tokenizer import has_built
 from megaprec.errors import UserError
+from megaprec.text.forms import UTF8
+from megaprec.text.tokenizer import has_built
+from megaprec.tokens.copies import is_there
+from megaprec.tokens.indexed import IndexedDataset
+from megaprec.tokens.intact import read_record
+from megaprec.tokens.places import is_url, path_of
 from megaprec.url_secrets import masked
 from models.decoder.stages import Stage
 from models.engine.relay import Relay
@@ -39,9 +39,9 @@ from tools.commands.options import add_ema, add_text_options, text_options, toke
 from tools.console.progress_bar import tokens_progress
 from tools.console.tables import add_json, print_result, print_table
 from tools.console.units import enumerated
-from tools.text.evaluation import Score, score
-from tools.text.load import LoadedModel, load_model
-from tools.text.windows import read_documents
+from tools.inference.evaluation import Score, score
+from tools.inference.load import LoadedModel, load_model
+from tools.inference.windows import read_documents
 from tools.training.launch import launch_local
 from tools.training.stopping import note_failure
 

@@ -22,11 +22,11 @@ from rich.text import Text
 
 from megaprec.diagnose.nonfinite_trace import Finding
 from megaprec.errors import UserError
-from megaprec.optim.step_report import LOSS
+from megaprec.optim.decision.step_report import LOSS
 from megaprec.precision.plan import dtype_name
 from tools.console.tables import add_json, print_result, table_console
+from tools.inference.generation import escape_control_characters
 from tools.journal.records import EVENTS, METRICS, no_run, odd_lines, read_events
-from tools.text.generation import escape_control_characters
 from tools.verify.replay.overflow import Replay, replay
 
 MAX_IDS = 4  # sample ids of a micro-batch that are shown

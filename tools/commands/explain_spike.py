@@ -23,8 +23,8 @@ from rich.text import Text
 from megaprec.errors import UserError
 from tools.console.tables import add_json, print_result, table_console
 from tools.console.units import counted, enumerated
+from tools.inference.generation import escape_control_characters
 from tools.journal.records import METRICS, no_run, odd_lines, read_metrics
-from tools.text.generation import escape_control_characters
 from tools.verify.replay.repeated_run import SavedRun, saved_run
 from tools.verify.replay.spike_causes import Cause, causes_not_tried, judge, likely
 from tools.verify.replay.spike_measures import NamedSample

@@ -17,9 +17,9 @@ from megaprec.errors import UserError
 from megaprec.parsing import read_text
 from models.decoder.kv_cache import CachedStage
 from tools.commands.options import add_ema, tokenizer_path
-from tools.text.generation import Generation, escape_control_characters
-from tools.text.load import LoadedModel, load_model
-from tools.text.sampling import Sampling
+from tools.inference.generation import Generation, escape_control_characters
+from tools.inference.load import LoadedModel, load_model
+from tools.inference.sampling import Sampling
 
 
 def add_parser(subparsers: Any) -> None:

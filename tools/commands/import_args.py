@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megaprec.data.files import write_whole
 from megaprec.errors import Problem, UserError
+from megaprec.tokens.files import write_whole
 from tools.commands.import_answers import (
     Asked,
     can_be_dropped,

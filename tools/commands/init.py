@@ -19,14 +19,14 @@ from glob import has_magic
 from pathlib import Path
 from typing import Any
 
-from megaprec.data.characters import CHARACTERS, distinct_characters
-from megaprec.data.places import is_url, without_query
-from megaprec.data.readers import TextOptions
-from megaprec.data.text import STANDARD_LIBRARY, Source, open_source
-from megaprec.data.text_files import left_out_words
-from megaprec.data.tokenizer import load_tokenizer
-from megaprec.data.training import ImpossibleVocabulary, sample_lines, train_sentencepiece
 from megaprec.errors import UserError
+from megaprec.text.characters import CHARACTERS, distinct_characters
+from megaprec.text.readers import TextOptions
+from megaprec.text.sources import STANDARD_LIBRARY, Source, open_source
+from megaprec.text.text_files import left_out_words
+from megaprec.text.tokenizer import load_tokenizer
+from megaprec.text.training import ImpossibleVocabulary, sample_lines, train_sentencepiece
+from megaprec.tokens.places import is_url, without_query
 from megaprec.url_secrets import masked
 from models.presets import PRESETS
 from tools.commands.options import add_skip_bad, add_text_options, text_options

@@ -18,7 +18,7 @@ from rich import box
 from rich.table import Table
 
 from megaprec.errors import UserError
-from megaprec.optim.param_groups import Group
+from megaprec.optim.rules.param_groups import Group
 from megaprec.precision.patterns import match_patterns
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
@@ -28,9 +28,9 @@ from tools.analysis.plots.drawing import has_matplotlib
 from tools.analysis.plots.mup_plot import draw
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides, add_strict
-from tools.config.checks import make_rule
+from tools.config.rules.all_rules import make_rule
 from tools.config.run_file import RunConfig
-from tools.config.settings import Optimizer
+from tools.config.tables.settings import Optimizer
 from tools.console.tables import add_json, print_result, print_table
 from tools.console.wrapped import say
 from tools.convert.initial import resolve_run

@@ -3,11 +3,11 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from megaprec.data.chats import load_chats
-from megaprec.data.forms import UTF8
-from megaprec.data.readers import TextOptions
-from megaprec.data.tokenizer_files import tokenizer_in
 from megaprec.errors import UserError
+from megaprec.text.chats import load_chats
+from megaprec.text.forms import UTF8
+from megaprec.text.readers import TextOptions
+from megaprec.text.tokenizer_files import tokenizer_in
 
 
 def add_overrides(parser: ArgumentParser, place: str = "") -> None:

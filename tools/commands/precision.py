@@ -30,11 +30,11 @@ from megaprec.precision.plan import PrecisionPlan, dtype_name
 from models.config import ModelConfig
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides, add_strict
-from tools.config.native_keys import fields_without_key, native_keys_of
-from tools.config.precision_advice import PlanInRun, advice
 from tools.config.precision_modules import ROLES, Row, rows
-from tools.config.precision_settings import FP8, PLAN_ONLY, Precision
+from tools.config.rules.precision_advice import PlanInRun, advice
 from tools.config.run_file import known_keys, load_precision, read_run_settings
+from tools.config.tables.native_keys import fields_without_key, native_keys_of
+from tools.config.tables.precision_settings import FP8, PLAN_ONLY, Precision
 from tools.console.tables import print_table, table_console
 from tools.console.toml import Setting, toml
 from tools.console.wrapped import say

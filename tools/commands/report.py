@@ -8,8 +8,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from megaprec.data.files import write_whole
 from megaprec.errors import UserError
+from megaprec.tokens.files import write_whole
 from tools.analysis.report.run import Run
 from tools.analysis.report.sections import page
 

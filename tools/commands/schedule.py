@@ -19,9 +19,9 @@ from typing import Any
 from megaprec.errors import UserError
 from models.estimate.flops import StageCost
 from models.estimate.memory import ActivationBytes
-from parallel.pipeline.builders import KINDS
-from parallel.pipeline.formulas import TEXTBOOK, Sizes
+from parallel.pipeline.formulas import Sizes
 from parallel.pipeline.instructions import SENDS, Cost, Instruction, Op
+from parallel.pipeline.kinds import KINDS
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import RefusedSchedule, Span, bubble, idle, in_flight, simulate
 from parallel.pipeline.verify import check
@@ -32,7 +32,7 @@ from tools.analysis.plots.timeline import Panel, as_text, draw
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides, add_strict
 from tools.config.run_file import RunConfig
-from tools.config.schedules import plan_equal, read_schedule
+from tools.config.tables.schedules import plan_equal, read_schedule
 from tools.console.tables import add_json, print_result
 from tools.console.units import flops, size
 from tools.convert.initial import resolve_run
@@ -444,7 +444,7 @@ def _fact_lines(report: _ScheduleReport, predicted: Sequence[Span]) -> Iterator[
     most_held = max(_held_microbatches(report))
     textbook_bubble = ""
     textbook_held = ""
-    if book := TEXTBOOK.get(report.kind):
+    if book := KINDS.get(report.kind):
         textbook_bubble = f" (textbook {book.bubble.value(sizes):.1%} = {book.bubble.text})"
         textbook_held = f" (textbook {book.held.value(sizes):.3g} = {book.held.text})"
     yield (

@@ -12,8 +12,8 @@ from typing import Any
 from megaprec.dialects.translate import DIALECTS
 from megaprec.errors import Problem, UserError
 from megaprec.precision.plan import PrecisionPlan
-from tools.config.native_keys import KEYS
-from tools.config.settings import Parallel
+from tools.config.tables.native_keys import KEYS
+from tools.config.tables.settings import Parallel
 from tools.console.toml import Setting, toml
 
 NATIVE_ONLY = ("precision.patience", "precision.on_nonfinite", "fp8.backend", "fp8.history")

@@ -19,10 +19,10 @@ from math import prod
 from typing import Any
 
 from megaprec.errors import UserError
-from tools.config.checks import cross_problems
-from tools.config.expert_ranks import nearest_expert_keys
+from tools.config.rules.all_rules import cross_problems
+from tools.config.rules.expert_ranks import nearest_expert_keys
 from tools.config.run_file import RunConfig
-from tools.config.settings import Parallel
+from tools.config.tables.settings import Parallel
 
 # keys for a certain number of ranks
 TIED_KEYS = ("cuts", "schedule_file", "zero_size", "async_tensor")

@@ -1,12 +1,12 @@
 """The learning rate by formulas of its own, which a run's schedule is checked with.
 
-They are written from docs/runs.md and not from `megaprec.optim.lr`, and share no code with it: a
-fault in one of the two shows.
+They are written from docs/runs.md and not from `megaprec.optim.rules.lr`, and share no code with
+it: a fault in one of the two shows.
 """
 
 import math
 
-from tools.config.settings import LR
+from tools.config.tables.settings import LR
 
 
 def rate_of(lr: LR, completed: int, length: int) -> float:

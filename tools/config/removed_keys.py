@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from megaprec.errors import Problem
-from tools.config.precision_settings import PLAN_ONLY
+from tools.config.tables.precision_settings import PLAN_ONLY
 from tools.console.toml import Setting, toml
 
 REMOVED_KEYS: Mapping[str, str] = {

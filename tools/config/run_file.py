@@ -24,17 +24,16 @@ import torch
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from megaprec.data.characters import CHARACTERS
-from megaprec.data.files import write_whole
-from megaprec.data.tokenizer_files import tokenizer_in
 from megaprec.dialects.translate import DIALECTS
 from megaprec.durable import reading
 from megaprec.errors import Problem, UserError, did_you_mean
-from megaprec.optim.lr import LRSchedule
+from megaprec.optim.rules.lr import LRSchedule
 from megaprec.parsing import MOST_SETTINGS, home_expanded, home_problem, parse_toml, read_text
 from megaprec.precision.plan import PrecisionPlan
+from megaprec.text.characters import CHARACTERS
+from megaprec.text.tokenizer_files import tokenizer_in
+from megaprec.tokens.files import write_whole
 from megaprec.url_secrets import masked
-from models.attention import recurrent_kernels
 from models.attention.backends import kernel_names
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
@@ -42,23 +41,24 @@ from models.engine.options import EngineOptions
 from models.equivalence import CONTEXT_KEYS, TRAINING_ONLY_KEYS
 from models.estimate.flops import StageCost, stage_costs
 from models.presets import PRESETS
+from models.recurrent import kernel_choice
 from parallel.activation_checkpoint import Recompute
 from parallel.pipeline.instructions import Instruction
 from parallel.pipeline.schedules import Schedule
 from parallel.sequence_cut import length_multiple
-from tools.config.batch_schedule import BatchSchedule
-from tools.config.checks import cross_problems, lr_schedule, with_vocabulary_size
-from tools.config.data_settings import Data
 from tools.config.dialect_tables import resolve_dialect
-from tools.config.effectless import PERIODS, Tables, effectless
 from tools.config.initial_model import InitialModel, add_initial_model
 from tools.config.key_suggestions import unknown_key_problems
-from tools.config.native_keys import native_settings, origins_of, plan_of, with_origins
-from tools.config.precision_settings import FP8, Precision
 from tools.config.relative_paths import working_directory_hint
 from tools.config.removed_keys import take_removed
-from tools.config.schedules import pipeline_schedule
-from tools.config.settings import LR, Checkpoint, Log, Optimizer, Parallel, Train
+from tools.config.rules.all_rules import cross_problems, lr_schedule, with_vocabulary_size
+from tools.config.rules.effectless import PERIODS, Tables, effectless
+from tools.config.tables.batch_schedule import BatchSchedule
+from tools.config.tables.data_settings import Data
+from tools.config.tables.native_keys import native_settings, origins_of, plan_of, with_origins
+from tools.config.tables.precision_settings import FP8, Precision
+from tools.config.tables.schedules import pipeline_schedule
+from tools.config.tables.settings import LR, Checkpoint, Log, Optimizer, Parallel, Train
 from tools.config.urls import take_urls
 from tools.config.warmup_fraction import take_warmup_fraction
 from tools.config.wrong_values import explain, too_large
@@ -214,17 +214,17 @@ class RunConfig(BaseModel):
     ) -> list[str]:
         """Return what computes each part of the layers of `model` with a recurrent state in this
         run, for tensors of the default device; none if there are no such layers
-        (`models.attention.recurrent_kernels`).
+        (`models.recurrent.kernel_choice`).
 
         refused: why a package is not taken, by its name, as an engine has found.
         """
-        setting = recurrent_kernels.Setting(
+        setting = kernel_choice.Setting(
             device=torch.empty(0).device.type,
             products=self.plan.compute,
             canonical=self.train.numerics == "canonical",
             deterministic=self.train.deterministic,
         )
-        return recurrent_kernels.describe(model, self.parallel.tensor, setting, refused)
+        return kernel_choice.describe(model, self.parallel.tensor, setting, refused)
 
     @property
     def engine_options(self) -> EngineOptions:

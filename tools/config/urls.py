@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from pydantic.fields import FieldInfo
 
-from megaprec.data.places import is_url
 from megaprec.errors import Problem
+from megaprec.tokens.places import is_url
 from megaprec.url_secrets import has_password, texts_in, without_passwords
-from tools.config.table import is_path
+from tools.config.tables.table import is_path
 from tools.console.toml import Setting, toml
 
 SCHEME = re.compile(r"[a-z][a-z0-9+.-]*(?=://)", re.IGNORECASE)

@@ -5,7 +5,7 @@ from math import ceil
 from typing import Any
 
 from megaprec.errors import Problem
-from tools.config.table import MAX_STEPS
+from tools.config.tables.table import MAX_STEPS
 from tools.console.toml import Setting
 
 KEY = "lr.warmup"

@@ -17,8 +17,8 @@ from rich.progress import (
 )
 from rich.table import Column
 
-from megaprec.data.build import SKIPPED, BuildResult
-from megaprec.data.files import with_suffix
+from megaprec.text.build import SKIPPED, BuildResult
+from megaprec.tokens.files import with_suffix
 from megaprec.url_secrets import masked
 from tools.console.wrapped import last_parts_that_fit, say, wrapped_parts
 
@@ -58,7 +58,7 @@ def build_progress(
 ) -> Iterator[Callable[[int, int, int], None]]:
     """Show, on stderr, the progress of tokenizing a text.
 
-    Yields the callback of `megaprec.data.build`, for documents, characters and tokens so far.
+    Yields the callback of `megaprec.text.build`, for documents, characters and tokens so far.
 
     total_chars: None if that is not known. left_out: see `tell_left_out`.
     """

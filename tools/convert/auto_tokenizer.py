@@ -12,8 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from megaprec.data.characters import CharacterTokenizer
-from megaprec.data.tokenizer import Tokenizer, load_tokenizer
+from megaprec.text.characters import CharacterTokenizer
+from megaprec.text.tokenizer import Tokenizer, load_tokenizer
 from tools.convert.hf.vocabulary import PROBE, main_file, write_tokenizer
 from tools.convert.transformers_package import quiet_transformers, why_missing
 

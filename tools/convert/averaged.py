@@ -8,7 +8,7 @@ the same rule.
 from dataclasses import replace
 
 from megaprec.errors import UserError
-from megaprec.optim.flat_buffer import EMA
+from megaprec.optim.state.flat_buffer import EMA
 from models.feed_forward.router import is_correction
 from tools.console.units import counted
 from tools.convert.core.source import Facts, Origin, Source

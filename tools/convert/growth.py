@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megaprec.checkpoint.save_load import Weights
 from megaprec.comm.layout import Part
-from megaprec.data.tokenizer import Tokenizer
 from megaprec.errors import Problem
 from megaprec.precision.plan import PrecisionPlan
+from megaprec.text.tokenizer import Tokenizer
 from tools.convert.core.slices import Slices
 
 GROWN = ("embedding.weight", "head.weight")

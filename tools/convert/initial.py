@@ -16,9 +16,9 @@ from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import INDEX, Store
 from megaprec.checkpoint.save_load import Weights, load_weights
 from megaprec.comm.gathered_texts import gather_entries
-from megaprec.data.tokenizer import loaded_once
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.text.tokenizer import loaded_once
 from models.config import ModelConfig
 from tools.config.initial_model import InitialModel
 from tools.config.run_file import RunConfig, RunFile

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaprec.checkpoint.reader import INDEX, Store
-from megaprec.data.tokenizer import Tokenizer, load_tokenizer, loaded_once
 from megaprec.errors import UserError
+from megaprec.text.tokenizer import Tokenizer, load_tokenizer, loaded_once
 from tools.convert.core.source import Source
 from tools.convert.hf.vocabulary import main_file
 from tools.convert.train_state import (

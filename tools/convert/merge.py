@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaprec.data.tokenizer import same_tokens
 from megaprec.errors import Problem, UserError
 from megaprec.precision.rounding import from_double
+from megaprec.text.tokenizer import same_tokens
 from models.feed_forward.router import is_correction
 from tools.console.toml import toml
 from tools.console.units import counted

@@ -18,8 +18,8 @@ from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import FORMAT, INDEX, Store
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.durable import read_whole
-from megaprec.optim.flat_buffer import EMA
-from megaprec.optim.muon.rule import MUON_MOMENTUM
+from megaprec.optim.rules.muon.rule import MUON_MOMENTUM
+from megaprec.optim.state.flat_buffer import EMA
 from megaprec.precision.plan import LossScaling
 from models.config import ModelConfig
 from models.decoder.own_model import require_builtin

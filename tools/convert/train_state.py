@@ -8,11 +8,11 @@ from typing import Any
 from megaprec.checkpoint.atomic import latest, remedy
 from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import INDEX, Store, newer_version
-from megaprec.data.tokenizer_files import SETTINGS, TEMPLATE
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.diagnose.spike_monitor import SpikeMonitor
 from megaprec.errors import Problem, UserError
 from megaprec.precision.plan import LossScaling
+from megaprec.text.tokenizer_files import SETTINGS, TEMPLATE
 from models.config import ModelConfig
 from tools.convert.core.settings import make_model
 

@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
-from megaprec.data.files import write_whole
 from megaprec.durable import file_error, naming_file
 from megaprec.errors import UserError
+from megaprec.tokens.files import write_whole
 from megaprec.url_secrets import masked_inside
 from tools.console.progress_bar import Steps
 from tools.console.tables import to_json

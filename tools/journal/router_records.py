@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megaprec.diagnose.router_monitor import STEPS
-from megaprec.optim.step_report import RouterReport
+from megaprec.optim.decision.step_report import RouterReport
 
 ROUTER = "router"  # the field of a step
 COLLAPSE = "router_collapse"  # the kind of event, and the field of its step

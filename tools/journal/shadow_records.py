@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from models.engine.fp8_shadow import Shadow
-from tools.config.precision_settings import FP8
+from tools.config.tables.precision_settings import FP8
 
 SHADOW = "fp8_shadow"  # the kind of event
 # The share of a tensor's numbers above which their loss is no rounding any more. Of normal numbers

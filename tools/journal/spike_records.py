@@ -3,7 +3,7 @@
 from typing import Any
 
 from megaprec.diagnose.spike_monitor import Spike
-from megaprec.optim.step_report import SPIKE, StepReport
+from megaprec.optim.decision.step_report import SPIKE, StepReport
 from tools.journal.records import SPIKE_EVENT
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megaprec.data.files import write_whole
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_text
+from megaprec.tokens.files import write_whole
 from parallel.pipeline.instructions import Instruction, Message, Op
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import Span

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megaprec.data.files import write_whole
 from megaprec.durable import read_whole
 from megaprec.parsing import parse_json
+from megaprec.tokens.files import write_whole
 
 YARDSTICKS = "yardsticks.json"
 LARGEST_FILE = 100_000  # bytes

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,13 +13,13 @@ import torch
 from megaprec.checkpoint.atomic import damaged_beside, step_of, whole_checkpoints
 from megaprec.checkpoint.keeping import Keep, best_made_here, made_here
 from megaprec.comm.layout import Part
-from megaprec.data.blend import Blend
 from megaprec.durable import file_error
 from megaprec.errors import UserError
-from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.muon.rule import Muon
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.rules.muon.rule import Muon
+from megaprec.optim.state.flat_buffer import Buffer
 from megaprec.precision.plan import dtype_name
+from megaprec.tokens.blend import Blend
 from models.config import ModelConfig
 from models.decoder.kv_cache import CachedStage
 from models.estimate.storage import without_storage
@@ -27,21 +28,22 @@ from parallel.loopback import listening_in_words
 from parallel.pipeline.simulation import bubble, simulate
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
-from tools.config.settings import Checkpoint
+from tools.config.tables.settings import Checkpoint
 from tools.console.units import counted, date_now, first_of
 from tools.console.wrapped import say
 from tools.convert.train_state import TrainState
+from tools.inference.generation import Generation, escape_control_characters
+from tools.inference.load import find_checkpoint, load_model
+from tools.inference.sampling import Sampling
 from tools.journal.journal import add_event
 from tools.journal.records import SAMPLE, VALIDATION_PREFIX, read_events
-from tools.text.generation import Generation, escape_control_characters
-from tools.text.load import find_checkpoint, load_model
-from tools.text.sampling import Sampling
 from tools.training.batches import describe_requested, evaluated_samples
 from tools.training.branch import is_branch
 from tools.training.corpus import Corpus
 from tools.training.data_sources import training_sources
 from tools.training.fp8_summary import fp8_lines
 from tools.training.initial import initial_changes, initial_notes
+from tools.training.learning_rates import LearningRates
 from tools.training.prediction import end_line, foresee, prediction_event
 from tools.training.resume import resume_lines
 
@@ -435,29 +437,24 @@ def print_skipped(config: RunConfig, progress: TrainState) -> None:
     )
     if not progress.applied:
         return  # another line says that nothing was learned
-    schedule = config.lr_schedule
-    # The schedule is a function of applied steps, or of their samples.
-    per_step = 1
-    applied = progress.applied
-    without_skips = progress.step
-    more_steps = progress.skipped
-    if config.lr.unit == "samples":
-        per_step = config.batches.before(progress.samples)
-        applied = progress.applied_samples
-        # not progress.samples, which is a position in the data
-        skipped_samples = progress.skipped_tokens // config.train.seq_length
-        without_skips = applied + skipped_samples
-        more_steps = -(-skipped_samples // config.batches.at(progress.samples))
+    rates = LearningRates.of(config.lr, config.train)
+    # not of progress.samples, which is a position in the data
+    skipped_samples = progress.skipped_tokens // config.train.seq_length
+    without_skips = replace(
+        progress,
+        applied=progress.step,
+        applied_samples=progress.applied_samples + skipped_samples,
+    )
     # The last rate is that of the step before the one that would follow.
-    ended = schedule.at(max(0, applied - per_step))
-    planned = schedule.at(without_skips - per_step)
+    ended = rates.of_last(progress)
+    planned = rates.of_last(without_skips)
     if ended == planned:
         return
-    steps = config.train.steps + more_steps
+    steps = config.train.steps + rates.steps_of_skipped(progress, skipped_samples)
     say(
         f"lr         ended at {ended:.3g}, not at {planned:.3g}: it follows applied steps, so the "
-        f"schedule was cut short; train.steps={steps} lr.length={schedule.total} goes on to its "
-        "end"
+        f"schedule was cut short; train.steps={steps} lr.length={rates.schedule.total} goes on to "
+        "its end"
     )
 
 

@@ -9,13 +9,13 @@ from typing import Generic, TypeVar
 import torch
 
 from megaprec.comm.axis import Axis
-from megaprec.data.blend import Blend
-from megaprec.data.samples import Samples
 from megaprec.diagnose.position import Position
+from megaprec.tokens.blend import Blend
+from megaprec.tokens.samples import Samples
 from models.attention.packing import Packing
 from models.engine.passes import Share
 from tools.config.run_file import RunConfig
-from tools.config.settings import Train
+from tools.config.tables.settings import Train
 
 Batch = TypeVar("Batch")
 

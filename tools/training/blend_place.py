@@ -8,7 +8,7 @@ sample after its last one, and checkpoints keep from where on which weights hold
 from collections.abc import Sequence
 
 from megaprec.checkpoint.reader import Store
-from megaprec.data.blend import Stretch, taken_before
+from megaprec.tokens.blend import Stretch, taken_before
 from tools.config.run_file import RunConfig
 from tools.convert.train_state import read_progress
 from tools.training.branch import open_start

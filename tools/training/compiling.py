@@ -23,16 +23,16 @@ from megaprec.checkpoint.reader import Store
 from megaprec.comm.axis import Axis, device_of
 from megaprec.comm.gathered_texts import gather_entries
 from megaprec.comm.layout import Layout, Part, attach
-from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.muon.rule import moments_of
-from megaprec.optim.one_pass import (
+from megaprec.optim.decision.one_pass import (
     LENGTHS,
     adamw_numbers,
     has_one_pass,
     squares_and_zeros,
     update_in_one_pass,
 )
-from megaprec.optim.update_rules import AdamW, Step, UpdateRule
+from megaprec.optim.rules.muon.rule import moments_of
+from megaprec.optim.rules.update_rules import AdamW, Step, UpdateRule
+from megaprec.optim.state.flat_buffer import Buffer
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
@@ -40,7 +40,7 @@ from models.estimate.memory import StageMemory
 from parallel.compiled_leaves import compiled, trial_difference
 from parallel.leaves import PLAIN, Call, Leaves
 from parallel.regions import compiled_region, trial_difference_of_region
-from tools.config.checks import make_rule
+from tools.config.rules.all_rules import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.units import counted
 from tools.console.wrapped import say

@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.checkpoint.digests import file_digest
-from megaprec.data.blend import Blend, Stretch
-from megaprec.data.copies import is_there
-from megaprec.data.document_tokens import DocumentTokens, document_tokens, with_begin
-from megaprec.data.held_out import HeldOutRule, Ranges, taken_in_turn
-from megaprec.data.indexed import IndexedDataset
-from megaprec.data.intact import Contents, check_vocabulary, contents_of, read_record
-from megaprec.data.samples import Resets, Samples, count_samples, split
-from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.errors import UserError
+from megaprec.text.tokenizer import Tokenizer, load_tokenizer
+from megaprec.tokens.blend import Blend, Stretch
+from megaprec.tokens.copies import is_there
+from megaprec.tokens.document_tokens import DocumentTokens, document_tokens, with_begin
+from megaprec.tokens.held_out import HeldOutRule, Ranges, taken_in_turn
+from megaprec.tokens.indexed import IndexedDataset
+from megaprec.tokens.intact import Contents, check_vocabulary, contents_of, read_record
+from megaprec.tokens.samples import Resets, Samples, count_samples, split
 from models.config import ModelConfig
-from tools.config.data_settings import Data
 from tools.config.run_file import RunConfig
+from tools.config.tables.data_settings import Data
 from tools.convert.initial import initial_model
 from tools.journal.records import HELD_OUT_LOSS, VALIDATION_PREFIX
 from tools.training.blend_place import stretches_of

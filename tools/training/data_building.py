@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.checkpoint.reader import Store
-from megaprec.data.build import prepare, reusable
-from megaprec.data.characters import CharacterTokenizer
-from megaprec.data.files import exclusive_lock, write_whole
-from megaprec.data.text import STANDARD_LIBRARY, Source, has_digest
-from megaprec.data.text_files import left_out_words
-from megaprec.data.tokenizer import Tokenizer, load_tokenizer, loaded_once
-from megaprec.data.training import learn_characters, train_sentencepiece
 from megaprec.durable import read_whole
 from megaprec.errors import Problem, UserError
 from megaprec.resources import cores
+from megaprec.text.build import prepare, reusable
+from megaprec.text.characters import CharacterTokenizer
+from megaprec.text.sources import STANDARD_LIBRARY, Source, has_digest
+from megaprec.text.text_files import left_out_words
+from megaprec.text.tokenizer import Tokenizer, load_tokenizer, loaded_once
+from megaprec.text.training import learn_characters, train_sentencepiece
+from megaprec.tokens.files import exclusive_lock, write_whole
 from tools.config.run_file import RunConfig
 from tools.console.progress_bar import build_progress, skipped_words
 from tools.console.toml import toml

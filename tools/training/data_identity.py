@@ -13,13 +13,13 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from megaprec.checkpoint.reader import Store, newer_version
-from megaprec.data.held_out import HeldOutRule
-from megaprec.data.samples import Windows
 from megaprec.errors import UserError
+from megaprec.tokens.held_out import HeldOutRule
+from megaprec.tokens.samples import Windows
 from megaprec.url_secrets import masked
 from models.equivalence import CONTEXT_KEYS
-from tools.config.data_settings import Data
-from tools.config.settings import Train
+from tools.config.tables.data_settings import Data
+from tools.config.tables.settings import Train
 from tools.console.toml import toml
 from tools.console.units import counted
 
@@ -47,7 +47,7 @@ class DataSet(_Saved):
     """One text or data set.
 
     source: its name in the run file, without secrets of URLs. text: the text that was tokenized,
-    None if unknown. The other fields are those of `megaprec.data.intact.Contents`.
+    None if unknown. The other fields are those of `megaprec.tokens.intact.Contents`.
     """
 
     source: Annotated[str, AfterValidator(masked)]
@@ -62,7 +62,7 @@ class DataSet(_Saved):
 
 
 class BlendStretch(_Saved):
-    """A `megaprec.data.blend.Stretch`."""
+    """A `megaprec.tokens.blend.Stretch`."""
 
     begin: int
     weights: list[float]

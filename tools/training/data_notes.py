@@ -4,15 +4,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megaprec.data.copies import file_here
-from megaprec.data.document_tokens import DocumentTokens, WithBeginTokens
-from megaprec.data.indexed import IndexedDataset
-from megaprec.data.intact import read_record
-from megaprec.data.samples import Samples
-from megaprec.data.tokenizer import FILE_DIGEST, TOKENS_DIGEST, Tokenizer, has_built
 from megaprec.errors import UserError
-from tools.config.data_settings import Data
+from megaprec.text.tokenizer import FILE_DIGEST, TOKENS_DIGEST, Tokenizer, has_built
+from megaprec.tokens.copies import file_here
+from megaprec.tokens.document_tokens import DocumentTokens, WithBeginTokens
+from megaprec.tokens.indexed import IndexedDataset
+from megaprec.tokens.intact import read_record
+from megaprec.tokens.samples import Samples
 from tools.config.run_file import RunConfig
+from tools.config.tables.data_settings import Data
 from tools.convert.initial import initial_model
 
 

@@ -7,21 +7,21 @@ from functools import partial
 from pathlib import Path
 
 from megaprec.checkpoint.saving import require_own_names
-from megaprec.data.characters import CharacterTokenizer
-from megaprec.data.chats import load_chats
-from megaprec.data.copies import file_here, is_there
-from megaprec.data.files import with_suffix
-from megaprec.data.indexed import IndexedDataset
-from megaprec.data.places import is_remote, is_url, path_of
-from megaprec.data.readers import TextOptions
-from megaprec.data.text import Source, open_source
-from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.durable import read_whole
 from megaprec.errors import Problem, UserError
-from tools.config.checks import check_all
-from tools.config.data_settings import Data, names_of
+from megaprec.text.characters import CharacterTokenizer
+from megaprec.text.chats import load_chats
+from megaprec.text.readers import TextOptions
+from megaprec.text.sources import Source, open_source
+from megaprec.text.tokenizer import Tokenizer, load_tokenizer
+from megaprec.tokens.copies import file_here, is_there
+from megaprec.tokens.files import with_suffix
+from megaprec.tokens.indexed import IndexedDataset
+from megaprec.tokens.places import is_remote, is_url, path_of
 from tools.config.relative_paths import working_directory_hint
+from tools.config.rules.all_rules import check_all
 from tools.config.run_file import RunConfig
+from tools.config.tables.data_settings import Data, names_of
 from tools.console.toml import toml
 
 MOST_COUNTED = 1 << 25  # characters of texts that are read before a run

@@ -44,7 +44,7 @@ from tools.config.layouts import (
     layout_problems,
 )
 from tools.config.run_file import RunConfig
-from tools.config.settings import Parallel
+from tools.config.tables.settings import Parallel
 from tools.console.units import counted
 from tools.convert.train_state import open_newest_checkpoint, read_progress
 from tools.journal.journal import rewind

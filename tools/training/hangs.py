@@ -21,10 +21,10 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megaprec.comm.waiting import noted
-from megaprec.data.files import write_whole
 from megaprec.diagnose.position import Position
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
+from megaprec.tokens.files import write_whole
 from parallel.hangs.heartbeat import Beat
 from parallel.hangs.verdict import Verdict
 from parallel.hangs.watchdog import Watchdog, kill_silent

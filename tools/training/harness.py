@@ -21,16 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaprec.data.tokenizer import Tokenizer
 from megaprec.diagnose.position import Position
 from megaprec.errors import Problem, UserError
+from megaprec.text.tokenizer import Tokenizer
 from models.engine.engine import Engine
 from models.engine.relay import Relay
-from tools.config.data_settings import Data
 from tools.config.run_file import RunConfig
+from tools.config.tables.data_settings import Data
+from tools.inference.likelihood import Likelihood, likelihoods
+from tools.inference.windows import Ids, Window, windows
 from tools.journal.records import TASK_PREFIX
-from tools.text.likelihood import Likelihood, likelihoods
-from tools.text.windows import Ids, Window, windows
 from tools.training.corpus import Corpus
 
 FEWSHOT_SEED = 1234  # the harness's own

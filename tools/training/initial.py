@@ -7,17 +7,17 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.errors import Problem, UserError
+from megaprec.text.tokenizer import Tokenizer, load_tokenizer
 from tools.config.run_file import RunConfig
 from tools.convert.growth import Growth, moved_tokens
 from tools.convert.initial import initial_model
 from tools.convert.train_state import TrainState, open_newest_checkpoint
 from tools.journal.records import INITIAL
-from tools.training.changed_keys import Rates
 from tools.training.corpus import Corpus
 from tools.training.data_identity import Difference
 from tools.training.data_sources import existing_tokenizer, vocabulary_size
+from tools.training.learning_rates import LearningRates
 from tools.training.other_model import allow_flags, context_differences
 
 UNCHECKED = (
@@ -141,5 +141,5 @@ def initial_event(config: RunConfig, corpus: Corpus) -> dict[str, Any] | None:
         "changed": changed,
         "notes": initial_notes(config),
         "lr_before": None,
-        "lr_next": Rates.of(config.lr, config.train).at(TrainState()),
+        "lr_next": LearningRates.of(config.lr, config.train).at(TrainState()),
     }

@@ -19,8 +19,8 @@ from fnmatch import fnmatchcase
 
 from megaprec.comm.layout import Part
 from megaprec.diagnose.movement import Moved, Movement
-from megaprec.optim.param_groups import Group, factors
-from megaprec.optim.step_report import StepReport
+from megaprec.optim.decision.step_report import StepReport
+from megaprec.optim.rules.param_groups import Group, factors
 from models.config import ModelConfig
 from models.engine.copies import differing_copies
 from models.engine.engine import Engine

@@ -14,13 +14,13 @@ from math import prod
 import torch
 
 from megaprec.errors import Problem, UserError
-from megaprec.optim.muon.rule import min_moments
+from megaprec.optim.rules.muon.rule import min_moments
 from megaprec.resources import cores, memory_bytes, most_processes
 from models.logical_shapes import logical_shapes
 from parallel.described_world import is_rank_of_world
-from tools.config.checks import make_rule, trained_names
-from tools.config.expert_ranks import expert_replicas
 from tools.config.layouts import in_keys
+from tools.config.rules.all_rules import make_rule, trained_names
+from tools.config.rules.expert_ranks import expert_replicas
 from tools.config.run_file import RunConfig
 from tools.console.units import counted
 

@@ -12,14 +12,14 @@ from typing import Any
 
 from megaprec.checkpoint.atomic import latest
 from megaprec.checkpoint.reader import INDEX, Store
-from megaprec.data.copies import file_here
-from megaprec.data.files import with_suffix
-from megaprec.data.loss_mask import SUFFIX as LOSS_MASK
-from megaprec.data.places import is_remote, is_url, path_of
 from megaprec.errors import Problem, UserError
+from megaprec.tokens.copies import file_here
+from megaprec.tokens.files import with_suffix
+from megaprec.tokens.loss_mask import SUFFIX as LOSS_MASK
+from megaprec.tokens.places import is_remote, is_url, path_of
 from parallel.described_world import is_rank_of_world
 from tools.analysis.planning.report import summary_line
-from tools.config.checks import check_all
+from tools.config.rules.all_rules import check_all
 from tools.config.run_file import RunConfig
 from tools.console.wrapped import say
 from tools.convert.auto_tokenizer import initial_tokenizer_line

@@ -18,16 +18,16 @@ import numpy as np
 from megaprec.checkpoint.atomic import checkpoint_path
 from megaprec.checkpoint.digests import file_digest
 from megaprec.checkpoint.reader import INDEX, Store
-from megaprec.data.blend import Blend
-from megaprec.data.copies import file_here
-from megaprec.data.intact import read_record
-from megaprec.data.places import is_remote
-from megaprec.data.samples import Samples, training_numbers
-from megaprec.data.tokenizer import FILE_DIGEST, Tokenizer, has_built, load_tokenizer, same_tokens
 from megaprec.errors import Problem, UserError
-from megaprec.optim.flat_buffer import EMA
-from megaprec.optim.torch_rule import Torch
-from tools.config.checks import make_rule
+from megaprec.optim.rules.torch_rule import Torch
+from megaprec.optim.state.flat_buffer import EMA
+from megaprec.text.tokenizer import FILE_DIGEST, Tokenizer, has_built, load_tokenizer, same_tokens
+from megaprec.tokens.blend import Blend
+from megaprec.tokens.copies import file_here
+from megaprec.tokens.intact import read_record
+from megaprec.tokens.places import is_remote
+from megaprec.tokens.samples import Samples, training_numbers
+from tools.config.rules.all_rules import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
 from tools.convert.growth import moved_tokens

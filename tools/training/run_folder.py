@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from megaprec.checkpoint.atomic import require_room
-from megaprec.data.files import exclusive_lock
-from megaprec.data.text import STANDARD_LIBRARY
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from tools.config.data_settings import names_of
+from megaprec.text.sources import STANDARD_LIBRARY
+from megaprec.tokens.files import exclusive_lock
 from tools.config.run_file import RunConfig
+from tools.config.tables.data_settings import names_of
 from tools.journal.records import DIGESTS, EVALUATIONS, EVENTS, METRICS
 
 LOCK = ".lock"

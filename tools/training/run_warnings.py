@@ -4,7 +4,7 @@ first step.
 A text that is repeated without end, a warm-up that never ends, more processes than cores, and
 documents to evaluate that are training documents too, whose loss then says nothing about new text;
 a key that has no effect on these data. Keys that have none beside other keys are in
-`tools.config.effectless`.
+`tools.config.rules.effectless`.
 """
 
 import math
@@ -14,17 +14,17 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from megaprec.data.blend import Blend
-from megaprec.data.copies import is_there
-from megaprec.data.indexed import IndexedDataset
-from megaprec.data.places import path_of
-from megaprec.data.samples import Samples
 from megaprec.resources import cores
+from megaprec.tokens.blend import Blend
+from megaprec.tokens.copies import is_there
+from megaprec.tokens.indexed import IndexedDataset
+from megaprec.tokens.places import path_of
+from megaprec.tokens.samples import Samples
 from models.router_settings import PLAIN
-from tools.config.batch_schedule import BatchSchedule
-from tools.config.data_settings import Data, names_of
 from tools.config.run_file import RunConfig
-from tools.config.table import MAX_SIZE
+from tools.config.tables.batch_schedule import BatchSchedule
+from tools.config.tables.data_settings import Data, names_of
+from tools.config.tables.table import MAX_SIZE
 from tools.console.toml import toml
 from tools.console.units import counted
 from tools.journal.records import VALIDATION_PREFIX
@@ -112,7 +112,7 @@ def _more_than_available(config: RunConfig, corpus: Corpus) -> Iterator[str]:
 def _all_layers_in_nvfp4(config: RunConfig) -> Iterator[str]:
     """Yield a line if NVFP4 is asked for without the wide layers of its published recipe."""
     fp8 = config.fp8
-    if fp8.kind == "nvfp4" and not (fp8.first_layers or fp8.last_layers or fp8.wide):
+    if fp8.four_bits and not (fp8.first_layers or fp8.last_layers or fp8.wide):
         layers = math.ceil(NVFP4_WIDE_SHARE * config.model.layers)
         yield (
             "fp8.kind = nvfp4 in all layers: its recipe keeps about "

@@ -15,8 +15,8 @@ from typing import Any
 
 from megaprec.checkpoint.atomic import latest, step_of
 from megaprec.checkpoint.saving import Outcome, Saving, unsaved_buffers
-from megaprec.data.tokenizer_files import files_beside
 from megaprec.errors import UserError
+from megaprec.text.tokenizer_files import files_beside
 from models.engine.engine import Engine
 from tools.config.run_file import RunConfig
 from tools.convert.train_state import SPIKES, read_progress

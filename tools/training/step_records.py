@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaprec.data.blend import Blend
-from megaprec.data.held_out import PIECES
-from megaprec.data.samples import Samples
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.diagnose.state_digest import StateDigest, fold_digests
-from megaprec.optim.step_report import NO_TOKENS, Offender, StepReport, report_fields
+from megaprec.optim.decision.step_report import NO_TOKENS, Offender, StepReport, report_fields
+from megaprec.tokens.blend import Blend
+from megaprec.tokens.held_out import PIECES
+from megaprec.tokens.samples import Samples
 from models.config import ModelConfig
 from models.engine.engine import Engine
 from models.engine.microbatch_trace import TRACED_MICROBATCH
@@ -31,7 +31,7 @@ NOTHING_COUNTS = (
     "no token of the batch counts: data.eod_mask_loss leaves out the first token of each document, "
     "data.loss_on what is no answer; take larger batches"
 )
-# so many as an evaluated part has pieces: a group is a piece of the text (`megaprec.data.held_out`)
+# so many as an evaluated part has pieces: a group is a piece of text (`megaprec.tokens.held_out`)
 EVALUATED_GROUPS = PIECES
 STEP_FIELDS = ("outcome", "loss", "grad_norm", "loss_scale")  # of the report, in digests.jsonl
 

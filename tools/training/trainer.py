@@ -16,26 +16,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.checkpoint.reader import Store
 from megaprec.checkpoint.save_load import load
 from megaprec.comm.axis import device_of
-from megaprec.data.blend import Blend
-from megaprec.data.intact import describe_bad_id
-from megaprec.data.samples import Samples
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.diagnose.position import Phase, Position, StepPosition
 from megaprec.diagnose.router_monitor import RouterMonitor
 from megaprec.diagnose.spike_monitor import SpikeMonitor
 from megaprec.errors import UserError
-from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.param_groups import Group
-from megaprec.optim.step_limits import NO_LIMITS, StepLimits
-from megaprec.optim.step_report import (
+from megaprec.optim.decision.step_limits import NO_LIMITS, StepLimits
+from megaprec.optim.decision.step_report import (
     NO_TOKENS,
     SPIKE,
     NonFiniteStep,
     StepObserver,
     StepReport,
 )
+from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.rules.param_groups import Group
 from megaprec.precision.gemm import fp32_sums
 from megaprec.precision.tf32 import tf32
+from megaprec.tokens.blend import Blend
+from megaprec.tokens.intact import describe_bad_id
+from megaprec.tokens.samples import Samples
 from models.decoder.own_model import stage_maker
 from models.engine.engine import Engine, build_stages, mean_loss
 from models.engine.fp8_shadow import Shadow, run_shadow
@@ -45,7 +45,7 @@ from models.engine.shared_drawing import InitialWeights, draw_weights
 from parallel.leaves import Leaves
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.timeline import Recording
-from tools.config.checks import make_rule
+from tools.config.rules.all_rules import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.wrapped import say
 from tools.convert.initial import start_from
@@ -71,6 +71,7 @@ from tools.training.corpus import Corpus
 from tools.training.harness import Harness
 from tools.training.initial import growth_of
 from tools.training.invariants import Invariants
+from tools.training.learning_rates import LearningRates
 from tools.training.recording import record_run
 from tools.training.resume import resumed_progress
 from tools.training.run_folder import RunFolder
@@ -123,6 +124,7 @@ class Trainer:
         self._harness = Harness(config, corpus, self.engine, self.position)
         self._throughput = Throughput.of(config, corpus.model, self.engine.device)
         self._sizes = config.batches
+        self._rates = LearningRates.of(config.lr, config.train)
         self._batches = Batches(config, corpus.train, self.dp, self.position)
         self.monitor = OverflowMonitor(
             self.engine.optimizer.plan.scaling, config.precision.patience
@@ -503,7 +505,9 @@ class Trainer:
         self._limits = self._next_limits()
         limits = self._limits if self.config.train.on_spike == "skip" else NO_LIMITS
         try:
-            return self.engine.step(share, self._learning_rate(), step_number, recording, limits)
+            return self.engine.step(
+                share, self._rates.at(self.progress), step_number, recording, limits
+            )
         except NonFiniteStep as error:
             # The run ends once the state is saved (`_describe_divergence`).
             self._nonfinite_step = error
@@ -532,12 +536,6 @@ class Trainer:
             length = self.config.train.seq_length + 1
             problem = describe_bad_id(*location, length, error.vocab) or error.problems[0]
             raise UserError(problem) from error
-
-    def _learning_rate(self) -> float:
-        """Return the learning rate of the next step."""
-        if self.config.lr.unit == "samples":
-            return self.config.lr_schedule.at(self.progress.applied_samples)
-        return self.config.lr_schedule.at(self.progress.applied)
 
     def _advance(self, report: StepReport) -> None:
         """Add a step to `progress`, and note whether a rank was asked to stop."""

@@ -21,8 +21,8 @@ from torch import Tensor
 from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
 from megaprec.optim.canonical.exact_sum import LENGTH, ExactSum, total
-from megaprec.optim.consensus import Consensus, LocalNumbers, Measured, StepConsensus
-from megaprec.optim.grad_stats import statistics
+from megaprec.optim.decision.consensus import Consensus, LocalNumbers, Measured, StepConsensus
+from megaprec.optim.decision.grad_stats import statistics
 
 _LARGEST_EXPONENT = 1000  # powers of two up to here, and their inverses, are numbers of float64
 

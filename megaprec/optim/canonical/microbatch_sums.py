@@ -33,8 +33,8 @@ from megaprec.comm.main_grad import (
     mark_gradient,
 )
 from megaprec.errors import Problem, UserError
-from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.numerics import RunningSums
+from megaprec.optim.decision.numerics import RunningSums
+from megaprec.optim.state.flat_buffer import Buffer
 
 
 class _Node(NamedTuple):

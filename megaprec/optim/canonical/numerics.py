@@ -11,10 +11,10 @@ from megaprec.leaf_calls import CallLeaf
 from megaprec.optim.canonical.consensus import CanonicalConsensus, in_slots
 from megaprec.optim.canonical.microbatch_sums import MicrobatchSums
 from megaprec.optim.canonical.requirements import require_canonical
-from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.numerics import Numerics
-from megaprec.optim.update_rules import Step, UpdateRule, update_padded
-from megaprec.optim.update_tile import Wide
+from megaprec.optim.decision.numerics import Numerics
+from megaprec.optim.rules.update_rules import Step, UpdateRule, update_padded
+from megaprec.optim.state.flat_buffer import Buffer
+from megaprec.optim.state.update_tile import Wide
 from megaprec.precision.plan import PrecisionPlan
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from models.estimate.flops import training_flops
 from models.estimate.storage import without_storage
-from parallel.pipeline.builders import default_chunks
+from parallel.pipeline.kinds import KINDS
 from tools.analysis.planning.accuracy import MEASURED, PLAIN
 from tools.analysis.planning.assumed import assumed_lines
 from tools.analysis.planning.bottleneck import describe_bottleneck
@@ -27,10 +27,10 @@ from tools.analysis.planning.search import (
 )
 from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.analysis.planning.speed import Prediction
-from tools.config.expert_ranks import expert_slices
 from tools.config.layouts import AXES, in_words
+from tools.config.rules.expert_ranks import expert_slices
 from tools.config.run_file import RunConfig
-from tools.config.settings import Parallel
+from tools.config.tables.settings import Parallel
 from tools.console.units import duration, first_of, flops, size
 
 # kinds of bytes with a column of their own, and those that share the column "other"
@@ -326,7 +326,7 @@ def _layout_cells(planned: Planned, axes: Sequence[str], assumed: Assumptions) -
     return {
         "layout": " x ".join(axis_sizes),
         "experts": f"{parallel.expert} x {expert_slices(parallel)}",
-        "stages": str(parallel.chunks or default_chunks(parallel.schedule)),
+        "stages": str(parallel.chunks or KINDS[parallel.schedule].chunks),
         "batch": str(planned.config.train.micro_batch),
         "recompute": parallel.recompute,
         "ZeRO": _zero_stage(parallel),

@@ -11,8 +11,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
-from megaprec.data.files import write_whole
 from megaprec.errors import UserError
+from megaprec.tokens.files import write_whole
 
 Anchor = Literal["start", "middle", "end"]
 Point = tuple[float, float]

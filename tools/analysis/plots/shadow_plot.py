@@ -19,7 +19,7 @@ from tools.analysis.plots.charts import (
     finite_or_nan,
 )
 from tools.analysis.plots.drawing import has_matplotlib
-from tools.config.precision_settings import FP8
+from tools.config.tables.precision_settings import FP8
 from tools.journal.records import read_events
 from tools.journal.shadow_records import SHADOW
 

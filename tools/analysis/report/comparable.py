@@ -12,12 +12,12 @@ from pathlib import Path
 
 from megaprec.checkpoint.atomic import latest
 from megaprec.checkpoint.reader import Store
-from megaprec.data.samples import held_out_samples
 from megaprec.errors import UserError
+from megaprec.tokens.samples import held_out_samples
 from tools.analysis.plots.compare_plot import Curve
 from tools.analysis.report.run import Run
 from tools.config.run_file import RunConfig
-from tools.config.table import MAX_SIZE
+from tools.config.tables.table import MAX_SIZE
 from tools.training.batches import evaluated_samples
 from tools.training.data_identity import Identity, read_identity
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megaprec.data.blend import Blend
-from megaprec.data.intact import read_record
-from megaprec.data.samples import Batch, Samples
-from megaprec.data.token_bytes import NOT_KNOWN, TokensOfText, bytes_of_tokens
 from megaprec.errors import UserError
+from megaprec.text.token_bytes import NOT_KNOWN, TokensOfText, bytes_of_tokens
+from megaprec.tokens.blend import Blend
+from megaprec.tokens.intact import read_record
+from megaprec.tokens.samples import Batch, Samples
 from tools.analysis.verdict.counts import Counts, Ids
 from tools.config.run_file import RunConfig, load_run, run_file_in
 from tools.journal.records import HELD_OUT_LOSS

@@ -34,7 +34,7 @@ gc.freeze()
 gc.enable()
 
 ROOT = Path(__file__).resolve().parents[3]
-limit_process = runpy.run_path(str(ROOT / "megaprec/data/limits.py"))["limit_process"]
+limit_process = runpy.run_path(str(ROOT / "megaprec/text/limits.py"))["limit_process"]
 MEMORY = 4 << 30  # bytes more than torch itself takes
 SECONDS = 300  # of processor time for a folder
 # seconds for the start, and for each file

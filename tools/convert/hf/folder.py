@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from megaprec.data.tokenizer_files import SETTINGS, TEMPLATE
 from megaprec.errors import Problem, UserError
 from megaprec.parsing import read_json
+from megaprec.text.tokenizer_files import SETTINGS, TEMPLATE
 from models.config import ModelConfig
 from tools.convert.core.finite import same_values
 from tools.convert.core.names import (

@@ -15,10 +15,13 @@ from typing import Any
 
 import sentencepiece
 
-from megaprec.data.characters import CharacterTokenizer
-from megaprec.data.encoding import sentencepiece_encoder
-from megaprec.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
-from megaprec.data.tokenizer_files import (
+from megaprec.durable import read_whole
+from megaprec.errors import UserError
+from megaprec.parsing import parse_json, read_text
+from megaprec.text.characters import CharacterTokenizer
+from megaprec.text.encoding import sentencepiece_encoder
+from megaprec.text.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from megaprec.text.tokenizer_files import (
     CONFIG,
     SAVE_ANEW,
     SETTINGS,
@@ -26,10 +29,7 @@ from megaprec.data.tokenizer_files import (
     TEMPLATE,
     protobuf_fields,
 )
-from megaprec.data.training import DENORMALIZER, DLE, ESCAPES, NORMALIZER, SPACE, TABLE, escapes
-from megaprec.durable import read_whole
-from megaprec.errors import UserError
-from megaprec.parsing import parse_json, read_text
+from megaprec.text.training import DENORMALIZER, DLE, ESCAPES, NORMALIZER, SPACE, TABLE, escapes
 from tools.convert.core.source import Source
 
 # Other files that a tokenizer may be in.

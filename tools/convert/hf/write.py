@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megaprec.data.tokenizer import load_tokenizer
+from megaprec.text.tokenizer import load_tokenizer
 from models.config import ModelConfig
 from tools.convert.core.names import HUGGING_FACE
 from tools.convert.core.rules import Match, NameRule, has_module_rules, head_sizes, matches

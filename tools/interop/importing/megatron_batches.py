@@ -12,9 +12,9 @@ from itertools import pairwise
 
 from pydantic import ValidationError
 
-from tools.config.batch_schedule import BatchSchedule
-from tools.config.checks import MOST_CHANGES, changes_problems
-from tools.config.settings import Train
+from tools.config.rules.all_rules import MOST_CHANGES, changes_problems
+from tools.config.tables.batch_schedule import BatchSchedule
+from tools.config.tables.settings import Train
 from tools.interop.importing.arguments import Arguments
 from tools.interop.importing.draft import Draft
 

@@ -3,7 +3,7 @@
 import math
 import re
 
-from tools.config.data_settings import Data
+from tools.config.tables.data_settings import Data
 from tools.interop.importing.arguments import Arguments
 
 SENTENCEPIECE = ("GPTSentencePieceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer")

@@ -162,7 +162,9 @@ def _followed(name: str, value: Any, values: Mapping[str, Any]) -> Any:
     reference = REFERENCE.fullmatch(value.text)
     if product is None and reference is None:
         return value
-    target = (product[2] if product else reference[1] if reference else "").removeprefix("training.")
+    target = (product[2] if product else reference[1] if reference else "").removeprefix(
+        "training."
+    )
     found = values.get(f"{table}{target}" if target.startswith(".") else target, value)
     if product is None:
         return found
@@ -197,7 +199,8 @@ def _add_model(made: Renamed) -> None:
         )
     positions = "learned_absolute"
     made.give(
-        "position_embedding_type", made.choice("model.position_embedding_type", positions, POSITIONS)
+        "position_embedding_type",
+        made.choice("model.position_embedding_type", positions, POSITIONS),
     )
     heads = made.whole("model.num_query_groups", None)
     if heads and heads != made.get("model.num_attention_heads", None):

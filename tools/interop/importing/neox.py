@@ -43,7 +43,10 @@ SAME: Mapping[str, tuple[str, Any]] = {
     "padded_vocab_size": ("padded_vocab_size", None),
 }
 POSITIONS = {"rotary": "rope", "learned": "learned_absolute", "none": "none"}
-NORMS = {"layernorm": ("LayerNorm", "layernorm_epsilon"), "rmsnorm": ("RMSNorm", "rms_norm_epsilon")}
+NORMS = {
+    "layernorm": ("LayerNorm", "layernorm_epsilon"),
+    "rmsnorm": ("RMSNorm", "rms_norm_epsilon"),
+}
 EPSILONS = {"layernorm_epsilon": 1e-5, "rms_norm_epsilon": 1e-8}
 DTYPES = {"fp32": "", "fp16": "fp16", "bfloat16": "bf16"}
 # names whose value must be one of these

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.errors import UserError
-from tools.config.native_keys import native_keys_of
+from tools.config.tables.native_keys import native_keys_of
 from tools.config.run_file import load_precision, tables_of_a_run
 from tools.console.toml import Setting, toml
 from tools.convert.initial import resolve_run

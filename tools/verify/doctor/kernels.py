@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megaprec.fp8.matmul import choose_kernel
-from models.attention import recurrent_kernels
-from models.attention.recurrent_kernels import (
+from models.recurrent import kernel_choice
+from models.recurrent.kernel_choice import (
     CONVOLUTION,
     DELTA_RULE,
     STATE_SPACE,
@@ -116,7 +116,7 @@ def _try_package(package: Package, sizes: tuple[int, ...], device: torch.device)
     takes them."""
     # of a plain run
     setting = Setting(device.type, torch.bfloat16, canonical=False, deterministic=False)
-    kernel, name = recurrent_kernels.choose(package, setting)
+    kernel, name = kernel_choice.choose(package, setting)
     if kernel is None:
         return Trial(ABSENT, name)
     fault = package.trial(kernel, sizes, TOKENS, setting.products)

@@ -28,8 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.param_groups import Group
-from megaprec.optim.update_rules import UpdateRule
+from megaprec.optim.rules.param_groups import Group
+from megaprec.optim.rules.update_rules import UpdateRule
 from megaprec.precision.plan import PrecisionPlan
 from models.attention.attention import Attention
 from models.attention.flash_windows import Documents

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tools.config.settings import Parallel
+from tools.config.tables.settings import Parallel
 from tools.verify.parity.borders import BACKWARD, FORWARD
 from tools.verify.parity.compare import COUNTED_ONCE, Difference
 from tools.verify.parity.record import Record

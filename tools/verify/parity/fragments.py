@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.state.flat_buffer import Buffer
 
 
 @dataclass(frozen=True)

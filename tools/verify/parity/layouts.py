@@ -18,7 +18,7 @@ from megaprec.errors import UserError, did_you_mean
 from megaprec.parsing import parse_toml
 from tools.config.layouts import barest_layout, fit_layout
 from tools.config.run_file import RunConfig
-from tools.config.settings import Parallel
+from tools.config.tables.settings import Parallel
 
 SHORT = {
     "tp": "tensor",

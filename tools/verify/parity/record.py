@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.layout import layout_of, parameters_of
-from megaprec.data.blend import Blend
-from megaprec.data.samples import Batch, Samples
 from megaprec.diagnose.position import Position
-from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.decision.step_report import SKIPPED, StepObserver, report_fields
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.step_report import SKIPPED, StepObserver, report_fields
+from megaprec.optim.state.flat_buffer import Buffer
+from megaprec.tokens.blend import Blend
+from megaprec.tokens.samples import Batch, Samples
 from models.decoder.stages import Stage
 from tools.config.run_file import RunConfig
 from tools.training.corpus import Corpus

@@ -19,23 +19,23 @@ from typing import Any
 
 import torch
 
-from megaprec.data.indexed import IndexedWriter
 from megaprec.precision.patterns import match_patterns
 from megaprec.precision.plan import dtype_name
+from megaprec.tokens.indexed import IndexedWriter
 from models.config import ModelConfig
 from models.delta_net import DeltaNet
 from models.latent import Latent
 from models.logical_shapes import logical_shapes
 from models.mamba import Mamba
 from models.spread_layers import spread
-from parallel.pipeline.builders import default_chunks
+from parallel.pipeline.kinds import KINDS
 from parallel.sequence_cut import length_multiple
-from tools.config.checks import trained_names
-from tools.config.data_settings import Data
 from tools.config.layouts import ALONE
-from tools.config.precision_settings import FP8, Precision
+from tools.config.rules.all_rules import trained_names
 from tools.config.run_file import RunConfig
-from tools.config.table import Table
+from tools.config.tables.data_settings import Data
+from tools.config.tables.precision_settings import FP8, Precision
+from tools.config.tables.table import Table
 from tools.verify.parity.record import Plan, Record
 
 # keys of [precision] that are dtypes, or only make sense with some
@@ -486,7 +486,7 @@ def _head_dim(model_config: ModelConfig) -> int:
 
 
 def _chunks(run_config: RunConfig) -> int:
-    return run_config.parallel.chunks or default_chunks(run_config.parallel.schedule)
+    return run_config.parallel.chunks or KINDS[run_config.parallel.schedule].chunks
 
 
 def _window(window: int, before: int, after: int) -> int:

@@ -17,9 +17,9 @@ from typing import Any
 
 from megaprec.checkpoint.atomic import checkpoint_path, latest
 from megaprec.checkpoint.reader import Store
-from megaprec.optim.step_report import SKIPPED
+from megaprec.optim.decision.step_report import SKIPPED
 from tools.config.run_file import SAVED, RunConfig
-from tools.config.settings import Parallel
+from tools.config.tables.settings import Parallel
 from tools.console.units import counted
 from tools.convert.train_state import read_progress
 from tools.journal.records import read_digests, read_metrics

@@ -22,15 +22,15 @@ from rich.progress import track
 from megaprec.checkpoint.atomic import checkpoints, step_of
 from megaprec.checkpoint.reader import INDEX
 from megaprec.errors import UserError
-from megaprec.optim.step_limits import NO_LIMITS, StepLimits
-from megaprec.optim.step_report import SPIKE, StepReport
+from megaprec.optim.decision.step_limits import NO_LIMITS, StepLimits
+from megaprec.optim.decision.step_report import SPIKE, StepReport
 from megaprec.precision.gemm import fp32_sums
 from megaprec.precision.tf32 import tf32
 from models.attention.backends import gpu_kernels
 from parallel.mesh import make_mesh, world
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig, load_run, run_file_in
-from tools.config.settings import Parallel
+from tools.config.tables.settings import Parallel
 from tools.journal.records import read_branching
 from tools.training.corpus import Corpus, open_run_data
 from tools.training.launch import share_of_cores

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megaprec.data.blend import Blend
-from megaprec.data.samples import Samples
-from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.step_report import StepObserver
+from megaprec.optim.decision.step_report import StepObserver
+from megaprec.optim.state.flat_buffer import Buffer
+from megaprec.tokens.blend import Blend
+from megaprec.tokens.samples import Samples
 from models.attention.packing import Packing
 from models.engine.passes import Share
 from models.engine.replay import trace_modules

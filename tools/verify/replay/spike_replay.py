@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from megaprec.checkpoint.atomic import step_of
 from megaprec.checkpoint.reader import Store
 from megaprec.diagnose.spike_monitor import NORMAL
-from megaprec.optim.step_report import StepReport
+from megaprec.optim.decision.step_report import StepReport
 from models.engine.passes import Share
 from tools.training.corpus import identified
 from tools.training.data_identity import other_sets, read_identity

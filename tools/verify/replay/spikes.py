@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from megaprec.diagnose.spike_monitor import WINDOW, Spike, SpikeMonitor
-from megaprec.optim.step_report import StepReport
+from megaprec.optim.decision.step_report import StepReport
 from tools.journal.records import SPIKE_EVENT
 
 RECENT = 16  # steps before a spike in which a learning rate may have caused it

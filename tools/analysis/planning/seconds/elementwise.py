@@ -11,7 +11,7 @@ from models.estimate.elementwise import (
 from models.estimate.flops import StageCost
 from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.analysis.planning.seconds.products import fp8_share
-from tools.config.expert_ranks import expert_slices
+from tools.config.rules.expert_ranks import expert_slices
 from tools.config.run_file import RunConfig
 
 # Bytes that operators move one by one, by those of fused kernels: norms, activation functions and

@@ -10,7 +10,7 @@ from math import comb
 
 from models.config import ModelConfig
 from tools.analysis.planning.seconds.assumptions import Assumptions
-from tools.config.expert_ranks import expert_slices
+from tools.config.rules.expert_ranks import expert_slices
 from tools.config.run_file import RunConfig
 
 

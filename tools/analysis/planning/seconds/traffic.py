@@ -5,7 +5,7 @@ import torch
 
 from models.estimate.flops import StageCost
 from parallel.pipeline.instructions import Op
-from tools.config.expert_ranks import expert_replicas, expert_slices, replicas_sharing_state
+from tools.config.rules.expert_ranks import expert_replicas, expert_slices, replicas_sharing_state
 from tools.config.run_file import RunConfig
 from tools.config.sharding import sharding_of
 

@@ -1,3 +1,0 @@
-"""From text to token files, and from token files to samples in an order that does not depend on
-the layout.
-"""

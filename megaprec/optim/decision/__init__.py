@@ -1,0 +1,1 @@
+"""The decision on a step: statistics of gradients, loss scale, consensus, report."""

@@ -1,0 +1,1 @@
+"""Update rules, groups of parameters, and the schedule of the learning rate."""

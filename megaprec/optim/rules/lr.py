@@ -1,0 +1,141 @@
+"""The learning rate as a function of training progress.
+
+`at(n)` returns the rate of the next step after n steps, or samples, of training. The caller chooses
+one of the two, and `warmup`, `total` and `decay` must count the same unit. Nothing is remembered
+between calls, so a resumed run and a run in another layout see the same rates.
+
+The formulas are Megatron-LM's, including its first step: the warm-up rate is
+initial + (peak - initial) * n / warmup, so with initial = 0 the step after n = 0 has rate 0 and
+changes only Adam's moments. After `total` the rate is `final`. A warm-up that others write as
+peak * (n + 1) / (warmup + 1), as nanoGPT does, is that of initial = peak / (warmup + 1).
+
+- constant: the peak.
+- linear, cosine: from the peak, at the end of warm-up, down to final at `total`.
+- wsd (warm-up, stable, decay): the peak until `decay` before `total`, then down to final in the
+  shape `tail`. With r, the completed fraction of the decay, the factors are Megatron's: exponential
+  2 * 0.5**r - 1, linear 1 - r, cosine (cos(pi * r) + 1) / 2, sqrt 1 - sqrt(r).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+from megaprec.errors import Problem, UserError
+from megaprec.kinds import NamedArguments, wrong_kinds
+from megaprec.optim.names_elsewhere import SCHEDULE
+
+Kind = Literal["constant", "linear", "cosine", "wsd"]
+Tail = Literal["exponential", "linear", "cosine", "sqrt"]
+
+
+@dataclass(frozen=True)
+class LRSchedule(NamedArguments):
+    """A learning-rate schedule; `warmup`, `total` and `decay` are all in steps or all in samples.
+
+    `peak` and `final` are the highest and the lowest learning rate; `decay` and `tail` are the
+    length and the shape of the final phase of "wsd", and are ignored by the other kinds. `initial`
+    is the rate that warm-up begins with. Raises UserError that names all inconsistent values.
+    """
+
+    ELSEWHERE: ClassVar[Mapping[str, str]] = SCHEDULE
+
+    kind: Kind
+    peak: float
+    final: float
+    warmup: int
+    total: int
+    decay: int
+    tail: Tail = "exponential"
+    initial: float = 0.0
+
+    def __post_init__(self) -> None:
+        if problems := wrong_kinds(self) or list(self._problems()):
+            raise UserError(*problems)
+
+    def at(self, completed: int) -> float:
+        """Return the learning rate of the next step after `completed` steps (or samples)."""
+        # "<=": the step after the last of warm-up has the peak itself, as in Megatron
+        if self.warmup > 0 and completed <= self.warmup:
+            return self.initial + (self.peak - self.initial) * completed / self.warmup
+        kind = SCHEDULES[self.kind]
+        if not kind.ends:
+            return self.peak
+        if completed > self.total:
+            return self.final
+        return self.final + kind.height(self, completed) * (self.peak - self.final)
+
+    def after_warmup(self, completed: int) -> float:
+        """Return the fraction of the steps after warm-up that are completed."""
+        return (completed - self.warmup) / (self.total - self.warmup)
+
+    def _problems(self) -> Iterator[Problem]:
+        """Yield a problem for each value that is out of its range or contradicts another one."""
+        longest_decay = self.total - self.warmup
+        has_decay = "decay" in SCHEDULES[self.kind].keys
+        if self.total < 1:
+            yield Problem.of("optimizer.schedule_total", total=self.total)
+        elif not 0 <= self.warmup <= self.total:
+            yield Problem.of("optimizer.schedule_warmup", warmup=self.warmup, total=self.total)
+        elif has_decay and not 1 <= self.decay <= longest_decay:
+            yield Problem.of("optimizer.schedule_decay", decay=self.decay, longest=longest_decay)
+        # without a warm-up it has no effect
+        if self.warmup and not 0 <= self.initial <= self.peak:
+            yield Problem.of("optimizer.schedule_initial", initial=self.initial, peak=self.peak)
+        if not 0 <= self.final <= self.peak:
+            yield Problem.of("optimizer.schedule_final", final=self.final, peak=self.peak)
+
+
+def _linear(fraction: float) -> float:
+    return 1 - fraction
+
+
+def _cosine(fraction: float) -> float:
+    return 0.5 * (math.cos(math.pi * fraction) + 1)
+
+
+def _sqrt(fraction: float) -> float:
+    return 1 - math.sqrt(fraction)
+
+
+def _exponential(fraction: float) -> float:
+    return 2 * 0.5**fraction - 1
+
+
+TAILS: Mapping[Tail, Callable[[float], float]] = {
+    "exponential": _exponential,
+    "linear": _linear,
+    "cosine": _cosine,
+    "sqrt": _sqrt,
+}
+"""The heights, from 1 down to 0, after a fraction of the decay of "wsd"."""
+
+
+def _stable_then_decay(schedule: LRSchedule, completed: int) -> float:
+    """Return the height of "wsd": the peak, and a decay in the last steps."""
+    into_tail = completed - (schedule.total - schedule.decay)
+    if into_tail <= 0:
+        return 1.0
+    return TAILS[schedule.tail](into_tail / schedule.decay)
+
+
+class ScheduleKind(NamedTuple):
+    """A schedule of the learning rate.
+
+    height: the position of the rate between final (0) and peak (1) after warm-up, of the schedule
+        and the number of completed steps.
+    ends: whether the rate falls to `final`, so that it depends on the length of the schedule.
+    keys: the keys of [lr] that it has besides those of its ends.
+    """
+
+    height: Callable[[LRSchedule, int], float]
+    ends: bool = True
+    keys: tuple[str, ...] = ()
+
+
+SCHEDULES: Mapping[Kind, ScheduleKind] = {
+    "constant": ScheduleKind(lambda schedule, completed: 1.0, ends=False),
+    "linear": ScheduleKind(lambda schedule, done: _linear(schedule.after_warmup(done))),
+    "cosine": ScheduleKind(lambda schedule, done: _cosine(schedule.after_warmup(done))),
+    "wsd": ScheduleKind(_stable_then_decay, keys=("decay", "wsd_decay")),
+}

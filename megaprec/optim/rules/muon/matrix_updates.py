@@ -1,0 +1,284 @@
+"""Muon's update: momentum where it is held, orthogonalization where a whole matrix is, weights
+where they are held.
+
+    1. average  each rank updates the momentum of its own slices, elementwise, and has the
+                direction of its slices
+    2. collect  each matrix's direction goes to its owner (`matrix_exchange`)
+    3. compute  each owner orthogonalizes its matrices, one after the other
+    4. return   every rank receives its slices of the results and updates its slices of the weights
+
+All elements are given to the owner in the dtype of the iteration, so bf16 halves what is sent and
+changes nothing: the iteration would round them first anyway. A matrix is computed by the same calls
+on the same shape in every layout, and each elementwise operation here rounds once; so equal
+gradients give equal bits whatever the layout.
+
+A stacked parameter (query, key and value; gate and up) is several logical matrices, each of which
+is computed alone. Gradients are only read. A buffer holds either matrices for Muon or tensors for
+AdamW, because their moments differ.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megaprec.comm.axis import Axis
+from megaprec.comm.gathered_texts import gather_entries
+from megaprec.comm.layout import layout_of, parameters_of
+from megaprec.errors import Problem, UserError
+from megaprec.optim.ranks import Ranks
+from megaprec.optim.rules.muon.matrix_exchange import HeldSpan, MatrixExchange, ReceivedElements
+from megaprec.optim.rules.muon.newton_schulz import iteration_flops, orthogonalized
+from megaprec.optim.rules.muon.rule import MUON_MOMENTUM, NOT_HIDDEN, Muon, moments_of
+from megaprec.optim.rules.param_groups import Factors, Group, StepOf, factors
+from megaprec.optim.rules.update_rules import Step, UpdateRule
+from megaprec.optim.state.flat_buffer import Buffer, Piece
+from megaprec.optim.state.update_tile import Tile
+from megaprec.precision.patterns import match_patterns, require_used
+
+
+@dataclass(frozen=True)
+class LocalElements:
+    """Elements of a matrix's slice that this rank updates.
+
+    tiles: the elements, in order.
+    factors: of learning rate and weight decay.
+    scale: Muon's factor of the learning rate for the matrix.
+    """
+
+    span: HeldSpan
+    tiles: tuple[Tile, ...]
+    factors: Factors
+    scale: float
+
+
+class MatrixUpdates:
+    """The updates of all buffers whose matrices Muon orthogonalizes.
+
+    buffers: all of this rank.
+    stage: all ranks of this pipeline stage.
+    Collective over `stage`. Raises RuntimeError as `MatrixExchange`.
+    """
+
+    def __init__(
+        self,
+        rule: Muon,
+        buffers: Sequence[Buffer],
+        groups: Sequence[Group],
+        stage: Axis,
+        device: torch.device,
+    ) -> None:
+        self.rule = rule
+        self.buffers = [buffer for buffer in buffers if MUON_MOMENTUM in buffer.state]
+        shapes = self._shapes(stage, device)
+        matrix_numbers = {name: number for number, name in enumerate(shapes)}
+        self._local: list[list[LocalElements]] = []  # of each buffer
+        for number in range(len(self.buffers)):
+            self._local.append(list(self._local_elements(number, matrix_numbers, groups)))
+        has_fp64 = any(buffer.plan.masters == torch.float64 for buffer in self.buffers)
+        self._dtype = rule.iteration_dtype(torch.float64 if has_fp64 else torch.float32)
+        self._exchange = MatrixExchange(
+            shapes,
+            costs=[iteration_flops(shape, rule.ns_steps) for shape in shapes.values()],
+            held_spans=[local.span for local in chain.from_iterable(self._local)],
+            num_buffers=len(self.buffers),
+            stage=stage,
+            device=device,
+            dtype=self._dtype,
+        )
+
+    def _shapes(self, stage: Axis, device: torch.device) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all matrices of the stage, by name."""
+        local: dict[str, tuple[int, ...]] = {}
+        for buffer in self.buffers:
+            for piece in buffer.pieces:
+                local[piece.part.name] = piece.part.shape
+        # Without experts on ranks of their own, all ranks of a stage have the same matrices in the
+        # same order. With them each has others: the gather brings all into one order.
+        if not any(buffer.holds_experts for buffer in self.buffers):
+            return local
+        of_stage = gather_entries(local, stage, device)
+        return {name: tuple(shape) for name, shape in of_stage.items()}  # JSON made lists of them
+
+    def _local_elements(
+        self,
+        buffer_number: int,
+        matrix_numbers: dict[str, int],
+        groups: Sequence[Group],
+    ) -> Iterator[LocalElements]:
+        """Yield the elements of a buffer's matrices that this rank's shard holds, which are updated
+        here, whoever orthogonalizes the matrix."""
+        buffer = self.buffers[buffer_number]
+        for owned in buffer.owned_pieces():
+            part = owned.piece.part
+            span = held_span_of(buffer, owned.piece, matrix_numbers[part.name], buffer_number)
+            tiles = tuple(buffer.tiles(owned.in_shard.start, owned.in_shard.stop))
+            group_factors = factors(part, groups, self.rule)  # of learning rate and weight decay
+            shape_factor = self.rule.factor(part.shape)  # Muon's, of the update
+            yield LocalElements(span, tiles, group_factors, shape_factor)
+
+    def apply(self, step_of: StepOf, done: Callable[[Buffer], None]) -> None:
+        """Update all matrices.
+
+        step_of: numbers of the step, by factors.
+        done: called with each updated buffer.
+        Collective over the stage.
+        """
+        matrices = self._collect_directions(step_of)
+        rule = self.rule
+        for number, matrix in matrices.items():
+            # a loop may step within its own autocast
+            with torch.autocast(matrix.device.type, enabled=False):
+                matrices[number] = orthogonalized(
+                    matrix,
+                    rule.ns_coefficients,
+                    rule.ns_steps,
+                    rule.ns_eps,
+                )
+        for number, buffer in enumerate(self.buffers):
+            # without names, which would keep what was sent and received until the next exchange
+            self._move_buffer(number, self._exchange.start_return(number, matrices)(), step_of)
+            done(buffer)  # starts the buffer's all-gather, which overlaps with the next exchange
+
+    def _move_buffer(self, number: int, results: Sequence[Tensor], step_of: StepOf) -> None:
+        """Update this rank's elements of a buffer by the flat results of its matrices."""
+        for local, result in zip(self._local[number], results, strict=True):
+            _move(local, result, step_of(local.factors))
+
+    def _collect_directions(self, step_of: StepOf) -> dict[int, Tensor]:
+        """Update all momenta, and return the complete directions of this rank's own matrices, by
+        number."""
+        # every exchange starts before the first wait, so that they overlap with the updates
+        waits: list[Callable[[], list[ReceivedElements]]] = []
+        for number in range(len(self.buffers)):
+            # without a name, which would keep the directions after they were sent
+            wait = self._exchange.start_collect(number, self._directions(number, step_of))
+            waits.append(wait)
+        received: list[ReceivedElements] = []
+        for wait in waits:
+            received += wait()
+        return self._exchange.assemble(received)
+
+    def _directions(self, buffer_number: int, step_of: StepOf) -> list[Tensor]:
+        """Update the momentum of a buffer, and return the directions of its elements in the dtype
+        of the iteration."""
+        directions: list[Tensor] = []
+        for local in self._local[buffer_number]:
+            step = step_of(local.factors)
+            # joined: an exchange takes one flat tensor for each slice
+            tile_directions = [self._direction(tile, step) for tile in local.tiles]
+            directions.append(torch.cat(tile_directions))
+        return directions
+
+    def _direction(self, tile: Tile, step: Step) -> Tensor:
+        """Update the momentum of a tile, and return what is orthogonalized, in the dtype of the
+        iteration. Nothing changes if `step.skip` is 1."""
+        momentum = self.rule.momentum
+        (average,) = tile.wide_moments()
+        gradients = tile.wide_gradients() / step.divisor
+        weighted_gradients = gradients.mul_(1 - momentum)
+        new_average = (average * momentum).add_(weighted_gradients)
+        direction = new_average
+        if self.rule.nesterov:
+            direction = weighted_gradients.add_(new_average * momentum)
+        # selected, not multiplied by 0: the new average of a skipped step may be NaN
+        average.copy_(torch.where(step.skip == 0, new_average, average))
+        tile.keep_moments([average], step.applied)
+        return direction.to(self._dtype)
+
+
+def held_span_of(buffer: Buffer, piece: Piece, matrix: int, buffer_number: int) -> HeldSpan:
+    """Return what this rank holds of a piece, of which it sends the owner what no other rank
+    sends."""
+    part = piece.part
+    in_slice = piece.overlap(buffer.start, buffer.stop)
+    in_share = piece.overlap(*buffer.share)  # which lies within the slice
+    # of a slice that several tp ranks hold, the one with copy 0 sends
+    if part.copy or not in_share:
+        in_share = range(in_slice.start, in_slice.start)
+    return HeldSpan(
+        matrix=matrix,
+        buffer=buffer_number,
+        dim=-1 if part.dim is None else part.dim,
+        shards=part.shards,
+        shard=part.shard,
+        start=in_slice.start - piece.start,
+        stop=in_slice.stop - piece.start,
+        sent_start=in_share.start - piece.start,
+        sent_stop=in_share.stop - piece.start,
+    )
+
+
+def _move(local: LocalElements, result: Tensor, step: Step) -> None:
+    """Update the weights of some elements by a flat result. Nothing changes if `step.skip` is 1."""
+    results = result.split([len(tile.weights) for tile in local.tiles])
+    for tile, direction in zip(local.tiles, results, strict=True):
+        weights = tile.wide_masters()
+        decayed = weights * (1 - step.lr * step.weight_decay)
+        move = direction.to(weights.dtype) * (step.lr * local.scale)
+        updated = decayed.sub_(move)
+        weights.copy_(torch.where(step.skip == 0, updated, weights))
+        tile.keep_masters(weights, step.applied)
+
+
+def require_muon_patterns(rule: UpdateRule, model_parts: Sequence[nn.Module], ranks: Ranks) -> None:
+    """Raise UserError, on every rank, if Muon's patterns do not fit the model. Collective over the
+    world.
+
+    A pattern must match a parameter; of the default patterns one must, because a model of other
+    names may have embeddings that they do not know. Logical tensors of one parameter must be
+    updated by one rule.
+    """
+    if not isinstance(rule, Muon):
+        return
+    key = "optimizer.options by_adamw"
+    names: set[str] = set()
+    for parameter in parameters_of(model_parts):
+        names |= {part.name for part in layout_of(parameter).parts}
+    sorted_names = sorted(names)
+    if rule.by_adamw == NOT_HIDDEN:
+        _require_default_match(key, sorted_names, ranks)
+    else:
+        require_used(key, rule.by_adamw, sorted_names, ranks.world, ranks.device)
+    # by sentence, code and fields: a Problem is made of them again, for JSON carries none
+    local_problems: dict[str, Any] = {}
+    for problem in _problems_of_split_parameters(rule, model_parts):
+        local_problems[str(problem)] = (problem.code, problem.fields)
+    entries = gather_entries(local_problems, ranks.world, ranks.device)
+    problems = [Problem(text, code, fields) for text, (code, fields) in entries.items()]
+    if problems:
+        raise UserError(*problems)
+
+
+def _require_default_match(key: str, names: Sequence[str], ranks: Ranks) -> None:
+    """Raise UserError, on every rank, if none of the default patterns matches a parameter of any
+    rank. Collective over the world.
+
+    names: logical names of this rank's parameters, sorted.
+    """
+    is_local_match = any(match_patterns(NOT_HIDDEN, names))
+    is_match = torch.tensor(float(is_local_match), device=ranks.device)
+    if ranks.world.max_(is_match):
+        return
+    first_names = gather_entries(dict.fromkeys(names[:1]), ranks.world, ranks.device)
+    if first_names:  # else nothing is trained, which the optimizer refuses for every rule
+        raise UserError.of(
+            "optimizer.muon_without_names",
+            key=key,
+            not_hidden=" or ".join(NOT_HIDDEN),
+            names=min(first_names),
+        )
+
+
+def _problems_of_split_parameters(
+    rule: Muon, model_parts: Sequence[nn.Module]
+) -> Iterator[Problem]:
+    """Yield a problem for each parameter whose logical tensors would be updated by two rules."""
+    for parameter in parameters_of(model_parts):
+        try:
+            moments_of(rule, parameter)
+        except UserError as error:
+            yield from error.problems

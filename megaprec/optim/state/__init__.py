@@ -1,0 +1,1 @@
+"""State: flat buffers of masters and gradients, and what is kept beside them."""

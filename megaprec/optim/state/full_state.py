@@ -1,0 +1,123 @@
+"""The whole state of an optimizer as logical tensors, on every rank: for models that fit, and for
+inspection.
+
+Exactly one rank counts each logical element and contributes it; a sum over the mesh assembles the
+tensor.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megaprec.comm.axis import Axis
+from megaprec.comm.gathered_texts import gather_entries
+from megaprec.errors import Problem, UserError
+from megaprec.optim.state.flat_buffer import Buffer, OwnedPiece, Piece
+from megaprec.precision.plan import DTYPES, dtype_name
+
+_MAX_PROBLEMS = 5  # lines of an error; a state of another model differs in every tensor
+
+
+class _Counted(NamedTuple):
+    """Elements of a logical tensor that this rank alone counts. values: this rank's slice."""
+
+    owned: OwnedPiece
+    values: Tensor
+
+    def add_to(self, full: Tensor) -> None:
+        """Add the elements to the logical tensor."""
+        piece = self.owned.piece
+        local = full.new_zeros(piece.stop - piece.start)
+        local[self.owned.in_part] = self.values[self.owned.in_shard]
+        target = piece.part.take(full)
+        target.add_(local.view(piece.part.local))
+
+
+def gather_tensors(
+    buffers: Sequence[Buffer],
+    world: Axis,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """Return the masters ("weight") and the moments, by "kind/logical name", on the CPU. Collective
+    over the world."""
+    counted: dict[str, list[_Counted]] = defaultdict(list)
+    # shape and dtype of the logical tensors of which this rank holds slices
+    headers: dict[str, tuple[list[int], str]] = {}
+    for buffer in buffers:
+        for kind, values in buffer.saved().items():
+            for piece in buffer.pieces:
+                state_key = _state_key(kind, piece)
+                headers[state_key] = list(piece.part.shape), dtype_name(values.dtype)
+            # this rank's share: replicas and ranks of ZeRO-1 divide the elements among them
+            for owned in buffer.owned_pieces(*buffer.share):
+                if owned.piece.counts:
+                    state_key = _state_key(kind, owned.piece)
+                    counted[state_key].append(_Counted(owned, values))
+    tensors: dict[str, Tensor] = {}
+    all_headers = gather_entries(headers, world, device)
+    # sorted: all ranks sum the same tensor at the same time
+    for state_key, (shape, dtype) in sorted(all_headers.items()):
+        full_tensor = torch.zeros(shape, dtype=DTYPES[dtype], device=device)
+        for elements in counted.get(state_key, ()):
+            elements.add_to(full_tensor)
+        tensors[state_key] = world.sum_(full_tensor).cpu()
+    return tensors
+
+
+def load_tensors(
+    tensors: dict[str, Tensor],
+    buffers: Sequence[Buffer],
+    world: Axis,
+    device: torch.device,
+) -> None:
+    """Load this rank's slices. Raise UserError on every rank, before anything is changed, if a
+    tensor does not fit."""
+    needed = dict(_needed_pieces(buffers))
+    problems = list(_problems(tensors, needed))
+    # other ranks hold other tensors of the model
+    keys_of_model = gather_entries(dict.fromkeys(needed), world, device)
+    for state_key in tensors:
+        if state_key not in keys_of_model:
+            problems.append(Problem.of("optimizer.state_not_in_model", key=state_key))
+    # a rank without problems must not go on alone
+    num_problems = torch.tensor(float(len(problems)), device=device)
+    if world.max_(num_problems):
+        heading = Problem.of("optimizer.state_of_other_model")
+        shown = problems[:_MAX_PROBLEMS] or [Problem.of("optimizer.state_elsewhere")]
+        raise UserError(heading, *shown)
+    for buffer in buffers:
+        for kind in buffer.saved_names:
+            for owned in buffer.owned_pieces():
+                full_tensor = tensors[_state_key(kind, owned.piece)]
+                flat_part = owned.piece.part.take(full_tensor).reshape(-1)
+                buffer.restore(kind, owned.in_shard.start, flat_part[owned.in_part])
+
+
+def _problems(tensors: dict[str, Tensor], needed: Mapping[str, Piece]) -> Iterator[Problem]:
+    """Yield a problem for each needed tensor that is missing, or of another shape or kind."""
+    for state_key, piece in needed.items():
+        tensor = tensors.get(state_key)
+        if tensor is None or tuple(tensor.shape) != piece.part.shape:
+            yield Problem.of(
+                "optimizer.state_shape",
+                key=state_key,
+                shape=list(piece.part.shape),
+                saved_shape="not" if tensor is None else list(tensor.shape),
+            )
+        elif not tensor.is_floating_point():
+            yield Problem.of("optimizer.state_not_real", key=state_key, dtype=tensor.dtype)
+
+
+def _needed_pieces(buffers: Sequence[Buffer]) -> Iterator[tuple[str, Piece]]:
+    """Yield a piece of each tensor that this rank loads slices of, by the tensor's name."""
+    for buffer in buffers:
+        for kind in buffer.saved_names:
+            for piece in buffer.pieces:
+                yield _state_key(kind, piece), piece
+
+
+def _state_key(kind: str, piece: Piece) -> str:
+    return f"{kind}/{piece.part.name}"

@@ -1,0 +1,1 @@
+"""From token files to samples, in an order that does not depend on the layout."""

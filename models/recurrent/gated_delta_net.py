@@ -1,0 +1,155 @@
+"""A gated delta net in place of attention (Yang, Kautz and Hatamizadeh, 2025; Qwen3-Next).
+
+    projection, over tp    x [s, b, hidden] -> queries, keys, values, gate, strength and decay of
+                                               the heads of this rank
+    convolution            queries, keys and values, each feature over a few tokens, then SiLU
+    delta rule             of each head of values, with the key and query of its head of keys,
+                           normalized to length 1
+    norm and gate          the output of each head, normalized, times SiLU of the gate
+    output, over tp        back to the hidden features
+
+Heads of values are shared out over tp, with their heads of keys; if there are fewer of these than
+ranks, neighbouring ranks hold the same one. Everything between the two products, but for their
+results, is in the plan's sensitive dtype, and so are the states.
+
+The decay of token t is exp(-exp(log_rate) softplus(decay_t + bias)), with a rate and a bias of each
+head, and its strength is the sigmoid of one more number.
+"""
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaprec.errors import UserError
+from models.attention.flash_windows import Documents
+from models.config import ModelConfig
+from models.recurrent import kernel_calls, kernel_choice
+from models.recurrent.delta_rule import DeltaInputs, chunked
+from models.recurrent.kernel_choice import DELTA_RULE
+from models.recurrent.mixer_parts import RecurrentMixer, begins_of, heads_of, starts_of
+from parallel.context import Context
+from parallel.layers import Rows
+from parallel.linear import Widen
+from parallel.norms import RMSNorm
+
+# Added to the squared length of queries and keys, as in flash-linear-attention and transformers.
+LENGTH_EPS = 1e-6
+# Rates of decay begin with logarithms of the mean and the deviation that those of uniform numbers
+# from 0 to 16 have, which transformers draws; biases begin at 1, as there.
+MEAN_LOG_RATE = math.log(16) - 1
+STD_LOG_RATE = 1.0
+FIRST_BIAS = 1.0
+
+
+class GatedDeltaNet(RecurrentMixer):
+    """The gated delta net of a layer; `config.delta_net` has the sizes.
+
+    Raises UserError if sequences are cut over ranks.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: Context,
+        name: str,
+        layer: int = 0,
+    ) -> None:
+        if context.cp.size > 1:
+            raise UserError.of("model.context_delta_net", context=context.cp.size)
+        sizes = config.delta_net
+        # Ranks beyond the number of heads of keys hold the same ones as their neighbours.
+        key_shards = min(context.tp.size, sizes.key_heads)
+        convolved = [
+            Rows(f"{name}.query", sizes.key_width, key_shards),
+            Rows(f"{name}.key", sizes.key_width, key_shards),
+            Rows(f"{name}.value", sizes.value_width),
+        ]
+        others = [
+            Rows(f"{name}.gate", sizes.value_width),
+            Rows(f"{name}.strength", sizes.value_heads),
+            Rows(f"{name}.decay", sizes.value_heads),
+        ]
+        stack = [*convolved, *others]
+        super().__init__(config, context, name, stack, convolved, sizes.kernel, biased=False)
+        self.decay_bias = self._make_vector("decay.bias", sizes.value_heads, FIRST_BIAS)
+        self.log_rate = self._make_vector(
+            "decay.log_rate", sizes.value_heads, MEAN_LOG_RATE, STD_LOG_RATE
+        )
+        self.output_norm = RMSNorm(
+            context,
+            sizes.value_dim,
+            name=f"{name}.output_norm",
+            eps=config.norm_eps,
+            differs_over_tp=True,
+        )
+        self.output = self._make_output(sizes.value_width, layer)
+
+    def _mix(self, projected: Tensor, documents: Tensor | Documents | None) -> Tensor:
+        sensitive = self.context.plan.sensitive
+        convolved_widths = self.local_widths[:3]
+        widths = [sum(convolved_widths), *self.local_widths[3:]]
+        mixed, gate, strength, decay = projected.split(widths, -1)
+        begins = begins_of(documents)
+        convolved = self._convolve(mixed.to(sensitive), begins)
+        query, key, value = self._heads(*convolved.split(convolved_widths, -1))
+        inputs = DeltaInputs(
+            query=query,
+            key=key,
+            value=value,
+            log_decay=self._log_decay(decay.to(sensitive)).permute(1, 2, 0),
+            strength=strength.to(sensitive).sigmoid().permute(1, 2, 0),
+            begins=begins,
+            starts=starts_of(documents),
+        )
+        # [b, n, s, v] -> [s, b, n, v]
+        read = self._apply_rule(inputs).permute(2, 0, 1, 3)
+        normalized = self.output_norm(read).flatten(2)
+        gated = normalized.to(sensitive) * F.silu(gate.to(sensitive))
+        return gated.to(self.context.plan.compute)
+
+    def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key [b, n, s, d] and value [b, n, s, v] of n heads of values; queries and
+        keys of length 1, queries then scaled. Arguments: features [s, b, ...]."""
+        sizes = self.config.delta_net
+        queries = _unit(heads_of(query, sizes.key_dim)) * sizes.key_dim**-0.5
+        keys = _unit(heads_of(key, sizes.key_dim))
+        values = heads_of(value, sizes.value_dim)
+        # A head of keys serves several heads of values in a row.
+        group = values.shape[1] // keys.shape[1]
+        queries = queries.repeat_interleave(group, 1)
+        keys = keys.repeat_interleave(group, 1)
+        return queries, keys, values
+
+    def _log_decay(self, decay: Tensor) -> Tensor:
+        """Return the logarithms of the decays [s, b, n], 0 or less. decay: as projected."""
+        rate = Widen.apply(self.log_rate, decay.dtype).exp()
+        bias = Widen.apply(self.decay_bias, decay.dtype)
+        return -rate * F.softplus(decay + bias)
+
+    def _apply_rule(self, inputs: DeltaInputs) -> Tensor:
+        """Return the outputs of the delta rule, [b, n, s, v]."""
+        outputs, _ = self._scan(inputs)
+        return outputs
+
+    def _scan(
+        self, inputs: DeltaInputs, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the outputs of the delta rule, [b, n, s, v], and the last state, by the kernel
+        that there is.
+
+        state: the one before the first token; None: zeros.
+        """
+        limit = kernel_choice.delta_rule_limit(self.config.delta_net.key_dim)
+        if state is not None and inputs.begins is not None:
+            limit = "flash-linear-attention has one state for each document"
+        kernel = self._choose(DELTA_RULE, inputs.value, limit).kernel
+        if kernel is None:
+            return chunked(inputs, state)
+        return kernel_calls.delta_rule(kernel, inputs, state, self.context.plan.compute)
+
+
+def _unit(heads: Tensor) -> Tensor:
+    """Return heads [..., features] of length 1."""
+    squares = heads.square().sum(-1, keepdim=True)
+    return heads * (squares + LENGTH_EPS).rsqrt()

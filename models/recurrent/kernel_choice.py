@@ -1,0 +1,265 @@
+"""Kernels of other packages for layers with a recurrent state, and the choice between them and
+plain torch.
+
+    flash-linear-attention   the gated delta rule (`models.recurrent.delta_rule`), in Triton
+    mamba-ssm                the recurrence of Mamba-2 (`models.recurrent.state_space`), in Triton
+    causal-conv1d            the convolution before both, with its SiLU, in CUDA
+
+All three are optional, and compute on a GPU what plain torch computes everywhere. A run takes them
+if its products are in 16 bits, but for two settings:
+
+    train.deterministic            mamba-ssm and causal-conv1d add gradients by atomic operations
+                                   (releases since 2026 can do without); in flash-linear-attention
+                                   and mamba-ssm Triton chooses blocks by their time, so that two
+                                   runs may sum in other orders
+    train.numerics = "canonical"   for the same reason
+
+An engine tries the kernels before its ranks take them (`refused_kernels`), for releases of Triton
+have compiled such kernels wrongly for some GPUs. All ranks take the same.
+"""
+
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+
+from megaprec.comm.axis import Axis
+from megaprec.comm.gathered_texts import gather_entries
+from models.config import ModelConfig
+from models.recurrent import kernel_trials
+from models.recurrent.kernel_trials import Trial
+
+NARROW = (torch.bfloat16, torch.float16)
+# Features of a head's query and key that flash-linear-attention takes.
+WIDEST_KEY = 256
+# Its releases before 0.6 take fewer tokens than heads, such as a short prompt, for tensors of
+# another layout, and warn.
+FEWER_TOKENS_THAN_HEADS = "Input tensor shape suggests potential format mismatch"
+# Tokens that the convolution of causal-conv1d may see, and a divisor of its features.
+CONVOLVED_TOKENS = (2, 3, 4)
+FEATURES_DIVIDE_BY = 8
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package whose `function` of `module` computes a part of a layer.
+
+    part: in words.
+    release: the first one that has all arguments that are used here.
+    trial: compares the function with plain torch.
+    """
+
+    name: str
+    part: str
+    module: str
+    function: str
+    release: tuple[int, int]
+    trial: Trial
+
+
+DELTA_RULE = Package(
+    "flash-linear-attention",
+    "gated delta rule",
+    "fla.ops.gated_delta_rule",
+    "chunk_gated_delta_rule",
+    (0, 3),
+    kernel_trials.delta_rule_fault,
+)
+STATE_SPACE = Package(
+    "mamba-ssm",
+    "state space",
+    "mamba_ssm.ops.triton.ssd_combined",
+    "mamba_chunk_scan_combined",
+    (2, 2),
+    kernel_trials.state_space_fault,
+)
+CONVOLUTION = Package(
+    "causal-conv1d",
+    "convolution",
+    "causal_conv1d",
+    "causal_conv1d_fn",
+    (1, 4),
+    kernel_trials.convolution_fault,
+)
+
+
+class Setting(NamedTuple):
+    """The facts of a run that decide whether it takes kernels.
+
+    device: type of the tensors' device; meta stands for a GPU that is not here.
+    products: the dtype of products.
+    canonical, deterministic: sums must have an order that is always the same.
+    """
+
+    device: str
+    products: torch.dtype
+    canonical: bool
+    deterministic: bool
+
+
+class Choice(NamedTuple):
+    """A kernel, or plain torch in its place, for a part of a layer.
+
+    kernel: the function of the package; None: plain torch does.
+    name: the package and its release, or plain torch and the reason.
+    """
+
+    kernel: Callable[..., Any] | None
+    name: str
+
+
+def choose(package: Package, setting: Setting, limit: str = "") -> Choice:
+    """Return what computes the package's part of a layer.
+
+    limit: the reason why the package does not take this call; "" if it does.
+    """
+    if reason := _objection(setting) or limit:
+        return _plain(reason)
+    # What is installed there is not known here.
+    if setting.device == "meta":
+        return Choice(None, f"{package.name} where it is installed, else plain torch")
+    return find(package)
+
+
+def _objection(setting: Setting) -> str:
+    """Return why a run takes no kernel of any package; "" if it does."""
+    if setting.device not in ("cuda", "meta"):
+        return "not on a GPU"
+    if setting.products not in NARROW:
+        return "products are not in 16 bits"
+    if setting.canonical:
+        return "canonical numerics"
+    if setting.deterministic:
+        return "train.deterministic"
+    return ""
+
+
+def _plain(reason: str) -> Choice:
+    return Choice(None, f"plain torch ({reason})")
+
+
+@cache
+def find(package: Package) -> Choice:
+    """Return the kernel of an installed package, or plain torch if there is none."""
+    top_module = package.module.partition(".")[0]
+    if find_spec(top_module) is None:
+        return _plain(f"{package.name} is not installed")
+    try:
+        release = import_module(top_module).__version__
+        kernel = getattr(import_module(package.module), package.function)
+    # Triton and compiled extensions raise errors of many kinds.
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        return _plain(f"{package.name} cannot be imported: {reason}")
+    numbers = tuple(map(int, re.findall(r"\d+", release)[:2]))
+    if numbers < package.release:
+        first = ".".join(map(str, package.release))
+        return _plain(f"{package.name} {release} is older than {first}")
+    warnings.filterwarnings("ignore", FEWER_TOKENS_THAN_HEADS)
+    return Choice(kernel, f"{package.name} {release}")
+
+
+class Use(NamedTuple):
+    """A package that computes a part of a model's layers.
+
+    limit: why it does not take these layers; "" if it does.
+    sizes: of a rank's part of a layer, as the package's trial takes them.
+    """
+
+    package: Package
+    limit: str
+    sizes: tuple[int, ...]
+
+
+def uses(model: ModelConfig, tp: int) -> list[Use]:
+    """Return the packages for the parts of a model's layers that have a recurrent state; none if no
+    layer has one.
+
+    tp: tensor-parallel ranks.
+    """
+    found: list[Use] = []
+    if rule := model.delta_net:
+        keys = 2 * rule.key_width // min(tp, rule.key_heads)
+        features = keys + rule.value_width // tp
+        sizes = (rule.value_heads // tp, rule.key_dim, rule.value_dim)
+        found.append(Use(DELTA_RULE, delta_rule_limit(rule.key_dim), sizes))
+        found.append(_convolution_use(features, rule.kernel))
+    if scan := model.mamba:
+        sizes = (scan.groups // tp, scan.heads // tp, scan.state_dim, scan.head_dim)
+        found.append(Use(STATE_SPACE, "", sizes))
+        found.append(_convolution_use(scan.convolved_width // tp, scan.kernel))
+    return found
+
+
+def _convolution_use(features: int, tokens: int) -> Use:
+    return Use(CONVOLUTION, convolution_limit(features, tokens), (features, tokens))
+
+
+def refused_kernels(
+    model: ModelConfig,
+    tp: int,
+    setting: Setting,
+    tokens: int,
+    world: Axis,
+    device: torch.device,
+) -> dict[str, str]:
+    """Try the kernels that the layers of a model would take, and return why one is not to be taken
+    by any rank, by the name of its package: it is wrong on a rank, fails there, or is not there.
+
+    Collective over the world. tp: tensor-parallel ranks. tokens: of a sequence.
+    """
+    uses_of_layers = uses(model, tp)
+    if not uses_of_layers or setting.device == "meta" or _objection(setting):
+        return {}
+    own_reasons: dict[str, str] = {}
+    for package, limit, sizes in uses_of_layers:
+        if limit:
+            continue
+        kernel, name = choose(package, setting)
+        if kernel is None:
+            own_reasons[package.name] = name.removeprefix("plain torch (").removesuffix(")")
+            continue
+        # gradients too, in whatever mode the engine is built
+        with torch.inference_mode(False), torch.enable_grad():
+            fault = package.trial(kernel, sizes, tokens, setting.products)
+        if fault:
+            own_reasons[package.name] = f"{name} {fault} of rank {world.rank}"
+    return gather_entries(own_reasons, world, device)
+
+
+def describe(
+    model: ModelConfig, tp: int, setting: Setting, refused: Mapping[str, str]
+) -> list[str]:
+    """Return what computes the parts of the layers of a model that have a recurrent state; none if
+    no layer has one.
+
+    tp: tensor-parallel ranks. refused: what `refused_kernels` has found.
+    """
+    lines: list[str] = []
+    for package, limit, _ in uses(model, tp):
+        choice = choose(package, setting, limit or refused.get(package.name, ""))
+        lines.append(f"{package.part} by {choice.name}")
+    return lines
+
+
+def delta_rule_limit(key_dim: int) -> str:
+    """Return why flash-linear-attention does not take heads of these sizes; "" if it does."""
+    if key_dim > WIDEST_KEY:
+        return f"flash-linear-attention has keys of at most {WIDEST_KEY} features"
+    return ""
+
+
+def convolution_limit(features: int, tokens: int) -> str:
+    """Return why causal-conv1d does not convolve so many features over so many tokens; "" if it
+    does."""
+    if tokens not in CONVOLVED_TOKENS:
+        return f"causal-conv1d sees {CONVOLVED_TOKENS[0]} to {CONVOLVED_TOKENS[-1]} tokens"
+    if features % FEATURES_DIVIDE_BY:
+        return f"causal-conv1d takes features in multiples of {FEATURES_DIVIDE_BY}"
+    return ""

@@ -1,0 +1,172 @@
+"""Kernels of other packages, each tried once on this GPU with the sizes of its layer: outputs and
+gradients of drawn tokens are compared with those of plain torch in float64.
+
+A kernel that compiles need not be right. Triton 3.4 to 3.7.0 gives wrong gradients of the gated
+delta rule on GPUs like the H100 (issue 640 of fla-org/flash-linear-attention), and there are
+failures and NaNs on GPUs like the B200 (issues 607 and 913 of the same).
+
+Not tried are documents, and a state before the first token.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.recurrent import delta_rule, kernel_calls, state_space
+from models.recurrent.delta_rule import DeltaInputs
+from models.recurrent.short_convolution import short_convolution
+from models.recurrent.state_space import StateSpaceInputs
+
+Trial = Callable[[Callable[..., Any], tuple[int, ...], int, torch.dtype], str]
+"""Returns what is wrong with a kernel for layers of some sizes, a number of tokens and a dtype of
+products; "" if it is right."""
+
+DEVICE = "cuda"
+# relative, of the norm of an output or a gradient: as the packages' own tests allow, and half more
+TOLERANCE = 0.03
+# of a gradient that is a sum over all tokens, whose terms cancel each other
+TOLERANCE_OF_SUMS = 0.15
+SUMS = ("the gradient of rate", "the gradient of weight")
+SAMPLES = 1
+# Of longer sequences so many are tried: the state passes through many chunks.
+MOST_TOKENS = 2048
+# of the head whose state is kept longest; those of others go up to 1
+SLOWEST_DECAY = 0.01
+
+
+def delta_rule_fault(
+    kernel: Callable[..., Any], sizes: tuple[int, ...], tokens: int, products: torch.dtype
+) -> str:
+    """Return what is wrong with a kernel of the gated delta rule; "" if it is right.
+
+    sizes: heads, and the features of a key and of a value.
+    """
+    heads, key_dim, value_dim = sizes
+    of_heads = (SAMPLES, heads, min(tokens, MOST_TOKENS))
+    drawn = {
+        "query": F.normalize(_drawn((*of_heads, key_dim), 0), dim=-1),
+        "key": F.normalize(_drawn((*of_heads, key_dim), 1), dim=-1),
+        "value": _drawn((*of_heads, value_dim), 2),
+        "log_decay": -_rates(heads).unsqueeze(-1) * _drawn(of_heads, 3).sigmoid(),
+        "strength": _drawn(of_heads, 4).sigmoid(),
+    }
+
+    def plain(**inputs: Tensor) -> Tensor:
+        return delta_rule.chunked(DeltaInputs(**inputs))[0]
+
+    def by_kernel(**inputs: Tensor) -> Tensor:
+        return kernel_calls.delta_rule(kernel, DeltaInputs(**inputs), None, products)[0]
+
+    return _difference(by_kernel, plain, drawn, products)
+
+
+def state_space_fault(
+    kernel: Callable[..., Any], sizes: tuple[int, ...], tokens: int, products: torch.dtype
+) -> str:
+    """Return what is wrong with a kernel of the recurrence of Mamba-2; "" if it is right.
+
+    sizes: groups, heads, and the features of a key and of a value.
+    """
+    groups, heads, key_dim, value_dim = sizes
+    length = min(tokens, MOST_TOKENS)
+    of_groups = (SAMPLES, groups, length, key_dim)
+    drawn = {
+        "query": _drawn(of_groups, 0),
+        "key": _drawn(of_groups, 1),
+        "value": _drawn((SAMPLES, heads, length, value_dim), 2),
+        "step": _drawn((SAMPLES, heads, length), 3).sigmoid(),
+        "rate": _rates(heads),
+    }
+
+    def plain(**inputs: Tensor) -> Tensor:
+        return state_space.chunked(StateSpaceInputs(**inputs))[0]
+
+    def by_kernel(**inputs: Tensor) -> Tensor:
+        return kernel_calls.state_space(kernel, StateSpaceInputs(**inputs), None, products)[0]
+
+    return _difference(by_kernel, plain, drawn, products)
+
+
+def convolution_fault(
+    kernel: Callable[..., Any], sizes: tuple[int, ...], tokens: int, products: torch.dtype
+) -> str:
+    """Return what is wrong with a kernel of the convolution and its SiLU; "" if it is right.
+
+    sizes: features, and the tokens that the convolution sees.
+    """
+    features, tokens_seen = sizes
+    drawn = {
+        "x": _drawn((min(tokens, MOST_TOKENS), SAMPLES, features), 0),
+        "weight": _drawn((features, tokens_seen), 1),
+    }
+
+    def plain(x: Tensor, weight: Tensor) -> Tensor:
+        return F.silu(short_convolution(x, weight))
+
+    def by_kernel(x: Tensor, weight: Tensor) -> Tensor:
+        return kernel_calls.convolution(kernel, x, weight, None, None, None)
+
+    return _difference(by_kernel, plain, drawn, products)
+
+
+def _rates(heads: int) -> Tensor:
+    """Return the rates at which the states of heads decay [heads], from the slowest on."""
+    return torch.linspace(SLOWEST_DECAY, 1.0, heads, dtype=torch.float64, device=DEVICE)
+
+
+def _drawn(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Return random numbers in float64."""
+    # drawn on the CPU: the same numbers on every device, and no state of a generator is changed
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(DEVICE)
+
+
+def _difference(
+    by_kernel: Callable[..., Tensor],
+    plain: Callable[..., Tensor],
+    drawn: Mapping[str, Tensor],
+    products: torch.dtype,
+) -> str:
+    """Return how the outputs and gradients of a kernel differ from those of plain torch in float64;
+    "" if they are close.
+
+    drawn: the inputs of both, in float64. They are rounded to the dtype of products first.
+    """
+    rounded = {name: x.to(products) for name, x in drawn.items()}
+    expected = _results(plain, {name: x.double() for name, x in rounded.items()})
+    try:
+        found = _results(by_kernel, {name: x.float() for name, x in rounded.items()})
+        # A kernel that has failed may be seen here: numbers are waited for.
+        errors = {name: _relative_error(found[name], exact) for name, exact in expected.items()}
+    # Triton and compiled extensions raise errors of many kinds.
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        return f"fails ({reason}) on the GPU"
+    for name, relative_error in errors.items():
+        tolerance = TOLERANCE_OF_SUMS if name in SUMS else TOLERANCE
+        # NaN is no number within the tolerance
+        if not relative_error <= tolerance:
+            return f"is wrong by {relative_error:.1%} in {name} on the GPU"
+    return ""
+
+
+def _relative_error(computed: Tensor, exact: Tensor) -> float:
+    error_norm = (computed.double() - exact).norm()
+    return float(error_norm / exact.norm())
+
+
+def _results(function: Callable[..., Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the outputs of a function, and the gradients of its inputs for a drawn gradient of the
+    outputs, by name."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    outputs = function(**leaves)
+    grad = _drawn(tuple(outputs.shape), 9).to(outputs.dtype)
+    gradients = torch.autograd.grad(outputs, [*leaves.values()], grad)
+    by_name = dict(zip(leaves, gradients, strict=True))
+    return {
+        "outputs": outputs.detach(),
+        **{f"the gradient of {name}": gradient for name, gradient in by_name.items()},
+    }

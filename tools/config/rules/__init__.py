@@ -1,0 +1,1 @@
+"""The rules between the keys of a run file: errors, keys without effect, advice."""

@@ -511,6 +511,10 @@ class Trainer:
             self._nonfinite_step = error
             return error.report
 
+    def _learning_rate(self) -> float:
+        """Return the rate of the next step; a replay has another."""
+        return self._rates.at(self.progress)
+
     def _next_limits(self) -> StepLimits:
         """Return the ends of the bands of the next step's loss and gradient norm."""
         if self.config.train.on_spike == "ignore":

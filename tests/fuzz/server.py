@@ -34,8 +34,8 @@ STEPS = 3  # of training, after which a run has shown that it trains
 WORK = 5  # once a command has said that it is at work, it is given this part of its processor time
 LONGEST_LINE = 2500  # characters on stderr
 # Exit codes of commands, besides 0 and 2: a run that stops itself, layouts that differ, data with
-# notes.
-FINE = {"train": 3, "parity": 1, "data verify": 1}
+# notes, a run that has no room.
+FINE = {"train": 3, "parity": 1, "data verify": 1, "plan": 4}
 WALL = 900.0  # seconds; processor time is what counts, for the machine may be busy
 ROOT = Path(__file__).parents[2]
 

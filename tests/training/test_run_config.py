@@ -103,6 +103,40 @@ def test_the_learning_rate_counts_in_its_unit(unit: str, total: int) -> None:
     assert schedule.peak == LR().peak
 
 
+@pytest.mark.parametrize(
+    ("keys", "warmup"),
+    [
+        (["lr.warmup=0.1"], 1),
+        (["lr.warmup=0.11"], 2),
+        (["lr.warmup=0.25", "lr.length=1000"], 250),
+        (["lr.warmup=0.07", "train.steps=100"], 7),
+        (["lr.warmup=0.25", "lr.unit=samples"], 20),
+        (["lr.warmup=0.25", "lr.unit=samples", "lr.length=40"], 10),
+        (
+            [
+                "lr.warmup=0.5",
+                "lr.unit=samples",
+                "lr.length=40",
+                "train.batch_schedule=[[0, 4], [8, 8]]",
+            ],
+            20,
+        ),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else str(x),
+)
+def test_a_warm_up_may_be_a_fraction_of_the_schedule(keys: list[str], warmup: int) -> None:
+    config = load_run(None, [*MINIMAL, *keys])
+    assert config.lr.warmup == warmup
+    assert config.origin("lr.warmup") == "command line"
+
+
+def test_a_fraction_of_an_unknown_length_is_refused() -> None:
+    changing = ["lr.unit=samples", "train.batch_schedule=[[0, 4], [8, 8]]"]
+    (one,) = problems(*MINIMAL, *changing, "lr.warmup=0.5")
+    assert shows(one, "config.warmup_fraction", value=0.5, origin="command line")
+    assert shows(problems(*MINIMAL, "lr.warmup=1.5")[0], "config.wrong_value", key="lr.warmup")
+
+
 def test_the_key_of_the_tokenizer_takes_a_folder_with_one(tmp_path: Path) -> None:
     assert load_run(None, [*MINIMAL, f"data.tokenizer={tmp_path}"]).data.tokenizer == f"{tmp_path}"
     file = tmp_path / "tokenizer.json"

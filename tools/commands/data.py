@@ -117,7 +117,8 @@ def _add_source(parser: argparse.ArgumentParser, conversations: str) -> None:
         ".tar (WebDataset), .mds, and those of folders; a folder of "
         f"{' '.join(FOLDER_ENDINGS)} (all but .parquet also with .gz or .zst); a data set that "
         "Hugging Face's datasets has saved, or a folder of MDS; a pattern such as "
-        "'texts/**/*.md'; a URL (s3://, gs://, hf://, https://) of any of these; several are read one after the other. "
+        "'texts/**/*.md'; a URL (s3://, gs://, hf://, https://) of any of these; several are read "
+        "one after the other. "
         f"{conversations}",
     )
     add_text_options(parser)

@@ -645,7 +645,7 @@ def _recipe(fp8: FP8) -> Iterator[str]:
 
 
 def _nvfp4(model: ModelConfig, parallel: Parallel, fp8: FP8) -> Iterator[str]:
-    if fp8.kind != "nvfp4":
+    if not fp8.four_bits:
         return
     yield from nvfp4_problems(model)
     if parallel.context > 1:

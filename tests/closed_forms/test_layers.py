@@ -23,7 +23,6 @@ from tests.families import put
 
 LENGTH = 8
 SIZES: dict[str, Any] = {"layers": 1, "hidden": 8, "heads": 2, "ffn": 8, "vocab": 8}
-EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +35,7 @@ def float64() -> Iterator[None]:
 
 
 def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected.to(found), **EXACT)
+    torch.testing.assert_close(found, expected.to(found), rtol=1e-12, atol=1e-12)
 
 
 def stage_of(config: ModelConfig, chosen: dict[str, Tensor]) -> Stage:
@@ -46,7 +45,7 @@ def stage_of(config: ModelConfig, chosen: dict[str, Tensor]) -> Stage:
     for name, values in weights.items():
         if name.endswith("norm.weight"):
             values += 1 - config.norm_unit_offset
-    put(stage, weights | {name: values for name, values in chosen.items()})
+    put(stage, weights | chosen)
     return stage
 
 
@@ -125,6 +124,18 @@ def test_a_pair_of_features_turns_forwards_by_its_position_over_a_power_of_the_b
 # --- attention. The embedding is the identity: each token is a feature of its own.
 
 
+def added_by_attention(stage: Stage, tokens: Tensor) -> Tensor:
+    """What attention of the first layer makes of tokens [s, b]."""
+    made_by: list[Tensor] = []
+
+    def keep(module: object, given: object, made: Tensor) -> None:
+        made_by.append(made.detach())
+
+    stage.layers["0"].get_submodule("attention").register_forward_hook(keep)
+    stage(tokens)
+    return made_by[0]
+
+
 def attending(chosen: dict[str, Tensor], tokens: list[int], **keys: Any) -> Tensor:
     """What attention adds to each token, [s, vocab], by its value of each token.
 
@@ -135,15 +146,7 @@ def attending(chosen: dict[str, Tensor], tokens: list[int], **keys: Any) -> Tens
     attention = "layers.0.attention"
     same = {f"{attention}.value.weight": identity, f"{attention}.output.weight": identity}
     stage = stage_of(config, {"embedding.weight": identity, **same, **chosen})
-    added: list[Tensor] = []
-    handle = (
-        stage.layers["0"]
-        .get_submodule("attention")
-        .register_forward_hook(lambda module, given, made: added.append(made))
-    )
-    stage(torch.tensor(tokens)[:, None])
-    handle.remove()
-    return added[0][:, 0].detach() / math.sqrt(8)
+    return added_by_attention(stage, torch.tensor(tokens)[:, None])[:, 0] / math.sqrt(8)
 
 
 @pytest.mark.parametrize("window", [0, 1, 2, 3])
@@ -189,12 +192,9 @@ def test_neighbouring_heads_share_keys_and_values() -> None:
         f"{attention}.output.weight": torch.eye(8),
     }
     stage = stage_of(config, chosen)
-    added: list[Tensor] = []
-    module = stage.layers["0"].get_submodule("attention")
-    module.register_forward_hook(lambda module, given, made: added.append(made))
-    stage(torch.zeros(1, 1, dtype=torch.int64))
+    added = added_by_attention(stage, torch.zeros(1, 1, dtype=torch.int64))
     expected = torch.tensor([1.0, 2, 1, 2, 3, 4, 3, 4]) * math.sqrt(8)
-    close(added[0][0, 0].detach(), expected)
+    close(added[0, 0], expected)
 
 
 # --- embeddings and logits

@@ -1,19 +1,31 @@
 """A covering array has every combination that can be, and a sample of its rows trains what the
 oracle trains."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import islice, product
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+from torch.distributed.device_mesh import DeviceMesh
 
-from tests.covering import precisions
+from tests.covering import around, precisions
 from tests.covering.array import Array, Row, combinations_of
-from tests.covering.options import OPTIONS
-from tests.covering.trial import config_of, is_cheap, refusal, tried, values_of_options
+from tests.covering.options import DEFAULT, OPTIONS
+from tests.covering.trial import (
+    Together,
+    config_of,
+    is_cheap,
+    refusal,
+    tried,
+    values_of_options,
+)
+from tests.parity.campaign import forked, left
+from tests.ranks import run_ranks
 from tests.refusals import shows
 from tools import cli
+from tools.verify.parity.ranks import Run, carry_out
 
 SMALL = {"a": ["1", "2", "3"], "b": ["1", "2"], "c": ["1", "2"], "d": ["1", "2", "3"]}
 ROWS = 20  # of a day
@@ -105,6 +117,7 @@ def test_each_value_is_taken_in_some_run(option: str, value: str) -> None:
     needed = {
         "experts": {"family": "mixtral", "data": "2"},
         "sequence": {"tensor": "2"},
+        "resume": {"tensor": "2"},
         "schedule": {"pipeline": "2", "batch": "8 of 1"},
     }
     plain = {name: next(iter(values)) for name, values in OPTIONS.items()}
@@ -146,3 +159,26 @@ def test_fp8_that_is_not_computed_is_refused_before_anything_is_run(
     words = ["examples/demo.toml", "precision.compute=bf16", "fp8.kind=mx", "fp8.parameters=true"]
     assert cli.main([command, *words]) == 2
     assert shows(capfd.readouterr().err, "training.fp8_not_computed", field="parameters")
+
+
+def of_all_without_a_load(mesh: DeviceMesh, folder: Path) -> None:
+    with patch.object(around, "load"), around.obeyed():
+        carry_out(folder)
+
+
+def together_without_a_load(runs: Sequence[Run], folder: Path) -> list[None]:
+    left(runs, folder)
+    run_ranks(of_all_without_a_load, {"tp": runs[0].config.world_size}, folder=folder)
+    return [None] * len(runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("together", "verdict"), [(forked, "equal"), (together_without_a_load, "wrong")]
+)
+def test_a_resume_that_reads_nothing_is_wrong(
+    together: Together, verdict: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers", minversion="5", reason="needs transformers: the extra hf")
+    row = {**DEFAULT, "tensor": "2", "resume": around.ONE, "evaluation": "before each step"}
+    assert tried(row, tmp_path, together).verdict == verdict

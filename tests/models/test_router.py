@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.save_load import load, save
+from megaprec.comm.main_grad import forget_gradient
 from megaprec.errors import UserError
 from megaprec.optim.rules.load_balance import corrections
 from megaprec.precision.plan import LossScaling
@@ -227,7 +228,7 @@ def the_counts_are_of_a_micro_batch() -> None:
     inner = router.WithLoads.backward
 
     def last(ctx: Any, grad: Tensor) -> Any:
-        ctx.correction.megaprec_has_gradient = False
+        forget_gradient(ctx.correction)
         return inner(ctx, grad)
 
     router.WithLoads.backward = staticmethod(last)

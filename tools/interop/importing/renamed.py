@@ -7,7 +7,6 @@ from typing import Any
 from megaprec.errors import Problem, did_you_mean
 from tools.interop.importing.arguments import Arguments, read_table
 
-
 OFF = (None, False, "", [], {})
 
 

@@ -505,13 +505,15 @@ class Trainer:
         self._limits = self._next_limits()
         limits = self._limits if self.config.train.on_spike == "skip" else NO_LIMITS
         try:
-            return self.engine.step(
-                share, self._rates.at(self.progress), step_number, recording, limits
-            )
+            return self.engine.step(share, self._learning_rate(), step_number, recording, limits)
         except NonFiniteStep as error:
             # The run ends once the state is saved (`_describe_divergence`).
             self._nonfinite_step = error
             return error.report
+
+    def _learning_rate(self) -> float:
+        """Return the rate of the next step; a replay has another."""
+        return self._rates.at(self.progress)
 
     def _next_limits(self) -> StepLimits:
         """Return the ends of the bands of the next step's loss and gradient norm."""
@@ -536,6 +538,10 @@ class Trainer:
             length = self.config.train.seq_length + 1
             problem = describe_bad_id(*location, length, error.vocab) or error.problems[0]
             raise UserError(problem) from error
+
+    def _learning_rate(self) -> float:
+        """Return the learning rate of the next step."""
+        return self._rates.at(self.progress)
 
     def _advance(self, report: StepReport) -> None:
         """Add a step to `progress`, and note whether a rank was asked to stop."""

@@ -195,7 +195,7 @@ def bound_product_caches() -> None:
     on a CPU, unless the environment says how many. Before the first product of this process.
 
     They keep one for each number of rows, half a MiB each, and up to a thousand of them: the rows
-    of an expert are others in each step. A kernel that is made again computes the same bits.
+    of an expert are others in each step. Of how many are kept the bits of a product do not depend.
     """
     for name in PRODUCT_CACHES:
         os.environ.setdefault(name, str(KEPT_KERNELS))

@@ -266,12 +266,8 @@ FAULTS = {
         "a cosine falls by a quarter of a wave",
         change(
             lr,
-            "_fall",
-            lambda inner: (
-                lambda shape, fraction: (
-                    inner(shape, fraction / 2) if shape == "cosine" else inner(shape, fraction)
-                )
-            ),
+            "_cosine",
+            lambda inner: lambda fraction: inner(fraction / 2),
         ),
         "llama",
         RATE_TESTS,

@@ -305,7 +305,7 @@ def begin_accumulation(parameter: nn.Parameter) -> tuple[Tensor, bool]:
     _require_one_thread(parameter)
     if slot.make_room is not None:
         slot.make_room()
-    is_first = not slot.has_gradient
+    is_first = not has_gradient(parameter)
     slot.has_gradient = True
     return parameter.main_grad, is_first  # type: ignore[attr-defined]
 

@@ -1,6 +1,7 @@
 """A configuration of GPT-NeoX becomes the run that it meant, or is refused by name."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,9 @@ NEOX = """{
 """
 
 
-def imported(folder: Path, changes: dict[str, object], *keys: str, ranks: int = 8) -> Imported:
+def imported(folder: Path, changes: Mapping[str, object], *keys: str, ranks: int = 8) -> Imported:
     path = folder / "neox.yml"
-    values = yaml.safe_load(NEOX) | changes
+    values = yaml.safe_load(NEOX) | dict(changes)
     path.write_text(yaml.safe_dump({name: v for name, v in values.items() if v is not None}))
     settled, _ = read_run_settings(None, keys)
     return import_run([str(path)], settled, {}, ranks)

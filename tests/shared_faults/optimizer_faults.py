@@ -275,13 +275,13 @@ FAULTS = {
     ),
     "moments in bf16": Fault(
         "moments are rounded to bf16 after each step",
-        kept("keep_moments", to_bf16),
+        kept("store_moments", to_bf16),
         "llama",
         STATE_TESTS,
     ),
     "masters in bf16": Fault(
         "masters are rounded to bf16 after each step",
-        kept("keep_masters", to_bf16),
+        kept("store_and_round_masters", to_bf16),
         "llama",
         STATE_TESTS,
     ),

@@ -7,7 +7,6 @@ from typing import Any
 from megaprec.errors import Problem, did_you_mean
 from tools.interop.importing.arguments import Arguments, read_table
 
-
 OFF = (None, False, "", [], {})
 
 
@@ -27,8 +26,8 @@ class Renamed:
     """The settings of a system, on their way to arguments of Megatron-LM.
 
     values: as they are given. arguments: of Megatron-LM. keys: of a run file, for what these cannot
-    say. ranks: that the settings say. asked: a key of a run file -> why the settings do not give it. unused: settings that change
-    no number.
+    say. ranks: that the settings say. asked: a key of a run file -> why the settings do not give
+    it. unused: settings that change no number.
     """
 
     def __init__(self, system: str, values: Mapping[str, Any]) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.errors import UserError
-from tools.config.tables.native_keys import native_keys_of
 from tools.config.run_file import load_precision, tables_of_a_run
+from tools.config.tables.native_keys import native_keys_of
 from tools.console.toml import Setting, toml
 from tools.convert.initial import resolve_run
 from tools.interop.foreign.read import read_foreign
@@ -161,7 +161,7 @@ def _precision_of(files: Sequence[Path]) -> dict[str, Any]:
     keys = dict[str, Any]()
     for file in files:
         foreign = read_foreign(file, {})
-        plan, _, _ = load_precision(foreign.given)
+        plan, _, _ = load_precision(dict(foreign.given))
         keys |= native_keys_of(plan)
     return keys
 

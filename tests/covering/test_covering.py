@@ -8,12 +8,14 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.covering import around, precisions
 from tests.covering.array import Array, Row, combinations_of
 from tests.covering.options import DEFAULT, OPTIONS
 from tests.covering.trial import (
+    STEPS,
     Together,
     config_of,
     is_cheap,
@@ -26,6 +28,7 @@ from tests.ranks import run_ranks
 from tests.refusals import shows
 from tools import cli
 from tools.verify.parity.ranks import Run, carry_out
+from tools.verify.parity.record import Record
 
 SMALL = {"a": ["1", "2", "3"], "b": ["1", "2"], "c": ["1", "2"], "d": ["1", "2", "3"]}
 ROWS = 20  # of a day
@@ -182,3 +185,23 @@ def test_a_resume_that_reads_nothing_is_wrong(
     pytest.importorskip("transformers", minversion="5", reason="needs transformers: the extra hf")
     row = {**DEFAULT, "tensor": "2", "resume": around.ONE, "evaluation": "before each step"}
     assert tried(row, tmp_path, together).verdict == verdict
+
+
+@pytest.mark.parametrize("factor", [0.0, 2.0])
+def test_a_wrong_gradient_of_a_small_tensor_is_beyond_the_bound_though_all_gradients_are_not(
+    factor: float,
+) -> None:
+    made = torch.Generator().manual_seed(0)
+    right = {"large": torch.randn(400, 400, generator=made, dtype=torch.float64)}
+    right["small"] = torch.randn(8, generator=made, dtype=torch.float64) / 8
+
+    def record(gradients: dict[str, torch.Tensor]) -> Record:
+        kinds = ("gradient/0", "before/weight", f"after/{STEPS - 1}/weight")
+        tensors = dict.fromkeys(kinds, right) | {"gradient/0": gradients}
+        return Record([{"loss": 1.0}], [], [*right], tensors)
+
+    unit = 2.0**-8
+    wrong = record({**right, "small": factor * right["small"]})
+    errors = precisions._errors(wrong, record(right))
+    assert errors.gradient < precisions.GRADIENT_UNITS * unit
+    assert errors.tensor > precisions.TENSOR_UNITS * unit

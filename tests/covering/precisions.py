@@ -69,7 +69,7 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
 # of one rounding: the bounds of the loss, of gradients, and of the way of the weights
 LOSS_UNITS = 1.0
 GRADIENT_UNITS = 3.0
-# of the gradient of each tensor; 3.3 is the largest of 61 rows
+# of the gradient of each tensor; 3.3 is the largest of 55 rows
 TENSOR_UNITS = 6.0
 SHARE_OF_MEAN = 0.1
 # rounding sends a token to another expert, which few tokens have

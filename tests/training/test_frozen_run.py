@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from megaprec.checkpoint.reader import Store
 from models.decoder.cutting import cuts
 from models.estimate.state import state_bytes
+from models.parameter_counts import layer_parameters
 from tests.refusals import shows
 from tests.runs import checkpoint, tensors, train, train_on, write_run
 from tools import cli
@@ -124,7 +125,7 @@ def test_a_plan_counts_frozen_parameters_as_weights_alone(run_file: Path) -> Non
         for each in (config, free)
     )
     model = config.model
-    frozen = model.vocab * model.hidden + model.layer_parameters
+    frozen = model.vocab * model.hidden + layer_parameters(model)
     padding = 2048  # bytes, of buffers
     assert ours.weights == pytest.approx(theirs.weights, abs=padding)
     assert theirs.gradients - ours.gradients == pytest.approx(4 * frozen, abs=padding)

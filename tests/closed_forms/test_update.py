@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megaprec.comm.layout import attach_whole
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.rules import load_balance
 from megaprec.optim.rules.lr import LRSchedule
 from megaprec.optim.rules.update_rules import SGD, AdamW
 from megaprec.precision.plan import plan
@@ -170,3 +171,10 @@ def test_a_stable_rate_falls_in_its_last_steps_alone() -> None:
     rates = LRSchedule("wsd", **SCHEDULE, tail="sqrt")  # type: ignore[arg-type]
     heights = [(rates.at(done) - 2.0) / 6.0 for done in (4, 11, 12, 13, 16)]
     assert heights == pytest.approx([1.0, 1.0, 1.0, 1 - math.sqrt(0.25), 0.0], abs=1e-12)
+
+
+# --- corrections of routers
+
+
+def test_a_correction_falls_where_more_tokens_go_than_the_mean_and_rises_where_fewer_do() -> None:
+    assert load_balance.corrections(torch.tensor([3.0, 1.0, 2.0])).tolist() == [-1.0, 1.0, 0.0]

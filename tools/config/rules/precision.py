@@ -7,10 +7,11 @@ from megaprec.optim.decision.scaler import make_scaler
 from models.config import ModelConfig
 from models.nvfp4_models import nvfp4_problems
 from tools.config.rules.checking import problems_of, unmatched
-from tools.config.tables.native_keys import recipe_or_none, (
+from tools.config.tables.native_keys import (
     loss_scaling,
     plan_of,
     recipe_of,
+    recipe_or_none,
 )
 from tools.config.tables.precision_settings import FP8, Precision
 from tools.config.tables.settings import Parallel

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from megaprec.errors import UserError
+from tools.commands.import_answers import can_be_dropped
 from tools.config.run_file import RunConfig, load_run, read_run_settings
 from tools.interop.importing.run import Imported, import_run
 
@@ -155,6 +156,17 @@ def test_what_no_run_here_does_is_refused_by_name(
     with pytest.raises(UserError) as caught:
         imported(tmp_path, change)
     assert any(said in problem for problem in caught.value.problems)
+
+
+def test_a_name_that_is_refused_can_be_left_out(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        imported(tmp_path, {"some_new_name": 3})
+    (problem,) = caught.value.problems
+    assert can_be_dropped(problem)
+    values = yaml.safe_load(NEOX) | {"some_new_name": 3}
+    (tmp_path / "neox.yml").write_text(yaml.safe_dump(values))
+    made = import_run([str(tmp_path / "neox.yml")], {}, {}, 8, frozenset({"some_new_name"}))
+    assert any("some_new_name = 3" in note for note in made.notes)
 
 
 def test_what_is_off_needs_no_meaning(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from models.parameter_counts import layer_parameters
 from tests.refusals import shows
 from tests.runs import checkpoint, tensors, train, train_on, write_run
 from tools import cli
-from tools.config.rules.all_rules import make_rule
+from tools.config.rules.derived import make_rule
 from tools.config.run_file import load_run
 from tools.config.sharding import sharding_of
 

@@ -20,7 +20,7 @@ from models.logical_shapes import logical_shapes
 from models.parameter_counts import expert_parameters, num_parameters
 from parallel.described_world import is_rank_of_world
 from tools.config.layouts import in_keys
-from tools.config.rules.all_rules import make_rule, trained_names
+from tools.config.rules.derived import make_rule, trained_names
 from tools.config.rules.expert_ranks import expert_replicas
 from tools.config.run_file import RunConfig
 from tools.console.units import counted

@@ -19,7 +19,7 @@ from megaprec.tokens.loss_mask import SUFFIX as LOSS_MASK
 from megaprec.tokens.places import is_remote, is_url, path_of
 from parallel.described_world import is_rank_of_world
 from tools.analysis.planning.report import summary_line
-from tools.config.rules.all_rules import check_all
+from tools.config.rules.checking import check_all
 from tools.config.run_file import RunConfig
 from tools.console.wrapped import say
 from tools.convert.auto_tokenizer import initial_tokenizer_line

@@ -45,7 +45,7 @@ from models.engine.shared_drawing import InitialWeights, draw_weights
 from parallel.leaves import Leaves
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.timeline import Recording
-from tools.config.rules.all_rules import make_rule
+from tools.config.rules.derived import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.wrapped import say
 from tools.convert.initial import start_from

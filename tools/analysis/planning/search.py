@@ -39,7 +39,7 @@ from tools.analysis.planning.speed import (
     predict,
 )
 from tools.config.layouts import fit_layout
-from tools.config.rules.all_rules import make_rule
+from tools.config.rules.derived import make_rule
 from tools.config.rules.expert_ranks import (
     expert_slices,
     possible_expert_keys,

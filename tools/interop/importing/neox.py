@@ -291,7 +291,7 @@ def _add_rate(made: Renamed) -> None:
             "a linear decay goes to 0 there and stops at min_lr, here it goes to lr.final: give "
             "lr.schedule=... or lr.final=0.0"
         )
-        made.ask("lr.final", why, f"min_lr = {least}")
+        made.ask("lr.final", why, f"--min_lr {least}")
     made.notes.append(
         f"lr.warmup: {SYSTEM} takes the first step of the warm-up twice: its first rate is that of "
         "the second step here, whose first rate is 0"
@@ -341,7 +341,7 @@ def _add_data(made: Renamed) -> None:
     elif made.get("data_path", None) is None:
         made.ask("data.source", "data_path is in no file: give data.source=PREFIX")
     if made.get("finetune", False):
-        made.ask("train.init_from", "give train.init_from=FOLDER", "finetune = True")
+        made.ask("train.init_from", "give train.init_from=FOLDER", "--finetune True")
     if made.get("padded_vocab_size", None) is None:
         made.ask(
             "model.vocab",

@@ -99,8 +99,8 @@ class Renamed:
 
     def refuse(self, name: str, why: str) -> None:
         """Add a problem with a setting."""
-        said = str(Problem(f"{name} = {self.values.get(name)!r}"))
-        self.problems.append(f"{said} ({self.system}): {why}")
+        said = str(Problem(f"--{name} {self.values.get(name)!r}"))
+        self.problems.append(Problem(why).within(f"{said} ({self.system}): "))
 
     def ask(self, key: str, why: str, said: str = "") -> None:
         """Add a problem that counts unless the user gives a key of the run file."""

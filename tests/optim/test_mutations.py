@@ -206,10 +206,10 @@ def replace_sum_partial(instead: Callable[[Sequence[nn.Parameter], Axis], None])
 
 
 def shares_are_summed_after_the_norm() -> None:
-    def update(self: ParallelAMPOptimizer, divisor: Tensor, skip: Tensor) -> None:
+    def update(self: ParallelAMPOptimizer, decision: Decision, settings: StepSettings) -> None:
         for buffer in self.all_buffers():
             sum_partial(buffer.parameters, self.tp)
-        INNER_UPDATE(self, divisor, skip)
+        INNER_UPDATE(self, decision, settings)
 
     replace_sum_partial(lambda parameters, tp: None)
     ParallelAMPOptimizer._update = update

@@ -202,7 +202,8 @@ class StepConsensus:
         if how is Combine.BY_STAGE:
             return summed
         if how is Combine.EQUAL:
-            return _are_equal(*summed.unbind(), self.world.size)
+            digests, digests_squared = summed.unbind()
+            return _are_equal(digests, digests_squared, self.world.size)
         ranks_of_stage = self.world.size // self.pp.size
         digests, digests_squared = summed.view(2, -1).unbind()
         return _are_equal(digests, digests_squared, ranks_of_stage).all()

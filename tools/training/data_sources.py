@@ -12,7 +12,7 @@ from megaprec.errors import Problem, UserError
 from megaprec.text.characters import CharacterTokenizer
 from megaprec.text.chats import load_chats
 from megaprec.text.readers import TextOptions
-from megaprec.text.sources import Source, open_source
+from megaprec.text.sources import TextSource, open_source
 from megaprec.text.tokenizer import Tokenizer, load_tokenizer
 from megaprec.tokens.copies import file_here, is_there
 from megaprec.tokens.files import with_suffix
@@ -55,7 +55,7 @@ class DataSource:
     def index_file(self) -> Path:
         return with_suffix(self.prefix, ".idx")
 
-    def open_text(self, data: Data, tokenizer_file: Path | None) -> Source:
+    def open_text(self, data: Data, tokenizer_file: Path | None) -> TextSource:
         """Open the source, which is text.
 
         tokenizer_file: the existing one, None if it is to be trained.

@@ -112,7 +112,7 @@ class Saving:
         self._outcome: Outcome | None = None
         self._number = 0  # of the hidden folder; rank 0 knows it when it has made the folder
         self._partial: Path | None = None  # the hidden folder, once all ranks know it
-        unsaved = unsaved_buffers(optimizer)
+        unsaved = changed_module_buffers(optimizer)
         # one rank tells what all have gathered
         if self._world.rank == 0:
             self._warnings += [f"{name} {UNSAVED}" for name in unsaved]
@@ -285,17 +285,16 @@ def require_own_names(files: Sequence[Path]) -> None:
             raise UserError.of("checkpoint.name_taken_in_checkpoint", file=file, name=file.name)
 
 
-def unsaved_buffers(optimizer: ParallelAMPOptimizer) -> list[str]:
-    """Return the paths of all ranks' buffers that changed in training and that no checkpoint holds.
-    Collective.
+def changed_module_buffers(optimizer: ParallelAMPOptimizer) -> list[str]:
+    """Return the paths of all ranks' buffers of modules that changed in training and that no
+    checkpoint holds. Collective.
 
     Raises UserError on every rank if one of them has a frozen parameter that cannot be saved.
     """
     # by path or sentence: None for a buffer, code and fields for a problem
     local: dict[str, Any] = dict.fromkeys(optimizer.frozen.changed_buffers())
     try:
-        for _ in optimizer.frozen.slices():
-            pass  # only to see if one of them raises
+        optimizer.frozen.require_savable()
     except UserError as error:
         local = {str(problem): [problem.code, problem.fields] for problem in error.problems}
     has_entries = torch.tensor(float(bool(local)), device=optimizer.device)

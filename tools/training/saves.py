@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.checkpoint.atomic import latest, step_of
-from megaprec.checkpoint.saving import Outcome, Saving, unsaved_buffers
+from megaprec.checkpoint.saving import Outcome, Saving, changed_module_buffers
 from megaprec.errors import UserError
 from megaprec.text.tokenizer_files import files_beside
 from models.engine.engine import Engine
@@ -71,7 +71,7 @@ class Saves:
         if self._checked_buffers:
             return
         self._checked_buffers = True
-        unsaved = unsaved_buffers(self._optimizer)
+        unsaved = changed_module_buffers(self._optimizer)
         # A buffer that is not trained is remade from the configuration; one that changes would be
         # lost.
         if unsaved:

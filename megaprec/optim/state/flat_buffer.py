@@ -491,7 +491,7 @@ class Buffer:
         is_copied = self.dp.size > 1 and self.reduce_dtype != sent.dtype
         if is_copied:
             sent = sent.to(self.reduce_dtype)
-        self._gradients.take()
+        self._gradients.release_for_reduction()
         wait = self.reduction.start_sum(self.dp, sent, is_sharded)
 
         def finish() -> None:

@@ -340,7 +340,7 @@ class Buffer:
             assert self.masters is not None
             view.copy_(parameter.data.to(self.masters.dtype))
         parameter.data = view
-        self._gradients.collect(number)
+        self._gradients.attach(number)
         shard_start = max(start, self.start)
         shard_stop = min(stop, self.stop)
         if shard_start < shard_stop:

@@ -77,7 +77,7 @@ class GradBuffer:
             views.append(view)
         return views
 
-    def attach_main_grad(self, number: int) -> None:
+    def attach(self, number: int) -> None:
         """Accumulate all later gradients of parameter `number` here."""
         make_room = self.make_room if self.sharded else None
         attach_main_grad(self._parameters[number], self._views[number], make_room)

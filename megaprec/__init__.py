@@ -22,9 +22,8 @@ neither: it takes a torch DeviceMesh and parameters that carry layouts.
 
 from megaprec import command_path
 
-if command_path.is_command():  # before torch is looked for
+if command_path.is_command():  # before any other module is looked for
     command_path.leave_out_working_folder()
-    from megaprec import reading_modules as reading_modules
 
 from typing import TYPE_CHECKING
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from megaprec.checkpoint.atomic import INDEX
 from megaprec.checkpoint.digests import INDEX_DIGEST, seal_index
-from megaprec.checkpoint.reader import INDEX, Store
+from megaprec.checkpoint.reader import Store
 from tests.ranks import run_ranks
 from tools import cli
 from tools.convert.initial import resolve_run

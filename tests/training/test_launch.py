@@ -261,8 +261,9 @@ def fail(args):
     with mesh.world():
         raise {{error}}
 
-cli.parser_of_all = lambda: argparse.ArgumentParser(argument_default=None, add_help=False)
-argparse.Namespace.run, argparse.Namespace.overrides = staticmethod(fail), ()
+cli._parser_of = lambda called: argparse.ArgumentParser(argument_default=None, add_help=False)
+argparse.Namespace.run = staticmethod(fail)
+argparse.Namespace.command, argparse.Namespace.overrides = "train", ()
 sys.exit(cli.main(["word"]))
 """
 

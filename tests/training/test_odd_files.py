@@ -11,7 +11,7 @@ import pytest
 from tests.refusals import sentence
 from tests.runs import steps, train, write_run
 from tools import cli
-from tools.training.launch import OURS
+from tools.training.launched import OURS
 
 QUICK = (
     "model.layers=1",

@@ -12,7 +12,6 @@ import argparse
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -46,11 +45,9 @@ from tools.training.machine import keep_freed_memory
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `convert` to the commands."""
-    parser = subparsers.add_parser(
-        "convert", help="convert models between formats", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `convert`."""
+    parser.description = __doc__
     parser.add_argument("source", metavar="SRC", type=Path, help="folder of a model, in any format")
     parser.add_argument(
         "destination", metavar="DST", type=Path, help="folder to write; it must not exist"

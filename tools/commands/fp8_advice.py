@@ -25,7 +25,7 @@ from tools.analysis.planning.fp8_timing import Shape, linear_times
 from tools.analysis.planning.report import aligned
 from tools.commands.options import add_overrides
 from tools.config.run_file import RunConfig
-from tools.console.tables import add_json, print_result
+from tools.console.json_output import add_json, print_result
 from tools.convert.initial import resolve_run
 from tools.training.fp8_summary import weight_eligibility
 
@@ -57,13 +57,9 @@ class Product:
         return self.count * self.shape.flops
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `fp8-advice` to the commands."""
-    parser = subparsers.add_parser(
-        "fp8-advice",
-        help="list the matrix products that gain from FP8",
-        description=__doc__,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `fp8-advice`."""
+    parser.description = __doc__
     parser.add_argument("file", metavar="RUN.toml", type=Path, help="run file")
     add_overrides(parser)
     parser.add_argument(

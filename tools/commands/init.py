@@ -77,11 +77,9 @@ class TextSizes:
         return f"about {self.chars:,} characters, about {self.tokens:,} tokens; {basis}"
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `init` to the commands."""
-    parser = subparsers.add_parser(
-        "init", help="write a run file to start from", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `init`."""
+    parser.description = __doc__
     parser.add_argument(
         "source",
         nargs="?",

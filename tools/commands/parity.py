@@ -105,11 +105,9 @@ NOT_SHOWN = {
 ReportProgress = Callable[[str], None]  # shows what is being done
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `parity` to the commands."""
-    parser = subparsers.add_parser(
-        "parity", help="prove that layouts train the same model as one process", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `parity`."""
+    parser.description = __doc__
     parser.add_argument("file", metavar="RUN.toml", help="run file")
     add_overrides(parser, "; before options")
     parser.add_argument(

@@ -61,7 +61,7 @@ from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides, add_strict
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
-from tools.console.tables import add_json
+from tools.console.json_output import add_json
 from tools.console.units import duration
 from tools.console.wrapped import say
 from tools.convert.initial import resolve_run
@@ -82,11 +82,9 @@ MAX_RANKS = 2**20  # beyond any cluster
 NOTHING_FITS = 4  # exit code
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `plan` to the commands."""
-    parser = subparsers.add_parser(
-        "plan", help="predict memory and speed of a run", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `plan`."""
+    parser.description = __doc__
     parser.add_argument("file", metavar="RUN.toml", help="run file")
     add_overrides(parser)
     parser.add_argument(

@@ -56,11 +56,8 @@ class PrecisionOfFile:
     replicas: int = 1
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `precision` and its commands."""
-    parser = subparsers.add_parser(
-        "precision", help="show or translate the precision of a configuration"
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the commands of `precision`."""
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     show_parser = commands.add_parser(
         "show", help="show the precision plan of a file, with the key that decided each field"

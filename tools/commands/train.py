@@ -9,7 +9,6 @@ import argparse
 import sys
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from megaprec.durable import file_error
 from megaprec.errors import UserError
@@ -63,9 +62,9 @@ def differences_in(text: str) -> list[str]:
     return [SPELLED_OUT.get(name, name) for name in text.split(",")]
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `train` to the commands."""
-    parser = subparsers.add_parser("train", help="pretrain a model", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `train`."""
+    parser.description = __doc__
     parser.add_argument(
         "file", metavar="RUN.toml", help="run file (`megaprec keys` lists its keys)"
     )

@@ -11,9 +11,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megaprec.checkpoint.atomic import checkpoint_at, latest
+from megaprec.checkpoint.atomic import INDEX, checkpoint_at, latest
 from megaprec.checkpoint.integrity import require_intact
-from megaprec.checkpoint.reader import INDEX, Store
+from megaprec.checkpoint.reader import Store
 from megaprec.checkpoint.save_load import Weights, load_weights
 from megaprec.comm.gathered_texts import gather_entries
 from megaprec.errors import UserError

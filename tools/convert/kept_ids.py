@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megaprec.checkpoint.reader import INDEX, Store
+from megaprec.checkpoint.atomic import INDEX
+from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
 from megaprec.text.tokenizer import Tokenizer, load_tokenizer, loaded_once
 from tools.convert.core.source import Source

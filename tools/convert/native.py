@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaprec.checkpoint.atomic import INDEX
 from megaprec.checkpoint.digests import FILE_DIGESTS, file_digest, seal_index
 from megaprec.checkpoint.integrity import require_intact
-from megaprec.checkpoint.reader import FORMAT, INDEX, Store
+from megaprec.checkpoint.reader import FORMAT, Store
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.durable import read_whole
 from megaprec.optim.rules.muon.rule import MUON_MOMENTUM

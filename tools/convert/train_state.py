@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megaprec.checkpoint.atomic import latest, remedy
+from megaprec.checkpoint.atomic import INDEX, latest, remedy
 from megaprec.checkpoint.integrity import require_intact
-from megaprec.checkpoint.reader import INDEX, Store, newer_version
+from megaprec.checkpoint.reader import Store, newer_version
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.diagnose.spike_monitor import SpikeMonitor
 from megaprec.errors import Problem, UserError

@@ -14,8 +14,8 @@ from megaprec.durable import file_error, naming_file
 from megaprec.errors import UserError
 from megaprec.tokens.files import write_whole
 from megaprec.url_secrets import masked_inside
+from tools.console.json_output import to_json
 from tools.console.progress_bar import Steps
-from tools.console.tables import to_json
 from tools.console.units import flops, loss_scale
 from tools.journal.records import (
     AVERAGE_LOSS,

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megaprec.checkpoint.atomic import latest
-from megaprec.checkpoint.reader import INDEX, Store
+from megaprec.checkpoint.atomic import INDEX, latest
+from megaprec.checkpoint.reader import Store
 from megaprec.errors import Problem, UserError
 from megaprec.tokens.copies import file_here
 from megaprec.tokens.files import with_suffix
@@ -38,7 +38,7 @@ from tools.training.fp8_summary import check_fp8
 from tools.training.hangs import put_aside_records
 from tools.training.harness import require_harness
 from tools.training.initial import check_first_weights, check_growth, differences_from_first_weights
-from tools.training.launch import is_local_rank
+from tools.training.launched import is_local_rank
 from tools.training.machine import check_this_machine, device_of_run, local_ranks
 from tools.training.prediction import foresee, start_line
 from tools.training.resume import (

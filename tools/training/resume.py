@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megaprec.checkpoint.atomic import checkpoint_path
+from megaprec.checkpoint.atomic import INDEX, checkpoint_path
 from megaprec.checkpoint.digests import file_digest
-from megaprec.checkpoint.reader import INDEX, Store
+from megaprec.checkpoint.reader import Store
 from megaprec.errors import Problem, UserError
 from megaprec.optim.rules.torch_rule import Torch
 from megaprec.optim.state.flat_buffer import EMA
@@ -63,7 +63,7 @@ from tools.training.data_identity import (
     read_identity,
 )
 from tools.training.data_sources import validation_sources
-from tools.training.launch import was_restarted
+from tools.training.launched import was_restarted
 from tools.training.other_model import allow_flags, context_differences, other_keys
 
 RECORDS = {"the data": "data", "the keys": "run"}  # not in checkpoints of earlier versions

@@ -25,7 +25,7 @@ from tools.config.run_file import RunConfig
 from tools.convert.train_state import TrainState
 from tools.journal.records import DIGEST, EVALUATION, NO_TOKENS_EVENT
 from tools.journal.router_records import router_fields
-from tools.training.stopping import FaultyHardware, TrainingDiverged
+from tools.training.ends import FaultyHardware, TrainingDiverged
 
 NOTHING_COUNTS = (
     "no token of the batch counts: data.eod_mask_loss leaves out the first token of each document, "

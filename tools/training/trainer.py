@@ -68,6 +68,7 @@ from tools.training.banner import print_marked, print_memory, print_start
 from tools.training.batches import Batches, evaluated_samples
 from tools.training.compiling import compile_leaves, missed_lines
 from tools.training.corpus import Corpus
+from tools.training.ends import TrainingDiverged
 from tools.training.harness import Harness
 from tools.training.initial import growth_of
 from tools.training.invariants import Invariants
@@ -85,7 +86,7 @@ from tools.training.step_records import (
     overflow_event,
     step_fields,
 )
-from tools.training.stopping import TrainingDiverged, listening, stop_together
+from tools.training.stopping import listening, stop_together
 
 
 class Trainer:

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megaprec.checkpoint.atomic import checkpoints
-from megaprec.checkpoint.reader import INDEX, Store
+from megaprec.checkpoint.atomic import INDEX, checkpoints
+from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
 from tools.config.run_file import RunConfig, run_file_in
 from tools.convert.initial import resolve_run

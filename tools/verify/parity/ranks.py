@@ -20,8 +20,9 @@ import torch.distributed as dist
 from parallel.mesh import make_mesh, world
 from tools.config.run_file import RunConfig, load_run
 from tools.training.corpus import Corpus, open_built
+from tools.training.ends import require_not_stopped
 from tools.training.launch import launch_local
-from tools.training.stopping import note_failure, require_not_stopped
+from tools.training.stopping import note_failure
 from tools.verify.parity.hang_watch import (
     PATIENCE,
     Trail,

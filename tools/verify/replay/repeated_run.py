@@ -19,8 +19,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from megaprec.checkpoint.atomic import checkpoints, step_of
-from megaprec.checkpoint.reader import INDEX
+from megaprec.checkpoint.atomic import INDEX, checkpoints, step_of
 from megaprec.errors import UserError
 from megaprec.optim.decision.step_limits import NO_LIMITS, StepLimits
 from megaprec.optim.decision.step_report import SPIKE, StepReport

@@ -1,0 +1,59 @@
+"""What a process knows of the launcher that has started it as a rank, and of the errors that follow
+from the end of another rank.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+
+OURS = "megaprec_"  # prefix of the run id of ranks that this launcher has started
+RESTARTED = "MEGAPREC_RESTARTED"  # set for ranks that this launcher has started again
+# Errors of gloo, NCCL and the store when another rank is gone.
+LOST_CONNECTION = re.compile(
+    r"connection (closed|reset|refused|was)|broken pipe|socket|timed out|pair closure|peer|abort",
+    re.I,
+)
+
+
+def under_torchrun() -> bool:
+    """Return True if a launcher on torch's elastic agent, as torchrun, has started this rank."""
+    return not os.environ.get("TORCHELASTIC_RUN_ID", OURS).startswith(OURS)
+
+
+def was_restarted(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return True if this rank's launcher has started the ranks before. A checkpoint may then be
+    their own.
+
+    Variables that a shell has left in the environment of a process that no launcher has started do
+    not count.
+    """
+    launcher = environ.get("TORCHELASTIC_RUN_ID", "")
+    if launcher.startswith(OURS):
+        return RESTARTED in environ
+    return bool(launcher) and environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def prints_own_failure() -> bool:
+    """Return True if this process prints its own failure, False if a launcher prints it after all
+    ranks have ended.
+    """
+    if is_local_rank():
+        return False
+    return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK") == "0"
+
+
+def is_local_rank() -> bool:
+    """Return True if `start_ranks` has started this process as a rank."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OURS)
+
+
+def lost_connection(message: str) -> bool:
+    """Return True if an error with this text follows from the loss of another rank or the link."""
+    return LOST_CONNECTION.search(message) is not None
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Return True if an error of torch's communication follows from the end of another rank, which
+    has the reason.
+    """
+    return isinstance(error, RuntimeError) and lost_connection(str(error))

@@ -27,7 +27,7 @@ from tests.project.forked_command import import_all
 from tools import cli
 from tools.commands import train
 from tools.journal.records import METRICS
-from tools.training.launch import OnLostRank
+from tools.training.launched import OnLostRank
 
 RANKS = 4096  # more than this on one machine is a slip
 STEPS = 3  # of training, after which a run has shown that it trains

@@ -19,13 +19,8 @@ from tests.refusals import sentence
 from tests.runs import write_run
 from tools import cli
 from tools.commands import calibrate, doctor
-from tools.training.launch import (
-    PROGRAM,
-    first_failure,
-    require_local_meeting,
-    share_of_cores,
-    start_ranks,
-)
+from tools.training.launch import PROGRAM, first_failure, require_local_meeting, start_ranks
+from tools.training.launched import share_of_cores
 from tools.training.machine import has_own_device
 
 ROOT = Path(__file__).parents[2]

@@ -18,8 +18,8 @@ from tools import cli
 from tools.analysis.report.page import html
 from tools.analysis.report.run import _read_keys
 from tools.analysis.report.sections import _key_row
+from tools.config.resolved_run import resolve_run
 from tools.config.run_file import load_run
-from tools.convert.initial import resolve_run
 from tools.journal.trackers import _in_a_line
 from tools.training import recording
 

@@ -23,7 +23,7 @@ from tools.config.run_file import RunConfig
 from tools.console.json_output import add_json, print_result
 from tools.console.units import counted
 from tools.console.wrapped import say
-from tools.convert.train_state import read_progress
+from tools.saved.train_state import read_progress
 from tools.training.corpus import Corpus, open_corpus
 from tools.verify.bisect.replay import (
     Replay,

@@ -33,7 +33,8 @@ from tools.analysis.calibration.measure import all_rows, process_bytes
 from tools.analysis.calibration.record import COMMENT, VERSION, Calibration, machine_name
 from tools.console.json_output import add_json
 from tools.training.ends import require_not_stopped
-from tools.training.launch import launch_local, share_of_cores
+from tools.training.launch import launch_local
+from tools.training.launched import share_of_cores
 from tools.training.machine import keep_freed_memory
 
 BUSY = 0.5  # load of a core in the last minute from which on a machine has other work

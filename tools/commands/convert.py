@@ -19,6 +19,7 @@ from megaprec.errors import UserError
 from megaprec.text.tokenizer import load_tokenizer
 from megaprec.text.tokenizer_files import files_beside
 from tools.commands.options import add_ema, add_vocab, tokenizer_path
+from tools.config.resolved_run import resolve_run
 from tools.console.progress_bar import bytes_progress
 from tools.convert.auto_tokenizer import auto_tokenizer_line
 from tools.convert.averaged import averaged
@@ -35,7 +36,6 @@ from tools.convert.hf.vocabulary import (
     main_file,
 )
 from tools.convert.hf.write import hf_target, special_ids_of
-from tools.convert.initial import resolve_run
 from tools.convert.megatron.write import MegatronLayout, megatron_target
 from tools.convert.native import native_target
 from tools.convert.probe import check_config
@@ -162,6 +162,15 @@ def _megatron_layout(args: argparse.Namespace, format_name: str) -> MegatronLayo
         fused_norms=args.layers != "local",
         grouped=args.grouped_experts,
     )
+
+
+def export_run(folder: Path, export_folder: Path, ema: bool) -> None:
+    """Write the model of a run to `export_folder` in Hugging Face's format. ema: the moving average
+    of its weights."""
+    exported = open_intact(folder)
+    if ema:
+        exported = averaged(exported)
+    write_model(exported, "hf", export_folder)
 
 
 def write_model(

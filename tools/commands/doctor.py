@@ -30,10 +30,10 @@ from parallel.described_world import is_rank_of_world
 from tools.commands.doctor_layout import follow, own_run, parity_here, parity_in_world
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides
+from tools.config.resolved_run import resolve_run
 from tools.config.rules.all_rules import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.json_output import add_json, print_result
-from tools.convert.initial import resolve_run
 from tools.training.data_sources import check_sources
 from tools.training.ends import require_not_stopped
 from tools.training.launch import launch_local

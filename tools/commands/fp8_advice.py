@@ -24,9 +24,9 @@ from models.config import ModelConfig
 from tools.analysis.planning.fp8_timing import Shape, linear_times
 from tools.analysis.planning.report import aligned
 from tools.commands.options import add_overrides
+from tools.config.resolved_run import resolve_run
 from tools.config.run_file import RunConfig
 from tools.console.json_output import add_json, print_result
-from tools.convert.initial import resolve_run
 from tools.training.fp8_summary import weight_eligibility
 
 # Speed of a linear layer in FP8 over bf16 on an H100, tensor-wise scales, casts fused by

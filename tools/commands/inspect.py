@@ -28,7 +28,7 @@ from tools.console.wrapped import INDENT
 from tools.convert.core.source import Source
 from tools.convert.formats import FORMATS, check_vocab, open_intact
 from tools.convert.hf.vocabulary import folder_notes
-from tools.convert.train_state import kept_evaluation
+from tools.saved.train_state import kept_evaluation
 
 ALWAYS_SHOWN = (
     "layers",

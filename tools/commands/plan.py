@@ -60,11 +60,11 @@ from tools.analysis.plots.plan_plot import draw_plan
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides, add_strict
 from tools.config.layouts import in_words
+from tools.config.resolved_run import resolve_run
 from tools.config.run_file import RunConfig
 from tools.console.json_output import add_json
 from tools.console.units import duration
 from tools.console.wrapped import say
-from tools.convert.initial import resolve_run
 from tools.training.data_sources import sized_by_tokenizer
 from tools.training.fp8_summary import require_fp8_computed
 

@@ -23,11 +23,11 @@ from parallel.described_world import is_rank_of_world
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides, add_strict
 from tools.config.layouts import layout_problems
+from tools.config.resolved_run import resolve_run
 from tools.config.run_file import RunConfig, run_file_in
 from tools.console.json_output import add_json, print_result, to_json
 from tools.console.tables import print_table
 from tools.console.wrapped import say
-from tools.convert.initial import resolve_run
 from tools.training.branch import branch_point
 from tools.verify.parity.certificate import NOT_TRIED, PROVEN, WRONG, run_digest, versions, write
 from tools.verify.parity.layouts import Layout, fitted, requested_layouts

@@ -31,11 +31,11 @@ from tools.analysis.planning.report import aligned, describe_fit
 from tools.analysis.plots.timeline import Panel, as_text, draw
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides, add_strict
+from tools.config.resolved_run import resolve_run
 from tools.config.run_file import RunConfig
 from tools.config.tables.schedules import plan_equal, read_schedule
 from tools.console.json_output import add_json, print_result
 from tools.console.units import flops, size
-from tools.convert.initial import resolve_run
 from tools.journal.timeline_file import TIMELINE, read_trace_of, write_trace
 
 KINDS_OF_BYTES = ("weights", "gradients", "optimizer", "activations", "other", "total")

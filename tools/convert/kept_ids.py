@@ -16,7 +16,7 @@ from megaprec.errors import UserError
 from megaprec.text.tokenizer import Tokenizer, load_tokenizer, loaded_once
 from tools.convert.core.source import Source
 from tools.convert.hf.vocabulary import main_file
-from tools.convert.train_state import (
+from tools.saved.train_state import (
     read_documents,
     read_ids,
     read_table,

@@ -39,7 +39,7 @@ from tools.convert.core.transforms import SAME
 from tools.convert.hf.folder import check_tensors
 from tools.convert.hf.vocabulary import main_file
 from tools.convert.kept_ids import GENERATION, SPECIAL, kept_ids
-from tools.convert.train_state import (
+from tools.saved.train_state import (
     TrainState,
     read_documents,
     read_model,

@@ -20,7 +20,6 @@ from megaprec.optim.state.flat_buffer import Buffer
 from megaprec.precision.plan import dtype_name
 from megaprec.tokens.blend import Blend
 from models.config import ModelConfig
-from models.decoder.kv_cache import CachedStage
 from models.estimate.storage import without_storage
 from models.mup import scaled_widths
 from parallel.loopback import listening_in_words
@@ -30,22 +29,18 @@ from tools.config.run_file import RunConfig
 from tools.config.tables.settings import Checkpoint
 from tools.console.units import counted, date_now, first_of
 from tools.console.wrapped import say
-from tools.convert.train_state import TrainState
-from tools.inference.generation import Generation, escape_control_characters
-from tools.inference.load import find_checkpoint, load_model
-from tools.inference.sampling import Sampling
 from tools.journal.journal import add_event
 from tools.journal.records import SAMPLE, VALIDATION_PREFIX, read_events
+from tools.parts.optional_parts import part
+from tools.saved.train_state import TrainState, find_checkpoint
 from tools.training.batches import describe_requested, evaluated_samples
 from tools.training.branch import is_branch
 from tools.training.corpus import Corpus
 from tools.training.data_sources import training_sources
 from tools.training.fp8_summary import fp8_lines
 from tools.training.initial import initial_changes, initial_notes
-from tools.training.prediction import end_line, foresee, prediction_event
 from tools.training.resume import resume_lines
 
-SAMPLE_TOKENS = 60
 # the most names in a line: of marked parameters, tensors that Muon leaves out, and checkpoints
 MAX_MARKED = 4
 MAX_LEFT_OUT = 3
@@ -226,11 +221,11 @@ def _describe_samples(config: RunConfig, corpus: Corpus) -> str:
     total_weight = sum(source.weight for source in sources)
     lines = [f"blended from {len(corpus.datasets)}"]
     sets = zip(sources, corpus.train.parts, taken_samples, strict=True)
-    for source, part, taken in sets:
+    for source, samples, taken in sets:
         share = source.weight / total_weight
         lines.append(
             f"           {share:.4g} of the samples from {source.name}: {taken:,} of "
-            f"{len(part):,} samples, {taken / len(part):.2f} epochs in {steps} steps"
+            f"{len(samples):,} samples, {taken / len(samples):.2f} epochs in {steps} steps"
         )
     return "\n".join(lines)
 
@@ -466,7 +461,7 @@ def print_outcome(config: RunConfig, plots: Sequence[Path], step: int) -> None:
     and plots. step: the newest one."""
     folder = Path(config.train.folder)
     if config.log.sample:
-        text = _generate_sample(folder, config.log.sample)
+        text = part("sample_text")(folder, config.log.sample)
         print(f"\nsample\n{text}\n")
         _keep_sample(folder, step, text)
     say(f"checkpoint {find_checkpoint(folder)}\nmetrics    {folder / 'metrics.jsonl'}")
@@ -480,10 +475,9 @@ def _print_measured(config: RunConfig, step: int) -> None:
     prediction. step: the newest one."""
     folder = Path(config.train.folder)
     with suppress(UserError):  # as the start has said
-        foreseen = foresee(config)
-        event = foreseen and prediction_event(foreseen, folder, step)
-        if event:
-            say(f"measured   {end_line(event)}")
+        if measured := part("measured_prediction")(config, step):
+            line, event = measured
+            say(f"measured   {line}")
             _keep_event(folder, event)
 
 
@@ -502,13 +496,3 @@ def _keep_event(folder: Path, event: dict[str, Any]) -> None:
         reason = file_error(error) if isinstance(error, OSError) else error
         kind = event["event"]
         print(f"warning    the {kind} is not kept: {reason}", file=sys.stderr, flush=True)
-
-
-def _generate_sample(folder: Path, prompt: str) -> str:
-    """Return a text that begins with the prompt, or the reason why it cannot be continued."""
-    try:
-        model = load_model(folder, CachedStage)
-        text = "".join(Generation(model, prompt, SAMPLE_TOKENS, Sampling()))
-    except UserError as error:
-        return f"none: {error}"
-    return f"{prompt}{escape_control_characters(text)}"

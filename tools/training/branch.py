@@ -11,7 +11,7 @@ from megaprec.errors import UserError
 from tools.config.relative_paths import working_directory_hint
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
-from tools.convert.train_state import open_newest_checkpoint
+from tools.saved.train_state import open_newest_checkpoint
 
 
 def open_start(config: RunConfig) -> Store | None:

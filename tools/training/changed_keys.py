@@ -26,8 +26,8 @@ from tools.config.tables.batch_schedule import BatchSchedule
 from tools.config.tables.settings import LR, Train
 from tools.console.toml import toml
 from tools.console.units import counted, enumerated
-from tools.convert.train_state import TrainState, stored_value
 from tools.journal.records import read_metrics
+from tools.saved.train_state import TrainState, stored_value
 
 LENGTH_KEY = "train.seq_length"
 

@@ -25,11 +25,10 @@ from megaprec.tokens.samples import Resets, Samples, count_samples, split
 from models.config import ModelConfig
 from tools.config.run_file import RunConfig
 from tools.config.tables.data_settings import Data
-from tools.convert.initial import initial_model
 from tools.journal.records import HELD_OUT_LOSS, VALIDATION_PREFIX
+from tools.parts.optional_parts import part
 from tools.training.blend_place import stretches_of
 from tools.training.branch import open_start
-from tools.training.data_building import build_texts, build_validation_set
 from tools.training.data_identity import BlendStretch, DataSet, Identity, read_identity
 from tools.training.data_notes import (
     begin_notes,
@@ -104,7 +103,7 @@ def open_corpus(config: RunConfig, allowed: Collection[str] = ()) -> Corpus:
     tokenizer_file = existing_tokenizer(config)
     texts = [source for source in sources if not source.is_tokenized]
     if texts:
-        tokenizer_file = build_texts(config, texts, tokenizer_file, allowed)
+        tokenizer_file = part("build_texts")(config, texts, tokenizer_file, allowed)
     corpus = open_built(config, [source.prefix for source in sources], tokenizer_file)
     corpus = identified(config, corpus)
 
@@ -328,7 +327,10 @@ def _is_of_first_weights(config: RunConfig) -> bool:
     first_weights = config.train.init_from
     if not first_weights:
         return False
-    return config.origin("data.begin") == initial_model(Path(first_weights), config.model).origin
+    return (
+        config.origin("data.begin")
+        == part("initial_model")(Path(first_weights), config.model).origin
+    )
 
 
 def _require_token(config: RunConfig, begin_token: int | None, ids: int) -> None:
@@ -377,7 +379,7 @@ def _build_validation(config: RunConfig, corpus: Corpus) -> Iterator[str]:
         prefix = source.prefix
         with naming_settings(config, source):
             if not source.is_tokenized:
-                build_validation_set(config, source, corpus.tokenizer)
+                part("build_validation_set")(config, source, corpus.tokenizer)
             dataset = IndexedDataset(prefix)
             contents = contents_of(dataset)
             check_vocabulary(dataset, contents, corpus.ids)

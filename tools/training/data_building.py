@@ -22,7 +22,7 @@ from tools.config.run_file import RunConfig
 from tools.console.progress_bar import build_progress, skipped_words
 from tools.console.toml import toml
 from tools.console.wrapped import say
-from tools.convert.train_state import read_tokenizer
+from tools.saved.train_state import read_tokenizer
 from tools.training.branch import is_branch, open_start
 from tools.training.data_identity import DataSet, read_identity
 from tools.training.data_sources import DataSource, data_folder, naming_settings, trained_tokenizer

@@ -10,7 +10,7 @@ from megaprec.train_program import TrainingResult, tell_end
 from tools.config.run_file import RunConfig
 from tools.journal.records import HELD_OUT_LOSS, read_metrics
 from tools.training.ends import as_user_error
-from tools.training.launch import LostRank, OnLostRank
+from tools.training.launched import LostRank, OnLostRank
 
 
 class EndReport:

@@ -95,3 +95,9 @@ def code_of(reason: str, exitcode: int) -> int:
             return code
     # A crash whose traceback was noted, and that the launcher was quicker to end.
     return 1 if reason and exitcode == -signal.SIGTERM else exitcode
+
+
+class RankHangs(Exception):
+    """A rank hangs, and all leave. The message names the rank that hangs, not the one that has
+    noticed it.
+    """

@@ -29,8 +29,7 @@ from parallel.hangs.heartbeat import Beat
 from parallel.hangs.verdict import Verdict
 from parallel.hangs.watchdog import Watchdog, kill_silent
 from tools.journal.records import no_run
-from tools.training.ends import ON_PURPOSE
-from tools.training.launch import RankHangs
+from tools.training.ends import ON_PURPOSE, RankHangs
 from tools.training.launched import is_local_rank, lost_connection
 from tools.training.stopping import note_failure
 

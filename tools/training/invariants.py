@@ -28,7 +28,6 @@ from models.engine.passes import Share
 from tools.config.own_rate import rate_of
 from tools.config.run_file import RunConfig
 from tools.console.units import counted
-from tools.convert.train_state import TrainState
 from tools.journal.invariant_records import (
     COPIES,
     FIRST_LOSS,
@@ -42,6 +41,7 @@ from tools.journal.invariant_records import (
     Finding,
     in_words,
 )
+from tools.saved.train_state import TrainState
 from tools.training.first_loss import expected_first_loss
 
 SAME_RATE = 1e-12  # of lr.peak, by which two formulas may differ

@@ -18,9 +18,8 @@ import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,10 +29,16 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megaprec.errors import UserError
-from megaprec.resources import cores
 from parallel.local_store import STORE, served_store
-from tools.training.ends import EXIT_CODES, SIGNALS, Stopped, code_of, ended_on_purpose
-from tools.training.launched import OURS, RESTARTED, lost_connection
+from tools.training.ends import EXIT_CODES, SIGNALS, RankHangs, Stopped, code_of, ended_on_purpose
+from tools.training.launched import (
+    OURS,
+    RESTARTED,
+    LostRank,
+    OnLostRank,
+    lost_connection,
+    share_of_cores,
+)
 from tools.training.one_machine import LOOPBACK, OneMachine
 from tools.training.stopping import end_by_signal, listening
 
@@ -56,22 +61,6 @@ CONNECT_SECONDS = 10.0  # that a connection within this machine may take
 OPEN_FILES = 32  # of a launcher, or of a rank, without those that each rank adds
 # the launcher's pipe and its store's connection; a rank's connections to its peers
 OPEN_FILES_PER_RANK = 2
-
-
-@dataclass(frozen=True)
-class LostRank:
-    """The first rank that failed.
-
-    exitcode: -n if signal n ended it. message: the line that names rank and reason.
-    """
-
-    rank: int
-    exitcode: int
-    message: str
-
-
-# returns the number of ranks to start after a failure, 0 to end the run
-OnLostRank = Callable[[LostRank], int]
 
 
 def _no_restart(lost_rank: LostRank) -> int:
@@ -274,18 +263,6 @@ class _Ranks:
                 os.killpg(pid, signal.SIGKILL)
 
 
-def share_of_cores(ranks: int) -> int:
-    """Return the CPU threads per local rank: OMP_NUM_THREADS if it is set, otherwise cores / ranks,
-    at least 1.
-    """
-    # A list has a number for each level of nested parallel regions: the outermost counts.
-    outermost, _, _ = os.environ.get("OMP_NUM_THREADS", "").partition(",")
-    outermost = outermost.strip()
-    if outermost.isdecimal() and int(outermost):  # commands refuse others (`require_threads`)
-        return int(outermost)
-    return max(1, cores() // ranks)
-
-
 def first_failure(
     failures: Mapping[int, ProcessFailure], received: signal.Signals | None = None
 ) -> tuple[int, ProcessFailure]:
@@ -326,12 +303,6 @@ def _distance_from_cause(reason: str, exitcode: int, received: signal.Signals | 
     if lost_connection(reason) and not ended_on_purpose(reason):
         return 2
     return 3 if not reason and exitcode == -signal.SIGTERM else 0
-
-
-class RankHangs(Exception):
-    """A rank hangs, and all leave. The message names the rank that hangs, not the one that has
-    noticed it.
-    """
 
 
 def _noted_reason(failure: ProcessFailure) -> str:

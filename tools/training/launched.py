@@ -4,7 +4,10 @@ from the end of another rank.
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from megaprec.resources import cores
 
 OURS = "megaprec_"  # prefix of the run id of ranks that this launcher has started
 RESTARTED = "MEGAPREC_RESTARTED"  # set for ranks that this launcher has started again
@@ -57,3 +60,31 @@ def is_consequence(error: BaseException) -> bool:
     has the reason.
     """
     return isinstance(error, RuntimeError) and lost_connection(str(error))
+
+
+@dataclass(frozen=True)
+class LostRank:
+    """The first rank that failed.
+
+    exitcode: -n if signal n ended it. message: the line that names rank and reason.
+    """
+
+    rank: int
+    exitcode: int
+    message: str
+
+
+# returns the number of ranks to start after a failure, 0 to end the run
+OnLostRank = Callable[[LostRank], int]
+
+
+def share_of_cores(ranks: int) -> int:
+    """Return the CPU threads per local rank: OMP_NUM_THREADS if it is set, otherwise cores / ranks,
+    at least 1.
+    """
+    # A list has a number for each level of nested parallel regions: the outermost counts.
+    outermost, _, _ = os.environ.get("OMP_NUM_THREADS", "").partition(",")
+    outermost = outermost.strip()
+    if outermost.isdecimal() and int(outermost):  # commands refuse others (`require_threads`)
+        return int(outermost)
+    return max(1, cores() // ranks)

@@ -3,7 +3,7 @@
 import os
 import socket
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -18,17 +18,10 @@ from megaprec.tokens.files import with_suffix
 from megaprec.tokens.loss_mask import SUFFIX as LOSS_MASK
 from megaprec.tokens.places import is_remote, is_url, path_of
 from parallel.described_world import is_rank_of_world
-from tools.analysis.planning.report import summary_line
 from tools.config.rules.all_rules import check_all
 from tools.config.run_file import RunConfig
 from tools.console.wrapped import say
-from tools.convert.auto_tokenizer import initial_tokenizer_line
-from tools.convert.hf.config import config_of
-from tools.convert.hf.folder import find_hf, hf_tokenizer
-from tools.convert.hf.vocabulary import main_file
-from tools.convert.initial import open_initial
-from tools.convert.probe import check_config, verify_initial
-from tools.journal.trackers import require_trackers
+from tools.parts.optional_parts import part
 from tools.training.blend_place import saved_stretches
 from tools.training.branch import open_start, require_origin_intact
 from tools.training.corpus import Corpus, identified, open_built, open_corpus, open_validation
@@ -36,11 +29,9 @@ from tools.training.data_identity import Identity
 from tools.training.data_sources import check_sources
 from tools.training.fp8_summary import check_fp8
 from tools.training.hangs import put_aside_records
-from tools.training.harness import require_harness
 from tools.training.initial import check_first_weights, check_growth, differences_from_first_weights
 from tools.training.launched import is_local_rank
 from tools.training.machine import check_this_machine, device_of_run, local_ranks
-from tools.training.prediction import foresee, start_line
 from tools.training.resume import (
     allowable_differences,
     check_resumable,
@@ -73,8 +64,8 @@ def open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:
         _check_initial,
         partial(check_first_weights, allowed=allowed),
         partial(check_growth, allowed=allowed),
-        lambda config: require_trackers(config.log.to),
-        require_harness,
+        _require_trackers,
+        _require_harness,
     )
     # Before data are built; in a world the ranks check the files together, when they load them.
     if not is_rank_of_world():
@@ -89,45 +80,30 @@ def open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:
 def _check_initial(config: RunConfig) -> None:
     """Raise UserError if the checkpoint of train.init_from is incomplete or damaged."""
     if config.train.init_from:
-        open_initial(Path(config.train.init_from), config.model)
+        part("open_initial")(Path(config.train.init_from), config.model)
 
 
-def print_plan(config: RunConfig) -> None:
-    """Print the plan of the run, in a line, before ranks start."""
-    if line := summary_line(config):
-        say(f"plan       {line}")
-    try:
-        foreseen = foresee(config)
-    except UserError as error:
-        # a file of this name need not be one of megaprec's, and stops no run
-        say(f"predicted  none: {error}")
-        return
-    if foreseen:
-        say(f"predicted  {start_line(foreseen)}")
+def _require_trackers(config: RunConfig) -> None:
+    """Raise UserError if a tracker of log.to is not there."""
+    if config.log.to:
+        part("require_trackers")(config.log.to)
 
 
-def _verify_initial(config: RunConfig, folder: Path) -> Iterator[str]:
-    """Yield lines on first weights beside transformers: their model, and their tokenizer."""
-    yield verify_initial(folder)
-    # One of another place is compared with that of the weights elsewhere.
-    own_file = main_file(hf_tokenizer(folder)) if find_hf(folder) else None
-    if own_file and config.data.tokenizer and Path(config.data.tokenizer) == own_file:
-        yield initial_tokenizer_line(folder, own_file)
+def _require_harness(config: RunConfig) -> None:
+    """Raise UserError if a task of data.lm_eval cannot be evaluated."""
+    if config.data.lm_eval:
+        part("require_harness")(config)
 
 
 def verify_models(config: RunConfig, export_folder: Path | None) -> None:
     """Raise UserError if transformers computes other logits than megaprec for the initial or the
     exported model.
     """
-    lines = []
     # A run that resumes has weights of its own.
-    if config.train.init_from and not latest(config.checkpoint_folder):
-        lines += _verify_initial(config, Path(config.train.init_from))
-    if export_folder:
-        exported = config_of(config.sized_model, "float32")
-        lines.append(check_config(exported, f"--export-hf {export_folder}"))
-    for line in filter(None, lines):
-        print(line)
+    initial = config.train.init_from if not latest(config.checkpoint_folder) else ""
+    if initial or export_folder:
+        for line in part("verified_models")(config, initial, export_folder):
+            print(line)
 
 
 def prepare(
@@ -145,7 +121,7 @@ def prepare(
     """
     corpus = open_checked(config, allowed)
     if is_rank_of_world() and not is_local_rank():  # otherwise the launcher has printed it
-        print_plan(config)
+        part("print_plan")(config)
     if verify:
         verify_models(config, export)
     # Held until the run ends: the check of the folder above has released it.

@@ -26,7 +26,7 @@ from tools.training.elastic import (
     stand_by,
 )
 from tools.training.hangs import print_waiting, straggler_events, watching
-from tools.training.launch import share_of_cores
+from tools.training.launched import share_of_cores
 from tools.training.machine import device_of_run, keep_freed_memory, local_ranks
 from tools.training.prepare import open_prepared, prepare
 from tools.training.stopping import note_failure

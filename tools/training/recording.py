@@ -18,10 +18,10 @@ from megaprec.resources import peak_memory
 from megaprec.url_secrets import masked_inside
 from tools.config.run_file import RunConfig
 from tools.console.units import date_now
-from tools.convert.train_state import TrainState
 from tools.journal.journal import Journal, LinesLost
 from tools.journal.records import INITIAL, read_branching, read_events
-from tools.journal.trackers import Feed
+from tools.parts.optional_parts import part
+from tools.saved.train_state import TrainState
 from tools.training.branch import is_branch
 from tools.training.corpus import Corpus
 from tools.training.initial import initial_event
@@ -49,7 +49,7 @@ def record_run(
     first_step = progress().step
     branches = resumed is not None and is_branch(config, resumed)
     settings = masked_inside(config.model_dump(mode="json"))
-    feeds = [Feed(name, folder, settings, first_step) for name in log_settings.to]
+    feeds = [part("Feed")(name, folder, settings, first_step) for name in log_settings.to]
     with (
         _naming_the_checkpoint(config, progress, first_step),
         Journal(

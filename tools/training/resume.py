@@ -30,9 +30,9 @@ from megaprec.tokens.samples import Samples, training_numbers
 from tools.config.rules.all_rules import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
-from tools.convert.growth import moved_tokens
-from tools.convert.initial import initial_model
-from tools.convert.train_state import (
+from tools.journal.records import BRANCHED
+from tools.parts.optional_parts import part
+from tools.saved.train_state import (
     TrainState,
     open_newest_checkpoint,
     read_model,
@@ -41,7 +41,6 @@ from tools.convert.train_state import (
     read_spike_monitor,
     read_tokenizer,
 )
-from tools.journal.records import BRANCHED
 from tools.training.branch import is_branch, open_start, run_of
 from tools.training.changed_keys import (
     LENGTH_KEY,
@@ -332,9 +331,11 @@ def other_tokens(config: RunConfig, corpus: Corpus) -> Iterator[Problem]:
     tokenizer = corpus.tokenizer.path
     # A run that resumes does not use the weights of train.init_from.
     if config.train.init_from and open_newest_checkpoint(config.checkpoint_folder) is None:
-        weights_tokenizer = initial_model(Path(config.train.init_from), config.model).tokenizer
+        weights_tokenizer = part("initial_model")(
+            Path(config.train.init_from), config.model
+        ).tokenizer
         if weights_tokenizer and config.train.grow_vocabulary != "none":
-            yield from moved_tokens(load_tokenizer(weights_tokenizer), corpus.tokenizer)
+            yield from part("moved_tokens")(load_tokenizer(weights_tokenizer), corpus.tokenizer)
         elif weights_tokenizer and not same_tokens(weights_tokenizer, tokenizer):
             yield Problem.of(
                 "training.tokenizer_of_weights",

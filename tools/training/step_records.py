@@ -22,9 +22,9 @@ from models.engine.sentinel import Sentinel, SilentFault
 from models.estimate.flops import training_flops
 from models.estimate.gpus import gpu_named
 from tools.config.run_file import RunConfig
-from tools.convert.train_state import TrainState
 from tools.journal.records import DIGEST, EVALUATION, NO_TOKENS_EVENT
 from tools.journal.router_records import router_fields
+from tools.saved.train_state import TrainState
 from tools.training.ends import FaultyHardware, TrainingDiverged
 
 NOTHING_COUNTS = (

@@ -42,15 +42,12 @@ from models.engine.fp8_shadow import Shadow, run_shadow
 from models.engine.passes import OutsideVocabulary, Share
 from models.engine.sentinel import SilentFault
 from models.engine.shared_drawing import InitialWeights, draw_weights
-from parallel.leaves import Leaves
+from parallel.leaves import PLAIN, Leaves
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.timeline import Recording
 from tools.config.rules.all_rules import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.wrapped import say
-from tools.convert.initial import start_from
-from tools.convert.kept_ids import saved_ids
-from tools.convert.train_state import TrainState, read_overflow_monitor, read_spike_monitor
 from tools.journal.invariant_records import broken_event, findings_event
 from tools.journal.journal import Journal, format_evaluations
 from tools.journal.records import (
@@ -64,12 +61,12 @@ from tools.journal.router_records import COLLAPSE, collapse_event
 from tools.journal.shadow_records import shadow_event, shadow_fields
 from tools.journal.spike_records import spike_event
 from tools.journal.timeline_file import TIMELINE, write_trace
+from tools.parts.optional_parts import part
+from tools.saved.train_state import TrainState, read_overflow_monitor, read_spike_monitor
 from tools.training.banner import print_marked, print_memory, print_start
 from tools.training.batches import Batches, evaluated_samples
-from tools.training.compiling import compile_leaves, missed_lines
 from tools.training.corpus import Corpus
 from tools.training.ends import TrainingDiverged
-from tools.training.harness import Harness
 from tools.training.initial import growth_of
 from tools.training.invariants import Invariants
 from tools.training.recording import record_run
@@ -121,7 +118,9 @@ class Trainer:
         self.dp = self.engine.dp
         self._checks = SentinelChecks(self.engine, config)
         self._digests = Digests(self.engine, config)
-        self._harness = Harness(config, corpus, self.engine, self.position)
+        self._harness: Any = None  # evaluates the tasks of data.lm_eval, if there are any
+        if config.data.lm_eval:
+            self._harness = part("Harness")(config, corpus, self.engine, self.position)
         self._throughput = Throughput.of(config, corpus.model, self.engine.device)
         self._sizes = config.batches
         self._batches = Batches(config, corpus.train, self.dp, self.position)
@@ -157,7 +156,7 @@ class Trainer:
             config.engine_options,
             # Weights that are loaded or drawn afterwards need not be drawn by each replica.
             blank=bool(self.resumed or config.train.init_from or self._shares_drawing),
-            leaves=compile_leaves(config, self.corpus.model, mesh, self.resumed),
+            leaves=self._leaves(mesh),
         )
         stages = build_stages(
             config=self.corpus.model,
@@ -173,6 +172,14 @@ class Trainer:
         )
         return Engine(stages, optimizer, [StepPosition(self.position), *observers], self.position)
 
+    def _leaves(self, mesh: DeviceMesh | None) -> Leaves:
+        """Return the form of the leaves by train.compile. Collective."""
+        is_plain = self.config.compile_mode(device_of(mesh).type) == "off"
+        # a resumed run may have been compiled before, and says so
+        if is_plain and self.resumed is None:
+            return PLAIN
+        return part("compile_leaves")(self.config, self.corpus.model, mesh, self.resumed)
+
     @property
     def _shares_drawing(self) -> bool:
         """Return True if replicas share out the drawing of initial weights, as they share
@@ -186,7 +193,7 @@ class Trainer:
         stages = self.engine.stages.values()
         drawn = InitialWeights(stages, optimizer.plan, self.config.train.seed)
         growth = growth_of(self.config, self.corpus)
-        self._first_ids = start_from(folder, optimizer, growth, drawn, self.config.model)
+        self._first_ids = part("start_from")(folder, optimizer, growth, drawn, self.config.model)
 
     def _resume(self, checkpoint: Path) -> None:
         """Load the state of the run from a checkpoint."""
@@ -204,7 +211,7 @@ class Trainer:
         self.progress = resumed_progress(store, self.config, self.corpus)
         self.monitor.load_state_dict(read_overflow_monitor(store))
         self.spike_monitor.load_state_dict(read_spike_monitor(store))
-        self._first_ids = saved_ids(store)
+        self._first_ids = part("saved_ids")(store)
 
     def run(self) -> None:
         """Take all remaining steps, or those until a signal, and save a checkpoint at the end.
@@ -289,9 +296,13 @@ class Trainer:
             is_saved=self._saves_after,
         )
 
+    def _task_results(self) -> dict[str, float]:
+        """Return the results of the tasks of data.lm_eval. Collective over the world."""
+        return self._harness.results() if self._harness else {}
+
     def _say_misses(self, leaves: Leaves) -> None:
         """Say which compiled leaves also ran uncompiled. Collective over the world."""
-        lines = missed_lines(leaves, self.engine.optimizer.world, self.engine.device)
+        lines = part("missed_lines")(leaves, self.engine.optimizer.world, self.engine.device)
         if self.rank == 0:
             for line in lines:
                 say(line)
@@ -358,7 +369,7 @@ class Trainer:
                 for field, numbers in evaluated.items():
                     self._evaluated[field] = mean_loss(numbers)
                 record |= self._evaluated
-                record |= self._harness.results()
+                record |= self._task_results()
         record |= self._checks.note_clean(progress.step)
         self.position.end_computation()
         self.monitor.note(report)
@@ -399,7 +410,7 @@ class Trainer:
         with self.position.in_phase(Phase.EVALUATION):
             for field, numbers in self._evaluate_all().items():
                 losses[field] = mean_loss(numbers)
-            losses |= self._harness.results()
+            losses |= self._task_results()
         self.position.end_computation()
         if journal is not None:
             journal.write_event({"event": FIRST_EVALUATION, "step": 0, "losses": losses})

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.errors import UserError
+from tools.config.resolved_run import resolve_run
 from tools.config.run_file import tables_of_a_run
 from tools.console.toml import Setting, toml
-from tools.convert.initial import resolve_run
 from tools.interop.importing.arguments import Arguments
 from tools.interop.importing.deepspeed import add_deepspeed
 from tools.interop.importing.draft import DEEPSPEED, MEGATRON, Draft

@@ -32,7 +32,7 @@ from tools.config.run_file import RunConfig, load_run, run_file_in
 from tools.config.tables.settings import Parallel
 from tools.journal.records import read_branching
 from tools.training.corpus import Corpus, open_run_data
-from tools.training.launch import share_of_cores
+from tools.training.launched import share_of_cores
 from tools.training.trainer import Trainer
 
 NOTHING_ALLOWED = StepLimits(-1.0, -1.0)  # no loss and no norm is below: every step is skipped

@@ -1,0 +1,1 @@
+"""What a run's checkpoint holds besides tensors."""

@@ -18,7 +18,8 @@ import torch
 from megaprec.errors import UserError
 from megaprec.text.tokenizer import load_tokenizer
 from megaprec.text.tokenizer_files import files_beside
-from tools.commands.options import add_ema, add_vocab, tokenizer_path
+from tools.commands.options import add_ema, add_vocab
+from tools.commands.text_options import tokenizer_path
 from tools.config.resolved_run import resolve_run
 from tools.console.progress_bar import bytes_progress
 from tools.convert.auto_tokenizer import auto_tokenizer_line

@@ -28,15 +28,15 @@ from megaprec.tokens.intact import Contents, check_vocabulary, contents_of
 from megaprec.tokens.places import is_remote, path_of
 from megaprec.url_secrets import masked
 from tools.commands import data_verify as verification
-from tools.commands.options import (
+from tools.commands.text_options import (
     add_chat_template,
     add_skip_bad,
     add_text_options,
     text_options,
     tokenizer_path,
 )
+from tools.console.build_progress import build_progress, skipped_words, tell_left_out
 from tools.console.json_output import add_json, print_result
-from tools.console.progress_bar import build_progress, skipped_words, tell_left_out
 from tools.console.units import counted
 
 MAX_TOKENS_SHOWN = 64  # of each sample document

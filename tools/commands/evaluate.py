@@ -35,7 +35,8 @@ from models.engine.relay import Relay
 from parallel.described_world import is_rank_of_world
 from parallel.mesh import make_mesh, world
 from tools.analysis.verdict.verdict import fields, lines, read_verdict
-from tools.commands.options import add_ema, add_text_options, text_options, tokenizer_path
+from tools.commands.options import add_ema
+from tools.commands.text_options import add_text_options, text_options, tokenizer_path
 from tools.console.json_output import add_json, print_result
 from tools.console.progress_bar import tokens_progress
 from tools.console.tables import print_table

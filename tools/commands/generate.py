@@ -15,7 +15,8 @@ from pathlib import Path
 from megaprec.errors import UserError
 from megaprec.parsing import read_text
 from models.decoder.kv_cache import CachedStage
-from tools.commands.options import add_ema, tokenizer_path
+from tools.commands.options import add_ema
+from tools.commands.text_options import tokenizer_path
 from tools.inference.generation import Generation, escape_control_characters
 from tools.inference.load import LoadedModel, load_model
 from tools.inference.sampling import Sampling

@@ -20,14 +20,14 @@ from typing import Any
 
 from megaprec.errors import UserError
 from megaprec.text.readers import TextOptions
-from megaprec.text.sources import STANDARD_LIBRARY, Source, open_source
+from megaprec.text.sources import Source, open_source
 from megaprec.text.text_files import left_out_words
 from megaprec.text.tokenizer import load_tokenizer
 from megaprec.text.training import ImpossibleVocabulary, sample_lines, train_sentencepiece
-from megaprec.tokens.places import is_url, without_query
+from megaprec.tokens.places import STANDARD_LIBRARY, is_url, without_query
 from megaprec.url_secrets import masked
 from models.presets import PRESETS
-from tools.commands.options import add_skip_bad, add_text_options, text_options
+from tools.commands.text_options import add_skip_bad, add_text_options, text_options
 from tools.config.key_help import key_tables, keys_of
 from tools.config.run_file import load_run
 from tools.console.toml import toml

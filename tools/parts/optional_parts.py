@@ -26,6 +26,7 @@ PARTS = {
     "moved_tokens": "tools.convert.growth",
     "verified_models": "tools.training.verified_models",
     # of a text that has not been tokenized
+    "open_text": "tools.training.open_texts",
     "build_texts": "tools.training.data_building",
     "build_validation_set": "tools.training.data_building",
     # of keys of the run file that ask for more than training

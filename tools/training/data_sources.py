@@ -5,14 +5,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megaprec.checkpoint.saving import require_own_names
 from megaprec.durable import read_whole
 from megaprec.errors import Problem, UserError
 from megaprec.text.characters import CharacterTokenizer
-from megaprec.text.chats import load_chats
-from megaprec.text.readers import TextOptions
-from megaprec.text.sources import Source, open_source
 from megaprec.text.tokenizer import Tokenizer, load_tokenizer
 from megaprec.tokens.copies import file_here, is_there
 from megaprec.tokens.files import with_suffix
@@ -23,6 +21,10 @@ from tools.config.rules.all_rules import check_all
 from tools.config.run_file import RunConfig
 from tools.config.tables.data_settings import Data, names_of
 from tools.console.toml import toml
+from tools.parts.optional_parts import part
+
+if TYPE_CHECKING:
+    from megaprec.text.sources import Source
 
 MOST_COUNTED = 1 << 25  # characters of texts that are read before a run
 
@@ -55,26 +57,14 @@ class DataSource:
     def index_file(self) -> Path:
         return with_suffix(self.prefix, ".idx")
 
-    def open_text(self, data: Data, tokenizer_file: Path | None) -> Source:
+    def open_text(self, data: Data, tokenizer_file: Path | None) -> "Source":
         """Open the source, which is text.
 
         tokenizer_file: the existing one, None if it is to be trained.
 
         Raises UserError, also for a file of a data set in place of its prefix.
         """
-        if self.name.endswith((".bin", ".idx")):
-            raise UserError.of("training.data_set_prefix", source=self.name[:-4])
-        # Only training data is cut.
-        max_chars = None if self.validation_name else data.max_chars or None
-        options = TextOptions(
-            field=data.text_field,
-            encoding=data.encoding,
-            exclude=data.exclude,
-            skip_bad=data.skip_bad,
-            max_chars=max_chars,
-            chats=load_chats(data.chat_template, tokenizer_file) if data.chat_template else None,
-        )
-        return open_source(self.names, options)
+        return part("open_text")(self, data, tokenizer_file)
 
 
 def data_folder(config: RunConfig) -> Path:

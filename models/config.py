@@ -19,10 +19,11 @@ from typing import Any, Self
 from pydantic import model_validator
 
 from megaprec.errors import Problem, UserError
+from models.activations import ACTIVATIONS
 from models.delta_net import NO_DELTA_NET
 from models.initial_weights import InitialStd, Matrix
 from models.mamba import NO_MAMBA
-from models.model_fields import GATED, ModelFields, default_attention_scalar
+from models.model_fields import ModelFields, default_attention_scalar
 from models.mup import Mup, scaled_widths
 from models.router_settings import CORRECTED, PLAIN
 
@@ -547,7 +548,7 @@ class ModelConfig(ModelFields):
     @property
     def gated(self) -> bool:
         """Return True if the feed-forward has a gate."""
-        return self.mlp in GATED
+        return ACTIVATIONS[self.mlp].gated
 
     @property
     def rotary_dims(self) -> int:

@@ -5,10 +5,12 @@ matters. `models.config` checks the fields against each other and counts paramet
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from megaprec.one_of import one_of
+from models.activations import ACTIVATIONS
 from models.delta_net import NO_DELTA_NET, DeltaNet
 from models.initial_weights import InitialStd
 from models.latent import LARGEST_SIZE, Latent
@@ -16,8 +18,6 @@ from models.mamba import NO_MAMBA, Mamba
 from models.rope_scaling import RopeScaling, score_factor
 from models.router_settings import CORRECTED, PLAIN, RouterSettings
 
-# Kinds of feed-forward with a gate.
-GATED = ("swiglu", "geglu", "swiglu_clamped")
 # A derived feed-forward width is rounded up to this, so that tensor parallelism can shard it.
 FFN_MULTIPLE = 64
 
@@ -48,10 +48,16 @@ def default_ffn(fields: Fields) -> int:
     parameters.
     """
     hidden: int = fields["hidden"]
-    if fields["mlp"] in GATED:
+    if ACTIVATIONS[fields["mlp"]].gated:
         # 8/3 of hidden, rounded up to a multiple without a detour through floats.
         return -(-8 * hidden // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
     return 4 * hidden
+
+
+def _named(gated: bool) -> str:
+    """Return the names of the activations with or without a gate, as a list in words."""
+    *most, last = (name for name, row in ACTIVATIONS.items() if row.gated == gated)
+    return f"{', '.join(most)} or {last}"
 
 
 def default_embedding_scale(fields: Fields) -> float:
@@ -202,7 +208,7 @@ class ModelFields(BaseModel):
         ),
     )
     # The feed-forward.
-    mlp: Literal["swiglu", "geglu", "swiglu_clamped", "gelu", "gelu_exact", "relu2"] = Field(
+    mlp: Annotated[str, one_of(ACTIVATIONS)] = Field(
         default_factory=by_family(
             "swiglu",
             gpt2="gelu",
@@ -213,10 +219,10 @@ class ModelFields(BaseModel):
             nemotron_h="relu2",
         ),
         description=(
-            "Feed-forward: with a gate swiglu, geglu or swiglu_clamped, without gelu, gelu_exact "
-            "or relu2 (the square of relu); geglu and gelu are in the tanh approximation; default: "
-            "swiglu, for gpt2 gelu, for gpt_neox gelu_exact, for gemma2 and gemma3 geglu, for "
-            "gpt_oss swiglu_clamped, for nemotron_h relu2."
+            f"Feed-forward: with a gate {_named(gated=True)}, without {_named(gated=False)}; relu2 "
+            "is the square of relu, geglu and gelu are in the tanh approximation; default: swiglu, "
+            "for gpt2 gelu, for gpt_neox gelu_exact, for gemma2 and gemma3 geglu, for gpt_oss "
+            "swiglu_clamped, for nemotron_h relu2."
         ),
     )
     swiglu_alpha: float = Field(

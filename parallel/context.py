@@ -85,7 +85,7 @@ class Context:
         if self.async_tensor and not self.sequence:
             raise UserError.of("parallel.async_tensor_sequence")
         recipe = self.plan.fp8
-        local_scales = recipe and recipe.kind == "delayed" and not recipe.reduce_amax
+        local_scales = recipe and recipe.scales.keeps_history and not recipe.reduce_amax
         # replicas hold different experts, so their amaxes are of different tensors
         if self.experts is not None and local_scales:
             raise UserError.of("parallel.fp8_reduce_amax_experts")
@@ -138,7 +138,7 @@ class Context:
             codes = FP8Param(self.fp8, layer)
             mark_fp8(weight, codes)
         rounding = None
-        if self.fp8.recipe.kind == "nvfp4":
+        if self.fp8.recipe.scales.four_bits:
             self._require_nvfp4(parts)
             rounding = Rounding(self.seed, name, _output_numbers(parts))
         return FP8Gemm(

@@ -41,7 +41,7 @@ def note_microbatch(fp8: FP8State, microbatch: MicrobatchInfo | None) -> None:
     stochastic rounding of its gradients. microbatch: None in evaluation."""
     fp8.microbatch = None
     # no other kind needs it, and it would be kept
-    if microbatch is not None and fp8.recipe is not None and fp8.recipe.kind == "nvfp4":
+    if microbatch is not None and fp8.recipe is not None and fp8.recipe.scales.four_bits:
         fp8.microbatch = Microbatch(microbatch.step, microbatch.samples[0])
 
 

@@ -21,7 +21,7 @@ from models.decoder.stages import Stage
 from models.engine.engine import Engine, build_stages
 from models.engine.options import EngineOptions
 from parallel.activation_checkpoint import KEEP, Recompute
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from tests.layouts import Fragment, Recording, assemble, fragments, share_of
 from tests.ranks import run_ranks
 

@@ -23,9 +23,9 @@ from models.engine.options import EngineOptions
 from models.engine.passes import Share
 from models.engine.sentinel import Sentinel, SilentFault
 from parallel.activation_checkpoint import KEEP, Recompute
-from parallel.pipeline.builders import schedule
 from parallel.pipeline.executor import Executor
 from parallel.pipeline.instructions import RECEIVES, Instruction, Message, MessageType
+from parallel.pipeline.kinds import schedule
 from parallel.pipeline.p2p import P2P
 
 SAMPLES = 12

@@ -20,7 +20,7 @@ from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from models.engine.passes import Share
 from parallel.activation_checkpoint import KEEP, Recompute
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from parallel.pipeline.schedules import Schedule
 from tests.ranks import run_ranks
 from tools.verify.parity.fragments import Fragment, take_fragments

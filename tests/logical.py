@@ -22,7 +22,7 @@ from megaprec.comm.layout import Layout, Part, attach
 from megaprec.comm.main_grad import cleared_main_grad
 from megaprec.optim.decision.step_report import StepReport
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.rules.rule_by_name import rule
+from megaprec.optim.rules.rule_table import rule
 from megaprec.optim.rules.update_rules import UpdateRule
 from megaprec.precision.plan import plan
 from tests.layouts import Fragment, assemble, fragments

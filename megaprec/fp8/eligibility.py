@@ -9,17 +9,8 @@ from math import prod
 
 from megaprec.comm.layout import Part
 from megaprec.errors import UserError
-from megaprec.precision.fp8_recipe import FP8Recipe, Kind
+from megaprec.precision.fp8_recipe import SCALE_KINDS, FP8Recipe, Kind
 
-# Tensor cores read eight-bit numbers in groups: the multiples of (outputs, inputs) of a weight.
-ALIGNMENT: dict[Kind, tuple[int, int]] = {
-    "delayed": (8, 16),
-    "current": (8, 16),
-    "rowwise": (8, 16),
-    "blockwise": (128, 128),  # the size of a block
-    "mx": (32, 32),
-    "nvfp4": (16, 16),  # the size of a block
-}
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
@@ -55,7 +46,7 @@ def eligibility(recipe: FP8Recipe, parts: Sequence[Part], layers: int) -> Eligib
         raise UserError.of("fp8.fp8_wide_part_of_weight", names=names)
     if reason := min(reasons):  # any of them, the same one in every run
         return Eligibility(name, shape, reason)
-    if recipe.kind == "nvfp4":
+    if recipe.scales.four_bits:
         return Eligibility(name, shape, _misfit_of_parts(parts))
     # padding makes any size fit
     unfit = misfit(recipe.kind, outputs, inputs)
@@ -83,7 +74,7 @@ def _misfit_of_parts(parts: Sequence[Part]) -> str:
 def misfit(kind: Kind, outputs: int, inputs: int) -> str:
     """Return why a weight [outputs, inputs], as one rank holds it, does not suit FP8; empty if it
     does."""
-    rows, columns = ALIGNMENT[kind]
+    rows, columns = SCALE_KINDS[kind].multiples
     reasons = []
     if outputs % rows:
         reasons.append(f"{outputs} outputs (dim 0) are no multiple of {rows}")
@@ -116,7 +107,7 @@ def unsupported_settings(recipe: FP8Recipe) -> dict[str, str]:
         "dot_product_attention": "the products inside attention are computed in the compute dtype",
         "multi_head_attention": "the activations in attention have the compute dtype",
     }
-    if recipe.kind in ("rowwise", "mx"):
+    if not recipe.scales.serves_both(is_weight=True):
         reasons["parameters"] = (
             f"with fp8.kind = {recipe.kind} a weight has different codes along its rows and "
             "its columns, and both together take as much memory as bf16"

@@ -29,7 +29,7 @@ Role = Literal["input", "weight", "gradient"]
 def format_of(recipe: FP8Recipe, role: Role) -> torch.dtype:
     """Return the format of a factor of a linear layer's products: input, weight or gradient of the
     output."""
-    if recipe.kind == "nvfp4":
+    if recipe.scales.four_bits:
         return E4M3
     return E5M2 if role == "gradient" and recipe.format == "hybrid" else E4M3
 

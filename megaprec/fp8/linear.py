@@ -193,7 +193,7 @@ class FP8Gemm:
         recorded."""
         note_amax = None
         # who does not record should not have to compute an amax
-        if self._recipe.kind == "delayed" and self.scope.records:
+        if self._recipe.scales.keeps_history and self.scope.records:
             note_amax = partial(self.state.record, self.eligibility.name, role)
         return self._cast(x, role, note_amax)
 
@@ -207,14 +207,14 @@ class FP8Gemm:
         says. note_amax: called with the amax of x."""
         scale = None
         reduce_max = None
-        if self._recipe.kind != "delayed":
+        if not self._recipe.scales.keeps_history:
             if self.tp.size > 1 and self._differs_over_tp(role):
                 reduce_max = self._reduce_max
         elif role in self.scales:
             scale = self.scales[role]
         else:
             scale = self.state.scale(self.eligibility.name, role)
-        if self._recipe.kind == "nvfp4":
+        if self._recipe.scales.four_bits:
             rounding = self._rounding_of_pass() if role == "gradient" else None
             codes, transposed = nvfp4_casts(x, role, reduce_max, rounding)
         else:

@@ -74,7 +74,7 @@ class FP8Param:
         `amax`. records: a delayed amax is recorded for later scales."""
         recipe = self.state.recipe
         assert recipe is not None
-        if recipe.kind != "delayed":
+        if not recipe.scales.keeps_history:
             # of the masters themselves, whatever the present scales are
             return scale_of(amax, limit(self.dtype), power_2=recipe.power_2_scales)
         if records:

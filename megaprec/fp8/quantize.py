@@ -79,11 +79,11 @@ def quantize(
     place to its maximum over the ranks that hold parts of x, for current scaling; the other kinds
     share no scale between ranks.
     """
-    if recipe.kind == "delayed":
+    if recipe.scales.keeps_history:
         assert scale is not None, "delayed scaling needs the scale of its history"
         return _scale_and_cast(x, recipe, role, scale)
     amax = amax_of(x, block_of(recipe, role, x.shape))
-    if recipe.kind == "current" and reduce_max is not None:
+    if recipe.scales.per_tensor and reduce_max is not None:
         reduce_max(amax)  # before the scale is computed: all ranks then compute the same one
     return _scale_and_cast(x, recipe, role, amax)
 
@@ -97,7 +97,7 @@ def _scale_and_cast(
     """Return x [m, k] in codes. scale_or_amax: the delayed scale, or the amaxes of x's blocks."""
     dtype = format_of(recipe, role)
     block = block_of(recipe, role, x.shape)
-    if recipe.kind == "delayed":
+    if recipe.scales.keeps_history:
         # the scale is that of earlier passes, whatever is in x
         inverse = scale_or_amax.reshape(1, 1).reciprocal()
         return Codes(cast(x, dtype, scale_or_amax), inverse, block)
@@ -137,7 +137,7 @@ def quantize_both(
             scale = _current_scale(x, recipe, role, reduce_max)
         return _by_transformer_engine(x, recipe, role, scale)
     scale_or_amax = scale
-    if recipe.kind == "current":
+    if recipe.scales.per_tensor and not recipe.scales.keeps_history:
         scale_or_amax = leaves(amax_of, x)
         if reduce_max is not None:
             reduce_max(scale_or_amax)
@@ -232,25 +232,14 @@ def _current_scale(
 
 def serves_both(recipe: FP8Recipe, role: Role) -> bool:
     """Return True if the codes of the transposed matrix are the transposed codes of the matrix."""
-    if recipe.kind in ("blockwise", "nvfp4"):
-        return role == "weight"
-    return recipe.kind in ("delayed", "current")
+    return recipe.scales.serves_both(role == "weight")
 
 
 def block_of(recipe: FP8Recipe, role: Role, shape: torch.Size) -> tuple[int, int]:
     """Return how many rows and columns of a matrix of this shape share a scale."""
+    rows, columns = recipe.scales.block_of(role == "weight")
     # at least 1: an empty matrix has a block too
-    rows = max(1, shape[0])
-    columns = max(1, shape[1])
-    if recipe.kind == "rowwise":
-        return 1, columns
-    if recipe.kind == "blockwise":
-        return 128 if role == "weight" else 1, 128
-    if recipe.kind == "mx":
-        return 1, 32
-    if recipe.kind == "nvfp4":
-        return 16 if role == "weight" else 1, 16
-    return rows, columns
+    return rows or max(1, shape[0]), columns or max(1, shape[1])
 
 
 def amax_of(x: Tensor, block: tuple[int, int] | None = None) -> Tensor:

@@ -121,7 +121,7 @@ class FP8State:
         tp = Axis.of(mesh, "tp")
         stage = tp
         dp: Axis | None = None  # delayed amaxes that are reduced over the stage differ nowhere
-        if recipe is None or recipe.kind != "delayed":
+        if recipe is None or not recipe.scales.keeps_history:
             dp = Axis.of(mesh, "dp")
         elif not recipe.reduce_amax:
             dp = Axis.replicas(mesh)
@@ -151,7 +151,7 @@ class FP8State:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Return the tensors that have a delayed scale: "<logical name of the weight>.<role>"."""
-        if self.recipe is None or self.recipe.kind != "delayed":
+        if self.recipe is None or not self.recipe.scales.keeps_history:
             return ()
         names: list[str] = []
         for weight in self.registered:
@@ -302,8 +302,8 @@ class FP8State:
             self._pending = True
         # a training pass may have new scales: codes are recomputed, even of unchanged masters
         if self.renew is not None and (records or self.outdated):
-            is_delayed = self.recipe is not None and self.recipe.kind == "delayed"
-            self.renew(records and is_delayed)
+            has_history = self.recipe is not None and self.recipe.scales.keeps_history
+            self.renew(records and has_history)
             self.outdated = False
 
     def _scope(self, enabled: bool, records: bool) -> Scope:
@@ -313,7 +313,7 @@ class FP8State:
             return OFF
         # `rolls` counts training passes: the first `calibrate` of them only record
         calibrated = not self.recipe.calibrating and self.rolls >= self.recipe.calibrate
-        return Scope(enabled and calibrated, records and self.recipe.kind == "delayed")
+        return Scope(enabled and calibrated, records and self.recipe.scales.keeps_history)
 
     @torch.no_grad()
     def roll(self) -> None:
@@ -341,7 +341,7 @@ class FP8State:
     @property
     def differs_over_dp(self) -> bool:
         """Return True if data-parallel ranks have different scales."""
-        return self.recipe is not None and self.recipe.kind == "delayed" and self.dp.size > 1
+        return self.recipe is not None and self.recipe.scales.keeps_history and self.dp.size > 1
 
     @property
     def by_microbatch(self) -> bool:

@@ -16,7 +16,8 @@ One step, after the backward pass has accumulated gradients in the buffers:
                    or not, the parameters that held non-finite gradients are named
     6. scaler      is updated; the divisor in 3 is the scale by which the loss was multiplied
 
-`ParallelAMPOptimizer.step` is `_prepare` (1), `_local_numbers` (2) and `_conclude` (3 to 6).
+`ParallelAMPOptimizer.step` has a line for each: what one line finds out is a value that the next
+ones are given.
 
 Over dp, gradients are averaged if each rank's loss is the mean over its own samples, or summed if
 it is the rank's share of a mean over all samples: `average` says which.
@@ -41,7 +42,8 @@ from megaprec.kinds import NamedArguments
 from megaprec.leaf_calls import CallLeaf
 from megaprec.optim.canonical.numerics import CanonicalNumerics
 from megaprec.optim.decision.attribution import attribute_nonfinite
-from megaprec.optim.decision.consensus import Consensus, LocalNumbers, StepNumbers, digest, to_host
+from megaprec.optim.decision.consensus import StepNumbers, digest, forbids, to_host
+from megaprec.optim.decision.decision import Decision, StepSettings
 from megaprec.optim.decision.numerics import Numerics
 from megaprec.optim.decision.one_pass import (
     AdamWNumbers,
@@ -84,7 +86,6 @@ from megaprec.optim.rules.load_balance import LoadBalance
 from megaprec.optim.rules.muon.matrix_updates import MatrixUpdates, require_muon_patterns
 from megaprec.optim.rules.muon.rule import Muon, moments_of
 from megaprec.optim.rules.param_groups import (
-    NO_FACTORS,
     Factors,
     FactorSpan,
     Group,
@@ -194,8 +195,6 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
     # and steps 1, 2, 4, 8, ... compare what ranks must have in common
     checks_loop = True
     _num_prepared = 0  # steps that were tried
-    _further: Tensor | None = None  # numbers for the report of this step
-    _limits = NO_LIMITS  # of this step
 
     def __init__(
         self,
@@ -576,23 +575,33 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         optimizer's memory. Raises NonFiniteStep if the plan says so.
         """
         require_count(counted_tokens)
-        self._further = further
-        self._limits = limits
-        self._prepare(lr, loss)
-        numbers = self.world.sum_(self._local_numbers(loss, counted_tokens))
-        return self._conclude(numbers)
-
-    def _prepare(self, lr: float | None, loss: Tensor | None) -> None:
-        """Refuse what no step can be made of, complete all reductions and show the gradients to
-        observers."""
         self.require_own_weights("a step")
-        require_unreplaced_groups(self.param_groups, self._groups)
-        self._rates = step_rates(self._groups, lr)
-        self._learning_rate = self._rates[NO_FACTORS].lr
-        # compared between ranks, and shown if they differ
-        self._settings_lines = describe_settings(self._groups, self._rates, self.clip)
-        self._rules = step_rules(self._groups, self.rule)
+        settings = self._settings_of_step(lr, limits)
         require_scaled(self._scale_read, self.plan.scaling)
+        self._complete_gradients(loss)
+        numbers = self._exchange(self._local_numbers(settings, loss, counted_tokens))
+        decision = self._decide(numbers, settings)
+        self._update(decision, settings)
+        report = self._report(decision, settings, further)
+        self._end_step(decision, report)
+        # last, so that a caller who catches it has an optimizer that is ready for the next step
+        if report.overflowed and self.plan.on_nonfinite == "raise":
+            raise NonFiniteStep(report)
+        return report
+
+    def _settings_of_step(self, lr: float | None, limits: StepLimits) -> StepSettings:
+        """Return the settings of a step. Raises UserError for a step that cannot be made."""
+        require_unreplaced_groups(self.param_groups, self._groups)
+        rates = step_rates(self._groups, lr)
+        return StepSettings(
+            rates=rates,
+            rules=step_rules(self._groups, self.rule),
+            limits=limits,
+            lines=describe_settings(self._groups, rates, self.clip),
+        )
+
+    def _complete_gradients(self, loss: Tensor | None) -> None:
+        """Complete all reductions, and show the gradients to observers."""
         # The order matters: weights have arrived before they are compared with their masters, and
         # gradients are in the buffers before they are reduced, over tp and dp first and then over
         # tied and virtual copies.
@@ -621,42 +630,13 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         # Not over tp: on a GPU the gradients of copies may differ in their last bits.
         require_same_weights(self._parts, self._ranks, (self.dp,), "have")
 
-    def _conclude(self, numbers: Tensor) -> StepReport:
-        """Decide, update and report a step from `numbers`, summed over all ranks; discard the
-        gradients."""
-        reduced = self._consensus.read(numbers)
-        # the scale that multiplied the loss, before it is updated below
-        scale = self.scaler.scale.clone()
-        norm = reduced.norm / scale
-        is_spike = self._limits.exceeded_by(reduced.loss, norm)
-        skip = reduced.forbids(self.plan.on_nonfinite).maximum(is_spike.float())
-        for observer in self.observers:
-            observer.decided(self.all_buffers(), scale, skip)
-        # one divisor undoes the loss scale and clips
-        self._update(scale.double() / self._clip_factor(norm), skip)
-        for observer in self.observers:
-            observer.updated(self.all_buffers())
-        # By now the device has been given all work of the update, so the host may wait for numbers.
-        report = self._report(reduced, norm, scale, is_spike)
-        if report.changed and self._fp8_masters is not None:
-            self._fp8_masters.outdate()  # the next pass computes the codes
-        # a step in which no token counts says nothing about the scale
-        if report.outcome != NO_TOKENS:
-            self.scaler.update(reduced.finite.logical_not())
-        self._model_buffers.forget_gradients()
-        for observer in self.observers:
-            observer.outcome(report)
-        # last, so that a caller who catches it has an optimizer that is ready for the next step
-        if report.overflowed and self.plan.on_nonfinite == "raise":
-            raise NonFiniteStep(report)
-        return report
-
     def _local_numbers(
         self,
+        settings: StepSettings,
         loss: Tensor | None,
-        counted_tokens: Tensor | float | None = None,
+        counted_tokens: Tensor | float | None,
     ) -> Tensor:
-        """Return this rank's numbers about its gradients, to be summed over the whole mesh."""
+        """Return this rank's numbers about its gradients and its loss, as they are exchanged."""
         gave_loss = loss is not None
         if loss is not None and self.tp.rank > 0:
             # the first tensor-parallel rank has the same loss; an inf or a NaN of any rank counts
@@ -667,36 +647,57 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
             self.dp,
             self.device,
         )
-        measured = self._consensus.measure(self._counted_grads, self._grads_counted_elsewhere)
-        # ranks whose schedulers have gone apart would update replicas by different rates
-        rate = torch.full((), self._learning_rate, dtype=torch.float32, device=self.device)
         if loss is not None and self.average:
             loss = loss / self.dp.size  # so that the sum over dp is the mean
-        presence = summarize_presence(self.all_buffers(), self._settings_lines)
+        presence = summarize_presence(self.all_buffers(), settings.lines)
+        nothing_counts: Tensor | float = 0.0
         if counted_tokens is not None:
-            counted_tokens = torch.as_tensor(
-                counted_tokens,
-                dtype=torch.float64,
-                device=self.device,
-            ).reshape(())
-        local = LocalNumbers(
-            measured=measured,
-            loss=loss,
-            common_digest=digest(
-                (
-                    *self.scaler.tensors(),
-                    self.applied_steps,
-                    rate,
-                    *self._limits.tensors(self.device),
-                )
-            ),
-            stage_digest=presence.digest,
-            num_gradients=presence.num_gradients,
-            stop=self.stop,
-            counted_tokens=counted_tokens,
-            gave_loss=gave_loss,
-        )
-        return self._consensus.pack(local)
+            # a NaN, of a rank that does not know the number, compares as unknown
+            nothing_counts = torch.as_tensor(counted_tokens, device=self.device) <= 0
+        measured = self._consensus.measure(self._counted_grads, self._grads_counted_elsewhere)
+        numbers = {
+            "loss": 0.0 if loss is None else loss,
+            "same_common": self._common_digest(settings),
+            "stops": self.stop,
+            "num_gradients": presence.num_gradients,
+            "nothing_counts": nothing_counts,
+            "num_losses": gave_loss,
+            "same_in_stages": presence.digest,
+        }
+        return self._consensus.pack(measured, numbers)
+
+    def _common_digest(self, settings: StepSettings) -> Tensor:
+        """Return a digest of what must be equal on all ranks."""
+        # ranks whose schedulers have gone apart would update replicas by different rates
+        rate = torch.full((), settings.lr, dtype=torch.float32, device=self.device)
+        limits = settings.limits.tensors(self.device)
+        return digest((*self.scaler.tensors(), self.applied_steps, rate, *limits))
+
+    def _exchange(self, local: Tensor) -> StepNumbers:
+        """Return the numbers of all ranks together, by one all-reduce over the world."""
+        return self._consensus.read(self.world.sum_(local))
+
+    def _decide(self, numbers: StepNumbers, settings: StepSettings) -> Decision:
+        """Return whether the step is applied, which every rank decides alike."""
+        # the scale that multiplied the loss, before `_end_step` updates it
+        scale = self.scaler.scale.clone()
+        norm = numbers["norm"] / scale
+        is_spike = settings.limits.exceeded_by(numbers["loss"], norm)
+        skip = forbids(numbers, self.plan.on_nonfinite).maximum(is_spike.float())
+        for observer in self.observers:
+            observer.decided(self.all_buffers(), scale, skip)
+        return Decision(numbers, scale, norm, is_spike, skip)
+
+    def _end_step(self, decision: Decision, report: StepReport) -> None:
+        """Update the loss scale, discard the gradients, and tell observers."""
+        if report.changed and self._fp8_masters is not None:
+            self._fp8_masters.outdate()  # the next pass computes the codes
+        # a step in which no token counts says nothing about the scale
+        if report.outcome != NO_TOKENS:
+            self.scaler.update(decision.numbers["finite"].logical_not())
+        self._model_buffers.forget_gradients()
+        for observer in self.observers:
+            observer.outcome(report)
 
     def _clip_factor(self, norm: Tensor) -> Tensor:
         """Return the clip factor, at most 1. It is 1 for a non-finite norm, used only if the plan
@@ -706,24 +707,30 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         factor = (self.clip / (norm + _CLIP_EPSILON)).clamp(max=1.0)
         return torch.where(norm.isfinite(), factor, 1.0)
 
-    def _update(self, divisor: Tensor, skip: Tensor) -> None:
-        """Apply the rule to gradient / divisor, or change nothing if `skip` is 1."""
+    def _update(self, decision: Decision, settings: StepSettings) -> None:
+        """Apply the rule, or change nothing if the step is skipped."""
+        skip = decision.skip
         self.applied_steps += 1 - skip  # no read of `skip`, for which the host would wait
         # A GPU does not wait for `skip`: an update that is skipped changes nothing.
         if self.device.type != "cpu" or not skip:
-            self._apply(divisor, skip)
+            self._apply(decision, settings)
+        for observer in self.observers:
+            observer.updated(self.all_buffers())
 
-    def _apply(self, divisor: Tensor, skip: Tensor) -> None:
+    def _apply(self, decision: Decision, settings: StepSettings) -> None:
         """Update all tiles as step number `applied_steps`, and all-gather the weights."""
+        # one divisor undoes the loss scale and clips
+        divisor = decision.scale.double() / self._clip_factor(decision.norm)
+        skip = decision.skip
 
         @cache
         def step_of(factors: Factors) -> Step:
-            rates = self._rates[factors]
+            rates = settings.rates[factors]
             return Step(rates.lr, rates.weight_decay, divisor, skip, self.applied_steps)
 
         @cache
         def numbers_of(factors: Factors) -> AdamWNumbers | None:
-            rule = self._rules[factors]
+            rule = settings.rules[factors]
             if self._leaves is None or type(rule) is not AdamW:
                 return None
             return adamw_numbers(rule, step_of(factors))
@@ -731,7 +738,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         for buffer, spans in self._buffer_spans:
             for span, tiles in spans:
                 # a group's rule has the options that a scheduler has changed there
-                rule = self._rules[span.factors]
+                rule = settings.rules[span.factors]
                 step = step_of(span.factors)
                 numbers = numbers_of(span.factors)
                 for tile in tiles:
@@ -786,67 +793,69 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         tile.keep(wide.masters, wide.moments, step.applied)
 
     def _report(
-        self, reduced: Consensus, norm: Tensor, scale: Tensor, is_spike: Tensor
+        self, decision: Decision, settings: StepSettings, further: Tensor | None
     ) -> StepReport:
         """Return the report of the step, with offenders if it was not finite.
 
-        The host waits for the device here, and elsewhere only in steps that are skipped or in which
-        ranks are compared, and with canonical numerics.
+        The host waits for the device here, when it has given it all work of the update, and
+        elsewhere only in steps that are skipped or in which ranks are compared, and with canonical
+        numerics. Raises RuntimeError, on every rank, if the ranks cannot take one step together.
         """
-        numbers = to_host(reduced, norm, scale, is_spike, self._further)
-        self._require_agreement(numbers)
+        device_numbers = {
+            **decision.numbers,
+            "norm": decision.norm,
+            "loss_scale": decision.scale,
+            "is_spike": decision.is_spike,
+        }
+        if further is not None:
+            device_numbers["further"] = further
+        numbers = to_host(device_numbers)
+        self._require_agreement(numbers, settings)
+        zeros = tuple(map(int, numbers["zeros"]))
         return StepReport(
             outcome=self._outcome(numbers),
-            loss=math.nan if numbers.nothing_counts else numbers.loss,
-            grad_norm=numbers.norm,
-            num_zeros=sum(numbers.zeros),
-            zero_ratio=sum(numbers.zeros) / self.num_elements,
-            stage_zeros=numbers.zeros,
-            loss_scale=numbers.loss_scale,
-            lr=self._learning_rate,
+            loss=math.nan if numbers["nothing_counts"] else numbers["loss"],
+            grad_norm=numbers["norm"],
+            num_zeros=sum(zeros),
+            zero_ratio=sum(zeros) / self.num_elements,
+            stage_zeros=zeros,
+            loss_scale=numbers["loss_scale"],
+            lr=settings.lr,
             offenders=self._offenders(numbers),
-            stop=numbers.stops > 0,
-            further=numbers.further,
+            stop=numbers["stops"] > 0,
+            further=numbers.get("further", ()),
         )
 
-    def _require_agreement(self, numbers: StepNumbers) -> None:
+    def _require_agreement(self, numbers: Mapping[str, Any], settings: StepSettings) -> None:
         """Raise RuntimeError, on every rank, if the ranks cannot take one step together. Nothing
         was changed then."""
-        if not numbers.same_common:
+        if not numbers["same_common"]:
+            steps = int(self.applied_steps)
+            raise RuntimeError(disagreement(self.scaler, steps, settings.lr, settings.limits))
+        has_gradients = numbers["num_gradients"] > 0
+        if not numbers["same_in_stages"] or not has_gradients:
             raise RuntimeError(
-                disagreement(
-                    self.scaler, int(self.applied_steps), self._learning_rate, self._limits
-                )
-            )
-        has_gradients = numbers.num_gradients > 0
-        if not numbers.same_in_stages or not has_gradients:
-            raise RuntimeError(
-                explain_presence(
-                    self.all_buffers(),
-                    self._ranks,
-                    has_gradients,
-                    self._settings_lines,
-                )
+                explain_presence(self.all_buffers(), self._ranks, has_gradients, settings.lines)
             )
 
-    def _outcome(self, numbers: StepNumbers) -> Outcome:
-        if numbers.nothing_counts:
+    def _outcome(self, numbers: Mapping[str, Any]) -> Outcome:
+        if numbers["nothing_counts"]:
             return NO_TOKENS
-        if numbers.finite:
-            return SPIKE if numbers.is_spike else "applied"
+        if numbers["finite"]:
+            return SPIKE if numbers["is_spike"] else "applied"
         if self.plan.on_nonfinite == "ignore":
             return "applied_nonfinite"
         return "skipped_overflow"
 
-    def _offenders(self, numbers: StepNumbers) -> tuple[Offender, ...]:
+    def _offenders(self, numbers: Mapping[str, Any]) -> tuple[Offender, ...]:
         """Return what was not finite, if anything was: the loss first, then tensors by their
         gradients. Collective over the world only then."""
-        if numbers.finite or numbers.nothing_counts:
+        if numbers["finite"] or numbers["nothing_counts"]:
             return ()
         tp_rank = None if self._virtual else self.tp.rank
         tensors = attribute_nonfinite(self.all_buffers(), self.pp, tp_rank, self.world, self.device)
-        if numbers.gave_loss and not math.isfinite(numbers.loss):
-            return (loss_offender(numbers.loss, self.pp.size - 1), *tensors)
+        if numbers["gave_loss"] and not math.isfinite(numbers["loss"]):
+            return (loss_offender(numbers["loss"], self.pp.size - 1), *tensors)
         return tensors
 
 

@@ -15,9 +15,9 @@ largest magnitude (amax) is taken from:
                scale per tensor (`megaprec.fp8.nvfp4`)
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -26,7 +26,55 @@ from megaprec.kinds import wrong_kinds
 
 Kind = Literal["delayed", "current", "rowwise", "blockwise", "mx", "nvfp4"]
 Backend = Literal["torch", "transformer_engine"]
-SCALED_BY_BLOCK = ("blockwise", "mx")
+ALL = 0  # rows or columns of a block: all of them
+
+
+class ScaleKind(NamedTuple):
+    """A kind of recipe: how many elements of a matrix share a scale, and where it comes from.
+
+    block: rows and columns that share a scale. weight_block: those of a weight.
+    multiples: of (outputs, inputs) of a weight that its products need: tensor cores read numbers in
+        groups, and blocks are whole.
+    keeps_history: whether scales come from the amaxes of earlier passes.
+    power_2: whether scales are powers of two whatever the recipe says.
+    four_bits: whether codes have four bits, and the tensor a scale of its own besides.
+    usual_format: the format that "auto" stands for.
+    """
+
+    block: tuple[int, int]
+    weight_block: tuple[int, int]
+    multiples: tuple[int, int]
+    keeps_history: bool = False
+    power_2: bool = False
+    four_bits: bool = False
+    usual_format: Literal["hybrid", "e4m3"] = "hybrid"
+
+    @property
+    def per_tensor(self) -> bool:
+        """Return True if all of a tensor has one scale."""
+        return self.block == (ALL, ALL)
+
+    def block_of(self, is_weight: bool) -> tuple[int, int]:
+        """Return the rows and columns that share a scale."""
+        return self.weight_block if is_weight else self.block
+
+    def serves_both(self, is_weight: bool) -> bool:
+        """Return True if the codes of the transposed matrix are the transposed codes."""
+        rows, columns = self.block_of(is_weight)
+        return rows == columns
+
+
+_TENSOR = (ALL, ALL)
+_EIGHT_BITS = (8, 16)
+SCALE_KINDS: Mapping[Kind, ScaleKind] = {
+    "delayed": ScaleKind(_TENSOR, _TENSOR, _EIGHT_BITS, keeps_history=True),
+    "current": ScaleKind(_TENSOR, _TENSOR, _EIGHT_BITS),
+    "rowwise": ScaleKind((1, ALL), (1, ALL), _EIGHT_BITS),
+    # scales of few elements leave range enough for e4m3
+    "blockwise": ScaleKind((1, 128), (128, 128), (128, 128), usual_format="e4m3"),
+    "mx": ScaleKind((1, 32), (1, 32), (32, 32), power_2=True, usual_format="e4m3"),
+    "nvfp4": ScaleKind((1, 16), (16, 16), (16, 16), power_2=True, four_bits=True),
+}
 
 
 @dataclass(frozen=True)
@@ -97,12 +145,16 @@ class FP8Recipe:
         if wrong := wrong_kinds(self):
             raise UserError(*(f"fp8.{line}" for line in wrong))
         if self.format == "auto":
-            usual = "e4m3" if self.kind in SCALED_BY_BLOCK else "hybrid"
-            object.__setattr__(self, "format", usual)
+            object.__setattr__(self, "format", self.scales.usual_format)
         problems = [*self._problems_of_delayed_scaling(), *self._problems_of_history()]
         problems += self._other_problems()
         if problems:
             raise UserError(*(problem.within("fp8.") for problem in problems))
+
+    @property
+    def scales(self) -> ScaleKind:
+        """Return the row of this recipe's kind."""
+        return SCALE_KINDS[self.kind]
 
     @property
     def repeatable(self) -> bool:
@@ -117,7 +169,7 @@ class FP8Recipe:
         """Yield a line for each setting of delayed scaling that is wrong, or set without it."""
         if self.history_length < 1:
             yield Problem.of("fp8.history_length", history_length=self.history_length)
-        if self.kind == "delayed":
+        if self.scales.keeps_history:
             return
         # scales of other kinds take nothing from earlier steps
         if self.margin:
@@ -145,10 +197,10 @@ class FP8Recipe:
             yield Problem.of(
                 "fp8.negative_layers", first_layers=self.first_layers, last_layers=self.last_layers
             )
-        if self.backend != "torch" and self.kind not in ("delayed", "current"):
+        if self.backend != "torch" and not self.scales.per_tensor:
             yield Problem.of("fp8.backend_kind", backend=self.backend, kind=self.kind)
-        if self.parameters and self.kind == "nvfp4":
+        if self.parameters and self.scales.four_bits:
             yield Problem.of("fp8.nvfp4_parameters")
         # padded rows of a slice would be others in another layout, and so would their blocks
-        if self.pad and self.kind == "nvfp4":
+        if self.pad and self.scales.four_bits:
             yield Problem.of("fp8.nvfp4_pad")

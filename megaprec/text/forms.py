@@ -1,8 +1,6 @@
 """The form of a file of text, by its ending, and what a file is by its first bytes."""
 
 import codecs
-from collections.abc import Iterable
-from importlib.metadata import version
 from pathlib import Path
 
 from megaprec.errors import UserError
@@ -15,28 +13,6 @@ PARQUET = ".parquet"
 ARROW = ".arrow"
 UTF8 = "utf-8"
 WIDE_CODECS = ("utf-16", "utf-32")  # in which two or four letters are one character
-PLAIN = "plain"  # the form of files with any other ending
-CONVERSATIONS = "conversations"  # rows of any form that a chat template makes documents of
-# The version of the reader of each form: another number means that a file may give another text.
-# Data sets that an earlier version built are then compared by their text.
-READER_VERSIONS = {
-    PLAIN: 1,
-    JSONL: 1,
-    JSON: 1,
-    ".csv": 1,
-    ".tsv": 1,
-    PARQUET: 1,
-    ARROW: 1,
-    ".mds": 1,
-    ".tar": 1,
-    ".html": 1,
-    ".htm": 1,
-    ".xhtml": 1,
-    ".ipynb": 1,
-    CONVERSATIONS: 1,
-}
-# The package that decides the text of a form, whose version then counts too.
-READER_PACKAGES: dict[str, str] = dict.fromkeys((".html", ".htm", ".xhtml"), "inscriptis")
 SAMPLED_BYTES = 1 << 20  # that are looked at for UTF-8
 BY_CHANCE = 8  # characters beyond ASCII: as many are not UTF-8 by chance
 # Endings of forms that are not read, and would be one plain text in silence: what the file is, and
@@ -83,24 +59,6 @@ def form(file: Path) -> str:
     if suffix in PACKED:
         suffix = Path(file.stem).suffix.lower()
     return JSONL if suffix in ALSO_JSONL else suffix
-
-
-def reader_versions(files: Iterable[Path], conversations: bool) -> str:
-    """Return the versions of the readers of these files, as one text.
-
-    conversations: rows are conversations.
-    """
-    readers = {
-        file_form if file_form in READER_VERSIONS else PLAIN for file_form in map(form, files)
-    }
-    if conversations:
-        readers.add(CONVERSATIONS)
-    versions: list[str] = []
-    for reader in sorted(readers):
-        versions.append(f"{reader} {READER_VERSIONS[reader]}")
-        if package := READER_PACKAGES.get(reader):
-            versions.append(f"{package} {version(package)}")
-    return ", ".join(versions)
 
 
 def require_read(file: Path) -> None:

@@ -9,9 +9,11 @@ Parquet are read with the optional package `pyarrow`, pages with `inscriptis`.
 
 import codecs
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 from megaprec.errors import UserError
 from megaprec.text.arrow_files import table_pieces, table_rows
@@ -19,10 +21,6 @@ from megaprec.text.chats import ROW_FIELDS, Chats
 from megaprec.text.confined import Helpers
 from megaprec.text.forms import (
     ALSO_JSONL,
-    ARROW,
-    JSON,
-    JSONL,
-    PARQUET,
     UTF8,
     ZERO,
     form,
@@ -32,8 +30,6 @@ from megaprec.text.forms import (
 from megaprec.text.json_rows import Row, jsonl_rows, list_rows, text_of
 from megaprec.text.marked_up import (
     NOT_OF_TEXTS,
-    NOTEBOOK,
-    PAGES,
     import_inscriptis,
     notebook_pieces,
     page_pieces,
@@ -58,8 +54,7 @@ from megaprec.text.tables import (
 )
 from megaprec.text.tar_files import tar_pieces, tar_rows
 
-TEXT = (".txt", ".text", ".md", ".rst", ".py")
-SUFFIXES = (*TEXT, JSONL, *ALSO_JSONL, JSON, *SEPARATORS, PARQUET, *PAGES, NOTEBOOK)
+PLAIN = "plain"
 
 
 @dataclass(frozen=True)
@@ -83,6 +78,46 @@ class TextOptions:
     skip_bad: int = 0
     max_chars: int | None = None
     chats: Chats | None = None
+
+
+class Reading(NamedTuple):
+    """A file that is read.
+
+    document: the prefix of its documents' names.
+    helpers: the processes that read pages and tables of Arrow.
+    on_fault: called with the error of each line, item or row that is no document; reading goes on
+        if it returns.
+    """
+
+    file: Path
+    document: str
+    options: TextOptions
+    helpers: Helpers
+    on_fault: OnFault
+
+
+Pieces = Callable[[Reading], Iterator[Piece]]
+Rows = Callable[[Reading, Sequence[str]], Iterator[Row]]
+
+
+class Form(NamedTuple):
+    """A form of text files.
+
+    pieces: reads the texts.
+    rows: reads rows with some of their fields, for conversations; None: the form has no fields.
+    version: of the reader: another number means that a file may give another text. Data sets that
+        an earlier version built are then compared by their text.
+    package: that decides the text, whose version then counts too; "": none.
+    needs: raises UserError, with the file, if a package is missing.
+    in_folders: whether such files are texts of a folder that no description names.
+    """
+
+    pieces: Pieces
+    rows: Rows | None = None
+    version: int = 1
+    package: str = ""
+    needs: Callable[[Path], object] | None = None
+    in_folders: bool = True
 
 
 def encoding_problem(encoding: str) -> str:
@@ -117,23 +152,11 @@ def marked_pieces(
 
 def _rows(file: Path, options: TextOptions, helpers: Helpers, on_fault: OnFault) -> Iterator[Row]:
     """Return the rows of a file, which must be of a form that has fields. Raises UserError."""
+    rows = form_of(file).rows
+    if rows is None:
+        raise UserError.of("data.chat_form", file=file)
     fields = [*dict.fromkeys((*ROW_FIELDS, options.field))]
-    match form(file):
-        case ".jsonl":
-            return jsonl_rows(file, fields, on_fault)
-        case ".json":
-            return list_rows(file, fields)
-        case ".csv" | ".tsv" as suffix:
-            encoding = _without_byte_order_mark(options.encoding)
-            return separated_rows(file, encoding, SEPARATORS[suffix], on_fault)
-        case ".parquet" | ".arrow":
-            return table_rows(file, fields, on_fault, helpers)
-        case ".mds":
-            return mds_rows(file, fields, on_fault)
-        case ".tar":
-            return tar_rows(file, fields, on_fault)
-        case _:
-            raise UserError.of("data.chat_form", file=file)
+    return rows(Reading(file, "", options, helpers, on_fault), fields)
 
 
 def pieces(
@@ -149,30 +172,7 @@ def pieces(
     on_fault: called with the error of each line, item or row that is no document; reading goes on
         if it returns.
     """
-    match form(file):
-        case ".jsonl":
-            rows = jsonl_rows(file, [options.field], on_fault)
-            return _row_pieces(rows, file, document, options.field, on_fault)
-        case ".json":
-            items = list_rows(file, [options.field])
-            return _row_pieces(items, file, document, options.field, on_fault, has_texts=True)
-        case ".parquet" | ".arrow":
-            return table_pieces(file, document, options.field, on_fault, helpers)
-        case ".mds":
-            samples = mds_rows(file, [options.field], on_fault)
-            return _row_pieces(samples, file, document, options.field, on_fault)
-        case ".tar":
-            return tar_pieces(file, document, options.field, on_fault)
-        case ".csv" | ".tsv" as suffix:
-            encoding = _without_byte_order_mark(options.encoding)
-            separator = SEPARATORS[suffix]
-            return separated_pieces(file, document, options.field, encoding, separator, on_fault)
-        case ".html" | ".htm" | ".xhtml":
-            return page_pieces(file, document, options.encoding, helpers)
-        case ".ipynb":
-            return notebook_pieces(file, document)
-        case _:
-            return _text_pieces(file, document, options)
+    return form_of(file).pieces(Reading(file, document, options, helpers, on_fault))
 
 
 def lacks_column(file: Path, options: TextOptions) -> bool:
@@ -191,28 +191,24 @@ def _without_byte_order_mark(encoding: str) -> str:
 
 def check_readable(files: Sequence[Path]) -> None:
     """Raise UserError if a package is missing that one of the files needs."""
-    arrow_files = [
-        file
-        for file in files
-        if PACKED.get(file.suffix.lower()) == "zstd" or form(file) in (PARQUET, ARROW)
-    ]
-    if arrow_files:
-        import_pyarrow(arrow_files[0])
-    page_files = [file for file in files if form(file) in PAGES]
-    if page_files:
-        import_inscriptis(page_files[0])
+    for file in files:
+        if PACKED.get(file.suffix.lower()) == "zstd":
+            import_pyarrow(file)
+        if needs := form_of(file).needs:
+            needs(file)
 
 
-def _text_pieces(file: Path, document: str, options: TextOptions) -> Iterator[Piece]:
+def _text_pieces(reading: Reading) -> Iterator[Piece]:
     """Yield a plain text.
 
     If bad files are to be skipped, the text is read twice: none of it is yielded before all of it
     has been decoded.
     """
-    if options.skip_bad:
-        for _ in _decoded_pieces(file, document, options.encoding):
+    encoding = reading.options.encoding
+    if reading.options.skip_bad:
+        for _ in _decoded_pieces(reading.file, reading.document, encoding):
             pass
-    yield from _decoded_pieces(file, document, options.encoding)
+    yield from _decoded_pieces(reading.file, reading.document, encoding)
 
 
 def _decoded_pieces(file: Path, document: str, encoding: str) -> Iterator[Piece]:
@@ -280,23 +276,128 @@ def _lines_before_fault(decoder: codecs.IncrementalDecoder, content: bytes) -> i
     return lines
 
 
-def _row_pieces(
-    rows: Iterator[Row],
-    file: Path,
-    document: str,
-    field: str,
-    on_fault: OnFault,
-    has_texts: bool = False,
-) -> Iterator[Piece]:
-    """Yield the texts in a field of rows. has_texts: a row may itself be a text."""
-    for number, row in rows:
-        where = f"{file}:{number}"
-        try:
-            if has_texts and isinstance(row, str):
-                text = require_unicode(row, where, "the item")
-            else:
-                text = text_of(row, field, where)
-        except UserError as error:
-            on_fault(error)
-            continue
-        yield from cut_document(f"{document}:{number}", text)
+def _texts_of(rows: Rows, has_texts: bool = False) -> Pieces:
+    """Return the reader of the texts in a field of rows. has_texts: a row may itself be a text."""
+
+    def read(reading: Reading) -> Iterator[Piece]:
+        field = reading.options.field
+        for number, row in rows(reading, [field]):
+            where = f"{reading.file}:{number}"
+            try:
+                if has_texts and isinstance(row, str):
+                    text = require_unicode(row, where, "the item")
+                else:
+                    text = text_of(row, field, where)
+            except UserError as error:
+                reading.on_fault(error)
+                continue
+            yield from cut_document(f"{reading.document}:{number}", text)
+
+    return read
+
+
+def _jsonl_rows(reading: Reading, fields: Sequence[str]) -> Iterator[Row]:
+    return jsonl_rows(reading.file, fields, reading.on_fault)
+
+
+def _list_rows(reading: Reading, fields: Sequence[str]) -> Iterator[Row]:
+    return list_rows(reading.file, fields)
+
+
+def _mds_rows(reading: Reading, fields: Sequence[str]) -> Iterator[Row]:
+    return mds_rows(reading.file, fields, reading.on_fault)
+
+
+def _tar_rows(reading: Reading, fields: Sequence[str]) -> Iterator[Row]:
+    return tar_rows(reading.file, fields, reading.on_fault)
+
+
+def _tar_pieces(reading: Reading) -> Iterator[Piece]:
+    return tar_pieces(reading.file, reading.document, reading.options.field, reading.on_fault)
+
+
+def _arrow_rows(reading: Reading, fields: Sequence[str]) -> Iterator[Row]:
+    return table_rows(reading.file, fields, reading.on_fault, reading.helpers)
+
+
+def _arrow_pieces(reading: Reading) -> Iterator[Piece]:
+    field = reading.options.field
+    return table_pieces(reading.file, reading.document, field, reading.on_fault, reading.helpers)
+
+
+def _separated_rows(reading: Reading, fields: Sequence[str]) -> Iterator[Row]:
+    encoding = _without_byte_order_mark(reading.options.encoding)
+    separator = SEPARATORS[form(reading.file)]
+    return separated_rows(reading.file, encoding, separator, reading.on_fault)
+
+
+def _separated_pieces(reading: Reading) -> Iterator[Piece]:
+    options = reading.options
+    encoding = _without_byte_order_mark(options.encoding)
+    separator = SEPARATORS[form(reading.file)]
+    return separated_pieces(
+        reading.file, reading.document, options.field, encoding, separator, reading.on_fault
+    )
+
+
+def _page_pieces(reading: Reading) -> Iterator[Piece]:
+    encoding = reading.options.encoding
+    return page_pieces(reading.file, reading.document, encoding, reading.helpers)
+
+
+def _notebook_pieces(reading: Reading) -> Iterator[Piece]:
+    return notebook_pieces(reading.file, reading.document)
+
+
+_PLAIN = Form(_text_pieces)
+_ROWS_OF_JSON = Form(_texts_of(_jsonl_rows), _jsonl_rows)
+_ARROW = Form(_arrow_pieces, _arrow_rows, needs=import_pyarrow)
+_SEPARATED = Form(_separated_pieces, _separated_rows)
+_PAGE = Form(_page_pieces, package="inscriptis", needs=import_inscriptis)
+
+FORMS: Mapping[str, Form] = {
+    PLAIN: _PLAIN,
+    ".jsonl": _ROWS_OF_JSON,
+    ".json": Form(_texts_of(_list_rows, has_texts=True), _list_rows),
+    ".csv": _SEPARATED,
+    ".tsv": _SEPARATED,
+    ".parquet": _ARROW,
+    ".arrow": _ARROW._replace(in_folders=False),
+    ".mds": Form(_texts_of(_mds_rows), _mds_rows, in_folders=False),
+    ".tar": Form(_tar_pieces, _tar_rows, in_folders=False),
+    ".html": _PAGE,
+    ".htm": _PAGE,
+    ".xhtml": _PAGE,
+    ".ipynb": Form(_notebook_pieces),
+}
+"""The forms of text by the endings of their files; of any other ending a file is `PLAIN`."""
+CONVERSATIONS_VERSION = 1
+"""The version of the reader of conversations, which are rows of any form (`Chats`)."""
+FOLDER_ENDINGS = (
+    *(".txt", ".text", ".md", ".rst", ".py"),
+    *ALSO_JSONL,
+    *(ending for ending, row in FORMS.items() if ending != PLAIN and row.in_folders),
+)
+"""The endings of files that are the texts of a folder: of plain text these alone."""
+
+
+def form_of(file: Path) -> Form:
+    """Return the form of a file, by its ending."""
+    return FORMS.get(form(file), _PLAIN)
+
+
+def reader_versions(files: Iterable[Path], conversations: bool) -> str:
+    """Return the versions of the readers of these files, as one text.
+
+    conversations: rows are conversations.
+    """
+    forms = {ending if ending in FORMS else PLAIN for ending in map(form, files)}
+    numbers = {ending: FORMS[ending].version for ending in forms}
+    if conversations:
+        numbers["conversations"] = CONVERSATIONS_VERSION
+    versions: list[str] = []
+    for name in sorted(numbers):
+        versions.append(f"{name} {numbers[name]}")
+        if name in FORMS and (package := FORMS[name].package):
+            versions.append(f"{package} {version(package)}")
+    return ", ".join(versions)

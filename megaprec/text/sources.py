@@ -17,7 +17,7 @@ need fit into memory.
 | `.xhtml`             |                                                                        |
 | `FILE.ipynb`         | one, the sources of a notebook's cells                                 |
 | any other file       | one, the whole file; archives and the like (`NOT_READ`) are refused    |
-| a folder             | one a file (line, item, row) of its `SUFFIXES`, by path; `left_out`    |
+| a folder             | one a file (line, item, row) of `FOLDER_ENDINGS`, by path; `left_out`  |
 |                      | has the others: other endings, JSON that is no list, separated tables  |
 |                      | without the column, names with a leading dot, links, what              |
 |                      | `TextOptions.exclude` names                                            |
@@ -45,16 +45,17 @@ from pathlib import Path
 
 from megaprec.errors import Problem, UserError
 from megaprec.text.confined import Helpers
-from megaprec.text.forms import UTF8, form, reader_versions
+from megaprec.text.forms import UTF8, form
 from megaprec.text.packed_files import PACKED
 from megaprec.text.pieces import MarkedPiece, OnFault, Piece
 from megaprec.text.readers import (
-    SUFFIXES,
-    TEXT,
+    FOLDER_ENDINGS,
+    FORMS,
     TextOptions,
     check_readable,
     encoding_problem,
     marked_pieces,
+    reader_versions,
 )
 from megaprec.text.text_files import is_hidden, left_out_words, text_files
 from megaprec.tokens.places import (
@@ -196,8 +197,7 @@ class Source:
         """
         for file in self.files:
             is_packed = file.suffix.lower() in PACKED
-            is_table = form(file) in SUFFIXES[len(TEXT) :]  # those after plain text
-            if is_packed or is_table:
+            if is_packed or form(file) in FORMS:
                 return self.options.max_chars
         size = self.total_bytes()
         return size if self.options.max_chars is None else min(size, self.options.max_chars)
@@ -323,7 +323,7 @@ def open_source(name: str | Sequence[str], options: TextOptions | None = None) -
         raise UserError.of(
             "data.folder_without_text",
             name=shown_name,
-            suffixes=", ".join(SUFFIXES),
+            suffixes=", ".join(FOLDER_ENDINGS),
             reasons=reasons,
         )
     if not any(map(size_of, found.files)):

@@ -15,7 +15,7 @@ from megaprec.text.described_folders import described_files
 from megaprec.text.forms import JSON, form, require_read
 from megaprec.text.json_rows import is_list
 from megaprec.text.packed_files import PACKED
-from megaprec.text.readers import SUFFIXES, TextOptions, lacks_column
+from megaprec.text.readers import FOLDER_ENDINGS, TextOptions, lacks_column
 from megaprec.text.walking import matching, walk
 from megaprec.tokens.places import (
     is_folder,
@@ -255,7 +255,7 @@ def _why_left_out(file: Path, options: TextOptions) -> str:
     if not file.is_file():
         return "broken links or devices"
     file_form = form(file)
-    if file_form not in SUFFIXES:
+    if file_form not in FOLDER_ENDINGS:
         endings = file.suffixes[-2:] if file.suffix in PACKED else [file.suffix]
         return "".join(endings).lower() or "without ending"
     if file_form == JSON and not is_list(file):

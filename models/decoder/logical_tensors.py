@@ -21,6 +21,8 @@ def load_logical(stages: Iterable[nn.Module], tensors: Mapping[str, Tensor]) -> 
         for part in layout_of(parameter).parts:
             _require(part.name, part.shape, tensors)
     for parameter in parameters:
+        # all elements of a blank one may share one place in memory
+        parameter.data = parameter.data.contiguous()
         values = parameter.data.view(-1)
         for part, start, stop in layout_of(parameter).spans():
             values[start:stop].copy_(part.take(tensors[part.name]).reshape(-1))

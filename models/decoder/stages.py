@@ -141,7 +141,7 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         recipe = context.plan.fp8
-        if recipe is not None and recipe.kind == "nvfp4":
+        if recipe is not None and recipe.scales.four_bits:
             require_nvfp4_layers(config)
         self.config = config
         self.context = context

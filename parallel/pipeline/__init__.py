@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from megaprec.front_door import front_door
 
 if TYPE_CHECKING:
-    from parallel.pipeline.builders import KINDS, schedule
     from parallel.pipeline.executor import Executor, StageHooks
     from parallel.pipeline.instructions import Instruction, Op
+    from parallel.pipeline.kinds import KINDS, schedule
     from parallel.pipeline.p2p import P2P
     from parallel.pipeline.schedules import Schedule, forward_only, picture
     from parallel.pipeline.simulation import bubble, simulate

@@ -1,19 +1,6 @@
 """The builders of pipeline schedules: the order in which each rank runs the forwards and backwards
 of its stages.
 
-Costs with p ranks and m micro-batches (F, I, W: time of a forward, an input gradient, a weight
-gradient):
-
-    kind         stages a rank  idle time of a rank      activations held by a rank, at most
-    gpipe        1              (p - 1)(F + I + W)       m micro-batches
-    1f1b         1              (p - 1)(F + I + W)       p
-    interleaved  v              (p - 1)(F + I + W) / v   p + (p - 1) / v, or a little more
-    zb-h1        1              (p - 1)(F + I - W)       p
-    zb-h2        1              (p - 1)(F + I - 2 W)     2 p - 1
-    zb-v         2              0 (F = I = W)            p
-
-The little more of interleaved schedules is there if p does not divide m.
-
 The zero-bubble kinds split a backward. The input gradient, which the stage before waits for, is
 computed as early as possible. Weight gradients, which no stage waits for, fill the time in which a
 rank would idle (Qi, Wan, Huang and Lin, "Zero bubble pipeline parallelism", 2023). They need enough
@@ -23,113 +10,20 @@ again, so that the first and the last stage lie on rank 0.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from math import inf
 
-from megaprec.errors import Problem, UserError
 from parallel.pipeline.instructions import Cost, Instruction, Op
 from parallel.pipeline.schedules import Schedule, complete
-from parallel.pipeline.simulation import simulate
 
 Order = list[Instruction]  # the forwards and backwards of one rank, without transfers
 IsDone = Callable[[Instruction], bool]
-# forward passes of a step; building and checking a schedule takes about 0.1 ms for each
-MOST_PASSES = 2**16
-# more are a slip: a rank would pass each of them through its stages one after the other
-MOST_MICROBATCHES = 2**14
 
 
 def equal(instruction: Instruction) -> float:
     """Return 1: all forwards, input gradients and weight gradients take equally long."""
     return 1
-
-
-def schedule(
-    kind: str,
-    ranks: int,
-    microbatches: int,
-    chunks: int = 0,
-    cost: Cost = equal,
-) -> Schedule:
-    """Return the schedule named `kind`, a key of `KINDS`.
-
-    chunks: stages on each rank; 0: the default of the kind.
-    cost: the time that a forward, an input gradient and a weight gradient take; weight gradients
-        are placed by it. They are placed as if all costs were equal, if that schedule ends earlier.
-    Raises UserError that lists every argument that does not fit.
-    """
-    if problems := schedule_problems(kind, ranks, microbatches, chunks):
-        raise UserError(*problems)
-    build = KINDS[kind]
-    chunks = chunks or default_chunks(kind)
-    # without split backwards there is nothing to place
-    if kind not in SPLIT or cost is equal:
-        return build(ranks, microbatches, chunks, equal)
-    candidates = [build(ranks, microbatches, chunks, placed_by) for placed_by in (cost, equal)]
-
-    def step_time(candidate: Schedule) -> float:
-        return max(span.end for span in simulate(candidate, cost))
-
-    return min(candidates, key=step_time)
-
-
-def schedule_problems(
-    kind: str,
-    ranks: int,
-    microbatches: int,
-    chunks: int = 0,
-) -> list[Problem]:
-    """Return the problems with the arguments of `schedule`, without building it."""
-    counts = {"pipeline ranks": ranks, "micro-batches": microbatches}
-    problems = [
-        Problem.of("pipeline.count_below_one", name=name, count=count)
-        for name, count in counts.items()
-        if count < 1
-    ]
-    problems += chunk_problems(kind, chunks)
-    if microbatches > MOST_MICROBATCHES:
-        problems.append(
-            Problem.of(
-                "pipeline.too_many_microbatches", count=microbatches, limit=MOST_MICROBATCHES
-            )
-        )
-    # the product below is of valid numbers only
-    if problems:
-        return problems
-    stages_of_rank = chunks or default_chunks(kind)
-    passes = ranks * stages_of_rank * microbatches
-    if passes > MOST_PASSES:
-        problems.append(
-            Problem.of(
-                "pipeline.too_many_passes",
-                ranks=ranks,
-                stages=stages_of_rank,
-                microbatches=microbatches,
-                passes=passes,
-                limit=MOST_PASSES,
-            )
-        )
-    return problems
-
-
-def default_chunks(kind: str) -> int:
-    """Return the number of stages on each rank that this kind of schedule has by default."""
-    return 2 if kind in ("interleaved", "zb-v") else 1
-
-
-def chunk_problems(kind: str, chunks: int) -> list[Problem]:
-    """Return the problems with `chunks` stages on each rank in a schedule of this kind, or with the
-    kind itself."""
-    if kind not in KINDS:
-        return [Problem.of("pipeline.no_such_kind", kind=kind, kinds=", ".join(KINDS))]
-    if chunks < 0:
-        return [Problem.of("pipeline.chunks_below_one", chunks=chunks, kind=kind)]
-    if kind == "zb-v" and chunks not in (0, 2):
-        return [Problem.of("pipeline.zb_v_chunks", chunks=chunks)]
-    if kind not in ("interleaved", "zb-v") and chunks > 1:
-        return [Problem.of("pipeline.one_chunk", kind=kind, chunks=chunks)]
-    return []
 
 
 def gpipe(
@@ -240,19 +134,6 @@ def zb_v(
     # two stages a rank, each half as large: as much memory as `ranks` activations of 1F1B
     filled = fill(orders, rank_of_stage, limit=2 * ranks, cost=cost)
     return complete(filled, rank_of_stage)
-
-
-# all builders take the same arguments, also those that their kind has no use for
-KINDS: Mapping[str, Callable[[int, int, int, Cost], Schedule]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
-    "zb-v": zb_v,
-}
-
-SPLIT = ("zb-h1", "zb-h2", "zb-v")  # kinds that place weight gradients by their cost
 
 
 def _alternate(

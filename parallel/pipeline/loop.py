@@ -21,9 +21,9 @@ from megaprec.optim.guards.step_agreement import require_same_loss
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from parallel.context import Context
 from parallel.cut_features import CutTensor, unchecked
-from parallel.pipeline.builders import schedule as make_schedule
 from parallel.pipeline.executor import Executor, StageHooks
 from parallel.pipeline.instructions import INPUT_GRADIENTS, WEIGHT_GRADIENTS, Instruction, Op
+from parallel.pipeline.kinds import schedule as make_schedule
 from parallel.pipeline.loop_checks import (
     call_loss_fn,
     require_alike,

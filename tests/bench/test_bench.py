@@ -143,7 +143,7 @@ def test_ranks_are_started() -> None:
     [
         (
             ["parallel.chunks=2"],
-            sentence("pipeline.one_chunk", kind="parallel.chunks 2: 1f1b", chunks=2),
+            sentence("pipeline.other_chunks", kind="parallel.chunks 2: 1f1b", needed=1, chunks=2),
         ),
         (
             ["parallel.data=3"],

@@ -19,7 +19,7 @@ from models.attention.packing import UNPACKED, Packing
 from models.config import ModelConfig
 from models.engine.engine import Engine
 from models.engine.options import EngineOptions
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from tests.closed_forms.sources import (
     CHAIN,
     LOG_VOCAB,

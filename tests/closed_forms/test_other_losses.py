@@ -14,7 +14,7 @@ from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, dropout
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from tests.closed_forms.sources import (
     CHAIN,
     VOCAB,

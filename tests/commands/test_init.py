@@ -59,6 +59,28 @@ def test_the_run_that_is_written_can_be_trained_as_it_is(text: str, here: Path) 
     assert load_run("run.toml").world_size == 1
 
 
+@pytest.mark.parametrize(
+    "text",
+    [words(900), words(30_000), "これは長い文章です。" * 40],
+    ids=["small", "larger", "Japanese"],
+)
+@pytest.mark.parametrize("preset", [None, "gpt2"])
+def test_a_run_whose_tokens_are_characters_can_be_trained_as_it_is(
+    preset: str | None, text: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "a.txt").write_text(text)
+    of_preset = ["--preset", preset] if preset else []
+    assert main(["init", "a.txt", "--characters", *of_preset]) == 0
+    config = load_run("run.toml")
+    assert config.data.of_characters
+    assert "vocab_size" not in (here / "run.toml").read_text()
+    corpus = open_corpus(config)
+    assert corpus.model.vocab == len(set(text))
+    assert corpus.held_out is not None
+    assert f"{len(text):,} characters" in capsys.readouterr().out
+    assert config.train.steps * config.train.global_batch <= 40 * len(corpus.train)
+
+
 @pytest.mark.cases(2, sample=3)
 @pytest.mark.parametrize("seed", range(40))
 def test_what_is_written_for_any_folder_is_accepted_by_train(

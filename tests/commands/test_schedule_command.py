@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megaprec.errors import Problem, UserError
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import simulate
 from tests.refusals import raises, sentence, shows
@@ -154,7 +154,7 @@ def test_a_schedule_of_ones_own_that_would_hang_is_named_and_drawn_with_a_mark(
 BAD = [
     (
         ("--kind", "zb-v", "--chunks", 3),
-        sentence("pipeline.zb_v_chunks", chunks=3),
+        sentence("pipeline.other_chunks", needed=2, chunks=3),
     ),
     (
         ("--pipeline", 0, "--microbatches", 0),
@@ -206,11 +206,11 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
 RUNS = [
     (
         ("parallel.chunks=2", "model.layers=8"),
-        sentence("pipeline.one_chunk", kind="parallel.chunks 2: 1f1b", chunks=2),
+        sentence("pipeline.other_chunks", kind="parallel.chunks 2: 1f1b", needed=1, chunks=2),
     ),
     (
         ("parallel.schedule=zb-v", "parallel.chunks=3", "model.layers=8"),
-        sentence("pipeline.zb_v_chunks", chunks=3),
+        sentence("pipeline.other_chunks", needed=2, chunks=3),
     ),
     (
         ("parallel.schedule=zb-v", "parallel.pipeline=2", "model.layers=3"),

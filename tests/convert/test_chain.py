@@ -21,7 +21,7 @@ from megaprec.precision.plan import plan
 from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from models.engine.passes import Share
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from tests.other_systems import CONFIGS, FOR_MEGATRON, WITHOUT_MEGATRON, write_folder
 from tests.ranks import run_ranks
 from tests.runs import tensors

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.precision.plan import plan
 from models.engine.engine import Engine
 from models.engine.options import EngineOptions
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from tests.other_systems import slow, write_folder
 from tests.ranks import run_ranks
 from tools.cli import main

@@ -20,6 +20,7 @@ from tools.commands import parity
 from tools.config.run_file import RunConfig, load_run
 from tools.training.fp8_summary import require_fp8_computed
 from tools.verify.oracle.training import trained
+from tools.verify.oracle.transformers_model import TransformersModel
 from tools.verify.parity.ranks import Run, run_alone
 from tools.verify.parity.record import Plan, Record, gather
 from tools.verify.parity.runs import alone, epsilon, in_float64
@@ -124,7 +125,7 @@ def errors_of(row: Row, folder: Path, together: Together = forked) -> tuple[Erro
     plan = Plan(STEPS)
     exact = alone(in_float64(ready))
     initial = run_alone(Run(exact, Plan(1), folder / "initial")).tensors["before/weight"]
-    oracle, _ = trained(exact, plan, initial)
+    oracle, _ = trained(exact, plan, initial, TransformersModel)
     run = Run(ready, plan, folder / "group" / "000")
     together([run], folder / "group")
     return _errors(gather(run.folder), oracle), epsilon(ready)

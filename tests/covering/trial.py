@@ -11,7 +11,7 @@ from tests.parity.campaign import forked
 from tools.commands import parity
 from tools.config.run_file import RunConfig, load_run
 from tools.convert.hf.config import model_type_of
-from tools.verify.oracle.limits import require_possible, without_left_out
+from tools.verify.oracle.limits import TRANSFORMERS, require_possible, without_left_out
 from tools.verify.parity.layouts import fitted, requested_layouts
 from tools.verify.parity.ranks import Run
 
@@ -58,13 +58,15 @@ def refusal(row: Row) -> str:
     """The codes of the rules that refuse a row; empty if none does."""
     try:
         config = config_of(row)
-        require_possible(config, own_precision=False, full=False)
+        require_possible(config, TRANSFORMERS, own_precision=False, full=False)
         limits = parity.LayoutLimits(*(getattr(config.parallel, axis) for axis in parity.AXES))
         ready = parity.made_ready(config, limits, False, STEPS, Path("unused"))
         requested = requested_layouts([layout_text(row)], config.parallel)
         parity.fitting_layouts(ready, requested, explicit=True)
         made = fitted(ready, requested[0])
-        model_type_of(without_left_out(ready).model)  # that transformers has no such model
+        model_type_of(
+            without_left_out(ready, TRANSFORMERS).model
+        )  # that transformers has no such model
     except UserError as error:
         return ", ".join(problem.code or str(problem) for problem in error.problems)
     if made.left_out:

@@ -31,7 +31,7 @@ from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from models.feed_forward.mlp import MLP
 from parallel.norms import RMSNorm
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from parallel.pipeline.p2p import P2P
 from tests.layouts import (
     LENGTH,

@@ -52,8 +52,8 @@ def written(folder: Path, name: str) -> Path:
     return path
 
 
-# of Hugging Face's Trainer, which it reads
-IMPORTED = ("args.yaml", "clm.sh", "sft.yaml")
+# of Hugging Face's Trainer and of GPT-NeoX, which it reads
+IMPORTED = ("args.yaml", "clm.sh", "sft.yaml", "neox.yml")
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name not in IMPORTED])

@@ -33,6 +33,8 @@ def make(server: Server, folder: Path) -> None:
     old = shutil.copytree(folder / "hf", folder / "bin")
     (old / "model.safetensors").unlink()
     torch.save(weights, old / "pytorch_model.bin")
+    outputs = ["-o", "own.txt", "-o", "timeline.json"]
+    _do(server, folder, "schedule", "--pipeline=2", "--microbatches=4", *outputs)
     _put_texts(folder)
     _put_precision(folder)
 

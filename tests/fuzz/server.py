@@ -25,8 +25,8 @@ from typing import Self
 
 from tests.project.forked_command import import_all
 from tools import cli
-from tools.commands import train
 from tools.journal.records import METRICS
+from tools.training import launch
 from tools.training.launched import OnLostRank
 
 RANKS = 4096  # more than this on one machine is a slip
@@ -34,8 +34,8 @@ STEPS = 3  # of training, after which a run has shown that it trains
 WORK = 5  # once a command has said that it is at work, it is given this part of its processor time
 LONGEST_LINE = 2500  # characters on stderr
 # Exit codes of commands, besides 0 and 2: a run that stops itself, layouts that differ, data with
-# notes.
-FINE = {"train": 3, "parity": 1, "data verify": 1}
+# notes, a run that has no room.
+FINE = {"train": 3, "parity": 1, "data verify": 1, "plan": 4}
 WALL = 900.0  # seconds; processor time is what counts, for the machine may be busy
 ROOT = Path(__file__).parents[2]
 
@@ -188,7 +188,7 @@ def _child(command: Command, out: Path, err: Path) -> None:
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         limit = taken + 4 * command.memory
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
-        train.launch_local = _no_ranks
+        launch.launch_local = _no_ranks
         threading.Thread(target=_stop_training, args=(Path.cwd(),), daemon=True).start()
         threading.Thread(target=_limit_work, args=(command, out, err), daemon=True).start()
         code = cli.main(command.argv)

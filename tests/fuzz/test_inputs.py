@@ -8,13 +8,16 @@ from random import Random
 
 import pytest
 
-from tests.fuzz.groups import GROUPS, Group, megatron, pickles
+from tests.fuzz.groups import GROUPS as RUN_GROUPS
+from tests.fuzz.groups import Group, megatron, pickles
 from tests.fuzz.known import DEEP, DIGITS, REFUSED
 from tests.fuzz.server import Command, Server, faults
+from tests.fuzz.side_files import SIDE_GROUPS
 
+GROUPS = (*RUN_GROUPS, *SIDE_GROUPS)
 # seeds of each group
 SAMPLE = 5
-CAMPAIGN = 400
+CAMPAIGN = 500
 
 
 def tried(server: Server, material: Path, group: Group, seed: int, folder: Path) -> list[str]:

@@ -17,7 +17,7 @@ from models import build_stages, load_logical
 from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from models.engine.passes import Share
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from tests.golden.stream import (
     BETAS,
     CLIP,

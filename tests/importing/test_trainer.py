@@ -70,6 +70,33 @@ def test_yaml_of_llama_factory_and_its_deepspeed_become_their_run(tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    ("change", "keys", "warmup"),
+    [
+        ({"warmup_steps": 7, "warmup_ratio": None}, [], 7),
+        ({"warmup_steps": 7}, [], 7),
+        ({"warmup_steps": 0}, [], 10),
+        ({"warmup_steps": 0.25, "warmup_ratio": None}, [], 25),
+        ({"warmup_ratio": 0.011}, [], 2),
+        ({"max_steps": -1, "num_train_epochs": 3}, ["train.steps=1000"], 100),
+    ],
+)
+def test_a_warm_up_is_a_number_of_steps_or_a_fraction_of_the_run(
+    change: dict[str, object], keys: list[str], warmup: int, tmp_path: Path
+) -> None:
+    made = imported(written(tmp_path, change), 4, keys)
+    assert f"\nwarmup = {warmup} " in made.text
+    overruled = change.get("warmup_steps") == 7 and "warmup_ratio" not in change
+    assert any("overrules it" in note for note in made.notes) == overruled
+
+
+def test_a_fraction_of_a_run_of_unknown_length_asks_for_its_steps(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        imported(written(tmp_path, {"max_steps": -1, "num_train_epochs": 3}), 4)
+    (problem,) = caught.value.problems
+    assert "train.steps=N" in problem
+
+
+@pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"finetuning_type": "lora"}, "--finetuning_type lora"),

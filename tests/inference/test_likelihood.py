@@ -14,7 +14,7 @@ from models.decoder.stages import Stage
 from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from models.engine.relay import Relay
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from tests.ranks import run_ranks
 from tests.runs import checkpoint, train, write_run
 from tools.inference.likelihood import likelihoods

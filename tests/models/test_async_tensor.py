@@ -18,7 +18,7 @@ from models.engine.options import EngineOptions
 from models.engine.passes import Share
 from parallel.activation_checkpoint import Recompute
 from parallel.leaves import Call, Leaves
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from tests import oracle
 from tests.layouts import LENGTH, Run, batches, train_all
 from tests.models.test_parity import CLOSE, MODELS, differing

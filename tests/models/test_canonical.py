@@ -20,6 +20,7 @@ from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling
 from models.decoder.virtual_stage import VirtualStage
 from parallel.activation_checkpoint import KEEP, Recompute
+from parallel.pipeline.kinds import KINDS
 from tests.layouts import SAMPLES, Result, Run, batches, make_engine, share_of, train, train_all
 from tests.ranks import run_ranks
 
@@ -232,16 +233,14 @@ def test_every_layout_trains_the_bits_of_one_process(
 ) -> None:
     tp, pp, dp, kind, zero_size = layout
     run = clipped(name, precision, norm)
-    other = replace(run, kind=kind, zero_size=zero_size, chunks=2 if kind == "interleaved" else 0)
+    other = replace(run, kind=kind, zero_size=zero_size, chunks=KINDS[kind].chunks)
     require_equal(alone(name, precision, norm), train(other, tp=min(tp, run.shards), pp=pp, dp=dp))
 
 
 @pytest.mark.cases(0, sample=1)
-@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_deferred_weight_gradients_keep_the_lockstep(kind: str) -> None:
-    run = run_of(
-        "gpt2", "bf16", steps=2, kind=kind, micro_batch=2, chunks=2 if kind == "interleaved" else 0
-    )
+    run = run_of("gpt2", "bf16", steps=2, kind=kind, micro_batch=2, chunks=KINDS[kind].chunks)
     require_equal(train(run, pp=2), train(run, tp=2, pp=2))
 
 

@@ -38,7 +38,7 @@ from models.estimate.storage import LiveMemory
 from parallel.activation_checkpoint import Recompute
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from parallel.sequence_cut import chunks_of_rank, length_multiple, positions, take_own_positions
 from tests import oracle
 from tests.activation_bytes import kept_bytes

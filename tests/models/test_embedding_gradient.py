@@ -32,7 +32,8 @@ def plain(run: Run, weights: oracle.Weights) -> oracle.Weights:
     head = table if run.config.tied else w["head.weight"]
     scale = run.config.head_grad_scale
     used["head.weight"] = scale * head + (1 - scale) * head.detach()
-    untied = ModelConfig(**{**run.model, "tied": False})
+    unscaled = {"embedding_grad_scale": 1.0, "head_grad_scale": 1.0}
+    untied = ModelConfig(**{**run.model, **unscaled, "tied": False})
     loss, router_loss, *_ = oracle.mean_loss(untied, used, *batches(run)[0])
     (loss + router_loss).backward()
     return {name: value.grad for name, value in w.items() if value.grad is not None}

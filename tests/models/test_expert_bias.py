@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
 from megaprec.precision.plan import plan
+from models.activations import ClampedGate
 from models.config import ModelConfig
 from models.feed_forward import moe
 from models.feed_forward.expert_bias import add_biases, features_of_bias, make_bias_of_sum
-from models.feed_forward.mlp import ClampedGate
 from models.feed_forward.moe import Expert, MixtureOfExperts
 from parallel.activation_checkpoint import Recompute
 from parallel.context import Context

@@ -22,7 +22,7 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.experts import ExpertAxes
 from megaprec.optim.model_buffers import ModelBuffers
 from megaprec.optim.ranks import Replicas
-from megaprec.optim.rules.rule_by_name import rule
+from megaprec.optim.rules.rule_table import rule
 from megaprec.precision.plan import LossScaling, plan
 from models.config import ModelConfig
 from models.decoder.stages import Cut, Stage

@@ -14,7 +14,7 @@ from megaprec.text.training import train_hugging_face
 from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from parallel import layers
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from tests.other_systems import slow, write_folder
 from tests.refusals import raises, shows
 from tests.runs import checkpoint, rewind, steps, tensors, train, train_on, write_run

@@ -17,7 +17,7 @@ from models.engine import shared_drawing
 from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from models.engine.shared_drawing import draw_weights
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from tests.ranks import run_ranks
 
 LLAMA: dict[str, Any] = {

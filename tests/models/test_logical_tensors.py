@@ -1,6 +1,8 @@
 """Whole tensors by logical name become the weights of any layout's stages, before the optimizer is
 made."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec import plan
 from models import Engine, EngineOptions, ModelConfig, Share, build_stages, load_logical
 from models.logical_shapes import logical_shapes
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from tests import oracle
 from tests.layouts import Fragment, assemble, fragments
 from tests.models.test_parity import MODELS
@@ -58,6 +60,26 @@ def test_every_layout_computes_with_these_weights(family: str, layout: tuple[int
     loss, *_ = oracle.mean_loss(config, given, *batch(config), None)
     for of_rank, _ in ranks:
         assert of_rank == pytest.approx(loss.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stages_that_were_built_blank_have_the_same_weights(family: str) -> None:
+    config = ModelConfig(**FAMILIES[family])
+    drawn_then_loaded, blank = (
+        build_stages(config, plan("fp64"), None, schedule("1f1b", 1, 2), options)
+        for options in (OPTIONS, replace(OPTIONS, blank=True))
+    )
+    for stages in (drawn_then_loaded, blank):
+        load_logical(stages.by_number.values(), drawn(config))
+    expected = dict(drawn_then_loaded.by_number[0].named_parameters())
+    found = dict(blank.by_number[0].named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(values, expected[name]) for name, values in found.items())
+    losses = [
+        Engine(stages, stages.make_optimizer()).step(Share(*batch(config)), 1e-3, 0).loss
+        for stages in (drawn_then_loaded, blank)
+    ]
+    assert losses[0] == losses[1]
 
 
 def test_a_tensor_that_lacks_or_has_another_shape_changes_nothing() -> None:

@@ -32,8 +32,8 @@ from models.estimate.storage import Device, without_storage
 from parallel.activation_checkpoint import KEEP, MODULES, Recompute
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
-from parallel.pipeline.builders import schedule
 from parallel.pipeline.instructions import Instruction
+from parallel.pipeline.kinds import schedule
 from parallel.pipeline.simulation import peak
 from tests.activation_bytes import kept_bytes
 from tests.families import CASES, config_of

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.feed_forward.mlp import Swiglu
+from models.activations import SWIGLU, Gated
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -15,7 +15,7 @@ def test_swiglu_has_the_bits_of_silu_times_the_other_half_and_keeps_nothing_but_
     grad = torch.randn(5, 2, 11).to(dtype)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: y.detach()):
-        made = Swiglu.apply(y)
+        made = Gated.apply(y, SWIGLU)
     gate, up = y.chunk(2, -1)
     expected = F.silu(gate) * up
     assert torch.equal(made, expected)

@@ -17,7 +17,7 @@ from models.config import ModelConfig
 from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from models.engine.passes import Share
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from tests import oracle
 from tests.families import put
 from tests.ranks import run_ranks

@@ -28,7 +28,7 @@ from megaprec.comm.layout import attach_whole
 from megaprec.fp8.matmul import SLOW, describe_kernels
 from megaprec.optim.decision.step_report import StepReport
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.rules.rule_by_name import rule
+from megaprec.optim.rules.rule_table import rule
 from megaprec.optim.state.flat_buffer import Buffer
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.module_wrappers import PlannedModel

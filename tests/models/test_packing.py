@@ -25,7 +25,7 @@ from models.engine.engine import Engine, build_stages
 from models.engine.options import EngineOptions
 from models.engine.passes import Share
 from parallel.context import Context
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from tests import oracle, runs
 from tests.families import put
 from tests.layouts import Fragment, Recording, assemble

@@ -16,7 +16,7 @@ from models.engine.options import EngineOptions
 from models.engine.passes import Share
 from parallel.activation_checkpoint import Recompute
 from parallel.leaves import PLAIN, Call, Leaves, call_of
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from parallel.regions import compiled_region, trial_difference_of_region
 from tests.families import CASES, config_of
 

@@ -20,7 +20,7 @@ from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from models.estimate.state import Sharding, StateBytes, state_bytes
 from models.estimate.storage import LiveMemory
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from tests.given import declare
 from tests.other_systems import slow
 from tests.ranks import run_ranks

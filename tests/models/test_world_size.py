@@ -23,7 +23,7 @@ from models.config import ModelConfig
 from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from parallel.mesh import make_mesh
-from parallel.pipeline.builders import KINDS, schedule
+from parallel.pipeline.kinds import KINDS, schedule
 from parallel.pipeline.p2p import CPU, P2P
 
 MOST = 16  # calls that make groups, on each rank
@@ -97,7 +97,7 @@ def test_the_calls_that_make_groups_do_not_grow_with_the_world(
 def test_every_schedule_connects_its_stages_by_at_most_eight_splits(
     kind: str, pp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    s = schedule(kind, pp, 2 * pp, 2 if kind in ("interleaved", "zb-v") else 0)
+    s = schedule(kind, pp, 2 * pp, KINDS[kind].chunks)
     with fake_world(64 * pp, monkeypatch) as calls:
         mesh = make_mesh(pp, 8, 8)
         calls.clear()

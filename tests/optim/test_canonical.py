@@ -15,7 +15,7 @@ from megaprec.comm.axis import Axis
 from megaprec.optim.canonical import numerics
 from megaprec.optim.canonical.exact_sum import ExactSum
 from megaprec.optim.canonical.microbatch_sums import MicrobatchTree
-from megaprec.optim.rules.rule_by_name import rule
+from megaprec.optim.rules.rule_table import rule
 from megaprec.optim.rules.update_rules import SGD
 from megaprec.optim.state.flat_buffer import start_sum
 from megaprec.precision.plan import LossScaling

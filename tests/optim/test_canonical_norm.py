@@ -12,7 +12,7 @@ from megaprec.comm.axis import Axis
 from megaprec.optim.canonical import consensus as canonical_consensus
 from megaprec.optim.canonical.consensus import CanonicalConsensus, in_slots, total_loss
 from megaprec.optim.canonical.exact_sum import LENGTH
-from megaprec.optim.decision.consensus import Consensus, LocalNumbers
+from megaprec.optim.decision.consensus import NUMBERS, StepNumbers
 
 CPU = torch.device("cpu")
 ORDERS = [2.0, 1.0, 1.5, 3.0, 7.3, math.inf]
@@ -30,7 +30,7 @@ class Together(Axis):
 
 def agreed(
     p: float, ranks: Sequence[Sequence[Tensor]], copies: Sequence[Tensor] = EMPTY
-) -> Consensus:
+) -> StepNumbers:
     """Return what ranks with these gradients agree on."""
     Together.largest = max(
         (float(v.abs().max()) for rank in ranks for v in rank if len(v)), default=0.0
@@ -39,13 +39,10 @@ def agreed(
     consensus = CanonicalConsensus(Axis("pp"), Together("world", 0, len(ranks)), p, CPU)
     for rank, gradients in enumerate(ranks):
         consensus = CanonicalConsensus(Axis("pp"), Together("world", rank, len(ranks)), p, CPU)
-        local = LocalNumbers(
-            measured=consensus.measure(gradients, copies),
-            loss=in_slots(None, 1, Axis("dp"), CPU),
-            common_digest=torch.ones((), dtype=torch.float64),
-            stage_digest=1.0,
-        )
-        sent.append(consensus.pack(local))
+        numbers = dict.fromkeys(NUMBERS, 1.0)
+        loss = in_slots(None, 1, Axis("dp"), CPU)
+        measured = consensus.measure(gradients, copies)
+        sent.append(consensus.pack(measured, {**numbers, "loss": loss}))
     return consensus.read(torch.stack(sent).sum(0))
 
 
@@ -76,13 +73,13 @@ def test_a_norm_does_not_depend_on_the_slices_and_is_exact(p: float) -> None:
     for kind in ("usual", "small", "large"):
         values = gradients(kind)
         whole = agreed(p, [[values]])
-        assert float(whole.norm) == pytest.approx(expected(values, p), rel=1e-14)
-        assert bool(whole.finite)
-        assert whole.zeros.sum() == len(values) - values.count_nonzero()
+        assert float(whole["norm"]) == pytest.approx(expected(values, p), rel=1e-14)
+        assert bool(whole["finite"])
+        assert whole["zeros"].sum() == len(values) - values.count_nonzero()
         for seed in range(3):
             cut = agreed(p, split(values, seed, seed + 1))
-            assert torch.equal(cut.norm, whole.norm), (kind, seed)
-            assert cut.zeros.sum() == whole.zeros.sum()
+            assert torch.equal(cut["norm"], whole["norm"]), (kind, seed)
+            assert cut["zeros"].sum() == whole["zeros"].sum()
 
 
 def exact_sum(p: float, pieces: Sequence[Tensor]) -> Fraction:
@@ -115,15 +112,15 @@ def test_powers_have_the_same_bits_in_every_slice_and_without_padding_they_have_
 def test_what_is_not_finite_is_found_in_gradients_and_copies(p: float, bad: float) -> None:
     values = torch.ones(100)
     values[70] = bad
-    assert not bool(agreed(p, split(values, 1, 2)).finite)
-    assert not bool(agreed(p, [[torch.ones(5)]], [values]).finite)
-    assert not math.isfinite(float(agreed(p, [[values]]).norm))
+    assert not bool(agreed(p, split(values, 1, 2))["finite"])
+    assert not bool(agreed(p, [[torch.ones(5)]], [values])["finite"])
+    assert not math.isfinite(float(agreed(p, [[values]])["norm"]))
 
 
 @pytest.mark.parametrize("p", ORDERS)
 def test_no_gradients_and_zeros_have_a_norm_of_zero(p: float) -> None:
-    assert float(agreed(p, [[], [torch.zeros(3)]]).norm) == 0.0
-    assert agreed(p, [[], [torch.zeros(3)]]).zeros.sum() == 3
+    assert float(agreed(p, [[], [torch.zeros(3)]])["norm"]) == 0.0
+    assert agreed(p, [[], [torch.zeros(3)]])["zeros"].sum() == 3
 
 
 def test_the_sum_of_losses_is_exact_in_any_order() -> None:

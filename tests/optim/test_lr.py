@@ -10,7 +10,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from megaprec.errors import UserError
-from megaprec.optim.rules.lr import Kind, LRSchedule, Tail
+from megaprec.optim.rules.lr import SCHEDULES, Kind, LRSchedule, Tail
 from tests.refusals import sentence, shows
 
 
@@ -20,12 +20,12 @@ def schedule(
     return LRSchedule(kind, peak, final, warmup, total, decay=40)
 
 
-@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
+@pytest.mark.parametrize("kind", SCHEDULES)
 def test_warm_up_rises_from_zero_and_reaches_the_peak_after_warmup_steps(kind: Kind) -> None:
     assert [schedule(kind).at(n) for n in (0, 1, 5, 10)] == [0.0, 0.1, 0.5, 1.0]
 
 
-@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
+@pytest.mark.parametrize("kind", SCHEDULES)
 def test_a_warm_up_may_begin_with_a_rate_of_its_own(kind: Kind) -> None:
     rates = LRSchedule(kind, 1.0, 0.2, 10, 110, 40, initial=0.5)
     assert [rates.at(n) for n in (0, 1, 5, 10)] == [0.5, 0.55, 0.75, 1.0]
@@ -51,7 +51,7 @@ def test_a_warm_up_begins_between_zero_and_the_peak(initial: float) -> None:
         LRSchedule("cosine", 1.0, 0.0, 10, 110, 0, initial=initial)
 
 
-@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
+@pytest.mark.parametrize("kind", SCHEDULES)
 def test_without_warm_up_the_first_step_trains_at_the_peak(kind: Kind) -> None:
     assert schedule(kind, warmup=0).at(0) == 1.0
 

@@ -15,7 +15,7 @@ from megaprec.comm.tree import add_by_tree
 from megaprec.optim.canonical.microbatch_sums import MicrobatchTree
 from megaprec.optim.canonical.requirements import canonical_conflicts
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.rules.rule_by_name import rule
+from megaprec.optim.rules.rule_table import rule
 from megaprec.precision.plan import plan
 from tests.ranks import on_ranks, run_ranks
 from tests.refusals import raises, shows

@@ -22,7 +22,7 @@ from megaprec.optim.rules.muon import matrix_updates
 from megaprec.optim.rules.muon.matrix_exchange import MatrixExchange
 from megaprec.optim.rules.muon.newton_schulz import orthogonalized
 from megaprec.optim.rules.muon.rule import MUON_MOMENTUM, Muon
-from megaprec.optim.rules.rule_by_name import rule
+from megaprec.optim.rules.rule_table import rule
 from megaprec.precision.plan import plan
 from tests.layouts import Fragment, assemble, train_all
 from tests.layouts import Run as Training

@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, layout_of
 from megaprec.optim import grad_sync
+from megaprec.optim.decision.consensus import StepNumbers
+from megaprec.optim.decision.decision import Decision, StepSettings
 from megaprec.optim.decision.grad_stats import statistics
 from megaprec.optim.decision.scaler import DynamicGradScaler
 from megaprec.optim.decision.step_limits import NO_LIMITS, StepLimits
@@ -49,14 +51,14 @@ from tests.ranks import run_ranks
 Bug = Callable[[], None]
 Law = Callable[[Bug, pytest.MonkeyPatch, Path], object]
 INNER_UPDATE = ParallelAMPOptimizer._update
-CONCLUDE = ParallelAMPOptimizer._conclude
 
 
 def the_scale_is_read_after_the_update() -> None:
-    def update(self: ParallelAMPOptimizer, divisor: Tensor, skip: Tensor) -> None:
+    def update(self: ParallelAMPOptimizer, decision: Decision, settings: StepSettings) -> None:
         later = deepcopy(self.scaler)
-        later.update(skip)
-        return INNER_UPDATE(self, divisor * later.scale / self.scale, skip)
+        later.update(decision.skip)
+        wrong = replace(decision, scale=decision.scale * later.scale / self.scale)
+        return INNER_UPDATE(self, wrong, settings)
 
     ParallelAMPOptimizer._update = update
 
@@ -71,7 +73,7 @@ def the_loss_is_scaled_twice() -> None:
 def found_inf_over(*axes: str) -> None:
     """Each rank hears of what is not finite on these axes only."""
 
-    def conclude(self: ParallelAMPOptimizer, numbers: Tensor) -> StepReport:
+    def exchange(self: ParallelAMPOptimizer, local: Tensor) -> StepNumbers:
         bad = (
             statistics(self._counted_grads, self._grads_counted_elsewhere, self.device)
             .isfinite()
@@ -81,11 +83,11 @@ def found_inf_over(*axes: str) -> None:
         )
         for axis in axes:
             getattr(self, axis).max_(bad)
-        shared = numbers.nan_to_num(0, 0, 0)
+        shared = self.world.sum_(local).nan_to_num(0, 0, 0)
         shared[0] += torch.inf * bad if bad else 0
-        return CONCLUDE(self, shared)
+        return self._consensus.read(shared)
 
-    ParallelAMPOptimizer._conclude = conclude
+    ParallelAMPOptimizer._exchange = exchange
 
 
 def found_inf_stays_in_the_pipeline_stage() -> None:
@@ -101,8 +103,8 @@ def found_inf_stays_in_the_tp_rank() -> None:
 
 
 def bf16_is_not_checked() -> None:
-    ParallelAMPOptimizer._conclude = lambda self, numbers: CONCLUDE(
-        self, numbers.nan_to_num(0, 0, 0)
+    ParallelAMPOptimizer._exchange = lambda self, local: self._consensus.read(
+        self.world.sum_(local).nan_to_num(0, 0, 0)
     )
 
 
@@ -111,10 +113,9 @@ def copies_are_not_checked() -> None:
 
 
 def a_skipped_step_is_counted() -> None:
-    def update(self: ParallelAMPOptimizer, divisor: Tensor, skip: Tensor) -> None:
-        cleared = INNER_UPDATE(self, divisor, skip)
-        self.applied_steps += skip
-        return cleared
+    def update(self: ParallelAMPOptimizer, decision: Decision, settings: StepSettings) -> None:
+        INNER_UPDATE(self, decision, settings)
+        self.applied_steps += decision.skip
 
     ParallelAMPOptimizer._update = update
 

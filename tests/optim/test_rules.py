@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.rules.rule_by_name import rule
+from megaprec.optim.rules.rule_table import rule
 from megaprec.optim.rules.torch_rule import Torch
 from megaprec.optim.rules.update_rules import SGD, AdamW
 from megaprec.precision.plan import plan
@@ -219,11 +219,11 @@ def test_averages_of_another_class_with_the_same_names_are_not_taken_for_its_own
     ("name", "options", "message"),
     [
         (
-            "Lion",
+            "no-such-rule",
             {},
-            sentence("optimizer.rule_unknown", name="Lion"),
+            sentence("optimizer.rule_unknown", name="no-such-rule", names="adamw, sgd, muon"),
         ),
-        ("Optimizer", {}, sentence("optimizer.rule_unknown")),
+        ("Optimizer", {}, sentence("optimizer.rule_unknown", names="adamw, sgd, muon")),
         (
             "adamw",
             {"beta": 1},

@@ -15,7 +15,7 @@ from megaprec.comm.layout import attach_whole
 from megaprec.optim.canonical import numerics as module
 from megaprec.optim.model_buffers import buckets
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.rules.rule_by_name import rule
+from megaprec.optim.rules.rule_table import rule
 from megaprec.optim.rules.update_rules import VECTOR
 from megaprec.precision.plan import plan
 

@@ -19,7 +19,7 @@ from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.rules.param_groups import Group
-from megaprec.optim.rules.rule_by_name import rule
+from megaprec.optim.rules.rule_table import rule
 from megaprec.optim.rules.update_rules import SGD, AdamW
 from megaprec.optim.torch_api import FIXED
 from megaprec.precision.plan import plan

@@ -18,7 +18,7 @@ from models.engine.options import EngineOptions
 from parallel import fused_products, linear
 from parallel.context import Context
 from parallel.layers import ColumnParallelLinear, RowParallelLinear
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from tests.models.test_parity import MODELS
 from tests.ranks import on_ranks
 from tests.refusals import raises

@@ -24,7 +24,7 @@ from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from parallel.fp32_marks import compute_marked_in_fp32
 from parallel.layers import ColumnParallelLinear, parameter
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from tests.layouts import LENGTH, SAMPLES, Run, batches, share_of
 from tests.ranks import run_ranks
 from tests.refusals import raises

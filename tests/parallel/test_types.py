@@ -29,11 +29,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import layout_of
 from megaprec.precision.plan import plan
+from models import activations
 from models.attention import rope, sink_attention
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
 from models.decoder.stages import Stage
-from models.feed_forward import expert_bias, mlp, moe, router, router_tally
+from models.feed_forward import expert_bias, moe, router, router_tally
 from parallel import collectives, dropout, layers, linear, loss, norms, sharded_norm
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
@@ -140,9 +141,8 @@ def rules(tp: Axis) -> dict[type, Callable[..., None]]:
         sharded_norm._NormalizeSharded: lambda out, *, x, weight: stamp(
             out, tp, met(tp, x, weight)
         ),
-        mlp.Swiglu: lambda out, *, y: stamp(out, tp, kind(y, tp)),
-        mlp.Geglu: lambda out, *, y: stamp(out, tp, kind(y, tp)),
-        mlp.ClampedGate: lambda out, *, y: stamp(out, tp, kind(y, tp)),
+        activations.Gated: lambda out, *, y: stamp(out, tp, kind(y, tp)),
+        activations.ClampedGate: lambda out, *, y: stamp(out, tp, kind(y, tp)),
         expert_bias._AddBiases: lambda out, *, y, biases: stamp(out, tp, met(tp, y, *biases)),
         sink_attention._AttendWithSinks: attend,
         dropout._Dropout: lambda out, *, x: stamp(out, tp, kind(x, tp)),

@@ -244,18 +244,18 @@ def once_more(inner: Any) -> Any:
 
 
 def untied(inner: Any) -> Any:
-    def prepare(self: ParallelAMPOptimizer, lr: float | None, loss: Tensor | None) -> None:
+    def complete(self: ParallelAMPOptimizer, loss: Tensor | None) -> None:
         self._model_buffers.tied = []
-        inner(self, lr, loss)
+        inner(self, loss)
 
-    return prepare
+    return complete
 
 
 def numbers_without(pp_rank: int) -> Make:
     def make(inner: Any) -> Any:
-        def numbers(self: ParallelAMPOptimizer, loss: Any, counted_tokens: Any = None) -> Tensor:
+        def numbers(self: ParallelAMPOptimizer, *arguments: Any) -> Tensor:
             self._counted_grads = [] if self.pp.rank == pp_rank else self._counted_grads
-            return inner(self, loss, counted_tokens)
+            return inner(self, *arguments)
 
         return numbers
 

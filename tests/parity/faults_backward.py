@@ -169,7 +169,7 @@ FAULTS = {
         PP,
         "gradients|copies",
         r"embedding\.weight",
-        change(ParallelAMPOptimizer, "_prepare", untied),
+        change(ParallelAMPOptimizer, "_complete_gradients", untied),
     ),
     "tied gradients are summed twice": Fault(
         "gpt2",

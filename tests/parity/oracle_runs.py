@@ -1,4 +1,4 @@
-"""Runs that `megaprec parity --oracle transformers` compares on one process."""
+"""Runs that `megaprec parity --oracle` compares on one process."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -27,15 +27,20 @@ def words_of(family: str) -> list[str]:
 
 
 def beside_oracle(
-    words: list[str], folder: Path, precision: Literal["float64", "configured", "both"] = "float64"
+    words: list[str],
+    folder: Path,
+    precision: Literal["float64", "configured", "both"] = "float64",
+    oracle: str = "transformers",
 ) -> dict[str, Any]:
     """The certificate of a run on one process beside the oracle."""
-    options = Options("run.toml", [ONE_PROCESS], precision, oracle="transformers")
+    options = Options("run.toml", [ONE_PROCESS], precision, oracle=oracle)
     config = load_run(None, [*words, *TRAIN])
     return certify(config, options, folder, lambda text: None)
 
 
-def entry_beside_oracle(words: list[str], folder: Path) -> dict[str, Any]:
+def entry_beside_oracle(
+    words: list[str], folder: Path, oracle: str = "transformers"
+) -> dict[str, Any]:
     """What the certificate says of one process in float64."""
-    first, *_ = beside_oracle(words, folder)["layouts"]
+    first, *_ = beside_oracle(words, folder, oracle=oracle)["layouts"]
     return first

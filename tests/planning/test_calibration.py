@@ -139,6 +139,31 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_calibration(write(tmp_path, calibration)) == calibration
 
 
+NO_TIME = dict.fromkeys(("forward", "input", "weight"), 1e-12)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"products": (product_row(1, 1, 1, weight=1e6),)},
+        {"products": (product_row(1 << 15, 1 << 15, 1 << 15, **NO_TIME),)},
+        {"collectives": (CollectiveRow(kind="all-gather", ranks=2, bytes=1, seconds=1e6),)},
+        {"collectives": (CollectiveRow(kind="all-gather", ranks=2, bytes=1 << 53, seconds=1e-12),)},
+    ],
+)
+def test_sizes_and_times_that_do_not_belong_together_are_refused(
+    row: dict[str, Any], tmp_path: Path
+) -> None:
+    with raises("planning.calibration_form", problem=re.compile("the speed of no device")):
+        read_calibration(write(tmp_path, calibration_of(**row)))
+
+
+def test_a_collective_of_one_size_has_a_bandwidth() -> None:
+    link = CollectiveRow(kind="all-gather", ranks=2, bytes=10**9, seconds=1.0)
+    assumed = calibrated(config_of(), calibration_of(collectives=(link,)), UNKNOWN_CPU).assumed
+    assert assumed.fast == pytest.approx(1.0)
+
+
 def test_speeds_are_those_that_were_measured() -> None:
     found = calibrated(config_of(), calibration_of(), UNKNOWN_CPU)
     assumed = found.assumed

@@ -506,8 +506,11 @@ def test_ctrl_c_ends_a_search_with_what_was_found(file: Path) -> None:
         search(config, 8, target, ASSUMED, press_at_first)
 
 
-@pytest.mark.parametrize("name", ["adamw", "Adam"])
-def test_options_of_a_rule_may_be_lists(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("Adam", "betas=[0.9, 0.95]"), ("muon", "ns_coefficients=[3.4445, -4.775, 2.0315]")],
+)
+def test_options_of_a_rule_may_be_lists(name: str, option: str) -> None:
     """As TOML has them."""
     keys = [
         'model.preset="llama-demo"',
@@ -516,5 +519,5 @@ def test_options_of_a_rule_may_be_lists(name: str) -> None:
         "train.global_batch=2",
     ]
     keys += ["train.micro_batch=1", "train.seq_length=16", f"optimizer.name={name}"]
-    config = load_run(None, [*keys, "optimizer.options={betas=[0.9, 0.95]}"])
+    config = load_run(None, [*keys, f"optimizer.options={{{option}}}"])
     assert plan_run(config, MemoryModel("cpu"), None).total > 0

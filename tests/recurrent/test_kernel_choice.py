@@ -50,7 +50,7 @@ from models.recurrent.short_convolution import short_convolution
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.context import Context
 from parallel.lockstep import Lockstep
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from tests.ranks import run_ranks
 from tests.recurrent import test_delta_rule, test_state_space
 from tests.recurrent.stand_ins import FUNCTIONS, install

@@ -105,8 +105,13 @@ def parity_of_layouts(fault: Fault, folder: Path) -> Verdict:
 
 
 def oracle(fault: Fault, folder: Path) -> Verdict:
-    """One process beside the oracle."""
+    """One process beside transformers."""
     return _certified(fault, folder, "transformers", ["tp=1"], parity.LOCAL_LAUNCHER)
+
+
+def plain_oracle(fault: Fault, folder: Path) -> Verdict:
+    """One process beside the plain decoder."""
+    return _certified(fault, folder, "plain", ["tp=1"], parity.LOCAL_LAUNCHER)
 
 
 def _certified(
@@ -145,6 +150,7 @@ GATES: dict[str, Gate] = {
     "fast tests": fast_tests,
     "golden": golden,
     "oracle": oracle,
+    "plain oracle": plain_oracle,
     "closed forms": closed_forms,
     "parity": parity_of_layouts,
 }

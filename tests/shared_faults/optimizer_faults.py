@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megaprec.optim import optimizer
 from megaprec.optim.decision import consensus
-from megaprec.optim.decision.consensus import Consensus
+from megaprec.optim.decision.decision import Decision, StepSettings
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.rules import load_balance, lr, param_groups
 from megaprec.optim.rules.lr import LRSchedule
@@ -83,9 +83,9 @@ def norm_read(changed: Callable[[Tensor], Tensor]) -> Callable[[], None]:
     """The norm that a step goes by is another one."""
 
     def make(inner: Any) -> Any:
-        def read(self: consensus.StepConsensus, summed: Tensor) -> Consensus:
+        def read(self: consensus.StepConsensus, summed: Tensor) -> consensus.StepNumbers:
             right = inner(self, summed)
-            return replace(right, norm=changed(right.norm))
+            return {**right, "norm": changed(right["norm"])}
 
         return read
 
@@ -134,13 +134,13 @@ def to_bf16(values: Tensor) -> Tensor:
 
 
 def average_before_the_update(inner: Any) -> Any:
-    def apply(self: ParallelAMPOptimizer, divisor: Tensor, skip: Tensor) -> None:
+    def apply(self: ParallelAMPOptimizer, decision: Decision, settings: StepSettings) -> None:
         average = self._average
         if average is not None:
             for buffer in self.all_buffers():
-                average.follow(buffer, skip)
+                average.follow(buffer, decision.skip)
         self._average = None
-        inner(self, divisor, skip)
+        inner(self, decision, settings)
         self._average = average
 
     return apply
@@ -325,7 +325,11 @@ FAULTS = {
         change(
             ParallelAMPOptimizer,
             "_update",
-            lambda inner: lambda self, divisor, skip: inner(self, divisor / self.scale, skip),
+            lambda inner: (
+                lambda self, decision, settings: inner(
+                    self, replace(decision, scale=decision.scale / self.scale), settings
+                )
+            ),
         ),
         "llama",
         RULE_TESTS,
@@ -333,7 +337,7 @@ FAULTS = {
     ),
     "overflow applied": Fault(
         "a step whose gradients are not finite is applied",
-        change(Consensus, "forbids", lambda inner: lambda self, on: inner(self, on) * 0),
+        change(optimizer, "forbids", lambda inner: lambda numbers, on: inner(numbers, on) * 0),
         "llama",
         ("tests/optim/test_amp.py",),
         ("precision.compute=fp16",),

@@ -12,7 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.ranks import run_ranks
 from tests.shared_faults.faults import FAULTS
-from tests.shared_faults.gates import GATES, KILLED, Gate, oracle, parity_of_layouts
+from tests.shared_faults.gates import (
+    GATES,
+    KILLED,
+    Gate,
+    oracle,
+    parity_of_layouts,
+    plain_oracle,
+)
 from tests.shared_faults.table import KILLS, gates_that_find, read_kills, shown_table, table
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +46,13 @@ def test_each_fault_is_found_by_two_gates_one_of_them_fast(name: str) -> None:
     found = gates_that_find(read_kills(KILLS), name)
     is_enough = len(found) >= 2 and any(gate in FAST for gate in found)
     assert is_enough != (name in EXCEPTIONS), f"{name}: {found}"
+
+
+def test_the_plain_oracle_finds_what_transformers_finds() -> None:
+    kills = read_kills(KILLS)
+    found = {name: gates_that_find(kills, name) for name in FAULTS}
+    missed = [name for name, by in found.items() if "oracle" in by and "plain oracle" not in by]
+    assert not missed
 
 
 def test_verdicts_are_of_faults_and_gates_that_there_are() -> None:
@@ -80,7 +94,7 @@ def first_of_each_run() -> list[str]:
 
 @pytest.mark.cases(0, sample=2)
 @pytest.mark.parametrize("name", first_of_each_run())
-@pytest.mark.parametrize("gate", [oracle, parity_of_layouts])
+@pytest.mark.parametrize("gate", [oracle, plain_oracle, parity_of_layouts])
 def test_nothing_is_found_where_no_fault_is(name: str, gate: Gate, tmp_path: Path) -> None:
     verdict = gate(FAULTS[name], tmp_path)
     assert verdict.verdict != KILLED, verdict.by

@@ -73,6 +73,36 @@ PUBLISHED = {
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n\\n' }}{% endif %}
 """,
+    "joins the system's text to the first question": """\
+{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+{%- set first = messages[0]['content'] + '\n\n' %}{% set messages = messages[1:] %}
+{%- else %}{% set first = '' %}{% endif %}
+{%- for message in messages %}
+{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}{% endif %}
+{%- set role = 'model' if message['role'] == 'assistant' else message['role'] %}
+{{- '<|im_start|>' + role + '\n' + (first if loop.first else '') }}
+{{- message['content'] | trim }}{{ '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}
+""",
+    "gathers what the system says first": """\
+{%- set ns = namespace(system='', is_first=true) %}
+{%- for message in messages %}
+{%- if message['role'] == 'system' %}
+{%- set ns.system = ns.system + ('' if ns.is_first else '\n\n') + message['content'] %}
+{%- set ns.is_first = false %}
+{%- endif %}
+{%- endfor %}
+{{- bos_token }}{{ ns.system }}
+{%- for message in messages %}
+{%- if message['role'] == 'user' %}{{ '<|im_start|>U' + message['content'] }}{% endif %}
+{%- if message['role'] == 'assistant' %}
+{{- '<|im_start|>A' + message['content'] + '<|im_end|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>A' }}{% endif %}
+""",
     "takes turns": """\
 {{- bos_token }}
 {%- for message in messages %}

@@ -60,6 +60,23 @@ def documents(dataset: IndexedDataset) -> list[tuple[list[int], list[int]]]:
     ]
 
 
+@pytest.mark.parametrize(
+    "family",
+    ["joins the system's text to the first question", "gathers what the system says first"],
+)
+def test_what_the_system_says_stands_where_the_template_puts_it_and_never_counts(
+    family: str, tmp_path: Path
+) -> None:
+    tokenizer = make_tokenizer(tmp_path, PUBLISHED[family])
+    theirs = AutoTokenizer.from_pretrained(tokenizer.parent)
+    messages = turns("a question", " b ", "more", "d", system="be brief")
+    found = documents(built([{"messages": messages}], tokenizer))
+    ((ids, mask),) = found
+    assert ids == theirs.apply_chat_template(messages)["input_ids"]
+    learned = theirs.decode([token for token, counts in zip(ids, mask, strict=True) if counts])
+    assert [answer.strip() for answer in learned.split("<|im_end|>")] == ["b", "d", ""]
+
+
 @pytest.mark.parametrize("template", [CHATML, MARKED, TOOLS])
 def test_tokens_and_mask_are_those_of_transformers(tmp_path: Path, template: str) -> None:
     tokenizer = make_tokenizer(tmp_path, template)

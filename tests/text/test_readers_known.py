@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megaprec.text import forms
+from megaprec.text import readers
 from megaprec.text import sources as text
 from megaprec.text.build import prepare, reusable
-from megaprec.text.forms import READER_VERSIONS
+from megaprec.text.readers import FORMS
 from megaprec.text.sources import TextDigest, open_source
 from megaprec.text.tokenizer import Tokenizer, load_tokenizer
 from megaprec.text.training import train_sentencepiece
@@ -60,7 +60,7 @@ SAMPLES: dict[str, bytes] = {
     ".tar": _tar(),
 }
 # Of the version of each reader that is known, the digest of what it makes of its sample. A reader
-# that gives other text gets another version in `READER_VERSIONS`, and its digest here follows.
+# that gives other text gets another version in `FORMS`, and its digest here follows.
 KNOWN: dict[str, tuple[int, str]] = {
     "plain": (1, "8d95f5edb4db654f"),
     ".jsonl": (1, "62cb4290e42edfa5"),
@@ -90,12 +90,16 @@ def named(folder: Path, form: str) -> Path:
 def test_a_reader_that_gives_other_text_has_another_version(form: str, tmp_path: Path) -> None:
     path = named(tmp_path, form)
     path.write_bytes(SAMPLES[form])
-    assert (READER_VERSIONS[form], digest_of(path)) == KNOWN[form], "raise its version"
+    assert (FORMS[form].version, digest_of(path)) == KNOWN[form], "raise its version"
 
 
-def test_every_form_has_a_version() -> None:
+def test_the_text_of_every_form_is_known() -> None:
     packed = {".parquet", ".arrow", ".mds"}  # of which a sample's bytes vary with the package
-    assert READER_VERSIONS.keys() == SAMPLES.keys() | packed | {"conversations"}
+    assert FORMS.keys() == SAMPLES.keys() | packed
+
+
+def with_version(monkeypatch: pytest.MonkeyPatch, form: str, version: int) -> None:
+    monkeypatch.setitem(readers.FORMS, form, FORMS[form]._replace(version=version))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +118,7 @@ def test_tokens_of_another_version_of_the_reader_are_not_taken(
     prefix = tmp_path / "tokens"
     prepare(open_source(str(path)), prefix, tokenizer=tokenizer.path)
     assert reusable(prefix, open_source(str(path)), tokenizer)
-    monkeypatch.setitem(forms.READER_VERSIONS, form, 99)
+    with_version(monkeypatch, form, 99)
     assert reusable(prefix, open_source(str(path)), tokenizer) is None
     # by its content: the new reader gives the same text
     assert reusable(prefix, open_source(str(path)), tokenizer, by_content=True)
@@ -128,7 +132,7 @@ def test_pages_know_the_version_of_the_package_that_lays_them_out(
     path.write_bytes(SAMPLES[".html"])
     prefix = tmp_path / "tokens"
     prepare(open_source(str(path)), prefix, tokenizer=tokenizer.path)
-    monkeypatch.setattr(forms, "version", lambda package: "0.0")
+    monkeypatch.setattr(readers, "version", lambda package: "0.0")
     assert reusable(prefix, open_source(str(path)), tokenizer) is None
 
 
@@ -138,8 +142,8 @@ def test_a_changed_reader_of_a_cached_set_is_noticed_by_a_run(
     file = runs.write_run(tmp_path)
     cache = f"data.cache={tmp_path}/cache"
     assert runs.train(file, cache, f"train.folder={tmp_path}/one") == 0
-    plain = forms.READER_VERSIONS["plain"]
-    monkeypatch.setitem(forms.READER_VERSIONS, "plain", plain + 1)
+    plain = FORMS["plain"].version
+    with_version(monkeypatch, "plain", plain + 1)
     capsys.readouterr()
     assert runs.train(file, cache, f"train.folder={tmp_path}/two") == 0
     assert "is the same text" in capsys.readouterr().err
@@ -151,7 +155,7 @@ def test_a_changed_reader_of_a_cached_set_is_noticed_by_a_run(
 
         return pieces
 
-    monkeypatch.setitem(forms.READER_VERSIONS, "plain", plain + 2)
+    with_version(monkeypatch, "plain", plain + 2)
     monkeypatch.setattr(text, "marked_pieces", shouted(text.marked_pieces))
     assert runs.train(file, cache, f"train.folder={tmp_path}/three") == 2
     assert shows(capsys.readouterr().err, "training.cache_of_others")

@@ -33,8 +33,9 @@ from tools.journal.records import read_events
 from tools.journal.timeline_file import TIMELINE, read_trace_of
 from tools.saved.train_state import TrainState
 from tools.training.batches import Batches
-from tools.training.changed_keys import Rates, keys_of, other_length
+from tools.training.changed_keys import keys_of, other_length
 from tools.training.corpus import open_corpus
+from tools.training.learning_rates import LearningRates
 from tools.training.trainer import Trainer
 from tools.verify.replay.overflow import replay
 
@@ -217,7 +218,7 @@ def test_rates_to_come_are_those_of_a_plain_loop_over_samples() -> None:
     for _ in range(200):
         changes = random_changes(dice)
         config = config_of(changes, lr={"schedule": "cosine", "warmup": 30, "length": 700})
-        rates = Rates.of(config.lr, config.train)
+        rates = LearningRates.of(config.lr, config.train)
         run = PlainRun(changes)
         for _ in range(dice.randrange(30)):
             run.take_step(is_applied=dice.random() < 0.8)

@@ -25,13 +25,13 @@ from tools.saved.train_state import TrainState
 from tools.training.changed_keys import (
     KEYS_WITHOUT_EFFECT,
     NOT_EXACT_MARK,
-    Rates,
     changed_keys,
     keys_of,
     lr_jump,
     rates_around,
     same_rates,
 )
+from tools.training.learning_rates import LearningRates
 
 OWN = "data.cache="
 UNITS = ("steps", "samples")  # of lr.unit
@@ -428,7 +428,7 @@ def test_rates_that_change_at_any_time_are_marked_and_others_are_not(
 ) -> None:
     """A schedule may have ended, count in another unit, or part only in a short tail."""
     before, after = (load_run(file, ["lr.schedule=cosine", *keys]) for keys in (had, had + has))
-    rates = [Rates.of(config.lr, config.train) for config in (before, after)]
+    rates = [LearningRates.of(config.lr, config.train) for config in (before, after)]
     progress = TrainState(step=5, applied=5, samples=40, applied_samples=40)
     store = cast(Store, SimpleNamespace(index={"run": keys_of(before), "model": {}}, path=tmp_path))
     changed = [

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from megaprec.optim.rules.lr import SCHEDULES
+from megaprec.optim.rules.rule_table import RULES, rule_kind
 from models.presets import PRESETS
 from tools.config.key_help import key_tables
 from tools.config.rules.effectless import EFFECT_RULES, Tables, effectless
@@ -203,6 +205,28 @@ def test_a_key_is_told_where_it_has_no_effect_and_nowhere_else(
         " has no effect with " in note and "leave it out, or change " in note for note in mine
     ] == [True]
     assert not [note for note in notes(f"{key}={value}", *used.split()) if key in note]
+
+
+@pytest.mark.parametrize("name", [*RULES, "RAdam", "Rprop"])
+def test_of_every_rule_it_is_told_which_keys_it_has_no_use_of(name: str) -> None:
+    values = {"betas": "[0.8, 0.9]", "eps": "1e-5", "weight_decay": "0.3"}
+    given = [f"optimizer.{key}={value}" for key, value in values.items()]
+    told = "\n".join(notes(f"optimizer.name={name}", *given))
+    kind = rule_kind(name)
+    used = {*kind.own_keys, *(["weight_decay"] if kind.decays else [])}
+    assert {key for key in values if f"optimizer.{key} = " in told} == values.keys() - used
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_of_every_schedule_of_the_rate_it_is_told_which_keys_it_has_no_use_of(
+    schedule: str,
+) -> None:
+    values = {"final": "1e-5", "length": "8", "decay": "3", "wsd_decay": "sqrt"}
+    given = [f"lr.{key}={value}" for key, value in values.items()]
+    told = "\n".join(notes(f"lr.schedule={schedule}", *given))
+    kind = SCHEDULES[schedule]  # type: ignore[index]  # a name of the table
+    used = {*kind.keys, *(["final", "length"] if kind.ends else [])}
+    assert {key for key in values if f"lr.{key} = " in told} == values.keys() - used
 
 
 def test_every_need_is_tried() -> None:

@@ -11,7 +11,7 @@ from megaprec import plan
 from megaprec.text.training import learn_characters
 from models import EngineOptions, ModelConfig, build_stages, load_logical
 from models.logical_shapes import logical_shapes
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from tests.refusals import shows
 from tests.runs import checkpoint, tensors, train, train_on, write_run
 from tools import cli

@@ -16,10 +16,14 @@ from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.diagnose.spike_monitor import SpikeMonitor
 from megaprec.errors import Problem, UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.rules.lr import SCHEDULES
+from megaprec.optim.rules.rule_table import RULES
 from megaprec.optim.rules.update_rules import AdamW
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling, PrecisionPlan
+from models.activations import ACTIVATIONS
 from models.presets import preset
+from parallel.pipeline.kinds import KINDS
 from tests.refusals import raises, sentence, shows
 from tools.commands.keys import describe_keys
 from tools.config.key_suggestions import ELSEWHERE
@@ -97,6 +101,40 @@ def test_the_learning_rate_counts_in_its_unit(unit: str, total: int) -> None:
     ).lr_schedule
     assert (schedule.total, schedule.warmup, schedule.decay, schedule.final) == (total, 10, 3, 1e-5)
     assert schedule.peak == LR().peak
+
+
+@pytest.mark.parametrize(
+    ("keys", "warmup"),
+    [
+        (["lr.warmup=0.1"], 1),
+        (["lr.warmup=0.11"], 2),
+        (["lr.warmup=0.25", "lr.length=1000"], 250),
+        (["lr.warmup=0.07", "train.steps=100"], 7),
+        (["lr.warmup=0.25", "lr.unit=samples"], 20),
+        (["lr.warmup=0.25", "lr.unit=samples", "lr.length=40"], 10),
+        (
+            [
+                "lr.warmup=0.5",
+                "lr.unit=samples",
+                "lr.length=40",
+                "train.batch_schedule=[[0, 4], [8, 8]]",
+            ],
+            20,
+        ),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else str(x),
+)
+def test_a_warm_up_may_be_a_fraction_of_the_schedule(keys: list[str], warmup: int) -> None:
+    config = load_run(None, [*MINIMAL, *keys])
+    assert config.lr.warmup == warmup
+    assert config.origin("lr.warmup") == "command line"
+
+
+def test_a_fraction_of_an_unknown_length_is_refused() -> None:
+    changing = ["lr.unit=samples", "train.batch_schedule=[[0, 4], [8, 8]]"]
+    (one,) = problems(*MINIMAL, *changing, "lr.warmup=0.5")
+    assert shows(one, "config.warmup_fraction", value=0.5, origin="command line")
+    assert shows(problems(*MINIMAL, "lr.warmup=1.5")[0], "config.wrong_value", key="lr.warmup")
 
 
 def test_the_key_of_the_tokenizer_takes_a_folder_with_one(tmp_path: Path) -> None:
@@ -304,8 +342,28 @@ def test_muon_lists_the_options_that_a_run_file_may_give_it() -> None:
     for option in listed.split(", "):
         found = problems(*MINIMAL, "optimizer.name=muon", f"optimizer.options={{{option}=nan}}")
         assert found
-        assert not any(shows(line, "config.muon_option") for line in found)
+        assert not any(shows(line, "config.own_key_of_rule") for line in found)
         assert not any(shows(line, "optimizer.rule_options") for line in found)
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if RULES[name].own_keys])
+def test_an_option_with_a_key_of_its_own_is_refused_as_an_option(name: str) -> None:
+    for key in RULES[name].own_keys:
+        given = [f"optimizer.name={name}", f"optimizer.options={{{key}=0.5}}"]
+        (problem,) = problems(*MINIMAL, *given)
+        assert shows(problem, "config.own_key_of_rule", key=key)
+
+
+@pytest.mark.parametrize("key", ["optimizer.name", "lr.schedule", "parallel.schedule", "model.mlp"])
+def test_a_name_that_its_table_lacks_is_refused_with_the_names_of_the_table(key: str) -> None:
+    tables = {
+        "optimizer.name": RULES,
+        "lr.schedule": SCHEDULES,
+        "parallel.schedule": KINDS,
+        "model.mlp": ACTIVATIONS,
+    }
+    (problem,) = problems(*MINIMAL, f"{key}=no-such-name")
+    assert all(name in problem for name in tables[key])
 
 
 def test_a_number_where_text_belongs_in_a_file_is_refused(run_file: Path) -> None:

@@ -24,7 +24,7 @@ from models.engine.options import EngineOptions
 from models.engine.passes import Share
 from models.estimate.gpus import gpu_named
 from parallel.mesh import make_mesh
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from tools.bench.measurement import Step, add_device, add_integers
 
 LEARNING_RATE = 1e-4

@@ -36,7 +36,7 @@ from megaprec.tokens.index_check import Checked
 from megaprec.tokens.indexed import HEADER, LONGEST_SEQUENCE, MAGIC, VERSION, IndexedDataset
 from megaprec.tokens.samples import Samples
 from parallel.mesh import make_mesh
-from parallel.pipeline.builders import schedule
+from parallel.pipeline.kinds import schedule
 from parallel.pipeline.p2p import CPU, P2P
 from tools.bench.measurement import add_integers, print_record
 

@@ -15,7 +15,7 @@ import numpy as np
 from megaprec.errors import Problem, UserError
 from megaprec.resources import cores, most_processes
 from megaprec.text.build import BuildResult, prepare
-from megaprec.text.readers import SUFFIXES
+from megaprec.text.readers import FOLDER_ENDINGS
 from megaprec.text.sources import Source, open_source
 from megaprec.text.text_files import left_out_words
 from megaprec.text.tokenizer import Tokenizer, load_tokenizer
@@ -113,9 +113,10 @@ def _add_source(parser: argparse.ArgumentParser, conversations: str) -> None:
         metavar="SOURCE",
         help="'python' (the standard library); a text file; a file of rows or samples: .arrow, "
         ".tar (WebDataset), .mds, and those of folders; a folder of "
-        f"{' '.join(SUFFIXES)} (all but .parquet also with .gz or .zst); a data set that Hugging "
-        "Face's datasets has saved, or a folder of MDS; a pattern such as 'texts/**/*.md'; a URL "
-        "(s3://, gs://, hf://, https://) of any of these; several are read one after the other. "
+        f"{' '.join(FOLDER_ENDINGS)} (all but .parquet also with .gz or .zst); a data set that "
+        "Hugging Face's datasets has saved, or a folder of MDS; a pattern such as "
+        "'texts/**/*.md'; a URL (s3://, gs://, hf://, https://) of any of these; several are read "
+        "one after the other. "
         f"{conversations}",
     )
     add_text_options(parser)

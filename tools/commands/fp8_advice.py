@@ -80,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
         raise UserError.of("command.no_cuda")
     device = args.device or ("cuda" if torch.cuda.is_available() else "")
     recipe = config.plan.fp8 or FP8Recipe()
-    if recipe.kind == "nvfp4":
+    if recipe.scales.four_bits:
         raise UserError.of("planning.nvfp4_times", advice="ask about another kind")
     model = config.sized_model
     of_run = products(config, model, recipe)

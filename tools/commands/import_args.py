@@ -1,10 +1,12 @@
-"""`megaprec import-args`: a run file from Megatron-LM's arguments or DeepSpeed's configuration.
+"""`megaprec import-args`: a run file from Megatron-LM's arguments, DeepSpeed's configuration, or
+those of GPT-NeoX, NeMo 1 and Hugging Face's Trainer.
 
     megaprec import-args train.log -o run.toml
     megaprec import-args checkpoints/gpt -o run.toml
     megaprec import-args "--num-layers 24 --hidden-size 1024 ..." -o run.toml
     megaprec import-args train_gpt.sh --assume CHECKPOINT_PATH=runs/gpt -o run.toml
     megaprec import-args arguments.yaml deepspeed.json train.steps=1000 -o run.toml
+    megaprec import-args 410M.yml local_setup.yml --ranks 16 -o run.toml
     megaprec import-args -o run.toml -- --num-layers 24 --hidden-size 1024 ...
 
 The surest source is what Megatron-LM itself made of its arguments: the table at the beginning of

@@ -2,9 +2,10 @@
 
 The run trains as it is, in minutes, on one process of a laptop. Its sizes follow from the text: a
 tokenizer is learned from it as `train` will do it, and a million characters from all over it are
-counted in its tokens, so that vocabulary, sequence length and number of steps are possible. Of a
-text beyond 256 million characters, those are all that is read. Every key that is written has a
-comment, the first clause of its help.
+counted in its tokens, so that vocabulary, sequence length and number of steps are possible. With
+--characters each character is a token, and no tokenizer is learned. Of a text beyond 256 million
+characters, those are all that is read. Every key that is written has a comment, the first clause of
+its help.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.errors import UserError
+from megaprec.text.characters import CHARACTERS, distinct_characters
 from megaprec.text.readers import TextOptions
 from megaprec.text.sources import Source, open_source
 from megaprec.text.text_files import left_out_words
@@ -56,12 +58,13 @@ class TextSizes:
 
     looked_at: characters whose tokens were counted. chars: of the whole text, estimated if it is
         too long to be read; None if it is and has packed files or files with fields, whose sizes do
-        not tell. tokens: of these, or of those that were looked at.
+        not tell. tokens: of these, or of those that were looked at. vocab_size: of the tokenizer
+        that is trained; None if none is.
     """
 
     looked_at: int
     chars: int | None
-    vocab_size: int
+    vocab_size: int | None
     tokens: int
     begins: str
 
@@ -94,6 +97,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"known model (default: {DEMO_PRESET})",
     )
+    parser.add_argument(
+        "--characters",
+        action="store_true",
+        help="each character of the text is a token (default: a tokenizer is learned from it)",
+    )
     add_text_options(parser)
     add_skip_bad(parser)
     parser.add_argument(
@@ -113,7 +121,7 @@ def main(args: argparse.Namespace) -> int:
     if os.path.lexists(args.output):
         raise UserError.of("command.run_file_exists", output=args.output)
     source = open_source(args.source, text_options(args, skip_bad=args.skip_bad))
-    sizes = _measure_text(source)
+    sizes = _measure_text(source, args.characters)
     content = _run_file(args, sizes)
     with open(args.output, "x", encoding="utf-8") as file:
         file.write(content)
@@ -132,9 +140,9 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure_text(source: Source) -> TextSizes:
-    """Return the sizes of a text. Raises UserError if it cannot be read, or is too short to train
-    on."""
+def _measure_text(source: Source, of_characters: bool) -> TextSizes:
+    """Return the sizes of a text. of_characters: these are its tokens. Raises UserError if it
+    cannot be read, or is too short to train on."""
     # of a text that can be read whole, its bad files and rows are told at once
     lines, counted_chars = _tokenizer_lines(source)
     total_chars = source.total_chars() if counted_chars is None else counted_chars
@@ -147,6 +155,11 @@ def _measure_text(source: Source) -> TextSizes:
     else:
         chars = _estimate_chars(source, pieces)
     least_chars = chars or sampled_chars
+    begins = _first_words(pieces)
+    if of_characters:
+        # raises UserError for what is no character
+        distinct_characters(lines or pieces)
+        return TextSizes(sampled_chars, chars, None, least_chars, begins)
     vocab_size = next(size for least, size in VOCABULARY_SIZES if least_chars >= least)
     with tempfile.TemporaryDirectory(prefix="megaprec_init_") as folder:
         path = _train_tokenizer(lines or pieces, vocab_size, Path(folder) / "tried")
@@ -159,7 +172,7 @@ def _measure_text(source: Source) -> TextSizes:
         chars=chars,
         vocab_size=tokenizer.vocab_size,
         tokens=tokens,
-        begins=_first_words(pieces),
+        begins=begins,
     )
 
 
@@ -289,8 +302,11 @@ def _key_values(args: argparse.Namespace, sizes: TextSizes) -> dict[str, Any]:
         values["model.vocab"] = 0  # the tokenizer decides, not the preset
     values["data.source"] = args.source
     values |= _given_text_options(args)
+    if sizes.vocab_size is None:
+        values["data.tokenizer"] = CHARACTERS
+    else:
+        values["data.vocab_size"] = sizes.vocab_size
     return values | {
-        "data.vocab_size": sizes.vocab_size,
         "data.held_out": 0.05,
         "precision.compute": "fp32",
         "lr.peak": 3e-4 if args.preset else 2e-3,

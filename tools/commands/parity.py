@@ -5,9 +5,9 @@ The run is made small (not with --full) and takes a few steps on one process and
 local ranks, in float64, where no fault can hide in rounding, or in the run's own precision.
 Activations between modules, loss, every gradient and weight by logical name, gradient norm, zeros,
 skipped steps, loss scale and samples are compared. With --oracle all layouts, one process too, are
-compared with a model of transformers that torch's own optimizer trains. The certificate is written
-to train.folder. Exit code 0: all layouts are equal; 1: a layout differs or hangs, or none could be
-run; 2: wrong input.
+compared with a model of transformers, or a plain decoder, that torch's own optimizer trains. The
+certificate is written to train.folder. Exit code 0: all layouts are equal; 1: a layout differs or
+hangs, or none could be run; 2: wrong input.
 """
 
 import argparse
@@ -35,8 +35,16 @@ from tools.training.corpus import open_corpus
 from tools.training.data_sources import sized_by_tokenizer
 from tools.training.fp8_summary import require_fp8_computed
 from tools.verify.oracle.compare import compare_with_oracle
-from tools.verify.oracle.limits import STEPS, left_out, require_possible, without_left_out
-from tools.verify.oracle.training import trained
+from tools.verify.oracle.limits import (
+    STEPS,
+    TRANSFORMERS,
+    left_out,
+    require_possible,
+    without_left_out,
+)
+from tools.verify.oracle.plain_model import PlainModel
+from tools.verify.oracle.training import MakeModel, trained
+from tools.verify.oracle.transformers_model import TransformersModel
 from tools.verify.parity.certificate import (
     NOT_TRIED,
     PROVEN,
@@ -84,6 +92,7 @@ from tools.verify.parity.summary import show
 RANKS = 4  # ranks of the largest layout if --layouts names none
 LOCAL_LAUNCHER = Launcher()
 GIVEN = "the run gives them to the oracle"
+ORACLES: dict[str, MakeModel] = {TRANSFORMERS: TransformersModel, "plain": PlainModel}
 AXES = ("tensor", "pipeline", "data", "context", "expert")
 # keys that the small run changes although no number depends on them
 NOT_SHOWN = {
@@ -134,9 +143,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--oracle",
-        choices=("transformers",),
-        help="compare with a model of this package, trained by torch's optimizer, in place of one "
-        "process of megaprec",
+        choices=[*ORACLES],
+        help="compare with a model of transformers, or with a plain decoder of torch's functions, "
+        "trained by torch's optimizer, in place of one process of megaprec",
     )
     parser.add_argument(
         "--full", action="store_true", help="compare the run in its own size and with its own data"
@@ -222,7 +231,7 @@ def _progress_on_stderr(quiet: bool) -> Iterator[ReportProgress]:
 class Options:
     """The options of the command, as its help explains them.
 
-    file: name of the run file in the certificate. oracle: name of a package; None: one process.
+    file: name of the run file in the certificate. oracle: of `ORACLES`; None: one process.
     """
 
     file: str
@@ -281,7 +290,7 @@ def certify(
     oracle = ""
     if options.oracle:
         report_progress("the oracle")
-        references, oracle = _by_oracle(references, float64_record)
+        references, oracle = _by_oracle(references, float64_record, ORACLES[options.oracle])
 
     changed = {} if options.full else _relevant_changes(changes(config, ready))
     certified = certificate(
@@ -300,7 +309,7 @@ def certify(
     certified["layouts"] = entries
     if options.oracle:
         certified["oracle"] = oracle
-        for part in left_out(config):
+        for part in left_out(config, options.oracle):
             certified["not_tried"].append([part.part, part.reason])
         certified["not_tried"].append(["which samples a step takes, and loss masks", GIVEN])
     certified["verdict"] = _overall_verdict(entries)
@@ -313,7 +322,8 @@ def _requested(config: RunConfig, options: Options) -> list[dict[str, Any]]:
     requested = requested_layouts(options.layouts, config.parallel) or every(RANKS)
     if not options.oracle:
         return requested
-    require_possible(config, own_precision=options.precision != "float64", full=options.full)
+    own_precision = options.precision != "float64"
+    require_possible(config, options.oracle, own_precision, full=options.full)
     # one process too, once
     return [{}, *(keys for keys in requested if any(value != 1 for value in keys.values()))]
 
@@ -327,7 +337,7 @@ def _prepared(
         # one step more, which is skipped
         ready = with_random_tokens(ready, steps + 1, folder)
     if options.oracle:
-        ready = with_rates_of(without_left_out(ready), config)
+        ready = with_rates_of(without_left_out(ready, options.oracle), config)
     return ready
 
 
@@ -381,13 +391,13 @@ def perturbed_runs(ready: RunConfig, plan: Plan, folder: Path, launcher: Launche
 
 
 def _by_oracle(
-    references: Sequence[Reference], float64_record: Record
+    references: Sequence[Reference], float64_record: Record, make_model: MakeModel
 ) -> tuple[list[Reference], str]:
     """Return the references with the records of the oracle in the place of one process's, and what
     the oracle is. float64_record: of one process."""
     first, *_ = references
     initial = float64_record.tensors["before/weight"]
-    wide_record, oracle = trained(alone(in_float64(first.config)), first.plan, initial)
+    wide_record, oracle = trained(alone(in_float64(first.config)), first.plan, initial, make_model)
     replaced = list[Reference]()
     for reference in references:
         record = wide_record
@@ -395,7 +405,7 @@ def _by_oracle(
         if noise.float64_run is not None:
             own = reference.record.tensors["before/weight"]
             narrow = {name: values.float() for name, values in own.items()}
-            record, _ = trained(alone(reference.config), reference.plan, narrow)
+            record, _ = trained(alone(reference.config), reference.plan, narrow, make_model)
             noise = replace(noise, float64_run=wide_record)
         replaced.append(replace(reference, record=record, noise=noise, is_oracle=True))
     return replaced, oracle

@@ -236,7 +236,7 @@ def _require_speeds(
     config: RunConfig, assumed: Assumptions | None, args: argparse.Namespace
 ) -> None:
     """Raise UserError if options need speeds that are not known."""
-    if args.ranks and config.fp8.kind == "nvfp4":
+    if args.ranks and config.fp8.four_bits:
         raise UserError.of("planning.nvfp4_times", advice="leave --ranks out")
     if args.ranks and assumed is None:
         raise UserError.of("command.peak_unknown")
@@ -338,7 +338,7 @@ def _prediction(planned: Planned, assumed: Assumptions | None) -> list[str]:
     """Return the lines on the predicted step, or one that says why there are none."""
     if planned.prediction and assumed:
         return [*prediction_lines(planned, planned.prediction, assumed)]
-    if planned.config.fp8.kind == "nvfp4":
+    if planned.config.fp8.four_bits:
         return ["prediction not known: products in NVFP4 are emulated"]
     return ["prediction not known: the peak speed of the device is not; --gpu or --tflops says it"]
 
@@ -407,7 +407,7 @@ def _notes(config: RunConfig, target: Target, calibrated: bool) -> Iterator[str]
         yield from assumed_devices(config)
     elif config.train.device == "cpu":
         yield 'train.device = "cpu" is left aside: --gpu and --gpu-memory plan for a GPU'
-    if not target.gpu and not calibrated and config.fp8.kind != "nvfp4":
+    if not target.gpu and not calibrated and not config.fp8.four_bits:
         yield (
             "only products and messages are timed: what else this device needs is not known; --gpu "
             "NAME plans for a GPU that is"
@@ -453,7 +453,7 @@ def _of_preset(preset: str) -> ModelConfig:
 def _assumptions(config: RunConfig, target: Target, args: argparse.Namespace) -> Assumptions | None:
     """Return what the prediction rests on; None if the peak is not known, or products are
     emulated."""
-    if config.fp8.kind == "nvfp4":
+    if config.fp8.four_bits:
         return None
     known = assumptions_of(target.gpu, config.plan) if target.gpu else None
     if known is None:

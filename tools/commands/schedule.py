@@ -19,9 +19,9 @@ from typing import Any
 from megaprec.errors import UserError
 from models.estimate.flops import StageCost
 from models.estimate.memory import ActivationBytes
-from parallel.pipeline.builders import KINDS
-from parallel.pipeline.formulas import TEXTBOOK, Sizes
+from parallel.pipeline.formulas import Sizes
 from parallel.pipeline.instructions import SENDS, Cost, Instruction, Op
+from parallel.pipeline.kinds import KINDS
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import RefusedSchedule, Span, bubble, idle, in_flight, simulate
 from parallel.pipeline.verify import check
@@ -442,7 +442,7 @@ def _fact_lines(report: _ScheduleReport, predicted: Sequence[Span]) -> Iterator[
     most_held = max(_held_microbatches(report))
     textbook_bubble = ""
     textbook_held = ""
-    if book := TEXTBOOK.get(report.kind):
+    if book := KINDS.get(report.kind):
         textbook_bubble = f" (textbook {book.bubble.value(sizes):.1%} = {book.bubble.text})"
         textbook_held = f" (textbook {book.held.value(sizes):.3g} = {book.held.text})"
     yield (

@@ -108,7 +108,7 @@ def _dtypes(plan: PrecisionPlan, name: str, layer: int, layers: int) -> dict[str
     names = {role: dtype_name(dtype) for role, dtype in dtypes.items()}
     # FP8 replaces the dtype of products, and of weights where no wide copy is kept
     if plan.fp8 is not None and _in_fp8(plan.fp8, name, layer, layers):
-        names["compute"] = "nvfp4" if plan.fp8.kind == "nvfp4" else "fp8"
+        names["compute"] = "nvfp4" if plan.fp8.scales.four_bits else "fp8"
         if plan.fp8.parameters:
             names["parameter"] = "fp8"
     # a master of 32 bits is the weight of 16 bits and as many more

@@ -58,6 +58,7 @@ from tools.config.tables.precision_settings import FP8, Precision
 from tools.config.tables.schedules import pipeline_schedule
 from tools.config.tables.settings import LR, Checkpoint, Log, Optimizer, Parallel, Train
 from tools.config.urls import take_urls
+from tools.config.warmup_fraction import take_warmup_fraction
 from tools.config.wrong_values import explain, too_large
 from tools.console.toml import Setting, toml
 from tools.parts.optional_parts import part
@@ -493,6 +494,8 @@ class RunFile:
         length = settings.get("train.seq_length")
         if length is not None and isinstance(length.value, int):
             settings.setdefault("model.max_positions", Setting(length.value, "train.seq_length"))
+
+        problems += take_warmup_fraction(settings)
 
         # of the keys that both decide, those of the run file are stronger
         plan = self._dialect.plan

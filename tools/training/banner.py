@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ from tools.training.corpus import Corpus
 from tools.training.data_sources import training_sources
 from tools.training.fp8_summary import fp8_lines
 from tools.training.initial import initial_changes, initial_notes
+from tools.training.learning_rates import LearningRates
 from tools.training.resume import resume_lines
 
 # the most names in a line: of marked parameters, tensors that Muon leaves out, and checkpoints
@@ -430,29 +432,24 @@ def print_skipped(config: RunConfig, progress: TrainState) -> None:
     )
     if not progress.applied:
         return  # another line says that nothing was learned
-    schedule = config.lr_schedule
-    # The schedule is a function of applied steps, or of their samples.
-    per_step = 1
-    applied = progress.applied
-    without_skips = progress.step
-    more_steps = progress.skipped
-    if config.lr.unit == "samples":
-        per_step = config.batches.before(progress.samples)
-        applied = progress.applied_samples
-        # not progress.samples, which is a position in the data
-        skipped_samples = progress.skipped_tokens // config.train.seq_length
-        without_skips = applied + skipped_samples
-        more_steps = -(-skipped_samples // config.batches.at(progress.samples))
+    rates = LearningRates.of(config.lr, config.train)
+    # not of progress.samples, which is a position in the data
+    skipped_samples = progress.skipped_tokens // config.train.seq_length
+    without_skips = replace(
+        progress,
+        applied=progress.step,
+        applied_samples=progress.applied_samples + skipped_samples,
+    )
     # The last rate is that of the step before the one that would follow.
-    ended = schedule.at(max(0, applied - per_step))
-    planned = schedule.at(without_skips - per_step)
+    ended = rates.of_last(progress)
+    planned = rates.of_last(without_skips)
     if ended == planned:
         return
-    steps = config.train.steps + more_steps
+    steps = config.train.steps + rates.steps_of_skipped(progress, skipped_samples)
     say(
         f"lr         ended at {ended:.3g}, not at {planned:.3g}: it follows applied steps, so the "
-        f"schedule was cut short; train.steps={steps} lr.length={schedule.total} goes on to its "
-        "end"
+        f"schedule was cut short; train.steps={steps} lr.length={rates.schedule.total} goes on to "
+        "its end"
     )
 
 

@@ -5,7 +5,6 @@ without the change, which NOT_EXACT_MARK says, except for keys that no number de
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,18 @@ from pydantic import ValidationError
 
 from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
-from megaprec.optim.rules.lr import LRSchedule
+from megaprec.optim.rules.lr import SCHEDULES
 from megaprec.parsing import parse_toml
 from megaprec.url_secrets import masked, masked_inside
 from models.equivalence import TRAINING_ONLY_KEYS
 from tools.config.removed_keys import FORMER_DEFAULTS
-from tools.config.rules.all_rules import lr_schedule
 from tools.config.run_file import RunConfig
-from tools.config.tables.batch_schedule import BatchSchedule
 from tools.config.tables.settings import LR, Train
 from tools.console.toml import toml
 from tools.console.units import counted, enumerated
 from tools.journal.records import read_metrics
 from tools.saved.train_state import TrainState, stored_value
+from tools.training.learning_rates import LearningRates
 
 LENGTH_KEY = "train.seq_length"
 
@@ -79,51 +77,6 @@ KEYS_WITHOUT_EFFECT = (
 LAYOUT_KEYS = ("parallel.*",)
 
 
-@dataclass(frozen=True)
-class Rates:
-    """The learning rates of a run.
-
-    batches: of its steps if the schedule is a function of samples; None if it is one of steps.
-    """
-
-    schedule: LRSchedule
-    batches: BatchSchedule | None
-
-    @classmethod
-    def of(cls, lr: LR, train: Train) -> "Rates":
-        """Return the rates of a run with these tables. Raises UserError."""
-        batches = BatchSchedule.of(train) if lr.unit == "samples" else None
-        return cls(lr_schedule(lr, train), batches)
-
-    def at(self, progress: TrainState, steps: int = 0) -> float:
-        """Return the rate of the next step, or of the one that is `steps` later."""
-        # Only applied steps move the schedule, and all consume samples.
-        if self.batches is None:
-            return self.schedule.at(progress.applied + steps)
-        following = self.batches.after(progress.samples, steps) - progress.samples
-        return self.schedule.at(progress.applied_samples + following)
-
-    def of_last(self, progress: TrainState) -> float:
-        """Return the rate of the last step, which was applied."""
-        if self.batches is None:
-            return self.schedule.at(progress.applied - 1)
-        batch = self.batches.before(progress.samples)
-        return self.schedule.at(progress.applied_samples - batch)
-
-    def ends(self, progress: TrainState) -> Iterator[int]:
-        """Yield the steps before and after each end of a formula of the schedule that is to come,
-        counted as by `at`: 0 is the next step.
-        """
-        schedule = self.schedule
-        for count in (schedule.warmup, schedule.total - schedule.decay, schedule.total):
-            if self.batches is None:
-                step = max(0, count - progress.applied)
-            else:
-                target = progress.samples + count - progress.applied_samples
-                step = self.batches.steps_until(progress.samples, target)
-            yield from (step, step + 1)
-
-
 def keys_of(config: RunConfig) -> dict[str, str]:
     """Return the keys that a checkpoint stores as "run", in TOML's grammar and without secrets of
     URLs: all but those of tables that it stores separately.
@@ -171,13 +124,13 @@ def reorders_sums(key: str, *values: object) -> bool:
 def _rates_change(saved: dict[str, str], config: RunConfig, progress: TrainState) -> bool:
     """Return True if the steps to come have other learning rates than with the saved keys."""
     old_rates = _rates_of_keys(saved)
-    new_rates = Rates.of(config.lr, config.train)
+    new_rates = LearningRates.of(config.lr, config.train)
     return old_rates is not None and not same_rates(old_rates, new_rates, progress)
 
 
 def _decides_rates(key: str, config: RunConfig) -> bool:
     if key == "train.steps":
-        return config.lr.schedule != "constant"
+        return SCHEDULES[config.lr.schedule].ends
     return key.startswith("lr.")
 
 
@@ -186,7 +139,7 @@ def lr_jump(checkpoint: Store, config: RunConfig, progress: TrainState) -> Itera
     saved = saved_keys(checkpoint)
     last_rate, next_rate = rates_around(checkpoint, config, progress)
     old_rates = _rates_of_keys(saved)
-    unchanged = old_rates == Rates.of(config.lr, config.train)
+    unchanged = old_rates == LearningRates.of(config.lr, config.train)
     if old_rates is None or unchanged or not progress.applied:
         return
     if last_rate is None or not _is_jump(last_rate, next_rate):
@@ -211,9 +164,9 @@ def other_length(checkpoint: Store, config: RunConfig, progress: TrainState) -> 
     old_rates = _rates_of_keys(saved)
     current = keys_of(config)
     batches_change = any(saved.get(key, current[key]) != current[key] for key in BATCH_KEYS)
-    if old_rates is None or not batches_change or config.lr.schedule == "constant":
+    if old_rates is None or not batches_change or not SCHEDULES[config.lr.schedule].ends:
         return
-    new_rates = Rates.of(config.lr, config.train)
+    new_rates = LearningRates.of(config.lr, config.train)
     old_total = old_rates.schedule.total
     new_total = new_rates.schedule.total
     if old_rates.batches and new_rates.batches and old_total != new_total:
@@ -245,7 +198,7 @@ def rates_around(
     The rate of the last step is the recorded one; without a record that of the last applied step.
     """
     old_rates = _rates_of_keys(saved_keys(checkpoint))
-    next_rate = Rates.of(config.lr, config.train).at(progress)
+    next_rate = LearningRates.of(config.lr, config.train).at(progress)
     # From the end, where the record of the last step is.
     for record in reversed(read_metrics(Path(config.train.folder))):
         if record["step"] == progress.step and isinstance(record.get("lr"), int | float):
@@ -276,7 +229,7 @@ def _describe_causes(checkpoint: Store, config: RunConfig, progress: TrainState)
     return f", by {enumerated(changes)}" if changes else ""
 
 
-def _rates_or_none(keys: dict[str, str]) -> Rates | None:
+def _rates_or_none(keys: dict[str, str]) -> LearningRates | None:
     """Return the learning rates of a run with these keys, None if there is no such run."""
     try:
         return _rates_of_keys(keys)
@@ -338,7 +291,7 @@ def _flatten_tables(tables: dict[str, Table]) -> dict[str, str]:
     return keys
 
 
-def _rates_of_keys(keys: dict[str, str]) -> Rates | None:
+def _rates_of_keys(keys: dict[str, str]) -> LearningRates | None:
     """Return the learning rates of a run with these keys; None if they are not all known."""
     tables: dict[str, Table] = {"lr": {}, "train": {}}
     try:
@@ -346,13 +299,13 @@ def _rates_of_keys(keys: dict[str, str]) -> Rates | None:
             table, name = key.split(".", 1)
             if table in tables:
                 tables[table][name] = parse_toml(f"value = {toml_value}")["value"]
-        return Rates.of(LR(**tables["lr"]), Train(**tables["train"]))
+        return LearningRates.of(LR(**tables["lr"]), Train(**tables["train"]))
     # a checkpoint of another version, whose keys or values are not those of today
     except (ValidationError, ValueError, TypeError):
         return None
 
 
-def same_rates(old_rates: Rates, new_rates: Rates, progress: TrainState) -> bool:
+def same_rates(old_rates: LearningRates, new_rates: LearningRates, progress: TrainState) -> bool:
     """Return True if both have the same rates for all steps after `progress`, as far as a thousand
     of them and those around the ends of warm-up, stable phase and schedule tell.
     """

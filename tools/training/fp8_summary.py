@@ -162,9 +162,9 @@ def _whole_model_of_rank(config: RunConfig, model: ModelConfig, recipe: FP8Recip
 
 
 def _describe_recipe(recipe: FP8Recipe) -> str:
-    codes = "e2m1" if recipe.kind == "nvfp4" else recipe.format
+    codes = "e2m1" if recipe.scales.four_bits else recipe.format
     description = f"{recipe.kind}, {codes}"
-    if recipe.kind == "delayed":
+    if recipe.scales.keeps_history:
         # Transformer Engine's history has an entry for each micro-batch, others one for each step.
         unit = " micro-batches" if recipe.history == "te" else ""
         description += f", history {recipe.history_length}{unit}"

@@ -13,10 +13,10 @@ from tools.config.run_file import RunConfig
 from tools.journal.records import INITIAL
 from tools.parts.optional_parts import part
 from tools.saved.train_state import TrainState, open_newest_checkpoint
-from tools.training.changed_keys import Rates
 from tools.training.corpus import Corpus
 from tools.training.data_identity import Difference
 from tools.training.data_sources import existing_tokenizer, vocabulary_size
+from tools.training.learning_rates import LearningRates
 from tools.training.other_model import allow_flags, context_differences
 
 UNCHECKED = (
@@ -143,5 +143,5 @@ def initial_event(config: RunConfig, corpus: Corpus) -> dict[str, Any] | None:
         "changed": changed,
         "notes": initial_notes(config),
         "lr_before": None,
-        "lr_next": Rates.of(config.lr, config.train).at(TrainState()),
+        "lr_next": LearningRates.of(config.lr, config.train).at(TrainState()),
     }

@@ -29,6 +29,9 @@ TRIM_THRESHOLD = -1
 MMAP_THRESHOLD = -3
 FREE_BYTES = 1 << 30  # that may stay free at the end of the heap
 HEAP_BLOCK_BYTES = 1 << 25  # largest block that comes from the heap: the most that glibc allows
+# variables of oneDNN and of torch's layer over it
+PRODUCT_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+KEPT_KERNELS = 64  # more than a step without experts has
 
 
 def device_of_run(config: RunConfig) -> str:
@@ -185,3 +188,14 @@ def keep_freed_memory() -> None:
     if mallopt is not None:  # other C libraries, such as musl, have none
         mallopt(TRIM_THRESHOLD, FREE_BYTES)
         mallopt(MMAP_THRESHOLD, HEAP_BLOCK_BYTES)
+
+
+def bound_product_caches() -> None:
+    """Have oneDNN and torch keep few of the kernels that they make for products of half precision
+    on a CPU, unless the environment says how many. Before the first product of this process.
+
+    They keep one for each number of rows, half a MiB each, and up to a thousand of them: the rows
+    of an expert are others in each step. A kernel that is made again computes the same bits.
+    """
+    for name in PRODUCT_CACHES:
+        os.environ.setdefault(name, str(KEPT_KERNELS))

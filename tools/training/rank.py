@@ -27,7 +27,12 @@ from tools.training.elastic import (
 )
 from tools.training.hangs import print_waiting, straggler_events, watching
 from tools.training.launched import share_of_cores
-from tools.training.machine import device_of_run, keep_freed_memory, local_ranks
+from tools.training.machine import (
+    bound_product_caches,
+    device_of_run,
+    keep_freed_memory,
+    local_ranks,
+)
 from tools.training.prepare import open_prepared, prepare
 from tools.training.stopping import note_failure
 from tools.training.trainer import Trainer
@@ -55,6 +60,7 @@ def train_rank(
     torch.set_num_threads(config.train.threads or share_of_cores(local_ranks(config)))
     # Steps allocate and free the same sizes over and over.
     keep_freed_memory()
+    bound_product_caches()
     position = Position()
     parallel = config.parallel
     with (

@@ -112,7 +112,7 @@ def _more_than_available(config: RunConfig, corpus: Corpus) -> Iterator[str]:
 def _all_layers_in_nvfp4(config: RunConfig) -> Iterator[str]:
     """Yield a line if NVFP4 is asked for without the wide layers of its published recipe."""
     fp8 = config.fp8
-    if fp8.kind == "nvfp4" and not (fp8.first_layers or fp8.last_layers or fp8.wide):
+    if fp8.four_bits and not (fp8.first_layers or fp8.last_layers or fp8.wide):
         layers = math.ceil(NVFP4_WIDE_SHARE * config.model.layers)
         yield (
             "fp8.kind = nvfp4 in all layers: its recipe keeps about "

@@ -69,6 +69,7 @@ from tools.training.corpus import Corpus
 from tools.training.ends import TrainingDiverged
 from tools.training.initial import growth_of
 from tools.training.invariants import Invariants
+from tools.training.learning_rates import LearningRates
 from tools.training.recording import record_run
 from tools.training.resume import resumed_progress
 from tools.training.run_folder import RunFolder
@@ -123,6 +124,7 @@ class Trainer:
             self._harness = part("Harness")(config, corpus, self.engine, self.position)
         self._throughput = Throughput.of(config, corpus.model, self.engine.device)
         self._sizes = config.batches
+        self._rates = LearningRates.of(config.lr, config.train)
         self._batches = Batches(config, corpus.train, self.dp, self.position)
         self.monitor = OverflowMonitor(
             self.engine.optimizer.plan.scaling, config.precision.patience
@@ -521,6 +523,10 @@ class Trainer:
             self._nonfinite_step = error
             return error.report
 
+    def _learning_rate(self) -> float:
+        """Return the rate of the next step; a replay has another."""
+        return self._rates.at(self.progress)
+
     def _next_limits(self) -> StepLimits:
         """Return the ends of the bands of the next step's loss and gradient norm."""
         if self.config.train.on_spike == "ignore":
@@ -547,9 +553,7 @@ class Trainer:
 
     def _learning_rate(self) -> float:
         """Return the learning rate of the next step."""
-        if self.config.lr.unit == "samples":
-            return self.config.lr_schedule.at(self.progress.applied_samples)
-        return self.config.lr_schedule.at(self.progress.applied)
+        return self._rates.at(self.progress)
 
     def _advance(self, report: StepReport) -> None:
         """Add a step to `progress`, and note whether a rank was asked to stop."""

@@ -12,8 +12,7 @@ too.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch import Tensor
 from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
 from megaprec.optim.canonical.exact_sum import LENGTH, ExactSum, total
-from megaprec.optim.decision.consensus import Consensus, LocalNumbers, Measured, StepConsensus
+from megaprec.optim.decision.consensus import Measured, StepConsensus, StepNumbers
 from megaprec.optim.decision.grad_stats import statistics
 
 _LARGEST_EXPONENT = 1000  # powers of two up to here, and their inverses, are numbers of float64
@@ -74,11 +73,11 @@ class CanonicalConsensus(StepConsensus):
         norm = torch.cat((sum_of_powers, unit_exponent))
         return Measured(counted, norm)
 
-    def pack(self, local: LocalNumbers) -> Tensor:
+    def pack(self, measured: Measured, numbers: Mapping[str, Tensor | float]) -> Tensor:
         """Return this rank's numbers. Its loss is in slots, float64 [micro-batches of the global
         batch]."""
-        assert local.loss is not None
-        measured = local.measured
+        losses = numbers["loss"]
+        assert isinstance(losses, Tensor)
         no_numbers = measured.norm.view(-1)[:0]
         powers = no_numbers
         if self._num_exact:
@@ -86,23 +85,22 @@ class CanonicalConsensus(StepConsensus):
             # the base class exchanges a largest magnitude only
             measured = Measured(measured.counted, no_numbers)
         # its sum of losses tells whether all are finite; `read` replaces it by the exact one
-        loss = local.loss.sum()
-        of_base = super().pack(replace(local, measured=measured, loss=loss))
-        return torch.cat((of_base, powers, local.loss))
+        of_base = super().pack(measured, {**numbers, "loss": losses.sum()})
+        return torch.cat((of_base, powers, losses))
 
-    def read(self, summed: Tensor) -> Consensus:
-        """Return the consensus that the sum over the world contains. The host waits for
+    def read(self, summed: Tensor) -> StepNumbers:
+        """Return the numbers that the sum over the world contains. The host waits for
         the sum, because exact sums are finished there."""
         powers_start = sum(self.lengths)
         losses_start = powers_start + self._num_exact
         of_base, powers, losses = summed.tensor_split((powers_start, losses_start))
-        reduced = super().read(of_base)
+        numbers = super().read(of_base)
         exact_loss = self._scalar(total_loss(losses))
-        loss = exact_loss.where(reduced.gave_loss, math.nan)
-        norm = reduced.norm
+        loss = exact_loss.where(numbers["gave_loss"], math.nan)
+        norm = numbers["norm"]
         if self._num_exact:  # else the base class has the largest magnitude
             norm = self._scalar(self._norm_of(powers))
-        return replace(reduced, loss=loss, norm=norm)
+        return {**numbers, "loss": loss, "norm": norm}
 
     def _norm_of(self, powers: Tensor) -> float:
         """Return the norm of which all ranks together have sent these powers."""

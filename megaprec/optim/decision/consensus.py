@@ -9,9 +9,9 @@ than L2 is sent in a slot per rank, and every rank computes the same global norm
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum, auto
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,107 +37,93 @@ _MULTIPLIERS = tuple(
 )
 
 
-@dataclass(frozen=True)
-class Consensus:
-    """The reduced numbers of a step: tensors on the device, equal on every rank.
+class Combine(Enum):
+    """How the ranks' values of a number become one.
 
-    norm: of the gradients, including the loss scale.
-    zeros: zero elements by pipeline rank, [pp].
-    finite: True if gradients and loss are finite.
-    same_common: True if all ranks sent one scaler, step count and learning rate.
-    same_in_stages: True if the ranks of each stage lack the same gradients and have the same
-        settings.
-    stops: number of ranks that were asked to stop.
-    num_gradients: number of parameters that have one, over all ranks.
-    nothing_counts: True if some rank has said that no token of the batch counts in the loss.
-    gave_loss: True if some rank has given a loss. loss: NaN if none has.
+    SUM: over all ranks.
+    BY_STAGE: over the ranks of each pipeline stage, [pp].
+    EQUAL: a digest that all ranks must share: whether they do.
+    EQUAL_IN_STAGE: a digest that the ranks of each stage must share: whether all stages do.
     """
 
-    norm: Tensor
-    loss: Tensor
-    zeros: Tensor
-    finite: Tensor
-    same_common: Tensor
-    same_in_stages: Tensor
-    stops: Tensor
-    num_gradients: Tensor
-    nothing_counts: Tensor
-    gave_loss: Tensor
+    SUM = auto()
+    BY_STAGE = auto()
+    EQUAL = auto()
+    EQUAL_IN_STAGE = auto()
 
-    def forbids(self, on_nonfinite: str) -> Tensor:
-        """Return float32 [], 1 if the step must change nothing. on_nonfinite: as in the precision
-        plan."""
-        ranks_agree = self.same_common & self.same_in_stages
-        allowed = ranks_agree & (self.num_gradients > 0) & ~self.nothing_counts
-        if on_nonfinite != "ignore":
-            allowed = allowed & self.finite
-        return allowed.logical_not().float()
+    def length(self, stages: int) -> int:
+        """Return how many numbers are exchanged."""
+        lengths = {
+            Combine.SUM: 1,
+            Combine.BY_STAGE: stages,
+            Combine.EQUAL: 2,
+            Combine.EQUAL_IN_STAGE: 2 * stages,
+        }
+        return lengths[self]
 
 
-@dataclass(frozen=True)
-class StepNumbers:
-    """The numbers of a step on the host: those of `Consensus`, the norm without the loss scale.
+NUMBERS: Mapping[str, Combine] = {
+    "squares": Combine.SUM,
+    "loss": Combine.SUM,
+    "same_common": Combine.EQUAL,
+    "stops": Combine.SUM,
+    "num_gradients": Combine.SUM,
+    "nothing_counts": Combine.SUM,
+    "num_losses": Combine.SUM,
+    "zeros": Combine.BY_STAGE,
+    "same_in_stages": Combine.EQUAL_IN_STAGE,
+}
+"""The numbers that ranks exchange about a step, in this order.
 
-    is_spike: the step is above a limit. further: others, which the optimizer does not read.
-    """
+squares: of the gradients, including the loss scale.
+loss: this rank's share.
+same_common: digest of the scaler, step count, learning rate and limits.
+stops: 1 if the rank was asked to stop.
+num_gradients: how many of the rank's parameters have one.
+nothing_counts: 1 if the rank knows that no token of the batch counts in the loss.
+num_losses: 1 if the rank knows a loss.
+zeros: gradient elements that are zero.
+same_in_stages: digest of the parameters without a gradient, and of the settings.
+"""
 
-    loss: float
-    norm: float
-    loss_scale: float
-    stops: float
-    num_gradients: float
-    finite: bool
-    same_common: bool
-    same_in_stages: bool
-    nothing_counts: bool
-    gave_loss: bool
-    is_spike: bool
-    zeros: tuple[int, ...]
-    further: tuple[float, ...] = ()
+StepNumbers = Mapping[str, Tensor]
+"""The numbers of a step that all ranks agree on, on the device: those of `NUMBERS`, and
+
+norm: of the gradients, including the loss scale.
+finite: whether gradients and loss are finite.
+gave_loss: whether some rank has given a loss. Without one the loss is NaN.
+"""
 
 
-def to_host(
-    reduced: Consensus,
-    norm: Tensor,
-    loss_scale: Tensor,
-    is_spike: Tensor,
-    further: Tensor | None = None,
-) -> StepNumbers:
-    """Return the numbers of a step in one copy from the device, for which the host waits.
+def forbids(numbers: StepNumbers, on_nonfinite: str) -> Tensor:
+    """Return float32 [], 1 if the step must change nothing. on_nonfinite: as in the precision
+    plan."""
+    ranks_agree = numbers["same_common"] & numbers["same_in_stages"]
+    has_gradients = numbers["num_gradients"] > 0
+    allowed = ranks_agree & has_gradients & ~numbers["nothing_counts"]
+    if on_nonfinite != "ignore":
+        allowed = allowed & numbers["finite"]
+    return allowed.logical_not().float()
 
-    is_spike: bool []. further: float64 [n]; None for none.
-    """
-    numbers = {
-        "loss": reduced.loss,
-        "norm": norm,
-        "loss_scale": loss_scale.double(),
-        "stops": reduced.stops,
-        "num_gradients": reduced.num_gradients,
-    }
-    flags = {
-        "finite": reduced.finite,
-        "same_common": reduced.same_common,
-        "same_in_stages": reduced.same_in_stages,
-        "nothing_counts": reduced.nothing_counts,
-        "gave_loss": reduced.gave_loss,
-        "is_spike": is_spike,
-    }
-    stacked_numbers = torch.stack(list(numbers.values()))
-    stacked_flags = torch.stack(list(flags.values())).double()
-    parts = [stacked_numbers, stacked_flags, reduced.zeros]
-    if further is not None:
-        parts.append(further)
-    on_host = torch.cat(parts).tolist()  # the only wait of a usual step
-    flags_start = len(numbers)
-    zeros_start = flags_start + len(flags)
-    further_start = zeros_start + len(reduced.zeros)
-    host_flags = map(bool, on_host[flags_start:zeros_start])
-    return StepNumbers(
-        **dict(zip(numbers, on_host[:flags_start], strict=True)),
-        **dict(zip(flags, host_flags, strict=True)),
-        zeros=tuple(int(count) for count in on_host[zeros_start:further_start]),
-        further=tuple(on_host[further_start:]),
-    )
+
+def to_host(numbers: StepNumbers) -> dict[str, Any]:
+    """Return numbers in one copy from the device, for which the host waits: bools, floats, and
+    tuples of floats for vectors."""
+    flat = [value.double().view(-1) for value in numbers.values()]
+    on_host = torch.cat(flat).tolist()  # the only wait of a usual step
+    values: dict[str, Any] = {}
+    start = 0
+    for name, tensor in numbers.items():
+        stop = start + tensor.numel()
+        value = on_host[start:stop]
+        if tensor.dim():
+            values[name] = tuple(value)
+        elif tensor.dtype == torch.bool:
+            values[name] = bool(value[0])
+        else:
+            values[name] = value[0]
+        start = stop
+    return values
 
 
 class Measured(NamedTuple):
@@ -149,51 +135,6 @@ class Measured(NamedTuple):
 
     counted: Tensor
     norm: Tensor
-
-
-@dataclass(frozen=True)
-class LocalNumbers:
-    """The knowledge of a rank about its gradients and its loss in a step.
-
-    measured: of its gradients; the norm is read only for a norm other than L2.
-    loss: this rank's share; None for no share.
-    common_digest, stage_digest: of what must be equal on all ranks, and on those of a stage.
-    num_gradients: how many of this rank's parameters have one.
-    stop: True if this rank was asked to stop.
-    counted_tokens: of the batch, in the loss; None or NaN if this rank does not know it.
-    gave_loss: False if this rank knows no loss.
-    """
-
-    measured: Measured
-    loss: Tensor | None
-    common_digest: Tensor
-    stage_digest: float
-    num_gradients: int = 1
-    stop: bool = False
-    counted_tokens: Tensor | None = None
-    gave_loss: bool = True
-
-
-class _RankNumbers(NamedTuple):
-    """Numbers that are summed over all ranks, in the order in which they are exchanged."""
-
-    squares: Tensor
-    loss: Tensor
-    common: Tensor
-    common_squared: Tensor
-    stops: Tensor
-    num_gradients: Tensor
-    nothing_counts: Tensor
-    num_losses: Tensor
-
-
-class _StageNumbers(NamedTuple):
-    """Numbers that are summed over the ranks of each pipeline stage, in the order in which they are
-    exchanged: [pp] each."""
-
-    zeros: Tensor
-    digests: Tensor
-    digests_squared: Tensor
 
 
 class StepConsensus:
@@ -217,8 +158,7 @@ class StepConsensus:
         self._call = call
         # only the L2 norm comes from sums of squares; any other takes a slot for each rank
         norm_slots = 0 if order == 2 else world.size
-        stage_slots = len(_StageNumbers._fields) * pp.size
-        self.lengths = (len(_RankNumbers._fields), stage_slots, norm_slots)
+        self.lengths = (*(how.length(pp.size) for how in NUMBERS.values()), norm_slots)
 
     def measure(self, gradients: Sequence[Tensor], counted_elsewhere: Sequence[Tensor]) -> Measured:
         """Return sum of squares and number of zeros, and the norm, of this rank's gradients.
@@ -230,65 +170,67 @@ class StepConsensus:
             return Measured(counted, counted[0])
         return Measured(counted, norm_of(gradients, self.order, self.device))
 
-    def pack(self, local: LocalNumbers) -> Tensor:
-        """Return this rank's numbers, to be summed over the world: float64."""
-        squares, zeros = local.measured.counted.unbind()
-        stage_digest = self._scalar(local.stage_digest)
-        of_stages = torch.zeros(
-            len(_StageNumbers._fields),
-            self.pp.size,
-            dtype=torch.float64,
-            device=self.device,
-        )
-        of_stages[:, self.pp.rank] = torch.stack(
-            _StageNumbers(zeros=zeros, digests=stage_digest, digests_squared=stage_digest.square())
-        )
-        *_, norm_slots = self.lengths
-        norms = torch.zeros(norm_slots, dtype=torch.float64, device=self.device)
+    def pack(self, measured: Measured, numbers: Mapping[str, Tensor | float]) -> Tensor:
+        """Return this rank's numbers, to be summed over the world: float64.
+
+        measured: of its gradients; its norm is read only for a norm other than L2.
+        numbers: those of `NUMBERS` that are not measured of gradients.
+        """
+        squares, zeros = measured.counted.unbind()
+        values = {**numbers, "squares": squares, "zeros": zeros}
+        packed = [self._pack(how, self._scalar(values[name])) for name, how in NUMBERS.items()]
+        norms = torch.zeros(self.lengths[-1], dtype=torch.float64, device=self.device)
         own_slot = slice(self.world.rank, self.world.rank + 1)  # no element for the L2 norm
-        norms[own_slot] = local.measured.norm
-        loss = local.loss
-        numbers = _RankNumbers(
-            squares=squares,
-            loss=self._scalar(0.0) if loss is None else loss.double().reshape(()),
-            common=local.common_digest,
-            common_squared=local.common_digest.square(),
-            stops=self._scalar(float(local.stop)),
-            num_gradients=self._scalar(local.num_gradients),
-            nothing_counts=self._nothing_counts(local.counted_tokens),
-            num_losses=self._scalar(float(local.gave_loss)),
-        )
-        return torch.cat((torch.stack(numbers), of_stages.view(-1), norms))
+        norms[own_slot] = measured.norm
+        return torch.cat((*packed, norms))
 
-    def read(self, summed: Tensor) -> Consensus:
-        """Return the consensus that the sum over the world contains."""
-        of_ranks, of_stages, norms = summed.split(self.lengths)
-        ranks = _RankNumbers(*of_ranks.unbind())
-        rows_of_stages = of_stages.view(len(_StageNumbers._fields), -1)
-        stages = _StageNumbers(*rows_of_stages.unbind())
+    def _pack(self, how: Combine, value: Tensor) -> Tensor:
+        """Return a number as it is exchanged, float64 [how.length]."""
+        if how is Combine.SUM:
+            return value.view(1)
+        if how is Combine.EQUAL:
+            return torch.stack((value, value.square()))
+        rows = value.view(1) if how is Combine.BY_STAGE else torch.stack((value, value.square()))
+        of_stages = torch.zeros(len(rows), self.pp.size, dtype=torch.float64, device=self.device)
+        of_stages[:, self.pp.rank] = rows
+        return of_stages.view(-1)
+
+    def _read(self, how: Combine, summed: Tensor) -> Tensor:
+        """Return the number of which all ranks together have sent this sum."""
+        if how is Combine.SUM:
+            return summed.view(())
+        if how is Combine.BY_STAGE:
+            return summed
+        if how is Combine.EQUAL:
+            return _are_equal(*summed.unbind(), self.world.size)
         ranks_of_stage = self.world.size // self.pp.size
-        same_in_stages = _are_equal(stages.digests, stages.digests_squared, ranks_of_stage)
-        return Consensus(
-            norm=ranks.squares.sqrt() if self.order == 2 else joined_norm(norms, self.order),
-            loss=ranks.loss.where(ranks.num_losses > 0, math.nan),
-            zeros=stages.zeros,
-            finite=of_ranks[:2].isfinite().all(),  # squares and loss
-            same_common=_are_equal(ranks.common, ranks.common_squared, self.world.size),
-            same_in_stages=same_in_stages.all(),
-            stops=ranks.stops,
-            num_gradients=ranks.num_gradients,
-            nothing_counts=ranks.nothing_counts > 0,
-            gave_loss=ranks.num_losses > 0,
-        )
+        digests, digests_squared = summed.view(2, -1).unbind()
+        return _are_equal(digests, digests_squared, ranks_of_stage).all()
 
-    def _nothing_counts(self, counted_tokens: Tensor | None) -> Tensor:
-        """Return 1 if this rank knows that no token counts, else 0; a NaN compares as unknown."""
-        if counted_tokens is None:
-            return self._scalar(0.0)
-        return (counted_tokens <= 0).double()
+    def read(self, summed: Tensor) -> StepNumbers:
+        """Return the numbers that the sum over the world contains."""
+        *packed, norms = summed.split(self.lengths)
+        numbers = {
+            name: self._read(how, part)
+            for (name, how), part in zip(NUMBERS.items(), packed, strict=True)
+        }
+        squares = numbers["squares"]
+        loss = numbers["loss"]
+        gave_loss = numbers["num_losses"] > 0
+        return {
+            **numbers,
+            "norm": squares.sqrt() if self.order == 2 else joined_norm(norms, self.order),
+            "loss": loss.where(gave_loss, math.nan),
+            "finite": torch.stack((squares, loss)).isfinite().all(),
+            "nothing_counts": numbers["nothing_counts"] > 0,
+            "gave_loss": gave_loss,
+        }
 
-    def _scalar(self, value: float) -> Tensor:
-        return torch.full((), value, dtype=torch.float64, device=self.device)
+    def _scalar(self, value: Tensor | float) -> Tensor:
+        """Return a number as float64 []."""
+        if isinstance(value, Tensor):
+            return value.double().reshape(())
+        return torch.full((), float(value), dtype=torch.float64, device=self.device)
 
 
 def _are_equal(total: Tensor, squares: Tensor, ranks: int) -> Tensor:

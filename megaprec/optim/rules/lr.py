@@ -17,9 +17,9 @@ peak * (n + 1) / (warmup + 1), as nanoGPT does, is that of initial = peak / (war
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from megaprec.errors import Problem, UserError
 from megaprec.kinds import NamedArguments, wrong_kinds
@@ -58,30 +58,26 @@ class LRSchedule(NamedArguments):
         # "<=": the step after the last of warm-up has the peak itself, as in Megatron
         if self.warmup > 0 and completed <= self.warmup:
             return self.initial + (self.peak - self.initial) * completed / self.warmup
-        if self.kind == "constant":
+        kind = SCHEDULES[self.kind]
+        if not kind.ends:
             return self.peak
         if completed > self.total:
             return self.final
-        return self.final + self._height(completed) * (self.peak - self.final)
+        return self.final + kind.height(self, completed) * (self.peak - self.final)
 
-    def _height(self, completed: int) -> float:
-        """Return the position of the rate between final (0) and peak (1) after warm-up."""
-        if self.kind == "wsd":
-            into_tail = completed - (self.total - self.decay)
-            if into_tail <= 0:
-                return 1.0
-            return _fall(self.tail, into_tail / self.decay)
-        decayed = (completed - self.warmup) / (self.total - self.warmup)
-        return _fall(self.kind, decayed)
+    def after_warmup(self, completed: int) -> float:
+        """Return the fraction of the steps after warm-up that are completed."""
+        return (completed - self.warmup) / (self.total - self.warmup)
 
     def _problems(self) -> Iterator[Problem]:
         """Yield a problem for each value that is out of its range or contradicts another one."""
         longest_decay = self.total - self.warmup
+        has_decay = "decay" in SCHEDULES[self.kind].keys
         if self.total < 1:
             yield Problem.of("optimizer.schedule_total", total=self.total)
         elif not 0 <= self.warmup <= self.total:
             yield Problem.of("optimizer.schedule_warmup", warmup=self.warmup, total=self.total)
-        elif self.kind == "wsd" and not 1 <= self.decay <= longest_decay:
+        elif has_decay and not 1 <= self.decay <= longest_decay:
             yield Problem.of("optimizer.schedule_decay", decay=self.decay, longest=longest_decay)
         # without a warm-up it has no effect
         if self.warmup and not 0 <= self.initial <= self.peak:
@@ -90,12 +86,56 @@ class LRSchedule(NamedArguments):
             yield Problem.of("optimizer.schedule_final", final=self.final, peak=self.peak)
 
 
-def _fall(shape: str, fraction: float) -> float:
-    """Return the height, from 1 down to 0, after a fraction of a decay of this shape."""
-    if shape == "linear":
-        return 1 - fraction
-    if shape == "cosine":
-        return 0.5 * (math.cos(math.pi * fraction) + 1)
-    if shape == "sqrt":
-        return 1 - math.sqrt(fraction)
+def _linear(fraction: float) -> float:
+    return 1 - fraction
+
+
+def _cosine(fraction: float) -> float:
+    return 0.5 * (math.cos(math.pi * fraction) + 1)
+
+
+def _sqrt(fraction: float) -> float:
+    return 1 - math.sqrt(fraction)
+
+
+def _exponential(fraction: float) -> float:
     return 2 * 0.5**fraction - 1
+
+
+TAILS: Mapping[Tail, Callable[[float], float]] = {
+    "exponential": _exponential,
+    "linear": _linear,
+    "cosine": _cosine,
+    "sqrt": _sqrt,
+}
+"""The heights, from 1 down to 0, after a fraction of the decay of "wsd"."""
+
+
+def _stable_then_decay(schedule: LRSchedule, completed: int) -> float:
+    """Return the height of "wsd": the peak, and a decay in the last steps."""
+    into_tail = completed - (schedule.total - schedule.decay)
+    if into_tail <= 0:
+        return 1.0
+    return TAILS[schedule.tail](into_tail / schedule.decay)
+
+
+class ScheduleKind(NamedTuple):
+    """A schedule of the learning rate.
+
+    height: the position of the rate between final (0) and peak (1) after warm-up, of the schedule
+        and the number of completed steps.
+    ends: whether the rate falls to `final`, so that it depends on the length of the schedule.
+    keys: the keys of [lr] that it has besides those of its ends.
+    """
+
+    height: Callable[[LRSchedule, int], float]
+    ends: bool = True
+    keys: tuple[str, ...] = ()
+
+
+SCHEDULES: Mapping[Kind, ScheduleKind] = {
+    "constant": ScheduleKind(lambda schedule, completed: 1.0, ends=False),
+    "linear": ScheduleKind(lambda schedule, done: _linear(schedule.after_warmup(done))),
+    "cosine": ScheduleKind(lambda schedule, done: _cosine(schedule.after_warmup(done))),
+    "wsd": ScheduleKind(_stable_then_decay, keys=("decay", "wsd_decay")),
+}

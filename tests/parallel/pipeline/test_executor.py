@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from parallel.linear import InputLayout, Linear
-from parallel.pipeline.builders import KINDS, schedule
 from parallel.pipeline.executor import Executor, StageHooks
 from parallel.pipeline.instructions import Instruction, Op
+from parallel.pipeline.kinds import KINDS, schedule
 from parallel.pipeline.p2p import CPU, P2P, Match
 from parallel.pipeline.schedules import Schedule, complete, forward_only
 from parallel.pipeline.simulation import Span, sends_under_way

@@ -8,16 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaprec.errors import Problem, UserError
-from parallel.pipeline.builders import (
-    KINDS,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    schedule,
-    schedule_problems,
-    zb_v,
-)
-from parallel.pipeline.formulas import TEXTBOOK, Sizes
+from parallel.pipeline.builders import gpipe, interleaved, one_f_one_b, zb_v
+from parallel.pipeline.formulas import Sizes
 from parallel.pipeline.instructions import (
     INPUT_GRADIENTS,
     NO_MICROBATCH,
@@ -27,6 +19,7 @@ from parallel.pipeline.instructions import (
     Message,
     Op,
 )
+from parallel.pipeline.kinds import KINDS, schedule, schedule_problems
 from parallel.pipeline.schedules import complete, forward_only
 from parallel.pipeline.simulation import Span, bubble, idle, in_flight, sends_under_way, simulate
 from parallel.pipeline.verify import check
@@ -179,7 +172,7 @@ def test_ordered_channels_with_few_sends_under_way_cost_no_time(kind: str) -> No
 
 @UNHURRIED
 @given(
-    st.sampled_from(["zb-h1", "zb-h2", "zb-v"]),
+    st.sampled_from([kind for kind in KINDS if KINDS[kind].splits_backward]),
     st.integers(1, 4),
     MICROBATCHES,
     st.lists(st.tuples(COSTS, COSTS, COSTS), min_size=8, max_size=8),
@@ -244,7 +237,7 @@ COSTS = [
 
 @pytest.mark.parametrize(
     ("kind", "costs"),
-    [(k, c) for k in KINDS for c in COSTS if not k.startswith("zb") or len(set(c)) == 1],
+    [(k, c) for k in KINDS for c in COSTS if not KINDS[k].splits_backward or len(set(c)) == 1],
 )
 def test_the_textbook_is_right_about_equal_stages(kind: str, costs: tuple[int, int, int]) -> None:
     forward, of_input, of_weight = costs
@@ -253,7 +246,7 @@ def test_the_textbook_is_right_about_equal_stages(kind: str, costs: tuple[int, i
     for p, m in ((1, 4), (2, 6), (4, 8), (4, 16), (8, 24)):
         s = schedule(kind, p, m, cost=lambda i: times.get(i.op, 0))
         sizes = Sizes(p, m, len(s.rank_of_stage) // p, *costs)
-        book = TEXTBOOK[kind]
+        book = KINDS[kind]
         assert bubble(simulate(s, lambda i: times.get(i.op, 0))) == pytest.approx(
             book.bubble.value(sizes), abs=1e-12
         )
@@ -277,8 +270,8 @@ def test_all_mistakes_of_the_user_are_told_together() -> None:
 @pytest.mark.parametrize(
     ("kind", "chunks", "says"),
     [
-        ("zb-v", 3, sentence("pipeline.zb_v_chunks", chunks=3)),
-        ("1f1b", 2, sentence("pipeline.one_chunk", kind="1f1b", chunks=2)),
+        ("zb-v", 3, sentence("pipeline.other_chunks", kind="zb-v", needed=2, chunks=3)),
+        ("1f1b", 2, sentence("pipeline.other_chunks", kind="1f1b", needed=1, chunks=2)),
         ("interleaved", -1, sentence("pipeline.chunks_below_one", chunks=-1)),
     ],
 )

@@ -3,8 +3,8 @@ there on."""
 
 import pytest
 
-from parallel.pipeline.builders import KINDS, schedule
 from parallel.pipeline.instructions import RECEIVES, Channel, Instruction, Message
+from parallel.pipeline.kinds import KINDS, schedule
 from parallel.pipeline.posting import moved, posts
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import RefusedSchedule, sends_under_way, simulate

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from megaprec.errors import UserError
 from parallel.pipeline import simulation
-from parallel.pipeline.builders import KINDS, gpipe, one_f_one_b, schedule
+from parallel.pipeline.builders import gpipe, one_f_one_b
 from parallel.pipeline.instructions import NO_MICROBATCH, Channel, Instruction, Op
+from parallel.pipeline.kinds import KINDS, schedule
 from parallel.pipeline.schedules import MOST_PROBLEMS, Schedule, complete, forward_only
 from parallel.pipeline.simulation import (
     Mark,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallel.pipeline.builders import KINDS
+from parallel.pipeline.kinds import KINDS
 from tests import oracle
 from tests.layouts import Result, Run, batches, train, train_all
 from tests.models.test_parity import differing

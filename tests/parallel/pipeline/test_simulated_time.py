@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from parallel.pipeline import executor, timeline
-from parallel.pipeline.builders import schedule
 from parallel.pipeline.executor import Executor, StageHooks
 from parallel.pipeline.instructions import Instruction, Message
+from parallel.pipeline.kinds import schedule
 from parallel.pipeline.p2p import CPU, P2P
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import Span, idle, simulate

@@ -29,6 +29,9 @@ CPU_FILE = Path("/proc/cpuinfo")
 Count = Annotated[int, Field(ge=1, le=1 << 53)]
 # what a clock can tell, and far beyond what is measured
 Seconds = Annotated[float, Field(ge=1e-12, le=1e6)]
+# FLOPs, bytes or numbers a second: what no device is below or beyond
+LEAST_SPEED = 1.0
+MOST_SPEED = 1e21
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "point to point"]
 
 
@@ -173,6 +176,23 @@ class Calibration(BaseModel):
             yield "]"
 
 
+def _speeds(calibration: Calibration) -> Iterator[tuple[str, float]]:
+    """Yield the kind of each measurement and its work a second, in FLOPs, numbers or bytes."""
+    for product in calibration.products:
+        yield "products", product.flops / product.seconds
+    for attention in calibration.attention:
+        width = attention.heads * attention.head_dim
+        seconds = attention.forward + attention.backward
+        yield "attention", attention.tokens**2 * width / seconds
+    for layer in calibration.layers:
+        weights = layer.hidden * (layer.hidden + layer.ffn)
+        yield "layers", layer.tokens * weights / layer.seconds
+    for loss in calibration.loss:
+        yield "loss", 1 / loss.seconds_of_logit
+    for moved in (*calibration.memory, *calibration.collectives):
+        yield f"{moved.bytes} bytes", moved.bytes / moved.seconds
+
+
 def machine_name(device: Device) -> str:
     """Return the name of this machine's GPU, or of its processor."""
     if device == "cuda":
@@ -196,12 +216,18 @@ def read_calibration(path: Path) -> Calibration:
     if version != VERSION:
         raise UserError.of("planning.calibration_version", path=path, version=version, own=VERSION)
     try:
-        return Calibration.model_validate(document)
+        calibration = Calibration.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         problem = f"{place} = {first['input']!r} {requirement_of(first)}"
         raise UserError.of("planning.calibration_form", path=path, problem=problem) from error
+    # sizes and times may each be right, and not belong together
+    for kind, speed in _speeds(calibration):
+        if not LEAST_SPEED <= speed <= MOST_SPEED:
+            problem = f"{kind} at {speed:.3g} a second, the speed of no device"
+            raise UserError.of("planning.calibration_form", path=path, problem=problem)
+    return calibration
 
 
 def differences(calibration: Calibration, device: Device) -> Iterator[str]:

@@ -6,6 +6,7 @@ No advice names what a run already has, or what its rules refuse.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from parallel.pipeline.kinds import KINDS
 from tools.analysis.planning.search import ORIGIN, RECOMPUTE
 from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.analysis.planning.seconds.links import axis_links
@@ -116,7 +117,8 @@ def _ways_to_less(
     has_layers = 4 * pipeline <= config.model.layers
     # A micro-batch passes stages one after another, however many a rank has.
     has_others = config.num_microbatches > 1
-    has_one_stage = pipeline > 1 and parallel.schedule == "1f1b"
+    stages_of_rank = parallel.chunks or KINDS[parallel.schedule].chunks
+    has_one_stage = pipeline > 1 and KINDS[parallel.schedule].is_1f1b and stages_of_rank == 1
     can_have_stages = has_one_stage and has_layers and has_others
     busiest = _busiest_axis(config, predicted, assumed)
 

@@ -68,7 +68,7 @@ def both_with_amax(
     """Do all that FP8 does to a tensor before its products; under delayed scaling the amax is
     recorded as well."""
     amaxes: list[Tensor] = []
-    note_amax = amaxes.append if recipe.kind == "delayed" else None
+    note_amax = amaxes.append if recipe.scales.keeps_history else None
     casts = quantize_both(x, recipe, role, scale, leaves=leaves, note_amax=note_amax)
     return casts, amaxes
 
@@ -98,7 +98,7 @@ def linear_times(
     weight = random(shape.outputs, shape.inputs)
     grad = random(shape.tokens, shape.outputs)
     weight_grad = torch.zeros(shape.outputs, shape.inputs, device=device)  # FP32
-    scale = torch.full((), 2.0, device=device) if recipe.kind == "delayed" else None
+    scale = torch.full((), 2.0, device=device) if recipe.scales.keeps_history else None
     cast: Callable[..., Any] = both_with_amax
     if compiled:
         cast = torch.compile(partial(both_with_amax, leaves=form_to_compile), fullgraph=True)

@@ -19,8 +19,8 @@ from models.estimate.least_activations import least_bytes_of_layer
 from models.estimate.memory import ActivationBytes, StageMemory, message_bytes
 from models.estimate.state import StateBytes, state_bytes
 from models.estimate.storage import Device
-from parallel.pipeline.builders import SPLIT, default_chunks
 from parallel.pipeline.instructions import Instruction, Message, Op
+from parallel.pipeline.kinds import KINDS
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import Span, memory_in_use, peak
 from tools.config.rules.all_rules import make_rule
@@ -166,7 +166,7 @@ class MemoryModel:
             tp=parallel.tensor,
             cp=parallel.context,
             device=self.device,
-            halves=bool(parallel.schedule_file) or parallel.schedule in SPLIT,
+            halves=bool(parallel.schedule_file) or KINDS[parallel.schedule].splits_backward,
         )
         return _first_equal(stage_memory)
 
@@ -262,7 +262,7 @@ def least_layers_in_flight(config: RunConfig) -> int:
     """
     parallel = config.parallel
     model = config.model
-    if parallel.schedule_file or parallel.schedule not in ("1f1b", "interleaved"):
+    if parallel.schedule_file or not KINDS[parallel.schedule].is_1f1b:
         return 0
     recompute = config.recompute
     is_even = not recompute.layers and recompute.fraction in (0.0, 1.0)
@@ -273,7 +273,7 @@ def least_layers_in_flight(config: RunConfig) -> int:
         return 0
     if parallel.pipeline == 1:
         return model.layers - len(model.dense_layers)
-    chunks = parallel.chunks or default_chunks(parallel.schedule)
+    chunks = parallel.chunks or KINDS[parallel.schedule].chunks
     layers = chunks * (model.layers // (parallel.pipeline * chunks))
     return layers * min(config.num_microbatches, parallel.pipeline - 1)
 
@@ -377,8 +377,8 @@ def peak_bytes(
     sizes = _ScheduleBytes(config, kept)
     peaks_of_schedule = peak(schedule, sizes.growth, sizes.within, sizes.message)
     peaks = [round(size) for size in peaks_of_schedule]
-    # of the kinds of schedule only this one keeps all micro-batches, also those not simulated
-    if parallel.schedule == "gpipe" and not parallel.schedule_file:
+    # also of micro-batches that are not simulated
+    if KINDS[parallel.schedule].keeps_all and not parallel.schedule_file:
         for stage, rank in enumerate(schedule.rank_of_stage):
             peaks[rank] += passes.more * kept[stage].activations
     return peaks

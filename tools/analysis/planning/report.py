@@ -10,7 +10,7 @@ from typing import Any
 
 from models.estimate.flops import training_flops
 from models.estimate.storage import without_storage
-from parallel.pipeline.builders import default_chunks
+from parallel.pipeline.kinds import KINDS
 from tools.analysis.planning.accuracy import MEASURED, PLAIN
 from tools.analysis.planning.assumed import assumed_lines
 from tools.analysis.planning.bottleneck import describe_bottleneck
@@ -326,7 +326,7 @@ def _layout_cells(planned: Planned, axes: Sequence[str], assumed: Assumptions) -
     return {
         "layout": " x ".join(axis_sizes),
         "experts": f"{parallel.expert} x {expert_slices(parallel)}",
-        "stages": str(parallel.chunks or default_chunks(parallel.schedule)),
+        "stages": str(parallel.chunks or KINDS[parallel.schedule].chunks),
         "batch": str(planned.config.train.micro_batch),
         "recompute": parallel.recompute,
         "ZeRO": _zero_stage(parallel),

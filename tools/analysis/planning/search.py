@@ -19,7 +19,7 @@ from itertools import product
 from typing import Any
 
 from megaprec.optim.rules.muon.rule import min_moments
-from parallel.pipeline.builders import default_chunks
+from parallel.pipeline.kinds import KINDS
 from parallel.sequence_cut import length_multiple
 from tools.analysis.planning.device import Target
 from tools.analysis.planning.memory import (
@@ -335,8 +335,9 @@ def neighbors(config: RunConfig) -> Iterator[RunConfig]:
         changes.append(("train.micro_batch", train.micro_batch // 2))
     if parallel.zero and parallel.copies > 1:
         changes.append(("parallel.zero", True if parallel.shards_gradients else 2))
-    if parallel.schedule == "interleaved":
-        chunks = parallel.chunks or default_chunks(parallel.schedule)
+    kind = KINDS[parallel.schedule]
+    if kind.any_chunks:
+        chunks = parallel.chunks or kind.chunks
         changes.append(("parallel.chunks", 2 * chunks))
     for key, value in changes:
         try:
@@ -386,7 +387,7 @@ def _schedules(config: RunConfig, pipeline: int) -> Iterator[dict[str, Any]]:
     parallel = config.parallel
     # a schedule from a file is one for a number of ranks and micro-batches
     yield {"schedule": parallel.schedule, "chunks": parallel.chunks, "schedule_file": ""}
-    if parallel.schedule not in ("1f1b", "interleaved") or pipeline == 1:
+    if not KINDS[parallel.schedule].is_1f1b or pipeline == 1:
         return
     yield {"schedule": "1f1b", "chunks": 0, "schedule_file": ""}
     for chunks in CHUNKS:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, fields, replace
 from models.decoder.stages import Cut
 from models.estimate.flops import StageCost, stage_costs
 from models.estimate.memory import message_bytes
-from parallel.pipeline.builders import default_chunks
-from parallel.pipeline.formulas import TEXTBOOK, Sizes
+from parallel.pipeline.formulas import Sizes
 from parallel.pipeline.instructions import SENDS, Instruction, Op
+from parallel.pipeline.kinds import KINDS
 from parallel.pipeline.simulation import Span, simulate
 from tools.analysis.planning.memory import PlannedPasses, RankBytes
 from tools.analysis.planning.seconds.assumptions import Assumptions
@@ -140,13 +140,9 @@ def passes_of(config: RunConfig, all_passes: bool = False) -> PlannedPasses:
     # Once the pipeline is full a schedule repeats itself: `period` further micro-batches tell how
     # long each takes. With these counts a long step is foretold to 2 % in every kind of schedule
     # (tests/planning).
-    if parallel.schedule in ("gpipe", "1f1b"):
-        until_regular = pipeline + 4
-        period = 8
-    else:
-        # interleaved schedules take micro-batches in groups of as many as there are ranks
-        until_regular = 2 * pipeline
-        period = pipeline
+    kind = KINDS[parallel.schedule]
+    until_regular = kind.until_regular(pipeline)
+    period = kind.period(pipeline)
     has_few_passes = pipeline * microbatches <= MOST_SIMULATED
     is_short = has_few_passes or microbatches <= until_regular + period
     if all_passes or parallel.schedule_file or is_short:
@@ -405,7 +401,7 @@ def least_seconds(config: RunConfig, assumed: Assumptions) -> float:
     """
     parallel = config.parallel
     pipeline = parallel.pipeline
-    stages = pipeline * (parallel.chunks or default_chunks(parallel.schedule))
+    stages = pipeline * (parallel.chunks or KINDS[parallel.schedule].chunks)
     if 0 < config.recompute.count_whole_layers(config.model.layers) < config.model.layers:
         # how many layers are recomputed depends on those of each stage
         costs = config.stage_costs(config.sized_model, range(stages))
@@ -426,7 +422,7 @@ def least_seconds(config: RunConfig, assumed: Assumptions) -> float:
         I=seconds_of_rank(Op.BACKWARD_INPUT),
         W=seconds_of_rank(Op.BACKWARD_WEIGHT),
     )
-    bubble = TEXTBOOK[parallel.schedule].bubble.value(sizes)
+    bubble = KINDS[parallel.schedule].bubble.value(sizes)
     passes_seconds = sizes.work * (1 + bubble)
     elements = sum(elements_of_pipeline(config)) / pipeline
     sent = _least_sent(config, elements)

@@ -16,8 +16,8 @@ from pydantic import BaseModel
 from megaprec.comm.layout import Growth, Part
 from megaprec.errors import Problem, UserError
 from megaprec.optim.decision.scaler import make_scaler
-from megaprec.optim.rules.lr import LRSchedule
-from megaprec.optim.rules.rule_by_name import rule
+from megaprec.optim.rules.lr import SCHEDULES, LRSchedule
+from megaprec.optim.rules.rule_table import rule, rule_kind
 from megaprec.optim.rules.update_rules import UpdateRule
 from megaprec.optim.rules.width import require_width_factors
 from megaprec.precision.patterns import match_patterns, unmatched_problems
@@ -28,7 +28,7 @@ from models.logical_shapes import logical_shapes
 from models.nvfp4_models import nvfp4_problems
 from parallel.activation_checkpoint import MODULES
 from parallel.fused_products import async_tensor_problems
-from parallel.pipeline.builders import SPLIT
+from parallel.pipeline.kinds import KINDS
 from tools.config.rules.canonical import (
     unequal_models,
     unequal_scales,
@@ -113,13 +113,10 @@ def _problems_of(function: Callable[..., object], *arguments: object) -> tuple[P
 
 def make_rule(optimizer: Optimizer) -> UpdateRule:
     """Return the update rule of [optimizer]. Raises UserError."""
-    name = optimizer.name.lower()
-    if name not in ("adamw", "muon"):
-        return rule(optimizer.name, dict(optimizer.options))
-    settings = {"betas": optimizer.betas, "eps": optimizer.eps}
+    settings = {key: getattr(optimizer, key) for key in rule_kind(optimizer.name).own_keys}
     repeated = sorted(settings.keys() & optimizer.options.keys())
-    if name == "muon" and repeated:
-        raise UserError(*(Problem.of("config.muon_option", key=key) for key in repeated))
+    if repeated:
+        raise UserError(*(Problem.of("config.own_key_of_rule", key=key) for key in repeated))
     return rule(optimizer.name, settings | optimizer.options)
 
 
@@ -163,7 +160,7 @@ def _fitting_phases(lr: LR, train: Train) -> str:
     total = lr.length or _run_length(lr, train)
     tenth = total // 10
     phases = f"lr.warmup={min(lr.warmup, tenth)}"
-    if lr.schedule == "wsd":
+    if "decay" in SCHEDULES[lr.schedule].keys:
         phases += f" lr.decay={max(1, min(lr.decay, tenth))}"
     return f"; with {length} give {phases}, for example"
 
@@ -233,11 +230,14 @@ def _optimizer_patterns(optimizer: Optimizer, model: ModelConfig) -> Iterator[st
     yield from _unmatched("optimizer.frozen", optimizer.frozen, model)
     if not model.factory and optimizer.frozen and not trained_names(optimizer, model):
         yield Problem.of("config.nothing_trained")
-    patterns = optimizer.options.get("by_adamw", [])
-    # `_rule` reports an option that is no list, and items that are no text
-    if optimizer.name.lower() == "muon" and isinstance(patterns, list):
-        by_adamw = [pattern for pattern in patterns if isinstance(pattern, str)]
-        yield from _unmatched("optimizer.options by_adamw", by_adamw, model)
+    # `_rule` reports an unknown name, an option that is no list, and items that are no text
+    if _problems_of(rule_kind, optimizer.name):
+        return
+    for option in rule_kind(optimizer.name).patterns:
+        patterns = optimizer.options.get(option, [])
+        if isinstance(patterns, list):
+            texts = [pattern for pattern in patterns if isinstance(pattern, str)]
+            yield from _unmatched(f"optimizer.options {option}", texts, model)
 
 
 def trained_names(optimizer: Optimizer, model: ModelConfig) -> list[str]:
@@ -287,7 +287,7 @@ def _sharded_gradients(parallel: Parallel, train: Train, fp8: FP8) -> Iterator[s
         yield Problem.of("config.zero_2_sentinel", sentinel=train.sentinel)
     if fp8.shadow_every:
         yield Problem.of("config.zero_2_shadow", shadow_every=fp8.shadow_every)
-    if parallel.schedule_file or parallel.schedule in SPLIT:
+    if parallel.schedule_file or KINDS[parallel.schedule].splits_backward:
         key = "schedule_file" if parallel.schedule_file else "schedule"
         yield Problem.of("config.zero_2_schedule", key=key, schedule=getattr(parallel, key))
 
@@ -513,7 +513,7 @@ def _pipeline_of_batches(train: Train, parallel: Parallel) -> Iterator[str]:
 
 def _rates_of_batches(lr: LR, train: Train) -> Iterator[str]:
     """Yield a problem if the learning rate is a function of steps, whose batches differ."""
-    depends_on_unit = lr.warmup > 0 or lr.schedule != "constant"
+    depends_on_unit = lr.warmup > 0 or SCHEDULES[lr.schedule].ends
     if train.batch_schedule and lr.unit == "steps" and depends_on_unit:
         yield Problem.of("config.batch_schedule_rates")
 
@@ -645,7 +645,7 @@ def _recipe(fp8: FP8) -> Iterator[str]:
 
 
 def _nvfp4(model: ModelConfig, parallel: Parallel, fp8: FP8) -> Iterator[str]:
-    if fp8.kind != "nvfp4":
+    if not fp8.four_bits:
         return
     yield from nvfp4_problems(model)
     if parallel.context > 1:

@@ -107,7 +107,7 @@ def unequal_scales(train: Train, fp8: FP8) -> Iterator[str]:
         yield Problem.of("config.canonical_amaxes")
     if recipe.backend != "torch":
         yield Problem.of("config.canonical_fp8_backend", backend=recipe.backend)
-    if recipe.kind == "nvfp4":
+    if recipe.scales.four_bits:
         yield Problem.of("config.canonical_nvfp4")
     if fp8.shadow_every:
         yield Problem.of("config.canonical_shadow", shadow_every=fp8.shadow_every)

@@ -7,15 +7,15 @@ in such runs are in `tools.config.rules.all_rules`, those without effect on the 
 `tools.training.run_warnings`.
 """
 
-import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from pydantic import BaseModel
 
+from megaprec.optim.rules.lr import SCHEDULES
+from megaprec.optim.rules.rule_table import rule_kind
 from megaprec.tokens.places import STANDARD_LIBRARY
 from models.config import ModelConfig
 from models.initial_weights import InitialStd
@@ -135,16 +135,6 @@ def _recomputes(tables: Tables) -> bool:
     return int(most_layers * parallel.recompute_fraction) > 0
 
 
-def _decays(optimizer: Optimizer) -> bool:
-    """Return True if the rule has a weight decay, which a few classes of torch.optim lack."""
-    # the rules of megaprec are no classes of torch.optim under these names
-    optimizer_class: Any = getattr(torch.optim, optimizer.name, None)
-    return (
-        optimizer.name.lower() in ("adamw", "sgd", "muon")
-        or "weight_decay" in inspect.signature(optimizer_class).parameters
-    )
-
-
 EFFECT_RULES: tuple[EffectRule, ...] = (
     EffectRule("model.qk_norm_over", "model.qk_norm"),
     EffectRule("model.rope_base", "model.positions", only_with="rope"),
@@ -225,31 +215,45 @@ EFFECT_RULES: tuple[EffectRule, ...] = (
         "fp8.kind",
         holds=lambda tables: tables.fp8.kind != "none",
     ),
-    EffectRule("fp8.history_length fp8.amax_algo fp8.reduce_amax", "fp8.kind", only_with="delayed"),
+    EffectRule(
+        "fp8.history_length fp8.amax_algo fp8.reduce_amax",
+        "fp8.kind",
+        holds=lambda tables: tables.fp8.keeps_history,
+    ),
     EffectRule("fp8.history_length", "fp8.amax_algo", only_with="max"),
-    EffectRule("fp8.format", "fp8.kind", holds=lambda tables: tables.fp8.kind != "nvfp4"),
+    EffectRule(
+        "fp8.format",
+        "fp8.kind",
+        holds=lambda tables: not tables.fp8.four_bits,
+    ),
     EffectRule(
         "fp8.power_2_scales",
         "fp8.kind",
-        holds=lambda tables: tables.fp8.kind not in ("mx", "nvfp4"),
+        holds=lambda tables: not tables.fp8.power_2,
     ),
     EffectRule("fp8.calibrate", "fp8.calibrating", holds=lambda tables: not tables.fp8.calibrating),
     EffectRule("fp8.shadow_loss_gap fp8.shadow_cosine", "fp8.shadow_every"),
     EffectRule(
         "optimizer.betas optimizer.eps",
         "optimizer.name",
-        holds=lambda tables: tables.optimizer.name.lower() in ("adamw", "muon"),
+        holds=lambda tables: "betas" in rule_kind(tables.optimizer.name).own_keys,
     ),
     EffectRule(
-        "optimizer.weight_decay", "optimizer.name", holds=lambda tables: _decays(tables.optimizer)
+        "optimizer.weight_decay",
+        "optimizer.name",
+        holds=lambda tables: rule_kind(tables.optimizer.name).decays,
     ),
     EffectRule(
         "lr.final lr.length",
         "lr.schedule",
-        holds=lambda tables: tables.lr.schedule != "constant",
+        holds=lambda tables: SCHEDULES[tables.lr.schedule].ends,
     ),
     EffectRule("lr.initial", "lr.warmup"),
-    EffectRule("lr.decay lr.wsd_decay", "lr.schedule", only_with="wsd"),
+    EffectRule(
+        "lr.decay lr.wsd_decay",
+        "lr.schedule",
+        holds=lambda tables: "decay" in SCHEDULES[tables.lr.schedule].keys,
+    ),
     EffectRule("train.spike_patience", "train.on_spike", only_with="skip"),
     EffectRule("train.canonical_shards", "train.numerics", only_with="canonical"),
     EffectRule(
@@ -328,9 +332,10 @@ def _effectless_groups(tables: Tables) -> Iterator[str]:
     """Yield a line for each group, and each factor of one, that changes nothing; names of custom
     models are unknown."""
     optimizer = tables.optimizer
-    decays = optimizer.weight_decay and _decays(optimizer)
+    has_decay = rule_kind(optimizer.name).decays
+    decays = optimizer.weight_decay and has_decay
     reason = f"name = {toml(optimizer.name)}"
-    if _decays(optimizer):
+    if has_decay:
         reason = "weight_decay = 0, of which it is a factor"
     shapes: Mapping[str, Sequence[int]] = {}
     if not tables.model.factory:

@@ -91,7 +91,7 @@ def expert_scales(parallel: Parallel, fp8: FP8) -> Iterator[str]:
     key = _key_of_spread(parallel)
     if not key:
         return
-    if fp8.kind == "delayed" and not fp8.reduce_amax:
+    if fp8.keeps_history and not fp8.reduce_amax:
         yield Problem.of("config.experts_amaxes", key=key)
     if fp8.kind != "none" and fp8.shadow_every:
         yield Problem.of("config.experts_shadow", key=key, shadow_every=fp8.shadow_every)

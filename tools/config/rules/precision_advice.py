@@ -128,7 +128,7 @@ def _on_steps(plan: PrecisionPlan) -> Iterator[str]:
     if plan.on_nonfinite == "ignore":
         yield "steps with an inf or a NaN are applied: the weights will not recover from it"
     # only delayed scales have a history
-    if plan.fp8 is not None and plan.fp8.kind == "delayed":
+    if plan.fp8 is not None and plan.fp8.scales.keeps_history:
         looks_back = plan.fp8.history_length > 1 and plan.fp8.amax_algo == "max"
         if not looks_back:
             yield (

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.errors import UserError
-from megaprec.precision.fp8_recipe import FP8Recipe
+from megaprec.precision.fp8_recipe import SCALE_KINDS, FP8Recipe, Kind
 from megaprec.precision.plan import LossScaling, PrecisionPlan
 from tools.config.tables.table import Table, default_of
 
@@ -202,7 +202,7 @@ class FP8(Table):
     precision.compute."""
 
     # scales, and the format of the codes
-    kind: Literal["none", "delayed", "current", "rowwise", "blockwise", "mx", "nvfp4"] = Field(
+    kind: Literal["none", Kind] = Field(
         default="none",
         description="FP8 recipe. none: no FP8; delayed: one scale per tensor, from the amax "
         "(largest magnitude) of earlier passes; current: one per tensor, from the tensor itself; "
@@ -328,3 +328,18 @@ class FP8(Table):
         description="Cosine between a weight's gradients with and without FP8 below which a "
         "comparison raises an alarm.",
     )
+
+    @property
+    def keeps_history(self) -> bool:
+        """Return True if scales come from the amaxes of earlier passes."""
+        return self.kind != "none" and SCALE_KINDS[self.kind].keeps_history
+
+    @property
+    def four_bits(self) -> bool:
+        """Return True if codes have four bits."""
+        return self.kind != "none" and SCALE_KINDS[self.kind].four_bits
+
+    @property
+    def power_2(self) -> bool:
+        """Return True if scales are powers of two whatever fp8.power_2_scales says."""
+        return self.kind != "none" and SCALE_KINDS[self.kind].power_2

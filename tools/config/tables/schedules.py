@@ -7,15 +7,9 @@ from pathlib import Path
 
 from megaprec.errors import UserError
 from megaprec.parsing import read_text
-from parallel.pipeline.builders import (
-    SPLIT,
-    chunk_problems,
-    default_chunks,
-    equal,
-    schedule,
-    schedule_problems,
-)
+from parallel.pipeline.builders import equal
 from parallel.pipeline.instructions import Cost
+from parallel.pipeline.kinds import KINDS, chunk_problems, schedule, schedule_problems
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.verify import check
 from tools.config.tables.settings import Parallel
@@ -56,7 +50,7 @@ def pipeline_schedule(
     kind = parallel.schedule
     pipeline = parallel.pipeline
     # only schedules of split backward passes are planned by cost
-    if cost is equal or kind not in SPLIT:
+    if cost is equal or not KINDS[kind].splits_backward:
         build = equal_schedule if quiet else plan_equal
         return build(kind, pipeline, microbatches, parallel.chunks)
     return schedule(kind, pipeline, microbatches, parallel.chunks, cost)
@@ -114,4 +108,4 @@ def stage_count(parallel: Parallel, microbatches: int) -> int:
     kind = parallel.schedule
     if problems := schedule_problems(kind, parallel.pipeline, microbatches, parallel.chunks):
         raise UserError(*problems)
-    return parallel.pipeline * (parallel.chunks or default_chunks(kind))
+    return parallel.pipeline * (parallel.chunks or KINDS[kind].chunks)

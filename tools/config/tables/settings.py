@@ -13,10 +13,21 @@ from pydantic import BeforeValidator, Field
 
 from megaprec.checkpoint.keeping import Keep
 from megaprec.diagnose.spike_monitor import SpikeMonitor
+from megaprec.one_of import one_of
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.rules.lr import Kind, Tail
+from megaprec.optim.rules.rule_table import RULES
 from megaprec.optim.rules.update_rules import AdamW
 from parallel.activation_checkpoint import RecomputedModule
-from tools.config.tables.table import MAX_RANKS, MAX_SIZE, MAX_STEPS, FilePath, Table, default_of
+from parallel.pipeline.kinds import KINDS
+from tools.config.tables.table import (
+    MAX_RANKS,
+    MAX_SIZE,
+    MAX_STEPS,
+    FilePath,
+    Table,
+    default_of,
+)
 
 # consumed sequences, and the global batch from there on
 BatchChange = Annotated[
@@ -109,10 +120,10 @@ class Parallel(Table):
     )
 
     # the pipeline: its schedule and its stages
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"] = Field(
+    schedule: Annotated[str, one_of(KINDS)] = Field(
         default="1f1b",
-        description="Pipeline schedule: gpipe, 1f1b, interleaved (1F1B with several stages per "
-        "rank), or one of the zero-bubble schedules zb-h1, zb-h2 and zb-v.",
+        description=f"Pipeline schedule: {', '.join(KINDS)}. interleaved is 1F1B with several "
+        "stages per rank; zb-h1, zb-h2 and zb-v are the zero-bubble schedules.",
     )
     chunks: int = Field(
         default=0,
@@ -261,7 +272,7 @@ class Optimizer(Table):
         default="adamw",
         min_length=1,
         description=(
-            "Update rule: adamw, sgd, muon, or an elementwise optimizer class of torch.optim "
+            f"Update rule: {', '.join(RULES)}, or an elementwise optimizer class of torch.optim "
             "such as RAdam."
         ),
     )
@@ -333,7 +344,7 @@ class LR(Table):
     peak: float = Field(
         default=3e-4, gt=0, description="Highest learning rate, reached at the end of the warmup."
     )
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+    schedule: Kind = Field(
         default="cosine",
         description="Shape of the decay from lr.peak to lr.final: constant (none), linear, cosine, "
         "or wsd (warmup, stable, decay).",
@@ -344,7 +355,8 @@ class LR(Table):
         default=0,
         ge=0,
         le=MAX_STEPS,
-        description="Length of the linear warmup from lr.initial to lr.peak, in lr.unit.",
+        description="Length of the linear warmup from lr.initial to lr.peak, in lr.unit; a fraction "
+        "such as 0.1 is that part of the length of the schedule, rounded up.",
     )
     initial: float = Field(
         default=0.0,
@@ -361,7 +373,7 @@ class LR(Table):
         le=MAX_STEPS,
         description="Length of the decay of wsd at the end of the schedule, in lr.unit.",
     )
-    wsd_decay: Literal["exponential", "linear", "cosine", "sqrt"] = Field(
+    wsd_decay: Tail = Field(
         default="exponential",
         description="Shape of the decay of wsd; with r, the part of it that is done, the rate is "
         "above lr.final by 2 * 0.5**r - 1 (exponential), 1 - r (linear), (cos(pi * r) + 1) / 2 "

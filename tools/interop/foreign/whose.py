@@ -75,10 +75,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "a configuration of GPT-NeoX",
         ("pipe_parallel_size", "zero_optimization num_layers", "zero_optimization hidden_size"),
-        _keys(
-            "num-layers=model.layers, hidden-size=model.hidden, train-iters=train.steps, "
-            "model-parallel-size=parallel.tensor, pipe-parallel-size=parallel.pipeline"
-        ),
+        "megaprec import-args FILE reads it, with the other files of its run behind it",
     ),
     Kind(
         "a configuration of Axolotl",
@@ -231,11 +228,7 @@ KINDS: tuple[Kind, ...] = (
             "trainer.precision",
             "model.megatron_amp_O2",
         ),
-        f"{SHOWN} (docs/migrating.md); "
-        + _keys(
-            "trainer.max_steps=train.steps, model.encoder_seq_length=train.seq_length, "
-            "model.micro_batch_size=train.micro_batch, model.optim.lr=lr.peak"
-        ),
+        f"{SHOWN} (docs/migrating.md), and megaprec import-args FILE the settings of its run",
         shown=True,
     ),
     Kind(
@@ -259,6 +252,9 @@ KINDS: tuple[Kind, ...] = (
 )
 
 
+OF_NEOX = "a configuration of GPT-NeoX"
+OF_NEMO = "a configuration of NeMo"
+"""Kinds whose settings `megaprec import-args` reads by tables of names."""
 OF_TRAINER = ("arguments of Hugging Face's Trainer", "a configuration of LLaMA-Factory")
 """Kinds whose arguments `megaprec import-args` reads from a script or YAML."""
 

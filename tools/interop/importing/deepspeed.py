@@ -11,6 +11,7 @@ from math import isfinite, prod
 from typing import Any, NamedTuple
 
 from megaprec.errors import did_you_mean
+from megaprec.optim.rules.rule_table import NAMES, name_here
 from tools.console.units import counted
 from tools.interop.arguments.deepspeed import (
     AUTO,
@@ -339,19 +340,20 @@ def _add_optimizer(config: Config) -> None:
     prefix = "optimizer.params"
     if kind == "auto":
         return
-    if kind in ("adam", "adamw"):
-        config.put("optimizer.name", "adamw", name)
+    rule = name_here(kind)
+    if rule == "adamw":
+        config.put("optimizer.name", rule, name)
         for option, default in OPTIONS.items():
             value = config.get(f"{prefix}.{option}", default)
             config.put(f"optimizer.{option}", value, f"{prefix}.{option}")
-    elif kind == "sgd":
-        config.put("optimizer.name", "sgd", name)
+    elif rule == "sgd":
+        config.put("optimizer.name", rule, name)
         momentum = config.get(f"{prefix}.momentum", 0.0)
         config.put("optimizer.options", {"momentum": momentum}, f"{prefix}.momentum")
         decay = config.get(f"{prefix}.weight_decay", 0.0)
         config.put("optimizer.weight_decay", decay, f"{prefix}.weight_decay")
     elif draft.needs("optimizer.name"):
-        rules = "adamw, sgd, muon and elementwise ones of torch.optim"
+        rules = f"{NAMES} and elementwise ones of torch.optim"
         config.refuse(name, f"the update rules here are {rules}: give optimizer.name=... beside")
         return
     if draft.value("optimizer.weight_decay"):

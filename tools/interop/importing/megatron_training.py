@@ -8,6 +8,7 @@ from typing import Any
 
 from megaprec.dialects.nemo import resolve
 from megaprec.errors import UserError
+from megaprec.optim.rules.rule_table import NAMES, name_here
 from tools.config.tables.native_keys import native_keys_of
 from tools.config.tables.precision_settings import FP8, PLAN_ONLY
 from tools.interop.arguments.megatron import option
@@ -236,18 +237,19 @@ def add_optimizer(arguments: Arguments) -> None:
     """Add the update rule."""
     draft = arguments.draft
     name = arguments.get("optimizer")
-    if name == "adam":
-        arguments.put("optimizer.name", "adamw", "optimizer")
+    rule = name_here(name)
+    if rule == "adamw":
+        arguments.put("optimizer.name", rule, "optimizer")
         betas = [arguments.get("adam_beta1"), arguments.get("adam_beta2")]
         arguments.put("optimizer.betas", betas, "adam_beta1", "adam_beta2")
         arguments.copy("optimizer.eps", "adam_eps")
-    elif name == "sgd":
-        arguments.put("optimizer.name", "sgd", "optimizer")
+    elif rule == "sgd":
+        arguments.put("optimizer.name", rule, "optimizer")
         options = {"momentum": arguments.get("sgd_momentum")}
         arguments.put("optimizer.options", options, "sgd_momentum")
     elif draft.needs("optimizer.name"):
         rules = (
-            "the update rules here are adamw, sgd, muon and elementwise ones of torch.optim "
+            f"the update rules here are {NAMES} and elementwise ones of torch.optim "
             "(optimizer.name)"
         )
         arguments.refuse(rules + (MUON if "muon" in name else ""), "optimizer")

@@ -11,8 +11,11 @@ from typing import Any
 
 from megaprec.errors import UserError
 from tools.config.resolved_run import resolve_run
-from tools.config.run_file import tables_of_a_run
+from tools.config.run_file import load_precision, tables_of_a_run
+from tools.config.tables.native_keys import native_keys_of
 from tools.console.toml import Setting, toml
+from tools.interop.foreign.read import read_foreign
+from tools.interop.foreign.whose import OF_NEMO, OF_NEOX
 from tools.interop.importing.arguments import Arguments
 from tools.interop.importing.deepspeed import add_deepspeed
 from tools.interop.importing.draft import DEEPSPEED, MEGATRON, Draft
@@ -25,6 +28,9 @@ from tools.interop.importing.megatron_training import (
     add_precision,
     add_rate,
 )
+from tools.interop.importing.nemo import from_nemo
+from tools.interop.importing.neox import from_neox
+from tools.interop.importing.renamed import Renamed, add_renamed
 from tools.interop.importing.sources import Sources, read_sources
 from tools.interop.importing.trainer import add_trainer
 
@@ -73,6 +79,9 @@ def import_run(
     arguments = Arguments(dropped, draft)
     sources = read_sources(items, assumed, arguments)
     ranks = ranks or sources.ranks
+    made = _add_renamed(sources, arguments, ranks, dropped)
+    if made is not None:
+        ranks = ranks or made.ranks
     if sources.megatron:
         add_model(arguments)
         add_layout(arguments, ranks)
@@ -82,6 +91,8 @@ def import_run(
         add_precision(arguments)
         add_data(arguments)
         add_run(arguments)
+    if made is not None:
+        _put_own_keys(made, sources, draft)
     unused = dict(arguments.unused)
     read = len(arguments.values)
     if sources.trainer:
@@ -112,6 +123,47 @@ def import_run(
     text = draft.text(notes, [*unused.values()], " and ".join(sources.names))
     _check(draft, text, sources)
     return Imported(text, tuple(notes), read, len(unused))
+
+
+def _add_renamed(
+    sources: Sources, arguments: Arguments, ranks: int | None, dropped: frozenset[str]
+) -> Renamed | None:
+    """Add settings under names of their own to the arguments, and return them; None without any."""
+    if not sources.renamed:
+        return None
+    for name in dropped & sources.renamed.keys():
+        arguments.left_out[name] = f"{name} = {sources.renamed.pop(name)!r}"
+    translate = from_neox if sources.system == OF_NEOX else from_nemo
+    made = translate(sources.renamed, ranks)
+    add_renamed(made, arguments, " and ".join(sources.names))
+    sources.megatron = True
+    return made
+
+
+def _put_own_keys(made: Renamed, sources: Sources, draft: Draft) -> None:
+    """Set the keys that Megatron-LM's arguments cannot say. The precision of NeMo is that of its
+    dialect."""
+    origin = f"as {made.system} has it"
+    if sources.system == OF_NEMO:
+        for key in [*draft.keys]:
+            if key.startswith(("precision.", "fp8.")):
+                del draft.keys[key]
+        for key, value in _precision_of(sources.renamed_files).items():
+            if value != _default(key):
+                draft.put(key, value, origin)
+    for key, value in made.keys.items():
+        draft.put(key, value, origin)
+
+
+def _precision_of(files: Sequence[Path]) -> dict[str, Any]:
+    """Return the keys of a run file that say the precision of a configuration. Raises
+    UserError."""
+    keys = dict[str, Any]()
+    for file in files:
+        foreign = read_foreign(file, {})
+        plan, _, _ = load_precision(foreign.given)
+        keys |= native_keys_of(plan)
+    return keys
 
 
 def _surely_missing(draft: Draft) -> Iterator[str]:

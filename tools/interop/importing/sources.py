@@ -17,7 +17,14 @@ from tools.interop.arguments.deepspeed import is_deepspeeds
 from tools.interop.arguments.megatron import is_unused, option
 from tools.interop.foreign.data_files import Data, TooLarge, from_json, from_yaml
 from tools.interop.foreign.plain import Table, Unreadable, plain
-from tools.interop.foreign.whose import DEEPSPEED, OF_TRAINER, whose, whose_file
+from tools.interop.foreign.whose import (
+    DEEPSPEED,
+    OF_NEMO,
+    OF_NEOX,
+    OF_TRAINER,
+    whose,
+    whose_file,
+)
 from tools.interop.importing.arguments import (
     FILES_OF_DATA,
     Arguments,
@@ -27,6 +34,7 @@ from tools.interop.importing.arguments import (
     read_words,
 )
 from tools.interop.importing.megatron_deepspeed import read_engine
+from tools.interop.importing.renamed import NotKnown
 from tools.interop.importing.shell import CommandLine, Word, read_script, split_words
 from tools.interop.importing.trainer import Given, given_in_words
 from tools.interop.importing.yaml_chains import Chain, leaves_of, read_chain
@@ -56,7 +64,8 @@ FEWEST_PRINTED = 20  # rows from which a file is taken for a log without the lin
 @dataclass
 class Sources:
     """Everything that was read. deepspeed: configurations by file. ranks: what a launcher starts,
-    if it says so. trainer: arguments of Hugging Face's Trainer, from a file in `folder`. documents:
+    if it says so. system: the kind of settings that have names of their own, which are `renamed`, by
+    name, with a dot those within a table. trainer: arguments of Hugging Face's Trainer, from a file in `folder`. documents:
     files that a script with them writes, by name."""
 
     arguments: Arguments
@@ -66,6 +75,9 @@ class Sources:
     names: list[str] = field(default_factory=list)
     megatron: bool = False
     trainer: dict[str, Given] = field(default_factory=dict)
+    system: str = ""
+    renamed: dict[str, Any] = field(default_factory=dict)
+    renamed_files: list[Path] = field(default_factory=list)
     folder: Path = Path()
     documents: Mapping[str, str] = field(default_factory=dict)
 
@@ -77,6 +89,7 @@ def read_sources(items: Sequence[str], assumed: Mapping[str, str], arguments: Ar
     Raises UserError for what cannot be read.
     """
     sources = Sources(arguments)
+    sources.system = _system_of(items)
     for i, item in enumerate(items):
         is_option = item.startswith("-") and not re.search(r"\s", item)
         path = Path(item)
@@ -104,6 +117,17 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):
         return False
+
+
+def _system_of(items: Sequence[str]) -> str:
+    """Return the kind of settings under names of their own that a file has; "" if none has."""
+    for item in items:
+        path = Path(item)
+        if path.suffix.lower() in (*YAML, JSON) and _exists(path) and path.is_file():
+            kind = whose_file(path, _text(path))
+            if kind is not None and kind.whose in (OF_NEOX, OF_NEMO):
+                return kind.whose
+    return ""
 
 
 def _read_command(
@@ -145,6 +169,11 @@ def _read_file(path: Path, sources: Sources, assumed: Mapping[str, str]) -> None
         return
     text = _text(path)
     suffix = path.suffix.lower()
+    if sources.system and suffix in (*YAML, JSON):
+        for name, value in assumed.items():
+            text = text.replace(f"${{{name}}}", value)
+        _read_renamed(path, _yaml(path, text), sources)
+        return
     kind = whose_file(path, text)
     if kind is not None and kind.whose in OF_TRAINER and suffix in YAML:
         _read_trainer(path, _yaml(path, text), sources)
@@ -197,6 +226,39 @@ def _read_trainer(path: Path, data: Data, sources: Sources) -> None:
         if value is not None:
             said = f"--{key} {value}"
             sources.trainer[str(key)] = Given(str(value), said, place)
+
+
+def _read_renamed(path: Path, data: Data, sources: Sources) -> None:
+    """Read settings under names of their own, with a dot those within a table."""
+    sources.names.append(path.name)
+    sources.renamed_files.append(path)
+    with_tables = sources.system == OF_NEMO
+    for name, value, line in _settings_in(data.table, with_tables):
+        if sources.renamed.setdefault(name, value) != value:
+            raise UserError.of(
+                "import.two_values",
+                file=f"{path.name}, line {line}",
+                name=name,
+                first=sources.renamed[name],
+                second=value,
+            )
+
+
+def _settings_in(
+    table: Table, with_tables: bool, before: str = ""
+) -> Iterator[tuple[str, Any, int]]:
+    """Yield name, value and line of settings. A value that is not known stays as it is written.
+    with_tables: tables are settings of their own, and not values."""
+    for key, entry in table.entries.items():
+        name = f"{before}{key}".replace("-", "_")
+        if with_tables and isinstance(entry.value, Table):
+            yield from _settings_in(entry.value, True, f"{name}.")
+            continue
+        try:
+            value = plain(entry.value)
+        except Unreadable as problem:
+            value = NotKnown(str(problem), str(getattr(entry.value, "text", "")))
+        yield name, value, entry.line
 
 
 def _read_all(args: Mapping[str, Any], path: Path, sources: Sources) -> None:

@@ -44,7 +44,7 @@ NUMBERS: Mapping[str, Callable[[str], Any]] = {
     "gradient_accumulation_steps": int,
     "max_length": int,
     "max_steps": int,
-    "warmup_steps": int,
+    "warmup_steps": float,
     "seed": int,
     "save_steps": int,
     "save_total_limit": int,
@@ -325,15 +325,31 @@ def _add_rate(settings: Settings) -> None:
             "gives one"
         )
     settings.put("lr.final", 0.0, "lr_scheduler_type")
+    _add_warmup(settings)
+
+
+def _add_warmup(settings: Settings) -> None:
+    """Add the warm-up: --warmup_steps, of transformers 5 also as a fraction below 1, and in place
+    of 0 --warmup_ratio."""
+    draft = settings.draft
     warmup = settings.get("warmup_steps")
-    ratio = settings.get("warmup_ratio") or 0.0
+    ratio = settings.get("warmup_ratio")
+    origin = "warmup_steps"
+    if ratio and not warmup:
+        warmup = ratio
+        origin = "warmup_ratio"
+    elif ratio:
+        said = settings.said
+        draft.notes.append(
+            f"{said['warmup_ratio']}: {said['warmup_steps']} overrules it, as in {TRAINER}"
+        )
     steps = draft.value("train.steps")
-    if not warmup and ratio and isinstance(steps, int):
+    if 0 < warmup < 1 and isinstance(steps, int):
         # as TrainingArguments.get_warmup_steps rounds it
-        warmup = ceil(steps * ratio)
-        settings.put("lr.warmup", warmup, "warmup_ratio")
-    else:
-        settings.put("lr.warmup", warmup, "warmup_steps")
+        warmup = ceil(steps * warmup)
+    elif warmup == int(warmup):
+        warmup = int(warmup)
+    settings.put("lr.warmup", warmup, origin)
 
 
 def _add_optimizer(settings: Settings) -> None:

@@ -31,9 +31,10 @@ from tools.journal.records import (
     read_metrics,
 )
 from tools.saved.train_state import TrainState, read_progress
-from tools.training.changed_keys import KEYS_WITHOUT_EFFECT, Rates, reorders_sums, same_rates
+from tools.training.changed_keys import KEYS_WITHOUT_EFFECT, reorders_sums, same_rates
 from tools.training.corpus import Corpus
 from tools.training.data_identity import other_sets
+from tools.training.learning_rates import LearningRates
 from tools.training.step_records import STEP_FIELDS
 from tools.verify.prove.first_difference import Parting, by_step, first_parting
 from tools.verify.prove.proof import is_canonical
@@ -166,8 +167,8 @@ def other_keys(first_run: RunConfig, second_run: RunConfig) -> list[str]:
     for pattern in KEYS_WITHOUT_EFFECT:
         if pattern not in KEYS_OF_WHOLE_RUNS:
             ignored_keys.append(pattern)
-    first_rates = Rates.of(first_run.lr, first_run.train)
-    second_rates = Rates.of(second_run.lr, second_run.train)
+    first_rates = LearningRates.of(first_run.lr, first_run.train)
+    second_rates = LearningRates.of(second_run.lr, second_run.train)
     # before the first step: the rates of all steps are compared
     if same_rates(first_rates, second_rates, TrainState()):
         ignored_keys += SCHEDULE_KEYS

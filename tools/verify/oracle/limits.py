@@ -13,6 +13,7 @@ from tools.config.run_file import RunConfig
 from tools.convert.hf.config import model_type_of
 from tools.convert.transformers_package import quiet_transformers, why_missing
 
+TRANSFORMERS = "transformers"
 UPDATE_RULES = ("adamw",)
 STEPS = 5  # at least, so that the rates of all schedules differ from each other
 OLDEST = 5  # of transformers' major versions
@@ -42,39 +43,55 @@ class LeftOut:
     update: dict[str, Any]
 
 
-def left_out(config: RunConfig) -> list[LeftOut]:
-    """Return the parts of the run's loss and model that transformers has not, or computes by
-    another formula."""
-    model = config.model
-    parts: list[LeftOut] = []
-    if model.experts and model.router_aux_loss:
-        reason = "transformers balances over the layers of a batch together"
-        parts.append(LeftOut("model.router_aux_loss", reason, {"router_aux_loss": 0.0}))
-    for key in ("router_z_loss", "mtp_layers"):
-        if getattr(model, key):
-            zero = type(getattr(model, key))(0)
-            parts.append(LeftOut(f"model.{key}", "transformers has none", {key: zero}))
+def left_out(config: RunConfig, oracle: str) -> list[LeftOut]:
+    """Return the parts of the run's loss and model that the oracle has not, or computes by another
+    formula. oracle: a name of `--oracle`."""
+    beyond = _beyond_transformers if oracle == TRANSFORMERS else _beyond_plain
+    parts = [*beyond(config)]
     for key in ("dropout", "embedding_dropout", "attention_dropout"):
-        if getattr(model, key):
-            reason = "transformers draws it from another generator"
+        if getattr(config.model, key):
+            reason = "the oracle would draw it from another generator"
             parts.append(LeftOut(f"model.{key}", reason, {key: 0.0}))
-    for key in ("embedding_grad_scale", "head_grad_scale"):
-        if getattr(model, key) != 1.0:
-            parts.append(LeftOut(f"model.{key}", "transformers has none", {key: 1.0}))
     return parts
 
 
-def without_left_out(config: RunConfig) -> RunConfig:
+def _beyond_plain(config: RunConfig) -> Iterator[LeftOut]:
+    """Yield what a plain decoder cannot say where it runs each document alone."""
+    if not config.data.reset_attention_mask:
+        return
+    for key in ("router_aux_loss", "router_z_loss", "mtp_layers"):
+        value = getattr(config.model, key)
+        if value and (config.model.experts or key == "mtp_layers"):
+            reason = "the oracle runs each document alone"
+            yield LeftOut(f"model.{key}", reason, {key: type(value)(0)})
+
+
+def _beyond_transformers(config: RunConfig) -> Iterator[LeftOut]:
+    model = config.model
+    if model.experts and model.router_aux_loss:
+        reason = "transformers balances over the layers of a batch together"
+        yield LeftOut("model.router_aux_loss", reason, {"router_aux_loss": 0.0})
+    for key in ("router_z_loss", "mtp_layers"):
+        if getattr(model, key):
+            zero = type(getattr(model, key))(0)
+            yield LeftOut(f"model.{key}", "transformers has none", {key: zero})
+    for key in ("embedding_grad_scale", "head_grad_scale"):
+        if getattr(model, key) != 1.0:
+            yield LeftOut(f"model.{key}", "transformers has none", {key: 1.0})
+
+
+def without_left_out(config: RunConfig, oracle: str) -> RunConfig:
     """Return the run without the parts that `left_out` returns."""
     update: dict[str, Any] = {}
-    for each in left_out(config):
+    for each in left_out(config, oracle):
         update |= each.update
     return config.model_copy(update={"model": config.model.model_copy(update=update)})
 
 
-def require_possible(config: RunConfig, own_precision: bool, full: bool) -> None:
+def require_possible(config: RunConfig, oracle: str, own_precision: bool, full: bool) -> None:
     """Raise UserError that names all that the oracle cannot train.
 
+    oracle: a name of `--oracle`.
     own_precision: the run is compared in its own precision, not in float64 alone. full: it is
         compared in its own size.
     """
@@ -83,14 +100,15 @@ def require_possible(config: RunConfig, own_precision: bool, full: bool) -> None
         problems.append(Problem.of("parity.oracle_full"))
     if problems:
         raise UserError(*problems)
-    _require_family(config)
-    _require_transformers()
+    if oracle == TRANSFORMERS:
+        _require_family(config)
+        _require_transformers()
 
 
 def _require_family(config: RunConfig) -> None:
     """Raise UserError if transformers has no such model."""
     try:
-        model_type_of(without_left_out(config).sized_model)
+        model_type_of(without_left_out(config, TRANSFORMERS).sized_model)
     except UserError as error:
         problems = [problem.within("--oracle: ") for problem in error.problems]
         raise UserError(*problems) from error

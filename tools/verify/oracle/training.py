@@ -7,8 +7,7 @@ clip_grad_norm_.
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -18,41 +17,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models.config import ModelConfig
 from models.feed_forward.router import is_correction
 from tools.config.own_rate import rate_of
 from tools.config.run_file import RunConfig
-from tools.verify.oracle.transformers_model import Tensors, TransformersModel
+from tools.verify.oracle.batch import Batch
+from tools.verify.oracle.model import OracleModel, Tensors
 from tools.verify.parity.ranks import corpus_of
 from tools.verify.parity.record import Plan, Record, RecordedSamples
 
 TOKEN_DTYPE = np.dtype("<u2")  # of token files of small vocabularies
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MakeModel = Callable[[ModelConfig, Tensors], OracleModel]
 RULE = "torch.optim.AdamW, torch.nn.utils.clip_grad_norm_"
 
 
-@dataclass(frozen=True)
-class Batch:
-    """A global batch. tokens, targets: int64 [samples, s]. counts: the weight of each target.
-
-    documents, positions: int64 [samples, s], the document of each token within its sample, and its
-        place, in the sample or in the document.
-    """
-
-    ids: list[int]
-    tokens: Tensor
-    targets: Tensor
-    counts: Tensor
-    documents: Tensor
-    positions: Tensor
-
-
-def trained(config: RunConfig, plan: Plan, weights: Tensors) -> tuple[Record, str]:
+def trained(
+    config: RunConfig, plan: Plan, weights: Tensors, make_model: MakeModel
+) -> tuple[Record, str]:
     """Return the record of the run, and what trained it.
 
     config: on one process, on tokens of `with_random_tokens`. weights: initial, by logical name, in
     the dtype in which the oracle computes.
     """
-    model = TransformersModel(config.model, weights)
+    model = make_model(config.model, weights)
     factors = {name: _factors(config, name, values) for name, values in weights.items()}
     optimizer = torch.optim.AdamW(
         _groups(config, model, factors),
@@ -72,7 +60,7 @@ def trained(config: RunConfig, plan: Plan, weights: Tensors) -> tuple[Record, st
         optimizer.zero_grad()
         with model.computing():
             loss, z_loss = _mean_losses(config, model, batch)
-            trained_loss = loss + config.model.z_loss * z_loss
+            trained_loss = loss + config.model.z_loss * z_loss + model.further_loss(batch)
             trained_loss.backward()  # type: ignore[no-untyped-call]
         gradients = _wide(model.gradients())
         assert gradients.keys() == tensors["before/weight"].keys()
@@ -91,7 +79,7 @@ def trained(config: RunConfig, plan: Plan, weights: Tensors) -> tuple[Record, st
 def _states_after(
     number: int,
     config: RunConfig,
-    model: TransformersModel,
+    model: OracleModel,
     optimizer: torch.optim.Optimizer,
     earlier: Mapping[str, Tensors],
 ) -> dict[str, Tensors]:
@@ -130,7 +118,7 @@ def _factors(config: RunConfig, name: str, values: Tensor) -> tuple[float, float
 
 
 def _groups(
-    config: RunConfig, model: TransformersModel, factors: Mapping[str, tuple[float, float]]
+    config: RunConfig, model: OracleModel, factors: Mapping[str, tuple[float, float]]
 ) -> list[dict[str, Any]]:
     """Return the groups of parameters of torch's optimizer."""
     groups: list[dict[str, Any]] = []
@@ -140,18 +128,16 @@ def _groups(
     return groups
 
 
-def _clip(config: RunConfig, model: TransformersModel) -> float:
+def _clip(config: RunConfig, model: OracleModel) -> float:
     """Clip the gradients, if the run does, and return their norm before it."""
     limit = config.optimizer.clip or math.inf
     norm = torch.nn.utils.clip_grad_norm_(
-        model.module.parameters(), limit, config.optimizer.norm, foreach=False
+        model.parameters(), limit, config.optimizer.norm, foreach=False
     )
     return norm.item()
 
 
-def _mean_losses(
-    config: RunConfig, model: TransformersModel, batch: Batch
-) -> tuple[Tensor, Tensor]:
+def _mean_losses(config: RunConfig, model: OracleModel, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the loss and the z-loss, without its weight: means over all targets of the batch that
     count. The z-loss is the square of the log of the sum of the exponentials of the logits."""
     total = torch.zeros((), dtype=model.dtype)

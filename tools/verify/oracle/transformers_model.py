@@ -3,7 +3,7 @@
 Both ways lead through folders that transformers itself reads and writes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,10 +22,11 @@ from tools.convert.hf.folder import open_hf
 from tools.convert.hf.write import hf_target
 from tools.convert.probe import float32_is_float64
 from tools.convert.transformers_package import if_untested, quiet_transformers, why_missing
+from tools.verify.oracle.batch import Batch
+from tools.verify.oracle.model import Tensors
 
 MOST_REASON = 300  # characters of an error of transformers that are shown
 CORRECTION = "e_score_correction_bias"  # a buffer of a router
-Tensors = dict[str, Tensor]
 
 
 class TransformersModel:
@@ -74,6 +75,14 @@ class TransformersModel:
             tokens, attention_mask=everything, position_ids=positions, use_cache=False
         )
         return outputs.logits
+
+    def further_loss(self, batch: Batch) -> Tensor:
+        """Return 0: transformers' losses of routers are left out."""
+        return torch.zeros((), dtype=self.dtype)
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Return all parameters."""
+        return self.module.parameters()
 
     def parameters_by_factors(
         self, factors: Mapping[str, tuple[float, float]]

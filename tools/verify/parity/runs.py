@@ -28,7 +28,7 @@ from models.latent import Latent
 from models.logical_shapes import logical_shapes
 from models.mamba import Mamba
 from models.spread_layers import spread
-from parallel.pipeline.builders import default_chunks
+from parallel.pipeline.kinds import KINDS
 from parallel.sequence_cut import length_multiple
 from tools.config.layouts import ALONE
 from tools.config.rules.all_rules import trained_names
@@ -486,7 +486,7 @@ def _head_dim(model_config: ModelConfig) -> int:
 
 
 def _chunks(run_config: RunConfig) -> int:
-    return run_config.parallel.chunks or default_chunks(run_config.parallel.schedule)
+    return run_config.parallel.chunks or KINDS[run_config.parallel.schedule].chunks
 
 
 def _window(window: int, before: int, after: int) -> int:

@@ -176,7 +176,7 @@ def _load_elsewhere(proof_runs: ProofRuns, step_span: Span, layout: Layout | Non
     if layout is None:
         return _not_tried("no other layout of up to 2 ranks fits this run: name one by --layout")
     # another number of replicas has no place for them
-    if config.fp8.kind == "delayed" and not config.fp8.reduce_amax:
+    if config.fp8.keeps_history and not config.fp8.reduce_amax:
         return _not_tried("fp8.reduce_amax = false: each replica has scales of its own")
     proof_runs.copy(AGAIN, LOADED)
     proof_runs.take(LOADED, step_span.stop, layout.parallel)

@@ -91,7 +91,7 @@ def _fp8_speed(config: RunConfig, assumed: Assumptions) -> float:
     """
     usual = assumed.tflops * 1e12 * assumed.efficiency
     fp8 = config.plan.fp8
-    if fp8 is not None and fp8.kind == "nvfp4":
+    if fp8 is not None and fp8.scales.four_bits:
         raise UserError.of("planning.nvfp4_times", advice="predict a run with another kind")
     if fp8 is None or not assumed.fp8_tflops:
         return usual

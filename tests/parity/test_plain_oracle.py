@@ -1,0 +1,191 @@
+"""`megaprec parity --oracle plain`: a run trains what a plain decoder of torch's functions trains, also
+where transformers has no such model."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megaprec.tokens.samples import Batch, Samples
+from tests.families import CASES
+from tests.parity.oracle_runs import beside_oracle, entry_beside_oracle, words_of
+from tests.refusals import shows
+from tools import cli
+from tools.commands.parity import ORACLES
+
+PLAIN = "plain"
+DOCUMENTS = [
+    "data.reset_attention_mask=true",
+    "data.reset_position_ids=true",
+    "data.eod_mask_loss=true",
+]
+OPTIMIZER = [
+    "model.z_loss=0.01",
+    "lr.schedule=linear",
+    "lr.final=1e-5",
+    "optimizer.norm=3.0",
+    "optimizer.ema=0.9",
+    'optimizer.groups=[{pattern = "embedding.*", lr = 0.5, weight_decay = 0.0}, '
+    '{pattern = "*norm*", all_dims = true}]',
+]
+COMPARED = ("loss", "gradient", "gradient norm", "learning rate", "weights", "moments")
+ROUTER_LOSSES = ["model.router_aux_loss=0.05", "model.router_z_loss=0.01"]
+GRADIENT_FACTORS = ["model.embedding_grad_scale=0.3", "model.head_grad_scale=0.4"]
+# models and losses that transformers has not
+BEYOND_TRANSFORMERS = {
+    "llama with relu2": [*words_of("llama"), "model.mlp=relu2"],
+    "llama with caps, sinks and gates": [
+        *words_of("llama"),
+        "model.final_softcap=2.0",
+        "model.attention_softcap=1.0",
+        "model.attention_sinks=true",
+        "model.attention_gate=true",
+    ],
+    "qwen3_next with norms around": [*words_of("qwen3_next"), "model.norm_at=around"],
+    "losses of routers": [*words_of("mixtral"), *ROUTER_LOSSES],
+    "modules ahead with experts": [
+        *words_of("deepseek_v3 yarn"),
+        *ROUTER_LOSSES,
+        "model.mtp_layers=2",
+    ],
+    "modules ahead, tied, factors of gradients": [
+        *words_of("qwen2"),
+        *GRADIENT_FACTORS,
+        "model.mtp_layers=1",
+    ],
+}
+
+
+@pytest.mark.cases(4, sample=8)
+@pytest.mark.parametrize("family", CASES)
+def test_every_family_trains_what_the_plain_decoder_and_torch_train(
+    family: str, tmp_path: Path
+) -> None:
+    entry = entry_beside_oracle(words_of(family), tmp_path, PLAIN)
+    assert entry["verdict"] == "proven", entry.get("first")
+    for quantity in COMPARED:
+        measured = entry["quantities"][quantity]
+        assert measured["verdict"] == "proven"
+        assert measured["compared"] >= 3
+        assert measured["error"] < 1e-9
+
+
+@pytest.mark.cases(2, sample=4)
+@pytest.mark.parametrize("name", BEYOND_TRANSFORMERS)
+def test_what_transformers_lacks_is_compared_and_nothing_of_it_left_out(
+    name: str, tmp_path: Path
+) -> None:
+    certificate = beside_oracle(BEYOND_TRANSFORMERS[name], tmp_path, oracle=PLAIN)
+    assert certificate["verdict"] == "proven"
+    parts = [part for part, _ in certificate["not_tried"]]
+    assert not [part for part in parts if part.startswith("model.")]
+
+
+@pytest.mark.cases(2, sample=6)
+@pytest.mark.parametrize("family", [family for family in CASES if family != "llama dynamic"])
+def test_documents_groups_other_norms_rates_and_averages_are_those_of_the_plain_decoder(
+    family: str, tmp_path: Path
+) -> None:
+    words = [*words_of(family), *DOCUMENTS, *OPTIMIZER]
+    entry = entry_beside_oracle(words, tmp_path, PLAIN)
+    assert entry["verdict"] == "proven", entry.get("first")
+
+
+@pytest.mark.cases(1, sample=3)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "nemotron_h"])
+def test_in_fp32_the_difference_is_that_of_rounding(family: str, tmp_path: Path) -> None:
+    words = [*words_of(family), "precision.compute=fp32"]
+    certificate = beside_oracle(words, tmp_path, "both", PLAIN)
+    precisions = {entry["precision"]: entry for entry in certificate["layouts"]}
+    assert {entry["verdict"] for entry in precisions.values()} == {"proven"}
+    assert 0 < precisions["fp32"]["quantities"]["loss"]["error"] < 1e-6
+
+
+def test_what_it_cannot_say_of_documents_is_left_out_of_both_runs_and_named(
+    tmp_path: Path,
+) -> None:
+    words = [*words_of("mixtral"), *ROUTER_LOSSES, *DOCUMENTS, "model.mtp_layers=1"]
+    certificate = beside_oracle([*words, "model.dropout=0.1"], tmp_path, oracle=PLAIN)
+    assert certificate["verdict"] == "proven"
+    parts = [part for part, _ in certificate["not_tried"]]
+    left_out = {"router_aux_loss", "router_z_loss", "mtp_layers", "dropout"}
+    assert {f"model.{key}" for key in left_out} <= set(parts)
+
+
+# --- faults that all layouts share
+
+
+def shifted_targets(batch: Batch) -> None:
+    batch.targets.copy_(batch.targets.roll(-1, 1))
+
+
+def targets_not_shifted(batch: Batch) -> None:
+    batch.targets.copy_(batch.tokens)
+
+
+@pytest.mark.parametrize("change", [shifted_targets, targets_not_shifted])
+def test_a_fault_that_all_layouts_share_shows_beside_the_plain_decoder(
+    change: Callable[[Batch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = Samples.batch
+
+    def batch(self: Samples, position: int, count: int) -> Batch:
+        made = right(self, position, count)
+        change(made)
+        return made
+
+    monkeypatch.setattr(Samples, "batch", batch)
+    assert entry_beside_oracle(words_of("llama"), tmp_path, PLAIN)["verdict"] == "wrong"
+
+
+# --- the command
+
+
+@pytest.mark.parametrize("oracle", ORACLES)
+@pytest.mark.parametrize(
+    ("words", "name", "values"),
+    [
+        (["optimizer.name=muon"], "parity.oracle_rule", {"name": "muon"}),
+        (["model.mup_base_hidden=24"], "parity.oracle_mup", {"base": 24}),
+        (
+            [
+                "data.reset_attention_mask=true",
+                'model.rope_scaling={kind = "dynamic", factor = 2.0, '
+                "original_max_position_embeddings = 64}",
+            ],
+            "parity.oracle_dynamic",
+            {},
+        ),
+        (["model.factory=own.py:make"], "parity.oracle_factory", {"factory": "own.py:make"}),
+        (["--full"], "parity.oracle_full", {}),
+        (
+            ["precision.compute=bf16", "--precision", "configured"],
+            "parity.oracle_precision",
+            {"compute": "bf16"},
+        ),
+    ],
+)
+def test_what_no_oracle_can_train_is_refused_by_name(
+    oracle: str,
+    words: list[str],
+    name: str,
+    values: dict[str, object],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["parity", "examples/demo.toml", *words, "--oracle", oracle]) == 2
+    assert shows(capfd.readouterr().err, name, **values)
+
+
+def test_the_certificate_names_the_plain_oracle(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["examples/demo.toml", f"train.folder={tmp_path}", "--oracle", PLAIN]
+    assert cli.main(["parity", *words, "--layouts", "tp=1"]) == 0
+    said = capfd.readouterr().out
+    assert "comparisons agree with the oracle" in said
+    assert "plain decoder" in said
+    certificate = json.loads((tmp_path / "parity.json").read_text())
+    assert "plain decoder" in certificate["oracle"]
+    assert "torch.optim.AdamW" in certificate["oracle"]
+    assert "transformers" not in certificate["oracle"]

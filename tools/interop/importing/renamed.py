@@ -1,0 +1,143 @@
+"""Settings of a system that has Megatron-LM's arguments under names of its own."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megaprec.errors import Problem, did_you_mean
+from tools.interop.importing.arguments import Arguments, read_table
+
+OFF = (None, False, "", [], {})
+
+
+@dataclass(frozen=True)
+class NotKnown:
+    """A value that a file leaves open, such as a variable. why: in words. text: as it is
+    written."""
+
+    why: str
+    text: str
+
+    def __repr__(self) -> str:
+        return self.why
+
+
+class Renamed:
+    """The settings of a system, on their way to arguments of Megatron-LM.
+
+    values: as they are given. arguments: of Megatron-LM. keys: of a run file, for what these cannot
+    say. ranks: that the settings say. asked: a key of a run file -> why the settings do not give it. unused: settings that change
+    no number.
+    """
+
+    def __init__(self, system: str, values: Mapping[str, Any]) -> None:
+        self.system = system
+        self.values = dict(values)
+        self.arguments = dict[str, Any]()
+        self.keys = dict[str, Any]()
+        self.asked = dict[str, str]()
+        self.unused = dict[str, str]()
+        self.problems = list[str]()
+        self.notes = list[str]()
+        self.ranks: int | None = None
+
+    def get(self, name: str, default: Any) -> Any:
+        """Return a setting; null counts as not given, and so does, with a problem, what is not
+        known."""
+        value = self.values.get(name)
+        if isinstance(value, NotKnown):
+            self.refuse(name, "give its value: --assume NAME=VALUE is that of ${NAME}")
+            self.values[name] = None
+            return default
+        return default if value is None else value
+
+    def whole(self, name: str, default: int | None) -> int | None:
+        """Return a setting that is a whole number, or add a problem."""
+        value = self.get(name, default)
+        if value is None or type(value) is int:
+            return value
+        self.refuse(name, "give a whole number")
+        return default
+
+    def number(self, name: str, default: float | None) -> float | None:
+        """Return a setting that is a number, or add a problem. YAML has 1e-4 as a text."""
+        value = self.get(name, default)
+        if value is None or type(value) in (int, float):
+            return value
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            self.refuse(name, "give a number")
+            return default
+
+    def table(self, name: str) -> Mapping[str, Any]:
+        """Return a setting that is a table, or add a problem."""
+        value = self.get(name, {})
+        if isinstance(value, dict):
+            return value
+        self.refuse(name, "give a table")
+        return {}
+
+    def choice(self, name: str, default: str, meanings: Mapping[str, Any]) -> Any:
+        """Return the meaning of a word; None, with a problem, for one that has none here."""
+        word = self.get(name, default)
+        if isinstance(word, str) and word in meanings:
+            return meanings[word]
+        self.refuse(name, f"{', '.join(meanings)} are read")
+        return None
+
+    def give(self, argument: str, value: Any) -> None:
+        """Set an argument of Megatron-LM, unless the value is None."""
+        if value is not None:
+            self.arguments[argument] = value
+
+    def rename(self, names: Mapping[str, tuple[str, Any]]) -> None:
+        """Set the arguments of other names. names: of a setting -> of the argument, and the
+        system's default."""
+        for name, (argument, default) in names.items():
+            self.give(argument, self.get(name, default))
+
+    def refuse(self, name: str, why: str) -> None:
+        """Add a problem with a setting."""
+        said = str(Problem(f"{name} = {self.values.get(name)!r}"))
+        self.problems.append(f"{said} ({self.system}): {why}")
+
+    def ask(self, key: str, why: str, said: str = "") -> None:
+        """Add a problem that counts unless the user gives a key of the run file."""
+        self.asked[key] = f"{said} ({self.system}): {why}" if said else f"{self.system}: {why}"
+
+    def refuse_unknown(self, known: Collection[str]) -> None:
+        """Add a problem for each setting of another name."""
+        for name in self.values:
+            if name not in known:
+                self.refuse_unknown_name(name, known)
+
+    def refuse_unknown_name(self, name: str, known: Collection[str]) -> None:
+        """Add a problem with a setting of another name, unless it is off."""
+        if self.values[name] not in OFF:
+            self.refuse(name, f"no such name is known here{did_you_mean(name, known)}")
+
+    def note_unused(self, names: Collection[str]) -> None:
+        """Keep the settings that change no number."""
+        for name in names:
+            if self.values.get(name) is not None:
+                self.unused[name] = f"{name} = {self.values[name]!r}"
+
+    def require_only(self, permitted: Mapping[str, tuple[Any, ...]]) -> None:
+        """Add a problem for each setting with another value than those."""
+        for name, values in permitted.items():
+            given = self.values.get(name)
+            if given is not None and given not in values:
+                self.refuse(name, f"{values[0]!r} is what a run has here")
+
+
+def add_renamed(made: Renamed, arguments: Arguments, place: str) -> None:
+    """Add settings to the arguments of Megatron-LM."""
+    draft = arguments.draft
+    for key, why in made.asked.items():
+        if draft.needs(key):
+            draft.problems.append(why)
+    draft.problems += made.problems
+    draft.notes += made.notes
+    arguments.unused |= made.unused
+    read_table(made.arguments, arguments, place)

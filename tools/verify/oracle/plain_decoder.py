@@ -1,0 +1,148 @@
+"""A plain decoder: a function of tokens and of weights by logical name, made of torch's own
+functions, on one process. It is as short and as obvious as it can be; that is its use."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.config import ModelConfig
+from tools.verify.oracle.plain_attention import attention
+from tools.verify.oracle.plain_feed_forward import Routing, experts, mlp
+from tools.verify.oracle.plain_parts import (
+    Weights,
+    capped,
+    linear,
+    norm,
+    norm_if_there,
+    with_scaled_gradient,
+)
+from tools.verify.oracle.plain_recurrent import delta_net, mamba
+
+
+def logits(config: ModelConfig, w: Weights, tokens: Tensor) -> Tensor:
+    """Return logits [b, s, vocab] of tokens [b, s]."""
+    return of_head(config, w, hidden(config, w, tokens, []))
+
+
+def of_head(config: ModelConfig, w: Weights, x: Tensor) -> Tensor:
+    """Return the logits of what the head reads."""
+    weight = w["embedding.weight" if config.tied else "head.weight"]
+    weight = with_scaled_gradient(weight, config.head_grad_scale)
+    return capped(F.linear(x, weight), config.final_softcap)
+
+
+def hidden(
+    config: ModelConfig,
+    w: Weights,
+    tokens: Tensor,
+    routings: list[Routing],
+    positions: Tensor | None = None,
+) -> Tensor:
+    """Return what the head reads, [b, s, hidden].
+
+    tokens: int64 [b, s]. routings: receives those of all routers. positions: of the tokens, [b, s];
+        None: each sample's from 0.
+    """
+    if positions is None:
+        positions = _places(tokens)
+    x = _embedded(config, w, tokens)
+    if config.positions == "learned":
+        x = x + F.embedding(positions, w["positions.weight"])
+    for n in range(config.layers):
+        x = _layer(config, w, n, x, positions, routings)
+    return norm(config, w, "final_norm", x)
+
+
+def ahead(
+    config: ModelConfig,
+    w: Weights,
+    x: Tensor,
+    tokens: Tensor,
+    targets: Tensor,
+    routings: list[Routing],
+) -> list[Tensor]:
+    """Return the loss of each module of multi-token prediction at each position, [b, s - k].
+
+    x: what the head reads. routings: receives those of the modules.
+
+    Position i of module k reads token i + k and predicts target i + k; the last k positions read
+    token 0.
+    """
+    losses: list[Tensor] = []
+    length = tokens.shape[1]
+    last = config.layers - 1
+    for k in range(1, config.mtp_layers + 1):
+        name = f"mtp.{k - 1}"
+        # a module's layer is such as the model's last
+        own = {f"layers.{last}.{n[6:]}": v for n, v in w.items() if n.startswith(f"{name}.")}
+        later = torch.cat((tokens[:, k:], torch.zeros_like(tokens[:, :k])), 1)[:, :length]
+        read = norm(config, w, f"{name}.embedding_norm", _embedded(config, w, later))
+        before = norm(config, w, f"{name}.hidden_norm", x)
+        both = linear(w, f"{name}.projection", torch.cat((read, before), -1))
+        x = _layer(config, own, last, both, _places(tokens), routings)
+        x = norm(config, w, f"{name}.final_norm", x)
+        made = of_head(config, w, x[:, : max(0, length - k)])
+        losses.append(F.cross_entropy(made.transpose(1, 2), targets[:, k:], reduction="none"))
+    return losses
+
+
+def mean_over_modules(losses: list[Tensor], counts: Tensor) -> Tensor:
+    """Return the mean over modules of the means of their losses; 0 without modules.
+
+    losses: of `ahead`. counts: the weight of each target, [b, s].
+    """
+    means = [(loss * counts[:, k:]).sum() / counts[:, k:].sum() for k, loss in enumerate(losses, 1)]
+    return torch.stack(means).mean() if means else torch.zeros(())
+
+
+def _places(tokens: Tensor) -> Tensor:
+    return torch.arange(tokens.shape[1]).expand_as(tokens)
+
+
+def _embedded(config: ModelConfig, w: Weights, tokens: Tensor) -> Tensor:
+    embedded = F.embedding(tokens, w["embedding.weight"]) * config.embedding_scale
+    return with_scaled_gradient(embedded, config.embedding_grad_scale)
+
+
+def _layer(
+    config: ModelConfig,
+    w: Weights,
+    n: int,
+    x: Tensor,
+    positions: Tensor,
+    routings: list[Routing],
+) -> Tensor:
+    name = f"layers.{n}"
+    if config.hybrid_pattern:
+        return x + _branch(config, w, n, x, positions, routings)
+    mix = delta_net if n in config.delta_layers else attention
+    normal = norm_if_there(config, w, f"{name}.attention_norm", x)
+    mixed = mix(config, w, n, normal, positions)
+    attended = x + norm_if_there(config, w, f"{name}.attention_post_norm", mixed)
+    fed_with = x if config.parallel_residual else attended
+    normal = norm_if_there(config, w, f"{name}.mlp_norm", fed_with)
+    if config.experts and n not in config.dense_layers:
+        fed = experts(config, w, f"{name}.mlp", normal, routings)
+    else:
+        fed = mlp(config, w, f"{name}.mlp", normal)
+    return attended + norm_if_there(config, w, f"{name}.mlp_post_norm", fed)
+
+
+def _branch(
+    config: ModelConfig,
+    w: Weights,
+    n: int,
+    x: Tensor,
+    positions: Tensor,
+    routings: list[Routing],
+) -> Tensor:
+    """Return what the one branch of a layer of `hybrid_pattern` adds."""
+    name = f"layers.{n}"
+    letter = config.hybrid_pattern[n]
+    if letter == "E":
+        normal = norm(config, w, f"{name}.mlp_norm", x)
+        return experts(config, w, f"{name}.mlp", normal, routings)
+    if letter == "-":
+        return mlp(config, w, f"{name}.mlp", norm(config, w, f"{name}.mlp_norm", x))
+    mix = mamba if letter == "M" else attention
+    return mix(config, w, n, norm(config, w, f"{name}.attention_norm", x), positions)

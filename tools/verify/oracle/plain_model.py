@@ -1,0 +1,112 @@
+"""A model of the plain decoder with given weights, as `TransformersModel` is transformers'."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.config import ModelConfig
+from models.feed_forward.router import is_correction
+from tools.verify.oracle.batch import Batch
+from tools.verify.oracle.model import Tensors
+from tools.verify.oracle.plain_decoder import ahead, hidden, mean_over_modules, of_head
+from tools.verify.oracle.plain_feed_forward import Routing, router_loss
+
+
+class PlainModel:
+    """A plain decoder in one dtype.
+
+    weights: by logical name; of the same dtype.
+    name: of what computes.
+    """
+
+    name = "a plain decoder of torch.nn.functional"
+
+    def __init__(self, config: ModelConfig, weights: Tensors) -> None:
+        self.config = config
+        self.dtype = next(iter(weights.values())).dtype
+        self._weights: dict[str, nn.Parameter] = {}
+        # how many tokens each expert was given, by the name of the router's correction
+        self._loads: Tensors = {}
+        for name, values in weights.items():
+            is_trained = not is_correction(name)
+            self._weights[name] = nn.Parameter(values.clone(), requires_grad=is_trained)
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """Return a context in which the model computes; it needs none."""
+        return nullcontext()
+
+    def logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return logits [b, s, vocab]. tokens, positions: int64 [b, s]."""
+        routings: list[Routing] = []
+        x = hidden(self.config, self._weights, tokens, routings, positions)
+        self._count(routings)
+        return of_head(self.config, self._weights, x)
+
+    def further_loss(self, batch: Batch) -> Tensor:
+        """Return the losses of routers and of modules of multi-token prediction, with their
+        weights. Documents are not distinguished."""
+        config = self.config
+        router_weights = config.router_aux_loss + config.router_z_loss
+        if not (config.experts and router_weights) and not config.mtp_layers:
+            return torch.zeros((), dtype=self.dtype)
+        routings: list[Routing] = []
+        x = hidden(config, self._weights, batch.tokens, routings, batch.positions)
+        of_modules: list[Routing] = []
+        losses = ahead(config, self._weights, x, batch.tokens, batch.targets, of_modules)
+        self._count(of_modules)
+        counts = batch.counts.to(self.dtype)
+        modules_loss = config.mtp_loss_weight * mean_over_modules(losses, counts)
+        return router_loss(config, [*routings, *of_modules]) + modules_loss
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return all parameters that a rule updates."""
+        return [values for values in self._weights.values() if values.requires_grad]
+
+    def parameters_by_factors(
+        self, factors: Mapping[str, tuple[float, float]]
+    ) -> dict[tuple[float, float], list[nn.Parameter]]:
+        """Return the parameters that share factors of learning rate and weight decay. factors: by
+        logical name."""
+        sharing: dict[tuple[float, float], list[nn.Parameter]] = {}
+        for name, values in self._weights.items():
+            if values.requires_grad:
+                sharing.setdefault(factors[name], []).append(values)
+        return sharing
+
+    def weights(self) -> Tensors:
+        """Return the weights by logical name, in the dtype of the model."""
+        return {name: values.detach().clone() for name, values in self._weights.items()}
+
+    def gradients(self) -> Tensors:
+        """Return the gradients by logical name; those of corrections of routers are the tokens that
+        their experts were given."""
+        gradients: Tensors = {}
+        for name, values in self._weights.items():
+            found = self._loads[name] if is_correction(name) else values.grad
+            gradients[name] = torch.zeros_like(values) if found is None else found.clone()
+        return gradients
+
+    def moments(self, optimizer: torch.optim.Optimizer, kind: str) -> Tensors:
+        """Return what an optimizer keeps of each parameter under the name `kind`, by logical
+        name."""
+        trained = {name: values for name, values in self._weights.items() if values.requires_grad}
+        return {name: optimizer.state[values][kind].clone() for name, values in trained.items()}
+
+    @torch.no_grad()
+    def balance(self, speed: float) -> None:
+        """Move the corrections of routers towards experts that were given fewer tokens than the
+        others, and forget who was given what. speed: by which they move."""
+        for name, counts in self._loads.items():
+            self._weights[name].add_(speed * (counts.mean() - counts).sign())
+        self._loads.clear()
+
+    def _count(self, routings: list[Routing]) -> None:
+        """Note what the experts of each router with a correction were given."""
+        for name, values in self._weights.items():
+            for routing in routings:
+                if routing.correction is values:
+                    counts = routing.counts.to(self.dtype)
+                    self._loads[name] = self._loads.get(name, torch.zeros_like(counts)) + counts

@@ -551,10 +551,6 @@ class Trainer:
             problem = describe_bad_id(*location, length, error.vocab) or error.problems[0]
             raise UserError(problem) from error
 
-    def _learning_rate(self) -> float:
-        """Return the learning rate of the next step."""
-        return self._rates.at(self.progress)
-
     def _advance(self, report: StepReport) -> None:
         """Add a step to `progress`, and note whether a rank was asked to stop."""
         self._is_stopping |= report.stop

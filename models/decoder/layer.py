@@ -15,8 +15,8 @@ from models.attention.flash_windows import Documents
 from models.attention.regions import RegionNorm, add_norm
 from models.attention.rope import RotaryTables
 from models.config import ModelConfig
-from models.decoder.layer_kinds import layer_kind
 from models.feed_forward.mlp import MLP
+from models.optional_parts import part
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, dropout, note_microbatch
 from parallel.norms import LayerNorm, RMSNorm
@@ -93,14 +93,14 @@ class DecoderLayer(nn.Module):
         self.mlp: MLP | MixtureOfExperts | None = None
         if config.has_feed_forward:
             self.mlp_norm = self._make_norm("mlp_norm", before)
-            feed_forward = layer_kind("MixtureOfExperts") if config.experts else MLP
+            feed_forward = part("MixtureOfExperts") if config.experts else MLP
             self.mlp = feed_forward(config, context, f"{name}.mlp", layer)
             self.mlp_post_norm = self._make_norm("mlp_post_norm", after)
 
-    def _make_norm(self, part: str, wanted: bool) -> nn.Module | None:
+    def _make_norm(self, place: str, wanted: bool) -> nn.Module | None:
         if not wanted:
             return None
-        return make_norm(self.config, self.context, f"{self.name}.{part}")
+        return make_norm(self.config, self.context, f"{self.name}.{place}")
 
     def forward(
         self,

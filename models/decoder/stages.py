@@ -83,10 +83,10 @@ from models.attention.packing import UNPACKED, Packing, causal_mask
 from models.attention.rope import RotaryTables, rotary_tables
 from models.config import ModelConfig
 from models.decoder.layer import DecoderLayer, make_norm
-from models.decoder.layer_kinds import layer_kind
 from models.decoder.mtp import MTPBatch, PredictionModule
 from models.mup import note_growth
 from models.nvfp4_models import require_nvfp4_layers
+from models.optional_parts import part
 from models.rope_scaling import RopeScaling
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, dropout
@@ -129,7 +129,7 @@ class Stage(nn.Module):
     """
 
     attention: ClassVar[type[Attention]] = Attention
-    # in place of those of `models.decoder.layer_kinds`, by name
+    # in place of those of `models.optional_parts`, by name
     own_kinds: ClassVar[Mapping[str, type[nn.Module]]] = {}
 
     def __init__(
@@ -217,7 +217,7 @@ class Stage(nn.Module):
 
     def _kind(self, name: str) -> Any:
         """Return the class of a kind of layers."""
-        return self.own_kinds.get(name) or layer_kind(name)
+        return self.own_kinds.get(name) or part(name)
 
     def _make_embedding(self, tied: tuple[int, ...]) -> VocabParallelEmbedding:
         return VocabParallelEmbedding(

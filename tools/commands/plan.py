@@ -25,8 +25,7 @@ from megaprec.errors import UserError
 from megaprec.precision.gemm import product
 from megaprec.resources import cores
 from megaprec.tokens.files import write_whole
-from models.config import ModelConfig
-from models.decoder.own_model import require_builtin
+from models.config import ModelConfig, require_builtin
 from models.presets import PRESETS
 from tools.analysis.calibration.record import differences, read_calibration
 from tools.analysis.calibration.speeds import calibrated

@@ -14,7 +14,7 @@ from megaprec.durable import file_error
 from megaprec.errors import UserError
 from megaprec.tested_versions import untested
 from megaprec.train_program import END_FILE
-from models.decoder.own_model import require_builtin
+from models.config import require_builtin
 from parallel.described_world import is_rank_of_world
 from tools.commands.notes import moved_notes, tell_notes
 from tools.commands.options import add_overrides, add_strict
@@ -22,15 +22,11 @@ from tools.config.resolved_run import resolve_run
 from tools.config.run_file import RunConfig
 from tools.console.streams import spare_output
 from tools.console.wrapped import say
-from tools.journal.records import read_events
-from tools.journal.shadow_records import SHADOW
 from tools.parts.optional_parts import part
-from tools.training.banner import print_outcome, print_skipped
 from tools.training.corpus import Corpus
 from tools.training.data_identity import ALLOW
 from tools.training.elastic import Restarts
 from tools.training.end_report import EndReport
-from tools.training.prepare import open_checked, verify_models
 from tools.training.rank import train_rank
 from tools.training.run_folder import lock_folder
 from tools.training.step_records import require_applied
@@ -120,12 +116,12 @@ def _run(args: argparse.Namespace, end_report: EndReport) -> int:
         return _train(config, export, args.export_ema, allowed, not args.no_verify)
 
     _require_export(config, export, args.export_ema)
-    open_checked(config, allowed)
+    part("open_checked")(config, allowed)
     part("print_plan")(config)
     _warn_of_slow_build(config)
     # before ranks are started, so that a difference costs no start
     if not args.no_verify:
-        verify_models(config, export)
+        part("verify_models")(config, export)
 
     if config.world_size == 1:
         return _train(config, export, args.export_ema, allowed, verify=False)
@@ -186,11 +182,11 @@ def _train(
         return 0
     # Outside of the world, whose other ranks need not wait for plots and export.
     config = trainer.config
-    print_skipped(config, trainer.progress)
+    part("print_skipped")(config, trainer.progress)
     _write_yardsticks(config, trainer.corpus)
     folder = Path(config.train.folder)
     plots = _write_plots(config) if config.log.plot else []
-    print_outcome(config, plots, trainer.progress.step)
+    part("print_outcome")(config, plots, trainer.progress.step)
     for line in part("verdict_lines")(folder):
         say(line)
     if export_folder:
@@ -217,8 +213,7 @@ def _write_plots(config: RunConfig) -> list[Path]:
     folder = Path(config.train.folder)
     try:
         plots = [part("plot_run")(folder, config.log.plot_over)]
-        if read_events(folder, SHADOW):
-            plots.append(part("plot_shadow")(folder, config.fp8))
+        plots.append(part("plot_shadow")(folder, config.fp8))
     except OSError as error:
         # a run that has trained is not lost for a picture
         print(f"warning    no plot: {file_error(error)}", file=sys.stderr, flush=True)

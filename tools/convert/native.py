@@ -22,8 +22,7 @@ from megaprec.durable import read_whole
 from megaprec.optim.rules.muon.rule import MUON_MOMENTUM
 from megaprec.optim.state.flat_buffer import EMA
 from megaprec.precision.plan import LossScaling
-from models.config import ModelConfig
-from models.decoder.own_model import require_builtin
+from models.config import ModelConfig, require_builtin
 from models.feed_forward.router import is_correction
 from models.logical_shapes import logical_shapes
 from tools.convert.core.rules import Match

@@ -22,9 +22,8 @@ from megaprec.errors import UserError
 from megaprec.optim.state.flat_buffer import EMA
 from megaprec.precision.plan import plan
 from megaprec.text.tokenizer import Tokenizer, load_tokenizer
-from models.config import ModelConfig
+from models.config import ModelConfig, require_builtin
 from models.decoder.cutting import cuts
-from models.decoder.own_model import require_builtin
 from models.decoder.stages import Stage
 from parallel.context import Context
 from tools.convert.averaged import averaged

@@ -8,8 +8,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from megaprec.checkpoint.atomic import damaged_beside, step_of, whole_checkpoints
 from megaprec.checkpoint.keeping import Keep, best_made_here, made_here
 from megaprec.comm.layout import Part
@@ -21,7 +19,6 @@ from megaprec.optim.state.flat_buffer import Buffer
 from megaprec.precision.plan import dtype_name
 from megaprec.tokens.blend import Blend
 from models.config import ModelConfig
-from models.estimate.storage import without_storage
 from models.mup import scaled_widths
 from parallel.loopback import listening_in_words
 from parallel.pipeline.simulation import bubble, simulate
@@ -38,7 +35,6 @@ from tools.training.batches import describe_requested, evaluated_samples
 from tools.training.branch import is_branch
 from tools.training.corpus import Corpus
 from tools.training.data_sources import training_sources
-from tools.training.fp8_summary import fp8_lines
 from tools.training.initial import initial_changes, initial_notes
 from tools.training.learning_rates import LearningRates
 from tools.training.resume import resume_lines
@@ -69,15 +65,13 @@ def print_start(
     if config.train.evaluates:
         _print_evaluated(config, corpus)
     if not config.model.factory:
-        with without_storage("cpu") if device == "cpu" else torch.device(device):
-            if attention := config.attention_kernels(corpus.model):
-                say(f"attention  {'; '.join(attention)}")
-            if recurrent := config.recurrent_kernels(corpus.model, refused_kernels):
-                say(f"recurrent  {'; '.join(recurrent)}")
+        for line in part("kernel_lines")(config, corpus.model, device, refused_kernels):
+            say(line)
     for note in corpus.notes:
         say(f"note       {note}")
-    for line in fp8_lines(config, corpus.model, device):
-        say(line)
+    if config.plan.fp8:
+        for line in part("fp8_lines")(config, corpus.model, device):
+            say(line)
     if config.parallel.pipeline > 1:
         say(f"stages     {_describe_stages(config, corpus)}")
     if resumed:

@@ -30,12 +30,6 @@ from tools.parts.optional_parts import part
 from tools.training.blend_place import stretches_of
 from tools.training.branch import open_start
 from tools.training.data_identity import BlendStretch, DataSet, Identity, read_identity
-from tools.training.data_notes import (
-    begin_notes,
-    different_tokenizer_notes,
-    loss_mask_notes,
-    tokenizer_notes,
-)
 from tools.training.data_sources import (
     DataSource,
     existing_tokenizer,
@@ -110,8 +104,10 @@ def open_corpus(config: RunConfig, allowed: Collection[str] = ()) -> Corpus:
     notes = list(corpus.notes)
     # The data sets as they are trained on, which may put a token before each document.
     streams = [samples.dataset for samples in corpus.training_parts]
-    notes += begin_notes(config, streams, corpus.begin_token, corpus.documents, corpus.tokenizer)
-    notes += loss_mask_notes(config.data, corpus.training_parts)
+    notes += part("begin_notes")(
+        config, streams, corpus.begin_token, corpus.documents, corpus.tokenizer
+    )
+    notes += part("loss_mask_notes")(config.data, corpus.training_parts)
     # The validation sets need the tokenizer, and so come after the training data.
     notes += _build_validation(config, corpus)
     return replace(
@@ -134,14 +130,14 @@ def identified(config: RunConfig, corpus: Corpus) -> Corpus:
             record = read_record(dataset.prefix)
             records[source.prefix] = record
             notes += dataset.notes
-            notes += tokenizer_notes(dataset.prefix, record, corpus.tokenizer)
+            notes += part("tokenizer_notes")(dataset.prefix, record, corpus.tokenizer)
         # What a tokenized set has to fit is set by these keys; a text's ids are the tokenizer's.
         keys = ["model.vocab", "data.tokenizer"] if source.is_tokenized else []
         with naming_settings(config, source, *keys):
             check_vocabulary(dataset, contents, corpus.ids)
         sets.append(_identify(source, contents, record))
     if corpus.tokenizer is None:
-        notes += different_tokenizer_notes(records)
+        notes += part("different_tokenizer_notes")(records)
 
     identity = Identity(
         sets=sets,
@@ -385,7 +381,7 @@ def _build_validation(config: RunConfig, corpus: Corpus) -> Iterator[str]:
             check_vocabulary(dataset, contents, corpus.ids)
             record = read_record(prefix)
             yield from dataset.notes
-            yield from tokenizer_notes(prefix, record, corpus.tokenizer)
+            yield from part("tokenizer_notes")(prefix, record, corpus.tokenizer)
 
 
 def open_validation(config: RunConfig, begin_token: int | None) -> Mapping[str, Samples]:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -36,12 +36,9 @@ from megaprec.precision.tf32 import tf32
 from megaprec.tokens.blend import Blend
 from megaprec.tokens.intact import describe_bad_id
 from megaprec.tokens.samples import Samples
-from models.decoder.own_model import stage_maker
+from models.decoder.stages import Stage
 from models.engine.engine import Engine, build_stages, mean_loss
-from models.engine.fp8_shadow import Shadow, run_shadow
 from models.engine.passes import OutsideVocabulary, Share
-from models.engine.sentinel import SilentFault
-from models.engine.shared_drawing import InitialWeights, draw_weights
 from parallel.leaves import PLAIN, Leaves
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.timeline import Recording
@@ -58,12 +55,8 @@ from tools.journal.records import (
     SPIKE_EVENT,
 )
 from tools.journal.router_records import COLLAPSE, collapse_event
-from tools.journal.shadow_records import shadow_event, shadow_fields
-from tools.journal.spike_records import spike_event
-from tools.journal.timeline_file import TIMELINE, write_trace
 from tools.parts.optional_parts import part
 from tools.saved.train_state import TrainState, read_overflow_monitor, read_spike_monitor
-from tools.training.banner import print_marked, print_memory, print_start
 from tools.training.batches import Batches, evaluated_samples
 from tools.training.corpus import Corpus
 from tools.training.ends import TrainingDiverged
@@ -85,6 +78,10 @@ from tools.training.step_records import (
     step_fields,
 )
 from tools.training.stopping import listening, stop_together
+
+if TYPE_CHECKING:
+    from models.engine.fp8_shadow import Shadow
+    from models.engine.sentinel import SilentFault
 
 
 class Trainer:
@@ -143,7 +140,9 @@ class Trainer:
         elif config.train.init_from:
             self._begin_with(Path(config.train.init_from))
         elif self._shares_drawing:
-            draw_weights(self.engine.stages.values(), self.engine.optimizer, config.train.seed)
+            part("draw_weights")(
+                self.engine.stages.values(), self.engine.optimizer, config.train.seed
+            )
         self._saves = Saves(config, self.engine)
         self._saved_step = self.progress.step  # that of the newest checkpoint
         self._evaluated: dict[str, float] = {}  # losses after the newest step, by field
@@ -166,7 +165,7 @@ class Trainer:
             mesh=mesh,
             schedule=config.schedule,
             options=options,
-            make_stage=stage_maker(config.model.factory),
+            make_stage=part("stage_maker")(config.model.factory) if config.model.factory else Stage,
             other_schedules=config.other_schedules,
         )
         optimizer = stages.make_optimizer(
@@ -193,7 +192,7 @@ class Trainer:
         """Load the weights of train.init_from. Collective over the world."""
         optimizer = self.engine.optimizer
         stages = self.engine.stages.values()
-        drawn = InitialWeights(stages, optimizer.plan, self.config.train.seed)
+        drawn = part("InitialWeights")(stages, optimizer.plan, self.config.train.seed)
         growth = growth_of(self.config, self.corpus)
         self._first_ids = part("start_from")(folder, optimizer, growth, drawn, self.config.model)
 
@@ -223,7 +222,7 @@ class Trainer:
         saved if the ranks hold the same.
         """
         if self.rank == 0:
-            print_start(
+            part("print_start")(
                 self.config,
                 self.corpus,
                 self.engine.device.type,
@@ -231,8 +230,8 @@ class Trainer:
                 self.progress.step,
                 self.engine.refused_kernels,
             )
-            print_memory(self.engine.optimizer)
-            print_marked(self.engine.optimizer)
+            part("print_memory")(self.engine.optimizer)
+            part("print_marked")(self.engine.optimizer)
             # Without a step left, run.toml would differ from the steps taken.
             if self.progress.step < self.config.train.steps:
                 self.config.save_resolved(Path(self.config.train.folder))
@@ -270,8 +269,10 @@ class Trainer:
             start_time = time.perf_counter()
             try:
                 report, shadow = self.step()
-            except SilentFault as error:
-                self._end_for(error, journal)
+            except Exception as error:
+                if not self._checks.raised(error):
+                    raise
+                self._end_for(cast("SilentFault", error), journal)
             if leaves.names and self.progress.step == first_step:
                 self._say_misses(leaves)
             self._evaluate_and_record(journal, report, shadow, time.perf_counter() - start_time)
@@ -322,7 +323,7 @@ class Trainer:
         self._received_signal = signal_number
         self.engine.optimizer.stop = True
 
-    def _end_for(self, error: SilentFault, journal: Journal | None) -> NoReturn:
+    def _end_for(self, error: "SilentFault", journal: Journal | None) -> NoReturn:
         """Raise FaultyHardware. The checked step has changed nothing; the state before it is saved
         if it is sound.
         """
@@ -352,7 +353,7 @@ class Trainer:
         )
 
     def _evaluate_and_record(
-        self, journal: Journal | None, report: StepReport, shadow: Shadow | None, seconds: float
+        self, journal: Journal | None, report: StepReport, shadow: "Shadow | None", seconds: float
     ) -> None:
         """Evaluate if that is due after the step, let the overflow monitor note the step, and write
         its record and events (rank 0 alone). Collective over the world.
@@ -389,8 +390,8 @@ class Trainer:
             events.append(event)
             record[SPIKE_EVENT] = event["said"]
         if shadow is not None:
-            record |= shadow_fields(shadow, self.config.fp8)
-            events.append(shadow_event(shadow, progress.step, self.config.fp8))
+            record |= part("shadow_fields")(shadow, self.config.fp8)
+            events.append(part("shadow_event")(shadow, progress.step, self.config.fp8))
         if collapsed := self._router_monitor.note(report):
             experts = self.corpus.model.experts
             bound = self._router_monitor.bound
@@ -455,7 +456,7 @@ class Trainer:
         in_a_row = self.spike_monitor.in_a_row
         if spike is None or (in_a_row > 1 and report.outcome != SPIKE):
             return []
-        return [spike_event(spike, report, self.progress.step, samples, in_a_row)]
+        return [part("spike_event")(spike, report, self.progress.step, samples, in_a_row)]
 
     def _evaluate_all(self) -> dict[str, Tensor]:
         """Return the losses of all evaluated sets by field of a record, as `evaluate` does, and
@@ -481,7 +482,7 @@ class Trainer:
         """Return True if a checkpoint is due after this step."""
         return step == self.config.train.steps or is_due(self.config.checkpoint.every, step)
 
-    def step(self) -> tuple[StepReport, Shadow | None]:
+    def step(self) -> "tuple[StepReport, Shadow | None]":
         """Take the next step. Return its report, and the FP8 comparison if one was due.
 
         A NonFiniteStep is kept: once the state is saved, TrainingDiverged ends the run for it.
@@ -498,7 +499,7 @@ class Trainer:
         if is_due(self.config.fp8.shadow_every, step_number + 1):
             # Before the step, with the weights that it will read.
             with self.position.in_phase(Phase.COMPARISON):
-                shadow = run_shadow(self.engine.passes_for(share), share, step_number)
+                shadow = part("run_shadow")(self.engine.passes_for(share), share, step_number)
         # The sentinel recomputes the share of any data-parallel rank.
         share_of = partial(self.share, first_sample)
         with self._locating(self.corpus.train), self._checks.checking(step_number, share_of):
@@ -572,8 +573,8 @@ class Trainer:
     def _write_timeline(self, recording: Recording, schedule: Schedule) -> None:
         spans = recording.gather(schedule, self.engine.device)
         if self.rank == 0:
-            file = Path(self.config.train.folder) / TIMELINE
-            write_trace(file, spans, title=f"step {self.progress.step}")
+            folder = Path(self.config.train.folder)
+            part("write_timeline")(folder, spans, title=f"step {self.progress.step}")
 
     def evaluate(self, samples: Samples | Blend) -> Tensor:
         """Return the sum of the losses of the first samples, and the number of their tokens that

@@ -15,7 +15,7 @@ from parallel.leaves import PLAIN, Leaves
 
 
 class Settings(NamedTuple):
-    """What an activation may depend on besides its tensor.
+    """Settings that an activation may depend on besides its tensor.
 
     alpha, limit: of `ClampedGate`.
     leaves: calls leaves in their compiled forms.

@@ -473,17 +473,6 @@ class ModelConfig(ModelFields):
         return _kind_keys(self.dense_layers, self.delta_layers, self.hybrid_pattern, layers)
 
     @property
-    def num_parameters(self) -> int:
-        """Return the number of logical parameters, a tied head counted once. The vocabulary must be
-        known."""
-        assert self.vocab > 0, "with_vocab() first"
-        # The embedding, and a head of its own.
-        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
-        learned = self.max_positions * self.hidden if self.positions == "learned" else 0
-        blocks = self.over_layers(lambda kind: kind.layer_parameters)
-        return blocks + embeddings + learned + self._norm_parameters + self.mtp_parameters
-
-    @property
     def without_mtp(self) -> "ModelConfig":
         """Return this model without modules of multi-token prediction, as it is evaluated and
         generates text."""
@@ -494,16 +483,6 @@ class ModelConfig(ModelFields):
     @property
     def _last_kind(self) -> "ModelConfig":
         return self.kind_of_layer(self.layers - 1)
-
-    @property
-    def mtp_parameters(self) -> int:
-        """Return the number of parameters of the modules of multi-token prediction, without
-        embedding and head."""
-        # From an embedding and a hidden state to a hidden state.
-        projection = 2 * self.hidden * self.hidden
-        # Of the embedding, of the hidden state, and the final one.
-        norms = 3 * self._norm_parameters
-        return self.mtp_layers * (self._last_kind.layer_parameters + norms + projection)
 
     def mtp_flops(self, seq_length: int) -> int:
         """Return the forward FLOPs of the modules of multi-token prediction, each with the head,
@@ -522,20 +501,6 @@ class ModelConfig(ModelFields):
         if self.shared_experts:
             widths["shared_experts"] = self.shared_experts
         return widths
-
-    @property
-    def expert_parameters(self) -> int:
-        """Return the number of parameters of the experts of all layers, without their routers."""
-        expert_layers = self.expert_layers
-        # The modules of multi-token prediction have a layer such as the model's last one.
-        mtp_layers = self.mtp_layers if self.layers - 1 in expert_layers else 0
-        return (len(expert_layers) + mtp_layers) * self.layer_expert_parameters()
-
-    def layer_expert_parameters(self) -> int:
-        """Return the number of parameters of the experts of one layer that has experts."""
-        weights = self.hidden * self._mlp_matrices * self.ffn
-        biases = self.expert_bias * self._mlp_biases(self.ffn)
-        return self.experts * (weights + biases)
 
     def expert_flops(self) -> int:
         """Return the forward FLOPs of the routed experts of one layer that has experts, per
@@ -579,86 +544,14 @@ class ModelConfig(ModelFields):
         return self.model_copy(update={"init_std": 0.0, "init": InitialStd()})
 
     @property
-    def layer_parameters(self) -> int:
-        """Return the number of parameters of one block, with experts if the model has any."""
-        norms = self._norms_of_layer * self._norm_parameters
-        corrections = self.experts * self.router.correction
-        return (
-            self._mixer_parameters
-            + self._mlp_weights(self.experts)
-            + self._feed_forward_biases
-            + norms
-            + corrections
-        )
-
-    @property
-    def _mixer_parameters(self) -> int:
-        """Return the number of parameters of attention, or of what is in its place, without the
-        norms around it."""
-        if not self.has_mixer:
-            return 0
-        if recurrence := self.delta_net or self.mamba:
-            return self._attention_weights + recurrence.own_parameters
-        latent = self.latent
-        norms = self._qk_norm_parameters if self.qk_norm else 0
-        # Without latents their ranks are 0.
-        latent_norms = latent.query_rank + latent.kv_rank
-        sinks = self.attention_sinks * self.heads
-        # The projections down to latents have biases, those up to heads have none.
-        if latent:
-            qkv = latent.width
-        else:
-            qkv = (self._query_widths * self.heads + 2 * self.kv_heads) * self.head_dim
-        biases = self.qkv_bias * qkv + self.output_bias * self.hidden
-        return self._attention_weights + norms + latent_norms + sinks + biases
-
-    @property
     def _query_widths(self) -> int:
         # A gate of attention's output has as many features as the queries.
         return 2 if self.attention_gate else 1
 
     @property
-    def _feed_forward_biases(self) -> int:
-        """Return the number of elements of the biases of the feed-forward or experts of one
-        block."""
-        if not self.has_feed_forward:
-            return 0
-        expert = self.expert_bias * self._mlp_biases(self.ffn)
-        return (
-            self.mlp_bias * self._mlp_biases(self.ffn)
-            + self.experts * (self.router_bias + expert)
-            + self.expert_bias * self._mlp_biases(self.shared_experts)
-        )
-
-    @property
-    def _norms_of_layer(self) -> int:
-        if self.hybrid_pattern:
-            return 1
-        # Before or after attention and feed-forward, or both.
-        return 4 if self.norm_at == "around" else 2
-
-    @property
-    def _qk_norm_parameters(self) -> int:
-        # A norm of one head has the same weight for all heads: one for queries, one for keys.
-        heads = self.heads + self.kv_heads if self.qk_norm_over == "all" else 2
-        return heads * self.head_dim
-
-    @property
-    def _norm_parameters(self) -> int:
-        return self.hidden * (1 + self.norm_bias)
-
-    @property
     def _mlp_matrices(self) -> int:
         # Gate, up and down, or up and down.
         return 3 if self.gated else 2
-
-    def _mlp_biases(self, width: int) -> int:
-        """Return the elements of the biases of a feed-forward of inner size `width`; 0 for one of
-        width 0."""
-        if not width:
-            return 0
-        # Down leads back to the hidden features, all others to the inner ones.
-        return (self._mlp_matrices - 1) * width + self.hidden
 
     @property
     def _attention_weights(self) -> int:

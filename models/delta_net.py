@@ -92,12 +92,6 @@ class DeltaNet(BaseModel):
         return 2 * self.key_width + self.value_width
 
     @property
-    def own_parameters(self) -> int:
-        """Return the number of parameters beside the projections: of the convolution, of the decay
-        of each head, and of the norm of a head's output."""
-        return self.kernel * self.convolved_width + 2 * self.value_heads + self.value_dim
-
-    @property
     def recurrent_flops(self) -> int:
         """Return the FLOPs of the recurrence, per token: a state is read by a key, written to by an
         outer product, and read by a query."""

@@ -9,34 +9,51 @@ NamedShapes = Iterator[tuple[str, tuple[int, ...]]]
 
 def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of every logical tensor of `model`."""
-    hidden = model.hidden
-    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (model.vocab, hidden)}
-    if model.positions == "learned":
-        shapes["positions.weight"] = (model.max_positions, hidden)
+    shapes = dict(_before_layers(model))
     for layer in range(model.layers):
-        for tensor_name, shape in _layer(model.kind_of_layer(layer)):
+        for tensor_name, shape in layer_shapes(model.kind_of_layer(layer)):
             shapes[f"layers.{layer}.{tensor_name}"] = shape
-    shapes |= dict(_norm("final_norm", model, hidden))
+    shapes |= dict(_norm("final_norm", model, model.hidden))
     for module in range(model.mtp_layers):
-        for tensor_name, shape in _module(model):
+        for tensor_name, shape in module_shapes(model):
             shapes[f"mtp.{module}.{tensor_name}"] = shape
+    return shapes | dict(_head(model))
+
+
+def shapes_around_layers(model: ModelConfig) -> NamedShapes:
+    """Yield the tensors that belong to no layer and no module of multi-token prediction."""
+    yield from _before_layers(model)
+    yield from _norm("final_norm", model, model.hidden)
+    yield from _head(model)
+
+
+def _before_layers(model: ModelConfig) -> NamedShapes:
+    yield "embedding.weight", (model.vocab, model.hidden)
+    if model.positions == "learned":
+        yield "positions.weight", (model.max_positions, model.hidden)
+
+
+def _head(model: ModelConfig) -> NamedShapes:
     # A tied head is the embedding, and no tensor of its own.
     if not model.tied:
-        shapes["head.weight"] = (model.vocab, hidden)
-    return shapes
+        yield "head.weight", (model.vocab, model.hidden)
 
 
-def _module(model: ModelConfig) -> NamedShapes:
+def module_shapes(model: ModelConfig) -> NamedShapes:
     """Yield the tensors of a module of multi-token prediction: of its layer, and of what is around
     it."""
     for tensor_name in ("embedding_norm", "hidden_norm", "final_norm"):
         yield from _norm(tensor_name, model, model.hidden)
     yield "projection.weight", (model.hidden, 2 * model.hidden)
-    yield from _layer(model.kind_of_layer(model.layers - 1))
+    yield from layer_shapes(model.kind_of_layer(model.layers - 1))
 
 
-def _layer(model: ModelConfig) -> NamedShapes:
-    """Yield the tensors of a layer. model: that of the layer (`ModelConfig.kind_of_layer`)."""
+def layer_shapes(model: ModelConfig, with_experts: bool = True) -> NamedShapes:
+    """Yield the tensors of a layer.
+
+    model: that of the layer (`ModelConfig.kind_of_layer`).
+    with_experts: False leaves routed experts out (`expert_shapes`), of which there may be hundreds.
+    """
     hidden = model.hidden
     if model.has_mixer:
         yield from _branch_norms("attention", model, hidden)
@@ -50,7 +67,11 @@ def _layer(model: ModelConfig) -> NamedShapes:
         return
     yield from _branch_norms("mlp", model, hidden)
     if model.experts:
-        yield from _experts(model)
+        yield from _router(model)
+        for expert in range(model.experts if with_experts else 0):
+            for name, shape in expert_shapes(model):
+                yield f"mlp.experts.{expert}.{name}", shape
+        yield from _shared_experts(model)
     else:
         yield from _feed_forward("mlp", model, model.ffn, model.mlp_bias)
 
@@ -110,20 +131,23 @@ def _mamba(model: ModelConfig) -> NamedShapes:
     yield "mamba.output.weight", (model.hidden, sizes.width)
 
 
-def _experts(model: ModelConfig) -> NamedShapes:
-    """Yield the tensors of a layer's router, experts and shared experts."""
-    hidden = model.hidden
-    bias = model.expert_bias
-    yield from _linear("mlp.router", model.experts, hidden, model.router_bias)
+def _router(model: ModelConfig) -> NamedShapes:
+    yield from _linear("mlp.router", model.experts, model.hidden, model.router_bias)
     if model.router.correction:
         yield "mlp.router.correction", (model.experts,)
-    for expert in range(model.experts):
-        tensor_name = f"mlp.experts.{expert}"
-        yield from _feed_forward(tensor_name, model, model.ffn, bias)
+
+
+def _shared_experts(model: ModelConfig) -> NamedShapes:
     if model.shared_experts:
-        yield from _feed_forward("mlp.shared", model, model.shared_experts, bias)
+        yield from _feed_forward("mlp.shared", model, model.shared_experts, model.expert_bias)
     if model.shared_gate:
-        yield "mlp.shared_gate.weight", (1, hidden)
+        yield "mlp.shared_gate.weight", (1, model.hidden)
+
+
+def expert_shapes(model: ModelConfig) -> NamedShapes:
+    """Yield the tensors of one routed expert, by their names in it."""
+    for name, shape in _feed_forward("expert", model, model.ffn, model.expert_bias):
+        yield name.removeprefix("expert."), shape
 
 
 def _queries_keys_values(model: ModelConfig) -> NamedShapes:

@@ -93,12 +93,6 @@ class Mamba(BaseModel):
         return self.width + 2 * self.key_width
 
     @property
-    def own_parameters(self) -> int:
-        """Return the number of parameters beside the projections: of the convolution with its bias,
-        three of each head, and of the norm."""
-        return (self.kernel + 1) * self.convolved_width + 3 * self.heads + self.width
-
-    @property
     def recurrent_flops(self) -> int:
         """Return the FLOPs of the recurrence, per token: a state is written to by an outer product
         and read by a query."""

@@ -171,16 +171,20 @@ class Column(Watched, ColumnParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: as `ColumnParallelLinear`, or a slice of the features, which is gathered."""
-        with self.computing() as checks:
-            y = super().forward(self._full_input(x, checks))
-        if not checks:
+        with self.computing() as is_checked:
+            y = super().forward(self._full_input(x, is_checked))
+        if not is_checked:
             return y
         cut = TensorCut(y.dim() - 1, f"outputs of {self.path}", self.watch.tp.size)
         return mark_cut(y.clone(), cut)
 
-    def _full_input(self, x: Tensor, checks: bool) -> Tensor:
+    def _full_input(self, x: Tensor, is_checked: bool) -> Tensor:
         """Return x [..., all features]; under sequence parallelism the positions of this rank
-        [s / tp, b, all features]."""
+        [s / tp, b, all features].
+
+        is_checked: the pass is one of those in which ranks compare their inputs. In all passes an
+        input that is cut along another dim is refused.
+        """
         tp = self.watch.tp
         if _is_slice(x, self.weight.shape[1], tp):
             _require_cut_by_features(x, self.path)
@@ -190,7 +194,7 @@ class Column(Watched, ColumnParallelLinear):
         elif isinstance(x, CutTensor):
             _require_sequence(x, self.path, self.watch)
         x = unchecked(x)
-        if checks and not self.watch.sequence:
+        if is_checked and not self.watch.sequence:
             self.watch.require_same(x, self.path)
         return x
 
@@ -203,18 +207,18 @@ class Row(Watched, RowParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """x: as `RowParallelLinear`, or all features, of which this rank takes its slice."""
         tp = self.watch.tp
-        with self.computing() as checks:
+        with self.computing() as is_checked:
             if x.shape[-1] == tp.size * self.weight.shape[1]:  # all features
                 if isinstance(x, CutTensor):
                     raise _other_cut_error(x, self.path)
                 if self.watch.sequence:
                     raise _sequence_error(self.path)
-                if checks:
+                if is_checked:
                     self.watch.require_same(x, self.path)
                 x = collectives.split(x, tp, x.dim() - 1)
             _require_cut_by_features(x, self.path)
             y = super().forward(unchecked(x))
-        if checks and self.watch.sequence:
+        if is_checked and self.watch.sequence:
             return mark_cut(y.clone(), TensorCut(0, f"positions after {self.path}", tp.size))
         return y
 
@@ -229,11 +233,11 @@ class Vocab(Watched, VocabParallelEmbedding):
         if isinstance(ids, CutTensor):
             raise _other_cut_error(ids, self.path)
         tp = self.watch.tp
-        with self.computing() as checks:
-            if checks:
+        with self.computing() as is_checked:
+            if is_checked:
                 self.watch.require_same(ids, self.path)
             y = super().forward(ids)
-        if checks and self.watch.sequence:
+        if is_checked and self.watch.sequence:
             return mark_cut(y.clone(), TensorCut(0, f"positions after {self.path}", tp.size))
         return y
 
@@ -248,11 +252,11 @@ class _Norm(Watched):
 
     def apply_norm(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
         """Return norm(x), of x [..., hidden] or a slice of it."""
-        with self.computing() as checks:
+        with self.computing() as is_checked:
             if _is_slice(x, self.weight.shape[0], self.watch.tp):
                 y = self._normalize_slice(x, norm)
             else:
-                self._require_right_gradient(x, checks)
+                self._require_right_gradient(x, is_checked)
                 y = norm(unchecked(x))
         return mark_cut(y, x.cut) if isinstance(x, CutTensor) else y
 
@@ -266,7 +270,7 @@ class _Norm(Watched):
         full = collectives.join(unchecked(x), tp, dim)
         return collectives.split(norm(full), tp, dim)
 
-    def _require_right_gradient(self, x: Tensor, checks: bool) -> None:
+    def _require_right_gradient(self, x: Tensor, is_checked: bool) -> None:
         """Raise UserError if the gradient of the norm's weight would not be that of one process."""
         cut = x.cut if isinstance(x, CutTensor) else None
         # Under sequence parallelism the norm's weight has partial gradients, summed over tp.
@@ -275,7 +279,7 @@ class _Norm(Watched):
         if cut is not None and has_cut_heads and not self.of_heads:
             raise UserError.of("parallel.heads_shared", path=self.path, source=cut.source)
         # Only a checked pass marks what is cut: in others a missing mark says nothing.
-        if self.of_heads and checks and not has_cut_heads:
+        if self.of_heads and is_checked and not has_cut_heads:
             raise UserError.of("parallel.heads_not_shared", path=self.path)
 
 

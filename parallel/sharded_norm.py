@@ -104,11 +104,11 @@ class _NormalizeSharded(torch.autograd.Function):
         x, inverse = ctx.saved_tensors
         normalized = x * inverse
         grad_normalized = grad * shifted(ctx.weight, ctx.offset, inverse.dtype)
-        # the mean over all features, as in `parallel.norms`; of ranks that hold one slice, whose
-        # gradients are added up, each has its part of it
         local_products = (grad_normalized * normalized).sum(-1, keepdim=True)  # [..., 1]
-        along_x = ctx.tp.sum_(local_products)
-        along_x.div_(ctx.part.shape[0] * ctx.part.copies)
+        # the mean over all features, as in `parallel.norms`
+        along_x = ctx.tp.sum_(local_products).div_(ctx.part.shape[0])
+        # The gradients of ranks that hold the same slice are added up later: each has its share.
+        along_x.div_(ctx.part.copies)
         wide_grad_x = grad_normalized.addcmul_(normalized, along_x, value=-1).mul_(inverse)
         grad_x = wide_grad_x.to(x.dtype)
         rows = normalized.mul_(grad).flatten(0, -2)

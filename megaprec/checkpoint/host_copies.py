@@ -34,20 +34,21 @@ class HostCopies:
 
     def __init__(self, allocate: Callable[[int], Tensor] = allocate_pinned) -> None:
         self._allocate = allocate
-        self._block = torch.empty(0, dtype=torch.uint8)
-        self._used = 0  # bytes of the block
+        self._newest_block = torch.empty(0, dtype=torch.uint8)  # empty: nothing was copied yet
+        self._used = 0  # bytes of the newest block
 
     def start(self, values: Tensor) -> Tensor:
         """Start to copy `values` to the host, and return the copy. Do not read it before what
-        `begun` returns has been called."""
+        `wait_for_started` returns has been called."""
         room = self._take(values.numel() * values.itemsize)
         copied = room.view(values.dtype).view(values.shape)
         return copied.copy_(values, non_blocking=True)
 
-    def begun(self) -> Callable[[], None]:
-        """Return a function that waits for all copies begun so far; another thread may call it."""
-        # Nothing was copied from a GPU, which may not be there.
-        if not len(self._block):
+    def wait_for_started(self) -> Callable[[], None]:
+        """Return a function that waits for all started copies; another thread may call it."""
+        has_copied = len(self._newest_block) > 0
+        # without copies there may be no GPU either
+        if not has_copied:
             return do_not_wait
         done = torch.cuda.Event()
         done.record()
@@ -56,12 +57,12 @@ class HostCopies:
     def _take(self, num_bytes: int) -> Tensor:
         """Return so many bytes that no other copy has."""
         start = -(-self._used // _ALIGNMENT) * _ALIGNMENT
-        if start + num_bytes > len(self._block):
-            usual = min(max(_SMALLEST_BLOCK, 2 * len(self._block)), _LARGEST_BLOCK)
-            self._block = self._allocate(max(usual, num_bytes))
+        if start + num_bytes > len(self._newest_block):
+            usual = min(max(_SMALLEST_BLOCK, 2 * len(self._newest_block)), _LARGEST_BLOCK)
+            self._newest_block = self._allocate(max(usual, num_bytes))
             start = 0
         self._used = start + num_bytes
-        return self._block[start : self._used]
+        return self._newest_block[start : self._used]
 
 
 def do_not_wait() -> None:

@@ -87,7 +87,7 @@ def take_snapshot(optimizer: ParallelAMPOptimizer, copy: bool) -> Snapshot:
         snapshot.add("model", key, values, part.shape, _rectangle(part))
         # a resumed run that trains it finds no moments, and is told why
         snapshot.entries[key]["frozen"] = True
-    snapshot.wait = copies.begun()
+    snapshot.wait = copies.wait_for_started()
     return snapshot
 
 

@@ -21,9 +21,10 @@ other gradients or wants them returned.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from threading import current_thread
+from threading import Thread, current_thread
 from types import new_class
 from typing import Any, NoReturn
 
@@ -36,13 +37,7 @@ from megaprec.torch_private import backward_pass_executes, has_hooks, num_writes
 
 _autograd_grad: Any = torch.Tensor.grad  # autograd's own, even if a subclass overrides `grad`
 
-# attribute of a parameter: the thread whose gradients of this step it has
-_THREAD = "megaprec_thread"
-_SEVERAL = "several"  # in place of one thread
-# attribute of a parameter: gives `main_grad` its memory, where it does not have it for good
-_MAKE_ROOM = "megaprec_make_room"
-# attribute of a parameter: True if gradients of this step were taken out of `main_grad`
-_TAKEN = "megaprec_taken"
+_SLOT = "megaprec_gradient_slot"  # attribute of a parameter
 
 
 class Destination(Enum):
@@ -51,6 +46,36 @@ class Destination(Enum):
     MAIN = "it is added to main_grad"
     AUTOGRAD = "it is returned to autograd"
     NOWHERE = "nobody asked for it"
+
+
+@dataclass
+class GradientSlot:
+    """The state of a parameter's `main_grad` in a step.
+
+    make_room: gives `main_grad` its memory; None if it has it for good.
+    has_gradient: it holds gradients of this step, to which the next one is added.
+    taken: gradients of this step were taken out of it.
+    summed: the sum over the ranks has begun, so that no gradient may come.
+    thread: that has added to it in this step; None before the first.
+    several_threads: another thread, which still ran, has added to it too.
+    """
+
+    make_room: Callable[[], None] | None = None
+    has_gradient: bool = False
+    taken: bool = False
+    summed: bool = False
+    thread: Thread | None = None
+    several_threads: bool = False
+
+
+def _slot(parameter: nn.Parameter) -> GradientSlot:
+    """Return the slot of a parameter, which has one from its first gradient on at the latest."""
+    attributes = vars(parameter)
+    slot = attributes.get(_SLOT)
+    if slot is None:
+        slot = GradientSlot()
+        attributes[_SLOT] = slot
+    return slot
 
 
 class AbsentGradient:
@@ -123,8 +148,7 @@ def collect(
         `main` has it for good.
     """
     parameter.main_grad = main  # type: ignore[attr-defined]
-    setattr(parameter, _MAKE_ROOM, make_room)
-    parameter.megaprec_has_gradient = False  # type: ignore[attr-defined]
+    setattr(parameter, _SLOT, GradientSlot(make_room))
     parameter.register_post_accumulate_grad_hook(_accumulate_in_thread)
     accumulate_autograd_grad(parameter)
     if not isinstance(parameter, GuardedParameter):
@@ -215,18 +239,22 @@ def require_unchanged_weights(ctx: Any) -> None:
 
 def has_gradient(parameter: nn.Parameter) -> bool:
     """Return True if `main_grad` holds gradients of this step, to which the next one is added."""
-    return getattr(parameter, "megaprec_has_gradient", False)
+    slot: GradientSlot | None = vars(parameter).get(_SLOT)
+    return slot is not None and slot.has_gradient
 
 
 def received_gradient(parameter: nn.Parameter) -> bool:
     """Return True if gradients of this step are in `main_grad`, or were taken out of it."""
-    return has_gradient(parameter) or getattr(parameter, _TAKEN, False)
+    slot: GradientSlot | None = vars(parameter).get(_SLOT)
+    return slot is not None and (slot.has_gradient or slot.taken)
 
 
 def forget_gradient(parameter: nn.Parameter) -> None:
     """Mark the parameter as having no gradient in `main_grad`: the next one overwrites the view."""
-    parameter.megaprec_has_gradient = False  # type: ignore[attr-defined]
-    vars(parameter).pop(_THREAD, None)
+    slot = _slot(parameter)
+    slot.has_gradient = False
+    slot.thread = None
+    slot.several_threads = False
 
 
 def mark_gradient(parameter: nn.Parameter) -> None:
@@ -237,7 +265,7 @@ def mark_gradient(parameter: nn.Parameter) -> None:
     main_grad: Tensor | AbsentGradient = parameter.main_grad  # type: ignore[attr-defined]
     if isinstance(main_grad, AbsentGradient):
         raise UserError.of("optimizer.gradient_without_memory", name=main_grad.name)
-    parameter.megaprec_has_gradient = True  # type: ignore[attr-defined]
+    _slot(parameter).has_gradient = True
 
 
 def take_gradients(parameters: Iterable[nn.Parameter]) -> None:
@@ -245,7 +273,7 @@ def take_gradients(parameters: Iterable[nn.Parameter]) -> None:
     next ones overwrite the views."""
     for parameter in parameters:
         if has_gradient(parameter):
-            setattr(parameter, _TAKEN, True)
+            _slot(parameter).taken = True
             forget_gradient(parameter)
 
 
@@ -269,22 +297,17 @@ def begin_accumulation(parameter: nn.Parameter) -> tuple[Tensor, bool]:
     The parameter is marked as having a gradient. Raises UserError if the sum over the ranks of its
     gradients has begun, and if another thread has added to it.
     """
-    if getattr(parameter, "megaprec_summed", False):
+    slot = _slot(parameter)
+    if slot.summed:
         raise UserError.of(
             "optimizer.gradient_after_reduction", name=layout_of(parameter).parts[0].name
         )
     _require_one_thread(parameter)
-    _make_room(parameter)
+    if slot.make_room is not None:
+        slot.make_room()
     is_first = not has_gradient(parameter)
-    parameter.megaprec_has_gradient = True  # type: ignore[attr-defined]
+    slot.has_gradient = True
     return parameter.main_grad, is_first  # type: ignore[attr-defined]
-
-
-def _make_room(parameter: nn.Parameter) -> None:
-    """Give `main_grad` its memory, if it is without."""
-    make_room: Callable[[], None] | None = getattr(parameter, _MAKE_ROOM, None)
-    if make_room is not None:
-        make_room()
 
 
 def cleared_main_grad(parameter: nn.Parameter) -> Tensor:
@@ -314,15 +337,13 @@ def _require_one_thread(parameter: nn.Parameter) -> None:
     if not parameter.is_cpu:
         return
     current = current_thread()
-    attributes = vars(parameter)
-    owner = attributes.setdefault(_THREAD, current)
-    if owner is current:
-        return
-    if owner is not _SEVERAL and not owner.is_alive():
-        attributes[_THREAD] = current
-        return
-    attributes[_THREAD] = _SEVERAL
-    raise UserError.of("optimizer.backward_from_threads", name=layout_of(parameter).parts[0].name)
+    slot = _slot(parameter)
+    is_owned = slot.thread is not None and slot.thread.is_alive()
+    if slot.several_threads or (is_owned and slot.thread is not current):
+        slot.several_threads = True
+        name = layout_of(parameter).parts[0].name
+        raise UserError.of("optimizer.backward_from_threads", name=name)
+    slot.thread = current
 
 
 def accumulate_autograd_grad(parameter: nn.Parameter) -> None:
@@ -350,12 +371,14 @@ def zero_missing_grads(parameters: Iterable[nn.Parameter]) -> None:
     A cleared `main_grad` does not count as a gradient.
     """
     for parameter in parameters:
+        slot = _slot(parameter)
         # the thread in which the error was raised may have swallowed it
-        if vars(parameter).get(_THREAD) is _SEVERAL:
+        if slot.several_threads:
             _require_one_thread(parameter)
         accumulate_autograd_grad(parameter)
-        if not has_gradient(parameter):
-            _make_room(parameter)
+        if not slot.has_gradient:
+            if slot.make_room is not None:
+                slot.make_room()
             parameter.main_grad.zero_()  # type: ignore[attr-defined]
 
 
@@ -363,12 +386,12 @@ def close_accumulation(parameters: Iterable[nn.Parameter], closed: bool) -> None
     """Mark the parameters as taking no gradient, since their sum over the ranks has begun, or as
     taking them again."""
     for parameter in parameters:
-        parameter.megaprec_summed = closed  # type: ignore[attr-defined]
+        _slot(parameter).summed = closed
 
 
 def reset_accumulation(parameters: Iterable[nn.Parameter]) -> None:
     """Mark the parameters as having no gradient, to begin a new step."""
     for parameter in parameters:
         forget_gradient(parameter)
-        setattr(parameter, _TAKEN, False)
+        _slot(parameter).taken = False
         _autograd_grad.__set__(parameter, None)

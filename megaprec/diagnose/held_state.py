@@ -154,7 +154,7 @@ def find_strayed(buffers: Sequence[Buffer], steps: Tensor) -> dict[str, Tensor]:
         for tile in buffer.tiles(0, buffer.local_size):
             weights = tile.weights
             rounded = replace(tile, weights=torch.empty_like(weights))
-            rounded.keep_masters(tile.wide_masters(), steps)
+            rounded.store_and_round_masters(tile.wide_masters(), steps)
             # bytes are compared, since NaN is not equal to itself
             differ = rounded.weights.view(torch.uint8) != weights.view(torch.uint8)
             size = weights.itemsize

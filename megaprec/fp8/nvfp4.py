@@ -156,14 +156,16 @@ def encode(
     tensor_scale = scale_of(amax, LARGEST * limit(E4M3))
     # The product with 1 / 6, which is rounded, is Transformer Engine's.
     sixth = torch.full_like(tensor_scale, LARGEST).reciprocal()
+    # Numbers are codes * block_inverse * tensor_inverse: both are stored beside the codes.
     # A block with an inf or a NaN has the scale NaN, which reaches the gradients.
-    inverse = cast(amax_of(x, block), E4M3, tensor_scale * sixth)
+    block_inverse = cast(amax_of(x, block), E4M3, tensor_scale * sixth)
     tensor_inverse = tensor_scale.reciprocal()
     # A block whose scale is rounded to zero vanishes, whatever its codes are.
-    factors = (inverse.float() * tensor_inverse).reciprocal().clamp(max=_LARGEST_FLOAT)
-    scaled = x.float() * expand_blocks(factors, block, x.shape)
+    inverse = block_inverse.float() * tensor_inverse
+    block_scale = inverse.reciprocal().clamp(max=_LARGEST_FLOAT)
+    scaled = x.float() * expand_blocks(block_scale, block, x.shape)
     values = round_e2m1(scaled, rounds_up).to(E4M3)
-    return Codes(values, inverse, block, tensor_inverse)
+    return Codes(values, block_inverse, block, tensor_inverse)
 
 
 def round_e2m1(

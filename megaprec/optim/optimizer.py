@@ -427,7 +427,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         load_groups(numbers.get("param_groups", ()), self._groups)
         # only masters were loaded: weights are their rounding, as after the step of the checkpoint
         for buffer in self.all_buffers():
-            buffer.publish(self.applied_steps)
+            buffer.renew_weights(self.applied_steps)
         self._model_buffers.write_dtensor_weights()
         if self._fp8_masters is not None:
             self._fp8_masters.outdate()
@@ -790,7 +790,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         non-finite."""
         wide = tile.wide()  # views where the stored dtype is wide enough
         self._numerics.update_(rule, wide, step)
-        tile.keep(wide.masters, wide.moments, step.applied)
+        tile.store(wide.masters, wide.moments, step.applied)
 
     def _report(
         self, decision: Decision, settings: StepSettings, further: Tensor | None

@@ -43,7 +43,7 @@ from models.recurrent.kernel_choice import Setting, refused_kernels
 from parallel.context import Context
 from parallel.fp32_marks import compute_marked_in_fp32
 from parallel.fused_products import async_tensor_problems, require_fused_products
-from parallel.pipeline.executor import Executor
+from parallel.pipeline.executor import PassObserver
 from parallel.pipeline.p2p import P2P
 from parallel.pipeline.schedules import Schedule, forward_only
 from parallel.pipeline.simulation import sends_under_way
@@ -223,8 +223,7 @@ class Engine:
     observers: additional observers of the optimizer's steps.
     position: told of each instruction of the passes.
 
-    watch: an attribute that may be set: called with the executor of each training step before it
-        runs.
+    pass_observers: an attribute to which observers of the passes of training steps may be added.
     counted_tokens: the sum over all steps, skipped ones too, of what their losses were divided by:
         float64 []; it stays 0 on ranks without the last stage.
 
@@ -255,7 +254,7 @@ class Engine:
         self.fp8 = context.fp8
         self.experts = context.experts
         self.refused_kernels = context.refused_kernels
-        self.watch: Callable[[Executor], None] | None = None
+        self.pass_observers: list[PassObserver] = []
         self.counted_tokens = torch.zeros((), dtype=torch.float64, device=self.device)
         # Parity and the sentinel compare the work of ranks in full; this check is for users' loops.
         optimizer.checks_loop = False
@@ -353,7 +352,7 @@ class Engine:
         mesh.
 
         number: of the step, counted from 0, skipped steps too: dropout is drawn by it.
-        recording: receives the time span of each instruction.
+        recording: observes the time span of each instruction.
         limits: as for `ParallelAMPOptimizer.step`.
         Raises NonFiniteStep, on every rank, if the step is not finite and the precision plan asks
         for an error.
@@ -374,9 +373,8 @@ class Engine:
         # for its own weights (`ParamGatherer`).
         passes = self.passes_for(share)
         state = passes.begin(share, number, self.optimizer.scale)
-        executor = passes.executor(state, spans=recording.spans if recording else None)
-        if self.watch is not None:
-            self.watch(executor)
+        observers = [recording] if recording else []
+        executor = passes.executor(state, observers=[*observers, *self.pass_observers])
         # One autocast around all micro-batches: FP8's scales advance once a step, or with
         # fp8.history = "te" after each pass (`PassHooks.after`).
         with passes.in_fp8():

@@ -15,7 +15,7 @@ from megaprec.comm.layout import layout_of
 from megaprec.comm.main_grad import has_gradient
 from megaprec.comm.tensor_digests import digest
 from megaprec.diagnose.module_trace import BACKWARD, FORWARD, DigestTrace, TraceEntry
-from parallel.pipeline.executor import Executor
+from parallel.pipeline.executor import Executor, PassObserver
 from parallel.pipeline.instructions import (
     INPUT_GRADIENTS,
     RECEIVES,
@@ -42,7 +42,7 @@ def message_name(number: int) -> str:
     return f"the activation from stage {stage} to stage {stage + 1}"
 
 
-class MicrobatchTrace:
+class MicrobatchTrace(PassObserver):
     """Traces the first micro-batch while an executor runs `program`, or its instructions for this
     micro-batch alone.
 
@@ -89,18 +89,14 @@ class MicrobatchTrace:
         with self._borders.recording():
             yield
 
-    def watch(self, executor: Executor) -> None:
-        """Trace what `executor` is going to run."""
-
-        def look(instruction: Instruction) -> None:
-            if instruction.microbatch == TRACED_MICROBATCH:
-                self._look(executor, instruction)
-            elif instruction.op in INPUT_GRADIENTS:
-                # what it adds to no longer holds the traced micro-batch alone
-                parameters = self._parameters.get(instruction.stage, ())
-                self._noted.update(filter(has_gradient, parameters))
-
-        executor.observer = look
+    def after(self, executor: Executor, instruction: Instruction) -> None:
+        """Trace what an instruction has received and computed."""
+        if instruction.microbatch == TRACED_MICROBATCH:
+            self._look(executor, instruction)
+        elif instruction.op in INPUT_GRADIENTS:
+            # what it adds to no longer holds the traced micro-batch alone
+            parameters = self._parameters.get(instruction.stage, ())
+            self._noted.update(filter(has_gradient, parameters))
 
     def _look(self, executor: Executor, instruction: Instruction) -> None:
         """Trace what an instruction for the traced micro-batch has received and computed."""

@@ -6,7 +6,7 @@ accumulate in the optimizer's buffers.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,7 +27,7 @@ from models.decoder.stages import Stage
 from models.decoder.token_count import TokenCount, count_tokens
 from models.feed_forward.router_tally import round_to
 from parallel.dropout import MicrobatchInfo
-from parallel.pipeline.executor import Executor, StageHooks
+from parallel.pipeline.executor import Executor, PassObserver, StageHooks
 from parallel.pipeline.instructions import (
     INPUT_GRADIENTS,
     WEIGHT_GRADIENTS,
@@ -38,7 +38,6 @@ from parallel.pipeline.instructions import (
 from parallel.pipeline.p2p import P2P
 from parallel.pipeline.posting import posts
 from parallel.pipeline.schedules import Schedule, forward_only
-from parallel.pipeline.simulation import Span
 from parallel.sequence_cut import take_own_positions
 from parallel.weight_grad_queue import WeightGradQueue
 
@@ -301,14 +300,12 @@ class Passes:
         self,
         state: PassState,
         program: Sequence[Instruction] | None = None,
-        spans: list[Span] | None = None,
-        after_each: Callable[[Instruction], None] | None = None,
+        observers: Sequence[PassObserver] = (),
     ) -> Executor:
         """Return an executor for the passes of `state`.
 
         program: the instructions; None: this rank's program of a training step.
-        spans: as in `Executor`.
-        after_each: called after each instruction.
+        observers: as in `Executor`.
         """
         is_training_step = program is None
         hooks = PassHooks(
@@ -316,13 +313,12 @@ class Passes:
             state,
             advances_fp8=state.step is not None and self.fp8.by_microbatch,
             trains=is_training_step,
-            after_each=after_each,
         )
         return Executor(
             self.program if program is None else program,
             self.links,
             hooks,
-            spans=spans,
+            observers=observers,
             deferred=self.deferred,
             position=self.position,
             posts=self._posts if is_training_step else None,
@@ -473,14 +469,12 @@ class PassHooks(StageHooks):
 
     advances_fp8: FP8's amax histories advance after each pass.
     trains: the passes are those of a training step, whose gradients the optimizer takes.
-    after_each: called after each instruction.
     """
 
     passes: Passes
     state: PassState
     advances_fp8: bool = False
     trains: bool = False
-    after_each: Callable[[Instruction], None] | None = None
 
     def forward(
         self,
@@ -501,12 +495,10 @@ class PassHooks(StageHooks):
             passes.optimizer.reduce(passes.chunk_of_stage[stage])
 
     def after(self, instruction: Instruction) -> None:
-        # The order matters: `after_each` sees the gradients before they move into the tree.
+        # after the observers, which see the gradients before they move into the tree
         op = instruction.op
         if self.advances_fp8 and op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
             self.passes.fp8.advance()
-        if self.after_each is not None:
-            self.after_each(instruction)
         if op in INPUT_GRADIENTS | WEIGHT_GRADIENTS and self._announces(instruction.stage):
             self.passes.optimizer.end_microbatch(
                 instruction.microbatch,

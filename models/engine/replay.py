@@ -10,11 +10,28 @@ from dataclasses import replace
 
 import torch
 
+from megaprec.comm.axis import Axis
 from megaprec.diagnose.nonfinite_trace import Trace
 from megaprec.optim.decision.attribution import Onset
 from megaprec.optim.decision.step_report import Offender
 from models.engine.passes import Passes, PassState, Share, require_steady_scales
+from parallel.pipeline.executor import Executor, PassObserver
 from parallel.pipeline.instructions import Instruction, Message, Op
+
+
+class _OnsetObserver(PassObserver):
+    """Looks for the onset after each instruction that computes."""
+
+    def __init__(self, onset: Onset, dp: Axis) -> None:
+        self.onset = onset
+        self.dp = dp
+
+    def after(self, executor: Executor, instruction: Instruction) -> None:
+        # transfers compute nothing
+        if Message.of(instruction) is None:
+            # one number for both, which orders the micro-batches of all dp ranks
+            moment = instruction.microbatch * self.dp.size + self.dp.rank
+            self.onset.look(moment)
 
 
 def trace_offenders(
@@ -29,18 +46,10 @@ def trace_offenders(
     loss_scale = torch.tensor(scale, device=optimizer.device)
     state = passes.begin(skipped.full_share, skipped.step, loss_scale)
     onset = Onset(offenders, optimizer.all_buffers(), state.loss)
-
-    def look(instruction: Instruction) -> None:
-        # transfers compute nothing
-        if Message.of(instruction) is None:
-            # one number for both, which orders the micro-batches of all dp ranks
-            moment = instruction.microbatch * optimizer.dp.size + optimizer.dp.rank
-            onset.look(moment)
-
     # Gradients that are reduced would no longer tell the ranks apart.
     program = [instruction for instruction in passes.program if instruction.op is not Op.REDUCE]
     with passes.scratch_gradients(), passes.fp8.replayed():
-        passes.executor(state, program, after_each=look).run()
+        passes.executor(state, program, [_OnsetObserver(onset, optimizer.dp)]).run()
     first_sample = torch.tensor([skipped.share.first], device=optimizer.device)
     first_samples = optimizer.dp.gather(first_sample).tolist()
     moments = onset.agreed(optimizer.world)

@@ -112,7 +112,7 @@ class Sentinel(StepObserver):
             self._again = self._recompute(self._lender)
         self._real = self._make_trace()
         # The step's own executor is traced, and the optimizer's step calls `gradients_ready`.
-        engine.watch = self._real.watch
+        engine.pass_observers.append(self._real)
         self.optimizer.observers.append(self)
         if self._reduces_in_flight:
             self.optimizer.watch_local_gradients(
@@ -122,7 +122,7 @@ class Sentinel(StepObserver):
             with self._real.recording():
                 yield
         finally:
-            engine.watch = None
+            engine.pass_observers.remove(self._real)
             self.optimizer.observers.remove(self)
             self.optimizer.watch_local_gradients(None)
             self._share_of = _no_share
@@ -275,9 +275,7 @@ class Sentinel(StepObserver):
             inside.enter_context(passes.scratch_gradients())
             inside.enter_context(passes.fp8.replayed())
             inside.enter_context(trace.recording())
-            executor = passes.executor(state, program)
-            trace.watch(executor)
-            executor.run()
+            passes.executor(state, program, [trace]).run()
         return trace
 
     def _make_trace(self, alone: bool = False) -> MicrobatchTrace:

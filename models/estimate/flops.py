@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from models.config import ModelConfig
 from models.decoder.stages import Cut
+from models.parameter_counts import layer_expert_parameters, layer_parameters, mtp_parameters
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.pipeline.instructions import Instruction, Op
 
@@ -115,7 +116,7 @@ def _stage_cost(
         experts=tokens * experts,
         recomputed_attention=tokens * _attention_flops(config, repeated_attention, seq_length),
         recomputed_experts=tokens * repeated_experts,
-        expert_parameters=config.over_layers(ModelConfig.layer_expert_parameters, with_modules),
+        expert_parameters=config.over_layers(layer_expert_parameters, with_modules),
     )
 
 
@@ -128,10 +129,10 @@ def _attention_flops(config: ModelConfig, layers: Sequence[int], seq_length: int
 def _count_parameters(config: ModelConfig, cut: Cut) -> int:
     """Return the number of elements of a stage."""
     embedding = config.vocab * config.hidden
-    count = config.over_layers(lambda kind: kind.layer_parameters, cut.layers)
+    count = config.over_layers(layer_parameters, cut.layers)
     if cut.last:
         norm = config.hidden * (1 + config.norm_bias)
-        count += norm + embedding + config.mtp_parameters
+        count += norm + embedding + mtp_parameters(config)
     if cut.first:
         count += embedding
         if config.positions == "learned":

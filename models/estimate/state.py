@@ -351,7 +351,7 @@ def _update_peak(buffer: Buffer, block: int) -> int:
     steps = torch.ones(())  # any number: no value is computed
     with LiveMemory() as live:
         weights, _, state = tile.wide()
-        tile.keep(weights, state, steps)
+        tile.store(weights, state, steps)
     return live.peak
 
 

@@ -140,10 +140,10 @@ class GatedDeltaNet(RecurrentMixer):
 
         state: the one before the first token; None: zeros.
         """
-        limit = kernel_choice.delta_rule_limit(self.config.delta_net.key_dim)
+        refusal = kernel_choice.delta_rule_refusal(self.config.delta_net.key_dim)
         if state is not None and inputs.begins is not None:
-            limit = "flash-linear-attention has one state for each document"
-        kernel = self._choose(DELTA_RULE, inputs.value, limit).kernel
+            refusal = "flash-linear-attention has one state for each document"
+        kernel = self._choose(DELTA_RULE, inputs.value, refusal).kernel
         if kernel is None:
             return chunked(inputs, state)
         return kernel_calls.delta_rule(kernel, inputs, state, self.context.plan.compute)

@@ -123,12 +123,12 @@ class Choice(NamedTuple):
     name: str
 
 
-def choose(package: Package, setting: Setting, limit: str = "") -> Choice:
+def choose(package: Package, setting: Setting, refusal: str = "") -> Choice:
     """Return what computes the package's part of a layer.
 
-    limit: the reason why the package does not take this call; "" if it does.
+    refusal: the reason why the package does not take this call; "" if it does.
     """
-    if reason := _objection(setting) or limit:
+    if reason := _objection(setting) or refusal:
         return _plain(reason)
     # What is installed there is not known here.
     if setting.device == "meta":
@@ -177,12 +177,12 @@ def find(package: Package) -> Choice:
 class Use(NamedTuple):
     """A package that computes a part of a model's layers.
 
-    limit: why it does not take these layers; "" if it does.
+    refusal: why it does not take these layers; "" if it does.
     sizes: of a rank's part of a layer, as the package's trial takes them.
     """
 
     package: Package
-    limit: str
+    refusal: str
     sizes: tuple[int, ...]
 
 
@@ -197,7 +197,7 @@ def uses(model: ModelConfig, tp: int) -> list[Use]:
         keys = 2 * rule.key_width // min(tp, rule.key_heads)
         features = keys + rule.value_width // tp
         sizes = (rule.value_heads // tp, rule.key_dim, rule.value_dim)
-        found.append(Use(DELTA_RULE, delta_rule_limit(rule.key_dim), sizes))
+        found.append(Use(DELTA_RULE, delta_rule_refusal(rule.key_dim), sizes))
         found.append(_convolution_use(features, rule.kernel))
     if scan := model.mamba:
         sizes = (scan.groups // tp, scan.heads // tp, scan.state_dim, scan.head_dim)
@@ -207,7 +207,7 @@ def uses(model: ModelConfig, tp: int) -> list[Use]:
 
 
 def _convolution_use(features: int, tokens: int) -> Use:
-    return Use(CONVOLUTION, convolution_limit(features, tokens), (features, tokens))
+    return Use(CONVOLUTION, convolution_refusal(features, tokens), (features, tokens))
 
 
 def refused_kernels(
@@ -227,8 +227,8 @@ def refused_kernels(
     if not uses_of_layers or setting.device == "meta" or _objection(setting):
         return {}
     own_reasons: dict[str, str] = {}
-    for package, limit, sizes in uses_of_layers:
-        if limit:
+    for package, refusal, sizes in uses_of_layers:
+        if refusal:
             continue
         kernel, name = choose(package, setting)
         if kernel is None:
@@ -251,20 +251,20 @@ def describe(
     tp: tensor-parallel ranks. refused: what `refused_kernels` has found.
     """
     lines: list[str] = []
-    for package, limit, _ in uses(model, tp):
-        choice = choose(package, setting, limit or refused.get(package.name, ""))
+    for package, refusal, _ in uses(model, tp):
+        choice = choose(package, setting, refusal or refused.get(package.name, ""))
         lines.append(f"{package.part} by {choice.name}")
     return lines
 
 
-def delta_rule_limit(key_dim: int) -> str:
+def delta_rule_refusal(key_dim: int) -> str:
     """Return why flash-linear-attention does not take heads of these sizes; "" if it does."""
     if key_dim > WIDEST_KEY:
         return f"flash-linear-attention has keys of at most {WIDEST_KEY} features"
     return ""
 
 
-def convolution_limit(features: int, tokens: int) -> str:
+def convolution_refusal(features: int, tokens: int) -> str:
     """Return why causal-conv1d does not convolve so many features over so many tokens; "" if it
     does."""
     if tokens not in CONVOLVED_TOKENS:

@@ -122,10 +122,10 @@ class RecurrentMixer(nn.Module, ABC):
         if self.convolution_bias is not None:
             bias = Widen.apply(self.convolution_bias, mixed.dtype)
         before = self._tokens_before(mixed)
-        limit = kernel_choice.convolution_limit(*weight.shape)
+        refusal = kernel_choice.convolution_refusal(*weight.shape)
         if before is not None and begins is not None:
-            limit = "causal-conv1d knows no tokens before documents"
-        kernel = self._choose(CONVOLUTION, mixed, limit).kernel
+            refusal = "causal-conv1d knows no tokens before documents"
+        kernel = self._choose(CONVOLUTION, mixed, refusal).kernel
         if kernel is not None:
             return kernel_calls.convolution(kernel, mixed, weight, bias, before, begins)
         return F.silu(short_convolution(mixed, weight, before, begins, bias))
@@ -134,7 +134,7 @@ class RecurrentMixer(nn.Module, ABC):
         """Return the tokens before those that are convolved; None: there are none."""
         return None
 
-    def _choose(self, package: Package, x: Tensor, limit: str = "") -> Choice:
+    def _choose(self, package: Package, x: Tensor, refusal: str = "") -> Choice:
         """Return what computes the package's part of this layer for tensors like x."""
         setting = Setting(
             device=x.device.type,
@@ -143,7 +143,7 @@ class RecurrentMixer(nn.Module, ABC):
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         refused = self.context.refused_kernels.get(package.name, "")
-        return kernel_choice.choose(package, setting, limit or refused)
+        return kernel_choice.choose(package, setting, refusal or refused)
 
 
 def heads_of(features: Tensor, width: int) -> Tensor:

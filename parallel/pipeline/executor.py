@@ -14,7 +14,6 @@ are computed in the first half.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from time import perf_counter
 from typing import Protocol
 
 import torch
@@ -32,7 +31,6 @@ from parallel.pipeline.instructions import (
 )
 from parallel.pipeline.p2p import P2P
 from parallel.pipeline.schedules import last_weight_gradients, picture
-from parallel.pipeline.simulation import Span
 from parallel.weight_grad_queue import WeightGradQueue, Work, carry_out
 
 
@@ -73,13 +71,22 @@ class StageHooks(Protocol):
         """Do what follows an instruction, at its place in the program."""
 
 
+class PassObserver:
+    """A base class that does nothing before and after each instruction; override what is of
+    interest."""
+
+    def before(self, executor: "Executor", instruction: Instruction) -> None:
+        """Observe that an instruction begins."""
+
+    def after(self, executor: "Executor", instruction: Instruction) -> None:
+        """Observe what an instruction has done, before `StageHooks.after`."""
+
+
 class Executor:
     """Runs `program`, the instructions of pipeline rank `links.axis.rank` in a schedule.
 
     hooks: the computations of this rank's stages.
-    spans: receives the time span of each instruction, in seconds of this process's clock. The
-        executor then synchronizes a GPU after each instruction; otherwise the spans would be launch
-        times.
+    observers: called before and after each instruction, in this order.
     deferred: the queue that the stages' layers were given (`Context.deferred`). Layers without a
         queue compute all gradients in the first half of a split backward, which is correct but
         gains no time.
@@ -87,8 +94,6 @@ class Executor:
     posts: the index in `program` before which each receive is posted if not `links.posts_early`, as
         `posting.posts` returns them; a receive that it does not name is posted where its message is
         needed.
-
-    observer: an attribute that may be set: called after each instruction, before `hooks.after`.
 
     Gradients accumulate where autograd puts them. Under `torch.no_grad()` nothing is kept for a
     backward, so a program of forwards alone (`schedules.forward_only`) evaluates; `forward` then
@@ -101,15 +106,14 @@ class Executor:
         links: P2P,
         hooks: StageHooks,
         *,
-        spans: list[Span] | None = None,
+        observers: Sequence[PassObserver] = (),
         deferred: WeightGradQueue | None = None,
         position: Position | None = None,
         posts: Mapping[Instruction, int] | None = None,
     ) -> None:
         self.program = program
         self.links = links
-        self.spans = spans
-        self.observer: Callable[[Instruction], None] | None = None
+        self._observers = observers
         self._hooks = hooks
         self._posts: Mapping[Instruction, int] = posts or {}
         self._completing = _completing_passes(program)
@@ -150,7 +154,8 @@ class Executor:
             instruction for instruction in self.program if instruction.op in RECEIVES
         )
         for index, instruction in enumerate(self.program):
-            start = perf_counter()
+            for observer in self._observers:
+                observer.before(self, instruction)
             self._position.note_action(instruction)
             try:
                 self._post_next(index)
@@ -165,12 +170,8 @@ class Executor:
                 ) from error
             except Exception as error:
                 raise RuntimeError(self._describe_failure(index, error)) from error
-            if self.spans is not None:
-                _synchronize(self.links.device)
-                span = Span(self.links.axis.rank, instruction, start, perf_counter())
-                self.spans.append(span)
-            if self.observer is not None:
-                self.observer(instruction)
+            for observer in self._observers:
+                observer.after(self, instruction)
             self._hooks.after(instruction)
         self._finish()
 
@@ -292,15 +293,6 @@ def _completing_passes(program: Sequence[Instruction]) -> set[Instruction]:
         if instruction.op is Op.REDUCE and last_of_stage[instruction.stage].op is Op.BACKWARD:
             completing.add(last_of_stage[instruction.stage])
     return completing
-
-
-def _synchronize(device: torch.device) -> None:
-    """Wait until the device has finished the computation it was given.
-
-    Messages in flight are not waited for, because they may depend on later work.
-    """
-    if device.type != "cpu":
-        torch.accelerator.current_stream(device).synchronize()
 
 
 def _message(instruction: Instruction) -> Message:

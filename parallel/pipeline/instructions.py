@@ -80,7 +80,8 @@ class Instruction(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Self:
         """Return the instruction with this text. Raises UserError if the text is no instruction."""
-        match = re.fullmatch(rf"({'|'.join(Op)})(\d+)(?:\.(\d+))?", text)
+        # no schedule has numbers of more digits
+        match = re.fullmatch(rf"({'|'.join(Op)})(\d{{1,9}})(?:\.(\d{{1,9}}))?", text)
         if match:
             op, stage, microbatch = match.groups()
             instruction = cls(Op(op), int(stage), int(microbatch or NO_MICROBATCH))

@@ -18,7 +18,7 @@ schedule:
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 
 from megaprec.errors import Problem, UserError
 from parallel.pipeline.instructions import (
@@ -74,12 +74,15 @@ class Schedule:
                 problems += (problem.within(f"line {number}: ") for problem in error.problems)
         rank_of_stage = _first_ranks(programs)
         stages = range(1 + max(rank_of_stage, default=0))
+        count = len(problems)
         if not problems:
-            for stage in stages:
-                if stage not in rank_of_stage:
-                    problems.append(Problem.of("pipeline.stage_without_line", stage=stage))
+            # one wrong number of a stage is told at once, and not stage by stage
+            lacking = islice((s for s in stages if s not in rank_of_stage), MOST_PROBLEMS)
+            problems += (Problem.of("pipeline.stage_without_line", stage=s) for s in lacking)
+            count = len(stages) - len(rank_of_stage)
+            problems += _unnamed_microbatch(programs)
         # a file of another kind has one for each of its lines
-        further = len(problems) - MOST_PROBLEMS
+        further = count - MOST_PROBLEMS
         if further > 0:
             problems[MOST_PROBLEMS:] = [Problem.of("pipeline.further_problems", number=further)]
         if problems:
@@ -89,6 +92,15 @@ class Schedule:
         if all(instruction.op in COMPUTATIONS for instruction in chain(*programs)):
             return complete(programs, placement)
         return cls(tuple(programs), placement)
+
+
+def _unnamed_microbatch(programs: Sequence[Program]) -> Iterator[Problem]:
+    """Yield a problem if there is a micro-batch below the largest that no instruction names."""
+    named = {instruction.microbatch for instruction in chain(*programs)} - {NO_MICROBATCH}
+    largest = max(named, default=-1)
+    if largest >= len(named):
+        first = next(number for number in range(largest) if number not in named)
+        yield Problem.of("pipeline.microbatch_unnamed", microbatch=first, largest=largest)
 
 
 def _first_ranks(programs: Sequence[Program]) -> dict[int, int]:

@@ -11,24 +11,38 @@ from time import perf_counter
 import torch
 
 from megaprec.comm.axis import Axis
+from parallel.pipeline.executor import Executor, PassObserver
+from parallel.pipeline.instructions import Instruction
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import Span
 
 
 @dataclass
-class Recording:
-    """The recording of one step: pass `spans` to the executor that runs the step. Made by
-    `Recording.start`."""
+class Recording(PassObserver):
+    """The time span of each instruction of one step, in seconds of this process's clock: an
+    observer of the executor that runs it. Made by `Recording.start`.
+
+    A GPU is synchronized after each instruction; otherwise the spans would be launch times.
+    """
 
     pp: Axis
     zero: float
     spans: list[Span] = field(default_factory=list)
+    _begin: float = 0.0  # of the instruction under way
 
     @staticmethod
     def start(pp: Axis) -> "Recording":
         """Start a recording. Collective over `pp`, the pipeline axis."""
         pp.barrier()
         return Recording(pp, perf_counter())
+
+    def before(self, executor: Executor, instruction: Instruction) -> None:
+        self._begin = perf_counter()
+
+    def after(self, executor: Executor, instruction: Instruction) -> None:
+        _synchronize(executor.links.device)
+        span = Span(executor.links.axis.rank, instruction, self._begin, perf_counter())
+        self.spans.append(span)
 
     def gather(self, schedule: Schedule, device: torch.device) -> list[Span]:
         """Return the spans of all ranks, in seconds from the start. Collective over the pipeline
@@ -44,3 +58,12 @@ class Recording:
             for instruction, (start, end) in zip(program, times_of_ranks[rank], strict=False):
                 spans.append(Span(rank, instruction, start, end))
         return spans
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait until the device has finished the computation it was given.
+
+    Messages in flight are not waited for, because they may depend on later work.
+    """
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megaprec.errors import Problem
+from models.parameter_counts import num_parameters
 from tests.project.test_readme import ROOT
 from tests.refusals import raises
 from tools.bench import __main__ as bench
@@ -61,9 +62,9 @@ def test_make_gpu_with_the_packages_that_are_there_installs_nothing() -> None:
 
 def test_the_work_of_all_systems_is_the_same_to_the_parameter() -> None:
     native = Decoder(WORK, [Layer(WORK) for _ in range(WORK.layers)])
-    assert sum(p.numel() for p in native.parameters()) == WORK.model.num_parameters
+    assert sum(p.numel() for p in native.parameters()) == num_parameters(WORK.model)
     config = load_run(None, ["train.steps=1", *WORK.keys])
-    assert config.model.num_parameters == WORK.model.num_parameters
+    assert num_parameters(config.model) == num_parameters(WORK.model)
     assert config.tokens_per_step == 2 * 16
     args = bench.parser().parse_args(["peer", "torch", *WORK.options])
     assert Workload.of(args) == WORK

@@ -62,4 +62,4 @@ def test_memory_that_cannot_be_pinned_is_ordinary_memory(monkeypatch: pytest.Mon
 
 
 def test_without_copies_there_is_nothing_to_wait_for() -> None:
-    assert HostCopies(Allocations()).begun() is do_not_wait
+    assert HostCopies(Allocations()).wait_for_started() is do_not_wait

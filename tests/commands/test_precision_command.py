@@ -16,6 +16,7 @@ from models.config import ModelConfig
 from models.decoder.cutting import cuts
 from models.decoder.stages import Stage
 from models.logical_shapes import logical_shapes
+from models.parameter_counts import num_parameters
 from models.presets import preset
 from parallel.context import Context
 from tests.refusals import sentence, shows
@@ -328,7 +329,7 @@ def test_bytes_per_module_add_up_to_those_of_the_model() -> None:
     assert list(other.dtypes.values()) == ["bf16", "bf16", "fp32", "fp32", "fp32", "fp32"]
     assert other.bytes["parameter"] * 2 == other.bytes["gradient"] == other.bytes["master"]
     assert other.bytes["gradient"] == kept.bytes["gradient"] * 5
-    assert sum(row.bytes["moment"] for row in table) == 8 * config.num_parameters
+    assert sum(row.bytes["moment"] for row in table) == 8 * num_parameters(config)
 
 
 @pytest.mark.parametrize("kind", ["delayed", "current", "rowwise", "blockwise", "mx"])

@@ -21,6 +21,7 @@ from megaprec.precision.plan import plan
 from models.decoder.cutting import cuts
 from models.decoder.stages import Stage
 from models.logical_shapes import logical_shapes
+from models.parameter_counts import num_parameters
 from parallel.context import Context
 from tests.other_systems import CONFIGS, FOR_MEGATRON, IN_MEGATRON, megatrons, write_folder
 from tests.refusals import sentence
@@ -126,7 +127,7 @@ def test_the_logical_shapes_are_those_of_the_model(kind: str) -> None:
     stage = Stage(config, Context(plan("fp32")), cuts(config, 1, 8)[0])
     built = {part.name: part.shape for p in stage.parameters() for part in layout_of(p).parts}
     assert logical_shapes(config) == built
-    assert sum(torch.Size(s).numel() for s in built.values()) == config.num_parameters
+    assert sum(torch.Size(s).numel() for s in built.values()) == num_parameters(config)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

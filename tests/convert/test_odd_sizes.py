@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from models.attention.rope import frequencies
 from models.config import ModelConfig
+from models.parameter_counts import num_parameters
 from tests.other_systems import CONFIGS, slow, usually, write_folder
 from tests.refusals import raises, sentence, shows
 from tools.cli import main
@@ -137,9 +138,8 @@ def test_sizes_that_its_class_refuses_are_named_with_the_config_and_a_way(
 @pytest.mark.cases(0, sample=8)
 @pytest.mark.parametrize("kind", usually(("gpt2", "deepseek_v3", "gpt_oss"), CONFIGS))
 def test_the_class_of_a_config_has_as_many_parameters_as_our_model(kind: str) -> None:
-    assert (
-        parameters(json.dumps(CONFIGS[kind]))
-        == from_hugging_face(deepcopy(CONFIGS[kind])).num_parameters
+    assert parameters(json.dumps(CONFIGS[kind])) == num_parameters(
+        from_hugging_face(deepcopy(CONFIGS[kind]))
     )
 
 

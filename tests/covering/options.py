@@ -3,6 +3,7 @@
 The first value of an option is the one that the others leave alone.
 """
 
+from tests.covering.around import ONE, OWN
 from tests.families import CASES, config_of
 from tests.parity.oracle_runs import words_of
 from tools.console.toml import toml
@@ -132,6 +133,9 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "apart, one count of positions": ["data.reset_attention_mask=true"],
         "restarted": ["data.reset_position_ids=true"],
     },
+    # of these `tests.covering.around` takes care
+    "resume": {"none": [], OWN: [], ONE: []},
+    "evaluation": {"none": [], "before each step": []},
     "schedule of rates": {
         "cosine": ["lr.schedule=cosine"],
         "linear": ["lr.schedule=linear", "lr.final=1e-5"],

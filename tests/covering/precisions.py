@@ -69,6 +69,11 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
 # of one rounding: the bounds of the loss, of gradients, and of the way of the weights
 LOSS_UNITS = 1.0
 GRADIENT_UNITS = 3.0
+# of the gradient of each tensor; 3.3 is the largest of 61 rows
+TENSOR_UNITS = 6.0
+SHARE_OF_MEAN = 0.1
+# rounding sends a token to another expert, which few tokens have
+SHARE_OF_EXPERTS = 1.0
 # AdamW moves a weight by the sign of its gradient, which rounding changes where that is small; the
 # error of weights that stay, or go twice as far, is 1
 WAY_BOUND = 0.4
@@ -77,11 +82,12 @@ WAY_BOUND_FP8 = 0.9
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative errors: of the loss and of all gradients of the first step, and of the way of the
-    weights."""
+    """Relative errors: of the loss, of all gradients of the first step and of the worst tensor of
+    them, and of the way of the weights."""
 
     loss: float
     gradient: float
+    tensor: float
     way: float
 
 
@@ -141,6 +147,7 @@ def _errors(ours: Record, oracle: Record) -> Errors:
         gradient=_error(
             _flat(ours.tensors["gradient/0"], ours), _flat(oracle.tensors["gradient/0"], ours)
         ),
+        tensor=_error_of_worst_tensor(ours, oracle),
         way=_error(our_way, their_way),
     )
 
@@ -155,6 +162,25 @@ def _error(ours: Tensor, theirs: Tensor) -> float:
     return ((ours - theirs).norm() / theirs.norm()).item()
 
 
+def _error_of_worst_tensor(ours: Record, oracle: Record) -> float:
+    """Return the largest error of a gradient of the first step, over its norm or, if that is
+    larger, over a share of what a tensor of its size has in the mean."""
+    theirs = oracle.tensors["gradient/0"]
+    everything = _flat(theirs, ours)
+    mean = everything.norm() / everything.numel() ** 0.5
+    worst = 0.0
+    for name in ours.names:
+        if name.endswith(".correction"):
+            continue
+        right = theirs[name].double()
+        share = SHARE_OF_EXPERTS if ".experts." in name else SHARE_OF_MEAN
+        size = torch.maximum(right.norm(), share * mean * right.numel() ** 0.5)
+        error = (ours.tensors["gradient/0"][name].double() - right).norm() / size
+        # a NaN is the worst
+        worst = max(worst, error.item()) if error.isfinite() else float("inf")
+    return worst
+
+
 def tried(row: Row, folder: Path, together: Together = forked) -> Outcome:
     """Train the row in its layout and by the oracle."""
     if why := refusal(row):
@@ -163,6 +189,7 @@ def tried(row: Row, folder: Path, together: Together = forked) -> Outcome:
     bounds = Errors(
         loss=LOSS_UNITS * unit,
         gradient=GRADIENT_UNITS * unit,
+        tensor=TENSOR_UNITS * unit,
         way=WAY_BOUND if row["fp8"] == "none" else WAY_BOUND_FP8,
     )
     found = vars(errors)

@@ -1,19 +1,34 @@
 """A covering array has every combination that can be, and a sample of its rows trains what the
 oracle trains."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import islice, product
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
-from tests.covering import precisions
+from tests.covering import around, precisions
 from tests.covering.array import Array, Row, combinations_of
-from tests.covering.options import OPTIONS
-from tests.covering.trial import config_of, is_cheap, refusal, tried, values_of_options
+from tests.covering.options import DEFAULT, OPTIONS
+from tests.covering.trial import (
+    STEPS,
+    Together,
+    config_of,
+    is_cheap,
+    refusal,
+    tried,
+    values_of_options,
+)
+from tests.parity.campaign import forked, left
+from tests.ranks import run_ranks
 from tests.refusals import shows
 from tools import cli
+from tools.verify.parity.ranks import Run, carry_out
+from tools.verify.parity.record import Record
 
 SMALL = {"a": ["1", "2", "3"], "b": ["1", "2"], "c": ["1", "2"], "d": ["1", "2", "3"]}
 ROWS = 20  # of a day
@@ -105,6 +120,7 @@ def test_each_value_is_taken_in_some_run(option: str, value: str) -> None:
     needed = {
         "experts": {"family": "mixtral", "data": "2"},
         "sequence": {"tensor": "2"},
+        "resume": {"tensor": "2"},
         "schedule": {"pipeline": "2", "batch": "8 of 1"},
     }
     plain = {name: next(iter(values)) for name, values in OPTIONS.items()}
@@ -146,3 +162,46 @@ def test_fp8_that_is_not_computed_is_refused_before_anything_is_run(
     words = ["examples/demo.toml", "precision.compute=bf16", "fp8.kind=mx", "fp8.parameters=true"]
     assert cli.main([command, *words]) == 2
     assert shows(capfd.readouterr().err, "training.fp8_not_computed", field="parameters")
+
+
+def of_all_without_a_load(mesh: DeviceMesh, folder: Path) -> None:
+    with patch.object(around, "load"), around.obeyed():
+        carry_out(folder)
+
+
+def together_without_a_load(runs: Sequence[Run], folder: Path) -> list[None]:
+    left(runs, folder)
+    run_ranks(of_all_without_a_load, {"tp": runs[0].config.world_size}, folder=folder)
+    return [None] * len(runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("together", "verdict"), [(forked, "equal"), (together_without_a_load, "wrong")]
+)
+def test_a_resume_that_reads_nothing_is_wrong(
+    together: Together, verdict: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers", minversion="5", reason="needs transformers: the extra hf")
+    row = {**DEFAULT, "tensor": "2", "resume": around.ONE, "evaluation": "before each step"}
+    assert tried(row, tmp_path, together).verdict == verdict
+
+
+@pytest.mark.parametrize("factor", [0.0, 2.0])
+def test_a_wrong_gradient_of_a_small_tensor_is_beyond_the_bound_though_all_gradients_are_not(
+    factor: float,
+) -> None:
+    made = torch.Generator().manual_seed(0)
+    right = {"large": torch.randn(400, 400, generator=made, dtype=torch.float64)}
+    right["small"] = torch.randn(8, generator=made, dtype=torch.float64) / 8
+
+    def record(gradients: dict[str, torch.Tensor]) -> Record:
+        kinds = ("gradient/0", "before/weight", f"after/{STEPS - 1}/weight")
+        tensors = dict.fromkeys(kinds, right) | {"gradient/0": gradients}
+        return Record([{"loss": 1.0}], [], [*right], tensors)
+
+    unit = 2.0**-8
+    wrong = record({**right, "small": factor * right["small"]})
+    errors = precisions._errors(wrong, record(right))
+    assert errors.gradient < precisions.GRADIENT_UNITS * unit
+    assert errors.tensor > precisions.TENSOR_UNITS * unit

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.errors import UserError
+from tests.covering.around import EVALUATION, obeyed, write_around
 from tests.covering.options import CHEAP_RANKS, OPTIONS, Row, words_of_row
 from tests.parity.campaign import forked
 from tools.commands import parity
@@ -69,9 +70,17 @@ def refusal(row: Row) -> str:
         )  # that transformers has no such model
     except UserError as error:
         return ", ".join(problem.code or str(problem) for problem in error.problems)
+    if row["resume"] != "none" and made.ranks == 1:
+        return "one process resumes nothing of another layout"
     if made.left_out:
         return f"left out: {', '.join(made.left_out)}"
     return ""
+
+
+def names_around(row: Row) -> list[str]:
+    """What the trainers of a row do besides their steps."""
+    names = [] if row["resume"] == "none" else [row["resume"]]
+    return names if row["evaluation"] == "none" else [*names, EVALUATION]
 
 
 def is_cheap(row: Row) -> bool:
@@ -87,7 +96,11 @@ def tried(row: Row, folder: Path, together: Together = forked) -> Outcome:
     options = parity.Options("row", [layout_text(row)], oracle="transformers")
     launcher = replace(parity.LOCAL_LAUNCHER, together=together)
     try:
-        certificate = parity.certify(config_of(row), options, folder, lambda text: None, launcher)
+        write_around(folder, names_around(row))
+        with obeyed():
+            certificate = parity.certify(
+                config_of(row), options, folder, lambda text: None, launcher
+            )
     except UserError as error:
         return Outcome("refused", ", ".join(problem.code or "" for problem in error.problems))
     problems = list(_problems(certificate["layouts"]))

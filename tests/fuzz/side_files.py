@@ -4,7 +4,6 @@ other systems' scripts and what a run has written of itself."""
 import copy
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -96,6 +95,7 @@ bf16: true
 vocab_size: 300
 data_path: [data/text]
 """
+ODD_WORDS = ("", "A=$(", "$A$A", "${A:-" * 200, "((", "<<EOF", "if", "'", '"', "&x *x", "- " * 500)
 LOGGED = ["metrics.jsonl", "events.jsonl", "run.toml", "run.resolved.toml", "yardsticks.json"]
 READERS = (
     ["report", "run", "-o", "x.html"],
@@ -280,29 +280,17 @@ def _edit_lines(rng: Random, file: Path) -> None:
     lines = file.read_text().splitlines()
     for _ in range(rng.choice((1, 1, 2, 4))):
         at = rng.randrange(len(lines))
-        other = rng.randrange(len(lines))
-        odd = (
-            "",
-            "A=$(",
-            "$A$A",
-            "${A:-" * 200,
-            "((",
-            "<<EOF",
-            "if",
-            "'",
-            '"',
-            "&x *x",
-            "- " * 500,
+        line = lines[at]
+        number = rng.choice(("-1", "9" * 500, "nan", "[]"))
+        changed = (
+            line * 2,
+            line + rng.choice(ODD_WORDS),
+            rng.choice(ODD_WORDS) + line,
+            rng.choice(lines),
+            f"{line.rpartition(' ')[0]} {number}",
+            f"A=$A{line}",
         )
-        choices: tuple[Callable[[str], str], ...] = (
-            lambda line: line * 2,
-            lambda line: line + rng.choice(odd),
-            lambda line: rng.choice(odd) + line,
-            lambda line: lines[other],
-            lambda line: line.rpartition(" ")[0] + " " + rng.choice(("-1", "9" * 500, "nan", "[]")),
-            lambda line: f"A=$A{line}",
-        )
-        lines[at] = rng.choice(choices)(lines[at])
+        lines[at] = rng.choice(changed)
     file.write_text("\n".join(lines), "utf-8")
 
 

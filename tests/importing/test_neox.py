@@ -1,12 +1,14 @@
 """A configuration of GPT-NeoX becomes the run that it meant, or is refused by name."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import yaml
 
 from megaprec.errors import UserError
+from tools.commands.import_answers import can_be_dropped
 from tools.config.run_file import RunConfig, load_run, read_run_settings
 from tools.interop.importing.run import Imported, import_run
 
@@ -46,9 +48,9 @@ NEOX = """{
 """
 
 
-def imported(folder: Path, changes: dict[str, object], *keys: str, ranks: int = 8) -> Imported:
+def imported(folder: Path, changes: Mapping[str, object], *keys: str, ranks: int = 8) -> Imported:
     path = folder / "neox.yml"
-    values = yaml.safe_load(NEOX) | changes
+    values = yaml.safe_load(NEOX) | dict(changes)
     path.write_text(yaml.safe_dump({name: v for name, v in values.items() if v is not None}))
     settled, _ = read_run_settings(None, keys)
     return import_run([str(path)], settled, {}, ranks)
@@ -154,6 +156,17 @@ def test_what_no_run_here_does_is_refused_by_name(
     with pytest.raises(UserError) as caught:
         imported(tmp_path, change)
     assert any(said in problem for problem in caught.value.problems)
+
+
+def test_a_name_that_is_refused_can_be_left_out(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        imported(tmp_path, {"some_new_name": 3})
+    (problem,) = caught.value.problems
+    assert can_be_dropped(problem)
+    values = yaml.safe_load(NEOX) | {"some_new_name": 3}
+    (tmp_path / "neox.yml").write_text(yaml.safe_dump(values))
+    made = import_run([str(tmp_path / "neox.yml")], {}, {}, 8, frozenset({"some_new_name"}))
+    assert any("some_new_name = 3" in note for note in made.notes)
 
 
 def test_what_is_off_needs_no_meaning(tmp_path: Path) -> None:

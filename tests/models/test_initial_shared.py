@@ -17,6 +17,7 @@ from models.engine import shared_drawing
 from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from models.engine.shared_drawing import draw_weights
+from models.parameter_counts import num_parameters
 from parallel.pipeline.kinds import schedule
 from tests.ranks import run_ranks
 
@@ -93,7 +94,7 @@ def test_initial_weights_that_are_shared_out_have_the_same_bits(
 
 def test_each_replica_draws_its_share() -> None:
     first, second = run_ranks(draw_both, {"dp": 2}, models=[LLAMA], changes={})
-    elements = ModelConfig(**LLAMA).num_parameters
+    elements = num_parameters(ModelConfig(**LLAMA))
     norms = 5 * LLAMA["hidden"]  # ones, which nobody draws
     assert first + second == elements - norms
     assert abs(first - second) < 0.2 * elements

@@ -13,6 +13,7 @@ from models.config import ModelConfig
 from models.decoder.cutting import cuts
 from models.estimate.flops import stage_costs, training_flops
 from models.logical_shapes import logical_shapes
+from models.parameter_counts import num_parameters
 from parallel.activation_checkpoint import Recompute
 from tests import oracle
 from tests.layouts import (
@@ -121,7 +122,7 @@ def require_plain(model: str, result: Result) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_one_process_trains_the_plain_model(model: str) -> None:
     require_plain(model, alone(model))
-    assert alone(model).num_elements == Run(MODELS[model]).config.num_parameters
+    assert alone(model).num_elements == num_parameters(Run(MODELS[model]).config)
     assert sum(name.startswith("mtp.") for name in alone(model).after) > 10
 
 
@@ -283,7 +284,7 @@ def test_counts_and_tables_know_the_modules() -> None:
         costs = stage_costs(config, stages, 16, 2)
         # a tied head is counted where it is
         table = config.vocab * config.hidden if config.tied else 0
-        assert sum(cost.parameters for cost in costs) == config.num_parameters + table
+        assert sum(cost.parameters for cost in costs) == num_parameters(config) + table
         assert 3 * sum(cost.forward for cost in costs) == 2 * 16 * training_flops(config, 16)
         assert config.mtp_flops(16) > config.mtp_layers * config.head_flops()
 

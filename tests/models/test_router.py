@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.save_load import load, save
+from megaprec.comm.main_grad import forget_gradient
 from megaprec.errors import UserError
 from megaprec.optim.rules.load_balance import corrections
 from megaprec.precision.plan import LossScaling
@@ -18,6 +19,7 @@ from models.config import ModelConfig
 from models.decoder.cutting import best_cut
 from models.feed_forward import router
 from models.feed_forward.router import choose_experts, expert_weights
+from models.parameter_counts import layer_parameters
 from models.presets import PRESETS, preset
 from models.router_settings import RouterSettings
 from parallel.activation_checkpoint import Recompute
@@ -167,7 +169,7 @@ def test_uneven_layers_are_cut_so_that_the_busiest_stage_is_least_busy() -> None
     assert best_cut([5, 1, 1, 1], range(2), first_extra=1) == [1, 3]
     for name in ("glm-4.5", "glm-4.5-air"):
         model = preset(name)
-        assert model.over_layers(lambda kind: kind.layer_parameters, [0]) < model.layer_parameters
+        assert model.over_layers(lambda kind: layer_parameters(kind), [0]) < layer_parameters(model)
         assert PRESETS[name]["dense_layers"] == model.dense_layers
 
 
@@ -227,7 +229,7 @@ def the_counts_are_of_a_micro_batch() -> None:
     inner = router.WithLoads.backward
 
     def last(ctx: Any, grad: Tensor) -> Any:
-        ctx.correction.megaprec_has_gradient = False
+        forget_gradient(ctx.correction)
         return inner(ctx, grad)
 
     router.WithLoads.backward = staticmethod(last)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import attach_whole
+from megaprec.comm.main_grad import forget_gradient
 from megaprec.optim.decision.consensus import (
     DIGEST_BITS,
     NUMBERS,
@@ -168,11 +169,11 @@ def state(optimizer: ParallelAMPOptimizer) -> list[Tensor]:
 
 
 def forget_one(optimizer: ParallelAMPOptimizer) -> None:
-    optimizer.all_buffers()[-1].parameters[-1].megaprec_has_gradient = False  # type: ignore[attr-defined]
+    forget_gradient(optimizer.all_buffers()[-1].parameters[-1])
 
 
 def forget_first(optimizer: ParallelAMPOptimizer) -> None:
-    optimizer.all_buffers()[0].parameters[0].megaprec_has_gradient = False  # type: ignore[attr-defined]
+    forget_gradient(optimizer.all_buffers()[0].parameters[0])
 
 
 def double_scale(optimizer: ParallelAMPOptimizer) -> None:

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from megaprec.errors import Problem
+from models.parameter_counts import num_parameters
 from models.presets import PRESETS
 from tests.refusals import sentence, shows
 from tools import cli
@@ -285,7 +286,7 @@ def test_made_small_a_model_divides_as_it_did(name: str) -> None:
     for before, after in sizes:
         assert after <= before
         assert [after % d == 0 for d in (2, 3, 4)] == [before % d == 0 for d in (2, 3, 4)]
-    assert small.num_parameters < min(4_000_000, model.with_vocab(4096).num_parameters)
+    assert num_parameters(small) < min(4_000_000, num_parameters(model.with_vocab(4096)))
     assert bool(small.window) == bool(model.window)
     assert (small.experts > small.experts_per_token) == (model.experts > model.experts_per_token)
 

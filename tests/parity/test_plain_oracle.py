@@ -157,7 +157,11 @@ def test_a_fault_that_all_layouts_share_shows_beside_the_plain_decoder(
             "parity.oracle_dynamic",
             {},
         ),
-        (["model.factory=own.py:make"], "parity.oracle_factory", {"factory": "own.py:make"}),
+        (
+            ["model.factory=own.py:make", "log.sample="],
+            "parity.oracle_factory",
+            {"factory": "own.py:make"},
+        ),
         (["--full"], "parity.oracle_full", {}),
         (
             ["precision.compute=bf16", "--precision", "configured"],

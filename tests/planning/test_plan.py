@@ -521,3 +521,11 @@ def test_options_of_a_rule_may_be_lists(name: str, option: str) -> None:
     keys += ["train.micro_batch=1", "train.seq_length=16", f"optimizer.name={name}"]
     config = load_run(None, [*keys, f"optimizer.options={{{option}}}"])
     assert plan_run(config, MemoryModel("cpu"), None).total > 0
+
+
+def test_times_of_frozen_parameters_are_said_to_be_those_of_trained_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = said(capsys, "examples/demo.toml", 'optimizer.frozen=["embedding.*"]')
+    assert "optimizer.frozen: times are those of a run that trains all parameters" in text
+    assert "optimizer.frozen" not in said(capsys, "examples/demo.toml")

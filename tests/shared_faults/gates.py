@@ -92,9 +92,8 @@ def start_here(words: Sequence[str], output: Path) -> None:
 def closed_forms(fault: Fault, folder: Path) -> Verdict:
     """Numbers of mathematics, in one process."""
     # the cheapest first
-    files = [
-        f"tests/closed_forms/test_{each}.py" for each in ("epochs", "other_losses", "closed_forms")
-    ]
+    subjects = ("update", "layers", "epochs", "other_losses", "closed_forms")
+    files = [f"tests/closed_forms/test_{each}.py" for each in subjects]
     return by_tests([*files, "-k", "not pp"])
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models.activations import ACTIVATIONS
 from models.attention import kernels, packing, rope
 from models.attention.attention import Attention
 from models.attention.kernels import KernelInputs
@@ -126,14 +127,16 @@ def trained_once(inner: Any) -> Any:
 def swapped(inner: Any) -> Any:
     def activate(self: MLP, y: Tensor) -> Tensor:
         gate, up = y.chunk(2, -1)
-        return inner(self, torch.cat((up, gate), -1) if self.kind == "swiglu" else y)
+        return inner(
+            self, torch.cat((up, gate), -1) if self.activation is ACTIVATIONS["swiglu"] else y
+        )
 
     return activate
 
 
 def gelu_by_tanh(inner: Any) -> Any:
     def activate(self: MLP, y: Tensor) -> Tensor:
-        if self.kind == "gelu_exact":
+        if self.activation is ACTIVATIONS["gelu_exact"]:
             return F.gelu(y, approximate="tanh")
         return inner(self, y)
 
@@ -142,7 +145,7 @@ def gelu_by_tanh(inner: Any) -> Any:
 
 def exact_gelu(inner: Any) -> Any:
     def activate(self: MLP, y: Tensor) -> Tensor:
-        return F.gelu(y) if self.kind == "gelu" else inner(self, y)
+        return F.gelu(y) if self.activation is ACTIVATIONS["gelu"] else inner(self, y)
 
     return activate
 

@@ -266,12 +266,8 @@ FAULTS = {
         "a cosine falls by a quarter of a wave",
         change(
             lr,
-            "_fall",
-            lambda inner: (
-                lambda shape, fraction: (
-                    inner(shape, fraction / 2) if shape == "cosine" else inner(shape, fraction)
-                )
-            ),
+            "_cosine",
+            lambda inner: lambda fraction: inner(fraction / 2),
         ),
         "llama",
         RATE_TESTS,
@@ -279,13 +275,13 @@ FAULTS = {
     ),
     "moments in bf16": Fault(
         "moments are rounded to bf16 after each step",
-        kept("keep_moments", to_bf16),
+        kept("store_moments", to_bf16),
         "llama",
         STATE_TESTS,
     ),
     "masters in bf16": Fault(
         "masters are rounded to bf16 after each step",
-        kept("keep_masters", to_bf16),
+        kept("store_and_round_masters", to_bf16),
         "llama",
         STATE_TESTS,
     ),

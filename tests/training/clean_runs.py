@@ -27,7 +27,7 @@ from tests.covering.options import FAMILIES, OPTIONS
 from tests.parity.oracle_runs import words_of
 from tests.ranks import run_ranks
 from tests.runs import rewind, write_run
-from tools.config.rules.all_rules import check_all
+from tools.config.rules.checking import check_all
 from tools.config.run_file import load_run
 from tools.journal.invariant_records import NAMES, WRONG, Finding, read_findings
 from tools.journal.records import EVENTS, read_lines

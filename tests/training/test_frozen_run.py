@@ -10,10 +10,11 @@ from safetensors.torch import load_file
 from megaprec.checkpoint.reader import Store
 from models.decoder.cutting import cuts
 from models.estimate.state import state_bytes
+from models.parameter_counts import layer_parameters
 from tests.refusals import shows
 from tests.runs import checkpoint, tensors, train, train_on, write_run
 from tools import cli
-from tools.config.rules.all_rules import make_rule
+from tools.config.rules.derived import make_rule
 from tools.config.run_file import load_run
 from tools.config.sharding import sharding_of
 
@@ -124,7 +125,7 @@ def test_a_plan_counts_frozen_parameters_as_weights_alone(run_file: Path) -> Non
         for each in (config, free)
     )
     model = config.model
-    frozen = model.vocab * model.hidden + model.layer_parameters
+    frozen = model.vocab * model.hidden + layer_parameters(model)
     padding = 2048  # bytes, of buffers
     assert ours.weights == pytest.approx(theirs.weights, abs=padding)
     assert theirs.gradients - ours.gradients == pytest.approx(4 * frozen, abs=padding)

@@ -10,6 +10,7 @@ import torch
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from models.estimate.flops import training_flops
+from models.parameter_counts import num_parameters
 from tests.models.mup_transfer import sweep
 from tests.refusals import shows
 from tools.cli import main
@@ -53,7 +54,7 @@ def test_mup_changes_neither_parameters_nor_flops() -> None:
     sizes: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 4, "ffn": 192, "vocab": 300}
     plain = ModelConfig(**sizes)
     mup = ModelConfig(**sizes, mup_base_hidden=16, mup_base_head_dim=8)
-    assert mup.num_parameters == plain.num_parameters
+    assert num_parameters(mup) == num_parameters(plain)
     assert training_flops(mup, 32) == training_flops(plain, 32)
 
 

@@ -26,12 +26,13 @@ import torch
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.resources import cores
+from models.parameter_counts import num_parameters
 from parallel.described_world import is_rank_of_world
 from tools.commands.doctor_layout import follow, own_run, parity_here, parity_in_world
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides
 from tools.config.resolved_run import resolve_run
-from tools.config.rules.all_rules import make_rule
+from tools.config.rules.derived import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.json_output import add_json, print_result
 from tools.training.data_sources import check_sources
@@ -138,7 +139,7 @@ def _checkpoint_bytes(config: RunConfig | None) -> int:
     bytes_per_parameter = sharded or replicated
     if config.optimizer.ema:
         bytes_per_parameter += config.plan.average.itemsize
-    checkpoint_bytes = config.sized_model.num_parameters * bytes_per_parameter
+    checkpoint_bytes = num_parameters(config.sized_model) * bytes_per_parameter
     # an old checkpoint is deleted after a new one is complete
     return checkpoint_bytes * (_kept_checkpoints(config) + 1)
 

@@ -28,6 +28,7 @@ from megaprec.text.tokenizer import load_tokenizer
 from megaprec.text.training import ImpossibleVocabulary, sample_lines, train_sentencepiece
 from megaprec.tokens.places import STANDARD_LIBRARY, is_url, without_query
 from megaprec.url_secrets import masked
+from models.parameter_counts import num_parameters
 from models.presets import PRESETS
 from tools.commands.text_options import add_skip_bad, add_text_options, text_options
 from tools.config.key_help import key_tables, keys_of
@@ -130,7 +131,7 @@ def main(args: argparse.Namespace) -> int:
     left_out = ""
     if source.left_out:
         left_out = f"; left out {', '.join(left_out_words(source.left_out))}"
-    parameters = config.sized_model.num_parameters
+    parameters = num_parameters(config.sized_model)
     print(f"text       {masked(args.source)}: {sizes}{left_out}")
     print(
         f"model      {parameters:,} parameters, {config.train.steps} steps of "

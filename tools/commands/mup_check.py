@@ -29,7 +29,7 @@ from tools.analysis.plots.mup_plot import draw
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides, add_strict
 from tools.config.resolved_run import resolve_run
-from tools.config.rules.all_rules import make_rule
+from tools.config.rules.derived import make_rule
 from tools.config.run_file import RunConfig
 from tools.config.tables.settings import Optimizer
 from tools.console.json_output import add_json, print_result

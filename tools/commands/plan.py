@@ -416,6 +416,11 @@ def _notes(config: RunConfig, target: Target, calibrated: bool) -> Iterator[str]
             "the peak of FP8 is not known: its products are timed as those of "
             f"{config.precision.compute}; the bytes are those of FP8"
         )
+    if config.optimizer.frozen:
+        yield (
+            "optimizer.frozen: times are those of a run that trains all parameters; gradients of "
+            "frozen weights take none, so steps are no slower"
+        )
     if config.canonical_shards:
         yield (
             'times are those of train.numerics = "fast"; canonical sums take longer '

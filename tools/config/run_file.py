@@ -49,7 +49,8 @@ from tools.config.dialect_result import DIALECT_NAMES, DialectResult, has_dialec
 from tools.config.initial_model import InitialModel, add_initial_model
 from tools.config.relative_paths import working_directory_hint
 from tools.config.removed_keys import take_removed
-from tools.config.rules.all_rules import cross_problems, lr_schedule, with_vocabulary_size
+from tools.config.rules.all_rules import cross_problems
+from tools.config.rules.derived import lr_schedule, with_vocabulary_size
 from tools.config.rules.effectless import PERIODS, Tables, effectless
 from tools.config.tables.batch_schedule import BatchSchedule
 from tools.config.tables.data_settings import Data

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
+from models.parameter_counts import num_parameters
 from models.spread_layers import spread
 from tools.convert.formats import WITH_CONFIG, format_of
 from tools.convert.hf.config import from_hugging_face
@@ -75,7 +76,7 @@ def check_config(config: Json, config_name: str) -> str:
         raise UserError(
             *(problem.within(f"{config_name}: ") for problem in error.problems)
         ) from error
-    our_count = from_hugging_face(config).without_mtp.num_parameters
+    our_count = num_parameters(from_hugging_face(config).without_mtp)
     if their_count != our_count:
         raise UserError.of(
             "convert.probe_size",

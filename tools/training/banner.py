@@ -20,6 +20,7 @@ from megaprec.precision.plan import dtype_name
 from megaprec.tokens.blend import Blend
 from models.config import ModelConfig
 from models.mup import scaled_widths
+from models.parameter_counts import num_parameters
 from parallel.loopback import listening_in_words
 from parallel.pipeline.simulation import bubble, simulate
 from tools.config.layouts import in_words
@@ -110,7 +111,7 @@ def _print_settings(config: RunConfig, corpus: Corpus, device: str) -> None:
     modes = ", ".join(_modes(config))
     layers = counted(model.layers, "layer")
     say(
-        f"model      {model.family}, {model.num_parameters:,} parameters: {layers}, "
+        f"model      {model.family}, {num_parameters(model):,} parameters: {layers}, "
         f"hidden {model.hidden}, vocabulary {model.vocab}\n"
         f"{_describe_mup(model)}"
         f"data       {tokens:,} tokens in {counted(documents, 'document')}, "

@@ -40,7 +40,7 @@ from models.estimate.memory import StageMemory
 from parallel.compiled_leaves import compiled, trial_difference
 from parallel.leaves import PLAIN, Call, Leaves
 from parallel.regions import compiled_region, trial_difference_of_region
-from tools.config.rules.all_rules import make_rule
+from tools.config.rules.derived import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.units import counted
 from tools.console.wrapped import say

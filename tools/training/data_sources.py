@@ -17,7 +17,7 @@ from megaprec.tokens.files import with_suffix
 from megaprec.tokens.indexed import IndexedDataset
 from megaprec.tokens.places import is_remote, is_url, path_of
 from tools.config.relative_paths import working_directory_hint
-from tools.config.rules.all_rules import check_all
+from tools.config.rules.checking import check_all
 from tools.config.run_file import RunConfig
 from tools.config.tables.data_settings import Data, names_of
 from tools.console.toml import toml

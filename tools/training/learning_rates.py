@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megaprec.optim.rules.lr import LRSchedule
-from tools.config.rules.all_rules import lr_schedule
+from tools.config.rules.derived import lr_schedule
 from tools.config.tables.batch_schedule import BatchSchedule
 from tools.config.tables.settings import LR, Train
 from tools.saved.train_state import TrainState

@@ -17,9 +17,10 @@ from megaprec.errors import Problem, UserError
 from megaprec.optim.rules.muon.rule import min_moments
 from megaprec.resources import cores, memory_bytes, most_processes
 from models.logical_shapes import logical_shapes
+from models.parameter_counts import expert_parameters, num_parameters
 from parallel.described_world import is_rank_of_world
 from tools.config.layouts import in_keys
-from tools.config.rules.all_rules import make_rule, trained_names
+from tools.config.rules.derived import make_rule, trained_names
 from tools.config.rules.expert_ranks import expert_replicas
 from tools.config.run_file import RunConfig
 from tools.console.units import counted
@@ -121,7 +122,7 @@ def _memory_problems(config: RunConfig, ranks: int, device: str) -> Iterator[Pro
         yield Problem.of(
             "training.too_little_memory",
             least=least / 2**30,
-            parameters=config.sized_model.num_parameters,
+            parameters=num_parameters(config.sized_model),
             micro_batch=train.micro_batch,
             seq_length=train.seq_length,
             available=available / 2**30,
@@ -137,7 +138,7 @@ def _state_bytes(config: RunConfig) -> int:
         moments, shards_gradients=parallel.shards_gradients, ema=config.optimizer.ema > 0
     )
     # Experts have fewer copies than other weights: those of the expert axis hold different ones.
-    experts = model.expert_parameters
+    experts = expert_parameters(model)
 
     # A frozen parameter is a weight alone.
     sizes = logical_shapes(model)
@@ -151,7 +152,7 @@ def _state_bytes(config: RunConfig) -> int:
         if_frozen = config.plan.parameters.itemsize * copies
         return int(parameters * (share * if_trained + (1 - share) * if_frozen))
 
-    shared_bytes = bytes_of(model.num_parameters - experts, parallel.copies)
+    shared_bytes = bytes_of(num_parameters(model) - experts, parallel.copies)
     return shared_bytes + bytes_of(experts, expert_replicas(parallel))
 
 
@@ -195,7 +196,7 @@ def bound_product_caches() -> None:
     on a CPU, unless the environment says how many. Before the first product of this process.
 
     They keep one for each number of rows, half a MiB each, and up to a thousand of them: the rows
-    of an expert are others in each step. A kernel that is made again computes the same bits.
+    of an expert are others in each step. Of how many are kept the bits of a product do not depend.
     """
     for name in PRODUCT_CACHES:
         os.environ.setdefault(name, str(KEPT_KERNELS))

@@ -13,7 +13,7 @@ from megaprec.tokens.copies import file_here
 from megaprec.tokens.files import with_suffix
 from megaprec.tokens.places import is_remote
 from parallel.described_world import is_rank_of_world
-from tools.config.rules.all_rules import check_all
+from tools.config.rules.checking import check_all
 from tools.config.run_file import RunConfig
 from tools.console.wrapped import say
 from tools.parts.optional_parts import part

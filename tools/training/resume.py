@@ -27,7 +27,7 @@ from megaprec.tokens.copies import file_here
 from megaprec.tokens.intact import read_record
 from megaprec.tokens.places import is_remote
 from megaprec.tokens.samples import Samples, training_numbers
-from tools.config.rules.all_rules import make_rule
+from tools.config.rules.derived import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
 from tools.journal.records import BRANCHED

@@ -42,7 +42,7 @@ from models.engine.passes import OutsideVocabulary, Share
 from parallel.leaves import PLAIN, Leaves
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.timeline import Recording
-from tools.config.rules.all_rules import make_rule
+from tools.config.rules.derived import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.wrapped import say
 from tools.journal.invariant_records import broken_event, findings_event

@@ -38,7 +38,7 @@ _MULTIPLIERS = tuple(
 
 
 class Combine(Enum):
-    """How the ranks' values of a number become one.
+    """Combination of the ranks' values of a number into one.
 
     SUM: over all ranks.
     BY_STAGE: over the ranks of each pipeline stage, [pp].

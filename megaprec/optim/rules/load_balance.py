@@ -44,7 +44,7 @@ class LoadBalance:
                 directions = corrections(tile.grads).to(weights.dtype)
                 updated = weights + directions * speed
                 weights.copy_(torch.where(step.skip == 0, updated, weights))
-                tile.keep_masters(weights, step.applied)
+                tile.store_and_round_masters(weights, step.applied)
             done(buffer)
 
 

@@ -426,7 +426,7 @@ class Buffer:
         stop = start + len(values)
         if name == "weight" and self.masters is None:
             wide = values.to(self.weights.device, torch.float32)
-            self._tile(start, stop).keep_masters(wide)
+            self._tile(start, stop).store_and_round_masters(wide)
             return
         if name == EMA:
             target = self.ema
@@ -505,7 +505,7 @@ class Buffer:
 
         return finish
 
-    def publish(self, steps: Tensor) -> None:
+    def renew_weights(self, steps: Tensor) -> None:
         """Round the masters to the weights again, as the update of step number `steps` did, and
         all-gather the weights.
 
@@ -515,7 +515,7 @@ class Buffer:
             return
         if self.masters is not None and self.masters.dtype != self.weights.dtype:
             for tile in self.tiles(0, self.local_size):
-                tile.keep_masters(tile.wide_masters(), steps)
+                tile.store_and_round_masters(tile.wide_masters(), steps)
         wait = self.start_all_gather()
         wait()
 

@@ -99,20 +99,20 @@ class Tile:
         assert self.remainder is not None
         return join(self.weights, self.remainder)
 
-    def keep(self, masters: Tensor, moments: Sequence[Tensor], steps: Tensor) -> None:
+    def store(self, masters: Tensor, moments: Sequence[Tensor], steps: Tensor) -> None:
         """Store the tensors of `wide` after step number `steps`, and round the masters to the
         layers' weights."""
-        self.keep_moments(moments, steps)
-        self.keep_masters(masters, steps)
+        self.store_moments(moments, steps)
+        self.store_and_round_masters(masters, steps)
 
-    def keep_moments(self, moments: Sequence[Tensor], steps: Tensor) -> None:
+    def store_moments(self, moments: Sequence[Tensor], steps: Tensor) -> None:
         """Store the moments of `wide` after step number `steps`."""
         for (name, stored), values in zip(self.moments, moments, strict=True):
             if stored.dtype != values.dtype:  # else they were updated in place
                 drawn = self.draw.bits(name, steps)
                 stored.copy_(stochastic(values, drawn))
 
-    def keep_masters(self, wide: Tensor, steps: Tensor | None = None) -> None:
+    def store_and_round_masters(self, wide: Tensor, steps: Tensor | None = None) -> None:
         """Store the masters of `wide` after step number `steps`, and round them to the layers'
         weights. Without `steps` weights are rounded to nearest."""
         # masters that are the weights were updated in place

@@ -19,7 +19,7 @@ from parallel.pipeline.instructions import Instruction, Op
 from parallel.pipeline.kinds import KINDS, schedule
 from parallel.pipeline.p2p import CPU, P2P, Match
 from parallel.pipeline.schedules import Schedule, complete, forward_only
-from parallel.pipeline.simulation import Span, sends_under_way
+from parallel.pipeline.simulation import sends_under_way
 from parallel.pipeline.timeline import Recording
 from parallel.pipeline.verify import check
 from parallel.weight_grad_queue import WeightGradQueue
@@ -279,10 +279,10 @@ def test_a_loss_that_is_no_scalar_and_a_missing_reduce_are_named() -> None:
 def test_spans_tell_when_each_instruction_ran() -> None:
     s, links = one_process(stages=2, microbatches=2)
     toy = Toy(2, 2)
-    spans = list[Span]()
-    Executor(s.programs[0], links, toy, spans=spans).run()
-    assert tuple(span.instruction for span in spans) == s.programs[0]
-    times = [time for span in spans for time in (span.start, span.end)]
+    recording = Recording.start(links.axis)
+    Executor(s.programs[0], links, toy, observers=[recording]).run()
+    assert tuple(span.instruction for span in recording.spans) == s.programs[0]
+    times = [time for span in recording.spans for time in (span.start, span.end)]
     assert times == sorted(times)
 
 
@@ -339,7 +339,7 @@ def test_a_recording_has_all_ranks_on_one_clock(mesh: DeviceMesh) -> None:
     arrived = perf_counter()
     toy = Toy(2, 3)
     recording = Recording.start(links.axis)
-    Executor(s.programs[links.axis.rank], links, toy, spans=recording.spans).run()
+    Executor(s.programs[links.axis.rank], links, toy, observers=[recording]).run()
     spans = recording.gather(s, CPU)
     assert [(span.rank, span.instruction) for span in spans] == [
         (r, i) for r in (0, 1) for i in s.programs[r]

@@ -100,6 +100,26 @@ def test_of_a_file_that_is_no_schedule_the_first_lines_are_told_and_the_others_c
     assert re.fullmatch(sentence("pipeline.further_problems", number=400 - MOST_PROBLEMS), last)
 
 
+@pytest.mark.parametrize("text", ["F0." + "9" * 5000, "F" + "9" * 5000 + ".0", "F0.9999999999"])
+def test_a_number_that_no_schedule_has_makes_no_instruction(text: str) -> None:
+    with raises("pipeline.instruction"):
+        Schedule.parse(text)
+
+
+def test_a_large_number_of_a_micro_batch_is_told_at_once() -> None:
+    with raises("pipeline.microbatch_unnamed", microbatch=1, largest=999_999_999):
+        Schedule.parse("F0.0 B0.0 F0.999999999 B0.999999999")
+
+
+def test_a_large_number_of_a_stage_is_told_in_few_lines_at_once() -> None:
+    with pytest.raises(UserError) as caught:
+        Schedule.parse("F0.0 B0.0 F999999999.0")
+    *first, last = caught.value.problems
+    assert len(first) == MOST_PROBLEMS
+    lacking = 10**9 - 2 - MOST_PROBLEMS
+    assert re.fullmatch(sentence("pipeline.further_problems", number=lacking), last)
+
+
 def test_a_message_arrives_after_its_time_on_the_way_and_its_sender_goes_on() -> None:
     spans = simulate(
         one_f_one_b(2, 1),

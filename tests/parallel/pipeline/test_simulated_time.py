@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
-from parallel.pipeline import executor, timeline
+from parallel.pipeline import timeline
 from parallel.pipeline.executor import Executor, StageHooks
 from parallel.pipeline.instructions import Instruction, Message
 from parallel.pipeline.kinds import schedule
@@ -93,11 +93,10 @@ def recorded(mesh: DeviceMesh, s: Schedule) -> list[Span]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(P2P, "send", stamped)
         patch.setattr(P2P, "receive", awaited)
-        for module in (executor, timeline):
-            patch.setattr(module, "perf_counter", lambda: clock.now)
+        patch.setattr(timeline, "perf_counter", lambda: clock.now)
         recording = Recording.start(links.axis)
         program = s.programs[links.axis.rank]
-        Executor(program, links, Timed(), spans=recording.spans, deferred=deferred).run()
+        Executor(program, links, Timed(), observers=[recording], deferred=deferred).run()
         return recording.gather(s, CPU)
 
 

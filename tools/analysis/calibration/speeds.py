@@ -304,7 +304,8 @@ def _with_collectives(known: Assumptions, rows: Sequence[CollectiveRow]) -> Assu
         more_seconds = max(largest.seconds - smallest.seconds, LEAST_SECONDS)
         if not more_bytes:
             # one size alone does not tell latency and bandwidth apart
-            more_bytes, more_seconds = largest.bytes, largest.seconds
+            more_bytes = largest.bytes
+            more_seconds = largest.seconds
         bandwidths.append(more_bytes / more_seconds)
     gigabytes = median(bandwidths) / 1e9
     # ranks of a CPU never leave the machine

@@ -23,7 +23,7 @@ from parallel.pipeline.instructions import Instruction, Message, Op
 from parallel.pipeline.kinds import KINDS
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import Span, memory_in_use, peak
-from tools.config.rules.all_rules import make_rule
+from tools.config.rules.derived import make_rule
 from tools.config.rules.expert_ranks import expert_slices
 from tools.config.run_file import RunConfig
 from tools.config.sharding import sharding_of

@@ -10,6 +10,7 @@ from typing import Any
 
 from models.estimate.flops import training_flops
 from models.estimate.storage import without_storage
+from models.parameter_counts import num_parameters
 from parallel.pipeline.kinds import KINDS
 from tools.analysis.planning.accuracy import MEASURED, PLAIN
 from tools.analysis.planning.assumed import assumed_lines
@@ -55,7 +56,7 @@ def run_lines(config: RunConfig, target: Target) -> Iterator[str]:
     parallel = config.parallel
     train = config.train
     yield (
-        f"model      {model.family}, {model.num_parameters:,} parameters, {train.seq_length:,} "
+        f"model      {model.family}, {num_parameters(model):,} parameters, {train.seq_length:,} "
         "tokens a sequence"
     )
     yield f"layout     {', '.join((in_words(parallel), *_modes(parallel)))}"

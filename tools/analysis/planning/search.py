@@ -19,6 +19,7 @@ from itertools import product
 from typing import Any
 
 from megaprec.optim.rules.muon.rule import min_moments
+from models.parameter_counts import expert_parameters, num_parameters
 from parallel.pipeline.kinds import KINDS
 from parallel.sequence_cut import length_multiple
 from tools.analysis.planning.device import Target
@@ -38,7 +39,7 @@ from tools.analysis.planning.speed import (
     predict,
 )
 from tools.config.layouts import fit_layout
-from tools.config.rules.all_rules import make_rule
+from tools.config.rules.derived import make_rule
 from tools.config.rules.expert_ranks import (
     expert_slices,
     possible_expert_keys,
@@ -437,8 +438,8 @@ def least_bytes(config: RunConfig) -> int:
     """Return the bytes of the mean rank's weights, gradients and optimizer state, by the bytes of a
     parameter."""
     of_others, of_experts = _bytes_of_elements(config)
-    experts = config.sized_model.expert_parameters
-    others = config.sized_model.num_parameters - experts
+    experts = expert_parameters(config.sized_model)
+    others = num_parameters(config.sized_model) - experts
     return int((others * of_others + experts * of_experts) / config.parallel.pipeline)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from megaprec.checkpoint.keeping import best_made_here
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
+from models.parameter_counts import num_parameters
 from parallel.pipeline.simulation import Span, bubble, simulate
 from tools.analysis.plots.charts import Row as ChartRow
 from tools.analysis.plots.charts import draw_rows
@@ -172,7 +173,7 @@ def _model_facts(config: RunConfig) -> Iterator[Fact]:
     if model.factory:
         yield "model", model.factory
     else:
-        yield "model", f"{model.family}, {model.num_parameters:,} parameters"
+        yield "model", f"{model.family}, {num_parameters(model):,} parameters"
     yield "layout", in_words(config.parallel)
     if config.train.batch_schedule:
         changes = config.batches.changes

@@ -13,6 +13,7 @@ from megaprec.text.token_bytes import NOT_KNOWN, TokensOfText, bytes_of_tokens
 from megaprec.tokens.blend import Blend
 from megaprec.tokens.intact import read_record
 from megaprec.tokens.samples import Batch, Samples
+from models.parameter_counts import num_parameters
 from tools.analysis.verdict.counts import Counts, Ids
 from tools.config.run_file import RunConfig, load_run, run_file_in
 from tools.journal.records import HELD_OUT_LOSS
@@ -55,7 +56,7 @@ def make_yardsticks(config: RunConfig, corpus: Corpus) -> Yardsticks | None:
         tokens=len(tokens),
         nbytes=nbytes,
         no_bytes=reason,
-        parameters=0 if model.factory else model.num_parameters,
+        parameters=0 if model.factory else num_parameters(model),
         epoch_tokens=len(corpus.train) * config.train.seq_length,
     )
 

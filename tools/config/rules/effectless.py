@@ -3,7 +3,7 @@ the first step.
 
 `EFFECT_RULES` says when such a key has an effect, and which keys decide it. Only what the user
 wrote is told, and only if it differs from the default, which claims nothing. Keys that are refused
-in such runs are in `tools.config.rules.all_rules`, those without effect on the data in
+in such runs are in the modules beside this one, those without effect on the data in
 `tools.training.run_warnings`.
 """
 
@@ -20,7 +20,7 @@ from megaprec.tokens.places import STANDARD_LIBRARY
 from models.config import ModelConfig
 from models.initial_weights import InitialStd
 from models.logical_shapes import logical_shapes
-from tools.config.rules.all_rules import with_vocabulary_size
+from tools.config.rules.derived import with_vocabulary_size
 from tools.config.tables.data_settings import Data, names_of
 from tools.config.tables.native_keys import plan_or_none
 from tools.config.tables.precision_settings import FP8, Precision

@@ -355,8 +355,8 @@ class LR(Table):
         default=0,
         ge=0,
         le=MAX_STEPS,
-        description="Length of the linear warmup from lr.initial to lr.peak, in lr.unit; a fraction "
-        "such as 0.1 is that part of the length of the schedule, rounded up.",
+        description="Length of the linear warmup from lr.initial to lr.peak, in lr.unit; a "
+        "fraction such as 0.1 is that part of the schedule, rounded up.",
     )
     initial: float = Field(
         default=0.0,

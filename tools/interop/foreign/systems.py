@@ -320,6 +320,7 @@ def _is_no_internevo(model: Table) -> bool:
     """Return True for a `model` of Colossal-AI before its plugins, which has a type, and for one
     with a dtype alone whose text is not InternEvo's "torch.bfloat16"."""
     dtype = model.get("dtype")
-    is_alone = not MARKS["model"] - {"dtype"} & set(model.entries)
-    is_other = isinstance(dtype, str) and not dtype.startswith("torch.")
-    return "type" in model.entries or (is_alone and is_other)
+    other_marks = MARKS["model"] - {"dtype"}
+    has_dtype_alone = other_marks.isdisjoint(model.entries)
+    is_other_text = isinstance(dtype, str) and not dtype.startswith("torch.")
+    return "type" in model.entries or (has_dtype_alone and is_other_text)

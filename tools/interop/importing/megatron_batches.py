@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from pydantic import ValidationError
 
-from tools.config.rules.all_rules import MOST_CHANGES, changes_problems
+from tools.config.rules.batches import MOST_CHANGES, changes_problems
 from tools.config.tables.batch_schedule import BatchSchedule
 from tools.config.tables.settings import Train
 from tools.interop.importing.arguments import Arguments

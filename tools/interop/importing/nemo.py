@@ -93,9 +93,10 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "trainer.accumulate_grad_batches": (1,),
 }
 _READ = """
-model.window_size exp_manager.explicit_log_dir exp_manager.checkpoint_callback_params.every_n_train_steps model.activation
-model.bias model.bias_activation_fusion model.bias_gelu_fusion model.data.data_prefix
-model.data.seq_length model.ffn_hidden_size model.make_vocab_size_divisible_by model.normalization
+model.window_size exp_manager.explicit_log_dir
+exp_manager.checkpoint_callback_params.every_n_train_steps model.activation model.bias
+model.bias_activation_fusion model.bias_gelu_fusion model.data.data_prefix model.data.seq_length
+model.ffn_hidden_size model.make_vocab_size_divisible_by model.normalization
 model.num_query_groups model.openai_gelu model.optim.betas model.optim.name
 model.optim.sched.constant_steps model.optim.sched.min_lr model.optim.sched.warmup_ratio
 model.optim.sched.warmup_steps model.position_embedding_type

@@ -1,5 +1,5 @@
-"""The configuration of GPT-NeoX as arguments of Megatron-LM, of which GPT-NeoX is a fork, and keys of
-a run file for what Megatron-LM cannot say.
+"""The configuration of GPT-NeoX as arguments of Megatron-LM, of which GPT-NeoX is a fork, and keys
+of a run file for what Megatron-LM cannot say.
 
 Names and defaults are those of megatron/neox_arguments at commit ea7aefd8, whose examples are in
 `configs`. Several files are one table there, without a name in two of them. A dash in a name is an
@@ -70,31 +70,33 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
 # read by functions here, beside those above
 _READ = """
 activation attention_config bf16 bias_gelu_fusion checkpoint_activations checkpoint_num_layers
-data_types expansion_factor finetune fp16 gpt_j_residual gradient_accumulation_steps init_method init_method_std
-intermediate_size keep_last_n_checkpoints layernorm_epsilon lr_decay_fraction lr_decay_iters make_vocab_size_divisible_by
-mlp_multiple_of model_parallel_size no_weight_tying norm num_kv_heads optimizer
-output_layer_init_method pipe_parallel_size pos_emb precision rms_norm_epsilon sliding_window_width train_batch_size
-train_data_paths train_data_weights train_micro_batch_size_per_gpu use_bias_in_attn_linear
-use_bias_in_mlp use_bias_in_norms zero_optimization
+data_types expansion_factor finetune fp16 gpt_j_residual gradient_accumulation_steps init_method
+init_method_std intermediate_size keep_last_n_checkpoints layernorm_epsilon lr_decay_fraction
+lr_decay_iters make_vocab_size_divisible_by mlp_multiple_of model_parallel_size no_weight_tying
+norm num_kv_heads optimizer output_layer_init_method pipe_parallel_size pos_emb precision
+rms_norm_epsilon sliding_window_width train_batch_size train_data_paths train_data_weights
+train_micro_batch_size_per_gpu use_bias_in_attn_linear use_bias_in_mlp use_bias_in_norms
+zero_optimization
 """
 # where and how fast the same numbers are computed, and what is written beside a run
 _UNUSED = """
 allow_chopped attention_softmax_in_fp32 bias_dropout_fusion checkpoint_in_cpu
-checkpoint_validation_with_forward_pass comment config_files contiguous_checkpointing
-data_impl deepspeed deepspeed_activation_checkpointing deepspeed_extra_args deepspeed_mpi
-deepspeed_slurm distributed_backend do_test do_train do_valid dump_state eval_results_prefix
-eval_tasks extra_save_iters fp32_allreduce git_hash hostfile include iteration launcher layernorm_fusion load log_dir log_grad_norm log_grad_pct_zeros log_gradient_noise_scale
-log_optimizer_states log_param_norm make_vocab_size_divisible_by maximum_tokens memory_profiling
-merge_file mmap_warmup no_load_optim no_load_rng no_save_optim no_save_rng num_gpus num_nodes
-num_samples num_workers onnx_safe pack_impl partition_activations pipe_partition_method profile
-override_lr_scheduler profile_backward profile_step_start profile_step_stop recompute rmsnorm_fusion rope_fusion
+checkpoint_validation_with_forward_pass comment config_files contiguous_checkpointing data_impl
+deepspeed deepspeed_activation_checkpointing deepspeed_extra_args deepspeed_mpi deepspeed_slurm
+distributed_backend do_test do_train do_valid dump_state eval_results_prefix eval_tasks
+extra_save_iters fp32_allreduce git_hash hostfile include iteration launcher layernorm_fusion load
+log_dir log_grad_norm log_grad_pct_zeros log_gradient_noise_scale log_optimizer_states
+log_param_norm make_vocab_size_divisible_by maximum_tokens memory_profiling merge_file mmap_warmup
+no_load_optim no_load_rng no_save_optim no_save_rng num_gpus num_nodes num_samples num_workers
+onnx_safe pack_impl partition_activations pipe_partition_method profile override_lr_scheduler
+profile_backward profile_step_start profile_step_stop recompute rmsnorm_fusion rope_fusion
 rotary_save_freqs_buffer s3_path sample_input_file sample_output_file save_base_shapes
 scaled_masked_softmax_fusion scaled_upper_triang_masked_softmax_fusion steps_per_print
 synchronize_each_layer temperature tensorboard_dir text_gen_type tokenizer_type top_k top_p
 use_checkpoint_lr_scheduler use_cpu_initialization use_flashattn_swiglu use_shared_fs use_wandb
 vocab_file wall_clock_breakdown wandb_group wandb_host wandb_init_all_ranks wandb_project
-wandb_run_name wandb_team weight_by_num_documents zero_allow_untested_optimizer
-test_data_paths test_data_weights valid_data_paths valid_data_weights opt_pos_emb_offset
+wandb_run_name wandb_team weight_by_num_documents zero_allow_untested_optimizer test_data_paths
+test_data_weights valid_data_paths valid_data_weights opt_pos_emb_offset
 """
 UNUSED = frozenset(_UNUSED.split())
 KNOWN = frozenset((*SAME, *ONLY, *_READ.split(), *UNUSED))
@@ -289,7 +291,7 @@ def _add_rate(made: Renamed) -> None:
             "a linear decay goes to 0 there and stops at min_lr, here it goes to lr.final: give "
             "lr.schedule=... or lr.final=0.0"
         )
-        made.ask("lr.final", why, f"min_lr = {least}")
+        made.ask("lr.final", why, f"--min_lr {least}")
     made.notes.append(
         f"lr.warmup: {SYSTEM} takes the first step of the warm-up twice: its first rate is that of "
         "the second step here, whose first rate is 0"
@@ -339,7 +341,7 @@ def _add_data(made: Renamed) -> None:
     elif made.get("data_path", None) is None:
         made.ask("data.source", "data_path is in no file: give data.source=PREFIX")
     if made.get("finetune", False):
-        made.ask("train.init_from", "give train.init_from=FOLDER", "finetune = True")
+        made.ask("train.init_from", "give train.init_from=FOLDER", "--finetune True")
     if made.get("padded_vocab_size", None) is None:
         made.ask(
             "model.vocab",

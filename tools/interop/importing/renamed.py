@@ -26,8 +26,8 @@ class Renamed:
     """The settings of a system, on their way to arguments of Megatron-LM.
 
     values: as they are given. arguments: of Megatron-LM. keys: of a run file, for what these cannot
-    say. ranks: that the settings say. asked: a key of a run file -> why the settings do not give it. unused: settings that change
-    no number.
+    say. ranks: that the settings say. asked: a key of a run file -> why the settings do not give
+    it. unused: settings that change no number.
     """
 
     def __init__(self, system: str, values: Mapping[str, Any]) -> None:
@@ -99,8 +99,8 @@ class Renamed:
 
     def refuse(self, name: str, why: str) -> None:
         """Add a problem with a setting."""
-        said = str(Problem(f"{name} = {self.values.get(name)!r}"))
-        self.problems.append(f"{said} ({self.system}): {why}")
+        said = str(Problem(f"--{name} {self.values.get(name)!r}"))
+        self.problems.append(Problem(why).within(f"{said} ({self.system}): "))
 
     def ask(self, key: str, why: str, said: str = "") -> None:
         """Add a problem that counts unless the user gives a key of the run file."""

@@ -161,7 +161,7 @@ def _precision_of(files: Sequence[Path]) -> dict[str, Any]:
     keys = dict[str, Any]()
     for file in files:
         foreign = read_foreign(file, {})
-        plan, _, _ = load_precision(foreign.given)
+        plan, _, _ = load_precision(dict(foreign.given))
         keys |= native_keys_of(plan)
     return keys
 

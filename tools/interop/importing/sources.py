@@ -64,9 +64,9 @@ FEWEST_PRINTED = 20  # rows from which a file is taken for a log without the lin
 @dataclass
 class Sources:
     """Everything that was read. deepspeed: configurations by file. ranks: what a launcher starts,
-    if it says so. system: the kind of settings that have names of their own, which are `renamed`, by
-    name, with a dot those within a table. trainer: arguments of Hugging Face's Trainer, from a file in `folder`. documents:
-    files that a script with them writes, by name."""
+    if it says so. system: the kind of settings under names of their own, which are `renamed`, with
+    a dot those within a table, from `renamed_files`. trainer: arguments of Hugging Face's Trainer,
+    from a file in `folder`. documents: files that a script with them writes, by name."""
 
     arguments: Arguments
     deepspeed: dict[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -31,7 +31,7 @@ from models.spread_layers import spread
 from parallel.pipeline.kinds import KINDS
 from parallel.sequence_cut import length_multiple
 from tools.config.layouts import ALONE
-from tools.config.rules.all_rules import trained_names
+from tools.config.rules.derived import trained_names
 from tools.config.run_file import RunConfig
 from tools.config.tables.data_settings import Data
 from tools.config.tables.precision_settings import FP8, Precision

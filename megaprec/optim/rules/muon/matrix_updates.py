@@ -186,7 +186,7 @@ class MatrixUpdates:
             direction = weighted_gradients.add_(new_average * momentum)
         # selected, not multiplied by 0: the new average of a skipped step may be NaN
         average.copy_(torch.where(step.skip == 0, new_average, average))
-        tile.keep_moments([average], step.applied)
+        tile.store_moments([average], step.applied)
         return direction.to(self._dtype)
 
 
@@ -221,7 +221,7 @@ def _move(local: LocalElements, result: Tensor, step: Step) -> None:
         move = direction.to(weights.dtype) * (step.lr * local.scale)
         updated = decayed.sub_(move)
         weights.copy_(torch.where(step.skip == 0, updated, weights))
-        tile.keep_masters(weights, step.applied)
+        tile.store_and_round_masters(weights, step.applied)
 
 
 def require_muon_patterns(rule: UpdateRule, model_parts: Sequence[nn.Module], ranks: Ranks) -> None:

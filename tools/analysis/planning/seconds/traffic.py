@@ -4,6 +4,7 @@ replicas."""
 import torch
 
 from models.estimate.flops import StageCost
+from models.parameter_counts import expert_parameters, num_parameters
 from parallel.pipeline.instructions import Op
 from tools.config.rules.expert_ranks import expert_replicas, expert_slices, replicas_sharing_state
 from tools.config.run_file import RunConfig
@@ -164,6 +165,6 @@ def elements_of_pipeline(config: RunConfig) -> tuple[float, float]:
     parallel = config.parallel
     model = config.sized_model
     return (
-        model.expert_parameters / (parallel.expert * expert_slices(parallel)),
-        (model.num_parameters - model.expert_parameters) / parallel.tensor,
+        expert_parameters(model) / (parallel.expert * expert_slices(parallel)),
+        (num_parameters(model) - expert_parameters(model)) / parallel.tensor,
     )

@@ -1,0 +1,54 @@
+"""The numbers of parameters of a model and of its parts: sums over its logical shapes."""
+
+from math import prod
+
+from models.config import ModelConfig
+from models.logical_shapes import (
+    NamedShapes,
+    expert_shapes,
+    layer_shapes,
+    module_shapes,
+    shapes_around_layers,
+)
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """Return the number of logical parameters, a tied head counted once. The vocabulary must be
+    known."""
+    assert model.vocab > 0, "with_vocab() first"
+    around = _elements(shapes_around_layers(model))
+    return around + model.over_layers(layer_parameters) + mtp_parameters(model)
+
+
+def layer_parameters(kind: ModelConfig) -> int:
+    """Return the number of parameters of one layer, of a model of its kind
+    (`ModelConfig.kind_of_layer`)."""
+    others = _elements(layer_shapes(kind, with_experts=False))
+    return others + layer_expert_parameters(kind)
+
+
+def layer_expert_parameters(kind: ModelConfig) -> int:
+    """Return the number of parameters of the routed experts of one layer, without their router."""
+    if not (kind.experts and kind.has_feed_forward):
+        return 0
+    return kind.experts * _elements(expert_shapes(kind))
+
+
+def expert_parameters(model: ModelConfig) -> int:
+    """Return the number of parameters of the experts of all layers, without their routers."""
+    in_layers = model.over_layers(layer_expert_parameters)
+    # A module of multi-token prediction has a layer such as the model's last one.
+    last_kind = model.kind_of_layer(model.layers - 1)
+    return in_layers + model.mtp_layers * layer_expert_parameters(last_kind)
+
+
+def mtp_parameters(model: ModelConfig) -> int:
+    """Return the number of parameters of the modules of multi-token prediction, without embedding
+    and head."""
+    if not model.mtp_layers:
+        return 0
+    return model.mtp_layers * _elements(module_shapes(model))
+
+
+def _elements(shapes: NamedShapes) -> int:
+    return sum(prod(shape) for _, shape in shapes)

@@ -1,0 +1,114 @@
+"""Rules on data, evaluation and initial weights."""
+
+import re
+from collections.abc import Callable, Iterator
+
+from megaprec.errors import Problem
+from megaprec.tokens.blend import shares
+from models.config import ModelConfig
+from tools.config.rules.checking import problems_of
+from tools.config.tables.data_settings import Data
+from tools.config.tables.precision_settings import FP8
+from tools.config.tables.settings import Checkpoint, Log, Train
+from tools.console.toml import toml
+
+
+def _vocabulary(model: ModelConfig, data: Data) -> Iterator[str]:
+    # the tokenizer that is trained has data.vocab_size tokens, but for one of characters
+    if not data.tokenizer and data.has_text() and 0 < model.vocab < data.vocab_size:
+        yield Problem.of("config.small_vocab", vocab=model.vocab, vocab_size=data.vocab_size)
+
+
+def _first_state(train: Train) -> Iterator[str]:
+    if train.branch_from and train.init_from:
+        yield Problem.of("config.init_and_branch")
+
+
+def _blend(data: Data) -> Iterator[str]:
+    if data.blend and data.source != "python":
+        yield Problem.of("config.source_and_blend", source=data.source)
+    # without a blend there is nothing to refuse
+    weights = [dataset.weight for dataset in data.blend] or [1]
+    for problem in problems_of(shares, weights):
+        yield problem.within("data.blend: ")
+
+
+def _windows(data: Data) -> Iterator[str]:
+    if data.windows == "random" and not data.shuffle:
+        yield Problem.of("config.windows_in_order")
+
+
+def _evaluation(train: Train, data: Data) -> Iterator[str]:
+    if train.evaluates and not (data.held_out or data.validation or data.lm_eval):
+        key = "eval_every" if train.eval_every else "eval_first"
+        value = toml(getattr(train, key))
+        yield Problem.of("config.eval_without_text", key=key, value=value)
+
+
+def _best_checkpoint(train: Train, data: Data, checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield a problem if there is no evaluation by which the best checkpoint is chosen."""
+    name = checkpoint.keep_best
+    if not name:
+        return
+    evaluations = [f"eval_loss/{dataset.name}" for dataset in data.validation]
+    if data.held_out:
+        evaluations.insert(0, "eval_loss")
+    if name not in evaluations:
+        known = ", ".join(evaluations) or "nothing: set data.held_out or data.validation"
+        yield Problem.of("config.keep_best_unknown", name=name, known=known)
+        return
+    # the last step has both
+    if not train.eval_every:
+        yield Problem.of("config.keep_best_never_evaluated", name=name)
+
+
+def _validation_names(data: Data) -> Iterator[str]:
+    names = [dataset.name for dataset in data.validation]
+    for name in dict.fromkeys(names):
+        # a name becomes part of keys in metrics.jsonl and of tags of trackers
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,60}", name):
+            yield Problem.of("config.validation_name", name=name)
+        elif names.count(name) > 1:
+            yield Problem.of("config.validation_name_twice", count=names.count(name), name=name)
+
+
+def _lm_eval_keys(data: Data) -> Iterator[str]:
+    for key in ("lm_eval_folder", "lm_eval_limit"):
+        if getattr(data, key) and not data.lm_eval:
+            yield Problem.of("config.lm_eval_key", key=key)
+
+
+def _lm_eval_steps(train: Train, data: Data) -> Iterator[str]:
+    if data.lm_eval and not train.evaluates:
+        yield Problem.of("config.lm_eval_never")
+
+
+def _lm_eval_family(model: ModelConfig, data: Data) -> Iterator[str]:
+    if data.lm_eval and model.factory:
+        yield Problem.of("config.lm_eval_factory")
+
+
+def _lm_eval_products(data: Data, fp8: FP8) -> Iterator[str]:
+    if data.lm_eval and fp8.kind != "none":
+        yield Problem.of("config.lm_eval_fp8")
+
+
+def _sample(model: ModelConfig, log: Log) -> Iterator[str]:
+    if model.factory and log.sample:
+        yield Problem.of("config.sample_factory", factory=model.factory)
+
+
+CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
+    _vocabulary,
+    _first_state,
+    _blend,
+    _windows,
+    _evaluation,
+    _validation_names,
+    _best_checkpoint,
+    _lm_eval_keys,
+    _lm_eval_steps,
+    _lm_eval_family,
+    _lm_eval_products,
+    _sample,
+)

@@ -1,0 +1,100 @@
+"""Rules on the update rule, its groups, and the schedule of the learning rate."""
+
+from collections.abc import Callable, Iterator
+
+from megaprec.comm.layout import Growth, Part
+from megaprec.errors import Problem
+from megaprec.optim.rules.lr import SCHEDULES
+from megaprec.optim.rules.rule_table import rule_kind
+from megaprec.optim.rules.width import require_width_factors
+from models.config import ModelConfig
+from tools.config.rules.batches import changes_problems
+from tools.config.rules.checking import problems_of, unmatched
+from tools.config.rules.derived import lr_schedule, make_rule, run_length, trained_names
+from tools.config.tables.settings import LR, Optimizer, Train
+from tools.console.toml import toml
+
+# problems of options that begin with the option, as a rule by itself knows it
+BY_OPTION_ALONE = frozenset(
+    {"optimizer.betas", "optimizer.eps", "optimizer.momentum", "optimizer.nesterov"}
+)
+OF_TORCHS_CLASS = "optimizer.torch_rule"  # how codes of problems with such a rule begin
+GROWS = Growth(1.0, 2.0)
+"""Of any embedding under muP."""
+
+
+def _schedule(lr: LR, train: Train) -> Iterator[str]:
+    if changes_problems(train):
+        return  # `_batch_schedule` reports them
+    unit = " (in samples)" if lr.unit == "samples" else ""
+    for problem in problems_of(lr_schedule, lr, train):
+        remedy = ""
+        if problem.code in ("optimizer.schedule_warmup", "optimizer.schedule_decay"):
+            remedy = _fitting_phases(lr, train)
+        yield problem.within("lr.", f"{unit}{remedy}")
+
+
+def _fitting_phases(lr: LR, train: Train) -> str:
+    """Return phases that the length of the schedule has room for, as arguments beside those that
+    give the length."""
+    length = f"lr.length={lr.length}" if lr.length else f"train.steps={train.steps}"
+    total = lr.length or run_length(lr, train)
+    tenth = total // 10
+    phases = f"lr.warmup={min(lr.warmup, tenth)}"
+    if "decay" in SCHEDULES[lr.schedule].keys:
+        phases += f" lr.decay={max(1, min(lr.decay, tenth))}"
+    return f"; with {length} give {phases}, for example"
+
+
+def _rule(optimizer: Optimizer) -> Iterator[str]:
+    for problem in problems_of(make_rule, optimizer):
+        if problem.code in BY_OPTION_ALONE:
+            yield problem.within("optimizer.options.")
+        elif problem.code.startswith(OF_TORCHS_CLASS):
+            yield problem.within(_name_and_options(optimizer))
+        else:
+            yield problem
+
+
+def _name_and_options(optimizer: Optimizer) -> str:
+    """Return the keys that a class of torch is made by, to stand before what is wrong with it."""
+    keys = [f"optimizer.name = {toml(optimizer.name)}"]
+    if optimizer.options:
+        keys.append(f"optimizer.options = {toml(optimizer.options)}")
+    return f"{', '.join(keys)}: "
+
+
+def _mup_rule(optimizer: Optimizer, model: ModelConfig) -> Iterator[str]:
+    """Yield a problem if the update rule has no factors under muP, or none for an embedding."""
+    if not model.mup_base_hidden or problems_of(make_rule, optimizer):
+        return
+    update_rule = make_rule(optimizer)
+    for name in ("embedding.weight", "positions.weight"):
+        table = Part(name, (model.max_positions, model.hidden), growth=GROWS)
+        for problem in problems_of(require_width_factors, update_rule, table):
+            yield problem
+            return
+
+
+def _optimizer_patterns(optimizer: Optimizer, model: ModelConfig) -> Iterator[str]:
+    groups = [group.pattern for group in optimizer.groups]
+    yield from unmatched("optimizer.groups", groups, model)
+    yield from unmatched("optimizer.frozen", optimizer.frozen, model)
+    if not model.factory and optimizer.frozen and not trained_names(optimizer, model):
+        yield Problem.of("config.nothing_trained")
+    # `_rule` reports an unknown name, an option that is no list, and items that are no text
+    if problems_of(rule_kind, optimizer.name):
+        return
+    for option in rule_kind(optimizer.name).patterns:
+        patterns = optimizer.options.get(option, [])
+        if isinstance(patterns, list):
+            texts = [pattern for pattern in patterns if isinstance(pattern, str)]
+            yield from unmatched(f"optimizer.options {option}", texts, model)
+
+
+CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
+    _schedule,
+    _rule,
+    _mup_rule,
+    _optimizer_patterns,
+)

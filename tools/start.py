@@ -1,6 +1,6 @@
 """The start of the `megaprec` command, while its modules are read, and its end.
 
-Reading the modules of a command takes up to seconds, most of them for torch. Ctrl-C during that
+Reading the modules of a command can take seconds, most of them for torch. Ctrl-C during that
 time ends the process at once, without the traceback of an import. While the command runs it is
 Python's exception again, which commands answer. Afterwards it ends the process at once again.
 

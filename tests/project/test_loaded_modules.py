@@ -4,11 +4,13 @@ bound. Modules are counted in a fresh process, by `sys.modules`."""
 import os
 import subprocess
 import sys
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from models import optional_parts as models_parts
 from tools.commands.table import COMMANDS, GROUPS
 from tools.parts.optional_parts import PARTS, part
 
@@ -17,13 +19,14 @@ COUNT = """
 import importlib, sys
 importlib.import_module({module!r})
 ours = [name for name in sys.modules if name.split(".")[0] in {packages!r}]
-print(len(ours), "torch" in sys.modules)
+print(*ours, *(["torch"] if "torch" in sys.modules else []))
 """
 PACKAGES = ("megaprec", "parallel", "models", "tools")
 
 
-def loaded_by(module: str) -> tuple[int, bool]:
-    """The number of our modules that the import of one loads, and whether torch is loaded too."""
+@cache
+def modules_of(module: str) -> tuple[str, ...]:
+    """Our modules that the import of one loads, and torch if it is loaded too."""
     code = COUNT.format(module=module, packages=PACKAGES)
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -33,13 +36,12 @@ def loaded_by(module: str) -> tuple[int, bool]:
         text=True,
         check=True,
     )
-    count, torch = done.stdout.split()
-    return int(count), torch == "True"
+    return tuple(done.stdout.split())
 
 
 def test_the_command_line_loads_no_command_and_no_torch() -> None:
-    assert loaded_by("tools.cli") < (60, True)
-    assert not loaded_by("tools.cli")[1]
+    assert len(modules_of("tools.cli")) < 60
+    assert "torch" not in modules_of("tools.cli")
 
 
 @pytest.mark.parametrize(
@@ -49,10 +51,11 @@ def test_the_command_line_loads_no_command_and_no_torch() -> None:
         ("megaprec.optim.optimizer", 95),
         ("models.engine.engine", 180),
         ("tools.commands.train", 330),
+        ("tools.training.rank", 325),
     ],
 )
 def test_a_module_loads_few_others(module: str, bound: int) -> None:
-    assert loaded_by(module)[0] < bound
+    assert len(set(modules_of(module)) - {"torch"}) < bound
 
 
 def test_every_command_of_the_table_is_there() -> None:
@@ -62,6 +65,19 @@ def test_every_command_of_the_table_is_there() -> None:
         assert command.examples
 
 
-def test_every_optional_part_is_there_and_is_not_loaded_from_elsewhere() -> None:
-    for name, module in PARTS.items():
-        assert part(name) is getattr(import_module(module), name)
+def test_every_optional_part_is_there_and_is_called() -> None:
+    for table, load, package in (
+        (PARTS, part, "tools"),
+        (models_parts.PARTS, models_parts.part, "models"),
+    ):
+        text = "".join(file.read_text() for file in (ROOT / package).rglob("*.py"))
+        for name, module in table.items():
+            assert load(name) is getattr(import_module(module), name)
+            called = f'part("{name}")' in text or f'_kind("{name}")' in text
+            assert called, name
+
+
+def test_a_plain_run_loads_no_part_that_it_does_not_ask_for() -> None:
+    left_out = ("tools.analysis", "tools.convert", "tools.interop", "megaprec.dialects")
+    left_out += ("models.recurrent.mamba_mixer", "models.feed_forward.moe", "megaprec.text.readers")
+    assert not [name for name in modules_of("tools.commands.train") if name.startswith(left_out)]

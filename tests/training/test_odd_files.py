@@ -77,9 +77,9 @@ def test_a_rank_that_lost_another_leaves_the_telling_to_its_launcher(
         )
 
     with pytest.raises(RuntimeError):
-        cli._run(Namespace(run=lose))
+        cli._run(Namespace(command="train", run=lose))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"{OURS}7")
-    assert cli._run(Namespace(run=lose)) == 1
+    assert cli._run(Namespace(command="train", run=lose)) == 1
     assert capsys.readouterr().err == ""
 
 

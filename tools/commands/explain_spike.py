@@ -21,12 +21,13 @@ from rich.table import Table
 from rich.text import Text
 
 from megaprec.errors import UserError
+from tools.config.run_file import saved_run
 from tools.console.json_output import add_json, print_result
 from tools.console.tables import table_console
 from tools.console.units import counted, enumerated
 from tools.inference.generation import escape_control_characters
 from tools.journal.records import METRICS, no_run, odd_lines, read_metrics
-from tools.verify.replay.repeated_run import SavedRun, saved_run
+from tools.verify.replay.repeated_run import SavedRun
 from tools.verify.replay.spike_causes import Cause, causes_not_tried, judge, likely
 from tools.verify.replay.spike_measures import NamedSample
 from tools.verify.replay.spike_replay import Examination, MovedTensor, examine, steps_to_repeat

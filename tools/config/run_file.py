@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_validator
@@ -46,8 +46,6 @@ from parallel.pipeline.instructions import Instruction
 from parallel.pipeline.schedules import Schedule
 from parallel.sequence_cut import length_multiple
 from tools.config.dialect_result import DIALECT_NAMES, DialectResult, has_dialect
-from tools.config.initial_model import InitialModel, add_initial_model
-from tools.config.relative_paths import working_directory_hint
 from tools.config.removed_keys import take_removed
 from tools.config.rules.all_rules import cross_problems
 from tools.config.rules.derived import lr_schedule, with_vocabulary_size
@@ -63,6 +61,9 @@ from tools.config.warmup_fraction import take_warmup_fraction
 from tools.config.wrong_values import explain, too_large
 from tools.console.toml import Setting, toml
 from tools.parts.optional_parts import part
+
+if TYPE_CHECKING:
+    from tools.config.initial_model import InitialModel
 
 SAVED = "# Written by megaprec: the resolved run. Comments say where a value came from."
 # in a run folder; the second beside a file of the user's own with the first name
@@ -475,7 +476,7 @@ class RunFile:
         default = tables_of_a_run()["train"].model_fields["folder"].default
         return self._folder_of("train.folder") or Path(default)
 
-    def resolve(self, initial: InitialModel | UserError | None = None) -> RunConfig:
+    def resolve(self, initial: "InitialModel | UserError | None" = None) -> RunConfig:
         """Return the run. Raises UserError with all problems.
 
         initial: the model of `first_weights` or `origin_of_model`, or the error of reading it; None
@@ -487,10 +488,10 @@ class RunFile:
             key = "train.init_from" if self.first_weights else "train.branch_from"
             folder = settings[key]
             prefix = f"{key} ({folder.origin}): "
-            hint = working_directory_hint(folder.origin, folder.value)
+            hint = part("working_directory_hint")(folder.origin, folder.value)
             problems += (problem.within(prefix, hint) for problem in initial.problems)
         elif initial is not None:
-            problems += add_initial_model(settings, initial)
+            problems += part("add_initial_model")(settings, initial)
         # a model has as many positions as a sequence has tokens, unless anything says otherwise
         length = settings.get("train.seq_length")
         if length is not None and isinstance(length.value, int):
@@ -824,3 +825,11 @@ def _add_preset(settings: dict[str, Setting]) -> list[Problem]:
         # file and command line are stronger
         settings.setdefault(f"model.{name}", Setting(value, f"preset {chosen.value}"))
     return []
+
+
+def saved_run(folder: Path) -> RunConfig:
+    """Return the run that `RunConfig.save_resolved` wrote. Raises UserError if it is not there."""
+    path = run_file_in(folder, written_by_run=True)
+    if path is None:
+        raise UserError.of("command.replay_no_run_file", folder=folder)
+    return load_run(path)

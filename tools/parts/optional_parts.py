@@ -12,6 +12,7 @@ PARTS = {
     "note_failure": "tools.training.stopping",
     # of reading a run file
     "other_owner": "tools.interop.foreign.whose",
+    "working_directory_hint": "tools.config.relative_paths",
     "unknown_key_problems": "tools.config.key_suggestions",
     "resolve_dialect": "tools.config.dialect_tables",
     # of train.init_from and train.branch_from
@@ -21,6 +22,13 @@ PARTS = {
     "open_initial": "tools.convert.initial",
     "start_from": "tools.convert.initial",
     "with_more_tokens": "tools.convert.initial",
+    "add_initial_model": "tools.config.initial_model",
+    "growth_of": "tools.training.initial",
+    "initial_event": "tools.training.initial",
+    # of a run that goes on, or begins
+    "resume_event": "tools.training.resume",
+    "resumed_progress": "tools.training.resume",
+    "expected_first_loss": "tools.training.first_loss",
     "saved_ids": "tools.convert.kept_ids",
     "Growth": "tools.convert.growth",
     "moved_tokens": "tools.convert.growth",

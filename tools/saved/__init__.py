@@ -1,1 +1,1 @@
-"""What a run's checkpoint holds besides tensors."""
+"""Progress, model and tokenizer in the checkpoint of a run."""

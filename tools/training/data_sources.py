@@ -16,7 +16,6 @@ from megaprec.tokens.copies import file_here, is_there
 from megaprec.tokens.files import with_suffix
 from megaprec.tokens.indexed import IndexedDataset
 from megaprec.tokens.places import is_remote, is_url, path_of
-from tools.config.relative_paths import working_directory_hint
 from tools.config.rules.checking import check_all
 from tools.config.run_file import RunConfig
 from tools.config.tables.data_settings import Data, names_of
@@ -117,12 +116,15 @@ def naming_settings(config: RunConfig, source: DataSource | None, *keys: str) ->
         yield
     except UserError as error:
         settings = [f"{key} = {config.value(key)}" for key in keys]
+        hint_for = part("working_directory_hint")
         if source:
             settings.insert(0, f"{source.key} = {toml(source.name)}")
             table_key, _, _ = source.key.partition("[")
-            hint = working_directory_hint(config.origin(table_key), source.name)
+            hint = hint_for(config.origin(table_key), source.name)
         else:
-            hint = working_directory_hint(config.origin("data.tokenizer"), config.data.tokenizer)
+            hint = part("working_directory_hint")(
+                config.origin("data.tokenizer"), config.data.tokenizer
+            )
         before = f"{', '.join(settings)}: "
         problems = [problem.within(before, hint) for problem in error.problems]
         raise UserError(*problems) from error

@@ -41,8 +41,8 @@ from tools.journal.invariant_records import (
     Finding,
     in_words,
 )
+from tools.parts.optional_parts import part
 from tools.saved.train_state import TrainState
-from tools.training.first_loss import expected_first_loss
 
 SAME_RATE = 1e-12  # of lr.peak, by which two formulas may differ
 SAME_COUNT = 1e-9  # of the tokens, whose weights need not be whole numbers
@@ -217,7 +217,7 @@ class Invariants:
             self._awaits_first_loss = not report.changed
             return ""
         self._awaits_first_loss = False
-        expected = expected_first_loss(self._model, share)
+        expected = part("expected_first_loss")(self._model, share)
         problem = expected.problem(loss)
         if not problem:
             limits = f"{loss:.4f} between {expected.low:.4f} and {expected.high:.4f}"

@@ -1,5 +1,5 @@
-"""What a process knows of the launcher that has started it as a rank, and of the errors that follow
-from the end of another rank.
+"""The launcher of this process as its ranks see it, and errors that follow from the end of another
+rank.
 """
 
 import os

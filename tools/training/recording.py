@@ -24,8 +24,6 @@ from tools.parts.optional_parts import part
 from tools.saved.train_state import TrainState
 from tools.training.branch import is_branch
 from tools.training.corpus import Corpus
-from tools.training.initial import initial_event
-from tools.training.resume import resume_event
 from tools.training.saves import resume_point
 
 
@@ -68,12 +66,12 @@ def record_run(
             yield journal
             return
         if resumed:
-            event = resume_event(config, corpus, resumed)
+            event = part("resume_event")(config, corpus, resumed)
             # Ranks that were started again before the first checkpoint branch once more.
             if not branches or event != read_branching(folder):
                 journal.write_event(event)
         else:
-            event = initial_event(config, corpus)
+            event = part("initial_event")(config, corpus)
             # Ranks that were started again before the first checkpoint begin once more.
             if event and event not in read_events(folder, INITIAL):
                 journal.write_event(event)

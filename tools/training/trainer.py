@@ -60,11 +60,9 @@ from tools.saved.train_state import TrainState, read_overflow_monitor, read_spik
 from tools.training.batches import Batches, evaluated_samples
 from tools.training.corpus import Corpus
 from tools.training.ends import TrainingDiverged
-from tools.training.initial import growth_of
 from tools.training.invariants import Invariants
 from tools.training.learning_rates import LearningRates
 from tools.training.recording import record_run
-from tools.training.resume import resumed_progress
 from tools.training.run_folder import RunFolder
 from tools.training.saves import Saves, extra_entries, tokenizer_files
 from tools.training.step_records import (
@@ -193,7 +191,7 @@ class Trainer:
         optimizer = self.engine.optimizer
         stages = self.engine.stages.values()
         drawn = part("InitialWeights")(stages, optimizer.plan, self.config.train.seed)
-        growth = growth_of(self.config, self.corpus)
+        growth = part("growth_of")(self.config, self.corpus)
         self._first_ids = part("start_from")(folder, optimizer, growth, drawn, self.config.model)
 
     def _resume(self, checkpoint: Path) -> None:
@@ -209,7 +207,7 @@ class Trainer:
         for warning in caught:
             print(f"warning    {warning.message}")
         store = Store(checkpoint, self.engine.optimizer.world)
-        self.progress = resumed_progress(store, self.config, self.corpus)
+        self.progress = part("resumed_progress")(store, self.config, self.corpus)
         self.monitor.load_state_dict(read_overflow_monitor(store))
         self.spike_monitor.load_state_dict(read_spike_monitor(store))
         self._first_ids = part("saved_ids")(store)

@@ -28,7 +28,7 @@ from megaprec.precision.tf32 import tf32
 from models.attention.backends import gpu_kernels
 from parallel.mesh import make_mesh, world
 from tools.config.layouts import in_words
-from tools.config.run_file import RunConfig, load_run, run_file_in
+from tools.config.run_file import RunConfig
 from tools.config.tables.settings import Parallel
 from tools.journal.records import read_branching
 from tools.training.corpus import Corpus, open_run_data
@@ -117,14 +117,6 @@ class SavedRun:
         if self.corpus.tokenizer:
             texts = [self.corpus.tokenizer.decode(row) for row in batch.tokens.tolist()]
         yield from zip(self.corpus.train.labels(batch.ids), texts, strict=True)
-
-
-def saved_run(folder: Path) -> RunConfig:
-    """Return the run that `RunConfig.save_resolved` wrote. Raises UserError if it is not there."""
-    path = run_file_in(folder, written_by_run=True)
-    if path is None:
-        raise UserError.of("command.replay_no_run_file", folder=folder)
-    return load_run(path)
 
 
 def require_repeatable(saved: RunConfig, event: Mapping[str, Any], folder: Path) -> None:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from megaprec.optim.optimizer import ParallelAMPOptimizer
     from megaprec.optim.rules.lr import LRSchedule
     from megaprec.optim.rules.param_groups import Group
-    from megaprec.optim.rules.torch_rule import Torch as TorchRule
+    from megaprec.optim.rules.torch_rule import TorchRule
     from megaprec.optim.rules.update_rules import SGD, AdamW
     from megaprec.precision.fp8_recipe import FP8Recipe
     from megaprec.precision.marks import module_has_fp32_attr, set_fp32_attr_to_module

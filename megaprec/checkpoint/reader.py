@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megaprec.checkpoint.atomic import INDEX
 from megaprec.checkpoint.digests import FILE_DIGESTS, is_sealed
-from megaprec.checkpoint.ranges import Block, blocks, stored_shape
+from megaprec.checkpoint.ranges import StoredBlock, blocks, stored_shape
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part
 from megaprec.errors import Problem, UserError
@@ -306,7 +306,7 @@ class Store:
         self,
         key: str,
         chunk: dict[str, Any],
-        block: Block,
+        block: StoredBlock,
         start: list[int],
         stop: list[int],
     ) -> Tensor:

@@ -43,7 +43,7 @@ from megaprec.leaf_calls import CallLeaf
 from megaprec.optim.canonical.numerics import CanonicalNumerics
 from megaprec.optim.decision.attribution import attribute_nonfinite
 from megaprec.optim.decision.consensus import StepNumbers, digest, forbids, to_host
-from megaprec.optim.decision.decision import Decision, StepSettings
+from megaprec.optim.decision.decision import StepDecision, StepSettings
 from megaprec.optim.decision.numerics import Numerics
 from megaprec.optim.decision.one_pass import (
     AdamWNumbers,
@@ -677,7 +677,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         """Return the numbers of all ranks together, by one all-reduce over the world."""
         return self._consensus.read(self.world.sum_(local))
 
-    def _decide(self, numbers: StepNumbers, settings: StepSettings) -> Decision:
+    def _decide(self, numbers: StepNumbers, settings: StepSettings) -> StepDecision:
         """Return whether the step is applied, which every rank decides alike."""
         # the scale that multiplied the loss, before `_end_step` updates it
         scale = self.scaler.scale.clone()
@@ -686,9 +686,9 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         skip = forbids(numbers, self.plan.on_nonfinite).maximum(is_spike.float())
         for observer in self.observers:
             observer.decided(self.all_buffers(), scale, skip)
-        return Decision(numbers, scale, norm, is_spike, skip)
+        return StepDecision(numbers, scale, norm, is_spike, skip)
 
-    def _end_step(self, decision: Decision, report: StepReport) -> None:
+    def _end_step(self, decision: StepDecision, report: StepReport) -> None:
         """Update the loss scale, discard the gradients, and tell observers."""
         if report.changed and self._fp8_masters is not None:
             self._fp8_masters.outdate()  # the next pass computes the codes
@@ -707,7 +707,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         factor = (self.clip / (norm + _CLIP_EPSILON)).clamp(max=1.0)
         return torch.where(norm.isfinite(), factor, 1.0)
 
-    def _update(self, decision: Decision, settings: StepSettings) -> None:
+    def _update(self, decision: StepDecision, settings: StepSettings) -> None:
         """Apply the rule, or change nothing if the step is skipped."""
         skip = decision.skip
         self.applied_steps += 1 - skip  # no read of `skip`, for which the host would wait
@@ -717,7 +717,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         for observer in self.observers:
             observer.updated(self.all_buffers())
 
-    def _apply(self, decision: Decision, settings: StepSettings) -> None:
+    def _apply(self, decision: StepDecision, settings: StepSettings) -> None:
         """Update all tiles as step number `applied_steps`, and all-gather the weights."""
         # one divisor undoes the loss scale and clips
         divisor = decision.scale.double() / self._clip_factor(decision.norm)
@@ -793,7 +793,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         tile.store(wide.masters, wide.moments, step.applied)
 
     def _report(
-        self, decision: Decision, settings: StepSettings, further: Tensor | None
+        self, decision: StepDecision, settings: StepSettings, further: Tensor | None
     ) -> StepReport:
         """Return the report of the step, with offenders if it was not finite.
 

@@ -39,7 +39,7 @@ from models.engine.passes import Passes, PassState, Share
 from models.engine.replay import trace_offenders
 from models.engine.step_sums import StepSums
 from models.feed_forward.dispatch import spread_experts
-from models.recurrent.kernel_choice import Setting, refused_kernels
+from models.recurrent.kernel_choice import KernelSetting, refused_kernels
 from parallel.context import Context
 from parallel.fp32_marks import compute_marked_in_fp32
 from parallel.fused_products import async_tensor_problems, require_fused_products
@@ -152,7 +152,7 @@ def build_stages(
         options.canonical_shards,
     )
     device = device_of(mesh)
-    setting = Setting(
+    setting = KernelSetting(
         device=device.type,
         products=plan.compute,
         canonical=canonical,

@@ -98,7 +98,7 @@ CONVOLUTION = Package(
 )
 
 
-class Setting(NamedTuple):
+class KernelSetting(NamedTuple):
     """The facts of a run that decide whether it takes kernels.
 
     device: type of the tensors' device; meta stands for a GPU that is not here.
@@ -112,7 +112,7 @@ class Setting(NamedTuple):
     deterministic: bool
 
 
-class Choice(NamedTuple):
+class KernelChoice(NamedTuple):
     """A kernel, or plain torch in its place, for a part of a layer.
 
     kernel: the function of the package; None: plain torch does.
@@ -123,7 +123,7 @@ class Choice(NamedTuple):
     name: str
 
 
-def choose(package: Package, setting: Setting, refusal: str = "") -> Choice:
+def choose(package: Package, setting: KernelSetting, refusal: str = "") -> KernelChoice:
     """Return what computes the package's part of a layer.
 
     refusal: the reason why the package does not take this call; "" if it does.
@@ -132,11 +132,11 @@ def choose(package: Package, setting: Setting, refusal: str = "") -> Choice:
         return _plain(reason)
     # What is installed there is not known here.
     if setting.device == "meta":
-        return Choice(None, f"{package.name} where it is installed, else plain torch")
+        return KernelChoice(None, f"{package.name} where it is installed, else plain torch")
     return find(package)
 
 
-def _objection(setting: Setting) -> str:
+def _objection(setting: KernelSetting) -> str:
     """Return why a run takes no kernel of any package; "" if it does."""
     if setting.device not in ("cuda", "meta"):
         return "not on a GPU"
@@ -149,12 +149,12 @@ def _objection(setting: Setting) -> str:
     return ""
 
 
-def _plain(reason: str) -> Choice:
-    return Choice(None, f"plain torch ({reason})")
+def _plain(reason: str) -> KernelChoice:
+    return KernelChoice(None, f"plain torch ({reason})")
 
 
 @cache
-def find(package: Package) -> Choice:
+def find(package: Package) -> KernelChoice:
     """Return the kernel of an installed package, or plain torch if there is none."""
     top_module = package.module.partition(".")[0]
     if find_spec(top_module) is None:
@@ -171,7 +171,7 @@ def find(package: Package) -> Choice:
         first = ".".join(map(str, package.release))
         return _plain(f"{package.name} {release} is older than {first}")
     warnings.filterwarnings("ignore", FEWER_TOKENS_THAN_HEADS)
-    return Choice(kernel, f"{package.name} {release}")
+    return KernelChoice(kernel, f"{package.name} {release}")
 
 
 class Use(NamedTuple):
@@ -213,7 +213,7 @@ def _convolution_use(features: int, tokens: int) -> Use:
 def refused_kernels(
     model: ModelConfig,
     tp: int,
-    setting: Setting,
+    setting: KernelSetting,
     tokens: int,
     world: Axis,
     device: torch.device,
@@ -243,7 +243,7 @@ def refused_kernels(
 
 
 def describe(
-    model: ModelConfig, tp: int, setting: Setting, refused: Mapping[str, str]
+    model: ModelConfig, tp: int, setting: KernelSetting, refused: Mapping[str, str]
 ) -> list[str]:
     """Return what computes the parts of the layers of a model that have a recurrent state; none if
     no layer has one.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megaprec.comm.layout import attach_whole
 from megaprec.comm.main_grad import collect
-from megaprec.diagnose.nonfinite_trace import Finding, Trace
+from megaprec.diagnose.nonfinite_trace import NonfiniteFinding, Trace
 
 
 class Break(torch.autograd.Function):
@@ -83,7 +83,7 @@ def traced(
 
 def found_in(
     net: nn.Module, x: Tensor | None = None, loss: Callable[[Tensor], Tensor] = torch.sum
-) -> Finding:
+) -> NonfiniteFinding:
     found = traced(net, x, loss).found
     assert found is not None
     return found

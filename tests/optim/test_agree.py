@@ -16,7 +16,7 @@ from megaprec.comm.main_grad import forget_gradient
 from megaprec.optim.decision.consensus import (
     DIGEST_BITS,
     NUMBERS,
-    Measured,
+    GradientMeasures,
     StepConsensus,
     digest,
 )
@@ -337,7 +337,7 @@ def test_digests_are_compared_exactly_whatever_the_number_of_ranks(ranks: int, m
     def packed(digest_of_all: int) -> Tensor:
         numbers = dict.fromkeys(NUMBERS, 0.0)
         numbers["same_common"] = numbers["same_in_stages"] = digest_of_all
-        return consensus.pack(Measured(zero, one), numbers)
+        return consensus.pack(GradientMeasures(zero, one), numbers)
 
     # so the sum is exact in whatever order the ranks are added
     assert ranks * packed(mine).max() < 2**53

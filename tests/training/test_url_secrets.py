@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megaprec.text.sources import Source
+from megaprec.text.sources import TextSource
 from megaprec.tokens.files import with_suffix
 from megaprec.tokens.places import name_in_url, path_of
 from megaprec.url_secrets import has_password, masked, masked_inside, without_passwords
@@ -255,5 +255,5 @@ def test_a_report_shows_no_secret() -> None:
 
 
 def test_the_record_of_a_data_set_has_no_password() -> None:
-    source = Source("https://me:hidden@host/text?signature=hidden", Path("/"), ())
+    source = TextSource("https://me:hidden@host/text?signature=hidden", Path("/"), ())
     assert source.identity()["name"] == "https://***@host/text?***"

@@ -9,7 +9,7 @@ from typing import Any
 from parallel.hangs.heartbeat import Beat
 from parallel.hangs.verdict import ranks_in_words, where_in_words
 from tools.console.json_output import add_json, print_result
-from tools.journal.invariant_records import Finding, broken_ones, read_findings
+from tools.journal.invariant_records import InvariantFinding, broken_ones, read_findings
 from tools.journal.records import read_all_events, read_metrics
 from tools.training.hangs import EndRecord, read_earlier_records, read_records
 
@@ -44,7 +44,7 @@ def _since(folder: Path) -> str:
 
 
 def _document(
-    records: Sequence[EndRecord], began_again: bool, findings: Mapping[str, Finding]
+    records: Sequence[EndRecord], began_again: bool, findings: Mapping[str, InvariantFinding]
 ) -> dict[str, Any]:
     """Return the diagnosis for programs. began_again: the run did, after this end. findings: what
     is known of its invariants."""

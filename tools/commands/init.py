@@ -22,7 +22,7 @@ from typing import Any
 from megaprec.errors import UserError
 from megaprec.text.characters import CHARACTERS, distinct_characters
 from megaprec.text.readers import TextOptions
-from megaprec.text.sources import Source, open_source
+from megaprec.text.sources import TextSource, open_source
 from megaprec.text.text_files import left_out_words
 from megaprec.text.tokenizer import load_tokenizer
 from megaprec.text.training import ImpossibleVocabulary, sample_lines, train_sentencepiece
@@ -141,7 +141,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure_text(source: Source, of_characters: bool) -> TextSizes:
+def _measure_text(source: TextSource, of_characters: bool) -> TextSizes:
     """Return the sizes of a text. of_characters: these are its tokens. Raises UserError if it
     cannot be read, or is too short to train on."""
     # of a text that can be read whole, its bad files and rows are told at once
@@ -187,7 +187,7 @@ def _first_words(pieces: list[str]) -> str:
     return ""
 
 
-def _tokenizer_lines(source: Source) -> tuple[list[str], int | None]:
+def _tokenizer_lines(source: TextSource) -> tuple[list[str], int | None]:
     """Return the lines that `train` will learn a tokenizer from, and the characters of the whole
     text.
 
@@ -212,7 +212,7 @@ def _tokenizer_lines(source: Source) -> tuple[list[str], int | None]:
     return lines, chars
 
 
-def _sample_pieces(source: Source, total: int | None) -> tuple[list[str], bool]:
+def _sample_pieces(source: TextSource, total: int | None) -> tuple[list[str], bool]:
     """Return pieces of a text, about `SAMPLED_CHARS` characters from all over its files, and if
     they are all of it.
 
@@ -239,7 +239,7 @@ def _sample_pieces(source: Source, total: int | None) -> tuple[list[str], bool]:
     return pieces, complete
 
 
-def _estimate_chars(source: Source, pieces: list[str]) -> int | None:
+def _estimate_chars(source: TextSource, pieces: list[str]) -> int | None:
     """Return the characters of a text of which `pieces` are a part, or None if the sizes of its
     files do not tell."""
     total = source.total_chars()

@@ -30,7 +30,7 @@ from megaprec.precision.plan import FIELDS, PrecisionPlan, dtype_name
 from models.config import ModelConfig
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides, add_strict
-from tools.config.precision_modules import ROLES, Row, rows
+from tools.config.precision_modules import ROLES, ModuleRow, rows
 from tools.config.resolved_run import resolve_run
 from tools.config.rules.precision_advice import PlanInRun, advice
 from tools.config.run_file import known_keys, load_precision, read_run_settings
@@ -250,7 +250,7 @@ def shorten_origin(origin: str) -> str:
     return re.sub(r"\bprecision\.[a-z]+\.", "", without_file)
 
 
-def module_table(module_rows: Iterable[Row]) -> Table:
+def module_table(module_rows: Iterable[ModuleRow]) -> Table:
     """Return a table with a row per module: dtypes, and bytes of the whole model before it is
     sharded."""
     table = Table(
@@ -273,7 +273,7 @@ def module_table(module_rows: Iterable[Row]) -> Table:
     return table
 
 
-def _dtype_cell(row: Row, role: str) -> str:
+def _dtype_cell(row: ModuleRow, role: str) -> str:
     """Return the dtype of a role and the bytes it takes."""
     if role not in row.bytes:
         return row.dtypes[role]

@@ -30,12 +30,12 @@ from tools.console.tables import print_table
 from tools.console.wrapped import say
 from tools.training.branch import branch_point
 from tools.verify.parity.certificate import NOT_TRIED, PROVEN, WRONG, run_digest, versions, write
-from tools.verify.parity.layouts import Layout, fitted, requested_layouts
+from tools.verify.parity.layouts import ComparedLayout, fitted, requested_layouts
 from tools.verify.parity.ranks import RunFailed
 from tools.verify.prove.proof import (
     STRAIGHT,
+    ProofSpan,
     Row,
-    Span,
     is_canonical,
     needed_rows,
     other_layout,
@@ -109,7 +109,7 @@ def open_run(path: str, overrides: list[str]) -> tuple[RunConfig, Path | None]:
     return config, latest(folder / "checkpoints") or branch_point(config)
 
 
-def _other_layout(config: RunConfig, text: str) -> Layout | None:
+def _other_layout(config: RunConfig, text: str) -> ComparedLayout | None:
     """Return the layout that was asked for, or a small one that fits. Raises UserError if the
     former does not fit."""
     if not text:
@@ -122,10 +122,10 @@ def _other_layout(config: RunConfig, text: str) -> Layout | None:
 
 
 def certify(
-    args: argparse.Namespace, config: RunConfig, runs: ProofRuns, layout: Layout | None
+    args: argparse.Namespace, config: RunConfig, runs: ProofRuns, layout: ComparedLayout | None
 ) -> dict[str, Any]:
     """Run the proof and return its certificate."""
-    span = Span.of(runs.step, args.steps)
+    span = ProofSpan.of(runs.step, args.steps)
     rows: list[Row]
     try:
         rows = list(proof(runs, span, layout))

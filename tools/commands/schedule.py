@@ -19,7 +19,7 @@ from typing import Any
 from megaprec.errors import UserError
 from models.estimate.flops import StageCost
 from models.estimate.memory import ActivationBytes
-from parallel.pipeline.formulas import Sizes
+from parallel.pipeline.formulas import FormulaSizes
 from parallel.pipeline.instructions import SENDS, Cost, Instruction, Op
 from parallel.pipeline.kinds import KINDS
 from parallel.pipeline.schedules import Schedule
@@ -68,7 +68,7 @@ class _ScheduleReport:
     kind: str  # "" for a schedule from a file
     schedule: Schedule
     cost: Cost
-    sizes: Sizes
+    sizes: FormulaSizes
     unit: str = "forwards"
     table: Sequence[str] = ()
     bytes: Sequence[RankBytes] = ()
@@ -270,7 +270,9 @@ def _report_of_options(args: argparse.Namespace) -> _ScheduleReport:
         kind="" if args.own else kind,
         schedule=schedule,
         cost=_with_transfers(time_of, args.transfer),
-        sizes=Sizes(ranks, schedule.microbatches, stages_per_rank, forward, of_input, of_weight),
+        sizes=FormulaSizes(
+            ranks, schedule.microbatches, stages_per_rank, forward, of_input, of_weight
+        ),
         measured=_measured_spans(schedule, args.measured),
     )
 
@@ -314,7 +316,7 @@ def _report_of_run(config: RunConfig, args: argparse.Namespace) -> _ScheduleRepo
 
     ranks = len(schedule.programs)
     # in FLOPs, of which the textbook's formulas take ratios
-    sizes = Sizes(
+    sizes = FormulaSizes(
         ranks,
         schedule.microbatches,
         len(costs) // ranks,

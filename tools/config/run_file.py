@@ -218,7 +218,7 @@ class RunConfig(BaseModel):
 
         refused: why a package is not taken, by its name, as an engine has found.
         """
-        setting = kernel_choice.Setting(
+        setting = kernel_choice.KernelSetting(
             device=torch.empty(0).device.type,
             products=self.plan.compute,
             canonical=self.train.numerics == "canonical",

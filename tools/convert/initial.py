@@ -25,7 +25,7 @@ from tools.convert.core.finite import NotFinite
 from tools.convert.core.slices import Slices
 from tools.convert.core.source import Source
 from tools.convert.formats import format_of, open_source
-from tools.convert.growth import GrownWeights, Growth
+from tools.convert.growth import GrownWeights, VocabularyGrowth
 from tools.convert.hf.config import special_ids as hf_special_ids
 from tools.convert.hf.folder import CONFIG, hf_model, hf_tokenizer, read_config
 from tools.convert.hf.vocabulary import check_tokenizer, main_file, stated_ids
@@ -120,7 +120,7 @@ def open_weights(folder: Path, own: ModelConfig | None = None) -> Source:
 def start_from(
     folder: Path,
     optimizer: ParallelAMPOptimizer,
-    growth: Growth | None = None,
+    growth: VocabularyGrowth | None = None,
     drawn: Weights | None = None,
     own: ModelConfig | None = None,
 ) -> dict[str, Any]:

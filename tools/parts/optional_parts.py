@@ -30,7 +30,7 @@ PARTS = {
     "resumed_progress": "tools.training.resume",
     "expected_first_loss": "tools.training.first_loss",
     "saved_ids": "tools.convert.kept_ids",
-    "Growth": "tools.convert.growth",
+    "VocabularyGrowth": "tools.convert.growth",
     "moved_tokens": "tools.convert.growth",
     "verified_models": "tools.training.verified_models",
     # of a text that has not been tokenized

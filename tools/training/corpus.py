@@ -15,12 +15,12 @@ from typing import Any
 from megaprec.checkpoint.digests import file_digest
 from megaprec.errors import UserError
 from megaprec.text.tokenizer import Tokenizer, load_tokenizer
-from megaprec.tokens.blend import Blend, Stretch
+from megaprec.tokens.blend import Blend, WeightedStretch
 from megaprec.tokens.copies import is_there
 from megaprec.tokens.document_tokens import DocumentTokens, document_tokens, with_begin
 from megaprec.tokens.held_out import HeldOutRule, Ranges, taken_in_turn
 from megaprec.tokens.indexed import IndexedDataset
-from megaprec.tokens.intact import Contents, check_vocabulary, contents_of, read_record
+from megaprec.tokens.intact import DataSetContents, check_vocabulary, contents_of, read_record
 from megaprec.tokens.samples import Resets, Samples, count_samples, split
 from models.config import ModelConfig
 from tools.config.run_file import RunConfig
@@ -166,7 +166,7 @@ def _identify_stretches(samples: Samples | Blend) -> list[BlendStretch]:
     ]
 
 
-def _check_contents(source: DataSource, dataset: IndexedDataset) -> Contents:
+def _check_contents(source: DataSource, dataset: IndexedDataset) -> DataSetContents:
     """Return the digests and sizes of a data set. Raises UserError, with the remedy, if it is
     damaged.
     """
@@ -175,7 +175,9 @@ def _check_contents(source: DataSource, dataset: IndexedDataset) -> Contents:
     return contents_of(dataset, f"remove {source.index_file} and the same command makes it anew")
 
 
-def _identify(source: DataSource, contents: Contents, record: dict[str, Any] | None) -> DataSet:
+def _identify(
+    source: DataSource, contents: DataSetContents, record: dict[str, Any] | None
+) -> DataSet:
     """Return the identity of a data set. record: what its build has recorded, if anything."""
     return DataSet(
         source=source.name,
@@ -204,7 +206,7 @@ def open_built(
     config: RunConfig,
     prefixes: Sequence[Path],
     tokenizer_file: Path | None,
-    stretches: Sequence[Stretch] = (),
+    stretches: Sequence[WeightedStretch] = (),
 ) -> Corpus:
     """Open existing data sets and an existing tokenizer file. Any number of processes may do so at
     once.
@@ -248,7 +250,7 @@ def open_built(
     # A single data set goes on in its own order, unless it comes from a blend.
     if not config.data.blend and len(stretches) == 1 and not stretches[0].begin:
         return opened
-    weights = [Stretch.first([source.weight for source in sources])]
+    weights = [WeightedStretch.first([source.weight for source in sources])]
     names = [source.name for source in sources]
     evaluated = [samples for samples in held_out if samples is not None]
     return replace(

@@ -23,7 +23,7 @@ from tools.console.toml import toml
 from tools.parts.optional_parts import part
 
 if TYPE_CHECKING:
-    from megaprec.text.sources import Source
+    from megaprec.text.sources import TextSource
 
 MOST_COUNTED = 1 << 25  # characters of texts that are read before a run
 
@@ -56,7 +56,7 @@ class DataSource:
     def index_file(self) -> Path:
         return with_suffix(self.prefix, ".idx")
 
-    def open_text(self, data: Data, tokenizer_file: Path | None) -> "Source":
+    def open_text(self, data: Data, tokenizer_file: Path | None) -> "TextSource":
         """Open the source, which is text.
 
         tokenizer_file: the existing one, None if it is to be trained.

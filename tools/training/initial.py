@@ -14,7 +14,7 @@ from tools.journal.records import INITIAL
 from tools.parts.optional_parts import part
 from tools.saved.train_state import TrainState, open_newest_checkpoint
 from tools.training.corpus import Corpus
-from tools.training.data_identity import Difference
+from tools.training.data_identity import DataDifference
 from tools.training.data_sources import existing_tokenizer, vocabulary_size
 from tools.training.learning_rates import LearningRates
 from tools.training.other_model import allow_flags, context_differences
@@ -25,7 +25,7 @@ UNCHECKED = (
 )
 
 if TYPE_CHECKING:
-    from tools.convert.growth import Growth
+    from tools.convert.growth import VocabularyGrowth
 
 
 def begins_with_weights(config: RunConfig) -> bool:
@@ -42,7 +42,7 @@ def check_first_weights(config: RunConfig, allowed: Collection[str]) -> None:
 
     allowed: differences that are accepted, of `data_identity.ALLOW`.
     """
-    refused = list[Difference]()
+    refused = list[DataDifference]()
     for difference in differences_from_first_weights(config):
         if difference.option not in allowed:
             refused.append(difference)
@@ -53,7 +53,7 @@ def check_first_weights(config: RunConfig, allowed: Collection[str]) -> None:
         raise UserError(*lines, Problem.of("training.changes_on_init", folder=folder, flags=flags))
 
 
-def differences_from_first_weights(config: RunConfig) -> list[Difference]:
+def differences_from_first_weights(config: RunConfig) -> list[DataDifference]:
     """Return the differences of the run's model from that of train.init_from that --allow accepts;
     none if the run does not begin with these weights. Raises UserError."""
     if not begins_with_weights(config):
@@ -87,7 +87,7 @@ def check_growth(config: RunConfig, allowed: Collection[str]) -> None:
         )
 
 
-def growth_of(config: RunConfig, corpus: Corpus) -> "Growth | None":
+def growth_of(config: RunConfig, corpus: Corpus) -> "VocabularyGrowth | None":
     """Return the rows that the weights of train.init_from get for new tokens; None if
     train.grow_vocabulary asks for none."""
     if config.train.grow_vocabulary == "none":
@@ -98,12 +98,12 @@ def growth_of(config: RunConfig, corpus: Corpus) -> "Growth | None":
 
 def _growth(
     config: RunConfig, vocab: int, old: Tokenizer | None, tokenizer: Tokenizer | None
-) -> "Growth":
+) -> "VocabularyGrowth":
     """Return the rows for new tokens. old: the tokenizer of the weights, if it is known."""
     kind = config.train.grow_vocabulary
     assert kind != "none"
     rows = part("initial_model")(Path(config.train.init_from), config.model).model.vocab
-    return part("Growth").between(kind, rows, vocab, old, tokenizer)
+    return part("VocabularyGrowth").between(kind, rows, vocab, old, tokenizer)
 
 
 def _tokenizer_of_weights(config: RunConfig) -> Tokenizer | None:

@@ -5,12 +5,12 @@ from pathlib import Path
 from megaprec.errors import UserError
 from megaprec.text.chats import load_chats
 from megaprec.text.readers import TextOptions
-from megaprec.text.sources import Source, open_source
+from megaprec.text.sources import TextSource, open_source
 from tools.config.tables.data_settings import Data
 from tools.training.data_sources import DataSource
 
 
-def open_text(source: DataSource, data: Data, tokenizer_file: Path | None) -> Source:
+def open_text(source: DataSource, data: Data, tokenizer_file: Path | None) -> TextSource:
     """Open a source that is text: see `DataSource.open_text`."""
     if source.name.endswith((".bin", ".idx")):
         raise UserError.of("training.data_set_prefix", source=source.name[:-4])

@@ -14,7 +14,7 @@ from megaprec.errors import UserError
 from tools.analysis.calibration.record import differences, read_calibration
 from tools.analysis.calibration.speeds import UNKNOWN_CPU, calibrated
 from tools.analysis.planning.bottleneck import named_seconds
-from tools.analysis.planning.device import Target, target_of
+from tools.analysis.planning.device import DeviceTarget, target_of
 from tools.analysis.planning.measured import LEAST_STEPS, WARM_UP
 from tools.analysis.planning.reached import assumptions_of
 from tools.analysis.planning.report import summary_line
@@ -58,7 +58,7 @@ def foresee(config: RunConfig) -> Foreseen | None:
     return Foreseen(config, prediction, basis)
 
 
-def _speeds_here(config: RunConfig, target: Target) -> tuple[Assumptions, str] | None:
+def _speeds_here(config: RunConfig, target: DeviceTarget) -> tuple[Assumptions, str] | None:
     """Return the speeds of this machine, and what they are from; None if they are not known."""
     on_cpu = target.device == "cpu"
     known = UNKNOWN_CPU if on_cpu else None

@@ -19,7 +19,7 @@ from megaprec.checkpoint.atomic import INDEX, checkpoint_path
 from megaprec.checkpoint.digests import file_digest
 from megaprec.checkpoint.reader import Store
 from megaprec.errors import Problem, UserError
-from megaprec.optim.rules.torch_rule import Torch
+from megaprec.optim.rules.torch_rule import TorchRule
 from megaprec.optim.state.flat_buffer import EMA
 from megaprec.text.tokenizer import FILE_DIGEST, Tokenizer, has_built, load_tokenizer, same_tokens
 from megaprec.tokens.blend import Blend
@@ -56,7 +56,7 @@ from tools.training.changed_keys import (
 )
 from tools.training.corpus import Corpus, held_out_rule
 from tools.training.data_identity import (
-    Difference,
+    DataDifference,
     other_sets,
     other_settings,
     read_identity,
@@ -94,7 +94,7 @@ def check_resumable(
         *_missing_state(checkpoint, config),
         *_other_canonical_shards(checkpoint, config),
     ]
-    refused = list[Difference]()
+    refused = list[DataDifference]()
     for difference in allowable_differences(checkpoint, config, corpus):
         if difference.option not in allowed:
             refused.append(difference)
@@ -146,7 +146,7 @@ def _require_origin(
 
 def allowable_differences(
     checkpoint: Store, config: RunConfig, corpus: Corpus | None = None
-) -> list[Difference]:
+) -> list[DataDifference]:
     """Return the differences of the run from the checkpoint that --allow accepts."""
     context = context_differences(read_model(checkpoint), config.model, config)
     differences = data_differences(checkpoint, config, corpus)
@@ -155,11 +155,11 @@ def allowable_differences(
 
 def data_differences(
     checkpoint: Store, config: RunConfig, corpus: Corpus | None = None
-) -> list[Difference]:
+) -> list[DataDifference]:
     """Return the differences between the data of the run and of the checkpoint, as far as the
     checkpoint records its data.
     """
-    differences = list[Difference]()
+    differences = list[DataDifference]()
     identity = read_identity(checkpoint)
     if identity:
         differences += other_settings(identity, config.data, config.train)
@@ -281,18 +281,18 @@ def _other_canonical_shards(checkpoint: Store, config: RunConfig) -> Iterator[st
         yield Problem.of("training.other_shards", key=key, shards=values[key], saved=saved)
 
 
-def _other_average(checkpoint: Store, config: RunConfig) -> Iterator[Difference]:
+def _other_average(checkpoint: Store, config: RunConfig) -> Iterator[DataDifference]:
     """Yield a difference if the run keeps an average of the weights that the checkpoint lacks, or
     lacks one that the checkpoint has."""
     has_average = bool(checkpoint.shapes(EMA))
     decay = config.optimizer.ema
     if decay and not has_average:
         effect = f"{checkpoint.path} has no average of the weights, so one begins with its weights"
-        yield Difference(EMA, f"{AVERAGE_KEY}: {toml(0.0)} -> {toml(decay)}: {effect}")
+        yield DataDifference(EMA, f"{AVERAGE_KEY}: {toml(0.0)} -> {toml(decay)}: {effect}")
     if has_average and not decay:
         saved = saved_keys(checkpoint).get(AVERAGE_KEY, "on")
         effect = f"the average of the weights in {checkpoint.path} is given up"
-        yield Difference(EMA, f"{AVERAGE_KEY}: {saved} -> {toml(decay)}: {effect}")
+        yield DataDifference(EMA, f"{AVERAGE_KEY}: {saved} -> {toml(decay)}: {effect}")
 
 
 def _missing_state(checkpoint: Store, config: RunConfig) -> Iterator[str]:
@@ -303,7 +303,11 @@ def _missing_state(checkpoint: Store, config: RunConfig) -> Iterator[str]:
     numbers = checkpoint.index.get("optimizer")
     missing = [name for name in rule.names if not checkpoint.shapes(name)]
     # Numbers of a rule of torch begin with the first applied step.
-    if isinstance(rule, Torch) and read_progress(checkpoint).applied and isinstance(numbers, dict):
+    if (
+        isinstance(rule, TorchRule)
+        and read_progress(checkpoint).applied
+        and isinstance(numbers, dict)
+    ):
         missing += sorted(rule.scalar_names.difference(numbers.get("rule") or ()))
     if missing:
         yield Problem.of(
@@ -367,7 +371,7 @@ def _other_tokens_of_set(prefix: Path, tokenizer: Tokenizer) -> Iterator[Problem
         yield Problem.of("training.tokenizer_of_set", tokenizer=tokenizer.path, built_by=built_by)
 
 
-def _other_tokenizer(checkpoint: Store, corpus: Corpus) -> Iterator[Difference]:
+def _other_tokenizer(checkpoint: Store, corpus: Corpus) -> Iterator[DataDifference]:
     """Yield a difference if equal token ids would mean other tokens than in the
     checkpoint's run.
     """
@@ -379,7 +383,7 @@ def _other_tokenizer(checkpoint: Store, corpus: Corpus) -> Iterator[Difference]:
             f"data.tokenizer: {subject} the tokenizer that the checkpoint was trained with, of "
             f"which {saved} is a copy"
         )
-        yield Difference("tokenizer", line)
+        yield DataDifference("tokenizer", line)
 
 
 @dataclass(frozen=True)
@@ -396,7 +400,7 @@ class _DataPosition:
     trained_of_held_out: int = 0
 
 
-def _other_length(checkpoint: Store, config: RunConfig) -> Iterator[Difference]:
+def _other_length(checkpoint: Store, config: RunConfig) -> Iterator[DataDifference]:
     """Yield a difference if another length of samples than the checkpoint's changes their order."""
     old_length = saved_length(checkpoint, config)
     length = config.train.seq_length
@@ -411,7 +415,9 @@ def _other_length(checkpoint: Store, config: RunConfig) -> Iterator[Difference]:
     else:
         return
     effect = "so text of this epoch comes twice or not at all"
-    yield Difference("seq_length", f"{LENGTH_KEY}: {old_length} -> {length}: {reason}, {effect}")
+    yield DataDifference(
+        "seq_length", f"{LENGTH_KEY}: {old_length} -> {length}: {reason}, {effect}"
+    )
 
 
 def resumed_progress(checkpoint: Store, config: RunConfig, corpus: Corpus) -> TrainState:

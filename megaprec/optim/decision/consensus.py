@@ -126,7 +126,7 @@ def to_host(numbers: StepNumbers) -> dict[str, Any]:
     return values
 
 
-class Measured(NamedTuple):
+class GradientMeasures(NamedTuple):
     """The measures of a rank's gradients, on the device.
 
     counted: float64 [2], the sum of squares and the number of zeros.
@@ -160,17 +160,19 @@ class StepConsensus:
         norm_slots = 0 if order == 2 else world.size
         self.lengths = (*(how.length(pp.size) for how in NUMBERS.values()), norm_slots)
 
-    def measure(self, gradients: Sequence[Tensor], counted_elsewhere: Sequence[Tensor]) -> Measured:
+    def measure(
+        self, gradients: Sequence[Tensor], counted_elsewhere: Sequence[Tensor]
+    ) -> GradientMeasures:
         """Return sum of squares and number of zeros, and the norm, of this rank's gradients.
 
         gradients, counted_elsewhere: as in `grad_stats.statistics`.
         """
         counted = statistics(gradients, counted_elsewhere, self.device, self._call)
         if self.order == 2:
-            return Measured(counted, counted[0])
-        return Measured(counted, norm_of(gradients, self.order, self.device))
+            return GradientMeasures(counted, counted[0])
+        return GradientMeasures(counted, norm_of(gradients, self.order, self.device))
 
-    def pack(self, measured: Measured, numbers: Mapping[str, Tensor | float]) -> Tensor:
+    def pack(self, measured: GradientMeasures, numbers: Mapping[str, Tensor | float]) -> Tensor:
         """Return this rank's numbers, to be summed over the world: float64.
 
         measured: of its gradients; its norm is read only for a norm other than L2.
@@ -202,7 +204,8 @@ class StepConsensus:
         if how is Combine.BY_STAGE:
             return summed
         if how is Combine.EQUAL:
-            return _are_equal(*summed.unbind(), self.world.size)
+            digests, digests_squared = summed.unbind()
+            return _are_equal(digests, digests_squared, self.world.size)
         ranks_of_stage = self.world.size // self.pp.size
         digests, digests_squared = summed.view(2, -1).unbind()
         return _are_equal(digests, digests_squared, ranks_of_stage).all()

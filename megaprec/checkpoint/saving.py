@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from megaprec.checkpoint.atomic import (
+    INDEX,
     begin,
     checkpoint_path,
     commit,
@@ -38,7 +39,7 @@ from megaprec.checkpoint.digests import FILE_DIGESTS, file_digest, seal_index
 from megaprec.checkpoint.fp8_scales import add_fp8
 from megaprec.checkpoint.keeping import USUAL, Keep, make_way, record_save, remove_expired
 from megaprec.checkpoint.ranges import stored_shape
-from megaprec.checkpoint.reader import FORMAT, INDEX
+from megaprec.checkpoint.reader import FORMAT
 from megaprec.checkpoint.shard_file import write_shard
 from megaprec.checkpoint.snapshot import take_snapshot
 from megaprec.comm.gathered_texts import gather_entries

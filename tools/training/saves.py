@@ -19,7 +19,7 @@ from megaprec.errors import UserError
 from megaprec.text.tokenizer_files import files_beside
 from models.engine.engine import Engine
 from tools.config.run_file import RunConfig
-from tools.convert.train_state import SPIKES, read_progress
+from tools.saved.train_state import SPIKES, read_progress
 from tools.training.branch import open_start
 from tools.training.changed_keys import arithmetic, keys_of
 from tools.training.corpus import Corpus

@@ -31,7 +31,7 @@ from tools.interop.arguments.megatron import (
     option,
 )
 from tools.interop.importing.draft import MEGATRON, Draft
-from tools.interop.importing.shell import Word
+from tools.interop.importing.shell_words import Word
 
 # argparse's own pattern: such a word is a value, and no option
 NEGATIVE = re.compile(r"-\d+$|-\d*\.\d+$")

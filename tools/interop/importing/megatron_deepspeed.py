@@ -10,7 +10,8 @@ from typing import Any
 from megaprec.errors import Problem
 from megaprec.parsing import parse_json, read_text
 from tools.interop.importing.arguments import Arguments
-from tools.interop.importing.shell import CommandLine, Word
+from tools.interop.importing.shell import CommandLine
+from tools.interop.importing.shell_words import Word
 
 ENGINE = "deepspeed"
 # they choose an engine, or save memory

@@ -35,7 +35,8 @@ from tools.interop.importing.arguments import (
 )
 from tools.interop.importing.megatron_deepspeed import read_engine
 from tools.interop.importing.renamed import NotKnown
-from tools.interop.importing.shell import CommandLine, Word, read_script, split_words
+from tools.interop.importing.shell import CommandLine, read_script, split_words
+from tools.interop.importing.shell_words import Word
 from tools.interop.importing.trainer import Given, given_in_words
 from tools.interop.importing.yaml_chains import Chain, leaves_of, read_chain
 

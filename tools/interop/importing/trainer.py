@@ -17,7 +17,7 @@ from megaprec.errors import Problem, did_you_mean
 from megaprec.parsing import parse_json, read_text
 from tools.interop.importing.draft import Draft
 from tools.interop.importing.megatron_data import OPEN_SOURCE
-from tools.interop.importing.shell import Word
+from tools.interop.importing.shell_words import Word
 
 LARGEST_CONFIG = 256 * 1024  # bytes
 LONGEST_NAME = 250  # letters of a file with its folders

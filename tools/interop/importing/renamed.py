@@ -22,6 +22,10 @@ class NotKnown:
         return self.why
 
 
+Names = Mapping[str, tuple[str, Any]]
+"""By the name of a setting: that of the argument, and the system's default."""
+
+
 class Renamed:
     """The settings of a system, on their way to arguments of Megatron-LM.
 
@@ -33,12 +37,12 @@ class Renamed:
     def __init__(self, system: str, values: Mapping[str, Any]) -> None:
         self.system = system
         self.values = dict(values)
-        self.arguments = dict[str, Any]()
-        self.keys = dict[str, Any]()
-        self.asked = dict[str, str]()
-        self.unused = dict[str, str]()
-        self.problems = list[str]()
-        self.notes = list[str]()
+        self.arguments: dict[str, Any] = {}
+        self.keys: dict[str, Any] = {}
+        self.asked: dict[str, str] = {}
+        self.unused: dict[str, str] = {}
+        self.problems: list[str] = []
+        self.notes: list[str] = []
         self.ranks: int | None = None
 
     def get(self, name: str, default: Any) -> Any:
@@ -54,8 +58,10 @@ class Renamed:
     def whole(self, name: str, default: int | None) -> int | None:
         """Return a setting that is a whole number, or add a problem."""
         value = self.get(name, default)
+        if value is None:
+            return None
         is_whole = type(value) is int  # and no truth value
-        if value is None or is_whole:
+        if is_whole:
             return value
         self.refuse(name, "give a whole number")
         return default
@@ -63,8 +69,10 @@ class Renamed:
     def number(self, name: str, default: float | None) -> float | None:
         """Return a setting that is a number, or add a problem. YAML has 1e-4 as a text."""
         value = self.get(name, default)
+        if value is None:
+            return None
         is_number = type(value) in (int, float)  # and no truth value
-        if value is None or is_number:
+        if is_number:
             return value
         try:
             return float(value)
@@ -94,9 +102,8 @@ class Renamed:
         if value is not None:
             self.arguments[argument] = value
 
-    def rename(self, names: Mapping[str, tuple[str, Any]]) -> None:
-        """Set the arguments of other names. names: of a setting -> of the argument, and the
-        system's default."""
+    def rename(self, names: Names) -> None:
+        """Set the arguments of other names."""
         for name, (argument, default) in names.items():
             value = self.get(name, default)
             self.give(argument, value)
@@ -110,8 +117,10 @@ class Renamed:
 
     def ask(self, key: str, why: str, said: str = "") -> None:
         """Add a problem that counts unless the user gives a key of the run file."""
-        begin = f"{said} ({self.system})" if said else self.system
-        self.asked[key] = f"{begin}: {why}"
+        where = self.system
+        if said:
+            where = f"{said} ({where})"
+        self.asked[key] = f"{where}: {why}"
 
     def refuse_unknown(self, known: Collection[str]) -> None:
         """Add a problem for each setting of another name."""
@@ -137,10 +146,10 @@ class Renamed:
         """Add a problem for each setting with another value than those."""
         for name, values in permitted.items():
             given = self.values.get(name)
-            is_permitted = given is None or given in values
-            if not is_permitted:
-                usual = values[0]
-                self.refuse(name, f"{usual!r} is what a run has here")
+            if given is None or given in values:
+                continue
+            usual = values[0]
+            self.refuse(name, f"{usual!r} is what a run has here")
 
 
 def add_renamed(made: Renamed, arguments: Arguments, place: str) -> None:

@@ -44,7 +44,7 @@ class Expander:
     def assign(self, token: Token) -> None:
         """Follow `NAME=value`, `NAME=(...)` or one of both with `+=`."""
         match = ASSIGNMENT.fullmatch(token.text)
-        assert match
+        assert match  # the caller has looked
         name, adds, text = match.groups()
         values = self.variables.values
         before: Value | None = None
@@ -101,7 +101,8 @@ class Expander:
 
     def fields(self, token: Token) -> list[Word]:
         """Return the words that one becomes: an expansion without quotes is cut at its blanks."""
-        return [self._holes.finished(word) for word in self._raw_fields(token)]
+        words = self._raw_fields(token)
+        return [self._holes.finished(word) for word in words]
 
     def raw_fields(self, tokens: Sequence[Token]) -> list[Word]:
         """Return the words of a command, with holes."""
@@ -113,7 +114,8 @@ class Expander:
     def _raw_fields(self, token: Token) -> list[Word]:
         if token.kind == "array":
             return [Word(token.text, token.place)]
-        return joined_segments(self._segments(token))
+        segments = self._segments(token)
+        return joined_segments(segments)
 
     def _segments(self, token: Token) -> Iterator[Segment]:
         """Yield the parts of a word."""
@@ -207,7 +209,8 @@ class Expander:
         if isinstance(value, str):
             return value
         has_all_items = base != name
-        return joined_texts(value if has_all_items else value[:1])
+        words = value if has_all_items else value[:1]
+        return joined_texts(words)
 
     def _given_as_text(self, sign: str, written: str) -> str:
         """Return `$@`, `$*` or `$#`."""
@@ -236,7 +239,9 @@ class Expander:
         if causes:
             return self._holes.add(written, causes[0])
         value = sum_of(text)
-        return self.variables.not_followed(written) if value is None else str(value)
+        if value is None:
+            return self.variables.not_followed(written)
+        return str(value)
 
     def _operand(self, match: re.Match[str]) -> str:
         """Return the value of a name in arithmetic, or its hole; "?" for what is no number."""

@@ -58,14 +58,20 @@ from megaprec.text.readers import (
     reader_versions,
 )
 from megaprec.text.text_files import is_hidden, left_out_words, text_files
-from megaprec.tokens.places import file_system, is_remote, is_url, naming_url, size_of
+from megaprec.tokens.places import (
+    STANDARD_LIBRARY,
+    file_system,
+    is_remote,
+    is_url,
+    naming_url,
+    size_of,
+)
 from megaprec.tokens.ranges import version_of
 from megaprec.url_secrets import masked
 
 SHOWN = 20  # lines about bad files and rows
 ROW = re.compile(r"(.*?):\d+: (.*)", re.DOTALL)  # a line about a row: its file, and the reason
 SEARCH_SECONDS = 60.0  # in which bad files and rows are searched for, once there is one
-STANDARD_LIBRARY = "python"
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 

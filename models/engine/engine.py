@@ -374,7 +374,7 @@ class Engine:
         passes = self.passes_for(share)
         state = passes.begin(share, number, self.optimizer.scale)
         observers = [recording] if recording else []
-        executor = passes.executor(state, observers=[*observers, *self.pass_observers])
+        executor = passes.make_executor(state, observers=[*observers, *self.pass_observers])
         # One autocast around all micro-batches: FP8's scales advance once a step, or with
         # fp8.history = "te" after each pass (`PassHooks.after`).
         with passes.in_fp8():
@@ -418,7 +418,7 @@ class Engine:
         losses, counts = local_numbers.unbind()  # views, which are filled in below
         state.sample_losses = losses
         with passes.in_fp8():
-            passes.executor(state, passes.evaluation_program).run()
+            passes.make_executor(state, passes.evaluation_program).run()
         is_counting = self.last_stage in self.stages and self.tp.rank == 0
         if is_counting and state.share.mask is None:
             counts.fill_(state.share.targets.shape[1])

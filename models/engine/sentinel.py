@@ -54,6 +54,8 @@ class SilentFault(Exception):
     """A step was computed wrongly, and was not applied. Raised on every rank, with the same
     fault."""
 
+    microbatch = TRACED_MICROBATCH
+
     def __init__(self, fault: Fault) -> None:
         super().__init__(str(fault))
         self.fault = fault
@@ -275,7 +277,7 @@ class Sentinel(StepObserver):
             inside.enter_context(passes.scratch_gradients())
             inside.enter_context(passes.fp8.replayed())
             inside.enter_context(trace.recording())
-            passes.executor(state, program, [trace]).run()
+            passes.make_executor(state, program, [trace]).run()
         return trace
 
     def _make_trace(self, alone: bool = False) -> MicrobatchTrace:

@@ -25,15 +25,16 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.gathered_texts import gather_entries
 from models.config import ModelConfig
-from models.recurrent import kernel_trials
-from models.recurrent.kernel_trials import Trial
+
+if TYPE_CHECKING:
+    from models.recurrent.kernel_trials import Trial
 
 NARROW = (torch.bfloat16, torch.float16)
 # Features of a head's query and key that flash-linear-attention takes.
@@ -46,13 +47,16 @@ CONVOLVED_TOKENS = (2, 3, 4)
 FEATURES_DIVIDE_BY = 8
 
 
+TRIALS = "models.recurrent.kernel_trials"  # loaded when a model has layers to be tried
+
+
 @dataclass(frozen=True)
 class Package:
     """A package whose `function` of `module` computes a part of a layer.
 
     part: in words.
     release: the first one that has all arguments that are used here.
-    trial: compares the function with plain torch.
+    trial_name: of the function of TRIALS that compares it with plain torch.
     """
 
     name: str
@@ -60,7 +64,12 @@ class Package:
     module: str
     function: str
     release: tuple[int, int]
-    trial: Trial
+    trial_name: str
+
+    @property
+    def trial(self) -> "Trial":
+        """The comparison with plain torch."""
+        return getattr(import_module(TRIALS), self.trial_name)
 
 
 DELTA_RULE = Package(
@@ -69,7 +78,7 @@ DELTA_RULE = Package(
     "fla.ops.gated_delta_rule",
     "chunk_gated_delta_rule",
     (0, 3),
-    kernel_trials.delta_rule_fault,
+    "delta_rule_fault",
 )
 STATE_SPACE = Package(
     "mamba-ssm",
@@ -77,7 +86,7 @@ STATE_SPACE = Package(
     "mamba_ssm.ops.triton.ssd_combined",
     "mamba_chunk_scan_combined",
     (2, 2),
-    kernel_trials.state_space_fault,
+    "state_space_fault",
 )
 CONVOLUTION = Package(
     "causal-conv1d",
@@ -85,7 +94,7 @@ CONVOLUTION = Package(
     "causal_conv1d",
     "causal_conv1d_fn",
     (1, 4),
-    kernel_trials.convolution_fault,
+    "convolution_fault",
 )
 
 

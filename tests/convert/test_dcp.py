@@ -29,10 +29,11 @@ from tests.ranks import run_ranks
 from tests.refusals import raises, shows
 from tests.runs import steps
 from tools.cli import main
+from tools.config.resolved_run import resolve_run
 from tools.convert.core.rules import matches
 from tools.convert.formats import open_source
 from tools.convert.hf.config import from_hugging_face
-from tools.convert.initial import open_initial, resolve_run
+from tools.convert.initial import open_initial
 from tools.convert.systems.torchtitan import VersionSpelling, titan_rules
 from tools.convert.verify import load_stage
 

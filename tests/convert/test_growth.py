@@ -18,9 +18,9 @@ from tests.ranks import run_ranks
 from tests.refusals import shows
 from tests.runs import checkpoint, steps, tensors, train, train_each_on, train_on
 from tools.cli import main
+from tools.config.resolved_run import resolve_run
 from tools.convert.formats import open_source
 from tools.convert.growth import VocabularyGrowth, moved_tokens
-from tools.convert.initial import resolve_run
 from tools.inference.load import load_model
 from tools.journal.records import INITIAL, read_events
 from tools.training.corpus import open_corpus

@@ -20,7 +20,7 @@ from parallel.pipeline.p2p import P2P
 from tests.parity.test_command import ROOT, TRAIN, command, own_model
 from tests.ranks import run_ranks
 from tools.config.run_file import RunConfig, load_run
-from tools.training.stopping import SIGNALS, Stopped
+from tools.training.ends import SIGNALS, Stopped
 from tools.verify.parity import ranks
 from tools.verify.parity.hang_watch import (
     Trail,

@@ -18,8 +18,9 @@ from tools import cli
 from tools.analysis.report.page import html
 from tools.analysis.report.run import _read_keys
 from tools.analysis.report.sections import _key_row
+from tools.config.resolved_run import resolve_run
 from tools.config.run_file import load_run
-from tools.convert.initial import resolve_run
+from tools.journal import trackers
 from tools.journal.trackers import _in_a_line
 from tools.training import recording
 
@@ -226,7 +227,7 @@ def test_trackers_are_sent_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     class Progress:
         step = 0
 
-    monkeypatch.setattr(recording, "Feed", feed)
+    monkeypatch.setattr(trackers, "Feed", feed)
     nothing: Any = None
     run: Any = recording.record_run
     with pytest.raises(Sent) as sent, run(config, nothing, None, Progress, nothing):

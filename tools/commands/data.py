@@ -28,15 +28,15 @@ from megaprec.tokens.intact import DataSetContents, check_vocabulary, contents_o
 from megaprec.tokens.places import is_remote, path_of
 from megaprec.url_secrets import masked
 from tools.commands import data_verify as verification
-from tools.commands.options import (
+from tools.commands.text_options import (
     add_chat_template,
     add_skip_bad,
     add_text_options,
     text_options,
     tokenizer_path,
 )
-from tools.console.progress_bar import build_progress, skipped_words, tell_left_out
-from tools.console.tables import add_json, print_result
+from tools.console.build_progress import build_progress, skipped_words, tell_left_out
+from tools.console.json_output import add_json, print_result
 from tools.console.units import counted
 
 MAX_TOKENS_SHOWN = 64  # of each sample document
@@ -44,11 +44,9 @@ MAX_TOKENS_SHOWN = 64  # of each sample document
 SubParsers = argparse._SubParsersAction  # argparse has no public name for it
 
 
-def add_parser(subparsers: SubParsers) -> None:
-    """Add `data` and its commands."""
-    parser = subparsers.add_parser(
-        "data", help="build and inspect tokenized data", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the commands of `data`."""
+    parser.description = __doc__
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_build(commands)
     _add_inspect(commands)

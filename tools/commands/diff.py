@@ -18,8 +18,9 @@ from torch import Tensor
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.commands.options import add_vocab
+from tools.console.json_output import add_json, print_result
 from tools.console.progress_bar import bytes_progress
-from tools.console.tables import add_json, print_result, print_table
+from tools.console.tables import print_table
 from tools.console.toml import toml
 from tools.convert.core.source import Source
 from tools.convert.formats import check_vocab, open_intact
@@ -66,11 +67,9 @@ class Comparison:
         return [key for key in self.second.shapes if key not in self.first.shapes]
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `diff` to the commands."""
-    parser = subparsers.add_parser(
-        "diff", help="compare two models tensor by tensor", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `diff`."""
+    parser.description = __doc__
     parser.add_argument(
         "first", metavar="A", type=Path, help="folder of the first model, in any format"
     )

@@ -24,7 +24,8 @@ from megaprec.diagnose.nonfinite_trace import NonfiniteFinding
 from megaprec.errors import UserError
 from megaprec.optim.decision.step_report import LOSS
 from megaprec.precision.plan import dtype_name
-from tools.console.tables import add_json, print_result, table_console
+from tools.console.json_output import add_json, print_result
+from tools.console.tables import table_console
 from tools.inference.generation import escape_control_characters
 from tools.journal.records import EVENTS, METRICS, no_run, odd_lines, read_events
 from tools.verify.replay.overflow import OverflowReplay, replay
@@ -34,13 +35,9 @@ MAX_CHARS = 60  # characters of a sample's text that are shown
 MAX_TENSORS_BEFORE = 6  # tensors shown before the first that was not finite
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `explain-overflow` to the commands."""
-    parser = subparsers.add_parser(
-        "explain-overflow",
-        help="show what broke the last skipped steps of a run",
-        description=__doc__,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `explain-overflow`."""
+    parser.description = __doc__
     parser.add_argument("folder", metavar="RUN_DIR", type=Path, help="run folder")
     parser.add_argument(
         "--last",

@@ -22,15 +22,15 @@ from typing import Any
 from megaprec.errors import UserError
 from megaprec.text.characters import CHARACTERS, distinct_characters
 from megaprec.text.readers import TextOptions
-from megaprec.text.sources import STANDARD_LIBRARY, TextSource, open_source
+from megaprec.text.sources import TextSource, open_source
 from megaprec.text.text_files import left_out_words
 from megaprec.text.tokenizer import load_tokenizer
 from megaprec.text.training import ImpossibleVocabulary, sample_lines, train_sentencepiece
-from megaprec.tokens.places import is_url, without_query
+from megaprec.tokens.places import STANDARD_LIBRARY, is_url, without_query
 from megaprec.url_secrets import masked
 from models.parameter_counts import num_parameters
 from models.presets import PRESETS
-from tools.commands.options import add_skip_bad, add_text_options, text_options
+from tools.commands.text_options import add_skip_bad, add_text_options, text_options
 from tools.config.key_help import key_tables, keys_of
 from tools.config.run_file import load_run
 from tools.console.toml import toml
@@ -81,11 +81,9 @@ class TextSizes:
         return f"about {self.chars:,} characters, about {self.tokens:,} tokens; {basis}"
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `init` to the commands."""
-    parser = subparsers.add_parser(
-        "init", help="write a run file to start from", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `init`."""
+    parser.description = __doc__
     parser.add_argument(
         "source",
         nargs="?",

@@ -29,8 +29,8 @@ from tools.analysis.report.parity_page import page
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides, add_strict
 from tools.config.layouts import layout_problems
+from tools.config.resolved_run import resolve_run
 from tools.config.run_file import RunConfig
-from tools.convert.initial import resolve_run
 from tools.training.corpus import open_corpus
 from tools.training.data_sources import sized_by_tokenizer
 from tools.training.fp8_summary import require_fp8_computed
@@ -114,11 +114,9 @@ NOT_SHOWN = {
 ReportProgress = Callable[[str], None]  # shows what is being done
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `parity` to the commands."""
-    parser = subparsers.add_parser(
-        "parity", help="prove that layouts train the same model as one process", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `parity`."""
+    parser.description = __doc__
     parser.add_argument("file", metavar="RUN.toml", help="run file")
     add_overrides(parser, "; before options")
     parser.add_argument(

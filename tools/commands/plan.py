@@ -25,8 +25,7 @@ from megaprec.errors import UserError
 from megaprec.precision.gemm import product
 from megaprec.resources import cores
 from megaprec.tokens.files import write_whole
-from models.config import ModelConfig
-from models.decoder.own_model import require_builtin
+from models.config import ModelConfig, require_builtin
 from models.presets import PRESETS
 from tools.analysis.calibration.record import differences, read_calibration
 from tools.analysis.calibration.speeds import calibrated
@@ -60,11 +59,11 @@ from tools.analysis.plots.plan_plot import draw_plan
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides, add_strict
 from tools.config.layouts import in_words
+from tools.config.resolved_run import resolve_run
 from tools.config.run_file import RunConfig
-from tools.console.tables import add_json
+from tools.console.json_output import add_json
 from tools.console.units import duration
 from tools.console.wrapped import say
-from tools.convert.initial import resolve_run
 from tools.training.data_sources import sized_by_tokenizer
 from tools.training.fp8_summary import require_fp8_computed
 
@@ -82,11 +81,9 @@ MAX_RANKS = 2**20  # beyond any cluster
 NOTHING_FITS = 4  # exit code
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `plan` to the commands."""
-    parser = subparsers.add_parser(
-        "plan", help="predict memory and speed of a run", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `plan`."""
+    parser.description = __doc__
     parser.add_argument("file", metavar="RUN.toml", help="run file")
     add_overrides(parser)
     parser.add_argument(

@@ -31,11 +31,11 @@ from tools.analysis.planning.report import aligned, describe_fit
 from tools.analysis.plots.timeline import Panel, as_text, draw
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides, add_strict
+from tools.config.resolved_run import resolve_run
 from tools.config.run_file import RunConfig
 from tools.config.tables.schedules import plan_equal, read_schedule
-from tools.console.tables import add_json, print_result
+from tools.console.json_output import add_json, print_result
 from tools.console.units import flops, size
-from tools.convert.initial import resolve_run
 from tools.journal.timeline_file import TIMELINE, read_trace_of, write_trace
 
 KINDS_OF_BYTES = ("weights", "gradients", "optimizer", "activations", "other", "total")
@@ -81,11 +81,9 @@ DEFAULTS = {**OF_KINDS, "costs": "1,1,1"}
 """What the options mean that are not given, without a run file; with one they are idle."""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `schedule` to the commands."""
-    parser = subparsers.add_parser(
-        "schedule", help="predict and draw a pipeline schedule", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `schedule`."""
+    parser.description = __doc__
     parser.add_argument(
         "file", nargs="?", metavar="RUN.toml", help="run file whose schedule and stages are shown"
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from megaprec.checkpoint.reader import Store
 from megaprec.tokens.blend import WeightedStretch, taken_before
 from tools.config.run_file import RunConfig
-from tools.convert.train_state import read_progress
+from tools.saved.train_state import read_progress
 from tools.training.branch import open_start
 from tools.training.changed_keys import saved_length
 from tools.training.data_identity import Identity, read_identity

@@ -13,16 +13,17 @@ from megaprec.errors import Problem, UserError
 from megaprec.resources import cores
 from megaprec.text.build import prepare, reusable
 from megaprec.text.characters import CharacterTokenizer
-from megaprec.text.sources import STANDARD_LIBRARY, TextSource, has_digest
+from megaprec.text.sources import TextSource, has_digest
 from megaprec.text.text_files import left_out_words
 from megaprec.text.tokenizer import Tokenizer, load_tokenizer, loaded_once
 from megaprec.text.training import learn_characters, train_sentencepiece
 from megaprec.tokens.files import exclusive_lock, write_whole
+from megaprec.tokens.places import STANDARD_LIBRARY
 from tools.config.run_file import RunConfig
-from tools.console.progress_bar import build_progress, skipped_words
+from tools.console.build_progress import build_progress, skipped_words
 from tools.console.toml import toml
 from tools.console.wrapped import say
-from tools.convert.train_state import read_tokenizer
+from tools.saved.train_state import read_tokenizer
 from tools.training.branch import is_branch, open_start
 from tools.training.data_identity import DataSet, read_identity
 from tools.training.data_sources import DataSource, data_folder, naming_settings, trained_tokenizer

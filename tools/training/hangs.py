@@ -29,8 +29,9 @@ from parallel.hangs.heartbeat import Beat
 from parallel.hangs.verdict import HangVerdict
 from parallel.hangs.watchdog import Watchdog, kill_silent
 from tools.journal.records import no_run
-from tools.training.launch import RankHangs, is_local_rank, lost_connection
-from tools.training.stopping import ON_PURPOSE, note_failure
+from tools.training.ends import ON_PURPOSE, RankHangs
+from tools.training.launched import is_local_rank, lost_connection
+from tools.training.stopping import note_failure
 
 LEFT = "left, because of that"  # the end of a rank that leaves because others hang
 FOLDER = "last_end"  # of the records, in the run folder

@@ -28,7 +28,6 @@ from models.engine.passes import Share
 from tools.config.own_rate import rate_of
 from tools.config.run_file import RunConfig
 from tools.console.units import counted
-from tools.convert.train_state import TrainState
 from tools.journal.invariant_records import (
     COPIES,
     FIRST_LOSS,
@@ -42,7 +41,8 @@ from tools.journal.invariant_records import (
     InvariantFinding,
     in_words,
 )
-from tools.training.first_loss import expected_first_loss
+from tools.parts.optional_parts import part
+from tools.saved.train_state import TrainState
 
 SAME_RATE = 1e-12  # of lr.peak, by which two formulas may differ
 SAME_COUNT = 1e-9  # of the tokens, whose weights need not be whole numbers
@@ -217,7 +217,7 @@ class Invariants:
             self._awaits_first_loss = not report.changed
             return ""
         self._awaits_first_loss = False
-        expected = expected_first_loss(self._model, share)
+        expected = part("expected_first_loss")(self._model, share)
         problem = expected.problem(loss)
         if not problem:
             limits = f"{loss:.4f} between {expected.low:.4f} and {expected.high:.4f}"

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megaprec.checkpoint.atomic import checkpoint_path
+from megaprec.checkpoint.atomic import INDEX, checkpoint_path
 from megaprec.checkpoint.digests import file_digest
-from megaprec.checkpoint.reader import INDEX, Store
+from megaprec.checkpoint.reader import Store
 from megaprec.errors import Problem, UserError
 from megaprec.optim.rules.torch_rule import TorchRule
 from megaprec.optim.state.flat_buffer import EMA
@@ -30,9 +30,9 @@ from megaprec.tokens.samples import Samples, training_numbers
 from tools.config.rules.derived import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
-from tools.convert.growth import moved_tokens
-from tools.convert.initial import initial_model
-from tools.convert.train_state import (
+from tools.journal.records import BRANCHED
+from tools.parts.optional_parts import part
+from tools.saved.train_state import (
     TrainState,
     open_newest_checkpoint,
     read_model,
@@ -41,7 +41,6 @@ from tools.convert.train_state import (
     read_spike_monitor,
     read_tokenizer,
 )
-from tools.journal.records import BRANCHED
 from tools.training.branch import is_branch, open_start, run_of
 from tools.training.changed_keys import (
     LENGTH_KEY,
@@ -63,7 +62,7 @@ from tools.training.data_identity import (
     read_identity,
 )
 from tools.training.data_sources import validation_sources
-from tools.training.launch import was_restarted
+from tools.training.launched import was_restarted
 from tools.training.other_model import allow_flags, context_differences, other_keys
 
 RECORDS = {"the data": "data", "the keys": "run"}  # not in checkpoints of earlier versions
@@ -336,9 +335,11 @@ def other_tokens(config: RunConfig, corpus: Corpus) -> Iterator[Problem]:
     tokenizer = corpus.tokenizer.path
     # A run that resumes does not use the weights of train.init_from.
     if config.train.init_from and open_newest_checkpoint(config.checkpoint_folder) is None:
-        weights_tokenizer = initial_model(Path(config.train.init_from), config.model).tokenizer
+        weights_tokenizer = part("initial_model")(
+            Path(config.train.init_from), config.model
+        ).tokenizer
         if weights_tokenizer and config.train.grow_vocabulary != "none":
-            yield from moved_tokens(load_tokenizer(weights_tokenizer), corpus.tokenizer)
+            yield from part("moved_tokens")(load_tokenizer(weights_tokenizer), corpus.tokenizer)
         elif weights_tokenizer and not same_tokens(weights_tokenizer, tokenizer):
             yield Problem.of(
                 "training.tokenizer_of_weights",

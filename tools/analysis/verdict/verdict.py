@@ -169,6 +169,13 @@ def _forecast(evaluations: Sequence[Evaluation], rates: Sequence[float]) -> Fore
     return forecast(steps, losses_of(evaluations), rates)
 
 
+def verdict_lines(folder: Path) -> Iterator[str]:
+    """Yield the lines of the verdict on the run in `folder`, none if it cannot be judged."""
+    verdict = read_verdict(folder)
+    if verdict:
+        yield from lines(verdict)
+
+
 def lines(verdict: Verdict) -> Iterator[str]:
     """Yield the lines of a verdict, each with a word before it."""
     yield f"held-out   {describe_loss(verdict)}"

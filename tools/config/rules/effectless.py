@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from megaprec.optim.rules.lr import SCHEDULES
 from megaprec.optim.rules.rule_table import rule_kind
-from megaprec.text.sources import STANDARD_LIBRARY
+from megaprec.tokens.places import STANDARD_LIBRARY
 from models.config import ModelConfig
 from models.initial_weights import InitialStd
 from models.logical_shapes import logical_shapes

@@ -28,7 +28,6 @@ from megaprec.kinds import is_number
 from models.config import ModelConfig
 from tools.convert.core.names import BUFFERS, internevo
 from tools.convert.core.rules import matches
-from tools.convert.core.settings import make_model, problems_of_keys
 from tools.convert.core.shards import (
     ShardPart,
     TensorSource,
@@ -43,6 +42,7 @@ from tools.convert.core.source import Facts, Source
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import contents, state_in
 from tools.convert.hf.folder import check_tensors, hf_tokenizer, origins_of
+from tools.saved.model_fields import make_model, problems_of_keys
 
 CONFIG = "model_config.pt"
 FILE = re.compile(r"model_(?:tp(\d+)_)?(?:wp(\d+)_)?pp(\d+)\.pt")

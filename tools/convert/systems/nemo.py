@@ -24,7 +24,6 @@ from models.config import ModelConfig
 from tools.convert.core.chunks import Chunked
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import Match, matches
-from tools.convert.core.settings import make_model, problems_of_keys
 from tools.convert.core.source import Facts, Source
 from tools.convert.core.yaml_files import read_yaml
 from tools.convert.hf.folder import hf_tokenizer, origins_of
@@ -32,6 +31,7 @@ from tools.convert.hf.other_files import require_fetched
 from tools.convert.megatron.distributed import DistributedContents, merge_chunks, read_chunked
 from tools.convert.megatron.kinds import KINDS, NUMBER, SIZE, WORD, is_of
 from tools.convert.megatron.order import EMBEDDING
+from tools.saved.model_fields import make_model, problems_of_keys
 
 WEIGHTS = "weights"
 CONTEXT = "context"

@@ -279,6 +279,12 @@ def names_in(table: PlainDict) -> set[str]:
     return names
 
 
+def other_owner(path: Path, text: str) -> Kind | None:
+    """Return the kind of another system's file; None if it is not known, or if it is a run file."""
+    kind = whose_file(path, text)
+    return None if kind is RUN else kind
+
+
 def whose_file(path: Path, text: str) -> Kind | None:
     """Return the kind of a file of data or Python, by its suffix; None if it is not known or cannot
     be read."""

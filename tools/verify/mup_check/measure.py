@@ -300,4 +300,6 @@ class RecordingStage(Stage):
     """A whole model that shows its activations."""
 
     attention: ClassVar[type[Attention]] = _RecordingAttention
-    latent_attention: ClassVar[type[LatentAttention]] = _RecordingLatentAttention
+    own_kinds: ClassVar[Mapping[str, type[nn.Module]]] = {
+        "LatentAttention": _RecordingLatentAttention
+    }

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 from parallel.mesh import make_mesh, world
-from tools.config.run_file import RunConfig, load_run
+from tools.config.run_file import RunConfig, saved_run
 from tools.training.corpus import Corpus, open_built
+from tools.training.ends import require_not_stopped
 from tools.training.launch import launch_local
-from tools.training.stopping import note_failure, require_not_stopped
+from tools.training.stopping import note_failure
 from tools.verify.parity.hang_watch import (
     PATIENCE,
     Trail,
@@ -54,7 +55,7 @@ class RecordedRun:
     def read(run_folder: Path) -> "RecordedRun":
         """Read the files that `write` wrote to `run_folder`."""
         plan = Plan(**json.loads((run_folder / "plan").read_text()))
-        return RecordedRun(load_run(run_folder / "run.toml"), plan, run_folder)
+        return RecordedRun(saved_run(run_folder), plan, run_folder)
 
 
 def corpus_of(run_config: RunConfig) -> Corpus:

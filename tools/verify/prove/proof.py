@@ -16,8 +16,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from megaprec.checkpoint.atomic import INDEX
 from megaprec.checkpoint.digests import FILE_DIGESTS, INDEX_DIGEST, file_digest, seal_index
-from megaprec.checkpoint.reader import INDEX, Store
+from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
 from tools.config.layouts import layout_problems
 from tools.config.run_file import RunConfig

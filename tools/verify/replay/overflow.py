@@ -7,10 +7,10 @@ from typing import Any
 
 from megaprec.diagnose.nonfinite_trace import Trace
 from models.engine.replay import trace_modules
-from tools.config.run_file import RunConfig
+from tools.config.run_file import RunConfig, saved_run
 from tools.journal.records import read_metrics
 from tools.training.trainer import Trainer
-from tools.verify.replay.repeated_run import SavedRun, catch_up, require_repeatable, saved_run
+from tools.verify.replay.repeated_run import SavedRun, catch_up, require_repeatable
 
 
 @dataclass(frozen=True)

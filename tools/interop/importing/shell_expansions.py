@@ -35,7 +35,7 @@ ALL_GIVEN = frozenset({"@", "*"})
 
 
 class Expander:
-    """What words and assignments of a script become by its variables."""
+    """The words and assignments of a script on their way to texts, by its variables."""
 
     def __init__(self, variables: Variables) -> None:
         self.variables = variables

@@ -34,7 +34,7 @@ beside them, or None for the end of a word."""
 
 
 class Holes:
-    """What is not known: how it is written in the script, and why it is not known."""
+    """The parts of texts that are not known: how they are written in the script, and why."""
 
     def __init__(self) -> None:
         self._written: list[str] = []

@@ -27,15 +27,19 @@ def attention(config: ModelConfig, w: Weights, n: int, x: Tensor, positions: Ten
     key = key.repeat_interleave(group, 1)
     value = value.repeat_interleave(group, 1)
     products = query @ key.transpose(2, 3)
-    scores = products / config.attention_scalar**0.5
+    divisor = config.attention_scalar**0.5
+    scores = products / divisor
     scores = capped(scores, config.attention_softcap)
-    scores = scores.masked_fill(_unseen(s, window), float("-inf"))
+    unseen = _unseen(s, window)
+    scores = scores.masked_fill(unseen, float("-inf"))
     if config.attention_sinks:
-        weights = _softmax_with_sinks(scores, w[f"{name}.sinks.weight"])
+        sinks = w[f"{name}.sinks.weight"]
+        weights = _softmax_with_sinks(scores, sinks)
     else:
         weights = scores.softmax(-1)
     mixed = weights @ value
-    mixed = mixed.transpose(1, 2).reshape(b, s, -1)
+    mixed = mixed.transpose(1, 2)
+    mixed = mixed.reshape(b, s, -1)
     if config.attention_gate:
         gate = linear(w, f"{name}.gate", x)
         mixed = mixed * gate.sigmoid()
@@ -76,15 +80,21 @@ def _projected(config: ModelConfig, w: Weights, name: str, x: Tensor) -> Heads:
     value = linear(w, f"{name}.value", x)
     norm_over = config.qk_norm_over if config.qk_norm else "none"
     if norm_over == "all":
-        query = rms_norm(config, w[f"{name}.query_norm.weight"], query)
-        key = rms_norm(config, w[f"{name}.key_norm.weight"], key)
+        query = _normal(config, w, f"{name}.query_norm", query)
+        key = _normal(config, w, f"{name}.key_norm", key)
     query = _in_heads(query, config.heads)
     key = _in_heads(key, config.kv_heads)
     value = _in_heads(value, config.kv_heads)
     if norm_over == "head":
-        query = rms_norm(config, w[f"{name}.query_norm.weight"], query)
-        key = rms_norm(config, w[f"{name}.key_norm.weight"], key)
+        query = _normal(config, w, f"{name}.query_norm", query)
+        key = _normal(config, w, f"{name}.key_norm", key)
     return query, key, value
+
+
+def _normal(config: ModelConfig, w: Weights, name: str, features: Tensor) -> Tensor:
+    """Return the RMSNorm of queries or keys."""
+    weight = w[f"{name}.weight"]
+    return rms_norm(config, weight, features)
 
 
 def _in_heads(features: Tensor, num_heads: int) -> Tensor:
@@ -118,4 +128,5 @@ def _latent(config: ModelConfig, w: Weights, name: str, x: Tensor) -> Tensor:
     """Return the small vector of each token from which heads are made, behind its norm."""
     down = linear(w, f"{name}_down", x)
     normal = divided_by_rms(down, config.latent.norm_eps)
-    return normal * w[f"{name}_down_norm.weight"]
+    weight = w[f"{name}_down_norm.weight"]
+    return normal * weight

@@ -89,7 +89,8 @@ def _gated(config: ModelConfig, up: Tensor, gate: Tensor) -> Tensor:
     limit = config.swiglu_limit
     gate = gate.clamp(max=limit)
     up = up.clamp(-limit, limit)
-    opening = (config.swiglu_alpha * gate).sigmoid()
+    scaled = config.swiglu_alpha * gate
+    opening = scaled.sigmoid()
     return (up + 1) * gate * opening
 
 
@@ -102,11 +103,13 @@ def experts(
     scores = logits.softmax(-1) if by_softmax else logits.sigmoid()
     correction = w.get(f"{name}.router.correction")
     chosen = _chosen(config, correction, scores.detach())
-    probabilities = scores / scores.sum(-1, keepdim=True)
+    total = scores.sum(-1, keepdim=True)
+    probabilities = scores / total
     routings.append(Routing(chosen, probabilities, logits, correction))
     weights = scores * chosen
     if config.norm_topk:
-        weights = weights / weights.sum(-1, keepdim=True)
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / total
     weights = weights * config.router.scale
     y = torch.zeros_like(x)
     if config.shared_experts:

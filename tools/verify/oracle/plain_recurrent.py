@@ -40,8 +40,10 @@ def delta_net(config: ModelConfig, w: Weights, n: int, x: Tensor, positions: Ten
         outputs.append(_read(state, query[:, t]))
     read = torch.stack(outputs, 1)
     normal = divided_by_rms(read, config.norm_eps)
-    normal = normal * w[f"{name}.output_norm.weight"]
-    gate = F.silu(linear(w, f"{name}.gate", x))
+    weight = w[f"{name}.output_norm.weight"]
+    normal = normal * weight
+    gate = linear(w, f"{name}.gate", x)
+    gate = F.silu(gate)
     gated = normal.flatten(2) * gate
     return linear(w, f"{name}.output", gated)
 
@@ -67,9 +69,12 @@ def _active(w: Weights, name: str, x: Tensor) -> Tensor:
 
 def _decay(w: Weights, name: str, x: Tensor) -> Tensor:
     """Return the factors by which a delta net forgets, [b, s, n]."""
-    rate = w[f"{name}.decay.log_rate"].exp()
-    step = F.softplus(linear(w, f"{name}.decay", x))
-    return (-rate * step).exp()
+    log_rate = w[f"{name}.decay.log_rate"]
+    rate = log_rate.exp()
+    step = linear(w, f"{name}.decay", x)
+    step = F.softplus(step)
+    log_decay = -rate * step
+    return log_decay.exp()
 
 
 def _read(state: Tensor, key: Tensor) -> Tensor:
@@ -87,34 +92,41 @@ def mamba(config: ModelConfig, w: Weights, n: int, x: Tensor, positions: Tensor)
         """Return [b, s, n, ...]; all heads of a group share its features."""
         features = linear(w, f"{name}.{which}", x)
         summed = _convolved(w, f"{name}.{which}", features)
-        active = F.silu(summed + w[f"{name}.{which}_convolution.bias"])
+        bias = w[f"{name}.{which}_convolution.bias"]
+        active = F.silu(summed + bias)
         active = active.view(b, s, heads, -1)
-        return active.repeat_interleave(sizes.heads // heads, 2)
+        shared_by = sizes.heads // heads
+        return active.repeat_interleave(shared_by, 2)
 
     query = convolved("query", sizes.groups)
     key = convolved("key", sizes.groups)
     value = convolved("value", sizes.heads)
-    step = F.softplus(linear(w, f"{name}.step", x))
+    step = linear(w, f"{name}.step", x)
+    step = F.softplus(step)
     step = step.clamp(min=sizes.least_step)
-    rate = w[f"{name}.log_rate"].exp()
+    log_rate = w[f"{name}.log_rate"]
+    rate = log_rate.exp()
     state = x.new_zeros(b, sizes.heads, sizes.state_dim, sizes.head_dim)
     outputs: list[Tensor] = []
     for t in range(s):
         step_now = step[:, t]
-        decay = (-rate * step_now).exp()
+        log_decay = -rate * step_now
+        decay = log_decay.exp()
         decay = decay[..., None, None]
         written = torch.einsum("bnk,bnv,bn->bnkv", key[:, t], value[:, t], step_now)
         state = state * decay + written
         outputs.append(_read(state, query[:, t]))
     read = torch.stack(outputs, 1)
-    skip = w[f"{name}.skip"][:, None]
-    read = read + skip * value
-    gate = F.silu(linear(w, f"{name}.gate", x))
+    skip = w[f"{name}.skip"]
+    read = read + skip[:, None] * value
+    gate = linear(w, f"{name}.gate", x)
+    gate = F.silu(gate)
     gated = read.flatten(2) * gate
     # each group has a norm of its own
     groups = gated.unflatten(-1, (sizes.groups, -1))
     normal = divided_by_rms(groups, config.norm_eps)
-    normal = normal.flatten(2) * w[f"{name}.output_norm.weight"]
+    weight = w[f"{name}.output_norm.weight"]
+    normal = normal.flatten(2) * weight
     return linear(w, f"{name}.output", normal)
 
 

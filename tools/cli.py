@@ -264,11 +264,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if not words:
         parser.print_help(sys.stderr)
         parser.exit(2)
-    for word in words:
-        if "\0" in word or not is_unicode(word):
-            parser.error(f"the argument {word!a} is no UTF-8 text without NUL")
-    if empty := _empty_argument(words):
-        parser.error(f"{empty} is empty: give a value, or leave it out")
+    _require_texts(parser, words)
     if words[:1] == ["import-args"]:
         words = COMMANDS["import-args"].load().words_to_parse(words)
     # argparse leaves over the overrides that stand behind options
@@ -279,6 +275,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if isinstance(value, int) and abs(value) >= 2**63:
             parser.error(f"--{name.replace('_', '-')}: a number of more than 64 bits")
     return args
+
+
+def _require_texts(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """End with an error for an argument that is empty or no text."""
+    for word in words:
+        if "\0" in word or not is_unicode(word):
+            parser.error(f"the argument {word!a} is no UTF-8 text without NUL")
+    if empty := _empty_argument(words):
+        parser.error(f"{empty} is empty: give a value, or leave it out")
 
 
 def _empty_argument(words: Sequence[str]) -> str:

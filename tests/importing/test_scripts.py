@@ -165,6 +165,12 @@ def test_a_place_of_an_example_that_is_to_be_filled_in_is_asked_for_by_its_name(
     assert word.unknown.fields["name"] == "D" and written in word.unknown.fields["written"]
 
 
+@pytest.mark.parametrize("given", ["set --", "set -- a b"])
+def test_the_name_of_the_script_is_no_argument(given: str) -> None:
+    words = [word.text for word in read(f"{given}\nA=${{0:-x}}\n{RUN} --a $A").words]
+    assert "b" not in words
+
+
 def test_no_command_is_told_with_the_last_that_was_seen() -> None:
     with raises("import.not_one_program", num_found=0) as caught:
         read("A=1\nsbatch other.sh $A\necho done")

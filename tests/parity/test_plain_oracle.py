@@ -6,13 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from megaprec.tokens.samples import Batch, Samples
+from models.activations import ACTIVATIONS
+from models.logical_shapes import logical_shapes
+from models.presets import preset
 from tests.families import CASES
 from tests.parity.oracle_runs import beside_oracle, entry_beside_oracle, words_of
-from tests.refusals import shows
+from tests.refusals import raises, shows
 from tools import cli
 from tools.commands.parity import ORACLES
+from tools.verify.oracle.plain_model import PlainModel
 
 PLAIN = "plain"
 DOCUMENTS = [
@@ -193,3 +198,18 @@ def test_the_certificate_names_the_plain_oracle(
     assert "plain decoder" in certificate["oracle"]
     assert "torch.optim.AdamW" in certificate["oracle"]
     assert "transformers" not in certificate["oracle"]
+
+
+def test_the_plain_decoder_refuses_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = preset("llama-demo").with_vocab(64)
+    weights = {name: torch.ones(shape) for name, shape in logical_shapes(config).items()}
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    positions = torch.arange(4).view(1, 4)
+    with raises("parity.oracle_unread", names="embedding_norm.weight"):
+        more = {**weights, "embedding_norm.weight": torch.ones(config.hidden)}
+        PlainModel(config, more).logits(tokens, positions)
+    for row in (ACTIVATIONS["swiglu"], ACTIVATIONS["gelu"]):
+        monkeypatch.setitem(ACTIVATIONS, "another", row)  # type: ignore[arg-type]
+        other = config.model_copy(update={"mlp": "another"})
+        with raises("parity.oracle_activation", mlp="another"):
+            PlainModel(other, weights).logits(tokens, positions)

@@ -154,7 +154,7 @@ def _add_deepspeed(sources: Sources, draft: Draft, ranks: int | None) -> _Added:
 def _tell_left_out(arguments: Arguments) -> None:
     """Note what --drop leaves out; it is a problem if it is not there."""
     draft = arguments.draft
-    for name in arguments.dropped - arguments.left_out.keys():
+    for name in sorted(arguments.dropped - arguments.left_out.keys()):
         draft.problems.append(f"--drop {name}: no such argument is given")
     for said in arguments.left_out.values():
         draft.notes.append(f"left out, as --drop says: {said}")

@@ -167,9 +167,10 @@ class Variables:
         return [*self.given]
 
     def argument(self, number: int) -> str:
-        """Return an argument that the script is run with; "" behind the last one."""
+        """Return an argument that the script is run with, from 1 on; "" behind the last one and for
+        0, the script itself."""
         words = self.given or []
-        return words[number - 1].text if number <= len(words) else ""
+        return words[number - 1].text if 1 <= number <= len(words) else ""
 
     def not_followed(self, written: str) -> str:
         """Return a hole for what no name can give."""

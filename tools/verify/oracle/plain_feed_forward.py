@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.verify.oracle.plain_parts import Weights, linear
-
-WITH_GATE = ("swiglu", "swiglu_clamped", "geglu")
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def router_loss(config: ModelConfig, routings: Sequence[Routing]) -> Tensor:
 def mlp(config: ModelConfig, w: Weights, name: str, x: Tensor) -> Tensor:
     """Return what a feed-forward makes of x."""
     up = linear(w, f"{name}.up", x)
-    gate = linear(w, f"{name}.gate", x) if config.mlp in WITH_GATE else None
+    gate = linear(w, f"{name}.gate", x) if config.gated else None
     inner = _activated(config, up, gate)
     return linear(w, f"{name}.down", inner)
 
@@ -77,8 +76,15 @@ def _activated(config: ModelConfig, up: Tensor, gate: Tensor | None) -> Tensor:
         return _gated(config, up, gate)
     if config.mlp == "relu2":
         return up.relu().square()
-    approximate = "tanh" if config.mlp == "gelu" else "none"
-    return F.gelu(up, approximate=approximate)
+    if config.mlp == "gelu":
+        return F.gelu(up, approximate="tanh")
+    if config.mlp == "gelu_exact":
+        return F.gelu(up)
+    raise _unknown(config)
+
+
+def _unknown(config: ModelConfig) -> UserError:
+    return UserError.of("parity.oracle_activation", mlp=config.mlp)
 
 
 def _gated(config: ModelConfig, up: Tensor, gate: Tensor) -> Tensor:
@@ -86,6 +92,8 @@ def _gated(config: ModelConfig, up: Tensor, gate: Tensor) -> Tensor:
         return F.silu(gate) * up
     if config.mlp == "geglu":
         return F.gelu(gate, approximate="tanh") * up
+    if config.mlp != "swiglu_clamped":
+        raise _unknown(config)
     limit = config.swiglu_limit
     gate = gate.clamp(max=limit)
     up = up.clamp(-limit, limit)

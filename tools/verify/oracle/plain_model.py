@@ -7,12 +7,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megaprec.errors import UserError
 from models.config import ModelConfig
 from models.feed_forward.router import is_correction
 from tools.verify.oracle.batch import OracleBatch
 from tools.verify.oracle.model import Tensors
 from tools.verify.oracle.plain_decoder import ahead, hidden, mean_over_modules, of_head
 from tools.verify.oracle.plain_feed_forward import Routing, router_loss
+
+MOST_NAMED = 3  # weights in one line
+
+
+class _NotedWeights(dict[str, nn.Parameter]):
+    """Weights by logical name that note which of them were read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> nn.Parameter:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+    def require_read(self) -> None:
+        """Raise UserError if the decoder has no use of a weight that every forward pass needs.
+
+        Experts may have no token, and modules of multi-token prediction are a pass of their own.
+        """
+        unread = [name for name in self if name not in self.read]
+        unknown = [name for name in unread if ".experts." not in name and "mtp." not in name]
+        if unknown:
+            raise UserError.of("parity.oracle_unread", names=", ".join(unknown[:MOST_NAMED]))
 
 
 class PlainModel:
@@ -27,7 +56,7 @@ class PlainModel:
     def __init__(self, config: ModelConfig, weights: Tensors) -> None:
         self.config = config
         self.dtype = next(iter(weights.values())).dtype
-        self._weights: dict[str, nn.Parameter] = {}
+        self._weights = _NotedWeights()
         # how many tokens each expert was given, by the name of the router's correction
         self._loads: Tensors = {}
         for name, values in weights.items():
@@ -43,7 +72,9 @@ class PlainModel:
         routings: list[Routing] = []
         x = hidden(self.config, self._weights, tokens, routings, positions)
         self._count(routings)
-        return of_head(self.config, self._weights, x)
+        logits = of_head(self.config, self._weights, x)
+        self._weights.require_read()
+        return logits
 
     def further_loss(self, batch: OracleBatch) -> Tensor:
         """Return the losses of routers and of modules of multi-token prediction, with their

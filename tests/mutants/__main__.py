@@ -6,6 +6,7 @@ is given the same file of results, seed and commit.
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -28,6 +29,8 @@ def main(words: Sequence[str] | None = None, root: Path = ROOT) -> int:
     arguments = parser.parse_args(words)
     results = arguments.results or Path(f"mutants-{arguments.seed}.jsonl")
     commit = commit_of(root)
+    # ended as by Ctrl-C, so that the copy of the tree is removed
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     verdicts: dict[str, Verdict] = {}
     with copy_of(root) as tree:
         folders = {"folders": arguments.folders} if arguments.folders else {}

@@ -197,12 +197,15 @@ def _watch(process: "subprocess.Popen[bytes]", seconds: float) -> tuple[float, b
     Returns the processor time, whether it has ended by itself, and whether nothing happened.
     """
     used = 0.0
+    before = 0.0
     moved = time.monotonic()
     while process.poll() is None:
+        # less than before when a process has ended whose parent was gone
         now = processor_seconds(process.pid)
-        if now > used + 0.2:
+        if now > before:
+            used += now - before
             moved = time.monotonic()
-        used = max(used, now)
+        before = now
         if used > seconds:
             return used, False, False
         if time.monotonic() - moved > IDLE_SECONDS:

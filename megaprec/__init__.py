@@ -22,29 +22,35 @@ neither: it takes a torch DeviceMesh and parameters that carry layouts.
 
 from megaprec import command_path
 
-if command_path.is_command():  # before torch is looked for
+if command_path.is_command():  # before any other module is looked for
     command_path.leave_out_working_folder()
-    from megaprec import reading_modules as reading_modules
 
-from megaprec.checkpoint.save_load import load, load_weights, save
-from megaprec.comm.axis import Axis
-from megaprec.comm.layout import Layout, Part, attach, attach_whole, layout_of
-from megaprec.diagnose.nonfinite_trace import Trace
-from megaprec.diagnose.overflow_monitor import OverflowMonitor
-from megaprec.errors import UserError
-from megaprec.optim.decision.step_report import NonFiniteStep, Offender, StepReport
-from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.rules.lr import LRSchedule
-from megaprec.optim.rules.param_groups import Group
-from megaprec.optim.rules.torch_rule import Torch as TorchRule
-from megaprec.optim.rules.update_rules import SGD, AdamW
-from megaprec.precision.fp8_recipe import FP8Recipe
-from megaprec.precision.marks import module_has_fp32_attr, set_fp32_attr_to_module
-from megaprec.precision.module_wrappers import NaiveAMPModel, PlannedModel
-from megaprec.precision.parallel_modes import ParallelMode
-from megaprec.precision.plan import LossScaling, PrecisionPlan, plan
-from megaprec.precision.tf32 import tf32
-from megaprec.train_program import TrainingResult, TrainingStopped, train
+from typing import TYPE_CHECKING
+
+from megaprec.front_door import front_door
+
+if TYPE_CHECKING:
+    from megaprec.checkpoint.save_load import load, load_weights, save
+    from megaprec.comm.axis import Axis
+    from megaprec.comm.layout import Layout, Part, attach, attach_whole, layout_of
+    from megaprec.diagnose.nonfinite_trace import Trace
+    from megaprec.diagnose.overflow_monitor import OverflowMonitor
+    from megaprec.errors import UserError
+    from megaprec.optim.decision.step_report import NonFiniteStep, Offender, StepReport
+    from megaprec.optim.optimizer import ParallelAMPOptimizer
+    from megaprec.optim.rules.lr import LRSchedule
+    from megaprec.optim.rules.param_groups import Group
+    from megaprec.optim.rules.torch_rule import TorchRule
+    from megaprec.optim.rules.update_rules import SGD, AdamW
+    from megaprec.precision.fp8_recipe import FP8Recipe
+    from megaprec.precision.marks import module_has_fp32_attr, set_fp32_attr_to_module
+    from megaprec.precision.module_wrappers import NaiveAMPModel, PlannedModel
+    from megaprec.precision.parallel_modes import ParallelMode
+    from megaprec.precision.plan import LossScaling, PrecisionPlan, plan
+    from megaprec.precision.tf32 import tf32
+    from megaprec.train_program import TrainingResult, TrainingStopped, train
+
+__getattr__, __dir__ = front_door(__name__)
 
 __all__ = [
     "SGD",

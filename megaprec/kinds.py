@@ -25,6 +25,7 @@ from typing import (
 )
 
 import torch
+from pydantic_core import ErrorDetails
 
 from megaprec.errors import UserError, did_you_mean
 
@@ -177,3 +178,10 @@ def _describe(hint: Any) -> str:
         Callable: "a function",
     }
     return words.get(origin) or f"a {origin.__name__}"
+
+
+def literals_of(details: ErrorDetails) -> list[str]:
+    """Return the words that a key may have, of pydantic's error about another word."""
+    # pydantic lists them as "'a', 'b' or 'c'"
+    expected = str(details.get("ctx", {}).get("expected", ""))
+    return expected.replace("'", "").replace(" or ", ", ").split(", ")

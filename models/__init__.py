@@ -19,16 +19,23 @@ With given weights, which an optimizer takes over when it is made:
     engine = Engine(stages, stages.make_optimizer(clip=1.0))
 """
 
-from models.attention.packing import Packing
-from models.config import ModelConfig
-from models.decoder.cutting import build, cuts
-from models.decoder.logical_tensors import load_logical
-from models.decoder.stages import Stage
-from models.engine.engine import Engine, RankStages, build_stages
-from models.engine.options import EngineOptions
-from models.engine.passes import OutsideVocabulary, Share
-from models.presets import PRESETS, preset
-from models.rope_scaling import RopeScaling
+from typing import TYPE_CHECKING
+
+from megaprec.front_door import front_door
+
+if TYPE_CHECKING:
+    from models.attention.packing import Packing
+    from models.config import ModelConfig
+    from models.decoder.cutting import build, cuts
+    from models.decoder.logical_tensors import load_logical
+    from models.decoder.stages import Stage
+    from models.engine.engine import Engine, RankStages, build_stages
+    from models.engine.options import EngineOptions
+    from models.engine.passes import OutsideVocabulary, Share
+    from models.presets import PRESETS, preset
+    from models.rope_scaling import RopeScaling
+
+__getattr__, __dir__ = front_door(__name__)
 
 __all__ = [
     "PRESETS",

@@ -14,7 +14,7 @@ from torch import Tensor
 from parallel.leaves import PLAIN, Leaves
 
 
-class Settings(NamedTuple):
+class ActivationSettings(NamedTuple):
     """Settings that an activation may depend on besides its tensor.
 
     alpha, limit: of `ClampedGate`.
@@ -33,7 +33,7 @@ class Activation(NamedTuple):
     gated: whether y has two halves, so that the first layer has twice the features of the second.
     """
 
-    apply: Callable[[Tensor, Settings], Tensor]
+    apply: Callable[[Tensor, ActivationSettings], Tensor]
     gated: bool = False
 
 

@@ -676,3 +676,10 @@ def _count_alike(
     kinds = _kind_keys(dense_layers, delta_layers, hybrid_pattern, layers)
     examples = dict(zip(kinds, layers, strict=True))
     return [(examples[kind], count) for kind, count in Counter(kinds).items()]
+
+
+def require_builtin(model: ModelConfig, what: str) -> None:
+    """Raise UserError if the model is a custom one, which the feature named `what` does not
+    support."""
+    if model.factory:
+        raise UserError.of("model.factory_not_built_in", factory=model.factory, what=what)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from parallel.leaves import Call
+from parallel.leaves import LeafCall
 
 # How much larger the error of a compiled form may be than that of its function. Both are measured
 # from the function on the same numbers in float64, which is right where they round.
@@ -38,7 +38,7 @@ def inductor(
     return module.compile(graph, examples, options={"compile_threads": 1})
 
 
-def compiled(call: Call) -> Callable[..., Any]:
+def compiled(call: LeafCall) -> Callable[..., Any]:
     """Return the compiled form of a call: a function of its tensors.
 
     Raises what torch's compiler raises.
@@ -48,7 +48,7 @@ def compiled(call: Call) -> Callable[..., Any]:
     return inductor(graph, examples)
 
 
-def trial_difference(call: Call, compiled_form: Callable[..., Any]) -> str:
+def trial_difference(call: LeafCall, compiled_form: Callable[..., Any]) -> str:
     """Return in words how a compiled form differs from its leaf on trial, "" if it does not."""
     tensors = call.example_tensors()
     # copies, because a leaf may write to its arguments

@@ -140,7 +140,7 @@ class Context:
         rounding = None
         if self.fp8.recipe.scales.four_bits:
             self._require_nvfp4(parts)
-            rounding = Rounding(self.seed, name, _output_numbers(parts))
+            rounding = Rounding(self.seed, name, _global_row_ranges(parts))
         return FP8Gemm(
             state=self.fp8,
             eligibility=layer,
@@ -213,15 +213,16 @@ class Context:
         return self.tp.size if self.sequence else 1
 
 
-def _output_numbers(parts: Sequence[Part]) -> tuple[range, ...]:
-    """Return the numbers of the rows of a slice, part by part, in the stack of whole tensors."""
-    numbers: list[range] = []
+def _global_row_ranges(parts: Sequence[Part]) -> tuple[range, ...]:
+    """Return, for each stacked matrix, which rows of the unsharded stack this rank's rows are,
+    padding included."""
+    ranges: list[range] = []
     rows_before = 0
     for part in parts:
         first = rows_before + (part.start if part.dim == 0 else 0)
-        numbers.append(range(first, first + part.padded[0]))
+        ranges.append(range(first, first + part.padded[0]))
         rows_before += part.shape[0]
-    return tuple(numbers)
+    return tuple(ranges)
 
 
 def _is_recompute(value: object) -> bool:

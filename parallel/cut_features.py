@@ -103,7 +103,7 @@ class CutTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         with without_torch_function():
-            return _follow(Call(func, tuple(args), dict(kwargs or {})))
+            return _follow(CutCall(func, tuple(args), dict(kwargs or {})))
 
 
 def mark_cut(x: Tensor, cut: TensorCut) -> CutTensor:
@@ -125,7 +125,7 @@ def unchecked(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Call:
+class CutCall:
     """A call of a function of torch with a tensor that is cut."""
 
     func: Callable[..., Any]
@@ -179,11 +179,11 @@ class Call:
 
 TensorCutOf = Callable[[Tensor], TensorCut]
 """The cut of each tensor that a call returns."""
-Rule = Callable[[Call], TensorCutOf]
+Rule = Callable[[CutCall], TensorCutOf]
 """What a function does to a cut: it returns the cut of what a call returns, or raises UserError."""
 
 
-def _follow(call: Call) -> Any:
+def _follow(call: CutCall) -> Any:
     """Return the result of a call, with its cut."""
     name = call.name
     rule = RULES.get(name)
@@ -211,7 +211,7 @@ def _has_tensors(values: Any) -> bool:
     return next(iter(tensors(values)), None) is not None
 
 
-def _run(call: Call) -> Any:
+def _run(call: CutCall) -> Any:
     """Return the result of the call.
 
     Raises UserError if sizes do not fit, which those of all features might.
@@ -228,7 +228,7 @@ def _run(call: Call) -> Any:
         ) from error
 
 
-def _sizes_with_cut(call: Call) -> Any:
+def _sizes_with_cut(call: CutCall) -> Any:
     """Return sizes in which that of the cut dimension is a CutSize."""
     x = call.first_cut()
     result = _run(call)
@@ -248,7 +248,7 @@ def _sizes_with_cut(call: Call) -> Any:
 # The rules.
 
 
-def _same_shape_rule(call: Call) -> TensorCutOf:
+def _same_shape_rule(call: CutCall) -> TensorCutOf:
     """A function that returns a tensor of the shape of its first argument, element by element."""
     cut = call.first_cut().cut
     return lambda _: cut
@@ -290,7 +290,7 @@ def _is_elementwise(name: str) -> bool:
     return name in pointwise or name.rstrip("_") in pointwise  # add_ as add
 
 
-def _elementwise_rule(call: Call) -> TensorCutOf:
+def _elementwise_rule(call: CutCall) -> TensorCutOf:
     """Operands are aligned from the last dimension: all are cut along one of them, or have no size
     there."""
     # the number of this rank's features is not that of one process
@@ -324,7 +324,7 @@ def _is_cut_alike(x: CutTensor, other: CutTensor) -> bool:
 
 
 def _require_shared_or_slice(
-    call: Call,
+    call: CutCall,
     x: Tensor,
     from_last: int,
     size: int,
@@ -362,7 +362,7 @@ def _require_shared_or_slice(
     require_summed_gradient(call, x)
 
 
-def require_summed_gradient(call: Call, x: Tensor) -> None:
+def require_summed_gradient(call: CutCall, x: Tensor) -> None:
     """Raise UserError if `x`, which is the same for all features, has a gradient that is not summed
     over ranks."""
     has_gradient = x.requires_grad and torch.is_grad_enabled()
@@ -394,7 +394,7 @@ def _is_copied(x: Tensor) -> bool:
     return node is not None
 
 
-def _view_rule(call: Call) -> TensorCutOf:
+def _view_rule(call: CutCall) -> TensorCutOf:
     """A view that is not told sizes: a transposition, a selection. Strides show where the cut
     dimension goes."""
     x = call.first_cut()
@@ -420,7 +420,7 @@ def _view_rule(call: Call) -> TensorCutOf:
     return lambda _: replace(cut, dim=dims[0])
 
 
-def _reshape_rule(call: Call) -> TensorCutOf:
+def _reshape_rule(call: CutCall) -> TensorCutOf:
     """A reshape. The slices must stay slices: what is cut is the outermost of the dimensions it is
     merged with."""
     x = call.first_cut()
@@ -479,7 +479,7 @@ def _start_of_slices(
 
 
 def _merged_cut(
-    call: Call,
+    call: CutCall,
     y: Tensor,
     counts_before: Sequence[int],
     slice_count: int,
@@ -497,7 +497,7 @@ def _merged_cut(
     return replace(call.first_cut().cut, dim=dim, outer=outer)
 
 
-def _open_dims(call: Call) -> list[int]:
+def _open_dims(call: CutCall) -> list[int]:
     """Return the dimensions whose size was left open or computed from that of the cut dimension.
 
     For `flatten` and `reshape_as` there are none; for `unflatten` they are counted in the result.
@@ -519,7 +519,7 @@ def _open_dims(call: Call) -> list[int]:
 
 
 def _dims_argument(
-    call: Call,
+    call: CutCall,
     position: int,
     default: Any = None,
 ) -> list[int] | None:
@@ -535,7 +535,7 @@ def _along_dim_rule(position: int, default: Any = None) -> Rule:
     """A function that combines the elements along a dimension, and keeps the shape but for this
     dimension."""
 
-    def rule(call: Call) -> TensorCutOf:
+    def rule(call: CutCall) -> TensorCutOf:
         x = call.first_cut()
         dims = _dims_argument(call, position, default)
         if dims is None or x.cut.dim in dims or x is not call.args[0]:
@@ -548,7 +548,7 @@ def _along_dim_rule(position: int, default: Any = None) -> Rule:
 def _reduction_rule(position: int = 1) -> Rule:
     """A function that removes dimensions, or keeps them with the size 1."""
 
-    def rule(call: Call) -> TensorCutOf:
+    def rule(call: CutCall) -> TensorCutOf:
         x = call.first_cut()
         if isinstance(call.argument(1, "other"), Tensor):
             return _elementwise_rule(call)  # torch.max(x, other), element by element
@@ -567,7 +567,7 @@ def _reduction_rule(position: int = 1) -> Rule:
     return rule
 
 
-def _dropout_rule(call: Call) -> TensorCutOf:
+def _dropout_rule(call: CutCall) -> TensorCutOf:
     if call.argument(1, "p", 0.5) == 0 or not call.argument(2, "training", True):
         return _same_shape_rule(call)
     raise call.refuse(
@@ -577,7 +577,7 @@ def _dropout_rule(call: Call) -> TensorCutOf:
     )
 
 
-def _matmul_rule(call: Call) -> TensorCutOf:
+def _matmul_rule(call: CutCall) -> TensorCutOf:
     """A product of matrices: rows, columns and batches may be cut, the dimension that is summed
     over may not."""
     left, right = call.args[:2]
@@ -610,7 +610,7 @@ def _cut_from_last(x: Tensor) -> int:
     return x.dim() - x.cut.dim if isinstance(x, CutTensor) else 0
 
 
-def _linear_rule(call: Call) -> TensorCutOf:
+def _linear_rule(call: CutCall) -> TensorCutOf:
     """F.linear with a weight that each rank has whole."""
     x = call.args[0]
     if not isinstance(x, CutTensor) or x.cut.dim == x.dim() - 1:
@@ -621,7 +621,7 @@ def _linear_rule(call: Call) -> TensorCutOf:
     return lambda _: x.cut
 
 
-def _einsum_rule(call: Call) -> TensorCutOf:
+def _einsum_rule(call: CutCall) -> TensorCutOf:
     """torch.einsum: the letter of the cut dimension is the same in all operands, and is kept."""
     equation, *arguments = call.args
     operands = list(tensors(arguments))
@@ -651,7 +651,7 @@ def _einsum_rule(call: Call) -> TensorCutOf:
     return lambda _: replace(first.cut, dim=result_term.index(letter))
 
 
-def _attention_rule(call: Call) -> TensorCutOf:
+def _attention_rule(call: CutCall) -> TensorCutOf:
     """F.scaled_dot_product_attention over heads that are cut."""
     query = call.argument(0, "query")
     key = call.argument(1, "key")
@@ -677,7 +677,7 @@ def _attention_rule(call: Call) -> TensorCutOf:
     return lambda y: replace(first.cut, dim=y.dim() - from_last)
 
 
-def _concatenation_rule(call: Call) -> TensorCutOf:
+def _concatenation_rule(call: CutCall) -> TensorCutOf:
     """torch.cat along another dimension than the cut one."""
     first = call.first_cut()
     dim = call.argument(1, "dim", call.kwargs.get("axis", 0)) % first.dim()
@@ -689,7 +689,7 @@ def _concatenation_rule(call: Call) -> TensorCutOf:
     return lambda _: first.cut
 
 
-def _stack_rule(call: Call) -> TensorCutOf:
+def _stack_rule(call: CutCall) -> TensorCutOf:
     """torch.stack, whose new dimension may come before the cut one."""
     first = call.first_cut()
     new_dim = call.argument(1, "dim", 0) % (first.dim() + 1)
@@ -700,7 +700,7 @@ def _stack_rule(call: Call) -> TensorCutOf:
     return lambda _: replace(first.cut, dim=dim)
 
 
-def _require_cut_alike(call: Call, operands: Iterable[Tensor]) -> None:
+def _require_cut_alike(call: CutCall, operands: Iterable[Tensor]) -> None:
     """Raise UserError unless the tensors, which have as many dimensions, are cut along the same."""
     first = call.first_cut()
     for x in operands:
@@ -713,7 +713,7 @@ def _require_cut_alike(call: Call, operands: Iterable[Tensor]) -> None:
             raise call.refuse(ALL_BESIDE_SLICE)
 
 
-def _repeat_rule(call: Call) -> TensorCutOf:
+def _repeat_rule(call: CutCall) -> TensorCutOf:
     """Tensor.repeat_interleave by one number: a head that is repeated stays on its rank."""
     x = call.first_cut()
     dims = _dims_argument(call, 2)
@@ -722,7 +722,7 @@ def _repeat_rule(call: Call) -> TensorCutOf:
     return lambda _: x.cut
 
 
-def _pad_rule(call: Call) -> TensorCutOf:
+def _pad_rule(call: CutCall) -> TensorCutOf:
     """F.pad of other dimensions."""
     x = call.first_cut()
     position = 2 * (x.dim() - 1 - x.cut.dim)  # two numbers a dimension, from the last one
@@ -731,7 +731,7 @@ def _pad_rule(call: Call) -> TensorCutOf:
     return lambda _: x.cut
 
 
-def _complex_rule(call: Call) -> TensorCutOf:
+def _complex_rule(call: CutCall) -> TensorCutOf:
     """torch.view_as_complex and view_as_real, which take or add a last dimension of size 2."""
     x = call.first_cut()
     if call.name == "view_as_complex" and x.cut.dim == x.dim() - 1:
@@ -739,7 +739,7 @@ def _complex_rule(call: Call) -> TensorCutOf:
     return lambda _: x.cut
 
 
-def _triangle_rule(call: Call) -> TensorCutOf:
+def _triangle_rule(call: CutCall) -> TensorCutOf:
     """torch.tril and triu of matrices that are not cut."""
     x = call.first_cut()
     if x.cut.dim >= x.dim() - 2:
@@ -747,7 +747,7 @@ def _triangle_rule(call: Call) -> TensorCutOf:
     return lambda _: x.cut
 
 
-def _refuse_loss(call: Call) -> TensorCutOf:
+def _refuse_loss(call: CutCall) -> TensorCutOf:
     raise call.refuse(
         "compares a slice of the outputs with targets of all of them",
         "for a cross entropy use loss_fn = parallel.vocab_parallel_loss(head), for another loss "
@@ -755,7 +755,7 @@ def _refuse_loss(call: Call) -> TensorCutOf:
     )
 
 
-def _norm_rule(call: Call) -> TensorCutOf:
+def _norm_rule(call: CutCall) -> TensorCutOf:
     """F.layer_norm and F.rms_norm over the last dimensions."""
     x = call.first_cut()
     first_normalized = x.dim() - len(call.argument(1, "normalized_shape"))
@@ -767,25 +767,25 @@ def _norm_rule(call: Call) -> TensorCutOf:
     return lambda _: x.cut
 
 
-def _refuse_channels(call: Call) -> TensorCutOf:
+def _refuse_channels(call: CutCall) -> TensorCutOf:
     raise call.refuse("combines features with each other, or with numbers of all features")
 
 
-def _refuse_halves(call: Call) -> TensorCutOf:
+def _refuse_halves(call: CutCall) -> TensorCutOf:
     raise call.refuse(
         "multiplies one half of each slice by the other, which is another half on one process",
         'give each half a layer of style "column" of its own, as gate and up',
     )
 
 
-def _assignment_rule(call: Call) -> TensorCutOf:
+def _assignment_rule(call: CutCall) -> TensorCutOf:
     """x[index] = value: the index selects no features, and the value is one number."""
     x, index, value = call.args
     if not isinstance(x, CutTensor) or isinstance(value, Tensor):
         raise call.refuse(
             "writes tensors into each other that are cut differently, or is not followed"
         )
-    return _view_rule(Call(torch.Tensor.__getitem__, (x, index), {}))
+    return _view_rule(CutCall(torch.Tensor.__getitem__, (x, index), {}))
 
 
 _RULES_OF_NAMES: tuple[tuple[str, Rule], ...] = (

@@ -139,10 +139,9 @@ def lone_task(environ: Mapping[str, str]) -> str:
     )
 
 
-def is_interactive(environ: Mapping[str, str], terminal: bool) -> bool:
-    """Return True if this process surely runs in a shell that Slurm has opened.
-
-    terminal: it reads from a terminal.
+def waits_for_a_person(environ: Mapping[str, str], terminal: bool) -> bool:
+    """Return True if a person waits for a lone task of a Slurm step (`lone_task`): it runs in a
+    shell that Slurm has opened, or reads from a terminal.
     """
     return (
         terminal

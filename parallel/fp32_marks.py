@@ -15,8 +15,7 @@ from megaprec.errors import UserError
 from megaprec.fp8.linear import FP8Gemm
 from megaprec.fp8.params import unmark_fp8
 from megaprec.precision.gemm import Gemm
-from megaprec.precision.marks import compute_in_fp32, outermost_marked
-from megaprec.precision.module_wrappers import NaiveAMPModel, PlannedModel
+from megaprec.precision.marks import CASTS_ITSELF, compute_in_fp32, outermost_marked
 from megaprec.precision.plan import PrecisionPlan
 from parallel.context import Context
 from parallel.norms import LayerNorm, RMSNorm
@@ -28,7 +27,7 @@ def compute_marked_in_fp32(model: nn.Module, plan: PrecisionPlan) -> None:
     Call this once, before the optimizer is made. Raises UserError for a part that casts itself.
     """
     for path, module in model.named_modules():
-        if isinstance(module, NaiveAMPModel | PlannedModel):
+        if hasattr(module, CASTS_ITSELF):
             raise UserError.of(
                 "parallel.fp32_mark_on_wrapper",
                 path=path or "the model",

@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 from megaprec.errors import UserError
 from parallel.described_world import (
-    is_interactive,
     is_rank_of_world,
     lone_task,
     require_consistent,
+    waits_for_a_person,
 )
 from parallel.local_store import STORE, LocalStore
 from parallel.loopback import INTERFACE, ONE_MACHINE
@@ -67,7 +67,7 @@ def join(
     seat = Seat.of_this_process()
     store.set(_key(rank), json.dumps(asdict(seat)))
     if rank == 0:
-        ends_alone = is_interactive(environment, _reads_a_terminal())
+        ends_alone = waits_for_a_person(environment, _reads_a_terminal())
         problem = _wait_for_ranks(
             store,
             size,

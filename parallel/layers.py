@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.layout import Layout, Part, attach
-from megaprec.comm.main_grad import Destination, cleared_main_grad, destination
+from megaprec.comm.main_grad import Destination, begin_cleared, destination
 from megaprec.comm.random import normal_part
 from megaprec.errors import UserError
 from megaprec.precision.row_sums import add_rows_
@@ -278,7 +278,7 @@ class Lookup(torch.autograd.Function):
         if target is Destination.NOWHERE:
             return None, None, None, None, None
         if target is Destination.MAIN:
-            total = cleared_main_grad(ctx.weight)
+            total = begin_cleared(ctx.weight)
         else:
             total = torch.zeros_like(ctx.weight)
         # the rank that holds the row adds to it

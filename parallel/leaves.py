@@ -53,7 +53,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Call:
+class LeafCall:
     """A leaf with the specs of its tensors and the values of its other arguments.
 
     region: the function is a region: gradients flow through its compiled form.
@@ -68,7 +68,7 @@ class Call:
         """Return the name of the leaf, for people."""
         return self.leaf.__name__.strip("_").replace("_", " ")
 
-    def on(self, device: str) -> "Call":
+    def on(self, device: str) -> "LeafCall":
         """Return this call with tensors of a device."""
         arguments = [
             replace(argument, device=device) if isinstance(argument, TensorSpec) else argument
@@ -81,7 +81,7 @@ class Call:
         """Return True if the leaf is marked so (`row_by_row`)."""
         return getattr(self.leaf, _ROW_BY_ROW, False)
 
-    def in_float64(self) -> "Call":
+    def in_float64(self) -> "LeafCall":
         """Return this call with tensors of float64 in place of other floating-point ones, and with
         float64 wherever an argument names such a dtype."""
         return replace(self, arguments=tuple(map(_widened, self.arguments)))
@@ -107,9 +107,9 @@ def call_of(
     leaf: Callable[..., Any],
     arguments: tuple[Any, ...],
     region: bool = False,
-) -> Call:
+) -> LeafCall:
     """Return the call whose compiled form computes leaf(*arguments)."""
-    return Call(leaf, tuple(map(_spec, arguments)), region)
+    return LeafCall(leaf, tuple(map(_spec, arguments)), region)
 
 
 def _spec(argument: Any) -> Any:
@@ -148,9 +148,9 @@ class Leaves:
     misses: the number of calls without a compiled form, by name, if any call has one.
     """
 
-    compiled: Mapping[Call, Callable[..., Any]] = field(default_factory=dict)
+    compiled: Mapping[LeafCall, Callable[..., Any]] = field(default_factory=dict)
     names: str = ""
-    recorded_calls: dict[Call, None] | None = None
+    recorded_calls: dict[LeafCall, None] | None = None
     by_region: bool = False
     misses: Counter[str] = field(default_factory=Counter, compare=False)
 

@@ -23,7 +23,7 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.main_grad import (
     Destination,
     begin_accumulation,
-    cleared_main_grad,
+    begin_cleared,
     destination,
     has_main_grad,
     main_grad_dtype,
@@ -283,7 +283,7 @@ def add_gradient(
     summed = rows.sum(0, dtype=sum_dtype(vector, rows.dtype))
     if target is Destination.AUTOGRAD:
         return summed.to(vector.dtype)
-    cleared_main_grad(vector).add_(summed)
+    begin_cleared(vector).add_(summed)
     return None
 
 
@@ -325,7 +325,7 @@ class Add(torch.autograd.Function):
         if target is Destination.NOWHERE:
             return grad, None, None
         if target is Destination.MAIN:
-            total = cleared_main_grad(ctx.parameter)
+            total = begin_cleared(ctx.parameter)
         else:
             total = torch.zeros_like(ctx.parameter)
         if ctx.rows is None:
@@ -356,5 +356,5 @@ class Widen(torch.autograd.Function):
         if target is Destination.AUTOGRAD:
             return grad.to(ctx.parameter.dtype), None
         if target is Destination.MAIN:
-            cleared_main_grad(ctx.parameter).add_(grad)
+            begin_cleared(ctx.parameter).add_(grad)
         return None, None

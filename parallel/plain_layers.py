@@ -31,7 +31,7 @@ from parallel.norms import LayerNorm, RMSNorm
 ROUNDING = 1e-3
 
 
-class Watch:
+class CheckedPasses:
     """Counts the passes through the layers of one module, and says if the present one is checked.
 
     A pass begins with a call of the module. If its layers are called without it, a pass begins with
@@ -123,7 +123,7 @@ class Watched(nn.Module):
     watch, path: the passes through the module, and the path in it; both set by `parallelize`.
     """
 
-    watch: Watch
+    watch: CheckedPasses
     path: str
     _computes = False  # while the layer itself reads its weight
 
@@ -311,7 +311,7 @@ class Dropout(nn.Dropout):
         self,
         plain: nn.Dropout,
         path: str,
-        watch: Watch,
+        watch: CheckedPasses,
     ) -> None:
         super().__init__(plain.p, plain.inplace)
         self.path = path
@@ -374,7 +374,7 @@ def _require_cut_by_features(x: Tensor, path: str) -> None:
 def _require_sequence(
     x: CutTensor,
     path: str,
-    watch: Watch,
+    watch: CheckedPasses,
 ) -> None:
     """Raise UserError unless `x` is cut along the sequence, as layers under sequence parallelism
     expect it."""

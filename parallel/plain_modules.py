@@ -39,11 +39,11 @@ from parallel.cut_features import CutTensor
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from parallel.norms import LayerNorm, RMSNorm
 from parallel.plain_layers import (
+    CheckedPasses,
     Column,
     Dropout,
     Row,
     Vocab,
-    Watch,
     Watched,
     WatchedLayerNorm,
     WatchedRMSNorm,
@@ -122,7 +122,7 @@ def parallelize(
     if problems:
         raise UserError(*problems)
 
-    watch = Watch(context)
+    watch = CheckedPasses(context)
     tied = _tied_parameters(module)  # before their layers are replaced, which unties them
     replacements: dict[int, nn.Module] = {}
     # after all checks: a problem must leave the module as it was
@@ -221,7 +221,7 @@ def _undivided_layers(
 def _replace_dropouts(
     module: nn.Module,
     prefix: str,
-    watch: Watch,
+    watch: CheckedPasses,
 ) -> None:
     """Replace each nn.Dropout of the module.
 
@@ -235,7 +235,7 @@ def _replace_dropouts(
             module.set_submodule(path, replacements[id(dropout)])
 
 
-def _register_watch(module: nn.Module, watch: Watch) -> None:
+def _register_watch(module: nn.Module, watch: CheckedPasses) -> None:
     """Begin and end the passes of `watch` with calls of the module, and refuse whole layers that
     are given slices."""
     module.register_forward_pre_hook(watch.begin)
@@ -475,7 +475,7 @@ def _parallel_layer(
     style: str,
     context: Context,
     name: str,
-    watch: Watch,
+    watch: CheckedPasses,
 ) -> nn.Module:
     """Return the parallel layer of a style with this rank's slice of the values of `layer`."""
     watched = context.tp.size > 1

@@ -23,11 +23,11 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from parallel.compiled_leaves import copied, difference, inductor
-from parallel.leaves import Call
+from parallel.leaves import LeafCall
 
 
 @dataclass(frozen=True)
-class Passes:
+class RegionPasses:
     """The two passes of a region.
 
     forward: inputs -> results and other tensors that the backward pass needs.
@@ -55,7 +55,7 @@ class _RunPasses(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        passes: Passes,
+        passes: RegionPasses,
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
         # detached: the compiled graph has a backward pass of its own
@@ -88,7 +88,7 @@ Compiler = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
 """Makes a function of tensors from a graph and examples of its inputs."""
 
 
-def compiled_region(call: Call, compiler: Compiler = inductor) -> Passes:
+def compiled_region(call: LeafCall, compiler: Compiler = inductor) -> RegionPasses:
     """Return the compiled passes of a region, whose results are contiguous.
 
     Raises what the compiler raises.
@@ -104,7 +104,7 @@ def compiled_region(call: Call, compiler: Compiler = inductor) -> Passes:
     result_count = len(traced.results)
     tangents = [torch.randn_like(y) for y in outputs[:result_count]]
     backward = compiler(backward_graph, [*needed, *tangents])
-    return Passes(
+    return RegionPasses(
         forward,
         backward,
         traced.needed,
@@ -267,7 +267,7 @@ def _cut_graph(
     return GraphModule(torch.nn.Module(), part)
 
 
-def trial_difference_of_region(call: Call, passes: Callable[..., Any]) -> str:
+def trial_difference_of_region(call: LeafCall, passes: Callable[..., Any]) -> str:
     """Return how compiled passes differ from their region on trial, "" if neither results nor
     gradients do."""
     inputs = call.example_tensors()

@@ -22,7 +22,7 @@ from megaprec import tested_versions
 from tests.project.forked_command import served
 from tools.convert.core import torch_files
 from tools.convert.core.untrusted import describe, describe_distributed
-from tools.training.stopping import SIGNALS
+from tools.training.ends import SIGNALS
 
 # How fast an example is says nothing on a machine that does other things too. The examples are the
 # same in each run, so that a change is not blamed for what another one's luck finds;

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.checkpoint.save_load import load, save
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, Part, attach
-from megaprec.comm.main_grad import cleared_main_grad
+from megaprec.comm.main_grad import begin_cleared
 from megaprec.optim.decision.step_report import StepReport
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.rules.rule_table import rule
@@ -175,7 +175,7 @@ def give(optimizer: ParallelAMPOptimizer, step: int, fine: int = 1024) -> None:
                 share(part.name, step, fine, index, dp.size * len(stages) * copies)
                 * optimizer.scale
             )
-            cleared_main_grad(parameter).view(-1)[first:last].add_(part.take(mine).reshape(-1))
+            begin_cleared(parameter).view(-1)[first:last].add_(part.take(mine).reshape(-1))
 
 
 def make_optimizer(mesh: DeviceMesh | None, case: Case) -> ParallelAMPOptimizer:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from megaprec.checkpoint.atomic import INDEX
 from megaprec.checkpoint.digests import INDEX_DIGEST, seal_index
-from megaprec.checkpoint.reader import INDEX, Store
+from megaprec.checkpoint.reader import Store
 from tests.ranks import run_ranks
 from tools import cli
-from tools.convert.initial import resolve_run
+from tools.config.resolved_run import resolve_run
 from tools.journal.records import read_metrics
 from tools.training.branch import open_start
 from tools.training.corpus import open_corpus

@@ -12,13 +12,11 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
-
-import torch.distributed as dist
 
 from megaprec.checkpoint.atomic import replaced_since
 from megaprec.errors import Problem, UserError, did_you_mean
@@ -26,60 +24,25 @@ from megaprec.parsing import is_unicode
 from megaprec.resources import require_threads
 from megaprec.train_program import end_file_in, tell_end
 from parallel.described_world import require_consistent, slurm_environment
-from tools.commands import (
-    bisect,
-    calibrate,
-    compare,
-    completion,
-    data,
-    diagnose,
-    diff,
-    doctor,
-    evaluate,
-    explain_overflow,
-    explain_spike,
-    fp8_advice,
-    generate,
-    import_answers,
-    import_args,
-    init,
-    inspect,
-    keys,
-    merge,
-    mup_check,
-    plan,
-    precision,
-    prove,
-    report,
-    schedule,
-    train,
-)
-from tools.commands import convert as convert
-from tools.commands import parity as parity
+from tools.commands.table import COMMANDS, GROUPS, Command
+from tools.console.json_output import to_json
 from tools.console.streams import guard_streams
-from tools.console.tables import print_result
-from tools.training.launch import is_consequence, is_local_rank, prints_own_failure
-from tools.training.stopping import EXIT_CODES, ON_PURPOSE, Stopped, as_user_error, note_failure
+from tools.parts.optional_parts import part
+from tools.training.ends import EXIT_CODES, ON_PURPOSE, Stopped, as_user_error
+from tools.training.launched import is_consequence, is_local_rank, prints_own_failure
 
 MAX_ATTEMPTS = 4  # at a run whose checkpoints are replaced
 MAY_BE_EMPTY = ("--prompt", "--stop")  # options whose own lines say what an empty text means
-RETRIED_COMMANDS = (
-    inspect.main,
-    diff.main,
-    generate.main,
-    evaluate.main,
-    convert.main,
-    merge.main,
-    report.main,
-    compare.main,
-)
-"""Commands that change nothing in the run that they read, and so may be run again."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None, modules_are_read: Callable[[], object] = lambda: None
+) -> int:
     """Run the command line `argv` (default: the process's own) and return the exit code.
 
     Ends the process if torch.distributed could not be shut down: see `parallel.mesh.world`.
+
+    modules_are_read: called when the modules of the command have been imported, before it begins.
     """
     guard_streams()
     try:
@@ -91,20 +54,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr)
         return 2
     args = _parse(argv)
-    joined_before = dist.is_initialized()  # by who calls this in a process of its own
+    modules_are_read()
+    joined_before = _is_in_world()  # by who calls this in a process of its own
     try:
         code = _run(args)
     except Exception:
-        if joined_before or not dist.is_initialized():
+        if joined_before or not _is_in_world():
             raise
         traceback.print_exc()
         code = 1
     # a world that is left over would keep the process at its exit, waiting for other ranks
-    if not joined_before and dist.is_initialized():
+    if not joined_before and _is_in_world():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _is_in_world() -> bool:
+    """Return True if this process has joined a world of ranks, for which it has loaded torch."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_initialized()
 
 
 def _tell_program(error: UserError) -> bool:
@@ -132,7 +102,8 @@ def _run(args: argparse.Namespace) -> int:
             print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        note_failure(error)
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:  # of a rank
+            part("note_failure")(error)
         cause = as_user_error(error)
         # where a rank was short of memory, its launcher may start it again, and its traceback says
         if isinstance(error, MemoryError) and not is_local_rank():
@@ -160,21 +131,21 @@ def _print_error(error: Exception, args: argparse.Namespace) -> None:
             {"code": problem.code, "message": str(problem), "fields": problem.fields}
             for problem in problems
         ]
-        print_result(args, lambda: {"errors": errors}, lambda: None)
+        print(to_json({"errors": errors}))
 
 
 def _run_with_retries(args: argparse.Namespace) -> int:
     """Run a command; again if a checkpoint that it read was replaced meanwhile by a run that
     trains."""
     # the last attempt is below: its error is the user's
-    for _ in range(MAX_ATTEMPTS - 1 if args.run in RETRIED_COMMANDS else 0):
+    for _ in range(MAX_ATTEMPTS - 1 if COMMANDS[args.command].repeatable else 0):
         start = time.time()
         try:
             return int(args.run(args))
         except (UserError, OSError) as error:
             message = str(error)
             replaced = any(replaced_since(start, message, path) for path in _path_values(args))
-            if dist.is_initialized() or not replaced:
+            if _is_in_world() or not replaced:
                 raise
     return int(args.run(args))
 
@@ -209,43 +180,64 @@ class _Parser(argparse.ArgumentParser):
         )
 
 
+class _ParserOfAll(_Parser):
+    """The parser of the command line, whose help lists the commands by group."""
+
+    def format_help(self) -> str:
+        """Return usage, options and the commands of each group."""
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        formatter.start_section("options")
+        formatter.add_arguments(self._optionals._group_actions)
+        formatter.end_section()
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+
 def parser_of_all() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
-    parser = _Parser(
+    """Return the parser of all commands, with the options of each."""
+    return _parser_of(COMMANDS)
+
+
+def _parser_of(called: Container[str]) -> argparse.ArgumentParser:
+    """Return the parser of all commands, with the options of those that are called: the modules of
+    others are not imported."""
+    parser = _ParserOfAll(
         prog="megaprec",
         description="Train, check and convert transformer models in any tensor, pipeline and data "
         "layout.",
+        epilog=_described_commands(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=_version())
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    train.add_parser(commands)
-    generate.add_parser(commands)
-    evaluate.add_parser(commands)
-    data.add_parser(commands)
-    explain_overflow.add_parser(commands)
-    explain_spike.add_parser(commands)
-    diagnose.add_parser(commands)
-    convert.add_parser(commands)
-    inspect.add_parser(commands)
-    import_args.add_parser(commands)
-    diff.add_parser(commands)
-    merge.add_parser(commands)
-    compare.add_parser(commands)
-    report.add_parser(commands)
-    plan.add_parser(commands)
-    calibrate.add_parser(commands)
-    schedule.add_parser(commands)
-    precision.add_parser(commands)
-    parity.add_parser(commands)
-    prove.add_parser(commands)
-    bisect.add_parser(commands)
-    mup_check.add_parser(commands)
-    doctor.add_parser(commands)
-    fp8_advice.add_parser(commands)
-    init.add_parser(commands)
-    keys.add_parser(commands)
-    completion.add_parser(commands, parser)
+    commands = parser.add_subparsers(
+        required=True, metavar="COMMAND", dest="command", parser_class=_Parser
+    )
+    for name, command in COMMANDS.items():
+        command_parser = commands.add_parser(name, help=command.help)
+        if name in called:
+            command.load().add_arguments(command_parser)
+            command_parser.epilog = _example_of(command)
+    # for `completion`
+    parser.set_defaults(parser_of_all=parser_of_all)
     return parser
+
+
+def _described_commands() -> str:
+    """Return the help of all commands, by group."""
+    lines = list[str]()
+    for group in GROUPS:
+        lines.append(f"{group}:")
+        members = {name: each for name, each in COMMANDS.items() if each.group == group}
+        lines += [f"  {name:20}{each.help}" for name, each in members.items()]
+        lines.append("")
+    return "\n".join([*lines, "megaprec COMMAND --help describes a command."])
+
+
+def _example_of(command: Command) -> str:
+    """Return the line of a command's help that shows its use."""
+    return f"example: megaprec {command.examples[0]}"
 
 
 def _version() -> str:
@@ -260,8 +252,10 @@ def _version() -> str:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the arguments. Overrides may stand before and after options, which argparse alone does
     not allow."""
-    parser = parser_of_all()
     words = list(sys.argv[1:] if argv is None else argv)
+    # options before the command are those of all commands
+    called = next((word for word in words if not word.startswith("-")), "")
+    parser = _parser_of({called})
     if not words:
         parser.print_help(sys.stderr)
         parser.exit(2)
@@ -271,9 +265,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if empty := _empty_argument(words):
         parser.error(f"{empty} is empty: give a value, or leave it out")
     if words[:1] == ["import-args"]:
-        argv = import_answers.with_names_of_drop(words)
+        words = COMMANDS["import-args"].load().words_to_parse(words)
     # argparse leaves over the overrides that stand behind options
-    args, unparsed = parser.parse_known_args(argv)
+    args, unparsed = parser.parse_known_args(words)
     if unparsed:
         _take_overrides(parser, args, unparsed)
     for name, value in vars(args).items():
@@ -309,8 +303,9 @@ def _take_overrides(
     if hasattr(args, "overrides") and not has_option:
         args.overrides = [*args.overrides, *unparsed]
         return
-    if args.run is import_args.main:
-        parser.exit(2, f"{import_args.how_to_quote(unparsed[0])}\n")
+    if args.command == "import-args":
+        how_to_quote = COMMANDS["import-args"].load().how_to_quote
+        parser.exit(2, f"{how_to_quote(unparsed[0])}\n")
     parser.error(f"unrecognized arguments: {' '.join(unparsed)}{_override_hint(unparsed)}")
 
 

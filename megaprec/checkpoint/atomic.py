@@ -18,10 +18,10 @@ import stat
 from itertools import count
 from pathlib import Path
 
-from megaprec.checkpoint.reader import INDEX
 from megaprec.durable import file_error, make_folder, sync
 from megaprec.errors import Problem, UserError
 
+INDEX = "checkpoint.json"  # in each checkpoint
 # more digits from step 100,000,000 on
 NAME = re.compile(r"step_\d{8,}")
 

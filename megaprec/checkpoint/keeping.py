@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.checkpoint.atomic import (
+    INDEX,
     checkpoint_path,
     free_path,
     hide,
@@ -27,7 +28,6 @@ from megaprec.checkpoint.atomic import (
     whole_checkpoints,
 )
 from megaprec.checkpoint.digests import INDEX_DIGEST
-from megaprec.checkpoint.reader import INDEX
 from megaprec.durable import append_line, file_error, reading
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_regular

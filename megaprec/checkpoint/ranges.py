@@ -18,7 +18,7 @@ from operator import add
 from typing import Any, NamedTuple
 
 
-class Block(NamedTuple):
+class StoredBlock(NamedTuple):
     """Offset and shape of a rectangle, and the number of elements before it in the stored
     tensor."""
 
@@ -27,28 +27,28 @@ class Block(NamedTuple):
     start: int
 
 
-def blocks(chunk: dict[str, Any]) -> Iterator[Block]:
+def blocks(chunk: dict[str, Any]) -> Iterator[StoredBlock]:
     """Yield the rectangles that a chunk of checkpoint.json consists of, in the order in which they
     are stored."""
     offset = chunk["offset"]
     shape = chunk["shape"]
     if not chunk.get("range"):
-        yield Block(offset, shape, 0)
+        yield StoredBlock(offset, shape, 0)
         return
     first, last = chunk["range"]
     for block in _split_range(shape, first, last):
         offset_in_tensor = list(map(add, offset, block.offset))
-        yield Block(offset_in_tensor, block.shape, block.start - first)
+        yield StoredBlock(offset_in_tensor, block.shape, block.start - first)
 
 
-def _split_range(shape: Sequence[int], first: int, last: int) -> Iterator[Block]:
+def _split_range(shape: Sequence[int], first: int, last: int) -> Iterator[StoredBlock]:
     """Yield the rectangles of elements [first, last) of a row-major tensor; `start` is their first
     element in it.
     """
     if first >= last:
         return
     if not shape:
-        yield Block([], [], 0)
+        yield StoredBlock([], [], 0)
         return
     row_shape = shape[1:]
     row_size = prod(row_shape)
@@ -62,7 +62,7 @@ def _split_range(shape: Sequence[int], first: int, last: int) -> Iterator[Block]
     if first_full < end_full:
         offset = [first_full] + [0] * len(row_shape)
         full_rows = [end_full - first_full, *row_shape]
-        yield Block(offset, full_rows, start_of_full)
+        yield StoredBlock(offset, full_rows, start_of_full)
     yield from _split_row(shape, end_full, end_full * row_size, last)
 
 
@@ -71,13 +71,13 @@ def _split_row(
     row: int,
     first: int,
     last: int,
-) -> Iterator[Block]:
+) -> Iterator[StoredBlock]:
     """Yield the rectangles of elements [first, last), which lie in one row; none if it is
     empty."""
     row_shape = shape[1:]
     row_start = row * prod(row_shape)
     for block in _split_range(row_shape, first - row_start, last - row_start):
-        yield Block([row, *block.offset], [1, *block.shape], row_start + block.start)
+        yield StoredBlock([row, *block.offset], [1, *block.shape], row_start + block.start)
 
 
 def stored_shape(chunk: dict[str, Any]) -> list[int]:

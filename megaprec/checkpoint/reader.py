@@ -21,14 +21,14 @@ from pydantic import (
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megaprec.checkpoint.atomic import INDEX
 from megaprec.checkpoint.digests import FILE_DIGESTS, is_sealed
-from megaprec.checkpoint.ranges import Block, blocks, stored_shape
+from megaprec.checkpoint.ranges import StoredBlock, blocks, stored_shape
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part
 from megaprec.errors import Problem, UserError
 from megaprec.parsing import parse_json, read_regular
 
-INDEX = "checkpoint.json"
 FORMAT = 2  # 1: every chunk has its whole rectangle; 2: a chunk may have a flat range of it
 SCALER = {"scale", "growth_tracker", "hysteresis_tracker"}
 SHOWN_ERRORS = 5  # of a damaged index; more tell no more
@@ -306,7 +306,7 @@ class Store:
         self,
         key: str,
         chunk: dict[str, Any],
-        block: Block,
+        block: StoredBlock,
         start: list[int],
         stop: list[int],
     ) -> Tensor:

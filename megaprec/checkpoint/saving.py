@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from megaprec.checkpoint.atomic import (
+    INDEX,
     begin,
     checkpoint_path,
     commit,
@@ -38,7 +39,7 @@ from megaprec.checkpoint.digests import FILE_DIGESTS, file_digest, seal_index
 from megaprec.checkpoint.fp8_scales import add_fp8
 from megaprec.checkpoint.keeping import USUAL, Keep, make_way, record_save, remove_expired
 from megaprec.checkpoint.ranges import stored_shape
-from megaprec.checkpoint.reader import FORMAT, INDEX
+from megaprec.checkpoint.reader import FORMAT
 from megaprec.checkpoint.shard_file import write_shard
 from megaprec.checkpoint.snapshot import take_snapshot
 from megaprec.comm.gathered_texts import gather_entries
@@ -112,7 +113,7 @@ class Saving:
         self._outcome: Outcome | None = None
         self._number = 0  # of the hidden folder; rank 0 knows it when it has made the folder
         self._partial: Path | None = None  # the hidden folder, once all ranks know it
-        unsaved = unsaved_buffers(optimizer)
+        unsaved = changed_module_buffers(optimizer)
         # one rank tells what all have gathered
         if self._world.rank == 0:
             self._warnings += [f"{name} {UNSAVED}" for name in unsaved]
@@ -285,17 +286,16 @@ def require_own_names(files: Sequence[Path]) -> None:
             raise UserError.of("checkpoint.name_taken_in_checkpoint", file=file, name=file.name)
 
 
-def unsaved_buffers(optimizer: ParallelAMPOptimizer) -> list[str]:
-    """Return the paths of all ranks' buffers that changed in training and that no checkpoint holds.
-    Collective.
+def changed_module_buffers(optimizer: ParallelAMPOptimizer) -> list[str]:
+    """Return the paths of all ranks' buffers of modules that changed in training and that no
+    checkpoint holds. Collective.
 
     Raises UserError on every rank if one of them has a frozen parameter that cannot be saved.
     """
     # by path or sentence: None for a buffer, code and fields for a problem
     local: dict[str, Any] = dict.fromkeys(optimizer.frozen.changed_buffers())
     try:
-        for _ in optimizer.frozen.slices():
-            pass  # only to see if one of them raises
+        optimizer.frozen.require_savable()
     except UserError as error:
         local = {str(problem): [problem.code, problem.fields] for problem in error.problems}
     has_entries = torch.tensor(float(bool(local)), device=optimizer.device)

@@ -136,7 +136,7 @@ def _require_none_of_this_step(parameter: nn.Parameter) -> None:
         raise UserError.of("optimizer.grad_beside_main_grad", name=name)
 
 
-def collect(
+def attach_main_grad(
     parameter: nn.Parameter,
     main: Tensor | AbsentGradient,
     make_room: Callable[[], None] | None = None,
@@ -310,7 +310,7 @@ def begin_accumulation(parameter: nn.Parameter) -> tuple[Tensor, bool]:
     return parameter.main_grad, is_first  # type: ignore[attr-defined]
 
 
-def cleared_main_grad(parameter: nn.Parameter) -> Tensor:
+def begin_cleared(parameter: nn.Parameter) -> Tensor:
     """Return `main_grad`, to add to, cleared of values of earlier steps. Mark the parameter as
     having a gradient."""
     main_grad, is_first = begin_accumulation(parameter)
@@ -382,7 +382,7 @@ def zero_missing_grads(parameters: Iterable[nn.Parameter]) -> None:
             parameter.main_grad.zero_()  # type: ignore[attr-defined]
 
 
-def close_accumulation(parameters: Iterable[nn.Parameter], closed: bool) -> None:
+def set_closed(parameters: Iterable[nn.Parameter], closed: bool) -> None:
     """Mark the parameters as taking no gradient, since their sum over the ranks has begun, or as
     taking them again."""
     for parameter in parameters:

@@ -56,7 +56,7 @@ class Waits:
         return ledger.finished_seconds + max(0.0, now - ledger.begun)
 
 
-class Work(Protocol):
+class Transfer(Protocol):
     """A transfer that torch.distributed has started."""
 
     def wait(self) -> object:
@@ -78,7 +78,7 @@ def noted(waits: Waits) -> Iterator[None]:
         _waits.reset(token)
 
 
-def wait_for(work: Work) -> None:
+def wait_for(work: Transfer) -> None:
     """Wait for a transfer, and note the wait."""
     with waiting():
         work.wait()
@@ -107,7 +107,7 @@ class Pending(Generic[Result]):
     keep: tensors that only the transfers still read; a reference keeps their memory until the end.
     """
 
-    works: Sequence[Work]
+    works: Sequence[Transfer]
     result: Result
     keep: tuple[Tensor, ...] = ()
 

@@ -36,7 +36,7 @@ CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 
 
-class Call(NamedTuple):
+class RunningCall(NamedTuple):
     """A call under way. file: its `short_path`. line: the line that runs now."""
 
     file: str
@@ -57,7 +57,7 @@ def short_path(path: str) -> str:
     return path
 
 
-def main_calls() -> list[Call]:
+def main_calls() -> list[RunningCall]:
     """Return the calls of the main thread, innermost first, a hundred at most; none if the system
     has no memory."""
     try:
@@ -70,15 +70,16 @@ def main_calls() -> list[Call]:
         return []
 
 
-def failed_calls(error: BaseException) -> list[Call]:
+def failed_calls(error: BaseException) -> list[RunningCall]:
     """Return the calls in which an exception was raised, innermost first: those of the exception
     that it was raised from before its own."""
-    raised: list[Call] = []
+    raised: list[RunningCall] = []
     cause: BaseException | None = error
     while cause is not None:
         frames = traceback.extract_tb(cause.__traceback__)
         calls = [
-            Call(short_path(frame.filename), frame.lineno or 0, frame.name) for frame in frames
+            RunningCall(short_path(frame.filename), frame.lineno or 0, frame.name)
+            for frame in frames
         ]
         raised = [*reversed(calls), *raised]
         cause = cause.__cause__
@@ -92,10 +93,10 @@ def _in_memory() -> BinaryIO:
     return tempfile.TemporaryFile()
 
 
-def calls_of(dump: str, thread: int) -> list[Call]:
+def calls_of(dump: str, thread: int) -> list[RunningCall]:
     """Return the calls of a thread, by its ident, from what faulthandler has written about all
     threads."""
-    stack_calls: list[Call] = []
+    stack_calls: list[RunningCall] = []
     of_thread = False  # True while the lines are about this thread
     for text_line in dump.splitlines():
         if heading := THREAD.match(text_line):
@@ -104,7 +105,7 @@ def calls_of(dump: str, thread: int) -> list[Call]:
         if match and of_thread:
             file_path, number, function = match.groups()
             file = short_path(_unescape(file_path))
-            stack_calls.append(Call(file, int(number), _unescape(function)))
+            stack_calls.append(RunningCall(file, int(number), _unescape(function)))
     return stack_calls
 
 
@@ -118,7 +119,7 @@ def _unescape(text: str) -> str:
     return ESCAPED.sub(character, text)
 
 
-def summarize_calls(stack_calls: Sequence[Call]) -> tuple[bool, list[str]]:
+def summarize_calls(stack_calls: Sequence[RunningCall]) -> tuple[bool, list[str]]:
     """Return True if a thread with these calls is in a transfer between ranks, and its innermost
     lines outside of libraries."""
     waits = False

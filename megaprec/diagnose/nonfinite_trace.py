@@ -40,7 +40,7 @@ class CheckedTensor:
 
 
 @dataclass(frozen=True)
-class Finding:
+class NonfiniteFinding:
     """The first tensor that was not finite.
 
     module: dotted path of the module in which it arose, "" for the whole model; None if outside the
@@ -77,7 +77,7 @@ class Trace(AbstractContextManager["Trace"]):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.found: Finding | None = None
+        self.found: NonfiniteFinding | None = None
         self.seen: list[CheckedTensor] = []
         self._modules = dict(model.named_modules())
         self._running: list[str] = []  # paths of the modules that have been entered and not left
@@ -141,14 +141,14 @@ class Trace(AbstractContextManager["Trace"]):
         largest: float,
         module_path: str | None,
         dtype: torch.dtype,
-    ) -> Finding:
+    ) -> NonfiniteFinding:
         module = self._modules.get(module_path) if module_path is not None else None
         parameters: tuple[str, ...] = ()
         entering = 0.0
         if module_path is not None:
             parameters = tuple(name for name, _ in self._parameters(module_path))
             entering = self._entering.get(module_path, 0.0)
-        return Finding(
+        return NonfiniteFinding(
             module=module_path,
             kind="" if module is None else type(module).__name__,
             parameters=parameters,

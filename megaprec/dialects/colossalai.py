@@ -44,8 +44,8 @@ from megaprec.dialects.scaling import (
     FLOOR,
     HYSTERESIS_SCALER_KEYS,
     TORCH_SCALER_KEYS,
-    GradScaler,
     LossScale,
+    TorchGradScaler,
     cap,
     express_torch_scaling,
     hysteresis_scaling,
@@ -69,7 +69,7 @@ class AMP_TYPE(Enum):
     NAIVE = "naive"
 
 
-class Torch(GradScaler):
+class Torch(TorchGradScaler):
     """Keys of AMP_TYPE.TORCH, which are those of torch's scaler."""
 
     # here and below Any: `_mode` has read it before the class is chosen
@@ -113,7 +113,7 @@ class Apex(Keys):
     max_loss_scale: LossScale = 2.0**24
 
 
-class Parallel(Keys):
+class ColossalParallel(Keys):
     """Keys of AMP_TYPE.PARALLEL. max_scale is in Colossal-AI's code, though not in its
     documentation."""
 
@@ -327,7 +327,7 @@ def _autocast(reading: Reading) -> dict[str, Decision]:
 
 
 def _resolve_parallel(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
-    config = reading.read(Parallel, fp16, "fp16")
+    config = reading.read(ColossalParallel, fp16, "fp16")
     floor = config.min_scale
     ceiling = config.max_scale
     refuse_outside(reading, "fp16.initial_scale", config.initial_scale, floor, ceiling)

@@ -47,7 +47,7 @@ SYSTEM = "InternEvo"
 PREFIX = "precision.internevo"
 
 
-class GradScaler(Keys):
+class InternEvoGradScaler(Keys):
     """Keys of `grad_scaler = dict(...)`."""
 
     fp16: Any = None
@@ -74,7 +74,7 @@ class HybridZeroOptimizer(Keys):
     reduce_bucket_size: int | None = Field(default=None, gt=0)
 
 
-class Parallel(Keys):
+class InternEvoParallel(Keys):
     """Keys of `parallel = dict(...)`, each a size or dict(size=...).
 
     zero1: number of data-parallel ranks over which the optimizer state is sharded.
@@ -147,9 +147,9 @@ DEFAULTED = {
 }
 
 
-def _read_scaler(reading: Reading, model: Model) -> tuple[GradScaler, Fp16]:
+def _read_scaler(reading: Reading, model: Model) -> tuple[InternEvoGradScaler, Fp16]:
     """Return the tables `grad_scaler` and `grad_scaler.fp16`."""
-    scaler = reading.read(GradScaler, model.grad_scaler or {}, "grad_scaler")
+    scaler = reading.read(InternEvoGradScaler, model.grad_scaler or {}, "grad_scaler")
     fp16 = reading.read(Fp16, scaler.fp16 or {}, "grad_scaler.fp16")
     return scaler, fp16
 
@@ -190,7 +190,7 @@ def _settings(reading: Reading, model: Model) -> dict[str, Decision]:
     if model.hybrid_zero_optimizer is not None:
         settings |= _optimizer(reading, model.hybrid_zero_optimizer)
     if model.parallel is not None:
-        settings |= _parallel(reading, reading.read(Parallel, model.parallel, "parallel"))
+        settings |= _parallel(reading, reading.read(InternEvoParallel, model.parallel, "parallel"))
     return settings
 
 
@@ -215,7 +215,7 @@ def _optimizer(reading: Reading, table: Any) -> dict[str, Decision]:
     return settings
 
 
-def _parallel(reading: Reading, sizes: Parallel) -> dict[str, Decision]:
+def _parallel(reading: Reading, sizes: InternEvoParallel) -> dict[str, Decision]:
     """Return sizes of the layout, ZeRO and sequence parallelism, by run-file key."""
     settings: dict[str, Decision] = {}
     _refuse_unknown_keys(reading, sizes)
@@ -241,7 +241,7 @@ def _parallel(reading: Reading, sizes: Parallel) -> dict[str, Decision]:
     return settings
 
 
-def _sequence(reading: Reading, sizes: Parallel) -> dict[str, Decision]:
+def _sequence(reading: Reading, sizes: InternEvoParallel) -> dict[str, Decision]:
     """Return sequence parallelism, which a mode of tensor parallelism or an older key turns on."""
     mode = "mtp"  # the plain one
     if isinstance(sizes.tensor, Mapping):
@@ -262,7 +262,7 @@ def _sequence(reading: Reading, sizes: Parallel) -> dict[str, Decision]:
     return {}
 
 
-def _refuse_unknown_keys(reading: Reading, sizes: Parallel) -> None:
+def _refuse_unknown_keys(reading: Reading, sizes: InternEvoParallel) -> None:
     """Record a problem for each key of the tables in `parallel` that InternEvo does not have."""
     for name, other_keys in PARALLEL_KEYS.items():
         table = getattr(sizes, name)

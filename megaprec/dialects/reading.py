@@ -21,6 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from megaprec.errors import Problem, UserError, did_you_mean
+from megaprec.kinds import literals_of
 from megaprec.precision.plan import TORCH_DTYPES, PrecisionPlan
 
 
@@ -131,13 +132,6 @@ NO_MARGIN = (
 
 # as pydantic writes a bound of loss scales
 SMALL_FRACTION = re.compile(r"\b0\.0{5,}\d+")
-
-
-def literals_of(details: ErrorDetails) -> list[str]:
-    """Return the words that a key may have, of pydantic's error about another word."""
-    # pydantic lists them as "'a', 'b' or 'c'"
-    expected = str(details.get("ctx", {}).get("expected", ""))
-    return expected.replace("'", "").replace(" or ", ", ").split(", ")
 
 
 def _explanation(table_class: type[Keys], key: str, details: ErrorDetails) -> str:

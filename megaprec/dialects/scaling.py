@@ -18,7 +18,7 @@ LossScale = Annotated[float, Field(ge=FLOOR, le=CEILING)]
 """The type of keys that are a loss scale or a limit of one."""
 
 
-class GradScaler(Keys):
+class TorchGradScaler(Keys):
     """Keys of torch.amp.GradScaler and of FSDP's ShardedGradScaler."""
 
     init_scale: LossScale = 2.0**16
@@ -28,7 +28,7 @@ class GradScaler(Keys):
     enabled: bool = True
 
 
-TORCH_SCALER_KEYS = tuple(GradScaler.model_fields)
+TORCH_SCALER_KEYS = tuple(TorchGradScaler.model_fields)
 # Colossal-AI's names of the settings of Megatron's scaler
 HYSTERESIS_SCALER_KEYS = (
     "initial_scale",
@@ -73,7 +73,7 @@ def cap(highest: float) -> float | None:
     return None if highest == CEILING else highest
 
 
-def torch_scaling(scaler: GradScaler) -> LossScaling:
+def torch_scaling(scaler: TorchGradScaler) -> LossScaling:
     """Return the LossScaling of a scaler with these keys."""
     if not scaler.enabled:
         return LossScaling()

@@ -47,7 +47,7 @@ from megaprec.dialects.reading import (
 )
 from megaprec.dialects.scaling import (
     TORCH_SCALER_KEYS,
-    GradScaler,
+    TorchGradScaler,
     express_torch_scaling,
     torch_scaling,
 )
@@ -254,7 +254,7 @@ def resolve(config: Mapping[str, Any] | None, sources: Mapping[str, str] | None 
         decisions = _mixed_precision(reading, tables)
     # FSDP adds no scaler by itself
     if tables.grad_scaler is not None:
-        scaler = reading.read(GradScaler, tables.grad_scaler, "grad_scaler")
+        scaler = reading.read(TorchGradScaler, tables.grad_scaler, "grad_scaler")
         decisions["scaling"] = reading.decided_by(
             torch_scaling(scaler), *(f"grad_scaler.{key}" for key in TORCH_SCALER_KEYS)
         )

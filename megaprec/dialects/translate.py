@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from megaprec.dialects import colossalai, internevo, nemo, nxd, smp
 from megaprec.dialects.reading import Resolved
 from megaprec.errors import Problem, UserError
-from megaprec.precision.plan import PrecisionPlan, dtype_name
+from megaprec.precision.plan import FIELDS, PrecisionPlan, dtype_name
 
 
 class Dialect(Protocol):
@@ -39,8 +39,6 @@ DIALECTS: Mapping[str, Dialect] = {
     "internevo": internevo,
     "nemo": nemo,
 }
-# the fields that are decisions; `origin` says which key made each of them
-FIELDS = tuple(field.name for field in fields(PrecisionPlan) if field.name != "origin")
 RELATED_KEYS = ("parallel.zero", "parallel.zero_size", "optimizer.clip")
 """Run-file keys that belong to mixed precision in some system."""
 

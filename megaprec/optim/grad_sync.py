@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.main_grad import close_accumulation, zero_missing_grads
+from megaprec.comm.main_grad import set_closed, zero_missing_grads
 from megaprec.optim.decision.numerics import RunningSums
 from megaprec.optim.state.flat_buffer import Buffer
 from megaprec.optim.state.partial_grads import sum_partial
@@ -196,7 +196,7 @@ class GradReducer:
             self.before_reduce(buffer)
         if is_last:
             # from here on a gradient of this rank alone would be lost on the others
-            close_accumulation(buffer.parameters, True)
+            set_closed(buffer.parameters, True)
         sum_partial(buffer.parameters, self.tp)
         return buffer.start_reduce()
 
@@ -228,7 +228,7 @@ class GradReducer:
             # also those of a pass that was not announced as the last one
             self._final.update(sharded)
             for buffer in sharded:
-                close_accumulation(buffer.parameters, True)
+                set_closed(buffer.parameters, True)
 
     def reduce(self, chunk: int) -> None:
         """Start the remaining reductions of `chunk`, whose gradients are final. To be called once
@@ -266,7 +266,7 @@ class GradReducer:
         self._num_ended.clear()
         self._passes.clear()
         for buffer in chain.from_iterable(self._chunks):
-            close_accumulation(buffer.parameters, False)
+            set_closed(buffer.parameters, False)
         self.num_microbatches = self.sums.count
         self.sums.forget()
 

@@ -16,8 +16,9 @@ One step, after the backward pass has accumulated gradients in the buffers:
                    or not, the parameters that held non-finite gradients are named
     6. scaler      is updated; the divisor in 3 is the scale by which the loss was multiplied
 
-`ParallelAMPOptimizer.step` has a line for each: what one line finds out is a value that the next
-ones are given.
+`ParallelAMPOptimizer.step` calls a method for each: 1 `_complete_gradients`, 2 `_local_numbers`,
+`_exchange` and `_decide`, 3 and 4 `_update`, 5 `_report`, 6 `_end_step`. What one finds out is a
+value that the next ones are given.
 
 Over dp, gradients are averaged if each rank's loss is the mean over its own samples, or summed if
 it is the rank's share of a mean over all samples: `average` says which.
@@ -43,7 +44,7 @@ from megaprec.leaf_calls import CallLeaf
 from megaprec.optim.canonical.numerics import CanonicalNumerics
 from megaprec.optim.decision.attribution import attribute_nonfinite
 from megaprec.optim.decision.consensus import StepNumbers, digest, forbids, to_host
-from megaprec.optim.decision.decision import Decision, StepSettings
+from megaprec.optim.decision.decision import StepDecision, StepSettings
 from megaprec.optim.decision.numerics import Numerics
 from megaprec.optim.decision.one_pass import (
     AdamWNumbers,
@@ -194,7 +195,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
     # True: each step compares all weights with their masters, not only after a version has changed,
     # and steps 1, 2, 4, 8, ... compare what ranks must have in common
     checks_loop = True
-    _num_prepared = 0  # steps that were tried
+    _num_attempted = 0  # steps that were tried
 
     def __init__(
         self,
@@ -612,8 +613,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         self._model_buffers.read_dtensor_gradients()
         self._reducer.finish()
         self._model_buffers.sum_tied_and_virtual()
-        self._num_prepared += 1
-        is_power_of_two = self._num_prepared & (self._num_prepared - 1) == 0
+        self._num_attempted += 1
+        is_power_of_two = self._num_attempted & (self._num_attempted - 1) == 0
         if self.checks_loop and is_power_of_two:  # ever rarer: they cost nothing in the long run
             self._compare_ranks(loss)
         for observer in self.observers:
@@ -657,12 +658,12 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         measured = self._consensus.measure(self._counted_grads, self._grads_counted_elsewhere)
         numbers = {
             "loss": 0.0 if loss is None else loss,
-            "same_common": self._common_digest(settings),
+            "agrees_globally": self._common_digest(settings),
             "stops": self.stop,
             "num_gradients": presence.num_gradients,
             "nothing_counts": nothing_counts,
             "num_losses": gave_loss,
-            "same_in_stages": presence.digest,
+            "agrees_in_pp_ranks": presence.digest,
         }
         return self._consensus.pack(measured, numbers)
 
@@ -677,18 +678,19 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         """Return the numbers of all ranks together, by one all-reduce over the world."""
         return self._consensus.read(self.world.sum_(local))
 
-    def _decide(self, numbers: StepNumbers, settings: StepSettings) -> Decision:
-        """Return whether the step is applied, which every rank decides alike."""
+    def _decide(self, numbers: StepNumbers, settings: StepSettings) -> StepDecision:
+        """Return the decision, the same on every rank: norm, spike, and whether to skip."""
         # the scale that multiplied the loss, before `_end_step` updates it
         scale = self.scaler.scale.clone()
         norm = numbers["norm"] / scale
-        is_spike = settings.limits.exceeded_by(numbers["loss"], norm)
+        # a step that is not finite is an overflow and no spike
+        is_spike = settings.limits.exceeded_by(numbers["loss"], norm) & numbers["finite"]
         skip = forbids(numbers, self.plan.on_nonfinite).maximum(is_spike.float())
         for observer in self.observers:
             observer.decided(self.all_buffers(), scale, skip)
-        return Decision(numbers, scale, norm, is_spike, skip)
+        return StepDecision(numbers, scale, norm, is_spike, skip)
 
-    def _end_step(self, decision: Decision, report: StepReport) -> None:
+    def _end_step(self, decision: StepDecision, report: StepReport) -> None:
         """Update the loss scale, discard the gradients, and tell observers."""
         if report.changed and self._fp8_masters is not None:
             self._fp8_masters.outdate()  # the next pass computes the codes
@@ -707,7 +709,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         factor = (self.clip / (norm + _CLIP_EPSILON)).clamp(max=1.0)
         return torch.where(norm.isfinite(), factor, 1.0)
 
-    def _update(self, decision: Decision, settings: StepSettings) -> None:
+    def _update(self, decision: StepDecision, settings: StepSettings) -> None:
         """Apply the rule, or change nothing if the step is skipped."""
         skip = decision.skip
         self.applied_steps += 1 - skip  # no read of `skip`, for which the host would wait
@@ -717,7 +719,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         for observer in self.observers:
             observer.updated(self.all_buffers())
 
-    def _apply(self, decision: Decision, settings: StepSettings) -> None:
+    def _apply(self, decision: StepDecision, settings: StepSettings) -> None:
         """Update all tiles as step number `applied_steps`, and all-gather the weights."""
         # one divisor undoes the loss scale and clips
         divisor = decision.scale.double() / self._clip_factor(decision.norm)
@@ -793,7 +795,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         tile.store(wide.masters, wide.moments, step.applied)
 
     def _report(
-        self, decision: Decision, settings: StepSettings, further: Tensor | None
+        self, decision: StepDecision, settings: StepSettings, further: Tensor | None
     ) -> StepReport:
         """Return the report of the step, with offenders if it was not finite.
 
@@ -829,11 +831,11 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
     def _require_agreement(self, numbers: Mapping[str, Any], settings: StepSettings) -> None:
         """Raise RuntimeError, on every rank, if the ranks cannot take one step together. Nothing
         was changed then."""
-        if not numbers["same_common"]:
+        if not numbers["agrees_globally"]:
             steps = int(self.applied_steps)
             raise RuntimeError(disagreement(self.scaler, steps, settings.lr, settings.limits))
         has_gradients = numbers["num_gradients"] > 0
-        if not numbers["same_in_stages"] or not has_gradients:
+        if not numbers["agrees_in_pp_ranks"] or not has_gradients:
             raise RuntimeError(
                 explain_presence(self.all_buffers(), self._ranks, has_gradients, settings.lines)
             )

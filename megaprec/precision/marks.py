@@ -22,6 +22,7 @@ from megaprec.precision.nested import cast_dtypes, cast_floating, tensors
 from megaprec.precision.patterns import match_patterns
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 
+CASTS_ITSELF = "casts_itself_by_megaprec"  # attribute of wrappers, which cast what they wrap
 _IS_CAST = "is_cast_by_megaprec"  # attribute of the modules of a wrapped model
 
 

@@ -51,6 +51,8 @@ class NaiveAMPModel(nn.Module):
     average buffers are not known.
     """
 
+    casts_itself_by_megaprec = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -114,6 +116,8 @@ class PlannedModel(nn.Module):
     a plan with FP8 if no layer of `model` could compute in it, and for a batch norm whose 16-bit
     weights torch does not compute beside statistics in FP32.
     """
+
+    casts_itself_by_megaprec = True
 
     def __init__(self, model: nn.Module, plan: PrecisionPlan) -> None:
         super().__init__()

@@ -269,6 +269,8 @@ class PrecisionPlan:
 
 
 # a dtype's name in a run file -> dtype
+# the fields that are decisions; `origin` says which key made each of them
+FIELDS = tuple(each.name for each in fields(PrecisionPlan) if each.name != "origin")
 DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,

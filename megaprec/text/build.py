@@ -28,7 +28,7 @@ from megaprec.errors import Problem, UserError
 from megaprec.parsing import parse_json, read_text
 from megaprec.text.characters import CharacterTokenizer
 from megaprec.text.pieces import MarkedPiece
-from megaprec.text.sources import Source, TextDigest, has_digest
+from megaprec.text.sources import TextDigest, TextSource, has_digest
 from megaprec.text.tokenizer import (
     FILE_DIGEST,
     TOKENS_DIGEST,
@@ -40,7 +40,7 @@ from megaprec.text.training import learn_characters, train_sentencepiece
 from megaprec.text.workers import Chunk, encode_chunks
 from megaprec.tokens import intact
 from megaprec.tokens.files import file_digest, with_suffix, write_whole
-from megaprec.tokens.indexed import IndexedDataset, IndexedWriter, Mark
+from megaprec.tokens.indexed import IndexedDataset, IndexedWriter, WriteProgress
 from megaprec.tokens.loss_mask import SUFFIX as LOSS_MASK
 from megaprec.tokens.loss_mask import MaskMark
 
@@ -101,7 +101,7 @@ class _Counts:
 
 
 def prepare(
-    source: Source,
+    source: TextSource,
     prefix: Path,
     *,
     tokenizer: Path | None = None,
@@ -157,7 +157,7 @@ def _learned(texts: Iterable[str], prefix: Path, vocab_size: int | None, overwri
 
 
 def _existing(
-    source: Source,
+    source: TextSource,
     prefix: Path,
     tokenizer: Tokenizer | None,
     vocab_size: int | None,
@@ -191,7 +191,7 @@ def _existing(
 
 
 def build(
-    source: Source,
+    source: TextSource,
     tokenizer: Tokenizer,
     prefix: Path,
     workers: int = 1,
@@ -317,7 +317,7 @@ def _digests(prefix: Path) -> dict[str, Any]:
 
 def reusable(
     prefix: Path,
-    source: Source,
+    source: TextSource,
     tokenizer: Tokenizer,
     vocab_size: int | None = None,
     by_content: bool = False,
@@ -387,7 +387,7 @@ def _is_of(
     return record.get(FILE_DIGEST) == file_digest(tokenizer.path)
 
 
-def _is_known(record: dict[str, Any], source: Source) -> bool:
+def _is_known(record: dict[str, Any], source: TextSource) -> bool:
     """Return True if the source has names, sizes and times with which the text of a data set was
     seen."""
     identity = source.identity()
@@ -403,7 +403,7 @@ def _same_texts(record: dict[str, Any]) -> list[Any]:
 def _has_the_text(
     prefix: Path,
     record: dict[str, Any],
-    source: Source,
+    source: TextSource,
 ) -> bool:
     """Return True if the source has the text of a data set, and then add its identity to the
     record."""
@@ -421,7 +421,7 @@ def _has_the_text(
     return True
 
 
-def made_of(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
+def made_of(source: TextSource, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the inputs that determine every byte of a data set."""
     return {
         "source": source.identity(),
@@ -431,7 +431,7 @@ def made_of(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def _worker_count(source: Source, maximum: int) -> int:
+def _worker_count(source: TextSource, maximum: int) -> int:
     """Return the number of workers to start: at most `maximum`, and one per chunk of text."""
     return max(1, min(maximum, source.total_bytes() // CHUNK_CHARS))
 
@@ -479,7 +479,7 @@ class _State:
 
     chunks: int
     counts: _Counts
-    mark: Mark | None
+    mark: WriteProgress | None
 
 
 def _interrupted_state(prefix: Path, inputs: dict[str, Any]) -> _State:
@@ -487,7 +487,7 @@ def _interrupted_state(prefix: Path, inputs: dict[str, Any]) -> _State:
     the initial one."""
     try:
         saved = parse_json(read_text(with_suffix(prefix, ".resume")))
-        mark = Mark(**saved["mark"])
+        mark = WriteProgress(**saved["mark"])
         if mark.mask is not None:
             mark = replace(mark, mask=MaskMark(**saved["mark"]["mask"]))
         sizes = {".bin": mark.tokens, ".lengths": mark.lengths, ".documents": mark.documents}
@@ -508,7 +508,7 @@ def _interrupted_state(prefix: Path, inputs: dict[str, Any]) -> _State:
 
 
 def _write(
-    source: Source,
+    source: TextSource,
     text_digest: TextDigest,
     skipped: list[Problem],
     tokenizer: Tokenizer,

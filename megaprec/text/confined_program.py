@@ -34,7 +34,7 @@ OUT_OF_MEMORY = 78  # exit code
 ReadBytes = Callable[[int, int], bytes]
 
 
-class Channel:
+class FrameChannel:
     """The frames of a process. requests, answers: streams of bytes."""
 
     def __init__(self, requests: IO[bytes], answers: IO[bytes]) -> None:
@@ -79,7 +79,7 @@ def load(module: str) -> Any:
     return loaded.Work()
 
 
-def serve(work: Any, channel: Channel) -> None:
+def serve(work: Any, channel: FrameChannel) -> None:
     """Answer requests until there are no more. Raises EOFError then."""
     while True:
         seconds, request = json.loads(channel.receive().decode("utf-8", "surrogatepass"))
@@ -111,7 +111,7 @@ def main(module: str, memory: str) -> None:
     work = load(module)
     limit_process(int(memory))
     try:
-        serve(work, Channel(sys.stdin.buffer, answers))
+        serve(work, FrameChannel(sys.stdin.buffer, answers))
     except (EOFError, BrokenPipeError):
         os._exit(0)
 

@@ -80,7 +80,7 @@ class TextOptions:
     chats: Chats | None = None
 
 
-class Reading(NamedTuple):
+class TextReading(NamedTuple):
     """A file that is read.
 
     document: the prefix of its documents' names.
@@ -96,8 +96,8 @@ class Reading(NamedTuple):
     on_fault: OnFault
 
 
-Pieces = Callable[[Reading], Iterator[Piece]]
-Rows = Callable[[Reading, Sequence[str]], Iterator[Row]]
+Pieces = Callable[[TextReading], Iterator[Piece]]
+Rows = Callable[[TextReading, Sequence[str]], Iterator[Row]]
 
 
 class Form(NamedTuple):
@@ -156,7 +156,7 @@ def _rows(file: Path, options: TextOptions, helpers: Helpers, on_fault: OnFault)
     if rows is None:
         raise UserError.of("data.chat_form", file=file)
     fields = [*dict.fromkeys((*ROW_FIELDS, options.field))]
-    return rows(Reading(file, "", options, helpers, on_fault), fields)
+    return rows(TextReading(file, "", options, helpers, on_fault), fields)
 
 
 def pieces(
@@ -172,7 +172,7 @@ def pieces(
     on_fault: called with the error of each line, item or row that is no document; reading goes on
         if it returns.
     """
-    return form_of(file).pieces(Reading(file, document, options, helpers, on_fault))
+    return form_of(file).pieces(TextReading(file, document, options, helpers, on_fault))
 
 
 def lacks_column(file: Path, options: TextOptions) -> bool:
@@ -198,7 +198,7 @@ def check_readable(files: Sequence[Path]) -> None:
             needs(file)
 
 
-def _text_pieces(reading: Reading) -> Iterator[Piece]:
+def _text_pieces(reading: TextReading) -> Iterator[Piece]:
     """Yield a plain text.
 
     If bad files are to be skipped, the text is read twice: none of it is yielded before all of it
@@ -279,7 +279,7 @@ def _lines_before_fault(decoder: codecs.IncrementalDecoder, content: bytes) -> i
 def _texts_of(rows: Rows, has_texts: bool = False) -> Pieces:
     """Return the reader of the texts in a field of rows. has_texts: a row may itself be a text."""
 
-    def read(reading: Reading) -> Iterator[Piece]:
+    def read(reading: TextReading) -> Iterator[Piece]:
         field = reading.options.field
         for number, row in rows(reading, [field]):
             where = f"{reading.file}:{number}"
@@ -296,42 +296,42 @@ def _texts_of(rows: Rows, has_texts: bool = False) -> Pieces:
     return read
 
 
-def _jsonl_rows(reading: Reading, fields: Sequence[str]) -> Iterator[Row]:
+def _jsonl_rows(reading: TextReading, fields: Sequence[str]) -> Iterator[Row]:
     return jsonl_rows(reading.file, fields, reading.on_fault)
 
 
-def _list_rows(reading: Reading, fields: Sequence[str]) -> Iterator[Row]:
+def _list_rows(reading: TextReading, fields: Sequence[str]) -> Iterator[Row]:
     return list_rows(reading.file, fields)
 
 
-def _mds_rows(reading: Reading, fields: Sequence[str]) -> Iterator[Row]:
+def _mds_rows(reading: TextReading, fields: Sequence[str]) -> Iterator[Row]:
     return mds_rows(reading.file, fields, reading.on_fault)
 
 
-def _tar_rows(reading: Reading, fields: Sequence[str]) -> Iterator[Row]:
+def _tar_rows(reading: TextReading, fields: Sequence[str]) -> Iterator[Row]:
     return tar_rows(reading.file, fields, reading.on_fault)
 
 
-def _tar_pieces(reading: Reading) -> Iterator[Piece]:
+def _tar_pieces(reading: TextReading) -> Iterator[Piece]:
     return tar_pieces(reading.file, reading.document, reading.options.field, reading.on_fault)
 
 
-def _arrow_rows(reading: Reading, fields: Sequence[str]) -> Iterator[Row]:
+def _arrow_rows(reading: TextReading, fields: Sequence[str]) -> Iterator[Row]:
     return table_rows(reading.file, fields, reading.on_fault, reading.helpers)
 
 
-def _arrow_pieces(reading: Reading) -> Iterator[Piece]:
+def _arrow_pieces(reading: TextReading) -> Iterator[Piece]:
     field = reading.options.field
     return table_pieces(reading.file, reading.document, field, reading.on_fault, reading.helpers)
 
 
-def _separated_rows(reading: Reading, fields: Sequence[str]) -> Iterator[Row]:
+def _separated_rows(reading: TextReading, fields: Sequence[str]) -> Iterator[Row]:
     encoding = _without_byte_order_mark(reading.options.encoding)
     separator = SEPARATORS[form(reading.file)]
     return separated_rows(reading.file, encoding, separator, reading.on_fault)
 
 
-def _separated_pieces(reading: Reading) -> Iterator[Piece]:
+def _separated_pieces(reading: TextReading) -> Iterator[Piece]:
     options = reading.options
     encoding = _without_byte_order_mark(options.encoding)
     separator = SEPARATORS[form(reading.file)]
@@ -340,12 +340,12 @@ def _separated_pieces(reading: Reading) -> Iterator[Piece]:
     )
 
 
-def _page_pieces(reading: Reading) -> Iterator[Piece]:
+def _page_pieces(reading: TextReading) -> Iterator[Piece]:
     encoding = reading.options.encoding
     return page_pieces(reading.file, reading.document, encoding, reading.helpers)
 
 
-def _notebook_pieces(reading: Reading) -> Iterator[Piece]:
+def _notebook_pieces(reading: TextReading) -> Iterator[Piece]:
     return notebook_pieces(reading.file, reading.document)
 
 

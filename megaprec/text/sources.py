@@ -58,19 +58,25 @@ from megaprec.text.readers import (
     reader_versions,
 )
 from megaprec.text.text_files import is_hidden, left_out_words, text_files
-from megaprec.tokens.places import file_system, is_remote, is_url, naming_url, size_of
+from megaprec.tokens.places import (
+    STANDARD_LIBRARY,
+    file_system,
+    is_remote,
+    is_url,
+    naming_url,
+    size_of,
+)
 from megaprec.tokens.ranges import version_of
 from megaprec.url_secrets import masked
 
 SHOWN = 20  # lines about bad files and rows
 ROW = re.compile(r"(.*?):\d+: (.*)", re.DOTALL)  # a line about a row: its file, and the reason
 SEARCH_SECONDS = 60.0  # in which bad files and rows are searched for, once there is one
-STANDARD_LIBRARY = "python"
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """A text source that can be read any number of times; iterating it yields its pieces.
 
     name: the name that the user gave.
@@ -277,7 +283,7 @@ class TextDigest:
 
 
 def has_digest(
-    source: Source,
+    source: TextSource,
     digest: str,
     chars: int,
 ) -> bool:
@@ -295,7 +301,7 @@ def has_digest(
     return actual.chars == chars and actual.hexdigest() == digest
 
 
-def open_source(name: str | Sequence[str], options: TextOptions | None = None) -> Source:
+def open_source(name: str | Sequence[str], options: TextOptions | None = None) -> TextSource:
     """Return the source `name` (see the module's table).
 
     Raises UserError if it does not exist or has no text.
@@ -323,7 +329,7 @@ def open_source(name: str | Sequence[str], options: TextOptions | None = None) -
     if not any(map(size_of, found.files)):
         raise UserError.of("data.source_empty", name=shown_name)
     check_readable(found.files)
-    return Source(shown_name, found.root, found.files, options, found.left_out)
+    return TextSource(shown_name, found.root, found.files, options, found.left_out)
 
 
 def _check_options(options: TextOptions) -> None:
@@ -340,14 +346,14 @@ def _with_others(problem: Problem, others: int) -> Problem:
     return problem.within(after=f"; so {others:,} more in this file") if others else problem
 
 
-def _standard_library(max_chars: int | None) -> Source:
+def _standard_library(max_chars: int | None) -> TextSource:
     root = Path(sysconfig.get_path("stdlib"))
     files = {file.relative_to(root).as_posix(): file for file in _library_files(root)}
     if not files:
         raise UserError.of("data.no_standard_library", root=root)
     # by digest, so that any beginning has varied modules, and the same on every machine
     scattered = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())
-    return Source(
+    return TextSource(
         STANDARD_LIBRARY,
         root,
         tuple(files[name] for name in scattered),

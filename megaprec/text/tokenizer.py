@@ -32,7 +32,7 @@ from megaprec.text.encoding import (
 from megaprec.text.tokenizer_files import (
     CONFIG,
     NAMES,
-    Settings,
+    TokenizerSettings,
     another_kind,
     neither,
     read_definition,
@@ -417,7 +417,7 @@ def _load_cached(path: Path, contents: tuple[bytes, ...]) -> Tokenizer:
 
 def _id_of(
     role: str,
-    settings: Settings,
+    settings: TokenizerSettings,
     vocabulary: Mapping[str, int],
     default: int | None = None,
 ) -> int | None:

@@ -60,7 +60,7 @@ _CONTRADICTED = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class TokenizerSettings:
     """The settings in the files beside a tokenizer. Each token has the file that says it.
 
     named: tokens by their role, such as "eos_token".
@@ -110,7 +110,7 @@ def files_beside(path: Path) -> list[Path]:
     return settings_of(path)
 
 
-def read_settings(path: Path, definition: Mapping[str, Any]) -> Settings:
+def read_settings(path: Path, definition: Mapping[str, Any]) -> TokenizerSettings:
     """Return the settings beside a tokenizer.
 
     definition: what its tokenizer.json says, empty for SentencePiece.
@@ -151,7 +151,7 @@ def read_settings(path: Path, definition: Mapping[str, Any]) -> Settings:
         added[token] = (token_id, config_file)
         if is_special:
             special.add(token)
-    return Settings(
+    return TokenizerSettings(
         in_map | in_config,
         further,
         added,
@@ -161,7 +161,7 @@ def read_settings(path: Path, definition: Mapping[str, Any]) -> Settings:
 
 
 def with_other_names(
-    settings: Settings, vocabulary: Mapping[str, int]
+    settings: TokenizerSettings, vocabulary: Mapping[str, int]
 ) -> tuple[dict[str, int], list[str]]:
     """Return the vocabulary with the names that settings give to some of its tokens, and a note on
     them.
@@ -187,7 +187,7 @@ def with_other_names(
 
 def require_agreeing(
     path: Path,
-    settings: Settings,
+    settings: TokenizerSettings,
     vocabulary: Mapping[str, int],
 ) -> None:
     """Raise UserError unless the tokenizer has every token that the settings beside it name, with

@@ -12,7 +12,7 @@ The sample at a position is a pure function of the position and the seed: no ran
 Each data set has its own epochs.
 
 A run may go on with other weights. From that position on the pattern is another one, and each data
-set goes on with the sample after its last one: `Stretch` says where that was.
+set goes on with the sample after its last one: `WeightedStretch` says where that was.
 """
 
 import heapq
@@ -31,7 +31,7 @@ from megaprec.tokens.samples import Batch, SampleLocation, Samples
 LONGEST_PERIOD = 1_000_000  # samples; a blend holds two int64 for each of a period
 
 
-class Stretch(NamedTuple):
+class WeightedStretch(NamedTuple):
     """The positions of a blend, from `begin` on, in which its data sets have these weights.
 
     taken: the number of samples that each data set has given before.
@@ -42,7 +42,7 @@ class Stretch(NamedTuple):
     taken: tuple[int, ...]
 
     @classmethod
-    def first(cls, weights: Sequence[float]) -> "Stretch":
+    def first(cls, weights: Sequence[float]) -> "WeightedStretch":
         """Return the stretch of a run that begins with these weights."""
         return cls(0, tuple(weights), (0,) * len(weights))
 
@@ -50,7 +50,7 @@ class Stretch(NamedTuple):
 class _Mixture:
     """The data sets of the positions of a stretch, and the numbers of their samples."""
 
-    def __init__(self, stretch: Stretch) -> None:
+    def __init__(self, stretch: WeightedStretch) -> None:
         self.begin = stretch.begin
         self._taken = np.array(stretch.taken, dtype=np.int64)
         self._pattern = pattern(shares(stretch.weights))
@@ -91,7 +91,7 @@ class Blend:
     def __init__(
         self,
         parts: Sequence[Samples],
-        stretches: Sequence[Stretch],
+        stretches: Sequence[WeightedStretch],
         names: Sequence[str],
     ) -> None:
         self.parts = parts
@@ -184,7 +184,7 @@ class Blend:
         return _begun(self._mixtures, samples).taken_before(samples)
 
 
-def taken_before(stretches: Sequence[Stretch], position: int) -> list[int]:
+def taken_before(stretches: Sequence[WeightedStretch], position: int) -> list[int]:
     """Return how many samples each data set has given before a position."""
     return _begun([_Mixture(stretch) for stretch in stretches], position).taken_before(position)
 

@@ -63,7 +63,7 @@ LONGEST_SEQUENCE = 2**31 - 1  # lengths are i32
 
 
 @dataclass(frozen=True)
-class Mark:
+class WriteProgress:
     """The progress of a writer.
 
     tokens, lengths, documents: bytes of its temporary files.
@@ -95,7 +95,7 @@ class IndexedWriter:
         self,
         prefix: Path,
         vocab_size: int,
-        mark: Mark | None = None,
+        mark: WriteProgress | None = None,
         has_mask: bool = False,
     ) -> None:
         self._prefix = prefix
@@ -103,7 +103,7 @@ class IndexedWriter:
         self._code = UINT16_CODE if vocab_size < UINT16_VOCABULARY else INT32_CODE
         # of no id: each is smaller than the one and larger than the other
         no_ids = (vocab_size, -1)
-        mark = mark or Mark(tokens=0, lengths=0, documents=0, open=0, ids=no_ids)
+        mark = mark or WriteProgress(tokens=0, lengths=0, documents=0, open=0, ids=no_ids)
         self._bin = open_part(with_suffix(prefix, ".bin"), mark.tokens)
         self._lengths = open_part(with_suffix(prefix, ".lengths"), mark.lengths)
         self._documents = open_part(with_suffix(prefix, ".documents"), mark.documents)
@@ -194,14 +194,14 @@ class IndexedWriter:
         self._lengths.write(lengths.astype("<i4").tobytes())
         self._sequences += len(lengths)
 
-    def mark(self) -> Mark:
+    def mark(self) -> WriteProgress:
         """Flush everything to the disk; return the mark from which a new writer can resume."""
         for part in self._parts:
             part.flush()
             os.fsync(part.fileno())
         tokens, lengths, documents = (part.tell() for part in self._parts)
         mask = self._mask.mark() if self._mask else None
-        return Mark(tokens, lengths, documents, self._open, self.ids, mask)
+        return WriteProgress(tokens, lengths, documents, self._open, self.ids, mask)
 
     def close(self) -> None:
         """Publish the pair. An older pair of the same name ceases to be readable before it is

@@ -65,7 +65,7 @@ class FileScan:
 
 
 @dataclass(frozen=True)
-class Contents:
+class DataSetContents:
     """The identity of a data set: its size, and the digests of both files.
 
     sampled: True if bin_sha256 is the digest of some blocks only.
@@ -85,7 +85,7 @@ class Contents:
 
 def contents_of(
     dataset: IndexedDataset, remedy: str = "copy it again or build it again"
-) -> Contents:
+) -> DataSetContents:
     """Check the files of a data set that this machine has not read before; return its identity.
 
     remedy: advice at the end of the error line.
@@ -111,7 +111,7 @@ def contents_of(
         bin_digest = scan.sha256
         sampled = True
     low, high = _range_with_record(scan, record)
-    return Contents(
+    return DataSetContents(
         tokens=dataset.num_tokens,
         documents=dataset.num_documents,
         bin_sha256=bin_digest,
@@ -169,7 +169,7 @@ def _range_with_record(scan: FileScan, record: dict[str, Any] | None) -> tuple[i
 
 def check_vocabulary(
     dataset: IndexedDataset,
-    contents: Contents,
+    contents: DataSetContents,
     vocab: int,
 ) -> None:
     """Raise UserError if an id that was read is outside [0, vocab); the line names the first such

@@ -14,6 +14,7 @@ from typing import Any, cast
 from megaprec.errors import UserError
 from megaprec.tokens.http_bounds import HttpProblem, client_options
 
+STANDARD_LIBRARY = "python"  # the source of Python's own library, which every machine has
 WEB = ("http://", "https://")  # kinds of URLs in which what stands behind a ? names no file
 URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 

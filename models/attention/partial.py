@@ -259,7 +259,7 @@ class AttentionGradients:
         return weighted.sum((0, 3, 4)).neg_().flatten()
 
 
-class Block(NamedTuple):
+class ScoreBlock(NamedTuple):
     """Queries and keys whose scores are computed at a time."""
 
     rows: slice  # of the tensor of queries
@@ -282,7 +282,7 @@ def visible_blocks(
     rule: AttentionRule,
     query: Tensor,
     wide_dtype: torch.dtype,
-) -> Iterator[Block]:
+) -> Iterator[ScoreBlock]:
     """Yield blocks that together have all pairs of queries and keys that may attend.
 
     query: [b, m, n / m, s, d]. A block is so small that its scores take a limited memory.
@@ -306,7 +306,7 @@ def visible_blocks(
                     continue
                 row = first_row + start
                 column = first_column + block_keys.start - keys.start
-                yield Block(
+                yield ScoreBlock(
                     rows=slice(row, row + len(block_queries)),
                     queries=block_queries,
                     columns=slice(column, column + len(block_keys)),
@@ -338,7 +338,7 @@ def capped_scores(
 def mask_scores_(
     scores: Tensor,
     rule: AttentionRule,
-    block: Block,
+    block: ScoreBlock,
 ) -> Tensor:
     """Return the scores with minus infinity where a query does not attend, in place."""
     attends = rule.mask(block.queries, block.keys, scores.device)
@@ -355,7 +355,7 @@ def sinks_by_head(sinks: Tensor, query: Tensor) -> Tensor:
 def drop_weights(
     weights: Tensor,
     rule: AttentionRule,
-    block: Block,
+    block: ScoreBlock,
 ) -> Tensor:
     """Return the weights [b, m, n / m, queries, keys] after dropout."""
     if rule.drop is None:

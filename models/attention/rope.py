@@ -8,6 +8,7 @@ All angles are computed in float64, in every dtype of the model.
 """
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -105,23 +106,48 @@ def frequencies(
     sequence. Hugging Face uses the longest sequence that the model has seen so far, which is the
     same if all sequences are equally long.
     """
-    # A larger base slows all pairs but the fastest one.
-    if scaling.kind == "dynamic":
-        stretch = max(length / scaling.original_max_position_embeddings, 1)
-        base_factor = scaling.factor * stretch - (scaling.factor - 1)
-        exponent = dims / (dims - 2)
-        base *= base_factor**exponent
+    return FREQUENCIES[scaling.kind](scaling, base, dims, length)
+
+
+def _plain(base: float, dims: int) -> Tensor:
+    """Return the frequencies without a scaling."""
     first_features = torch.arange(0, dims, 2, dtype=torch.float64)
-    plain = base ** (-first_features / dims)
-    if scaling.kind == "linear":
-        return plain / scaling.factor
-    if scaling.kind == "llama3":
-        slowness = _slowness_by_wavelength(scaling, plain)
-        return _blend(plain, scaling.factor, slowness)
-    if scaling.kind == "yarn":
-        slowness = _slowness_by_turns(scaling, base, dims)
-        return _blend(plain, scaling.factor, slowness)
-    return plain
+    return base ** (-first_features / dims)
+
+
+def _unscaled(scaling: RopeScaling, base: float, dims: int, length: int) -> Tensor:
+    return _plain(base, dims)
+
+
+def _linear(scaling: RopeScaling, base: float, dims: int, length: int) -> Tensor:
+    return _plain(base, dims) / scaling.factor
+
+
+def _dynamic(scaling: RopeScaling, base: float, dims: int, length: int) -> Tensor:
+    # A larger base slows all pairs but the fastest one.
+    stretch = max(length / scaling.original_max_position_embeddings, 1)
+    base_factor = scaling.factor * stretch - (scaling.factor - 1)
+    exponent = dims / (dims - 2)
+    return _plain(base * base_factor**exponent, dims)
+
+
+def _llama3(scaling: RopeScaling, base: float, dims: int, length: int) -> Tensor:
+    plain = _plain(base, dims)
+    return _blend(plain, scaling.factor, _slowness_by_wavelength(scaling, plain))
+
+
+def _yarn(scaling: RopeScaling, base: float, dims: int, length: int) -> Tensor:
+    return _blend(_plain(base, dims), scaling.factor, _slowness_by_turns(scaling, base, dims))
+
+
+FREQUENCIES: Mapping[str, Callable[[RopeScaling, float, int, int], Tensor]] = {
+    "none": _unscaled,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+"""The frequencies by `RopeScaling.kind`, of (scaling, base, dims, length)."""
 
 
 def _blend(

@@ -12,6 +12,9 @@ angles of all tokens, and with them everything above the first layer, so the who
 again.
 """
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -136,9 +139,11 @@ class CachedStage(Stage):
     replace `forward`."""
 
     attention = CachedAttention
-    latent_attention = CachedLatentAttention
-    delta_net = CachedDeltaNet
-    mamba_mixer = CachedMambaMixer
+    own_kinds: ClassVar[Mapping[str, type[nn.Module]]] = {
+        "LatentAttention": CachedLatentAttention,
+        "GatedDeltaNet": CachedDeltaNet,
+        "MambaMixer": CachedMambaMixer,
+    }
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ Activations are [s, b, h]: s sequence, b micro-batch, h hidden. Under sequence p
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -15,15 +16,18 @@ from models.attention.regions import RegionNorm, add_norm
 from models.attention.rope import RotaryTables
 from models.config import ModelConfig
 from models.feed_forward.mlp import MLP
-from models.feed_forward.moe import MixtureOfExperts
-from models.recurrent.gated_delta_net import GatedDeltaNet
-from models.recurrent.mamba_mixer import MambaMixer
+from models.optional_parts import part
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, dropout, note_microbatch
 from parallel.norms import LayerNorm, RMSNorm
 
-Mixer = Attention | GatedDeltaNet | MambaMixer
-"""Attention, or what stands in its place: it mixes the tokens of a sequence."""
+if TYPE_CHECKING:
+    from models.feed_forward.moe import MixtureOfExperts
+    from models.recurrent.gated_delta_net import GatedDeltaNet
+    from models.recurrent.mamba_mixer import MambaMixer
+
+    # attention, or what stands in its place: it mixes the tokens of a sequence
+    Mixer = Attention | GatedDeltaNet | MambaMixer
 
 
 def make_norm(
@@ -72,7 +76,7 @@ class DecoderLayer(nn.Module):
         context: Context,
         name: str,
         layer: int = 0,
-        attention: type[Mixer] = Attention,
+        attention: "type[Mixer]" = Attention,
     ) -> None:
         super().__init__()
         self.config = config
@@ -89,14 +93,14 @@ class DecoderLayer(nn.Module):
         self.mlp: MLP | MixtureOfExperts | None = None
         if config.has_feed_forward:
             self.mlp_norm = self._make_norm("mlp_norm", before)
-            feed_forward = MixtureOfExperts if config.experts else MLP
+            feed_forward = part("MixtureOfExperts") if config.experts else MLP
             self.mlp = feed_forward(config, context, f"{name}.mlp", layer)
             self.mlp_post_norm = self._make_norm("mlp_post_norm", after)
 
-    def _make_norm(self, part: str, wanted: bool) -> nn.Module | None:
+    def _make_norm(self, place: str, wanted: bool) -> nn.Module | None:
         if not wanted:
             return None
-        return make_norm(self.config, self.context, f"{self.name}.{part}")
+        return make_norm(self.config, self.context, f"{self.name}.{place}")
 
     def forward(
         self,
@@ -202,10 +206,10 @@ class DecoderLayer(nn.Module):
         return output if post_norm is None else post_norm(output)
 
     def _feed(self, normalized: Tensor, microbatch: MicrobatchInfo | None) -> Tensor:
-        # Only a router needs to know the micro-batch: its losses are weighted by it.
-        if isinstance(self.mlp, MixtureOfExperts):
-            return self.mlp(normalized, microbatch)
         assert self.mlp is not None, "a layer without a feed-forward has no such branch"
+        # Only a router needs to know the micro-batch: its losses are weighted by it.
+        if self.config.experts:
+            return self.mlp(normalized, microbatch)
         return self.mlp(normalized)
 
     def _drop(

@@ -42,13 +42,6 @@ def stage_maker(factory: str) -> MakeStage:
     return make_valid_stage
 
 
-def require_builtin(model: ModelConfig, what: str) -> None:
-    """Raise UserError if the model is a custom one, which the feature named `what` does not
-    support."""
-    if model.factory:
-        raise UserError.of("model.factory_not_built_in", factory=model.factory, what=what)
-
-
 def _require_stage(
     factory: str,
     stage: Any,

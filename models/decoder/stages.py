@@ -69,7 +69,7 @@ Weights are [output features, input features]. Rows of query and key are in the 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -79,16 +79,14 @@ from megaprec.precision.rounding import nearest
 from models.attention.attention import Attention
 from models.attention.flash_windows import Documents
 from models.attention.kernels import softcap
-from models.attention.latent_attention import LatentAttention
 from models.attention.packing import UNPACKED, Packing, causal_mask
 from models.attention.rope import RotaryTables, rotary_tables
 from models.config import ModelConfig
-from models.decoder.layer import DecoderLayer, Mixer, make_norm
+from models.decoder.layer import DecoderLayer, make_norm
 from models.decoder.mtp import MTPBatch, PredictionModule
 from models.mup import note_growth
 from models.nvfp4_models import require_nvfp4_layers
-from models.recurrent.gated_delta_net import GatedDeltaNet
-from models.recurrent.mamba_mixer import MambaMixer
+from models.optional_parts import part
 from models.rope_scaling import RopeScaling
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, dropout
@@ -98,6 +96,9 @@ from parallel.linear import Add, InputLayout, Linear
 from parallel.loss import cross_entropy_and_log_sum
 from parallel.recomputation import recomputed
 from parallel.sequence_cut import positions_between, take_own_positions
+
+if TYPE_CHECKING:
+    from models.decoder.layer import Mixer
 
 
 @dataclass(frozen=True)
@@ -128,9 +129,8 @@ class Stage(nn.Module):
     """
 
     attention: ClassVar[type[Attention]] = Attention
-    latent_attention: ClassVar[type[LatentAttention]] = LatentAttention
-    delta_net: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
-    mamba_mixer: ClassVar[type[MambaMixer]] = MambaMixer
+    # in place of those of `models.optional_parts`, by name
+    own_kinds: ClassVar[Mapping[str, type[nn.Module]]] = {}
 
     def __init__(
         self,
@@ -192,13 +192,13 @@ class Stage(nn.Module):
         config = self.config.of_layer(number)
         return DecoderLayer(config, context, f"layers.{number}", number, self._mixer_type(config))
 
-    def _mixer_type(self, config: ModelConfig) -> type[Mixer]:
+    def _mixer_type(self, config: ModelConfig) -> "type[Mixer]":
         """Return the class of attention of a layer, or of what it has in place of it. config: the
         model of the layer."""
         if config.delta_net:
-            return self.delta_net
+            return self._kind("GatedDeltaNet")
         if config.mamba:
-            return self.mamba_mixer
+            return self._kind("MambaMixer")
         return self._attention_type()
 
     def _make_module(self, number: int) -> PredictionModule:
@@ -213,7 +213,11 @@ class Stage(nn.Module):
         )
 
     def _attention_type(self) -> type[Attention]:
-        return self.latent_attention if self.config.latent else self.attention
+        return self._kind("LatentAttention") if self.config.latent else self.attention
+
+    def _kind(self, name: str) -> Any:
+        """Return the class of a kind of layers."""
+        return self.own_kinds.get(name) or part(name)
 
     def _make_embedding(self, tied: tuple[int, ...]) -> VocabParallelEmbedding:
         return VocabParallelEmbedding(

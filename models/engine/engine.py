@@ -39,7 +39,7 @@ from models.engine.passes import Passes, PassState, Share
 from models.engine.replay import trace_offenders
 from models.engine.step_sums import StepSums
 from models.feed_forward.dispatch import spread_experts
-from models.recurrent.kernel_choice import Setting, refused_kernels
+from models.recurrent.kernel_choice import KernelSetting, refused_kernels
 from parallel.context import Context
 from parallel.fp32_marks import compute_marked_in_fp32
 from parallel.fused_products import async_tensor_problems, require_fused_products
@@ -152,7 +152,7 @@ def build_stages(
         options.canonical_shards,
     )
     device = device_of(mesh)
-    setting = Setting(
+    setting = KernelSetting(
         device=device.type,
         products=plan.compute,
         canonical=canonical,
@@ -374,7 +374,7 @@ class Engine:
         passes = self.passes_for(share)
         state = passes.begin(share, number, self.optimizer.scale)
         observers = [recording] if recording else []
-        executor = passes.executor(state, observers=[*observers, *self.pass_observers])
+        executor = passes.make_executor(state, observers=[*observers, *self.pass_observers])
         # One autocast around all micro-batches: FP8's scales advance once a step, or with
         # fp8.history = "te" after each pass (`PassHooks.after`).
         with passes.in_fp8():
@@ -418,7 +418,7 @@ class Engine:
         losses, counts = local_numbers.unbind()  # views, which are filled in below
         state.sample_losses = losses
         with passes.in_fp8():
-            passes.executor(state, passes.evaluation_program).run()
+            passes.make_executor(state, passes.evaluation_program).run()
         is_counting = self.last_stage in self.stages and self.tp.rank == 0
         if is_counting and state.share.mask is None:
             counts.fill_(state.share.targets.shape[1])

@@ -151,7 +151,7 @@ def _run_first_microbatch(
         for instruction in passes.program
         if instruction.microbatch == 0 and instruction.op is not Op.REDUCE
     ]
-    passes.executor(state, program).run()
+    passes.make_executor(state, program).run()
     for buffer in passes.optimizer.all_buffers():
         sum_partial(buffer.parameters, passes.optimizer.tp)
     counted_part = torch.zeros_like(state.divisor)

@@ -296,7 +296,7 @@ class Passes:
         FP8 products."""
         return nullcontext() if self.fp8.recipe is None else self.fp8.autocast()
 
-    def executor(
+    def make_executor(
         self,
         state: PassState,
         program: Sequence[Instruction] | None = None,
@@ -386,11 +386,11 @@ class Passes:
             losses, log_sums = self.stages[stage].losses_and_log_sums(logits, targets)
         else:
             losses = self.stages[stage].losses(logits, targets)
-        losses = self._counted(state, losses, rows)
+        losses = self._masked(state, losses, rows)
         loss = losses.sum() / state.divisor.to(losses.dtype)
         trained_loss = loss
         if log_sums is not None:
-            squares = self._counted(state, log_sums.square(), rows)
+            squares = self._masked(state, log_sums.square(), rows)
             z_loss = squares.sum() / state.divisor.to(squares.dtype)
             trained_loss = loss + self.config.z_loss * z_loss
             if self.optimizer.tp.rank == 0:
@@ -407,7 +407,7 @@ class Passes:
                 state.sample_losses[rows] = losses.detach().sum(0, dtype=torch.float64)
         return trained_loss * state.scale
 
-    def _counted(
+    def _masked(
         self,
         state: PassState,
         values: Tensor,
@@ -467,6 +467,10 @@ class Passes:
 class PassHooks(StageHooks):
     """The hooks of an executor that runs the passes of one share.
 
+    What an instruction means for gradients goes down one chain: these hooks, `expect`, `reduce` and
+    `end_microbatch` of the optimizer, `megaprec.optim.grad_sync`, a flat buffer, its `GradBuffer`,
+    and the slot of each parameter (`megaprec.comm.main_grad`).
+
     advances_fp8: FP8's amax histories advance after each pass.
     trains: the passes are those of a training step, whose gradients the optimizer takes.
     """
@@ -495,7 +499,8 @@ class PassHooks(StageHooks):
             passes.optimizer.reduce(passes.chunk_of_stage[stage])
 
     def after(self, instruction: Instruction) -> None:
-        # after the observers, which see the gradients before they move into the tree
+        # after the observers, which see the gradients before canonical numerics add them to their
+        # sums (`megaprec.optim.canonical.microbatch_sums`)
         op = instruction.op
         if self.advances_fp8 and op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
             self.passes.fp8.advance()

@@ -49,7 +49,7 @@ def trace_offenders(
     # Gradients that are reduced would no longer tell the ranks apart.
     program = [instruction for instruction in passes.program if instruction.op is not Op.REDUCE]
     with passes.scratch_gradients(), passes.fp8.replayed():
-        passes.executor(state, program, [_OnsetObserver(onset, optimizer.dp)]).run()
+        passes.make_executor(state, program, [_OnsetObserver(onset, optimizer.dp)]).run()
     first_sample = torch.tensor([skipped.share.first], device=optimizer.device)
     first_samples = optimizer.dp.gather(first_sample).tolist()
     moments = onset.agreed(optimizer.world)

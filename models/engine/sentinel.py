@@ -275,7 +275,7 @@ class Sentinel(StepObserver):
             inside.enter_context(passes.scratch_gradients())
             inside.enter_context(passes.fp8.replayed())
             inside.enter_context(trace.recording())
-            passes.executor(state, program, [trace]).run()
+            passes.make_executor(state, program, [trace]).run()
         return trace
 
     def _make_trace(self, alone: bool = False) -> MicrobatchTrace:

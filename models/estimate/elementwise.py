@@ -33,7 +33,7 @@ FP8_CAST = 2
 
 
 @dataclass(frozen=True)
-class Share:
+class LayerShare:
     """The part of a layer that one rank computes.
 
     tensor: tensor-parallel ranks.
@@ -52,7 +52,7 @@ class Share:
 
 
 def forward_bytes(
-    config: ModelConfig, cut: Cut, layers: Sequence[int], plan: PrecisionPlan, share: Share
+    config: ModelConfig, cut: Cut, layers: Sequence[int], plan: PrecisionPlan, share: LayerShare
 ) -> float:
     """Return the bytes that layers of a stage move in a forward pass, per token of the rank.
 
@@ -72,7 +72,7 @@ def loss_bytes(config: ModelConfig, tensor: int) -> tuple[float, float]:
     return LOGITS_FORWARD * logits, LOGITS_BACKWARD * logits
 
 
-def cast_bytes(config: ModelConfig, layers: Sequence[int], share: Share) -> float:
+def cast_bytes(config: ModelConfig, layers: Sequence[int], share: LayerShare) -> float:
     """Return the bytes that casts to FP8 of one operand of each product move, per token."""
     total = 0.0
     for number in layers:
@@ -84,7 +84,7 @@ def cast_bytes(config: ModelConfig, layers: Sequence[int], share: Share) -> floa
     return total
 
 
-def _layer_bytes(config: ModelConfig, plan: PrecisionPlan, share: Share) -> float:
+def _layer_bytes(config: ModelConfig, plan: PrecisionPlan, share: LayerShare) -> float:
     """Return the bytes that one layer's forward pass moves per token."""
     residual = config.branches * RESIDUAL * _residual_elements(config, share)
     mixer = _mixer_elements(config)
@@ -140,7 +140,7 @@ def _mamba_elements(config: ModelConfig) -> int:
     return convolution + recurrence + gate_and_norm
 
 
-def _expert_bytes(config: ModelConfig, plan: PrecisionPlan, share: Share) -> float:
+def _expert_bytes(config: ModelConfig, plan: PrecisionPlan, share: LayerShare) -> float:
     """Return the bytes that router and permutation move per token.
 
     Rows are read and written on their way to their experts, and so are the results.
@@ -152,7 +152,7 @@ def _expert_bytes(config: ModelConfig, plan: PrecisionPlan, share: Share) -> flo
     return rows + scores / share.sequence_ranks
 
 
-def _residual_elements(config: ModelConfig, share: Share) -> float:
+def _residual_elements(config: ModelConfig, share: LayerShare) -> float:
     """Return the features of a token between blocks that a rank has."""
     return config.hidden / share.sequence_ranks
 

@@ -7,12 +7,12 @@ them, and takes longer.
 
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
-from models.estimate.elementwise import Share
+from models.estimate.elementwise import LayerShare
 from parallel.activation_checkpoint import Recompute
 
 
 def least_bytes_of_layer(
-    config: ModelConfig, plan: PrecisionPlan, share: Share, recompute: Recompute
+    config: ModelConfig, plan: PrecisionPlan, share: LayerShare, recompute: Recompute
 ) -> float:
     """Return the bytes that a layer keeps at least, per token of the rank. Whole layers that are
     recomputed keep their input."""
@@ -34,7 +34,7 @@ def least_bytes_of_layer(
     return (elements + _feed_forward_elements(config, share, recompute)) * itemsize
 
 
-def _feed_forward_elements(config: ModelConfig, share: Share, recompute: Recompute) -> float:
+def _feed_forward_elements(config: ModelConfig, share: LayerShare, recompute: Recompute) -> float:
     """Return the elements of a feed-forward: what its activation function reads and writes, and
     the rows of experts."""
     width = config.ffn

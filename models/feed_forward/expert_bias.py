@@ -17,7 +17,7 @@ from megaprec.comm.layout import Part, layout_of
 from megaprec.comm.main_grad import (
     Destination,
     begin_accumulation,
-    cleared_main_grad,
+    begin_cleared,
     destinations,
 )
 from megaprec.precision.row_sums import add_rows_
@@ -156,7 +156,7 @@ def _deliver_gradient(
     if where is Destination.NOWHERE:
         return None
     if where is Destination.MAIN:
-        cleared_main_grad(bias)[: len(gradient)].add_(gradient)
+        begin_cleared(bias)[: len(gradient)].add_(gradient)
         return None
     padded = torch.zeros_like(bias)
     padded[: len(gradient)].add_(gradient)

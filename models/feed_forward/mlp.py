@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from models.activations import ACTIVATIONS, Settings
+from models.activations import ACTIVATIONS, ActivationSettings
 from models.config import ModelConfig
 from parallel.context import Context
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, Rows
@@ -26,7 +26,7 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[config.mlp]
-        self.settings = Settings(config.swiglu_alpha, config.swiglu_limit, context.leaves)
+        self.settings = ActivationSettings(config.swiglu_alpha, config.swiglu_limit, context.leaves)
         self.recompute = context.recompute
         up_bias, down_bias = biases or (config.mlp_bias, config.mlp_bias)
         # Gate and up are stacked in one weight, so that one product computes both.

@@ -25,15 +25,16 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.gathered_texts import gather_entries
 from models.config import ModelConfig
-from models.recurrent import kernel_trials
-from models.recurrent.kernel_trials import Trial
+
+if TYPE_CHECKING:
+    from models.recurrent.kernel_trials import Trial
 
 NARROW = (torch.bfloat16, torch.float16)
 # Features of a head's query and key that flash-linear-attention takes.
@@ -46,13 +47,16 @@ CONVOLVED_TOKENS = (2, 3, 4)
 FEATURES_DIVIDE_BY = 8
 
 
+TRIALS = "models.recurrent.kernel_trials"  # loaded when a model has layers to be tried
+
+
 @dataclass(frozen=True)
 class Package:
     """A package whose `function` of `module` computes a part of a layer.
 
     part: in words.
     release: the first one that has all arguments that are used here.
-    trial: compares the function with plain torch.
+    trial_name: of the function of TRIALS that compares it with plain torch.
     """
 
     name: str
@@ -60,7 +64,12 @@ class Package:
     module: str
     function: str
     release: tuple[int, int]
-    trial: Trial
+    trial_name: str
+
+    @property
+    def trial(self) -> "Trial":
+        """The comparison with plain torch."""
+        return getattr(import_module(TRIALS), self.trial_name)
 
 
 DELTA_RULE = Package(
@@ -69,7 +78,7 @@ DELTA_RULE = Package(
     "fla.ops.gated_delta_rule",
     "chunk_gated_delta_rule",
     (0, 3),
-    kernel_trials.delta_rule_fault,
+    "delta_rule_fault",
 )
 STATE_SPACE = Package(
     "mamba-ssm",
@@ -77,7 +86,7 @@ STATE_SPACE = Package(
     "mamba_ssm.ops.triton.ssd_combined",
     "mamba_chunk_scan_combined",
     (2, 2),
-    kernel_trials.state_space_fault,
+    "state_space_fault",
 )
 CONVOLUTION = Package(
     "causal-conv1d",
@@ -85,11 +94,11 @@ CONVOLUTION = Package(
     "causal_conv1d",
     "causal_conv1d_fn",
     (1, 4),
-    kernel_trials.convolution_fault,
+    "convolution_fault",
 )
 
 
-class Setting(NamedTuple):
+class KernelSetting(NamedTuple):
     """The facts of a run that decide whether it takes kernels.
 
     device: type of the tensors' device; meta stands for a GPU that is not here.
@@ -103,7 +112,7 @@ class Setting(NamedTuple):
     deterministic: bool
 
 
-class Choice(NamedTuple):
+class KernelChoice(NamedTuple):
     """A kernel, or plain torch in its place, for a part of a layer.
 
     kernel: the function of the package; None: plain torch does.
@@ -114,7 +123,7 @@ class Choice(NamedTuple):
     name: str
 
 
-def choose(package: Package, setting: Setting, refusal: str = "") -> Choice:
+def choose(package: Package, setting: KernelSetting, refusal: str = "") -> KernelChoice:
     """Return what computes the package's part of a layer.
 
     refusal: the reason why the package does not take this call; "" if it does.
@@ -123,11 +132,11 @@ def choose(package: Package, setting: Setting, refusal: str = "") -> Choice:
         return _plain(reason)
     # What is installed there is not known here.
     if setting.device == "meta":
-        return Choice(None, f"{package.name} where it is installed, else plain torch")
+        return KernelChoice(None, f"{package.name} where it is installed, else plain torch")
     return find(package)
 
 
-def _objection(setting: Setting) -> str:
+def _objection(setting: KernelSetting) -> str:
     """Return why a run takes no kernel of any package; "" if it does."""
     if setting.device not in ("cuda", "meta"):
         return "not on a GPU"
@@ -140,12 +149,12 @@ def _objection(setting: Setting) -> str:
     return ""
 
 
-def _plain(reason: str) -> Choice:
-    return Choice(None, f"plain torch ({reason})")
+def _plain(reason: str) -> KernelChoice:
+    return KernelChoice(None, f"plain torch ({reason})")
 
 
 @cache
-def find(package: Package) -> Choice:
+def find(package: Package) -> KernelChoice:
     """Return the kernel of an installed package, or plain torch if there is none."""
     top_module = package.module.partition(".")[0]
     if find_spec(top_module) is None:
@@ -162,7 +171,7 @@ def find(package: Package) -> Choice:
         first = ".".join(map(str, package.release))
         return _plain(f"{package.name} {release} is older than {first}")
     warnings.filterwarnings("ignore", FEWER_TOKENS_THAN_HEADS)
-    return Choice(kernel, f"{package.name} {release}")
+    return KernelChoice(kernel, f"{package.name} {release}")
 
 
 class Use(NamedTuple):
@@ -204,7 +213,7 @@ def _convolution_use(features: int, tokens: int) -> Use:
 def refused_kernels(
     model: ModelConfig,
     tp: int,
-    setting: Setting,
+    setting: KernelSetting,
     tokens: int,
     world: Axis,
     device: torch.device,
@@ -234,7 +243,7 @@ def refused_kernels(
 
 
 def describe(
-    model: ModelConfig, tp: int, setting: Setting, refused: Mapping[str, str]
+    model: ModelConfig, tp: int, setting: KernelSetting, refused: Mapping[str, str]
 ) -> list[str]:
     """Return what computes the parts of the layers of a model that have a recurrent state; none if
     no layer has one.

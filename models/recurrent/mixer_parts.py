@@ -14,7 +14,7 @@ from models.attention.flash_windows import Documents
 from models.attention.rope import RotaryTables
 from models.config import ModelConfig
 from models.recurrent import kernel_calls, kernel_choice
-from models.recurrent.kernel_choice import CONVOLUTION, Choice, Package, Setting
+from models.recurrent.kernel_choice import CONVOLUTION, KernelChoice, KernelSetting, Package
 from models.recurrent.short_convolution import short_convolution
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
@@ -134,9 +134,9 @@ class RecurrentMixer(nn.Module, ABC):
         """Return the tokens before those that are convolved; None: there are none."""
         return None
 
-    def _choose(self, package: Package, x: Tensor, refusal: str = "") -> Choice:
+    def _choose(self, package: Package, x: Tensor, refusal: str = "") -> KernelChoice:
         """Return what computes the package's part of this layer for tensors like x."""
-        setting = Setting(
+        setting = KernelSetting(
             device=x.device.type,
             products=self.context.plan.compute,
             canonical=isinstance(self.context.tp, LaneAxis),

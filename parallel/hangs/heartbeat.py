@@ -32,9 +32,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megaprec.diagnose.call_stack import Call, summarize_calls
+from megaprec.diagnose.call_stack import RunningCall, summarize_calls
 from megaprec.diagnose.position import Position, in_words, read_shared
-from parallel.hangs.pace import Straggler, Stragglers, Work
+from parallel.hangs.pace import PaceOfWork, Straggler, Stragglers
 
 # keys of the store; the others are the numbers of ranks
 VERDICT = "verdict"
@@ -55,7 +55,7 @@ class Beat:
     phase, step, doing, count: as in `Position`.
     waits: the main thread waits for another rank.
     at: the call stack of the main thread, innermost first; empty while the rank goes on.
-    computed, begun: as seconds and steps of `Work`.
+    computed, begun: as seconds and steps of `PaceOfWork`.
     """
 
     rank: int
@@ -79,7 +79,7 @@ class Beat:
         rank: int,
         number: int,
         position: Position,
-        calls: Sequence[Call] = (),
+        calls: Sequence[RunningCall] = (),
     ) -> "Beat":
         """Return the beat of this process now. calls: of its main thread, innermost first, if they
         were looked at."""
@@ -193,7 +193,7 @@ class Heartbeat:
         rank: int,
         size: int,
         position: Position,
-        calls: Callable[[], Sequence[Call]],
+        calls: Callable[[], Sequence[RunningCall]],
         clock: Clock,
         every: float,
         peers: int,
@@ -332,7 +332,7 @@ class Heartbeat:
             if beat is not None:
                 beats[rank] = beat
         self._last_comparison = self._clock.now
-        works = {rank: Work(beat.computed, beat.begun) for rank, beat in beats.items()}
+        works = {rank: PaceOfWork(beat.computed, beat.begun) for rank, beat in beats.items()}
         stragglers = self._stragglers.compare(mine.step, works)
         for straggler in stragglers:
             line = straggler.words(beats[straggler.rank].host)

@@ -21,15 +21,15 @@ MIN_EXCESS = 0.02  # seconds of a step: a smaller difference is of no account
 
 
 @dataclass(frozen=True)
-class Work:
+class PaceOfWork:
     """Seconds that a rank has computed in training steps, and the number of steps it has begun."""
 
     seconds: float = 0.0
     steps: int = 0
 
-    def since(self, before: "Work") -> "Work":
+    def since(self, before: "PaceOfWork") -> "PaceOfWork":
         """Return the work between two counts."""
-        return Work(self.seconds - before.seconds, self.steps - before.steps)
+        return PaceOfWork(self.seconds - before.seconds, self.steps - before.steps)
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ class Stragglers:
 
     def __init__(self, stages: Sequence[int]) -> None:
         self._stages = stages
-        self._before: Mapping[int, Work] = {}  # work at the end of the last window
+        self._before: Mapping[int, PaceOfWork] = {}  # work at the end of the last window
         self._first: dict[int, float] = {}  # seconds per step in the first window
         # ranks that are slow, and the first window in which they were
         self._suspicions: dict[int, _Suspicion] = {}
         self._reported: set[int] = set()
 
-    def compare(self, step: int, works: Mapping[int, Work]) -> list[Straggler]:
+    def compare(self, step: int, works: Mapping[int, PaceOfWork]) -> list[Straggler]:
         """Return the ranks that have become slow or are so no longer; none while the window is too
         short.
 
@@ -100,7 +100,9 @@ class Stragglers:
         works: of all ranks that could be read. A rank is slow if it was so in two windows, one
             after the other.
         """
-        window = {rank: work.since(self._before.get(rank, Work())) for rank, work in works.items()}
+        window = {
+            rank: work.since(self._before.get(rank, PaceOfWork())) for rank, work in works.items()
+        }
         if not window or min(work.steps for work in window.values()) < MIN_STEPS:
             return []
         step_seconds = {rank: work.seconds / work.steps for rank, work in window.items()}

@@ -18,7 +18,7 @@ from parallel.hangs.heartbeat import Beat
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HangVerdict:
     """The cause of a hang.
 
     reason: one line.
@@ -39,10 +39,10 @@ class Verdict:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(text: str) -> "Verdict":
+    def from_json(text: str) -> "HangVerdict":
         """Return the verdict that `to_json` wrote."""
         fields = json.loads(text)
-        return Verdict(
+        return HangVerdict(
             fields["reason"],
             tuple(fields["culprits"]),
             fields["judge"],
@@ -55,7 +55,7 @@ def judge_silent(
     judge: Beat,
     beats: Mapping[int, Beat | None],
     silent: Mapping[int, float],
-) -> Verdict:
+) -> HangVerdict:
     """Return the verdict about ranks without a heartbeat.
 
     silent: their seconds of silence, by rank.
@@ -80,7 +80,7 @@ def judge_silent(
             f"{stopped}: stopped or dead, without a heartbeat for {seconds:.0f} "
             f"s{_describe_waiting(known_beats, silent)}"
         )
-    return Verdict(
+    return HangVerdict(
         reason,
         tuple(ranks),
         judge.rank,
@@ -93,7 +93,7 @@ def judge_hung(
     judge: Beat,
     beats: Mapping[int, Beat | None],
     seconds: float,
-) -> Verdict:
+) -> HangVerdict:
     """Return the verdict about ranks that all have a heartbeat.
 
     seconds: how long the phase has lasted.
@@ -114,7 +114,7 @@ def judge_hung(
         ]
         reason = f"all ranks wait for each other after {seconds:.0f} s: {name} in "
         reason += f"{where_in_words(culprit)}{stack}; {'; '.join(others)}"
-    return Verdict(
+    return HangVerdict(
         reason,
         (culprit.rank,),
         judge.rank,
@@ -129,7 +129,7 @@ def judge_store(
     address: str,
     seconds: float,
     closed: bool,
-) -> Verdict:
+) -> HangVerdict:
     """Return the verdict that the machine of the ranks' store does not answer, or has closed the
     connection.
 
@@ -146,7 +146,7 @@ def judge_store(
     reason = f"{host} ({address}, where the ranks meet) {problem}"
     reason += f"; rank {judge.rank} was in {where_in_words(judge)}"
     # the beats of other ranks are in the store, which cannot be read
-    return Verdict(
+    return HangVerdict(
         reason,
         (0,),
         judge.rank,
@@ -155,11 +155,11 @@ def judge_store(
     )
 
 
-def verdict_of_own_failure(judge: Beat, error: str) -> Verdict:
+def verdict_of_own_failure(judge: Beat, error: str) -> HangVerdict:
     """Return the verdict that this rank has failed with `error`."""
     name = named(judge.rank, judge)
     reason = f"{name} failed in {where_in_words(judge)}: {error}"
-    return Verdict(reason, culprits=(judge.rank,), judge=judge.rank, silent=(), beats=(judge,))
+    return HangVerdict(reason, culprits=(judge.rank,), judge=judge.rank, silent=(), beats=(judge,))
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:

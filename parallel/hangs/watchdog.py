@@ -18,12 +18,12 @@ from threading import Event, Thread
 
 import torch.distributed as dist
 
-from megaprec.diagnose.call_stack import Call, failed_calls, main_calls
+from megaprec.diagnose.call_stack import RunningCall, failed_calls, main_calls
 from megaprec.diagnose.position import UNLIMITED, Phase, Position
 from parallel.hangs.heartbeat import Beat, Clock, Heartbeat, machine_id, newest, process_start
 from parallel.hangs.pace import Straggler
 from parallel.hangs.verdict import (
-    Verdict,
+    HangVerdict,
     judge_hung,
     judge_silent,
     judge_store,
@@ -34,7 +34,7 @@ LONG = 600.0  # seconds that loading, the first step, a save or an evaluation ma
 JUDGES = 8  # the lowest ranks judge; the others do so a little later, if these cannot
 FAREWELL = 2.0  # seconds that the host of the store waits for the others to read the verdict
 
-Leave = Callable[[Verdict], None]
+Leave = Callable[[HangVerdict], None]
 
 
 def longest_wait(timeout: float) -> float:
@@ -146,7 +146,7 @@ class Watchdog:
         """Return this rank's position now."""
         return Beat.of(self.rank, 0, self.position, self._calls())
 
-    def _calls(self) -> Sequence[Call]:
+    def _calls(self) -> Sequence[RunningCall]:
         """Return the calls of the main thread: those that failed, if it is on its way out since."""
         return main_calls() if self.error is None else failed_calls(self.error)
 
@@ -174,7 +174,7 @@ class Watchdog:
         if not heart.lost:
             heart.farewell(ranks, FAREWELL, self.rank == 0 and _in_rank_0())
 
-    def _look(self) -> Verdict | None:
+    def _look(self) -> HangVerdict | None:
         """Return the verdict as soon as all ranks that can be reached agree on it."""
         heart = self._heart
         now = self._clock.now
@@ -189,7 +189,7 @@ class Watchdog:
                 return None
             return judge_hung(self.own_beat(), {}, elapsed)
         if heart.verdict:
-            return Verdict.from_json(heart.verdict)
+            return HangVerdict.from_json(heart.verdict)
         if now >= self._connection_lost:
             return self._explain_loss(heart, now - self._connection_lost)
         # Silence counts from when a beat was first read, so beats are read before they are judged.
@@ -206,7 +206,7 @@ class Watchdog:
             return self._judge(heart, self.timeout)
         return None
 
-    def _explain_loss(self, heart: Heartbeat, elapsed: float) -> Verdict | None:
+    def _explain_loss(self, heart: Heartbeat, elapsed: float) -> HangVerdict | None:
         """Return the verdict about a lost connection to the store; publish one about a rank that
         has fallen silent."""
         heart.listening = self._searches
@@ -219,7 +219,7 @@ class Watchdog:
         heart: Heartbeat,
         patience: float,
         elapsed: float = 0.0,
-    ) -> Verdict | None:
+    ) -> HangVerdict | None:
         """Return the verdict about the store, which no rank can publish; publish the verdict about
         a rank.
 
@@ -243,7 +243,7 @@ class Watchdog:
             heart.publish(judge_hung(self.own_beat(), beats, elapsed).to_json())
         return None
 
-    def _judge_store(self, seconds: float, closed: bool) -> Verdict:
+    def _judge_store(self, seconds: float, closed: bool) -> HangVerdict:
         """Return the verdict about the host of the store; about rank 0 if that is the host and on
         this machine."""
         first = self.first_beat
@@ -259,7 +259,7 @@ def _in_rank_0() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
-def kill_silent(verdict: Verdict) -> None:
+def kill_silent(verdict: HangVerdict) -> None:
     """Kill the silent ranks on this machine: a stopped process takes no other signal, and launchers
     wait for it."""
     this_machine = machine_id()

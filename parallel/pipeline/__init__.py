@@ -5,14 +5,21 @@ check(plan)             # raises unless each runs once and the schedule finishes
 bubble(simulate(plan))  # the longest wait of a rank, over the time it computes
 """
 
-from parallel.pipeline.executor import Executor, StageHooks
-from parallel.pipeline.instructions import Instruction, Op
-from parallel.pipeline.kinds import KINDS, schedule
-from parallel.pipeline.p2p import P2P
-from parallel.pipeline.schedules import Schedule, forward_only, picture
-from parallel.pipeline.simulation import bubble, simulate
-from parallel.pipeline.timeline import Recording
-from parallel.pipeline.verify import check
+from typing import TYPE_CHECKING
+
+from megaprec.front_door import front_door
+
+if TYPE_CHECKING:
+    from parallel.pipeline.executor import Executor, StageHooks
+    from parallel.pipeline.instructions import Instruction, Op
+    from parallel.pipeline.kinds import KINDS, schedule
+    from parallel.pipeline.p2p import P2P
+    from parallel.pipeline.schedules import Schedule, forward_only, picture
+    from parallel.pipeline.simulation import bubble, simulate
+    from parallel.pipeline.timeline import Recording
+    from parallel.pipeline.verify import check
+
+__getattr__, __dir__ = front_door(__name__)
 
 __all__ = [
     "KINDS",

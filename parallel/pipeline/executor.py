@@ -131,7 +131,7 @@ class Executor:
         # receives that have not finished, of which the first may be posted
         self._receives_to_come: deque[Instruction] = deque()
         self._next_is_posted = False
-        self._carry_out: dict[Op, Callable[[Instruction], None]] = {
+        self._handlers: dict[Op, Callable[[Instruction], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
             Op.BACKWARD_INPUT: self._backward_input,
@@ -161,7 +161,7 @@ class Executor:
                 self._post_next(index)
                 # its name in a profile
                 with torch.profiler.record_function(str(instruction)):
-                    self._carry_out[instruction.op](instruction)
+                    self._handlers[instruction.op](instruction)
             except UserError as error:
                 # the user's problems stay readable; a picture of the program would hide them
                 where = f"{instruction} on pipeline rank {self.links.axis.rank}"

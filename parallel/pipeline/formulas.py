@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 
-class Sizes(NamedTuple):
+class FormulaSizes(NamedTuple):
     """The variables of the formulas."""
 
     p: int
@@ -29,4 +29,4 @@ class Formula(NamedTuple):
     """A formula as text and as a function."""
 
     text: str
-    value: Callable[[Sizes], float]
+    value: Callable[[FormulaSizes], float]

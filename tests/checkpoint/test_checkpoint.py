@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.checkpoint.atomic import begin, checkpoints, latest, partial_path
+from megaprec.checkpoint.atomic import INDEX, begin, checkpoints, latest, partial_path
 from megaprec.checkpoint.digests import FILE_DIGESTS, INDEX_DIGEST
 from megaprec.checkpoint.keeping import RECORD
-from megaprec.checkpoint.reader import INDEX, Store
+from megaprec.checkpoint.reader import Store
 from megaprec.checkpoint.save_load import load, save
 from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError

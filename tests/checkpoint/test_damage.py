@@ -13,10 +13,10 @@ from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint import integrity, reader, shard_file
-from megaprec.checkpoint.atomic import checkpoints
+from megaprec.checkpoint.atomic import INDEX, checkpoints
 from megaprec.checkpoint.digests import file_digest, tensor_bytes
 from megaprec.checkpoint.integrity import require_intact
-from megaprec.checkpoint.reader import INDEX, Store
+from megaprec.checkpoint.reader import Store
 from megaprec.checkpoint.save_load import load, save
 from megaprec.checkpoint.shard_file import write_shard
 from megaprec.comm.axis import Axis

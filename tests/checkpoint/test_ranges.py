@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from megaprec.checkpoint import ranges
-from megaprec.checkpoint.reader import FORMAT, INDEX, Store
+from megaprec.checkpoint.atomic import INDEX
+from megaprec.checkpoint.reader import FORMAT, Store
 from megaprec.checkpoint.snapshot import owned_ranges
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, Part, attach

@@ -211,7 +211,7 @@ def test_fish_completes_commands_and_options(line: str, completed: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    "start", [["-c", "from tools.start import main"], ["-m", "megaprec", "keys"]]
+    "start", [["-c", "from tools.start import main; main(['keys'])"], ["-m", "megaprec", "keys"]]
 )
 def test_ctrl_c_while_modules_are_read_leaves_no_traceback(
     start: list[str], tmp_path: Path
@@ -238,8 +238,12 @@ class Circle:
     def __del__(self):
         print("let go")
 
-keys.main = lambda _: Circle() and 0
-assert gc.isenabled() and gc.get_freeze_count() > 100_000
+def run(_):
+    assert gc.isenabled() and gc.get_freeze_count() > 100_000
+    Circle()
+    return 0
+
+keys.main = run
 sys.exit(main(["keys"]))
 """
 

@@ -17,13 +17,13 @@ from megaprec.tokens.files import exclusive_lock
 from megaprec.tokens.indexed import IndexedWriter
 from tests.refusals import raises, shows
 from tools.cli import main
-from tools.commands.data import add_parser
+from tools.commands.data import add_arguments
 
 
 def command(*words: object) -> int:
     parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers(required=True))
-    args = parser.parse_args(["data", *map(str, words)])
+    add_arguments(parser)
+    args = parser.parse_args([*map(str, words)])
     return args.run(args)
 
 

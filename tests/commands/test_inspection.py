@@ -18,8 +18,9 @@ from tools.cli import main
 from tools.commands import diff
 from tools.commands.diff import compare
 from tools.commands.inspect import ALWAYS_SHOWN, shown_keys
+from tools.config.resolved_run import resolve_run
 from tools.console.toml import toml
-from tools.convert.initial import initial_model, resolve_run
+from tools.convert.initial import initial_model
 
 pytestmark = pytest.mark.usefixtures("torch_files_read_here")
 RUN = "[train]\nsteps = 1\nglobal_batch = 1\nmicro_batch = 1\nseq_length = 8\n"

@@ -3,6 +3,7 @@ nothing else."""
 
 import argparse
 import json
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from parallel.hangs.heartbeat import Beat
 from tests.runs import checkpoint, train, write_run
 from tools import cli
+from tools.commands.table import COMMANDS
 from tools.training.hangs import EndRecord, write_record
 
 # no tables
@@ -31,11 +33,13 @@ WITHOUT = {
 }
 
 
-def leaves(parser: argparse.ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[str]:
-    """Every command that can be given, as "data verify"."""
+def leaves(
+    parser: argparse.ArgumentParser, path: tuple[str, ...] = ()
+) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Every command that can be given, as "data verify", and its parser."""
     below = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     if not below:
-        yield " ".join(path)
+        yield " ".join(path), parser
     for action in below:
         for name, one in action.choices.items():
             yield from leaves(one, (*path, name))
@@ -55,33 +59,34 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def examples(room: Path) -> dict[str, list[str]]:
-    """A small use of each command that prints a table."""
-    run = str(room / "run")
-    file = str(room / "my.toml")
-    (tokens,) = {str(path.with_suffix("")) for path in (room / "data").glob("*.idx")}
-    return {
-        "inspect": [run],
-        "diff": [run, str(checkpoint(room / "run", 2))],
-        "compare": [run],
-        "schedule": ["--kind", "1f1b", "--pipeline", "2", "--microbatches", "4"],
-        "evaluate": [run, "--data", str(room / "text.txt"), "--max-chars", "500"],
-        "fp8-advice": [file],
-        "plan": [file, "--tflops", "1"],
-        "precision show": [file],
-        "keys": [],
-        "data inspect": [tokens],
-        "data verify": [tokens],
-        "explain-overflow": [run],
-        "explain-spike": [run],
-        "diagnose": [run],
-        "doctor": ["--no-parity"],
-        "calibrate": ["--dtype", "fp32"],
-        "parity": [file, "train.folder=p", "--layouts", "dp=2", "--steps", "1"],
-        "prove": [file, "train.folder=p", "--layout", "dp=2", "--steps", "2"],
-        "bisect": [run, str(room / "again")],
-        "mup-check": [file, "--widths", "16,32,64", "--steps", "1"],
+def in_room(word: str, room: Path) -> list[str]:
+    """A word of an example of the table, where it can be run: names of files of the room, and
+    sizes of its small run."""
+    data = {str(path.with_suffix("")) for path in (room / "data").glob("*.idx")}
+    meant = {
+        "run.toml": [str(room / "my.toml"), f"train.folder={room / 'new'}"],
+        "runs/mine": [str(room / "run")],
+        "runs/other": [str(room / "again")],
+        "exported": [str(checkpoint(room / "run", 2))],
+        "tokens/mine": list(data),
+        "my_text/": [str(room / "text.txt")],
+        "64,128,256": ["16,32,64", "--steps", "1"],
+        "20000": ["500"],
+        "bf16": ["fp32"],
     }
+    return meant.get(word, [word])
+
+
+def example_of(command: str) -> str:
+    """The example of a command, such as "data verify", in the table of commands."""
+    name, _, _ = command.partition(" ")
+    examples = COMMANDS[name].examples
+    found = [line for line in examples if f"{line} ".startswith(f"{command} ")]
+    assert len(found) == 1, (
+        f"`megaprec {command}` has {len(found)} examples in COMMANDS of tools/commands/table.py: "
+        "give it one, which this test then tries with and without --json"
+    )
+    return found[0]
 
 
 def strict(text: str) -> Any:
@@ -93,12 +98,24 @@ def strict(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-def test_every_command_has_an_example_here_or_prints_no_table(room: Path) -> None:
-    assert sorted(leaves(cli.parser_of_all())) == sorted({*examples(room), *WITHOUT})
+PARSERS = dict(leaves(cli.parser_of_all()))
+
+
+@pytest.mark.parametrize("command", PARSERS)
+def test_every_command_has_an_example_that_its_parser_takes(command: str) -> None:
+    args = cli._parse(shlex.split(example_of(command)))
+    assert args.command == command.partition(" ")[0]
+
+
+def test_every_command_prints_one_document_or_no_table() -> None:
+    without = {
+        name for name, parser in PARSERS.items() if "--json" not in parser._option_string_actions
+    }
+    assert without <= WITHOUT
 
 
 SLOW = ("parity", "prove", "doctor", "calibrate")  # they start ranks
-TABLES = [name for name in leaves(cli.parser_of_all()) if name not in WITHOUT]
+TABLES = [name for name in PARSERS if name not in WITHOUT]
 
 
 @pytest.mark.cases(8, sample=3)
@@ -110,7 +127,8 @@ def test_stdout_is_one_document_with_json_and_none_without(
     command: str, room: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(room)
-    words = [*command.split(), *examples(room)[command]]
+    example = shlex.split(example_of(command))
+    words = [given for word in example for given in in_room(word, room)]
     code = cli.main(words)
     plain = capsys.readouterr().out
     assert cli.main([*words, "--json"]) == code, "the exit code is the same"

@@ -23,7 +23,7 @@ from tests.other_systems import slow
 from tests.ranks import run_ranks
 from tests.refusals import shows
 from tools.cli import main
-from tools.verify.mup_check.measure import Measured, Training, measure, measure_draws
+from tools.verify.mup_check.measure import ActivationMeasures, Training, measure, measure_draws
 from tools.verify.mup_check.slopes import Row, overall, rows
 from tools.verify.mup_check.widths import LENGTH, default_widths, models_at
 from tools.verify.parity.certificate import NOT_TRIED, PROVEN, WRONG
@@ -179,7 +179,7 @@ def test_scores_that_fall_as_the_root_of_a_heads_width_are_found_where_heads_bec
     assert not wrong(rows_of({**heads, "mup_base_head_dim": 32}, "head_dim", widths=widths))
 
 
-def measured_on_rank(mesh: DeviceMesh, model: ModelConfig) -> Measured:
+def measured_on_rank(mesh: DeviceMesh, model: ModelConfig) -> ActivationMeasures:
     return measure(model, training(compute="fp64"), mesh)
 
 
@@ -193,8 +193,8 @@ def test_a_model_that_is_cut_over_ranks_has_the_same_numbers() -> None:
 
 
 def test_slopes_are_those_of_powers_of_the_width() -> None:
-    def measured(power: float) -> Measured:
-        return Measured({"x": 1.0, "logits": power}, [{"x": power, "logits": 1 / power}])
+    def measured(power: float) -> ActivationMeasures:
+        return ActivationMeasures({"x": 1.0, "logits": power}, [{"x": power, "logits": 1 / power}])
 
     (x, logits) = rows([2, 4, 8], [measured(1.0), measured(2.0), measured(4.0)])
     assert (x["slopes"], x["initial_slope"], x["verdict"]) == ([1.0], 0.0, WRONG)
@@ -205,8 +205,8 @@ def test_slopes_are_those_of_powers_of_the_width() -> None:
 
 def test_what_does_not_move_or_is_not_finite_is_not_tried() -> None:
     for size in (0.0, float("nan"), float("inf")):
-        measured = Measured({"x": 1.0}, [{"x": size}])
-        (row,) = rows([2, 4], [measured, Measured({"x": 1.0}, [{"x": 1.0}])])
+        measured = ActivationMeasures({"x": 1.0}, [{"x": size}])
+        (row,) = rows([2, 4], [measured, ActivationMeasures({"x": 1.0}, [{"x": 1.0}])])
         assert row["verdict"] == NOT_TRIED
         assert overall([row]) == NOT_TRIED
 

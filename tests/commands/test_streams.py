@@ -13,7 +13,7 @@ import pytest
 
 from tests.runs import write_run
 from tools.console.streams import guard_streams, spare_output
-from tools.training.stopping import as_user_error
+from tools.training.ends import as_user_error
 
 ROOT = Path(__file__).parents[2]
 FULL = "standard output: No space left on device (ENOSPC): free some room there"

@@ -29,11 +29,12 @@ from tests.ranks import run_ranks
 from tests.refusals import raises, shows
 from tests.runs import steps
 from tools.cli import main
+from tools.config.resolved_run import resolve_run
 from tools.convert.core.rules import matches
 from tools.convert.formats import open_source
 from tools.convert.hf.config import from_hugging_face
-from tools.convert.initial import open_initial, resolve_run
-from tools.convert.systems.torchtitan import Spelling, titan_rules
+from tools.convert.initial import open_initial
+from tools.convert.systems.torchtitan import VersionSpelling, titan_rules
 from tools.convert.verify import load_stage
 
 transformers: Any = pytest.importorskip("transformers", exc_type=ImportError)
@@ -260,7 +261,7 @@ def titan_state(config: dict[str, Any]) -> dict[str, Tensor]:
     """Random tensors by the names of torchtitan in 2025: of a llama, or with norms of queries."""
     model = from_hugging_face(config)
     names = ["attention.q_norm"] if model.qk_norm else []
-    spelling = Spelling.of(["output.weight", *(f"layers.0.{name}.weight" for name in names)])
+    spelling = VersionSpelling.of(["output.weight", *(f"layers.0.{name}.weight" for name in names)])
     expected = matches(titan_rules(Path(), model, spelling), model)
     dice = torch.Generator().manual_seed(2)
     return {match.foreign: torch.randn(match.shape, generator=dice) for match in expected}
@@ -332,7 +333,7 @@ def test_a_correction_that_counts_and_experts_of_unknown_order_are_refused(
     config["decoder_sparse_step"] = 1
     model = from_hugging_face(config)
     state = {}
-    for match in matches(titan_rules(Path(), model, Spelling.of(EXPERTS)), model):
+    for match in matches(titan_rules(Path(), model, VersionSpelling.of(EXPERTS)), model):
         state[match.foreign] = torch.ones(match.shape)
     state["layers.0.moe.expert_bias"] = torch.full((model.experts,), bias)
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)

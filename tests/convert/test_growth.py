@@ -18,9 +18,9 @@ from tests.ranks import run_ranks
 from tests.refusals import shows
 from tests.runs import checkpoint, steps, tensors, train, train_each_on, train_on
 from tools.cli import main
+from tools.config.resolved_run import resolve_run
 from tools.convert.formats import open_source
-from tools.convert.growth import Growth, moved_tokens
-from tools.convert.initial import resolve_run
+from tools.convert.growth import VocabularyGrowth, moved_tokens
 from tools.inference.load import load_model
 from tools.journal.records import INITIAL, read_events
 from tools.training.corpus import open_corpus
@@ -280,16 +280,16 @@ def test_new_rows_are_those_of_ids_that_only_the_new_tokenizer_has_or_that_no_ro
     """The weights have rows for 8 tokens, of which 4 are padding beside a tokenizer with a hole."""
     old = tokenizer({"a": 0, "b": 1, "d": 3, "e": 4})
     new = tokenizer({"a": 0, "b": 1, "c": 2, "d": 3, "e": 4, "f": 5})
-    growth = Growth.between("mean", 8, 8, old, new)
+    growth = VocabularyGrowth.between("mean", 8, 8, old, new)
     assert growth.new.nonzero().flatten().tolist() == [2, 5]
     assert growth.known.nonzero().flatten().tolist() == [0, 1, 3, 4]
-    growth = Growth.between("mean", 8, 11, old, new)
+    growth = VocabularyGrowth.between("mean", 8, 11, old, new)
     assert growth.new.nonzero().flatten().tolist() == [2, 5, 8, 9, 10]
     # without the old one each row is a token's
-    growth = Growth.between("mean", 8, 10, None, new)
+    growth = VocabularyGrowth.between("mean", 8, 10, None, new)
     assert growth.new.nonzero().flatten().tolist() == [8, 9]
     assert bool(growth.known.all())
-    assert not Growth.between("mean", 8, 8, old, old).new.any()
+    assert not VocabularyGrowth.between("mean", 8, 8, old, old).new.any()
 
 
 def test_tokens_that_move_or_go_are_counted_and_the_first_is_named() -> None:

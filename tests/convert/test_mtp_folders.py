@@ -13,8 +13,8 @@ from tests import runs
 from tests.other_systems import CONFIGS, write_folder
 from tests.refusals import raises
 from tools.cli import main
+from tools.config.resolved_run import resolve_run
 from tools.convert.formats import open_source
-from tools.convert.initial import resolve_run
 from tools.convert.verify import load_stage
 
 KINDS = ("deepseek_v3", "glm4_moe")

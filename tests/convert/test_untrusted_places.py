@@ -17,7 +17,7 @@ from megaprec.errors import UserError
 from tests.other_systems import write_folder
 from tests.refusals import raises, sentence
 from tools.convert.core.torch_files import distributed_contents, tensors_in
-from tools.convert.core.untrusted import Part, describe
+from tools.convert.core.untrusted import FilePart, describe
 from tools.convert.formats import open_source
 
 here = pytest.mark.usefixtures("torch_files_read_here")
@@ -215,16 +215,16 @@ def test_the_values_of_a_distributed_checkpoint_are_not_read_to_find_their_place
 ) -> None:
     held = {"a": torch.randn(1 << 18), "b": torch.randn(300, 7).t()}
     read = 0
-    plain = Part.readinto
+    plain = FilePart.readinto
     dcp.save(held, checkpoint_id=tmp_path / "there", no_dist=True)
 
-    def counting(self: Part, buffer: Any) -> int:
+    def counting(self: FilePart, buffer: Any) -> int:
         nonlocal read
         done = plain(self, buffer)
         read += done
         return done
 
-    monkeypatch.setattr(Part, "readinto", counting)
+    monkeypatch.setattr(FilePart, "readinto", counting)
     found, _ = distributed_contents(tmp_path / "there")
     assert 0 < read < held["a"].nbytes / 4
     assert all(

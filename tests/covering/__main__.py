@@ -27,7 +27,7 @@ from tests.covering.trial import (
     values_of_options,
 )
 from tests.parity.campaign import Pool
-from tools.verify.parity.ranks import Run
+from tools.verify.parity.ranks import RecordedRun
 
 COMPILE = "compile"
 EQUAL = "equal"  # a row whose combinations have been seen
@@ -41,7 +41,7 @@ class Pools:
         self._pools: dict[int, Pool] = {}
         self._uses = Counter[int]()
 
-    def together(self, runs: Sequence[Run], folder: Path) -> list[None]:
+    def together(self, runs: Sequence[RecordedRun], folder: Path) -> list[None]:
         """As `run_together`."""
         ranks = runs[0].config.world_size
         if self._uses[ranks] % ROWS_OF_A_POOL == 0 and ranks in self._pools:

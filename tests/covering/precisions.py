@@ -21,7 +21,7 @@ from tools.config.run_file import RunConfig, load_run
 from tools.training.fp8_summary import require_fp8_computed
 from tools.verify.oracle.training import trained
 from tools.verify.oracle.transformers_model import TransformersModel
-from tools.verify.parity.ranks import Run, run_alone
+from tools.verify.parity.ranks import RecordedRun, run_alone
 from tools.verify.parity.record import Plan, Record, gather
 from tools.verify.parity.runs import alone, epsilon, in_float64
 
@@ -69,7 +69,7 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
 # of one rounding: the bounds of the loss, of gradients, and of the way of the weights
 LOSS_UNITS = 1.0
 GRADIENT_UNITS = 3.0
-# of the gradient of each tensor; 3.3 is the largest of 61 rows
+# of the gradient of each tensor; 3.3 is the largest of 55 rows
 TENSOR_UNITS = 6.0
 SHARE_OF_MEAN = 0.1
 # rounding sends a token to another expert, which few tokens have
@@ -130,9 +130,9 @@ def errors_of(row: Row, folder: Path, together: Together = forked) -> tuple[Erro
     ready = parity.with_random_tokens(ready, STEPS, folder)
     plan = Plan(STEPS)
     exact = alone(in_float64(ready))
-    initial = run_alone(Run(exact, Plan(1), folder / "initial")).tensors["before/weight"]
+    initial = run_alone(RecordedRun(exact, Plan(1), folder / "initial")).tensors["before/weight"]
     oracle, _ = trained(exact, plan, initial, TransformersModel)
-    run = Run(ready, plan, folder / "group" / "000")
+    run = RecordedRun(ready, plan, folder / "group" / "000")
     together([run], folder / "group")
     return _errors(gather(run.folder), oracle), epsilon(ready)
 

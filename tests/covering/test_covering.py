@@ -27,7 +27,7 @@ from tests.parity.campaign import forked, left
 from tests.ranks import run_ranks
 from tests.refusals import shows
 from tools import cli
-from tools.verify.parity.ranks import Run, carry_out
+from tools.verify.parity.ranks import RecordedRun, carry_out
 from tools.verify.parity.record import Record
 
 SMALL = {"a": ["1", "2", "3"], "b": ["1", "2"], "c": ["1", "2"], "d": ["1", "2", "3"]}
@@ -169,7 +169,7 @@ def of_all_without_a_load(mesh: DeviceMesh, folder: Path) -> None:
         carry_out(folder)
 
 
-def together_without_a_load(runs: Sequence[Run], folder: Path) -> list[None]:
+def together_without_a_load(runs: Sequence[RecordedRun], folder: Path) -> list[None]:
     left(runs, folder)
     run_ranks(of_all_without_a_load, {"tp": runs[0].config.world_size}, folder=folder)
     return [None] * len(runs)

@@ -14,7 +14,7 @@ from tools.config.run_file import RunConfig, load_run
 from tools.convert.hf.config import model_type_of
 from tools.verify.oracle.limits import TRANSFORMERS, require_possible, without_left_out
 from tools.verify.parity.layouts import fitted, requested_layouts
-from tools.verify.parity.ranks import Run
+from tools.verify.parity.ranks import RecordedRun
 
 TRAIN = [
     "train.steps=9",
@@ -29,7 +29,7 @@ TRAIN = [
 BOUND = 1e-9  # of loss, norm, weights and moments
 STEPS = 3
 QUANTITIES = ("loss", "gradient", "gradient norm", "weights", "moments")
-Together = Callable[[Sequence[Run], Path], list[None]]
+Together = Callable[[Sequence[RecordedRun], Path], list[None]]
 
 
 @dataclass(frozen=True)

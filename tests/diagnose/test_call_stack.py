@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from megaprec.diagnose.call_stack import Call, calls_of, failed_calls, main_calls, summarize_calls
+from megaprec.diagnose.call_stack import (
+    RunningCall,
+    calls_of,
+    failed_calls,
+    main_calls,
+    summarize_calls,
+)
 
 ROOT = Path(__file__).parents[2]
 FRAMES = {"_current_frames", "_current_exceptions", "f_back"}
@@ -77,13 +83,16 @@ def test_paths_that_are_not_ascii_are_read_as_they_are() -> None:
         '  File "/home/j\\xf6rg/\\u0439 \\U0001f600/x.py", line 12 in schn\\xf6rkel\n'
         "  ...\n"
     )
-    assert calls_of(dump, 16) == [Call("/home/jörg/й 😀/x.py", 12, "schnörkel")]
+    assert calls_of(dump, 16) == [RunningCall("/home/jörg/й 😀/x.py", 12, "schnörkel")]
 
 
 def test_a_transfer_that_the_users_own_code_makes_is_a_wait() -> None:
-    calls = [Call("torch/distributed/distributed_c10d.py", 1, "barrier"), Call("mine.py", 7, "f")]
+    calls = [
+        RunningCall("torch/distributed/distributed_c10d.py", 1, "barrier"),
+        RunningCall("mine.py", 7, "f"),
+    ]
     assert summarize_calls(calls) == (True, ["mine.py:7 f"])
-    assert summarize_calls([Call("mine.py", 7, "f"), *calls]) == (
+    assert summarize_calls([RunningCall("mine.py", 7, "f"), *calls]) == (
         False,
         ["mine.py:7 f", "mine.py:7 f"],
     )

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.layout import attach_whole
-from megaprec.comm.main_grad import collect
-from megaprec.diagnose.nonfinite_trace import Finding, Trace
+from megaprec.comm.main_grad import attach_main_grad
+from megaprec.diagnose.nonfinite_trace import NonfiniteFinding, Trace
 
 
 class Break(torch.autograd.Function):
@@ -83,7 +83,7 @@ def traced(
 
 def found_in(
     net: nn.Module, x: Tensor | None = None, loss: Callable[[Tensor], Tensor] = torch.sum
-) -> Finding:
+) -> NonfiniteFinding:
     found = traced(net, x, loss).found
     assert found is not None
     return found
@@ -116,7 +116,7 @@ def test_what_an_earlier_step_has_left_in_main_grad_is_no_gradient_of_this_one()
     net = model()
     attach_whole(net)
     for parameter in net.parameters():
-        collect(parameter, torch.full_like(parameter, torch.inf))
+        attach_main_grad(parameter, torch.full_like(parameter, torch.inf))
     with Trace(net) as trace:
         net[1](net[0](torch.ones(5, 3))).sum().backward()
     assert trace.found is None

@@ -16,7 +16,7 @@ from megaprec.dialects import colossalai, internevo, nemo, nemo_v1, nxd, smp
 from megaprec.dialects import colossalai_plugins as plugins
 from megaprec.dialects.internevo_model import STDS
 from megaprec.dialects.reading import Keys, Resolved
-from megaprec.dialects.scaling import FLOOR, GradScaler
+from megaprec.dialects.scaling import FLOOR, TorchGradScaler
 from megaprec.dialects.translate import DIALECTS, differences
 from megaprec.errors import UserError
 from megaprec.precision.fp8_recipe import FP8Recipe
@@ -191,7 +191,7 @@ CASES: list[Case] = [
         {"mixed_precision": {}},
         ("max_grad_norm", 0, {"optimizer.clip": 0, "notes": 1}),
     ),
-    *rows("smp", GradScaler, "grad_scaler", {"grad_scaler": {}}, *TORCH_SCALER),
+    *rows("smp", TorchGradScaler, "grad_scaler", {"grad_scaler": {}}, *TORCH_SCALER),
     *rows(
         "smp",
         smp.Fp8Autocast,
@@ -291,7 +291,7 @@ CASES: list[Case] = [
     ),
     *rows(
         "colossalai",
-        colossalai.Parallel,
+        colossalai.ColossalParallel,
         "fp16",
         PARALLEL,
         ("clip_grad", 1.0, {"optimizer.clip": 1.0}),
@@ -482,7 +482,7 @@ CASES: list[Case] = [
     ),
     *rows(
         "internevo",
-        internevo.GradScaler,
+        internevo.InternEvoGradScaler,
         "grad_scaler",
         {},
         ("growth_factor", 4, {"scaling.growth_factor": 4}),
@@ -511,7 +511,7 @@ CASES: list[Case] = [
     ),
     *rows(
         "internevo",
-        internevo.Parallel,
+        internevo.InternEvoParallel,
         "parallel",
         {"parallel": {}},
         ("zero1", 1, {"parallel.zero": False}),

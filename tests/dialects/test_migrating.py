@@ -7,7 +7,7 @@ import pytest
 
 from megaprec.dialects import colossalai, colossalai_plugins, internevo, nemo, nemo_v1, nxd, smp
 from megaprec.dialects.reading import Keys
-from megaprec.dialects.scaling import GradScaler
+from megaprec.dialects.scaling import TorchGradScaler
 from tests.project.test_readme import ROOT
 
 PAGE = (ROOT / "docs" / "migrating.md").read_text()
@@ -37,4 +37,4 @@ def test_every_key_of_a_dialect_is_in_its_table_and_none_is_stale(section: str) 
 
 
 def test_the_scaler_that_smp_and_colossalai_share_is_among_their_keys() -> None:
-    assert set(GradScaler.model_fields) <= known(smp) & known(colossalai)
+    assert set(TorchGradScaler.model_fields) <= known(smp) & known(colossalai)

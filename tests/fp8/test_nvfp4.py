@@ -42,8 +42,8 @@ from tests.fp8.test_training import EXPERTS, MODEL, run
 from tests.layouts import Run, batches, make_engine, share_of, train, train_all
 from tests.project.test_readme import ROOT
 from tests.refusals import raises
+from tools.config.resolved_run import resolve_run
 from tools.config.tables.precision_settings import FP8
-from tools.convert.initial import resolve_run
 from tools.journal.shadow_records import alarms
 
 Float32 = NDArray[np.float32]

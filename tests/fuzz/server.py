@@ -25,9 +25,9 @@ from typing import Self
 
 from tests.project.forked_command import import_all
 from tools import cli
-from tools.commands import train
 from tools.journal.records import METRICS
-from tools.training.launch import OnLostRank
+from tools.training import launch
+from tools.training.launched import OnLostRank
 
 RANKS = 4096  # more than this on one machine is a slip
 STEPS = 3  # of training, after which a run has shown that it trains
@@ -188,7 +188,7 @@ def _child(command: Command, out: Path, err: Path) -> None:
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         limit = taken + 4 * command.memory
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
-        train.launch_local = _no_ranks
+        launch.launch_local = _no_ranks
         threading.Thread(target=_stop_training, args=(Path.cwd(),), daemon=True).start()
         threading.Thread(target=_limit_work, args=(command, out, err), daemon=True).start()
         code = cli.main(command.argv)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.golden.runs import Curve
 from tests.golden.stream import PUBLISHED
-from tools.analysis.plots.charts import Chart, Row, Series, draw_rows
+from tools.analysis.plots.charts import Chart, ChartRow, Series, draw_rows
 
 ROUNDING = 0.5e-4  # of the published numbers, which have four digits
 BOUND = 1e-5
@@ -206,4 +206,4 @@ def draw(curves: Curves, shown: str, path: Path) -> None:
         )
     evaluations = Chart("evaluations, nats a character", series, x_label="step")
     title = "nanoGPT's curve of Shakespeare's characters, published and reproduced"
-    draw_rows(title, [Row([batches, evaluations], 2, 300)]).save(path)
+    draw_rows(title, [ChartRow([batches, evaluations], 2, 300)]).save(path)

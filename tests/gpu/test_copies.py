@@ -15,7 +15,7 @@ def test_a_copy_has_the_numbers_from_before_later_work(device: str) -> None:
         assert allocate_pinned(64).is_pinned()
         copies = HostCopies()
         copied = copies.start(values)
-        wait = copies.begun()
+        wait = copies.wait_for_started()
         values.zero_()
         wait()
     assert torch.equal(copied, torch.arange(1 << 22, dtype=torch.float32))

@@ -15,8 +15,8 @@ from models.recurrent.kernel_choice import (
     CONVOLUTION,
     DELTA_RULE,
     STATE_SPACE,
+    KernelSetting,
     Package,
-    Setting,
     choose,
 )
 from models.recurrent.short_convolution import short_convolution
@@ -35,7 +35,9 @@ def kernel_on(device: str, package: Package) -> Callable[..., Any]:
     """The package's kernel on a GPU; on a CPU its stand-in."""
     if device == "cpu":
         return FUNCTIONS[package]
-    kernel, name = choose(package, Setting(device, PRODUCTS, canonical=False, deterministic=False))
+    kernel, name = choose(
+        package, KernelSetting(device, PRODUCTS, canonical=False, deterministic=False)
+    )
     return kernel or pytest.skip(name)
 
 

@@ -34,7 +34,7 @@ from tests.runs import checkpoint, train, write_run
 from tools.cli import main
 from tools.inference.evaluation import Score, batches, score
 from tools.inference.load import load_model, require_layout
-from tools.inference.windows import Document, windows
+from tools.inference.windows import TokenizedDocument, windows
 
 TEXTS = [
     "the model learns",
@@ -236,7 +236,9 @@ def test_documents_of_all_lengths_in_one_batch_have_the_losses_of_each_alone(cas
     stage = Stage(config, Context(plan("fp64")), cuts(config, 1, POSITIONS)[0])
     lengths = [3, 20, 11, 1, 16, 11, 40]
     dice = np.random.default_rng(0)
-    documents = [Document(dice.integers(config.vocab, size=length), length) for length in lengths]
+    documents = [
+        TokenizedDocument(dice.integers(config.vocab, size=length), length) for length in lengths
+    ]
     total = 0.0
     for document in documents:
         for one in windows(document.ids, 0, 12, 5):
@@ -255,7 +257,7 @@ def test_documents_of_all_lengths_in_one_batch_have_the_losses_of_each_alone(cas
     assert together.nats == pytest.approx(total, rel=1e-12)
 
 
-def score_on_rank(mesh: DeviceMesh, folder: Path, documents: list[Document]) -> Score:
+def score_on_rank(mesh: DeviceMesh, folder: Path, documents: list[TokenizedDocument]) -> Score:
     model = load_model(folder, Stage, "fp64", mesh=mesh)
     return score(Relay.over(mesh, model.stage), documents, 0, 12, 5, lambda _: None)
 
@@ -266,7 +268,8 @@ def test_a_model_has_one_score_in_every_layout(
     monkeypatch.setattr("tools.inference.evaluation.LOGITS", 330 * 30)
     dice = np.random.default_rng(0)
     documents = [
-        Document(dice.integers(330, size=length), length) for length in (3, 20, 11, 1, 16, 11, 40)
+        TokenizedDocument(dice.integers(330, size=length), length)
+        for length in (3, 20, 11, 1, 16, 11, 40)
     ]
     (alone,) = run_ranks(score_on_rank, {}, folder=trained, documents=documents)
     assert alone.tokens == 102

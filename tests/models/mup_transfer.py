@@ -20,7 +20,7 @@ from megaprec.precision.plan import plan
 from models.config import ModelConfig
 from models.decoder.stages import Cut, Stage
 from parallel.context import Context
-from tools.analysis.plots.charts import Chart, Row, Series, draw_rows
+from tools.analysis.plots.charts import Chart, ChartRow, Series, draw_rows
 
 VOCAB = 32
 BATCH = 16
@@ -126,7 +126,7 @@ def main(path: Path) -> None:
         found = sweep(mup, widths)
         print(title, {width: found.best(width) for width in widths}, found.losses)
         charts.append(chart(title, found))
-    draw_rows("", [Row(charts, 2, 260.0)]).save(path)
+    draw_rows("", [ChartRow(charts, 2, 260.0)]).save(path)
 
 
 if __name__ == "__main__":

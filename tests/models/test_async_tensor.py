@@ -17,7 +17,7 @@ from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from models.engine.passes import Share
 from parallel.activation_checkpoint import Recompute
-from parallel.leaves import Call, Leaves
+from parallel.leaves import LeafCall, Leaves
 from parallel.pipeline.kinds import schedule
 from tests import oracle
 from tests.layouts import LENGTH, Run, batches, train_all
@@ -91,8 +91,8 @@ def test_the_calls_that_are_compiled_are_those_of_separate_products(mesh: Device
     model = ModelConfig(**MODELS["llama tied biased"])
     ((tokens, targets, _), *_) = batches(Run(MODELS["llama tied biased"], steps=1))
 
-    def calls(fused: bool) -> dict[Call, None]:
-        noted: dict[Call, None] = {}
+    def calls(fused: bool) -> dict[LeafCall, None]:
+        noted: dict[LeafCall, None] = {}
         options = EngineOptions(
             len(tokens),
             LENGTH,

@@ -30,7 +30,7 @@ from tests.refusals import sentence
 from tests.runs import checkpoint, steps, tensors, train, train_on, write_run
 from tools.analysis.plots.shadow_plot import PICTURE, lowest_cosines, plot_shadow
 from tools.config.tables.precision_settings import FP8
-from tools.console.tables import to_json
+from tools.console.json_output import to_json
 from tools.journal.records import read_events
 from tools.journal.shadow_records import SHADOW, alarms, shadow_event
 

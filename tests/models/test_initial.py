@@ -19,7 +19,7 @@ from tests.other_systems import slow, write_folder
 from tests.refusals import raises, shows
 from tests.runs import checkpoint, rewind, steps, tensors, train, train_on, write_run
 from tools.cli import main
-from tools.convert.initial import resolve_run
+from tools.config.resolved_run import resolve_run
 from tools.training.corpus import open_corpus
 from tools.training.trainer import Trainer
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.tokens.blend import Blend, Stretch
+from megaprec.tokens.blend import Blend, WeightedStretch
 from megaprec.tokens.document_tokens import with_begin
 from megaprec.tokens.indexed import IndexedDataset, IndexedWriter
 from megaprec.tokens.samples import Batch, Resets, Samples
@@ -163,7 +163,7 @@ def test_in_a_blend_all_of_a_text_counts_beside_the_answers_of_conversations(
         Samples(IndexedDataset(tmp_path / name), LENGTH, 0, False, resets=Resets(loss_mask=True))
         for name in ("chats", "text")
     ]
-    blend = Blend(parts, [Stretch.first([0.5, 0.5])], ["chats", "text"])
+    blend = Blend(parts, [WeightedStretch.first([0.5, 0.5])], ["chats", "text"])
     for position in range(8):
         batch = blend.batch(position, 1)
         assert batch.mask is not None

@@ -15,7 +15,7 @@ from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from models.engine.passes import Share
 from parallel.activation_checkpoint import Recompute
-from parallel.leaves import PLAIN, Call, Leaves, call_of
+from parallel.leaves import PLAIN, LeafCall, Leaves, call_of
 from parallel.pipeline.kinds import schedule
 from parallel.regions import compiled_region, trial_difference_of_region
 from tests.families import CASES, config_of
@@ -24,22 +24,22 @@ FAST = ("llama", "gpt2", "qwen3", "gemma3")
 RULE = NormRule(1e-5, torch.float32, torch.bfloat16)
 
 
-class Graphs(Mapping[Call, Any]):
+class Graphs(Mapping[LeafCall, Any]):
     """The traced passes of every region, run operator by operator; leaves have none."""
 
     def __init__(self) -> None:
-        self.made: dict[Call, Any] = {}
+        self.made: dict[LeafCall, Any] = {}
 
     def __contains__(self, call: object) -> bool:
-        return isinstance(call, Call) and call.region
+        return isinstance(call, LeafCall) and call.region
 
-    def __getitem__(self, call: Call) -> Any:
+    def __getitem__(self, call: LeafCall) -> Any:
         if call not in self.made:
             with torch.random.fork_rng():
                 self.made[call] = compiled_region(call, lambda graph, examples: graph)
         return self.made[call]
 
-    def __iter__(self) -> Iterator[Call]:
+    def __iter__(self) -> Iterator[LeafCall]:
         return iter(self.made)
 
     def __len__(self) -> int:

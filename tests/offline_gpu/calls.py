@@ -3,7 +3,7 @@ and of small ones."""
 
 import torch
 
-from parallel.leaves import Call
+from parallel.leaves import LeafCall
 from tools.config.run_file import load_run
 from tools.training.compiling import leaf_calls
 
@@ -46,14 +46,14 @@ SMALL_FP8 = [
 ]
 
 
-def fp8_calls_of(size: list[str], kind: str) -> list[Call]:
+def fp8_calls_of(size: list[str], kind: str) -> list[LeafCall]:
     """The calls of FP8 casts: of inputs, weights and gradients."""
     fp8 = ["model.kv_heads=4", "train.compile=leaves", f"fp8.kind={kind}"]
     calls = calls_of([*size, *fp8], "llama")
     return [call for call in calls if call.name in FP8_LEAVES]
 
 
-def calls_of(size: list[str], family: str) -> list[Call]:
+def calls_of(size: list[str], family: str) -> list[LeafCall]:
     """The calls of a rank that is alone."""
     run = load_run(
         None,

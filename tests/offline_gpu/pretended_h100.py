@@ -30,7 +30,7 @@ from torch._subclasses import fake_tensor
 from torch.fx import GraphModule
 
 from parallel.compiled_leaves import compiled, inductor
-from parallel.leaves import Call
+from parallel.leaves import LeafCall
 from parallel.regions import compiled_region
 
 # missing where torch is built for CPUs
@@ -139,7 +139,7 @@ class PretendedH100:
         self.kernels.append(Kernel(name, source))
         return self.kernels[-1]
 
-    def compiled(self, call: Call) -> Callable[..., Any]:
+    def compiled(self, call: LeafCall) -> Callable[..., Any]:
         """The compiled form of a call of a leaf or region on the GPU. `kernels` are its kernels
         then. Interpreted, it takes tensors of the CPU."""
         self.kernels.clear()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part
-from parallel.leaves import PLAIN, Call, Leaves
+from parallel.leaves import PLAIN, LeafCall, Leaves
 from parallel.loss import cross_entropy
 from tests.offline_gpu.calls import (
     FAMILIES,
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.campaign
 OF_THE_OPTIMIZER = ("squares and zeros", "adamw")
 
 
-def tensors_for(call: Call) -> list[Tensor]:
+def tensors_for(call: LeafCall) -> list[Tensor]:
     """Arguments of a call; integers are any, small enough for an index of the vocabulary."""
     generator = torch.Generator().manual_seed(0)
     tensors = call.on("cpu").example_tensors()
@@ -114,22 +114,22 @@ def test_interpreted_fp8_casts_have_the_bits_of_operators(interpreter: Any, kind
             assert torch.equal(bits(one), bits(other)), (call.name, call.arguments)
 
 
-class Interpreted(Mapping[Call, Any]):
+class Interpreted(Mapping[LeafCall, Any]):
     """A compiled form for each call, made when it is first asked for."""
 
     def __init__(self, interpreter: Any) -> None:
         self.interpreter = interpreter
-        self.made: dict[Call, Any] = {}
+        self.made: dict[LeafCall, Any] = {}
 
     def __contains__(self, call: object) -> bool:
         return True
 
-    def __getitem__(self, call: Call) -> Any:
+    def __getitem__(self, call: LeafCall) -> Any:
         if call not in self.made:
             self.made[call] = self.interpreter.compiled(call.on("cuda"))
         return self.made[call]
 
-    def __iter__(self) -> Iterator[Call]:
+    def __iter__(self) -> Iterator[LeafCall]:
         return iter(self.made)
 
     def __len__(self) -> int:

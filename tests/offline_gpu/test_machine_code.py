@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from parallel.leaves import Call
+from parallel.leaves import LeafCall
 from tests.offline_gpu.calls import FAMILIES, FP8_KINDS, LARGE, calls_of, fp8_calls_of
 
 pytestmark = pytest.mark.campaign
@@ -56,7 +56,7 @@ FP8_KERNELS = {
 }
 
 
-def numbers_of_kernels(h100: Any, calls: list[Call]) -> dict[str, set[int]]:
+def numbers_of_kernels(h100: Any, calls: list[LeafCall]) -> dict[str, set[int]]:
     """The numbers of kernels of calls, by name, each of which becomes machine code."""
     numbers: dict[str, set[int]] = {}
     for call in calls:

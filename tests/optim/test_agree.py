@@ -16,7 +16,7 @@ from megaprec.comm.main_grad import forget_gradient
 from megaprec.optim.decision.consensus import (
     DIGEST_BITS,
     NUMBERS,
-    Measured,
+    GradientMeasures,
     StepConsensus,
     digest,
 )
@@ -336,15 +336,15 @@ def test_digests_are_compared_exactly_whatever_the_number_of_ranks(ranks: int, m
 
     def packed(digest_of_all: int) -> Tensor:
         numbers = dict.fromkeys(NUMBERS, 0.0)
-        numbers["same_common"] = numbers["same_in_stages"] = digest_of_all
-        return consensus.pack(Measured(zero, one), numbers)
+        numbers["agrees_globally"] = numbers["agrees_in_pp_ranks"] = digest_of_all
+        return consensus.pack(GradientMeasures(zero, one), numbers)
 
     # so the sum is exact in whatever order the ranks are added
     assert ranks * packed(mine).max() < 2**53
     for other in {mine, mine ^ 1, 2**DIGEST_BITS - 1 - mine}:
         for others in {1, ranks // 2, ranks - 1}:
             agreed = consensus.read((ranks - others) * packed(mine) + others * packed(other))
-            is_same = (agreed["same_common"], agreed["same_in_stages"])
+            is_same = (agreed["agrees_globally"], agreed["agrees_in_pp_ranks"])
             assert is_same == (other == mine,) * 2, (other, others)
 
 

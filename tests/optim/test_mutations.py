@@ -20,7 +20,7 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, layout_of
 from megaprec.optim import grad_sync
 from megaprec.optim.decision.consensus import StepNumbers
-from megaprec.optim.decision.decision import Decision, StepSettings
+from megaprec.optim.decision.decision import StepDecision, StepSettings
 from megaprec.optim.decision.grad_stats import statistics
 from megaprec.optim.decision.scaler import DynamicGradScaler
 from megaprec.optim.decision.step_limits import NO_LIMITS, StepLimits
@@ -54,7 +54,7 @@ INNER_UPDATE = ParallelAMPOptimizer._update
 
 
 def the_scale_is_read_after_the_update() -> None:
-    def update(self: ParallelAMPOptimizer, decision: Decision, settings: StepSettings) -> None:
+    def update(self: ParallelAMPOptimizer, decision: StepDecision, settings: StepSettings) -> None:
         later = deepcopy(self.scaler)
         later.update(decision.skip)
         wrong = replace(decision, scale=decision.scale * later.scale / self.scale)
@@ -113,7 +113,7 @@ def copies_are_not_checked() -> None:
 
 
 def a_skipped_step_is_counted() -> None:
-    def update(self: ParallelAMPOptimizer, decision: Decision, settings: StepSettings) -> None:
+    def update(self: ParallelAMPOptimizer, decision: StepDecision, settings: StepSettings) -> None:
         INNER_UPDATE(self, decision, settings)
         self.applied_steps += decision.skip
 
@@ -206,10 +206,10 @@ def replace_sum_partial(instead: Callable[[Sequence[nn.Parameter], Axis], None])
 
 
 def shares_are_summed_after_the_norm() -> None:
-    def update(self: ParallelAMPOptimizer, divisor: Tensor, skip: Tensor) -> None:
+    def update(self: ParallelAMPOptimizer, decision: StepDecision, settings: StepSettings) -> None:
         for buffer in self.all_buffers():
             sum_partial(buffer.parameters, self.tp)
-        INNER_UPDATE(self, divisor, skip)
+        INNER_UPDATE(self, decision, settings)
 
     replace_sum_partial(lambda parameters, tp: None)
     ParallelAMPOptimizer._update = update

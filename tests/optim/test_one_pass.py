@@ -31,7 +31,7 @@ from megaprec.optim.rules.update_rules import SGD, AdamW, Step
 from megaprec.optim.state.flat_buffer import Buffer
 from megaprec.optim.state.update_tile import Tile
 from megaprec.precision.plan import LossScaling, PrecisionPlan, plan
-from parallel.leaves import Call, Leaves, TensorSpec
+from parallel.leaves import LeafCall, Leaves, TensorSpec
 from tests.launches import Counting, tensors_in
 from tools.training import compiling
 from tools.training.compiling import one_pass_calls, try_calls
@@ -73,7 +73,7 @@ class CountedLeaves(Leaves):
 
 
 @cache
-def forms_of(precision: PrecisionPlan, by_compiler: bool) -> dict[Call, Callable[..., Any]]:
+def forms_of(precision: PrecisionPlan, by_compiler: bool) -> dict[LeafCall, Callable[..., Any]]:
     """Forms of the leaves of an optimizer with this plan on a CPU: compiled by torch, or the leaves
     themselves."""
     calls = [call.on("cpu") for call in one_pass_calls(precision, RULE)]
@@ -84,7 +84,7 @@ def forms_of(precision: PrecisionPlan, by_compiler: bool) -> dict[Call, Callable
     return forms
 
 
-def run(call: Call, *tensors: Tensor) -> Any:
+def run(call: LeafCall, *tensors: Tensor) -> Any:
     return call.run(tensors)
 
 

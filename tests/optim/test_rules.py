@@ -14,7 +14,7 @@ from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.rules.rule_table import rule
-from megaprec.optim.rules.torch_rule import Torch
+from megaprec.optim.rules.torch_rule import TorchRule
 from megaprec.optim.rules.update_rules import SGD, AdamW
 from megaprec.precision.plan import plan
 from tests.given import declare
@@ -165,16 +165,16 @@ def test_a_class_that_looks_at_the_whole_tensor_is_refused(kind: type[Made]) -> 
     with pytest.raises(
         UserError, match=sentence("optimizer.torch_rule_not_elementwise", title=kind.__name__)
     ):
-        Torch(kind)
+        TorchRule(kind)
 
 
 def test_a_class_that_would_fill_padding_is_refused() -> None:
     with raises("optimizer.torch_rule_moves_zero", title=re.compile("Restless$")):
-        Torch(Restless)
+        TorchRule(Restless)
 
 
 def momentum(
-    made: Torch | SGD, steps: int, state: dict[str, Any] | None = None
+    made: TorchRule | SGD, steps: int, state: dict[str, Any] | None = None
 ) -> ParallelAMPOptimizer:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
@@ -192,8 +192,8 @@ def momentum(
 def test_a_class_of_ones_own_that_counts_no_steps_is_resumed() -> None:
     """Having no numbers to restore must not be taken for never having been stepped."""
 
-    def fresh() -> Torch:
-        return Torch(Made, {"beta": 0.9})
+    def fresh() -> TorchRule:
+        return TorchRule(Made, {"beta": 0.9})
 
     whole = momentum(fresh(), 5).state_dict()
     resumed = momentum(fresh(), 2, momentum(fresh(), 3).state_dict()).state_dict()
@@ -212,7 +212,7 @@ def test_averages_of_another_class_with_the_same_names_are_not_taken_for_its_own
     """Adam counts steps itself, which our AdamW leaves to the optimizer."""
     state = momentum(AdamW(), 3).state_dict()  # type: ignore[arg-type]
     with raises("optimizer.torch_rule_state", needed="step", loaded="nothing"):
-        momentum(Torch(torch.optim.Adam), 1, state)
+        momentum(TorchRule(torch.optim.Adam), 1, state)
 
 
 @pytest.mark.parametrize(

@@ -102,14 +102,17 @@ def test_what_is_skipped_leaves_no_trace_in_the_steps_after_it() -> None:
 @pytest.mark.parametrize(
     ("on_nonfinite", "outcome"), [("skip", "skipped_overflow"), ("ignore", "applied_nonfinite")]
 )
+@pytest.mark.parametrize(("gradient", "loss"), [(INF, LOSS), (1.0, math.nan), (1.0, INF)])
 def test_a_step_that_is_not_finite_is_an_overflow_and_no_spike(
-    on_nonfinite: str, outcome: str
+    gradient: float, loss: float, on_nonfinite: str, outcome: str
 ) -> None:
     optimizer = make_optimizer(None, Case("fp32", {"on_nonfinite": on_nonfinite}))
     give(optimizer, 0)
-    optimizer.all_buffers()[0].grads[0] = INF
-    limits = StepLimits(LOSS, 0.5)
-    assert optimizer.step(1e-2, torch.tensor(LOSS), limits=limits).outcome == outcome
+    optimizer.all_buffers()[0].grads[0] = gradient
+    before = state(optimizer)
+    report = optimizer.step(1e-2, torch.tensor(loss), limits=StepLimits(LOSS, 0.5))
+    unchanged = all(torch.equal(a, b) for a, b in zip(state(optimizer), before, strict=True))
+    assert (report.outcome, unchanged) == (outcome, on_nonfinite == "skip")
 
 
 def disagree(mesh: DeviceMesh, here: StepLimits, there: StepLimits) -> str:

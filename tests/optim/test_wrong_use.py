@@ -23,12 +23,12 @@ from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.rules.lr import LRSchedule
 from megaprec.optim.rules.muon.rule import Muon
 from megaprec.optim.rules.param_groups import Group
-from megaprec.optim.rules.torch_rule import Torch
+from megaprec.optim.rules.torch_rule import TorchRule
 from megaprec.optim.rules.update_rules import SGD, AdamW
 from megaprec.precision.names_elsewhere import PLAN
 from megaprec.precision.plan import LossScaling, PrecisionPlan, plan
 from parallel.context import Context
-from parallel.plain_layers import Watch
+from parallel.plain_layers import CheckedPasses
 from parallel.plain_modules import parallelize
 from tests.ranks import run_ranks
 from tests.refusals import raises, sentence, shows
@@ -683,7 +683,7 @@ def unlike(mesh: DeviceMesh) -> dict[str, str]:
         "no batch": said_of(no_batch),
         "alike": said_of(lambda: build(make_model(), groups=[Group("0.*", 2.0)])),
         "a rule of torch": said_of(
-            lambda: build(make_model(), rule=Torch(torch.optim.RAdam, {"eps": 1e-6}))
+            lambda: build(make_model(), rule=TorchRule(torch.optim.RAdam, {"eps": 1e-6}))
         ),
     }
 
@@ -868,7 +868,7 @@ def on_tensor_ranks(mesh: DeviceMesh, apart: int) -> list[str]:
     """What each of four steps says, from step `apart` on with samples of this rank's own."""
     tp = Axis.of(mesh, "tp")
     said: list[str] = []
-    Watch.require_same = lambda *_: None  # type: ignore[method-assign]  # it would refuse the input before the step does
+    CheckedPasses.require_same = lambda *_: None  # type: ignore[method-assign]  # it would refuse the input before the step does
     torch.manual_seed(0)
     model = parallelize(Block(), Context(plan("fp32"), tp), {"up": "column", "down": "row"})
     optimizer = ParallelAMPOptimizer([model], plan("fp32"), mesh, lr=0.1, average=False)

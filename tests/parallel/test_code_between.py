@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from megaprec import SGD, Axis, ParallelAMPOptimizer, UserError, plan
 from parallel import Context, copy, join, parallelize, split, unchecked
 from parallel.cut_features import CutTensor, TensorCut, mark_cut
-from parallel.plain_layers import Dropout, Watch
+from parallel.plain_layers import CheckedPasses, Dropout
 from tests.ranks import run_ranks
 from tests.refusals import sentence
 
@@ -177,7 +177,7 @@ def plain(name: str) -> nn.Module:
 
 def losses_of_one(name: str) -> list[float]:
     model = plain(name)
-    alone = Watch(Context(PLAN))
+    alone = CheckedPasses(Context(PLAN))
     for path, old in list(model.named_modules()):
         if type(old) is nn.Dropout:
             model.set_submodule(path, Dropout(old, path, alone))
@@ -415,7 +415,7 @@ def test_what_a_backward_pass_computes_again_is_no_pass_of_its_own(reentrant: bo
 
 
 def test_a_dropout_draws_its_number_on_the_cpu_whatever_torchs_default_device_is() -> None:
-    layer = Dropout(nn.Dropout(0.5), "drop", Watch(Context(PLAN)))
+    layer = Dropout(nn.Dropout(0.5), "drop", CheckedPasses(Context(PLAN)))
     torch.manual_seed(0)
     kept = layer(X)
     torch.manual_seed(0)
@@ -424,7 +424,7 @@ def test_a_dropout_draws_its_number_on_the_cpu_whatever_torchs_default_device_is
 
 
 def test_what_a_frozen_layer_gives_can_be_dropped_in_place() -> None:
-    layer = Dropout(nn.Dropout(0.5, inplace=True), "drop", Watch(Context(PLAN)))
+    layer = Dropout(nn.Dropout(0.5, inplace=True), "drop", CheckedPasses(Context(PLAN)))
     x = mark_cut(torch.ones(2, WIDE), TensorCut(1, "outputs of a frozen layer", 2))
     assert layer(x) is x
     assert set(unchecked(x).unique().tolist()) == {0.0, 2.0}

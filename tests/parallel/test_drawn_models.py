@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec import SGD, AdamW, Axis, ParallelAMPOptimizer, UserError, plan
 from parallel import Context, parallelize, vocab_parallel_loss
-from parallel.plain_layers import Dropout, Watch
+from parallel.plain_layers import CheckedPasses, Dropout
 from tests.parallel.drawn_models import Drawn, batches, drawn_model
 from tests.ranks import run_ranks
 
@@ -30,7 +30,7 @@ def on_one_process(number: int) -> Trained:
     """Plain torch's training, with the dropout that the layout draws."""
     drawn = drawn_model(number)
     model = drawn.model
-    alone = Watch(Context(plan("fp64")))
+    alone = CheckedPasses(Context(plan("fp64")))
     for path, old in list(model.named_modules()):
         if type(old) is nn.Dropout:
             model.set_submodule(path, Dropout(old, path, alone))

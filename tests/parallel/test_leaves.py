@@ -9,7 +9,7 @@ from torch import Tensor
 
 from models.attention.regions import NormRule
 from parallel.compiled_leaves import copied, trial_difference
-from parallel.leaves import PLAIN, Call, Leaves, call_of, row_by_row
+from parallel.leaves import PLAIN, LeafCall, Leaves, call_of, row_by_row
 
 X = torch.arange(12.0).view(3, 4)
 
@@ -22,7 +22,7 @@ def add_(x: Tensor, y: Tensor) -> Tensor:
     return x.add_(y)
 
 
-def form_of(call: Call) -> Leaves:
+def form_of(call: LeafCall) -> Leaves:
     """Leaves in which this call alone has a compiled form, whose results are all -1."""
     return Leaves({call: lambda *tensors: torch.full_like(tensors[0], -1)})
 
@@ -40,7 +40,7 @@ def test_a_compiled_form_serves_no_other_shape_stride_dtype_value_or_device() ->
 
 
 def test_a_call_is_noted_and_runs_as_it_is_compiled() -> None:
-    noted: dict[Call, None] = {}
+    noted: dict[LeafCall, None] = {}
     assert torch.equal(Leaves(recorded_calls=noted)(double, X), 2 * X)
     assert [*noted] == [call_of(double, (X,))]
     assert torch.equal(Leaves(recorded_calls=noted)(double, X, otherwise=lambda x: x + 1), 2 * X)

@@ -16,7 +16,7 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part
 from models.estimate.storage import LiveMemory, SimulatedAxis
 from parallel import loss
-from parallel.leaves import PLAIN, Call, Leaves
+from parallel.leaves import PLAIN, LeafCall, Leaves
 from parallel.loss import cross_entropy, cross_entropy_and_log_sum
 from tests.ranks import run_ranks
 
@@ -95,16 +95,16 @@ def test_blocks_of_tokens_have_the_bits_of_all_at_once_and_a_z_loss_the_gradient
     run_ranks(in_blocks, {"tp": tp})
 
 
-class AsTheyAre(Mapping[Call, Any]):
+class AsTheyAre(Mapping[LeafCall, Any]):
     """Leaves that are compiled to themselves."""
 
     def __contains__(self, call: object) -> bool:
         return True
 
-    def __getitem__(self, call: Call) -> Any:
+    def __getitem__(self, call: LeafCall) -> Any:
         return lambda *tensors: call.run(tensors)
 
-    def __iter__(self) -> Iterator[Call]:
+    def __iter__(self) -> Iterator[LeafCall]:
         return iter(())
 
     def __len__(self) -> int:

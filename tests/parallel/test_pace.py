@@ -7,7 +7,7 @@ import pytest
 
 from megaprec.comm import waiting as waits
 from megaprec.diagnose import position as at
-from parallel.hangs.pace import Straggler, Stragglers, Work
+from parallel.hangs.pace import PaceOfWork, Straggler, Stragglers
 
 
 def windows(
@@ -15,11 +15,11 @@ def windows(
 ) -> list[list[Straggler]]:
     """What is found after each window, of `steps` steps. seconds: of each rank, per step."""
     compared = Stragglers(stages)
-    work = {rank: Work() for rank in range(len(stages))}
+    work = {rank: PaceOfWork() for rank in range(len(stages))}
     found = []
     for number, one in enumerate(seconds, start=1):
         work = {
-            rank: Work(work[rank].seconds + one[rank] * steps, work[rank].steps + steps)
+            rank: PaceOfWork(work[rank].seconds + one[rank] * steps, work[rank].steps + steps)
             for rank in one
         }
         found.append(compared.compare(number * steps, work))
@@ -51,7 +51,10 @@ def test_a_window_that_is_slow_by_its_last_steps_does_not_blame_the_steps_before
 
 def test_the_steps_of_a_resumed_run_are_counted_from_its_checkpoint() -> None:
     compared, (first, then) = Stragglers([0, 0]), ((10, 30.0), (20, 60.0))
-    works = [{0: Work(float(steps), steps), 1: Work(slow, steps)} for steps, slow in (first, then)]
+    works = [
+        {0: PaceOfWork(float(steps), steps), 1: PaceOfWork(slow, steps)}
+        for steps, slow in (first, then)
+    ]
     assert compared.compare(1010, works[0]) == []
     assert [one.since for one in compared.compare(1020, works[1])] == [1001]
 

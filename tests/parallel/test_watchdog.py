@@ -22,7 +22,7 @@ from megaprec.diagnose.call_stack import main_calls
 from megaprec.diagnose.position import Phase, Position, read_shared
 from megaprec.torch_private import time_limit_of
 from parallel.hangs.heartbeat import Beat, Clock, Heartbeat, newest, process_start
-from parallel.hangs.verdict import Verdict, judge_hung, judge_silent, ranks_in_words
+from parallel.hangs.verdict import HangVerdict, judge_hung, judge_silent, ranks_in_words
 from parallel.hangs.watchdog import LONG, Watchdog, kill_silent, longest_wait
 from parallel.mesh import make_mesh
 from parallel.pipeline.instructions import Instruction, Op
@@ -62,7 +62,7 @@ class Ranks:
             in_step_3(Watchdog(shared, rank, number, Position(), TIMEOUT, unused))
             for rank in range(number)
         ]
-        self.left = dict[int, Verdict]()
+        self.left = dict[int, HangVerdict]()
         self.silent = set[int]()
 
     def pass_by(self, seconds: float) -> None:
@@ -82,15 +82,15 @@ def in_step_3(dog: Watchdog) -> Watchdog:
     return dog
 
 
-def unused(verdict: Verdict) -> None:
+def unused(verdict: HangVerdict) -> None:
     pytest.fail("no thread was started")
 
 
 @contextmanager
-def threads(number: int, timeout: float) -> Iterator[tuple[list[Watchdog], dict[int, Verdict]]]:
+def threads(number: int, timeout: float) -> Iterator[tuple[list[Watchdog], dict[int, HangVerdict]]]:
     """As `Ranks`, with the threads of a run; yields the watchdogs and the verdicts with which they
     leave."""
-    left: dict[int, Verdict] = {}
+    left: dict[int, HangVerdict] = {}
     shared = store()
     dogs = [
         in_step_3(
@@ -131,7 +131,7 @@ def test_a_rank_without_a_heartbeat_is_the_culprit_on_every_other_rank() -> None
     require_rank_1_blamed(ranks.left)
 
 
-def require_rank_1_blamed(left: Mapping[int, Verdict]) -> None:
+def require_rank_1_blamed(left: Mapping[int, HangVerdict]) -> None:
     assert {rank: verdict.culprits for rank, verdict in left.items()} == {0: (1,), 2: (1,)}
     assert len({verdict.reason for verdict in left.values()}) == 1
     assert (
@@ -220,7 +220,7 @@ def test_every_group_has_the_time_limit_of_the_world() -> None:
 @pytest.mark.slow
 def test_a_silent_store_ends_a_rank_which_names_both_hosts() -> None:
     shared = store()
-    left = list[Verdict]()
+    left = list[HangVerdict]()
     Watchdog(shared, 0, 2, Position(), TIMEOUT, unused)  # its first beat is waited for
     dog = Watchdog(shared, 1, 2, Position(), TIMEOUT, left.append)
     dog.first_beat = replace(beat(0), host="elsewhere")
@@ -285,7 +285,7 @@ def test_a_host_that_is_silent_as_a_whole_is_named_with_the_one_that_hears_nothi
 
 def test_verdicts_survive_the_way_through_the_store() -> None:
     verdict = judge_silent(beat(0), {1: beat(1)}, {1: 5.0})
-    assert Verdict.from_json(verdict.to_json()) == verdict
+    assert HangVerdict.from_json(verdict.to_json()) == verdict
 
 
 def test_ranks_are_named_in_words() -> None:
@@ -325,11 +325,11 @@ def test_a_stopped_process_can_be_asked_where_it_is_and_is_killed_only_if_it_is_
             )
             for other in (replace(stopped, born="1"), replace(stopped, machine="elsewhere")):
                 assert newest(other) == other
-                kill_silent(Verdict("", (1,), 0, (1,), (other,)))
+                kill_silent(HangVerdict("", (1,), 0, (1,), (other,)))
             assert process.poll() is None
-            kill_silent(Verdict("", (1,), 0, (), (stopped,)))
+            kill_silent(HangVerdict("", (1,), 0, (), (stopped,)))
             assert process.poll() is None
-            kill_silent(Verdict("", (1,), 0, (1,), (stopped,)))
+            kill_silent(HangVerdict("", (1,), 0, (1,), (stopped,)))
             assert process.wait(240) == -signal.SIGKILL
         finally:
             # a stopped process ends in no other way, and would be waited for

@@ -19,7 +19,7 @@ from tests.parity.runs import PLAN, carried_out, ready
 from tools.config.run_file import RunConfig
 from tools.verify.bisect.replay import Replay, Take, located_bits, located_in_float64
 from tools.verify.parity.layouts import fitted, requested_layouts
-from tools.verify.parity.ranks import Run, run_alone
+from tools.verify.parity.ranks import RecordedRun, run_alone
 from tools.verify.parity.record import Record
 from tools.verify.parity.runs import alone
 
@@ -38,7 +38,7 @@ def clean(run: str, layout: str, how: str) -> dict[str, Record]:
     )
     kept: dict[str, Record] = {}
 
-    def take(one: Run) -> Record:
+    def take(one: RecordedRun) -> Record:
         kept[one.folder.parent.name] = _taken(one, None)
         return kept[one.folder.parent.name]
 
@@ -50,7 +50,7 @@ def located(run: str, layout: str, how: str, folder: Path, fault: str = "") -> d
     """The entry that a replay makes of run B with the fault, or without any."""
     bug = (fault_table.__name__, fault) if fault else None
 
-    def take(one: Run) -> Record:
+    def take(one: RecordedRun) -> Record:
         name = one.folder.parent.name
         if name in PLANTED:
             return _taken(one, bug)
@@ -59,7 +59,7 @@ def located(run: str, layout: str, how: str, folder: Path, fault: str = "") -> d
     return HOW[how](_replay(run, layout, folder, of_a=how == "bits"), take)
 
 
-def _taken(one: Run, bug: tuple[str, str] | None) -> Record:
+def _taken(one: RecordedRun, bug: tuple[str, str] | None) -> Record:
     one.folder.mkdir(parents=True, exist_ok=True)
     if one.config.world_size == 1:
         one.folder.rmdir()

@@ -29,7 +29,7 @@ from tests.covering.around import obeyed
 from tests.ranks import run_ranks
 from tools.commands import parity
 from tools.config.run_file import load_run
-from tools.verify.parity.ranks import PENDING, Run, carry_out
+from tools.verify.parity.ranks import PENDING, RecordedRun, carry_out
 
 # the first is most at risk
 FAMILIES = (
@@ -88,17 +88,17 @@ def drawn(seed: int) -> tuple[list[str], list[str]]:
     return [f"{key}={value}" for key, value in keys.items()], dice.sample(LAYOUTS, len(LAYOUTS))
 
 
-Together = Callable[[Sequence[Run], Path], Sequence[None]]
+Together = Callable[[Sequence[RecordedRun], Path], Sequence[None]]
 
 
-def forked(runs: Sequence[Run], folder: Path) -> list[None]:
+def forked(runs: Sequence[RecordedRun], folder: Path) -> list[None]:
     """As `run_together`, with ranks that are forked."""
     left(runs, folder)
     run_ranks(of_all, {"tp": runs[0].config.world_size}, folder=folder)
     return [None] * len(runs)
 
 
-def left(runs: Sequence[Run], folder: Path) -> None:
+def left(runs: Sequence[RecordedRun], folder: Path) -> None:
     """Leaves what ranks are to know."""
     for run in runs:
         run.folder.mkdir(parents=True)
@@ -122,7 +122,7 @@ class Pool:
         self.thread = Thread(target=body, daemon=True)
         self.thread.start()
 
-    def together(self, runs: Sequence[Run], folder: Path) -> list[None]:
+    def together(self, runs: Sequence[RecordedRun], folder: Path) -> list[None]:
         """As `run_together`."""
         left(runs, folder)
         self._ask(str(folder))

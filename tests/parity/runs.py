@@ -16,7 +16,7 @@ from tools.verify.parity.certificate import Compared, entry
 from tools.verify.parity.compare import compare
 from tools.verify.parity.layouts import fitted, requested_layouts
 from tools.verify.parity.noise import Noise
-from tools.verify.parity.ranks import Run, corpus_of, run_alone
+from tools.verify.parity.ranks import RecordedRun, corpus_of, run_alone
 from tools.verify.parity.record import Plan, Record, gather, record
 from tools.verify.parity.repeated_updates import updates
 from tools.verify.parity.runs import (
@@ -73,12 +73,13 @@ def references(run: str) -> tuple[Record, Record]:
     folder = Path(mkdtemp(prefix="megaprec_test_"))
     plans = (PLAN, Plan(PLAN.steps, planted=PLAN.planted, into=PLAN.into, shaken=EPSILON["fp64"]))
     first, second = (
-        run_alone(Run(alone(ready(run)), plan, folder / f"run{n}")) for n, plan in enumerate(plans)
+        run_alone(RecordedRun(alone(ready(run)), plan, folder / f"run{n}"))
+        for n, plan in enumerate(plans)
     )
     return first, second
 
 
-def carried_out(run: Run, bug: tuple[str, str] | None) -> Record:
+def carried_out(run: RecordedRun, bug: tuple[str, str] | None) -> Record:
     """The run in its layout. bug: a module, and the function or the name within its FAULTS that
     plants a fault."""
     run.folder.mkdir(exist_ok=True)
@@ -93,7 +94,7 @@ def carried_out(run: Run, bug: tuple[str, str] | None) -> Record:
 def record_rank(mesh: DeviceMesh, folder: Path, bug: tuple[str, str] | None) -> None:
     if bug is not None:
         plant(*bug)
-    run = Run.read(folder)
+    run = RecordedRun.read(folder)
     record(run.config, corpus_of(run.config), mesh, run.plan, run.folder)
 
 
@@ -112,7 +113,7 @@ def outcome(
     made = fitted(config, said)
     here = config.model_copy(update={"parallel": made.parallel})
     truth, shaken = references(run)
-    ours = carried_out(Run(here, PLAN, folder), bug)
+    ours = carried_out(RecordedRun(here, PLAN, folder), bug)
     found = compare(
         ours, truth, Noise(shaken), 2.0, updates(alone(config), corpus_of(config), ours)
     )

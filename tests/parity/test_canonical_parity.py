@@ -12,7 +12,7 @@ from tests.parity.fault_table import FAULTS
 from tests.parity.runs import PLAN, carried_out, outcome, ready
 from tools.verify.bisect.replay import Replay, located_bits
 from tools.verify.parity.layouts import fitted, requested_layouts
-from tools.verify.parity.ranks import Run, run_alone
+from tools.verify.parity.ranks import RecordedRun, run_alone
 from tools.verify.parity.record import Record
 from tools.verify.parity.runs import alone
 from tools.verify.parity.summary import EQUAL_BITS, verdict
@@ -38,7 +38,7 @@ def located(folder: Path, fault: str = "") -> dict[str, Any]:
     (said,) = requested_layouts(["tp=2"], config.parallel)
     b = config.model_copy(update={"parallel": fitted(config, said).parallel})
 
-    def take(run: Run) -> Record:
+    def take(run: RecordedRun) -> Record:
         if run.config.world_size == 1:
             return run_alone(run)
         run.folder.parent.mkdir(parents=True)

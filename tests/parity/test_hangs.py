@@ -20,7 +20,7 @@ from parallel.pipeline.p2p import P2P
 from tests.parity.test_command import ROOT, TRAIN, command, own_model
 from tests.ranks import run_ranks
 from tools.config.run_file import RunConfig, load_run
-from tools.training.stopping import SIGNALS, Stopped
+from tools.training.ends import SIGNALS, Stopped
 from tools.verify.parity import ranks
 from tools.verify.parity.hang_watch import (
     Trail,
@@ -30,7 +30,7 @@ from tools.verify.parity.hang_watch import (
     recorded_position,
 )
 from tools.verify.parity.layouts import fitted, requested_layouts
-from tools.verify.parity.ranks import PENDING, Run, corpus_of, run_together
+from tools.verify.parity.ranks import PENDING, RecordedRun, corpus_of, run_together
 from tools.verify.parity.record import Plan, record
 from tools.verify.parity.runs import LayoutLimits, in_float64, made_ready, with_random_tokens
 
@@ -45,7 +45,7 @@ TIED_END = ('name="embedding"', 'name="embedding", tied=tied')
 def hung(run: RunConfig, axes: dict[str, int]) -> dict[int, dict[str, Any]]:
     """Where the ranks of a layout are when they are found to hang."""
     folder = Path(mkdtemp(prefix="megaprec_test_"))
-    Run(run, Plan(1), folder).write()
+    RecordedRun(run, Plan(1), folder).write()
     with (
         Watch(folder, 2, PATIENCE) as watch,
         pytest.raises(pytest.fail.Exception, match="the process died"),
@@ -56,7 +56,7 @@ def hung(run: RunConfig, axes: dict[str, int]) -> dict[int, dict[str, Any]]:
 
 def watched(mesh: DeviceMesh, folder: Path) -> None:
     with recorded_position(folder / f"{dist.get_rank()}.at") as trail:
-        run = Run.read(folder)
+        run = RecordedRun.read(folder)
         record(run.config, corpus_of(run.config), mesh, run.plan, run.folder, trail)
 
 
@@ -189,7 +189,7 @@ def taken(
     monkeypatch.setattr(ranks, "launch_local", launches)
     config = load_run(None, ["model.preset=llama-demo", "parallel.data=2", *TRAIN])
     found = run_together(
-        [Run(config, Plan(1), folder / "all" / name) for name in "abc"], folder / "all"
+        [RecordedRun(config, Plan(1), folder / "all" / name) for name in "abc"], folder / "all"
     )
     return found, launches.asked
 

@@ -14,7 +14,7 @@ from models.estimate import memory
 from models.feed_forward.moe import Expert
 from parallel.pipeline import simulation
 from tools.analysis.planning import remedies, speed
-from tools.analysis.planning.device import Target, target_of
+from tools.analysis.planning.device import DeviceTarget, target_of
 from tools.analysis.planning.memory import MemoryModel
 from tools.analysis.planning.reached import assumptions_of
 from tools.analysis.planning.search import LayoutSearch, Planned, plan_run, search
@@ -133,7 +133,7 @@ def test_the_cheapest_change_is_that_of_trying_all_and_few_are_tried(
     config = load_run(None, (*SMALL, *keys)).on_device("cuda")
     sheet = target_of(config, "H100").gpu
     assert sheet
-    target = Target("cuda", "a small GPU", int(gigabytes * 10**9), sheet)
+    target = DeviceTarget("cuda", "a small GPU", int(gigabytes * 10**9), sheet)
     assumed = assumptions_of(sheet, config.plan) if timed else None
     planned = list[RunConfig]()
 
@@ -163,7 +163,7 @@ def test_the_cheapest_change_is_that_of_trying_all_and_few_are_tried(
 class CountedSearch(NamedTuple):
     """A search of a run's layouts, and what it had to do."""
 
-    target: Target
+    target: DeviceTarget
     found: LayoutSearch
     run_stages: int
     simulated_pipelines: int

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from models.decoder.stages import Cut
-from models.estimate.elementwise import Share, forward_bytes
+from models.estimate.elementwise import LayerShare, forward_bytes
 from tests.planning.walked import walked_bytes
 from tools.config.run_file import RunConfig, load_run
 
@@ -67,7 +67,7 @@ def closed(family: str, changed: str) -> float:
     """Return the bytes of the closed form."""
     config = config_of(family, changed)
     cut = Cut(1, range(1, 2), first=False, last=False)
-    of_token = forward_bytes(config.sized_model, cut, cut.layers, config.plan, Share())
+    of_token = forward_bytes(config.sized_model, cut, cut.layers, config.plan, LayerShare())
     return TOKENS * of_token
 
 

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tools import cli
+from tools.parts.optional_parts import PARTS
 
 ROOT = Path(__file__).parents[2]
 # What many commands import late, and what a server that forks imports last (tests/frozen.py).
@@ -119,7 +120,8 @@ def import_all(names: Sequence[str] = LATE) -> None:
 def _serve(folder: Path, listener: socket.socket, late: Sequence[str]) -> NoReturn:
     """Fork a keeper for each client that connects, and end with all of them once stdin has
     ended."""
-    import_all([*late, "tests.frozen"])
+    cli.parser_of_all()
+    import_all([*PARTS.values(), *late, "tests.frozen"])
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
     # nohup, which may have started the tests, is not for their commands
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -38,8 +38,8 @@ from models.recurrent.kernel_choice import (
     DELTA_RULE,
     FEWER_TOKENS_THAN_HEADS,
     STATE_SPACE,
+    KernelSetting,
     Package,
-    Setting,
     choose,
     describe,
     refused_kernels,
@@ -55,13 +55,13 @@ from tests.ranks import run_ranks
 from tests.recurrent import test_delta_rule, test_state_space
 from tests.recurrent.stand_ins import FUNCTIONS, install
 from tests.recurrent.test_delta_rule import assert_alike
-from tools.analysis.planning.device import Target
+from tools.analysis.planning.device import DeviceTarget
 from tools.analysis.planning.report import run_lines
 from tools.config.run_file import load_run
 from tools.verify.doctor import kernels
 
 WIDE = torch.float64
-ON_GPU = Setting("cuda", torch.bfloat16, canonical=False, deterministic=False)
+ON_GPU = KernelSetting("cuda", torch.bfloat16, canonical=False, deterministic=False)
 SIZES: dict[str, Any] = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 16, "vocab": 32}
 SIZES_OF_HEADS = "{key_heads=2, value_heads=4, key_dim=4, value_dim=2}"
 DELTA_NET_KEYS: dict[str, Any] = {
@@ -98,11 +98,11 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch, tried_here: None) -> None:
     for package, function in FUNCTIONS.items():
         install(monkeypatch, package, function=function)
 
-    def setting(**facts: Any) -> Setting:
-        return Setting(**facts)._replace(device="cuda", products=torch.bfloat16)
+    def setting(**facts: Any) -> KernelSetting:
+        return KernelSetting(**facts)._replace(device="cuda", products=torch.bfloat16)
 
-    monkeypatch.setattr(mixer_parts, "Setting", setting)
-    monkeypatch.setattr(engine_module, "Setting", setting)
+    monkeypatch.setattr(mixer_parts, "KernelSetting", setting)
+    monkeypatch.setattr(engine_module, "KernelSetting", setting)
 
 
 def made_and_gradients(
@@ -279,7 +279,7 @@ def test_generation_goes_on_from_the_state_of_kernels(
 )
 @pytest.mark.parametrize("package", FUNCTIONS, ids=lambda package: package.name)
 def test_a_kernel_is_taken_on_a_gpu_unless_the_run_asks_for_what_it_cannot_do(
-    package: Package, setting: Setting, reason: str, monkeypatch: pytest.MonkeyPatch
+    package: Package, setting: KernelSetting, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, package, function=FUNCTIONS[package])
     assert choose(package, ON_GPU) == (FUNCTIONS[package], f"{package.name} 9.8.7")
@@ -557,7 +557,7 @@ def test_a_plan_names_what_computes_recurrent_layers(device: Any, expected: str)
     words = [f"model.{key}={value}" for key, value in SIZES.items() if key != "vocab"]
     model = ["model.family=qwen3", "model.delta_layers=[0]", f"model.delta_net={SIZES_OF_HEADS}"]
     config = load_run(None, [*model, *words, *keys]).on_device(device)
-    target = Target(device, "a device", 10**9)
+    target = DeviceTarget(device, "a device", 10**9)
     (line,) = [one for one in run_lines(config, target) if one.startswith("recurrent")]
     assert line.startswith(f"recurrent  gated delta rule by {expected}; convolution by ")
 
@@ -566,7 +566,7 @@ def test_the_process_decides_where_bits_must_repeat(monkeypatch: pytest.MonkeyPa
     for package, function in FUNCTIONS.items():
         install(monkeypatch, package, function=function)
     monkeypatch.setattr(
-        mixer_parts, "Setting", lambda **facts: Setting(**facts)._replace(device="cuda")
+        mixer_parts, "KernelSetting", lambda **facts: KernelSetting(**facts)._replace(device="cuda")
     )
     x = torch.zeros(1)
     layer = GatedDeltaNet(DELTA_NET, Context(plan("bf16")), "attention")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megaprec.optim import optimizer
 from megaprec.optim.decision import consensus
-from megaprec.optim.decision.decision import Decision, StepSettings
+from megaprec.optim.decision.decision import StepDecision, StepSettings
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.rules import load_balance, lr, param_groups
 from megaprec.optim.rules.lr import LRSchedule
@@ -134,7 +134,7 @@ def to_bf16(values: Tensor) -> Tensor:
 
 
 def average_before_the_update(inner: Any) -> Any:
-    def apply(self: ParallelAMPOptimizer, decision: Decision, settings: StepSettings) -> None:
+    def apply(self: ParallelAMPOptimizer, decision: StepDecision, settings: StepSettings) -> None:
         average = self._average
         if average is not None:
             for buffer in self.all_buffers():

@@ -15,7 +15,7 @@ from megaprec.text.build import build, prepare
 from megaprec.text.chat_template import CHATML
 from megaprec.text.chats import load_chats
 from megaprec.text.readers import TextOptions
-from megaprec.text.sources import Source, open_source
+from megaprec.text.sources import TextSource, open_source
 from megaprec.text.tokenizer import load_tokenizer
 from megaprec.text.training import train_sentencepiece
 from megaprec.tokens.indexed import IndexedDataset, IndexedWriter
@@ -37,7 +37,7 @@ from tools.cli import main
 Row = dict[str, Any]
 
 
-def opened(rows: list[Row], tokenizer: Path, name: str = "tokenizer", **options: Any) -> Source:
+def opened(rows: list[Row], tokenizer: Path, name: str = "tokenizer", **options: Any) -> TextSource:
     file = write_rows(tokenizer.parent.parent / "rows.jsonl", rows)
     return open_source(str(file), TextOptions(chats=load_chats(name, tokenizer), **options))
 

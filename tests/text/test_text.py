@@ -19,12 +19,12 @@ from megaprec.errors import Problem, UserError
 from megaprec.text import json_list, readers
 from megaprec.text import sources as module
 from megaprec.text.readers import TextOptions
-from megaprec.text.sources import Source, left_out_words, open_source
+from megaprec.text.sources import TextSource, left_out_words, open_source
 from tests.refusals import raises, sentence, shows
 from tools.cli import main
 
 
-def documents(source: Source) -> dict[str, str]:
+def documents(source: TextSource) -> dict[str, str]:
     """Name and text of each document, its pieces joined."""
     return {
         name: "".join(text for _, text in pieces)

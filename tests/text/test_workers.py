@@ -18,7 +18,7 @@ from megaprec.text import encoding, workers
 from megaprec.text.build import build
 from megaprec.text.encoding import send_request
 from megaprec.text.readers import TextOptions
-from megaprec.text.sources import Source, open_source
+from megaprec.text.sources import TextSource, open_source
 from megaprec.text.tokenizer import Tokenizer, load_tokenizer
 from megaprec.text.training import train_sentencepiece
 from megaprec.tokens.indexed import IndexedDataset
@@ -50,7 +50,7 @@ build.build(open_source(source), load_tokenizer(Path(tokenizer)), Path(prefix), 
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+def source(tmp_path_factory: pytest.TempPathFactory) -> TextSource:
     """Documents of all lengths: none, less than a chunk and many chunks."""
     path = tmp_path_factory.mktemp("text") / "x.jsonl"
     library = "".join(text for _, text in open_source("python", TextOptions(max_chars=900_000)))
@@ -93,7 +93,7 @@ def digests(prefix: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_the_bytes_do_not_depend_on_the_number_of_workers(
-    tmp_path: Path, source: Source, model: Tokenizer
+    tmp_path: Path, source: TextSource, model: Tokenizer
 ) -> None:
     for number in (1, 2, 5):
         build(source, model, tmp_path / f"{number}", workers=number)
@@ -107,7 +107,9 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small")
-def test_a_hugging_face_tokenizer_does_the_same_in_workers(tmp_path: Path, source: Source) -> None:
+def test_a_hugging_face_tokenizer_does_the_same_in_workers(
+    tmp_path: Path, source: TextSource
+) -> None:
     tokenizer = load_tokenizer(hugging_face(tmp_path / "tokenizer.json"))
     for number in (1, 2):
         build(source, tokenizer, tmp_path / f"{number}", workers=number)
@@ -133,7 +135,7 @@ def test_a_worker_whose_request_breaks_off_ends_without_a_word(model: Tokenizer)
 @pytest.mark.usefixtures("small")
 def test_a_killed_build_goes_on_to_the_same_bytes(
     tmp_path: Path,
-    source: Source,
+    source: TextSource,
     model: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
     number: int,
@@ -167,7 +169,7 @@ def test_a_killed_build_goes_on_to_the_same_bytes(
     }
 
 
-def interrupt(source: Source, model: Tokenizer, prefix: Path, chunks: int = 9) -> None:
+def interrupt(source: TextSource, model: Tokenizer, prefix: Path, chunks: int = 9) -> None:
     """Ends a build as Ctrl-C does, after so many chunks."""
     left = iter(range(1, chunks))
 
@@ -182,7 +184,7 @@ def interrupt(source: Source, model: Tokenizer, prefix: Path, chunks: int = 9) -
 
 @pytest.mark.usefixtures("small")
 def test_what_another_text_left_is_not_taken_up(
-    tmp_path: Path, source: Source, model: Tokenizer
+    tmp_path: Path, source: TextSource, model: Tokenizer
 ) -> None:
     interrupt(source, model, tmp_path / "out")
     other = open_source("python", TextOptions(max_chars=100_000))
@@ -193,7 +195,7 @@ def test_what_another_text_left_is_not_taken_up(
 
 @pytest.mark.usefixtures("small")
 def test_a_build_can_be_interrupted_again_and_again(
-    tmp_path: Path, source: Source, model: Tokenizer
+    tmp_path: Path, source: TextSource, model: Tokenizer
 ) -> None:
     for _ in range(3):
         interrupt(source, model, tmp_path / "out", 8)
@@ -205,7 +207,7 @@ def test_a_build_can_be_interrupted_again_and_again(
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("suffix", [".bin", ".lengths", ".documents"])
 def test_parts_that_were_cut_off_are_not_gone_on_with(
-    tmp_path: Path, source: Source, model: Tokenizer, suffix: str
+    tmp_path: Path, source: TextSource, model: Tokenizer, suffix: str
 ) -> None:
     interrupt(source, model, tmp_path / "out")
     os.truncate(tmp_path / f"out{suffix}.part", 10)
@@ -216,7 +218,7 @@ def test_parts_that_were_cut_off_are_not_gone_on_with(
 
 @pytest.mark.usefixtures("small")
 def test_a_worker_that_dies_is_told_of_and_nothing_is_left(
-    tmp_path: Path, source: Source, model: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: TextSource, model: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[subprocess.Popen[bytes]] = []
     real = workers.send_request

@@ -14,7 +14,7 @@ from megaprec.errors import UserError
 from megaprec.text.build import build
 from megaprec.text.sources import open_source
 from megaprec.text.tokenizer import load_tokenizer
-from megaprec.tokens.blend import Blend, Stretch, pattern, shares, taken_before
+from megaprec.tokens.blend import Blend, WeightedStretch, pattern, shares, taken_before
 from megaprec.tokens.indexed import IndexedDataset, IndexedWriter
 from megaprec.tokens.samples import Resets, Samples, split
 from tests import runs
@@ -35,7 +35,7 @@ def blend_of(folder: Path, weights: list[float], tokens: list[int], seed: int = 
         parts.append(Samples(IndexedDataset(folder / f"{number}"), 8, seed, True, resets=resets))
     return Blend(
         parts,
-        [Stretch.first(weights)],
+        [WeightedStretch.first(weights)],
         [f"set{n}" for n in range(len(tokens))],
     )
 
@@ -123,7 +123,7 @@ def test_held_out_text_of_a_blend_is_never_trained_on(tmp_path: Path) -> None:
     datasets = [IndexedDataset(tmp_path / f"{n}") for n in range(2)]
     halves = [split(dataset, 8, 0.2, 1) for dataset in datasets]
     train, held = (
-        Blend([part for part in some if part], [Stretch.first([1.0, 1.0])], ["a", "b"])
+        Blend([part for part in some if part], [WeightedStretch.first([1.0, 1.0])], ["a", "b"])
         for some in zip(*halves, strict=True)
     )
     trained, kept = (set(b.labels(b.batch(0, 500).ids)) for b in (train, held))
@@ -145,11 +145,11 @@ def test_each_data_set_goes_on_with_its_next_sample_where_weights_change(
     """changes: how many positions some weights hold, and the weights."""
     folder = tmp_path_factory.mktemp("changed")
     plain = blend_of(folder, [1.0, 1.0, 1.0], [100, 33, 260])
-    stretches: list[Stretch] = []
+    stretches: list[WeightedStretch] = []
     position = 0
     for count, weights in changes:
         taken = tuple(taken_before(stretches, position)) if stretches else (0, 0, 0)
-        stretches.append(Stretch(position, tuple(map(float, weights)), taken))
+        stretches.append(WeightedStretch(position, tuple(map(float, weights)), taken))
         position += count
     names = ["set0", "set1", "set2"]
     blend = Blend(plain.parts, stretches, names)

@@ -159,7 +159,7 @@ def test_an_id_outside_of_the_vocabulary_is_found_before_a_step(
     assert not (tmp_path / "run").exists()
 
 
-def look(prefix: Path) -> intact.Contents:
+def look(prefix: Path) -> intact.DataSetContents:
     return contents_of(IndexedDataset(prefix))
 
 

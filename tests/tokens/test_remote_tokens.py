@@ -31,7 +31,8 @@ from tests.tokens.ranged_server import Conduct, serving
 from tools.cli import main
 from tools.config.run_file import RunConfig, load_run
 from tools.training.data_sources import check_sources, training_sources
-from tools.training.prepare import open_prepared, prepare
+from tools.training.prepare import prepare
+from tools.training.prepared_files import open_prepared
 
 LENGTH = 16
 BLOCK = 256

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaprec.tokens.blend import Blend, Stretch
+from megaprec.tokens.blend import Blend, WeightedStretch
 from megaprec.tokens.held_out import HeldOutRule
 from megaprec.tokens.indexed import IndexedDataset
 from megaprec.tokens.order import draw
@@ -130,7 +130,7 @@ def test_a_blend_names_a_window_by_its_set_and_first_token(tmp_path: Path) -> No
     for name, tokens in (("a", 200), ("b", 333)):
         (tmp_path / name).mkdir()
         parts.append(random_windows(stream(tmp_path / name, tokens)))
-    blend = Blend(parts, [Stretch.first([2.0, 1.0])], ["a", "b"])
+    blend = Blend(parts, [WeightedStretch.first([2.0, 1.0])], ["a", "b"])
     batch = blend.batch(5, 60)
     labels = blend.labels(batch.ids)
     assert {label.partition(":")[0] for label in labels} == {"a", "b"}

@@ -29,7 +29,7 @@ from tests.ranks import run_ranks
 from tests.runs import rewind, write_run
 from tools.config.rules.checking import check_all
 from tools.config.run_file import load_run
-from tools.journal.invariant_records import NAMES, WRONG, Finding, read_findings
+from tools.journal.invariant_records import NAMES, WRONG, InvariantFinding, read_findings
 from tools.journal.records import EVENTS, read_lines
 from tools.training.branch import open_start
 from tools.training.corpus import open_corpus
@@ -175,7 +175,7 @@ def _is_possible(words: list[str]) -> bool:
     return config.world_size <= 2 and not lacks_names
 
 
-def findings(file: Path, run: Run, folder: Path) -> Mapping[str, Finding]:
+def findings(file: Path, run: Run, folder: Path) -> Mapping[str, InvariantFinding]:
     """What the run has found of its invariants."""
     shutil.rmtree(folder, ignore_errors=True)
     _train(file, [*run.words, *run.layout, f"train.folder={folder / 'first'}"])
@@ -186,7 +186,7 @@ def findings(file: Path, run: Run, folder: Path) -> Mapping[str, Finding]:
     return _read(folder / "again")
 
 
-def _read(folder: Path) -> Mapping[str, Finding]:
+def _read(folder: Path) -> Mapping[str, InvariantFinding]:
     lines = read_lines(folder / EVENTS)
     return read_findings([line.record for line in lines if line.record])
 
@@ -211,7 +211,7 @@ def train_rank(mesh: DeviceMesh | None, file: Path, words: list[str]) -> None:
         Trainer(config, open_corpus(config), mesh, start.path if start else None).run()
 
 
-def alarms(found: Mapping[str, Finding]) -> Iterator[str]:
+def alarms(found: Mapping[str, InvariantFinding]) -> Iterator[str]:
     """A line for each invariant that was called broken."""
     for name, finding in found.items():
         if finding.verdict == WRONG:

@@ -21,7 +21,7 @@ import pytest
 
 from megaprec.errors import UserError
 from tools.training import launch
-from tools.training.stopping import TrainingDiverged
+from tools.training.ends import TrainingDiverged
 
 PLACES = {
     "boot": ("tools.commands.train", "load_run"),

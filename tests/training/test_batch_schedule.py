@@ -24,14 +24,14 @@ from tests.runs import checkpoint, rewind, steps, tensors, train, train_on, writ
 from tools.analysis.planning.memory import MemoryModel
 from tools.analysis.planning.search import Planned, plan_run, run_seconds, steps_within
 from tools.analysis.planning.speed import Assumptions
+from tools.config.resolved_run import resolve_run
 from tools.config.rules.all_rules import cross_problems
 from tools.config.run_file import RunConfig
 from tools.config.tables.batch_schedule import BatchSchedule
-from tools.convert.initial import resolve_run
-from tools.convert.train_state import TrainState
 from tools.journal.journal import Journal
 from tools.journal.records import read_events
 from tools.journal.timeline_file import TIMELINE, read_trace_of
+from tools.saved.train_state import TrainState
 from tools.training.batches import Batches
 from tools.training.changed_keys import keys_of, other_length
 from tools.training.corpus import open_corpus

@@ -25,7 +25,7 @@ from tests.published import (
 from tests.refusals import sentence
 from tests.runs import losses, train
 from tools.cli import main
-from tools.convert.initial import resolve_run
+from tools.config.resolved_run import resolve_run
 from tools.training.corpus import open_corpus
 
 FAMILIES = [name for name in CASES if "kv1" not in name]

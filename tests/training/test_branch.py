@@ -10,7 +10,7 @@ import pytest
 from tests.refusals import shows
 from tests.runs import checkpoint, steps, tensors, train, train_on, write_run
 from tools import cli
-from tools.convert.initial import resolve_run
+from tools.config.resolved_run import resolve_run
 from tools.journal.journal import rewind
 from tools.journal.records import read_branching, read_digests, read_events
 from tools.training.elastic import newest_step, restart_event

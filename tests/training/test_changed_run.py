@@ -20,8 +20,8 @@ from tests.refusals import sentence, shows
 from tests.runs import checkpoint, edit_index, rewind, steps, tensors, train, write_run
 from tools import cli
 from tools.config.run_file import RunConfig, known_keys, load_run
-from tools.convert.train_state import TrainState
 from tools.journal.records import read_events
+from tools.saved.train_state import TrainState
 from tools.training.changed_keys import (
     KEYS_WITHOUT_EFFECT,
     NOT_EXACT_MARK,

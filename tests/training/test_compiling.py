@@ -18,7 +18,7 @@ from models.attention.packing import Packing
 from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from models.engine.passes import Share
-from parallel.leaves import PLAIN, Call, Leaves
+from parallel.leaves import PLAIN, LeafCall, Leaves
 from tests.ranks import run_ranks
 from tests.runs import steps, train, write_run
 from tools.config.run_file import RunConfig, load_run
@@ -56,9 +56,9 @@ def loaded(*overrides: str) -> RunConfig:
     return load_run(None, [*SMALL, *overrides])
 
 
-def noted_in_a_step(config: RunConfig) -> set[Call]:
+def noted_in_a_step(config: RunConfig) -> set[LeafCall]:
     """The calls of leaves in a real training step."""
-    noted: dict[Call, None] = {}
+    noted: dict[LeafCall, None] = {}
     train = config.train
     engine = Engine.build(
         config.model,
@@ -109,7 +109,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], list[str]]] = {
 def unforeseen_calls(mesh: DeviceMesh, overrides: list[str]) -> set[str]:
     """The leaves that this rank calls in a step in forms that it did not foresee."""
     config = loaded(*overrides)
-    noted: dict[Call, None] = {}
+    noted: dict[LeafCall, None] = {}
     by_region = config.train.compile == "block"
     options = replace(
         config.engine_options, leaves=Leaves(recorded_calls=noted, by_region=by_region)
@@ -136,7 +136,7 @@ def test_every_rank_of_a_layout_foresees_the_calls_of_its_step(name: str) -> Non
 def tried_with(broken: str) -> Callable[..., Any]:
     """`try_calls`, where all leaves "compile" but the broken one."""
 
-    def form(call: Call) -> Any:
+    def form(call: LeafCall) -> Any:
         if call.name == broken:
             raise RuntimeError(
                 "C++ compile error\n\nOutput:\nx.cpp:3:1: error: no such thing\n^ here"
@@ -188,7 +188,7 @@ def test_the_lines_name_what_is_compiled_and_why_others_are_not(
 def test_a_machine_without_a_compiler_says_so_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def missing(call: Call) -> Any:
+    def missing(call: LeafCall) -> Any:
         raise RuntimeError("No working C++ compiler found in gcc, g++")
 
     monkeypatch.setattr(compiling, "compiled", missing)

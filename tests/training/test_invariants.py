@@ -36,7 +36,7 @@ from tools.journal.invariant_records import (
     RATE,
     TOKENS,
     WRONG,
-    Finding,
+    InvariantFinding,
     read_findings,
 )
 from tools.journal.records import INVARIANT, read_all_events, read_events
@@ -59,7 +59,7 @@ def taken(
     *words: str,
     change: Change | None = None,
     mesh: DeviceMesh | None = None,
-) -> dict[str, Finding]:
+) -> dict[str, InvariantFinding]:
     """A run, with a fault planted before its first step; what it has found."""
     config = load_run(file, [*words, f"train.folder={folder}"])
     start = open_start(config)
@@ -70,7 +70,7 @@ def taken(
     return read_findings(read_all_events(folder))
 
 
-def only_wrong(found: dict[str, Finding]) -> tuple[str, str]:
+def only_wrong(found: dict[str, InvariantFinding]) -> tuple[str, str]:
     """The one invariant that was broken, and how."""
     ((name, finding),) = [one for one in found.items() if one[1].verdict == WRONG]
     return name, finding.why
@@ -124,7 +124,7 @@ def test_a_run_without_a_fault_proves_all_that_one_process_can(file: Path, tmp_p
 
 def test_the_looks_at_a_run_leave_each_bit_of_it_as_it_is(file: Path, tmp_path: Path) -> None:
     class Blind:
-        findings: ClassVar[dict[str, Finding]] = {}
+        findings: ClassVar[dict[str, InvariantFinding]] = {}
 
         def before(self, step: int) -> None: ...
 

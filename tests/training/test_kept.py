@@ -11,7 +11,7 @@ from tests.importing.test_import import BASE, refused, run_of
 from tests.refusals import shows
 from tests.runs import checkpoint, rewind, steps, train, write_run
 from tools.cli import main
-from tools.convert.initial import resolve_run
+from tools.config.resolved_run import resolve_run
 
 QUICK = ("model.layers=1", "train.global_batch=2", "train.micro_batch=2", "checkpoint.every=1")
 

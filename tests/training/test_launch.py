@@ -19,13 +19,8 @@ from tests.refusals import sentence
 from tests.runs import write_run
 from tools import cli
 from tools.commands import calibrate, doctor
-from tools.training.launch import (
-    PROGRAM,
-    first_failure,
-    require_local_meeting,
-    share_of_cores,
-    start_ranks,
-)
+from tools.training.launch import PROGRAM, first_failure, require_local_meeting, start_ranks
+from tools.training.launched import share_of_cores
 from tools.training.machine import has_own_device
 
 ROOT = Path(__file__).parents[2]
@@ -261,8 +256,9 @@ def fail(args):
     with mesh.world():
         raise {{error}}
 
-cli.parser_of_all = lambda: argparse.ArgumentParser(argument_default=None, add_help=False)
-argparse.Namespace.run, argparse.Namespace.overrides = staticmethod(fail), ()
+cli._parser_of = lambda called: argparse.ArgumentParser(argument_default=None, add_help=False)
+argparse.Namespace.run = staticmethod(fail)
+argparse.Namespace.command, argparse.Namespace.overrides = "train", ()
 sys.exit(cli.main(["word"]))
 """
 

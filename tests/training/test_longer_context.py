@@ -13,7 +13,7 @@ from tests.published import folder_of, logits_of, loss_of, model_of, written
 from tests.refusals import shows
 from tests.runs import checkpoint, losses, steps, train, write_run
 from tools.cli import main
-from tools.convert.initial import resolve_run
+from tools.config.resolved_run import resolve_run
 from tools.convert.native import native_model
 from tools.journal.records import INITIAL, read_branching, read_events
 from tools.training.corpus import open_corpus

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from megaprec.checkpoint import atomic as module
-from megaprec.checkpoint.atomic import checkpoint_at, checkpoints, damaged_beside, latest
+from megaprec.checkpoint.atomic import INDEX, checkpoint_at, checkpoints, damaged_beside, latest
 from megaprec.checkpoint.digests import FILE_DIGESTS, INDEX_DIGEST
-from megaprec.checkpoint.reader import INDEX
 from megaprec.errors import Problem, UserError
 from tests.checkpoint.test_checkpoint import names, saved
 from tests.refusals import raises, shows

@@ -11,7 +11,7 @@ import pytest
 from tests.refusals import sentence
 from tests.runs import steps, train, write_run
 from tools import cli
-from tools.training.launch import OURS
+from tools.training.launched import OURS
 
 QUICK = (
     "model.layers=1",
@@ -77,9 +77,9 @@ def test_a_rank_that_lost_another_leaves_the_telling_to_its_launcher(
         )
 
     with pytest.raises(RuntimeError):
-        cli._run(Namespace(run=lose))
+        cli._run(Namespace(command="train", run=lose))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"{OURS}7")
-    assert cli._run(Namespace(run=lose)) == 1
+    assert cli._run(Namespace(command="train", run=lose)) == 1
     assert capsys.readouterr().err == ""
 
 

@@ -16,8 +16,9 @@ from tests.runs import checkpoint, write_run
 from tests.training.test_hangs import ROOT, planted
 from tools import cli
 from tools.training.elastic import ended_by_choice
+from tools.training.ends import SIGNALS, FaultyHardware, Stopped, TrainingDiverged
 from tools.training.launch import exit_code, first_failure, lost_rank_of, start_ranks
-from tools.training.stopping import SIGNALS, FaultyHardware, Stopped, TrainingDiverged, note_failure
+from tools.training.stopping import note_failure
 
 FORWARD = "forward of micro-batch 1"
 # no rank hangs here, however busy the machine is

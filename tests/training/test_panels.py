@@ -13,14 +13,14 @@ from tools.analysis.plots.charts import (
     WIDTH,
     Box,
     Chart,
-    Row,
+    ChartRow,
     Series,
     draw_chart,
     draw_rows,
     round_numbers,
     short,
 )
-from tools.analysis.plots.drawing import Text, Trail, text_width, to_themed_svg
+from tools.analysis.plots.drawing import Strokes, Text, text_width, to_themed_svg
 from tools.analysis.plots.training_plot import Over, mean_width, pictures, plot_run, smoothed
 
 
@@ -114,7 +114,7 @@ def test_a_curve_beyond_its_axes_stays_at_their_edge() -> None:
     series = Series("", [0, 1, 2, 3], [0.5, 90.0, -90.0, 0.5], color="peak")
     axes = Box(50, 30, 100, 40)
     shapes = draw_chart(Chart("", [series], y_range=(0.0, 1.0)), axes)
-    (curve,) = (one for one in shapes if isinstance(one, Trail) and one.color == "peak")
+    (curve,) = (one for one in shapes if isinstance(one, Strokes) and one.color == "peak")
     heights = [point[1] for point in curve.points if point]
     assert heights == [axes.bottom - 20, axes.top, axes.bottom, axes.bottom - 20]
 
@@ -139,7 +139,7 @@ def test_the_narrowest_chart_has_several_ticks() -> None:
 
 
 def drawn(chart: Chart, columns: int = 1) -> str:
-    return to_themed_svg(draw_rows("", [Row([chart], columns, 200)]), chart.title)
+    return to_themed_svg(draw_rows("", [ChartRow([chart], columns, 200)]), chart.title)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])

@@ -10,7 +10,7 @@ from megaprec.checkpoint.reader import Store
 from megaprec.tokens.samples import Batch, Samples
 from tests.refusals import shows
 from tests.runs import checkpoint, rewind, train, write_run
-from tools.convert.train_state import read_progress
+from tools.saved.train_state import read_progress
 
 QUICK = (
     "data.held_out_from=end",

@@ -29,7 +29,8 @@ from tools.journal.journal import rewind
 from tools.journal.records import read_events
 from tools.training import elastic
 from tools.training.elastic import Restarts, ended_by_choice
-from tools.training.launch import OURS, RESTARTED, LostRank, start_ranks, was_restarted
+from tools.training.launch import start_ranks
+from tools.training.launched import OURS, RESTARTED, LostRank, was_restarted
 from tools.training.resume import check_resumable
 
 KILLED = LostRank(1, -signal.SIGKILL, "rank 1 was ended by SIGKILL")

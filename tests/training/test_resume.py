@@ -8,7 +8,7 @@ from megaprec.checkpoint.reader import Store
 from megaprec.errors import Problem
 from models.config import ModelConfig
 from models.presets import preset
-from tools.convert.train_state import read_model
+from tools.saved.train_state import read_model
 from tools.training.other_model import other_keys
 
 

@@ -34,7 +34,7 @@ from tools.config.run_file import load_run
 from tools.journal.journal import Lines
 from tools.training import run_folder
 from tools.training.corpus import open_corpus
-from tools.training.stopping import Stopped, TrainingDiverged
+from tools.training.ends import Stopped, TrainingDiverged
 from tools.training.trainer import Trainer
 
 

@@ -21,7 +21,7 @@ from tests.runs import steps, tensors, train, train_on, write_run
 from tools.config.run_file import load_run
 from tools.journal.records import read_events, read_metrics
 from tools.training.corpus import open_corpus
-from tools.training.stopping import FaultyHardware
+from tools.training.ends import FaultyHardware
 from tools.training.trainer import Trainer
 
 HOST = socket.gethostname()

@@ -24,7 +24,8 @@ from tests.runs import checkpoint, steps, tensors, train_on, write_run
 from tools import cli
 from tools.config.run_file import load_run
 from tools.training.corpus import open_corpus
-from tools.training.stopping import ECHO_SECONDS, Stopped, listening
+from tools.training.ends import Stopped
+from tools.training.stopping import ECHO_SECONDS, listening
 from tools.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]

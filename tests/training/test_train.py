@@ -52,7 +52,8 @@ from tools.config.run_file import load_run
 from tools.console.wrapped import say
 from tools.journal.journal import Journal
 from tools.training.corpus import open_corpus
-from tools.training.prepare import open_prepared, prepare
+from tools.training.prepare import prepare
+from tools.training.prepared_files import open_prepared
 from tools.training.stopping import ECHO_SECONDS
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megaprec.text.sources import Source
+from megaprec.text.sources import TextSource
 from megaprec.tokens.files import with_suffix
 from megaprec.tokens.places import name_in_url, path_of
 from megaprec.url_secrets import has_password, masked, masked_inside, without_passwords
@@ -18,8 +18,9 @@ from tools import cli
 from tools.analysis.report.page import html
 from tools.analysis.report.run import _read_keys
 from tools.analysis.report.sections import _key_row
+from tools.config.resolved_run import resolve_run
 from tools.config.run_file import load_run
-from tools.convert.initial import resolve_run
+from tools.journal import trackers
 from tools.journal.trackers import _in_a_line
 from tools.training import recording
 
@@ -226,7 +227,7 @@ def test_trackers_are_sent_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     class Progress:
         step = 0
 
-    monkeypatch.setattr(recording, "Feed", feed)
+    monkeypatch.setattr(trackers, "Feed", feed)
     nothing: Any = None
     run: Any = recording.record_run
     with pytest.raises(Sent) as sent, run(config, nothing, None, Progress, nothing):
@@ -254,5 +255,5 @@ def test_a_report_shows_no_secret() -> None:
 
 
 def test_the_record_of_a_data_set_has_no_password() -> None:
-    source = Source("https://me:hidden@host/text?signature=hidden", Path("/"), ())
+    source = TextSource("https://me:hidden@host/text?signature=hidden", Path("/"), ())
     assert source.identity()["name"] == "https://***@host/text?***"

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from models.recurrent import delta_rule, kernel_calls, kernel_choice, state_space
 from models.recurrent.delta_rule import DeltaInputs
-from models.recurrent.kernel_choice import DELTA_RULE, STATE_SPACE, Package, Setting
+from models.recurrent.kernel_choice import DELTA_RULE, STATE_SPACE, KernelSetting, Package
 from models.recurrent.state_space import StateSpaceInputs
 from tools.bench.measurement import (
     Step,
@@ -197,5 +197,5 @@ def _state_space_forms(device: torch.device) -> dict[str, Form]:
 
 def _kernel(package: Package, device: torch.device) -> Callable[..., Any] | None:
     """Return the kernel that a run in bf16 tries, and takes if it is right; None: plain torch."""
-    setting = Setting(device.type, torch.bfloat16, canonical=False, deterministic=False)
+    setting = KernelSetting(device.type, torch.bfloat16, canonical=False, deterministic=False)
     return kernel_choice.choose(package, setting).kernel

@@ -20,10 +20,10 @@ from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
 from parallel.described_world import is_rank_of_world
 from tools.config.run_file import RunConfig
-from tools.console.tables import add_json, print_result
+from tools.console.json_output import add_json, print_result
 from tools.console.units import counted
 from tools.console.wrapped import say
-from tools.convert.train_state import read_progress
+from tools.saved.train_state import read_progress
 from tools.training.corpus import Corpus, open_corpus
 from tools.verify.bisect.replay import (
     Replay,
@@ -55,11 +55,9 @@ CODES = {AGREE: 0, PART: 1, UNTRIED: 2}
 FORMAT = "megaprec bisect 1"
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `bisect` to the commands."""
-    parser = subparsers.add_parser(
-        "bisect", help="find where two runs that ought to agree part", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `bisect`."""
+    parser.description = __doc__
     parser.add_argument("a", metavar="A", help="run directory or run file")
     parser.add_argument(
         "b", metavar="B", help="run directory or run file that ought to agree with A"

@@ -31,10 +31,11 @@ from parallel.mesh import make_mesh, world
 from tools.analysis.calibration.collectives import collectives
 from tools.analysis.calibration.measure import all_rows, process_bytes
 from tools.analysis.calibration.record import COMMENT, VERSION, Calibration, machine_name
-from tools.console.tables import add_json
-from tools.training.launch import launch_local, share_of_cores
+from tools.console.json_output import add_json
+from tools.training.ends import require_not_stopped
+from tools.training.launch import launch_local
+from tools.training.launched import share_of_cores
 from tools.training.machine import keep_freed_memory
-from tools.training.stopping import require_not_stopped
 
 BUSY = 0.5  # load of a core in the last minute from which on a machine has other work
 MAX_RANKS = 8
@@ -43,11 +44,9 @@ CHOICES = ("fp32", "bf16", "fp16")
 ANSWER = "--as-rank"
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `calibrate` to the commands."""
-    parser = subparsers.add_parser(
-        "calibrate", help="measure this machine for predictions", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `calibrate`."""
+    parser.description = __doc__
     parser.add_argument(
         "-o",
         "--output",

@@ -22,17 +22,16 @@ from tools.analysis.report.comparable import (
 )
 from tools.analysis.report.run import Run
 from tools.analysis.verdict.verdict import read_verdict
-from tools.console.tables import add_json, print_result, print_table
+from tools.console.json_output import add_json, print_result
+from tools.console.tables import print_table
 from tools.journal.records import no_run, read_metrics
 
 MOST_KEYS = 12  # that differ and have a line
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `compare` to the commands."""
-    parser = subparsers.add_parser(
-        "compare", help="compare the losses of several runs", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `compare`."""
+    parser.description = __doc__
     parser.add_argument("runs", metavar="RUN_DIR", type=Path, nargs="+", help="run folders")
     parser.add_argument(
         "-o", "--output", metavar="PNG", type=Path, help="file of the plot (default: no plot)"

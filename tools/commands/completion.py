@@ -16,21 +16,19 @@ from tools.config.key_help import key_tables, keys_of
 SHELLS = ("bash", "zsh", "fish")
 
 
-def add_parser(subparsers: Any, full_parser: argparse.ArgumentParser) -> None:
-    """Add `completion` to the commands. full_parser: the parser of all commands."""
-    parser = subparsers.add_parser(
-        "completion",
-        help="print a script that completes the commands in a shell",
-        description='Use it in bash or zsh with eval "$(megaprec completion bash)", in fish with '
-        "megaprec completion fish | source; put the line into the start file of the shell.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `completion`."""
+    parser.description = (
+        'Use it in bash or zsh with eval "$(megaprec completion bash)", in fish with '
+        "megaprec completion fish | source; put the line into the start file of the shell."
     )
     parser.add_argument("shell", choices=SHELLS, help="shell that runs the script")
-    parser.set_defaults(run=lambda args: main(args, full_parser))
+    parser.set_defaults(run=main)
 
 
-def main(args: argparse.Namespace, full_parser: argparse.ArgumentParser) -> int:
+def main(args: argparse.Namespace) -> int:
     """Run `megaprec completion`."""
-    print(completion_script(full_parser, args.shell))
+    print(completion_script(args.parser_of_all(), args.shell))
     return 0
 
 

@@ -12,14 +12,15 @@ import argparse
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megaprec.errors import UserError
 from megaprec.text.tokenizer import load_tokenizer
 from megaprec.text.tokenizer_files import files_beside
-from tools.commands.options import add_ema, add_vocab, tokenizer_path
+from tools.commands.options import add_ema, add_vocab
+from tools.commands.text_options import tokenizer_path
+from tools.config.resolved_run import resolve_run
 from tools.console.progress_bar import bytes_progress
 from tools.convert.auto_tokenizer import auto_tokenizer_line
 from tools.convert.averaged import averaged
@@ -36,7 +37,6 @@ from tools.convert.hf.vocabulary import (
     main_file,
 )
 from tools.convert.hf.write import hf_target, special_ids_of
-from tools.convert.initial import resolve_run
 from tools.convert.megatron.write import MegatronLayout, megatron_target
 from tools.convert.native import native_target
 from tools.convert.probe import check_config
@@ -46,11 +46,9 @@ from tools.training.machine import keep_freed_memory
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `convert` to the commands."""
-    parser = subparsers.add_parser(
-        "convert", help="convert models between formats", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `convert`."""
+    parser.description = __doc__
     parser.add_argument("source", metavar="SRC", type=Path, help="folder of a model, in any format")
     parser.add_argument(
         "destination", metavar="DST", type=Path, help="folder to write; it must not exist"
@@ -165,6 +163,15 @@ def _megatron_layout(args: argparse.Namespace, format_name: str) -> MegatronLayo
         fused_norms=args.layers != "local",
         grouped=args.grouped_experts,
     )
+
+
+def export_run(folder: Path, export_folder: Path, ema: bool) -> None:
+    """Write the model of a run to `export_folder` in Hugging Face's format. ema: the moving average
+    of its weights."""
+    exported = open_intact(folder)
+    if ema:
+        exported = averaged(exported)
+    write_model(exported, "hf", export_folder)
 
 
 def write_model(

@@ -16,7 +16,7 @@ from megaprec.errors import Problem, UserError
 from megaprec.resources import cores, most_processes
 from megaprec.text.build import BuildResult, prepare
 from megaprec.text.readers import FOLDER_ENDINGS
-from megaprec.text.sources import Source, open_source
+from megaprec.text.sources import TextSource, open_source
 from megaprec.text.text_files import left_out_words
 from megaprec.text.tokenizer import Tokenizer, load_tokenizer
 from megaprec.text.training import learn_characters, train_hugging_face, train_sentencepiece
@@ -24,19 +24,19 @@ from megaprec.tokens.copies import file_here, is_there
 from megaprec.tokens.files import exclusive_lock
 from megaprec.tokens.index_check import CHUNK
 from megaprec.tokens.indexed import IndexedDataset
-from megaprec.tokens.intact import Contents, check_vocabulary, contents_of
+from megaprec.tokens.intact import DataSetContents, check_vocabulary, contents_of
 from megaprec.tokens.places import is_remote, path_of
 from megaprec.url_secrets import masked
 from tools.commands import data_verify as verification
-from tools.commands.options import (
+from tools.commands.text_options import (
     add_chat_template,
     add_skip_bad,
     add_text_options,
     text_options,
     tokenizer_path,
 )
-from tools.console.progress_bar import build_progress, skipped_words, tell_left_out
-from tools.console.tables import add_json, print_result
+from tools.console.build_progress import build_progress, skipped_words, tell_left_out
+from tools.console.json_output import add_json, print_result
 from tools.console.units import counted
 
 MAX_TOKENS_SHOWN = 64  # of each sample document
@@ -44,11 +44,9 @@ MAX_TOKENS_SHOWN = 64  # of each sample document
 SubParsers = argparse._SubParsersAction  # argparse has no public name for it
 
 
-def add_parser(subparsers: SubParsers) -> None:
-    """Add `data` and its commands."""
-    parser = subparsers.add_parser(
-        "data", help="build and inspect tokenized data", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the commands of `data`."""
+    parser.description = __doc__
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_build(commands)
     _add_inspect(commands)
@@ -227,7 +225,7 @@ def build(args: argparse.Namespace) -> int:
     return 0
 
 
-def _open(args: argparse.Namespace, chat_template: str = "") -> Source:
+def _open(args: argparse.Namespace, chat_template: str = "") -> TextSource:
     """Open the text that `_add_source` names. Raises UserError."""
     options = text_options(
         args, max_chars=args.max_chars, skip_bad=args.skip_bad, chat_template=chat_template
@@ -319,7 +317,7 @@ def inspect(args: argparse.Namespace) -> int:
 
 def _show(
     dataset: IndexedDataset,
-    contents: Contents,
+    contents: DataSetContents,
     shown_documents: Sequence[int],
     tokenizer: Tokenizer | None,
 ) -> None:
@@ -342,7 +340,7 @@ def _show(
 
 def _document(
     dataset: IndexedDataset,
-    contents: Contents,
+    contents: DataSetContents,
     shown_documents: Sequence[int],
     tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:
@@ -358,7 +356,7 @@ def _document(
     return document
 
 
-def _summary(source: Source, result: BuildResult) -> str:
+def _summary(source: TextSource, result: BuildResult) -> str:
     """Return the line about a data set that was built or reused."""
     state = "already there, unchanged" if result.reused else "built"
     summary = (
@@ -379,7 +377,7 @@ def _summary(source: Source, result: BuildResult) -> str:
     return summary
 
 
-def _counts(dataset: IndexedDataset, contents: Contents) -> dict[str, int | float | str]:
+def _counts(dataset: IndexedDataset, contents: DataSetContents) -> dict[str, int | float | str]:
     """Return the counts to print by name, in their order."""
     lengths = dataset.document_lengths()
     counts: dict[str, int | float | str] = {

@@ -29,8 +29,8 @@ from megaprec.tokens.indexed import IndexedDataset
 from megaprec.tokens.intact import MASK_DIGEST, describe_token_place, read_record, scan_file
 from megaprec.tokens.loss_mask import SUFFIX as LOSS_MASK
 from megaprec.tokens.places import path_of
-from tools.commands.options import text_options
-from tools.console.tables import print_result
+from tools.commands.text_options import text_options
+from tools.console.json_output import print_result
 from tools.console.units import counted
 
 LEVELS = ("ok", "note", "bad")

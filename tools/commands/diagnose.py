@@ -8,19 +8,15 @@ from typing import Any
 
 from parallel.hangs.heartbeat import Beat
 from parallel.hangs.verdict import ranks_in_words, where_in_words
-from tools.console.tables import add_json, print_result
-from tools.journal.invariant_records import Finding, broken_ones, read_findings
+from tools.console.json_output import add_json, print_result
+from tools.journal.invariant_records import InvariantFinding, broken_ones, read_findings
 from tools.journal.records import read_all_events, read_metrics
 from tools.training.hangs import EndRecord, read_earlier_records, read_records
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `diagnose` to the commands."""
-    parser = subparsers.add_parser(
-        "diagnose",
-        help="print what each rank was doing when a run ended abnormally",
-        description=__doc__,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `diagnose`."""
+    parser.description = __doc__
     parser.add_argument("folder", metavar="RUN_DIR", type=Path, help="folder of a run")
     add_json(parser)
     parser.set_defaults(run=main)
@@ -48,7 +44,7 @@ def _since(folder: Path) -> str:
 
 
 def _document(
-    records: Sequence[EndRecord], began_again: bool, findings: Mapping[str, Finding]
+    records: Sequence[EndRecord], began_again: bool, findings: Mapping[str, InvariantFinding]
 ) -> dict[str, Any]:
     """Return the diagnosis for programs. began_again: the run did, after this end. findings: what
     is known of its invariants."""

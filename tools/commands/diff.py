@@ -18,8 +18,9 @@ from torch import Tensor
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.commands.options import add_vocab
+from tools.console.json_output import add_json, print_result
 from tools.console.progress_bar import bytes_progress
-from tools.console.tables import add_json, print_result, print_table
+from tools.console.tables import print_table
 from tools.console.toml import toml
 from tools.convert.core.source import Source
 from tools.convert.formats import check_vocab, open_intact
@@ -28,7 +29,7 @@ BLOCK = 1 << 22  # elements that become float64 at once
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """The difference of one tensor between two models.
 
     largest, mean: of the absolute differences; inf if one is not finite or the shapes differ. NaN
@@ -53,7 +54,7 @@ class Comparison:
 
     first: Source
     second: Source
-    differing: list[Difference]
+    differing: list[TensorDifference]
     equal: int
     notes: list[str]
 
@@ -66,11 +67,9 @@ class Comparison:
         return [key for key in self.second.shapes if key not in self.first.shapes]
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `diff` to the commands."""
-    parser = subparsers.add_parser(
-        "diff", help="compare two models tensor by tensor", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `diff`."""
+    parser.description = __doc__
     parser.add_argument(
         "first", metavar="A", type=Path, help="folder of the first model, in any format"
     )
@@ -109,7 +108,7 @@ def compare_models(first: Source, second: Source, title: str) -> Comparison:
     """Compare all tensors that both models have, with progress on a terminal. title: of the
     progress."""
     shared = [key for key in first.shapes if key in second.shapes]
-    differences = list[Difference]()
+    differences = list[TensorDifference]()
     with bytes_progress(title, len(shared)) as report:
         for key in shared:
             difference = compare(key, first.read(key), second.read(key))
@@ -159,12 +158,12 @@ def _print_only_in(path: Path, keys: list[str]) -> None:
         print(f"only in {path}: {len(keys)} tensors ({', '.join(kinds)}), such as {keys[0]}")
 
 
-def compare(key: str, first: Tensor, second: Tensor) -> Difference:
+def compare(key: str, first: Tensor, second: Tensor) -> TensorDifference:
     """Return the difference of two tensors. NaN differs from everything, NaN included."""
     if first.shape != second.shape:
         # nothing can be compared element by element
         shapes = f"{list(first.shape)} and {list(second.shape)}"
-        return Difference(key, math.inf, math.inf, 0.0, shapes)
+        return TensorDifference(key, math.inf, math.inf, 0.0, shapes)
     largest = 0.0
     total = 0.0
     magnitude = torch.zeros((), dtype=torch.float64)
@@ -180,10 +179,10 @@ def compare(key: str, first: Tensor, second: Tensor) -> Difference:
         # not Python's max, which loses NaN
         magnitude = torch.maximum(magnitude, ours.double().abs().max())
     mean = total / max(1, first.numel())
-    return Difference(key, largest, mean, magnitude.item())
+    return TensorDifference(key, largest, mean, magnitude.item())
 
 
-def _table(differences: list[Difference]) -> Table:
+def _table(differences: list[TensorDifference]) -> Table:
     """Return a table with a row per tensor."""
     table = Table("tensor")
     for column in ("largest difference", "mean difference", "largest value in A"):

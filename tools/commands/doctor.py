@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,14 +31,14 @@ from parallel.described_world import is_rank_of_world
 from tools.commands.doctor_layout import follow, own_run, parity_here, parity_in_world
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides
+from tools.config.resolved_run import resolve_run
 from tools.config.rules.derived import make_rule
 from tools.config.run_file import RunConfig
-from tools.console.tables import add_json, print_result
-from tools.convert.initial import resolve_run
+from tools.console.json_output import add_json, print_result
 from tools.training.data_sources import check_sources
+from tools.training.ends import require_not_stopped
 from tools.training.launch import launch_local
 from tools.training.machine import check_machine
-from tools.training.stopping import require_not_stopped
 from tools.verify.doctor.finding import (
     CODES,
     Finding,
@@ -62,13 +61,9 @@ SKIPPED = "--no-parity was given"
 OWN_RUN = "a small run of megaprec's own"
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `doctor` to the commands."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="check machines, links, disks and the layout before a run",
-        description=__doc__,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `doctor`."""
+    parser.description = __doc__
     parser.add_argument(
         "file", metavar="RUN.toml", nargs="?", help="run file whose layout and folder are tried"
     )

@@ -21,7 +21,14 @@ from tools.config.run_file import RunConfig, load_run
 from tools.verify.doctor.finding import Finding, not_tried, ok, wrong
 from tools.verify.doctor.questions import RankContext, run_with_time_limit
 from tools.verify.parity.certificate import NOT_TRIED, PROVEN
-from tools.verify.parity.ranks import PENDING, Failure, Launcher, Run, carry_out, run_together
+from tools.verify.parity.ranks import (
+    PENDING,
+    Failure,
+    Launcher,
+    RecordedRun,
+    carry_out,
+    run_together,
+)
 from tools.verify.parity.record import Record, gather
 
 STEPS = 20
@@ -109,7 +116,7 @@ def parity_in_world(config: RunConfig, file: str, context: RankContext) -> Findi
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run_in_child(run: Run) -> Record:
+def _run_in_child(run: RecordedRun) -> Record:
     """Carry out a run of one process beside the world."""
     # Torch can join one world per process, and this one has joined that of the doctor
     (failure,) = run_together([run], run.folder.parent)
@@ -118,7 +125,9 @@ def _run_in_child(run: Run) -> Record:
     return gather(run.folder)
 
 
-def _run_on_world(context: RankContext, runs: Sequence[Run], folder: Path) -> list[Failure | None]:
+def _run_on_world(
+    context: RankContext, runs: Sequence[RecordedRun], folder: Path
+) -> list[Failure | None]:
     """Carry out the runs on all ranks of the world."""
     for run in runs:
         run.folder.mkdir(parents=True)

@@ -35,9 +35,11 @@ from models.engine.relay import Relay
 from parallel.described_world import is_rank_of_world
 from parallel.mesh import make_mesh, world
 from tools.analysis.verdict.verdict import fields, lines, read_verdict
-from tools.commands.options import add_ema, add_text_options, text_options, tokenizer_path
+from tools.commands.options import add_ema
+from tools.commands.text_options import add_text_options, text_options, tokenizer_path
+from tools.console.json_output import add_json, print_result
 from tools.console.progress_bar import tokens_progress
-from tools.console.tables import add_json, print_result, print_table
+from tools.console.tables import print_table
 from tools.console.units import enumerated
 from tools.inference.evaluation import Score, score
 from tools.inference.load import LoadedModel, load_model
@@ -63,11 +65,9 @@ OPTIONS_OF_TEXTS = {
 }
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `evaluate` to the commands."""
-    parser = subparsers.add_parser(
-        "evaluate", help="loss and bits per byte of a model on texts", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `evaluate`."""
+    parser.description = __doc__
     parser.add_argument(
         "model", metavar="MODEL", type=Path, help="run folder, checkpoint, or Hugging Face folder"
     )

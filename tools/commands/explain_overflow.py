@@ -20,27 +20,24 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from megaprec.diagnose.nonfinite_trace import Finding
+from megaprec.diagnose.nonfinite_trace import NonfiniteFinding
 from megaprec.errors import UserError
 from megaprec.optim.decision.step_report import LOSS
 from megaprec.precision.plan import dtype_name
-from tools.console.tables import add_json, print_result, table_console
+from tools.console.json_output import add_json, print_result
+from tools.console.tables import table_console
 from tools.inference.generation import escape_control_characters
 from tools.journal.records import EVENTS, METRICS, no_run, odd_lines, read_events
-from tools.verify.replay.overflow import Replay, replay
+from tools.verify.replay.overflow import OverflowReplay, replay
 
 MAX_IDS = 4  # sample ids of a micro-batch that are shown
 MAX_CHARS = 60  # characters of a sample's text that are shown
 MAX_TENSORS_BEFORE = 6  # tensors shown before the first that was not finite
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `explain-overflow` to the commands."""
-    parser = subparsers.add_parser(
-        "explain-overflow",
-        help="show what broke the last skipped steps of a run",
-        description=__doc__,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `explain-overflow`."""
+    parser.description = __doc__
     parser.add_argument("folder", metavar="RUN_DIR", type=Path, help="run folder")
     parser.add_argument(
         "--last",
@@ -100,7 +97,7 @@ def _show(folder: Path, events: list[dict[str, Any]], note: str) -> None:
         console.print(event["advice"])
 
 
-def _document(replayed: Replay) -> dict[str, Any]:
+def _document(replayed: OverflowReplay) -> dict[str, Any]:
     """Return a replay for programs. found: null if every micro-batch was finite."""
     finding = replayed.trace.found
     fields = None
@@ -192,7 +189,7 @@ def _ids(ids: list[int] | list[str]) -> str:
     return shown
 
 
-def picture(replayed: Replay, event: dict[str, Any]) -> RenderableType:
+def picture(replayed: OverflowReplay, event: dict[str, Any]) -> RenderableType:
     """Return the panel of a replay."""
     finding = replayed.trace.found
     content: RenderableType
@@ -208,7 +205,7 @@ def picture(replayed: Replay, event: dict[str, Any]) -> RenderableType:
     return Panel(content, title=title, title_align="left", expand=False)
 
 
-def _fact_grid(finding: Finding) -> Table:
+def _fact_grid(finding: NonfiniteFinding) -> Table:
     """Return what is known of the first tensor that was not finite."""
     if finding.module is None:
         location = "outside of the model, in its input or its loss"
@@ -240,7 +237,7 @@ def _grid(facts: dict[str, str]) -> Table:
     return grid
 
 
-def _tensors_before(replayed: Replay) -> Table:
+def _tensors_before(replayed: OverflowReplay) -> Table:
     """Return the table of the last finite tensors, which often shows how magnitudes grow."""
     rows = Table(title="\nbefore it", title_justify="left", box=None, padding=(0, 2, 0, 0))
     rows.add_column("tensor", overflow="fold")
@@ -250,7 +247,7 @@ def _tensors_before(replayed: Replay) -> Table:
     return rows
 
 
-def _sample_table(replayed: Replay) -> Table:
+def _sample_table(replayed: OverflowReplay) -> Table:
     """Return the samples of the micro-batch, with the beginnings of their texts."""
     rows = Table(title="\nits samples", title_justify="left", box=None, padding=(0, 2, 0, 0))
     rows.add_column("id", justify="right")
@@ -261,7 +258,7 @@ def _sample_table(replayed: Replay) -> Table:
     return rows
 
 
-def _all_finite_reasons(replayed: Replay, event: dict[str, Any]) -> Text:
+def _all_finite_reasons(replayed: OverflowReplay, event: dict[str, Any]) -> Text:
     """Return the possible reasons why the overflow does not happen again."""
     lines = [
         "Every micro-batch of the step was run alone, and every output, gradient and loss was "

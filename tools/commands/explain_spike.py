@@ -21,11 +21,13 @@ from rich.table import Table
 from rich.text import Text
 
 from megaprec.errors import UserError
-from tools.console.tables import add_json, print_result, table_console
+from tools.config.run_file import saved_run
+from tools.console.json_output import add_json, print_result
+from tools.console.tables import table_console
 from tools.console.units import counted, enumerated
 from tools.inference.generation import escape_control_characters
 from tools.journal.records import METRICS, no_run, odd_lines, read_metrics
-from tools.verify.replay.repeated_run import SavedRun, saved_run
+from tools.verify.replay.repeated_run import SavedRun
 from tools.verify.replay.spike_causes import Cause, causes_not_tried, judge, likely
 from tools.verify.replay.spike_measures import NamedSample
 from tools.verify.replay.spike_replay import Examination, MovedTensor, examine, steps_to_repeat
@@ -45,13 +47,9 @@ class Explained:
     seen: Examination | None
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `explain-spike` to the commands."""
-    parser = subparsers.add_parser(
-        "explain-spike",
-        help="name the steps whose loss jumped, and the likely cause",
-        description=__doc__,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `explain-spike`."""
+    parser.description = __doc__
     parser.add_argument("folder", metavar="RUN_DIR", type=Path, help="run folder")
     parser.add_argument(
         "--step", type=int, metavar="N", help="explain this step, whether it is a spike or not"

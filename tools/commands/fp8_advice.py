@@ -24,9 +24,9 @@ from models.config import ModelConfig
 from tools.analysis.planning.fp8_timing import Shape, linear_times
 from tools.analysis.planning.report import aligned
 from tools.commands.options import add_overrides
+from tools.config.resolved_run import resolve_run
 from tools.config.run_file import RunConfig
-from tools.console.tables import add_json, print_result
-from tools.convert.initial import resolve_run
+from tools.console.json_output import add_json, print_result
 from tools.training.fp8_summary import weight_eligibility
 
 # Speed of a linear layer in FP8 over bf16 on an H100, tensor-wise scales, casts fused by
@@ -57,13 +57,9 @@ class Product:
         return self.count * self.shape.flops
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `fp8-advice` to the commands."""
-    parser = subparsers.add_parser(
-        "fp8-advice",
-        help="list the matrix products that gain from FP8",
-        description=__doc__,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `fp8-advice`."""
+    parser.description = __doc__
     parser.add_argument("file", metavar="RUN.toml", type=Path, help="run file")
     add_overrides(parser)
     parser.add_argument(

@@ -11,23 +11,21 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from megaprec.errors import UserError
 from megaprec.parsing import read_text
 from models.decoder.kv_cache import CachedStage
-from tools.commands.options import add_ema, tokenizer_path
+from tools.commands.options import add_ema
+from tools.commands.text_options import tokenizer_path
 from tools.inference.generation import Generation, escape_control_characters
 from tools.inference.load import LoadedModel, load_model
 from tools.inference.sampling import Sampling
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `generate` to the commands."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `generate`."""
+    parser.description = __doc__
     usual = Sampling()
-    parser = subparsers.add_parser(
-        "generate", help="continue a text with a trained model", description=__doc__
-    )
     parser.add_argument(
         "model", metavar="MODEL", type=Path, help="run folder, checkpoint, or Hugging Face folder"
     )

@@ -19,7 +19,6 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from megaprec.errors import Problem, UserError
 from megaprec.tokens.files import write_whole
@@ -28,6 +27,7 @@ from tools.commands.import_answers import (
     can_be_dropped,
     command_with_answers,
     dropped_names,
+    with_names_of_drop,
 )
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_strict
@@ -45,12 +45,8 @@ LOG_HINT = (
 NOT_FOLLOWED = ("import.variable_open", "import.variable_unset", "import.not_followed")
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `import-args`."""
-    parser = subparsers.add_parser(
-        "import-args",
-        help="make a run file from Megatron-LM's arguments or DeepSpeed's configuration",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `import-args`."""
     parser.add_argument(
         "overrides",
         metavar="SOURCE",
@@ -84,6 +80,12 @@ def add_parser(subparsers: Any) -> None:
     )
     add_strict(parser)
     parser.set_defaults(run=main)
+
+
+def words_to_parse(words: Sequence[str]) -> list[str]:
+    """Return the words of the command line as argparse can read them: the names that --drop is
+    given may begin with dashes."""
+    return with_names_of_drop(words)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -22,15 +22,15 @@ from typing import Any
 from megaprec.errors import UserError
 from megaprec.text.characters import CHARACTERS, distinct_characters
 from megaprec.text.readers import TextOptions
-from megaprec.text.sources import STANDARD_LIBRARY, Source, open_source
+from megaprec.text.sources import TextSource, open_source
 from megaprec.text.text_files import left_out_words
 from megaprec.text.tokenizer import load_tokenizer
 from megaprec.text.training import ImpossibleVocabulary, sample_lines, train_sentencepiece
-from megaprec.tokens.places import is_url, without_query
+from megaprec.tokens.places import STANDARD_LIBRARY, is_url, without_query
 from megaprec.url_secrets import masked
 from models.parameter_counts import num_parameters
 from models.presets import PRESETS
-from tools.commands.options import add_skip_bad, add_text_options, text_options
+from tools.commands.text_options import add_skip_bad, add_text_options, text_options
 from tools.config.key_help import key_tables, keys_of
 from tools.config.run_file import load_run
 from tools.console.toml import toml
@@ -81,11 +81,9 @@ class TextSizes:
         return f"about {self.chars:,} characters, about {self.tokens:,} tokens; {basis}"
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `init` to the commands."""
-    parser = subparsers.add_parser(
-        "init", help="write a run file to start from", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `init`."""
+    parser.description = __doc__
     parser.add_argument(
         "source",
         nargs="?",
@@ -143,7 +141,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure_text(source: Source, of_characters: bool) -> TextSizes:
+def _measure_text(source: TextSource, of_characters: bool) -> TextSizes:
     """Return the sizes of a text. of_characters: these are its tokens. Raises UserError if it
     cannot be read, or is too short to train on."""
     # of a text that can be read whole, its bad files and rows are told at once
@@ -189,7 +187,7 @@ def _first_words(pieces: list[str]) -> str:
     return ""
 
 
-def _tokenizer_lines(source: Source) -> tuple[list[str], int | None]:
+def _tokenizer_lines(source: TextSource) -> tuple[list[str], int | None]:
     """Return the lines that `train` will learn a tokenizer from, and the characters of the whole
     text.
 
@@ -214,7 +212,7 @@ def _tokenizer_lines(source: Source) -> tuple[list[str], int | None]:
     return lines, chars
 
 
-def _sample_pieces(source: Source, total: int | None) -> tuple[list[str], bool]:
+def _sample_pieces(source: TextSource, total: int | None) -> tuple[list[str], bool]:
     """Return pieces of a text, about `SAMPLED_CHARS` characters from all over its files, and if
     they are all of it.
 
@@ -241,7 +239,7 @@ def _sample_pieces(source: Source, total: int | None) -> tuple[list[str], bool]:
     return pieces, complete
 
 
-def _estimate_chars(source: Source, pieces: list[str]) -> int | None:
+def _estimate_chars(source: TextSource, pieces: list[str]) -> int | None:
     """Return the characters of a text of which `pieces` are a part, or None if the sizes of its
     files do not tell."""
     total = source.total_chars()

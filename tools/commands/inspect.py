@@ -21,13 +21,14 @@ from megaprec.checkpoint.keeping import best_made_here
 from megaprec.checkpoint.reader import Store
 from models.config import ModelConfig
 from tools.commands.options import add_vocab
+from tools.console.json_output import add_json, print_result
 from tools.console.progress_bar import bytes_progress
-from tools.console.tables import add_json, print_result, print_table
+from tools.console.tables import print_table
 from tools.console.wrapped import INDENT
 from tools.convert.core.source import Source
 from tools.convert.formats import FORMATS, check_vocab, open_intact
 from tools.convert.hf.vocabulary import folder_notes
-from tools.convert.train_state import kept_evaluation
+from tools.saved.train_state import kept_evaluation
 
 ALWAYS_SHOWN = (
     "layers",
@@ -47,11 +48,9 @@ WIDTH = 100  # columns that a line takes at most, unless it is one long word
 WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `inspect` to the commands."""
-    parser = subparsers.add_parser(
-        "inspect", help="print the contents of a model folder", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `inspect`."""
+    parser.description = __doc__
     parser.add_argument("path", metavar="PATH", type=Path, help="folder of a model, in any format")
     parser.add_argument(
         "--tensors", action="store_true", help="list every tensor with its shape, dtype and SHA-256"

@@ -15,16 +15,14 @@ from typing import Any
 
 from megaprec.errors import UserError, closest
 from tools.config.key_help import Key, KeyTable, key_tables, keys_of
-from tools.console.tables import add_json, print_result
+from tools.console.json_output import add_json, print_result
 
 MAX_WIDTH = 110  # columns of help that are read without losing the line
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `keys` to the commands."""
-    parser = subparsers.add_parser(
-        "keys", help="list the keys of a run file with their defaults", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `keys`."""
+    parser.description = __doc__
     parser.add_argument(
         "words",
         nargs="*",

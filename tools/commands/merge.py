@@ -11,7 +11,6 @@ same command resumes it. OUT appears when it is complete.
 import argparse
 import os
 from pathlib import Path
-from typing import Any
 
 from megaprec.errors import UserError
 from tools.commands.convert import DTYPES, write_model
@@ -23,11 +22,9 @@ from tools.convert.merge import merge
 from tools.training.machine import keep_freed_memory
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `merge` to the commands."""
-    parser = subparsers.add_parser(
-        "merge", help="average the weights of checkpoints", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `merge`."""
+    parser.description = __doc__
     parser.add_argument(
         "sources",
         metavar="A",

@@ -28,12 +28,13 @@ from tools.analysis.plots.drawing import has_matplotlib
 from tools.analysis.plots.mup_plot import draw
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides, add_strict
+from tools.config.resolved_run import resolve_run
 from tools.config.rules.derived import make_rule
 from tools.config.run_file import RunConfig
 from tools.config.tables.settings import Optimizer
-from tools.console.tables import add_json, print_result, print_table
+from tools.console.json_output import add_json, print_result
+from tools.console.tables import print_table
 from tools.console.wrapped import say
-from tools.convert.initial import resolve_run
 from tools.training.fp8_summary import require_fp8_computed
 from tools.verify.mup_check.measure import Training, measure_draws
 from tools.verify.mup_check.slopes import (
@@ -55,11 +56,9 @@ DRAWS = 3
 """Seeds whose sizes are averaged."""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `mup-check` to the commands."""
-    parser = subparsers.add_parser(
-        "mup-check", help="check that updates reach equally far at all widths", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `mup-check`."""
+    parser.description = __doc__
     parser.add_argument("file", metavar="RUN.toml", help="run file")
     add_overrides(parser)
     parser.add_argument(

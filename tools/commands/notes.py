@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megaprec.errors import UserError
 from tools.config.run_file import RunConfig, is_resolved
-from tools.training.launch import prints_own_failure
+from tools.training.launched import prints_own_failure
 
 
 def tell_notes(notes: Iterable[str], strict: bool) -> None:

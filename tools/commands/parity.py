@@ -29,8 +29,8 @@ from tools.analysis.report.parity_page import page
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides, add_strict
 from tools.config.layouts import layout_problems
+from tools.config.resolved_run import resolve_run
 from tools.config.run_file import RunConfig
-from tools.convert.initial import resolve_run
 from tools.training.corpus import open_corpus
 from tools.training.data_sources import sized_by_tokenizer
 from tools.training.fp8_summary import require_fp8_computed
@@ -58,13 +58,13 @@ from tools.verify.parity.certificate import (
     write,
 )
 from tools.verify.parity.compare import Difference, compare
-from tools.verify.parity.layouts import Layout, every, fitted, largest, requested_layouts
+from tools.verify.parity.layouts import ComparedLayout, every, fitted, largest, requested_layouts
 from tools.verify.parity.noise import DRAWS, Noise
 from tools.verify.parity.ranks import (
     FLAG,
     Failure,
     Launcher,
-    Run,
+    RecordedRun,
     as_rank,
     corpus_of,
     run_alone,
@@ -114,11 +114,9 @@ NOT_SHOWN = {
 ReportProgress = Callable[[str], None]  # shows what is being done
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `parity` to the commands."""
-    parser = subparsers.add_parser(
-        "parity", help="prove that layouts train the same model as one process", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `parity`."""
+    parser.description = __doc__
     parser.add_argument("file", metavar="RUN.toml", help="run file")
     add_overrides(parser, "; before options")
     parser.add_argument(
@@ -279,10 +277,10 @@ def certify(
     ready, plan = _planned(ready, options, steps, folder, launcher)
     exact = alone(in_float64(ready))
     # what is right: one process in float64
-    float64_record = launcher.alone(Run(exact, plan, folder / "float64"))
+    float64_record = launcher.alone(RecordedRun(exact, plan, folder / "float64"))
     # the same run from weights moved by rounding: how far float64 itself carries
     shaken_plan = replace(plan, shaken=EPSILON["fp64"])
-    shaken = launcher.alone(Run(exact, shaken_plan, folder / "shaken"))
+    shaken = launcher.alone(RecordedRun(exact, shaken_plan, folder / "shaken"))
     references = list[Reference]()
     if options.precision != "configured":
         noise = Noise(perturbed_run=shaken)
@@ -350,7 +348,7 @@ def _planned(
     # one step tells the gradient norm and the tensors, by which clipping and the skipped step are
     # planned
     probe_plan = Plan(1, small=not options.full)
-    probe = launcher.alone(Run(in_float64(alone(ready)), probe_plan, folder / "probe"))
+    probe = launcher.alone(RecordedRun(in_float64(alone(ready)), probe_plan, folder / "probe"))
     if not options.full:
         ready = with_clipping(ready, probe)
     if options.oracle:
@@ -369,7 +367,7 @@ def _own_precision(
 ) -> Reference:
     """Carry out the run on one process in its own precision. float64_record: of the same run in
     float64."""
-    record = launcher.alone(Run(alone(ready), plan, folder / "own"))
+    record = launcher.alone(RecordedRun(alone(ready), plan, folder / "own"))
     noise = Noise(
         float64_run=float64_record,
         perturbed_draws=perturbed_runs(ready, plan, folder, launcher),
@@ -388,7 +386,7 @@ def perturbed_runs(ready: RunConfig, plan: Plan, folder: Path, launcher: Launche
     for draw in range(1, DRAWS + 1):
         # half a unit in the last place is the error of one rounding
         perturbed = replace(plan, shaken=epsilon(ready) / 2, draw=draw)
-        records.append(launcher.alone(Run(exact, perturbed, folder / f"moved{draw}")))
+        records.append(launcher.alone(RecordedRun(exact, perturbed, folder / f"moved{draw}")))
     return records
 
 
@@ -425,7 +423,7 @@ def _relevant_changes(changed: dict[str, tuple[Any, Any]]) -> dict[str, tuple[An
 
 def fitting_layouts(
     config: RunConfig, requested: Sequence[dict[str, Any]], explicit: bool
-) -> tuple[list[Layout], list[tuple[Layout, str]]]:
+) -> tuple[list[ComparedLayout], list[tuple[ComparedLayout, str]]]:
     """Return the layouts that fit the run, and the others with the reason.
 
     explicit: the user named the layouts. Raises UserError if one of these does not fit, or if none
@@ -438,8 +436,8 @@ def fitting_layouts(
         for name, problems in problems_of.items():
             lines += [f"--layouts {name}: {problem}" for problem in problems]
         raise UserError(*lines)
-    fits = list[Layout]()
-    misfits = list[tuple[Layout, str]]()
+    fits = list[ComparedLayout]()
+    misfits = list[tuple[ComparedLayout, str]]()
     for layout in layouts:
         problems = problems_of[layout.name]
         if problems:
@@ -455,7 +453,7 @@ def fitting_layouts(
 
 
 def _compare_layouts(
-    layouts: Sequence[Layout],
+    layouts: Sequence[ComparedLayout],
     references: Sequence[Reference],
     folder: Path,
     report_progress: ReportProgress,
@@ -467,7 +465,7 @@ def _compare_layouts(
     """
 
     # A launch costs seconds, most of them for importing torch.
-    def ranks_of(layout: Layout) -> int:
+    def ranks_of(layout: ComparedLayout) -> int:
         return layout.ranks
 
     by_ranks = sorted(layouts, key=ranks_of)
@@ -475,10 +473,10 @@ def _compare_layouts(
         group = list(layouts_of_group)
         pairs = list(product(group, references))
         group_folder = folder / f"ranks{ranks}"
-        runs = list[Run]()
+        runs = list[RecordedRun]()
         for number, (layout, reference) in enumerate(pairs):
             config = reference.config.model_copy(update={"parallel": layout.parallel})
-            runs.append(Run(config, reference.plan, group_folder / f"{number:03}"))
+            runs.append(RecordedRun(config, reference.plan, group_folder / f"{number:03}"))
         names = "; ".join(layout.name for layout in group)
         report_progress(f"{len(runs)} runs of {ranks} ranks: {names}")
         if ranks > 1:
@@ -492,7 +490,7 @@ def _compare_layouts(
                 yield _compare(layout, reference, run)
 
 
-def _compare(layout: Layout, reference: Reference, run: Run) -> dict[str, Any]:
+def _compare(layout: ComparedLayout, reference: Reference, run: RecordedRun) -> dict[str, Any]:
     """Return the entry of a run that has finished."""
     record = gather(run.folder)
     if reference.is_oracle:
@@ -506,9 +504,9 @@ def _compare(layout: Layout, reference: Reference, run: Run) -> dict[str, Any]:
 
 
 def _entry(
-    layout: Layout,
+    layout: ComparedLayout,
     reference: Reference,
-    run: Run,
+    run: RecordedRun,
     record: Record,
     differences: Sequence[Difference],
 ) -> dict[str, Any]:
@@ -525,7 +523,7 @@ def _entry(
     return entry(compared)
 
 
-def _run_alone(runs: Sequence[Run]) -> list[Failure | None]:
+def _run_alone(runs: Sequence[RecordedRun]) -> list[Failure | None]:
     """Carry out runs of one process in this one."""
     for run in runs:
         run_alone(run)

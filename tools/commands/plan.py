@@ -25,12 +25,11 @@ from megaprec.errors import UserError
 from megaprec.precision.gemm import product
 from megaprec.resources import cores
 from megaprec.tokens.files import write_whole
-from models.config import ModelConfig
-from models.decoder.own_model import require_builtin
+from models.config import ModelConfig, require_builtin
 from models.presets import PRESETS
 from tools.analysis.calibration.record import differences, read_calibration
 from tools.analysis.calibration.speeds import calibrated
-from tools.analysis.planning.device import Target, assumed_devices, target_of
+from tools.analysis.planning.device import DeviceTarget, assumed_devices, target_of
 from tools.analysis.planning.measured import factor_of, read_measured
 from tools.analysis.planning.memory import MemoryModel
 from tools.analysis.planning.reached import OTHER, assumptions_of
@@ -60,11 +59,11 @@ from tools.analysis.plots.plan_plot import draw_plan
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides, add_strict
 from tools.config.layouts import in_words
+from tools.config.resolved_run import resolve_run
 from tools.config.run_file import RunConfig
-from tools.console.tables import add_json
+from tools.console.json_output import add_json
 from tools.console.units import duration
 from tools.console.wrapped import say
-from tools.convert.initial import resolve_run
 from tools.training.data_sources import sized_by_tokenizer
 from tools.training.fp8_summary import require_fp8_computed
 
@@ -82,11 +81,9 @@ MAX_RANKS = 2**20  # beyond any cluster
 NOTHING_FITS = 4  # exit code
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `plan` to the commands."""
-    parser = subparsers.add_parser(
-        "plan", help="predict memory and speed of a run", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `plan`."""
+    parser.description = __doc__
     parser.add_argument("file", metavar="RUN.toml", help="run file")
     add_overrides(parser)
     parser.add_argument(
@@ -217,8 +214,8 @@ def _exit_code(answer: "_Answer") -> int:
 
 
 def _find_speeds(
-    config: RunConfig, target: Target, args: argparse.Namespace
-) -> tuple[Target, Assumptions | None, list[str]]:
+    config: RunConfig, target: DeviceTarget, args: argparse.Namespace
+) -> tuple[DeviceTarget, Assumptions | None, list[str]]:
     """Return the device and the speeds that the plan rests on, None if they are not known, and
     notes on both: of the data sheet, then of --calibrated, then by the factor of --measured."""
     assumed = _assumptions(config, target, args)
@@ -247,7 +244,7 @@ def _require_speeds(
 
 
 def _plan_own_layout(
-    config: RunConfig, target: Target, assumed: Assumptions | None, args: argparse.Namespace
+    config: RunConfig, target: DeviceTarget, assumed: Assumptions | None, args: argparse.Namespace
 ) -> Planned | None:
     """Return the run in its own layout, as it would be started; None if its state alone does not
     fit and others are searched. Raises UserError if it is to be drawn then."""
@@ -282,14 +279,14 @@ class _Answer:
 
     config: RunConfig
     planned: Planned | None
-    target: Target
+    target: DeviceTarget
     assumed: Assumptions | None
     search_result: LayoutSearch | None
-    shared_target: Target
+    shared_target: DeviceTarget
     shared_speeds: Assumptions | None
 
 
-def _is_beyond(config: RunConfig, target: Target) -> bool:
+def _is_beyond(config: RunConfig, target: DeviceTarget) -> bool:
     """Return True if a run does not fit in its own layout by what its state takes at least.
 
     A run file without [parallel] says nothing of its layout: such a model on one rank is not worth
@@ -396,7 +393,7 @@ def _output_problems(args: argparse.Namespace) -> Iterator[str]:
         )
 
 
-def _notes(config: RunConfig, target: Target, calibrated: bool) -> Iterator[str]:
+def _notes(config: RunConfig, target: DeviceTarget, calibrated: bool) -> Iterator[str]:
     """Yield a line for each thing that the prediction takes for granted. calibrated: the device was
     measured."""
     yield from _overruled_preset(config)
@@ -457,7 +454,9 @@ def _of_preset(preset: str) -> ModelConfig:
     return ModelConfig(**PRESETS[preset])
 
 
-def _assumptions(config: RunConfig, target: Target, args: argparse.Namespace) -> Assumptions | None:
+def _assumptions(
+    config: RunConfig, target: DeviceTarget, args: argparse.Namespace
+) -> Assumptions | None:
     """Return what the prediction rests on; None if the peak is not known, or products are
     emulated."""
     if config.fp8.four_bits:
@@ -486,7 +485,7 @@ def _with_given_speeds(known: Assumptions, args: argparse.Namespace) -> Assumpti
 
 
 def _assumptions_of_others(
-    config: RunConfig, target: Target, tflops: float | None
+    config: RunConfig, target: DeviceTarget, tflops: float | None
 ) -> Assumptions | None:
     """Return what a prediction rests on for a device without a data sheet; None if its peak is not
     known."""
@@ -501,7 +500,7 @@ def _assumptions_of_others(
 
 
 def _from_calibration(
-    config: RunConfig, target: Target, known: Assumptions | None, args: argparse.Namespace
+    config: RunConfig, target: DeviceTarget, known: Assumptions | None, args: argparse.Namespace
 ) -> tuple[Assumptions | None, list[str]]:
     """Return the assumptions with the speeds of --calibrated, and notes on that file.
 
@@ -530,7 +529,7 @@ def _from_calibration(
 
 
 def _corrected(
-    assumed: Assumptions, config: RunConfig, target: Target, args: argparse.Namespace
+    assumed: Assumptions, config: RunConfig, target: DeviceTarget, args: argparse.Namespace
 ) -> tuple[Assumptions, str]:
     """Return the assumptions with the factor of a measured run, and a note that says it."""
     run = read_measured(args.measured)
@@ -566,8 +565,8 @@ def _require_layouts(search_result: LayoutSearch, ranks: int) -> None:
 
 
 def _share_of_ranks(
-    config: RunConfig, target: Target, assumed: Assumptions | None, args: argparse.Namespace
-) -> tuple[Target, Assumptions | None]:
+    config: RunConfig, target: DeviceTarget, assumed: Assumptions | None, args: argparse.Namespace
+) -> tuple[DeviceTarget, Assumptions | None]:
     """Return the device and the speeds of each of --ranks: as many share this machine if it is the
     device."""
     if not args.ranks or not assumed or target.device != "cpu":

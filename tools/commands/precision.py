@@ -23,14 +23,15 @@ import torch
 from rich import box
 from rich.table import Table
 
-from megaprec.dialects.translate import DIALECTS, FIELDS, RELATED_KEYS, format_value, translate
+from megaprec.dialects.translate import DIALECTS, RELATED_KEYS, format_value, translate
 from megaprec.errors import UserError
 from megaprec.parsing import MOST_SETTINGS, parse_toml, read_text
-from megaprec.precision.plan import PrecisionPlan, dtype_name
+from megaprec.precision.plan import FIELDS, PrecisionPlan, dtype_name
 from models.config import ModelConfig
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides, add_strict
-from tools.config.precision_modules import ROLES, Row, rows
+from tools.config.precision_modules import ROLES, ModuleRow, rows
+from tools.config.resolved_run import resolve_run
 from tools.config.rules.precision_advice import PlanInRun, advice
 from tools.config.run_file import known_keys, load_precision, read_run_settings
 from tools.config.tables.native_keys import fields_without_key, native_keys_of
@@ -38,7 +39,6 @@ from tools.config.tables.precision_settings import FP8, PLAN_ONLY, Precision
 from tools.console.tables import print_table, table_console
 from tools.console.toml import Setting, toml
 from tools.console.wrapped import say
-from tools.convert.initial import resolve_run
 from tools.interop.foreign.read import read_foreign
 
 
@@ -56,11 +56,8 @@ class PrecisionOfFile:
     replicas: int = 1
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `precision` and its commands."""
-    parser = subparsers.add_parser(
-        "precision", help="show or translate the precision of a configuration"
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the commands of `precision`."""
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     show_parser = commands.add_parser(
         "show", help="show the precision plan of a file, with the key that decided each field"
@@ -253,7 +250,7 @@ def shorten_origin(origin: str) -> str:
     return re.sub(r"\bprecision\.[a-z]+\.", "", without_file)
 
 
-def module_table(module_rows: Iterable[Row]) -> Table:
+def module_table(module_rows: Iterable[ModuleRow]) -> Table:
     """Return a table with a row per module: dtypes, and bytes of the whole model before it is
     sharded."""
     table = Table(
@@ -276,7 +273,7 @@ def module_table(module_rows: Iterable[Row]) -> Table:
     return table
 
 
-def _dtype_cell(row: Row, role: str) -> str:
+def _dtype_cell(row: ModuleRow, role: str) -> str:
     """Return the dtype of a role and the bytes it takes."""
     if role not in row.bytes:
         return row.dtypes[role]

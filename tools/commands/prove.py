@@ -23,18 +23,19 @@ from parallel.described_world import is_rank_of_world
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides, add_strict
 from tools.config.layouts import layout_problems
+from tools.config.resolved_run import resolve_run
 from tools.config.run_file import RunConfig, run_file_in
-from tools.console.tables import add_json, print_result, print_table, to_json
+from tools.console.json_output import add_json, print_result, to_json
+from tools.console.tables import print_table
 from tools.console.wrapped import say
-from tools.convert.initial import resolve_run
 from tools.training.branch import branch_point
 from tools.verify.parity.certificate import NOT_TRIED, PROVEN, WRONG, run_digest, versions, write
-from tools.verify.parity.layouts import Layout, fitted, requested_layouts
+from tools.verify.parity.layouts import ComparedLayout, fitted, requested_layouts
 from tools.verify.parity.ranks import RunFailed
 from tools.verify.prove.proof import (
     STRAIGHT,
+    ProofSpan,
     Row,
-    Span,
     is_canonical,
     needed_rows,
     other_layout,
@@ -49,11 +50,9 @@ CODES = {PROVEN: 0, WRONG: 1, NOT_TRIED: 2}
 COLORS = {PROVEN: "green", WRONG: "red", NOT_TRIED: "yellow"}
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `prove` to the commands."""
-    parser = subparsers.add_parser(
-        "prove", help="prove that a run repeats and resumes bit for bit", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `prove`."""
+    parser.description = __doc__
     # `run` is the function that carries out a command
     parser.add_argument("run_", metavar="RUN", help="run directory or run file")
     add_overrides(parser)
@@ -110,7 +109,7 @@ def open_run(path: str, overrides: list[str]) -> tuple[RunConfig, Path | None]:
     return config, latest(folder / "checkpoints") or branch_point(config)
 
 
-def _other_layout(config: RunConfig, text: str) -> Layout | None:
+def _other_layout(config: RunConfig, text: str) -> ComparedLayout | None:
     """Return the layout that was asked for, or a small one that fits. Raises UserError if the
     former does not fit."""
     if not text:
@@ -123,10 +122,10 @@ def _other_layout(config: RunConfig, text: str) -> Layout | None:
 
 
 def certify(
-    args: argparse.Namespace, config: RunConfig, runs: ProofRuns, layout: Layout | None
+    args: argparse.Namespace, config: RunConfig, runs: ProofRuns, layout: ComparedLayout | None
 ) -> dict[str, Any]:
     """Run the proof and return its certificate."""
-    span = Span.of(runs.step, args.steps)
+    span = ProofSpan.of(runs.step, args.steps)
     rows: list[Row]
     try:
         rows = list(proof(runs, span, layout))

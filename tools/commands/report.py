@@ -6,7 +6,6 @@ causes, speed, memory, schedule, evidence, faults, and the configuration with it
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from megaprec.errors import UserError
 from megaprec.tokens.files import write_whole
@@ -14,9 +13,9 @@ from tools.analysis.report.run import Run
 from tools.analysis.report.sections import page
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `report` to the commands."""
-    parser = subparsers.add_parser("report", help="write a page about a run", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `report`."""
+    parser.description = __doc__
     parser.add_argument("folder", metavar="RUN_DIR", type=Path, help="folder of a run")
     parser.add_argument(
         "-o",

@@ -19,7 +19,7 @@ from typing import Any
 from megaprec.errors import UserError
 from models.estimate.flops import StageCost
 from models.estimate.memory import ActivationBytes
-from parallel.pipeline.formulas import Sizes
+from parallel.pipeline.formulas import FormulaSizes
 from parallel.pipeline.instructions import SENDS, Cost, Instruction, Op
 from parallel.pipeline.kinds import KINDS
 from parallel.pipeline.schedules import Schedule
@@ -31,11 +31,11 @@ from tools.analysis.planning.report import aligned, describe_fit
 from tools.analysis.plots.timeline import Panel, as_text, draw
 from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides, add_strict
+from tools.config.resolved_run import resolve_run
 from tools.config.run_file import RunConfig
 from tools.config.tables.schedules import plan_equal, read_schedule
-from tools.console.tables import add_json, print_result
+from tools.console.json_output import add_json, print_result
 from tools.console.units import flops, size
-from tools.convert.initial import resolve_run
 from tools.journal.timeline_file import TIMELINE, read_trace_of, write_trace
 
 KINDS_OF_BYTES = ("weights", "gradients", "optimizer", "activations", "other", "total")
@@ -68,7 +68,7 @@ class _ScheduleReport:
     kind: str  # "" for a schedule from a file
     schedule: Schedule
     cost: Cost
-    sizes: Sizes
+    sizes: FormulaSizes
     unit: str = "forwards"
     table: Sequence[str] = ()
     bytes: Sequence[RankBytes] = ()
@@ -81,11 +81,9 @@ DEFAULTS = {**OF_KINDS, "costs": "1,1,1"}
 """What the options mean that are not given, without a run file; with one they are idle."""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `schedule` to the commands."""
-    parser = subparsers.add_parser(
-        "schedule", help="predict and draw a pipeline schedule", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `schedule`."""
+    parser.description = __doc__
     parser.add_argument(
         "file", nargs="?", metavar="RUN.toml", help="run file whose schedule and stages are shown"
     )
@@ -272,7 +270,9 @@ def _report_of_options(args: argparse.Namespace) -> _ScheduleReport:
         kind="" if args.own else kind,
         schedule=schedule,
         cost=_with_transfers(time_of, args.transfer),
-        sizes=Sizes(ranks, schedule.microbatches, stages_per_rank, forward, of_input, of_weight),
+        sizes=FormulaSizes(
+            ranks, schedule.microbatches, stages_per_rank, forward, of_input, of_weight
+        ),
         measured=_measured_spans(schedule, args.measured),
     )
 
@@ -316,7 +316,7 @@ def _report_of_run(config: RunConfig, args: argparse.Namespace) -> _ScheduleRepo
 
     ranks = len(schedule.programs)
     # in FLOPs, of which the textbook's formulas take ratios
-    sizes = Sizes(
+    sizes = FormulaSizes(
         ranks,
         schedule.microbatches,
         len(costs) // ranks,

@@ -9,35 +9,24 @@ import argparse
 import sys
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from megaprec.durable import file_error
 from megaprec.errors import UserError
 from megaprec.tested_versions import untested
 from megaprec.train_program import END_FILE
-from models.decoder.own_model import require_builtin
+from models.config import require_builtin
 from parallel.described_world import is_rank_of_world
-from tools.analysis.plots.shadow_plot import plot_shadow
-from tools.analysis.plots.training_plot import plot_run
-from tools.analysis.verdict.measure import make_yardsticks
-from tools.analysis.verdict.verdict import lines as verdict_lines
-from tools.analysis.verdict.verdict import read_verdict
-from tools.commands.convert import write_model
 from tools.commands.notes import moved_notes, tell_notes
 from tools.commands.options import add_overrides, add_strict
+from tools.config.resolved_run import resolve_run
 from tools.config.run_file import RunConfig
 from tools.console.streams import spare_output
 from tools.console.wrapped import say
-from tools.convert.averaged import averaged
-from tools.convert.formats import open_intact
-from tools.convert.initial import resolve_run
-from tools.training.banner import print_outcome, print_skipped
+from tools.parts.optional_parts import part
 from tools.training.corpus import Corpus
 from tools.training.data_identity import ALLOW
 from tools.training.elastic import Restarts
 from tools.training.end_report import EndReport
-from tools.training.launch import launch_local
-from tools.training.prepare import open_checked, print_plan, verify_models
 from tools.training.rank import train_rank
 from tools.training.run_folder import lock_folder
 from tools.training.step_records import require_applied
@@ -63,9 +52,9 @@ def differences_in(text: str) -> list[str]:
     return [SPELLED_OUT.get(name, name) for name in text.split(",")]
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `train` to the commands."""
-    parser = subparsers.add_parser("train", help="pretrain a model", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `train`."""
+    parser.description = __doc__
     parser.add_argument(
         "file", metavar="RUN.toml", help="run file (`megaprec keys` lists its keys)"
     )
@@ -127,19 +116,19 @@ def _run(args: argparse.Namespace, end_report: EndReport) -> int:
         return _train(config, export, args.export_ema, allowed, not args.no_verify)
 
     _require_export(config, export, args.export_ema)
-    open_checked(config, allowed)
-    print_plan(config)
+    part("open_checked")(config, allowed)
+    part("print_plan")(config)
     _warn_of_slow_build(config)
     # before ranks are started, so that a difference costs no start
     if not args.no_verify:
-        verify_models(config, export)
+        part("verify_models")(config, export)
 
     if config.world_size == 1:
         return _train(config, export, args.export_ema, allowed, verify=False)
     restarts = Restarts(config, lambda: lock_folder(config))
     command = ["train", args.file, *args.overrides, *_options_of_ranks(args, allowed)]
     again = end_report.noting(restarts.ranks_after)
-    return launch_local(command, config.world_size, config.train.threads, again)
+    return part("launch_local")(command, config.world_size, config.train.threads, again)
 
 
 def _warn_of_slow_build(config: RunConfig) -> None:
@@ -193,20 +182,15 @@ def _train(
         return 0
     # Outside of the world, whose other ranks need not wait for plots and export.
     config = trainer.config
-    print_skipped(config, trainer.progress)
+    part("print_skipped")(config, trainer.progress)
     _write_yardsticks(config, trainer.corpus)
     folder = Path(config.train.folder)
     plots = _write_plots(config) if config.log.plot else []
-    print_outcome(config, plots, trainer.progress.step)
-    verdict = read_verdict(folder)
-    if verdict:
-        for line in verdict_lines(verdict):
-            say(line)
+    part("print_outcome")(config, plots, trainer.progress.step)
+    for line in part("verdict_lines")(folder):
+        say(line)
     if export_folder:
-        exported = open_intact(folder)
-        if export_ema:
-            exported = averaged(exported)
-        write_model(exported, "hf", export_folder)
+        part("export_run")(folder, export_folder, export_ema)
     require_applied(trainer.progress, trainer.monitor)
     return 0
 
@@ -214,7 +198,7 @@ def _train(
 def _write_yardsticks(config: RunConfig, corpus: Corpus) -> None:
     """Write what the held-out loss is measured against; nothing, with a warning, if that fails."""
     try:
-        yardsticks = make_yardsticks(config, corpus)
+        yardsticks = part("make_yardsticks")(config, corpus)
         if yardsticks is not None:
             yardsticks.save(Path(config.train.folder))
     except (UserError, OSError) as error:
@@ -228,7 +212,8 @@ def _write_plots(config: RunConfig) -> list[Path]:
     written."""
     folder = Path(config.train.folder)
     try:
-        plots = plot_run(folder, config.log.plot_over), plot_shadow(folder, config.fp8)
+        plots = [part("plot_run")(folder, config.log.plot_over)]
+        plots.append(part("plot_shadow")(folder, config.fp8))
     except OSError as error:
         # a run that has trained is not lost for a picture
         print(f"warning    no plot: {file_error(error)}", file=sys.stderr, flush=True)

@@ -5,13 +5,12 @@ other tables, such as `parallel.zero`, which the run file may then not contradic
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from megaprec.dialects.translate import DIALECTS
 from megaprec.errors import Problem, UserError
-from megaprec.precision.plan import PrecisionPlan
+from tools.config.dialect_result import DialectResult
 from tools.config.tables.native_keys import KEYS
 from tools.config.tables.settings import Parallel
 from tools.console.toml import Setting, toml
@@ -19,19 +18,6 @@ from tools.console.toml import Setting, toml
 NATIVE_ONLY = ("precision.patience", "precision.on_nonfinite", "fp8.backend", "fp8.history")
 """Native keys that no dialect has words for."""
 _ZERO_OF_NXD = "optimizer_config.zero_one_enabled"
-
-
-@dataclass(frozen=True)
-class DialectResult:
-    """The meaning of a dialect's table.
-
-    plan: None if there is no such table, or none that can be read.
-    notes: on how it was understood.
-    """
-
-    plan: PrecisionPlan | None = None
-    notes: tuple[str, ...] = ()
-    problems: tuple[str, ...] = ()
 
 
 def resolve_dialect(

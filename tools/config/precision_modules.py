@@ -27,7 +27,7 @@ NOT_LINEAR = ("norm", "router", "shared_gate", "convolution")  # parts of the na
 
 
 @dataclass(frozen=True)
-class Row:
+class ModuleRow:
     """One module, or equal modules of several layers: "layers.0-5.attention". dtypes: dtype name by
     role.
 
@@ -48,7 +48,7 @@ class ModuleDtypes(NamedTuple):
     dtypes: tuple[str, ...]
 
 
-def rows(plan: PrecisionPlan, config: ModelConfig) -> list[Row]:
+def rows(plan: PrecisionPlan, config: ModelConfig) -> list[ModuleRow]:
     """Return a row per module, equal ones of all layers together, in the order of the model."""
     # elements by layer of the modules that are one row, or several if layers between them differ
     elements = defaultdict[ModuleDtypes, Counter[int]](Counter)
@@ -58,7 +58,7 @@ def rows(plan: PrecisionPlan, config: ModelConfig) -> list[Row]:
         same_modules = ModuleDtypes(module, tuple(dtypes.values()))
         elements[same_modules][layer] += prod(shape)
 
-    module_rows = list[Row]()
+    module_rows = list[ModuleRow]()
     for same_modules, by_layer in elements.items():
         dtypes = dict(zip(ROLES, same_modules.dtypes, strict=True))
         for span, count in layer_spans(by_layer):
@@ -125,7 +125,7 @@ def _in_fp8(recipe: FP8Recipe, name: str, layer: int, layers: int) -> bool:
     return layer >= 0 and not excluded_by(recipe, name, layers) and not recipe.calibrating
 
 
-def _row(name: str, elements: int, dtypes: dict[str, str]) -> Row:
+def _row(name: str, elements: int, dtypes: dict[str, str]) -> ModuleRow:
     """Return the row of a module with so many elements."""
 
     def size(role: str) -> int:
@@ -139,4 +139,4 @@ def _row(name: str, elements: int, dtypes: dict[str, str]) -> Row:
     }
     if dtypes["master"] == dtypes["parameter"]:
         sizes["master"] = 0  # the parameter is its own master
-    return Row(name, dtypes, sizes)
+    return ModuleRow(name, dtypes, sizes)

@@ -4,9 +4,8 @@ run file, so the error that a file is not found says if it lies there.
 
 from pathlib import Path
 
-from megaprec.text.sources import STANDARD_LIBRARY
 from megaprec.tokens.files import with_suffix
-from megaprec.tokens.places import is_url
+from megaprec.tokens.places import STANDARD_LIBRARY, is_url
 
 FROM_FILE = "file "  # begins the origin of a value of a run file
 

@@ -14,17 +14,16 @@ quotes may be omitted; for others, text that TOML cannot read (`parallel.schedul
 as a string.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from megaprec.dialects.translate import DIALECTS
 from megaprec.durable import reading
 from megaprec.errors import Problem, UserError, did_you_mean
 from megaprec.optim.rules.lr import LRSchedule
@@ -46,10 +45,7 @@ from parallel.activation_checkpoint import Recompute
 from parallel.pipeline.instructions import Instruction
 from parallel.pipeline.schedules import Schedule
 from parallel.sequence_cut import length_multiple
-from tools.config.dialect_tables import resolve_dialect
-from tools.config.initial_model import InitialModel, add_initial_model
-from tools.config.key_suggestions import unknown_key_problems
-from tools.config.relative_paths import working_directory_hint
+from tools.config.dialect_result import DIALECT_NAMES, DialectResult, has_dialect
 from tools.config.removed_keys import take_removed
 from tools.config.rules.all_rules import cross_problems
 from tools.config.rules.derived import lr_schedule, with_vocabulary_size
@@ -64,7 +60,10 @@ from tools.config.urls import take_urls
 from tools.config.warmup_fraction import take_warmup_fraction
 from tools.config.wrong_values import explain, too_large
 from tools.console.toml import Setting, toml
-from tools.interop.foreign.whose import RUN, whose_file
+from tools.parts.optional_parts import part
+
+if TYPE_CHECKING:
+    from tools.config.initial_model import InitialModel
 
 SAVED = "# Written by megaprec: the resolved run. Comments say where a value came from."
 # in a run folder; the second beside a file of the user's own with the first name
@@ -219,7 +218,7 @@ class RunConfig(BaseModel):
 
         refused: why a package is not taken, by its name, as an engine has found.
         """
-        setting = kernel_choice.Setting(
+        setting = kernel_choice.KernelSetting(
             device=torch.empty(0).device.type,
             products=self.plan.compute,
             canonical=self.train.numerics == "canonical",
@@ -406,12 +405,12 @@ class RunFile:
             raise UserError(*self.problems, *large)
 
         # other systems' tables leave the settings; then unknown keys are known
-        self._dialect = resolve_dialect(settings, known_keys())
+        self._dialect = _dialect_of(settings, known_keys())
         saved_origin = f"file {self.path}" if self._is_saved() else ""
         removed_problems, removed_notes = take_removed(settings, saved_origin)
         self.problems += removed_problems
         self.problems += self._dialect.problems
-        self.problems += unknown_key_problems(settings, _known_fields())
+        self.problems += _unknown_keys(settings)
         self.problems += _two_sources(settings)
         url_problems, url_notes = take_urls(settings, _fields(), saved_origin)
         self.problems += url_problems
@@ -477,7 +476,7 @@ class RunFile:
         default = tables_of_a_run()["train"].model_fields["folder"].default
         return self._folder_of("train.folder") or Path(default)
 
-    def resolve(self, initial: InitialModel | UserError | None = None) -> RunConfig:
+    def resolve(self, initial: "InitialModel | UserError | None" = None) -> RunConfig:
         """Return the run. Raises UserError with all problems.
 
         initial: the model of `first_weights` or `origin_of_model`, or the error of reading it; None
@@ -489,10 +488,10 @@ class RunFile:
             key = "train.init_from" if self.first_weights else "train.branch_from"
             folder = settings[key]
             prefix = f"{key} ({folder.origin}): "
-            hint = working_directory_hint(folder.origin, folder.value)
+            hint = part("working_directory_hint")(folder.origin, folder.value)
             problems += (problem.within(prefix, hint) for problem in initial.problems)
         elif initial is not None:
-            problems += add_initial_model(settings, initial)
+            problems += part("add_initial_model")(settings, initial)
         # a model has as many positions as a sequence has tokens, unless anything says otherwise
         length = settings.get("train.seq_length")
         if length is not None and isinstance(length.value, int):
@@ -562,7 +561,7 @@ def is_resolved(path: Path) -> bool:
 def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the run of the TOML file `path`, changed by `overrides`, whose [model] is whole.
 
-    `tools.convert.initial.resolve_run` also reads what the weights of train.init_from say. Raises
+    `resolve_run` also reads what the weights of train.init_from say. Raises
     UserError with all problems.
     """
     return RunFile(path, overrides).resolve()
@@ -577,12 +576,12 @@ def load_precision(
     Raises UserError with all problems.
     """
     users_keys = set(settings)
-    dialect = resolve_dialect(settings, None)
+    dialect = _dialect_of(settings, None)
     removed_problems, _ = take_removed(settings)
     problems = [*removed_problems, *dialect.problems]
     # keys that a dialect adds are not of the user
     users_settings = {key: setting for key, setting in settings.items() if key in users_keys}
-    problems += unknown_key_problems(users_settings, _known_fields())
+    problems += _unknown_keys(users_settings)
     table_classes = {"precision": Precision, "fp8": FP8}
     native = settings if dialect.plan is None else native_settings(dialect.plan) | settings
     tables, type_problems = _read_tables(native, table_classes)
@@ -660,8 +659,23 @@ def _fields() -> dict[str, FieldInfo]:
 
 def _known_fields() -> dict[str, FieldInfo | None]:
     """Return every key that a run file may have, with its field if it has one."""
-    without_field = ("model.preset", *(f"precision.{name}" for name in DIALECTS))
+    without_field = ("model.preset", *(f"precision.{name}" for name in DIALECT_NAMES))
     return {**_fields(), **dict.fromkeys(without_field)}
+
+
+def _unknown_keys(settings: Mapping[str, Setting]) -> list[str]:
+    """Return a problem for each key that a run file may not have."""
+    known = _known_fields()
+    if settings.keys() <= known.keys():
+        return []
+    return [*part("unknown_key_problems")(settings, known)]
+
+
+def _dialect_of(settings: dict[str, Setting], known: Collection[str] | None) -> DialectResult:
+    """Take another system's table out of `settings`, if there is one: see `resolve_dialect`."""
+    if not has_dialect(settings):
+        return DialectResult()
+    return part("resolve_dialect")(settings, known)
 
 
 def known_keys() -> frozenset[str]:
@@ -706,9 +720,8 @@ def _read_file(path: Path) -> dict[str, Setting]:
 def _other_system_message(path: Path, text: str) -> str:
     """Return the line that names whose file it is; "" if that is not known, or if it is a run
     file."""
-    owner = whose_file(path, text)
-    if owner is not None and owner is not RUN:
-        return owner.of(path)
+    if owner := part("other_owner")(path, text):
+        return str(owner.of(path))
     if path.suffix.lower() in (".sh", ".bash", ".slurm", ".sbatch"):
         return Problem.of("config.shell_script", path=path)
     return ""
@@ -812,3 +825,11 @@ def _add_preset(settings: dict[str, Setting]) -> list[Problem]:
         # file and command line are stronger
         settings.setdefault(f"model.{name}", Setting(value, f"preset {chosen.value}"))
     return []
+
+
+def saved_run(folder: Path) -> RunConfig:
+    """Return the run that `RunConfig.save_resolved` wrote. Raises UserError if it is not there."""
+    path = run_file_in(folder, written_by_run=True)
+    if path is None:
+        raise UserError.of("command.replay_no_run_file", folder=folder)
+    return load_run(path)

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from megaprec.dialects.reading import literals_of
 from megaprec.errors import Problem, UserError, did_you_mean
+from megaprec.kinds import literals_of
 from tools.console.toml import Setting, toml
 
 # other trainers' words for values

@@ -1,8 +1,7 @@
 """Progress on a terminal, as a line that is redrawn; otherwise as plain lines."""
 
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from rich.console import Console
@@ -11,37 +10,21 @@ from rich.progress import (
     DownloadColumn,
     Progress,
     ProgressColumn,
-    TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
 )
 from rich.table import Column
 
-from megaprec.text.build import SKIPPED, BuildResult
-from megaprec.tokens.files import with_suffix
 from megaprec.url_secrets import masked
-from tools.console.wrapped import last_parts_that_fit, say, wrapped_parts
+from tools.console.wrapped import last_parts_that_fit, wrapped_parts
 
 PLAIN_SECONDS = 10  # between two plain lines
 BAR_WIDTH = 20  # columns of a bar at least
 WIDTH_BESIDE = 14  # columns of percentage and time beside the bar of a build
 
 
-def tell_left_out(text_name: str, left_out: Sequence[str]) -> None:
-    """Name on stderr, in one line, the files of a folder that are not read. left_out: their kinds,
-    in words."""
-    if left_out:
-        say(f"{text_name}: left out {', '.join(left_out)}", sys.stderr)
-
-
-def skipped_words(result: BuildResult) -> str:
-    """Return how many bad files and rows a build has left out, and where they are named."""
-    listed = with_suffix(result.prefix, SKIPPED)
-    return f"bad files and rows left out: {result.skipped:,}, named in {listed}"
-
-
 @contextmanager
-def _show_bar(console: Console, *columns: ProgressColumn) -> Iterator[Progress]:
+def show_bar(console: Console, *columns: ProgressColumn) -> Iterator[Progress]:
     """Yield a bar that is shown until the context ends if `console` is a terminal, and otherwise
     not at all."""
     progress_bar = Progress(
@@ -52,55 +35,7 @@ def _show_bar(console: Console, *columns: ProgressColumn) -> Iterator[Progress]:
         yield progress_bar
 
 
-@contextmanager
-def build_progress(
-    text_name: str, total_chars: int | None, left_out: Sequence[str]
-) -> Iterator[Callable[[int, int, int], None]]:
-    """Show, on stderr, the progress of tokenizing a text.
-
-    Yields the callback of `megaprec.text.build`, for documents, characters and tokens so far.
-
-    total_chars: None if that is not known. left_out: see `tell_left_out`.
-    """
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(BAR_WIDTH),
-        TaskProgressColumn(),
-        TimeRemainingColumn(compact=True),
-    )
-    if not console.is_terminal:
-        _print_plain(console, f"building the data set of {masked(text_name)}")
-    tell_left_out(text_name, left_out)
-    with _show_bar(console, *columns) as progress_bar:
-        task_id = progress_bar.add_task(f"reading {masked(text_name)}", total=total_chars)
-        start_time = time.monotonic()
-        last_line = start_time  # when a plain line was printed
-        first_tokens: int | None = None  # an interrupted build resumes: they were there before
-
-        def on_progress(documents: int, chars: int, tokens: int) -> None:
-            nonlocal first_tokens, last_line, start_time
-            now = time.monotonic()
-            text_parts = [f"{documents:,} documents", f"{tokens:,} tokens"]
-            if first_tokens is None:
-                first_tokens = tokens
-                start_time = now
-            else:
-                seconds = max(now - start_time, 1e-3)
-                speed = (tokens - first_tokens) / seconds
-                text_parts.append(f"{speed:,.0f} tokens/s")
-            # the newest figures are the last parts
-            width = console.width - BAR_WIDTH - WIDTH_BESIDE
-            description = last_parts_that_fit(text_parts, width)
-            progress_bar.update(task_id, completed=chars, description=description)
-            if not console.is_terminal and now - last_line > PLAIN_SECONDS:
-                last_line = now
-                _print_plain(console, f"{chars / 1e6:,.0f} M characters  {'  '.join(text_parts)}")
-
-        yield on_progress
-
-
-def _print_plain(console: Console, line: str) -> None:
+def print_plain(console: Console, line: str) -> None:
     """Print a line as it is: without colors, and broken by the terminal alone."""
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -131,7 +66,7 @@ class Steps:
     def say(self, line: str) -> None:
         """Print a line above the bar, broken between its parts, which are separated by two
         spaces."""
-        _print_plain(self._bar.console, wrapped_parts(line, self._bar.console.width))
+        print_plain(self._bar.console, wrapped_parts(line, self._bar.console.width))
 
     def stop(self) -> None:
         self._bar.stop()
@@ -149,7 +84,7 @@ def bytes_progress(title: str, size: int) -> Iterator[Callable[[int, str], None]
         DownloadColumn(),
         TimeRemainingColumn(compact=True),
     )
-    with _show_bar(console, *columns) as progress_bar:
+    with show_bar(console, *columns) as progress_bar:
         task_id = progress_bar.add_task(title, total=size)
 
         def on_moved(nbytes: int, text: str) -> None:
@@ -164,7 +99,7 @@ def tokens_progress(text_name: str) -> Iterator[Callable[[int], None]]:
     tokens just done."""
     console = Console(stderr=True)
     description = TextColumn("{task.description}", markup=False)
-    with _show_bar(console, description) as progress_bar:
+    with show_bar(console, description) as progress_bar:
         shown_name = masked(text_name)
         task_id = progress_bar.add_task(f"evaluating {shown_name}", total=None)
         start_time = time.monotonic()

@@ -26,7 +26,7 @@ from tools.convert.systems.nxd import find_nxd, open_nxd
 
 
 @dataclass(frozen=True)
-class Format:
+class CheckpointFormat:
     """A format that can be read.
 
     find: returns the checkpoint's folder if a folder has the format.
@@ -40,23 +40,23 @@ class Format:
 
 
 FORMATS = {
-    "megaprec": Format("megaprec", checkpoint_at, open_native, "checkpoint.json"),
-    "hf": Format("Hugging Face", find_hf, open_hf, "config.json"),
-    "megatron": Format(
+    "megaprec": CheckpointFormat("megaprec", checkpoint_at, open_native, "checkpoint.json"),
+    "hf": CheckpointFormat("Hugging Face", find_hf, open_hf, "config.json"),
+    "megatron": CheckpointFormat(
         "Megatron-LM",
         find_megatron,
         open_megatron,
         "latest_checkpointed_iteration.txt, mp_rank_00/ or metadata.json with .metadata",
     ),
-    "colossalai": Format(
+    "colossalai": CheckpointFormat(
         "Colossal-AI", find_colossalai, open_colossalai, "pytorch_model-00001.bin and its index"
     ),
-    "dcp": Format(
+    "dcp": CheckpointFormat(
         "PyTorch's distributed checkpoints", find_dcp, open_dcp, ".metadata and __0_0.distcp"
     ),
-    "internevo": Format("InternEvo", find_internevo, open_internevo, "model_tp0_pp0.pt"),
-    "nemo": Format("NeMo", find_nemo, open_nemo, "weights/ and context/"),
-    "nxd": Format(
+    "internevo": CheckpointFormat("InternEvo", find_internevo, open_internevo, "model_tp0_pp0.pt"),
+    "nemo": CheckpointFormat("NeMo", find_nemo, open_nemo, "weights/ and context/"),
+    "nxd": CheckpointFormat(
         "NxD", find_nxd, open_nxd, "model/dp_rank_00_tp_rank_00_pp_rank_00.pt or checkpoint.pt"
     ),
 }
@@ -191,7 +191,7 @@ def _hint_inside(path: Path) -> str:
     return f", but its {', '.join(names[:MOST_NAMED])}{verb} one: give that"
 
 
-def _has_format(folder: Path, known_format: Format) -> bool:
+def _has_format(folder: Path, known_format: CheckpointFormat) -> bool:
     try:
         return known_format.find(folder) is not None
     except (UserError, OSError):

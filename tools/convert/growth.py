@@ -26,7 +26,7 @@ BLOCK = 1024  # rows that are added at once, a power of two
 
 
 @dataclass(frozen=True)
-class Growth:
+class VocabularyGrowth:
     """Rows for new tokens.
 
     kind: of train.grow_vocabulary.
@@ -48,7 +48,7 @@ class Growth:
         vocab: int,
         old: Tokenizer | None,
         new: Tokenizer | None,
-    ) -> "Growth":
+    ) -> "VocabularyGrowth":
         """Return the growth from `rows` to `vocab` rows.
 
         old: the tokenizer of the weights; None if it is not known, and then each row is a token's.
@@ -115,7 +115,7 @@ class GrownWeights:
     """
 
     def __init__(
-        self, slices: Slices, growth: Growth, plan: PrecisionPlan, drawn: Weights | None
+        self, slices: Slices, growth: VocabularyGrowth, plan: PrecisionPlan, drawn: Weights | None
     ) -> None:
         self._slices = slices
         self._growth = growth

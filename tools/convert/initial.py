@@ -5,15 +5,15 @@ if it must be rearranged or assembled first.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from megaprec.checkpoint.atomic import checkpoint_at, latest
+from megaprec.checkpoint.atomic import INDEX, checkpoint_at, latest
 from megaprec.checkpoint.integrity import require_intact
-from megaprec.checkpoint.reader import INDEX, Store
+from megaprec.checkpoint.reader import Store
 from megaprec.checkpoint.save_load import Weights, load_weights
 from megaprec.comm.gathered_texts import gather_entries
 from megaprec.errors import UserError
@@ -21,12 +21,11 @@ from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.text.tokenizer import loaded_once
 from models.config import ModelConfig
 from tools.config.initial_model import InitialModel
-from tools.config.run_file import RunConfig, RunFile
 from tools.convert.core.finite import NotFinite
 from tools.convert.core.slices import Slices
 from tools.convert.core.source import Source
 from tools.convert.formats import format_of, open_source
-from tools.convert.growth import GrownWeights, Growth
+from tools.convert.growth import GrownWeights, VocabularyGrowth
 from tools.convert.hf.config import special_ids as hf_special_ids
 from tools.convert.hf.folder import CONFIG, hf_model, hf_tokenizer, read_config
 from tools.convert.hf.vocabulary import check_tokenizer, main_file, stated_ids
@@ -35,32 +34,7 @@ from tools.convert.native import native_model, open_native
 from tools.convert.systems.dcp import config_file
 
 
-def resolve_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the run of the TOML file `path`, changed by `overrides`; what they leave open of its
-    model is that of train.init_from, and a whole [model] that of train.branch_from.
-
-    A folder of train.init_from that does not say its model (`leaves_model_open`) has that of the
-    run file, if there is one.
-    Raises UserError with all problems.
-    """
-    run_file = RunFile(path, overrides)
-    weights = run_file.first_weights
-    origin = run_file.origin_of_model
-    initial = None
-    try:
-        if weights and not (run_file.has_own_model and leaves_model_open(weights)):
-            initial = initial_model(weights)
-            if run_file.grows:
-                initial = _with_more_tokens(initial, run_file.grown_tokenizer)
-        elif origin:
-            initial = _model_of_branch(origin, run_file.run_folder)
-    except UserError as error:
-        # raised with the other problems of the run file
-        return run_file.resolve(error)
-    return run_file.resolve(initial)
-
-
-def _with_more_tokens(initial: InitialModel, tokenizer_file: Path | None) -> InitialModel:
+def with_more_tokens(initial: InitialModel, tokenizer_file: Path | None) -> InitialModel:
     """Return the model of first weights with a vocabulary for all tokens of the run's tokenizer."""
     # one that cannot be read is reported with the sources of the data
     tokenizer = loaded_once(tokenizer_file) if tokenizer_file else None
@@ -69,7 +43,7 @@ def _with_more_tokens(initial: InitialModel, tokenizer_file: Path | None) -> Ini
     return replace(initial, model=initial.model.with_vocab(vocab), rows=rows)
 
 
-def _model_of_branch(origin: Path, run_folder: Path) -> InitialModel:
+def model_of_branch(origin: Path, run_folder: Path) -> InitialModel:
     """Return the model of a branch: that of its own newest checkpoint, otherwise that of the one in
     `origin`. Raises UserError.
 
@@ -146,7 +120,7 @@ def open_weights(folder: Path, own: ModelConfig | None = None) -> Source:
 def start_from(
     folder: Path,
     optimizer: ParallelAMPOptimizer,
-    growth: Growth | None = None,
+    growth: VocabularyGrowth | None = None,
     drawn: Weights | None = None,
     own: ModelConfig | None = None,
 ) -> dict[str, Any]:

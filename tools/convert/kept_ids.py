@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megaprec.checkpoint.reader import INDEX, Store
+from megaprec.checkpoint.atomic import INDEX
+from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
 from megaprec.text.tokenizer import Tokenizer, load_tokenizer, loaded_once
 from tools.convert.core.source import Source
 from tools.convert.hf.vocabulary import main_file
-from tools.convert.train_state import (
+from tools.saved.train_state import (
     read_documents,
     read_ids,
     read_table,

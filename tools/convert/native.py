@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaprec.checkpoint.atomic import INDEX
 from megaprec.checkpoint.digests import FILE_DIGESTS, file_digest, seal_index
 from megaprec.checkpoint.integrity import require_intact
-from megaprec.checkpoint.reader import FORMAT, INDEX, Store
+from megaprec.checkpoint.reader import FORMAT, Store
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.durable import read_whole
 from megaprec.optim.rules.muon.rule import MUON_MOMENTUM
 from megaprec.optim.state.flat_buffer import EMA
 from megaprec.precision.plan import LossScaling
-from models.config import ModelConfig
-from models.decoder.own_model import require_builtin
+from models.config import ModelConfig, require_builtin
 from models.feed_forward.router import is_correction
 from models.logical_shapes import logical_shapes
 from tools.convert.core.rules import Match
@@ -38,7 +38,7 @@ from tools.convert.core.transforms import SAME
 from tools.convert.hf.folder import check_tensors
 from tools.convert.hf.vocabulary import main_file
 from tools.convert.kept_ids import GENERATION, SPECIAL, kept_ids
-from tools.convert.train_state import (
+from tools.saved.train_state import (
     TrainState,
     read_documents,
     read_model,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models.engine.relay import Relay
-from tools.inference.windows import Document, Window, windows
+from tools.inference.windows import TokenizedDocument, Window, windows
 
 POOL = 512  # windows that are sorted by length together, so that little is padded
 LOGITS = 1 << 25  # of a batch at most, unless one window has more
@@ -75,7 +75,7 @@ class Score:
 @torch.no_grad()
 def score(
     model: Relay,
-    texts: Iterable[Document],
+    texts: Iterable[TokenizedDocument],
     begin: int | None,
     length: int,
     stride: int,

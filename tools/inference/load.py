@@ -22,9 +22,8 @@ from megaprec.errors import UserError
 from megaprec.optim.state.flat_buffer import EMA
 from megaprec.precision.plan import plan
 from megaprec.text.tokenizer import Tokenizer, load_tokenizer
-from models.config import ModelConfig
+from models.config import ModelConfig, require_builtin
 from models.decoder.cutting import cuts
-from models.decoder.own_model import require_builtin
 from models.decoder.stages import Stage
 from parallel.context import Context
 from tools.convert.averaged import averaged
@@ -33,8 +32,8 @@ from tools.convert.formats import FORMATS
 from tools.convert.hf.notes import KEPT
 from tools.convert.hf.vocabulary import check_tokenizer, folder_notes, main_file, stated_ids
 from tools.convert.initial import open_weights
-from tools.convert.train_state import read_model, tokenizer_files
 from tools.convert.verify import read_weights
+from tools.saved.train_state import find_checkpoint, read_model, tokenizer_files
 
 S = TypeVar("S", bound=Stage)
 
@@ -57,21 +56,6 @@ class LoadedModel(Generic[S]):
     notes: tuple[str, ...] = ()
     generation: Mapping[str, Any] = field(default_factory=dict)
     prompt_begin: int | None = None
-
-
-def find_checkpoint(path: Path) -> Path:
-    """Return `path`, or the newest checkpoint of the run folder `path`. Raises UserError if there
-    is none."""
-    checkpoint = checkpoint_at(path)
-    if checkpoint is not None:
-        return checkpoint
-    if path.is_dir():
-        problem = "has no checkpoint"
-    elif path.exists():
-        problem = "is not a folder"
-    else:
-        problem = "does not exist"
-    raise UserError.of("text.no_checkpoint", path=path, problem=problem)
 
 
 def load_model(

@@ -32,7 +32,7 @@ Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Document:
+class TokenizedDocument:
     """The token ids of a document's text, int64 [n], and the number of bytes in UTF-8 of those that
     are predicted; None if unknown.
 
@@ -97,7 +97,7 @@ def windows(
 
 def read_documents(
     path: str, model: LoadedModel[Stage], options: TextOptions
-) -> Iterable[Document]:
+) -> Iterable[TokenizedDocument]:
     """Return the documents of a text, of a folder of texts, or of a data set PREFIX.bin and
     PREFIX.idx.
 
@@ -123,8 +123,8 @@ def read_documents(
 
 
 def _predicted_sizes(
-    documents: Iterable[Document], model: LoadedModel[Stage]
-) -> Iterator[Document]:
+    documents: Iterable[TokenizedDocument], model: LoadedModel[Stage]
+) -> Iterator[TokenizedDocument]:
     """Yield the documents without the bytes of their first token, which no token of a model without
     a begin token predicts. Where a token has no number of bytes, they are not known."""
     if model.begin is not None:
@@ -143,24 +143,26 @@ def _predicted_sizes(
 
 def _documents_of_text(
     pieces: Iterable[tuple[str, str]], tokenizer: Tokenizer
-) -> Iterator[Document]:
+) -> Iterator[TokenizedDocument]:
     """Yield the documents of a text. pieces: (name of the document, some of its text), in order."""
     name = ""
     ids = list[Ids]()
     size = 0
     for document, text in pieces:
         if document != name and ids:
-            yield Document(np.concatenate(ids), size)
+            yield TokenizedDocument(np.concatenate(ids), size)
             ids = []
             size = 0
         name = document
         ids.append(np.array(tokenizer.encode(text), np.int64))
         size += len(text.encode())
     if ids:
-        yield Document(np.concatenate(ids), size)
+        yield TokenizedDocument(np.concatenate(ids), size)
 
 
-def _documents_of_tokens(dataset: IndexedDataset, model: LoadedModel[Stage]) -> Iterator[Document]:
+def _documents_of_tokens(
+    dataset: IndexedDataset, model: LoadedModel[Stage]
+) -> Iterator[TokenizedDocument]:
     """Yield the documents of a data set, without the tokens that stand around each."""
     size = _recorded_size(dataset)
     end = 0
@@ -172,7 +174,7 @@ def _documents_of_tokens(dataset: IndexedDataset, model: LoadedModel[Stage]) -> 
             # an end token may be a part of an answer, and the bytes of answers are not known
             begins = int(len(ids) > 0 and ids[0] == model.begin)
             counted = dataset.counted(start, len(ids))
-            yield Document(ids[begins:], None, counted[begins:])
+            yield TokenizedDocument(ids[begins:], None, counted[begins:])
             continue
         if len(ids) and int(ids[-1]) in model.ends:
             ids = ids[:-1]
@@ -180,12 +182,12 @@ def _documents_of_tokens(dataset: IndexedDataset, model: LoadedModel[Stage]) -> 
             ids = ids[1:]
         if size is not None:
             # of all documents, with the first: only the sum is known
-            yield Document(ids, 0 if number else size)
+            yield TokenizedDocument(ids, 0 if number else size)
         elif model.tokenizer:
             text = model.tokenizer.decode(ids.tolist())
-            yield Document(ids, len(text.encode()))
+            yield TokenizedDocument(ids, len(text.encode()))
         else:
-            yield Document(ids, None)
+            yield TokenizedDocument(ids, None)
 
 
 def _recorded_size(dataset: IndexedDataset) -> int | None:

@@ -19,7 +19,7 @@ MOST_NAMED = 5  # tensors in a line
 UNKNOWN = "the run has no record of it"
 
 
-class Finding(NamedTuple):
+class InvariantFinding(NamedTuple):
     """The knowledge about an invariant.
 
     verdict: PROVEN, WRONG or NOT_TRIED. why: may be empty if it is proven.
@@ -39,16 +39,16 @@ def broken_event(name: str, said: str, step: int) -> dict[str, Any]:
     return {"event": INVARIANT, "step": step, "invariant": name, "said": f"{name}: {said}"}
 
 
-def findings_event(findings: Mapping[str, Finding], step: int) -> dict[str, Any]:
+def findings_event(findings: Mapping[str, InvariantFinding], step: int) -> dict[str, Any]:
     """Return the event of what is known of each invariant."""
     verdicts = {name: list(finding) for name, finding in findings.items()}
     return {"event": INVARIANTS, "step": step, "verdicts": verdicts}
 
 
-def read_findings(events: Sequence[Mapping[str, Any]]) -> dict[str, Finding]:
+def read_findings(events: Sequence[Mapping[str, Any]]) -> dict[str, InvariantFinding]:
     """Return what is known of each invariant from the events of a run: one that was broken once is
     wrong, and one that one process has proven and the next has not tried is proven."""
-    findings = {name: Finding(NOT_TRIED, UNKNOWN) for name in NAMES}
+    findings = {name: InvariantFinding(NOT_TRIED, UNKNOWN) for name in NAMES}
     for name, finding in _recorded(events):
         known = findings.get(name)
         if known is None or known.verdict == WRONG:
@@ -59,24 +59,24 @@ def read_findings(events: Sequence[Mapping[str, Any]]) -> dict[str, Finding]:
     return findings
 
 
-def broken_ones(findings: Mapping[str, Finding]) -> list[str]:
+def broken_ones(findings: Mapping[str, InvariantFinding]) -> list[str]:
     """Return a line for each invariant that was broken."""
     wrong = [(name, finding) for name, finding in findings.items() if finding.verdict == WRONG]
     return [f"{name}: {finding.why}" for name, finding in wrong]
 
 
-def _recorded(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Finding]]:
+def _recorded(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, InvariantFinding]]:
     """Yield the findings of events, oldest first, without those that an editor has damaged."""
     for event in events:
         if event.get("event") == INVARIANT:
             name = str(event["invariant"])
             said = str(event["said"]).removeprefix(f"{name}: ")
-            yield name, Finding(WRONG, f"{said}, in step {event['step']}")
+            yield name, InvariantFinding(WRONG, f"{said}, in step {event['step']}")
         if event.get("event") != INVARIANTS or not isinstance(event["verdicts"], dict):
             continue
         for name, finding in event["verdicts"].items():
             match finding:
                 case [(("proven" | "not tried") as verdict), str(why)]:
-                    yield name, Finding(verdict, why)
+                    yield name, InvariantFinding(verdict, why)
                 case _:  # one that is wrong has an event of its own
                     pass

@@ -8,14 +8,14 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megaprec.durable import file_error, naming_file
 from megaprec.errors import UserError
 from megaprec.tokens.files import write_whole
 from megaprec.url_secrets import masked_inside
+from tools.console.json_output import to_json
 from tools.console.progress_bar import Steps
-from tools.console.tables import to_json
 from tools.console.units import flops, loss_scale
 from tools.journal.records import (
     AVERAGE_LOSS,
@@ -37,7 +37,9 @@ from tools.journal.records import (
     read_lines,
 )
 from tools.journal.router_records import COLLAPSE
-from tools.journal.trackers import Feed
+
+if TYPE_CHECKING:
+    from tools.journal.trackers import Feed
 
 PACE_STEPS = 20  # number of newest steps whose mean time the ETA is estimated from
 
@@ -119,7 +121,7 @@ class Journal(AbstractContextManager["Journal"]):
         total_steps: int,
         print_every: int,
         shows_bar: bool,
-        trackers: Sequence[Feed] = (),
+        trackers: Sequence["Feed"] = (),
         branches: bool = False,
         total_tokens: int | None = None,
     ) -> None:

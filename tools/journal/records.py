@@ -83,7 +83,7 @@ MOST_LISTED = 5  # ranges of lines or steps that a note names at most
 
 
 @dataclass(frozen=True)
-class Line:
+class RecordLine:
     """One line of a file of records, counted from 1.
 
     record: None if the line is not used; "inf" and "nan" are numbers. late: its step is no later
@@ -96,25 +96,25 @@ class Line:
     late: bool = False
 
 
-def read_lines(path: Path) -> list[Line]:
+def read_lines(path: Path) -> list[RecordLine]:
     """Return all lines but empty ones and a truncated last one; none if there is no file."""
     if not path.is_file():
         return []
     contents = read_whole(path).split(b"\n")  # the last is empty unless it was truncated
-    lines = list[Line]()
+    lines = list[RecordLine]()
     for number, content in enumerate(contents, 1):
         record = _parse_record(content)
         is_last = number == len(contents)
         # Of a last line that is a record only the newline is missing.
         if record is not None or (content.strip() and not is_last):
-            lines.append(Line(number, content, record))
+            lines.append(RecordLine(number, content, record))
     # A step has one record, but may have several events.
     if path.name == METRICS:
         return [*_without_late_records(lines)]
     return lines
 
 
-def _without_late_records(lines: Sequence[Line]) -> Iterator[Line]:
+def _without_late_records(lines: Sequence[RecordLine]) -> Iterator[RecordLine]:
     """Yield the lines of steps; late ones without their records, for numbers of a step count
     once.
     """

@@ -24,6 +24,11 @@ CATEGORIES = {
 MICROSECONDS = 1e6
 
 
+def write_timeline(folder: Path, spans: Sequence[Span], title: str) -> None:
+    """Write the spans of a step to the run folder: see `write_trace`."""
+    write_trace(folder / TIMELINE, spans, title)
+
+
 def write_trace(path: Path, spans: Sequence[Span], title: str) -> None:
     """Write `spans`, in seconds, as one process named `title` with a thread per pipeline rank."""
     # a viewer shows threads in this order

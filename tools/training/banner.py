@@ -8,8 +8,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from megaprec.checkpoint.atomic import damaged_beside, step_of, whole_checkpoints
 from megaprec.checkpoint.keeping import Keep, best_made_here, made_here
 from megaprec.comm.layout import Part
@@ -21,8 +19,6 @@ from megaprec.optim.state.flat_buffer import Buffer
 from megaprec.precision.plan import dtype_name
 from megaprec.tokens.blend import Blend
 from models.config import ModelConfig
-from models.decoder.kv_cache import CachedStage
-from models.estimate.storage import without_storage
 from models.mup import scaled_widths
 from models.parameter_counts import num_parameters
 from parallel.loopback import listening_in_words
@@ -32,23 +28,18 @@ from tools.config.run_file import RunConfig
 from tools.config.tables.settings import Checkpoint
 from tools.console.units import counted, date_now, first_of
 from tools.console.wrapped import say
-from tools.convert.train_state import TrainState
-from tools.inference.generation import Generation, escape_control_characters
-from tools.inference.load import find_checkpoint, load_model
-from tools.inference.sampling import Sampling
 from tools.journal.journal import add_event
 from tools.journal.records import SAMPLE, VALIDATION_PREFIX, read_events
+from tools.parts.optional_parts import part
+from tools.saved.train_state import TrainState, find_checkpoint
 from tools.training.batches import describe_requested, evaluated_samples
 from tools.training.branch import is_branch
 from tools.training.corpus import Corpus
 from tools.training.data_sources import training_sources
-from tools.training.fp8_summary import fp8_lines
 from tools.training.initial import initial_changes, initial_notes
 from tools.training.learning_rates import LearningRates
-from tools.training.prediction import end_line, foresee, prediction_event
 from tools.training.resume import resume_lines
 
-SAMPLE_TOKENS = 60
 # the most names in a line: of marked parameters, tensors that Muon leaves out, and checkpoints
 MAX_MARKED = 4
 MAX_LEFT_OUT = 3
@@ -75,15 +66,13 @@ def print_start(
     if config.train.evaluates:
         _print_evaluated(config, corpus)
     if not config.model.factory:
-        with without_storage("cpu") if device == "cpu" else torch.device(device):
-            if attention := config.attention_kernels(corpus.model):
-                say(f"attention  {'; '.join(attention)}")
-            if recurrent := config.recurrent_kernels(corpus.model, refused_kernels):
-                say(f"recurrent  {'; '.join(recurrent)}")
+        for line in part("kernel_lines")(config, corpus.model, device, refused_kernels):
+            say(line)
     for note in corpus.notes:
         say(f"note       {note}")
-    for line in fp8_lines(config, corpus.model, device):
-        say(line)
+    if config.plan.fp8:
+        for line in part("fp8_lines")(config, corpus.model, device):
+            say(line)
     if config.parallel.pipeline > 1:
         say(f"stages     {_describe_stages(config, corpus)}")
     if resumed:
@@ -229,11 +218,11 @@ def _describe_samples(config: RunConfig, corpus: Corpus) -> str:
     total_weight = sum(source.weight for source in sources)
     lines = [f"blended from {len(corpus.datasets)}"]
     sets = zip(sources, corpus.train.parts, taken_samples, strict=True)
-    for source, part, taken in sets:
+    for source, samples, taken in sets:
         share = source.weight / total_weight
         lines.append(
             f"           {share:.4g} of the samples from {source.name}: {taken:,} of "
-            f"{len(part):,} samples, {taken / len(part):.2f} epochs in {steps} steps"
+            f"{len(samples):,} samples, {taken / len(samples):.2f} epochs in {steps} steps"
         )
     return "\n".join(lines)
 
@@ -464,7 +453,7 @@ def print_outcome(config: RunConfig, plots: Sequence[Path], step: int) -> None:
     and plots. step: the newest one."""
     folder = Path(config.train.folder)
     if config.log.sample:
-        text = _generate_sample(folder, config.log.sample)
+        text = part("sample_text")(folder, config.log.sample)
         print(f"\nsample\n{text}\n")
         _keep_sample(folder, step, text)
     say(f"checkpoint {find_checkpoint(folder)}\nmetrics    {folder / 'metrics.jsonl'}")
@@ -478,10 +467,9 @@ def _print_measured(config: RunConfig, step: int) -> None:
     prediction. step: the newest one."""
     folder = Path(config.train.folder)
     with suppress(UserError):  # as the start has said
-        foreseen = foresee(config)
-        event = foreseen and prediction_event(foreseen, folder, step)
-        if event:
-            say(f"measured   {end_line(event)}")
+        if measured := part("measured_prediction")(config, step):
+            line, event = measured
+            say(f"measured   {line}")
             _keep_event(folder, event)
 
 
@@ -500,13 +488,3 @@ def _keep_event(folder: Path, event: dict[str, Any]) -> None:
         reason = file_error(error) if isinstance(error, OSError) else error
         kind = event["event"]
         print(f"warning    the {kind} is not kept: {reason}", file=sys.stderr, flush=True)
-
-
-def _generate_sample(folder: Path, prompt: str) -> str:
-    """Return a text that begins with the prompt, or the reason why it cannot be continued."""
-    try:
-        model = load_model(folder, CachedStage)
-        text = "".join(Generation(model, prompt, SAMPLE_TOKENS, Sampling()))
-    except UserError as error:
-        return f"none: {error}"
-    return f"{prompt}{escape_control_characters(text)}"

@@ -8,16 +8,16 @@ sample after its last one, and checkpoints keep from where on which weights hold
 from collections.abc import Sequence
 
 from megaprec.checkpoint.reader import Store
-from megaprec.tokens.blend import Stretch, taken_before
+from megaprec.tokens.blend import WeightedStretch, taken_before
 from tools.config.run_file import RunConfig
-from tools.convert.train_state import read_progress
+from tools.saved.train_state import read_progress
 from tools.training.branch import open_start
 from tools.training.changed_keys import saved_length
 from tools.training.data_identity import Identity, read_identity
 from tools.training.data_sources import DataSource, training_sources
 
 
-def stretches_of(config: RunConfig) -> list[Stretch]:
+def stretches_of(config: RunConfig) -> list[WeightedStretch]:
     """Return the weights of the run's data sets, by position: those of its checkpoint, and from
     there on its own. Raises UserError for a damaged checkpoint."""
     sources = training_sources(config)
@@ -25,7 +25,7 @@ def stretches_of(config: RunConfig) -> list[Stretch]:
     checkpoint = open_start(config)
     identity = read_identity(checkpoint) if checkpoint else None
     if checkpoint is None or identity is None:
-        return [Stretch.first(weights)]
+        return [WeightedStretch.first(weights)]
 
     before = saved_stretches(identity)
     samples = read_progress(checkpoint).samples
@@ -38,17 +38,17 @@ def stretches_of(config: RunConfig) -> list[Stretch]:
         taken = _taken_by_name(identity, taken, sources)
     if not has_same_length:
         return [_in_other_length(checkpoint, config, weights, taken)]
-    present = Stretch(samples, weights, tuple(taken))
+    present = WeightedStretch(samples, weights, tuple(taken))
     # What came before cannot be said of other data sets.
     return [*before, present] if has_same_sets else [present]
 
 
-def saved_stretches(identity: Identity) -> list[Stretch]:
+def saved_stretches(identity: Identity) -> list[WeightedStretch]:
     """Return the weights of the data sets of a run, by position."""
     if not identity.stretches:
-        return [Stretch.first([data_set.weight for data_set in identity.sets])]
+        return [WeightedStretch.first([data_set.weight for data_set in identity.sets])]
     return [
-        Stretch(saved.begin, tuple(saved.weights), tuple(saved.taken))
+        WeightedStretch(saved.begin, tuple(saved.weights), tuple(saved.taken))
         for saved in identity.stretches
     ]
 
@@ -63,10 +63,10 @@ def _taken_by_name(
 
 def _in_other_length(
     checkpoint: Store, config: RunConfig, weights: tuple[float, ...], taken: Sequence[int]
-) -> Stretch:
+) -> WeightedStretch:
     """Return the present stretch if samples have another length than before: of each data set as
     many tokens count as taken."""
     old_length = saved_length(checkpoint, config)
     length = config.train.seq_length
     begin = read_progress(checkpoint).samples * old_length // length
-    return Stretch(begin, weights, tuple(count * old_length // length for count in taken))
+    return WeightedStretch(begin, weights, tuple(count * old_length // length for count in taken))

@@ -8,10 +8,10 @@ from megaprec.checkpoint.atomic import checkpoint_at
 from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
-from tools.config.relative_paths import working_directory_hint
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
-from tools.convert.train_state import open_newest_checkpoint
+from tools.parts.optional_parts import part
+from tools.saved.train_state import open_newest_checkpoint
 
 
 def open_start(config: RunConfig) -> Store | None:
@@ -76,5 +76,5 @@ def _of_key(config: RunConfig, error: UserError) -> UserError:
     """Return the error of a checkpoint as one of train.branch_from."""
     value = config.train.branch_from
     prefix = f"train.branch_from = {toml(value)}: "
-    hint = working_directory_hint(config.origin("train.branch_from"), value)
+    hint = part("working_directory_hint")(config.origin("train.branch_from"), value)
     return UserError(*(problem.within(prefix, hint) for problem in error.problems))

@@ -23,8 +23,8 @@ from tools.config.run_file import RunConfig
 from tools.config.tables.settings import LR, Train
 from tools.console.toml import toml
 from tools.console.units import counted, enumerated
-from tools.convert.train_state import TrainState, stored_value
 from tools.journal.records import read_metrics
+from tools.saved.train_state import TrainState, stored_value
 from tools.training.learning_rates import LearningRates
 
 LENGTH_KEY = "train.seq_length"

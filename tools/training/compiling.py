@@ -38,7 +38,7 @@ from models.config import ModelConfig
 from models.decoder.cutting import cuts
 from models.estimate.memory import StageMemory
 from parallel.compiled_leaves import compiled, trial_difference
-from parallel.leaves import PLAIN, Call, Leaves
+from parallel.leaves import PLAIN, LeafCall, Leaves
 from parallel.regions import compiled_region, trial_difference_of_region
 from tools.config.rules.derived import make_rule
 from tools.config.run_file import RunConfig
@@ -132,9 +132,9 @@ def _describe_change(leaf_names: str, resumed: Path | None) -> Iterator[str]:
 
 def leaf_calls(
     config: RunConfig, model: ModelConfig, mesh: DeviceMesh | None, device: torch.device
-) -> list[Call]:
+) -> list[LeafCall]:
     """Return the calls of leaves in a training step of this rank."""
-    noted = dict[Call, None]()
+    noted = dict[LeafCall, None]()
     options = replace(
         config.engine_options,
         leaves=Leaves(recorded_calls=noted, by_region=config.compile_mode(device.type) == "block"),
@@ -166,12 +166,12 @@ def leaf_calls(
     return list(dict.fromkeys(call.on(device.type) for call in noted))
 
 
-def one_pass_calls(plan: PrecisionPlan, rule: UpdateRule) -> list[Call]:
+def one_pass_calls(plan: PrecisionPlan, rule: UpdateRule) -> list[LeafCall]:
     """Return the calls of leaves in the statistics of gradients and in the optimizer's update.
 
     Weights in FP8, whose updates change masters only, have none.
     """
-    noted = dict[Call, None]()
+    noted = dict[LeafCall, None]()
     leaves = Leaves(recorded_calls=noted)
     step = Step(0.0, 0.0, *torch.ones(3, device="meta").unbind())
     # weights as the plan holds them, and those that it keeps wider
@@ -198,10 +198,10 @@ def one_pass_calls(plan: PrecisionPlan, rule: UpdateRule) -> list[Call]:
     return list(noted)
 
 
-def try_calls(calls: list[Call]) -> tuple[dict[Call, Callable[..., Any]], dict[str, str]]:
+def try_calls(calls: list[LeafCall]) -> tuple[dict[LeafCall, Callable[..., Any]], dict[str, str]]:
     """Compile and try each call; return the compiled forms, and why leaves cannot be compiled, by
     name."""
-    forms = dict[Call, Callable[..., Any]]()
+    forms = dict[LeafCall, Callable[..., Any]]()
     reasons = dict[str, str]()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's compiler warns of its own parts

@@ -15,28 +15,21 @@ from typing import Any
 from megaprec.checkpoint.digests import file_digest
 from megaprec.errors import UserError
 from megaprec.text.tokenizer import Tokenizer, load_tokenizer
-from megaprec.tokens.blend import Blend, Stretch
+from megaprec.tokens.blend import Blend, WeightedStretch
 from megaprec.tokens.copies import is_there
 from megaprec.tokens.document_tokens import DocumentTokens, document_tokens, with_begin
 from megaprec.tokens.held_out import HeldOutRule, Ranges, taken_in_turn
 from megaprec.tokens.indexed import IndexedDataset
-from megaprec.tokens.intact import Contents, check_vocabulary, contents_of, read_record
+from megaprec.tokens.intact import DataSetContents, check_vocabulary, contents_of, read_record
 from megaprec.tokens.samples import Resets, Samples, count_samples, split
 from models.config import ModelConfig
 from tools.config.run_file import RunConfig
 from tools.config.tables.data_settings import Data
-from tools.convert.initial import initial_model
 from tools.journal.records import HELD_OUT_LOSS, VALIDATION_PREFIX
+from tools.parts.optional_parts import part
 from tools.training.blend_place import stretches_of
 from tools.training.branch import open_start
-from tools.training.data_building import build_texts, build_validation_set
 from tools.training.data_identity import BlendStretch, DataSet, Identity, read_identity
-from tools.training.data_notes import (
-    begin_notes,
-    different_tokenizer_notes,
-    loss_mask_notes,
-    tokenizer_notes,
-)
 from tools.training.data_sources import (
     DataSource,
     existing_tokenizer,
@@ -104,15 +97,17 @@ def open_corpus(config: RunConfig, allowed: Collection[str] = ()) -> Corpus:
     tokenizer_file = existing_tokenizer(config)
     texts = [source for source in sources if not source.is_tokenized]
     if texts:
-        tokenizer_file = build_texts(config, texts, tokenizer_file, allowed)
+        tokenizer_file = part("build_texts")(config, texts, tokenizer_file, allowed)
     corpus = open_built(config, [source.prefix for source in sources], tokenizer_file)
     corpus = identified(config, corpus)
 
     notes = list(corpus.notes)
     # The data sets as they are trained on, which may put a token before each document.
     streams = [samples.dataset for samples in corpus.training_parts]
-    notes += begin_notes(config, streams, corpus.begin_token, corpus.documents, corpus.tokenizer)
-    notes += loss_mask_notes(config.data, corpus.training_parts)
+    notes += part("begin_notes")(
+        config, streams, corpus.begin_token, corpus.documents, corpus.tokenizer
+    )
+    notes += part("loss_mask_notes")(config.data, corpus.training_parts)
     # The validation sets need the tokenizer, and so come after the training data.
     notes += _build_validation(config, corpus)
     return replace(
@@ -135,14 +130,14 @@ def identified(config: RunConfig, corpus: Corpus) -> Corpus:
             record = read_record(dataset.prefix)
             records[source.prefix] = record
             notes += dataset.notes
-            notes += tokenizer_notes(dataset.prefix, record, corpus.tokenizer)
+            notes += part("tokenizer_notes")(dataset.prefix, record, corpus.tokenizer)
         # What a tokenized set has to fit is set by these keys; a text's ids are the tokenizer's.
         keys = ["model.vocab", "data.tokenizer"] if source.is_tokenized else []
         with naming_settings(config, source, *keys):
             check_vocabulary(dataset, contents, corpus.ids)
         sets.append(_identify(source, contents, record))
     if corpus.tokenizer is None:
-        notes += different_tokenizer_notes(records)
+        notes += part("different_tokenizer_notes")(records)
 
     identity = Identity(
         sets=sets,
@@ -171,7 +166,7 @@ def _identify_stretches(samples: Samples | Blend) -> list[BlendStretch]:
     ]
 
 
-def _check_contents(source: DataSource, dataset: IndexedDataset) -> Contents:
+def _check_contents(source: DataSource, dataset: IndexedDataset) -> DataSetContents:
     """Return the digests and sizes of a data set. Raises UserError, with the remedy, if it is
     damaged.
     """
@@ -180,7 +175,9 @@ def _check_contents(source: DataSource, dataset: IndexedDataset) -> Contents:
     return contents_of(dataset, f"remove {source.index_file} and the same command makes it anew")
 
 
-def _identify(source: DataSource, contents: Contents, record: dict[str, Any] | None) -> DataSet:
+def _identify(
+    source: DataSource, contents: DataSetContents, record: dict[str, Any] | None
+) -> DataSet:
     """Return the identity of a data set. record: what its build has recorded, if anything."""
     return DataSet(
         source=source.name,
@@ -209,7 +206,7 @@ def open_built(
     config: RunConfig,
     prefixes: Sequence[Path],
     tokenizer_file: Path | None,
-    stretches: Sequence[Stretch] = (),
+    stretches: Sequence[WeightedStretch] = (),
 ) -> Corpus:
     """Open existing data sets and an existing tokenizer file. Any number of processes may do so at
     once.
@@ -253,7 +250,7 @@ def open_built(
     # A single data set goes on in its own order, unless it comes from a blend.
     if not config.data.blend and len(stretches) == 1 and not stretches[0].begin:
         return opened
-    weights = [Stretch.first([source.weight for source in sources])]
+    weights = [WeightedStretch.first([source.weight for source in sources])]
     names = [source.name for source in sources]
     evaluated = [samples for samples in held_out if samples is not None]
     return replace(
@@ -328,7 +325,10 @@ def _is_of_first_weights(config: RunConfig) -> bool:
     first_weights = config.train.init_from
     if not first_weights:
         return False
-    return config.origin("data.begin") == initial_model(Path(first_weights), config.model).origin
+    return (
+        config.origin("data.begin")
+        == part("initial_model")(Path(first_weights), config.model).origin
+    )
 
 
 def _require_token(config: RunConfig, begin_token: int | None, ids: int) -> None:
@@ -377,13 +377,13 @@ def _build_validation(config: RunConfig, corpus: Corpus) -> Iterator[str]:
         prefix = source.prefix
         with naming_settings(config, source):
             if not source.is_tokenized:
-                build_validation_set(config, source, corpus.tokenizer)
+                part("build_validation_set")(config, source, corpus.tokenizer)
             dataset = IndexedDataset(prefix)
             contents = contents_of(dataset)
             check_vocabulary(dataset, contents, corpus.ids)
             record = read_record(prefix)
             yield from dataset.notes
-            yield from tokenizer_notes(prefix, record, corpus.tokenizer)
+            yield from part("tokenizer_notes")(prefix, record, corpus.tokenizer)
 
 
 def open_validation(config: RunConfig, begin_token: int | None) -> Mapping[str, Samples]:

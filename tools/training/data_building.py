@@ -13,16 +13,17 @@ from megaprec.errors import Problem, UserError
 from megaprec.resources import cores
 from megaprec.text.build import prepare, reusable
 from megaprec.text.characters import CharacterTokenizer
-from megaprec.text.sources import STANDARD_LIBRARY, Source, has_digest
+from megaprec.text.sources import TextSource, has_digest
 from megaprec.text.text_files import left_out_words
 from megaprec.text.tokenizer import Tokenizer, load_tokenizer, loaded_once
 from megaprec.text.training import learn_characters, train_sentencepiece
 from megaprec.tokens.files import exclusive_lock, write_whole
+from megaprec.tokens.places import STANDARD_LIBRARY
 from tools.config.run_file import RunConfig
-from tools.console.progress_bar import build_progress, skipped_words
+from tools.console.build_progress import build_progress, skipped_words
 from tools.console.toml import toml
 from tools.console.wrapped import say
-from tools.convert.train_state import read_tokenizer
+from tools.saved.train_state import read_tokenizer
 from tools.training.branch import is_branch, open_start
 from tools.training.data_identity import DataSet, read_identity
 from tools.training.data_sources import DataSource, data_folder, naming_settings, trained_tokenizer
@@ -54,7 +55,7 @@ class _TextTokenizer:
             return False
         return self.saved is None or read_whole(self.file) == read_whole(self.saved)
 
-    def has_built(self, source: DataSource, text: Source, by_content: bool = False) -> bool:
+    def has_built(self, source: DataSource, text: TextSource, by_content: bool = False) -> bool:
         """Return True if the data set of a text exists and is the one that would be built.
 
         by_content: a text with another name or time is read.
@@ -82,7 +83,7 @@ def build_texts(
     tokenizer_file: the existing one, None if it is to be trained. allowed: differences from the
     checkpoint's data that are accepted.
     """
-    texts = dict[DataSource, Source]()
+    texts = dict[DataSource, TextSource]()
     for source in sources:
         with naming_settings(config, source):
             texts[source] = source.open_text(config.data, tokenizer_file)
@@ -184,7 +185,7 @@ def _tokenizer_of_texts(
 
 def _build_alone(
     config: RunConfig,
-    texts: Mapping[DataSource, Source],
+    texts: Mapping[DataSource, TextSource],
     tokenizer: _TextTokenizer,
     checkpoint: Store | None,
     allowed: Collection[str],
@@ -214,7 +215,7 @@ def _build_alone(
 
 
 def _learn_tokenizer(
-    config: RunConfig, texts: Mapping[DataSource, Source], tokenizer: _TextTokenizer
+    config: RunConfig, texts: Mapping[DataSource, TextSource], tokenizer: _TextTokenizer
 ) -> None:
     """Write the tokenizer of the texts: their characters, or pieces of data.vocab_size. What is
     wrong with a text is told with that text's own key."""
@@ -244,7 +245,7 @@ def _learn_tokenizer(
 
 
 def _build_data_set(
-    config: RunConfig, source: DataSource, text: Source, tokenizer_file: Path
+    config: RunConfig, source: DataSource, text: TextSource, tokenizer_file: Path
 ) -> None:
     """Tokenize a text, with progress on a terminal."""
     if text.options.chats:
@@ -265,7 +266,7 @@ def _build_data_set(
 
 
 def _require_unchanged_texts(
-    missing: Sequence[DataSource], texts: Mapping[DataSource, Source], checkpoint: Store
+    missing: Sequence[DataSource], texts: Mapping[DataSource, TextSource], checkpoint: Store
 ) -> None:
     """Raise UserError for texts that are not those that the checkpoint was trained on."""
     problems = [*_changed_texts(missing, texts, checkpoint)]
@@ -274,7 +275,7 @@ def _require_unchanged_texts(
 
 
 def _changed_texts(
-    missing: Sequence[DataSource], texts: Mapping[DataSource, Source], checkpoint: Store
+    missing: Sequence[DataSource], texts: Mapping[DataSource, TextSource], checkpoint: Store
 ) -> Iterator[Problem]:
     """Yield a problem for each text that is not one that the checkpoint was trained on."""
     identity = read_identity(checkpoint)
@@ -306,7 +307,7 @@ def _describe_names(name: str, saved_names: Sequence[str]) -> str:
     return f"{', '.join(map(toml, saved_names))} -> {toml(name)}"
 
 
-def _is_text(saved_text: dict[str, Any] | None, text: Source) -> bool:
+def _is_text(saved_text: dict[str, Any] | None, text: TextSource) -> bool:
     """Return True if a text is the one that a checkpoint was trained on, by names, sizes and times,
     or by content.
 

@@ -91,7 +91,7 @@ class Identity(_Saved):
 
 
 @dataclass(frozen=True)
-class Difference:
+class DataDifference:
     """One difference. option: what --allow accepts it by, one of ALLOW. line: the old and the new
     value."""
 
@@ -119,46 +119,46 @@ def read_identity(checkpoint: Store) -> Identity | None:
         raise newer_version(checkpoint.path, f"says {', '.join(unknown_keys)}") from error
 
 
-def other_settings(saved: Identity, data: Data, train: Train) -> Iterator[Difference]:
+def other_settings(saved: Identity, data: Data, train: Train) -> Iterator[DataDifference]:
     """Yield the differences between the keys of the run and the stored identity."""
     if saved.held_out != data.held_out:
         change = f"{toml(saved.held_out)} -> {toml(data.held_out)}"
-        yield Difference("data", f"data.held_out: {change}: other text is kept for evaluation")
+        yield DataDifference("data", f"data.held_out: {change}: other text is kept for evaluation")
     rule = data.held_out_from
     if rule not in ("auto", saved.held_out_from) and data.held_out:
         change = f"{toml(saved.held_out_from)} -> {toml(rule)}"
         effect = "text that was trained on may be evaluated"
-        yield Difference("data", f"data.held_out_from: {change}: {effect}")
+        yield DataDifference("data", f"data.held_out_from: {change}: {effect}")
     if saved.shuffle != data.shuffle:
         change = f"{toml(saved.shuffle)} -> {toml(data.shuffle)}"
-        yield Difference("shuffle", f"data.shuffle: {change}: samples come in another order")
+        yield DataDifference("shuffle", f"data.shuffle: {change}: samples come in another order")
     if saved.windows != data.windows:
         change = f"{toml(saved.windows)} -> {toml(data.windows)}"
         effect = "samples are cut from the text in another way"
-        yield Difference("windows", f"data.windows: {change}: {effect}")
+        yield DataDifference("windows", f"data.windows: {change}: {effect}")
     if saved.seed != train.seed:
         change = f"{saved.seed} -> {train.seed}"
         effect = "samples come in another order, and dropout is another"
-        yield Difference("seed", f"train.seed: {change}: {effect}")
+        yield DataDifference("seed", f"train.seed: {change}: {effect}")
     yield from _other_weights(saved, data)
 
 
-def _other_weights(saved: Identity, data: Data) -> Iterator[Difference]:
+def _other_weights(saved: Identity, data: Data) -> Iterator[DataDifference]:
     weights = [source.weight for source in data.blend] or [1.0]  # without a blend one set
     # Other numbers of sets cannot be compared one by one.
     if len(saved.sets) != len(weights):
         before = counted(len(saved.sets), "data set")
         now = counted(len(weights), "data set")
-        yield Difference("data", f"data.blend: {before} -> {now}")
+        yield DataDifference("data", f"data.blend: {before} -> {now}")
         return
     pairs = zip(saved.sets, weights, strict=True)
     for number, (saved_set, weight) in enumerate(pairs):
         if saved_set.weight != weight:
             change = f"{toml(saved_set.weight)} -> {toml(weight)}"
-            yield Difference("data", f"data.blend[{number}].weight: {change}")
+            yield DataDifference("data", f"data.blend[{number}].weight: {change}")
 
 
-def other_sets(saved: Identity, now: Identity, between: str = " -> ") -> Iterator[Difference]:
+def other_sets(saved: Identity, now: Identity, between: str = " -> ") -> Iterator[DataDifference]:
     """Yield the differences between the data sets of the run and the stored ones.
 
     between: the words between the old and the new value.
@@ -166,7 +166,9 @@ def other_sets(saved: Identity, now: Identity, between: str = " -> ") -> Iterato
     if saved.begin != now.begin:
         saved_begin = _describe_begin(saved.begin)
         change = f"{saved_begin}{between}{_describe_begin(now.begin)}"
-        yield Difference("data", f"data.begin: {change}: the tokens before documents are others")
+        yield DataDifference(
+            "data", f"data.begin: {change}: the tokens before documents are others"
+        )
     if len(saved.sets) != len(now.sets):  # `other_settings` names it
         return
     pairs = zip(saved.sets, now.sets, strict=True)
@@ -175,7 +177,7 @@ def other_sets(saved: Identity, now: Identity, between: str = " -> ") -> Iterato
             # The key as the run file has it: a single set has no number.
             key = "data.source" if len(now.sets) == 1 else f"data.blend[{number}].source"
             before = _describe_set(saved_set)
-            yield Difference("data", f"{key}: {before}{between}{_describe_set(current_set)}")
+            yield DataDifference("data", f"{key}: {before}{between}{_describe_set(current_set)}")
 
 
 def _describe_begin(begin: int | None) -> str:

@@ -13,7 +13,7 @@ from megaprec.tokens.intact import read_record
 from megaprec.tokens.samples import Samples
 from tools.config.run_file import RunConfig
 from tools.config.tables.data_settings import Data
-from tools.convert.initial import initial_model
+from tools.parts.optional_parts import part
 
 
 def tokenizer_notes(
@@ -96,7 +96,7 @@ def begin_notes(
         yield from _begin_token_notes(config, streams, begin_token)
     elif config.data.begin == "none" and config.train.init_from:
         # The user has decided against the token of the weights, and may not know its effect.
-        initial = initial_model(Path(config.train.init_from), config.model)
+        initial = part("initial_model")(Path(config.train.init_from), config.model)
         if initial.begin not in (None, documents.begin):
             yield (
                 'data.begin = "none": the weights of train.init_from were trained with token '

@@ -5,24 +5,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megaprec.checkpoint.saving import require_own_names
 from megaprec.durable import read_whole
 from megaprec.errors import Problem, UserError
 from megaprec.text.characters import CharacterTokenizer
-from megaprec.text.chats import load_chats
-from megaprec.text.readers import TextOptions
-from megaprec.text.sources import Source, open_source
 from megaprec.text.tokenizer import Tokenizer, load_tokenizer
 from megaprec.tokens.copies import file_here, is_there
 from megaprec.tokens.files import with_suffix
 from megaprec.tokens.indexed import IndexedDataset
 from megaprec.tokens.places import is_remote, is_url, path_of
-from tools.config.relative_paths import working_directory_hint
 from tools.config.rules.checking import check_all
 from tools.config.run_file import RunConfig
 from tools.config.tables.data_settings import Data, names_of
 from tools.console.toml import toml
+from tools.parts.optional_parts import part
+
+if TYPE_CHECKING:
+    from megaprec.text.sources import TextSource
 
 MOST_COUNTED = 1 << 25  # characters of texts that are read before a run
 
@@ -55,26 +56,14 @@ class DataSource:
     def index_file(self) -> Path:
         return with_suffix(self.prefix, ".idx")
 
-    def open_text(self, data: Data, tokenizer_file: Path | None) -> Source:
+    def open_text(self, data: Data, tokenizer_file: Path | None) -> "TextSource":
         """Open the source, which is text.
 
         tokenizer_file: the existing one, None if it is to be trained.
 
         Raises UserError, also for a file of a data set in place of its prefix.
         """
-        if self.name.endswith((".bin", ".idx")):
-            raise UserError.of("training.data_set_prefix", source=self.name[:-4])
-        # Only training data is cut.
-        max_chars = None if self.validation_name else data.max_chars or None
-        options = TextOptions(
-            field=data.text_field,
-            encoding=data.encoding,
-            exclude=data.exclude,
-            skip_bad=data.skip_bad,
-            max_chars=max_chars,
-            chats=load_chats(data.chat_template, tokenizer_file) if data.chat_template else None,
-        )
-        return open_source(self.names, options)
+        return part("open_text")(self, data, tokenizer_file)
 
 
 def data_folder(config: RunConfig) -> Path:
@@ -127,12 +116,15 @@ def naming_settings(config: RunConfig, source: DataSource | None, *keys: str) ->
         yield
     except UserError as error:
         settings = [f"{key} = {config.value(key)}" for key in keys]
+        hint_for = part("working_directory_hint")
         if source:
             settings.insert(0, f"{source.key} = {toml(source.name)}")
             table_key, _, _ = source.key.partition("[")
-            hint = working_directory_hint(config.origin(table_key), source.name)
+            hint = hint_for(config.origin(table_key), source.name)
         else:
-            hint = working_directory_hint(config.origin("data.tokenizer"), config.data.tokenizer)
+            hint = part("working_directory_hint")(
+                config.origin("data.tokenizer"), config.data.tokenizer
+            )
         before = f"{', '.join(settings)}: "
         problems = [problem.within(before, hint) for problem in error.problems]
         raise UserError(*problems) from error

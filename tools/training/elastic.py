@@ -46,12 +46,12 @@ from tools.config.layouts import (
 from tools.config.run_file import RunConfig
 from tools.config.tables.settings import Parallel
 from tools.console.units import counted
-from tools.convert.train_state import open_newest_checkpoint, read_progress
 from tools.journal.journal import rewind
 from tools.journal.records import read_metrics
+from tools.saved.train_state import open_newest_checkpoint, read_progress
 from tools.training.branch import open_start
-from tools.training.launch import LostRank, under_torchrun
-from tools.training.stopping import EXIT_CODES, SIGNALS, ended_on_purpose
+from tools.training.ends import EXIT_CODES, SIGNALS, ended_on_purpose
+from tools.training.launched import LostRank, under_torchrun
 
 OVER_KEY = "the run is over"  # of the store; a spare that has seen it adds one with its number
 ENDED_KEY = "why the ranks of this host ended"  # of the store, with the rank

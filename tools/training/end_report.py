@@ -9,8 +9,8 @@ from megaprec.errors import UserError
 from megaprec.train_program import TrainingResult, tell_end
 from tools.config.run_file import RunConfig
 from tools.journal.records import HELD_OUT_LOSS, read_metrics
-from tools.training.launch import LostRank, OnLostRank
-from tools.training.stopping import as_user_error
+from tools.training.ends import as_user_error
+from tools.training.launched import LostRank, OnLostRank
 
 
 class EndReport:

@@ -26,11 +26,12 @@ from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.tokens.files import write_whole
 from parallel.hangs.heartbeat import Beat
-from parallel.hangs.verdict import Verdict
+from parallel.hangs.verdict import HangVerdict
 from parallel.hangs.watchdog import Watchdog, kill_silent
 from tools.journal.records import no_run
-from tools.training.launch import RankHangs, is_local_rank, lost_connection
-from tools.training.stopping import ON_PURPOSE, note_failure
+from tools.training.ends import ON_PURPOSE, RankHangs
+from tools.training.launched import is_local_rank, lost_connection
+from tools.training.stopping import note_failure
 
 LEFT = "left, because of that"  # the end of a rank that leaves because others hang
 FOLDER = "last_end"  # of the records, in the run folder
@@ -139,7 +140,7 @@ def watching(
     rank = dist.get_rank()
     num_ranks = dist.get_world_size()
 
-    def leave(verdict: Verdict) -> None:
+    def leave(verdict: HangVerdict) -> None:
         _leave(folder, num_ranks, verdict, watchdog.own_beat())
 
     position.share()
@@ -232,7 +233,7 @@ def _speaks_for_machine(rank: int) -> bool:
     return rank == 1 or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def _leave(folder: Path, ranks: int, verdict: Verdict, own_beat: Beat) -> None:
+def _leave(folder: Path, ranks: int, verdict: HangVerdict, own_beat: Beat) -> None:
     """Leave a record, kill the stopped ranks of this machine, tell the cause, and end here."""
     try:
         record = EndRecord(
@@ -258,7 +259,7 @@ def _leave(folder: Path, ranks: int, verdict: Verdict, own_beat: Beat) -> None:
         os._exit(1)
 
 
-def _speaker(verdict: Verdict, own_beat: Beat) -> int:
+def _speaker(verdict: HangVerdict, own_beat: Beat) -> int:
     """Return the rank that prints the cause: the lowest that does not hang, of those that can be
     reached.
     """

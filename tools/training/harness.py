@@ -106,8 +106,6 @@ class Harness:
             engine.optimizer.world,
             engine.device,
         )
-        if not self._data.lm_eval:
-            return
         if corpus.tokenizer is None:
             raise UserError.of("training.harness_tokenizer")
         if corpus.documents.begin is None:
@@ -128,8 +126,6 @@ class Harness:
         """Return the fields of metrics.jsonl, on rank 0: lm_eval/TASK/METRIC; none, with a warning,
         if the harness fails.
         """
-        if not self._data.lm_eval:
-            return {}
         self._engine.optimizer.wait()  # gathers of updated weights may still be under way
         if self._relay.world.rank:
             # The other ranks compute what rank 0 sends, until it sends nothing.

@@ -5,17 +5,16 @@ With --allow it may have keys of a longer context, and with train.grow_vocabular
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megaprec.errors import Problem, UserError
 from megaprec.text.tokenizer import Tokenizer, load_tokenizer
 from tools.config.run_file import RunConfig
-from tools.convert.growth import Growth, moved_tokens
-from tools.convert.initial import initial_model
-from tools.convert.train_state import TrainState, open_newest_checkpoint
 from tools.journal.records import INITIAL
+from tools.parts.optional_parts import part
+from tools.saved.train_state import TrainState, open_newest_checkpoint
 from tools.training.corpus import Corpus
-from tools.training.data_identity import Difference
+from tools.training.data_identity import DataDifference
 from tools.training.data_sources import existing_tokenizer, vocabulary_size
 from tools.training.learning_rates import LearningRates
 from tools.training.other_model import allow_flags, context_differences
@@ -24,6 +23,9 @@ UNCHECKED = (
     "train.grow_vocabulary: the tokenizer of the weights is not known, so it was not checked that "
     "their tokens have the same ids in the run's tokenizer"
 )
+
+if TYPE_CHECKING:
+    from tools.convert.growth import VocabularyGrowth
 
 
 def begins_with_weights(config: RunConfig) -> bool:
@@ -40,7 +42,7 @@ def check_first_weights(config: RunConfig, allowed: Collection[str]) -> None:
 
     allowed: differences that are accepted, of `data_identity.ALLOW`.
     """
-    refused = list[Difference]()
+    refused = list[DataDifference]()
     for difference in differences_from_first_weights(config):
         if difference.option not in allowed:
             refused.append(difference)
@@ -51,12 +53,12 @@ def check_first_weights(config: RunConfig, allowed: Collection[str]) -> None:
         raise UserError(*lines, Problem.of("training.changes_on_init", folder=folder, flags=flags))
 
 
-def differences_from_first_weights(config: RunConfig) -> list[Difference]:
+def differences_from_first_weights(config: RunConfig) -> list[DataDifference]:
     """Return the differences of the run's model from that of train.init_from that --allow accepts;
     none if the run does not begin with these weights. Raises UserError."""
     if not begins_with_weights(config):
         return []
-    saved = initial_model(Path(config.train.init_from), config.model).model
+    saved = part("initial_model")(Path(config.train.init_from), config.model).model
     return [*context_differences(saved, config.model, config)]
 
 
@@ -72,7 +74,7 @@ def check_growth(config: RunConfig, allowed: Collection[str]) -> None:
     tokenizer = load_tokenizer(tokenizer_file) if tokenizer_file else None
     old = _tokenizer_of_weights(config)
     if old and tokenizer:
-        moved = [*moved_tokens(old, tokenizer)]
+        moved = [*part("moved_tokens")(old, tokenizer)]
         if moved and "tokenizer" not in allowed:
             raise UserError(*moved)
     growth = _growth(config, vocabulary_size(config, tokenizer), old, tokenizer)
@@ -85,7 +87,7 @@ def check_growth(config: RunConfig, allowed: Collection[str]) -> None:
         )
 
 
-def growth_of(config: RunConfig, corpus: Corpus) -> Growth | None:
+def growth_of(config: RunConfig, corpus: Corpus) -> "VocabularyGrowth | None":
     """Return the rows that the weights of train.init_from get for new tokens; None if
     train.grow_vocabulary asks for none."""
     if config.train.grow_vocabulary == "none":
@@ -96,17 +98,17 @@ def growth_of(config: RunConfig, corpus: Corpus) -> Growth | None:
 
 def _growth(
     config: RunConfig, vocab: int, old: Tokenizer | None, tokenizer: Tokenizer | None
-) -> Growth:
+) -> "VocabularyGrowth":
     """Return the rows for new tokens. old: the tokenizer of the weights, if it is known."""
     kind = config.train.grow_vocabulary
     assert kind != "none"
-    rows = initial_model(Path(config.train.init_from), config.model).model.vocab
-    return Growth.between(kind, rows, vocab, old, tokenizer)
+    rows = part("initial_model")(Path(config.train.init_from), config.model).model.vocab
+    return part("VocabularyGrowth").between(kind, rows, vocab, old, tokenizer)
 
 
 def _tokenizer_of_weights(config: RunConfig) -> Tokenizer | None:
     """Return the tokenizer of the folder of train.init_from, None if it has none."""
-    file = initial_model(Path(config.train.init_from), config.model).tokenizer
+    file = part("initial_model")(Path(config.train.init_from), config.model).tokenizer
     return load_tokenizer(file) if file else None
 
 

@@ -28,7 +28,6 @@ from models.engine.passes import Share
 from tools.config.own_rate import rate_of
 from tools.config.run_file import RunConfig
 from tools.console.units import counted
-from tools.convert.train_state import TrainState
 from tools.journal.invariant_records import (
     COPIES,
     FIRST_LOSS,
@@ -39,10 +38,11 @@ from tools.journal.invariant_records import (
     RATE,
     TOKENS,
     WRONG,
-    Finding,
+    InvariantFinding,
     in_words,
 )
-from tools.training.first_loss import expected_first_loss
+from tools.parts.optional_parts import part
+from tools.saved.train_state import TrainState
 
 SAME_RATE = 1e-12  # of lr.peak, by which two formulas may differ
 SAME_COUNT = 1e-9  # of the tokens, whose weights need not be whole numbers
@@ -81,12 +81,12 @@ class Invariants:
         self._counted_before = engine.counted_tokens.item()
         self._steps_before = int(engine.optimizer.applied_steps.item())
         # what is known of each; a fault stays known
-        self._findings = {name: Finding(NOT_TRIED, "no step was taken") for name in NAMES}
+        self._findings = {name: InvariantFinding(NOT_TRIED, "no step was taken") for name in NAMES}
         if not fresh:
-            self._findings[FIRST_LOSS] = Finding(NOT_TRIED, "the run began with weights")
+            self._findings[FIRST_LOSS] = InvariantFinding(NOT_TRIED, "the run began with weights")
         elif model.factory:
             why = "the initial weights of model.factory are its own"
-            self._findings[FIRST_LOSS] = Finding(NOT_TRIED, why)
+            self._findings[FIRST_LOSS] = InvariantFinding(NOT_TRIED, why)
         self._awaits_first_loss = fresh and not model.factory
         groups = [Group(**group.model_dump()) for group in config.optimizer.groups]
         rule = engine.optimizer.rule
@@ -98,7 +98,7 @@ class Invariants:
         self._movement.remember()
 
     @property
-    def findings(self) -> dict[str, Finding]:
+    def findings(self) -> dict[str, InvariantFinding]:
         """Return what is known of each invariant, by name."""
         return dict(self._findings)
 
@@ -138,7 +138,7 @@ class Invariants:
         for name, said in problems:
             # told once: what is wrong in one step mostly is in all that follow
             if said and self._findings[name].verdict != WRONG:
-                self._findings[name] = Finding(WRONG, said)
+                self._findings[name] = InvariantFinding(WRONG, said)
                 broken.append((name, said))
         return broken
 
@@ -155,7 +155,7 @@ class Invariants:
     def _prove(self, name: str, why: str = "") -> None:
         """Note that an invariant held, unless it was broken before."""
         if self._findings[name].verdict != WRONG:
-            self._findings[name] = Finding(PROVEN, why)
+            self._findings[name] = InvariantFinding(PROVEN, why)
 
     def _rate_problem(self, report: StepReport, completed: int, looks: bool) -> str:
         """Compare the rate of the step after `completed` steps or samples, and the count of applied
@@ -212,12 +212,12 @@ class Invariants:
         loss = report.loss
         if loss != loss or abs(loss) == float("inf"):
             why = f"the loss of the first step was {loss}"
-            self._findings[FIRST_LOSS] = Finding(NOT_TRIED, why)
+            self._findings[FIRST_LOSS] = InvariantFinding(NOT_TRIED, why)
             # a skipped step leaves the weights fresh
             self._awaits_first_loss = not report.changed
             return ""
         self._awaits_first_loss = False
-        expected = expected_first_loss(self._model, share)
+        expected = part("expected_first_loss")(self._model, share)
         problem = expected.problem(loss)
         if not problem:
             limits = f"{loss:.4f} between {expected.low:.4f} and {expected.high:.4f}"
@@ -246,7 +246,7 @@ class Invariants:
         only the first is compared, unless the weights were moved before."""
         kind = "was skipped" if not report.changed else "had a learning rate of 0"
         if self._findings[MOVEMENT].verdict == NOT_TRIED:
-            self._findings[MOVEMENT] = Finding(NOT_TRIED, NO_STEP)
+            self._findings[MOVEMENT] = InvariantFinding(NOT_TRIED, NO_STEP)
         if self._has_compared_skip and self._awaits_movement:
             self._movement.unwatch()
             return
@@ -262,10 +262,10 @@ class Invariants:
     def _copies_problem(self) -> str:
         if self._config.train.numerics == "canonical":
             why = 'train.numerics = "canonical", whose ranks are virtual'
-            self._findings[COPIES] = Finding(NOT_TRIED, why)
+            self._findings[COPIES] = InvariantFinding(NOT_TRIED, why)
             return ""
         if self._engine.optimizer.world.size == 1:
-            self._findings[COPIES] = Finding(NOT_TRIED, "one rank holds all")
+            self._findings[COPIES] = InvariantFinding(NOT_TRIED, "one rank holds all")
             return ""
         if differing := differing_copies(self._engine):
             return f"ranks hold different copies of {in_words(differing)}"

@@ -12,16 +12,14 @@ If something else has started the ranks (torchrun, Kubernetes, srun), nothing is
 
 import logging
 import os
-import re
 import resource
 import signal
 import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,26 +29,19 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megaprec.errors import UserError
-from megaprec.resources import cores
 from parallel.local_store import STORE, served_store
+from tools.training.ends import EXIT_CODES, SIGNALS, RankHangs, Stopped, code_of, ended_on_purpose
+from tools.training.launched import (
+    OURS,
+    RESTARTED,
+    LostRank,
+    OnLostRank,
+    lost_connection,
+    share_of_cores,
+)
 from tools.training.one_machine import LOOPBACK, OneMachine
-from tools.training.stopping import (
-    EXIT_CODES,
-    SIGNALS,
-    Stopped,
-    code_of,
-    end_by_signal,
-    ended_on_purpose,
-    listening,
-)
+from tools.training.stopping import end_by_signal, listening
 
-OURS = "megaprec_"  # prefix of the run id of ranks that this launcher has started
-RESTARTED = "MEGAPREC_RESTARTED"  # set for ranks that this launcher has started again
-# Errors of gloo, NCCL and the store when another rank is gone.
-LOST_CONNECTION = re.compile(
-    r"connection (closed|reset|refused|was)|broken pipe|socket|timed out|pair closure|peer|abort",
-    re.I,
-)
 # Not `-m megaprec`, for the caller need not have megaprec installed. Ctrl-C ends a rank without a
 # traceback, for the launcher reports it. One that came while Python itself started has waited until
 # then (`_Agent`). On Linux a rank ends when its launcher is killed (prctl's option 1 is
@@ -70,22 +61,6 @@ CONNECT_SECONDS = 10.0  # that a connection within this machine may take
 OPEN_FILES = 32  # of a launcher, or of a rank, without those that each rank adds
 # the launcher's pipe and its store's connection; a rank's connections to its peers
 OPEN_FILES_PER_RANK = 2
-
-
-@dataclass(frozen=True)
-class LostRank:
-    """The first rank that failed.
-
-    exitcode: -n if signal n ended it. message: the line that names rank and reason.
-    """
-
-    rank: int
-    exitcode: int
-    message: str
-
-
-# returns the number of ranks to start after a failure, 0 to end the run
-OnLostRank = Callable[[LostRank], int]
 
 
 def _no_restart(lost_rank: LostRank) -> int:
@@ -288,50 +263,6 @@ class _Ranks:
                 os.killpg(pid, signal.SIGKILL)
 
 
-def share_of_cores(ranks: int) -> int:
-    """Return the CPU threads per local rank: OMP_NUM_THREADS if it is set, otherwise cores / ranks,
-    at least 1.
-    """
-    # A list has a number for each level of nested parallel regions: the outermost counts.
-    outermost, _, _ = os.environ.get("OMP_NUM_THREADS", "").partition(",")
-    outermost = outermost.strip()
-    if outermost.isdecimal() and int(outermost):  # commands refuse others (`require_threads`)
-        return int(outermost)
-    return max(1, cores() // ranks)
-
-
-def under_torchrun() -> bool:
-    """Return True if a launcher on torch's elastic agent, as torchrun, has started this rank."""
-    return not os.environ.get("TORCHELASTIC_RUN_ID", OURS).startswith(OURS)
-
-
-def was_restarted(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if this rank's launcher has started the ranks before. A checkpoint may then be
-    their own.
-
-    Variables that a shell has left in the environment of a process that no launcher has started do
-    not count.
-    """
-    launcher = environ.get("TORCHELASTIC_RUN_ID", "")
-    if launcher.startswith(OURS):
-        return RESTARTED in environ
-    return bool(launcher) and environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-
-
-def prints_own_failure() -> bool:
-    """Return True if this process prints its own failure, False if a launcher prints it after all
-    ranks have ended.
-    """
-    if is_local_rank():
-        return False
-    return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK") == "0"
-
-
-def is_local_rank() -> bool:
-    """Return True if `start_ranks` has started this process as a rank."""
-    return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OURS)
-
-
 def first_failure(
     failures: Mapping[int, ProcessFailure], received: signal.Signals | None = None
 ) -> tuple[int, ProcessFailure]:
@@ -372,24 +303,6 @@ def _distance_from_cause(reason: str, exitcode: int, received: signal.Signals | 
     if lost_connection(reason) and not ended_on_purpose(reason):
         return 2
     return 3 if not reason and exitcode == -signal.SIGTERM else 0
-
-
-class RankHangs(Exception):
-    """A rank hangs, and all leave. The message names the rank that hangs, not the one that has
-    noticed it.
-    """
-
-
-def lost_connection(message: str) -> bool:
-    """Return True if an error with this text follows from the loss of another rank or the link."""
-    return LOST_CONNECTION.search(message) is not None
-
-
-def is_consequence(error: BaseException) -> bool:
-    """Return True if an error of torch's communication follows from the end of another rank, which
-    has the reason.
-    """
-    return isinstance(error, RuntimeError) and lost_connection(str(error))
 
 
 def _noted_reason(failure: ProcessFailure) -> str:

@@ -7,7 +7,7 @@ from megaprec.optim.rules.lr import LRSchedule
 from tools.config.rules.derived import lr_schedule
 from tools.config.tables.batch_schedule import BatchSchedule
 from tools.config.tables.settings import LR, Train
-from tools.convert.train_state import TrainState
+from tools.saved.train_state import TrainState
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from models.equivalence import (
 from tools.config.initial_model import learned_positions
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
-from tools.training.data_identity import ALLOW, Difference
+from tools.training.data_identity import ALLOW, DataDifference
 
 
 def context_differences(
     saved: ModelConfig, model: ModelConfig, config: RunConfig
-) -> Iterator[Difference]:
+) -> Iterator[DataDifference]:
     """Yield the differences in keys of a longer context, of two models without learned
     positions."""
     if not _may_read_longer(saved, model):
@@ -41,7 +41,7 @@ def context_differences(
             continue
         if value != old_value:
             change = f"{toml(old_value)} -> {toml(value)}"
-            yield Difference(f"model.{key}", f"model.{key}: {change}: {effect}")
+            yield DataDifference(f"model.{key}", f"model.{key}: {change}: {effect}")
 
 
 def _may_read_longer(saved: ModelConfig, model: ModelConfig) -> bool:
@@ -86,7 +86,7 @@ def other_keys(saved: ModelConfig, model: ModelConfig, file: str) -> Iterator[Pr
         )
 
 
-def allow_flags(refused: Sequence[Difference]) -> str:
+def allow_flags(refused: Sequence[DataDifference]) -> str:
     """Return the options that accept these differences, in the order of ALLOW."""
     options = {difference.option for difference in refused}
     return " ".join(f"--allow {option}" for option in ALLOW if option in options)

@@ -10,16 +10,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megaprec.errors import UserError
 from tools.analysis.calibration.record import differences, read_calibration
 from tools.analysis.calibration.speeds import UNKNOWN_CPU, calibrated
 from tools.analysis.planning.bottleneck import named_seconds
-from tools.analysis.planning.device import Target, target_of
+from tools.analysis.planning.device import DeviceTarget, target_of
 from tools.analysis.planning.measured import LEAST_STEPS, WARM_UP
 from tools.analysis.planning.reached import assumptions_of
+from tools.analysis.planning.report import summary_line
 from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.analysis.planning.speed import Prediction, passes_of, predict_of_mean_rank
 from tools.config.run_file import RunConfig
 from tools.console.units import duration
+from tools.console.wrapped import say
 from tools.journal.records import PREDICTION, read_metrics
 
 CALIBRATION = Path("calibration.toml")
@@ -55,7 +58,7 @@ def foresee(config: RunConfig) -> Foreseen | None:
     return Foreseen(config, prediction, basis)
 
 
-def _speeds_here(config: RunConfig, target: Target) -> tuple[Assumptions, str] | None:
+def _speeds_here(config: RunConfig, target: DeviceTarget) -> tuple[Assumptions, str] | None:
     """Return the speeds of this machine, and what they are from; None if they are not known."""
     on_cpu = target.device == "cpu"
     known = UNKNOWN_CPU if on_cpu else None
@@ -77,6 +80,20 @@ def _speeds_here(config: RunConfig, target: Target) -> tuple[Assumptions, str] |
     return speeds.assumed, f"{CALIBRATION} of {calibration.date}"
 
 
+def print_plan(config: RunConfig) -> None:
+    """Print the plan of the run, in a line, before ranks start."""
+    if line := summary_line(config):
+        say(f"plan       {line}")
+    try:
+        foreseen = foresee(config)
+    except UserError as error:
+        # a file of this name need not be one of megaprec's, and stops no run
+        say(f"predicted  none: {error}")
+        return
+    if foreseen:
+        say(f"predicted  {start_line(foreseen)}")
+
+
 def start_line(foreseen: Foreseen) -> str:
     """Return the line on the predicted step."""
     speed = foreseen.config.tokens_per_step / foreseen.seconds
@@ -90,6 +107,16 @@ def end_line(event: Mapping[str, Any]) -> str:
     measured = event["measured"]
     error = predicted / measured - 1
     return f"{duration(measured)} a step; predicted {duration(predicted)}, {error:+.0%}"
+
+
+def measured_prediction(config: RunConfig, step: int) -> tuple[str, dict[str, Any]] | None:
+    """Return the line and the event on the measured step beside the predicted one; None without a
+    prediction, and for a run of too few steps. step: the newest one. Raises UserError."""
+    foreseen = foresee(config)
+    if foreseen is None:
+        return None
+    event = prediction_event(foreseen, Path(config.train.folder), step)
+    return (end_line(event), event) if event else None
 
 
 def prediction_event(foreseen: Foreseen, folder: Path, step: int) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ from models.attention.backends import gpu_kernels
 from parallel.hangs.watchdog import longest_wait
 from parallel.mesh import broadcast_from_first, make_mesh, world
 from tools.config.run_file import RunConfig
+from tools.parts.optional_parts import part
 from tools.training.elastic import (
     in_this_world,
     is_spare,
@@ -26,14 +27,14 @@ from tools.training.elastic import (
     stand_by,
 )
 from tools.training.hangs import print_waiting, straggler_events, watching
-from tools.training.launch import share_of_cores
+from tools.training.launched import share_of_cores
 from tools.training.machine import (
     bound_product_caches,
     device_of_run,
     keep_freed_memory,
     local_ranks,
 )
-from tools.training.prepare import open_prepared, prepare
+from tools.training.prepared_files import open_prepared
 from tools.training.stopping import note_failure
 from tools.training.trainer import Trainer
 
@@ -85,7 +86,7 @@ def train_rank(
 
         def prepare_run() -> dict[str, Any]:
             require_no_ended_ranks(store)
-            prepared = prepare(config, locks, allowed, export_folder, verify)
+            prepared = part("prepare")(config, locks, allowed, export_folder, verify)
             # only of a run that has passed all checks
             record_restart(config)
             return prepared

@@ -18,14 +18,12 @@ from megaprec.resources import peak_memory
 from megaprec.url_secrets import masked_inside
 from tools.config.run_file import RunConfig
 from tools.console.units import date_now
-from tools.convert.train_state import TrainState
 from tools.journal.journal import Journal, LinesLost
 from tools.journal.records import INITIAL, read_branching, read_events
-from tools.journal.trackers import Feed
+from tools.parts.optional_parts import part
+from tools.saved.train_state import TrainState
 from tools.training.branch import is_branch
 from tools.training.corpus import Corpus
-from tools.training.initial import initial_event
-from tools.training.resume import resume_event
 from tools.training.saves import resume_point
 
 
@@ -49,7 +47,7 @@ def record_run(
     first_step = progress().step
     branches = resumed is not None and is_branch(config, resumed)
     settings = masked_inside(config.model_dump(mode="json"))
-    feeds = [Feed(name, folder, settings, first_step) for name in log_settings.to]
+    feeds = [part("Feed")(name, folder, settings, first_step) for name in log_settings.to]
     with (
         _naming_the_checkpoint(config, progress, first_step),
         Journal(
@@ -68,12 +66,12 @@ def record_run(
             yield journal
             return
         if resumed:
-            event = resume_event(config, corpus, resumed)
+            event = part("resume_event")(config, corpus, resumed)
             # Ranks that were started again before the first checkpoint branch once more.
             if not branches or event != read_branching(folder):
                 journal.write_event(event)
         else:
-            event = initial_event(config, corpus)
+            event = part("initial_event")(config, corpus)
             # Ranks that were started again before the first checkpoint begin once more.
             if event and event not in read_events(folder, INITIAL):
                 journal.write_event(event)

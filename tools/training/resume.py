@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megaprec.checkpoint.atomic import checkpoint_path
+from megaprec.checkpoint.atomic import INDEX, checkpoint_path
 from megaprec.checkpoint.digests import file_digest
-from megaprec.checkpoint.reader import INDEX, Store
+from megaprec.checkpoint.reader import Store
 from megaprec.errors import Problem, UserError
-from megaprec.optim.rules.torch_rule import Torch
+from megaprec.optim.rules.torch_rule import TorchRule
 from megaprec.optim.state.flat_buffer import EMA
 from megaprec.text.tokenizer import FILE_DIGEST, Tokenizer, has_built, load_tokenizer, same_tokens
 from megaprec.tokens.blend import Blend
@@ -30,9 +30,9 @@ from megaprec.tokens.samples import Samples, training_numbers
 from tools.config.rules.derived import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
-from tools.convert.growth import moved_tokens
-from tools.convert.initial import initial_model
-from tools.convert.train_state import (
+from tools.journal.records import BRANCHED
+from tools.parts.optional_parts import part
+from tools.saved.train_state import (
     TrainState,
     open_newest_checkpoint,
     read_model,
@@ -41,7 +41,6 @@ from tools.convert.train_state import (
     read_spike_monitor,
     read_tokenizer,
 )
-from tools.journal.records import BRANCHED
 from tools.training.branch import is_branch, open_start, run_of
 from tools.training.changed_keys import (
     LENGTH_KEY,
@@ -57,13 +56,13 @@ from tools.training.changed_keys import (
 )
 from tools.training.corpus import Corpus, held_out_rule
 from tools.training.data_identity import (
-    Difference,
+    DataDifference,
     other_sets,
     other_settings,
     read_identity,
 )
 from tools.training.data_sources import validation_sources
-from tools.training.launch import was_restarted
+from tools.training.launched import was_restarted
 from tools.training.other_model import allow_flags, context_differences, other_keys
 
 RECORDS = {"the data": "data", "the keys": "run"}  # not in checkpoints of earlier versions
@@ -95,7 +94,7 @@ def check_resumable(
         *_missing_state(checkpoint, config),
         *_other_canonical_shards(checkpoint, config),
     ]
-    refused = list[Difference]()
+    refused = list[DataDifference]()
     for difference in allowable_differences(checkpoint, config, corpus):
         if difference.option not in allowed:
             refused.append(difference)
@@ -147,7 +146,7 @@ def _require_origin(
 
 def allowable_differences(
     checkpoint: Store, config: RunConfig, corpus: Corpus | None = None
-) -> list[Difference]:
+) -> list[DataDifference]:
     """Return the differences of the run from the checkpoint that --allow accepts."""
     context = context_differences(read_model(checkpoint), config.model, config)
     differences = data_differences(checkpoint, config, corpus)
@@ -156,11 +155,11 @@ def allowable_differences(
 
 def data_differences(
     checkpoint: Store, config: RunConfig, corpus: Corpus | None = None
-) -> list[Difference]:
+) -> list[DataDifference]:
     """Return the differences between the data of the run and of the checkpoint, as far as the
     checkpoint records its data.
     """
-    differences = list[Difference]()
+    differences = list[DataDifference]()
     identity = read_identity(checkpoint)
     if identity:
         differences += other_settings(identity, config.data, config.train)
@@ -282,18 +281,18 @@ def _other_canonical_shards(checkpoint: Store, config: RunConfig) -> Iterator[st
         yield Problem.of("training.other_shards", key=key, shards=values[key], saved=saved)
 
 
-def _other_average(checkpoint: Store, config: RunConfig) -> Iterator[Difference]:
+def _other_average(checkpoint: Store, config: RunConfig) -> Iterator[DataDifference]:
     """Yield a difference if the run keeps an average of the weights that the checkpoint lacks, or
     lacks one that the checkpoint has."""
     has_average = bool(checkpoint.shapes(EMA))
     decay = config.optimizer.ema
     if decay and not has_average:
         effect = f"{checkpoint.path} has no average of the weights, so one begins with its weights"
-        yield Difference(EMA, f"{AVERAGE_KEY}: {toml(0.0)} -> {toml(decay)}: {effect}")
+        yield DataDifference(EMA, f"{AVERAGE_KEY}: {toml(0.0)} -> {toml(decay)}: {effect}")
     if has_average and not decay:
         saved = saved_keys(checkpoint).get(AVERAGE_KEY, "on")
         effect = f"the average of the weights in {checkpoint.path} is given up"
-        yield Difference(EMA, f"{AVERAGE_KEY}: {saved} -> {toml(decay)}: {effect}")
+        yield DataDifference(EMA, f"{AVERAGE_KEY}: {saved} -> {toml(decay)}: {effect}")
 
 
 def _missing_state(checkpoint: Store, config: RunConfig) -> Iterator[str]:
@@ -304,7 +303,11 @@ def _missing_state(checkpoint: Store, config: RunConfig) -> Iterator[str]:
     numbers = checkpoint.index.get("optimizer")
     missing = [name for name in rule.names if not checkpoint.shapes(name)]
     # Numbers of a rule of torch begin with the first applied step.
-    if isinstance(rule, Torch) and read_progress(checkpoint).applied and isinstance(numbers, dict):
+    if (
+        isinstance(rule, TorchRule)
+        and read_progress(checkpoint).applied
+        and isinstance(numbers, dict)
+    ):
         missing += sorted(rule.scalar_names.difference(numbers.get("rule") or ()))
     if missing:
         yield Problem.of(
@@ -332,9 +335,11 @@ def other_tokens(config: RunConfig, corpus: Corpus) -> Iterator[Problem]:
     tokenizer = corpus.tokenizer.path
     # A run that resumes does not use the weights of train.init_from.
     if config.train.init_from and open_newest_checkpoint(config.checkpoint_folder) is None:
-        weights_tokenizer = initial_model(Path(config.train.init_from), config.model).tokenizer
+        weights_tokenizer = part("initial_model")(
+            Path(config.train.init_from), config.model
+        ).tokenizer
         if weights_tokenizer and config.train.grow_vocabulary != "none":
-            yield from moved_tokens(load_tokenizer(weights_tokenizer), corpus.tokenizer)
+            yield from part("moved_tokens")(load_tokenizer(weights_tokenizer), corpus.tokenizer)
         elif weights_tokenizer and not same_tokens(weights_tokenizer, tokenizer):
             yield Problem.of(
                 "training.tokenizer_of_weights",
@@ -366,7 +371,7 @@ def _other_tokens_of_set(prefix: Path, tokenizer: Tokenizer) -> Iterator[Problem
         yield Problem.of("training.tokenizer_of_set", tokenizer=tokenizer.path, built_by=built_by)
 
 
-def _other_tokenizer(checkpoint: Store, corpus: Corpus) -> Iterator[Difference]:
+def _other_tokenizer(checkpoint: Store, corpus: Corpus) -> Iterator[DataDifference]:
     """Yield a difference if equal token ids would mean other tokens than in the
     checkpoint's run.
     """
@@ -378,7 +383,7 @@ def _other_tokenizer(checkpoint: Store, corpus: Corpus) -> Iterator[Difference]:
             f"data.tokenizer: {subject} the tokenizer that the checkpoint was trained with, of "
             f"which {saved} is a copy"
         )
-        yield Difference("tokenizer", line)
+        yield DataDifference("tokenizer", line)
 
 
 @dataclass(frozen=True)
@@ -395,7 +400,7 @@ class _DataPosition:
     trained_of_held_out: int = 0
 
 
-def _other_length(checkpoint: Store, config: RunConfig) -> Iterator[Difference]:
+def _other_length(checkpoint: Store, config: RunConfig) -> Iterator[DataDifference]:
     """Yield a difference if another length of samples than the checkpoint's changes their order."""
     old_length = saved_length(checkpoint, config)
     length = config.train.seq_length
@@ -410,7 +415,9 @@ def _other_length(checkpoint: Store, config: RunConfig) -> Iterator[Difference]:
     else:
         return
     effect = "so text of this epoch comes twice or not at all"
-    yield Difference("seq_length", f"{LENGTH_KEY}: {old_length} -> {length}: {reason}, {effect}")
+    yield DataDifference(
+        "seq_length", f"{LENGTH_KEY}: {old_length} -> {length}: {reason}, {effect}"
+    )
 
 
 def resumed_progress(checkpoint: Store, config: RunConfig, corpus: Corpus) -> TrainState:

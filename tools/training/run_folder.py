@@ -12,8 +12,8 @@ import torch
 from megaprec.checkpoint.atomic import require_room
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.text.sources import STANDARD_LIBRARY
 from megaprec.tokens.files import exclusive_lock
+from megaprec.tokens.places import STANDARD_LIBRARY
 from tools.config.run_file import RunConfig
 from tools.config.tables.data_settings import names_of
 from tools.journal.records import DIGESTS, EVALUATIONS, EVENTS, METRICS

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.checkpoint.atomic import latest, step_of
-from megaprec.checkpoint.saving import Outcome, Saving, unsaved_buffers
+from megaprec.checkpoint.saving import Outcome, Saving, changed_module_buffers
 from megaprec.errors import UserError
 from megaprec.text.tokenizer_files import files_beside
 from models.engine.engine import Engine
 from tools.config.run_file import RunConfig
-from tools.convert.train_state import SPIKES, read_progress
+from tools.saved.train_state import SPIKES, read_progress
 from tools.training.branch import open_start
 from tools.training.changed_keys import arithmetic, keys_of
 from tools.training.corpus import Corpus
@@ -71,7 +71,7 @@ class Saves:
         if self._checked_buffers:
             return
         self._checked_buffers = True
-        unsaved = unsaved_buffers(self._optimizer)
+        unsaved = changed_module_buffers(self._optimizer)
         # A buffer that is not trained is remade from the configuration; one that changes would be
         # lost.
         if unsaved:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,14 +18,16 @@ from models.config import ModelConfig
 from models.engine.engine import Engine
 from models.engine.microbatch_trace import TRACED_MICROBATCH
 from models.engine.passes import Share
-from models.engine.sentinel import Sentinel, SilentFault
 from models.estimate.flops import training_flops
-from models.estimate.gpus import gpu_named
 from tools.config.run_file import RunConfig
-from tools.convert.train_state import TrainState
 from tools.journal.records import DIGEST, EVALUATION, NO_TOKENS_EVENT
 from tools.journal.router_records import router_fields
-from tools.training.stopping import FaultyHardware, TrainingDiverged
+from tools.parts.optional_parts import part
+from tools.saved.train_state import TrainState
+from tools.training.ends import FaultyHardware, TrainingDiverged
+
+if TYPE_CHECKING:
+    from models.engine.sentinel import SilentFault
 
 NOTHING_COUNTS = (
     "no token of the batch counts: data.eod_mask_loss leaves out the first token of each document, "
@@ -85,7 +87,7 @@ def peak_tflops(config: RunConfig, device: torch.device) -> float:
     """
     if config.log.peak_tflops or device.type != "cuda":
         return config.log.peak_tflops
-    gpu = gpu_named(torch.cuda.get_device_name(device))
+    gpu = part("gpu_named")(torch.cuda.get_device_name(device))
     return gpu.tflops(config.plan) if gpu else 0.0
 
 
@@ -287,7 +289,7 @@ class SentinelChecks:
         # On a CPU the project's own models compute the same bits each time; others may not.
         exact = engine.device.type == "cpu" and not config.model.factory
         self._every = config.train.sentinel
-        self._sentinel = Sentinel(engine, exact) if self._every else None
+        self._sentinel = part("Sentinel")(engine, exact) if self._every else None
         self._last_clean = 0
 
     def checking(
@@ -302,6 +304,10 @@ class SentinelChecks:
             return nullcontext()
         return self._sentinel.checking(number, share_of)
 
+    def raised(self, error: Exception) -> bool:
+        """Return True if `error` is a fault that a check has found."""
+        return self._sentinel is not None and isinstance(error, part("SilentFault"))
+
     def note_clean(self, step: int) -> dict[str, str]:
         """Note that a checked step was clean, and return its field of metrics.jsonl; empty if it
         was not checked.
@@ -315,7 +321,7 @@ class SentinelChecks:
         return {"sentinel": "clean" if self._sentinel.recomputes else "not recomputed"}
 
     def outcome(
-        self, silent_fault: SilentFault, steps_done: int, saved_step: int
+        self, silent_fault: "SilentFault", steps_done: int, saved_step: int
     ) -> tuple[dict[str, Any], FaultyHardware]:
         """Return the event of a fault, for events.jsonl, and the exception that ends the run.
 

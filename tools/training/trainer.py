@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -36,21 +36,15 @@ from megaprec.precision.tf32 import tf32
 from megaprec.tokens.blend import Blend
 from megaprec.tokens.intact import describe_bad_id
 from megaprec.tokens.samples import Samples
-from models.decoder.own_model import stage_maker
+from models.decoder.stages import Stage
 from models.engine.engine import Engine, build_stages, mean_loss
-from models.engine.fp8_shadow import Shadow, run_shadow
 from models.engine.passes import OutsideVocabulary, Share
-from models.engine.sentinel import SilentFault
-from models.engine.shared_drawing import InitialWeights, draw_weights
-from parallel.leaves import Leaves
+from parallel.leaves import PLAIN, Leaves
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.timeline import Recording
 from tools.config.rules.derived import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.wrapped import say
-from tools.convert.initial import start_from
-from tools.convert.kept_ids import saved_ids
-from tools.convert.train_state import TrainState, read_overflow_monitor, read_spike_monitor
 from tools.journal.invariant_records import broken_event, findings_event
 from tools.journal.journal import Journal, format_evaluations
 from tools.journal.records import (
@@ -61,19 +55,14 @@ from tools.journal.records import (
     SPIKE_EVENT,
 )
 from tools.journal.router_records import COLLAPSE, collapse_event
-from tools.journal.shadow_records import shadow_event, shadow_fields
-from tools.journal.spike_records import spike_event
-from tools.journal.timeline_file import TIMELINE, write_trace
-from tools.training.banner import print_marked, print_memory, print_start
+from tools.parts.optional_parts import part
+from tools.saved.train_state import TrainState, read_overflow_monitor, read_spike_monitor
 from tools.training.batches import Batches, evaluated_samples
-from tools.training.compiling import compile_leaves, missed_lines
 from tools.training.corpus import Corpus
-from tools.training.harness import Harness
-from tools.training.initial import growth_of
+from tools.training.ends import TrainingDiverged
 from tools.training.invariants import Invariants
 from tools.training.learning_rates import LearningRates
 from tools.training.recording import record_run
-from tools.training.resume import resumed_progress
 from tools.training.run_folder import RunFolder
 from tools.training.saves import Saves, extra_entries, tokenizer_files
 from tools.training.step_records import (
@@ -86,7 +75,11 @@ from tools.training.step_records import (
     overflow_event,
     step_fields,
 )
-from tools.training.stopping import TrainingDiverged, listening, stop_together
+from tools.training.stopping import listening, stop_together
+
+if TYPE_CHECKING:
+    from models.engine.fp8_shadow import Shadow
+    from models.engine.sentinel import SilentFault
 
 
 class Trainer:
@@ -121,7 +114,9 @@ class Trainer:
         self.dp = self.engine.dp
         self._checks = SentinelChecks(self.engine, config)
         self._digests = Digests(self.engine, config)
-        self._harness = Harness(config, corpus, self.engine, self.position)
+        self._harness: Any = None  # evaluates the tasks of data.lm_eval, if there are any
+        if config.data.lm_eval:
+            self._harness = part("Harness")(config, corpus, self.engine, self.position)
         self._throughput = Throughput.of(config, corpus.model, self.engine.device)
         self._sizes = config.batches
         self._rates = LearningRates.of(config.lr, config.train)
@@ -143,7 +138,9 @@ class Trainer:
         elif config.train.init_from:
             self._begin_with(Path(config.train.init_from))
         elif self._shares_drawing:
-            draw_weights(self.engine.stages.values(), self.engine.optimizer, config.train.seed)
+            part("draw_weights")(
+                self.engine.stages.values(), self.engine.optimizer, config.train.seed
+            )
         self._saves = Saves(config, self.engine)
         self._saved_step = self.progress.step  # that of the newest checkpoint
         self._evaluated: dict[str, float] = {}  # losses after the newest step, by field
@@ -158,7 +155,7 @@ class Trainer:
             config.engine_options,
             # Weights that are loaded or drawn afterwards need not be drawn by each replica.
             blank=bool(self.resumed or config.train.init_from or self._shares_drawing),
-            leaves=compile_leaves(config, self.corpus.model, mesh, self.resumed),
+            leaves=self._leaves(mesh),
         )
         stages = build_stages(
             config=self.corpus.model,
@@ -166,13 +163,21 @@ class Trainer:
             mesh=mesh,
             schedule=config.schedule,
             options=options,
-            make_stage=stage_maker(config.model.factory),
+            make_stage=part("stage_maker")(config.model.factory) if config.model.factory else Stage,
             other_schedules=config.other_schedules,
         )
         optimizer = stages.make_optimizer(
             self.optimizer_class, **optimizer_options(config, device_of(mesh))
         )
         return Engine(stages, optimizer, [StepPosition(self.position), *observers], self.position)
+
+    def _leaves(self, mesh: DeviceMesh | None) -> Leaves:
+        """Return the form of the leaves by train.compile. Collective."""
+        is_plain = self.config.compile_mode(device_of(mesh).type) == "off"
+        # a resumed run may have been compiled before, and says so
+        if is_plain and self.resumed is None:
+            return PLAIN
+        return part("compile_leaves")(self.config, self.corpus.model, mesh, self.resumed)
 
     @property
     def _shares_drawing(self) -> bool:
@@ -185,9 +190,9 @@ class Trainer:
         """Load the weights of train.init_from. Collective over the world."""
         optimizer = self.engine.optimizer
         stages = self.engine.stages.values()
-        drawn = InitialWeights(stages, optimizer.plan, self.config.train.seed)
-        growth = growth_of(self.config, self.corpus)
-        self._first_ids = start_from(folder, optimizer, growth, drawn, self.config.model)
+        drawn = part("InitialWeights")(stages, optimizer.plan, self.config.train.seed)
+        growth = part("growth_of")(self.config, self.corpus)
+        self._first_ids = part("start_from")(folder, optimizer, growth, drawn, self.config.model)
 
     def _resume(self, checkpoint: Path) -> None:
         """Load the state of the run from a checkpoint."""
@@ -202,10 +207,10 @@ class Trainer:
         for warning in caught:
             print(f"warning    {warning.message}")
         store = Store(checkpoint, self.engine.optimizer.world)
-        self.progress = resumed_progress(store, self.config, self.corpus)
+        self.progress = part("resumed_progress")(store, self.config, self.corpus)
         self.monitor.load_state_dict(read_overflow_monitor(store))
         self.spike_monitor.load_state_dict(read_spike_monitor(store))
-        self._first_ids = saved_ids(store)
+        self._first_ids = part("saved_ids")(store)
 
     def run(self) -> None:
         """Take all remaining steps, or those until a signal, and save a checkpoint at the end.
@@ -215,7 +220,7 @@ class Trainer:
         saved if the ranks hold the same.
         """
         if self.rank == 0:
-            print_start(
+            part("print_start")(
                 self.config,
                 self.corpus,
                 self.engine.device.type,
@@ -223,8 +228,8 @@ class Trainer:
                 self.progress.step,
                 self.engine.refused_kernels,
             )
-            print_memory(self.engine.optimizer)
-            print_marked(self.engine.optimizer)
+            part("print_memory")(self.engine.optimizer)
+            part("print_marked")(self.engine.optimizer)
             # Without a step left, run.toml would differ from the steps taken.
             if self.progress.step < self.config.train.steps:
                 self.config.save_resolved(Path(self.config.train.folder))
@@ -262,8 +267,10 @@ class Trainer:
             start_time = time.perf_counter()
             try:
                 report, shadow = self.step()
-            except SilentFault as error:
-                self._end_for(error, journal)
+            except Exception as error:
+                if not self._checks.raised(error):
+                    raise
+                self._end_for(cast("SilentFault", error), journal)
             if leaves.names and self.progress.step == first_step:
                 self._say_misses(leaves)
             self._evaluate_and_record(journal, report, shadow, time.perf_counter() - start_time)
@@ -290,9 +297,13 @@ class Trainer:
             is_saved=self._saves_after,
         )
 
+    def _task_results(self) -> dict[str, float]:
+        """Return the results of the tasks of data.lm_eval. Collective over the world."""
+        return self._harness.results() if self._harness else {}
+
     def _say_misses(self, leaves: Leaves) -> None:
         """Say which compiled leaves also ran uncompiled. Collective over the world."""
-        lines = missed_lines(leaves, self.engine.optimizer.world, self.engine.device)
+        lines = part("missed_lines")(leaves, self.engine.optimizer.world, self.engine.device)
         if self.rank == 0:
             for line in lines:
                 say(line)
@@ -310,7 +321,7 @@ class Trainer:
         self._received_signal = signal_number
         self.engine.optimizer.stop = True
 
-    def _end_for(self, error: SilentFault, journal: Journal | None) -> NoReturn:
+    def _end_for(self, error: "SilentFault", journal: Journal | None) -> NoReturn:
         """Raise FaultyHardware. The checked step has changed nothing; the state before it is saved
         if it is sound.
         """
@@ -340,7 +351,7 @@ class Trainer:
         )
 
     def _evaluate_and_record(
-        self, journal: Journal | None, report: StepReport, shadow: Shadow | None, seconds: float
+        self, journal: Journal | None, report: StepReport, shadow: "Shadow | None", seconds: float
     ) -> None:
         """Evaluate if that is due after the step, let the overflow monitor note the step, and write
         its record and events (rank 0 alone). Collective over the world.
@@ -359,7 +370,7 @@ class Trainer:
                 for field, numbers in evaluated.items():
                     self._evaluated[field] = mean_loss(numbers)
                 record |= self._evaluated
-                record |= self._harness.results()
+                record |= self._task_results()
         record |= self._checks.note_clean(progress.step)
         self.position.end_computation()
         self.monitor.note(report)
@@ -377,8 +388,8 @@ class Trainer:
             events.append(event)
             record[SPIKE_EVENT] = event["said"]
         if shadow is not None:
-            record |= shadow_fields(shadow, self.config.fp8)
-            events.append(shadow_event(shadow, progress.step, self.config.fp8))
+            record |= part("shadow_fields")(shadow, self.config.fp8)
+            events.append(part("shadow_event")(shadow, progress.step, self.config.fp8))
         if collapsed := self._router_monitor.note(report):
             experts = self.corpus.model.experts
             bound = self._router_monitor.bound
@@ -400,7 +411,7 @@ class Trainer:
         with self.position.in_phase(Phase.EVALUATION):
             for field, numbers in self._evaluate_all().items():
                 losses[field] = mean_loss(numbers)
-            losses |= self._harness.results()
+            losses |= self._task_results()
         self.position.end_computation()
         if journal is not None:
             journal.write_event({"event": FIRST_EVALUATION, "step": 0, "losses": losses})
@@ -443,7 +454,7 @@ class Trainer:
         in_a_row = self.spike_monitor.in_a_row
         if spike is None or (in_a_row > 1 and report.outcome != SPIKE):
             return []
-        return [spike_event(spike, report, self.progress.step, samples, in_a_row)]
+        return [part("spike_event")(spike, report, self.progress.step, samples, in_a_row)]
 
     def _evaluate_all(self) -> dict[str, Tensor]:
         """Return the losses of all evaluated sets by field of a record, as `evaluate` does, and
@@ -469,7 +480,7 @@ class Trainer:
         """Return True if a checkpoint is due after this step."""
         return step == self.config.train.steps or is_due(self.config.checkpoint.every, step)
 
-    def step(self) -> tuple[StepReport, Shadow | None]:
+    def step(self) -> "tuple[StepReport, Shadow | None]":
         """Take the next step. Return its report, and the FP8 comparison if one was due.
 
         A NonFiniteStep is kept: once the state is saved, TrainingDiverged ends the run for it.
@@ -486,7 +497,7 @@ class Trainer:
         if is_due(self.config.fp8.shadow_every, step_number + 1):
             # Before the step, with the weights that it will read.
             with self.position.in_phase(Phase.COMPARISON):
-                shadow = run_shadow(self.engine.passes_for(share), share, step_number)
+                shadow = part("run_shadow")(self.engine.passes_for(share), share, step_number)
         # The sentinel recomputes the share of any data-parallel rank.
         share_of = partial(self.share, first_sample)
         with self._locating(self.corpus.train), self._checks.checking(step_number, share_of):
@@ -560,8 +571,8 @@ class Trainer:
     def _write_timeline(self, recording: Recording, schedule: Schedule) -> None:
         spans = recording.gather(schedule, self.engine.device)
         if self.rank == 0:
-            file = Path(self.config.train.folder) / TIMELINE
-            write_trace(file, spans, title=f"step {self.progress.step}")
+            folder = Path(self.config.train.folder)
+            part("write_timeline")(folder, spans, title=f"step {self.progress.step}")
 
     def evaluate(self, samples: Samples | Blend) -> Tensor:
         """Return the sum of the losses of the first samples, and the number of their tokens that

@@ -20,7 +20,7 @@ from torch import Tensor
 from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
 from megaprec.optim.canonical.exact_sum import LENGTH, ExactSum, total
-from megaprec.optim.decision.consensus import Measured, StepConsensus, StepNumbers
+from megaprec.optim.decision.consensus import GradientMeasures, StepConsensus, StepNumbers
 from megaprec.optim.decision.grad_stats import statistics
 
 _LARGEST_EXPONENT = 1000  # powers of two up to here, and their inverses, are numbers of float64
@@ -45,7 +45,9 @@ class CanonicalConsensus(StepConsensus):
         # exchanged numbers of the norm: an exact sum, and the exponent of its unit
         self._num_exact = 0 if is_largest else LENGTH + 1
 
-    def measure(self, gradients: Sequence[Tensor], counted_elsewhere: Sequence[Tensor]) -> Measured:
+    def measure(
+        self, gradients: Sequence[Tensor], counted_elsewhere: Sequence[Tensor]
+    ) -> GradientMeasures:
         """Return the measures of this rank's gradients; the sum of squares is 0, or not finite if
         an element or a copy is not.
 
@@ -56,7 +58,7 @@ class CanonicalConsensus(StepConsensus):
         # 0 * x is 0 for a finite x, else NaN: only whether the sum of squares is finite is used
         if self.exact_order == math.inf:
             counted[0] *= 0
-            return Measured(counted, _largest(gradients, self.device))
+            return GradientMeasures(counted, _largest(gradients, self.device))
         # squares of FP32 numbers fit into float64, other powers may not
         exponent = 0
         if self.exact_order != 2:
@@ -71,9 +73,9 @@ class CanonicalConsensus(StepConsensus):
         infinite = sum_of_powers[LENGTH - 1]
         counted[0] = 0 * counted[0] + 0 * infinite
         norm = torch.cat((sum_of_powers, unit_exponent))
-        return Measured(counted, norm)
+        return GradientMeasures(counted, norm)
 
-    def pack(self, measured: Measured, numbers: Mapping[str, Tensor | float]) -> Tensor:
+    def pack(self, measured: GradientMeasures, numbers: Mapping[str, Tensor | float]) -> Tensor:
         """Return this rank's numbers. Its loss is in slots, float64 [micro-batches of the global
         batch]."""
         losses = numbers["loss"]
@@ -83,7 +85,7 @@ class CanonicalConsensus(StepConsensus):
         if self._num_exact:
             powers = measured.norm
             # the base class exchanges a largest magnitude only
-            measured = Measured(measured.counted, no_numbers)
+            measured = GradientMeasures(measured.counted, no_numbers)
         # its sum of losses tells whether all are finite; `read` replaces it by the exact one
         of_base = super().pack(measured, {**numbers, "loss": losses.sum()})
         return torch.cat((of_base, powers, losses))

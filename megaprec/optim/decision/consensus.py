@@ -41,23 +41,23 @@ class Combine(Enum):
     """Combination of the ranks' values of a number into one.
 
     SUM: over all ranks.
-    BY_STAGE: over the ranks of each pipeline stage, [pp].
+    BY_PP_RANK: over the ranks of each pipeline stage, [pp].
     EQUAL: a digest that all ranks must share: whether they do.
-    EQUAL_IN_STAGE: a digest that the ranks of each stage must share: whether all stages do.
+    EQUAL_IN_PP_RANK: a digest that the ranks of each stage must share: whether all stages do.
     """
 
     SUM = auto()
-    BY_STAGE = auto()
+    BY_PP_RANK = auto()
     EQUAL = auto()
-    EQUAL_IN_STAGE = auto()
+    EQUAL_IN_PP_RANK = auto()
 
     def length(self, stages: int) -> int:
         """Return how many numbers are exchanged."""
         lengths = {
             Combine.SUM: 1,
-            Combine.BY_STAGE: stages,
+            Combine.BY_PP_RANK: stages,
             Combine.EQUAL: 2,
-            Combine.EQUAL_IN_STAGE: 2 * stages,
+            Combine.EQUAL_IN_PP_RANK: 2 * stages,
         }
         return lengths[self]
 
@@ -65,25 +65,25 @@ class Combine(Enum):
 NUMBERS: Mapping[str, Combine] = {
     "squares": Combine.SUM,
     "loss": Combine.SUM,
-    "same_common": Combine.EQUAL,
+    "agrees_globally": Combine.EQUAL,
     "stops": Combine.SUM,
     "num_gradients": Combine.SUM,
     "nothing_counts": Combine.SUM,
     "num_losses": Combine.SUM,
-    "zeros": Combine.BY_STAGE,
-    "same_in_stages": Combine.EQUAL_IN_STAGE,
+    "zeros": Combine.BY_PP_RANK,
+    "agrees_in_pp_ranks": Combine.EQUAL_IN_PP_RANK,
 }
 """The numbers that ranks exchange about a step, in this order.
 
 squares: of the gradients, including the loss scale.
 loss: this rank's share.
-same_common: digest of the scaler, step count, learning rate and limits.
+agrees_globally: digest of the scaler, step count, learning rate and limits.
 stops: 1 if the rank was asked to stop.
 num_gradients: how many of the rank's parameters have one.
 nothing_counts: 1 if the rank knows that no token of the batch counts in the loss.
 num_losses: 1 if the rank knows a loss.
 zeros: gradient elements that are zero.
-same_in_stages: digest of the parameters without a gradient, and of the settings.
+agrees_in_pp_ranks: digest of the parameters without a gradient, and of the settings.
 """
 
 StepNumbers = Mapping[str, Tensor]
@@ -98,7 +98,7 @@ gave_loss: whether some rank has given a loss. Without one the loss is NaN.
 def forbids(numbers: StepNumbers, on_nonfinite: str) -> Tensor:
     """Return float32 [], 1 if the step must change nothing. on_nonfinite: as in the precision
     plan."""
-    ranks_agree = numbers["same_common"] & numbers["same_in_stages"]
+    ranks_agree = numbers["agrees_globally"] & numbers["agrees_in_pp_ranks"]
     has_gradients = numbers["num_gradients"] > 0
     allowed = ranks_agree & has_gradients & ~numbers["nothing_counts"]
     if on_nonfinite != "ignore":
@@ -126,7 +126,7 @@ def to_host(numbers: StepNumbers) -> dict[str, Any]:
     return values
 
 
-class Measured(NamedTuple):
+class GradientMeasures(NamedTuple):
     """The measures of a rank's gradients, on the device.
 
     counted: float64 [2], the sum of squares and the number of zeros.
@@ -160,17 +160,19 @@ class StepConsensus:
         norm_slots = 0 if order == 2 else world.size
         self.lengths = (*(how.length(pp.size) for how in NUMBERS.values()), norm_slots)
 
-    def measure(self, gradients: Sequence[Tensor], counted_elsewhere: Sequence[Tensor]) -> Measured:
+    def measure(
+        self, gradients: Sequence[Tensor], counted_elsewhere: Sequence[Tensor]
+    ) -> GradientMeasures:
         """Return sum of squares and number of zeros, and the norm, of this rank's gradients.
 
         gradients, counted_elsewhere: as in `grad_stats.statistics`.
         """
         counted = statistics(gradients, counted_elsewhere, self.device, self._call)
         if self.order == 2:
-            return Measured(counted, counted[0])
-        return Measured(counted, norm_of(gradients, self.order, self.device))
+            return GradientMeasures(counted, counted[0])
+        return GradientMeasures(counted, norm_of(gradients, self.order, self.device))
 
-    def pack(self, measured: Measured, numbers: Mapping[str, Tensor | float]) -> Tensor:
+    def pack(self, measured: GradientMeasures, numbers: Mapping[str, Tensor | float]) -> Tensor:
         """Return this rank's numbers, to be summed over the world: float64.
 
         measured: of its gradients; its norm is read only for a norm other than L2.
@@ -190,7 +192,7 @@ class StepConsensus:
             return value.view(1)
         if how is Combine.EQUAL:
             return torch.stack((value, value.square()))
-        rows = value.view(1) if how is Combine.BY_STAGE else torch.stack((value, value.square()))
+        rows = value.view(1) if how is Combine.BY_PP_RANK else torch.stack((value, value.square()))
         of_stages = torch.zeros(len(rows), self.pp.size, dtype=torch.float64, device=self.device)
         of_stages[:, self.pp.rank] = rows
         return of_stages.view(-1)
@@ -199,10 +201,11 @@ class StepConsensus:
         """Return the number of which all ranks together have sent this sum."""
         if how is Combine.SUM:
             return summed.view(())
-        if how is Combine.BY_STAGE:
+        if how is Combine.BY_PP_RANK:
             return summed
         if how is Combine.EQUAL:
-            return _are_equal(*summed.unbind(), self.world.size)
+            digests, digests_squared = summed.unbind()
+            return _are_equal(digests, digests_squared, self.world.size)
         ranks_of_stage = self.world.size // self.pp.size
         digests, digests_squared = summed.view(2, -1).unbind()
         return _are_equal(digests, digests_squared, ranks_of_stage).all()

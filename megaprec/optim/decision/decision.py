@@ -32,7 +32,7 @@ class StepSettings:
 
 
 @dataclass(frozen=True)
-class Decision:
+class StepDecision:
     """The decision of all ranks on one step, in tensors on the device, which no host waits for.
 
     numbers: that ranks have exchanged.

@@ -69,8 +69,8 @@ class Numerics:
         device: torch.device,
         leaves: CallLeaf | None = None,
     ) -> StepConsensus:
-        """Return the agreement of all ranks. order: of the gradients' norm. leaves: as for the
-        optimizer."""
+        """Return what packs a rank's numbers and reads their sum. order: of the gradients' norm.
+        leaves: as for the optimizer."""
         return StepConsensus(pp, world, order, device, leaves)
 
     def arrange_loss(

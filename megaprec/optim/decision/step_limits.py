@@ -27,13 +27,11 @@ class StepLimits(NamedTuple):
         return math.isfinite(self.loss) or math.isfinite(self.norm)
 
     def exceeded_by(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """Return bool [], True if one of the numbers is above its limit. NaN is above none, nor is
-        an inf: a step that is not finite is no spike, but an overflow.
+        """Return bool [], True if one of the numbers is above its limit.
 
         loss, norm: float64 [].
         """
-        above = (loss > self.loss) | (norm > self.norm)
-        return above & loss.isinf().logical_not() & norm.isfinite()
+        return (loss > self.loss) | (norm > self.norm)
 
     def tensors(self, device: torch.device) -> tuple[Tensor, ...]:
         """Return the limits, float64 [] each; none if there is no limit."""

@@ -169,6 +169,7 @@ class StepReport:
 
 class StepObserver:
     """A base class that does nothing at any moment of a step; override the moments of interest.
+    `gradients_ready` may raise, on every rank, to stop the step before it changes anything.
 
     buffers: all buffers of this rank. Gradients are final only in each buffer's own slice, and
     still multiplied by `scale`, float32 of shape [].

@@ -119,7 +119,7 @@ def _stable_then_decay(schedule: LRSchedule, completed: int) -> float:
     return TAILS[schedule.tail](into_tail / schedule.decay)
 
 
-class ScheduleKind(NamedTuple):
+class LRKind(NamedTuple):
     """A schedule of the learning rate.
 
     height: the position of the rate between final (0) and peak (1) after warm-up, of the schedule
@@ -133,9 +133,9 @@ class ScheduleKind(NamedTuple):
     keys: tuple[str, ...] = ()
 
 
-SCHEDULES: Mapping[Kind, ScheduleKind] = {
-    "constant": ScheduleKind(lambda schedule, completed: 1.0, ends=False),
-    "linear": ScheduleKind(lambda schedule, done: _linear(schedule.after_warmup(done))),
-    "cosine": ScheduleKind(lambda schedule, done: _cosine(schedule.after_warmup(done))),
-    "wsd": ScheduleKind(_stable_then_decay, keys=("decay", "wsd_decay")),
+SCHEDULES: Mapping[Kind, LRKind] = {
+    "constant": LRKind(lambda schedule, completed: 1.0, ends=False),
+    "linear": LRKind(lambda schedule, done: _linear(schedule.after_warmup(done))),
+    "cosine": LRKind(lambda schedule, done: _cosine(schedule.after_warmup(done))),
+    "wsd": LRKind(_stable_then_decay, keys=("decay", "wsd_decay")),
 }

@@ -9,7 +9,7 @@ import torch
 
 from megaprec.errors import Problem, UserError
 from megaprec.optim.rules.muon.rule import Muon
-from megaprec.optim.rules.torch_rule import Torch
+from megaprec.optim.rules.torch_rule import TorchRule
 from megaprec.optim.rules.update_rules import SGD, AdamW, UpdateRule
 
 # arguments of torch's optimizers that come with each step
@@ -76,8 +76,8 @@ def rule_kind(name: str) -> RuleKind:
     if not (isinstance(member, type) and issubclass(member, base) and member is not base):
         raise UserError.of("optimizer.rule_unknown", name=name, names=NAMES)
 
-    def make(**options: Any) -> Torch:
-        return Torch(member, options)
+    def make(**options: Any) -> TorchRule:
+        return TorchRule(member, options)
 
     arguments = _options_of(member)
     options = tuple(argument for argument in arguments if argument not in OF_EACH_STEP)
@@ -101,7 +101,7 @@ def _require_known(name: str, kind: RuleKind, options: Iterable[str]) -> None:
     """Raise UserError for options that a rule does not have."""
     accepted = {*kind.options, *kind.own_keys}
     if name.lower() not in RULES:
-        # `Torch` says of these why they are no options
+        # `TorchRule` says of these why they are no options
         accepted.update(OF_EACH_STEP)
     unknown = [option for option in options if option not in accepted]
     if unknown:

@@ -37,7 +37,7 @@ class _Trial(NamedTuple):
     idle_state: dict[str, Tensor]
 
 
-class Torch:
+class TorchRule:
     """Any elementwise optimizer class of torch, applied to slices with its state.
 
     Its moments, and the property of being elementwise, are determined by a trial on a few numbers,

@@ -340,7 +340,7 @@ class Buffer:
             assert self.masters is not None
             view.copy_(parameter.data.to(self.masters.dtype))
         parameter.data = view
-        self._gradients.collect(number)
+        self._gradients.attach(number)
         shard_start = max(start, self.start)
         shard_stop = min(stop, self.stop)
         if shard_start < shard_stop:
@@ -491,7 +491,7 @@ class Buffer:
         is_copied = self.dp.size > 1 and self.reduce_dtype != sent.dtype
         if is_copied:
             sent = sent.to(self.reduce_dtype)
-        self._gradients.take()
+        self._gradients.release_for_reduction()
         wait = self.reduction.start_sum(self.dp, sent, is_sharded)
 
         def finish() -> None:

@@ -65,6 +65,11 @@ class FrozenState:
         for _, _, buffer in self._buffers():
             self._versions[id(buffer)] = (buffer, num_writes(buffer))
 
+    def require_savable(self) -> None:
+        """Raise UserError if a frozen parameter cannot be saved."""
+        for _ in self.slices():
+            pass
+
     def slices(self) -> Iterator[FrozenSlice]:
         """Yield the slices of all frozen parameters. Raises UserError for one that no checkpoint
         can hold."""

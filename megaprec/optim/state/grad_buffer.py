@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megaprec.comm.layout import layout_of
 from megaprec.comm.main_grad import (
     AbsentGradient,
-    collect,
+    attach_main_grad,
     forget_gradient,
     has_main_grad,
     take_gradients,
@@ -77,10 +77,10 @@ class GradBuffer:
             views.append(view)
         return views
 
-    def collect(self, number: int) -> None:
+    def attach(self, number: int) -> None:
         """Accumulate all later gradients of parameter `number` here."""
         make_room = self.make_room if self.sharded else None
-        collect(self._parameters[number], self._views[number], make_room)
+        attach_main_grad(self._parameters[number], self._views[number], make_room)
 
     def collects(self, number: int) -> bool:
         """Return True if gradients of parameter `number` come here: no other optimizer has taken
@@ -114,9 +114,9 @@ class GradBuffer:
         self._whole[stop:].zero_()
         self._set_main_grads(self._views_of(self._whole))
 
-    def take(self) -> None:
-        """Give up a sharded whole that is being reduced. Further gradients of the step get memory
-        of their own."""
+    def release_for_reduction(self) -> None:
+        """Under ZeRO-2, let go of the flat gradients: the caller, which reduces them, then holds
+        the only reference. Further gradients of the step get memory of their own."""
         if self.sharded:
             take_gradients(self._parameters)
             self.free()

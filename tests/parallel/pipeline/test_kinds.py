@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megaprec.errors import Problem, UserError
 from parallel.pipeline.builders import gpipe, interleaved, one_f_one_b, zb_v
-from parallel.pipeline.formulas import Sizes
+from parallel.pipeline.formulas import FormulaSizes
 from parallel.pipeline.instructions import (
     INPUT_GRADIENTS,
     NO_MICROBATCH,
@@ -245,7 +245,7 @@ def test_the_textbook_is_right_about_equal_stages(kind: str, costs: tuple[int, i
     times |= {Op.BACKWARD_INPUT: of_input, Op.BACKWARD_WEIGHT: of_weight}
     for p, m in ((1, 4), (2, 6), (4, 8), (4, 16), (8, 24)):
         s = schedule(kind, p, m, cost=lambda i: times.get(i.op, 0))
-        sizes = Sizes(p, m, len(s.rank_of_stage) // p, *costs)
+        sizes = FormulaSizes(p, m, len(s.rank_of_stage) // p, *costs)
         book = KINDS[kind]
         assert bubble(simulate(s, lambda i: times.get(i.op, 0))) == pytest.approx(
             book.bubble.value(sizes), abs=1e-12

@@ -18,7 +18,7 @@ from megaprec.parsing import MOST_SETTINGS, parse_toml, read_text
 from megaprec.resources import cores
 from models.estimate.storage import Device
 from tools.console.toml import toml
-from tools.convert.core.settings import requirement_of
+from tools.saved.model_fields import requirement_of
 
 VERSION = 1
 COMMENT = (

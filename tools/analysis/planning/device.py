@@ -32,7 +32,7 @@ UNITS = {
 
 
 @dataclass(frozen=True)
-class Target:
+class DeviceTarget:
     """A rank's device.
 
     memory: in bytes; 0 if it is not known.
@@ -58,7 +58,7 @@ class Target:
         return "fits" if needed <= self.usable else "does not fit"
 
 
-def target_of(config: RunConfig, gpu: str = "", memory: str = "", ranks: int = 0) -> Target:
+def target_of(config: RunConfig, gpu: str = "", memory: str = "", ranks: int = 0) -> DeviceTarget:
     """Return the device that is named, or the one here that the run would take. Raises UserError.
 
     ranks: that share it if it is a CPU; 0: those of the run.
@@ -66,22 +66,22 @@ def target_of(config: RunConfig, gpu: str = "", memory: str = "", ranks: int = 0
     size = _parse_size(memory) if memory else 0
     if gpu:
         sheet = _require_gpu(gpu)
-        return Target("cuda", sheet.name, size or int(sheet.gigabytes * 10**9), sheet)
+        return DeviceTarget("cuda", sheet.name, size or int(sheet.gigabytes * 10**9), sheet)
     # memory alone is that of some GPU, whose speed is not known
     if size:
-        return Target("cuda", f"a GPU of {memory}", size)
+        return DeviceTarget("cuda", f"a GPU of {memory}", size)
     if config.train.device != "cpu" and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         name = properties.name
-        return Target("cuda", name, properties.total_memory, gpu_named(name))
+        return DeviceTarget("cuda", name, properties.total_memory, gpu_named(name))
     # the run asks for a GPU, whatever this machine has
     if config.train.device == "cuda":
-        return Target("cuda", "a GPU that is not here")
+        return DeviceTarget("cuda", "a GPU that is not here")
     ranks = ranks or config.world_size
     name = f"this machine's {memory_bytes() / 2**30:.1f} GiB"
     if ranks > 1:
         name += f" over {ranks:,} ranks"
-    return Target("cpu", name, memory_bytes() // ranks)
+    return DeviceTarget("cpu", name, memory_bytes() // ranks)
 
 
 def assumed_devices(config: RunConfig) -> Iterator[str]:

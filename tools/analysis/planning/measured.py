@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from megaprec.errors import UserError
-from tools.config.run_file import RUN_FILES, RunConfig, load_run
+from tools.config.run_file import RunConfig, load_run, run_file_in
 from tools.journal.records import read_metrics
 
 # Steps at the start that do not count: kernels are compiled and memory is allocated.
@@ -35,8 +35,8 @@ class MeasuredRun:
 
 def read_measured(folder: Path) -> MeasuredRun:
     """Return the speed of the run in `folder`. Raises UserError."""
-    files = [folder / name for name in reversed(RUN_FILES) if (folder / name).is_file()]
-    if not files:
+    file = run_file_in(folder, written_by_run=True) or run_file_in(folder)
+    if file is None:
         raise UserError.of("planning.measured_no_run", folder=folder)
     seconds = [record["seconds"] for record in read_metrics(folder) if "seconds" in record]
     steady = seconds[WARM_UP:]
@@ -45,7 +45,7 @@ def read_measured(folder: Path) -> MeasuredRun:
         raise UserError.of(
             "planning.measured_few_steps", folder=folder, steps=len(seconds), least=least
         )
-    return MeasuredRun(folder, load_run(files[0]), median(steady), len(steady))
+    return MeasuredRun(folder, load_run(file), median(steady), len(steady))
 
 
 def factor_of(run: MeasuredRun, predict: Callable[[RunConfig], float]) -> float:

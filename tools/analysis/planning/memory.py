@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from megaprec.optim.canonical.microbatch_sums import num_waiting_sums
 from models.decoder.stages import Cut
-from models.estimate.elementwise import Share
+from models.estimate.elementwise import LayerShare
 from models.estimate.flops import StageCost
 from models.estimate.least_activations import least_bytes_of_layer
 from models.estimate.memory import ActivationBytes, StageMemory, message_bytes
@@ -333,7 +333,7 @@ def _count_like_last(config: RunConfig, cut: Cut) -> int:
 def least_activation_bytes(config: RunConfig) -> int:
     """Return a lower bound of `MemoryModel.least_activations`, without running a layer."""
     parallel = config.parallel
-    share = Share(parallel.tensor, parallel.sequence, expert_slices(parallel))
+    share = LayerShare(parallel.tensor, parallel.sequence, expert_slices(parallel))
     of_layer = least_bytes_of_layer(config.sized_model, config.plan, share, config.recompute)
     tokens = config.train.micro_batch * config.train.seq_length / parallel.context
     return int(least_layers_in_flight(config) * tokens * of_layer)

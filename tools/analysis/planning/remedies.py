@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tools.analysis.planning.device import Target
+from tools.analysis.planning.device import DeviceTarget
 from tools.analysis.planning.memory import MemoryModel
 from tools.analysis.planning.search import ORIGIN, Planned, least_of_mean_rank, plan_run
 from tools.analysis.planning.seconds.assumptions import Assumptions
@@ -41,7 +41,7 @@ class Remedy:
 
 
 def cheapest_remedy(
-    config: RunConfig, target: Target, assumed: Assumptions | None
+    config: RunConfig, target: DeviceTarget, assumed: Assumptions | None
 ) -> Remedy | None:
     """Return the change with which the run fits and is fastest; None if none of `CHANGES` is
     enough."""
@@ -59,7 +59,7 @@ def cheapest_remedy(
 
 
 def _fastest_first(
-    config: RunConfig, target: Target, assumed: Assumptions | None
+    config: RunConfig, target: DeviceTarget, assumed: Assumptions | None
 ) -> list[tuple[tuple[float, int], dict[str, Any], RunConfig]]:
     """Return a lower bound of each change's `_seconds`, its keys, and the changed run, the least
     first; without those that cannot fit."""

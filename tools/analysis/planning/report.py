@@ -15,7 +15,7 @@ from parallel.pipeline.kinds import KINDS
 from tools.analysis.planning.accuracy import MEASURED, PLAIN
 from tools.analysis.planning.assumed import assumed_lines
 from tools.analysis.planning.bottleneck import describe_bottleneck
-from tools.analysis.planning.device import RESERVED, Target, target_of
+from tools.analysis.planning.device import RESERVED, DeviceTarget, target_of
 from tools.analysis.planning.memory import MemoryModel, RankBytes
 from tools.analysis.planning.remedies import Remedy
 from tools.analysis.planning.search import (
@@ -50,7 +50,7 @@ OTHER_KINDS = {
 }
 
 
-def run_lines(config: RunConfig, target: Target) -> Iterator[str]:
+def run_lines(config: RunConfig, target: DeviceTarget) -> Iterator[str]:
     """Yield the lines on the run and its device."""
     model = config.sized_model
     parallel = config.parallel
@@ -103,7 +103,7 @@ def _modes(parallel: Parallel) -> Iterator[str]:
         yield f"recompute {', '.join(parallel.recompute_modules) or parallel.recompute}"
 
 
-def memory_lines(planned: Planned, target: Target) -> Iterator[str]:
+def memory_lines(planned: Planned, target: DeviceTarget) -> Iterator[str]:
     """Yield the table of bytes by pipeline rank, and the verdict."""
     rows: list[tuple[str, ...]] = [("rank", *MAIN_KINDS, "other", "total")]
     for first, last, rank_bytes in _group_equal(planned.ranks):
@@ -133,7 +133,7 @@ def _other(by_kind: Mapping[str, int]) -> int:
     return sum(by_kind[kind] for kind in OTHER_KINDS)
 
 
-def describe_fit(ranks: Sequence[RankBytes], target: Target) -> str:
+def describe_fit(ranks: Sequence[RankBytes], target: DeviceTarget) -> str:
     """Return whether the run fits, with the numbers that say so."""
     total = max(rank.total for rank in ranks)
     needs = f"{target.verdict(total)}: {size(total)} on the fullest rank"
@@ -142,7 +142,7 @@ def describe_fit(ranks: Sequence[RankBytes], target: Target) -> str:
     return f"{needs}, {size(target.usable)} usable ({1 - RESERVED:.0%} of {size(target.memory)})"
 
 
-def beyond_line(config: RunConfig, target: Target) -> str:
+def beyond_line(config: RunConfig, target: DeviceTarget) -> str:
     """Return the verdict on a run that does not fit in its own layout by what its state takes at
     least."""
     least = least_of_mean_rank(config)
@@ -285,7 +285,7 @@ def rates(config: RunConfig, predicted: Prediction, assumed: Assumptions) -> dic
 
 
 def layout_lines(
-    result: LayoutSearch, ranks: int, target: Target, assumed: Assumptions
+    result: LayoutSearch, ranks: int, target: DeviceTarget, assumed: Assumptions
 ) -> Iterator[str]:
     """Yield the table of the layouts that fit. target, assumed: of one of the `ranks` ranks."""
     has_context = any(planned.config.parallel.context > 1 for planned in result.layouts)
@@ -356,7 +356,7 @@ def none_found(result: LayoutSearch, ranks: int) -> str:
     )
 
 
-def as_data(planned: Planned, target: Target, assumed: Assumptions | None) -> dict[str, Any]:
+def as_data(planned: Planned, target: DeviceTarget, assumed: Assumptions | None) -> dict[str, Any]:
     """Return a plan as plain values, for JSON."""
     predicted = planned.prediction
     ranks: list[dict[str, int]] = []

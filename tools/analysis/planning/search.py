@@ -22,7 +22,7 @@ from megaprec.optim.rules.muon.rule import min_moments
 from models.parameter_counts import expert_parameters, num_parameters
 from parallel.pipeline.kinds import KINDS
 from parallel.sequence_cut import length_multiple
-from tools.analysis.planning.device import Target
+from tools.analysis.planning.device import DeviceTarget
 from tools.analysis.planning.memory import (
     MemoryModel,
     PlannedPasses,
@@ -183,7 +183,7 @@ class _Found:
     too_large: bytes of those that do not fit.
     """
 
-    def __init__(self, target: Target, assumed: Assumptions) -> None:
+    def __init__(self, target: DeviceTarget, assumed: Assumptions) -> None:
         self.fitting = list[Planned]()
         self.slower = 0
         self.too_large = list[int]()
@@ -247,7 +247,7 @@ class _Found:
 def search(
     config: RunConfig,
     ranks: int,
-    target: Target,
+    target: DeviceTarget,
     assumed: Assumptions,
     progress: Progress,
 ) -> LayoutSearch:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from models.decoder.stages import Cut
 from models.estimate.flops import StageCost, stage_costs
 from models.estimate.memory import message_bytes
-from parallel.pipeline.formulas import Sizes
+from parallel.pipeline.formulas import FormulaSizes
 from parallel.pipeline.instructions import SENDS, Instruction, Op
 from parallel.pipeline.kinds import KINDS
 from parallel.pipeline.simulation import Span, simulate
@@ -414,7 +414,7 @@ def least_seconds(config: RunConfig, assumed: Assumptions) -> float:
         """Return the time that the mean rank needs for an operation of a micro-batch."""
         return sum(of_stage[op].seconds for of_stage in step_costs.by_stage) / pipeline
 
-    sizes = Sizes(
+    sizes = FormulaSizes(
         pipeline,
         config.num_microbatches,
         stages // pipeline,

@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
-from tools.analysis.plots.drawing import Drawing, Line, Point, Rect, Shape, Text, Trail, text_width
+from tools.analysis.plots.drawing import (
+    Drawing,
+    Line,
+    Point,
+    Rect,
+    Shape,
+    Strokes,
+    Text,
+    text_width,
+)
 
 WIDTH = 1100.0  # of a drawing
 FIRST_ROW = 8.0  # top of the first row of charts
@@ -223,7 +232,7 @@ def finite_range(values: Iterable[float]) -> tuple[float, float] | None:
 
 
 @dataclass(frozen=True)
-class Row:
+class ChartRow:
     """Charts beside each other. columns: how many would fit. height: of the axes, in pixels."""
 
     charts: Sequence[Chart]
@@ -241,7 +250,9 @@ class Row:
         return [Box(left, axes_top, axes_width, self.height) for left in lefts]
 
 
-def draw_rows(title: str, rows: Sequence[Row], width: float = WIDTH, right: float = 0.0) -> Drawing:
+def draw_rows(
+    title: str, rows: Sequence[ChartRow], width: float = WIDTH, right: float = 0.0
+) -> Drawing:
     """Return a drawing of rows of charts below each other. right: room at the right edge."""
     drawing = Drawing(width, height=0)
     row_top = FIRST_ROW
@@ -291,10 +302,10 @@ def draw_chart(chart: Chart, plot_area: Box) -> Iterator[Shape]:
         yield _band(frame, chart.band)
     yield from _axes(frame)
     for x_value in chart.resumed:
-        yield Trail(frame.upright(x_value), "faint", 1.0, dash=DOTTED)
+        yield Strokes(frame.upright(x_value), "faint", 1.0, dash=DOTTED)
     for level in chart.levels:
         ends = frame.level(level.y)
-        yield Trail(ends, level.color, 1.0, dash=level.dash)
+        yield Strokes(ends, level.color, 1.0, dash=level.dash)
     for series in chart.series:
         yield from _curve(frame, series)
     for crosses in chart.crosses:
@@ -310,7 +321,7 @@ def draw_chart(chart: Chart, plot_area: Box) -> Iterator[Shape]:
         )
 
 
-def _crosses_on_axis(frame: Frame, crosses: Crosses) -> Trail:
+def _crosses_on_axis(frame: Frame, crosses: Crosses) -> Strokes:
     max_crosses = int(frame.box.width / STRETCH_WIDTH)
     # of very many, evenly chosen ones: more would not be seen
     spacing = 1 + len(crosses.x) // max_crosses
@@ -347,7 +358,7 @@ def _axes(frame: Frame) -> Iterator[Shape]:
     top_left = (area.left, area.top)
     corner = (area.left, area.bottom)
     bottom_right = (area.right, area.bottom)
-    yield Trail([top_left, corner, bottom_right], "ink", 0.9)
+    yield Strokes([top_left, corner, bottom_right], "ink", 0.9)
     if frame.chart.x_label:
         center = area.left + area.width / 2
         label_baseline = area.bottom + _footer_height(frame.chart) - 8
@@ -442,7 +453,7 @@ def _curve(frame: Frame, series: Series) -> Iterator[Shape]:
         corners = points
         if frame.chart.stepped:
             corners = list(_as_steps(points, frame.box.right))
-        yield Trail(
+        yield Strokes(
             corners,
             color=series.color,
             width=series.width,
@@ -482,7 +493,7 @@ def _draw_dot(center: Point, color: str) -> Rect:
     )
 
 
-def _draw_crosses(centers: Sequence[Point], color: str) -> Trail:
+def _draw_crosses(centers: Sequence[Point], color: str) -> Strokes:
     points: list[Point | None] = []
     for x, y in centers:
         left = x - CROSS
@@ -491,7 +502,7 @@ def _draw_crosses(centers: Sequence[Point], color: str) -> Trail:
         bottom = y + CROSS
         points += [(left, top), (right, bottom), None]
         points += [(left, bottom), (right, top), None]
-    return Trail(points, color, 1.5)
+    return Strokes(points, color, 1.5)
 
 
 def _thinned_points(series: Series, max_stretches: int) -> Iterator[tuple[float, float]]:
@@ -594,7 +605,7 @@ def _legend_entry(entry: Series, sign_left: float, baseline: float) -> Iterator[
     middle = baseline - 4  # of the height of letters
     if entry.joined:
         ends = [(sign_left, middle), (sign_right, middle)]
-        yield Trail(
+        yield Strokes(
             ends,
             color=entry.color,
             width=entry.width,

@@ -18,10 +18,10 @@ from tools.analysis.plots.charts import (
     FIRST_ROW,
     WIDTH,
     Chart,
+    ChartRow,
     Crosses,
     Frame,
     Level,
-    Row,
     Series,
     draw_rows,
     finite_range,
@@ -148,7 +148,7 @@ def drawn_together(curves: Sequence[Curve], x_axis: Over) -> Drawing:
     names_width = max(text_width(curve.name, LABEL_SIZE) for curve in curves)
     width = WIDTH + names_width
     right = names_width + FINALS_WIDTH
-    row = Row([chart], 1, 440)
+    row = ChartRow([chart], 1, 440)
     drawing = draw_rows("", [row], width, right)
     # the axes that were drawn, to find the ends of the lines
     (area,) = row.areas(FIRST_ROW, width - right)
@@ -211,7 +211,7 @@ def drawn_separately(curves: Sequence[Curve], x_axis: Over, against: Curve | Non
     else:
         charts = [_chart_of_losses(curve, x_axis, reference) for curve in curves]
     charts = _with_common_axes(charts)
-    rows: list[Row] = []
+    rows: list[ChartRow] = []
     for start in range(0, len(charts), COLUMNS):
         in_row: list[Chart] = []
         for number, chart in enumerate(charts[start : start + COLUMNS], start):
@@ -219,7 +219,7 @@ def drawn_separately(curves: Sequence[Curve], x_axis: Over, against: Curve | Non
             is_lowest = number + COLUMNS >= len(charts)
             x_label = axis_label(x_axis) if is_lowest else ""
             in_row.append(replace(chart, x_label=x_label))
-        rows.append(Row(in_row, COLUMNS, 150))
+        rows.append(ChartRow(in_row, COLUMNS, 150))
     if against:
         quantity = f"loss minus that of {against.name}"
         steps = f"the last {LAST} common steps"

@@ -62,7 +62,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Trail:
+class Strokes:
     """Straight strokes from point to point. None lifts the pen. dash: lengths of strokes and gaps,
     solid if empty."""
 
@@ -96,7 +96,7 @@ class Text:
     bold: bool = False
 
 
-Shape = Rect | Line | Trail | Text
+Shape = Rect | Line | Strokes | Text
 
 
 @dataclass
@@ -156,7 +156,7 @@ def _svg(shape: Shape, is_themed: bool) -> str:
     if isinstance(shape, Line):
         ends = f'x1="{shape.x1:.2f}" y1="{shape.y1:.2f}" x2="{shape.x2:.2f}" y2="{shape.y2:.2f}"'
         return f'<line {ends} stroke="{color}" stroke-width="{shape.width:g}"/>'
-    if isinstance(shape, Trail):
+    if isinstance(shape, Strokes):
         look = f'stroke="{color}" stroke-width="{shape.width:g}" fill="none"'
         if shape.dash:
             lengths = " ".join(f"{length:g}" for length in shape.dash)
@@ -211,7 +211,7 @@ def _to_png(drawing: Drawing, path: Path) -> bytes:
 
     # Shapes of a kind share a collection, for thousands of single ones would take many seconds.
     # Lines, which are those of axes and grids, lie below rectangles, and these below trails.
-    by_kind: dict[type[Shape], list[Any]] = {Rect: [], Line: [], Trail: [], Text: []}
+    by_kind: dict[type[Shape], list[Any]] = {Rect: [], Line: [], Strokes: [], Text: []}
     for shape in drawing.shapes:
         by_kind[type(shape)].append(shape)
     lines = [_as_trail(line) for line in by_kind[Line]]
@@ -224,7 +224,7 @@ def _to_png(drawing: Drawing, path: Path) -> bytes:
         zorder=2,
     )
     axes.add_collection(boxes)
-    axes.add_collection(LineCollection(**_line_fields(by_kind[Trail], to_rgba), zorder=3))
+    axes.add_collection(LineCollection(**_line_fields(by_kind[Strokes], to_rgba), zorder=3))
     for text in by_kind[Text]:
         _add_text(axes, text)
     content = BytesIO()
@@ -232,7 +232,7 @@ def _to_png(drawing: Drawing, path: Path) -> bytes:
     return content.getvalue()
 
 
-def _line_fields(trails: Sequence[Trail], to_rgba: Any) -> dict[str, Any]:
+def _line_fields(trails: Sequence[Strokes], to_rgba: Any) -> dict[str, Any]:
     """Return the arguments of matplotlib's LineCollection for these trails."""
     fields: dict[str, Any] = {
         "segments": [],
@@ -262,11 +262,11 @@ def _rounded_box(rect: Rect, patch_class: Any) -> Any:
     return patch_class((rect.x, rect.y), rect.width, rect.height, boxstyle=style)
 
 
-def _as_trail(line: Line) -> Trail:
-    return Trail([(line.x1, line.y1), (line.x2, line.y2)], line.color, line.width)
+def _as_trail(line: Line) -> Strokes:
+    return Strokes([(line.x1, line.y1), (line.x2, line.y2)], line.color, line.width)
 
 
-def _line_style(trail: Trail) -> Any:
+def _line_style(trail: Strokes) -> Any:
     """Return matplotlib's style of a line; it counts dashes in widths of the line."""
     if not trail.dash:
         return "solid"

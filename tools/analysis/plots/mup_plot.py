@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.analysis.plots.charts import Chart, Row, Series, draw_rows, finite_range
+from tools.analysis.plots.charts import Chart, ChartRow, Series, draw_rows, finite_range
 
 COLORS = ("#1f5fa8", "#e07b00", "#2a9d55", "#d62728")
 """Colors of the lines, one for each step; the last step has the last one."""
@@ -24,10 +24,10 @@ def draw(certificate: Mapping[str, Any], path: Path) -> None:
     spans = [_span(activation) for activation in activations]
     span = max([LEAST_SPAN, *spans])
     charts = [_chart(activation, certificate["widths"], span) for activation in activations]
-    rows = list[Row]()
+    rows = list[ChartRow]()
     for start in range(0, len(charts), COLUMNS):
         beside_each_other = charts[start : start + COLUMNS]
-        rows.append(Row(beside_each_other, COLUMNS, HEIGHT))
+        rows.append(ChartRow(beside_each_other, COLUMNS, HEIGHT))
     subject = "change of activations over log2(hidden), a line for each step"
     title = f"{certificate['parametrization']}: {subject}: {certificate['verdict']}"
     picture = draw_rows(title, rows)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megaprec.errors import UserError
 from tools.analysis.planning.bottleneck import named_seconds
-from tools.analysis.planning.device import Target
+from tools.analysis.planning.device import DeviceTarget
 from tools.analysis.planning.memory import (
     ActivationsOverTime,
     MemoryModel,
@@ -43,7 +43,7 @@ class _Memory:
 
 
 def draw_plan(
-    planned: Planned, predicted: Prediction, target: Target, assumed: Assumptions
+    planned: Planned, predicted: Prediction, target: DeviceTarget, assumed: Assumptions
 ) -> Drawing:
     """Return a drawing of a run in its own layout: its step above its memory. Raises UserError for
     a step of more passes than can be drawn."""
@@ -59,7 +59,7 @@ def draw_plan(
     return drawing
 
 
-def _memory_of_fullest(planned: Planned, target: Target, assumed: Assumptions) -> _Memory:
+def _memory_of_fullest(planned: Planned, target: DeviceTarget, assumed: Assumptions) -> _Memory:
     """Return the memory of the fullest rank over a step of train.global_batch samples."""
     config = planned.config
     passes = passes_of(config, all_passes=True)

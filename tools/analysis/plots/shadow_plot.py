@@ -12,8 +12,8 @@ from tools.analysis.plots.charts import (
     DASHED,
     DOTTED,
     Chart,
+    ChartRow,
     Level,
-    Row,
     Series,
     draw_rows,
     finite_or_nan,
@@ -43,9 +43,9 @@ def plot_shadow(folder: Path, fp8: FP8) -> Path | None:
     if not events or not has_matplotlib():
         return None
     rows = [
-        Row([_gap_chart(events, fp8.shadow_loss_gap)], 1, 180),
-        Row([_cosine_chart(events, fp8.shadow_cosine)], 1, 250),
-        Row([_lost_chart(events)], 1, 210),
+        ChartRow([_gap_chart(events, fp8.shadow_loss_gap)], 1, 180),
+        ChartRow([_cosine_chart(events, fp8.shadow_cosine)], 1, 250),
+        ChartRow([_lost_chart(events)], 1, 210),
     ]
     alarmed = sum(bool(event["alarms"]) for event in events)
     run_name = folder.resolve().name

@@ -18,9 +18,9 @@ from tools.analysis.plots.charts import (
     DASHED,
     DOTTED,
     Chart,
+    ChartRow,
     Crosses,
     Level,
-    Row,
     Series,
     draw_rows,
     finite_or_nan,
@@ -127,19 +127,19 @@ def plot_run(folder: Path, x_axis: Over = "steps") -> Path | None:
     return folder / PLOT
 
 
-def _rows(shown: Pictures) -> Iterator[Row]:
+def _rows(shown: Pictures) -> Iterator[ChartRow]:
     """Yield the first chart in a row of its own, and pairs of the others."""
     if not shown.charts:
         return
     first, *others = shown.charts
     x_label = "step, and tokens seen" if first.tick_notes else shown.x_label
-    yield Row([replace(first, x_label=x_label)], 1, LOSS_HEIGHT)
+    yield ChartRow([replace(first, x_label=x_label)], 1, LOSS_HEIGHT)
     for start in range(0, len(others), PAIRED):
         pair = others[start : start + PAIRED]
         is_last = start + PAIRED >= len(others)
         x_label = shown.x_label if is_last else ""
         charts = [replace(chart, tick_notes={}, x_label=x_label) for chart in pair]
-        yield Row(charts, PAIRED, OTHERS_HEIGHT)
+        yield ChartRow(charts, PAIRED, OTHERS_HEIGHT)
 
 
 def pictures(

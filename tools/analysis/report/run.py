@@ -28,7 +28,7 @@ LARGEST_FILE = 50_000_000  # bytes of a file that is read whole, other than thos
 
 
 @dataclass(frozen=True)
-class Key:
+class ReportedKey:
     """A key of the run file: its value in TOML's grammar, and its origin, without secrets of
     URLs."""
 
@@ -86,7 +86,7 @@ class Run:
         return path if path and _is_readable(path) else None
 
     @cached_property
-    def keys(self) -> list[Key]:
+    def keys(self) -> list[ReportedKey]:
         """Every key of the run file, with its origin."""
         if self.run_file is None:
             return []
@@ -120,7 +120,7 @@ def _is_readable(path: Path) -> bool:
     return path.is_file() and path.stat().st_size < LARGEST_FILE
 
 
-def _read_keys(text: str) -> Iterator[Key]:
+def _read_keys(text: str) -> Iterator[ReportedKey]:
     """Yield the keys of a run file as a run saves it: a line each, with the origin as a comment."""
     table = ""
     for line in text.splitlines():
@@ -130,7 +130,7 @@ def _read_keys(text: str) -> Iterator[Key]:
         elif " = " in line and not line.startswith("#"):
             key_name, _, value_and_origin = line.partition(" = ")
             value, _, origin = value_and_origin.rpartition("  # ")
-            yield Key(f"{table}.{key_name}", masked(value), masked(_unescape(origin)))
+            yield ReportedKey(f"{table}.{key_name}", masked(value), masked(_unescape(origin)))
 
 
 def _unescape(origin: str) -> str:

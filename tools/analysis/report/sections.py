@@ -13,7 +13,7 @@ from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from models.parameter_counts import num_parameters
 from parallel.pipeline.simulation import Span, bubble, simulate
-from tools.analysis.plots.charts import Row as ChartRow
+from tools.analysis.plots.charts import ChartRow as ChartRow
 from tools.analysis.plots.charts import draw_rows
 from tools.analysis.plots.compare_plot import LAST, Curve
 from tools.analysis.plots.drawing import to_svg, to_themed_svg
@@ -23,7 +23,7 @@ from tools.analysis.plots.timeline import Panel as Timeline
 from tools.analysis.plots.timeline import draw
 from tools.analysis.plots.training_plot import Over, first_losses, pictures
 from tools.analysis.report.page import Html, Text, document, facts, folded, html, paragraph, table
-from tools.analysis.report.run import Key, Run
+from tools.analysis.report.run import ReportedKey, Run
 from tools.analysis.verdict.measure import find_yardsticks
 from tools.analysis.verdict.verdict import (
     describe_amount,
@@ -599,7 +599,7 @@ def configuration(run: Run) -> Html:
     )
 
 
-def _key_row(key: Key) -> tuple[str, str, str]:
+def _key_row(key: ReportedKey) -> tuple[str, str, str]:
     return key.name, key.value, key.origin
 
 

@@ -15,7 +15,7 @@ from megaprec.tokens.intact import read_record
 from megaprec.tokens.samples import Batch, Samples
 from models.parameter_counts import num_parameters
 from tools.analysis.verdict.counts import Counts, Ids
-from tools.config.run_file import RunConfig, load_run, run_file_in
+from tools.config.run_file import RunConfig, saved_run
 from tools.journal.records import HELD_OUT_LOSS
 from tools.journal.yardsticks import Yardsticks, read_yardsticks
 from tools.training.batches import evaluated_samples
@@ -68,11 +68,8 @@ def find_yardsticks(folder: Path) -> Yardsticks | None:
     kept = read_yardsticks(folder)
     if kept is not None:
         return kept
-    run_file = run_file_in(folder, written_by_run=True)
-    if run_file is None:
-        return None
     try:
-        config = load_run(run_file)
+        config = saved_run(folder)
         return make_yardsticks(config, open_run_data(config))
     except (UserError, OSError, ValueError):  # the run's data may be anywhere by now
         return None

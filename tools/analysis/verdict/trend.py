@@ -57,14 +57,14 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Difference:
+class LossDifference:
     """A later loss minus an earlier one, in nats, and its standard error."""
 
     nats: float
     error: float
     pieces: int
 
-    def __neg__(self) -> "Difference":
+    def __neg__(self) -> "LossDifference":
         """Return the earlier loss minus the later one, so that a fall is above 0."""
         return replace(self, nats=-self.nats)
 
@@ -87,10 +87,10 @@ class Trend:
     since: int = 0
 
 
-def difference(earlier: Evaluation, later: Evaluation) -> Difference:
+def difference(earlier: Evaluation, later: Evaluation) -> LossDifference:
     """Return the paired difference of two evaluations of one text."""
     changes = later.losses - earlier.losses
-    return Difference(
+    return LossDifference(
         nats=later.loss - earlier.loss,
         error=_standard_error(changes, later.tokens),
         pieces=len(changes),
@@ -197,7 +197,7 @@ def _permutations_by_inversions(count: int) -> list[int]:
     return permutations
 
 
-def _change_of_halves(window: Sequence[Evaluation]) -> Difference:
+def _change_of_halves(window: Sequence[Evaluation]) -> LossDifference:
     """Return the mean of the later half of the evaluations minus that of the earlier half.
 
     Its error has two parts: that of the text, and the scatter of evaluations within the halves.

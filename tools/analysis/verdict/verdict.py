@@ -14,7 +14,7 @@ from tools.analysis.verdict.measure import find_yardsticks
 from tools.analysis.verdict.student import quantile
 from tools.analysis.verdict.trend import Evaluation, Trend, judge, losses_of
 from tools.console.units import counted
-from tools.journal.invariant_records import Finding, broken_ones, read_findings
+from tools.journal.invariant_records import InvariantFinding, broken_ones, read_findings
 from tools.journal.records import HELD_OUT_LOSS, read_all_events, read_evaluations, read_metrics
 from tools.journal.yardsticks import Yardsticks
 
@@ -42,7 +42,7 @@ class Verdict:
     yardsticks: Yardsticks | None
     trend: Trend
     after_twice: Forecast
-    invariants: Mapping[str, Finding]
+    invariants: Mapping[str, InvariantFinding]
 
     @property
     def perplexity(self) -> float:
@@ -167,6 +167,13 @@ def _forecast(evaluations: Sequence[Evaluation], rates: Sequence[float]) -> Fore
         return Forecast(reason=NO_SAMPLES)
     steps = [evaluation.step for evaluation in evaluations]
     return forecast(steps, losses_of(evaluations), rates)
+
+
+def verdict_lines(folder: Path) -> Iterator[str]:
+    """Yield the lines of the verdict on the run in `folder`, none if it cannot be judged."""
+    verdict = read_verdict(folder)
+    if verdict:
+        yield from lines(verdict)
 
 
 def lines(verdict: Verdict) -> Iterator[str]:

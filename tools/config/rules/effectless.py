@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from megaprec.optim.rules.lr import SCHEDULES
 from megaprec.optim.rules.rule_table import rule_kind
-from megaprec.text.sources import STANDARD_LIBRARY
+from megaprec.tokens.places import STANDARD_LIBRARY
 from models.config import ModelConfig
 from models.initial_weights import InitialStd
 from models.logical_shapes import logical_shapes
@@ -25,7 +25,15 @@ from tools.config.tables.data_settings import Data, names_of
 from tools.config.tables.native_keys import plan_or_none
 from tools.config.tables.precision_settings import FP8, Precision
 from tools.config.tables.schedules import stage_count
-from tools.config.tables.settings import LR, Checkpoint, Group, Log, Optimizer, Parallel, Train
+from tools.config.tables.settings import (
+    LR,
+    Checkpoint,
+    Log,
+    Optimizer,
+    OptimizerGroup,
+    Parallel,
+    Train,
+)
 from tools.console.toml import toml
 from tools.console.units import first_of
 
@@ -360,7 +368,9 @@ def _effectless_groups(tables: Tables) -> Iterator[str]:
         taken |= matches
 
 
-def _reaches_no_matrix(group: Group, names: Set[str], shapes: Mapping[str, Sequence[int]]) -> str:
+def _reaches_no_matrix(
+    group: OptimizerGroup, names: Set[str], shapes: Mapping[str, Sequence[int]]
+) -> str:
     """Return the words about a factor of weight decay that reaches only parameters which do not
     decay; "" if it reaches others, or if the group has none."""
     if group.weight_decay is None or group.all_dims or not names:

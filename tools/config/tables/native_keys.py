@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from megaprec.dialects.translate import FIELDS
 from megaprec.errors import UserError
 from megaprec.precision.fp8_recipe import FP8Recipe
-from megaprec.precision.plan import DTYPES, LossScaling, PrecisionPlan, dtype_name
+from megaprec.precision.plan import DTYPES, FIELDS, LossScaling, PrecisionPlan, dtype_name
 from tools.config.tables.precision_settings import FP8, PLAN_ONLY, Precision
 from tools.console.toml import Setting
 

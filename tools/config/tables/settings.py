@@ -244,7 +244,7 @@ class Parallel(Table):
         return self.tensor * self.pipeline * self.copies
 
 
-class Group(Table):
+class OptimizerGroup(Table):
     """Parameters with another learning rate or weight decay than the rest."""
 
     pattern: str = Field(
@@ -304,7 +304,7 @@ class Optimizer(Table):
     )
 
     # of some parameters, and of the gradients before the update
-    groups: tuple[Group, ...] = Field(
+    groups: tuple[OptimizerGroup, ...] = Field(
         default=(),
         strict=False,
         description="Factors of learning rate and weight decay for parameters by pattern of names: "

@@ -37,14 +37,14 @@ Shards = list[TensorSource]  # of a tensor, in order
 Rank = TypeVar("Rank")
 
 
-class Part(NamedTuple):
+class ShardPart(NamedTuple):
     """The part of a tensor that a rank has: its number, and how many parts there are."""
 
     number: int
     count: int
 
 
-PartOf = Callable[[str], Part]  # of a rank, by the name of a tensor
+PartOf = Callable[[str], ShardPart]  # of a rank, by the name of a tensor
 RankTensors = tuple[PartOf, Mapping[str, Stored]]
 
 

@@ -103,7 +103,7 @@ def convert(source: Source, target: Target, destination: Path, report: Report) -
     # Beside the destination, so that it gets its name in one step on the same disk.
     partial = destination.with_name(f".{destination.name}.partial")
     with _report_disk_errors(destination):
-        journal = Journal(partial / JOURNAL, _identity(source, target))
+        journal = ConversionJournal(partial / JOURNAL, _identity(source, target))
         if not journal.begun:
             _make_folder(partial, target.size)
         with _remove_if_refused(partial):
@@ -120,7 +120,7 @@ def convert(source: Source, target: Target, destination: Path, report: Report) -
 
 
 def _write_all(
-    source: Source, target: Target, partial: Path, journal: "Journal", report: Report
+    source: Source, target: Target, partial: Path, journal: "ConversionJournal", report: Report
 ) -> None:
     """Write everything that is not written yet."""
     # All files get their room first: a full disk is found before the work.
@@ -156,7 +156,7 @@ def _publish(partial: Path, destination: Path) -> None:
     sync(destination.parent)
 
 
-class Journal:
+class ConversionJournal:
     """The journal of a conversion: a line that identifies it, then a line per tensor that was
     written."""
 

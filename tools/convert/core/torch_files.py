@@ -23,7 +23,7 @@ AT_ONCE = 1000
 
 
 @dataclass(frozen=True)
-class Reference:
+class FileReference:
     """The number of a tensor that is in another file."""
 
     number: int
@@ -33,8 +33,8 @@ def contents(files: Sequence[Path]) -> list[Any]:
     """Return the contents of torch files: dicts (also for settings objects), lists and plain
     values, a `Stored` per tensor.
 
-    A `Reference` stands for a tensor in another file. Anything else is None. Raises UserError if a
-    file is damaged or refers to anything but harmless kinds of objects.
+    A `FileReference` stands for a tensor in another file. Anything else is None. Raises UserError
+    if a file is damaged or refers to anything but harmless kinds of objects.
     """
     answers: list[Any] = []
     # One process for many files: starting Python with torch takes seconds.
@@ -83,7 +83,7 @@ def state_in(torch_file: Path, content: Any, with_references: bool = False) -> d
     """
     if not isinstance(content, dict):
         raise UserError.of("convert.not_a_state", file=torch_file)
-    kinds = (Stored, Reference) if with_references else Stored
+    kinds = (Stored, FileReference) if with_references else Stored
     for name, value in content.items():
         if not isinstance(name, str):
             raise UserError.of("convert.state_key_not_name", file=torch_file, name=name)
@@ -131,7 +131,7 @@ def _build_value(torch_file: Path, answer: Any, base: int = 0) -> Any:
         return [_build_value(torch_file, value, base) for value in content]
     # A tensor that the file only points to.
     if kind == "reference":
-        return Reference(content)
+        return FileReference(content)
     return content if kind == "plain" else None
 
 

@@ -97,7 +97,7 @@ class Inert:
         return isinstance(other, Inert) and self.args == other.args
 
 
-class Reference(Inert):
+class PickledReference(Inert):
     """The number of a tensor that is in another file."""
 
 
@@ -132,7 +132,7 @@ class _Description:
             dtype = str(value.dtype).removeprefix("torch.")
             start, crc = _locate(value, self.storages)
             return ["tensor", [dtype, list(value.shape), list(value.stride()), start, crc]]
-        if isinstance(value, Reference):
+        if isinstance(value, PickledReference):
             return ["reference", int(value.state["tid"])]
         if isinstance(value, argparse.Namespace):
             return self._describe_dict(vars(value))
@@ -266,7 +266,7 @@ def _unpickle(torch_file: Path | BinaryIO) -> Any:
         if name in DICTS:
             stand_ins.append((dict, name))
         elif name in REFERENCES:
-            stand_ins.append((Reference, name))
+            stand_ins.append((PickledReference, name))
         elif name not in known_names:
             stand_ins.append((Inert, name))
     if not isinstance(torch_file, Path):
@@ -293,15 +293,15 @@ def _require_zip(torch_file: Path) -> None:
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Unpickler of a distributed checkpoint's .metadata, with `Record` in place of torch's classes
-    that only hold values.
+    """Unpickler of a distributed checkpoint's .metadata, with `PickledRecord` in place of torch's
+    classes that only hold values.
     """
 
     def find_class(self, module: str, name: str) -> Any:
         # Names of classes begin with a capital: no function of these modules is let in.
         is_class = name[:1] in "_ABCDEFGHIJKLMNOPQRSTUVWXYZ"
         if (module in METADATA_MODULES and is_class) or (module, name) == MEGATRON_METADATA:
-            return type(name, (Record,), {})
+            return type(name, (PickledRecord,), {})
         if (module, name) in PLAIN_CLASSES:
             return PLAIN_CLASSES[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -313,10 +313,10 @@ class MetadataUnpickler(pickle.Unpickler):
         )
 
 
-class Record:
+class PickledRecord:
     """An object with the fields that the pickle gives it."""
 
-    def __new__(cls, *args: Any) -> "Record":
+    def __new__(cls, *args: Any) -> "PickledRecord":
         record = super().__new__(cls)
         record.args = args  # type: ignore[attr-defined]
         return record
@@ -333,19 +333,19 @@ class Record:
         return hash(json.dumps(as_plain(self), default=repr, sort_keys=True))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Record) and as_plain(self) == as_plain(other)
+        return isinstance(other, PickledRecord) and as_plain(self) == as_plain(other)
 
 
 def as_plain(value: Any) -> Any:
     """Return a Record as a dict of its fields, recursively."""
-    if isinstance(value, Record):
+    if isinstance(value, PickledRecord):
         return {name: as_plain(field) for name, field in vars(value).items()}
     if isinstance(value, list | tuple):
         return [as_plain(item) for item in value]
     return value
 
 
-class Part(io.RawIOBase):
+class FilePart(io.RawIOBase):
     """Some bytes of an open file as a file of their own: only those that are asked for are read."""
 
     def __init__(self, file: io.RawIOBase, start: int, length: int) -> None:
@@ -424,7 +424,7 @@ def _describe_inside(folder: Path, location: Any) -> dict[str, Any]:
             f".metadata names bytes of {file.name} that it does not have: it is not whole"
         )
     with open(file, "rb", buffering=0) as opened:
-        inside = io.BufferedReader(Part(opened, location.offset, location.length))
+        inside = io.BufferedReader(FilePart(opened, location.offset, location.length))
         return {"file": file.name, "start": location.offset, "content": describe(inside)}
 
 

@@ -14,10 +14,10 @@ from pydantic import ValidationError
 from megaprec.errors import Problem, UserError
 from models.config import ModelConfig
 from models.equivalence import TRAINING_ONLY_KEYS, with_idle_keys_reset
-from tools.convert.core.settings import problems_of_fields, requirement_of
 from tools.convert.hf.families import FAMILIES, keys_of
 from tools.convert.hf.keys import IDS, ConfigKeys, Fields, Json, wrong_value
 from tools.convert.hf.quantized import require_readable
+from tools.saved.model_fields import problems_of_fields, requirement_of
 
 # Fields that say nothing by themselves.
 NAMES = ("family", "bias")

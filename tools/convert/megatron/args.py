@@ -12,7 +12,6 @@ from pydantic import BaseModel
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from models.equivalence import TRAINING_ONLY_KEYS, with_idle_keys_reset
-from tools.convert.core.settings import make_model
 from tools.convert.hf.config import NAMES, differing_fields
 from tools.convert.hf.windows import window_fields
 from tools.convert.megatron.feed_forwards import (
@@ -43,6 +42,7 @@ from tools.convert.megatron.rotary import (
     rotary_of,
     unsaid_by_arguments,
 )
+from tools.saved.model_fields import make_model
 
 # A softmax_scale is 1 / sqrt(kv_channels) to this relative difference: people round it in scripts.
 SCALE_TOLERANCE = 1e-6

@@ -107,7 +107,7 @@ def _way_out(checkpoint: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Contents:
+class DistributedContents:
     """A checkpoint's tensors, and what its optimizer says.
 
     by_kind: kind -> name -> tensor, of weight, and master, exp_avg, exp_avg_sq if by name.
@@ -121,7 +121,7 @@ class Contents:
     optimizer: dict[str, Any]
 
 
-def read_chunked(checkpoint: Path) -> Contents:
+def read_chunked(checkpoint: Path) -> DistributedContents:
     """Return the contents of a checkpoint, of which no values are read."""
     entries, optimizer_objects = distributed_contents(checkpoint)
     by_kind: dict[str, dict[str, Chunked]] = {"weight": {}}
@@ -150,7 +150,7 @@ def read_chunked(checkpoint: Path) -> Contents:
                 "convert.megatron_optimizer_twice", path=checkpoint, kind=kind, name=tensor_name
             )
         tensors[tensor_name] = tensor
-    return Contents(by_kind, flat, _optimizer_settings(optimizer_objects))
+    return DistributedContents(by_kind, flat, _optimizer_settings(optimizer_objects))
 
 
 def _optimizer_settings(objects: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Registered:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class RankCounts:
     """The numbers of ranks that Megatron spread the model over.
 
     virtual: stages that each rank has.
@@ -54,7 +54,7 @@ class Sizes:
     expert_tp: int
 
 
-def sizes_of(arguments: Mapping[str, Any]) -> Sizes:
+def sizes_of(arguments: Mapping[str, Any]) -> RankCounts:
     """Return the sizes that Megatron's args state."""
     tp = arguments.get("tensor_model_parallel_size") or 1
     pp = arguments.get("pipeline_model_parallel_size") or 1
@@ -63,7 +63,7 @@ def sizes_of(arguments: Mapping[str, Any]) -> Sizes:
     virtual = arguments.get("virtual_pipeline_model_parallel_size") if pp > 1 else None
     # By default an expert is cut as all else is.
     expert_tp = arguments.get("expert_tensor_parallel_size") or tp
-    return Sizes(tp, pp, virtual or 1, ep, expert_tp)
+    return RankCounts(tp, pp, virtual or 1, ep, expert_tp)
 
 
 def unknown_order_setting(arguments: Mapping[str, Any]) -> str:

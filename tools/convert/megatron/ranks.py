@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from megaprec.errors import UserError
 from tools.convert.core.rules import Match
 from tools.convert.core.shards import (
-    Part,
     RankTensors,
+    ShardPart,
     TensorSource,
     collect_shards,
     count_ranks,
@@ -338,11 +338,11 @@ def _tensors_of_stage(
         yield partial(_part_of, rank_files, rank_axes.tp), tensors
 
 
-def _part_of(rank_files: RankFiles, tp_rank: int, tensor_name: str) -> Part:
+def _part_of(rank_files: RankFiles, tp_rank: int, tensor_name: str) -> ShardPart:
     """Return which part of a tensor a rank has. Experts that are cut over fewer ranks repeat their
     parts along tp."""
     count = rank_files.tensor_ranks(tensor_name)
-    return Part(tp_rank % count, count)
+    return ShardPart(tp_rank % count, count)
 
 
 def merge_parts(

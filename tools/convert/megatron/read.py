@@ -27,7 +27,7 @@ from tools.convert.hf.folder import check_tensors, origin_of, read_generation
 from tools.convert.megatron.args import args_of, model_of_args
 from tools.convert.megatron.bridge import BRIDGE, bridge_arguments
 from tools.convert.megatron.distributed import (
-    Contents,
+    DistributedContents,
     has_args,
     merge_chunks,
     read_chunked,
@@ -232,7 +232,7 @@ def _open_distributed(checkpoint: Path, vocab: int | None, weights_only: bool) -
     return _source(checkpoint, model, expected, merged, replace(facts, unread=unread, notes=notes))
 
 
-def _unread(common: Mapping[str, Any], saved: Contents) -> str:
+def _unread(common: Mapping[str, Any], saved: DistributedContents) -> str:
     """Return the parts of the optimizer state that cannot be read."""
     form = sharding_of(common)
     setting = unknown_order_setting(common["args"])

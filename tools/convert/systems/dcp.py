@@ -98,7 +98,7 @@ def open_dcp(checkpoint: Path, model: ModelConfig | None = None) -> Source:
     described = _describe(checkpoint, model, of_torchtitan)
     names_notes: list[str] = []
     if of_torchtitan:
-        spelling = torchtitan.Spelling.of(tensors)
+        spelling = torchtitan.VersionSpelling.of(tensors)
         rules = torchtitan.titan_rules(checkpoint, described.model, spelling)
         weights = torchtitan.titan_weights(checkpoint, tensors, described.model, spelling)
         names_notes.append(f"the names are those of torchtitan's {spelling.model}")

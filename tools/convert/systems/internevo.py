@@ -28,9 +28,8 @@ from megaprec.kinds import is_number
 from models.config import ModelConfig
 from tools.convert.core.names import BUFFERS, internevo
 from tools.convert.core.rules import matches
-from tools.convert.core.settings import make_model, problems_of_keys
 from tools.convert.core.shards import (
-    Part,
+    ShardPart,
     TensorSource,
     collect_shards,
     count_ranks,
@@ -43,6 +42,7 @@ from tools.convert.core.source import Facts, Source
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import contents, state_in
 from tools.convert.hf.folder import check_tensors, hf_tokenizer, origins_of
+from tools.saved.model_fields import make_model, problems_of_keys
 
 CONFIG = "model_config.pt"
 FILE = re.compile(r"model_(?:tp(\d+)_)?(?:wp(\d+)_)?pp(\d+)\.pt")
@@ -69,7 +69,7 @@ class RankAxes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RankFiles:
+class InternEvoRankFiles:
     """The ranks' tensors.
 
     chunks: of each rank, the tensors of each of its chunks.
@@ -138,7 +138,7 @@ def _refuse_unread_kinds(checkpoint: Path) -> None:
                 )
 
 
-def _read_ranks(checkpoint: Path) -> RankFiles:
+def _read_ranks(checkpoint: Path) -> InternEvoRankFiles:
     """Return the tensors of all ranks. UserError if a file is missing, or one too many."""
     names = sorted(rank_file.name for rank_file in checkpoint.iterdir())
     matches_by_name = {}
@@ -168,7 +168,7 @@ def _read_ranks(checkpoint: Path) -> RankFiles:
     chunks = {}
     for (rank_axes, rank_file), state in zip(file_of_rank.items(), states, strict=True):
         chunks[rank_axes] = _chunks(rank_file, state)
-    return RankFiles(checkpoint, chunks, sizes, names_wp)
+    return InternEvoRankFiles(checkpoint, chunks, sizes, names_wp)
 
 
 def _count_ranks(names: Sequence[str]) -> RankAxes:
@@ -227,7 +227,7 @@ def _read_config(config_file: Path) -> Mapping[str, Any]:
     return config
 
 
-def _shards_over_all(rank_files: RankFiles) -> dict[str, list[TensorSource]]:
+def _shards_over_all(rank_files: InternEvoRankFiles) -> dict[str, list[TensorSource]]:
     """Return name, with layers counted over all stages -> its parts. Stages are in the order of
     chunks, then of ranks."""
     # Interleaved stages: all ranks have as many.
@@ -243,7 +243,7 @@ def _shards_over_all(rank_files: RankFiles) -> dict[str, list[TensorSource]]:
     return number_over_stages(rank_files.path, stages, LAYER, ends)
 
 
-def _distinct_ranks(rank_files: RankFiles) -> dict[RankAxes, Chunks]:
+def _distinct_ranks(rank_files: InternEvoRankFiles) -> dict[RankAxes, Chunks]:
     """Return the ranks' tensors, without ranks that hold what another does by design: where weight
     parallelism cuts layers, those with the same part of a stage that has nothing but layers."""
     distinct: dict[RankAxes, Chunks] = {}
@@ -256,7 +256,7 @@ def _distinct_ranks(rank_files: RankFiles) -> dict[RankAxes, Chunks]:
 
 
 def _shards_of_stage(
-    rank_files: RankFiles, stage: int, chunk: int
+    rank_files: InternEvoRankFiles, stage: int, chunk: int
 ) -> dict[str, list[TensorSource]]:
     """Return name -> its parts, of one stage."""
     ranks_of_stage = []
@@ -267,14 +267,14 @@ def _shards_of_stage(
     return collect_shards(rank_files.path, ranks_of_stage, LONE)
 
 
-def _part_of(rank_files: RankFiles, rank: RankAxes, tensor_name: str) -> Part:
+def _part_of(rank_files: InternEvoRankFiles, rank: RankAxes, tensor_name: str) -> ShardPart:
     """Return which part of a tensor a rank has: weight parallelism cuts layers over wp, and the
     ends of the model over tp where files name both."""
     is_in_layer = LAYER.match(tensor_name) is not None
     # Older versions cut embedding and head over tp, and name both axes.
     if rank_files.weight_parallel and (is_in_layer or rank_files.sizes.tp == 1):
-        return Part(rank.wp, rank_files.sizes.wp)
-    return Part(rank.tp, rank_files.sizes.tp)
+        return ShardPart(rank.wp, rank_files.sizes.wp)
+    return ShardPart(rank.tp, rank_files.sizes.tp)
 
 
 def _feed_forward(

@@ -24,14 +24,14 @@ from models.config import ModelConfig
 from tools.convert.core.chunks import Chunked
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import Match, matches
-from tools.convert.core.settings import make_model, problems_of_keys
 from tools.convert.core.source import Facts, Source
 from tools.convert.core.yaml_files import read_yaml
 from tools.convert.hf.folder import hf_tokenizer, origins_of
 from tools.convert.hf.other_files import require_fetched
-from tools.convert.megatron.distributed import Contents, merge_chunks, read_chunked
+from tools.convert.megatron.distributed import DistributedContents, merge_chunks, read_chunked
 from tools.convert.megatron.kinds import KINDS, NUMBER, SIZE, WORD, is_of
 from tools.convert.megatron.order import EMBEDDING
+from tools.saved.model_fields import make_model, problems_of_keys
 
 WEIGHTS = "weights"
 CONTEXT = "context"
@@ -122,7 +122,7 @@ def _check_complete(checkpoint: Path, folder: Path) -> None:
         raise UserError.of("convert.nemo_adapter", folder=folder / ADAPTER)
 
 
-def _with_megatron_names(folder: Path, contents: Contents) -> dict[str, Chunked]:
+def _with_megatron_names(folder: Path, contents: DistributedContents) -> dict[str, Chunked]:
     """Return the weights by Megatron-core's names."""
     tensors: dict[str, Chunked] = {}
     for tensor_name, tensor in contents.by_kind["weight"].items():
@@ -175,7 +175,7 @@ def _expected(names: Mapping[str, Any], model: ModelConfig, interleaved: bool) -
     return matches(megatron(fused, interleaved, model), model)
 
 
-def _unread(folder: Path, contents: Contents) -> str:
+def _unread(folder: Path, contents: DistributedContents) -> str:
     """Return the files that are ignored: those beside the weights."""
     unread = []
     if contents.flat or any(kind != "weight" for kind in contents.by_kind):

@@ -42,7 +42,7 @@ from tools.convert.core.names import BUFFERS, HUGGING_FACE
 from tools.convert.core.rules import Cut, matches
 from tools.convert.core.shards import (
     MergedTensor,
-    Part,
+    ShardPart,
     TensorSource,
     collect_shards,
     count_ranks,
@@ -53,7 +53,7 @@ from tools.convert.core.shards import (
 )
 from tools.convert.core.source import Facts, Source
 from tools.convert.core.tensors import Stored
-from tools.convert.core.torch_files import Reference, contents, state_in
+from tools.convert.core.torch_files import FileReference, contents, state_in
 from tools.convert.hf.config import from_hugging_face, special_ids
 from tools.convert.hf.families import FAMILIES
 from tools.convert.hf.folder import (
@@ -166,9 +166,9 @@ def open_nxd(checkpoint: Path) -> Source:
     return Source(checkpoint, "nxd", model, origins, facts, tokenizer)
 
 
-def _part_of(model_rank: ModelRank, tensor_ranks: int, tensor_name: str) -> Part:
+def _part_of(model_rank: ModelRank, tensor_ranks: int, tensor_name: str) -> ShardPart:
     """Return which part of any tensor a rank has. tensor_ranks: tensor-parallel ranks."""
-    return Part(model_rank.tp, tensor_ranks)
+    return ShardPart(model_rank.tp, tensor_ranks)
 
 
 def _read_config(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
@@ -303,7 +303,7 @@ def _resolve(rank_file: Path, state: Mapping[str, Any]) -> dict[str, Stored]:
     folder = rank_file.with_name(f"{rank_file.name}.tensors")
     files = {}
     for tensor_name, value in state.items():
-        if isinstance(value, Reference):
+        if isinstance(value, FileReference):
             files[tensor_name] = folder / f"tensor_{value.number}.pt"
     for tensor_file in files.values():
         if not tensor_file.is_file():

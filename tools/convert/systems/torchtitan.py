@@ -47,7 +47,7 @@ _PARTS = {"w1": "gate", "w2": "down", "w3": "up"}
 
 
 @dataclass(frozen=True)
-class Spelling:
+class VersionSpelling:
     """The names of a version, and the model that they are of.
 
     model: torchtitan's name of it.
@@ -65,7 +65,7 @@ class Spelling:
     bias: str
 
     @classmethod
-    def of(cls, names: Collection[str]) -> "Spelling":
+    def of(cls, names: Collection[str]) -> "VersionSpelling":
         """Return the spelling of a checkpoint with these names."""
         head = next((head for head in HEADS if head in names), HEADS[0])
         has_module = any(".attention.qkv_linear." in name for name in names)
@@ -107,7 +107,7 @@ def with_titan_norms(model: ModelConfig) -> ModelConfig:
     return model.model_copy(update={"latent": latent})
 
 
-def notes_on_norms(model: ModelConfig, spelling: Spelling) -> Iterator[str]:
+def notes_on_norms(model: ModelConfig, spelling: VersionSpelling) -> Iterator[str]:
     """Yield a note if the epsilon of norms is not that of torchtitan's own configurations."""
     own = OWN_EPS[spelling.model]
     if model.norm_eps != own:
@@ -117,7 +117,7 @@ def notes_on_norms(model: ModelConfig, spelling: Spelling) -> Iterator[str]:
         )
 
 
-def titan_rules(checkpoint: Path, model: ModelConfig, spelling: Spelling) -> list[NameRule]:
+def titan_rules(checkpoint: Path, model: ModelConfig, spelling: VersionSpelling) -> list[NameRule]:
     """Return the rules of torchtitan's model. Raises UserError if it is not read, or has no place
     for what `model` has."""
     if spelling.model in ("gpt_oss", "llama4"):
@@ -140,7 +140,7 @@ def titan_rules(checkpoint: Path, model: ModelConfig, spelling: Spelling) -> lis
     return rules
 
 
-def _projections(spelling: Spelling) -> list[NameRule]:
+def _projections(spelling: VersionSpelling) -> list[NameRule]:
     """Return the rules of queries, keys and values."""
     turned = INTERLEAVED if spelling.model == "llama3" else SAME
     module = f"{_ATTENTION}.{spelling.projections}"
@@ -175,7 +175,7 @@ def _feed_forward(module: str, logical: str) -> list[NameRule]:
     return rules
 
 
-def _experts(spelling: Spelling) -> list[NameRule]:
+def _experts(spelling: VersionSpelling) -> list[NameRule]:
     """Return the rules of experts, their router, and shared ones."""
     rules = [
         NameRule(f"{_MOE}.router.gate.weight", (f"{_MLP}.router.weight",)),
@@ -189,7 +189,10 @@ def _experts(spelling: Spelling) -> list[NameRule]:
 
 
 def titan_weights(
-    checkpoint: Path, tensors: Mapping[str, TensorSource], model: ModelConfig, spelling: Spelling
+    checkpoint: Path,
+    tensors: Mapping[str, TensorSource],
+    model: ModelConfig,
+    spelling: VersionSpelling,
 ) -> dict[str, TensorSource]:
     """Return the tensors of the model by their names, without buffers and modules of multi-token
     prediction.

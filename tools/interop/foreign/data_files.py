@@ -7,7 +7,16 @@ from typing import Any
 
 from megaprec.errors import UserError
 from megaprec.parsing import MOST_BITS, NESTING, parse_json, parse_toml
-from tools.interop.foreign.plain import Call, Entry, Fields, Row, Symbol, Table, Unknown, find
+from tools.interop.foreign.plain import (
+    Call,
+    DictEntry,
+    Fields,
+    PlainDict,
+    PlainSequence,
+    Symbol,
+    UnknownValue,
+    find,
+)
 
 try:
     import yaml
@@ -26,7 +35,7 @@ class TooLarge(Exception):
     """A file with more values than any configuration has."""
 
 
-class Data:
+class SettingsTree:
     """A tree of settings. calls: the objects in it that `_target_` describes. trees: these and all
     tables."""
 
@@ -34,7 +43,9 @@ class Data:
         value = builder.value(content)
         self.calls = builder.calls
         self.trees = builder.trees
-        self.table = value if isinstance(value, Table) else Table({"the file": Entry(value)}, 1)
+        self.table = (
+            value if isinstance(value, PlainDict) else PlainDict({"the file": DictEntry(value)}, 1)
+        )
         # one may name another
         for _ in range(MOST_HOPS):
             self._follow_interpolations()
@@ -43,10 +54,12 @@ class Data:
         """Put what OmegaConf's `${a.b}` names in its place, if that is a single value."""
         for tree in self.trees:
             for key, entry in tree.entries.items():
-                text = entry.value.text if isinstance(entry.value, Unknown) else ""
+                text = entry.value.text if isinstance(entry.value, UnknownValue) else ""
                 match = PATH.fullmatch(text)
                 named = find(self.table, match[1]) if match else None
-                if named is not None and not isinstance(named.value, Fields | Row | Unknown):
+                if named is not None and not isinstance(
+                    named.value, Fields | PlainSequence | UnknownValue
+                ):
                     tree.entries[key] = named
 
 
@@ -65,15 +78,15 @@ class _Builder:
         """Return the value of plain data."""
         self.number()
         if isinstance(content, dict):
-            table = Table(line=1)
+            table = PlainDict(line=1)
             for key, inner in content.items():
-                table.entries[key] = Entry(self.value(inner), 0, self.number())
+                table.entries[key] = DictEntry(self.value(inner), 0, self.number())
             return self.made(table)
         if isinstance(content, list):
-            return Row([self.value(item) for item in content])
+            return PlainSequence([self.value(item) for item in content])
         return content
 
-    def made(self, table: Table) -> Any:
+    def made(self, table: PlainDict) -> Any:
         """Return the table, or the call that it describes."""
         self.trees.append(table)
         name = table.get("_target_")
@@ -115,15 +128,15 @@ class _YamlBuilder(_Builder):
         if isinstance(content, yaml.MappingNode):
             return self.made(self._mapping(content, line))
         if isinstance(content, yaml.SequenceNode):
-            return Row([self.value(item) for item in content.value])
+            return PlainSequence([self.value(item) for item in content.value])
         if content.tag.startswith(("tag:yaml.org,2002:python", "!")):
-            return Unknown(content.tag, line, "is a tag of YAML, which is not followed")
+            return UnknownValue(content.tag, line, "is a tag of YAML, which is not followed")
         return _plain_scalar(self._scalar(content), line)
 
-    def _mapping(self, node: Any, line: int) -> Table:
+    def _mapping(self, node: Any, line: int) -> PlainDict:
         """Return a table. Raises UserError for a key that it has twice, of which programs differ in
         which they take, and for one that takes in another table."""
-        table = Table(line=line)
+        table = PlainDict(line=line)
         for key, inner in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key.value, str):
@@ -133,7 +146,7 @@ class _YamlBuilder(_Builder):
             name = str(self._scalar(key))
             if name in table.entries:
                 raise UserError.of("precision_file.key_twice", path=self.path, line=line, name=name)
-            table.entries[name] = Entry(self.value(inner), line, self.number())
+            table.entries[name] = DictEntry(self.value(inner), line, self.number())
         return table
 
     def _scalar(self, node: Any) -> Any:
@@ -155,7 +168,7 @@ class _YamlBuilder(_Builder):
         return value
 
 
-def from_json(text: str, path: Path | None = None) -> Data | None:
+def from_json(text: str, path: Path | None = None) -> SettingsTree | None:
     """Return the object of a JSON text; None if the text is not an object.
 
     path: of a file that must be JSON; raises UserError, which says why, if it is not.
@@ -166,18 +179,18 @@ def from_json(text: str, path: Path | None = None) -> Data | None:
         if path is not None:
             raise UserError.of("precision_file.not_json", path=path, error=error) from error
         return None
-    return Data(_Builder(), content) if isinstance(content, dict) else None
+    return SettingsTree(_Builder(), content) if isinstance(content, dict) else None
 
 
-def from_toml(text: str) -> Data | None:
+def from_toml(text: str) -> SettingsTree | None:
     """Return the table of a TOML text; None if the text is not TOML."""
     try:
-        return Data(_Builder(), parse_toml(text))
+        return SettingsTree(_Builder(), parse_toml(text))
     except ValueError:
         return None
 
 
-def from_yaml(path: Path, text: str) -> Data | None:
+def from_yaml(path: Path, text: str) -> SettingsTree | None:
     """Return the mapping of a YAML text; None if the text is not a mapping. Raises UserError for
     bad YAML or without PyYAML.
 
@@ -195,7 +208,7 @@ def from_yaml(path: Path, text: str) -> Data | None:
             )
         node = yaml.compose(text, loader)
         if isinstance(node, yaml.MappingNode):
-            return Data(_YamlBuilder(path), node)
+            return SettingsTree(_YamlBuilder(path), node)
         return None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -231,5 +244,5 @@ def _plain_scalar(value: Any, line: int) -> Any:
     """Return a scalar; an interpolation of OmegaConf or a placeholder is unknown."""
     if isinstance(value, str) and ("${" in value or value == "???"):
         is_open = value == "???"
-        return Unknown(value, line, "must be filled in" if is_open else INTERPOLATED)
+        return UnknownValue(value, line, "must be filled in" if is_open else INTERPOLATED)
     return value if isinstance(value, bool | int | float | str | None) else str(value)

@@ -13,7 +13,7 @@ from megaprec.errors import Problem
 from tools.interop.foreign.plain import (
     LAYOUT_KEYS,
     OPEN_KEYS,
-    Entry,
+    DictEntry,
     Fields,
     Unreadable,
     items_of,
@@ -23,11 +23,11 @@ from tools.interop.foreign.precision_words import Mention
 
 RUN_FILE = "write the precision as keys of [precision] in a run file"
 # Key -> its value as plain data, and its place
-Known = dict[str, tuple[Any, Entry]]
+Known = dict[str, tuple[Any, DictEntry]]
 
 
 @dataclass(frozen=True)
-class Settings:
+class FoundSettings:
     """A place in the file that sets keys of a table.
 
     name: of the object with the settings. completes: it sets single keys, which complete those of
@@ -35,7 +35,7 @@ class Settings:
     """
 
     table: str
-    fields: Mapping[str, Entry]
+    fields: Mapping[str, DictEntry]
     line: int
     name: str
     completes: bool = False
@@ -56,8 +56,8 @@ class Findings:
         self.where = where
         self.given = given
         self.mentions = [*mentions]
-        self.taken: list[Entry] = []
-        self.settings: list[Settings] = []
+        self.taken: list[DictEntry] = []
+        self.settings: list[FoundSettings] = []
         self.problems: list[Problem] = []
         self.notes: list[str] = []
 
@@ -82,11 +82,11 @@ class Findings:
         """Add a note for the user."""
         self.notes.append(f"{self.place(line)}: {text}")
 
-    def take(self, *entries: Entry) -> None:
+    def take(self, *entries: DictEntry) -> None:
         """Account for keys that were read or named, with all that they hold."""
         self.taken += entries
 
-    def add(self, settings: Settings) -> None:
+    def add(self, settings: FoundSettings) -> None:
         """Add settings and account for their keys."""
         self.take(*settings.fields.values())
         self.settings.append(settings)
@@ -94,7 +94,7 @@ class Findings:
     def settle(self) -> dict[str, Known]:
         """Return the keys that count for each table."""
         tables = dict[str, Known]()
-        first = dict[str, Settings]()
+        first = dict[str, FoundSettings]()
         # what completes others comes after them
         for settings in sorted(self.settings, key=lambda settings: settings.completes):
             known = self._known(settings)
@@ -110,7 +110,7 @@ class Findings:
                 self.refuse(settings.line, text)
         return tables
 
-    def _complete(self, known: Known, more: Known, settings: Settings) -> None:
+    def _complete(self, known: Known, more: Known, settings: FoundSettings) -> None:
         for key, (value, entry) in more.items():
             first, place = known.setdefault(key, (value, entry))
             if first != value:
@@ -118,7 +118,7 @@ class Findings:
                 lines = f"{first} in line {place.line}, {value} in line {entry.line}"
                 self.refuse(entry.line, f"{name} is given twice: {lines}; keep one of them")
 
-    def _known(self, settings: Settings) -> Known:
+    def _known(self, settings: FoundSettings) -> Known:
         """Return the values of settings; one that is not known is refused or left open."""
         known = Known()
         for key, entry in settings.fields.items():
@@ -128,7 +128,7 @@ class Findings:
                 known |= self._left_open(settings, key, entry, str(reason))
         return known
 
-    def _left_open(self, settings: Settings, key: str, entry: Entry, why: str) -> Known:
+    def _left_open(self, settings: FoundSettings, key: str, entry: DictEntry, why: str) -> Known:
         name = _named(settings, key)
         whole = f"precision.{settings.table}.{key}"
         if key in OPEN_KEYS | LAYOUT_KEYS:
@@ -161,7 +161,7 @@ class Findings:
                 self.note(mention.line, f"{mention.text}: {why}")
 
 
-def _named(settings: Settings, key: str) -> str:
+def _named(settings: FoundSettings, key: str) -> str:
     """Return a key with the object that it belongs to; a variable is its own key."""
     return key if key == settings.name else f"{key} of {settings.name}"
 

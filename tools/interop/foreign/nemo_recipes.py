@@ -9,8 +9,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tools.interop.foreign.findings import Settings
-from tools.interop.foreign.plain import ATTRIBUTES, Call, Entry, Unknown, fields_of, items_of
+from tools.interop.foreign.findings import FoundSettings
+from tools.interop.foreign.plain import (
+    ATTRIBUTES,
+    Call,
+    DictEntry,
+    UnknownValue,
+    fields_of,
+    items_of,
+)
 from tools.interop.foreign.systems import BRIDGE, BRIDGE_KEYS, NEMO, OPTIMIZER_KEYS, maker_of
 
 FLAGS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32"}
@@ -19,12 +26,12 @@ RECIPES = ("pretrain_recipe", "finetune_recipe", "pretrain_recipe_performance")
 BRIDGE_RECIPES = ("_pretrain_config", "_finetune_config", "_sft_config", "_peft_config")
 # Beginnings of NeMo's models whose recipes have another plugin than bf16_mixed
 OTHER_DEFAULTS = ("nemotron", "hyena")
-NONE = Entry(None)
-OFF = Entry(False)
+NONE = DictEntry(None)
+OFF = DictEntry(False)
 KEYS_OF_A_PLUGIN = frozenset({"recipe", "precision", "the plugin"})
 
 
-def bridge_fields(fields: Mapping[str, Entry]) -> dict[str, Entry]:
+def bridge_fields(fields: Mapping[str, DictEntry]) -> dict[str, DictEntry]:
     """Return fields of Megatron-Bridge's MixedPrecisionConfig as fields of NeMo's plugin, with what
     Bridge has where NeMo's plugin has another default."""
     plugin = _precision_of_switches(fields)
@@ -42,15 +49,15 @@ def bridge_fields(fields: Mapping[str, Entry]) -> dict[str, Entry]:
         plugin["recipe"] = replace(recipe, value=name)
         if "mxfp8" in name:
             # NeMo's recipe of this name is hybrid
-            plugin.setdefault("fp8", Entry("e4m3", recipe.line))
+            plugin.setdefault("fp8", DictEntry("e4m3", recipe.line))
     elif fp8.value is not None:
-        plugin.setdefault("fp8_recipe", Entry("tensorwise", fp8.line))
+        plugin.setdefault("fp8_recipe", DictEntry("tensorwise", fp8.line))
     return plugin
 
 
-def _precision_of_switches(fields: Mapping[str, Entry]) -> dict[str, Entry]:
+def _precision_of_switches(fields: Mapping[str, DictEntry]) -> dict[str, DictEntry]:
     """Return the precision that Bridge's switches `bf16`, `fp16` and `fp32` turn on."""
-    turned_on = dict[str, Entry]()
+    turned_on = dict[str, DictEntry]()
     for flag, precision in FLAGS.items():
         switch = fields.get(flag, OFF)
         if switch.value is not False:
@@ -64,7 +71,7 @@ def _precision_of_switches(fields: Mapping[str, Entry]) -> dict[str, Entry]:
     return {"precision": precision_entry}
 
 
-def recipe_settings(call: Call) -> Iterator[Settings]:
+def recipe_settings(call: Call) -> Iterator[FoundSettings]:
     """Yield the settings of a recipe: its default plugin, unless it is replaced, with the fields
     that are set afterwards."""
     function = call.function
@@ -77,7 +84,7 @@ def recipe_settings(call: Call) -> Iterator[Settings]:
         optimizers = [_field(optim.value, "config")]
     elif function.last.endswith(BRIDGE_RECIPES) and function.name.startswith(BRIDGE):
         plugin = _field(call, "mixed_precision")
-        default = Entry("bf16_mixed", call.line)
+        default = DictEntry("bf16_mixed", call.line)
         fields = bridge_fields(_plugin_fields(plugin, default))
         optimizers = [_field(call, "optimizer"), _field(call, "ddp")]
     else:
@@ -87,13 +94,13 @@ def recipe_settings(call: Call) -> Iterator[Settings]:
             if key in OPTIMIZER_KEYS:
                 fields[key] = entry
     if call.doubt:
-        fields[ATTRIBUTES] = Entry(call, call.line)
+        fields[ATTRIBUTES] = DictEntry(call, call.line)
     if fields:
         completes = not KEYS_OF_A_PLUGIN & set(fields)
-        yield Settings(NEMO, fields, call.line, f"{function.last}()", completes)
+        yield FoundSettings(NEMO, fields, call.line, f"{function.last}()", completes)
 
 
-def _default_recipe(call: Call) -> Entry:
+def _default_recipe(call: Call) -> DictEntry:
     """Return the name of a recipe's plugin: its argument `precision`, or what the model has without
     one."""
     precision = call.entries.get("precision")
@@ -105,11 +112,11 @@ def _default_recipe(call: Call) -> Entry:
     _, _, model = module.rpartition(".")
     if model.startswith(OTHER_DEFAULTS):
         why = "has a plugin of its own: assign recipe.trainer.plugins"
-        return Entry(Unknown(call.text, call.line, why), call.line)
-    return Entry("bf16_mixed", call.line)
+        return DictEntry(UnknownValue(call.text, call.line, why), call.line)
+    return DictEntry("bf16_mixed", call.line)
 
 
-def _plugin_fields(plugin: Entry, default: Entry) -> dict[str, Entry]:
+def _plugin_fields(plugin: DictEntry, default: DictEntry) -> dict[str, DictEntry]:
     """Return the fields of an assigned plugin, none if the call that makes it is read itself; of
     the default plugin without one."""
     if not plugin.node:
@@ -128,11 +135,11 @@ def _is_read_itself(value: Any) -> bool:
     return maker is not None
 
 
-def _field(value: Any, name: str) -> Entry:
+def _field(value: Any, name: str) -> DictEntry:
     """Return the entry of an attribute or argument; an empty one if there is neither."""
     return value.entries.get(name, NONE) if isinstance(value, Call) else NONE
 
 
-def _fields_set(value: Any) -> dict[str, Entry]:
+def _fields_set(value: Any) -> dict[str, DictEntry]:
     """Return what is set of an object, and not only looked at."""
     return fields_of(value, ()) if isinstance(value, Call) else {}

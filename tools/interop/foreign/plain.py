@@ -1,8 +1,9 @@
 """Values of another system's file, as far as they are known without running it, and as plain data.
 
-Numbers, texts, True, False and None are themselves. A dict is a `Table`, a list a `Row`, and a name
-from outside of the file a `Symbol`, with import aliases resolved: torch.bfloat16. A `Call` is the
-result of a call of something outside of the file, and all else is `Unknown`, with the reason.
+Numbers, texts, True, False and None are themselves. A dict is a `PlainDict`, a list a
+`PlainSequence`, and a name from outside of the file a `Symbol`, with import aliases resolved:
+torch.bfloat16. A `Call` is the result of a call of something outside of the file, and all else is
+`UnknownValue`, with the reason.
 """
 
 import ast
@@ -82,7 +83,7 @@ class Symbol:
 
 
 @dataclass(frozen=True)
-class Entry:
+class DictEntry:
     """A value under a key.
 
     node: id of the syntax node of the key, by which it is accounted for; 0: none.
@@ -101,7 +102,7 @@ class Fields:
     first use, 0 for none. home: the function or loop that makes it. is_read: a key was looked up.
     """
 
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, DictEntry] = field(default_factory=dict)
     line: int = 0
     doubt: str = ""
     used: int = 0
@@ -114,7 +115,7 @@ class Fields:
         return None if entry is None else entry.value
 
 
-class Table(Fields):
+class PlainDict(Fields):
     """A dict."""
 
 
@@ -133,7 +134,7 @@ class Call(Fields):
 
 
 @dataclass(eq=False)
-class Row:
+class PlainSequence:
     """A list, tuple or set."""
 
     items: list[Any]
@@ -141,7 +142,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Unknown:
+class UnknownValue:
     """A value that is not known. text: its source text. why: the reason."""
 
     text: str
@@ -149,7 +150,7 @@ class Unknown:
     why: str
 
 
-def find(tree: Table, path: str) -> Entry | None:
+def find(tree: PlainDict, path: str) -> DictEntry | None:
     """Return the entry under a dotted path."""
     fields: Any = tree
     entry = None
@@ -167,9 +168,9 @@ def plain(value: Any) -> Any:
     match value:
         case Symbol():
             return _of_symbol(value)
-        case Table():
+        case PlainDict():
             return _of_entries(spread(value))
-        case Row():
+        case PlainSequence():
             return [plain(item) for item in value.items]
         case Call() if value.function.last in FP8_RECIPES:
             fields = fields_of(value, FP8_RECIPES[value.function.last])
@@ -178,7 +179,7 @@ def plain(value: Any) -> Any:
             return value.function.name  # torch.bfloat16(), as one system's documentation has it
         case ast.AST():
             raise Unreadable("it is a function, which would have to be run")
-        case Unknown() | Call():
+        case UnknownValue() | Call():
             raise Unreadable(f"`{value.text}` {value.why}")
     return value
 
@@ -193,7 +194,7 @@ def _of_symbol(symbol: Symbol) -> str:
     return symbol.name
 
 
-def _of_entries(entries: Mapping[str, Entry]) -> dict[str, Any]:
+def _of_entries(entries: Mapping[str, DictEntry]) -> dict[str, Any]:
     content = dict[str, Any]()
     for key, entry in entries.items():
         try:
@@ -211,24 +212,24 @@ def is_dtype(symbol: Symbol) -> bool:
     return symbol.name.removeprefix("torch.") in TORCH_DTYPES
 
 
-def fields_of(call: Call, order: tuple[str, ...]) -> dict[str, Entry]:
+def fields_of(call: Call, order: tuple[str, ...]) -> dict[str, DictEntry]:
     """Return the arguments of a call by name, with attributes that are set later.
 
     order: the names of positional arguments; one that has none is "argument N".
     """
     names = {argument(index): name for index, name in enumerate(order)}
-    fields = dict[str, Entry]()
+    fields = dict[str, DictEntry]()
     for key, entry in spread(call).items():
         if entry.node:
             fields[names.get(key, key)] = entry
     if call.doubt:
-        fields[ATTRIBUTES] = Entry(call, call.line)
+        fields[ATTRIBUTES] = DictEntry(call, call.line)
     return fields
 
 
 def items_of(value: Any) -> list[Any]:
     """Return the items of a list that is known, or the value alone."""
-    return value.items if isinstance(value, Row) and not value.doubt else [value]
+    return value.items if isinstance(value, PlainSequence) and not value.doubt else [value]
 
 
 def argument(index: int) -> str:
@@ -236,19 +237,19 @@ def argument(index: int) -> str:
     return f"argument {index + 1}"
 
 
-def positional(call: Call) -> list[Entry]:
+def positional(call: Call) -> list[DictEntry]:
     """Return the positional arguments of a call."""
     return [entry for key, entry in call.entries.items() if key.startswith("argument ")]
 
 
-def spread(fields: Fields) -> dict[str, Entry]:
+def spread(fields: Fields) -> dict[str, DictEntry]:
     """Return the entries of a dict or call, with those that it takes in by **.
 
     A dict that is not known stays under its text: "**load()".
     """
-    entries = dict[str, Entry]()
+    entries = dict[str, DictEntry]()
     for key, entry in fields.entries.items():
-        if key.startswith("**") and isinstance(entry.value, Table) and not entry.value.doubt:
+        if key.startswith("**") and isinstance(entry.value, PlainDict) and not entry.value.doubt:
             entries |= spread(entry.value)
         else:
             entries[key] = entry

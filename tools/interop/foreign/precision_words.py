@@ -22,15 +22,15 @@ from megaprec.dialects import (
     smp,
 )
 from megaprec.dialects.reading import Keys
-from megaprec.dialects.scaling import GradScaler
+from megaprec.dialects.scaling import TorchGradScaler
 from tools.interop.foreign.plain import (
     Call,
-    Entry,
+    DictEntry,
     Fields,
-    Row,
+    PlainDict,
+    PlainSequence,
     Symbol,
-    Table,
-    Unknown,
+    UnknownValue,
     positional,
 )
 
@@ -114,7 +114,7 @@ class Mention:
 
 
 def _vocabulary() -> frozenset[str]:
-    kinds = [GradScaler, *(kind for module in DIALECTS for kind in vars(module).values())]
+    kinds = [TorchGradScaler, *(kind for module in DIALECTS for kind in vars(module).values())]
     names = {"mixed_precision_config", "neuronx_distributed_config", "naiveampmodel"}
     for kind in kinds:
         if isinstance(kind, type) and issubclass(kind, Keys):
@@ -152,7 +152,9 @@ def shortened(node: ast.AST, longest: int = 100) -> str:
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
-def mentions_of(made: Iterable[Fields], loose: Iterable[tuple[str, Entry]]) -> Iterator[Mention]:
+def mentions_of(
+    made: Iterable[Fields], loose: Iterable[tuple[str, DictEntry]]
+) -> Iterator[Mention]:
     """Return every mention of precision in the dicts and calls of a file, and in what else it sets
     by name."""
     pairs = [*loose]
@@ -188,11 +190,11 @@ def _call_bears_on_precision(call: Call) -> bool:
 def shown(value: object) -> str:
     """Return a value as text for a message."""
     match value:
-        case Table():
+        case PlainDict():
             return "{...}"
-        case Row():
+        case PlainSequence():
             return "[...]"
-        case Call() | Unknown():
+        case Call() | UnknownValue():
             return value.text
         case Symbol():
             return value.name

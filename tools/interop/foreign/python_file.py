@@ -3,8 +3,8 @@ running it.
 
 A name counts that is assigned once in the file, with import aliases, literals, arithmetic, dicts
 and calls. Keys and attributes that are set later belong to the dict or object if they are set
-beside its assignment and before its first use. All else makes a value `Unknown`, with the reason: a
-condition, a function's argument or result, a name that is assigned again.
+beside its assignment and before its first use. All else makes a value `UnknownValue`, with the
+reason: a condition, a function's argument or result, a name that is assigned again.
 """
 
 import ast
@@ -16,12 +16,12 @@ from typing import Any
 
 from tools.interop.foreign.plain import (
     Call,
-    Entry,
+    DictEntry,
     Fields,
-    Row,
+    PlainDict,
+    PlainSequence,
     Symbol,
-    Table,
-    Unknown,
+    UnknownValue,
     argument,
     spread,
 )
@@ -66,14 +66,14 @@ class PythonFile:
 
     def __init__(self, tree: ast.Module) -> None:
         self.calls: list[Call] = []
-        self.names = Table({"os.environ": Entry(Table())})
+        self.names = PlainDict({"os.environ": DictEntry(PlainDict())})
         self.made: list[Fields] = []
         self.uncertain: list[tuple[int, str, str]] = []
-        self.loose: list[tuple[str, Entry]] = []
+        self.loose: list[tuple[str, DictEntry]] = []
         # what a function makes and which functions it uses, and those used on a condition
         self._inside: dict[ast.AST, list[Any]] = defaultdict(list)
         self._conditional: dict[ast.AST, str] = {}
-        self._arguments: dict[str, Unknown] = {}
+        self._arguments: dict[str, UnknownValue] = {}
         self._function: ast.AST = tree
         self._home: ast.AST = tree  # the function or loop that the statement at hand is in
         self._guard = ""  # the condition on which the statement at hand runs; empty for none
@@ -84,7 +84,7 @@ class PythonFile:
             for name, binder in _binders(node):
                 self._binders[name].add(binder)
                 if not isinstance(binder, ast.Name):
-                    self.names.entries[name] = Entry(binder)
+                    self.names.entries[name] = DictEntry(binder)
             if isinstance(node, ast.Name) and not _is_set(node):
                 loaded.add(node.id)
         self.names.entries |= self._dicts_only_read(tree)
@@ -95,7 +95,7 @@ class PythonFile:
             if name not in loaded:
                 self.loose.append((name, entry))
 
-    def _dicts_only_read(self, tree: ast.Module) -> dict[str, Entry]:
+    def _dicts_only_read(self, tree: ast.Module) -> dict[str, DictEntry]:
         """Return the dicts of literals that are assigned once at the top and whose items alone are
         read: it does not matter where, and documents show uses before what they use."""
         uses: dict[str, int] = defaultdict(int)
@@ -105,14 +105,14 @@ class PythonFile:
             elif isinstance(node, ast.Subscript) and not _is_set(node):
                 # an item that is read is no other use
                 uses[shortened(node.value)] -= 1
-        entries: dict[str, Entry] = {}
+        entries: dict[str, DictEntry] = {}
         for node in tree.body:
             match node:
                 case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict() as assigned):
                     is_assigned_once = len(self._binders[name]) == 1
                     if is_assigned_once and uses[name] == 0:
                         with suppress(ValueError, TypeError):
-                            entries[name] = Entry(_literal_table(assigned), node.lineno)
+                            entries[name] = DictEntry(_literal_table(assigned), node.lineno)
         return entries
 
     def _make_conditional(self, value: Any, guard: str) -> None:
@@ -173,7 +173,7 @@ class PythonFile:
         for part in ast.walk(node.args):
             if isinstance(part, ast.arg):
                 why = f"is an argument of {node.name}()"
-                self._arguments[part.arg] = Unknown(part.arg, node.lineno, why)
+                self._arguments[part.arg] = UnknownValue(part.arg, node.lineno, why)
         self._function = node
         self._home = node
         self._read_parts(node)
@@ -206,10 +206,10 @@ class PythonFile:
                 value = Call(line=node.lineno, text=name, why=why, home=node)
             else:
                 self._doubt(value, f"`{name}`, which stands for it, {why}")
-                value = Unknown(name, node.lineno, why)
-        elif self._guard and not isinstance(value, Fields | Unknown | ast.AST):
-            value = Unknown(name, node.lineno, f"depends on {self._guard}")
-        self.names.entries[name] = Entry(value, node.lineno, id(node))
+                value = UnknownValue(name, node.lineno, why)
+        elif self._guard and not isinstance(value, Fields | UnknownValue | ast.AST):
+            value = UnknownValue(name, node.lineno, f"depends on {self._guard}")
+        self.names.entries[name] = DictEntry(value, node.lineno, id(node))
 
     def _owner(self, node: ast.expr) -> Any:
         """Return the value of an expression, of which a part is then set."""
@@ -221,7 +221,7 @@ class PythonFile:
     def _set(self, target: ast.expr, base: Any, key: Any, value: Any) -> None:
         """Follow `target = ...`, also `target += ...` and `del target`."""
         why = self._why_uncertain(base)
-        entry = Entry(value, target.lineno, id(target))
+        entry = DictEntry(value, target.lineno, id(target))
         text = shortened(target)
         # attributes of `self` are of a class of their own
         is_theirs = text.startswith("self.") and text.count(".") == 1
@@ -251,17 +251,17 @@ class PythonFile:
     def _doubt(self, value: Any, why: str) -> None:
         """Make known that a value may be another than the file shows, with what a dict holds."""
         is_environment = value is self.names.get("os.environ")
-        if isinstance(value, Fields | Row) and not value.doubt and not is_environment:
+        if isinstance(value, Fields | PlainSequence) and not value.doubt and not is_environment:
             value.doubt = why
-            inner = value.entries.values() if isinstance(value, Table) else ()
+            inner = value.entries.values() if isinstance(value, PlainDict) else ()
             for entry in inner:
-                if isinstance(entry.value, Table):
+                if isinstance(entry.value, PlainDict):
                     self._doubt(entry.value, why)
 
     # values
 
     def value(self, node: ast.AST) -> Any:
-        """Return the value of an expression; `Unknown` if it would have to be run."""
+        """Return the value of an expression; `UnknownValue` if it would have to be run."""
         match node:
             case ast.Constant():
                 return node.value
@@ -276,7 +276,7 @@ class PythonFile:
             case ast.Dict():
                 return self._dict(node)
             case ast.List() | ast.Tuple() | ast.Set():
-                return Row([self.value(item) for item in node.elts])
+                return PlainSequence([self.value(item) for item in node.elts])
             case ast.Call():
                 return self._call(node)
             case ast.BinOp():
@@ -344,22 +344,26 @@ class PythonFile:
             symbol = Symbol(f"{base.name}.{name}", base.imported)
             is_environment = symbol.name == "os.environ"
             return self.names.get("os.environ") if is_environment else symbol
-        if name == "__dict__" or (isinstance(base, Table | Row) and name not in READING_METHODS):
+        if name == "__dict__" or (
+            isinstance(base, PlainDict | PlainSequence) and name not in READING_METHODS
+        ):
             self._doubt(base, f"{_quoted(node)} may change it")
         if not isinstance(base, Call):
             why = getattr(base, "why", "is not known")
             return _unknown(node, f"belongs to what {why}")
         only_seen = Call(line=node.lineno, text=shortened(node), home=base.home)
-        entry = base.entries.setdefault(name, Entry(only_seen, node.lineno))
+        entry = base.entries.setdefault(name, DictEntry(only_seen, node.lineno))
         part = entry.value
         if isinstance(part, Fields):
             part.used = part.used or base.used
             part.doubt = part.doubt or base.doubt
-        return part if isinstance(part, Fields | Row) else _unknown(node, "is not followed")
+        return (
+            part if isinstance(part, Fields | PlainSequence) else _unknown(node, "is not followed")
+        )
 
     def _item(self, node: ast.Subscript, base: Any, key: Any) -> Any:
         """Return an item of a known dict."""
-        if isinstance(base, Table) and not base.doubt:
+        if isinstance(base, PlainDict) and not base.doubt:
             entries = spread(base)
             is_spread = any(name.startswith("**") for name in entries)
             if key in entries and not is_spread:
@@ -370,14 +374,14 @@ class PythonFile:
                 return part
         return _unknown(node, getattr(base, "doubt", "") or "is not known")
 
-    def _dict(self, node: ast.Dict) -> Table:
-        table = Table(line=node.lineno)
+    def _dict(self, node: ast.Dict) -> PlainDict:
+        table = PlainDict(line=node.lineno)
         self._register(table)
         for key_node, value_node in zip(node.keys, node.values, strict=True):
             key = self.value(key_node) if key_node else f"**{shortened(value_node)}"
             if isinstance(key, str):
                 self._add(table, key, value_node, key_node or value_node)
-            elif isinstance(key, Unknown):
+            elif isinstance(key, UnknownValue):
                 self._doubt(table, f"{_quoted(node)} has keys that are not known")
         return table
 
@@ -395,7 +399,7 @@ class PythonFile:
             self._doubt(fields, f"{key} is given twice (line {value_node.lineno})")
         value = self.value(value_node)
         line = getattr(node, "lineno", 0)
-        fields.entries[key] = Entry(value, line, id(node))
+        fields.entries[key] = DictEntry(value, line, id(node))
 
     def _call(self, node: ast.Call) -> Any:
         """Return the value of a call: a dict, or a `Call` of something outside of the file."""
@@ -404,7 +408,7 @@ class PythonFile:
         if shortened(node.func) in CONFIGS and given:
             function = self.value(given.pop(0))
         is_dict = function == Symbol("dict")
-        call = Table(line=node.lineno) if is_dict else self._new_call(node, function)
+        call = PlainDict(line=node.lineno) if is_dict else self._new_call(node, function)
         self._register(call)
         for index, item in enumerate(given):
             key = f"**{shortened(item)}" if is_dict else argument(index)
@@ -428,7 +432,7 @@ class PythonFile:
         else:
             call.function = Symbol(shortened(node.func))
         is_name = isinstance(node.func, ast.Name)
-        if isinstance(function, Unknown) or (isinstance(function, Call) and is_name):
+        if isinstance(function, UnknownValue) or (isinstance(function, Call) and is_name):
             call.doubt = f"`{function.text}` {function.why}"
         return call
 
@@ -441,7 +445,7 @@ class PythonFile:
             return []
         if isinstance(function, ast.AST):
             # attributes that it sets are refused there, by their names
-            return [value for value in given if isinstance(value, Table)]
+            return [value for value in given if isinstance(value, PlainDict)]
         if name.startswith(CHANGING_FUNCTIONS):
             return given[:1]
         if isinstance(called, ast.Attribute) and called.attr.startswith(CHANGING_METHODS):
@@ -449,16 +453,16 @@ class PythonFile:
         return []
 
 
-def _literal_table(node: ast.Dict) -> Table:
+def _literal_table(node: ast.Dict) -> PlainDict:
     """Return a dict of literals. Raises ValueError or TypeError for another."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, DictEntry] = {}
     for key, value in ast.literal_eval(node).items():
-        entries[key] = Entry(value, node.lineno)
-    return Table(entries, line=node.lineno)
+        entries[key] = DictEntry(value, node.lineno)
+    return PlainDict(entries, line=node.lineno)
 
 
-def _unknown(node: ast.AST, why: str) -> Unknown:
-    return Unknown(shortened(node), getattr(node, "lineno", 0), why)
+def _unknown(node: ast.AST, why: str) -> UnknownValue:
+    return UnknownValue(shortened(node), getattr(node, "lineno", 0), why)
 
 
 def _quoted(node: ast.AST) -> str:

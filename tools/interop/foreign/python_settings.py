@@ -5,14 +5,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from megaprec.dialects import nemo
-from tools.interop.foreign.findings import RUN_FILE, Findings, Settings
+from tools.interop.foreign.findings import RUN_FILE, Findings, FoundSettings
 from tools.interop.foreign.nemo_recipes import bridge_fields, recipe_settings
 from tools.interop.foreign.plain import (
     ATTRIBUTES,
     Call,
-    Entry,
-    Table,
-    Unknown,
+    DictEntry,
+    PlainDict,
+    UnknownValue,
     fields_of,
     items_of,
     spread,
@@ -50,11 +50,11 @@ BY_NAME = {
 class Gatherer:
     """One pass over the values of a file. calls: all of it. names: what it assigns, or its tree."""
 
-    def __init__(self, calls: Iterable[Call], names: Table, findings: Findings) -> None:
+    def __init__(self, calls: Iterable[Call], names: PlainDict, findings: Findings) -> None:
         self.calls = [*calls]
         self.names = names
         self.findings = findings
-        self.unknown: list[tuple[str, Entry]] = []  # names whose value is not known
+        self.unknown: list[tuple[str, DictEntry]] = []  # names whose value is not known
         self.left_out: list[tuple[str, int, str]] = []  # tables that an argument is None for
 
     def gather(self) -> None:
@@ -70,11 +70,11 @@ class Gatherer:
         self._refuse_left_out()
         self._refuse_parts()
 
-    def _add(self, table: str, fields: dict[str, Entry], call: Call, completes: bool) -> None:
+    def _add(self, table: str, fields: dict[str, DictEntry], call: Call, completes: bool) -> None:
         name = f"{call.function.last}(...)"
         if call.doubt:
-            fields[ATTRIBUTES] = Entry(call, call.line)
-        self.findings.add(Settings(table, fields, call.line, name, completes))
+            fields[ATTRIBUTES] = DictEntry(call, call.line)
+        self.findings.add(FoundSettings(table, fields, call.line, name, completes))
 
     # calls
 
@@ -82,11 +82,11 @@ class Gatherer:
         last = call.function.last
         maker, elsewhere = maker_of(call.function)
         if last == "set_fp32_attr_to_module":
-            self.findings.take(Entry(call))
+            self.findings.take(DictEntry(call))
             why = "a mark in a model of your own counts when the model is made"
             self.findings.note(call.line, f"{call.text}: {why}; precision.keep_fp32 says it of any")
         elif elsewhere and MAKERS[last][0].strict:
-            self.findings.take(Entry(call))
+            self.findings.take(DictEntry(call))
             why = f"{last} comes from {elsewhere}: what it does is not known here; {RUN_FILE}"
             self.findings.refuse(call.line, why)
         elif maker is not None:
@@ -96,7 +96,7 @@ class Gatherer:
         """Read the arguments of a class or function of a system."""
         fields = fields_of(call, maker.order)
         # of a holder only what is read is accounted for
-        self.findings.take(Entry(call) if maker.strict else Entry(None, node=call.node))
+        self.findings.take(DictEntry(call) if maker.strict else DictEntry(None, node=call.node))
         for name, table in maker.tables.items():
             if name in fields:
                 self._table_argument(table, fields.pop(name), name, call)
@@ -109,7 +109,7 @@ class Gatherer:
         if maker.table and (keys or maker.table not in (COLOSSALAI, NEMO)):
             self._add(maker.table, keys, call, maker.completes)
 
-    def _table_argument(self, table: str, entry: Entry, name: str, holder: Call) -> None:
+    def _table_argument(self, table: str, entry: DictEntry, name: str, holder: Call) -> None:
         """Read an argument that is a table: a dict, an object with settings, the name of a recipe,
         or None."""
         self.findings.take(entry)
@@ -117,7 +117,7 @@ class Gatherer:
             if value is None:
                 text = f"{name} = None of {holder.function.last}(...)"
                 self.left_out.append((table, entry.line, text))
-            elif isinstance(value, Table):
+            elif isinstance(value, PlainDict):
                 self._say(table, value, name)
             elif isinstance(value, str) and table in BY_NAME:
                 whole, key, names = BY_NAME[table]
@@ -141,14 +141,14 @@ class Gatherer:
 
     # dicts and variables
 
-    def _search(self, table: Table, depth: int = 0) -> None:
+    def _search(self, table: PlainDict, depth: int = 0) -> None:
         """Add each dict that a system knows by name, also within other dicts."""
         entries = spread(table)
         for name, entry in entries.items():
             content = entry.value
-            if isinstance(content, Unknown):
+            if isinstance(content, UnknownValue):
                 self.unknown.append((name, entry))
-            if not isinstance(content, Table) or depth > DEEPEST:
+            if not isinstance(content, PlainDict) or depth > DEEPEST:
                 continue
             settings_table = table_of(name, content, entries)
             if settings_table:
@@ -169,35 +169,35 @@ class Gatherer:
             table = TABLES.get(name, "")
             is_meant = name not in MARKS or table.partition(".")[0] in systems
             if table and is_meant:
-                self.findings.add(Settings(table, {"the keys": entry}, entry.line, name))
+                self.findings.add(FoundSettings(table, {"the keys": entry}, entry.line, name))
 
-    def _loose(self, system: str, beside: Mapping[str, Entry]) -> None:
+    def _loose(self, system: str, beside: Mapping[str, DictEntry]) -> None:
         """Add the single settings of a system that stand beside its dicts."""
         for name in LOOSE.get(system, ()):
             if name in beside:
                 fields = {name: beside[name]}
                 line = beside[name].line
-                self.findings.add(Settings(system, fields, line, name, completes=True))
+                self.findings.add(FoundSettings(system, fields, line, name, completes=True))
 
-    def _say(self, table: str, content: Table, name: str) -> None:
+    def _say(self, table: str, content: PlainDict, name: str) -> None:
         """Add a dict as settings."""
         fields = spread(content)
         if content.doubt:
-            fields["the keys"] = Entry(content, content.line)
-        self.findings.add(Settings(table, fields, content.line, name))
+            fields["the keys"] = DictEntry(content, content.line)
+        self.findings.add(FoundSettings(table, fields, content.line, name))
 
     # the whole
 
     def _environment(self) -> None:
         """Read environment variables that the file sets for Neuron devices."""
-        variables = self.names.get("os.environ") or Table()
+        variables = self.names.get("os.environ") or PlainDict()
         fields = {key: entry for key, entry in variables.entries.items() if key in ENVIRONMENT}
         if variables.doubt and fields:
-            fields["the variables"] = Entry(variables)
+            fields["the variables"] = DictEntry(variables)
         systems = {settings.system for settings in self.findings.settings}
         if fields and NXD in systems:
             line = next(iter(fields.values())).line
-            self.findings.add(Settings(NXD_ENVIRONMENT, fields, line, "os.environ"))
+            self.findings.add(FoundSettings(NXD_ENVIRONMENT, fields, line, "os.environ"))
 
     def _clipping(self) -> None:
         """Read clipping in a script with FSDP: `model.clip_grad_norm_(1.0)`, torch's function."""
@@ -207,11 +207,13 @@ class Gatherer:
                 is_torchs = call.function.name.endswith("utils.clip_grad_norm_")
                 order = ("parameters", "max_norm") if is_torchs else ("max_norm",)
                 limit = fields_of(call, order).get("max_norm")
-                self.findings.take(Entry(call))
+                self.findings.take(DictEntry(call))
                 if limit is not None:
                     # a gradient is clipped in a step that is taken, whatever the condition
                     keys = {"max_grad_norm": limit}
-                    self.findings.add(Settings("smp", keys, call.line, call.text, completes=True))
+                    self.findings.add(
+                        FoundSettings("smp", keys, call.line, call.text, completes=True)
+                    )
 
     def _refuse_parts(self) -> None:
         """Refuse tables and classes of a system without the one that has its dtype, which is then
@@ -224,16 +226,16 @@ class Gatherer:
                 self.findings.refuse(settings[0].line, f"{settings[0].name}: {why}")
 
 
-def _keys_of(call: Call, maker: Maker, fields: Mapping[str, Entry]) -> dict[str, Entry]:
+def _keys_of(call: Call, maker: Maker, fields: Mapping[str, DictEntry]) -> dict[str, DictEntry]:
     """Return the keys that the arguments of a call set in its maker's table."""
-    keys = dict[str, Entry]()
+    keys = dict[str, DictEntry]()
     for name, entry in fields.items():
         is_other = maker.strict and name not in maker.unrelated
         if name in maker.keys or is_other:
             key = maker.keys.get(name, name)
             keys[key] = replace(entry, line=entry.line or call.line)
     for key, value in maker.adds.items():
-        keys[key] = Entry(value, call.line)
+        keys[key] = DictEntry(value, call.line)
     if call.function.name.startswith(BRIDGE) or "library" in keys:
         return bridge_fields(keys)
     return keys

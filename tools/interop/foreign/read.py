@@ -14,7 +14,7 @@ from pathlib import Path
 from megaprec.errors import Problem, UserError
 from megaprec.parsing import read_text
 from tools.console.toml import Setting
-from tools.interop.foreign.data_files import Data, TooLarge, from_json, from_toml, from_yaml
+from tools.interop.foreign.data_files import SettingsTree, TooLarge, from_json, from_toml, from_yaml
 from tools.interop.foreign.findings import Findings, Known
 from tools.interop.foreign.precision_words import mentions_of
 from tools.interop.foreign.python_file import PythonFile
@@ -91,7 +91,7 @@ def _text(path: Path) -> str:
     return text
 
 
-def _data(path: Path, text: str) -> Data | None:
+def _data(path: Path, text: str) -> SettingsTree | None:
     """Return the file as data; None if it is Python. A suffix that names a format is trusted."""
     suffix = path.suffix.lower()
     if suffix == ".py":
@@ -110,7 +110,7 @@ def _data(path: Path, text: str) -> Data | None:
     return data
 
 
-def _of_data(path: Path, text: str, data: Data, given: Collection[str]) -> Findings:
+def _of_data(path: Path, text: str, data: SettingsTree, given: Collection[str]) -> Findings:
     findings = Findings(str(path), mentions_of(data.trees, ()), given)
     kind = whose_file(path, text)
     if kind is not None and not kind.shown:

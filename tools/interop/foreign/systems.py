@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megaprec.dialects import nemo, nxd, smp
-from tools.interop.foreign.plain import Symbol, Table
+from tools.interop.foreign.plain import PlainDict, Symbol
 
 SMP_POLICY = "smp.mixed_precision"
 SMP_POLICY2 = "smp.mp_policy"
@@ -301,7 +301,7 @@ def maker_of(function: Symbol) -> tuple[Maker | None, str]:
     return None, function.name.rpartition(".")[0]
 
 
-def table_of(name: str, content: Table, beside: Mapping[str, Any]) -> str:
+def table_of(name: str, content: PlainDict, beside: Mapping[str, Any]) -> str:
     """Return the table of settings that a dict of this name is; empty if it is none.
 
     beside: the dicts and values that stand beside it, by name.
@@ -316,7 +316,7 @@ def table_of(name: str, content: Table, beside: Mapping[str, Any]) -> str:
     return TABLES[name] if is_marked or is_nxds else ""
 
 
-def _is_no_internevo(model: Table) -> bool:
+def _is_no_internevo(model: PlainDict) -> bool:
     """Return True for a `model` of Colossal-AI before its plugins, which has a type, and for one
     with a dtype alone whose text is not InternEvo's "torch.bfloat16"."""
     dtype = model.get("dtype")

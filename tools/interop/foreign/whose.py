@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megaprec.errors import UserError
 from tools.interop.foreign.data_files import TooLarge, from_json, from_toml, from_yaml
-from tools.interop.foreign.plain import Fields, Table
+from tools.interop.foreign.plain import Fields, PlainDict
 
 SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".py")
 KEYS = (
@@ -269,7 +269,7 @@ def whose(names: Iterable[str]) -> Kind | None:
     return None
 
 
-def names_in(table: Table) -> set[str]:
+def names_in(table: PlainDict) -> set[str]:
     """Return the names in a table, and with a dot those in its tables."""
     names = set[str]()
     for key, entry in table.entries.items():
@@ -277,6 +277,12 @@ def names_in(table: Table) -> set[str]:
         if isinstance(entry.value, Fields):
             names |= {f"{key}.{name}" for name in entry.value.entries}
     return names
+
+
+def other_owner(path: Path, text: str) -> Kind | None:
+    """Return the kind of another system's file; None if it is not known, or if it is a run file."""
+    kind = whose_file(path, text)
+    return None if kind is RUN else kind
 
 
 def whose_file(path: Path, text: str) -> Kind | None:

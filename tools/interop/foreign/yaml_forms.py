@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from megaprec.dialects import nemo_v1
-from tools.interop.foreign.findings import Findings, Settings
-from tools.interop.foreign.plain import Entry, Row, Table, find, items_of
+from tools.interop.foreign.findings import Findings, FoundSettings
+from tools.interop.foreign.plain import DictEntry, PlainDict, PlainSequence, find, items_of
 from tools.interop.foreign.systems import NXD, NXD_ENVIRONMENT, NXD_OPTIMIZER
 
 NEMO1 = {
@@ -55,7 +55,7 @@ OFF = (
 )
 
 
-def read_forms(tree: Table, findings: Findings) -> bool:
+def read_forms(tree: PlainDict, findings: Findings) -> bool:
     """Read a tree in one of the forms; return True if it is in one."""
     for entry in _moved(tree, dict(zip(OFF, OFF, strict=True))).values():
         if entry.value in (False, None):
@@ -66,20 +66,24 @@ def read_forms(tree: Table, findings: Findings) -> bool:
     return bool(places)
 
 
-def _moved(tree: Table, moves: Mapping[str, str]) -> dict[str, Entry]:
+def _moved(tree: PlainDict, moves: Mapping[str, str]) -> dict[str, DictEntry]:
     """Return the existing entries by their new keys. moves: new key -> path."""
     found = {key: find(tree, path) for key, path in moves.items()}
     return {key: entry for key, entry in found.items() if entry is not None}
 
 
-def _take(tree: Table, findings: Findings, paths: Iterable[str]) -> None:
+def _take(tree: PlainDict, findings: Findings, paths: Iterable[str]) -> None:
     findings.take(*_moved(tree, {path: path for path in paths}).values())
 
 
-def _nemo1(tree: Table, findings: Findings) -> Iterator[Settings]:
+def _nemo1(tree: PlainDict, findings: Findings) -> Iterator[FoundSettings]:
     model = tree.get("model")
     precision = find(tree, "trainer.precision")
-    if precision is None or not isinstance(model, Table) or not NEMO1_MARKS & set(model.entries):
+    if (
+        precision is None
+        or not isinstance(model, PlainDict)
+        or not NEMO1_MARKS & set(model.entries)
+    ):
         return
     fields = _moved(tree, NEMO1)
     given = {key: entry for key, entry in fields.items() if entry.value is not None}
@@ -89,10 +93,10 @@ def _nemo1(tree: Table, findings: Findings) -> Iterator[Settings]:
         why = "FSDP, which does without O2's masters and dtypes, is not read"
         remedy = "take PyTorch's policy as SMP's keys"
         findings.refuse(sharded.line, f"model.fsdp = {sharded.value}: {why}: {remedy}")
-    yield Settings("nemo.v1", given, precision.line, "trainer.precision")
+    yield FoundSettings("nemo.v1", given, precision.line, "trainer.precision")
 
 
-def _nxdt(tree: Table, findings: Findings) -> Iterator[Settings]:
+def _nxdt(tree: PlainDict, findings: Findings) -> Iterator[FoundSettings]:
     """Read neuronx-distributed-training, whose keys but for the type count if that is "manual"."""
     kind = find(tree, "precision.type")
     if kind is None:
@@ -107,39 +111,41 @@ def _nxdt(tree: Table, findings: Findings) -> Iterator[Settings]:
     _take(tree, findings, ("precision.fp32_grads_cc",))
     _note_nxdt(tree, findings, kind)
     if is_manual:
-        fields |= dict.fromkeys(NXDT_MANUAL, Entry(False, kind.line)) | manual
-    yield Settings(NXD, fields, kind.line, "precision.type")
+        fields |= dict.fromkeys(NXDT_MANUAL, DictEntry(False, kind.line)) | manual
+    yield FoundSettings(NXD, fields, kind.line, "precision.type")
     if is_manual and variables:
         texts = {key: _as_text(entry) for key, entry in variables.items()}
-        yield Settings(NXD_ENVIRONMENT, texts, kind.line, "precision")
-    zero = find(tree, "distributed_strategy.zero1") or Entry(True, kind.line)
-    clip = find(tree, "trainer.gradient_clip_val") or Entry(None, kind.line)
+        yield FoundSettings(NXD_ENVIRONMENT, texts, kind.line, "precision")
+    zero = find(tree, "distributed_strategy.zero1") or DictEntry(True, kind.line)
+    clip = find(tree, "trainer.gradient_clip_val") or DictEntry(None, kind.line)
     clipping = {"max_grad_norm": clip}
     if clip.value is None:
         clipping = {"grad_clipping": replace(clip, value=False)}
     optimizer = {"zero_one_enabled": zero} | clipping
-    yield Settings(NXD_OPTIMIZER, optimizer, kind.line, "distributed_strategy")
+    yield FoundSettings(NXD_OPTIMIZER, optimizer, kind.line, "distributed_strategy")
 
 
-def _as_text(entry: Entry) -> Entry:
+def _as_text(entry: DictEntry) -> DictEntry:
     """Return a variable, whose text YAML takes for a number."""
     return replace(entry, value=str(entry.value)) if type(entry.value) is int else entry
 
 
-def _note_nxdt(tree: Table, findings: Findings, kind: Entry) -> None:
+def _note_nxdt(tree: PlainDict, findings: Findings, kind: DictEntry) -> None:
     """Name what changes numbers in neuronx-distributed-training and has no key here."""
-    optimizer = find(tree, "model.optim.name") or Entry(None)
-    masters = find(tree, "precision.master_weights") or Entry(None)
+    optimizer = find(tree, "model.optim.name") or DictEntry(None)
+    masters = find(tree, "precision.master_weights") or DictEntry(None)
     if kind.value == "manual" and optimizer.value == "adamw_fp32OptState" and not masters.value:
         why = "its moments are wider than BF16 weights; here they are as wide as the masters"
         findings.note(optimizer.line, f"model.optim.name = {optimizer.value}: {why}")
 
 
-def note_composed(tree: Table, findings: Findings) -> None:
+def note_composed(tree: PlainDict, findings: Findings) -> None:
     """Name the files that Hydra would lay under this one, by its `defaults`; what they set is not
     in this file."""
-    entry = tree.entries.get("defaults", Entry(Row([])))
-    items = [item.entries if isinstance(item, Table) else [item] for item in items_of(entry.value)]
+    entry = tree.entries.get("defaults", DictEntry(PlainSequence([])))
+    items = [
+        item.entries if isinstance(item, PlainDict) else [item] for item in items_of(entry.value)
+    ]
     names = [str(name) for item in items for name in item]
     others = [name for name in names if not any(word in name for word in IDLE_DEFAULTS)]
     if others:

@@ -49,7 +49,7 @@ FORMER_BF16 = "bfloat16"  # which DeepSpeed still reads
 
 
 @dataclass
-class Config:
+class DeepSpeedConfig:
     """A file whose keys go into a draft. place: its name. leaves: what is read, by dotted key."""
 
     place: str
@@ -94,7 +94,7 @@ def add_deepspeed(
 ) -> dict[str, str]:
     """Add the keys that DeepSpeed's configuration decides. Returns the leaves that are not used
     here."""
-    config = Config(place, draft, {})
+    config = DeepSpeedConfig(place, draft, {})
     if FORMER_BF16 in content and BF16 not in content:
         content = {BF16 if key == FORMER_BF16 else key: content[key] for key in content}
     unused = dict[str, str]()
@@ -202,7 +202,7 @@ class _Batch(NamedTuple):
         return self.whole == prod(filter(None, self[1:]))
 
 
-def _add_batch(config: Config, ranks: int | None) -> None:
+def _add_batch(config: DeepSpeedConfig, ranks: int | None) -> None:
     """Add batch, micro-batch and replicas by DeepSpeed's rule."""
     draft = config.draft
     sizes = {name: config.get(name) for name in (WHOLE, MICRO, STEPS)}
@@ -257,7 +257,7 @@ def _replicas(draft: Draft, ranks: int | None) -> int | None:
     return ranks // (tensor * pipeline) if ranks else None
 
 
-def _add_precision(config: Config) -> None:
+def _add_precision(config: DeepSpeedConfig) -> None:
     draft = config.draft
     halves = {dtype: config.get(f"{dtype}.enabled", False) for dtype in ("bf16", "fp16")}
     names = [f"{dtype}.enabled" for dtype in halves]
@@ -276,7 +276,7 @@ def _add_precision(config: Config) -> None:
         _add_scaling(config)
 
 
-def _add_dtypes(config: Config, compute: str) -> None:
+def _add_dtypes(config: DeepSpeedConfig, compute: str) -> None:
     """Add the dtypes in which gradients are accumulated and reduced."""
     # gradients of BF16 are accumulated in FP32 without ZeRO
     is_wide = compute == "bf16" and not config.get(STAGE, 0)
@@ -291,7 +291,7 @@ def _add_dtypes(config: Config, compute: str) -> None:
             config.put(key, DTYPES[dtype], name)
 
 
-def _add_scaling(config: Config) -> None:
+def _add_scaling(config: DeepSpeedConfig) -> None:
     if scale := config.get("fp16.loss_scale", 0):
         config.put("precision.loss_scale", float(scale), "fp16.loss_scale")
         for key in ("initial_scale", "min_scale", "growth_interval", "hysteresis"):
@@ -311,7 +311,7 @@ def _add_scaling(config: Config) -> None:
         config.put(f"precision.{key}", value, f"fp16.{name}")
 
 
-def _add_zero(config: Config) -> None:
+def _add_zero(config: DeepSpeedConfig) -> None:
     stage = config.get(STAGE, 0)
     if stage == "auto":
         return
@@ -332,7 +332,7 @@ def _add_zero(config: Config) -> None:
         config.put("parallel.bucket", round(bucket), "zero_optimization.reduce_bucket_size")
 
 
-def _add_optimizer(config: Config) -> None:
+def _add_optimizer(config: DeepSpeedConfig) -> None:
     draft = config.draft
     _add_clipping(config)
     name = "optimizer.type"
@@ -368,7 +368,7 @@ def _add_optimizer(config: Config) -> None:
             config.put("lr.schedule", "constant", origin=origin)
 
 
-def _add_clipping(config: Config) -> None:
+def _add_clipping(config: DeepSpeedConfig) -> None:
     draft = config.draft
     name = "gradient_clipping"
     if name not in config.leaves and "optimizer.clip" in draft.keys:
@@ -382,7 +382,7 @@ def _add_clipping(config: Config) -> None:
     config.put("optimizer.clip", clip if clip == "auto" else float(clip), name)
 
 
-def _add_schedule(config: Config) -> None:
+def _add_schedule(config: DeepSpeedConfig) -> None:
     draft = config.draft
     kind = config.get("scheduler.type", "auto")
     if kind == "auto":

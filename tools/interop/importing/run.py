@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.errors import UserError
+from tools.config.resolved_run import resolve_run
 from tools.config.run_file import load_precision, tables_of_a_run
 from tools.config.tables.native_keys import native_keys_of
 from tools.console.toml import Setting, toml
-from tools.convert.initial import resolve_run
 from tools.interop.foreign.read import read_foreign
 from tools.interop.foreign.whose import OF_NEMO, OF_NEOX
 from tools.interop.importing.arguments import Arguments

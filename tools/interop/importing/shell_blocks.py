@@ -104,14 +104,14 @@ def branches_of(statements: Sequence[list[Token]]) -> list[Branch] | None:
     return None if is_odd else branches
 
 
-class Choice(NamedTuple):
+class CaseBlock(NamedTuple):
     """A `case`: the word that is looked at, and the patterns of each branch with its statements."""
 
     word: Token
     branches: list[tuple[list[Token], list[list[Token]]]]
 
 
-def choice_of(statements: Sequence[list[Token]]) -> Choice | None:
+def choice_of(statements: Sequence[list[Token]]) -> CaseBlock | None:
     """Return the branches of a `case`; None for another block, for one within it, and for branches
     that go on in the next one."""
     lines = [[*statement] for statement in statements]
@@ -119,7 +119,7 @@ def choice_of(statements: Sequence[list[Token]]) -> Choice | None:
     end = lines[-1].pop()
     if texts[:1] != ["case"] or texts[2:3] != ["in"] or end.text != "esac":
         return None
-    choice = Choice(lines[0][1], [])
+    choice = CaseBlock(lines[0][1], [])
     del lines[0][:3]
     in_patterns = True
     patterns = list[Token]()

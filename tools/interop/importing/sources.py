@@ -15,8 +15,8 @@ from tools.convert.megatron.ranks import read_ranks
 from tools.convert.megatron.read import find_megatron
 from tools.interop.arguments.deepspeed import is_deepspeeds
 from tools.interop.arguments.megatron import is_unused, option
-from tools.interop.foreign.data_files import Data, TooLarge, from_json, from_yaml
-from tools.interop.foreign.plain import Table, Unreadable, plain
+from tools.interop.foreign.data_files import SettingsTree, TooLarge, from_json, from_yaml
+from tools.interop.foreign.plain import PlainDict, Unreadable, plain
 from tools.interop.foreign.whose import (
     DEEPSPEED,
     OF_NEMO,
@@ -210,7 +210,7 @@ def _read_words(name: str, command: CommandLine, sources: Sources, folder: Path)
     _note_absent(name, command, sources)
 
 
-def _read_trainer(path: Path, data: Data, sources: Sources) -> None:
+def _read_trainer(path: Path, data: SettingsTree, sources: Sources) -> None:
     """Read a table of arguments of Hugging Face's Trainer."""
     sources.names.append(path.name)
     sources.folder = path.parent
@@ -228,7 +228,7 @@ def _read_trainer(path: Path, data: Data, sources: Sources) -> None:
             sources.trainer[str(key)] = Given(str(value), said, place)
 
 
-def _read_renamed(path: Path, data: Data, sources: Sources) -> None:
+def _read_renamed(path: Path, data: SettingsTree, sources: Sources) -> None:
     """Read settings under names of their own, with a dot those within a table."""
     sources.names.append(path.name)
     sources.renamed_files.append(path)
@@ -245,13 +245,13 @@ def _read_renamed(path: Path, data: Data, sources: Sources) -> None:
 
 
 def _settings_in(
-    table: Table, with_tables: bool, before: str = ""
+    table: PlainDict, with_tables: bool, before: str = ""
 ) -> Iterator[tuple[str, Any, int]]:
     """Yield name, value and line of settings. A value that is not known stays as it is written.
     with_tables: tables are settings of their own, and not values."""
     for key, entry in table.entries.items():
         name = f"{before}{key}".replace("-", "_")
-        if with_tables and isinstance(entry.value, Table):
+        if with_tables and isinstance(entry.value, PlainDict):
             yield from _settings_in(entry.value, True, f"{name}.")
             continue
         try:
@@ -366,7 +366,7 @@ def _read_json(path: Path, text: str, sources: Sources) -> None:
         sources.deepspeed[path.name] = content
 
 
-def _yaml(path: Path, text: str) -> Data:
+def _yaml(path: Path, text: str) -> SettingsTree:
     try:
         data = from_yaml(path, text)
     except TooLarge as error:
@@ -376,13 +376,13 @@ def _yaml(path: Path, text: str) -> Data:
     return data
 
 
-def _read_data(path: Path, data: Data, sources: Sources) -> None:
+def _read_data(path: Path, data: SettingsTree, sources: Sources) -> None:
     """Read a table of Megatron-LM's arguments."""
     sources.names.append(path.name)
     sources.megatron = True
     table = data.table
     listed = table.get(LISTED)
-    if isinstance(listed, Table):
+    if isinstance(listed, PlainDict):
         others = ", ".join(str(key) for key in table.entries if key != LISTED)
         if others:
             sources.notes.append(f"{path.name}: {LISTED} is read, and not: {others}")
@@ -393,7 +393,7 @@ def _read_data(path: Path, data: Data, sources: Sources) -> None:
         _note_chain(path, chain, sources)
     else:
         _require_most(path.name, [leaf.name for leaf in leaves])
-    if not chain and any(isinstance(entry.value, Table) for entry in table.entries.values()):
+    if not chain and any(isinstance(entry.value, PlainDict) for entry in table.entries.values()):
         sources.notes.append(
             f"{path.name}: what its tables do not say is taken as Megatron-LM's default, not "
             "as that of a recipe"

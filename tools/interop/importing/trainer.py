@@ -148,7 +148,7 @@ class Given:
     unknown: Problem | None = None
 
 
-class Settings:
+class TrainerArguments:
     """The arguments of a run that the Trainer does, for a draft of ours.
 
     dropped: names to leave out. left_out: those that were found.
@@ -248,13 +248,13 @@ def add_trainer(
     dropped: frozenset[str],
     folder: Path,
     documents: Mapping[str, str],
-) -> tuple[Settings, dict[str, Mapping[str, Any]]]:
+) -> tuple[TrainerArguments, dict[str, Mapping[str, Any]]]:
     """Add the keys of a run. Returns what was read, and DeepSpeed's configuration by its name.
 
     ranks: how many there are; None if that is not known. folder: of the file, in which the
     configuration may be. documents: files that a script writes.
     """
-    settings = Settings(given, draft, dropped)
+    settings = TrainerArguments(given, draft, dropped)
     _add_model(settings)
     _add_length(settings, ranks)
     _add_rate(settings)
@@ -264,7 +264,7 @@ def add_trainer(
     return settings, _deepspeed(settings, folder, documents)
 
 
-def _add_model(settings: Settings) -> None:
+def _add_model(settings: TrainerArguments) -> None:
     draft = settings.draft
     name = "model_name_or_path"
     path = settings.get(name)
@@ -281,7 +281,7 @@ def _add_model(settings: Settings) -> None:
     )
 
 
-def _add_length(settings: Settings, ranks: int | None) -> None:
+def _add_length(settings: TrainerArguments, ranks: int | None) -> None:
     draft = settings.draft
     length = settings.get("max_length")
     if length:
@@ -312,7 +312,7 @@ def _add_length(settings: Settings, ranks: int | None) -> None:
     settings.put("train.seed", settings.get("seed"), "seed")
 
 
-def _add_rate(settings: Settings) -> None:
+def _add_rate(settings: TrainerArguments) -> None:
     draft = settings.draft
     settings.put("lr.peak", settings.get("learning_rate"), "learning_rate")
     name = settings.get("lr_scheduler_type")
@@ -328,7 +328,7 @@ def _add_rate(settings: Settings) -> None:
     _add_warmup(settings)
 
 
-def _add_warmup(settings: Settings) -> None:
+def _add_warmup(settings: TrainerArguments) -> None:
     """Add the warm-up: --warmup_steps, of transformers 5 also as a fraction below 1, and in place
     of 0 --warmup_ratio."""
     draft = settings.draft
@@ -352,7 +352,7 @@ def _add_warmup(settings: Settings) -> None:
     settings.put("lr.warmup", warmup, origin)
 
 
-def _add_optimizer(settings: Settings) -> None:
+def _add_optimizer(settings: TrainerArguments) -> None:
     settings.put("optimizer.name", "adamw", "optim")
     betas = [settings.get("adam_beta1"), settings.get("adam_beta2")]
     settings.put("optimizer.betas", betas, "adam_beta1", "adam_beta2")
@@ -361,7 +361,7 @@ def _add_optimizer(settings: Settings) -> None:
     settings.put("optimizer.clip", settings.get("max_grad_norm"), "max_grad_norm")
 
 
-def _add_precision(settings: Settings) -> None:
+def _add_precision(settings: TrainerArguments) -> None:
     draft = settings.draft
     dtype = DTYPES.get(str(settings.values.get("torch_dtype")).removeprefix("torch."), "")
     if settings.values.get("fp16"):
@@ -376,7 +376,7 @@ def _add_precision(settings: Settings) -> None:
         )
 
 
-def _add_rest(settings: Settings) -> None:
+def _add_rest(settings: TrainerArguments) -> None:
     """Add data, folder, checkpoints and log lines."""
     draft = settings.draft
     of_data = [settings.said[name] for name in DATA_NAMES if name in settings.said]
@@ -404,7 +404,7 @@ def _add_rest(settings: Settings) -> None:
 
 
 def _deepspeed(
-    settings: Settings, folder: Path, documents: Mapping[str, str]
+    settings: TrainerArguments, folder: Path, documents: Mapping[str, str]
 ) -> dict[str, Mapping[str, Any]]:
     """Return DeepSpeed's configuration: that of a file, or the stage of ZeRO that a name says."""
     named = settings.get("deepspeed")

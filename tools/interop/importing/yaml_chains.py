@@ -16,7 +16,7 @@ from megaprec.errors import UserError
 from megaprec.parsing import read_text
 from tools.convert.megatron.keys import ALIASES
 from tools.interop.foreign.data_files import TooLarge, from_yaml
-from tools.interop.foreign.plain import Row, Table, Unknown, find
+from tools.interop.foreign.plain import PlainDict, PlainSequence, UnknownValue, find
 
 LARGEST = 256 * 1024  # bytes
 LONGEST_NAME = 250  # letters
@@ -56,7 +56,7 @@ class Chain:
     has_base: bool = False
     ranks: int | None = None
 
-    def add(self, table: Table, file: str) -> None:
+    def add(self, table: PlainDict, file: str) -> None:
         """Add the settings of a table. Raises UserError if it says one of them in two ways."""
         own = dict[str, Any]()
         for leaf in leaves_of(table, file):
@@ -69,7 +69,7 @@ class Chain:
                     first=first,
                     second=leaf.value,
                 )
-            is_open = isinstance(leaf.value, Unknown)
+            is_open = isinstance(leaf.value, UnknownValue)
             match = FROM_ENVIRONMENT.fullmatch(leaf.value.text) if is_open else None
             if match:
                 self.absent.append(match[1])
@@ -77,34 +77,34 @@ class Chain:
             self.leaves[leaf.name] = leaf
 
 
-def leaves_of(table: Table, file: str) -> Iterator[Leaf]:
+def leaves_of(table: PlainDict, file: str) -> Iterator[Leaf]:
     """Yield the settings of a table and the tables in it."""
     for key, entry in table.entries.items():
-        if isinstance(entry.value, Table):
+        if isinstance(entry.value, PlainDict):
             yield from leaves_of(entry.value, file)
         else:
             yield Leaf(ALIASES.get(str(key), str(key)), entry.value, file, entry.line)
 
 
-def read_chain(path: Path, table: Table) -> Chain | None:
+def read_chain(path: Path, table: PlainDict) -> Chain | None:
     """Return the settings that a YAML file and those that it names have together; None if it names
     none. Raises UserError for a file that is not there."""
     modules = table.get("modules")
-    if isinstance(modules, Table):
+    if isinstance(modules, PlainDict):
         trainers = [one for one in _tables(modules) if one.get("framework") == FRAMEWORK]
         return _read_primus(path, trainers[0]) if len(trainers) == 1 else None
     defaults = table.get("defaults")
-    names = _named_by(defaults) if isinstance(defaults, Row) else {}
+    names = _named_by(defaults) if isinstance(defaults, PlainSequence) else {}
     return _read_group(path, table, names[GROUP]) if GROUP in names else None
 
 
-def _tables(table: Table) -> Iterator[Table]:
+def _tables(table: PlainDict) -> Iterator[PlainDict]:
     for entry in table.entries.values():
-        if isinstance(entry.value, Table):
+        if isinstance(entry.value, PlainDict):
             yield entry.value
 
 
-def _read_primus(path: Path, trainer: Table) -> Chain:
+def _read_primus(path: Path, trainer: PlainDict) -> Chain:
     """Return the settings of an experiment of Primus."""
     chain = Chain(has_base=True)
     for key, folder in (("config", "modules"), ("model", "models")):
@@ -113,7 +113,7 @@ def _read_primus(path: Path, trainer: Table) -> Chain:
             root = _root(path, f"{folder}/{FRAMEWORK}/{name}")
             _extend(root / folder / FRAMEWORK / name, root, chain)
     overrides = trainer.get("overrides")
-    if isinstance(overrides, Table):
+    if isinstance(overrides, PlainDict):
         chain.add(overrides, path.name)
     return chain
 
@@ -135,14 +135,14 @@ def _extend(path: Path, root: Path, chain: Chain, depth: int = 0) -> None:
         raise UserError.of("import.not_followed", written=path.name)
     table = _table(path)
     extended = table.entries.pop("extends", None)
-    names = extended.value.items if extended and isinstance(extended.value, Row) else []
+    names = extended.value.items if extended and isinstance(extended.value, PlainSequence) else []
     for name in names:
         _extend(path.parent / str(name), root, chain, depth + 1)
     chain.files.append(path.name)
     chain.add(table, path.name)
 
 
-def _table(path: Path) -> Table:
+def _table(path: Path) -> PlainDict:
     """Return the settings of a file. Raises UserError."""
     try:
         data = from_yaml(path, read_text(path, LARGEST))
@@ -157,16 +157,16 @@ def _table(path: Path) -> Table:
     return data.table
 
 
-def _named_by(defaults: Row) -> dict[str, str]:
+def _named_by(defaults: PlainSequence) -> dict[str, str]:
     """Return the files that a list of Hydra's defaults names, by their group."""
     named = dict[str, str]()
     for item in defaults.items:
-        if isinstance(item, Table):
+        if isinstance(item, PlainDict):
             named |= {str(key): str(entry.value) for key, entry in item.entries.items()}
     return named
 
 
-def _read_group(path: Path, table: Table, name: str) -> Chain:
+def _read_group(path: Path, table: PlainDict, name: str) -> Chain:
     """Return the settings of the group of a training."""
     chain = Chain()
     file = path.parent / GROUP / f"{name[:LONGEST_NAME]}.yaml"

@@ -18,14 +18,14 @@ from tools.config.run_file import RunConfig
 from tools.verify.parity.borders import BACKWARD, FORWARD, BorderValues
 from tools.verify.parity.certificate import NOT_TRIED, PROVEN, WRONG, Compared, entry
 from tools.verify.parity.compare import Difference, compare
-from tools.verify.parity.layouts import Layout
+from tools.verify.parity.layouts import ComparedLayout
 from tools.verify.parity.noise import Noise
-from tools.verify.parity.ranks import Run, corpus_of, run_and_gather
+from tools.verify.parity.ranks import RecordedRun, corpus_of, run_and_gather
 from tools.verify.parity.record import BorderTable, Plan, Record, Tensors
 from tools.verify.parity.repeated_updates import updates
 from tools.verify.parity.runs import EPSILON, alone, in_float64
 
-Take = Callable[[Run], Record]
+Take = Callable[[RecordedRun], Record]
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,12 @@ class Replay:
     names: tuple[str, str]
     folder: Path
 
-    def recorded_run(self, name: str, run_config: RunConfig, plan: Plan | None = None) -> Run:
+    def recorded_run(
+        self, name: str, run_config: RunConfig, plan: Plan | None = None
+    ) -> RecordedRun:
         """Return a run that is to be taken. plan: that of the replay if none is given."""
         # a launch keeps files beside the folder of its run: NAME is for this run alone
-        return Run(run_config, plan or self.plan, self.folder / name / "run")
+        return RecordedRun(run_config, plan or self.plan, self.folder / name / "run")
 
 
 def located_bits(replay: Replay, take: Take = run_and_gather) -> dict[str, Any]:
@@ -123,7 +125,7 @@ def _entry(
     """Return the certificate's entry of a comparison, with the sample and micro-batch of its first
     difference."""
     comparison = Compared(
-        layout=Layout(compared, run_config.parallel),
+        layout=ComparedLayout(compared, run_config.parallel),
         precision=str(run_config.precision.compute),
         run=run_config,
         differences=differences,

@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megaprec.checkpoint.atomic import checkpoints
-from megaprec.checkpoint.reader import INDEX, Store
+from megaprec.checkpoint.atomic import INDEX, checkpoints
+from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
+from tools.config.resolved_run import resolve_run
 from tools.config.run_file import RunConfig, run_file_in
-from tools.convert.initial import resolve_run
-from tools.convert.train_state import TrainState, read_progress
 from tools.journal.records import (
     DIGESTS,
     METRICS,
@@ -31,6 +30,7 @@ from tools.journal.records import (
     read_lines,
     read_metrics,
 )
+from tools.saved.train_state import TrainState, read_progress
 from tools.training.changed_keys import KEYS_WITHOUT_EFFECT, reorders_sums, same_rates
 from tools.training.corpus import Corpus
 from tools.training.data_identity import other_sets

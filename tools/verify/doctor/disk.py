@@ -32,7 +32,7 @@ OTHER_FOLDER = "give another folder by --folder or train.folder"
 POSIX_REMEDY = "use a POSIX filesystem, not an object store's mount"
 
 
-class Problem(NamedTuple):
+class DiskProblem(NamedTuple):
     """A fault of a filesystem and its remedy. A list of two strings in JSON."""
 
     message: str
@@ -73,7 +73,7 @@ def try_filesystem(tried_folder: Path, needed: int, disk: Disk | None = None) ->
         hidden.mkdir(parents=True)
         return _try_operations(hidden, needed, disk)
     except OSError as error:
-        return {"problems": [Problem(file_error(error), OTHER_FOLDER)]}
+        return {"problems": [DiskProblem(file_error(error), OTHER_FOLDER)]}
     finally:
         # On a faulty filesystem the removal may fail, too, and is not what was asked.
         shutil.rmtree(hidden, ignore_errors=True)
@@ -89,17 +89,17 @@ def _try_operations(tried_folder: Path, needed: int, disk: Disk) -> Answer:
     fsync_s, fault_reason = _sync_seconds(tried_folder, disk)
     if fault_reason:
         message = f"fsync fails ({fault_reason}): checkpoints would not outlast a power cut"
-        problems.append(Problem(message, "mount it so that fsync works"))
+        problems.append(DiskProblem(message, "mount it so that fsync works"))
 
     if fault_reason := _lock_fault(tried_folder, disk):
         remedy = "mount it with locks (NFS: no nolock; Lustre: flock)"
-        problems.append(Problem(f"locks do not hold: {fault_reason}", remedy))
+        problems.append(DiskProblem(f"locks do not hold: {fault_reason}", remedy))
 
     clock_s = _file_time(tried_folder)
     if abs(clock_s) > CLOCK_TOLERANCE:
         message = f"new files are {clock_s:+.1f} s from this host's clock"
         remedy = "run an NTP client on this host and on the file server"
-        problems.append(Problem(message, remedy))
+        problems.append(DiskProblem(message, remedy))
 
     return {
         "kind": filesystem_of(tried_folder),
@@ -110,7 +110,7 @@ def _try_operations(tried_folder: Path, needed: int, disk: Disk) -> Answer:
     }
 
 
-def _free_problems(free_bytes: int, needed: int) -> Iterator[Problem]:
+def _free_problems(free_bytes: int, needed: int) -> Iterator[DiskProblem]:
     if free_bytes >= max(needed, LEAST_FREE):
         return
     if needed > LEAST_FREE:
@@ -118,14 +118,14 @@ def _free_problems(free_bytes: int, needed: int) -> Iterator[Problem]:
     else:
         least_text = f"at least {size(LEAST_FREE)} are needed"
     remedy = "free some room, lower checkpoint.keep, or give another folder"
-    yield Problem(f"{size(free_bytes)} free, but {least_text}", remedy)
+    yield DiskProblem(f"{size(free_bytes)} free, but {least_text}", remedy)
 
 
-def _rename_problems(tried_folder: Path, disk: Disk) -> Iterator[Problem]:
+def _rename_problems(tried_folder: Path, disk: Disk) -> Iterator[DiskProblem]:
     if seen_fault := torn_renames(tried_folder, disk):
-        yield Problem(f"rename is not atomic: a reader found {seen_fault}", POSIX_REMEDY)
+        yield DiskProblem(f"rename is not atomic: a reader found {seen_fault}", POSIX_REMEDY)
     if fault_reason := _folder_rename_fault(tried_folder, disk):
-        yield Problem(f"a folder cannot be renamed ({fault_reason})", POSIX_REMEDY)
+        yield DiskProblem(f"a folder cannot be renamed ({fault_reason})", POSIX_REMEDY)
 
 
 def torn_renames(tried_folder: Path, disk: Disk) -> str:

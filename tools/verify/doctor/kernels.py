@@ -20,8 +20,8 @@ from models.recurrent.kernel_choice import (
     CONVOLUTION,
     DELTA_RULE,
     STATE_SPACE,
+    KernelSetting,
     Package,
-    Setting,
 )
 from tools.verify.doctor.finding import Finding, not_tried, ok, wrong
 from tools.verify.doctor.questions import Answer, RankContext
@@ -115,7 +115,7 @@ def _try_package(package: Package, sizes: tuple[int, ...], device: torch.device)
     """Return if a package with kernels of recurrent layers is here and right. sizes: as its trial
     takes them."""
     # of a plain run
-    setting = Setting(device.type, torch.bfloat16, canonical=False, deterministic=False)
+    setting = KernelSetting(device.type, torch.bfloat16, canonical=False, deterministic=False)
     kernel, name = kernel_choice.choose(package, setting)
     if kernel is None:
         return Trial(ABSENT, name)

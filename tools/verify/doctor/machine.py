@@ -18,7 +18,7 @@ from torch.distributed import is_nccl_available
 from megaprec.resources import cores
 from megaprec.tested_versions import installed_version, untested
 from tools.console.units import counted
-from tools.training.launch import share_of_cores
+from tools.training.launched import share_of_cores
 from tools.verify.doctor.finding import Finding, not_tried, ok, wrong
 from tools.verify.doctor.questions import Answer, RankContext, format_ranks
 

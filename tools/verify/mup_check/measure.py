@@ -68,7 +68,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Measured:
+class ActivationMeasures:
     """Root mean squares by activation.
 
     initial: of the activations before the first step.
@@ -84,7 +84,7 @@ def measure(
     training: Training,
     mesh: DeviceMesh | None = None,
     prepare: Callable[[Stage, ParallelAMPOptimizer], None] | None = None,
-) -> Measured:
+) -> ActivationMeasures:
     """Train a model and return what was measured. Collective over the mesh, of the axis tp.
 
     prepare: called with the stage and the optimizer before anything is measured.
@@ -116,17 +116,17 @@ def measure(
         after = _record(stage, tokens, matrices)
         moved = {name: after[name] - values for name, values in initial.items()}
         changes.append(_sizes(moved, tp))
-    return Measured(_sizes(initial, tp), changes)
+    return ActivationMeasures(_sizes(initial, tp), changes)
 
 
-def measure_draws(model: ModelConfig, training: Training, draws: int) -> Measured:
+def measure_draws(model: ModelConfig, training: Training, draws: int) -> ActivationMeasures:
     """Return the root mean squares over several seeds, each with its weights and its sample: one
     draw alone may happen to be larger at one width."""
     measured = [
         measure(model, replace(training, seed=training.seed + draw)) for draw in range(draws)
     ]
     steps = range(training.steps)
-    return Measured(
+    return ActivationMeasures(
         _mean([one.initial for one in measured]),
         [_mean([one.changes[step] for one in measured]) for step in steps],
     )
@@ -300,4 +300,6 @@ class RecordingStage(Stage):
     """A whole model that shows its activations."""
 
     attention: ClassVar[type[Attention]] = _RecordingAttention
-    latent_attention: ClassVar[type[LatentAttention]] = _RecordingLatentAttention
+    own_kinds: ClassVar[Mapping[str, type[nn.Module]]] = {
+        "LatentAttention": _RecordingLatentAttention
+    }

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tools.verify.mup_check.measure import Measured
+from tools.verify.mup_check.measure import ActivationMeasures
 from tools.verify.parity.certificate import NOT_TRIED, PROVEN, WRONG
 
 LARGEST_SLOPE = 0.25
@@ -46,12 +46,12 @@ class Fit:
         return cls(sum(products) / sum(squares))
 
 
-def rows(widths: Sequence[int], measured: Sequence[Measured]) -> list[Row]:
+def rows(widths: Sequence[int], measured: Sequence[ActivationMeasures]) -> list[Row]:
     """Return a row for each activation: its sizes, slopes and verdict. measured: of each width."""
     return [_row(name, widths, measured) for name in measured[0].initial]
 
 
-def _row(name: str, widths: Sequence[int], measured: Sequence[Measured]) -> Row:
+def _row(name: str, widths: Sequence[int], measured: Sequence[ActivationMeasures]) -> Row:
     initial_sizes = [one.initial[name] for one in measured]
     steps = range(len(measured[0].changes))
     # by step, the change at each width

@@ -9,7 +9,7 @@ from megaprec.errors import Problem, UserError
 from models.config import ModelConfig
 from models.latent import Latent
 from models.model_fields import default_attention_scalar
-from tools.convert.core.settings import make_model
+from tools.saved.model_fields import make_model
 
 Growing = Literal["heads", "head_dim"]
 """What grows of attention with hidden: the number of heads, or their width."""

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Batch:
+class OracleBatch:
     """A global batch. tokens, targets: int64 [samples, s]. counts: the weight of each target.
 
     documents, positions: int64 [samples, s], the document of each token within its sample, and its

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tools.verify.oracle.batch import Batch
+from tools.verify.oracle.batch import OracleBatch
 
 Tensors = dict[str, Tensor]
 
@@ -26,7 +26,7 @@ class OracleModel(Protocol):
         """Return logits [b, s, vocab]. tokens, positions: int64 [b, s]."""
         ...
 
-    def further_loss(self, batch: Batch) -> Tensor:
+    def further_loss(self, batch: OracleBatch) -> Tensor:
         """Return what is trained besides the loss of the logits, with its weights."""
         ...
 

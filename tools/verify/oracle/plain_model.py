@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from models.config import ModelConfig
 from models.feed_forward.router import is_correction
-from tools.verify.oracle.batch import Batch
+from tools.verify.oracle.batch import OracleBatch
 from tools.verify.oracle.model import Tensors
 from tools.verify.oracle.plain_decoder import ahead, hidden, mean_over_modules, of_head
 from tools.verify.oracle.plain_feed_forward import Routing, router_loss
@@ -45,7 +45,7 @@ class PlainModel:
         self._count(routings)
         return of_head(self.config, self._weights, x)
 
-    def further_loss(self, batch: Batch) -> Tensor:
+    def further_loss(self, batch: OracleBatch) -> Tensor:
         """Return the losses of routers and of modules of multi-token prediction, with their
         weights. Documents are not distinguished."""
         config = self.config

@@ -21,7 +21,7 @@ from models.config import ModelConfig
 from models.feed_forward.router import is_correction
 from tools.config.own_rate import rate_of
 from tools.config.run_file import RunConfig
-from tools.verify.oracle.batch import Batch
+from tools.verify.oracle.batch import OracleBatch
 from tools.verify.oracle.model import OracleModel, Tensors
 from tools.verify.parity.ranks import corpus_of
 from tools.verify.parity.record import Plan, Record, RecordedSamples
@@ -137,7 +137,9 @@ def _clip(config: RunConfig, model: OracleModel) -> float:
     return norm.item()
 
 
-def _mean_losses(config: RunConfig, model: OracleModel, batch: Batch) -> tuple[Tensor, Tensor]:
+def _mean_losses(
+    config: RunConfig, model: OracleModel, batch: OracleBatch
+) -> tuple[Tensor, Tensor]:
     """Return the loss and the z-loss, without its weight: means over all targets of the batch that
     count. The z-loss is the square of the log of the sum of the exponentials of the logits."""
     total = torch.zeros((), dtype=model.dtype)
@@ -155,7 +157,7 @@ def _mean_losses(config: RunConfig, model: OracleModel, batch: Batch) -> tuple[T
     return total / num_counted, z_total / num_counted
 
 
-def _pieces(config: RunConfig, batch: Batch) -> Iterator[tuple[slice, slice]]:
+def _pieces(config: RunConfig, batch: OracleBatch) -> Iterator[tuple[slice, slice]]:
     """Yield rows and columns that are run at once: all samples, or one document after the other
     where a token sees its own document alone."""
     samples, length = batch.tokens.shape
@@ -170,7 +172,7 @@ def _pieces(config: RunConfig, batch: Batch) -> Iterator[tuple[slice, slice]]:
             begin += document_length
 
 
-def _batches(config: RunConfig, plan: Plan) -> Iterator[Batch]:
+def _batches(config: RunConfig, plan: Plan) -> Iterator[OracleBatch]:
     """Yield the batches of the steps."""
     corpus = corpus_of(config)
     samples = RecordedSamples(corpus.train, masked=plan.small)
@@ -196,7 +198,9 @@ def _batches(config: RunConfig, plan: Plan) -> Iterator[Batch]:
         positions = torch.arange(length).expand(count, -1)
         if config.data.reset_position_ids:
             positions = _within_documents(documents[:, :-1])
-        yield Batch(ids, windows[:, :-1], windows[:, 1:], counts, documents[:, :-1], positions)
+        yield OracleBatch(
+            ids, windows[:, :-1], windows[:, 1:], counts, documents[:, :-1], positions
+        )
 
 
 def _within_documents(documents: Tensor) -> Tensor:

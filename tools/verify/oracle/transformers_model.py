@@ -22,7 +22,7 @@ from tools.convert.hf.folder import open_hf
 from tools.convert.hf.write import hf_target
 from tools.convert.probe import float32_is_float64
 from tools.convert.transformers_package import if_untested, quiet_transformers, why_missing
-from tools.verify.oracle.batch import Batch
+from tools.verify.oracle.batch import OracleBatch
 from tools.verify.oracle.model import Tensors
 
 MOST_REASON = 300  # characters of an error of transformers that are shown
@@ -76,7 +76,7 @@ class TransformersModel:
         )
         return outputs.logits
 
-    def further_loss(self, batch: Batch) -> Tensor:
+    def further_loss(self, batch: OracleBatch) -> Tensor:
         """Return 0: transformers' losses of routers are left out."""
         return torch.zeros((), dtype=self.dtype)
 

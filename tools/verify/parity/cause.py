@@ -59,7 +59,7 @@ HEAD = "head and loss"  # everything after the last module, up to the loss
 
 
 @dataclass(frozen=True)
-class Origin:
+class DifferenceOrigin:
     """The place of the first difference. phase: part of a step.
 
     location: the module, or the tensors by pattern ("layers.*.mlp.down.bias"), "all" if they are
@@ -72,7 +72,7 @@ class Origin:
     difference: Difference
 
 
-def origin(differences: Sequence[Difference], reference: Record) -> Origin:
+def origin(differences: Sequence[Difference], reference: Record) -> DifferenceOrigin:
     """Return the origin of the first failing difference that `compare` found."""
     first = next(difference for difference in differences if difference.fails)
     same_quantity = [
@@ -92,7 +92,7 @@ def origin(differences: Sequence[Difference], reference: Record) -> Origin:
     else:
         failing = [difference.name for difference in same_quantity if difference.fails]
         location = pattern(failing, len(same_quantity))
-    return Origin(phase, location, first.step, first)
+    return DifferenceOrigin(phase, location, first.step, first)
 
 
 def module_of(border_name: str) -> str:
@@ -168,7 +168,7 @@ class Case:
     microbatches: of a replica. fixed: True if no step draws random numbers.
     """
 
-    origin: Origin
+    origin: DifferenceOrigin
     failed: Sequence[Difference]
     gradient_ratios: Mapping[str, float]
     num_gradients: int

@@ -27,7 +27,7 @@ from tools.verify.parity.cause import (
     make_case,
 )
 from tools.verify.parity.compare import COUNTED_ONCE, Difference, worst
-from tools.verify.parity.layouts import Layout
+from tools.verify.parity.layouts import ComparedLayout
 from tools.verify.parity.noise import count_rounding_elements
 from tools.verify.parity.ranks import Failure
 from tools.verify.parity.record import Plan, Record
@@ -46,7 +46,7 @@ class Compared:
     """A layout compared with one process, or with an oracle. run: in this layout. differences: from
     `compare` or `compare_with_oracle`."""
 
-    layout: Layout
+    layout: ComparedLayout
     precision: str
     run: RunConfig
     differences: Sequence[Difference]
@@ -119,7 +119,7 @@ def _failure_fields(compared: Compared, failed: Sequence[Difference]) -> dict[st
     }
 
 
-def _layout_fields(layout: Layout, precision: str) -> dict[str, Any]:
+def _layout_fields(layout: ComparedLayout, precision: str) -> dict[str, Any]:
     return {
         "layout": layout.name,
         "ranks": layout.ranks,
@@ -180,7 +180,7 @@ def _why_not_compared(compared: Compared, quantity: str) -> str:
     return "no step was applied"
 
 
-def not_run(layout: Layout, precision: str, failure: Failure) -> dict[str, Any]:
+def not_run(layout: ComparedLayout, precision: str, failure: Failure) -> dict[str, Any]:
     """Return the entry of a layout whose ranks did not finish: they hung or failed."""
     is_hang = bool(failure.where)
     if is_hang:
@@ -204,7 +204,7 @@ def not_run(layout: Layout, precision: str, failure: Failure) -> dict[str, Any]:
     }
 
 
-def not_tried(layout: Layout, precision: str, why: str) -> dict[str, Any]:
+def not_tried(layout: ComparedLayout, precision: str, why: str) -> dict[str, Any]:
     """Return the entry of a layout that was not run."""
     return {**_layout_fields(layout, precision), "verdict": NOT_TRIED, "why": why, "quantities": {}}
 

@@ -31,7 +31,7 @@ SHORT = {
 
 
 @dataclass(frozen=True)
-class Layout:
+class ComparedLayout:
     """One layout. name: as a user would write it. parallel: the full table. left_out: keys of
     the run that do not fit.
     """
@@ -121,7 +121,7 @@ def largest(layouts: Sequence[Mapping[str, Any]], axis_key: str) -> int:
     return max((int(layout.get(axis_key, 1)) for layout in layouts), default=1)
 
 
-def fitted(config: RunConfig, parallel_keys: Mapping[str, Any]) -> Layout:
+def fitted(config: RunConfig, parallel_keys: Mapping[str, Any]) -> ComparedLayout:
     """Return the layout with these keys of [parallel]; see `tools.config.layouts.fit_layout`.
 
     A layout that the run cannot have is without keys that may be left out, so that the reasons are
@@ -130,8 +130,8 @@ def fitted(config: RunConfig, parallel_keys: Mapping[str, Any]) -> Layout:
     name = _layout_name(parallel_keys)
     fitting = fit_layout(config, parallel_keys)
     if fitting:
-        return Layout(name, fitting.parallel, fitting.left_out)
-    return Layout(name, barest_layout(config, parallel_keys).parallel)
+        return ComparedLayout(name, fitting.parallel, fitting.left_out)
+    return ComparedLayout(name, barest_layout(config, parallel_keys).parallel)
 
 
 def _layout_name(parallel_keys: Mapping[str, Any]) -> str:

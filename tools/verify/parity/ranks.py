@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 from parallel.mesh import make_mesh, world
-from tools.config.run_file import RunConfig, load_run
+from tools.config.run_file import RunConfig, saved_run
 from tools.training.corpus import Corpus, open_built
+from tools.training.ends import require_not_stopped
 from tools.training.launch import launch_local
-from tools.training.stopping import note_failure, require_not_stopped
+from tools.training.stopping import note_failure
 from tools.verify.parity.hang_watch import (
     PATIENCE,
     Trail,
@@ -38,7 +39,7 @@ FLAG = "--as-rank"
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """A run in one layout. folder: where its ranks write their files."""
 
     config: RunConfig
@@ -51,10 +52,10 @@ class Run:
         (self.folder / "plan").write_text(json.dumps(asdict(self.plan)), encoding="utf-8")
 
     @staticmethod
-    def read(run_folder: Path) -> "Run":
+    def read(run_folder: Path) -> "RecordedRun":
         """Read the files that `write` wrote to `run_folder`."""
         plan = Plan(**json.loads((run_folder / "plan").read_text()))
-        return Run(load_run(run_folder / "run.toml"), plan, run_folder)
+        return RecordedRun(saved_run(run_folder), plan, run_folder)
 
 
 def corpus_of(run_config: RunConfig) -> Corpus:
@@ -63,7 +64,7 @@ def corpus_of(run_config: RunConfig) -> Corpus:
     return open_built(run_config, [Path(source) for source in sources], None)
 
 
-def run_alone(recorded_run: Run) -> Record:
+def run_alone(recorded_run: RecordedRun) -> Record:
     """Carry out a run on this process."""
     recorded_run.folder.mkdir(parents=True)
     with world():
@@ -86,7 +87,7 @@ class Failure:
 
 
 def run_together(
-    runs: Sequence[Run], run_folder: Path, patience: float = PATIENCE
+    runs: Sequence[RecordedRun], run_folder: Path, patience: float = PATIENCE
 ) -> list[Failure | None]:
     """Carry out runs of equally many ranks, each in a folder within `run_folder`; return why each
     failed, None if it did not.
@@ -116,7 +117,7 @@ class RunFailed(Exception):
     """A run that did not finish; the text says why."""
 
 
-def run_and_gather(recorded_run: Run) -> Record:
+def run_and_gather(recorded_run: RecordedRun) -> Record:
     """Carry out one run, on as many ranks as it has, and return its record. Raises RunFailed."""
     if recorded_run.config.world_size == 1:
         return run_alone(recorded_run)
@@ -132,11 +133,11 @@ def run_and_gather(recorded_run: Run) -> Record:
 class Launcher:
     """The functions that carry out runs: on this process alone, and on several ranks."""
 
-    alone: Callable[[Run], Record] = run_alone
-    together: Callable[[Sequence[Run], Path], list[Failure | None]] = run_together
+    alone: Callable[[RecordedRun], Record] = run_alone
+    together: Callable[[Sequence[RecordedRun], Path], list[Failure | None]] = run_together
 
 
-def _launch(runs: Sequence[Run], run_folder: Path, patience: float) -> Failure:
+def _launch(runs: Sequence[RecordedRun], run_folder: Path, patience: float) -> Failure:
     """Launch the ranks once; return the failure of the first run that did not finish. Raises
     Stopped for a signal, whose runs say nothing about their layout."""
     folders = [recorded_run.folder for recorded_run in runs]
@@ -190,7 +191,7 @@ def carry_out(run_folder: Path, trail: Trail | None = None) -> None:
     """Take part in each pending run within `run_folder`, in a world that has been joined. trail:
     told where the rank is."""
     for name in (run_folder / PENDING).read_text(encoding="utf-8").splitlines():
-        recorded_run = Run.read(run_folder / name)
+        recorded_run = RecordedRun.read(run_folder / name)
         parallel = recorded_run.config.parallel
         try:
             mesh = make_mesh(parallel.pipeline, parallel.data, parallel.tensor, cp=parallel.context)
@@ -211,7 +212,7 @@ def carry_out(run_folder: Path, trail: Trail | None = None) -> None:
         dist.barrier()
 
 
-def done(recorded_run: Run) -> bool:
+def done(recorded_run: RecordedRun) -> bool:
     """Return True if every rank has written its files."""
     ranks = range(recorded_run.config.world_size)
     # the last that a rank writes

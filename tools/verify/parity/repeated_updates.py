@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaprec.comm.main_grad import cleared_main_grad
+from megaprec.comm.main_grad import begin_cleared
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from tools.config.run_file import RunConfig
 from tools.training.corpus import Corpus
@@ -71,7 +71,7 @@ class _RepeatingTrainer(Trainer):
         for buffer in optimizer.all_buffers():
             # a gradient that is infinite makes the optimizer skip the step
             for parameter in buffer.parameters:
-                cleared_main_grad(parameter).fill_(torch.inf if gradients is None else 0)
+                begin_cleared(parameter).fill_(torch.inf if gradients is None else 0)
             if not gradients:
                 continue
             for buffer_piece in buffer.pieces:

@@ -16,14 +16,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from megaprec.checkpoint.atomic import INDEX
 from megaprec.checkpoint.digests import FILE_DIGESTS, INDEX_DIGEST, file_digest, seal_index
-from megaprec.checkpoint.reader import INDEX, Store
+from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
 from tools.config.layouts import layout_problems
 from tools.config.run_file import RunConfig
 from tools.config.tables.settings import Parallel
 from tools.verify.parity.certificate import NOT_TRIED, PROVEN, WRONG
-from tools.verify.parity.layouts import Layout, every, fitted
+from tools.verify.parity.layouts import ComparedLayout, every, fitted
 from tools.verify.parity.ranks import RunFailed
 from tools.verify.prove.first_difference import Parting, by_step, first_parting
 from tools.verify.prove.runs import ProofRuns
@@ -39,7 +40,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Span:
+class ProofSpan:
     """The steps of a proof: (first, last], with a stop after `stop`."""
 
     first: int
@@ -47,8 +48,8 @@ class Span:
     last: int
 
     @staticmethod
-    def of(first: int, steps: int) -> "Span":
-        return Span(first, first + steps // 2, first + steps)
+    def of(first: int, steps: int) -> "ProofSpan":
+        return ProofSpan(first, first + steps // 2, first + steps)
 
     @property
     def before(self) -> range:
@@ -64,7 +65,7 @@ def is_canonical(config: RunConfig) -> bool:
     return getattr(config.train, "numerics", "fast") == "canonical"
 
 
-def other_layout(config: RunConfig) -> Layout | None:
+def other_layout(config: RunConfig) -> ComparedLayout | None:
     """Return a small layout other than the run's own that it can have, None if there is none."""
     candidates = [*reversed(every(2)), {}]  # {}: one process
     # the layout that differs most: one process for several ranks, and the other way round
@@ -77,7 +78,9 @@ def other_layout(config: RunConfig) -> Layout | None:
     return None
 
 
-def proof(proof_runs: ProofRuns, step_span: Span, layout: Layout | None) -> Iterator[Row]:
+def proof(
+    proof_runs: ProofRuns, step_span: ProofSpan, layout: ComparedLayout | None
+) -> Iterator[Row]:
     """Run everything and yield the rows. layout: another one, None if none fits.
 
     Raises RunFailed if the straight run fails.
@@ -123,7 +126,7 @@ def needed_rows(config: RunConfig, named: bool) -> tuple[str, ...]:
 
 
 def _try_row(
-    run_name: str, steps: range, run: Callable[[], Row], layout: Layout | None = None
+    run_name: str, steps: range, run: Callable[[], Row], layout: ComparedLayout | None = None
 ) -> Row:
     """Return a row with its name and steps; a run that failed is one that was not tried."""
     head: Row = {"row": run_name, "steps": [steps.start, steps.stop - 1]}
@@ -145,14 +148,14 @@ def _verdict(parting: Parting | None) -> Row:
     return {"verdict": WRONG, "why": parting.describe(), "first": parting.fields()}
 
 
-def _repeat(proof_runs: ProofRuns, step_span: Span) -> Row:
+def _repeat(proof_runs: ProofRuns, step_span: ProofSpan) -> Row:
     proof_runs.begin(AGAIN)
     proof_runs.take(AGAIN, step_span.stop)
     return _compare_steps(proof_runs, AGAIN, step_span.before)
 
 
 def _resume(
-    proof_runs: ProofRuns, step_span: Span, run_name: str, parallel: Parallel | None = None
+    proof_runs: ProofRuns, step_span: ProofSpan, run_name: str, parallel: Parallel | None = None
 ) -> Row:
     """Resume a copy of the stopped run and compare the loaded state, then each step."""
     if not _any_applied(proof_runs, step_span.before) or not _any_applied(
@@ -169,7 +172,9 @@ def _resume(
     return _compare_steps(proof_runs, run_name, step_span.after)
 
 
-def _load_elsewhere(proof_runs: ProofRuns, step_span: Span, layout: Layout | None) -> Row:
+def _load_elsewhere(
+    proof_runs: ProofRuns, step_span: ProofSpan, layout: ComparedLayout | None
+) -> Row:
     """Load the checkpoint of the stop in another layout and compare the state; no step is taken."""
     config = proof_runs.config
     if layout is None:
@@ -182,7 +187,9 @@ def _load_elsewhere(proof_runs: ProofRuns, step_span: Span, layout: Layout | Non
     return _compare_loaded(proof_runs, LOADED, step_span.stop)
 
 
-def _train_elsewhere(proof_runs: ProofRuns, step_span: Span, layout: Layout | None) -> Row:
+def _train_elsewhere(
+    proof_runs: ProofRuns, step_span: ProofSpan, layout: ComparedLayout | None
+) -> Row:
     """Train straight in another layout, and resume in it, if the numerics are canonical."""
     if not is_canonical(proof_runs.config):
         return _not_tried(
@@ -202,7 +209,7 @@ def _train_elsewhere(proof_runs: ProofRuns, step_span: Span, layout: Layout | No
     return _resume(proof_runs, step_span, run_name, layout.parallel)
 
 
-def _try_damage(proof_runs: ProofRuns, step_span: Span) -> Row:
+def _try_damage(proof_runs: ProofRuns, step_span: ProofSpan) -> Row:
     """Damage a copy of the checkpoint and resume from it: the difference must be seen when loaded
     and a step later."""
     step_after = range(step_span.stop + 1, step_span.stop + 2)

@@ -21,8 +21,8 @@ from megaprec.optim.decision.step_report import SKIPPED
 from tools.config.run_file import SAVED, RunConfig
 from tools.config.tables.settings import Parallel
 from tools.console.units import counted
-from tools.convert.train_state import read_progress
 from tools.journal.records import read_digests, read_metrics
+from tools.saved.train_state import read_progress
 from tools.training.data_sources import data_folder
 from tools.training.launch import own_program
 from tools.verify.parity.ranks import RunFailed

@@ -7,14 +7,14 @@ from typing import Any
 
 from megaprec.diagnose.nonfinite_trace import Trace
 from models.engine.replay import trace_modules
-from tools.config.run_file import RunConfig
+from tools.config.run_file import RunConfig, saved_run
 from tools.journal.records import read_metrics
 from tools.training.trainer import Trainer
-from tools.verify.replay.repeated_run import SavedRun, catch_up, require_repeatable, saved_run
+from tools.verify.replay.repeated_run import SavedRun, catch_up, require_repeatable
 
 
 @dataclass(frozen=True)
-class Replay:
+class OverflowReplay:
     """The result of a replay. start: name of the checkpoint it started from, "" for the initial
     weights.
 
@@ -30,7 +30,7 @@ class Replay:
     layout: str
 
 
-def replay(folder: Path, event: dict[str, Any]) -> Replay:
+def replay(folder: Path, event: dict[str, Any]) -> OverflowReplay:
     """Repeat the steps of the run in `folder` up to the skipped one of `event`, and trace that one.
 
     Raises UserError if the run folder lacks what is needed: run.toml, data.
@@ -50,7 +50,7 @@ def replay(folder: Path, event: dict[str, Any]) -> Replay:
     first_sample = event["first_sample"] + microbatch * size
     samples = tuple(run.sample_texts(first_sample, size))
     start_name = "" if start is None else start.name
-    return Replay(step, start_name, microbatch, samples, trace, run.layout)
+    return OverflowReplay(step, start_name, microbatch, samples, trace, run.layout)
 
 
 def _trace_step(trainer: Trainer, event: dict[str, Any]) -> tuple[int, Trace]:

@@ -19,8 +19,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from megaprec.checkpoint.atomic import checkpoints, step_of
-from megaprec.checkpoint.reader import INDEX
+from megaprec.checkpoint.atomic import INDEX, checkpoints, step_of
 from megaprec.errors import UserError
 from megaprec.optim.decision.step_limits import NO_LIMITS, StepLimits
 from megaprec.optim.decision.step_report import SPIKE, StepReport
@@ -29,11 +28,11 @@ from megaprec.precision.tf32 import tf32
 from models.attention.backends import gpu_kernels
 from parallel.mesh import make_mesh, world
 from tools.config.layouts import in_words
-from tools.config.run_file import RunConfig, load_run, run_file_in
+from tools.config.run_file import RunConfig
 from tools.config.tables.settings import Parallel
 from tools.journal.records import read_branching
 from tools.training.corpus import Corpus, open_run_data
-from tools.training.launch import share_of_cores
+from tools.training.launched import share_of_cores
 from tools.training.trainer import Trainer
 
 NOTHING_ALLOWED = StepLimits(-1.0, -1.0)  # no loss and no norm is below: every step is skipped
@@ -118,14 +117,6 @@ class SavedRun:
         if self.corpus.tokenizer:
             texts = [self.corpus.tokenizer.decode(row) for row in batch.tokens.tolist()]
         yield from zip(self.corpus.train.labels(batch.ids), texts, strict=True)
-
-
-def saved_run(folder: Path) -> RunConfig:
-    """Return the run that `RunConfig.save_resolved` wrote. Raises UserError if it is not there."""
-    path = run_file_in(folder, written_by_run=True)
-    if path is None:
-        raise UserError.of("command.replay_no_run_file", folder=folder)
-    return load_run(path)
 
 
 def require_repeatable(saved: RunConfig, event: Mapping[str, Any], folder: Path) -> None:

@@ -34,7 +34,7 @@ class BatchNumbers(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Document:
+class MeasuredDocument:
     """A document of a sample. number: in its data set. loss: mean over its tokens in the sample, in
     nats a token. text: its beginning there, "" without a tokenizer."""
 
@@ -55,7 +55,7 @@ class NamedSample:
     loss: float
     dataset: str
     first_token: int
-    documents: tuple[Document, ...]
+    documents: tuple[MeasuredDocument, ...]
 
 
 class GradientNorms(StepObserver):
@@ -216,10 +216,12 @@ def name_sample(
     numbers = location.dataset.documents_of(location.first_token + 1, length)
     of_targets = torch.from_numpy(numbers.astype("int64"))
     losses = measures.documents(share, position, of_targets)
-    documents: list[Document] = []
+    documents: list[MeasuredDocument] = []
     for number, document_loss in zip(of_targets.unique().tolist(), losses, strict=True):
         targets = share.targets[position][of_targets == number]
-        documents.append(Document(number, len(targets), document_loss, _text(corpus, targets)))
+        documents.append(
+            MeasuredDocument(number, len(targets), document_loss, _text(corpus, targets))
+        )
     # a document of which one token is in the sample says little
     documents.sort(key=lambda document: -_finite(document.loss * document.tokens))
     return NamedSample(

@@ -3,7 +3,7 @@
 from models.estimate.elementwise import (
     BACKWARD,
     LOGIT_BYTES,
-    Share,
+    LayerShare,
     cast_bytes,
     forward_bytes,
     loss_bytes,
@@ -28,7 +28,7 @@ def elementwise_seconds(
     model = config.sized_model
     plan = config.plan
     cut = cost.cut
-    share = Share(parallel.tensor, parallel.sequence, expert_slices(parallel))
+    share = LayerShare(parallel.tensor, parallel.sequence, expert_slices(parallel))
     tokens = config.train.micro_batch * config.train.seq_length / parallel.context
     recomputed_layers = cut.layers[: config.recompute.count_whole_layers(len(cut.layers))]
 

@@ -5,16 +5,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megaprec.checkpoint.atomic import latest, remedy
+from megaprec.checkpoint.atomic import INDEX, checkpoint_at, latest, remedy
 from megaprec.checkpoint.integrity import require_intact
-from megaprec.checkpoint.reader import INDEX, Store, newer_version
+from megaprec.checkpoint.reader import Store, newer_version
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.diagnose.spike_monitor import SpikeMonitor
 from megaprec.errors import Problem, UserError
 from megaprec.precision.plan import LossScaling
 from megaprec.text.tokenizer_files import SETTINGS, TEMPLATE
 from models.config import ModelConfig
-from tools.convert.core.settings import make_model
+from tools.saved.model_fields import make_model
 
 SPIKES = "spikes"  # the key of the SpikeMonitor's state
 
@@ -225,3 +225,18 @@ def _require_known(
 
 def _damaged(checkpoint: Store, table_name: str) -> UserError:
     return UserError.of("convert.record_damaged", path=checkpoint.path, key=table_name, index=INDEX)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return `path`, or the newest checkpoint of the run folder `path`. Raises UserError if there
+    is none."""
+    checkpoint = checkpoint_at(path)
+    if checkpoint is not None:
+        return checkpoint
+    if path.is_dir():
+        problem = "has no checkpoint"
+    elif path.exists():
+        problem = "is not a folder"
+    else:
+        problem = "does not exist"
+    raise UserError.of("text.no_checkpoint", path=path, problem=problem)

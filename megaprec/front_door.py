@@ -1,0 +1,50 @@
+"""Front doors of packages: what they export is loaded when it is first used.
+
+Importing any module of a package imports its front door first. A door that loaded all that it
+exports would load the optimizer, checkpoints and pipelines for whoever wants one small module.
+"""
+
+import ast
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+def front_door(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` of a package whose `__init__.py` imports what it exports
+    under `if TYPE_CHECKING:`, where type checkers, editors and this function read it."""
+
+    @cache
+    def places() -> dict[str, tuple[str, str]]:
+        return exports_of(Path(str(sys.modules[package].__file__)))
+
+    def load(name: str) -> Any:
+        if name.startswith("__") or name not in places():
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module, name_there = places()[name]
+        value = getattr(import_module(module), name_there)
+        # found there from now on
+        setattr(sys.modules[package], name, value)
+        return value
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *places()})
+
+    return load, names
+
+
+def exports_of(file: Path) -> dict[str, tuple[str, str]]:
+    """Return what the door `file` exports: module and name there, by exported name."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    exports = dict[str, tuple[str, str]]()
+    for block in tree.body:
+        if not isinstance(block, ast.If) or ast.unparse(block.test) != "TYPE_CHECKING":
+            continue
+        for statement in block.body:
+            assert isinstance(statement, ast.ImportFrom) and statement.module
+            for alias in statement.names:
+                exports[alias.asname or alias.name] = (statement.module, alias.name)
+    return exports

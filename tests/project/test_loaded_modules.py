@@ -1,0 +1,83 @@
+"""No program loads what it has no use for: the number of our own modules that an import loads has a
+bound. Modules are counted in a fresh process, by `sys.modules`."""
+
+import os
+import subprocess
+import sys
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from models import optional_parts as models_parts
+from tools.commands.table import COMMANDS, GROUPS
+from tools.parts.optional_parts import PARTS, part
+
+ROOT = Path(__file__).parents[2]
+COUNT = """
+import importlib, sys
+importlib.import_module({module!r})
+ours = [name for name in sys.modules if name.split(".")[0] in {packages!r}]
+print(*ours, *(["torch"] if "torch" in sys.modules else []))
+"""
+PACKAGES = ("megaprec", "parallel", "models", "tools")
+
+
+@cache
+def modules_of(module: str) -> tuple[str, ...]:
+    """Our modules that the import of one loads, and torch if it is loaded too."""
+    code = COUNT.format(module=module, packages=PACKAGES)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return tuple(done.stdout.split())
+
+
+def test_the_command_line_loads_no_command_and_no_torch() -> None:
+    assert len(modules_of("tools.cli")) < 60
+    assert "torch" not in modules_of("tools.cli")
+
+
+@pytest.mark.parametrize(
+    ("module", "bound"),
+    [
+        ("megaprec", 5),
+        ("megaprec.optim.optimizer", 95),
+        ("models.engine.engine", 180),
+        ("tools.commands.train", 330),
+        ("tools.training.rank", 325),
+    ],
+)
+def test_a_module_loads_few_others(module: str, bound: int) -> None:
+    assert len(set(modules_of(module)) - {"torch"}) < bound
+
+
+def test_every_command_of_the_table_is_there() -> None:
+    for name, command in COMMANDS.items():
+        assert callable(command.load().add_arguments), name
+        assert command.group in GROUPS
+        assert command.examples
+
+
+def test_every_optional_part_is_there_and_is_called() -> None:
+    for table, load, package in (
+        (PARTS, part, "tools"),
+        (models_parts.PARTS, models_parts.part, "models"),
+    ):
+        text = "".join(file.read_text() for file in (ROOT / package).rglob("*.py"))
+        for name, module in table.items():
+            assert load(name) is getattr(import_module(module), name)
+            called = f'part("{name}")' in text or f'_kind("{name}")' in text
+            assert called, name
+
+
+def test_a_plain_run_loads_no_part_that_it_does_not_ask_for() -> None:
+    left_out = ("tools.analysis", "tools.convert", "tools.interop", "megaprec.dialects")
+    left_out += ("models.recurrent.mamba_mixer", "models.feed_forward.moe", "megaprec.text.readers")
+    assert not [name for name in modules_of("tools.commands.train") if name.startswith(left_out)]

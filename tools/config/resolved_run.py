@@ -1,0 +1,35 @@
+"""A run file as a run, whose model may be that of first weights or of the run that it branches
+from.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megaprec.errors import UserError
+from tools.config.run_file import RunConfig, RunFile
+from tools.parts.optional_parts import part
+
+
+def resolve_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the run of the TOML file `path`, changed by `overrides`; what they leave open of its
+    model is that of train.init_from, and a whole [model] that of train.branch_from.
+
+    A folder of train.init_from that does not say its model (`leaves_model_open`) has that of the
+    run file, if there is one.
+    Raises UserError with all problems.
+    """
+    run_file = RunFile(path, overrides)
+    weights = run_file.first_weights
+    origin = run_file.origin_of_model
+    initial = None
+    try:
+        if weights and not (run_file.has_own_model and part("leaves_model_open")(weights)):
+            initial = part("initial_model")(weights)
+            if run_file.grows:
+                initial = part("with_more_tokens")(initial, run_file.grown_tokenizer)
+        elif origin:
+            initial = part("model_of_branch")(origin, run_file.run_folder)
+    except UserError as error:
+        # raised with the other problems of the run file
+        return run_file.resolve(error)
+    return run_file.resolve(initial)

@@ -1,0 +1,1 @@
+"""Optional parts of the programs, each loaded when it is called."""

@@ -1,0 +1,1 @@
+"""Progress, model and tokenizer in the checkpoint of a run."""

@@ -53,7 +53,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds `--part 2/3`, which tries the second third of the laws that the other options choose."""
+    """Adds `--part 2/6`, which tries the second sixth of the laws that the other options choose."""
     parser.addoption(
         "--part", type=part, default=(1, 1), help="K/N: the K-th of N parts of the tests"
     )

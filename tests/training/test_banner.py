@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.runs import write_run
-from tools.convert.initial import resolve_run
+from tools.config.resolved_run import resolve_run
 from tools.training import banner
 from tools.training.banner import print_start
 from tools.training.corpus import Corpus, open_corpus
@@ -40,7 +40,6 @@ def test_a_run_says_which_weights_are_in_fp8_and_why_others_are_not(
 
 # a function whose result is printed, the key that asks for it, and what its line begins with
 PARTS = [
-    ("fp8_lines", [], ""),
     ("deletion_lines", [], ""),
     ("_describe_stages", ["parallel.pipeline=2"], "stages     "),
     ("resume_lines", [], ""),

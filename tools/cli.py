@@ -102,24 +102,29 @@ def _run(args: argparse.Namespace) -> int:
             print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        if "TORCHELASTIC_ERROR_FILE" in os.environ:  # of a rank
-            part("note_failure")(error)
-        cause = as_user_error(error)
-        # where a rank was short of memory, its launcher may start it again, and its traceback says
-        if isinstance(error, MemoryError) and not is_local_rank():
-            cause = UserError.of("command.no_memory")
-        if isinstance(cause, Stopped):  # the first rank has printed it
-            return cause.exit_code
-        if is_consequence(cause) and is_local_rank():
-            # the launcher tells the reason of the rank that was first
-            return 1
-        if not isinstance(cause, ON_PURPOSE):
-            raise
-        # `megaprec.train` raises it in the program that has called it
-        is_told = getattr(args, "end_file", None) is not None
-        if prints_own_failure() and not is_told:
-            _print_error(cause, args)
-        return EXIT_CODES[type(cause)]
+        return _code_of_failure(error, args)
+
+
+def _code_of_failure(error: Exception, args: argparse.Namespace) -> int:
+    """Print an error that is the user's, and return its exit code; raise any other again."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # of a rank
+        part("note_failure")(error)
+    cause = as_user_error(error)
+    # where a rank was short of memory, its launcher may start it again, and its traceback says
+    if isinstance(error, MemoryError) and not is_local_rank():
+        cause = UserError.of("command.no_memory")
+    if isinstance(cause, Stopped):  # the first rank has printed it
+        return cause.exit_code
+    if is_consequence(cause) and is_local_rank():
+        # the launcher tells the reason of the rank that was first
+        return 1
+    if not isinstance(cause, ON_PURPOSE):
+        raise error
+    # `megaprec.train` raises it in the program that has called it
+    is_told = getattr(args, "end_file", None) is not None
+    if prints_own_failure() and not is_told:
+        _print_error(cause, args)
+    return EXIT_CODES[type(cause)]
 
 
 def _print_error(error: Exception, args: argparse.Namespace) -> None:

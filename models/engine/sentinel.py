@@ -54,6 +54,8 @@ class SilentFault(Exception):
     """A step was computed wrongly, and was not applied. Raised on every rank, with the same
     fault."""
 
+    microbatch = TRACED_MICROBATCH
+
     def __init__(self, fault: Fault) -> None:
         super().__init__(str(fault))
         self.fault = fault

@@ -14,8 +14,8 @@ from tests.project.test_readme import ROOT
 from tests.runs import train, write_run
 from tools import cli
 from tools.analysis.plots.training_plot import LOSS, OTHERS
-from tools.journal.records import TASK_PREFIX, read_events, read_metrics
-from tools.journal.router_records import COLLAPSE, ROUTER
+from tools.journal.records import COLLAPSE, TASK_PREFIX, read_events, read_metrics
+from tools.journal.router_records import ROUTER
 
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 

@@ -134,7 +134,7 @@ def test_the_looks_at_a_run_leave_each_bit_of_it_as_it_is(file: Path, tmp_path: 
     words = ("precision.compute=bf16", "checkpoint.every=2", "lr.warmup=2", "optimizer.ema=0.9")
     taken(file, tmp_path / "seen", *words)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "_look_after_invariants", lambda self: Blind())
+        patch.setattr(Trainer, "_make_invariants", lambda self: Blind())
         taken(file, tmp_path / "unseen", *words)
     assert steps(tmp_path / "seen") == steps(tmp_path / "unseen")
     newest = "checkpoints/step_00000006"

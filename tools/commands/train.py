@@ -12,7 +12,6 @@ from pathlib import Path
 
 from megaprec.durable import file_error
 from megaprec.errors import UserError
-from megaprec.tested_versions import untested
 from megaprec.train_program import END_FILE
 from models.config import require_builtin
 from parallel.described_world import is_rank_of_world
@@ -110,7 +109,7 @@ def _run(args: argparse.Namespace, end_report: EndReport) -> int:
     end_report.config = config
     export = Path(args.export_hf) if args.export_hf else None
     tell_notes([*config.notes, *moved_notes(args.file, config)], args.strict)
-    tell_notes(untested(), strict=False)
+    tell_notes(part("untested")(), strict=False)
     # a rank of a world that torchrun, Slurm or `launch_local` below has started
     if is_rank_of_world():
         return _train(config, export, args.export_ema, allowed, not args.no_verify)

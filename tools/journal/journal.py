@@ -20,6 +20,7 @@ from tools.console.units import flops, loss_scale
 from tools.journal.records import (
     AVERAGE_LOSS,
     AVERAGE_PREFIX,
+    COLLAPSE,
     DIGEST,
     DIGESTS,
     EVALUATION,
@@ -36,7 +37,6 @@ from tools.journal.records import (
     odd_lines,
     read_lines,
 )
-from tools.journal.router_records import COLLAPSE
 
 if TYPE_CHECKING:
     from tools.journal.trackers import Feed

@@ -31,6 +31,7 @@ DIGEST = "digest"  # the kind of event that is written to DIGESTS
 EVALUATION = "evaluation"  # the kind of event that is written to EVALUATIONS
 SAMPLE = "sample"  # the kind of event with a text that the model has written
 FIRST_EVALUATION = "first_evaluation"  # the kind of event with the losses of the first weights
+COLLAPSE = "router_collapse"  # the kind of event, and the field of its step
 PREDICTION = "prediction"  # the kind of event with the predicted step, and the measured one
 # losses on the held-out part, of the weights and of their moving average
 HELD_OUT_LOSS = "eval_loss"

@@ -10,9 +10,9 @@ from typing import Any
 
 from megaprec.diagnose.router_monitor import STEPS
 from megaprec.optim.decision.step_report import RouterReport
+from tools.journal.records import COLLAPSE
 
 ROUTER = "router"  # the field of a step
-COLLAPSE = "router_collapse"  # the kind of event, and the field of its step
 MOST_NAMED = 4  # layers in a line
 DIGITS = 6  # significant ones of a measure: a model may have many layers
 

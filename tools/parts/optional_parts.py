@@ -57,6 +57,10 @@ PARTS = {
     "SilentFault": "models.engine.sentinel",
     "spike_event": "tools.journal.spike_records",
     "gpu_named": "models.estimate.gpus",
+    "RouterMonitor": "megaprec.diagnose.router_monitor",
+    "router_fields": "tools.journal.router_records",
+    "collapse_event": "tools.journal.router_records",
+    "untested": "megaprec.tested_versions",
     # of the first rank, or of the launcher
     "begin_notes": "tools.training.data_notes",
     "different_tokenizer_notes": "tools.training.data_notes",

@@ -16,12 +16,10 @@ from megaprec.tokens.held_out import PIECES
 from megaprec.tokens.samples import Samples
 from models.config import ModelConfig
 from models.engine.engine import Engine
-from models.engine.microbatch_trace import TRACED_MICROBATCH
 from models.engine.passes import Share
 from models.estimate.flops import training_flops
 from tools.config.run_file import RunConfig
 from tools.journal.records import DIGEST, EVALUATION, NO_TOKENS_EVENT
-from tools.journal.router_records import router_fields
 from tools.parts.optional_parts import part
 from tools.saved.train_state import TrainState
 from tools.training.ends import FaultyHardware, TrainingDiverged
@@ -108,7 +106,7 @@ def step_fields(
     fields = {
         "step": progress.step,
         **report_fields(report),
-        **router_fields(report.routers),
+        **(part("router_fields")(report.routers) if report.routers else {}),
         "tokens": progress.tokens,
         "learned_tokens": progress.learned_tokens,
         "tokens_per_s": tokens_per_s,
@@ -333,7 +331,7 @@ class SentinelChecks:
             "event": "silent_fault",
             "step": steps_done,
             "checked_step": steps_done + 1,
-            "microbatch": TRACED_MICROBATCH,
+            "microbatch": silent_fault.microbatch,
             **fault.fields(),
             "last_clean": self._last_clean,
             "saved": saved_step,

@@ -18,7 +18,6 @@ from megaprec.checkpoint.save_load import load
 from megaprec.comm.axis import device_of
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.diagnose.position import Phase, Position, StepPosition
-from megaprec.diagnose.router_monitor import RouterMonitor
 from megaprec.diagnose.spike_monitor import SpikeMonitor
 from megaprec.errors import UserError
 from megaprec.optim.decision.step_limits import NO_LIMITS, StepLimits
@@ -49,12 +48,12 @@ from tools.journal.invariant_records import broken_event, findings_event
 from tools.journal.journal import Journal, format_evaluations
 from tools.journal.records import (
     AVERAGE_LOSS,
+    COLLAPSE,
     FIRST_EVALUATION,
     HELD_OUT_LOSS,
     INVARIANT,
     SPIKE_EVENT,
 )
-from tools.journal.router_records import COLLAPSE, collapse_event
 from tools.parts.optional_parts import part
 from tools.saved.train_state import TrainState, read_overflow_monitor, read_spike_monitor
 from tools.training.batches import Batches, evaluated_samples
@@ -127,7 +126,10 @@ class Trainer:
         self.spike_monitor = SpikeMonitor(config.train.spike_patience)
         self._limits = NO_LIMITS  # the ends of the bands of the newest step
         model = corpus.model
-        self._router_monitor = RouterMonitor(model.experts, model.experts_per_token)
+        self._router_monitor = None
+        if model.experts:
+            monitor = part("RouterMonitor")
+            self._router_monitor = monitor(model.experts, model.experts_per_token)
         self.progress = TrainState()  # after the last step
         self._first_ids: dict[str, Any] = {}  # of the first weights, for checkpoints
         self._samples_of_step = range(0)  # positions of the last step's global batch
@@ -257,7 +259,7 @@ class Trainer:
             self._evaluate_first(journal)
         leaves = self.engine.leaves
         leaves.misses.clear()  # those of other passes than steps
-        self._invariants = self._look_after_invariants()
+        self._invariants = self._make_invariants()
         first_step = self.progress.step + 1
         while self.progress.step < self.config.train.steps and not self._is_stopping:
             self.position.enter(Phase.STEP, self.progress.step + 1)
@@ -265,12 +267,7 @@ class Trainer:
             self.engine.optimizer.stop |= folder.is_gone()
             self._invariants.before(self.progress.step + 1)
             start_time = time.perf_counter()
-            try:
-                report, shadow = self.step()
-            except Exception as error:
-                if not self._checks.raised(error):
-                    raise
-                self._end_for(cast("SilentFault", error), journal)
+            report, shadow = self._checked_step(journal)
             if leaves.names and self.progress.step == first_step:
                 self._say_misses(leaves)
             self._evaluate_and_record(journal, report, shadow, time.perf_counter() - start_time)
@@ -286,7 +283,16 @@ class Trainer:
                     f"stopped after step {steps_done}, state saved: {divergence}"
                 )
 
-    def _look_after_invariants(self) -> Invariants:
+    def _checked_step(self, journal: Journal | None) -> "tuple[StepReport, Shadow | None]":
+        """Take a step. If the sentinel finds that it was computed wrongly, end the run."""
+        try:
+            return self.step()
+        except Exception as error:
+            if not self._checks.raised(error):
+                raise
+            self._end_for(cast("SilentFault", error), journal)
+
+    def _make_invariants(self) -> Invariants:
         """Return the invariants of the steps that this process takes. Collective over the world."""
         return Invariants(
             self.config,
@@ -362,15 +368,7 @@ class Trainer:
         progress = self.progress
         batch = len(self._samples_of_step)
         record = step_fields(self.config, report, progress, batch, seconds, self._throughput)
-        evaluated = dict[str, Tensor]()
-        self._evaluated = {}
-        if self._evaluates_after(progress.step):
-            with self.position.in_phase(Phase.EVALUATION):
-                evaluated = self._evaluate_all()
-                for field, numbers in evaluated.items():
-                    self._evaluated[field] = mean_loss(numbers)
-                record |= self._evaluated
-                record |= self._task_results()
+        evaluated = self._evaluate_if_due(record)
         record |= self._checks.note_clean(progress.step)
         self.position.end_computation()
         self.monitor.note(report)
@@ -379,30 +377,48 @@ class Trainer:
             evaluation_event(progress.step, field, numbers) for field, numbers in evaluated.items()
         ]
         events += self._step_events(report, progress)
+        events += self._told_events(record, report)
+        if shadow is not None:
+            record |= part("shadow_fields")(shadow, self.config.fp8)
+            events.append(part("shadow_event")(shadow, progress.step, self.config.fp8))
+        if journal is not None:
+            journal.write(record)
+            for event in events:
+                journal.write_event(event)
+
+    def _evaluate_if_due(self, record: dict[str, Any]) -> dict[str, Tensor]:
+        """Return what evaluations after this step have found, by field, and add their means to its
+        record; nothing if none is due. Collective over the world."""
+        self._evaluated = {}
+        if not self._evaluates_after(self.progress.step):
+            return {}
+        with self.position.in_phase(Phase.EVALUATION):
+            evaluated = self._evaluate_all()
+            for field, numbers in evaluated.items():
+                self._evaluated[field] = mean_loss(numbers)
+            record |= self._evaluated
+            record |= self._task_results()
+        return evaluated
+
+    def _told_events(self, record: dict[str, Any], report: StepReport) -> list[dict[str, Any]]:
+        """Return the events of this step that its line tells, and add what they say to its
+        record."""
+        events: list[dict[str, Any]] = []
         for event in self._invariant_events(report):
             events.append(event)
             if event["event"] == INVARIANT:
                 said = [record[INVARIANT]] if INVARIANT in record else []
                 record[INVARIANT] = "; ".join([*said, event["said"]])
-        for event in self._spike_events(report):
-            events.append(event)
-            record[SPIKE_EVENT] = event["said"]
-        if shadow is not None:
-            record |= part("shadow_fields")(shadow, self.config.fp8)
-            events.append(part("shadow_event")(shadow, progress.step, self.config.fp8))
-        if collapsed := self._router_monitor.note(report):
-            experts = self.corpus.model.experts
-            bound = self._router_monitor.bound
-            event = collapse_event(collapsed, progress.step, experts, bound)
-            events.append(event)
-            record[COLLAPSE] = event["said"]
-        for event in self._straggler_events():
-            events.append(event)
-            record["straggler"] = event["said"]
-        if journal is not None:
-            journal.write(record)
-            for event in events:
-                journal.write_event(event)
+        told = {
+            SPIKE_EVENT: self._spike_events(report),
+            COLLAPSE: self._router_events(report),
+            "straggler": self._straggler_events(),
+        }
+        for field, events_of_field in told.items():
+            for event in events_of_field:
+                events.append(event)
+                record[field] = event["said"]
+        return events
 
     def _evaluate_first(self, journal: Journal | None) -> None:
         """Evaluate the first weights, and write the losses as an event (rank 0 alone). Collective
@@ -444,6 +460,15 @@ class Trainer:
             yield broken_event(name, said, step)
         if ends:
             yield findings_event(invariants.findings, step)
+
+    def _router_events(self, report: StepReport) -> Iterator[dict[str, Any]]:
+        """Yield the event of routers that send tokens to few experts, if they do."""
+        if self._router_monitor is None:
+            return
+        if collapsed := self._router_monitor.note(report):
+            experts = self.corpus.model.experts
+            bound = self._router_monitor.bound
+            yield part("collapse_event")(collapsed, self.progress.step, experts, bound)
 
     def _spike_events(self, report: StepReport) -> list[dict[str, Any]]:
         """Let the monitor note the step, and return its event if it is a spike: of those in a row

@@ -32,13 +32,14 @@ from tools.console.units import counted
 from tools.journal.records import (
     AVERAGE_LOSS,
     AVERAGE_PREFIX,
+    COLLAPSE,
     FIRST_EVALUATION,
     HELD_OUT_LOSS,
     VALIDATION_PREFIX,
     read_events,
     read_metrics,
 )
-from tools.journal.router_records import COLLAPSE, router_values
+from tools.journal.router_records import router_values
 from tools.journal.yardsticks import Yardsticks, read_yardsticks
 
 Over = Literal["steps", "tokens"]

@@ -38,6 +38,7 @@ from tools.console.units import duration, first_of, flops, loss_scale, size
 from tools.journal.invariant_records import read_findings
 from tools.journal.records import (
     BRANCHED,
+    COLLAPSE,
     FIRST_EVALUATION,
     HELD_OUT_LOSS,
     INITIAL,
@@ -46,7 +47,7 @@ from tools.journal.records import (
     SAMPLE,
     SPIKE_EVENT,
 )
-from tools.journal.router_records import COLLAPSE, router_values
+from tools.journal.router_records import router_values
 from tools.journal.shadow_records import SHADOW
 from tools.journal.timeline_file import TIMELINE, read_trace_of
 from tools.training.hangs import read_records

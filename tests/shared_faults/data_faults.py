@@ -137,7 +137,7 @@ FAULTS = {
     ),
     "all tokens count": Fault(
         "targets that the mask leaves out are in the loss",
-        change(Passes, "_counted", lambda inner: lambda self, state, values, rows: values),
+        change(Passes, "_masked", lambda inner: lambda self, state, values, rows: values),
         "llama",
         LOSS_TESTS,
         MASKED,
@@ -155,7 +155,7 @@ FAULTS = {
     ),
     "mean of means": Fault(
         "the loss is the mean of those of micro-batches, not of tokens",
-        change(Passes, "_counted", mean_of_means),
+        change(Passes, "_masked", mean_of_means),
         "llama",
         LOSS_TESTS,
         MASKED,

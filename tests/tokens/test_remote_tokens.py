@@ -294,7 +294,6 @@ def test_each_machine_has_its_own_copy_of_the_tokenizer_at_a_url(
     assert corpus.tokenizer.path.is_relative_to(tmp_path / "another")
 
 
-@pytest.mark.parametrize("reader", ["rank 0", "rank 1"])
 @pytest.mark.parametrize(
     ("rank", "local_rank", "checks"), [(0, 0, False), (1, 1, False), (2, 0, True), (3, 1, False)]
 )
@@ -314,6 +313,7 @@ def test_one_rank_of_each_other_machine_checks_the_files_that_are_there(
     assert len(checked) == checks
 
 
+@pytest.mark.parametrize("reader", ["rank 0", "rank 1"])
 def test_ranks_of_which_one_cannot_read_the_loss_mask_are_refused(
     machines: RunConfig, words: str, folder: Path, conduct: Conduct, reader: str
 ) -> None:

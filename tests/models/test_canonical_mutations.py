@@ -102,7 +102,7 @@ def flipped_norm(inner: Any) -> Any:
 
 def flipped_lookup(ctx: Any, grad: Tensor) -> Any:
     ids, foreign = ctx.saved_tensors
-    total = layers.cleared_main_grad(ctx.weight)
+    total = layers.begin_cleared(ctx.weight)
     if foreign is not None:
         grad = grad.masked_fill(foreign.unsqueeze(-1), 0)
     rows = grad.reshape(-1, grad.shape[-1]).to(total.dtype).flip(0)

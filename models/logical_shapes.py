@@ -9,32 +9,31 @@ NamedShapes = Iterator[tuple[str, tuple[int, ...]]]
 
 def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of every logical tensor of `model`."""
-    shapes = dict(_before_layers(model))
+    shapes = dict(shapes_before_layers(model))
     for layer in range(model.layers):
         for tensor_name, shape in layer_shapes(model.kind_of_layer(layer)):
             shapes[f"layers.{layer}.{tensor_name}"] = shape
-    shapes |= dict(_norm("final_norm", model, model.hidden))
+    shapes |= dict(final_norm_shapes(model))
     for module in range(model.mtp_layers):
         for tensor_name, shape in module_shapes(model):
             shapes[f"mtp.{module}.{tensor_name}"] = shape
-    return shapes | dict(_head(model))
+    return shapes | dict(head_shapes(model))
 
 
-def shapes_around_layers(model: ModelConfig) -> NamedShapes:
-    """Yield the tensors that belong to no layer and no module of multi-token prediction."""
-    yield from _before_layers(model)
-    yield from _norm("final_norm", model, model.hidden)
-    yield from _head(model)
-
-
-def _before_layers(model: ModelConfig) -> NamedShapes:
+def shapes_before_layers(model: ModelConfig) -> NamedShapes:
+    """Yield the tensors in front of the first layer."""
     yield "embedding.weight", (model.vocab, model.hidden)
     if model.positions == "learned":
         yield "positions.weight", (model.max_positions, model.hidden)
 
 
-def _head(model: ModelConfig) -> NamedShapes:
-    # A tied head is the embedding, and no tensor of its own.
+def final_norm_shapes(model: ModelConfig) -> NamedShapes:
+    """Yield the tensors of the norm after the last layer."""
+    yield from _norm("final_norm", model, model.hidden)
+
+
+def head_shapes(model: ModelConfig) -> NamedShapes:
+    """Yield the tensor of the head; none if it is tied, and so the embedding."""
     if not model.tied:
         yield "head.weight", (model.vocab, model.hidden)
 

@@ -1,14 +1,17 @@
 """The numbers of parameters of a model and of its parts: sums over its logical shapes."""
 
+from collections.abc import Collection
 from math import prod
 
 from models.config import ModelConfig
 from models.logical_shapes import (
     NamedShapes,
     expert_shapes,
+    final_norm_shapes,
+    head_shapes,
     layer_shapes,
     module_shapes,
-    shapes_around_layers,
+    shapes_before_layers,
 )
 
 
@@ -16,8 +19,25 @@ def num_parameters(model: ModelConfig) -> int:
     """Return the number of logical parameters, a tied head counted once. The vocabulary must be
     known."""
     assert model.vocab > 0, "with_vocab() first"
-    around = _elements(shapes_around_layers(model))
-    return around + model.over_layers(layer_parameters) + mtp_parameters(model)
+    ends = _elements(shapes_before_layers(model)) + _elements(final_norm_shapes(model))
+    ends += _elements(head_shapes(model))
+    return ends + model.over_layers(layer_parameters) + mtp_parameters(model)
+
+
+def stage_parameters(
+    model: ModelConfig, layers: Collection[int], is_first: bool, is_last: bool
+) -> int:
+    """Return the number of parameters of a stage with these layers. A tied table counts in both
+    stages that have it."""
+    count = model.over_layers(layer_parameters, layers)
+    if is_first:
+        count += _elements(shapes_before_layers(model))
+    if is_last:
+        count += _elements(final_norm_shapes(model)) + mtp_parameters(model)
+        count += _elements(head_shapes(model))
+    if is_last and model.tied and not is_first:
+        count += model.vocab * model.hidden
+    return count
 
 
 def layer_parameters(kind: ModelConfig) -> int:

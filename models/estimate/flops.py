@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from models.config import ModelConfig
 from models.decoder.stages import Cut
-from models.parameter_counts import layer_expert_parameters, layer_parameters, mtp_parameters
+from models.parameter_counts import layer_expert_parameters, stage_parameters
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.pipeline.instructions import Instruction, Op
 
@@ -111,7 +111,7 @@ def _stage_cost(
         forward=tokens * (weighted + attention),
         input=tokens * (weighted + 2 * attention + lookup + recomputed),
         weight=tokens * weighted,
-        parameters=_count_parameters(config, cut),
+        parameters=stage_parameters(config, cut.layers, cut.first, cut.last),
         attention=tokens * attention,
         experts=tokens * experts,
         recomputed_attention=tokens * _attention_flops(config, repeated_attention, seq_length),
@@ -124,23 +124,6 @@ def _attention_flops(config: ModelConfig, layers: Sequence[int], seq_length: int
     """Return the FLOPs, per token, of the products without weights of attention, or of recurrences
     in its place, in layers, which may repeat."""
     return config.over_layers(lambda kind: kind.attention_flops(seq_length), layers)
-
-
-def _count_parameters(config: ModelConfig, cut: Cut) -> int:
-    """Return the number of elements of a stage."""
-    embedding = config.vocab * config.hidden
-    count = config.over_layers(layer_parameters, cut.layers)
-    if cut.last:
-        norm = config.hidden * (1 + config.norm_bias)
-        count += norm + embedding + mtp_parameters(config)
-    if cut.first:
-        count += embedding
-        if config.positions == "learned":
-            count += config.max_positions * config.hidden
-    # A stage that has both ends shares one table.
-    if cut.first and cut.last and config.tied:
-        count -= embedding
-    return count
 
 
 def _recomputed_flops(

@@ -398,7 +398,7 @@ def test_every_argument_of_an_optimizer_is_looked_at_later_or_may_not_be_set() -
 def test_a_rule_that_counts_steps_is_one_optimizers_alone() -> None:
     counting = rule("RAdam")
     made(rule=counting)
-    with raises("optimizer.rule_shared", kind="Torch"):
+    with raises("optimizer.rule_shared", kind="TorchRule"):
         made(rule=counting)
     frozen = AdamW()
     assert made(rule=frozen)[1].rule is made(rule=frozen)[1].rule, (

@@ -2,19 +2,23 @@
 is used."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from megaprec.errors import Problem
+from megaprec.optim.decision.step_report import StepReport
 from tests.runs import checkpoint, rewind, steps, train, write_run
 from tools.analysis.report.run import Run
 from tools.cli import main
 from tools.journal.journal import Journal
 from tools.journal.records import (
     EVENTS,
+    FINITE_NUMBERS,
     METRICS,
+    NUMBERS,
     lost_steps,
     odd_lines,
     read_events,
@@ -186,3 +190,9 @@ def test_the_time_left_has_room_for_evaluations_and_saves(
             if number % 2 == 1:
                 now += 3.0
         assert journal._seconds_left() == pytest.approx(59 * 2.5)
+
+
+def test_every_number_of_a_steps_report_is_known_to_be_finite_or_not() -> None:
+    of_report = {field.name for field in fields(StepReport) if field.type in (float, float | None)}
+    always_finite = {"zero_ratio", *FINITE_NUMBERS}
+    assert of_report <= {*NUMBERS} | always_finite

@@ -8,6 +8,7 @@ from typing import Any
 
 from megaprec.dialects.nemo import resolve
 from megaprec.errors import UserError
+from megaprec.optim.rules.lr import SCHEDULES
 from megaprec.optim.rules.rule_table import NAMES, name_here
 from tools.config.tables.native_keys import native_keys_of
 from tools.config.tables.precision_settings import FP8, PLAN_ONLY
@@ -136,7 +137,7 @@ def add_rate(arguments: Arguments) -> None:
     style = arguments.get("lr_decay_style")
     if style not in STYLES:
         if draft.needs("lr.schedule"):
-            schedules = ", ".join(STYLES.values())
+            schedules = ", ".join(SCHEDULES)
             arguments.refuse(f"the schedules here are {schedules} (lr.schedule)", "lr_decay_style")
         return
     arguments.put("lr.schedule", STYLES[style], "lr_decay_style")

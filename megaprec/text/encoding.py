@@ -26,7 +26,7 @@ import signal
 import struct
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import IO, Any, NamedTuple
@@ -38,6 +38,13 @@ from numpy.typing import NDArray
 HEAD = struct.Struct("<QQQ")
 UNMARKED, MARKED, RENDERED = range(3)  # kinds of pieces in a request
 EACH_CHARACTER = r"[\s\S]"  # the expression by which a character tokenizer splits texts
+SPLIT_INTO_CHARACTERS = {
+    "type": "Split",
+    "pattern": {"Regex": EACH_CHARACTER},
+    "behavior": "Isolated",
+}
+# parts of a definition that change texts or tokens
+CHANGES = ("normalizer", "post_processor", "added_tokens", "truncation", "padding")
 CHARACTER_FILE = 1 << 26  # bytes; more than all characters of Unicode take
 REFUSED = 2**64 - 1  # in place of a number of tokens
 BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token that stands for a byte
@@ -122,31 +129,40 @@ def characters_of(content: bytes) -> list[str] | None:
 
     Its definition says that each character is a token, and nothing else.
     """
+    may_be_one = is_json(content) and b'"WordLevel"' in content
     # a large file of another kind is not read for it
-    if not is_json(content) or b'"WordLevel"' not in content or len(content) > CHARACTER_FILE:
+    if not may_be_one or len(content) > CHARACTER_FILE:
         return None
     try:
         definition = json.loads(content)
     except ValueError:
         return None
     model = definition.get("model")
+    if not isinstance(model, dict) or not _takes_characters_alone(definition):
+        return None
+    return _characters_by_id(model.get("vocab"))
+
+
+def _takes_characters_alone(definition: Mapping[str, Any]) -> bool:
+    """Return True if a text is split into its characters, and its tokens are joined to it again."""
     splits = definition.get("pre_tokenizer")
-    changes = ("normalizer", "post_processor", "added_tokens", "truncation", "padding")
-    if not isinstance(model, dict) or not isinstance(splits, dict):
-        return None
-    if any(definition.get(key) for key in changes):
-        return None
-    if definition.get("decoder") != {"type": "Fuse"} or splits.get("type") != "Split":
-        return None
-    each_alone = splits.get("pattern") == {"Regex": EACH_CHARACTER}
-    if not each_alone or splits.get("behavior") != "Isolated":
-        return None
-    vocabulary = model.get("vocab")
-    if not isinstance(vocabulary, dict) or [*vocabulary.values()] != [*range(len(vocabulary))]:
+    if not isinstance(splits, dict) or definition.get("decoder") != {"type": "Fuse"}:
+        return False
+    if any(definition.get(key) for key in CHANGES):
+        return False
+    return all(splits.get(key) == value for key, value in SPLIT_INTO_CHARACTERS.items())
+
+
+def _characters_by_id(vocabulary: object) -> list[str] | None:
+    """Return the characters of a vocabulary; None if its tokens are no characters, or if its ids do
+    not count them."""
+    if not isinstance(vocabulary, dict) or not vocabulary:
         return None
     characters = [*vocabulary]
+    ids = [*vocabulary.values()]
     are_single = all(len(character) == 1 for character in characters)
-    return characters if characters and are_single else None
+    is_in_order = ids == [*range(len(ids))]
+    return characters if are_single and is_in_order else None
 
 
 def character_encoder(characters: Sequence[str]) -> Encode:

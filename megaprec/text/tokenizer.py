@@ -310,27 +310,11 @@ def load_tokenizer(path: Path) -> Tokenizer:
     Raises UserError if the file is neither, or if it and the settings beside it do not fit
     together.
     """
-    if not path.is_file():
-        problem = " is a folder" if path.is_dir() else ": no such file"
-        inside = [path / name for name in NAMES if (path / name).is_file()]
-        usual = "a SentencePiece .model or a Hugging Face tokenizer.json"
-        raise UserError.of(
-            "data.tokenizer_file_unusable",
-            path=path,
-            problem=problem,
-            inside=inside[0] if inside else usual,
-        )
+    _require_file(path)
     content: bytes | None = None  # until it is read
     try:
         content = read_regular(path)
-        of_characters = read_characters(path, content)
-        if of_characters and not _names_tokens(path):
-            return of_characters
-        # in a process of its own: an odd file could end this one
-        require_tried(path, content)
-        if is_json(content):
-            return HuggingFaceTokenizer(path)
-        return SentencePieceTokenizer(path)
+        return _tokenizer_of(path, content)
     # that memory is short says nothing of the file
     except (UserError, MemoryError):
         raise
@@ -347,6 +331,33 @@ def load_tokenizer(path: Path) -> Tokenizer:
         kind = "" if content is None else another_kind(path, content[:4096])
         reason = kind or " ".join(str(problem).split())
         raise neither(path, reason) from problem
+
+
+def _require_file(path: Path) -> None:
+    """Raise UserError if a path is no file, and name one in the folder that it is."""
+    if path.is_file():
+        return
+    problem = " is a folder" if path.is_dir() else ": no such file"
+    inside = [path / name for name in NAMES if (path / name).is_file()]
+    usual = "a SentencePiece .model or a Hugging Face tokenizer.json"
+    raise UserError.of(
+        "data.tokenizer_file_unusable",
+        path=path,
+        problem=problem,
+        inside=inside[0] if inside else usual,
+    )
+
+
+def _tokenizer_of(path: Path, content: bytes) -> Tokenizer:
+    """Return the tokenizer of a file that was read."""
+    of_characters = read_characters(path, content)
+    if of_characters and not _names_tokens(path):
+        return of_characters
+    # in a process of its own: an odd file could end this one
+    require_tried(path, content)
+    if is_json(content):
+        return HuggingFaceTokenizer(path)
+    return SentencePieceTokenizer(path)
 
 
 def _names_tokens(path: Path) -> bool:

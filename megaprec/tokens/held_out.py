@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 HeldOutRule = Literal["everywhere", "end"]
+Integers = NDArray[np.int64]
 PIECES = 64
 GOLDEN = 0x9E3779B97F4A7C15  # the fraction of the golden ratio, times 2^64
 
@@ -31,32 +32,32 @@ class Ranges:
         one. False: range after range.
     """
 
-    begins: NDArray[np.int64]
-    ends: NDArray[np.int64]
+    begins: Integers
+    ends: Integers
     in_turn: bool = False
 
     @classmethod
     def single(cls, begin: int, end: int) -> "Ranges":
         """Return one range."""
-        begins = np.array([begin], np.int64)
-        ends = np.array([end], np.int64)
+        begins = _integers([begin])
+        ends = _integers([end])
         return cls(begins, ends)
 
     def __len__(self) -> int:
         total = self._lengths().sum()
         return int(total)
 
-    def _lengths(self) -> NDArray[np.int64]:
+    def _lengths(self) -> Integers:
         """Return how many numbers each range has."""
         return self.ends - self.begins
 
-    def _numbers_before(self) -> NDArray[np.int64]:
+    def _numbers_before(self) -> Integers:
         """Return how many numbers the ranges before each one have."""
         lengths = self._lengths()
         numbers_so_far = np.cumsum(lengths)
         return numbers_so_far - lengths
 
-    def numbers(self, indices: NDArray[np.int64] | np.int64) -> NDArray[np.int64]:
+    def numbers(self, indices: Integers | np.int64) -> Integers:
         """Return the numbers at indices in [0, len(self)), of the same shape."""
         if self.in_turn:
             position_in_range, range_index = np.divmod(indices, len(self.begins))
@@ -70,29 +71,35 @@ class Ranges:
     def index_of(self, number: int) -> int:
         """Return how many of the numbers are below `number`: its index in ascending order if it is
         one of them."""
-        below = self.count_below(np.array(number))
+        asked = np.array(number)
+        below = self.count_below(asked)
         return int(below)
 
-    def count_below(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    def count_below(self, numbers: Integers) -> Integers:
         """Return how many of the numbers are below each one of `numbers`, of the same shape."""
         # of the range that begins last before each number; -1: none does
-        range_index = np.searchsorted(self.begins, numbers, side="right") - 1
+        ranges_begun = np.searchsorted(self.begins, numbers, side="right")
+        range_index = ranges_begun - 1
         distance = numbers - self.begins[range_index]
         length = self._lengths()[range_index]
         in_this_range = np.minimum(distance, length)  # all of it, if the number is behind its end
         in_ranges_before = self._numbers_before()[range_index]
         below = in_ranges_before + in_this_range
-        return np.where(range_index < 0, 0, below)
+        is_before_all = range_index < 0
+        return np.where(is_before_all, 0, below)
 
     def tokens(self, length: int) -> "Ranges":
         """Return the tokens of samples of so many tokens."""
-        return Ranges(self.begins * length, self.ends * length)
+        begins = self.begins * length
+        ends = self.ends * length
+        return Ranges(begins, ends)
 
     def beginning(self, count: int) -> "Ranges":
         """Return the first `count` numbers in ascending order."""
         left_over = count - self._numbers_before()
         taken = np.clip(left_over, 0, self._lengths())
-        return Ranges(self.begins, self.begins + taken)
+        ends = self.begins + taken
+        return Ranges(self.begins, ends)
 
     def shared_tokens(self, length: int, others: "Ranges", others_length: int) -> int:
         """Return the number of targets that these samples and others of the same stream share.
@@ -104,7 +111,9 @@ class Ranges:
         # [own ranges, other ranges]: where each two overlap
         begins = np.maximum.outer(own.begins, other.begins)
         ends = np.minimum.outer(own.ends, other.ends)
-        overlaps = np.clip(ends - begins, 0, None)
+        # below 0 where two are apart
+        differences = ends - begins
+        overlaps = np.clip(differences, 0, None)
         return int(overlaps.sum())
 
 
@@ -116,7 +125,8 @@ def divide(total: int, held_out: int, rule: HeldOutRule) -> tuple[Ranges, Ranges
     if rule == "end":
         border = total - held_out
         training = Ranges.single(0, border)
-        return training, Ranges.single(border, total)
+        last_ones = Ranges.single(border, total)
+        return training, last_ones
     pieces = _pieces_everywhere(total, held_out)
     training = _between(pieces, total)
     return training, pieces
@@ -129,12 +139,16 @@ def _pieces_everywhere(total: int, held_out: int) -> Ranges:
     # Each stretch is as large a share of the stream as its piece is of the part. The products may
     # be beyond 64 bits: Python's integers.
     borders = [0]
-    for held_out_so_far in np.cumsum(sizes).tolist():
-        borders.append(total * held_out_so_far // held_out)
-    stretch_begins = np.array(borders[:-1], np.int64)
-    stretch_sizes = np.diff(np.array(borders, np.int64))
+    sums = np.cumsum(sizes)
+    for held_out_so_far in sums.tolist():
+        border = total * held_out_so_far // held_out
+        borders.append(border)
+    stretch_begins = _integers(borders[:-1])
+    stretch_ends = _integers(borders[1:])
+    stretch_sizes = stretch_ends - stretch_begins
     begins = stretch_begins + _begins_within(stretch_sizes, sizes)
-    return Ranges(begins, begins + sizes, in_turn=True)
+    ends = begins + sizes
+    return Ranges(begins, ends, in_turn=True)
 
 
 def _between(pieces: Ranges, total: int) -> Ranges:
@@ -148,14 +162,19 @@ def _between(pieces: Ranges, total: int) -> Ranges:
 
 def taken_in_turn(total: int) -> Ranges:
     """Return all samples of a stream, in an order in which any beginning is from everywhere."""
-    parts = max(1, min(PIECES, total))
+    parts = min(PIECES, total)
+    parts = max(1, parts)
     sizes = _equal_parts(total, parts)
     ends = np.cumsum(sizes)
     begins = ends - sizes
     return Ranges(begins, ends, in_turn=True)
 
 
-def _equal_parts(total: int, parts: int) -> NDArray[np.int64]:
+def _integers(numbers: list[int]) -> Integers:
+    return np.array(numbers, np.int64)
+
+
+def _equal_parts(total: int, parts: int) -> Integers:
     """Return the sizes of equal parts of a whole; the first ones are larger by the rest."""
     size, rest = divmod(total, parts)
     sizes = np.full(parts, size, np.int64)
@@ -163,7 +182,7 @@ def _equal_parts(total: int, parts: int) -> NDArray[np.int64]:
     return sizes
 
 
-def _begins_within(stretch_sizes: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+def _begins_within(stretch_sizes: Integers, sizes: Integers) -> Integers:
     """Return where each piece begins within its stretch, from multiples of the golden ratio.
 
     stretch_sizes, sizes: samples of each stretch, and of the piece that lies in it.

@@ -265,12 +265,7 @@ def _measure(
     frozen = _frozen_bytes([stage for stage, _ in by_stage], plan)
     totals["weights"] += frozen
     saved += frozen
-    # Elements of a block of the update; 0: a whole buffer.
-    block = BLOCK if device == "cpu" else 0
-    peaks = [_update_peak(buffer, block) for buffer in buffers]
-    peaks += [_ema_peak(buffer, device) for buffer in buffers if buffer.ema is not None]
-    if isinstance(rule, Muon):
-        peaks.append(_muon_peak(buffers, rule, plan, sharding, block))
+    peaks = _update_peaks(buffers, plan, sharding, rule, device)
     return StateBytes(
         **totals,
         reduction=reduction,
@@ -279,6 +274,23 @@ def _measure(
         arriving=max(_arriving_bytes(stage, buffers) for stage, buffers in by_stage),
         saved=saved,
     )
+
+
+def _update_peaks(
+    buffers: Sequence[Buffer],
+    plan: PrecisionPlan,
+    sharding: Sharding,
+    rule: UpdateRule,
+    device: Device,
+) -> list[int]:
+    """Return the bytes of each part of an update, of which one follows the other."""
+    # Elements of a block of the update; 0: a whole buffer.
+    block = BLOCK if device == "cpu" else 0
+    peaks = [_update_peak(buffer, block) for buffer in buffers]
+    peaks += [_ema_peak(buffer, device) for buffer in buffers if buffer.ema is not None]
+    if isinstance(rule, Muon):
+        peaks.append(_muon_peak(buffers, rule, plan, sharding, block))
+    return peaks
 
 
 def _frozen_bytes(stages: Sequence[Stage], plan: PrecisionPlan) -> int:

@@ -63,35 +63,55 @@ class Schedule:
         Raises UserError that lists, line by line, the first words that are no instruction, or the
         stages that no line names.
         """
-        programs: list[Program] = []
-        problems: list[Problem] = []
-        for number, line in enumerate(text.splitlines(), 1):
-            words = line.partition("#")[0].split()
-            try:
-                if words:
-                    programs.append(tuple(map(Instruction.parse, words)))
-            except UserError as error:
-                problems += (problem.within(f"line {number}: ") for problem in error.problems)
+        programs = _read_programs(text)
         rank_of_stage = _first_ranks(programs)
         stages = range(1 + max(rank_of_stage, default=0))
-        count = len(problems)
-        if not problems:
-            # one wrong number of a stage is told at once, and not stage by stage
-            lacking = islice((s for s in stages if s not in rank_of_stage), MOST_PROBLEMS)
-            problems += (Problem.of("pipeline.stage_without_line", stage=s) for s in lacking)
-            count = len(stages) - len(rank_of_stage)
-            problems += _unnamed_microbatch(programs)
-        # a file of another kind has one for each of its lines
-        further = count - MOST_PROBLEMS
-        if further > 0:
-            problems[MOST_PROBLEMS:] = [Problem.of("pipeline.further_problems", number=further)]
-        if problems:
-            raise UserError(*problems)
+        _require_numbers(programs, rank_of_stage, stages)
         placement = tuple(rank_of_stage[stage] for stage in stages)
         # a text with any transfer is taken as it stands, to be checked
         if all(instruction.op in COMPUTATIONS for instruction in chain(*programs)):
             return complete(programs, placement)
         return cls(tuple(programs), placement)
+
+
+def _read_programs(text: str) -> list[Program]:
+    """Return the program of each line. Raises UserError for words that are no instruction."""
+    programs: list[Program] = []
+    problems: list[Problem] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        try:
+            if words:
+                programs.append(tuple(map(Instruction.parse, words)))
+        except UserError as error:
+            problems += (problem.within(f"line {number}: ") for problem in error.problems)
+    _require_none(problems, len(problems))
+    return programs
+
+
+def _require_numbers(
+    programs: Sequence[Program], rank_of_stage: Mapping[int, int], stages: Sequence[int]
+) -> None:
+    """Raise UserError for stages and micro-batches that no line names."""
+    lacking = (stage for stage in stages if stage not in rank_of_stage)
+    # one wrong number of a stage is told at once, and not stage by stage
+    told = islice(lacking, MOST_PROBLEMS)
+    problems = [Problem.of("pipeline.stage_without_line", stage=stage) for stage in told]
+    problems += _unnamed_microbatch(programs)
+    num_lacking = len(stages) - len(rank_of_stage)
+    _require_none(problems, num_lacking)
+
+
+def _require_none(problems: Sequence[Problem], count: int) -> None:
+    """Raise UserError for problems, of which no more than MOST_PROBLEMS are told. count: of all of
+    them, where the rest is not listed."""
+    # a file of another kind has one for each of its lines
+    num_further = count - MOST_PROBLEMS
+    if num_further > 0:
+        further = Problem.of("pipeline.further_problems", number=num_further)
+        problems = [*problems[:MOST_PROBLEMS], further]
+    if problems:
+        raise UserError(*problems)
 
 
 def _unnamed_microbatch(programs: Sequence[Program]) -> Iterator[Problem]:

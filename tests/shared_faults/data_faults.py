@@ -216,7 +216,7 @@ FAULTS = {
         "what begins a document is a target in spite of data.eod_mask_loss",
         change(
             Samples,
-            "_masked",
+            "_counted",
             lambda inner: lambda self, start, length: np.ones(length, bool),
         ),
         "llama",

@@ -57,17 +57,7 @@ def main(args: argparse.Namespace) -> int:
         _require_writable(args.output)
     elif args.over:
         raise UserError.of("command.over_without_plot", over=args.over)
-    against = args.against.resolve() if args.against else None
-    # the run to compare with may be among them, as runs/* has it
-    folders = [folder for folder in args.runs if folder.resolve() != against]
-    if not folders:
-        raise UserError.of("command.against_alone", against=args.against)
-    base = None
-    if against:
-        # read together, so that all have names of their own
-        *curves, base = read_curves([*folders, against])
-    else:
-        curves = read_curves(folders)
+    curves, base = _read_curves(args)
     shown = [*curves, base] if base else curves
     compared = _compare(args)
     if args.output and compared.hides_losses:
@@ -84,6 +74,20 @@ def main(args: argparse.Namespace) -> int:
         },
         lambda: _show(args, shown, compared),
     )
+
+
+def _read_curves(args: argparse.Namespace) -> tuple[Sequence[Curve], Curve | None]:
+    """Return the curves of the runs, and that of the run to compare with."""
+    if not args.against:
+        return read_curves(args.runs), None
+    # the run to compare with may be among them, as runs/* has it
+    against = args.against.resolve()
+    folders = [folder for folder in args.runs if folder.resolve() != against]
+    if not folders:
+        raise UserError.of("command.against_alone", against=args.against)
+    # read together, so that all have names of their own
+    *curves, base = read_curves([*folders, against])
+    return curves, base
 
 
 @dataclass(frozen=True)

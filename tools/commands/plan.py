@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -177,31 +177,49 @@ def main(args: argparse.Namespace) -> int:
     target, assumed, notes = _find_speeds(config, target, args)
     notes = [*sized, *notes]
     planned = _plan_own_layout(config, target, assumed, args)
-    search_result = None
     shared_target, shared_speeds = _share_of_ranks(config, target, assumed, args)
-    if args.ranks and shared_speeds:
-        search_result = search(config, args.ranks, shared_target, shared_speeds, _show_progress)
-        _require_layouts(search_result, args.ranks)
-        if args.output and search_result.layouts:
-            _write_best(args.output, args.ranks, search_result)
+    search_result = _search_layouts(config, shared_target, shared_speeds, args)
     answer = _Answer(config, planned, target, assumed, search_result, shared_target, shared_speeds)
-    # one document, and no line about the file
     if args.json:
+        # one document, and no line about the file
         print(json.dumps({**_document(answer), "notes": notes}, indent=2))
         _write_picture(args.plot, answer)
-        return _exit_code(answer)
-    lines = [*run_lines(config, target), *(f"note       {note}" for note in notes), ""]
+    else:
+        _say_answer(answer, notes, args)
+    return _exit_code(answer)
+
+
+def _search_layouts(
+    config: RunConfig,
+    target: DeviceTarget,
+    speeds: Assumptions | None,
+    args: argparse.Namespace,
+) -> LayoutSearch | None:
+    """Return the layouts for --ranks, of which the best is written to --output; None without
+    ranks."""
+    if not args.ranks or not speeds:
+        return None
+    result = search(config, args.ranks, target, speeds, _show_progress)
+    _require_layouts(result, args.ranks)
+    if args.output and result.layouts:
+        _write_best(args.output, args.ranks, result)
+    return result
+
+
+def _say_answer(answer: "_Answer", notes: Sequence[str], args: argparse.Namespace) -> None:
+    """Print the plan as text, and write its picture."""
+    config = answer.config
+    lines = [*run_lines(config, answer.target), *(f"note       {note}" for note in notes), ""]
     # details of another number of ranks than is asked for would hide the answer
     if not args.ranks or args.ranks == config.world_size:
         lines += [*_lines_of_own_layout(answer, args.budget)]
     lines += [*_lines_of_layouts(answer, args)]
     say("\n".join(lines))
-    if args.output and search_result:
-        done = "written" if search_result.layouts else "not written"
+    if args.output and answer.search_result:
+        done = "written" if answer.search_result.layouts else "not written"
         print(f"{done:10} {args.output}")
     if _write_picture(args.plot, answer):
         print(f"written    {args.plot}")
-    return _exit_code(answer)
 
 
 def _exit_code(answer: "_Answer") -> int:

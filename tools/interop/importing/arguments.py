@@ -31,7 +31,7 @@ from tools.interop.arguments.megatron import (
     option,
 )
 from tools.interop.importing.draft import MEGATRON, Draft
-from tools.interop.importing.shell import Word
+from tools.interop.importing.shell_words import Word, joined_texts
 
 # argparse's own pattern: such a word is a value, and no option
 NEGATIVE = re.compile(r"-\d+$|-\d*\.\d+$")
@@ -150,39 +150,61 @@ class Arguments:
 
     def take(self, name: str, words: Sequence[Word], said: str, place: str) -> None:
         """Add one argument with its values. said: how it was given."""
-        unknown = [word.unknown for word in words if word.unknown]
-        texts = [word.text for word in words]
-        row = READ.get(name) or READ_OF_OTHERS.get(name)
         if name in self.dropped:
             self.left_out[name] = said
         elif is_unused(name):
             self.unused[name] = said
         elif self._is_answered(name):
             self.unused[name] = f"{said} (a key beside it counts)"
-        elif unknown and name in PLACES:
+        elif not self._leave_open(name, words, said, place):
+            self._read(name, words, said, place)
+
+    def _leave_open(self, name: str, words: Sequence[Word], said: str, place: str) -> bool:
+        """Keep an argument whose value is not known as an open one, note it, or add a problem.
+
+        Returns False for one that is read: its value is known, or it counts as it is written.
+        """
+        unknown = _reasons(words)
+        if not unknown or name in (*SWITCHES, *FILES_OF_DATA):
+            return False
+        if name in PLACES:
             self.open_places[name] = words[0]
             self.said[name] = said
             self.place[name] = place
-        elif unknown and name == "seed" and all(map(_is_drawn, unknown)):
+        elif name == "seed" and all(map(_is_drawn, unknown)):
             self.draft.notes.append(f"{said}: drawn anew in each run; {MEGATRON} counts")
-        elif unknown and name not in (*SWITCHES, *FILES_OF_DATA):
+        else:
             self.add_problem(said, place, unknown[0])
-        elif row is None:
+        return True
+
+    def _read(self, name: str, words: Sequence[Word], said: str, place: str) -> None:
+        """Keep the value of an argument, or add a problem with it."""
+        texts = [word.text for word in words]
+        row = READ.get(name) or READ_OF_OTHERS.get(name)
+        if row is None:
             refused = REFUSED[name]
             if not _is_permitted(refused.permitted, texts):
                 self.add_problem(said, place, refused.why)
-        elif wrong := _wrong_values(row, texts):
+            return
+        wrong = _wrong_values(row, texts)
+        if wrong:
             self.add_problem(said, place, wrong)
-        else:
-            self.values[row.kept] = _value_of(row, texts)
-            self.said[row.kept] = said
-            self.place[row.kept] = place
-            if unknown and name in FILES_OF_DATA:
-                self.open_files[row.kept] = unknown[0]
+            return
+        self.values[row.kept] = _value_of(row, texts)
+        self.said[row.kept] = said
+        self.place[row.kept] = place
+        unknown = _reasons(words)
+        if unknown and name in FILES_OF_DATA:
+            self.open_files[row.kept] = unknown[0]
 
     def _is_answered(self, name: str) -> bool:
         """Return True if the user gives a key that counts instead of an argument."""
         return name in DATA_ARGUMENTS and any(key in self.draft.settled for key in KEYS_OF_DATA)
+
+
+def _reasons(words: Sequence[Word]) -> list[Problem]:
+    """Return why words are not known, those of them that are not."""
+    return [word.unknown for word in words if word.unknown]
 
 
 def _is_drawn(why: Problem) -> bool:
@@ -231,26 +253,31 @@ def _read_option(word: Word, following: Sequence[Word], arguments: Arguments) ->
         why = word.unknown or _why_unknown(word.text)
         arguments.add_problem(word.text, word.place, why)
         return len(following)
-    if equals and form == "flag":
-        arguments.add_problem(word.text, word.place, "is a flag, which takes no value")
-        return 0
     if equals:
         value = replace(word, text=text)
-        arguments.take(name, [value], word.text, word.place)
+        _read_joined(name, value, word, arguments)
         return 0
     values = _values_of(name, following)
-    strays = list(takewhile(_is_known_word, following[len(values) :]))
-    texts = [given.text for given in (word, *values)]
-    said = " ".join(texts)
+    others = following[len(values) :]
+    strays = list(takewhile(_is_known_word, others))
+    said = joined_texts([word, *values])
     if form == "value" and not values:
         arguments.add_problem(word.text, word.place, "a value must follow")
     elif strays and name not in arguments.dropped:
-        more = " ".join(stray.text for stray in strays)
+        more = joined_texts(strays)
         takes = "one value" if form == "value" else "no value"
         arguments.add_problem(f"{said} {more}", word.place, f"the argument takes {takes}")
     else:
         arguments.take(name, values, said, word.place)
     return len(values) + len(strays)
+
+
+def _read_joined(name: str, value: Word, word: Word, arguments: Arguments) -> None:
+    """Add an argument that is typed as `--name=value`, which is one word."""
+    if form_of(name) == "flag":
+        arguments.add_problem(word.text, word.place, "is a flag, which takes no value")
+    else:
+        arguments.take(name, [value], word.text, word.place)
 
 
 def _values_of(name: str, following: Sequence[Word]) -> Sequence[Word]:
@@ -287,27 +314,46 @@ def read_table(table: Mapping[str, Any], arguments: Arguments, place: str) -> No
     for key, value in _on_and_off(table).items():
         kept = key.removeprefix("--").replace("-", "_")
         name = _name_in_table(kept)
-        form = form_of(name)
-        words = [Word(option(name), place)]
-        switch = FLAGS.get(str(value).lower())
-        is_off = switch is False and is_unused(name)
+        is_off = _switch(value) is False and is_unused(name)
         if value in NOT_GIVEN or is_off:
             continue
-        # what no one knows is off, or --no-NAME would turn it off
-        if form is None and (switch is False or (switch and is_unused(f"no_{name}"))):
+        if _is_off_by_itself(name, value):
             arguments.unused[name] = f"{option(name)} {value}"
-            continue
-        if form == "flag" and switch is None:
-            arguments.add_problem(f"{key} = {value!r}", place, "is a flag: true or false")
-        elif form == "flag":
-            # under the name that is kept its own value counts
-            is_given = switch if name == kept else switch is READ[name].sets
-            read_words(words if is_given else [], arguments)
-        elif form == "value":
+        elif form_of(name) == "flag":
+            _read_flag(key, kept, value, arguments, place)
+        elif form_of(name) == "value":
             typed = f"{option(name)}={value}"
             read_words([Word(typed, place)], arguments)
         else:
-            read_words(words + _words_of(value, place), arguments)
+            typed = Word(option(name), place)
+            read_words([typed, *_words_of(value, place)], arguments)
+
+
+def _switch(value: Any) -> bool | None:
+    """Return what a value says of a flag; None if it is neither true nor false."""
+    return FLAGS.get(str(value).lower())
+
+
+def _is_off_by_itself(name: str, value: Any) -> bool:
+    """Return True for what no one knows and is off, and for what --no-NAME would turn off, which
+    is not used here."""
+    if form_of(name) is not None:
+        return False
+    switch = _switch(value)
+    return switch is False or (switch is True and is_unused(f"no_{name}"))
+
+
+def _read_flag(key: str, kept: str, value: Any, arguments: Arguments, place: str) -> None:
+    """Add a flag of a table. kept: the name in the table, without dashes."""
+    switch = _switch(value)
+    if switch is None:
+        arguments.add_problem(f"{key} = {value!r}", place, "is a flag: true or false")
+        return
+    name = _name_in_table(kept)
+    # under the name that is kept its own value counts
+    is_given = switch if name == kept else switch is READ[name].sets
+    if is_given:
+        read_words([Word(option(name), place)], arguments)
 
 
 def _on_and_off(table: Mapping[str, Any]) -> dict[str, Any]:

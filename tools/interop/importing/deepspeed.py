@@ -171,10 +171,15 @@ class _Batch(NamedTuple):
         return self
 
     @property
+    def has_one(self) -> bool:
+        """Return True if the batch or the micro-batch is known."""
+        return bool(self.whole or self.micro)
+
+    @property
     def needs_ranks(self) -> bool:
         """Return True if what is known does not say the others without the number of ranks, or no
         batch is known."""
-        if not self.whole and not self.micro:
+        if not self.has_one:
             return True
         return self.replicas is None and not (self.whole and self.micro)
 
@@ -215,8 +220,7 @@ def _add_batch(config: DeepSpeedConfig, ranks: int | None) -> None:
         return
     batch = _given_batch(draft, sizes, ranks)
     if batch.needs_ranks:
-        is_needed = draft.needs("train.global_batch") or draft.needs("train.micro_batch")
-        if is_needed and (batch.whole or batch.micro):
+        if batch.has_one and _is_batch_needed(draft):
             problem = "the rest depends on the number of ranks: give --ranks N"
             draft.problems.append(f"{where}: {problem}")
         return
@@ -233,6 +237,10 @@ def _add_batch(config: DeepSpeedConfig, ranks: int | None) -> None:
     if batch.replicas is not None:
         origin = counted(ranks, "rank") if ranks else ""
         config.put("parallel.data", batch.replicas, *sizes, origin=origin)
+
+
+def _is_batch_needed(draft: Draft) -> bool:
+    return draft.needs("train.global_batch") or draft.needs("train.micro_batch")
 
 
 def _given_batch(draft: Draft, sizes: Mapping[str, Any], ranks: int | None) -> _Batch:

@@ -2,6 +2,8 @@
 
 import math
 import re
+from collections.abc import Sequence
+from typing import Any
 
 from tools.config.tables.data_settings import Data
 from tools.interop.importing.arguments import Arguments
@@ -74,13 +76,11 @@ def _add_paths(arguments: Arguments) -> None:
     origin = arguments.origin(*given)
     if not (draft.needs("data.source") and draft.needs("data.blend")):
         return
-    weights = [_weight(text) for text in paths[::2]]
+    blend = _blend(paths)
     reasons = [arguments.open_files[name] for name in given if name in arguments.open_files]
     if len(paths) == 1:
         draft.put("data.source", paths[0], origin)
-    elif paths and len(paths) % 2 == 0 and None not in weights:
-        pairs = zip(weights, paths[1::2], strict=True)
-        blend = [{"source": path, "weight": weight} for weight, path in pairs]
+    elif blend:
         draft.put("data.blend", blend, origin)
     elif paths and not reasons:
         why = "give the weight of each data set before its path (data.blend)"
@@ -90,6 +90,15 @@ def _add_paths(arguments: Arguments) -> None:
         return
     if reasons:
         draft.notes.append(f"{origin}: {reasons[0]}. The run file has the path as it is written")
+
+
+def _blend(paths: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the data sets of words that are a weight and a path in turn; none of others."""
+    weights = [_weight(text) for text in paths[::2]]
+    if len(paths) % 2 or None in weights:
+        return []
+    pairs = zip(weights, paths[1::2], strict=True)
+    return [{"source": path, "weight": weight} for weight, path in pairs]
 
 
 def _leave_data_open(arguments: Arguments) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 from megaprec.errors import Problem
 from megaprec.parsing import parse_json, read_text
 from tools.interop.importing.arguments import Arguments
-from tools.interop.importing.shell import CommandLine, Word
+from tools.interop.importing.shell import CommandLine
+from tools.interop.importing.shell_words import Word
 
 ENGINE = "deepspeed"
 # they choose an engine, or save memory
@@ -32,33 +33,55 @@ def read_engine(
     typed = {_name(word) for word in command.words}
     if ENGINE not in typed - arguments.dropped:
         return command, {}
-    left = list[Word]()
-    found = dict[str, Mapping[str, Any]]()
+    reader = _EngineReader(command, arguments, folder)
     words = list(command.words)
-    has_config = "deepspeed_config" in typed - arguments.dropped
     while words:
         word = words.pop(0)
         name = _name(word)
         if name in arguments.dropped or name not in (*FLAGS, *VALUES):
-            left.append(word)
-            continue
-        _, equals, text = word.text.partition("=")
-        value = replace(word, text=text) if equals else None
-        has_next = bool(words) and not words[0].text.startswith("--")
-        if name in VALUES and value is None and has_next:
-            value = words.pop(0)
-        said = f"{word.text} {value.text}" if value and not equals else word.text
-        if name in FLAGS:
-            arguments.unused[name] = said
-        elif value is None:
-            arguments.add_problem(said, word.place, "a value must follow")
-        elif name == "deepspeed_config":
-            found |= _config(value, said, command.documents, arguments, folder)
-        elif name == "zero_stage":
-            left += _stage(value, said, has_config, arguments)
+            reader.left.append(word)
+        elif name in FLAGS:
+            arguments.unused[name] = word.text
         else:
-            left += _TRANSLATED[name](value)
-    return replace(command, words=left), found
+            reader.take(name, word, words)
+    return replace(command, words=reader.left), reader.found
+
+
+class _EngineReader:
+    """The arguments with a value that choose the engine, on their way to Megatron-LM's own.
+
+    left: words in Megatron-LM's own arguments. found: configurations of DeepSpeed by name.
+    """
+
+    def __init__(self, command: CommandLine, arguments: Arguments, folder: Path | None) -> None:
+        self.left: list[Word] = []
+        self.found: dict[str, Mapping[str, Any]] = {}
+        self._arguments = arguments
+        self._documents = command.documents
+        self._folder = folder
+        typed = {_name(word) for word in command.words}
+        self._has_config = "deepspeed_config" in typed - arguments.dropped
+
+    def take(self, name: str, word: Word, following: list[Word]) -> None:
+        """Take an argument with its value. following: the words behind it, from which the value is
+        taken unless the word has it."""
+        _, equals, text = word.text.partition("=")
+        has_next = bool(following) and not following[0].text.startswith("--")
+        if equals:
+            value = replace(word, text=text)
+            said = word.text
+        elif has_next:
+            value = following.pop(0)
+            said = f"{word.text} {value.text}"
+        else:
+            self._arguments.add_problem(word.text, word.place, "a value must follow")
+            return
+        if name == "deepspeed_config":
+            self.found |= _config(value, said, self._documents, self._arguments, self._folder)
+        elif name == "zero_stage":
+            self.left += _stage(value, said, self._has_config, self._arguments)
+        else:
+            self.left += _TRANSLATED[name](value)
 
 
 def _name(word: Word) -> str:

@@ -161,15 +161,19 @@ def _followed(name: str, value: Any, values: Mapping[str, Any]) -> Any:
     table, _, _ = name.rpartition(".")
     product = PRODUCT.fullmatch(value.text)
     reference = REFERENCE.fullmatch(value.text)
-    if product is None and reference is None:
+    if product:
+        target = product[2]
+    elif reference:
+        target = reference[1]
+    else:
         return value
-    target = (product[2] if product else reference[1] if reference else "").removeprefix(
-        "training."
-    )
-    found = values.get(f"{table}{target}" if target.startswith(".") else target, value)
+    target = target.removeprefix("training.")
+    is_beside = target.startswith(".")  # in the same table
+    found = values.get(f"{table}{target}" if is_beside else target, value)
     if product is None:
         return found
-    return int(product[1]) * found if type(found) is int and found < LARGEST else value
+    is_small = type(found) is int and found < LARGEST
+    return int(product[1]) * found if is_small else value
 
 
 def _add_ranks(made: Renamed, ranks: int | None) -> None:

@@ -134,55 +134,47 @@ def _add_layout(made: Renamed, ranks: int | None) -> None:
     if zero:
         made.keys["parallel.zero"] = zero
     replicas = ranks // (tensor * pipeline) if ranks else None
-    batch = made.whole("train_batch_size", None)
-    micro = made.whole("train_micro_batch_size_per_gpu", None)
-    steps = made.whole("gradient_accumulation_steps", None)
-    if micro is None and batch and replicas:
-        micro = batch // (replicas * (steps or 1))
-    if batch is None and micro and replicas:
-        batch = micro * (steps or 1) * replicas
-    if batch is None and micro is None:
-        why = "neither train_batch_size nor train_micro_batch_size_per_gpu is in a file"
-        made.ask("train.global_batch", f"{why}: give train.global_batch=N train.micro_batch=N")
-    elif batch is None:
-        made.ask("train.global_batch", "the batch depends on the number of ranks: give --ranks N")
+    _add_batch(made, replicas)
     kept = made.whole("keep_last_n_checkpoints", None)
     if kept:
         made.keys["checkpoint.keep"] = kept
-    made.give("micro_batch_size", micro)
-    made.give("global_batch_size", batch)
     if made.get("checkpoint_activations", False):
         made.give("recompute_granularity", "full")
         made.give("recompute_method", "uniform")
         made.give("recompute_num_layers", made.whole("checkpoint_num_layers", 1))
 
 
+def _add_batch(made: Renamed, replicas: int | None) -> None:
+    """Add batch and micro-batch: batch = micro x steps x replicas, where one of them is not given.
+    replicas: None if their number is not known."""
+    batch = made.whole("train_batch_size", None)
+    micro = made.whole("train_micro_batch_size_per_gpu", None)
+    steps = made.whole("gradient_accumulation_steps", None) or 1
+    if micro is None and batch and replicas:
+        micro = batch // (replicas * steps)
+    if batch is None and micro and replicas:
+        batch = micro * steps * replicas
+    if batch is None and micro is None:
+        why = "neither train_batch_size nor train_micro_batch_size_per_gpu is in a file"
+        made.ask("train.global_batch", f"{why}: give train.global_batch=N train.micro_batch=N")
+    elif batch is None:
+        made.ask("train.global_batch", "the batch depends on the number of ranks: give --ranks N")
+    made.give("micro_batch_size", micro)
+    made.give("global_batch_size", batch)
+
+
 def _add_model(made: Renamed) -> None:
     """Add positions, norms, heads, biases and residuals."""
     positions = made.choice("pos_emb", "learned", POSITIONS)
     made.give("position_embedding_type", positions)
-    norm = made.choice("norm", "layernorm", NORMS)
-    if norm is not None:
-        kind, epsilon = norm
-        made.give("normalization", kind)
-        made.give("norm_epsilon", made.get(epsilon, EPSILONS[epsilon]))
-        if kind == "LayerNorm":
-            made.keys["model.norm_bias"] = made.get("use_bias_in_norms", True)
+    _add_norm(made)
     heads = made.whole("num_kv_heads", None)
     if heads and heads != made.get("num_attention_heads", None):
         made.give("group_query_attention", True)
         made.give("num_query_groups", heads)
     is_untied = made.get("no_weight_tying", False)
     made.give("untie_embeddings_and_output_weights", is_untied)
-    kinds = _kinds_of_attention(made.get("attention_config", None))
-    if not kinds <= {"flash", "global"}:
-        made.refuse("attention_config", "global and flash attention are read")
-    window = made.whole("sliding_window_width", None)
-    if window and kinds == {"flash"}:
-        # so many tokens before, and the token itself
-        made.keys["model.window"] = window + 1
-    elif window:
-        made.refuse("sliding_window_width", "only layers with flash attention have it there")
+    _add_window(made)
     attention_bias = made.get("use_bias_in_attn_linear", True)
     made.keys |= {
         "model.qkv_bias": attention_bias,
@@ -194,10 +186,35 @@ def _add_model(made: Renamed) -> None:
     if positions == "rope":
         made.keys["model.positions"] = "rope"
         made.keys["model.rotary_fraction"] = float(made.number("rotary_pct", 1.0) or 1.0)
-    if norm is not None and norm[0] == "LayerNorm":
+    if made.arguments.get("normalization") == "LayerNorm":
         # by this name Hugging Face's folders are written
         made.keys["model.family"] = "gpt_neox"
         made.keys["model.norm"] = "layer"
+
+
+def _add_norm(made: Renamed) -> None:
+    """Add the kind of norms, their epsilon and their bias."""
+    norm = made.choice("norm", "layernorm", NORMS)
+    if norm is None:
+        return
+    kind, epsilon = norm
+    made.give("normalization", kind)
+    made.give("norm_epsilon", made.get(epsilon, EPSILONS[epsilon]))
+    if kind == "LayerNorm":
+        made.keys["model.norm_bias"] = made.get("use_bias_in_norms", True)
+
+
+def _add_window(made: Renamed) -> None:
+    """Add the window of attention, or a problem with its kinds."""
+    kinds = _kinds_of_attention(made.get("attention_config", None))
+    if not kinds <= {"flash", "global"}:
+        made.refuse("attention_config", "global and flash attention are read")
+    window = made.whole("sliding_window_width", None)
+    if window and kinds == {"flash"}:
+        # so many tokens before, and the token itself
+        made.keys["model.window"] = window + 1
+    elif window:
+        made.refuse("sliding_window_width", "only layers with flash attention have it there")
 
 
 def _kinds_of_attention(config: Any) -> set[str]:

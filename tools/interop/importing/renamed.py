@@ -22,6 +22,10 @@ class NotKnown:
         return self.why
 
 
+Names = Mapping[str, tuple[str, Any]]
+"""By the name of a setting: that of the argument, and the system's default."""
+
+
 class Renamed:
     """The settings of a system, on their way to arguments of Megatron-LM.
 
@@ -33,12 +37,12 @@ class Renamed:
     def __init__(self, system: str, values: Mapping[str, Any]) -> None:
         self.system = system
         self.values = dict(values)
-        self.arguments = dict[str, Any]()
-        self.keys = dict[str, Any]()
-        self.asked = dict[str, str]()
-        self.unused = dict[str, str]()
-        self.problems = list[str]()
-        self.notes = list[str]()
+        self.arguments: dict[str, Any] = {}
+        self.keys: dict[str, Any] = {}
+        self.asked: dict[str, str] = {}
+        self.unused: dict[str, str] = {}
+        self.problems: list[str] = []
+        self.notes: list[str] = []
         self.ranks: int | None = None
 
     def get(self, name: str, default: Any) -> Any:
@@ -54,7 +58,10 @@ class Renamed:
     def whole(self, name: str, default: int | None) -> int | None:
         """Return a setting that is a whole number, or add a problem."""
         value = self.get(name, default)
-        if value is None or type(value) is int:
+        if value is None:
+            return None
+        is_whole = type(value) is int  # and no truth value
+        if is_whole:
             return value
         self.refuse(name, "give a whole number")
         return default
@@ -62,7 +69,10 @@ class Renamed:
     def number(self, name: str, default: float | None) -> float | None:
         """Return a setting that is a number, or add a problem. YAML has 1e-4 as a text."""
         value = self.get(name, default)
-        if value is None or type(value) in (int, float):
+        if value is None:
+            return None
+        is_number = type(value) in (int, float)  # and no truth value
+        if is_number:
             return value
         try:
             return float(value)
@@ -83,7 +93,8 @@ class Renamed:
         word = self.get(name, default)
         if isinstance(word, str) and word in meanings:
             return meanings[word]
-        self.refuse(name, f"{', '.join(meanings)} are read")
+        listed = ", ".join(meanings)
+        self.refuse(name, f"{listed} are read")
         return None
 
     def give(self, argument: str, value: Any) -> None:
@@ -91,20 +102,25 @@ class Renamed:
         if value is not None:
             self.arguments[argument] = value
 
-    def rename(self, names: Mapping[str, tuple[str, Any]]) -> None:
-        """Set the arguments of other names. names: of a setting -> of the argument, and the
-        system's default."""
+    def rename(self, names: Names) -> None:
+        """Set the arguments of other names."""
         for name, (argument, default) in names.items():
-            self.give(argument, self.get(name, default))
+            value = self.get(name, default)
+            self.give(argument, value)
 
     def refuse(self, name: str, why: str) -> None:
         """Add a problem with a setting."""
-        said = str(Problem(f"--{name} {self.values.get(name)!r}"))
-        self.problems.append(Problem(why).within(f"{said} ({self.system}): "))
+        value = self.values.get(name)
+        said = Problem(f"--{name} {value!r}")
+        problem = Problem(why)
+        self.problems.append(problem.within(f"{said} ({self.system}): "))
 
     def ask(self, key: str, why: str, said: str = "") -> None:
         """Add a problem that counts unless the user gives a key of the run file."""
-        self.asked[key] = f"{said} ({self.system}): {why}" if said else f"{self.system}: {why}"
+        where = self.system
+        if said:
+            where = f"{said} ({where})"
+        self.asked[key] = f"{where}: {why}"
 
     def refuse_unknown(self, known: Collection[str]) -> None:
         """Add a problem for each setting of another name."""
@@ -114,21 +130,26 @@ class Renamed:
 
     def refuse_unknown_name(self, name: str, known: Collection[str]) -> None:
         """Add a problem with a setting of another name, unless it is off."""
-        if self.values[name] not in OFF:
-            self.refuse(name, f"no such name is known here{did_you_mean(name, known)}")
+        if self.values[name] in OFF:
+            return
+        hint = did_you_mean(name, known)
+        self.refuse(name, f"no such name is known here{hint}")
 
     def note_unused(self, names: Collection[str]) -> None:
         """Keep the settings that change no number."""
         for name in names:
-            if self.values.get(name) is not None:
-                self.unused[name] = f"{name} = {self.values[name]!r}"
+            value = self.values.get(name)
+            if value is not None:
+                self.unused[name] = f"{name} = {value!r}"
 
     def require_only(self, permitted: Mapping[str, tuple[Any, ...]]) -> None:
         """Add a problem for each setting with another value than those."""
         for name, values in permitted.items():
             given = self.values.get(name)
-            if given is not None and given not in values:
-                self.refuse(name, f"{values[0]!r} is what a run has here")
+            if given is None or given in values:
+                continue
+            usual = values[0]
+            self.refuse(name, f"{usual!r} is what a run has here")
 
 
 def add_renamed(made: Renamed, arguments: Arguments, place: str) -> None:

@@ -83,46 +83,81 @@ def import_run(
     if made is not None:
         ranks = ranks or made.ranks
     if sources.megatron:
-        add_model(arguments)
-        add_layout(arguments, ranks)
-        add_length(arguments)
-        add_rate(arguments)
-        add_optimizer(arguments)
-        add_precision(arguments)
-        add_data(arguments)
-        add_run(arguments)
+        _add_megatron(arguments, ranks)
     if made is not None:
         _put_own_keys(made, sources, draft)
-    unused = dict(arguments.unused)
-    read = len(arguments.values)
-    if sources.trainer:
-        settings, deepspeed = add_trainer(
-            sources.trainer, draft, ranks, dropped, sources.folder, sources.documents
-        )
-        arguments.left_out |= settings.left_out
-        unused |= settings.unused
-        read += len(settings.said) - len(settings.unused)
-        sources.deepspeed |= deepspeed
-        draft.fills_auto = True
-    for place, content in sources.deepspeed.items():
-        unused_here = add_deepspeed(content, place, draft, ranks)
-        unused |= unused_here
-        read += _leaves(content) - len(unused_here)
+    trainer = _add_trainer(sources, arguments, ranks)
+    deepspeed = _add_deepspeed(sources, draft, ranks)
     for key, entry in settled.items():
         draft.put(key, entry.value, "given beside the arguments")
-    for name in dropped - arguments.left_out.keys():
-        draft.problems.append(f"--drop {name}: no such argument is given")
-    for said in arguments.left_out.values():
-        draft.notes.append(f"left out, as --drop says: {said}")
+    _tell_left_out(arguments)
     if not sources.megatron and not sources.trainer:
         _add_defaults(draft)
     _note_defaults(draft)
     notes = list(dict.fromkeys([*sources.notes, *draft.notes]))
-    if problems := [*draft.problems, *_surely_missing(draft)]:
+    problems = [*draft.problems, *_surely_missing(draft)]
+    if problems:
         raise UserError(*dict.fromkeys(problems))
+    unused = {**arguments.unused, **trainer.unused, **deepspeed.unused}
+    num_read = len(arguments.values) + trainer.num_read + deepspeed.num_read
     text = draft.text(notes, [*unused.values()], " and ".join(sources.names))
     _check(draft, text, sources)
-    return Imported(text, tuple(notes), read, len(unused))
+    return Imported(text, tuple(notes), num_read, len(unused))
+
+
+@dataclass(frozen=True)
+class _Added:
+    """The arguments that were added to a draft. unused: those that have no meaning here, as they
+    were given. num_read: how many of the others there are."""
+
+    unused: Mapping[str, str]
+    num_read: int
+
+
+def _add_megatron(arguments: Arguments, ranks: int | None) -> None:
+    """Add the arguments of Megatron-LM."""
+    add_model(arguments)
+    add_layout(arguments, ranks)
+    add_length(arguments)
+    add_rate(arguments)
+    add_optimizer(arguments)
+    add_precision(arguments)
+    add_data(arguments)
+    add_run(arguments)
+
+
+def _add_trainer(sources: Sources, arguments: Arguments, ranks: int | None) -> _Added:
+    """Add the arguments of Hugging Face's Trainer, which may name a configuration of DeepSpeed."""
+    if not sources.trainer:
+        return _Added({}, 0)
+    draft = arguments.draft
+    settings, deepspeed = add_trainer(
+        sources.trainer, draft, ranks, arguments.dropped, sources.folder, sources.documents
+    )
+    arguments.left_out |= settings.left_out
+    sources.deepspeed |= deepspeed
+    draft.fills_auto = True
+    return _Added(settings.unused, len(settings.said) - len(settings.unused))
+
+
+def _add_deepspeed(sources: Sources, draft: Draft, ranks: int | None) -> _Added:
+    """Add the configurations of DeepSpeed."""
+    unused: dict[str, str] = {}
+    num_read = 0
+    for place, content in sources.deepspeed.items():
+        unused_here = add_deepspeed(content, place, draft, ranks)
+        unused |= unused_here
+        num_read += _leaves(content) - len(unused_here)
+    return _Added(unused, num_read)
+
+
+def _tell_left_out(arguments: Arguments) -> None:
+    """Note what --drop leaves out; it is a problem if it is not there."""
+    draft = arguments.draft
+    for name in arguments.dropped - arguments.left_out.keys():
+        draft.problems.append(f"--drop {name}: no such argument is given")
+    for said in arguments.left_out.values():
+        draft.notes.append(f"left out, as --drop says: {said}")
 
 
 def _add_renamed(

@@ -9,6 +9,7 @@ OPENERS = ("if", "while", "until", "for", "select", "case")
 CLOSERS = ("fi", "done", "esac", "}")
 BEFORE_COMMANDS = ("if", "while", "until", "{", "then", "do", "else", "elif", "!", "time")
 BEFORE_STATEMENTS = ("then", "do", "else")
+UNREAD = ("other", "torn", "document")  # kinds of tokens that no condition is made of
 
 Branch = tuple[list[Token], list[list[Token]]]
 """The condition of a branch, empty for `else`, and the statements that follow it."""
@@ -77,31 +78,41 @@ def branches_of(statements: Sequence[list[Token]]) -> list[Branch] | None:
     """Return the branches of an `if`; None for another block, and for conditions of several
     commands."""
     *inside, last = statements
-    if statements[0][0].text != "if" or [token.text for token in last] != ["fi"]:
+    if statements[0][0].text != "if" or _texts(last) != ["fi"]:
         return None
     branches = list[Branch]()
     inner = Block()
-    is_condition = False
+    awaits_then = False
     for number, statement in enumerate(inside):
         word = statement[0].text
-        if inner.is_outside and (number == 0 or word == "elif"):
+        begins_branch = number == 0 or word == "elif"
+        if inner.is_outside and begins_branch:
             branches.append((statement[1:], []))
-            is_condition = True
+            awaits_then = True
         elif inner.is_outside and word == "else":
             branches.append(([], []))
-        elif is_condition:
-            if word != "then" or len(statement) > 1:
-                return None
-            is_condition = False
-        else:
+        elif not awaits_then:
             inner.add(statement)
-            branches[-1][1].append(statement)
-    is_odd = any(
-        token.kind in ("other", "torn", "document")
-        for condition, _ in branches
-        for token in condition
-    )
-    return None if is_odd else branches
+            _, body = branches[-1]
+            body.append(statement)
+        elif _texts(statement) == ["then"]:
+            awaits_then = False
+        else:
+            return None
+    return None if _has_odd_condition(branches) else branches
+
+
+def _has_odd_condition(branches: Sequence[Branch]) -> bool:
+    """Return True if what is not read stands in a condition."""
+    for condition, _ in branches:
+        kinds = {token.kind for token in condition}
+        if not kinds.isdisjoint(UNREAD):
+            return True
+    return False
+
+
+def _texts(statement: Sequence[Token]) -> list[str]:
+    return [token.text for token in statement]
 
 
 class CaseBlock(NamedTuple):
@@ -115,36 +126,60 @@ def choice_of(statements: Sequence[list[Token]]) -> CaseBlock | None:
     """Return the branches of a `case`; None for another block, for one within it, and for branches
     that go on in the next one."""
     lines = [[*statement] for statement in statements]
-    texts = [token.text for token in lines[0]]
+    texts = _texts(lines[0])
     end = lines[-1].pop()
     if texts[:1] != ["case"] or texts[2:3] != ["in"] or end.text != "esac":
         return None
-    choice = CaseBlock(lines[0][1], [])
+    word = lines[0][1]
     del lines[0][:3]
-    in_patterns = True
-    patterns = list[Token]()
+    reader = _CaseReader(CaseBlock(word, []))
     for line in lines:
+        if any(map(_makes_case_odd, line)):
+            return None
+        reader.add(line)
+    return reader.choice
+
+
+def _makes_case_odd(token: Token) -> bool:
+    """Return True for a `case` within another, and for `;&` and `;;&`, behind which the next branch
+    follows."""
+    return token.text in ("case", "esac") or token.text.startswith((";&", ";;&"))
+
+
+class _CaseReader:
+    """A `case` that is read line by line. choice: what was read."""
+
+    def __init__(self, choice: CaseBlock) -> None:
+        self.choice = choice
+        self._in_patterns = True
+        self._patterns: list[Token] = []
+
+    def add(self, line: Sequence[Token]) -> None:
+        """Add a line."""
         statement = list[Token]()
         for token in line:
-            sign = token.text[:2]
-            if token.text in ("case", "esac") or sign == ";&" or token.text[:3] == ";;&":
-                return None
-            if in_patterns and token.text == ")":
-                choice.branches.append((patterns, []))
-                patterns = []
-                in_patterns = False
-            elif in_patterns:
-                patterns += [token] if token.kind == "word" else []
-            elif sign == ";;":
-                if statement:
-                    choice.branches[-1][1].append(statement)
+            if self._in_patterns:
+                self._add_to_patterns(token)
+            elif token.text.startswith(";;"):
+                self._add_statement(statement)
                 statement = []
-                in_patterns = True
+                self._in_patterns = True
             else:
                 statement.append(token)
+        self._add_statement(statement)
+
+    def _add_to_patterns(self, token: Token) -> None:
+        if token.text == ")":
+            self.choice.branches.append((self._patterns, []))
+            self._patterns = []
+            self._in_patterns = False
+        elif token.kind == "word":
+            self._patterns.append(token)
+
+    def _add_statement(self, statement: list[Token]) -> None:
         if statement:
-            choice.branches[-1][1].append(statement)
-    return choice
+            _, body = self.choice.branches[-1]
+            body.append(statement)
 
 
 def function_of(statements: Sequence[list[Token]]) -> tuple[str, list[list[Token]]] | None:
@@ -153,10 +188,17 @@ def function_of(statements: Sequence[list[Token]]) -> tuple[str, list[list[Token
     words = [*first]
     if words[0].text == "function":
         del words[0]
-    texts = [token.text for token in words]
-    opening = 3 if texts[1:3] == ["(", ")"] else 1
-    is_whole = bool(others) and [token.text for token in others[-1]] == ["}"]
-    if texts[opening : opening + 1] != ["{"] or not texts[0].replace("-", "_").isidentifier():
+    texts = _texts(words)
+    opening = 3 if texts[1:3] == ["(", ")"] else 1  # the index of the bracket
+    has_bracket = texts[opening : opening + 1] == ["{"]
+    if not has_bracket or not others:
+        return None
+    name = texts[0]
+    *body, last = others
+    is_name = name.replace("-", "_").isidentifier()
+    if not is_name or _texts(last) != ["}"]:
         return None
     begin = words[opening + 1 :]
-    return (texts[0], [*([begin] if begin else []), *others[:-1]]) if is_whole else None
+    if begin:
+        body.insert(0, begin)
+    return name, body

@@ -1,7 +1,6 @@
 """The sources of `megaprec import-args`: a command line, a script, a log, a checkpoint, YAML or
 DeepSpeed's JSON, each read and never run."""
 
-import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,10 +33,12 @@ from tools.interop.importing.arguments import (
     read_words,
 )
 from tools.interop.importing.megatron_deepspeed import read_engine
+from tools.interop.importing.megatron_logs import has_printed, printed_arguments
 from tools.interop.importing.renamed import NotKnown
-from tools.interop.importing.shell import CommandLine, Word, read_script, split_words
+from tools.interop.importing.shell import CommandLine, read_script, split_words
+from tools.interop.importing.shell_words import Word
 from tools.interop.importing.trainer import Given, given_in_words
-from tools.interop.importing.yaml_chains import Chain, leaves_of, read_chain
+from tools.interop.importing.yaml_chains import Chain, Leaf, leaves_of, read_chain
 
 LARGEST = 256 * 1024  # bytes
 # bytes of a log that are looked at; Megatron-LM prints its arguments first
@@ -54,11 +55,6 @@ ELSE = (
 )
 LOCAL_RANKS = "nproc_per_node"
 FEWEST = 3  # names that are not Megatron-LM's, from which a file may be another system's
-# The arguments as Megatron-LM's training.arguments._print_args prints them: names of 48 letters and
-# more have no dots.
-PRINTED = re.compile(r"-{5,} arguments -{5,}(.*?)-{5,} end of arguments -{5,}", re.DOTALL)
-PRINTED_ROW = re.compile(r"(?:(\w+) \.+|(\w{48,}) ) (.*)")
-FEWEST_PRINTED = 20  # rows from which a file is taken for a log without the lines around them
 
 
 @dataclass
@@ -170,25 +166,36 @@ def _read_file(path: Path, sources: Sources, assumed: Mapping[str, str]) -> None
     text = _text(path)
     suffix = path.suffix.lower()
     if sources.system and suffix in (*YAML, JSON):
-        for name, value in assumed.items():
-            text = text.replace(f"${{{name}}}", value)
-        _read_renamed(path, _yaml(path, text), sources)
+        _read_renamed(path, _yaml(path, _with_assumed(text, assumed)), sources)
         return
     kind = whose_file(path, text)
     if kind is not None and kind.whose in OF_TRAINER and suffix in YAML:
         _read_trainer(path, _yaml(path, text), sources)
         return
-    if kind is not None and not (kind is DEEPSPEED and suffix == JSON):
+    is_deepspeed = kind is DEEPSPEED and suffix == JSON
+    if kind is not None and not is_deepspeed:
         raise UserError(kind.of(path))
     if suffix in OTHERS:
         raise UserError.of("import.unknown_system", path=path)
     if suffix == JSON:
         _read_json(path, text, sources)
     elif suffix in YAML:
-        for name, value in assumed.items():
-            text = text.replace(f"${{{name}}}", value)
-        _read_data(path, _yaml(path, text), sources)
-    elif printed := _printed(path, text):
+        _read_data(path, _yaml(path, _with_assumed(text, assumed)), sources)
+    else:
+        _read_text(path, text, sources, assumed)
+
+
+def _with_assumed(text: str, assumed: Mapping[str, str]) -> str:
+    """Return the text of a file of settings with the values of variables that the user gives."""
+    for name, value in assumed.items():
+        text = text.replace(f"${{{name}}}", value)
+    return text
+
+
+def _read_text(path: Path, text: str, sources: Sources, assumed: Mapping[str, str]) -> None:
+    """Read a log, otherwise a script."""
+    printed = printed_arguments(path, text)
+    if printed:
         _read_all(printed, path, sources)
     else:
         _read_words(path.name, read_script(text, path, assumed), sources, path.parent)
@@ -280,25 +287,6 @@ def _args_of_checkpoint(path: Path) -> Mapping[str, Any]:
     return read_ranks(folder).args
 
 
-def _printed(path: Path, text: str) -> dict[str, Any]:
-    """Return the arguments that Megatron-LM printed into a log; empty if it is none."""
-    printed = PRINTED.findall(text)
-    first, *others = [dict(_printed_rows(part)) for part in printed or [text]]
-    if not printed and len(first) < FEWEST_PRINTED:
-        return {}
-    if any(table != first for table in others):
-        raise UserError.of("import.several_printed", path=path, count=1 + len(others))
-    return first
-
-
-def _printed_rows(text: str) -> Iterator[tuple[str, Any]]:
-    for name, long_name, value in PRINTED_ROW.findall(text):
-        try:
-            yield name or long_name, ast.literal_eval(value.strip())
-        except (ValueError, SyntaxError, RecursionError, MemoryError):  # a text
-            yield name or long_name, value.strip()
-
-
 def _require_megatrons(name: str, words: Sequence[Word]) -> None:
     """Raise UserError if most arguments are another program's."""
     typed = [word.text.partition("=")[0] for word in words if word.text.startswith("--")]
@@ -341,7 +329,7 @@ def _text(path: Path) -> str:
         raise UserError.of("import.file_unreadable", path=path, reason=error.strerror) from error
     if len(content) > LARGEST:
         text = content.decode(errors="replace")
-        if not PRINTED.search(text):
+        if not has_printed(text):
             raise UserError.of("import.file_too_large", path=path, largest=LARGEST)
         return text
     try:
@@ -380,53 +368,86 @@ def _read_data(path: Path, data: SettingsTree, sources: Sources) -> None:
     """Read a table of Megatron-LM's arguments."""
     sources.names.append(path.name)
     sources.megatron = True
-    table = data.table
-    listed = table.get(LISTED)
-    if isinstance(listed, PlainDict):
-        others = ", ".join(str(key) for key in table.entries if key != LISTED)
-        if others:
-            sources.notes.append(f"{path.name}: {LISTED} is read, and not: {others}")
-        table = listed
+    table = _table_of_arguments(path, data.table, sources)
     chain = read_chain(path, table)
-    leaves = [*chain.leaves.values()] if chain else [*leaves_of(table, path.name)]
     if chain:
-        _note_chain(path, chain, sources)
+        leaves = _leaves_of_chain(path, chain, sources)
     else:
-        _require_most(path.name, [leaf.name for leaf in leaves])
-    if not chain and any(isinstance(entry.value, PlainDict) for entry in table.entries.values()):
+        leaves = _leaves_of_one(path, table, sources)
+    values = dict[str, Any]()
+    for leaf in leaves:
+        _add_leaf(path, leaf, values, sources.arguments)
+    read_table(values, sources.arguments, path.name)
+
+
+def _table_of_arguments(path: Path, table: PlainDict, sources: Sources) -> PlainDict:
+    """Return the table in a file that has the arguments: the whole of it, if it lists none."""
+    listed = table.get(LISTED)
+    if not isinstance(listed, PlainDict):
+        return table
+    others = ", ".join(str(key) for key in table.entries if key != LISTED)
+    if others:
+        sources.notes.append(f"{path.name}: {LISTED} is read, and not: {others}")
+    return listed
+
+
+def _leaves_of_one(path: Path, table: PlainDict, sources: Sources) -> Sequence[Leaf]:
+    """Return the settings of a file that names no other. Raises UserError if most are another
+    program's."""
+    leaves = [*leaves_of(table, path.name)]
+    _require_most(path.name, [leaf.name for leaf in leaves])
+    if any(isinstance(entry.value, PlainDict) for entry in table.entries.values()):
         sources.notes.append(
             f"{path.name}: what its tables do not say is taken as Megatron-LM's default, not "
             "as that of a recipe"
         )
-    arguments = sources.arguments
-    values = dict[str, Any]()
+    return leaves
+
+
+def _leaves_of_chain(path: Path, chain: Chain, sources: Sources) -> Sequence[Leaf]:
+    """Return the settings of a file and of those that it names, and note what is not read."""
+    _note_chain(path, chain, sources)
+    leaves = list[Leaf]()
     own_defaults = list[str]()
-    for name, value, file, line in leaves:
-        if chain and file != path.name and chain.has_base and not is_known(name):
-            own_defaults.append(name)
-            continue
-        try:
-            value = plain(value)
-        except Unreadable as problem:
-            names = VARIABLE.findall(str(problem))
-            remedy = f": --assume {names[0]}=VALUE gives it" if names else ""
-            why = Problem(f"{problem}{remedy}")
-            place = f"{file}, line {line}"
-            if name in FILES_OF_DATA or is_unused(name):
-                arguments.take(name, [Word(str(value.text), place, why)], option(name), place)
-            else:
-                arguments.add_problem(name, place, why)
-            continue
-        if values.setdefault(name, value) != value:
-            problem = f"is {values[name]!r} and {value!r}: keep one of them"
-            arguments.add_problem(name, path.name, problem)
+    for leaf in chain.leaves.values():
+        is_default = chain.has_base and leaf.file != path.name
+        if is_default and not is_known(leaf.name):
+            own_defaults.append(leaf.name)
+        else:
+            leaves.append(leaf)
     if own_defaults:
         listed = ", ".join(own_defaults)
         sources.notes.append(
             f"{path.name}: what its program adds to Megatron-LM and the file leaves at that "
             f"program's defaults is not read: {listed}"
         )
-    read_table(values, arguments, path.name)
+    return leaves
+
+
+def _add_leaf(path: Path, leaf: Leaf, values: dict[str, Any], arguments: Arguments) -> None:
+    """Add a setting to the values, or a problem with it."""
+    name = leaf.name
+    try:
+        value = plain(leaf.value)
+    except Unreadable as problem:
+        _add_unreadable(leaf, problem, arguments)
+        return
+    if values.setdefault(name, value) != value:
+        why = f"is {values[name]!r} and {value!r}: keep one of them"
+        arguments.add_problem(name, path.name, why)
+
+
+def _add_unreadable(leaf: Leaf, problem: Unreadable, arguments: Arguments) -> None:
+    """Add a setting whose value is not known to those that may be open, or a problem with it."""
+    names = VARIABLE.findall(str(problem))
+    remedy = f": --assume {names[0]}=VALUE gives it" if names else ""
+    why = Problem(f"{problem}{remedy}")
+    place = f"{leaf.file}, line {leaf.line}"
+    if leaf.name in FILES_OF_DATA or is_unused(leaf.name):
+        word = Word(str(leaf.value.text), place, why)
+        arguments.take(leaf.name, [word], option(leaf.name), place)
+    else:
+        arguments.add_problem(leaf.name, place, why)
 
 
 def _note_chain(path: Path, chain: Chain, sources: Sources) -> None:

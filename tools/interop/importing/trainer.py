@@ -17,7 +17,7 @@ from megaprec.errors import Problem, did_you_mean
 from megaprec.parsing import parse_json, read_text
 from tools.interop.importing.draft import Draft
 from tools.interop.importing.megatron_data import OPEN_SOURCE
-from tools.interop.importing.shell import Word
+from tools.interop.importing.shell_words import Word
 
 LARGEST_CONFIG = 256 * 1024  # bytes
 LONGEST_NAME = 250  # letters of a file with its folders
@@ -173,16 +173,22 @@ class TrainerArguments:
     def _take(self, name: str, one: Given) -> None:
         """Read an argument, note it, or add a problem."""
         text = one.value.strip()
-        if name in UNUSED_NAMES or name.startswith(UNUSED_SUBJECTS):
+        self.said[name] = one.said
+        is_unused = name in UNUSED_NAMES or name.startswith(UNUSED_SUBJECTS)
+        # where this run is kept, and a seed that the shell draws
+        is_open = name in ("output_dir", "seed") and one.unknown
+        if is_unused or is_open:
             self.unused[name] = one.said
-        elif name in DATA_NAMES:
-            self.said[name] = one.said
-        elif one.unknown and name in ("output_dir", "seed"):
-            # where this run is kept, and a seed that the shell draws
-            self.unused[name] = one.said
+        elif name in DATA_NAMES:  # the user says what becomes of them
+            return
         elif one.unknown:
             self._refuse(one, one.unknown)
-        elif name in FIXED:
+        else:
+            self._read(name, text, one)
+
+    def _read(self, name: str, text: str, one: Given) -> None:
+        """Read the value of an argument, or add a problem with it."""
+        if name in FIXED:
             permitted, why = FIXED[name]
             if text.lower() not in permitted:
                 self._refuse(one, why)
@@ -196,8 +202,8 @@ class TrainerArguments:
             self.unused[name] = one.said
         else:
             known = (*NUMBERS, *TEXTS, *FLAGS, *FIXED, *SAME)
-            self._refuse(one, f"no such argument is known here{did_you_mean(name, known)}")
-        self.said[name] = one.said
+            hint = did_you_mean(name, known)
+            self._refuse(one, f"no such argument is known here{hint}")
 
     def _take_number(self, name: str, text: str, one: Given) -> None:
         try:

@@ -15,69 +15,118 @@ def attention(config: ModelConfig, w: Weights, n: int, x: Tensor, positions: Ten
     """Return what attention of layer n makes of x [b, s, hidden]. positions: int64 [b, s]."""
     b, s, _ = x.shape
     name = f"layers.{n}.attention"
-    window = config.window if n in (config.window_layers or range(config.layers)) else 0
+    window = _window(config, n)
     make_heads = _from_latents if config.latent else _projected
     query, key, value = make_heads(config, w, name, x)
     if config.positions == "rope":
-        query = rotated(config, query, positions, bool(window))
-        key = rotated(config, key, positions, bool(window))
-    groups = config.heads // config.kv_heads
-    key = key.repeat_interleave(groups, 1)
-    value = value.repeat_interleave(groups, 1)
-    scores = query @ key.transpose(2, 3) / config.attention_scalar**0.5
+        has_window = window > 0
+        query = rotated(config, query, positions, has_window)
+        key = rotated(config, key, positions, has_window)
+    # heads of queries that share one of keys and values
+    group = config.heads // config.kv_heads
+    key = key.repeat_interleave(group, 1)
+    value = value.repeat_interleave(group, 1)
+    products = query @ key.transpose(2, 3)
+    divisor = config.attention_scalar**0.5
+    scores = products / divisor
     scores = capped(scores, config.attention_softcap)
-    ago = torch.arange(s)[:, None] - torch.arange(s)
-    hidden = (ago < 0) | (ago >= (window or s))
-    scores = scores.masked_fill(hidden, float("-inf"))
+    unseen = _unseen(s, window)
+    scores = scores.masked_fill(unseen, float("-inf"))
     if config.attention_sinks:
-        # one more logit, which has no value
-        sinks = w[f"{name}.sinks.weight"].view(-1, 1, 1).expand(b, -1, s, 1)
-        weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+        sinks = w[f"{name}.sinks.weight"]
+        weights = _softmax_with_sinks(scores, sinks)
     else:
         weights = scores.softmax(-1)
-    mixed = (weights @ value).transpose(1, 2).reshape(b, s, -1)
+    mixed = weights @ value
+    mixed = mixed.transpose(1, 2)
+    mixed = mixed.reshape(b, s, -1)
     if config.attention_gate:
-        mixed = mixed * linear(w, f"{name}.gate", x).sigmoid()
+        gate = linear(w, f"{name}.gate", x)
+        mixed = mixed * gate.sigmoid()
     return linear(w, f"{name}.output", mixed)
+
+
+def _window(config: ModelConfig, n: int) -> int:
+    """Return how many tokens layer n sees, itself among them; 0: all before it."""
+    with_window = config.window_layers or range(config.layers)
+    return config.window if n in with_window else 0
+
+
+def _unseen(s: int, window: int) -> Tensor:
+    """Return True where a token [s, 1] does not see another [1, s]: a later one, or one that is
+    outside of the window."""
+    places = torch.arange(s)
+    ago = places[:, None] - places
+    is_later = ago < 0
+    is_outside = ago >= (window or s)
+    return is_later | is_outside
+
+
+def _softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
+    """Return the weights of scores [b, n, s, s] beside one more logit of each head, which has no
+    value."""
+    b, _, s, _ = scores.shape
+    sinks = sinks.view(-1, 1, 1)
+    sinks = sinks.expand(b, -1, s, 1)
+    logits = torch.cat((scores, sinks), -1)
+    weights = logits.softmax(-1)
+    return weights[..., :-1]
 
 
 def _projected(config: ModelConfig, w: Weights, name: str, x: Tensor) -> Heads:
     """Return queries, keys and values, which are not yet rotated."""
-    b, s, _ = x.shape
     query = linear(w, f"{name}.query", x)
     key = linear(w, f"{name}.key", x)
     value = linear(w, f"{name}.value", x)
-    if config.qk_norm and config.qk_norm_over == "all":
-        query = rms_norm(config, w[f"{name}.query_norm.weight"], query)
-        key = rms_norm(config, w[f"{name}.key_norm.weight"], key)
-    query, key, value = (
-        features.view(b, s, -1, config.head_dim).transpose(1, 2) for features in (query, key, value)
-    )
-    if config.qk_norm and config.qk_norm_over == "head":
-        query = rms_norm(config, w[f"{name}.query_norm.weight"], query)
-        key = rms_norm(config, w[f"{name}.key_norm.weight"], key)
+    norm_over = config.qk_norm_over if config.qk_norm else "none"
+    if norm_over == "all":
+        query = _normal(config, w, f"{name}.query_norm", query)
+        key = _normal(config, w, f"{name}.key_norm", key)
+    query = _in_heads(query, config.heads)
+    key = _in_heads(key, config.kv_heads)
+    value = _in_heads(value, config.kv_heads)
+    if norm_over == "head":
+        query = _normal(config, w, f"{name}.query_norm", query)
+        key = _normal(config, w, f"{name}.key_norm", key)
     return query, key, value
+
+
+def _normal(config: ModelConfig, w: Weights, name: str, features: Tensor) -> Tensor:
+    """Return the RMSNorm of queries or keys."""
+    weight = w[f"{name}.weight"]
+    return rms_norm(config, weight, features)
+
+
+def _in_heads(features: Tensor, num_heads: int) -> Tensor:
+    """Return features [b, s, n * d] as [b, n, s, d]."""
+    b, s, _ = features.shape
+    heads = features.view(b, s, num_heads, -1)
+    return heads.transpose(1, 2)
 
 
 def _from_latents(config: ModelConfig, w: Weights, name: str, x: Tensor) -> Heads:
     """Return queries, keys and values, which are not yet rotated: the features that turn come
     first, and all heads share those of their keys."""
-    sizes = config.latent
-    b, s, _ = x.shape
-
-    def normal(which: str) -> Tensor:
-        latent = linear(w, f"{name}.{which}_down", x)
-        weight = w[f"{name}.{which}_down_norm.weight"]
-        return divided_by_rms(latent, sizes.norm_eps) * weight
-
-    if sizes.query_rank:
-        query = linear(w, f"{name}.query_up", normal("query"))
+    if config.latent.query_rank:
+        latent = _latent(config, w, f"{name}.query", x)
+        query = linear(w, f"{name}.query_up", latent)
     else:
         query = linear(w, f"{name}.query", x)
-    still = linear(w, f"{name}.key_up", normal("key_value"))
-    value = linear(w, f"{name}.value_up", normal("key_value"))
-    query, still, value = (
-        features.view(b, s, config.heads, -1).transpose(1, 2) for features in (query, still, value)
-    )
-    turning = linear(w, f"{name}.key_rope", x).unsqueeze(1).expand(-1, config.heads, -1, -1)
-    return query, torch.cat((turning, still), -1), value
+    still = linear(w, f"{name}.key_up", _latent(config, w, f"{name}.key_value", x))
+    value = linear(w, f"{name}.value_up", _latent(config, w, f"{name}.key_value", x))
+    query = _in_heads(query, config.heads)
+    still = _in_heads(still, config.heads)
+    value = _in_heads(value, config.heads)
+    turning = linear(w, f"{name}.key_rope", x)
+    turning = turning.unsqueeze(1)
+    turning = turning.expand(-1, config.heads, -1, -1)
+    key = torch.cat((turning, still), -1)
+    return query, key, value
+
+
+def _latent(config: ModelConfig, w: Weights, name: str, x: Tensor) -> Tensor:
+    """Return the small vector of each token from which heads are made, behind its norm."""
+    down = linear(w, f"{name}_down", x)
+    normal = divided_by_rms(down, config.latent.norm_eps)
+    weight = w[f"{name}_down_norm.weight"]
+    return normal * weight

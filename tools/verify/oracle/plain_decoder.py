@@ -73,17 +73,32 @@ def ahead(
     last = config.layers - 1
     for k in range(1, config.mtp_layers + 1):
         name = f"mtp.{k - 1}"
-        # a module's layer is such as the model's last
-        own = {f"layers.{last}.{n[6:]}": v for n, v in w.items() if n.startswith(f"{name}.")}
-        later = torch.cat((tokens[:, k:], torch.zeros_like(tokens[:, :k])), 1)[:, :length]
-        read = norm(config, w, f"{name}.embedding_norm", _embedded(config, w, later))
+        nothing = torch.zeros_like(tokens[:, :k])
+        later = torch.cat((tokens[:, k:], nothing), 1)
+        embedded = _embedded(config, w, later[:, :length])
+        read = norm(config, w, f"{name}.embedding_norm", embedded)
         before = norm(config, w, f"{name}.hidden_norm", x)
-        both = linear(w, f"{name}.projection", torch.cat((read, before), -1))
-        x = _layer(config, own, last, both, _places(tokens), routings)
+        both = torch.cat((read, before), -1)
+        projected = linear(w, f"{name}.projection", both)
+        # a module's layer is such as the model's last
+        own = _renamed(w, name, f"layers.{last}")
+        x = _layer(config, own, last, projected, _places(tokens), routings)
         x = norm(config, w, f"{name}.final_norm", x)
-        made = of_head(config, w, x[:, : max(0, length - k)])
-        losses.append(F.cross_entropy(made.transpose(1, 2), targets[:, k:], reduction="none"))
+        num_predicting = max(0, length - k)
+        made = of_head(config, w, x[:, :num_predicting])
+        loss = F.cross_entropy(made.transpose(1, 2), targets[:, k:], reduction="none")
+        losses.append(loss)
     return losses
+
+
+def _renamed(w: Weights, module: str, layer: str) -> Weights:
+    """Return the weights of a module under the names of a layer."""
+    renamed: dict[str, Tensor] = {}
+    for name, values in w.items():
+        if name.startswith(f"{module}."):
+            own_name = name.removeprefix(f"{module}.")
+            renamed[f"{layer}.{own_name}"] = values
+    return renamed
 
 
 def mean_over_modules(losses: list[Tensor], counts: Tensor) -> Tensor:
@@ -91,8 +106,14 @@ def mean_over_modules(losses: list[Tensor], counts: Tensor) -> Tensor:
 
     losses: of `ahead`. counts: the weight of each target, [b, s].
     """
-    means = [(loss * counts[:, k:]).sum() / counts[:, k:].sum() for k, loss in enumerate(losses, 1)]
-    return torch.stack(means).mean() if means else torch.zeros(())
+    if not losses:
+        return torch.zeros(())
+    means: list[Tensor] = []
+    for k, loss in enumerate(losses, 1):
+        counted = counts[:, k:]
+        weighted = loss * counted
+        means.append(weighted.sum() / counted.sum())
+    return torch.stack(means).mean()
 
 
 def _places(tokens: Tensor) -> Tensor:

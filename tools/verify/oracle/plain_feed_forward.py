@@ -11,6 +11,8 @@ from torch import Tensor
 from models.config import ModelConfig
 from tools.verify.oracle.plain_parts import Weights, linear
 
+WITH_GATE = ("swiglu", "swiglu_clamped", "geglu")
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -36,41 +38,60 @@ class Routing:
     def balance(self) -> Tensor:
         """Return the balance loss without its weight, the mean over samples."""
         chosen = self.chosen.to(self.logits)
-        shares = chosen.sum(1) / chosen.sum((1, 2))[:, None]
+        num_experts = chosen.shape[-1]
+        of_experts = chosen.sum(1)  # [b, experts]
+        of_samples = chosen.sum((1, 2))
+        shares = of_experts / of_samples[:, None]
         means = self.probabilities.mean(1)
-        return (shares * means).sum(-1).mean() * chosen.shape[-1]
+        products = shares * means
+        return products.sum(-1).mean() * num_experts
 
     @property
     def z(self) -> Tensor:
         """Return the mean of the squares of the logs of the sums of exponentials of the logits."""
-        return self.logits.logsumexp(-1).square().mean()
+        sizes = self.logits.logsumexp(-1)
+        return sizes.square().mean()
 
 
 def router_loss(config: ModelConfig, routings: Sequence[Routing]) -> Tensor:
     """Return the loss of all routers, with its weights."""
     total = torch.zeros(())
     for routing in routings:
+        weighted_balance = config.router_aux_loss * routing.balance
         weighted_z = config.router_z_loss * routing.z
-        total = total + config.router_aux_loss * routing.balance + weighted_z
+        total = total + weighted_balance + weighted_z
     return total
 
 
 def mlp(config: ModelConfig, w: Weights, name: str, x: Tensor) -> Tensor:
     """Return what a feed-forward makes of x."""
     up = linear(w, f"{name}.up", x)
-    if config.mlp == "swiglu":
-        inner = F.silu(linear(w, f"{name}.gate", x)) * up
-    elif config.mlp == "swiglu_clamped":
-        gate = linear(w, f"{name}.gate", x).clamp(max=config.swiglu_limit)
-        up = up.clamp(-config.swiglu_limit, config.swiglu_limit)
-        inner = (up + 1) * gate * (config.swiglu_alpha * gate).sigmoid()
-    elif config.mlp == "geglu":
-        inner = F.gelu(linear(w, f"{name}.gate", x), approximate="tanh") * up
-    elif config.mlp == "relu2":
-        inner = up.relu().square()
-    else:
-        inner = F.gelu(up, approximate="tanh" if config.mlp == "gelu" else "none")
+    gate = linear(w, f"{name}.gate", x) if config.mlp in WITH_GATE else None
+    inner = _activated(config, up, gate)
     return linear(w, f"{name}.down", inner)
+
+
+def _activated(config: ModelConfig, up: Tensor, gate: Tensor | None) -> Tensor:
+    """Return the inner features of a feed-forward. gate: of the kinds that have one."""
+    if gate is not None:
+        return _gated(config, up, gate)
+    if config.mlp == "relu2":
+        return up.relu().square()
+    approximate = "tanh" if config.mlp == "gelu" else "none"
+    return F.gelu(up, approximate=approximate)
+
+
+def _gated(config: ModelConfig, up: Tensor, gate: Tensor) -> Tensor:
+    if config.mlp == "swiglu":
+        return F.silu(gate) * up
+    if config.mlp == "geglu":
+        return F.gelu(gate, approximate="tanh") * up
+    limit = config.swiglu_limit
+    gate = gate.clamp(max=limit)
+    up = up.clamp(-limit, limit)
+    scaled = config.swiglu_alpha * gate
+    opening = scaled.sigmoid()
+    return (up + 1) * gate * opening
 
 
 def experts(
@@ -78,22 +99,28 @@ def experts(
 ) -> Tensor:
     """Return what experts make of x [b, s, hidden]. routings: receives that of this router."""
     logits = linear(w, f"{name}.router", x)
-    scores = logits.softmax(-1) if config.router.score == "softmax" else logits.sigmoid()
+    by_softmax = config.router.score == "softmax"
+    scores = logits.softmax(-1) if by_softmax else logits.sigmoid()
     correction = w.get(f"{name}.router.correction")
     chosen = _chosen(config, correction, scores.detach())
-    probabilities = scores / scores.sum(-1, keepdim=True)
+    total = scores.sum(-1, keepdim=True)
+    probabilities = scores / total
     routings.append(Routing(chosen, probabilities, logits, correction))
     weights = scores * chosen
     if config.norm_topk:
-        weights = weights / weights.sum(-1, keepdim=True)
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / total
     weights = weights * config.router.scale
     y = torch.zeros_like(x)
     if config.shared_experts:
         y = mlp(config, w, f"{name}.shared", x)
     if config.shared_gate:
-        y = y * linear(w, f"{name}.shared_gate", x).sigmoid()
+        gate = linear(w, f"{name}.shared_gate", x)
+        y = y * gate.sigmoid()
     for n in range(config.experts):
-        y = y + weights[..., [n]] * mlp(config, w, f"{name}.experts.{n}", x)
+        weight = weights[..., [n]]
+        made = mlp(config, w, f"{name}.experts.{n}", x)
+        y = y + weight * made
     return y
 
 
@@ -102,11 +129,20 @@ def _chosen(config: ModelConfig, correction: Tensor | None, scores: Tensor) -> T
     settings = config.router
     ranked = scores if correction is None else scores + correction.detach()
     groups = ranked.unflatten(-1, (settings.groups, -1))
-    best_of_groups = groups.sort(-1, descending=True).values[..., : settings.group_best]
+    # a group is as good as the sum of its best experts
+    best_of_groups = _descending(groups)[..., : settings.group_best]
     of_groups = best_of_groups.sum(-1)
-    least_group = of_groups.sort(-1, descending=True).values[..., [settings.groups_per_token - 1]]
-    is_out = (of_groups < least_group).unsqueeze(-1)
+    last_group = settings.groups_per_token - 1
+    least_group = _descending(of_groups)[..., [last_group]]
+    is_out = of_groups < least_group
     # no score is as low
-    ranked = groups.masked_fill(is_out, -9.0).flatten(-2)
-    least = ranked.sort(-1, descending=True).values[..., [config.experts_per_token - 1]]
+    ranked = groups.masked_fill(is_out.unsqueeze(-1), -9.0)
+    ranked = ranked.flatten(-2)
+    last_expert = config.experts_per_token - 1
+    least = _descending(ranked)[..., [last_expert]]
     return ranked >= least
+
+
+def _descending(scores: Tensor) -> Tensor:
+    """Return scores in descending order, over the last dimension."""
+    return scores.sort(-1, descending=True).values

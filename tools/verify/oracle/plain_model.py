@@ -50,7 +50,8 @@ class PlainModel:
         weights. Documents are not distinguished."""
         config = self.config
         router_weights = config.router_aux_loss + config.router_z_loss
-        if not (config.experts and router_weights) and not config.mtp_layers:
+        has_router_loss = config.experts and router_weights
+        if not has_router_loss and not config.mtp_layers:
             return torch.zeros((), dtype=self.dtype)
         routings: list[Routing] = []
         x = hidden(config, self._weights, batch.tokens, routings, batch.positions)
@@ -58,12 +59,14 @@ class PlainModel:
         losses = ahead(config, self._weights, x, batch.tokens, batch.targets, of_modules)
         self._count(of_modules)
         counts = batch.counts.to(self.dtype)
-        modules_loss = config.mtp_loss_weight * mean_over_modules(losses, counts)
-        return router_loss(config, [*routings, *of_modules]) + modules_loss
+        mean = mean_over_modules(losses, counts)
+        modules_loss = config.mtp_loss_weight * mean
+        routers_loss = router_loss(config, routings + of_modules)
+        return routers_loss + modules_loss
 
     def parameters(self) -> list[nn.Parameter]:
         """Return all parameters that a rule updates."""
-        return [values for values in self._weights.values() if values.requires_grad]
+        return [*self._trained().values()]
 
     def parameters_by_factors(
         self, factors: Mapping[str, tuple[float, float]]
@@ -71,10 +74,14 @@ class PlainModel:
         """Return the parameters that share factors of learning rate and weight decay. factors: by
         logical name."""
         sharing: dict[tuple[float, float], list[nn.Parameter]] = {}
-        for name, values in self._weights.items():
-            if values.requires_grad:
-                sharing.setdefault(factors[name], []).append(values)
+        for name, values in self._trained().items():
+            equals = sharing.setdefault(factors[name], [])
+            equals.append(values)
         return sharing
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that a rule updates, by logical name."""
+        return {name: values for name, values in self._weights.items() if values.requires_grad}
 
     def weights(self) -> Tensors:
         """Return the weights by logical name, in the dtype of the model."""
@@ -86,27 +93,35 @@ class PlainModel:
         gradients: Tensors = {}
         for name, values in self._weights.items():
             found = self._loads[name] if is_correction(name) else values.grad
-            gradients[name] = torch.zeros_like(values) if found is None else found.clone()
+            if found is None:
+                found = torch.zeros_like(values)
+            gradients[name] = found.clone()
         return gradients
 
     def moments(self, optimizer: torch.optim.Optimizer, kind: str) -> Tensors:
         """Return what an optimizer keeps of each parameter under the name `kind`, by logical
         name."""
-        trained = {name: values for name, values in self._weights.items() if values.requires_grad}
-        return {name: optimizer.state[values][kind].clone() for name, values in trained.items()}
+        moments: Tensors = {}
+        for name, values in self._trained().items():
+            state = optimizer.state[values]
+            moments[name] = state[kind].clone()
+        return moments
 
     @torch.no_grad()
     def balance(self, speed: float) -> None:
         """Move the corrections of routers towards experts that were given fewer tokens than the
         others, and forget who was given what. speed: by which they move."""
         for name, counts in self._loads.items():
-            self._weights[name].add_(speed * (counts.mean() - counts).sign())
+            lacking = counts.mean() - counts
+            moved = speed * lacking.sign()
+            self._weights[name].add_(moved)
         self._loads.clear()
 
     def _count(self, routings: list[Routing]) -> None:
         """Note what the experts of each router with a correction were given."""
         for name, values in self._weights.items():
-            for routing in routings:
-                if routing.correction is values:
-                    counts = routing.counts.to(self.dtype)
-                    self._loads[name] = self._loads.get(name, torch.zeros_like(counts)) + counts
+            of_this_router = [routing for routing in routings if routing.correction is values]
+            for routing in of_this_router:
+                counts = routing.counts.to(self.dtype)
+                before = self._loads.get(name, torch.zeros_like(counts))
+                self._loads[name] = before + counts

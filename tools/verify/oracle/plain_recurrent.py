@@ -11,36 +11,75 @@ from tools.verify.oracle.plain_parts import Weights, divided_by_rms, linear
 
 def delta_net(config: ModelConfig, w: Weights, n: int, x: Tensor, positions: Tensor) -> Tensor:
     """Return what the gated delta net of layer n makes of x [b, s, hidden]. It knows no
-    positions."""
+    positions.
+
+    Before a value is written under its key, what the decayed state has there already is taken away:
+    the delta rule.
+    """
     sizes = config.delta_net
     b, s, _ = x.shape
     name = f"layers.{n}.delta_net"
-
-    def convolved(which: str, width: int) -> Tensor:
-        features = linear(w, f"{name}.{which}", x)
-        return F.silu(_convolved(w, f"{name}.{which}", features)).view(b, s, -1, width)
-
-    def unit(heads: Tensor) -> Tensor:
-        of_each_value = heads.repeat_interleave(sizes.value_heads // sizes.key_heads, 2)
-        return of_each_value / (of_each_value.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-
-    query = unit(convolved("query", sizes.key_dim)) / sizes.key_dim**0.5
-    key = unit(convolved("key", sizes.key_dim))
-    value = convolved("value", sizes.value_dim)
-    strength = linear(w, f"{name}.strength", x).sigmoid()
-    rate = w[f"{name}.decay.log_rate"].exp()
-    decay = (-rate * F.softplus(linear(w, f"{name}.decay", x))).exp()
+    query = _unit_heads(config, w, f"{name}.query", x)
+    query = query / sizes.key_dim**0.5
+    key = _unit_heads(config, w, f"{name}.key", x)
+    value = _active(w, f"{name}.value", x)
+    value = value.view(b, s, -1, sizes.value_dim)
+    strength = linear(w, f"{name}.strength", x)
+    strength = strength.sigmoid()
+    decay = _decay(w, name, x)
     state = x.new_zeros(b, sizes.value_heads, sizes.key_dim, sizes.value_dim)
     outputs: list[Tensor] = []
     for t in range(s):
-        state = state * decay[:, t, :, None, None]
-        error = value[:, t] - torch.einsum("bnkv,bnk->bnv", state, key[:, t])
-        written = strength[:, t, :, None] * error
-        state = state + torch.einsum("bnk,bnv->bnkv", key[:, t], written)
-        outputs.append(torch.einsum("bnkv,bnk->bnv", state, query[:, t]))
-    normal = divided_by_rms(torch.stack(outputs, 1), config.norm_eps)
-    read = (normal * w[f"{name}.output_norm.weight"]).flatten(2)
-    return linear(w, f"{name}.output", read * F.silu(linear(w, f"{name}.gate", x)))
+        key_now = key[:, t]
+        decay_now = decay[:, t, :, None, None]
+        strength_now = strength[:, t, :, None]
+        state = state * decay_now
+        error = value[:, t] - _read(state, key_now)
+        written = strength_now * error
+        state = state + torch.einsum("bnk,bnv->bnkv", key_now, written)
+        outputs.append(_read(state, query[:, t]))
+    read = torch.stack(outputs, 1)
+    normal = divided_by_rms(read, config.norm_eps)
+    weight = w[f"{name}.output_norm.weight"]
+    normal = normal * weight
+    gate = linear(w, f"{name}.gate", x)
+    gate = F.silu(gate)
+    gated = normal.flatten(2) * gate
+    return linear(w, f"{name}.output", gated)
+
+
+def _unit_heads(config: ModelConfig, w: Weights, name: str, x: Tensor) -> Tensor:
+    """Return queries or keys of length one, one for each head of values, [b, s, n, key]."""
+    sizes = config.delta_net
+    b, s, _ = x.shape
+    heads = _active(w, name, x)
+    heads = heads.view(b, s, -1, sizes.key_dim)
+    shared_by = sizes.value_heads // sizes.key_heads
+    heads = heads.repeat_interleave(shared_by, 2)
+    squares = heads.square().sum(-1, keepdim=True)
+    return heads / (squares + 1e-6).sqrt()
+
+
+def _active(w: Weights, name: str, x: Tensor) -> Tensor:
+    """Return features of x that are convolved over the tokens, behind SiLU."""
+    features = linear(w, name, x)
+    convolved = _convolved(w, name, features)
+    return F.silu(convolved)
+
+
+def _decay(w: Weights, name: str, x: Tensor) -> Tensor:
+    """Return the factors by which a delta net forgets, [b, s, n]."""
+    log_rate = w[f"{name}.decay.log_rate"]
+    rate = log_rate.exp()
+    step = linear(w, f"{name}.decay", x)
+    step = F.softplus(step)
+    log_decay = -rate * step
+    return log_decay.exp()
+
+
+def _read(state: Tensor, key: Tensor) -> Tensor:
+    """Return what a state [b, n, k, v] has under a key [b, n, k]."""
+    return torch.einsum("bnkv,bnk->bnv", state, key)
 
 
 def mamba(config: ModelConfig, w: Weights, n: int, x: Tensor, positions: Tensor) -> Tensor:
@@ -50,32 +89,53 @@ def mamba(config: ModelConfig, w: Weights, n: int, x: Tensor, positions: Tensor)
     name = f"layers.{n}.mamba"
 
     def convolved(which: str, heads: int) -> Tensor:
-        made = _convolved(w, f"{name}.{which}", linear(w, f"{name}.{which}", x))
-        active = F.silu(made + w[f"{name}.{which}_convolution.bias"]).view(b, s, heads, -1)
-        return active.repeat_interleave(sizes.heads // heads, 2)
+        """Return [b, s, n, ...]; all heads of a group share its features."""
+        features = linear(w, f"{name}.{which}", x)
+        summed = _convolved(w, f"{name}.{which}", features)
+        bias = w[f"{name}.{which}_convolution.bias"]
+        active = F.silu(summed + bias)
+        active = active.view(b, s, heads, -1)
+        shared_by = sizes.heads // heads
+        return active.repeat_interleave(shared_by, 2)
 
     query = convolved("query", sizes.groups)
     key = convolved("key", sizes.groups)
     value = convolved("value", sizes.heads)
-    step = F.softplus(linear(w, f"{name}.step", x)).clamp(min=sizes.least_step)
-    rate = w[f"{name}.log_rate"].exp()
+    step = linear(w, f"{name}.step", x)
+    step = F.softplus(step)
+    step = step.clamp(min=sizes.least_step)
+    log_rate = w[f"{name}.log_rate"]
+    rate = log_rate.exp()
     state = x.new_zeros(b, sizes.heads, sizes.state_dim, sizes.head_dim)
     outputs: list[Tensor] = []
     for t in range(s):
-        decay = (-rate * step[:, t]).exp()
-        written = torch.einsum("bnk,bnv,bn->bnkv", key[:, t], value[:, t], step[:, t])
-        state = state * decay[..., None, None] + written
-        outputs.append(torch.einsum("bnkv,bnk->bnv", state, query[:, t]))
-    read = torch.stack(outputs, 1) + w[f"{name}.skip"][:, None] * value
-    gated = read.flatten(2) * F.silu(linear(w, f"{name}.gate", x))
+        step_now = step[:, t]
+        log_decay = -rate * step_now
+        decay = log_decay.exp()
+        decay = decay[..., None, None]
+        written = torch.einsum("bnk,bnv,bn->bnkv", key[:, t], value[:, t], step_now)
+        state = state * decay + written
+        outputs.append(_read(state, query[:, t]))
+    read = torch.stack(outputs, 1)
+    skip = w[f"{name}.skip"]
+    read = read + skip[:, None] * value
+    gate = linear(w, f"{name}.gate", x)
+    gate = F.silu(gate)
+    gated = read.flatten(2) * gate
+    # each group has a norm of its own
     groups = gated.unflatten(-1, (sizes.groups, -1))
-    normal = divided_by_rms(groups, config.norm_eps).flatten(2)
-    return linear(w, f"{name}.output", normal * w[f"{name}.output_norm.weight"])
+    normal = divided_by_rms(groups, config.norm_eps)
+    weight = w[f"{name}.output_norm.weight"]
+    normal = normal.flatten(2) * weight
+    return linear(w, f"{name}.output", normal)
 
 
 def _convolved(w: Weights, name: str, features: Tensor) -> Tensor:
     """Return features [b, s, f], each summed over the tokens until its own, with weights."""
     weight = w[f"{name}_convolution.weight"]
     kernel = weight.shape[-1]
-    seen = F.pad(features, (0, 0, kernel - 1, 0)).unfold(1, kernel, 1)  # [b, s, f, kernel]
-    return (seen * weight).sum(-1)
+    num_before = kernel - 1
+    padded = F.pad(features, (0, 0, num_before, 0))
+    seen = padded.unfold(1, kernel, 1)  # [b, s, f, kernel]
+    weighted = seen * weight
+    return weighted.sum(-1)

@@ -26,15 +26,21 @@ def rotated(config: ModelConfig, x: Tensor, positions: Tensor, has_window: bool)
     else:
         frequencies = _frequencies(config, half, positions.shape[1])
         factor = _yarn_factor(config)
-    angles = (positions.double()[..., None] * frequencies).unsqueeze(1)
-    turns = torch.polar(torch.full_like(angles, factor), angles)
-    pairs = torch.complex(x[..., :half].double(), x[..., half:dims].double())
-    turned = pairs * turns
-    return torch.cat((turned.real.to(x), turned.imag.to(x), x[..., dims:]), -1)
+    places = positions.double()
+    angles = places[..., None] * frequencies
+    angles = angles.unsqueeze(1)  # of all heads
+    lengths = torch.full_like(angles, factor)
+    turns = torch.polar(lengths, angles)
+    first = x[..., :half].double()
+    second = x[..., half:dims].double()
+    turned = torch.complex(first, second) * turns
+    left = x[..., dims:]
+    return torch.cat((turned.real.to(x), turned.imag.to(x), left), -1)
 
 
 def _unscaled(base: float, half: int) -> Tensor:
-    return base ** (-torch.arange(half, dtype=torch.float64) / half)
+    pairs = torch.arange(half, dtype=torch.float64)
+    return base ** (-pairs / half)
 
 
 def _frequencies(config: ModelConfig, half: int, length: int) -> Tensor:
@@ -43,7 +49,8 @@ def _frequencies(config: ModelConfig, half: int, length: int) -> Tensor:
     base = config.rope_base
     if scaling.kind == "dynamic":
         longer = max(1.0, length / scaling.original_max_position_embeddings)
-        base *= (scaling.factor * longer - scaling.factor + 1) ** (half / (half - 1))
+        growth = scaling.factor * longer - scaling.factor + 1
+        base *= growth ** (half / (half - 1))
     plain = _unscaled(base, half)
     if scaling.kind == "linear":
         return plain / scaling.factor
@@ -53,7 +60,9 @@ def _frequencies(config: ModelConfig, half: int, length: int) -> Tensor:
         left = _left_by_yarn(config, half)
     else:
         return plain
-    return left * plain + (1 - left) * plain / scaling.factor
+    kept = left * plain
+    stretched = (1 - left) * plain / scaling.factor
+    return kept + stretched
 
 
 def _left_by_llama3(config: ModelConfig, plain: Tensor) -> Tensor:
@@ -62,7 +71,8 @@ def _left_by_llama3(config: ModelConfig, plain: Tensor) -> Tensor:
     wavelengths = 2 * math.pi / plain
     low = scaling.low_freq_factor
     high = scaling.high_freq_factor
-    share = (scaling.original_max_position_embeddings / wavelengths - low) / (high - low)
+    turns = scaling.original_max_position_embeddings / wavelengths
+    share = (turns - low) / (high - low)
     return share.clamp(0, 1)
 
 
@@ -85,7 +95,8 @@ def _left_by_yarn(config: ModelConfig, half: int) -> Tensor:
     slow = min(slow, 2 * half - 1)
     if fast == slow:
         slow += 0.001
-    ramp = (torch.arange(half, dtype=torch.float64) - fast) / (slow - fast)
+    pairs = torch.arange(half, dtype=torch.float64)
+    ramp = (pairs - fast) / (slow - fast)
     return 1 - ramp.clamp(0, 1)
 
 
@@ -98,5 +109,7 @@ def _yarn_factor(config: ModelConfig) -> float:
         return scaling.attention_factor
     growth = 0.1 * math.log(scaling.factor)
     if scaling.mscale and scaling.mscale_all_dim:
-        return (1 + growth * scaling.mscale) / (1 + growth * scaling.mscale_all_dim)
+        of_some = 1 + growth * scaling.mscale
+        of_all = 1 + growth * scaling.mscale_all_dim
+        return of_some / of_all
     return 1 + growth

@@ -1,0 +1,83 @@
+"""The effects of commands of a shell script, as far as their words alone say them: what they may
+set."""
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import dropwhile
+
+from tools.interop.importing.shell_conditions import TESTS
+from tools.interop.importing.shell_expansions import WITH_DEFAULT
+from tools.interop.importing.shell_tokens import ODDITIES, Token, commands_of, written_of
+
+DECLARES = ("export", "declare", "typeset", "readonly", "local")
+HARMLESS_FLAGS = re.compile(r"-[xragA]+")
+SETS_WITHIN = re.compile(r"=|\+\+|--")
+
+
+def assignments_of(command: Sequence[Token], is_in_call: bool) -> list[Token]:
+    """Return the words of a command that would be assignments: for one that declares, without its
+    flags and bare names. is_in_call: a function is followed, without which `local` is no command.
+    """
+    name = command[0].text
+    is_local_of_none = name == "local" and not is_in_call
+    if name not in DECLARES or is_local_of_none:
+        return [*command]
+    words = [word for word in command[1:] if not word.text.isidentifier()]
+    return [*dropwhile(_is_harmless_flag, words)]
+
+
+def _is_harmless_flag(word: Token) -> bool:
+    return HARMLESS_FLAGS.fullmatch(word.text) is not None
+
+
+def name_before_sign(word: Token) -> str:
+    """Return what stands before the `=` of an assignment."""
+    name, _, _ = word.text.partition("=")
+    return name
+
+
+def changes_own_arguments(command: Sequence[Token]) -> bool:
+    """Return True for `shift`, and for `set` with words instead of options."""
+    name = command[0].text
+    option = written_of(command[1:2])
+    has_option = option.startswith(("-", "+")) and option != "--"
+    return name == "shift" or (name == "set" and not has_option)
+
+
+def oddities_that_may_set(command: Sequence[Token]) -> Iterator[str]:
+    """Yield the expansions in a command that may set variables: not `${NAME:=...}`, which is
+    followed."""
+    for odd in ODDITIES.findall(written_of(command)):
+        is_followed = WITH_DEFAULT.fullmatch(odd) is not None
+        may_set = not odd.startswith("${") or SETS_WITHIN.search(odd) is not None
+        if may_set and not is_followed:
+            yield odd
+
+
+def part_that_may_set(tokens: Sequence[Token]) -> str:
+    """Return the text of a statement that may set variables."""
+    written = written_of(tokens)
+    return " ".join(ODDITIES.findall(written)) if _sets_nothing(tokens) else written
+
+
+def _sets_nothing(tokens: Sequence[Token]) -> bool:
+    """Return True for words that are printed and for conditions in brackets, in which only an
+    expansion may set a variable."""
+    if {token.kind for token in tokens} - {"word", "redirect", "operator"}:
+        return False
+    begins = list[str]()
+    for command in commands_of(tokens):
+        texts = [token.text for token in command]
+        if texts[0] in ("if", "elif", "!"):
+            del texts[0]
+        begins.append(next(iter(texts), ""))
+    return set(begins) <= {"echo", *TESTS}
+
+
+def may_end_elsewhere(tokens: Sequence[Token], written: str) -> bool:
+    """Return True for quotes within quotes, which may end elsewhere than it seems, and take in
+    lines."""
+    kinds = {token.kind for token in tokens}
+    is_torn = "torn" in kinds or "other" in kinds
+    is_long = "\n" in written
+    return is_torn and is_long

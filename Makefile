@@ -8,6 +8,7 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 WORKERS ?= 2
 CAMPAIGN_ARGS ?= 200 0
+MUTANTS_ARGS ?= 25 0
 GPU_ARGS ?=
 GPU_PYTHON ?=
 BIN := .venv/bin
@@ -33,7 +34,7 @@ help:
 	@echo "make golden  follow a published learning curve to four digits, and write docs/reproduced.md  (TEXT=input.txt: its text)"
 	@echo "make gpu     run all that needs a GPU, and write docs/gpu.md  (GPU_PYTHON=python3: with the packages that are there)"
 	@echo "make offline-gpu  check without a GPU what torch's build for CUDA makes of the code: machine code, its numbers"
-	@echo "make campaign  run all of what tests only sample: hours  (CAMPAIGN_ARGS=\"50 1000\": 50 parity runs from seed 1000 on)"
+	@echo "make campaign  run all of what tests only sample: hours  (CAMPAIGN_ARGS=\"50 1000\": 50 parity runs from seed 1000 on; MUTANTS_ARGS=\"25 7\": 25 mutants of seed 7)"
 	@echo "make oracles install megatron-core, torchtitan, lm-eval and transformers 4, which tests compare with and are skipped without"
 	@echo "make lint    check style and types"
 	@echo "make format  put the code in its standard format"
@@ -61,6 +62,7 @@ campaign: $(READY)
 	$(PYTEST) -m campaign
 	$(BIN)/python -m tests.parity.campaign $(CAMPAIGN_ARGS)
 	$(BIN)/python -m tests.parity.bisected
+	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
 
 oracles: $(ORACLES)
 
@@ -99,7 +101,8 @@ $(CUDA_READY): setup.py
 	touch $@
 
 # torch is there by now, and stays the build that it is. Transformers 4 has a folder of its own beside the 5 of all else.
-# So has torchtitan with what it wants of other versions than all else; it takes 1 GB, most of it Triton.
+# So has torchtitan with what it wants of other versions than all else, but for Triton, which takes a gigabyte and stands in
+# its kernels alone (tests/titan_kernels).
 OLDER := .venv/transformers4
 TORCHTITAN := .venv/torchtitan
 $(ORACLES): $(READY) tests/convert/transformers4.txt tests/convert/torchtitan.txt

@@ -53,9 +53,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds `--part 2/3`, which tries the second third of the laws that the other options choose."""
+    """Adds `--part 2/6`, which tries the second sixth of the slow laws that the other options
+    choose, and all fast ones."""
     parser.addoption(
-        "--part", type=part, default=(1, 1), help="K/N: the K-th of N parts of the tests"
+        "--part", type=part, default=(1, 1), help="K/N: the K-th of N parts of the slow tests"
     )
 
 
@@ -68,11 +69,17 @@ def part(asked: str) -> tuple[int, int]:
 
 
 def leave_other_parts(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects the laws of other parts than `--part` says; all cases of a law are in one part."""
+    """Deselects the slow laws of other parts than `--part` says; all slow cases of a law are in one
+    part."""
     number, parts = config.option.part
-    others = [item for item in items if part_of(item.nodeid, parts) != number]
+    others = [
+        item
+        for item in items
+        if item.get_closest_marker("slow") and part_of(item.nodeid, parts) != number
+    ]
     config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if part_of(item.nodeid, parts) == number]
+    left_out = set(others)
+    items[:] = [item for item in items if item not in left_out]
 
 
 def part_of(test: str, parts: int) -> int:

@@ -62,7 +62,8 @@ _imported = [
     "torch.distributed.checkpoint",
 ]
 # What many modules of bodies import, and each rank would otherwise import with them.
-_imported += ["transformers.models.llama.modeling_llama", "pytest", "hypothesis"]
+_imported += ["transformers", "transformers.models.llama.modeling_llama"]
+_imported += ["pytest", "hypothesis"]
 _imported += ["tests.families", "tests.layouts", "tests.models.test_parity", "tests.runs"]
 LAST = "tests.frozen"
 PR_SET_PDEATHSIG = 1

@@ -24,7 +24,9 @@ from megaprec.checkpoint.atomic import checkpoints, latest
 from megaprec.checkpoint.keeping import Keep
 from megaprec.checkpoint.save_load import load, save
 from megaprec.checkpoint.saving import Saving
+from megaprec.checkpoint.snapshot import Snapshot, take_snapshot
 from megaprec.errors import Problem, UserError
+from megaprec.optim.optimizer import ParallelAMPOptimizer
 from tests.checkpoint.test_checkpoint import (
     MODEL,
     all_tensors,
@@ -398,3 +400,35 @@ def test_a_snapshot_holds_one_copy_of_what_this_rank_saves_and_none_without_back
             for tensor in buffer.saved().values()
         )
         assert not background or sum(storages.values()) <= own
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_copies_from_a_device_are_waited_for_before_they_are_written(
+    background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: what is copied has arrived when the wait is over, and not before."""
+
+    def arriving_late(optimizer: ParallelAMPOptimizer, copy: bool) -> Snapshot:
+        snapshot = take_snapshot(optimizer, copy=True)
+        on_their_way = []
+        for tensors in snapshot.files.values():
+            for values in tensors.values():
+                on_their_way.append((values, values.clone()))
+                values.fill_(0)
+
+        def arrive() -> None:
+            for values, sent in on_their_way:
+                values.copy_(sent)
+
+        snapshot.wait = arrive
+        return snapshot
+
+    monkeypatch.setattr(module, "take_snapshot", arriving_late)
+    optimizer = small()
+    for tensor in all_tensors(optimizer):
+        tensor.fill_(3.0)
+    saving = Saving(tmp_path, 1, optimizer, {}, background=background)
+    path = saving.finish().path
+    loaded = small()
+    load(path, loaded)
+    assert holds(loaded, 3.0)

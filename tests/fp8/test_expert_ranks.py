@@ -1,11 +1,13 @@
 """FP8 products of experts on ranks of their own: one scale for each tensor, and the training of one
 process."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.fp8.state import FP8State
@@ -14,7 +16,8 @@ from models.estimate.storage import simulated_experts
 from parallel.context import Context
 from tests.dialects.test_modes import distance
 from tests.fp8.test_training import EXPERTS, KINDS, alone, fp8, run, states, whole
-from tests.layouts import Run, train_all
+from tests.layouts import Run, make_engine, train_all
+from tests.ranks import run_ranks
 from tests.refusals import raises
 
 Layout = tuple[dict[str, int], dict[str, Any]]
@@ -100,3 +103,19 @@ def test_scales_that_differ_between_replicas_are_refused() -> None:
             fp8=FP8State(recipe, 2),
             experts=axes,
         )
+
+
+def names_of_scales(mesh: DeviceMesh | None, one: Run) -> list[str]:
+    """The names of the tensors of which a rank keeps FP8 scales."""
+    state = make_engine(mesh, one).fp8
+    assert state is not None
+    return list(state.names)
+
+
+def test_every_rank_has_scales_of_the_experts_that_there_are_and_of_no_other() -> None:
+    one = run(fp8(), model=EXPERTS, micro_batch=2, expert=2)
+    alone_names = names_of_scales(None, in_one(one))
+    experts = {re.sub(r".*experts\.(\d+)\..*", r"\1", n) for n in alone_names if ".experts." in n}
+    assert experts == {"0", "1", "2", "3"}
+    for names in run_ranks(names_of_scales, {"dp": 2}, one=one):
+        assert names == alone_names

@@ -178,6 +178,16 @@ def test_a_layout_trains_as_one_process_does(axes: dict[str, int]) -> None:
         assert first <= (2 if cut else 0.1) * error[0] and second <= 2 * error[1]
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+def test_tensor_parallel_ranks_cast_the_parts_of_a_tensor_by_one_scale(sequence: bool) -> None:
+    """Of current scaling, which agrees on the largest element before it casts."""
+    one = run(fp8("current", pad=True), steps=1, micro_batch=8, sequence=sequence)
+    single = whole(replace(one, sequence=False))
+    error = distance(single.grads[0], whole(replace(one, changes={}, sequence=False)).grads[0])
+    difference = distance(train(one, tp=2).grads[0], single.grads[0])
+    assert difference < 0.1 * error
+
+
 @pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("kind", ["delayed", "mx"])
 def test_schedules_agree_bit_for_bit(kind: Kind) -> None:

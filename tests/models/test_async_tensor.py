@@ -51,7 +51,7 @@ SETTINGS = {
     "modules recomputed": Setting((2, 1, 1), keys={"recompute": MODULES}),
     "ZeRO-2": Setting((2, 1, 2), keys={"options": {"shard_gradients": True}}),
 }
-FAST = ("tensor 2", "zb-h1")
+FAST = ("tensor 2",)
 ONE_LAYER = ["model.vocab=61", "model.layers=1", "model.hidden=16", "model.heads=2", "model.ffn=32"]
 ONE_LAYER += ["data.vocab_size=61", "train.steps=1", "train.global_batch=2", "train.micro_batch=2"]
 ONE_LAYER += ["train.seq_length=8", "parallel.tensor=2", "parallel.sequence=true"]

@@ -27,6 +27,8 @@ from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from models.engine.passes import Share
 from models.estimate import memory
+from models.estimate.elementwise import LayerShare
+from models.estimate.least_activations import least_bytes_of_layer
 from models.estimate.memory import ActivationBytes, StageMemory, message_bytes
 from models.estimate.storage import Device, without_storage
 from parallel.activation_checkpoint import KEEP, MODULES, Recompute
@@ -145,6 +147,21 @@ def foretold_activations(case: Case, tp: int) -> int:
 def middle(model: dict[str, Any]) -> Cut:
     """The second of three stages."""
     return cuts(ModelConfig(**model), 3, LENGTH)[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3"])
+@pytest.mark.parametrize(("tp", "sequence"), [(1, False), (2, False), (2, True)])
+def test_the_lower_bound_of_a_layer_is_below_what_it_keeps_and_not_far_below(
+    family: str, tp: int, sequence: bool
+) -> None:
+    model = FAMILIES[family]
+    share = LayerShare(tp, sequence)
+    for recompute in (KEEP, Recompute(("activation",)), Recompute(("norm",)), Recompute(MODULES)):
+        case = Case(model, recompute, sequence)
+        layers = len(middle(model).layers)
+        least = least_bytes_of_layer(ModelConfig(**model), case.plan, share, recompute)
+        bound = least * layers * LENGTH * BATCH
+        assert 0.4 < bound / foretold_activations(case, tp) < 1, recompute
 
 
 def kept_by_a_stage(mesh: DeviceMesh, cases: Sequence[Case]) -> list[int]:

@@ -299,3 +299,12 @@ def test_modules_take_layers_off_the_last_stage() -> None:
         [4, 4],
         [6, 2],
     ]
+
+
+def test_a_module_costs_a_layer_a_head_and_the_product_of_two_rows_side_by_side() -> None:
+    """As many FLOPs as two for each element of these weights, and those of attention."""
+    config = ModelConfig(family="llama", **SIZES, kv_heads=2, mtp_layers=2)
+    side_by_side = 2 * config.hidden
+    product = 2 * config.hidden * side_by_side
+    of_one = config.layer_flops(16) + config.head_flops() + product
+    assert config.mtp_flops(16) == 2 * of_one

@@ -255,3 +255,38 @@ def test_the_law_of_layouts_finds(bug: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert not differing(good.grads[0], expected[0]["grads"])
     bad = train(replace(run, before=bug))
     assert differing(bad.grads[0], expected[0]["grads"])
+
+
+def reported_and_real_corrections(
+    mesh: DeviceMesh | None, run: Run
+) -> list[tuple[tuple[float, float] | None, tuple[float, float]]]:
+    """Of each layer on this rank, the lowest and highest correction that a step reports, and those
+    that its router has in that step."""
+    engine = make_engine(mesh, run)
+    routers = [
+        one
+        for stage in engine.stages.values()
+        for one in stage.modules()
+        if isinstance(one, router.Router) and one.correction is not None
+    ]
+    found = []
+    for number, batch in enumerate(batches(run)[:2]):
+        engine.optimizer.wait()
+        real = [one.correction.detach().aminmax() for one in routers if one.correction is not None]
+        real_numbers = [(float(low), float(high)) for low, high in real]
+        report = engine.step(share_of(mesh, batch), run.lr, number)
+        reported = [one.corrections for one in report.routers]
+        found += zip(reported, real_numbers, strict=True)
+    return found
+
+
+@pytest.mark.parametrize("axes", [{}, {"dp": 2}, {"tp": 2}], ids=str)
+def test_reported_corrections_are_those_of_the_routers_in_any_layout(axes: dict[str, int]) -> None:
+    run = replace(GLM, compute="fp32")
+    ranks = run_ranks(reported_and_real_corrections, axes, run=run) if axes else [
+        reported_and_real_corrections(None, run)
+    ]  # fmt: skip
+    for found in ranks:
+        assert any(high > 0 for _, (_, high) in found)
+        for reported, real in found:
+            assert reported == real

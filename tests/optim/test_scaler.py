@@ -233,6 +233,28 @@ def test_an_impossible_option_is_named(options: dict[str, Any], message: str) ->
     assert re.search(message, problem)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"initial": 2.0, "minimum": 2.0},
+        {"initial": 2.0, "maximum": 2.0},
+        {"minimum": 2.0**-126},
+        {"maximum": 2.0**127},
+        {"growth_interval": 1},
+        {"hysteresis": 1},
+    ],
+    ids=str,
+)
+def test_an_option_at_the_end_of_its_range_is_possible(options: dict[str, Any]) -> None:
+    scaler = dynamic_scaler(**options)
+    assert scaler.scale.item() == options.get("initial", LossScaling("dynamic").initial)
+
+
+@pytest.mark.parametrize("scale", [2.0**-126, 2.0**127])
+def test_the_least_and_the_largest_constant_scale_are_possible(scale: float) -> None:
+    assert ConstantGradScaler(scale).scale.item() == scale
+
+
 def test_all_impossible_options_are_named_at_once() -> None:
     with pytest.raises(UserError) as raised:
         dynamic_scaler(

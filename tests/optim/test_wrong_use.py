@@ -25,6 +25,7 @@ from megaprec.optim.rules.muon.rule import Muon
 from megaprec.optim.rules.param_groups import Group
 from megaprec.optim.rules.torch_rule import TorchRule
 from megaprec.optim.rules.update_rules import SGD, AdamW
+from megaprec.optim.setting_ranges import require_settings
 from megaprec.precision.names_elsewhere import PLAN
 from megaprec.precision.plan import LossScaling, PrecisionPlan, plan
 from parallel.context import Context
@@ -936,3 +937,36 @@ def test_a_clip_that_a_loop_sets_to_no_norm_is_refused_before_anything_changes(c
     assert all(map(torch.equal, held(model), before))
     optimizer.clip = 1.0
     assert optimizer.step().outcome == "applied"
+
+
+SETTINGS: dict[str, Any] = {
+    "clip": 1.0,
+    "norm": 2.0,
+    "bucket": 0,
+    "zero_size": 0,
+    "seed": 0,
+    "lr": 1e-3,
+    "weight_decay": 0.1,
+    "ema": 0.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "last", "beyond"),
+    [
+        ("clip", 0.0, -1e-9),
+        ("norm", 1.0, 0.999),
+        ("bucket", 0, -1),
+        ("zero_size", 0, -1),
+        ("lr", 0.0, -1e-9),
+        ("weight_decay", 0.0, -1e-9),
+        ("ema", 0.0, -1e-9),
+        ("ema", 0.999, 1.0),
+    ],
+)
+def test_the_end_of_a_range_belongs_to_it_and_what_is_beyond_does_not(
+    name: str, last: float, beyond: float
+) -> None:
+    require_settings(**{**SETTINGS, name: last})
+    with pytest.raises(UserError):
+        require_settings(**{**SETTINGS, name: beyond})

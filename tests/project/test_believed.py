@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -29,10 +30,15 @@ LISTENS = {
 UNPICKLES = "tools/convert/core/untrusted.py"
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
+@cache
+def names_by_module() -> dict[str, frozenset[str]]:
+    """The names that each module uses, read once for all laws."""
+    found = {}
     for package in ("megaprec", "parallel", "models", "tools"):
         for path in sorted((ROOT / package).rglob("*.py")):
-            yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+            module = ast.parse(path.read_text(encoding="utf-8"))
+            found[path.relative_to(ROOT).as_posix()] = frozenset(names_in(module))
+    return found
 
 
 def names_in(module: ast.Module) -> Iterator[str]:
@@ -50,13 +56,13 @@ def names_in(module: ast.Module) -> Iterator[str]:
 
 
 def test_nothing_that_another_process_sent_is_unpickled() -> None:
-    used = {path: set(names_in(module)) & (PICKLES | OBJECTS) for path, module in modules()}
+    used = {path: names & (PICKLES | OBJECTS) for path, names in names_by_module().items()}
     assert {path: names for path, names in used.items() if names} == {UNPICKLES: {"pickle"}}
 
 
 def test_what_listens_is_known() -> None:
     listening = {name: set[str]() for name in LISTENS}
-    for path, module in modules():
-        for name in LISTENS.keys() & set(names_in(module)):
+    for path, names in names_by_module().items():
+        for name in LISTENS.keys() & names:
             listening[name].add(path)
     assert listening == LISTENS

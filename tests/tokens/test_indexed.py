@@ -224,7 +224,7 @@ def test_tokens_and_documents_out_of_range_are_refused(tmp_path: Path) -> None:
             dataset.tokens(start, length)
 
 
-@pytest.mark.parametrize("ids", [[-1], [5, 1000], [70000]])
+@pytest.mark.parametrize("ids", [[-1], [1, -5], [-5, 1], [5, 1000], [1000, 5], [70000]])
 def test_an_id_outside_the_vocabulary_is_never_written(tmp_path: Path, ids: list[int]) -> None:
     with raises(
         "data.ids_outside_vocabulary",

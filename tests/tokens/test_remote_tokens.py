@@ -30,6 +30,7 @@ from tests.refusals import raises
 from tests.tokens.ranged_server import Conduct, serving
 from tools.cli import main
 from tools.config.run_file import RunConfig, load_run
+from tools.training import prepared_files
 from tools.training.data_sources import check_sources, training_sources
 from tools.training.prepare import prepare
 from tools.training.prepared_files import open_prepared
@@ -291,6 +292,25 @@ def test_each_machine_has_its_own_copy_of_the_tokenizer_at_a_url(
     corpus, _ = open_prepared(machines, prepared)
     assert corpus.tokenizer is not None
     assert corpus.tokenizer.path.is_relative_to(tmp_path / "another")
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "checks"), [(0, 0, False), (1, 1, False), (2, 0, True), (3, 1, False)]
+)
+def test_one_rank_of_each_other_machine_checks_the_files_that_are_there(
+    rank: int,
+    local_rank: int,
+    checks: bool,
+    machines: RunConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepared = prepared_by_rank_0(machines)
+    checked: list[Any] = []
+    monkeypatch.setattr(prepared_files, "identified", lambda *given: checked.append(given))
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    open_prepared(machines, prepared)
+    assert len(checked) == checks
 
 
 @pytest.mark.parametrize("reader", ["rank 0", "rank 1"])

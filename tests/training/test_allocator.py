@@ -46,6 +46,7 @@ def test_a_c_library_without_such_a_setting_is_left_alone(monkeypatch: pytest.Mo
     keep_freed_memory()
 
 
+@pytest.mark.slow
 def test_products_of_any_numbers_of_rows_leave_little_in_memory() -> None:
     environment = {name: v for name, v in os.environ.items() if name not in PRODUCT_CACHES}
     command = [sys.executable, "-c", PRODUCTS]

@@ -5,6 +5,7 @@ import json
 import re
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -234,3 +235,20 @@ def test_keys_that_contradict_the_tasks_are_refused(
 
 def test_tasks_may_be_all_that_is_evaluated(file: Path) -> None:
     assert load_run(file, asked(file, "data.held_out=0")).data.lm_eval == ("my_text", "my_choices")
+
+
+def test_another_rank_computes_all_that_the_first_one_sends_until_it_sends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the first one would wait for it without an end."""
+    sent = [["first sample"], ["second", "third"], []]
+    computed: list[list[str]] = []
+    monkeypatch.setattr(harness, "_broadcast_samples", lambda relay, own: sent.pop(0))
+    monkeypatch.setattr(
+        harness, "likelihoods", lambda relay, samples, note: computed.append(samples)
+    )
+    rank: Any = harness.Harness.__new__(harness.Harness)
+    rank._relay = SimpleNamespace(world=SimpleNamespace(rank=1))
+    rank._engine = SimpleNamespace(optimizer=SimpleNamespace(wait=lambda: None))
+    assert rank.results() == {}
+    assert computed == [["first sample"], ["second", "third"]]

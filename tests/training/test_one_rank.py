@@ -111,8 +111,9 @@ def test_a_lost_connection_is_a_consequence_whenever_it_was_noted(tmp_path: Path
         ("RuntimeError: Connection closed by peer", 1, None, "stopped by {name}"),
         ("ValueError: a bug", 1, 1, "rank 1 failed with exit code 1: ValueError: a bug"),
         ("", 7, 7, "rank 1 failed with exit code 7: no reason given"),
+        ("", None, None, ""),  # it was told to stop before it could note why
     ],
-    ids=["stopped", "lost", "failed", "silent"],
+    ids=["stopped", "lost", "failed", "silent", "not begun"],
 )
 def test_a_rank_that_hears_a_signal_before_or_after_the_others_ends_as_all_that_are_told_to_stop(
     number: signal.Signals,

@@ -2,6 +2,7 @@
 end as a good one."""
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.runs import train, write_run
 from tools.config.run_file import load_run
 from tools.training.corpus import Corpus, open_corpus
+from tools.training.prepare import prepare
 from tools.training.run_warnings import run_warnings
 
 
@@ -44,6 +46,20 @@ def test_keys_that_are_surely_not_meant_are_named(
     found = [*run_warnings(load_run(run_file, overrides), corpus, 1, "cpu")]
     assert len(found) == (begins is not None)
     assert begins is None or found[0].startswith(begins.format(folder=run_file.parent))
+
+
+def test_every_warning_is_printed_before_the_run_begins(
+    run_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tools.training.prepare.run_warnings", lambda *given: ["one", "another"])
+    with ExitStack() as locks:
+        prepare(load_run(run_file, [f"train.folder={tmp_path}/run"]), locks)
+    said = capsys.readouterr().out.splitlines()
+    assert "warning    one" in said
+    assert "warning    another" in said
 
 
 @pytest.mark.parametrize("key", ["train.global_batch={}", "train.batch_schedule=[[0,{}],[8,8]]"])

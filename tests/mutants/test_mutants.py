@@ -1,0 +1,149 @@
+"""The laws of the mutants: one place is changed, in a copy; a law kills only what it lets live
+unchanged."""
+
+import ast
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.__main__ import main, read_results
+from tests.mutants.changes import TRAINING, draw, mutants_of
+from tests.mutants.laws import PARITY, folder_of, laws_of
+from tests.mutants.trial import KILLED, SURVIVED, Trials, Verdict, commit_of
+
+ROOT = Path(__file__).parents[2]
+SOURCE = '''
+"""A docstring of 3 < 4 words."""
+
+
+def price(count: "int | None", each: int = 2) -> int:
+    """Return 1 price."""
+    if count is None or count < 1:
+        raise ValueError(f"{count + 1} is less than {1 + 1}")
+    assert each > 0
+    print(count)
+    return min(count, 9) * each
+'''
+KINDS = {
+    "boolean": [("or", "and")],
+    "comparison": [("<", "<=")],
+    "condition": [("count is None or count < 1", "(not (count is None or count < 1))")],
+    "constant": [("1", "2"), ("9", "10"), ("2", "3")],
+    "extreme": [("min", "max")],
+    "arithmetic": [("*", "/")],
+    "removed call": [("print(count)", "pass")],
+}
+
+
+def test_every_kind_is_found_and_messages_annotations_and_assertions_are_left_alone() -> None:
+    found: dict[str, list[tuple[str, str]]] = {}
+    for mutant in mutants_of("price.py", SOURCE.encode()):
+        found.setdefault(mutant.kind, []).append((mutant.before, mutant.after))
+    assert {kind: sorted(pairs) for kind, pairs in found.items()} == {
+        kind: sorted(pairs) for kind, pairs in KINDS.items()
+    }
+
+
+@pytest.mark.parametrize("text", ["größe = 'ä' * 2  # ü\n", "x = (1  # < is meant\n     < y)\n"])
+def test_places_are_right_behind_letters_of_several_bytes_and_comments(text: str) -> None:
+    for mutant in mutants_of("x.py", text.encode()):
+        assert mutant.applied(text.encode()).decode().count("#") == text.count("#")
+        ast.parse(mutant.applied(text.encode()))
+
+
+def test_a_mutant_changes_one_place_of_what_is_computed() -> None:
+    folders = ["megaprec/comm", "megaprec/precision", "tools/training"]
+    drawn = draw(ROOT, 120, 1, folders)
+    assert len({(mutant.path, mutant.line) for mutant in drawn}) == 120
+    assert len({mutant.kind for mutant in drawn}) == len(KINDS)
+    for mutant in drawn:
+        source = (ROOT / mutant.path).read_bytes()
+        changed = mutant.applied(source)
+        assert changed[: mutant.start] == source[: mutant.start]
+        behind = len(source) - mutant.stop
+        assert changed[len(changed) - behind :] == source[mutant.stop :]
+        assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source)), mutant
+
+
+def test_a_seed_draws_the_same_mutants_and_another_seed_others() -> None:
+    folders = ["megaprec/tokens"]
+    assert draw(ROOT, 20, 1, folders) == draw(ROOT, 20, 1, folders)
+    assert draw(ROOT, 20, 1, folders) != draw(ROOT, 20, 2, folders)
+
+
+def test_the_laws_of_a_module_come_before_those_of_its_room() -> None:
+    first, others = laws_of(ROOT, "megaprec/optim/decision/scaler.py")
+    assert "tests/optim/test_scaler.py" in first
+    assert first[-1] == PARITY
+    assert "tests/optim/test_lr.py" in others
+    assert not set(first) & set(others)
+
+
+def test_every_file_that_trains_is_in_a_room_with_laws() -> None:
+    for folder in TRAINING:
+        for file in (ROOT / folder).rglob("*.py"):
+            assert (ROOT / folder_of(ROOT, file.relative_to(ROOT).as_posix())).is_dir()
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Path:
+    """A tree of one module and its laws, committed; one of the laws fails without a mutant."""
+    tree = tmp_path / "shop"
+    files = {
+        "goods/price.py": SOURCE,
+        "docs/code.md": "| `goods` | prices | `tests/goods` |\n",
+        "tests/goods/test_price.py": (
+            "import time\nfrom goods.price import price\n\n"
+            "def test_wrong():\n    assert False\n\n"
+            "def test_price():\n    assert price(3) == 6\n"
+        ),
+    }
+    for name, text in files.items():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text(text)
+    who = ["-c", "user.name=shop", "-c", "user.email=shop@example.com"]
+    for words in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "A shop"]):
+        subprocess.run(["git", *words], cwd=tree, check=True)
+    return tree
+
+
+@pytest.mark.slow
+def test_mutants_are_killed_by_laws_that_hold_without_them_and_the_tree_is_as_it_was(
+    shop: Path, tmp_path: Path
+) -> None:
+    results = tmp_path / "results.jsonl"
+    words = ["9", "0", "--folders", "goods", "--results", str(results)]
+    assert main(words, shop) == 1
+    verdicts = read_results(results, commit_of(shop))
+    told = {name.partition(": ")[2]: verdict for name, verdict in verdicts.items()}
+    assert told["removed call: 'print(count)' -> 'pass'"].outcome == SURVIVED
+    assert told["constant: '2' -> '3'"].outcome == KILLED
+    assert told["constant: '2' -> '3'"].by == "tests/goods/test_price.py::test_price"
+    crashed = [name for name, verdict in told.items() if verdict.crashed]
+    assert [name.partition(":")[0] for name in crashed] == ["condition"]
+    status = subprocess.run(
+        ["git", "status", "--porcelain"], cwd=shop, check=True, capture_output=True, text=True
+    )
+    assert status.stdout == ""
+    listed = subprocess.run(
+        ["git", "worktree", "list"], cwd=shop, check=True, capture_output=True, text=True
+    )
+    assert len(listed.stdout.splitlines()) == 1
+
+
+def test_what_has_a_verdict_is_not_tried_again(
+    shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def tried(self: Trials, mutant: object) -> object:
+        asked.append(str(mutant))
+        return Verdict(KILLED, "a law", crashed=True)
+
+    monkeypatch.setattr(Trials, "tried", tried)
+    words = ["3", "0", "--folders", "goods", "--results", str(tmp_path / "results.jsonl")]
+    assert main(words, shop) == 0
+    assert len(asked) == 3
+    assert main(["4", *words[1:]], shop) == 0
+    assert len(asked) == 4

@@ -101,8 +101,7 @@ $(CUDA_READY): setup.py
 	touch $@
 
 # torch is there by now, and stays the build that it is. Transformers 4 has a folder of its own beside the 5 of all else.
-# So has torchtitan with what it wants of other versions than all else, but for Triton, which takes a gigabyte and stands in
-# its kernels alone (tests/titan_kernels).
+# So has torchtitan with what it wants of other versions than all else; it takes 1 GB, most of it Triton.
 OLDER := .venv/transformers4
 TORCHTITAN := .venv/torchtitan
 $(ORACLES): $(READY) tests/convert/transformers4.txt tests/convert/torchtitan.txt

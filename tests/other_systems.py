@@ -2,8 +2,6 @@
 training file."""
 
 import json
-import os
-import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,9 +31,6 @@ NEEDS_MEGATRON = (
         reason="needs the package megatron-core (pip install megatron-core einops)",
     )
 )
-TORCHTITAN = Path(sys.prefix) / "torchtitan"
-# for its kernels, which no test calls, something takes the place of Triton
-TITAN_PATHS = os.pathsep.join((str(TORCHTITAN), str(Path(__file__).parent / "titan_kernels")))
 _SIZES = {
     "vocab_size": 131,
     "hidden_size": 24,

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.other_systems import TITAN_PATHS, TORCHTITAN
 from tools.convert.formats import open_source
 from tools.convert.verify import load_stage
 
 HERE = Path(__file__).parent
+TORCHTITAN = Path(sys.prefix) / "torchtitan"
 pytestmark = [
     pytest.mark.skipif(not TORCHTITAN.is_dir(), reason="needs torchtitan (make oracles)"),
 ]
@@ -92,7 +92,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / kind).mkdir()
         torch.save(ids, folder / kind / "ids.pt")
         command += [kind, str(folder / kind)]
-    paths = {"PYTHONPATH": TITAN_PATHS}
+    paths = {"PYTHONPATH": str(TORCHTITAN)}
     subprocess.run(command, check=True, env={**os.environ, **paths})
     return folder
 

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import no_triton  # noqa: F401 -- before torchtitan is imported
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from megaprec.tokens.indexed import IndexedWriter
-from tests.other_systems import TITAN_PATHS, TORCHTITAN
 from tools import cli
 from tools.console.toml import toml
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+TORCHTITAN = Path(sys.prefix) / "torchtitan"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not TORCHTITAN.is_dir(), reason="needs torchtitan (make oracles)"),
@@ -98,7 +98,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save(windows.reshape(STEPS, SAMPLES, LENGTH + 1).clone(), folder / "ids.pt")
     (folder / "settings.json").write_text(json.dumps(SETTINGS))
     program = [sys.executable, str(HERE / "titan_program.py"), str(folder)]
-    subprocess.run(program, check=True, env={**os.environ, "PYTHONPATH": TITAN_PATHS})
+    subprocess.run(program, check=True, env={**os.environ, "PYTHONPATH": str(TORCHTITAN)})
     (folder / "config.json").write_text(json.dumps(CONFIG))
     seed = folder / "step-0"
     assert cli.main(["convert", str(seed), str(folder / "converted"), "--to", "megaprec"]) == 0

@@ -329,7 +329,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         ]
         self._reducer = GradReducer(chunks, tp, overlap, sums)
         self._gatherer = ParamGatherer(parts, buffers, overlap)
-        # views, made once: the memory of the gradients is the same in every step
+        # Views of what this rank counts in norm and zeros, each logical element once over all
+        # ranks; copies that another rank counts must be finite too. Made once: the memory stays.
         self._counted_grads = list(self._model_buffers.counted())
         self._grads_counted_elsewhere = list(self._model_buffers.counted_elsewhere())
         self._fp8_masters = self._model_buffers.fp8_masters(
@@ -607,6 +608,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         # gradients are in the buffers before they are reduced, over tp and dp first and then over
         # tied and virtual copies.
         self.wait()
+        # weights that a loop has written to, such as clamped ones, become masters
         self._model_buffers.adopt_written_weights(self.checks_loop, self.applied_steps)
         if self._average is not None:
             self._average.begin()
@@ -650,6 +652,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         )
         if loss is not None and self.average:
             loss = loss / self.dp.size  # so that the sum over dp is the mean
+        # which parameters have a gradient: the ranks of a stage must agree on it
         presence = summarize_presence(self.all_buffers(), settings.lines)
         nothing_counts: Tensor | float = 0.0
         if counted_tokens is not None:

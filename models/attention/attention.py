@@ -144,6 +144,7 @@ class Attention(nn.Module):
             "attention",
             partial(self._attend, rotary=rotary, microbatch=microbatch, attn_mask=attn_mask),
             self._project(x),
+            # given here, so that attention's result is not kept for the backward pass
             then=self.output,
         )
 

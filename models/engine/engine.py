@@ -367,7 +367,8 @@ class Engine:
         recording: Recording | None = None,
     ) -> PassState:
         """Run the first half of `step`: all passes. Returns the argument of the second half."""
-        # Other passes may have left numbers there: the sentinel's, or those of a replay.
+        # The numbers that are only reported (routers, z-loss, tokens ahead) begin at zero: other
+        # passes may have left some, the sentinel's or those of a replay.
         self._step_sums.clear()
         # Gradients are not cleared: the first one overwrites `main_grad`. And each layer waits
         # for its own weights (`ParamGatherer`).
@@ -383,6 +384,7 @@ class Engine:
 
     def update(self, state: PassState, lr: float, limits: StepLimits = NO_LIMITS) -> StepReport:
         """Run the second half of `step`: apply or skip it."""
+        # The passes have reduced gradients, or begun to; the optimizer's step completes that.
         self.passes.position.note_action("gradient reduction")
         further = self._step_sums.sum(state)
         if self.last_stage in self.stages:

@@ -237,7 +237,7 @@ class Passes:
         canonical = self.optimizer.canonical
         # The full share is kept as it is: the replay of a skipped step begins with it.
         local = share.cut(self.cp).on(device)
-        # Only the last stage divides by the number of tokens.
+        # Only the last stage divides by the number of tokens; on others it may stay unknown (NaN).
         has_last_stage = self.last_stage in self.stages
         token_count = count_tokens(
             tokens=local.targets.numel(),

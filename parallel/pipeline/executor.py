@@ -176,7 +176,8 @@ class Executor:
         self._finish()
 
     def abandon(self) -> None:
-        """Discard the results of the instructions so far, so that the program can start again."""
+        """Discard the results of the instructions so far, so that the program can start again: a
+        loop of a user's own does so after an error (`parallel.pipeline.loop`)."""
         self._mail.clear()
         self._inputs_and_edges.clear()
         self._weight_work.clear()
@@ -247,6 +248,7 @@ class Executor:
         carry_out(work)
 
     def _reduce(self, instruction: Instruction) -> None:
+        # `schedules.complete` has put it behind the last weight gradient of the stage
         self._hooks.reduce(instruction.stage)
 
     def _send(self, instruction: Instruction) -> None:

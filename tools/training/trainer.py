@@ -263,7 +263,8 @@ class Trainer:
         first_step = self.progress.step + 1
         while self.progress.step < self.config.train.steps and not self._is_stopping:
             self.position.enter(Phase.STEP, self.progress.step + 1)
-            # A run whose folder was removed has nowhere to save, and stops on all ranks.
+            # A run whose folder was removed has nowhere to save. What one rank asks for here, all
+            # learn in the step ("stops" of `consensus.NUMBERS`).
             self.engine.optimizer.stop |= folder.is_gone()
             self._invariants.before(self.progress.step + 1)
             start_time = time.perf_counter()

@@ -116,9 +116,11 @@ def test_logits_are_those_of_the_plain_model_and_of_kept_keys(seed: int) -> None
 @SEEDS
 def test_flops_are_those_that_torch_counts(seed: int) -> None:
     """Of models whose attention torch counts whole: not of windows, sinks and values of another
-    width than keys, and not of gated delta nets, whose recurrence is counted."""
+    width than keys, and not of gated delta nets and Mamba-2 mixers, whose recurrence is counted."""
     config = model_of(seed).without_mtp.attending
     config = config.model_copy(update={"window": 0, "window_layers": (), "attention_sinks": False})
+    attending = config.hybrid_pattern.replace("M", "*")
+    config = config.model_copy(update={"hybrid_pattern": attending})
     if config.latent and config.latent.value_dim != config.latent.head_dim:
         config = config.model_copy(
             update={"latent": config.latent.model_copy(update={"value_dim": 10})}

@@ -4,6 +4,7 @@ run."""
 import inspect
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,20 @@ from megaprec.diagnose.spike_monitor import SpikeMonitor
 from megaprec.errors import Problem, UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.rules.lr import SCHEDULES
-from megaprec.optim.rules.rule_table import RULES
+from megaprec.optim.rules.rule_table import RULES, rule
 from megaprec.optim.rules.update_rules import AdamW
-from megaprec.precision.fp8_recipe import FP8Recipe
+from megaprec.precision.fp8_recipe import SCALE_KINDS, FP8Recipe
 from megaprec.precision.plan import LossScaling, PrecisionPlan
 from models.activations import ACTIVATIONS
 from models.presets import preset
 from parallel.pipeline.kinds import KINDS
 from tests.refusals import raises, sentence, shows
 from tools.commands.keys import describe_keys
+from tools.config.key_help import key_tables
 from tools.config.key_suggestions import ELSEWHERE
 from tools.config.layouts import check_world
 from tools.config.removed_keys import REMOVED_KEYS
+from tools.config.rules.derived import make_rule
 from tools.config.run_file import RunConfig, known_keys, load_run
 from tools.config.tables.data_settings import Data
 from tools.config.tables.native_keys import FP8_KEYS, SCALING, loss_scaling
@@ -364,6 +367,32 @@ def test_a_name_that_its_table_lacks_is_refused_with_the_names_of_the_table(key:
     }
     (problem,) = problems(*MINIMAL, f"{key}=no-such-name")
     assert all(name in problem for name in tables[key])
+
+
+@pytest.mark.parametrize(
+    ("key", "table"),
+    [
+        ("optimizer.name", RULES),
+        ("lr.schedule", SCHEDULES),
+        ("parallel.schedule", KINDS),
+        ("model.mlp", ACTIVATIONS),
+        ("fp8.kind", SCALE_KINDS),
+    ],
+)
+def test_the_help_of_a_key_has_each_name_of_its_table(key: str, table: Mapping[str, Any]) -> None:
+    keys = {entry.name: entry for rows in key_tables() for entry in rows.keys}
+    words = re.findall(r"[\w-]+", keys[key].help)
+    assert [name for name in table if name not in words] == []
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_rule_of_a_run_has_the_defaults_of_the_rule_itself(name: str) -> None:
+    assert make_rule(Optimizer(name=name)) == rule(name)
+
+
+def test_importers_have_a_branch_for_each_rule_that_is_known_elsewhere() -> None:
+    """Those of Megatron-LM's and DeepSpeed's `add_optimizer`."""
+    assert {name for name, kind in RULES.items() if kind.elsewhere} == {"adamw", "sgd"}
 
 
 def test_a_number_where_text_belongs_in_a_file_is_refused(run_file: Path) -> None:

@@ -12,6 +12,7 @@ PARTS = {
     "GatedDeltaNet": "models.recurrent.gated_delta_net",
     "MambaMixer": "models.recurrent.mamba_mixer",
     "MixtureOfExperts": "models.feed_forward.moe",
+    "require_nvfp4_layers": "models.nvfp4_models",
     "attend_over_ranks": "models.attention.context_parallel",
 }
 """The modules that define classes and functions, by the name of each."""

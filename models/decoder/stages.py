@@ -85,7 +85,6 @@ from models.config import ModelConfig
 from models.decoder.layer import DecoderLayer, make_norm
 from models.decoder.mtp import MTPBatch, PredictionModule
 from models.mup import note_growth
-from models.nvfp4_models import require_nvfp4_layers
 from models.optional_parts import part
 from models.rope_scaling import RopeScaling
 from parallel.context import Context
@@ -142,7 +141,7 @@ class Stage(nn.Module):
         super().__init__()
         recipe = context.plan.fp8
         if recipe is not None and recipe.scales.four_bits:
-            require_nvfp4_layers(config)
+            part("require_nvfp4_layers")(config)
         self.config = config
         self.context = context
         self.cut = cut

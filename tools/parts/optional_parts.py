@@ -39,6 +39,7 @@ PARTS = {
     "build_validation_set": "tools.training.data_building",
     # of keys of the run file that few runs have
     "stage_maker": "models.decoder.own_model",
+    "nvfp4_problems": "models.nvfp4_models",
     "check_fp8": "tools.training.fp8_summary",
     "fp8_lines": "tools.training.fp8_summary",
     "draw_weights": "models.engine.shared_drawing",

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from megaprec.errors import Problem
 from megaprec.optim.decision.scaler import make_scaler
 from models.config import ModelConfig
-from models.nvfp4_models import nvfp4_problems
 from tools.config.rules.checking import problems_of, unmatched
 from tools.config.tables.native_keys import (
     loss_scaling,
@@ -15,6 +14,7 @@ from tools.config.tables.native_keys import (
 )
 from tools.config.tables.precision_settings import FP8, Precision
 from tools.config.tables.settings import Parallel
+from tools.parts.optional_parts import part
 
 
 def _fp32_patterns(precision: Precision, model: ModelConfig) -> Iterator[str]:
@@ -35,7 +35,7 @@ def _recipe(fp8: FP8) -> Iterator[str]:
 def _nvfp4(model: ModelConfig, parallel: Parallel, fp8: FP8) -> Iterator[str]:
     if not fp8.four_bits:
         return
-    yield from nvfp4_problems(model)
+    yield from part("nvfp4_problems")(model)
     if parallel.context > 1:
         yield Problem.of("parallel.nvfp4_context", size=parallel.context)
     if parallel.tensor > model.kv_heads:

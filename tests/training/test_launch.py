@@ -39,7 +39,7 @@ while not Path(sys.argv[1]).exists():
     time.sleep(0.01)
 from tools.training.stopping import note_failure
 from megaprec.errors import UserError
-from tools.training.stopping import TrainingDiverged
+from tools.training.ends import TrainingDiverged
 try:
     raise UserError("data.source: empty", "data.vocab_size: too large")
 except UserError as error:
@@ -100,7 +100,7 @@ def test_threads_are_those_asked_for_or_a_share_of_the_cores(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tools.training.launch.cores", lambda: 9)
+    monkeypatch.setattr("tools.training.launched.cores", lambda: 9)
     if asked:
         monkeypatch.setenv("OMP_NUM_THREADS", asked)
     assert start_ranks(python(REPORT, tmp_path), 2, threads) == 0

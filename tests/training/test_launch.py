@@ -310,7 +310,10 @@ def without(limit: str) -> list[str]:
         (
             "loopback",
             1,
-            sentence("parallel.no_interface", reason=re.compile("Unable to find (?:interface|address) for: ")),
+            sentence(
+                "parallel.no_interface",
+                reason=re.compile("Unable to find (?:interface|address) for: "),
+            ),
         ),
     ],
 )

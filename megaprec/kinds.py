@@ -9,15 +9,13 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from functools import cache, wraps
+from functools import cache
 from types import NoneType, UnionType
 from typing import (
     Any,
     ClassVar,
     Literal,
-    ParamSpec,
     Self,
-    TypeVar,
     Union,
     get_args,
     get_origin,
@@ -29,8 +27,6 @@ from pydantic_core import ErrorDetails
 
 from megaprec.errors import UserError, did_you_mean
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 # dtypes that a plan may name
 PLAN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -66,22 +62,6 @@ class NamedArguments:
     def __new__(cls, *args: Any, **options: Any) -> Self:
         _require_known(cls.__name__, options, cls.__init__, cls.ELSEWHERE)
         return super().__new__(cls)
-
-
-def named_arguments(
-    elsewhere: Mapping[str, str],
-) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Return a decorator of functions that does what `NamedArguments` does for classes."""
-
-    def decorated(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        @wraps(function)
-        def checked(*args: _P.args, **options: _P.kwargs) -> _R:
-            _require_known(function.__name__, options, function, elsewhere)
-            return function(*args, **options)
-
-        return checked
-
-    return decorated
 
 
 def _require_known(

@@ -23,15 +23,12 @@ import runpy
 import signal
 import struct
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
 limit_process = runpy.run_path(str(Path(__file__).with_name("limits.py")))["limit_process"]
 SIZE = struct.Struct("<Q")
 OUT_OF_MEMORY = 78  # exit code
-
-ReadBytes = Callable[[int, int], bytes]
 
 
 class FrameChannel:

@@ -10,7 +10,6 @@ JSONL = ".jsonl"
 ALSO_JSONL = (".ndjson", ".jsonlines")  # other names of the same form
 JSON = ".json"
 PARQUET = ".parquet"
-ARROW = ".arrow"
 UTF8 = "utf-8"
 WIDE_CODECS = ("utf-16", "utf-32")  # in which two or four letters are one character
 SAMPLED_BYTES = 1 << 20  # that are looked at for UTF-8

@@ -137,7 +137,6 @@ def test_a_fraction_of_an_unknown_length_is_refused() -> None:
     changing = ["lr.unit=samples", "train.batch_schedule=[[0, 4], [8, 8]]"]
     (one,) = problems(*MINIMAL, *changing, "lr.warmup=0.5")
     assert shows(one, "config.warmup_fraction", value=0.5, origin="command line")
-    assert shows(problems(*MINIMAL, "lr.warmup=1.5")[0], "config.wrong_value", key="lr.warmup")
 
 
 def test_the_key_of_the_tokenizer_takes_a_folder_with_one(tmp_path: Path) -> None:
@@ -393,6 +392,12 @@ def test_the_rule_of_a_run_has_the_defaults_of_the_rule_itself(name: str) -> Non
 def test_importers_have_a_branch_for_each_rule_that_is_known_elsewhere() -> None:
     """Those of Megatron-LM's and DeepSpeed's `add_optimizer`."""
     assert {name for name, kind in RULES.items() if kind.elsewhere} == {"adamw", "sgd"}
+
+
+@pytest.mark.parametrize("warmup", ["1.5", "0.0", "-0.1", "1.0"])
+def test_a_warm_up_is_a_whole_number_or_a_fraction(warmup: str) -> None:
+    (problem,) = problems(*MINIMAL, f"lr.warmup={warmup}")
+    assert shows(problem, "config.warmup_no_fraction", value=float(warmup), origin="command line")
 
 
 def test_a_number_where_text_belongs_in_a_file_is_refused(run_file: Path) -> None:

@@ -17,7 +17,12 @@ def take_warmup_fraction(settings: dict[str, Setting]) -> Iterator[str]:
     """Put the whole number that a fraction means in its place; yield a problem if the run file
     does not say how long the schedule is."""
     setting = settings.get(KEY)
-    if setting is None or not isinstance(setting.value, float) or not 0 < setting.value < 1:
+    if setting is None or not isinstance(setting.value, float):
+        return
+    if not 0 < setting.value < 1:
+        # one line about it is enough
+        del settings[KEY]
+        yield Problem.of("config.warmup_no_fraction", value=setting.value, origin=setting.origin)
         return
     length = _schedule_length(settings)
     if length is None:

@@ -134,7 +134,6 @@ OF_PROGRAM: Mapping[str, Mapping[str, Any]] = {
     },
 }
 STAGE = re.compile(r"(?:zero|z)([0-3])\Z")
-RANKS_VARIABLES = ("NPROC_PER_NODE", "NNODES")
 OFF = ("false", "none", "null", "no", "")
 
 

@@ -163,6 +163,11 @@ def is_backward_running() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Call a function when the backward pass that runs now has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 """Return a context in which subclasses of Tensor are plain tensors, without __torch_function__."""
 

@@ -225,7 +225,7 @@ def held(optimizer: ParallelAMPOptimizer) -> dict[str, list[Fragment]]:
         for kind, some in having.items()
     }
     return found | {
-        "held": fragments(optimizer.all_buffers(), lambda buffer: buffer.local_part(buffer.weights))
+        "held": fragments(optimizer.all_buffers(), lambda buffer: buffer.own_weights)
     }
 
 

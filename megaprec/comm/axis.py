@@ -121,9 +121,10 @@ class Axis:
             rank = rank * axis.size + axis.rank
         return Axis(name, rank, size, make_groups(rank_groups), rank_groups)
 
-    def subaxis(self, size: int, new_name: str) -> "Axis":
+    def subaxis(self, size: int, new_name: str, separate_group: bool = False) -> "Axis":
         """Split this axis into runs of `size` neighbouring ranks and return this rank's run.
 
+        separate_group: create a process group even if the run is the whole axis.
         Raises UserError unless `size` divides the axis. Collective over the world.
         """
         if self.size % size:
@@ -132,7 +133,7 @@ class Axis:
             )
         if self.rank_groups is None or size == 1:
             return Axis(new_name)
-        if size == self.size:  # needs no new process group
+        if size == self.size and not separate_group:
             return Axis(new_name, self.rank, size, self.group, self.rank_groups)
         rank_groups = self.rank_groups.reshape(-1, size)
         return Axis(new_name, self.rank % size, size, make_groups(rank_groups), rank_groups)

@@ -317,6 +317,25 @@ def begin_cleared(parameter: nn.Parameter) -> Tensor:
     return main_grad.zero_() if is_first else main_grad
 
 
+def watch_gradient(parameter: nn.Parameter, on_gradient: Callable[[], None]) -> object:
+    """Call a function whenever a backward pass has finished the gradient of a parameter; return an
+    object that must be kept as long as it is to be called."""
+    # The node that accumulates a leaf's gradient is found behind any use of the leaf. autograd
+    # executes it even if a layer returned no gradient, because it has added to `main_grad`
+    # itself; a hook of the parameter is not called then.
+    with torch.enable_grad():
+        use = parameter.view_as(parameter).grad_fn
+    assert use is not None
+    node = use.next_functions[0][0]
+    assert node is not None
+
+    def after_node(*_: Tensor | tuple[Tensor, ...]) -> None:
+        on_gradient()
+
+    node.register_hook(after_node)
+    return node
+
+
 def _accumulate_in_thread(parameter: nn.Parameter) -> None:
     """Accumulate a gradient that autograd has just computed.
 

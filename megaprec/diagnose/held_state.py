@@ -59,7 +59,9 @@ def digest_held_state(
 
 
 def _weights(buffer: Buffer) -> Iterator[HeldDigest]:
-    """Yield the digests of the weights in a buffer; each replica holds all of them."""
+    """Yield the digests of the weights in a buffer that each replica holds whole."""
+    if buffer.shards_weights:
+        return
     layout = layout_of(buffer.parameters[0])
     for piece in buffer.pieces:
         values = buffer.weights[piece.start : piece.stop]
@@ -89,10 +91,11 @@ def _shard_of_state(buffer: Buffer, with_gradients: bool) -> Iterator[HeldDigest
 def _tensors_of_state(buffer: Buffer) -> dict[str, Tensor]:
     """Return this rank's shard of masters, moments and moving average, by kind."""
     tensors: dict[str, Tensor] = {}
+    if buffer.shards_weights:
+        tensors[WEIGHT] = buffer.own_weights
     if buffer.masters is not None:
         # masters that are the weights themselves are digested as weights
-        local_weights = buffer.local_part(buffer.weights)
-        if buffer.masters.data_ptr() != local_weights.data_ptr():
+        if buffer.masters.data_ptr() != buffer.own_weights.data_ptr():
             tensors["masters"] = buffer.masters
     # the low bits of masters whose high bits are the weights
     if buffer.remainder is not None:

@@ -215,7 +215,7 @@ def _reaches(
             weights = masters[owned.in_shard]
             lost = torch.finfo(masters.dtype).eps
         else:  # FP32, of which the weights are the upper bits
-            weights = buffer.weights[owned.in_buffer]
+            weights = buffer.own_weights[owned.in_shard]
             lost = torch.finfo(torch.float32).eps
         gradients = buffer.local_grads[owned.in_shard]
         reach = torch.full((), STILL, dtype=torch.float64, device=weights.device)

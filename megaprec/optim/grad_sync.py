@@ -12,46 +12,22 @@ first, so `ParamGatherer` makes each layer wait only for the buffers that hold i
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.main_grad import set_closed, zero_missing_grads
+from megaprec.comm.main_grad import set_closed, watch_gradient, zero_missing_grads
 from megaprec.optim.decision.numerics import RunningSums
 from megaprec.optim.state.flat_buffer import Buffer
 from megaprec.optim.state.partial_grads import sum_partial
+from megaprec.optim.weight_units import forward_order, weight_units
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 Wait = Callable[[], None]
 WaitFor = Callable[[Sequence[Buffer]], None]
-
-
-@runtime_checkable
-class ReadsLate(Protocol):
-    """A model part that reads some weights only after its layers, such as those of an output head.
-
-    On NCCL a wait for the last weights is a wait for all of them, so it must not come first.
-    """
-
-    def read_late(self) -> Mapping[nn.Module, Sequence[nn.Parameter]]:
-        """Return, for modules that run after the layers, the weights that are read in or after
-        their forward only."""
-        ...
-
-
-def forward_order(model_part: nn.Module) -> dict[nn.Parameter, int]:
-    """Return the position of each parameter in a forward pass: as they are registered, but those
-    last that are read after the layers (`ReadsLate`). A backward pass has the reverse order."""
-    parameters = list(model_part.parameters())
-    if isinstance(model_part, ReadsLate):
-        late = set(chain.from_iterable(model_part.read_late().values()))
-        parameters.sort(key=lambda parameter: parameter in late)
-    return {parameter: position for position, parameter in enumerate(parameters)}
 
 
 def in_forward_order(model_part: nn.Module, buffers: Sequence[Buffer]) -> list[Buffer]:
@@ -128,23 +104,13 @@ class GradReducer:
     def _watch(self, parameter: nn.Parameter, chunk: int, buffer: Buffer) -> object:
         """Start reductions when a backward pass has finished the gradient; return the autograd node
         to keep."""
-        # The node that accumulates a leaf's gradient is found behind any use of the leaf. autograd
-        # executes it even if a layer returned no gradient, because it has added to `main_grad`
-        # itself; a hook of the parameter is not called then.
-        with torch.enable_grad():
-            use = parameter.view_as(parameter).grad_fn
-        assert use is not None
-        node = use.next_functions[0][0]
-        assert node is not None
-
-        def on_gradient(*_: Tensor | tuple[Tensor, ...]) -> None:
+        def on_gradient() -> None:
             announced = self._passes.get(chunk)
             if announced is not None and buffer in announced.awaited:
                 announced.awaited[buffer].discard(parameter)
                 self._start_ready(chunk, announced)
 
-        node.register_hook(on_gradient)
-        return node
+        return watch_gradient(parameter, on_gradient)
 
     def expect(self, chunk: int, is_last: bool = True) -> None:
         """Announce that the next backward pass completes the gradients of a micro-batch in `chunk`.
@@ -284,10 +250,8 @@ class GradReducer:
 class ParamGatherer:
     """The running all-gathers of weights, and the modules that wait for them.
 
-    A layer, which is a module in a list or dict of modules, waits for the weights of itself and its
-    submodules. The complete model part, whose forward runs before, waits for all other weights,
-    except those that it reads late (`ReadsLate`). Code outside a layer's forward must therefore not
-    read the layer's weights before `wait`.
+    Each unit of a model part (`weight_units`) waits for its own weights when its entry is called.
+    Code outside a layer's forward must therefore not read the layer's weights before `wait`.
     """
 
     def __init__(
@@ -327,21 +291,14 @@ class ParamGatherer:
 def _add_waiting_hooks(model_part: nn.Module, buffers: Sequence[Buffer], wait_for: WaitFor) -> None:
     """Make the layers of a model part, and the part itself, wait for their weights when they are
     called."""
-    weights: dict[nn.Module, set[nn.Parameter]] = {}
-    for module in model_part.modules():
-        if isinstance(module, _CONTAINERS):
-            for layer in module.children():
-                weights[layer] = set(layer.parameters())
-    if isinstance(model_part, ReadsLate):
-        for module, late_weights in model_part.read_late().items():
-            weights[module] = set(late_weights)
-    # the part's own forward begins before those of its layers
-    in_layers = weights.values()
-    weights[model_part] = set(model_part.parameters()).difference(*in_layers)
-    for module, parameters in weights.items():
-        needed = [buffer for buffer in buffers if parameters.intersection(buffer.parameters)]
+    waited_before = set[nn.Parameter]()
+    for unit in weight_units(model_part):
+        # on NCCL a wait for the last weights is a wait for all of them, so it must not come first
+        weights = set(unit.parameters) - waited_before
+        waited_before |= weights
+        needed = [buffer for buffer in buffers if weights.intersection(buffer.parameters)]
         hook = partial(_before_forward, wait_for, needed)
-        module.register_forward_pre_hook(hook)
+        unit.entry.register_forward_pre_hook(hook)
 
 
 def _before_forward(

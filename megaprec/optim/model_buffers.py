@@ -6,10 +6,11 @@ a weight that is stored in FP8 has codes, which `FP8Masters` computes at the sta
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import chain
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from megaprec.optim.state.flat_buffer import Buffer, GradReduction, param_dtype,
 from megaprec.optim.state.frozen_state import FrozenState
 from megaprec.optim.state.partial_grads import sum_partial_slices
 from megaprec.optim.torch_wrappers import DTensorSlice, is_dtensor
+from megaprec.optim.weight_units import first_units
 from megaprec.precision.marks import parameters_of_marked
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 
@@ -93,7 +95,13 @@ class ModelBuffers:
     ) -> None:
         self._keeps_ema = keeps_ema
         self._virtual = virtual
-        self._experts = expert_replicas(ranks.experts, ranks.dp.size, ranks.tp.size, shards.size)
+        self._experts = expert_replicas(
+            ranks.experts,
+            ranks.dp.size,
+            ranks.tp.size,
+            shards.size,
+            separate_group=reduction.shards_weights,
+        )
         self._bucket = bucket_elements(bucket, ranks.dp.size)
         self._plan = plan
         self._ranks = ranks
@@ -147,16 +155,22 @@ class ModelBuffers:
                     parameter = dtensor_slices[parameter].parameter
                 in_buffers.append(parameter)
             taken.update(trained)
-            chunks.append([self._buffer(bucket) for bucket in self._buckets(in_buffers)])
+            units = first_units(model_part) if self._reduction.shards_weights else {}
+            chunks.append([self._buffer(bucket) for bucket in self._buckets(in_buffers, units)])
             move_rest(model_part, self._plan, self._ranks.device, marked)
         return chunks
 
-    def _buckets(self, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    def _buckets(
+        self, parameters: Sequence[nn.Parameter], units: Mapping[nn.Parameter, int]
+    ) -> list[list[nn.Parameter]]:
         """Return the parameters of each buffer. Virtual ranks have buffers of their own, all of the
-        same sizes."""
+        same sizes.
+
+        units: as for `buckets`.
+        """
         whole_groups = self._ranks.device.type == "cuda"
         if self._virtual is None:
-            return buckets(parameters, self._plan, self._bucket, self._moments, whole_groups)
+            return buckets(parameters, self._plan, self._bucket, self._moments, whole_groups, units)
         parameters_of_rank: dict[int, list[nn.Parameter]] = {
             rank: [] for rank in self._virtual.ranks
         }
@@ -352,6 +366,7 @@ def buckets(
     size: int,
     moments: Moments = lambda _: (),
     whole_groups: bool = False,
+    units: Mapping[nn.Parameter, int] = MappingProxyType({}),
 ) -> list[list[nn.Parameter]]:
     """Return lists of parameters that share a buffer.
 
@@ -362,6 +377,8 @@ def buckets(
     ones, and parameters that balance loads.
     whole_groups: True if a group of parameters that are to lie together (`Layout.together`) is not
         cut, unless it is very large.
+    units: the unit of each parameter (`weight_units`) under ZeRO-3, which gathers and gives up a
+        buffer as a whole: each unit has buffers of its own, one of a kind.
     """
     sizes = [parameter.numel() for parameter in parameters]
     uncut = _uncut_groups(parameters, sizes) if whole_groups else set()
@@ -375,8 +392,9 @@ def buckets(
         num_ranks = part.shards * part.copies
         # what a reduction, an all-gather or an update treats in its own way
         facts = (layout.tied, layout.again, layout.expert, layout.balancing)
-        kind = (*facts, param_dtype(parameter, plan), num_ranks, moments(parameter))
-        is_full = kind in open_buckets and num_elements[kind] >= size
+        unit = units.get(parameter)
+        kind = (*facts, param_dtype(parameter, plan), num_ranks, moments(parameter), unit)
+        is_full = unit is None and kind in open_buckets and num_elements[kind] >= size
         if is_full and layout.together in uncut:
             last = open_buckets[kind][-1]
             is_full = layout_of(last).together != layout.together

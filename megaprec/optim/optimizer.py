@@ -80,6 +80,7 @@ from megaprec.optim.guards.step_agreement import (
     require_same_replicated_grads,
     summarize_presence,
 )
+from megaprec.optim.layer_weights import LayerWeights
 from megaprec.optim.model_buffers import ModelBuffers
 from megaprec.optim.names_elsewhere import OPTIMIZER
 from megaprec.optim.ranks import Ranks
@@ -168,6 +169,11 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
     shard_gradients: these ranks share one copy of gradients too (ZeRO-2): each keeps the sum of
         its own slice. Gradients are reduced and freed in each backward pass that `expect` announces
         or, if none is announced, whole in `end_microbatch` or `step`. Not with `canonical`.
+    shard_weights: these ranks share one copy of the weights too (ZeRO-3), and of the gradients: a
+        layer's weights are whole only while it computes (`megaprec.optim.layer_weights`). Other
+        code reads and writes weights inside `whole_weights`. Not with `canonical`.
+    keep_layers: under `shard_weights`, the number of this rank's layers, its last ones, whose
+        weights stay whole from their first pass in a step to the update.
     overlap: the reduction over dp starts during the backward pass that `expect` announces, and
         weights are all-gathered during the next forward pass. Call `wait` before reading weights in
         between, and before discarding the optimizer: later collectives would be matched with those
@@ -214,6 +220,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         norm: float = 2.0,
         zero_size: int = 0,
         shard_gradients: bool = False,
+        shard_weights: bool = False,
+        keep_layers: int = 0,
         overlap: bool = False,
         bucket: int = 0,
         seed: int = 0,
@@ -230,6 +238,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
             "norm": norm,
             "bucket": bucket,
             "zero_size": zero_size,
+            "keep_layers": keep_layers,
             "weight_decay": weight_decay,
             "seed": seed,
             "lr": lr,
@@ -240,8 +249,10 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
             "overlap": overlap,
             "canonical": canonical,
             "shard_gradients": shard_gradients,
+            "shard_weights": shard_weights,
         }
         require_settings(**numbers, **switches)
+        shard_gradients = shard_gradients or shard_weights
         _require_whole_gradients(shard_gradients, canonical)
         require_same_plan(parts, plan)
         self.observers = [*observers]
@@ -293,7 +304,12 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         disable_ddp_sync(parts)
         sharding = {"overlap": overlap, "zero_size": zero_size, "shard_gradients": shard_gradients}
         require_no_double_sharding(parts, sharding)
-        self.shards = self.dp.subaxis(zero_size or self.dp.size, "zero")
+        self.shards = self.dp.subaxis(
+            zero_size or self.dp.size,
+            "zero",
+            # gathers for layers run beside reductions
+            separate_group=shard_weights,
+        )
         self._model_buffers = ModelBuffers(
             parts,
             plan,
@@ -309,6 +325,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
                 self.average,
                 self._numerics.start_sum,
                 sharded=shard_gradients,
+                shards_weights=shard_weights,
             ),
             keeps_ema=ema > 0,
             virtual=virtual,
@@ -329,6 +346,9 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         ]
         self._reducer = GradReducer(chunks, tp, overlap, sums)
         self._gatherer = ParamGatherer(parts, buffers, overlap)
+        self._layer_weights: LayerWeights | None = None
+        if any(buffer.shards_weights for buffer in buffers):
+            self._layer_weights = LayerWeights(parts, self.buffers, overlap, keep_layers)
         # Views of what this rank counts in norm and zeros, each logical element once over all
         # ranks; copies that another rank counts must be finite too. Made once: the memory stays.
         self._counted_grads = list(self._model_buffers.counted())
@@ -517,6 +537,24 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         with self._average.swapped_in(self._fp8_masters, self._gather_at_once):
             yield
 
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Inside the block the model's weights may be read and written outside of its layers under
+        `shard_weights` too; each rank then has all of them.
+
+            with optimizer.whole_weights():
+                norm = model.head.weight.norm()
+
+        What is written must be the same on all ranks that share the weights. Without
+        `shard_weights` this is `wait`. Collective over the ranks that share them.
+        """
+        self.wait()
+        if self._layer_weights is None:
+            yield
+            return
+        with self._layer_weights.whole():
+            yield
+
     def restart_ema(self) -> None:
         """Let the moving average, if one is kept, begin anew with the weights of the next step."""
         if self._average is not None:
@@ -631,7 +669,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
             require_loss_of_all_replicas(loss, self.dp, self.world, self.device)
         require_same_replicated_grads(self.all_buffers(), self._reducer.tp, self.world, self.device)
         # Not over tp: on a GPU the gradients of copies may differ in their last bits.
-        require_same_weights(self._parts, self._ranks, (self.dp,), "have")
+        if self._layer_weights is None:  # ranks that share weights have none to compare
+            require_same_weights(self._parts, self._ranks, (self.dp,), "have")
 
     def _local_numbers(
         self,

@@ -88,10 +88,12 @@ def expert_replicas(
     dp: int,
     tp: int,
     zero_size: int,
+    separate_group: bool = False,
 ) -> Replicas | None:
     """Return the replicas of experts that lie on ranks of their own, if any do.
 
     zero_size: dp ranks that share one copy of the state of other weights.
+    separate_group: those that share have a process group of their own.
 
     The same neighbouring ranks of a stage share the state of experts and of other weights: those
     among them that hold the same experts. Raises UserError if these would differ from rank to rank.
@@ -100,10 +102,10 @@ def expert_replicas(
     if experts is None:
         return None
     every = experts.replicas
-    if zero_size == dp:  # ZeRO-1 over all of them
-        return Replicas(every, every)
+    if zero_size == dp:  # over all of them
+        return Replicas(every, every.subaxis(every.size, "zero", separate_group))
     num_sharing = sharing_replicas(tp, zero_size, experts.spread.size, experts.tp.size)
-    return Replicas(every, every.subaxis(num_sharing, "zero"))
+    return Replicas(every, every.subaxis(num_sharing, "zero", separate_group))
 
 
 def sharing_replicas(tp: int, zero_size: int, expert: int, expert_tensor: int) -> int:

@@ -22,6 +22,7 @@ def require_settings(
     norm: float,
     bucket: int,
     zero_size: int,
+    keep_layers: int,
     seed: int,
     lr: float | None,
     weight_decay: float,
@@ -33,7 +34,8 @@ def require_settings(
     switches: settings that are True or False; None where a switch is left open.
     """
     problems: list[Problem] = []
-    for name, count in (("bucket", bucket), ("zero_size", zero_size)):
+    counts = {"bucket": bucket, "zero_size": zero_size, "keep_layers": keep_layers}
+    for name, count in counts.items():
         if not _is_count(count):
             problems.append(Problem.of("optimizer.count_range", name=name, value=count))
     if not is_number(seed, whole=True):

@@ -27,6 +27,8 @@ FIXED = [
     "norm",
     "zero_size",
     "shard_gradients",
+    "shard_weights",
+    "keep_layers",
     "overlap",
     "bucket",
     "seed",

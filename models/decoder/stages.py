@@ -253,18 +253,27 @@ class Stage(nn.Module):
         std = config.initial_std("embedding")
         return parameter(self.context, [rows], std, tied=tied, again=again)
 
+    def read_early(self) -> list[nn.Parameter]:
+        """Return the weights that are read before the layers."""
+        if not self.cut.first:
+            return []
+        weights = [self.embedding.weight]
+        if self.config.positions == "learned":
+            weights.append(self.position_table)
+        return weights
+
     def read_late(self) -> dict[nn.Module, list[nn.Parameter]]:
-        """Return the weights that are read after the layers only, with the first module that runs
-        there."""
+        """Return the weights that are read after the layers, with the first module that runs
+        there. A tied head, and the embedding that modules of multi-token prediction read, may have
+        been read early too."""
         # Elsewhere there is nothing after the layers.
         if not self.cut.last:
             return {}
-        weights = [*self.final_norm.parameters()]
-        if not (self.config.tied and self.cut.first):
-            weights.append(self.head)
-        if self.config.mtp_layers and not self.cut.first:
+        weights = [*self.final_norm.parameters(), self.head]
+        if self.config.mtp_layers:
             weights.append(self.embedding.weight)
-        return {self.final_norm: weights}
+        # once, if the head is the embedding
+        return {self.final_norm: list(dict.fromkeys(weights))}
 
     def forward(
         self,

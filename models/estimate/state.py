@@ -18,7 +18,6 @@ import torch
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import layout_of, parameters_of
 from megaprec.fp8.state import FP8State
-from megaprec.optim.grad_sync import forward_order
 from megaprec.optim.model_buffers import Moments, bucket_elements, buckets
 from megaprec.optim.ranks import sharing_replicas
 from megaprec.optim.rules.muon.matrix_exchange import owners_of
@@ -28,6 +27,7 @@ from megaprec.optim.rules.muon.rule import MUON_MOMENTUM, Muon, moments_of
 from megaprec.optim.rules.update_rules import UpdateRule
 from megaprec.optim.state.flat_buffer import BLOCK, EMA, Buffer, GradReduction, param_dtype
 from megaprec.optim.state.weight_average import AveragedTile, own_bytes, run_length
+from megaprec.optim.weight_units import forward_order
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.decoder.cutting import build

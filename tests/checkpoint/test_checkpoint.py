@@ -67,7 +67,7 @@ def spoil(optimizer: ParallelAMPOptimizer) -> None:
 
 def weights_are_rounded_masters(optimizer: ParallelAMPOptimizer) -> bool:
     return all(
-        torch.equal(b.local_part(b.weights), b.saved()["weight"].to(b.weights.dtype))
+        torch.equal(b.own_weights, b.saved()["weight"].to(b.weights.dtype))
         for b in optimizer.all_buffers()
     )
 

@@ -66,7 +66,7 @@ def require_rounded(mesh: DeviceMesh | None, folder: Path, changes: dict[str, An
     by_hand = first.optimizer
     for buffer in by_hand.all_buffers():
         exact = buffer._tile(0, buffer.stop - buffer.start).wide_masters().clone()
-        buffer.restore("weight", 0, buffer.local_part(buffer.weights).float())
+        buffer.restore("weight", 0, buffer.own_weights.float())
         if buffer.weights.dtype == torch.bfloat16:
             assert not torch.equal(exact, buffer._tile(0, len(exact)).wide_masters()), (
                 "no bits to lose"

@@ -260,7 +260,7 @@ def train_one(
         for f in optimizer.seen[first]
     ]
     after = fragments(
-        optimizer.all_buffers(), lambda buffer: buffer.local_part(buffer.weights).double()
+        optimizer.all_buffers(), lambda buffer: buffer.own_weights.double()
     )
     return Trained(reports, grads, after, seen)
 

@@ -131,7 +131,7 @@ def round_ties_away() -> None:
         self.wait()
         for buffer in self.all_buffers():
             if buffer.masters is not None:
-                buffer.local_part(buffer.weights).copy_(away(buffer.masters))
+                buffer.own_weights.copy_(away(buffer.masters))
             buffer.start_all_gather()()
 
     def first(self: ParallelAMPOptimizer, *args: Any, **options: Any) -> None:
@@ -287,7 +287,7 @@ def spied(
         del sent[:]
         buffer.start_reduce()()
         (dtype,) = set(sent)
-        whole = optimizer.dp.gather(buffer.local_part(buffer.grads).float())[:256].to(
+        whole = optimizer.dp.gather(buffer.local_grads.float())[:256].to(
             buffer.grads.dtype
         )
         # for it is going to be summed once more, which is no error if it is finite

@@ -238,7 +238,7 @@ def once_more(inner: Any) -> Any:
     def sum_tied_and_virtual(self: ModelBuffers) -> None:
         inner(self)
         for buffer, axis in self.tied:
-            axis.sum_(buffer.local_part(buffer.grads))
+            axis.sum_(buffer.local_grads)
 
     return sum_tied_and_virtual
 

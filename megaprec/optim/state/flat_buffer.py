@@ -6,13 +6,16 @@ flat gradient tensor (`parameter.main_grad`), and the optimizer updates one cont
 both: a shard under ZeRO-1, the whole otherwise. Reducing gradients and gathering weights is then
 one collective on one tensor, and the statistics and the update read memory once, in order.
 
-    weights    [size]   as the plan holds them   the weights that layers read
+    weights    [size]   as the plan holds them   the weights that layers read; under ZeRO-3
+                                                 (`weight_buffer`) they have memory only meanwhile
+    own_weights  [local]  as the plan holds them  those that the update writes: a slice of
+                                                 `weights`, or under ZeRO-3 a tensor of its own
     grads      [size]   plan.gradients           accumulated over micro-batches
     local_grads  [local]  plan.gradients         those that the update reads: a slice of `grads`, or
                                                  under ZeRO-2 (`grad_buffer`) a tensor of its own
     masters    [local]  plan.masters             the optimizer's weights; the same memory as
-                                                 `weights` if the dtypes agree, and absent if the
-                                                 plan keeps remainders
+                                                 `own_weights` if the dtypes agree, and absent if
+                                                 the plan keeps remainders
     remainder  [local]  int16                    with remainders only: the bits that `weights`
                                                  lacks to be FP32 masters
     state      [local]  plan.moments, by name    the optimizer's moments
@@ -37,9 +40,10 @@ from megaprec.errors import UserError
 from megaprec.fp8.params import FP8ParamShard, fp8_param_of
 from megaprec.optim.state.grad_buffer import GradBuffer
 from megaprec.optim.state.update_tile import Draw, DrawSpan, Tile
+from megaprec.optim.state.weight_buffer import WeightBuffer, bytes_if_codes
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 from megaprec.precision.rounding import split
-from megaprec.torch_private import num_writes
+from megaprec.torch_private import num_writes, storage_address
 
 EMA = "ema"  # the kind of the moving average in a checkpoint and in a state
 BLOCK = 1 << 18  # elements: a CPU's block stays in a core's cache between its uses
@@ -114,11 +118,13 @@ class GradReduction:
     start_sum: starts the sum.
     sharded: a rank keeps the reduced gradients of its own slice only, and adds those of one
         micro-batch to the next (ZeRO-2); without effect on buffers that are not sharded.
+    shards_weights: a rank keeps its own slice of the weights only too (ZeRO-3).
     """
 
     average: bool = False
     start_sum: StartSum = start_sum
     sharded: bool = False
+    shards_weights: bool = False
 
 
 class _Dtypes(NamedTuple):
@@ -225,16 +231,25 @@ class Buffer:
         """Allocate all tensors of the buffer, and move the parameters in."""
         dtypes = self._choose_dtypes()
         self.reduce_dtype = dtypes.reduce
-        self.weights = torch.zeros(self.size, dtype=dtypes.weights, device=device)
+        own_range = slice(self.start, self.stop)
+        is_cut = self.shards.size > 1  # a single shard is the whole
+        self._weights = WeightBuffer(
+            self.size,
+            own_range,
+            dtypes.weights,
+            device,
+            sharded=self.reduction.shards_weights and is_cut,
+        )
+        self.weights = self._weights.whole
+        self.own_weights = self._weights.own
         self._gradients = GradBuffer(
             self.parameters,
             self.starts,
             self.size,
-            slice(self.start, self.stop),
+            own_range,
             dtypes.grads,
             device,
-            # a single shard is the whole
-            sharded=self.reduction.sharded and self.shards.size > 1,
+            sharded=self.reduction.sharded and is_cut,
         )
         self.local_grads = self._gradients.local
         self._allocate_masters(dtypes.masters)
@@ -244,6 +259,8 @@ class Buffer:
         }
         for number in range(len(self.parameters)):
             self._move_in(number)
+        self._weights.take_own()
+        self._weights.free()
         # the codes that this rank computes
         self.fp8_shards = tuple(self._fp8_shards()) if self.has_fp8_weights else ()
         has_masters = self.masters is not None and dtypes.masters != dtypes.weights
@@ -255,6 +272,11 @@ class Buffer:
     def shards_gradients(self) -> bool:
         """Return True if `grads` has memory only until it is reduced (ZeRO-2)."""
         return self._gradients.sharded
+
+    @property
+    def shards_weights(self) -> bool:
+        """Return True if `weights` has memory only while layers read it (ZeRO-3)."""
+        return self._weights.sharded
 
     @property
     def grads_dtype(self) -> torch.dtype:
@@ -304,7 +326,7 @@ class Buffer:
         self.remainder: Tensor | None = None
         self.masters: Tensor | None = None
         if dtype == self.weights.dtype:
-            self.masters = self.local_part(self.weights)
+            self.masters = self.own_weights
         elif self.plan.remainders and not self.has_fp8_weights:
             self.remainder = torch.zeros(self.local_size, dtype=torch.int16, device=device)
         else:
@@ -321,7 +343,8 @@ class Buffer:
             shard_start = max(start, self.start)
             shard_stop = max(shard_start, min(start + parameter.numel(), self.stop))
             masters = self.masters[shard_start - self.start : shard_stop - self.start]
-            yield FP8ParamShard(fp8_param, parameter.data.view(-1), masters, shard_start - start)
+            codes = self.own_weights[shard_start - self.start : shard_stop - self.start]
+            yield FP8ParamShard(fp8_param, codes, masters, shard_start - start)
 
     def _move_in(self, number: int) -> None:
         """Make parameter `number` a view of `weights`, and its values this rank's masters."""
@@ -347,8 +370,8 @@ class Buffer:
             shard_values = values[shard_start - start : shard_stop - start]
             self.restore("weight", shard_start - self.start, shard_values)
 
-    def local_part(self, flat: Tensor) -> Tensor:
-        """Return a view of this rank's slice of `weights` or `grads`."""
+    def _local_part(self, flat: Tensor) -> Tensor:
+        """Return a view of this rank's slice of a flat tensor [size]."""
         return flat[self.start : self.stop]
 
     def tiles(self, start: int, stop: int, length: int = 0) -> Iterator[Tile]:
@@ -376,7 +399,7 @@ class Buffer:
             )
             spans.append(span)
         # an update of FP8 weights changes their masters only
-        weights = self.masters if self.has_fp8_weights else self.local_part(self.weights)
+        weights = self.masters if self.has_fp8_weights else self.own_weights
         assert weights is not None
         in_slice = slice(start, stop)
         return Tile(
@@ -393,7 +416,7 @@ class Buffer:
         """Return the tensors of a checkpoint, by name: this rank's slices of the masters, as
         "weight", of the moments, and of the moving average, as "ema".
         """
-        weight = self.local_part(self.weights)
+        weight = self.own_weights
         if self.plan.masters_in_checkpoint:  # always so if the weights are FP8 codes
             if self.masters is not None:
                 weight = self.masters
@@ -497,11 +520,11 @@ class Buffer:
         def finish() -> None:
             wait()
             if self.shards_gradients:
-                self._gradients.add_reduced(self.local_part(sent))
+                self._gradients.add_reduced(self._local_part(sent))
                 # at once: a thread of gloo may refer to the tensor a little longer
                 sent.untyped_storage().resize_(0)
             elif is_copied:
-                self.local_grads.copy_(self.local_part(sent))
+                self.local_grads.copy_(self._local_part(sent))
 
         return finish
 
@@ -521,7 +544,8 @@ class Buffer:
 
     def start_all_gather(self) -> Callable[[], object]:
         """Under ZeRO-1, start to all-gather the weights over `shards`, and return a function that
-        waits for the result.
+        waits for the result. Under ZeRO-3, give up what layers have read until now: each gathers
+        its weights when it reads them.
 
         Every change of the weights ends with this call, so it also increments their version
         counters, which writes to the flat memory do not do. Layers that cache casts of weights then
@@ -530,9 +554,27 @@ class Buffer:
         increment_version(self.parameters)
         self._has_changed = True
         self._versions = self._read_versions()
-        # collectives know no FP8: its codes travel as bytes
-        sent = self.weights.view(torch.uint8) if self.has_fp8_weights else self.weights
-        return self.shards.start_gather_(sent)
+        if self.shards_weights:
+            self._weights.free()
+            return lambda: None
+        return self.shards.start_gather_(bytes_if_codes(self.weights))
+
+    def start_gather_for_layer(self) -> None:
+        """Under ZeRO-3, start to all-gather the weights for a layer that will read them, unless
+        they are there or on their way. Collective over `shards`."""
+        self._weights.start_gather(self.shards)
+
+    def wait_for_weights(self) -> None:
+        """Wait for what `start_gather_for_layer` has started."""
+        self._weights.wait()
+
+    def free_weights(self) -> None:
+        """Under ZeRO-3, give up the memory of `weights`."""
+        self._weights.free()
+
+    def take_written_weights(self) -> None:
+        """Under ZeRO-3, make this rank's slice of `weights`, which have memory now, its own."""
+        self._weights.take_own()
 
     def reclaim_parameters(self) -> list[str]:
         """Return the names of parameters that are no longer views of `weights`, for instance after
@@ -549,9 +591,9 @@ class Buffer:
             if not self._can_reclaim(number):
                 lost.add(start)
             elif parameter.numel() and not self._is_view(parameter, start):
-                view = self.weights[start : start + parameter.numel()].view_as(parameter)
-                view.copy_(parameter.data)
-                parameter.data = view
+                self._weights.write(start, parameter.data.reshape(-1))
+                view = self.weights[start : start + parameter.numel()]
+                parameter.data = view.view_as(parameter)
         return [piece.part.name for piece in self.pieces if piece.start in lost]
 
     def _can_reclaim(self, number: int) -> bool:
@@ -570,11 +612,9 @@ class Buffer:
         return same_dtype and same_device and self._gradients.fits(number)
 
     def _is_view(self, parameter: nn.Parameter, start: int) -> bool:
-        return parameter.data_ptr() == self._address(self.weights, start)
-
-    @staticmethod
-    def _address(flat: Tensor, start: int) -> int:
-        return flat.data_ptr() + start * flat.itemsize
+        # not by address: without memory a tensor has none
+        shares_storage = storage_address(parameter) == storage_address(self.weights)
+        return shares_storage and parameter.storage_offset() == start
 
     def _read_versions(self) -> list[int]:
         """Return torch's counters of writes to the parameters; writes through `data` are not in
@@ -620,10 +660,9 @@ class Buffer:
             masters.append(self.remainder)
         if self.masters is not None and self.masters.dtype != self.weights.dtype:
             masters.append(self.masters)
-        weights = [self.weights]
-        weights += [shard.param.inverse for shard in self.fp8_shards]
+        scales = [shard.param.inverse for shard in self.fp8_shards]
         return {
-            "weights": _num_bytes(weights),
+            "weights": self._weights.lasting_bytes() + _num_bytes(scales),
             "gradients": self._gradients.lasting_bytes(),
             "masters": _num_bytes(masters),
             "moments": _num_bytes(self.state.values()),

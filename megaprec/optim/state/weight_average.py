@@ -134,7 +134,7 @@ class WeightAverage:
 
 def own_bytes(buffer: Buffer) -> int:
     """Return the bytes of what a rank keeps of a buffer while the average is in its place."""
-    num_bytes = buffer.local_part(buffer.weights).nbytes
+    num_bytes = buffer.own_weights.nbytes
     if buffer.has_fp8_weights and buffer.masters is not None:
         num_bytes += buffer.masters.nbytes
     return num_bytes
@@ -144,7 +144,7 @@ def _put_in(buffer: Buffer) -> _OwnWeights:
     """Round the average of a buffer to this rank's slice of its weights, and return what was
     there. Of FP8 weights the masters change alone."""
     assert buffer.ema is not None
-    weights = buffer.local_part(buffer.weights)
+    weights = buffer.own_weights
     own_codes_or_weights = weights.clone()
     if not buffer.has_fp8_weights:
         weights.copy_(buffer.ema)
@@ -157,7 +157,7 @@ def _put_in(buffer: Buffer) -> _OwnWeights:
 
 def _put_back(buffer: Buffer, own: _OwnWeights) -> None:
     """Restore what `_put_in` has returned."""
-    buffer.local_part(buffer.weights).copy_(own.weights)
+    buffer.own_weights.copy_(own.weights)
     if own.masters is not None:
         assert buffer.masters is not None
         buffer.masters.copy_(own.masters)

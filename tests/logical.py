@@ -224,9 +224,7 @@ def held(optimizer: ParallelAMPOptimizer) -> dict[str, list[Fragment]]:
         kind: fragments(some, lambda buffer, kind=kind: buffer.saved()[kind])
         for kind, some in having.items()
     }
-    return found | {
-        "held": fragments(optimizer.all_buffers(), lambda buffer: buffer.own_weights)
-    }
+    return found | {"held": fragments(optimizer.all_buffers(), lambda buffer: buffer.own_weights)}
 
 
 def train_cases(

@@ -93,10 +93,10 @@ def _tensors_of_state(buffer: Buffer) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     if buffer.shards_weights:
         tensors[WEIGHT] = buffer.own_weights
-    if buffer.masters is not None:
-        # masters that are the weights themselves are digested as weights
-        if buffer.masters.data_ptr() != buffer.own_weights.data_ptr():
-            tensors["masters"] = buffer.masters
+    masters = buffer.masters
+    # masters that are the weights themselves are digested as weights
+    if masters is not None and masters.data_ptr() != buffer.own_weights.data_ptr():
+        tensors["masters"] = masters
     # the low bits of masters whose high bits are the weights
     if buffer.remainder is not None:
         tensors["remainder"] = buffer.remainder

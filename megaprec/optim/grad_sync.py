@@ -17,7 +17,7 @@ from functools import partial
 from itertools import chain
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.main_grad import set_closed, watch_gradient, zero_missing_grads
@@ -104,6 +104,7 @@ class GradReducer:
     def _watch(self, parameter: nn.Parameter, chunk: int, buffer: Buffer) -> object:
         """Start reductions when a backward pass has finished the gradient; return the autograd node
         to keep."""
+
         def on_gradient() -> None:
             announced = self._passes.get(chunk)
             if announced is not None and buffer in announced.awaited:

@@ -23,7 +23,7 @@ need not be in the same order beside the gathers.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -208,7 +208,7 @@ def _linked_units(part: nn.Module, buffers: Sequence[Buffer]) -> list[_Unit]:
     """Return the units of a model part that have sharded weights, each with its neighbours."""
     units = [_Unit(unit, buffers) for unit in weight_units(part)]
     units = [unit for unit in units if unit.buffers]
-    for previous, following in zip(units, units[1:], strict=False):
+    for previous, following in pairwise(units):
         previous.following = following
         following.previous = previous
     late = _buffers_of(unit for unit in units if unit.moment is Moment.LATE)

@@ -87,6 +87,7 @@ class Sharding:
         `EngineOptions`.
     separate_head: a tied head is a copy on the same rank too.
     gradients: these replicas share gradients too (ZeRO-2).
+    weights: they share weights too (ZeRO-3).
     ema: a moving average of the weights is kept.
     frozen: patterns of parameters that are not trained, as for `EngineOptions`.
     """
@@ -99,6 +100,7 @@ class Sharding:
     expert_tensor: int = 0
     separate_head: bool = False
     gradients: bool = False
+    weights: bool = False
     ema: bool = False
     frozen: tuple[str, ...] = ()
 

@@ -259,9 +259,7 @@ def train_one(
         )
         for f in optimizer.seen[first]
     ]
-    after = fragments(
-        optimizer.all_buffers(), lambda buffer: buffer.own_weights.double()
-    )
+    after = fragments(optimizer.all_buffers(), lambda buffer: buffer.own_weights.double())
     return Trained(reports, grads, after, seen)
 
 

@@ -257,9 +257,7 @@ def plant_in_an_expert() -> None:
         inner(self, *args, **options)
         of_experts = [buffer for buffer in self.all_buffers() if buffer.holds_experts]
         self._counted_grads = [
-            buffer.local_grads[a:b]
-            for buffer in of_experts
-            for a, b in buffer.counted()
+            buffer.local_grads[a:b] for buffer in of_experts for a, b in buffer.counted()
         ]
 
     Recording.__init__ = init  # type: ignore[method-assign]

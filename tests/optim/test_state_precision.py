@@ -287,9 +287,7 @@ def spied(
         del sent[:]
         buffer.start_reduce()()
         (dtype,) = set(sent)
-        whole = optimizer.dp.gather(buffer.local_grads.float())[:256].to(
-            buffer.grads.dtype
-        )
+        whole = optimizer.dp.gather(buffer.local_grads.float())[:256].to(buffer.grads.dtype)
         # for it is going to be summed once more, which is no error if it is finite
         buffer.grads.div_(2)
         found.append((dtype, mine, whole, optimizer.step(1e-3).outcome))

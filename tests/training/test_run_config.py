@@ -465,9 +465,12 @@ def test_a_number_where_text_belongs_in_a_file_is_refused(run_file: Path) -> Non
         ),
         (
             ["parallel.zero=2", "train.numerics=canonical"],
-            sentence("config.zero_2_canonical"),
+            sentence("config.zero_canonical", zero=2),
         ),
-        (["parallel.zero=2", "train.sentinel=5"], sentence("config.zero_2_sentinel", sentinel=5)),
+        (
+            ["parallel.zero=2", "train.sentinel=5"],
+            sentence("config.zero_sentinel", zero=2, sentinel=5),
+        ),
         ([*ASYNC, "parallel.tensor=1"], sentence("parallel.async_tensor_alone")),
         ([*ASYNC, "parallel.sequence=false"], sentence("parallel.async_tensor_sequence")),
         ([*ASYNC, "fp8.kind=mx"], sentence("parallel.async_tensor_fp8", kind="mx")),
@@ -477,11 +480,11 @@ def test_a_number_where_text_belongs_in_a_file_is_refused(run_file: Path) -> Non
         ),
         (
             ["parallel.zero=2", "fp8.kind=current", "fp8.shadow_every=5"],
-            sentence("config.zero_2_shadow", shadow_every=5),
+            sentence("config.zero_shadow", zero=2, shadow_every=5),
         ),
         (
             ["parallel.zero=2", "parallel.pipeline=2", "parallel.schedule=zb-h1"],
-            sentence("config.zero_2_schedule", key="schedule", schedule="zb-h1"),
+            sentence("config.zero_schedule", zero=2, key="schedule", schedule="zb-h1"),
         ),
     ],
 )

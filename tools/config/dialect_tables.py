@@ -134,8 +134,8 @@ def _add_zero_of_nxd(settings: Mapping[str, Setting], leaves: dict[str, Setting]
 
 def _agree(key: str, written: object, decided: object) -> bool:
     """Return True if the run file's value of a key is what a dialect decides."""
-    # ZeRO-2 shards the optimizer state as ZeRO-1 does
-    if key == "parallel.zero" and written == 2:
+    # ZeRO-2 and 3 shard the optimizer state as ZeRO-1 does
+    if key == "parallel.zero" and written in (2, 3):
         return bool(decided)
     return written == decided
 

@@ -19,6 +19,7 @@ def sharding_of(config: RunConfig) -> Sharding:
         parallel.expert_tensor,
         separate_head=config.canonical_shards > 0,
         gradients=parallel.shards_gradients,
+        weights=parallel.shards_weights,
         ema=config.optimizer.ema > 0,
         frozen=config.optimizer.frozen,
     )

@@ -177,7 +177,7 @@ def _modes(config: RunConfig) -> Iterator[str]:
     if parallel.context > 1:
         yield f"context by {parallel.context_by}"
     if parallel.zero and parallel.copies > 1:
-        yield "ZeRO-2" if parallel.shards_gradients else "ZeRO-1"
+        yield f"ZeRO-{parallel.zero_stage}"
 
 
 def _print_evaluated(config: RunConfig, corpus: Corpus) -> None:

@@ -64,6 +64,7 @@ KEYS_WITHOUT_EFFECT = (
     "data.lm_eval*",
     "parallel.zero",
     "parallel.zero_size",
+    "parallel.zero_keep",
     "parallel.recompute*",
     "parallel.elastic",
     "parallel.timeout",
@@ -114,11 +115,14 @@ def changed_keys(checkpoint: Store, config: RunConfig, progress: TrainState) -> 
 
 
 def reorders_sums(key: str, *values: object) -> bool:
-    """Return True for a change to or from ZeRO-2, which adds ranks before micro-batches.
+    """Return True for a change to or from ZeRO-2 or 3, which add ranks before micro-batches.
 
     values: the two of the key, as they are or in TOML's grammar.
     """
-    return key == "parallel.zero" and "2" in map(str, values)
+    if key != "parallel.zero":
+        return False
+    by_microbatch = [str(value) in ("2", "3") for value in values]
+    return any(by_microbatch) and not all(by_microbatch)
 
 
 def _rates_change(saved: dict[str, str], config: RunConfig, progress: TrainState) -> bool:

@@ -653,6 +653,8 @@ def optimizer_options(config: RunConfig, device: torch.device) -> dict[str, Any]
         "bucket": parallel.bucket,
         "zero_size": parallel.zero_size if parallel.zero else 1,
         "shard_gradients": parallel.shards_gradients,
+        "shard_weights": parallel.shards_weights,
+        "keep_layers": parallel.zero_keep,
         "seed": config.train.seed,
         "ema": optimizer.ema,
     }

@@ -96,7 +96,7 @@ def _modes(parallel: Parallel) -> Iterator[str]:
     if parallel.async_tensor:
         yield "asynchronous tensor parallel"
     if parallel.zero and parallel.copies > 1:
-        yield "ZeRO-2" if parallel.shards_gradients else "ZeRO-1"
+        yield f"ZeRO-{parallel.zero_stage}"
     if parallel.context > 1:
         yield f"context by {parallel.context_by}"
     if parallel.recompute != "none":
@@ -340,9 +340,9 @@ def _layout_cells(planned: Planned, axes: Sequence[str], assumed: Assumptions) -
 
 def _zero_stage(parallel: Parallel) -> str:
     """Return the stage of ZeRO of a layout."""
-    if parallel.shards_gradients:
-        return "2"
-    return "1" if parallel.zero else "-"
+    if parallel.zero and parallel.copies == 1:
+        return "1"
+    return str(parallel.zero_stage or "-")
 
 
 def none_found(result: LayoutSearch, ranks: int) -> str:

@@ -59,18 +59,25 @@ def _zero(parallel: Parallel) -> Iterator[str]:
 
 
 def _sharded_gradients(parallel: Parallel, train: Train, fp8: FP8) -> Iterator[str]:
-    """Yield a problem for each setting that needs whole gradients, which ZeRO-2 frees."""
-    if parallel.zero != 2:
+    """Yield a problem for each setting that needs whole gradients, which ZeRO-2 and 3 free."""
+    zero = parallel.zero
+    if zero not in (2, 3):
         return
     if train.numerics == "canonical":
-        yield Problem.of("config.zero_2_canonical")
+        yield Problem.of("config.zero_canonical", zero=zero)
     if train.sentinel:
-        yield Problem.of("config.zero_2_sentinel", sentinel=train.sentinel)
+        yield Problem.of("config.zero_sentinel", zero=zero, sentinel=train.sentinel)
     if fp8.shadow_every:
-        yield Problem.of("config.zero_2_shadow", shadow_every=fp8.shadow_every)
+        yield Problem.of("config.zero_shadow", zero=zero, shadow_every=fp8.shadow_every)
     if parallel.schedule_file or KINDS[parallel.schedule].splits_backward:
         key = "schedule_file" if parallel.schedule_file else "schedule"
-        yield Problem.of("config.zero_2_schedule", key=key, schedule=getattr(parallel, key))
+        schedule = getattr(parallel, key)
+        yield Problem.of("config.zero_schedule", zero=zero, key=key, schedule=schedule)
+
+
+def _kept_layers(parallel: Parallel) -> Iterator[str]:
+    if parallel.zero_keep and parallel.zero != 3:
+        yield Problem.of("config.zero_keep", keep=parallel.zero_keep, zero=parallel.zero)
 
 
 def _elastic(parallel: Parallel, checkpoint: Checkpoint) -> Iterator[str]:
@@ -249,6 +256,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _compile,
     _zero,
     _sharded_gradients,
+    _kept_layers,
     _elastic,
     _recompute,
     _recomputed_layers,

@@ -173,11 +173,19 @@ class Parallel(Table):
     )
 
     # the optimizer's state and its communication
-    zero: Annotated[bool | Literal[2], BeforeValidator(_zero_stage)] = Field(
+    zero: Annotated[bool | Literal[2, 3], BeforeValidator(_zero_stage)] = Field(
         default=True,
         description="ZeRO-1: shard master weights and moments over the replicas, and over the "
         "context-parallel ranks of each; 2: ZeRO-2, shard gradients too, which are then reduced in "
-        "each micro-batch; false: each holds all. 1 and 0 are read as true and false.",
+        "each micro-batch; 3: ZeRO-3, shard weights too, which are then gathered layer by layer in "
+        "each pass; false: each holds all. 1 and 0 are read as true and false.",
+    )
+    zero_keep: int = Field(
+        default=default_of(ParallelAMPOptimizer, "keep_layers"),
+        ge=0,
+        description="Under ZeRO-3, number of layers of each rank, its last ones, whose weights "
+        "stay whole from their first pass in a step to the update: gathered once a step, and not "
+        "twice for each micro-batch.",
     )
     overlap: bool | Literal["auto"] = Field(
         default="auto",
@@ -229,8 +237,22 @@ class Parallel(Table):
 
     @property
     def shards_gradients(self) -> bool:
-        """Return True under ZeRO-2, if there are ranks to shard gradients over."""
-        return self.zero == 2 and self.copies > 1 and self.zero_size != 1
+        """Return True under ZeRO-2 and 3, if there are ranks to shard gradients over."""
+        return self.zero in (2, 3) and self.copies > 1 and self.zero_size != 1
+
+    @property
+    def shards_weights(self) -> bool:
+        """Return True under ZeRO-3, if there are ranks to shard weights over."""
+        return self.zero == 3 and self.shards_gradients
+
+    @property
+    def zero_stage(self) -> int:
+        """Return the stage of ZeRO, 0 to 3, that has an effect in this layout."""
+        if not self.zero or self.copies == 1:
+            return 0
+        if not self.shards_gradients:
+            return 1
+        return 3 if self.shards_weights else 2
 
     @property
     def copies(self) -> int:

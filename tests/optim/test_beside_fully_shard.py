@@ -1,9 +1,10 @@
 """ZeRO-3 beside torch's `fully_shard` on one model of torch's own layers, both counted in the same
 way: the weights after training, the collectives, their bytes, and the bytes of whole weights."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.plan import plan
 from tests.ranks import run_ranks
 
-WIDTH = 64
+WIDTH = 128  # sizes that need no padding
 VOCAB = 128
 LAYERS = 5
 STEPS = 3
@@ -55,8 +56,12 @@ class Decoder(nn.Module):
 
 @dataclass
 class Traffic:
-    """Collectives of one step on one rank, the bytes of their whole tensors, and the bytes of
-    storages that were given memory and gave it up, at most and at the end."""
+    """Collectives of one step on one rank, the bytes of their whole tensors, and the bytes of whole
+    weights that have memory, at most and at the end.
+
+    These are storages that are given memory and give it up. `fully_shard` gathers into further
+    tensors first, which count until they are freed.
+    """
 
     gathers: int = 0
     gathered_bytes: int = 0
@@ -64,16 +69,29 @@ class Traffic:
     reduced_bytes: int = 0
     peak: int = 0
     now: int = 0
+    grown: set[int] = field(default_factory=set)
 
     def gather(self, whole: Tensor) -> None:
         self.gathers += 1
         self.gathered_bytes += whole.nbytes
 
+    def gather_into_new(self, whole: Tensor) -> None:
+        self.gather(whole)
+        self.hold(whole.nbytes)
+        weakref.finalize(whole, self.hold, -whole.nbytes)
+
     def reduction(self, whole: Tensor) -> None:
         self.reductions += 1
         self.reduced_bytes += whole.nbytes
 
-    def resized(self, change: int) -> None:
+    def resized(self, storage: torch.UntypedStorage, size: int) -> None:
+        if size:
+            self.grown.add(storage._cdata)
+        elif storage._cdata not in self.grown:
+            return  # gradients, which are allocated by other means
+        self.hold(size - storage.nbytes())
+
+    def hold(self, change: int) -> None:
         self.now += change
         self.peak = max(self.peak, self.now)
 
@@ -85,7 +103,7 @@ def counted() -> Iterator[Traffic]:
     resize = torch.UntypedStorage.resize_
 
     def counting_resize(storage: torch.UntypedStorage, size: int) -> Any:
-        traffic.resized(size - storage.nbytes())
+        traffic.resized(storage, size)
         return resize(storage, size)
 
     with pytest.MonkeyPatch.context() as patched:
@@ -97,7 +115,9 @@ def counted() -> Iterator[Traffic]:
         # the names of torch 2.13, or those before
         for name in ("all_gather_single", "all_gather_into_tensor"):
             if hasattr(dist, name):
-                note_calls(patched, dist, name, lambda whole, *_, **__: traffic.gather(whole))
+                note_calls(
+                    patched, dist, name, lambda whole, *_, **__: traffic.gather_into_new(whole)
+                )
         for name in ("reduce_scatter_single", "reduce_scatter_tensor"):
             if hasattr(dist, name):
                 note_calls(

@@ -36,6 +36,8 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "fp64": {"compute": "fp64"},
 }
 WITHOUT_BIASES = {
+    "gpt2 without biases",
+    "olmo2 of LayerNorms without biases",
     "llama",
     "olmo3 kv2",
     "gemma3",

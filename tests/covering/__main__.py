@@ -69,6 +69,9 @@ def main() -> int:
     parser.add_argument(
         "--precisions", action="store_true", help="pairs of options of mixed precision instead"
     )
+    parser.add_argument(
+        "--having", default="", metavar="OPTION=VALUE", help="only triples with this value"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kept", type=Path, default=Path("runs/covering.jsonl"))
     arguments = parser.parse_args()
@@ -87,6 +90,9 @@ def main() -> int:
     # forms are compiled for each shape: pairs with them, and triples of all else
     uncompiled = {option: values for option, values in options.items() if option != COMPILE}
     triples = combinations_of(uncompiled, 3)
+    if arguments.having:
+        option, _, value = arguments.having.partition("=")
+        triples = (triple for triple in triples if (option, value) in triple)
     array = Array(uncompiled, triples, takes, is_cheap, arguments.seed, NEEDED)
     pairs = combinations_of(options, 2, COMPILE)
     compiled = Array(options, pairs, takes, is_cheap, arguments.seed, NEEDED)

@@ -296,7 +296,7 @@ def written(mesh: DeviceMesh) -> list[Tensor]:
     """Weights that a loop has written to, after a step with a learning rate of zero."""
     net = Net()
     optimizer = optimizer_of(net, mesh, shard_weights=True, weight_decay=0.0)
-    weight = net.layers[0].weight
+    weight = next(net.parameters())
     reads: list[Callable[[], object]] = [
         lambda: weight.sum(),
         lambda: weight + 1,
@@ -317,7 +317,7 @@ def written(mesh: DeviceMesh) -> list[Tensor]:
             read()
     assert weight.shape == (16, 16) and weight.dtype == torch.float32 and weight.numel() == 256
     with optimizer.whole_weights(), torch.no_grad():
-        net.layers[0].weight.clamp_(-0.01, 0.01)
+        weight.clamp_(-0.01, 0.01)
         expected = [parameter.detach().clone() for parameter in net.parameters()]
         first = net(batch(mesh, 0))
     assert torch.equal(net(batch(mesh, 0)), first)

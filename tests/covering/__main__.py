@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 
 import tests.ranks
 from tests.covering import precisions
-from tests.covering.array import Array, Row, combinations_of
+from tests.covering.array import Array, Combination, Row, combinations_of
 from tests.covering.options import NEEDED
 from tests.covering.trial import (
     Outcome,
@@ -89,10 +89,7 @@ def main() -> int:
     options = values_of_options()
     # forms are compiled for each shape: pairs with them, and triples of all else
     uncompiled = {option: values for option, values in options.items() if option != COMPILE}
-    triples = combinations_of(uncompiled, 3)
-    if arguments.having:
-        option, _, value = arguments.having.partition("=")
-        triples = (triple for triple in triples if (option, value) in triple)
+    triples = _having(arguments.having, combinations_of(uncompiled, 3))
     array = Array(uncompiled, triples, takes, is_cheap, arguments.seed, NEEDED)
     pairs = combinations_of(options, 2, COMPILE)
     compiled = Array(options, pairs, takes, is_cheap, arguments.seed, NEEDED)
@@ -130,6 +127,14 @@ def main() -> int:
         )
     print(dict(verdicts), dict(reasons))
     return int(verdicts["wrong"] > 0)
+
+
+def _having(wanted: str, triples: Iterable[Combination]) -> Iterable[Combination]:
+    """Return the triples with a value, "OPTION=VALUE"; all if none is wanted."""
+    if not wanted:
+        return triples
+    option, _, value = wanted.partition("=")
+    return [triple for triple in triples if (option, value) in triple]
 
 
 def _try_precisions(seed: int) -> int:

@@ -114,3 +114,25 @@ def test_a_run_says_which_checkpoints_its_saves_will_delete_as_when_they_are_pla
 
 def with_steps(config: RunConfig, steps: int) -> RunConfig:
     return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        (["train.eval_samples=1"], "1 of {all} held-out samples: train.eval_samples = 1"),
+        (
+            ["train.eval_batches=1", "train.global_batch=2"],
+            "2 of {all} held-out samples: train.eval_batches = 1 of train.global_batch = 2",
+        ),
+        (["train.eval_samples={all}"], None),
+        (["train.eval_samples=100000"], None),
+    ],
+)
+def test_a_run_says_which_part_of_a_set_an_evaluation_takes(
+    keys: list[str], line: str | None, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    available = str(len(open_corpus(resolve_run(file)).evaluated["eval_loss"]))
+    words = [key.replace("{all}", available) for key in ("train.eval_every=3", *keys)]
+    said = said_first(file, words, capsys)
+    told = [text for text in said.splitlines() if text.startswith("evaluated")]
+    assert told == ([f"evaluated  {line.replace('{all}', available)}"] if line else [])

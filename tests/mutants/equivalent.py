@@ -10,6 +10,9 @@ EQUIVALENT: dict[Change, str] = {
     ("megaprec/tokens/index_check.py", "CHUNK = 1 << 20", "1", "2"): (
         "the elements that are read at a time, which no check depends on"
     ),
+    ("parallel/fused_products.py", "_FEATURES = 16", "16", "17"): (
+        "the size of a product that is tried before a run, where any size shows whether it works"
+    ),
 }
 
 

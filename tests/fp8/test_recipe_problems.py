@@ -46,14 +46,14 @@ RIGHT: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "code"), WRONG, ids=str)
+@pytest.mark.parametrize(("settings", "code"), WRONG)
 def test_what_is_wrong_with_a_recipe_is_said_alone(settings: dict[str, Any], code: str) -> None:
     with pytest.raises(UserError) as refused:
         FP8Recipe(**settings)
     assert [problem.code for problem in refused.value.problems] == [f"fp8.{code}"]
 
 
-@pytest.mark.parametrize("settings", RIGHT, ids=str)
+@pytest.mark.parametrize("settings", RIGHT)
 def test_settings_that_go_together_are_taken(settings: dict[str, Any]) -> None:
     FP8Recipe(**settings)
 

@@ -62,7 +62,7 @@ CASES: list[tuple[str, dict[str, Any], set[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "changes", "codes"), CASES, ids=str)
+@pytest.mark.parametrize(("name", "changes", "codes"), CASES)
 def test_a_plan_is_refused_by_each_rule_that_it_breaks_and_by_no_other(
     name: str, changes: dict[str, Any], codes: set[str]
 ) -> None:

@@ -55,7 +55,7 @@ gpu:
 	$(or $(GPU_PYTHON),$(BIN)/python) -m tools.bench gpu $(GPU_ARGS)
 
 offline-gpu: $(CUDA_READY)
-	$(CUDA_BIN)/python -m pytest -m campaign tests/offline_gpu/test_operators.py tests/offline_gpu/test_machine_code.py
+	$(CUDA_BIN)/python -m pytest -m campaign tests/offline_gpu/test_operators.py tests/offline_gpu/test_machine_code.py tests/offline_gpu/test_groups.py
 	TRITON_INTERPRET=1 $(CUDA_BIN)/python -m pytest -m campaign tests/offline_gpu/test_interpreted.py tests/offline_gpu/test_recurrent_kernels.py
 
 campaign: $(READY)

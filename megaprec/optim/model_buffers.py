@@ -35,7 +35,6 @@ from megaprec.precision.marks import parameters_of_marked
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 
 _MIN_ELEMENTS = 40_000_000  # a message over few ranks; Megatron-LM's default
-_MOST_ELEMENTS_TOGETHER = 1 << 29  # of a group that is not cut; the update of a buffer copies it
 _ELEMENTS_PER_RANK = 1_000_000  # keeps the part of each of many ranks large
 # the names of the moments that are kept of a parameter
 Moments = Callable[[nn.Parameter], Sequence[str]]
@@ -361,15 +360,14 @@ def buckets(
     ranks of their own, parameters that torch has sharded over more ranks than the tensor-parallel
     ones, and parameters that balance loads.
     whole_groups: True if a group of parameters that are to lie together (`Layout.together`) is not
-        cut, unless it is very large.
+        cut.
     """
-    sizes = [parameter.numel() for parameter in parameters]
-    uncut = _uncut_groups(parameters, sizes) if whole_groups else set()
     # the bucket of each kind that is being filled, and its number of elements
     open_buckets: dict[tuple[object, ...], list[nn.Parameter]] = {}
     num_elements = Counter[tuple[object, ...]]()
     in_order: list[list[nn.Parameter]] = []
-    for parameter, num in zip(parameters, sizes, strict=True):
+    for parameter in parameters:
+        num = parameter.numel()
         layout = layout_of(parameter)
         part = layout.parts[0]
         num_ranks = part.shards * part.copies
@@ -377,7 +375,7 @@ def buckets(
         facts = (layout.tied, layout.again, layout.expert, layout.balancing)
         kind = (*facts, param_dtype(parameter, plan), num_ranks, moments(parameter))
         is_full = kind in open_buckets and num_elements[kind] >= size
-        if is_full and layout.together in uncut:
+        if is_full and whole_groups and layout.together:
             last = open_buckets[kind][-1]
             is_full = layout_of(last).together != layout.together
         if kind not in open_buckets or is_full:
@@ -387,14 +385,6 @@ def buckets(
         open_buckets[kind].append(parameter)
         num_elements[kind] += num
     return in_order
-
-
-def _uncut_groups(parameters: Sequence[nn.Parameter], sizes: Sequence[int]) -> set[str]:
-    """Return the names of the groups that are not too large for one buffer."""
-    elements = Counter[str]()
-    for parameter, size in zip(parameters, sizes, strict=True):
-        elements[layout_of(parameter).together] += size
-    return {name for name, total in elements.items() if name and total <= _MOST_ELEMENTS_TOGETHER}
 
 
 def bucket_elements(requested: int, dp: int) -> int:

@@ -28,7 +28,7 @@ def test_idle_time_is_that_in_which_no_stream_had_a_kernel() -> None:
 def test_what_takes_little_time_is_one_row() -> None:
     kernels = [Kernel(f"kernel {n}", 10.0 * n, 10.0 * n + n) for n in range(1, 9)]
     table = kernel_record(kernels, rows=2)["kernel_table"]
-    assert [row[0] for row in table] == ["kernel 8", "kernel 7", "6 others"]
+    assert [row[0] for row in table] == ["kernel 8", "kernel 7", "all others"]
     assert sum(row[1] for row in table) == 8
     assert sum(row[3] for row in table) == pytest.approx(1.0, abs=1e-3)
 

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _install() -> Path:
     """Install the wheels into a folder beside them, once; return it. What cannot be installed is
-    said, and the call is tried all the same."""
+    said, and the call is tried nevertheless."""
     site = CARRIED / "site"
     wheels = sorted(map(str, (CARRIED / "wheels").glob("*.whl")))
     if site.is_dir() or not wheels:

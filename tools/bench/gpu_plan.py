@@ -1,4 +1,4 @@
-"""What `python -m tools.bench gpu` runs: every measurement and law file, the most telling first.
+"""The plan of `python -m tools.bench gpu`: every measurement and law file, the most telling first.
 
 A call of a few minutes takes the next ones, and so there are three parts, each useful alone: what
 the machine can do and the steps beside other systems; the laws, and a run from end to end; what is

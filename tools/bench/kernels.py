@@ -85,7 +85,7 @@ def _table(kernels: Iterable[Kernel], rows: int) -> list[list[Any]]:
     table = [_row(name, of_kernel, total) for name, of_kernel in by_time[:rows]]
     others = [time for _, of_kernel in by_time[rows:] for time in of_kernel]
     if others:
-        table.append(_row(f"{len(by_time) - rows} others", others, total))
+        table.append(_row("all others", others, total))
     return table
 
 

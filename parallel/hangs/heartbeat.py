@@ -6,8 +6,8 @@ connection of the main thread may be waiting. It reads the other ranks' position
 watchdog asks for it, when a phase takes long. So a run without a hang costs one small message a
 beat. Only the ranks of the first tier (`tier_of`) read all positions then; those of a later tier do
 so if no tier before it does, which they know by a key for each tier: the work of the store grows
-with the number of ranks, not with its square. Clocks of different machines are never compared: a rank is silent since this rank's clock last
-saw its beat change.
+with the number of ranks, not with its square. Clocks of different machines are never compared: a
+rank is silent since this rank's clock last saw its beat change.
 
 A rank looks at the call stack of its main thread only if its position is still that of the last
 beat: while it goes on from one instruction to the next, its stack is left alone.

@@ -200,5 +200,6 @@ def time_limit_of(group: dist.ProcessGroup) -> timedelta:
 def transfers_under_way() -> bytes:
     """Return what NCCL's groups of this process are doing, as torch's own record in JSON; nothing
     in a build without NCCL."""
-    record = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+    library: Any = importlib.import_module("torch._C._distributed_c10d")
+    record = getattr(library, "_dump_nccl_trace_json", None)
     return record(includeCollectives=True, onlyActive=True) if record else b""

@@ -146,5 +146,7 @@ def _commit() -> str:
     git = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
     )
-    # git prints nothing where there is no clone
-    return git.stdout.strip() or "not known"
+    # git prints nothing where there is no clone; then it may have been packed
+    packed = ROOT / ".gpu" / "commit"
+    found = git.stdout.strip() or (packed.read_text("utf-8") if packed.is_file() else "")
+    return found or "not known"

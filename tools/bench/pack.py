@@ -18,8 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ".gpu"
-# what an image with torch for CUDA does not have: needed to import megaprec
-NEEDED = ("pydantic", "annotated-types", "typing-inspection", "shtab")
+# what an image with torch for CUDA does not have, or in a version that may be too old
+NEEDED = ("pydantic", "annotated-types", "typing-inspection", "typing-extensions", "shtab")
+NEEDED += ("pytest", "pluggy", "iniconfig")
 # what measurements are compared with; without them they say so
 PEERS = ("megatron-core", "fla-core")
 GLIBC = (5, 12, 17, 24, 27, 28, 31, 34, 35)  # minor versions that wheels are built for

@@ -48,9 +48,9 @@ def command_of(measurement: Measurement) -> list[str]:
     """Return the command of a measurement, or of pytest for a file of laws."""
     if not is_law(measurement.name):
         return [sys.executable, "-m", "tools.bench", *measurement.arguments]
-    # plugins that a machine has besides may change what tests find
-    unwanted = [f"-pno:{name}" for name in ("cacheprovider", "benchmark", "cov", "anyio", "xdist")]
-    options = ["-m", "gpu", "-q", "-p", "tools.bench.law_reports", *unwanted]
+    # plugins that a machine has besides may change what tests find, or be of another release
+    plugins = ["--disable-plugin-autoload", "-pno:cacheprovider", "-p", "tools.bench.law_reports"]
+    options = ["-m", "gpu", "-q", *plugins]
     return [sys.executable, "-m", "pytest", *options, measurement.name]
 
 

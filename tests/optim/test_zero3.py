@@ -105,6 +105,27 @@ def test_zero_3_trains_with_the_bits_of_zero_2(layout: Layout, name: str) -> Non
         require_same_training(two, three)
 
 
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_an_overflow_is_skipped_with_the_same_offenders_and_changes_nothing(bad: float) -> None:
+    run = replace(
+        LLAMA,
+        compute="fp16",
+        scaling=LossScaling("dynamic", initial=2.0**10),
+        micro_batch=4,
+        steps=4,
+        plant=(1, 1, bad),
+    )
+    runs = [replace(run, options=options) for options in ({}, {"shard_weights": True})]
+    one, three = train_all(runs, 1, 1, 2)
+    assert [report.outcome for report in three.reports].count("skipped_overflow") == 1
+    for first, second in zip(one.reports, three.reports, strict=True):
+        assert second.outcome == first.outcome
+        # the planted element is another one: the last of a rank's first buffer
+        assert bool(second.offenders) == bool(first.offenders)
+    assert three.scaler == one.scaler
+    assert torch.equal(three.after["head.weight"], one.after["head.weight"])
+
+
 @dataclass
 class Gathers:
     """What is gathered on this rank: the times of each buffer, by the layer that it is of, and the

@@ -480,6 +480,12 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         """Return True if this rank frees gradients within a step (ZeRO-2 over several ranks)."""
         return any(buffer.shards_gradients for buffer in self.all_buffers())
 
+    @property
+    def shards_weights(self) -> bool:
+        """Return True if this rank has weights whole only while layers read them (ZeRO-3 over
+        several ranks)."""
+        return self._layer_weights is not None
+
     def expect(self, chunk: int = 0, is_last: bool = True) -> None:
         """Announce that the next backward pass through model chunk `chunk` completes the gradients
         of a micro-batch.

@@ -154,6 +154,29 @@ data = 8
     assert sent[0] * 4 < sent[1] < sent[0] * 8
 
 
+def test_zero_3_shards_weights_too_and_counts_those_that_are_whole_meanwhile(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each half of them, in the layers that compute, in those that come next, and in kept ones."""
+    layout = [file, "parallel.data=2", "precision.compute=bf16", "--gpu", "H100"]
+
+    def planned(*keys: str) -> dict[str, int]:
+        (rank,) = data(capsys, *layout, *keys)["ranks"]
+        return rank
+
+    whole = planned("parallel.zero=2")
+    sharded = planned("parallel.zero=3", "parallel.overlap=false")
+    ahead = planned("parallel.zero=3")
+    kept = planned("parallel.zero=3", "parallel.zero_keep=99")
+    assert whole["gathered"] == 0
+    assert sharded["weights"] == pytest.approx(whole["weights"] / 2, rel=0.01)
+    assert sharded["masters"] == pytest.approx(whole["masters"], rel=0.01)
+    assert 0 < sharded["gathered"] < ahead["gathered"] < kept["gathered"]
+    assert kept["gathered"] <= whole["weights"] * 1.01
+    text = " ".join(said(capsys, *layout, "parallel.zero=3").split())
+    assert "ZeRO-3" in text and "whole weights of layers that compute " in text
+
+
 def test_kinds_add_up_and_logits_are_activations(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

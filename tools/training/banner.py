@@ -282,11 +282,14 @@ def _bytes_formula(optimizer: ParallelAMPOptimizer, buffer_kind: _BufferKind) ->
         buffer_kind.moments,
         buffer_kind.in_fp8,
         shards_gradients=optimizer.shards_gradients and buffer_kind.ranks > 1,
+        shards_weights=optimizer.shards_weights and buffer_kind.ranks > 1,
         ema=optimizer.ema > 0,
     )
     divisor = f"/{buffer_kind.ranks}" if buffer_kind.ranks > 1 else ""
     total = on_every_rank + sharded / buffer_kind.ranks
-    formula = f"{on_every_rank} + {sharded}{divisor} = {total:g} bytes a parameter"
+    # under ZeRO-3 nothing is on every rank
+    terms = [str(on_every_rank)] if on_every_rank else []
+    formula = f"{' + '.join([*terms, f'{sharded}{divisor}'])} = {total:g} bytes a parameter"
     if isinstance(optimizer.rule, Muon):  # which leaves some tensors to AdamW, with two moments
         formula += " updated by Muon" if buffer_kind.moments == 1 else " updated by AdamW"
     if buffer_kind.in_fp8:

@@ -42,6 +42,7 @@ OTHER_KINDS = {
     "buffers": "rotary tables and FP8 casts",
     "communication": "gradients that travel",
     "arriving": "gradients of buckets until they are reduced",
+    "gathered": "whole weights of layers that compute",
     "sums": "sums of micro-batches",
     "optimizer": "the update",
     "save": "the copy of a save",

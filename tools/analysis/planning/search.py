@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -464,14 +465,18 @@ def _bytes_of_elements(config: RunConfig) -> tuple[float, float]:
     parallel = config.parallel
     plan = config.plan
     moments = min_moments(make_rule(config.optimizer))
+    bytes_per_parameter = partial(
+        plan.bytes_per_parameter,
+        moments,
+        shards_gradients=parallel.shards_gradients,
+        shards_weights=parallel.shards_weights,
+        ema=config.optimizer.ema > 0,
+    )
     # on each rank, and divided among ranks that share state
-    shards_gradients = parallel.shards_gradients
-    keeps_ema = config.optimizer.ema > 0
-    local, sharded = plan.bytes_per_parameter(moments, False, shards_gradients, keeps_ema)
+    local, sharded = bytes_per_parameter()
     if plan.fp8:
         # which weights have FP8 codes is not known here: the smaller of both is a lower bound
-        fp8_bytes = plan.bytes_per_parameter(moments, True, shards_gradients, keeps_ema)
-        fp8_local, fp8_sharded = fp8_bytes
+        fp8_local, fp8_sharded = bytes_per_parameter(in_fp8=True)
         local = min(local, fp8_local)
         sharded = min(sharded, fp8_sharded)
     of_others = local + sharded / sharding_of(config).zero

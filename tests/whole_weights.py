@@ -1,4 +1,4 @@
-"""Counts the bytes of weights that ZeRO-3 holds whole at the same time."""
+"""Counts the bytes of weights that ZeRO-3 gathers, and holds whole at the same time."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,14 +10,19 @@ from megaprec.optim.state.weight_buffer import WeightBuffer
 
 
 class GatheredWeights:
-    """Bytes of weights that were gathered and not given up on this rank, and the most so far."""
+    """Bytes of weights that were gathered and not given up on this rank, the most so far, and the
+    sum of all that were gathered."""
 
     def __init__(self) -> None:
         self.peak = 0
+        self.total = 0
         self._gathered: dict[WeightBuffer, int] = {}
 
     def add(self, weights: WeightBuffer) -> None:
-        self._gathered[weights] = weights.whole.untyped_storage().nbytes()
+        size = weights.whole.untyped_storage().nbytes()
+        if weights not in self._gathered:
+            self.total += size
+        self._gathered[weights] = size
         self.peak = max(self.peak, self.now)
 
     def remove(self, weights: WeightBuffer) -> None:

@@ -297,6 +297,12 @@ def every_kind(file: Path) -> Iterator[tuple[str, ...]]:
             "parallel.tensor=2",
             "parallel.sequence=true",
         )
+        yield (
+            f"parallel.schedule={kind}",
+            "parallel.pipeline=2",
+            "parallel.data=2",
+            "parallel.zero=3",
+        )
 
 
 def least_of_fullest(config: RunConfig) -> int:

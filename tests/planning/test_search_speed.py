@@ -160,6 +160,21 @@ def test_the_cheapest_change_is_that_of_trying_all_and_few_are_tried(
     assert len(planned) < len(remedies.CHANGES)
 
 
+def test_a_run_that_fits_with_zero_3_alone_is_told_so() -> None:
+    config = load_run(None, [*SMALL, "train.micro_batch=1", "train.global_batch=2"])
+    config = config.on_device("cuda")
+    memory_model = MemoryModel("cuda")
+    sizes: dict[bool, int] = {}  # of the smallest, by whether the weights are shared
+    for changes, changed in remedies._changed_runs(config):
+        shares_weights = changes.get("parallel.zero") == 3
+        total = plan_run(changed, memory_model, None).total
+        sizes[shares_weights] = min(total, sizes.get(shares_weights, total))
+    between = (sizes[True] + sizes[False]) // 2
+    target = DeviceTarget("cuda", "a small GPU", int(between / 0.95), None)
+    found = remedies.cheapest_remedy(config, target, None)
+    assert found and found.keys["parallel.zero"] == 3
+
+
 class CountedSearch(NamedTuple):
     """A search of a run's layouts, and what it had to do."""
 

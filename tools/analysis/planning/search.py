@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from math import ceil
 from typing import Any
 
 from megaprec.optim.rules.muon.rule import min_moments
@@ -328,24 +329,42 @@ def _improve(found: _Found, assumed: Assumptions, require_no_stop: Callable[[], 
 
 
 def neighbors(config: RunConfig) -> Iterator[RunConfig]:
-    """Yield the run with another micro-batch, ZeRO stage or number of stages, as far as its rules
-    allow."""
+    """Yield the run with another micro-batch, ZeRO stage, number of layers that ZeRO-3 keeps or
+    number of stages, as far as its rules allow."""
     train = config.train
     parallel = config.parallel
-    changes: list[tuple[str, object]] = [("train.micro_batch", 2 * train.micro_batch)]
+    changes: list[dict[str, object]] = [{"train.micro_batch": 2 * train.micro_batch}]
     if train.micro_batch % 2 == 0:
-        changes.append(("train.micro_batch", train.micro_batch // 2))
-    if parallel.zero and parallel.copies > 1:
-        changes.append(("parallel.zero", True if parallel.shards_gradients else 2))
+        changes.append({"train.micro_batch": train.micro_batch // 2})
+    changes += _other_zero(config)
     kind = KINDS[parallel.schedule]
     if kind.any_chunks:
         chunks = parallel.chunks or kind.chunks
-        changes.append(("parallel.chunks", 2 * chunks))
-    for key, value in changes:
+        changes.append({"parallel.chunks": 2 * chunks})
+    for change in changes:
         try:
-            yield config.with_value(key, value, ORIGIN)
+            yield config.with_values(change, ORIGIN)
         except ValueError:
             continue  # a rule forbids it
+
+
+def _other_zero(config: RunConfig) -> Iterator[dict[str, object]]:
+    """Yield the other stages of ZeRO, and under ZeRO-3 a quarter of a rank's layers more and less
+    that are kept."""
+    parallel = config.parallel
+    if not parallel.zero_stage:
+        return
+    for stage in (True, 2, 3):
+        if stage != parallel.zero_stage:
+            yield {"parallel.zero": stage, "parallel.zero_keep": 0}
+    if not parallel.shards_weights:
+        return
+    layers = ceil(config.model.layers / parallel.pipeline)
+    kept = min(parallel.zero_keep, layers)
+    step = ceil(layers / 4)
+    for other in (max(0, kept - step), min(layers, kept + step)):
+        if other != kept:
+            yield {"parallel.zero_keep": other}
 
 
 def candidates(config: RunConfig, ranks: int, machine: int) -> Iterator[RunConfig]:

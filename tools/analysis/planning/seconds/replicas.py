@@ -2,8 +2,8 @@
 
 With parallel.overlap gradients travel beside the backward pass of the last micro-batch, or of each
 under ZeRO-2, and weights beside the first forward pass, or beside all passes under ZeRO-3. A part
-of that traffic is exposed all the same: the last bucket has no products beside it, and collectives
-and products share the memory and the processors of a GPU.
+of that traffic is exposed anyway: the last bucket has no products beside it, and collectives and
+products share the memory and the processors of a GPU.
 """
 
 from math import ceil

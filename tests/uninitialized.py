@@ -7,6 +7,10 @@ before: what reads it by mistake passes.
 import torch
 import torch.utils.deterministic as memory
 
+from megaprec.optim.state.weight_buffer import WeightBuffer
+
+_make_room = WeightBuffer.make_room
+
 
 def spoil_uninitialized_memory() -> None:
     """Has torch fill what `torch.empty` and its like return: NaN, or the largest integer.
@@ -16,3 +20,11 @@ def spoil_uninitialized_memory() -> None:
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     memory.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    WeightBuffer.make_room = _make_spoilt_room
+
+
+def _make_spoilt_room(weights: WeightBuffer) -> None:
+    """Gives weights that are to be gathered memory with NaN: torch fills no storage that grows."""
+    _make_room(weights)
+    codes = weights.whole.view(torch.uint8)
+    codes.fill_(255)  # NaN in each floating-point format

@@ -33,7 +33,12 @@ from torch import Tensor, nn
 
 from megaprec.comm.layout import has_layout, layout_of
 from megaprec.errors import UserError
-from megaprec.torch_private import backward_pass_executes, has_hooks, num_writes
+from megaprec.torch_private import (
+    backward_pass_executes,
+    has_hooks,
+    num_writes,
+    without_torch_function,
+)
 
 _autograd_grad: Any = torch.Tensor.grad  # autograd's own, even if a subclass overrides `grad`
 
@@ -323,7 +328,8 @@ def watch_gradient(parameter: nn.Parameter, on_gradient: Callable[[], None]) -> 
     # The node that accumulates a leaf's gradient is found behind any use of the leaf. autograd
     # executes it even if a layer returned no gradient, because it has added to `main_grad`
     # itself; a hook of the parameter is not called then.
-    with torch.enable_grad():
+    # a weight that has no values at present has a node too
+    with torch.enable_grad(), without_torch_function():
         use = parameter.view_as(parameter).grad_fn
     assert use is not None
     node = use.next_functions[0][0]

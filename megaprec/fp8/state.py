@@ -72,6 +72,9 @@ class FP8State:
     recipe: None for a model without FP8; the state then has no effect. layers: of the whole model.
     tp: the tensor-parallel axis. stage: the ranks that reduce delayed amaxes. dp: the ranks whose
     amaxes differ, if delayed amaxes are not reduced over dp.
+
+    keeps_casts: an attribute; False if casts of weights are not to outlive their use, under ZeRO-3,
+        where a rank has no memory for all of them.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class FP8State:
         self.stage = stage or self.tp
         self.registered: list[Eligibility] = []
         self.scope = OFF
+        self.keeps_casts = True
         self.rolls = 0  # number of advances of the history between passes
         self.renew: Callable[[bool], None] | None = None
         # that of the layers which are computed at present; None in evaluation
@@ -197,11 +201,13 @@ class FP8State:
         make: Callable[[], Casts],
     ) -> Casts:
         """Return the weight's casts of this pass, computed once for each version of the weight and
-        each advance of the history within the pass.
+        each advance of the history within the pass, or in each use unless casts are kept.
 
         name: unique among the weights of this process. Every change of a weight must increment its
         version (`Buffer.start_all_gather` does so for the optimizers of this project).
         """
+        if not self.keeps_casts:
+            return make()
         key = (num_writes(weight), advances)
         cast_key, casts = self._casts.get(name, (None, None))
         if casts is None or cast_key != key:

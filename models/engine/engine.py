@@ -252,6 +252,7 @@ class Engine:
         self.tp = Axis.of(mesh, "tp")
         self.cp = Axis.of(mesh, "cp")
         self.fp8 = context.fp8
+        self.fp8.keeps_casts = not optimizer.shards_weights
         self.experts = context.experts
         self.refused_kernels = context.refused_kernels
         self.pass_observers: list[PassObserver] = []

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 
 import tests.ranks
 from tests.covering import precisions
-from tests.covering.array import Array, Row, combinations_of
+from tests.covering.array import Array, Combination, Row, combinations_of
 from tests.covering.options import NEEDED
 from tests.covering.trial import (
     Outcome,
@@ -69,6 +69,9 @@ def main() -> int:
     parser.add_argument(
         "--precisions", action="store_true", help="pairs of options of mixed precision instead"
     )
+    parser.add_argument(
+        "--having", default="", metavar="OPTION=VALUE", help="only triples with this value"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kept", type=Path, default=Path("runs/covering.jsonl"))
     arguments = parser.parse_args()
@@ -86,7 +89,7 @@ def main() -> int:
     options = values_of_options()
     # forms are compiled for each shape: pairs with them, and triples of all else
     uncompiled = {option: values for option, values in options.items() if option != COMPILE}
-    triples = combinations_of(uncompiled, 3)
+    triples = _having(arguments.having, combinations_of(uncompiled, 3))
     array = Array(uncompiled, triples, takes, is_cheap, arguments.seed, NEEDED)
     pairs = combinations_of(options, 2, COMPILE)
     compiled = Array(options, pairs, takes, is_cheap, arguments.seed, NEEDED)
@@ -124,6 +127,14 @@ def main() -> int:
         )
     print(dict(verdicts), dict(reasons))
     return int(verdicts["wrong"] > 0)
+
+
+def _having(wanted: str, triples: Iterable[Combination]) -> Iterable[Combination]:
+    """Return the triples with a value, "OPTION=VALUE"; all if none is wanted."""
+    if not wanted:
+        return triples
+    option, _, value = wanted.partition("=")
+    return [triple for triple in triples if (option, value) in triple]
 
 
 def _try_precisions(seed: int) -> int:

@@ -61,7 +61,8 @@ def _resume(trainer: RecordedTrainer, checkpoint: Path) -> None:
     optimizer = trainer.engine.optimizer
     optimizer.wait()
     for buffer in optimizer.all_buffers():
-        for values in (buffer.weights, *buffer.state.values()):
+        weights = buffer.own_weights if buffer.shards_weights else buffer.weights
+        for values in (weights, *buffer.state.values()):
             # what pads a buffer is zero for good, and is in no checkpoint
             values.masked_fill_(values != 0, torch.nan)
     load(checkpoint, optimizer, trainer.engine.fp8)

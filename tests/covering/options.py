@@ -84,7 +84,13 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "zb-h2": ["parallel.schedule=zb-h2"],
         "zb-v": ["parallel.schedule=zb-v"],
     },
-    "zero": {"1": [], "0": ["parallel.zero=false"], "2": ["parallel.zero=2"]},
+    "zero": {
+        "1": [],
+        "0": ["parallel.zero=false"],
+        "2": ["parallel.zero=2"],
+        "3": ["parallel.zero=3"],
+        "3, one layer kept": ["parallel.zero=3", "parallel.zero_keep=1"],
+    },
     "zero_size": {"all": [], "1": ["parallel.zero_size=1"]},
     "overlap": {
         "auto": [],

@@ -28,6 +28,7 @@ PLACES = {
     "model": ("models.engine.engine", "Engine.__init__"),
     "forward": ("parallel.pipeline.executor", "Executor._forward"),
     "backward": ("parallel.pipeline.executor", "Executor._backward"),
+    "gather": ("megaprec.optim.state.weight_buffer", "WeightBuffer.make_room"),
     "step": ("megaprec.optim.optimizer", "ParallelAMPOptimizer.step"),
     "evaluate": ("tools.training.trainer", "Trainer.evaluate"),
     "save": ("tools.training.trainer", "Trainer._save"),

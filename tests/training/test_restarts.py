@@ -328,6 +328,8 @@ def die_in(
             (Death(1, "forward", 18, "SIGSEGV"), {"tensor": 2}),
             (Death(1, "step", 5, "MemoryError"), {"data": 2}),
             (Death(0, "step", 7, "7"), {"tensor": 2}),
+            (Death(1, "gather", 60), {"data": 2, "zero": 3}),
+            (Death(0, "save", 1), {"data": 2, "zero": 3}),
         ),
     ],
     ids=lambda value: (
@@ -342,12 +344,13 @@ def test_a_run_that_lost_a_rank_ends_as_the_undisturbed_run_bit_for_bit(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked = [f"parallel.{axis}={size}" for axis, size in layout.items()]
+    asked = [f"parallel.{key}={value}" for key, value in layout.items()]
     code, run = die_in([death], run_file, tmp_path, monkeypatch, *asked)
     assert code == 0
-    assert_same_run(
-        run, train_on(run_file, *EVALUATED, f"train.folder={tmp_path / 'whole'}", **layout), 8
-    )
+    stage = [f"parallel.zero={layout.get('zero', 'true')}"]
+    axes = {axis: size for axis, size in layout.items() if axis != "zero"}
+    folder = f"train.folder={tmp_path / 'whole'}"
+    assert_same_run(run, train_on(run_file, *EVALUATED, folder, *stage, **axes), 8)
     (event,) = read_events(run, "restart")
     assert event["why"].startswith(f"rank {death.rank} ")
     assert event["left"] == 2

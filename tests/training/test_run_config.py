@@ -468,6 +468,14 @@ def test_a_number_where_text_belongs_in_a_file_is_refused(run_file: Path) -> Non
             sentence("config.zero_canonical", zero=2),
         ),
         (
+            ["parallel.zero=3", "train.sentinel=5"],
+            sentence("config.zero_sentinel", zero=3, sentinel=5),
+        ),
+        (
+            ["parallel.zero=2", "parallel.zero_keep=1"],
+            sentence("config.zero_keep", keep=1, zero=2),
+        ),
+        (
             ["parallel.zero=2", "train.sentinel=5"],
             sentence("config.zero_sentinel", zero=2, sentinel=5),
         ),

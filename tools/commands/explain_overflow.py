@@ -171,7 +171,7 @@ def _microbatch_note(offender: dict[str, Any]) -> str:
     if not offender.get("traced"):
         return (
             "?: not traced: the loss scale was still falling, the step was applied, or "
-            "precision.trace_overflows = false or parallel.zero = 2"
+            "precision.trace_overflows = false or parallel.zero = 2 or 3"
         )
     # the trace has found no micro-batch to blame
     if offender["microbatch"] is None:

@@ -234,6 +234,7 @@ class Buffer:
         own_range = slice(self.start, self.stop)
         is_cut = self.shards.size > 1  # a single shard is the whole
         self._weights = WeightBuffer(
+            self.parameters,
             self.size,
             own_range,
             dtypes.weights,

@@ -2,21 +2,23 @@
 
 Without ZeRO-3 the weights of all parameters of the buffer lie in one flat tensor for good. Under
 ZeRO-3 a rank keeps its own slice; the flat tensor has memory from the start of an all-gather until
-it is given up. Parameters are views of it all the time. Without its memory they cannot be read:
-torch raises RuntimeError, which says that the data is not allocated.
+it is given up. Parameters are views of it all the time; without its memory they are marked as
+absent (`megaprec.optim.state.absent_weights`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
+from megaprec.optim.state.absent_weights import mark_absent, mark_present
 
 
 class WeightBuffer:
     """The flat weights [size] of a buffer.
 
+    parameters: those that are views of it, once the buffer has moved them in.
     own_range: this rank's slice of the elements.
     sharded: the whole is given up when no layer reads it.
 
@@ -26,6 +28,7 @@ class WeightBuffer:
 
     def __init__(
         self,
+        parameters: Sequence[nn.Parameter],
         size: int,
         own_range: slice,
         dtype: torch.dtype,
@@ -33,6 +36,7 @@ class WeightBuffer:
         sharded: bool,
     ) -> None:
         self.sharded = sharded
+        self._parameters = parameters
         self.whole = torch.zeros(size, dtype=dtype, device=device)
         self._own_range = own_range
         self._num_bytes = self.whole.nbytes
@@ -65,10 +69,14 @@ class WeightBuffer:
         """Start to all-gather the whole over `shards`, unless it is there or on its way."""
         if self._has_memory:
             return
-        self.whole.untyped_storage().resize_(self._num_bytes)
-        self._has_memory = True
+        self.make_room()
         self.whole[self._own_range].copy_(self.own)
         self._wait = shards.start_gather_(bytes_if_codes(self.whole))
+
+    def make_room(self) -> None:
+        """Give the whole memory; its values are undefined."""
+        self.whole.untyped_storage().resize_(self._num_bytes)
+        self._has_memory = True
 
     def wait(self) -> None:
         """Wait for an all-gather that is under way."""
@@ -76,6 +84,7 @@ class WeightBuffer:
         self._wait = None
         if wait is not None:
             wait()
+            mark_present(self._parameters)
 
     def free(self) -> None:
         """Under ZeRO-3, give up the whole."""
@@ -83,6 +92,7 @@ class WeightBuffer:
             self.wait()
             self.whole.untyped_storage().resize_(0)
             self._has_memory = False
+            mark_absent(self._parameters)
 
     def lasting_bytes(self) -> int:
         """Return the bytes that are held between steps."""

@@ -187,7 +187,7 @@ class Precision(Table):
     trace_overflows: bool = Field(
         default=True,
         description="Repeat a skipped step to find the micro-batch and the samples that "
-        "overflowed; not under parallel.zero = 2, which has no memory for all gradients.",
+        "overflowed; not under parallel.zero = 2 or 3, which have no memory for all gradients.",
     )
     patience: int = Field(
         default=default_of(OverflowMonitor, "patience"),

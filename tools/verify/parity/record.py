@@ -265,11 +265,12 @@ def _flatten_borders(borders: Sequence[BorderValues]) -> Tensor:
 def _shake_weights(optimizer: ParallelAMPOptimizer, fraction: float, draw: int) -> None:
     """Multiply weights that are their own masters, as in float64, by 1 + `fraction` or
     1 - `fraction` each."""
-    for flat_buffer in optimizer.all_buffers():
-        generator = torch.Generator().manual_seed(draw)
-        zeros_and_ones = torch.randint(0, 2, (flat_buffer.size,), generator=generator)
-        signs = zeros_and_ones.double() * 2 - 1
-        flat_buffer.weights.mul_(1 + fraction * signs)
+    with optimizer.whole_weights():
+        for flat_buffer in optimizer.all_buffers():
+            generator = torch.Generator().manual_seed(draw)
+            zeros_and_ones = torch.randint(0, 2, (flat_buffer.size,), generator=generator)
+            signs = zeros_and_ones.double() * 2 - 1
+            flat_buffer.weights.mul_(1 + fraction * signs)
 
 
 def _saved_kinds(optimizer: ParallelAMPOptimizer) -> list[str]:

@@ -177,6 +177,24 @@ def test_zero_3_shards_weights_too_and_counts_those_that_are_whole_meanwhile(
     assert "ZeRO-3" in text and "whole weights of layers that compute " in text
 
 
+@pytest.mark.parametrize("kind", ["current", "mx"])
+def test_casts_of_weights_do_not_stay_under_zero_3(
+    kind: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank has no room for those of all weights: they are made where they are used."""
+    in_fp8 = [f"fp8.kind={kind}", "fp8.pad=true"]
+    layout = [file, "precision.compute=bf16", "parallel.data=2", "--gpu", "B200"]
+    casts, without, plain = (
+        data(capsys, *layout, *keys)["ranks"][0]["buffers"]
+        for keys in (
+            ["parallel.zero=2", *in_fp8],
+            ["parallel.zero=3", *in_fp8],
+            ["parallel.zero=3"],
+        )
+    )
+    assert casts > without == plain
+
+
 def test_kinds_add_up_and_logits_are_activations(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

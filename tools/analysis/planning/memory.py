@@ -170,6 +170,7 @@ class MemoryModel:
             cp=parallel.context,
             device=self.device,
             halves=bool(parallel.schedule_file) or KINDS[parallel.schedule].splits_backward,
+            keeps_casts=not parallel.shards_weights,
         )
         return _first_equal(stage_memory)
 

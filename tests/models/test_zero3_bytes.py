@@ -51,6 +51,12 @@ CASES = [
     Case({**MODELS["gpt2, tied"], "layers": 6}, BF16, zero=3, overlap=True),
     Case({**MODELS["mixtral"], "layers": 4}, BF16, zero=3, rule=Muon()),
     Case(LLAMA, IN_FP8, zero=3),
+    # a module that runs after the head's weights were gathered, and reads them
+    Case({**DEEP, "mtp_layers": 1}, BF16, zero=3, overlap=True),
+    Case({**DEEP, "mtp_layers": 1}, BF16, zero=3, keep=1),
+]
+SPREAD = [
+    Case({**MODELS["mixtral"], "layers": 4}, BF16, zero=3, expert=2, overlap=True),
 ]
 STAGES = [
     replace(PLAIN, kind="interleaved"),
@@ -94,7 +100,7 @@ def whole_weights(case: Case, said: StateBytes, pp: int, rank: int) -> int:
     ("axes", "cases"),
     [
         ({"dp": 2}, CASES),
-        ({"dp": 2, "tp": 2}, CASES),
+        ({"dp": 2, "tp": 2}, [*CASES, *SPREAD]),
         ({"pp": 2, "dp": 2}, [*CASES, *STAGES]),
     ],
     ids=("dp2", "dp2-tp2", "pp2-dp2"),

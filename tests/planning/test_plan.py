@@ -177,6 +177,18 @@ def test_zero_3_shards_weights_too_and_counts_those_that_are_whole_meanwhile(
     assert "ZeRO-3" in text and "whole weights of layers that compute " in text
 
 
+def test_kept_layers_are_named_with_the_stage_of_zero(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or two layouts of a search would look alike, and differ in bytes and seconds."""
+    layout = [file, "parallel.data=4", "parallel.zero=3", "parallel.zero_keep=2", "--gpu", "H100"]
+    own, layouts = said(capsys, *layout, "--ranks", 4).split("layouts of 4 ranks")
+    assert "ZeRO-3, 2 layers kept" in " ".join(own.split())
+    assert " 3, 2 kept " in layouts
+    one = [key.replace("keep=2", "keep=1") for key in map(str, layout)]
+    assert "ZeRO-3, 1 layer kept" in " ".join(said(capsys, *one).split())
+
+
 @pytest.mark.parametrize("kind", ["current", "mx"])
 def test_casts_of_weights_do_not_stay_under_zero_3(
     kind: str, file: Path, capsys: pytest.CaptureFixture[str]

@@ -23,7 +23,7 @@ from models.mup import scaled_widths
 from models.parameter_counts import num_parameters
 from parallel.loopback import listening_in_words
 from parallel.pipeline.simulation import bubble, simulate
-from tools.config.layouts import in_words
+from tools.config.layouts import in_words, zero_in_words
 from tools.config.run_file import RunConfig
 from tools.config.tables.settings import Checkpoint
 from tools.console.units import counted, date_now, first_of
@@ -176,8 +176,8 @@ def _modes(config: RunConfig) -> Iterator[str]:
         yield f"recompute {', '.join(parallel.recompute_modules) or parallel.recompute}"
     if parallel.context > 1:
         yield f"context by {parallel.context_by}"
-    if parallel.zero and parallel.copies > 1:
-        yield f"ZeRO-{parallel.zero_stage}"
+    if zero := zero_in_words(parallel):
+        yield zero
 
 
 def _print_evaluated(config: RunConfig, corpus: Corpus) -> None:

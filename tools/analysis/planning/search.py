@@ -6,8 +6,8 @@ recomputed, and the stages of each pipeline rank; every other key of [parallel] 
 can. Layouts whose state alone does not fit, by the bytes of a parameter, are not looked at more
 closely, and neither are those that cannot be faster than the layouts that were found.
 
-Of the fastest layouts other micro-batches, ZeRO stages and numbers of stages are tried too
-(`neighbors`), and those of the better ones, as long as there are better ones.
+Of the fastest layouts other micro-batches, ZeRO stages, kept layers and numbers of stages are tried
+too (`neighbors`), and those of the better ones, as long as there are better ones.
 """
 
 import signal

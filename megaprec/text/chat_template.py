@@ -36,7 +36,8 @@ ANSWER_END = uuid.uuid4().hex
 # Names under which messages have the reasoning before an answer; templates read the first two.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 # Fields of a message, besides its content, that a model is to read or write.
-SPOKEN_FIELDS = ("tool_calls", "function_call", *REASONING)
+TOOL_FIELDS = ("tool_calls", "function_call")
+SPOKEN_FIELDS = (*TOOL_FIELDS, *REASONING)
 ONLY_LAST = "+last"  # behind the name of a template
 CHATML = """\
 {%- for message in messages %}
@@ -67,6 +68,7 @@ class ChatError(Exception):
 # the function by which templates ask for the day of the build
 DAY = "strftime_now"
 DAY_GIVEN = "give a copy of the template with a day of its own"
+_WRITE_OR_REMOVE = "give a copy of the template that writes it, or rows without it"
 _MARK = "give a copy of the template that marks answers by {% generation %}"
 _WAYS_OUT = (
     f"put {ONLY_LAST} behind the name of the template to learn only the answers after the last "
@@ -151,13 +153,22 @@ class ChatTemplate:
         self._require_written(messages, tools, whole.text)
         if self._marks_answers:
             skipped = len(self._run(messages[:given], tools, True).answers) if given else 0
-            return Rendered(whole.text, whole.answers[skipped:])
-        text = whole.text
+            answers = whole.answers[skipped:]
+            given = max(given, _end_of_questions(messages))
+        else:
+            answers = self._find_answers(whole.text, messages, tools, given)
+        self._require_each_written(messages, tools, whole.text, given)
+        return Rendered(whole.text, answers)
+
+    def _find_answers(
+        self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None, given: int
+    ) -> Answers:
+        """Return the ranges of the answers in the text of a conversation. Raises ChatError."""
         answers: list[tuple[int, int]] = []
         for number in range(given, len(messages)):
             if messages[number]["role"] == "assistant":
                 answers.append(self._find_answer(text, messages[: number + 1], tools))
-        return Rendered(text, tuple(answers))
+        return tuple(answers)
 
     def _require_written(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str
@@ -175,7 +186,50 @@ class ChatTemplate:
         # a template may also write a message as a whole
         if self._run(reduced, None if leaves_tools else tools).text == text:
             left_out = ", ".join([*given, *(["tools"] if leaves_tools else [])])
-            raise ChatError(f"it leaves out {left_out}")
+            raise ChatError(f"it leaves out {left_out}; {_WRITE_OR_REMOVE}")
+
+    def _require_each_written(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str, given: int
+    ) -> None:
+        """Raise ChatError if the text of a conversation is the same without a field that a message
+        has, or holds a shorter answer than was given.
+
+        given: number of messages of which only calls of tools must be there: templates of models
+            that think leave out earlier reasoning.
+        """
+        last = _end_of_questions(messages)
+        for number, message in enumerate(messages):
+            required = TOOL_FIELDS if number < given else SPOKEN_FIELDS
+            left_out = [
+                name
+                for name in required
+                if message.get(name)
+                and self._is_written_without(name, number, messages, tools, text)
+            ]
+            is_learned = number >= given and message["role"] == "assistant"
+            if is_learned and _is_shortened(message, text):
+                left_out.append("a part of the content")
+            if left_out:
+                is_needed = number >= last or not {*TOOL_FIELDS}.isdisjoint(left_out)
+                ways_out = _WRITE_OR_REMOVE if is_needed else _WAYS_OUT
+                what = " and ".join(left_out)
+                raise ChatError(f"it leaves out {what} of message {number + 1}; {ways_out}")
+
+    def _is_written_without(
+        self,
+        name: str,
+        number: int,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        text: str,
+    ) -> bool:
+        """Return True if the text of a conversation is the same without a field of one message."""
+        reduced = {key: value for key, value in messages[number].items() if key != name}
+        try:
+            written = self._run([*messages[:number], reduced, *messages[number + 1 :]], tools)
+        except ChatError:
+            return False
+        return written.text == text
 
     def _names_field(self, name: str) -> bool:
         # messages have their reasoning under all of its names
@@ -205,24 +259,36 @@ class ChatTemplate:
     def _run(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, asks: bool = False
     ) -> Rendered:
-        """Return what the template writes. asks: with its prompt for an answer."""
+        """Return what the template writes. asks: with its prompt for an answer.
+
+        A message without content, as one that calls tools, has none for the template either. Of a
+        template that fails then, such as DeepSeek-V3's, the content is null.
+        """
+        read = [_as_templates_read(message) for message in messages]
         try:
-            marked = self._template.render(
-                self._variables,
-                messages=[_as_templates_read(message) for message in messages],
-                tools=tools,
-                documents=None,
-                add_generation_prompt=asks,
-            )
+            try:
+                marked = self._written(read, tools, asks)
+            except jinja2.UndefinedError:
+                if all("content" in message for message in read):
+                    raise
+                with_null = [{"content": None} | message for message in read]
+                marked = self._written(with_null, tools, asks)
         except Exception as problem:  # a program of others, which may raise anything
-            reason = " ".join(str(problem).split())
-            if DAY in reason:
-                reason = f"it asks for the day ({DAY}), which is not given: {DAY_GIVEN}"
-            raise ChatError(reason or type(problem).__name__) from problem
+            raise ChatError(_reason(problem, messages)) from problem
         rendered = _without_marks(marked)
         if " at 0x" in rendered.text:
             self._require_no_address(rendered.text, json.dumps([messages, tools]))
         return rendered
+
+    def _written(self, messages: Sequence[Message], tools: Sequence[Any] | None, asks: bool) -> str:
+        """Return what the template's program returns."""
+        return self._template.render(
+            self._variables,
+            messages=messages,
+            tools=tools,
+            documents=None,
+            add_generation_prompt=asks,
+        )
 
     def _require_no_address(self, text: str, given: str) -> None:
         """Raise ChatError for an address of memory in a text that was not given."""
@@ -251,6 +317,37 @@ class Work:
             template = self._compiled[1]
             rendered = template.render(request["messages"], request["tools"], request["given"])
             yield rendered.text, rendered.answers
+
+
+def _reason(problem: Exception, messages: Sequence[Message]) -> str:
+    """Return why a template has failed, and what to do."""
+    said = " ".join(str(problem).split())
+    if DAY in said:
+        return f"it asks for the day ({DAY}), which is not given: {DAY_GIVEN}"
+    if isinstance(problem, TypeError) and any(map(_calls_with_objects, messages)):
+        return (
+            f"{said}: the arguments of its tool calls are objects; give them as text, in JSON, if "
+            "the template reads a text"
+        )
+    return said or type(problem).__name__
+
+
+def _calls_with_objects(message: Message) -> bool:
+    """Return True if a message has a tool call whose arguments are an object."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return False
+    functions = [call.get("function") for call in calls if isinstance(call, dict)]
+    arguments = [each.get("arguments") for each in functions if isinstance(each, dict)]
+    return any(isinstance(each, dict) for each in arguments)
+
+
+def _is_shortened(message: Message, text: str) -> bool:
+    """Return True if a text does not hold the content of a message, whatever its white space."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return False
+    return "".join(content.split()) not in "".join(text.split())
 
 
 def _end_of_questions(messages: Sequence[Message]) -> int:

@@ -4,29 +4,11 @@ A source is a stream of pieces `(document, text)`; consecutive pieces of one doc
 name. Large files come in pieces of about a million characters, cut at line ends, so that no file
 need fit into memory.
 
-| given as             | documents                                                              |
-|----------------------|------------------------------------------------------------------------|
-| `python`             | the running interpreter's standard library, its tests left out, in an  |
-|                      | order that is scattered but always the same: any beginning is varied   |
-| `FILE.jsonl`         | one a line, the text under `TextOptions.field`; also `.ndjson`,        |
-|                      | `.jsonlines`                                                           |
-| `FILE.json`, a list  | one an item: a text, or an object with the text under that field       |
-| `FILE.csv`, `.tsv`   | one a row, the text in that column                                     |
-| `FILE.parquet`       | one a row, the text in that column                                     |
-| `FILE.html`, `.htm`, | one, the text of the page as a browser lays it out                     |
-| `.xhtml`             |                                                                        |
-| `FILE.ipynb`         | one, the sources of a notebook's cells                                 |
-| any other file       | one, the whole file; archives and the like (`NOT_READ`) are refused    |
-| a folder             | one a file (line, item, row) of `FOLDER_ENDINGS`, by path; `left_out`  |
-|                      | has the others: other endings, JSON that is no list, separated tables  |
-|                      | without the column, names with a leading dot, links, what              |
-|                      | `TextOptions.exclude` names                                            |
-| a pattern            | those of the files and folders that match, by path; `**` stands for    |
-|                      | any folders                                                            |
-| a list of these      | those of each, in this order; a file that was read before is left out  |
-
-All but Parquet may be packed, with `.gz` or `.zst` at the end of the name. Endings may have any
-case.
+What may be given, and which documents it has, is the table of docs/data.md; the forms of files are
+`FORMS` of `readers`, by their endings in any case. The order of documents is that of paths, of the
+files and folders of a list as they are given; a file that was read before is left out. `left_out`
+has the files of a folder that are not read. The standard library comes in an order that is
+scattered but always the same, so that any beginning is varied.
 
 Plain text is not changed, line ends included. A folder called `python` is given as `./python`.
 """

@@ -85,3 +85,16 @@ def test_the_digest_does_not_depend_on_where_and_how_the_tensor_lies(dtype: torc
 def test_a_digest_of_nothing_is_zero_and_shows_as_digits() -> None:
     assert digest(torch.zeros(0)).tolist() == [0, 0]
     assert hexadecimal(torch.tensor([-1, 1])) == "f" * 16 + "0" * 15 + "1"
+
+
+def test_digests_are_those_that_earlier_versions_recorded() -> None:
+    """Of bytes that fill no lane, one, and several rows; a record is compared with digests of
+    later versions."""
+    stored = torch.arange(70_001, dtype=torch.int32).view(torch.uint8)
+    recorded = {
+        0: [0, 0],
+        7: [-5425118339200278463, -6866051095014778367],
+        9: [-4720585058930482121, 5437236268711929971],
+        280_004: [-364622919676340476, -6388712757080911722],
+    }
+    assert {size: digest(stored[:size]).tolist() for size in recorded} == recorded

@@ -20,7 +20,7 @@ from models.recurrent.kernel_choice import (
     choose,
 )
 from models.recurrent.short_convolution import short_convolution
-from tests.recurrent import test_delta_rule, test_state_space
+from tests.recurrent.recurrences import DrawnDelta, DrawnStateSpace
 from tests.recurrent.stand_ins import FUNCTIONS
 from tests.recurrent.test_kernel_choice import made_and_gradients
 
@@ -60,7 +60,7 @@ def on(device: str, x: Tensor) -> Tensor:
 def test_the_delta_rule_is_that_of_plain_torch(documents: float, device: str) -> None:
     kernel = kernel_on(device, DELTA_RULE)
     length = LENGTH[device]
-    sizes = test_delta_rule.Drawn(2, 4, length, 64, 64, 64, 1.0, documents, 3)
+    sizes = DrawnDelta(2, 4, length, 64, 64, 64, 1.0, documents, 3)
     inputs, _ = sizes.inputs()
     keys = ("query", "key", "value", "log_decay", "strength")
     tensors = [rounded(getattr(inputs, key)) for key in keys]
@@ -82,7 +82,7 @@ def test_the_delta_rule_is_that_of_plain_torch(documents: float, device: str) ->
 def test_the_state_space_is_that_of_plain_torch(documents: float, device: str) -> None:
     kernel = kernel_on(device, STATE_SPACE)
     length = LENGTH[device]
-    sizes = test_state_space.Drawn(2, 2, 2, length, 64, 64, 64, 1.0, documents, 3)
+    sizes = DrawnStateSpace(2, 2, 2, length, 64, 64, 64, 1.0, documents, 3)
     inputs, state = sizes.inputs()
     keys = ("query", "key", "value", "step", "rate")
     tensors = [rounded(x) for x in (*(getattr(inputs, key) for key in keys), state)]

@@ -18,8 +18,9 @@ from tools.cli import main
 from tools.config.run_file import RunConfig, load_run, read_run_settings
 from tools.convert.megatron.args import model_of_args
 from tools.interop.arguments.megatron import READ, REFUSED, UNUSED, option
-from tools.interop.importing.arguments import Arguments, read_words
+from tools.interop.importing.arguments import Arguments
 from tools.interop.importing.megatron_model import completed
+from tools.interop.importing.read_arguments import read_words
 from tools.interop.importing.run import import_run
 from tools.interop.importing.shell import split_words
 

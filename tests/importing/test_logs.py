@@ -13,8 +13,9 @@ from tests.importing.test_import import BASE, CHANGES
 from tests.refusals import raises
 from tools.cli import main
 from tools.interop.arguments.megatron import DEFAULTS, READ, REFUSED, is_unused
-from tools.interop.importing.arguments import Arguments, read_words
+from tools.interop.importing.arguments import Arguments
 from tools.interop.importing.megatron_model import completed
+from tools.interop.importing.read_arguments import read_words
 from tools.interop.importing.run import Imported, import_run
 from tools.interop.importing.shell import split_words
 

@@ -1,12 +1,15 @@
 """Key/value heads that serve several query heads: right whether they are repeated or not."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as fused
 
-from models.attention import bf16_products
+from models.attention import bf16_products, kernels
 from models.attention.kernels import takes_groups
 
 S = 128
@@ -76,3 +79,24 @@ def test_torchs_kernel_for_cpus_sums_a_shared_head_less_exactly_so_heads_are_rep
         "this torch sums them as exactly: `takes_groups` may say so"
     )
     assert not takes_groups(heads(torch.bfloat16)[0], masked=False)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("positions", [4, 6])
+def test_torchs_kernel_is_told_of_groups_only_where_heads_are_shared(
+    kv_heads: int, positions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some backends take no groups, so that a needless word would cost them."""
+    told = list[bool]()
+
+    def seen(query: Tensor, *others: Any, enable_gqa: bool, **more: Any) -> Tensor:
+        told.append(enable_gqa)
+        return query
+
+    monkeypatch.setattr(kernels.F, "scaled_dot_product_attention", seen)
+    monkeypatch.setattr(kernels, "prepare_fused", lambda q, k, v, mask: (q, k, v))
+    query = torch.zeros(2, 4, positions, 8)
+    shared = torch.zeros(2, kv_heads, positions, 8)
+    inputs = SimpleNamespace(mask_of=lambda query: None, scale=None)
+    kernels.KERNELS[kernels.Kernel.TORCH_FUSED](query, shared, shared, inputs)  # type: ignore[arg-type]
+    assert told == [kv_heads != 4]

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.precision.plan import plan
 from models.decoder.cutting import cuts
@@ -26,14 +25,11 @@ from tests.families import (
     ADAM_EPS,
     ADAM_LR,
     BATCH,
-    LENGTH,
-    Answer,
     Case,
     Job,
     Layout,
     put,
     step_all,
-    step_rank,
     train_all,
 )
 from tests.layouts import assemble
@@ -47,10 +43,14 @@ from tests.models.test_families import (
     transformers,
 )
 from tests.ranks import run_ranks
-from tests.recurrent.test_delta_net import ours
-from tests.recurrent.test_delta_rule import LateDecays, WithoutState
-from tools.convert.hf.folder import open_hf
-from tools.convert.verify import read_weights
+from tests.recurrent.beside_transformers import (
+    continued,
+    convolve_neighbours,
+    drawn_documents,
+    misplaced,
+    ours,
+)
+from tests.recurrent.recurrences import LateDecays, WithoutState
 
 CLOSE = 1e-10
 IN_LAYOUTS = 1e-9
@@ -153,17 +153,9 @@ def drawn(seed: int) -> Case:
     return Case("nemotron_h", theirs, ours)
 
 
-def drawn_documents(seed: int) -> Tensor | None:
-    """The documents of the samples of a seed; None for every other one."""
-    if seed % 2 == 0:
-        return None
-    begins = torch.rand(BATCH, LENGTH, generator=torch.Generator().manual_seed(seed)) < 0.3
-    return begins.cumsum(1)
-
-
 @cache
 def theirs(seed: int) -> tuple[Job, float, dict[str, Tensor]]:
-    return their_step(drawn(seed), documents=drawn_documents(seed))
+    return their_step(drawn(seed), documents=drawn_documents(BATCH, seed % 2 == 1, seed))
 
 
 @pytest.mark.cases(3, sample=3)
@@ -184,11 +176,7 @@ def test_a_planted_fault_is_found(fault: Any, monkeypatch: pytest.MonkeyPatch) -
     job, _, expected = theirs(0)
     monkeypatch.setattr(mamba_mixer, "chunked", partial(chunked, chunk=5))
     if fault == "channels":
-        # Each feature in the place of its neighbour.
-        whole = MambaMixer._convolve
-        monkeypatch.setattr(
-            MambaMixer, "_convolve", lambda self, x, begins: whole(self, x, begins).roll(1, -1)
-        )
+        convolve_neighbours(monkeypatch, MambaMixer)
     elif fault == "groups":
         # All features normalized together.
         normalize = MambaMixer._normalize
@@ -266,25 +254,10 @@ def test_recomputation_changes_no_gradient(recompute: Recompute) -> None:
     assert not (far := differing(found, expected, IN_LAYOUTS)), far
 
 
-def misplaced(mesh: DeviceMesh, jobs: bytes) -> list[Answer]:
-    """A step whose second rank convolves with the channels of its neighbours."""
-    right = MambaMixer._convolve
-
-    def convolve(self: MambaMixer, mixed: Tensor, begins: Tensor | None) -> Tensor:
-        moved = self.context.tp.rank
-        return right(self, mixed.roll(moved, -1), begins).roll(-moved, -1)
-
-    MambaMixer._convolve = convolve
-    try:
-        return step_rank(mesh, jobs, Layout(tp=2))
-    finally:
-        MambaMixer._convolve = right
-
-
 @pytest.mark.slow
 def test_channels_that_are_cut_wrongly_are_found() -> None:
     job, _, expected = theirs(0)
-    answers = run_ranks(misplaced, {"pp": 1, "tp": 2}, jobs=pickle.dumps([job]))
+    answers = run_ranks(misplaced, {"pp": 1, "tp": 2}, jobs=pickle.dumps([job]), mixer=MambaMixer)
     found = assemble([[*one.grads, *one.logits] for (one,) in answers])
     assert "logits" in differing(found, expected, IN_LAYOUTS)
 
@@ -313,16 +286,7 @@ def test_greedy_texts_are_those_that_transformers_generates(
         model.eval().save_pretrained(tmp_path)
         prompt = torch.randint(97, (1, 7))
         said = model.generate(prompt, max_new_tokens=greedy, do_sample=False)
-    source = open_hf(tmp_path)
-    stage = CachedStage(source.model, Context(plan("fp64")), cuts(source.model, 1, 256)[0])
-    read_weights(stage, source)
-    stage.start(prompt.shape[1] + greedy)
-    ids = prompt[0].tolist()
-    piece = prompt.t()
-    for _ in range(greedy):
-        ids.append(int(stage.extend(piece)[0].argmax()))
-        piece = torch.tensor([[ids[-1]]])
-    assert ids == said[0].tolist()
+    assert continued(tmp_path, prompt, greedy) == said[0].tolist()
 
 
 def test_a_text_token_by_token_has_the_logits_of_the_whole() -> None:

@@ -9,12 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from megaprec.precision.plan import plan
+from models.attention.attention import Attention
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
+from models.decoder.mtp import PredictionModule
 from models.estimate.flops import stage_costs, training_flops
 from models.logical_shapes import logical_shapes
 from models.parameter_counts import num_parameters
 from parallel.activation_checkpoint import Recompute
+from parallel.context import Context
 from tests import oracle
 from tests.layouts import (
     Recording,
@@ -308,3 +312,13 @@ def test_a_module_costs_a_layer_a_head_and_the_product_of_two_rows_side_by_side(
     product = 2 * config.hidden * side_by_side
     of_one = config.layer_flops(16) + config.head_flops() + product
     assert config.mtp_flops(16) == 2 * of_one
+
+
+@pytest.mark.parametrize("is_windowed", [False, True])
+def test_a_modules_layer_has_the_window_of_the_models_last_one(is_windowed: bool) -> None:
+    layers = SIZES["layers"]
+    windowed = layers - 1 if is_windowed else 0
+    config = ModelConfig(family="llama", **SIZES, mtp_layers=1, window=4, window_layers=[windowed])
+    module = PredictionModule(config, Context(plan("fp32")), 0, Attention, recompute_layer=False)
+    (attention,) = (each for each in module.modules() if isinstance(each, Attention))
+    assert attention.config.window == (4 if is_windowed else 0)

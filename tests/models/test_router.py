@@ -69,6 +69,18 @@ def test_a_correction_changes_who_is_chosen_and_no_weight() -> None:
     )
 
 
+def test_the_sum_of_scores_has_a_floor_that_only_a_sigmoid_needs() -> None:
+    """DeepSeek-V3's 1e-20, added to the sum."""
+    chosen = torch.tensor([[0, 1]])
+    tiny = torch.tensor([[2e-20, 1e-20]], dtype=torch.float64)
+    weights = {
+        score: expert_weights(RouterSettings(score=score), tiny, chosen, normalize=True)
+        for score in ("sigmoid", "softmax")
+    }
+    torch.testing.assert_close(weights["sigmoid"], tiny / 4e-20)
+    torch.testing.assert_close(weights["softmax"], tiny / 3e-20)
+
+
 def test_the_sum_of_the_two_best_and_the_best_alone_choose_other_groups() -> None:
     scores = torch.tensor([[0.9, 0.0, 0.5, 0.6]])
     for best, expected in ((1, 0), (2, 2)):

@@ -4,12 +4,15 @@ holds, to the byte."""
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
+from math import prod
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from megaprec.optim.rules.muon.matrix_exchange import owners_of
+from megaprec.optim.rules.muon.newton_schulz import iteration_flops
 from megaprec.optim.rules.muon.rule import Muon
 from megaprec.optim.rules.update_rules import AdamW, UpdateRule
 from megaprec.precision.fp8_recipe import FP8Recipe
@@ -18,7 +21,7 @@ from models.config import ModelConfig
 from models.decoder.cutting import cuts
 from models.engine.engine import Engine
 from models.engine.options import EngineOptions
-from models.estimate.state import Sharding, StateBytes, state_bytes
+from models.estimate.state import Sharding, StateBytes, _most_owned, state_bytes
 from models.estimate.storage import LiveMemory
 from parallel.pipeline.kinds import schedule
 from tests.given import declare
@@ -250,3 +253,23 @@ def test_the_peak_of_muons_update_is_foretold(axes: dict[str, int]) -> None:
         found = run_ranks(peak_of_update, axes, case=case) if axes else [peak_of_update(None, case)]
         (said,) = foretold(case, dp=axes.get("dp", 1), tp=axes.get("tp", 1))
         assert 0.8 * said.update < max(found) < 1.2 * said.update, (dtype, found, said.update)
+
+
+def test_the_peak_of_muons_update_is_foretold_also_of_a_small_model_and_few_iterations() -> None:
+    wide = {**LLAMA, "hidden": 128, "ffn": 256}
+    case = Case(wide, plan("bf16"), rule=Muon(ns_dtype="fp32", ns_steps=2))
+    found = run_ranks(peak_of_update, {"dp": 2}, case=case)
+    (said,) = foretold(case, dp=2)
+    assert 0.8 * said.update < max(found) < 1.2 * said.update, (found, said.update)
+
+
+def test_the_fullest_owner_has_the_matrices_that_muon_gives_it() -> None:
+    shapes = [(4, 8), (4, 8), (2, 2), (16, 4)]
+    flops = [iteration_flops(shape, 5) for shape in shapes]
+    for ranks in (1, 2, 3, 4, 5):
+        owners = owners_of(flops, ranks)
+        owned = [
+            sum(prod(shape) for shape, owner in zip(shapes, owners, strict=True) if owner == rank)
+            for rank in range(ranks)
+        ]
+        assert _most_owned(shapes, Muon(ns_steps=5), ranks) == max(owned)

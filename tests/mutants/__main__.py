@@ -12,8 +12,18 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.mutants.changes import draw
-from tests.mutants.trial import HANGS, KILLED, SURVIVED, Trials, Verdict, commit_of, copy_of
+from tests.mutants.changes import TRAINING, draw
+from tests.mutants.trained import trained_lines
+from tests.mutants.trial import (
+    EQUIVALENT,
+    HANGS,
+    KILLED,
+    SURVIVED,
+    Trials,
+    Verdict,
+    commit_of,
+    copy_of,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,6 +36,7 @@ def main(words: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("--seconds", type=float, default=120, help="processor time for a mutant")
     parser.add_argument("--results", type=Path, help="file of the verdicts; mutants-SEED.jsonl")
     parser.add_argument("--folders", nargs="+", help="folders of code; those that train")
+    parser.add_argument("--trained", action="store_true", help="only lines that runs execute")
     arguments = parser.parse_args(words)
     results = arguments.results or Path(f"mutants-{arguments.seed}.jsonl")
     commit = commit_of(root)
@@ -33,8 +44,9 @@ def main(words: Sequence[str] | None = None, root: Path = ROOT) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     verdicts: dict[str, Verdict] = {}
     with copy_of(root) as tree:
-        folders = {"folders": arguments.folders} if arguments.folders else {}
-        mutants = draw(tree, arguments.number, arguments.seed, **folders)
+        lines = trained_lines(tree) if arguments.trained else None
+        folders = arguments.folders or TRAINING
+        mutants = draw(tree, arguments.number, arguments.seed, folders, lines)
         trials = Trials(tree, arguments.seconds)
         for mutant in mutants:
             known = read_results(results, commit).get(str(mutant))
@@ -54,6 +66,8 @@ def described(mutant: str, verdict: Verdict) -> str:
         said = f"killed by {verdict.by} ({how})"
     elif verdict.outcome == HANGS:
         said = "nothing goes on"
+    elif verdict.outcome == EQUIVALENT:
+        said = f"equivalent: {verdict.by}"
     else:
         said = "SURVIVED all laws" if verdict.whole else "SURVIVED the laws that the time was for"
     return f"{mutant}: {said}, {verdict.seconds:.0f} s"
@@ -66,7 +80,8 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     seconds = sum(verdict.seconds for verdict in verdicts)
     return (
         f"{len(verdicts)} mutants: {outcomes.count(KILLED)} killed, {crashed} of them by a plain "
-        f"crash, {outcomes.count(HANGS)} hang, {outcomes.count(SURVIVED)} survived; "
+        f"crash, {outcomes.count(HANGS)} hang, {outcomes.count(EQUIVALENT)} are equivalent, "
+        f"{outcomes.count(SURVIVED)} survived; "
         f"{seconds:.0f} s of processor time"
     )
 

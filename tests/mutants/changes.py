@@ -8,7 +8,7 @@ import ast
 import random
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,9 +77,18 @@ class Mutant:
         return source[: self.start] + self.after.encode() + source[self.stop :]
 
 
-def draw(root: Path, number: int, seed: int, folders: Sequence[str] = TRAINING) -> list[Mutant]:
+def draw(
+    root: Path,
+    number: int,
+    seed: int,
+    folders: Sequence[str] = TRAINING,
+    lines: Collection[tuple[str, int]] | None = None,
+) -> list[Mutant]:
     """Return so many mutants of the files in `folders`, none in the line of another. Each kind is
-    as likely as any other, and each place of a kind."""
+    as likely as any other, and each place of a kind.
+
+    lines: path and number of those that may be changed; None: all.
+    """
     by_kind = defaultdict[str, list[Mutant]](list)
     for folder in folders:
         for file in sorted((root / folder).rglob("*.py")):
@@ -96,7 +105,8 @@ def draw(root: Path, number: int, seed: int, folders: Sequence[str] = TRAINING) 
         if not mutants:
             del by_kind[kind]
         place = (mutant.path, mutant.line)
-        if place not in taken:
+        may_change = lines is None or place in lines
+        if may_change and place not in taken:
             taken.add(place)
             drawn.append(mutant)
     return drawn

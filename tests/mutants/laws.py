@@ -14,13 +14,15 @@ def laws_of(root: Path, path: str) -> tuple[list[str], list[str]]:
     """Return the files of laws that are the first to try for a change of the file `path`, and those
     that come after them.
 
-    First come those that import its module, and parity of layouts; then the folder of its room's
-    laws, and those of the optimizer and of runs.
+    First come those that are named like its module, those that import it, and parity of layouts;
+    then the folder of its room's laws, and those of the optimizer and of runs.
     """
     module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     near = [law for law in _files(root, ["tests"]) if _imports(root / law, module)]
-    first = list(dict.fromkeys([*near, *_files(root, [PARITY])]))
-    others = _files(root, [folder_of(root, path), *OF_ALL])
+    of_room = _files(root, [folder_of(root, path)])
+    named = [law for law in of_room if Path(path).stem in Path(law).stem]
+    first = list(dict.fromkeys([*named, *near, *_files(root, [PARITY])]))
+    others = list(dict.fromkeys([*of_room, *_files(root, OF_ALL)]))
     return first, [law for law in others if law not in first]
 
 

@@ -9,7 +9,9 @@ import pytest
 
 from tests.mutants.__main__ import main, read_results
 from tests.mutants.changes import TRAINING, draw, mutants_of
+from tests.mutants.equivalent import EQUIVALENT, reason_of
 from tests.mutants.laws import PARITY, folder_of, laws_of
+from tests.mutants.trained import trained_lines
 from tests.mutants.trial import KILLED, SURVIVED, Trials, Verdict, commit_of
 
 ROOT = Path(__file__).parents[2]
@@ -78,6 +80,38 @@ def test_the_laws_of_a_module_come_before_those_of_its_room() -> None:
     assert first[-1] == PARITY
     assert "tests/optim/test_lr.py" in others
     assert not set(first) & set(others)
+
+
+def test_laws_that_are_named_like_a_module_come_first() -> None:
+    first, _ = laws_of(ROOT, "tools/training/saves.py")
+    assert first[0] == "tests/training/test_saves.py"
+
+
+def test_a_mutant_is_drawn_only_in_lines_that_may_be_changed() -> None:
+    folders = ["megaprec/tokens"]
+    all_drawn = draw(ROOT, 1000, 1, folders)
+    lines = {(mutant.path, mutant.line) for mutant in all_drawn[3:7]}
+    assert {(one.path, one.line) for one in draw(ROOT, 1000, 1, folders, lines)} == lines
+
+
+@pytest.mark.slow
+def test_lines_that_train_are_those_of_all_ranks_and_none_that_no_run_reaches() -> None:
+    lines = trained_lines(ROOT, (("parallel.tensor=2", "train.steps=1", "train.threads=1"),))
+    assert all((ROOT / path).exists() for path, _ in lines)
+    reached = {path for path, _ in lines}
+    assert {"megaprec/optim/optimizer.py", "parallel/layers.py"} <= reached
+    source = (ROOT / "parallel/pipeline/executor.py").read_text().splitlines()
+    refusal = 1 + source.index(
+        '        raise ValueError(f"the last stage must return a scalar loss, not {list(loss.shape)}")'
+    )
+    assert ("parallel/pipeline/executor.py", refusal) not in lines
+
+
+def test_every_equivalent_mutant_is_one_of_the_code_as_it_is() -> None:
+    mutants = {path: list(mutants_of(path, (ROOT / path).read_bytes())) for path, *_ in EQUIVALENT}
+    for path, line, before, after in EQUIVALENT:
+        known = [one for one in mutants[path] if (one.before, one.after) == (before, after)]
+        assert any(reason_of(one, ROOT) for one in known), (path, line)
 
 
 def test_every_file_that_trains_is_in_a_room_with_laws() -> None:

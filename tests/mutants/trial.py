@@ -15,10 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.mutants.changes import Mutant
+from tests.mutants.equivalent import reason_of
 from tests.mutants.laws import laws_of
 
 KILLED = "killed"
 SURVIVED = "survived"
+# known to change nothing that anybody could see, and not tried
+EQUIVALENT = "equivalent"
 # nothing computes any more: a law would say so when its own last resort is over
 HANGS = "hangs"
 IDLE_SECONDS = 120
@@ -29,7 +32,7 @@ CLOCK = os.sysconf("SC_CLK_TCK")
 class Verdict:
     """What became of a mutant.
 
-    by: the law that failed. crashed: True if it failed by another error than an assertion of its
+    by: the law that failed, of an equivalent one the reason. crashed: True if it failed by another error than an assertion of its
         own.
     seconds: of processor time.
     whole: False for a survivor whose laws were not all tried, because the time was used up.
@@ -93,6 +96,9 @@ class Trials:
 
     def tried(self, mutant: Mutant) -> Verdict:
         """Return what the laws say about a mutant. The tree is afterwards as it was."""
+        reason = reason_of(mutant, self.tree)
+        if reason:
+            return Verdict(EQUIVALENT, reason)
         used = 0.0
         for laws in laws_of(self.tree, mutant.path):
             left_out: list[str] = []

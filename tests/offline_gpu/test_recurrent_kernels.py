@@ -22,7 +22,7 @@ from models.recurrent import delta_rule, kernel_calls, state_space
 from models.recurrent.delta_rule import DeltaInputs
 from models.recurrent.kernel_choice import DELTA_RULE, STATE_SPACE
 from models.recurrent.state_space import StateSpaceInputs
-from tests.recurrent import test_delta_rule, test_state_space
+from tests.recurrent.recurrences import DrawnDelta, DrawnStateSpace
 from tests.recurrent.test_kernel_choice import made_and_gradients
 
 # The interpreter's use of numpy is deprecated, and a package warns that there is no GPU.
@@ -90,7 +90,7 @@ def test_interpreted_kernels_of_flash_linear_attention_compute_the_delta_rule(
     # It stops on GPUs for which this Triton compiles wrongly; an interpreter does not compile.
     gradients: Any = importlib.import_module("fla.ops.common.chunk_o")
     monkeypatch.setattr(gradients, "IS_NVIDIA_HOPPER", False, raising=False)
-    sizes = test_delta_rule.Drawn(2, 2, 70, 16, 16, 64, 1.0, documents, 3)
+    sizes = DrawnDelta(2, 2, 70, 16, 16, 64, 1.0, documents, 3)
     inputs, state = sizes.inputs()
     keys = ("query", "key", "value", "log_decay", "strength")
     tensors = [*(getattr(inputs, key) for key in keys), state]
@@ -128,7 +128,7 @@ def test_interpreted_kernels_of_mamba_ssm_compute_the_state_space(
     kernel = getattr(importlib.import_module(STATE_SPACE.module), STATE_SPACE.function)
     # several chunks
     monkeypatch.setattr(kernel_calls, "MAMBA_CHUNK", 32)
-    sizes = test_state_space.Drawn(1, 2, 2, 70, 16, 16, 64, 1.0, documents, 3)
+    sizes = DrawnStateSpace(1, 2, 2, 70, 16, 16, 64, 1.0, documents, 3)
     inputs, state = sizes.inputs()
     keys = ("query", "key", "value", "step", "rate")
     tensors = [*(getattr(inputs, key) for key in keys), state]

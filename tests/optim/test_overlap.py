@@ -172,6 +172,31 @@ def test_a_layer_waits_for_its_own_weights_and_the_model_for_all_others() -> Non
     assert seen == [1, 3, 0, 2]
 
 
+@pytest.mark.parametrize("ask", ["load_saved_numbers", "averaged_weights"])
+def test_weights_that_are_under_way_arrive_before_others_take_their_place(ask: str) -> None:
+    net = Net()
+    attach_whole(net)
+    optimizer = ParallelAMPOptimizer([net], plan("fp32"), overlap=True, bucket=1, ema=0.9)
+    seen = list[str]()
+
+    def start_all_gather() -> Callable[[], None]:
+        seen.append("begun")
+        return lambda: seen.append("arrived")
+
+    numbers = optimizer.saved_numbers()
+    for buffer in optimizer.all_buffers():
+        buffer.start_all_gather = start_all_gather  # type: ignore[method-assign]
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step(1e-3)
+    assert seen == ["begun"] * 4
+    if ask == "averaged_weights":
+        with optimizer.averaged_weights():
+            pass
+    else:
+        optimizer.load_saved_numbers(numbers)
+    assert seen[4:8] == ["arrived"] * 4
+
+
 @pytest.mark.parametrize(("bucket", "sizes"), [(1, [9, 9, 9, 9]), (10, [18, 18]), (100, [36])])
 def test_a_bucket_is_full_with_the_parameter_that_reaches_its_size(
     bucket: int, sizes: list[int]

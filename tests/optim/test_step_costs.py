@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import attach_whole
@@ -202,3 +203,31 @@ def waits_of_optimizers(mesh: DeviceMesh, names: list[str]) -> list[list[str]]:
 def test_the_host_waits_once_a_step_of_the_optimizer() -> None:
     (found,) = run_ranks(waits_of_optimizers, {}, names=[*PLANS])
     assert dict(zip(PLANS, map(len, found), strict=True)) == dict.fromkeys(PLANS, 1), found
+
+
+class Copies(TorchDispatchMode):
+    """Counts the elements that are copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name == "aten::copy_":
+            self.elements += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def test_parameters_that_are_where_they_belong_are_not_copied_before_a_step() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+    attach_whole(net)
+    optimizer = ParallelAMPOptimizer([net], plan("fp32"))
+    (buffer,) = {id(buffer): buffer for buffer in optimizer.all_buffers()}.values()
+    with Copies() as copies:
+        assert buffer.reclaim_parameters() == []
+    assert copies.elements == 0
+    moved = net[1].weight
+    moved.data = moved.data.clone()
+    with Copies() as copies:
+        assert buffer.reclaim_parameters() == []
+    assert copies.elements == moved.numel()

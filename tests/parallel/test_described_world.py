@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import pytest
 
 from megaprec.errors import UserError
+from parallel import mesh
 from parallel.described_world import is_rank_of_world, require_consistent, slurm_environment
 from tests.refusals import raises, sentence, shows
 
@@ -50,6 +51,26 @@ def test_a_slurm_step_is_said_in_torchs_words() -> None:
     assert (
         slurm_environment(SLURM | {"MASTER_ADDR": "me", "MASTER_PORT": "9"})["MASTER_ADDR"] == "me"
     )
+
+
+def test_a_task_of_slurm_joins_the_world_that_slurm_describes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Joined(Exception):
+        """Raised in place of waiting for the others."""
+
+    def join(over_gloo: bool) -> None:
+        raise Joined({name: os.environ[name] for name in slurm_environment(SLURM)})
+
+    # so that values come back at the end, whoever sets them
+    for name in slurm_environment(SLURM):
+        monkeypatch.setenv(name, "")
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(mesh, "join", join)
+    with pytest.raises(Joined) as joined, mesh.world("cpu"):
+        pass
+    assert joined.value.args == (slurm_environment(SLURM),)
 
 
 @pytest.mark.parametrize(

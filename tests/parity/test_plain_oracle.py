@@ -8,33 +8,29 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaprec.tokens.samples import Batch, Samples
+from megaprec.tokens.samples import Batch
 from models.activations import ACTIVATIONS
 from models.logical_shapes import logical_shapes
 from models.presets import preset
 from tests.families import CASES
-from tests.parity.oracle_runs import beside_oracle, entry_beside_oracle, words_of
+from tests.parity.oracle_runs import (
+    DOCUMENTS,
+    OPTIMIZER,
+    PACKED,
+    assert_all_is_proven,
+    assert_rounding_shows,
+    beside_oracle,
+    entry_beside_oracle,
+    plant_in_batches,
+    shift_targets,
+    words_of,
+)
 from tests.refusals import raises, shows
 from tools import cli
 from tools.commands.parity import ORACLES
 from tools.verify.oracle.plain_model import PlainModel
 
 PLAIN = "plain"
-DOCUMENTS = [
-    "data.reset_attention_mask=true",
-    "data.reset_position_ids=true",
-    "data.eod_mask_loss=true",
-]
-OPTIMIZER = [
-    "model.z_loss=0.01",
-    "lr.schedule=linear",
-    "lr.final=1e-5",
-    "optimizer.norm=3.0",
-    "optimizer.ema=0.9",
-    'optimizer.groups=[{pattern = "embedding.*", lr = 0.5, weight_decay = 0.0}, '
-    '{pattern = "*norm*", all_dims = true}]',
-]
-COMPARED = ("loss", "gradient", "gradient norm", "learning rate", "weights", "moments")
 ROUTER_LOSSES = ["model.router_aux_loss=0.05", "model.router_z_loss=0.01"]
 GRADIENT_FACTORS = ["model.embedding_grad_scale=0.3", "model.head_grad_scale=0.4"]
 # models and losses that transformers has not
@@ -68,12 +64,7 @@ def test_every_family_trains_what_the_plain_decoder_and_torch_train(
     family: str, tmp_path: Path
 ) -> None:
     entry = entry_beside_oracle(words_of(family), tmp_path, PLAIN)
-    assert entry["verdict"] == "proven", entry.get("first")
-    for quantity in COMPARED:
-        measured = entry["quantities"][quantity]
-        assert measured["verdict"] == "proven"
-        assert measured["compared"] >= 3
-        assert measured["error"] < 1e-9
+    assert_all_is_proven(entry)
 
 
 @pytest.mark.cases(2, sample=4)
@@ -88,7 +79,7 @@ def test_what_transformers_lacks_is_compared_and_nothing_of_it_left_out(
 
 
 @pytest.mark.cases(2, sample=6)
-@pytest.mark.parametrize("family", [family for family in CASES if family != "llama dynamic"])
+@pytest.mark.parametrize("family", PACKED)
 def test_documents_groups_other_norms_rates_and_averages_are_those_of_the_plain_decoder(
     family: str, tmp_path: Path
 ) -> None:
@@ -100,11 +91,7 @@ def test_documents_groups_other_norms_rates_and_averages_are_those_of_the_plain_
 @pytest.mark.cases(1, sample=3)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "nemotron_h"])
 def test_in_fp32_the_difference_is_that_of_rounding(family: str, tmp_path: Path) -> None:
-    words = [*words_of(family), "precision.compute=fp32"]
-    certificate = beside_oracle(words, tmp_path, "both", PLAIN)
-    precisions = {entry["precision"]: entry for entry in certificate["layouts"]}
-    assert {entry["verdict"] for entry in precisions.values()} == {"proven"}
-    assert 0 < precisions["fp32"]["quantities"]["loss"]["error"] < 1e-6
+    assert_rounding_shows(words_of(family), tmp_path, PLAIN)
 
 
 def test_what_it_cannot_say_of_documents_is_left_out_of_both_runs_and_named(
@@ -121,26 +108,15 @@ def test_what_it_cannot_say_of_documents_is_left_out_of_both_runs_and_named(
 # --- faults that all layouts share
 
 
-def shifted_targets(batch: Batch) -> None:
-    batch.targets.copy_(batch.targets.roll(-1, 1))
-
-
 def targets_not_shifted(batch: Batch) -> None:
     batch.targets.copy_(batch.tokens)
 
 
-@pytest.mark.parametrize("change", [shifted_targets, targets_not_shifted])
+@pytest.mark.parametrize("change", [shift_targets, targets_not_shifted])
 def test_a_fault_that_all_layouts_share_shows_beside_the_plain_decoder(
     change: Callable[[Batch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = Samples.batch
-
-    def batch(self: Samples, position: int, count: int) -> Batch:
-        made = right(self, position, count)
-        change(made)
-        return made
-
-    monkeypatch.setattr(Samples, "batch", batch)
+    plant_in_batches(monkeypatch, change)
     assert entry_beside_oracle(words_of("llama"), tmp_path, PLAIN)["verdict"] == "wrong"
 
 

@@ -48,8 +48,8 @@ def test_the_command_line_loads_no_command_and_no_torch() -> None:
     ("module", "bound"),
     [
         ("megaprec", 5),
-        ("megaprec.optim.optimizer", 95),
-        ("models.engine.engine", 180),
+        ("megaprec.optim.optimizer", 97),
+        ("models.engine.engine", 182),
         ("tools.commands.train", 330),
         ("tools.training.rank", 325),
     ],

@@ -6,14 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.recurrent import delta_rule, state_space
 from models.recurrent.chunks import in_chunks, one_by_one
-from tests.recurrent import test_delta_rule, test_state_space
-
-RULES: dict[str, Any] = {
-    "delta rule": (test_delta_rule.ODD, delta_rule),
-    "state space": (test_state_space.ODD, state_space),
-}
+from tests.recurrent.recurrences import RECURRENCES
 
 
 def operators_behind(result: Tensor) -> set[str]:
@@ -30,12 +24,12 @@ def operators_behind(result: Tensor) -> set[str]:
 
 
 @pytest.mark.parametrize("rule", ["chunked", "recurrent"])
-@pytest.mark.parametrize("recurrence", RULES)
+@pytest.mark.parametrize("recurrence", RECURRENCES)
 def test_no_slice_has_a_gradient_of_the_size_of_the_whole(recurrence: str, rule: str) -> None:
-    sizes, module = RULES[recurrence]
-    inputs, state = sizes.inputs()
+    one = RECURRENCES[recurrence]
+    inputs, state = one.odd.inputs()
     inputs.value.requires_grad_()
-    outputs, _ = getattr(module, rule)(inputs, state)
+    outputs, _ = getattr(one.module, rule)(inputs, state)
     assert "UnbindBackward0" in operators_behind(outputs)
     assert "SelectBackward0" not in operators_behind(outputs)
 

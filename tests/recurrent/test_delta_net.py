@@ -15,32 +15,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.comm.layout import layout_of
-from megaprec.precision.plan import plan
-from models.attention.packing import Packing
 from models.config import ModelConfig
-from models.decoder.cutting import cuts
-from models.decoder.kv_cache import CachedStage
-from models.decoder.stages import Stage
 from models.recurrent import delta_rule, gated_delta_net
 from models.recurrent.delta_rule import chunked
 from models.recurrent.gated_delta_net import GatedDeltaNet
-from parallel.context import Context
-from parallel.dropout import MicrobatchInfo
 from tests.families import (
     ADAM_EPS,
     ADAM_LR,
-    LENGTH,
-    Answer,
     Case,
     Job,
     Layout,
     Trained,
     config_of,
-    put,
-    step_rank,
     train_all,
 )
 from tests.layouts import assemble
@@ -53,9 +40,14 @@ from tests.models.test_families import (
     transformers,
 )
 from tests.ranks import run_ranks
-from tests.recurrent.test_delta_rule import LateDecays, WithoutState
-from tools.convert.hf.folder import open_hf
-from tools.convert.verify import read_weights
+from tests.recurrent.beside_transformers import (
+    continued,
+    convolve_neighbours,
+    drawn_documents,
+    misplaced,
+    ours,
+)
+from tests.recurrent.recurrences import LateDecays, WithoutState
 
 CLOSE = 1e-10
 IN_LAYOUTS = 1e-9
@@ -196,14 +188,6 @@ def drawn_experts(
     return theirs, ours
 
 
-def drawn_documents(seed: int) -> Tensor | None:
-    """The numbers of the documents of every other seed's tokens, some of one token."""
-    if seed % 2:
-        return None
-    begins = torch.rand(BATCH, LENGTH, generator=torch.Generator().manual_seed(seed)) < 0.3
-    return begins.cumsum(1)
-
-
 def their_logits(model: nn.Module, tokens: Tensor, documents: Tensor | None) -> Tensor:
     """Logits [b, s, vocab], of each document by itself."""
     # A cache would need a layer with attention.
@@ -222,7 +206,7 @@ def theirs(kind: str, seed: int) -> tuple[Job, Trained]:
     """What our layers are to do, and what they are to come to: steps of torch's AdamW, which decays
     matrices."""
     tokens, targets = data(BATCH)
-    documents = drawn_documents(seed)
+    documents = drawn_documents(BATCH, seed % 2 == 0, seed)
     losses: list[float] = []
     found: dict[str, Tensor] = {}
     with float32_is_float64():
@@ -261,24 +245,6 @@ def theirs(kind: str, seed: int) -> tuple[Job, Trained]:
     return job, Trained(losses, found, after)
 
 
-def ours(job: Job, config: ModelConfig | None = None) -> tuple[float, dict[str, Tensor]]:
-    """Loss, and gradients by logical name with the logits among them, of one process."""
-    config = config or job.config
-    stage = Stage(config, Context(plan("fp64")), cuts(config, 1, job.tokens.shape[1])[0])
-    put(stage, job.weights)
-    samples = MicrobatchInfo(0, torch.arange(len(job.tokens)), torch.ones(()))
-    logits = stage(job.tokens.t(), samples, Packing(job.documents))
-    seen = logits.detach().transpose(0, 1).flatten(0, 1).t().clone()
-    loss = stage.losses(logits, job.targets.t()).mean()
-    loss.backward()
-    found = {"logits": seen}
-    for parameter in stage.parameters():
-        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        for part, first, last in layout_of(parameter).spans():
-            found[part.name] = grad.view(-1)[first:last].view(part.shape)
-    return loss.item(), found
-
-
 @pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(("kind", "seed"), DRAWN)
 def test_a_model_of_any_sizes_is_that_of_transformers(
@@ -301,11 +267,7 @@ def test_a_planted_fault_is_found(fault: Any, monkeypatch: pytest.MonkeyPatch) -
     if fault == "norms":
         config = config.model_copy(update={"norm_unit_offset": False})
     elif fault == "channels":
-        # Each feature in the place of its neighbour.
-        whole = GatedDeltaNet._convolve
-        monkeypatch.setattr(
-            GatedDeltaNet, "_convolve", lambda self, x, begins: whole(self, x, begins).roll(1, -1)
-        )
+        convolve_neighbours(monkeypatch, GatedDeltaNet)
     else:
         monkeypatch.setattr(delta_rule, "Decays", fault)
     _, found = ours(job, config)
@@ -336,8 +298,8 @@ def test_layouts_train_the_models_of_transformers(
         train_all(jobs, Layout(tp, pp, dp, sequence)), fitting, strict=True
     ):
         assert trained.losses == pytest.approx(expected.losses, rel=IN_LAYOUTS), job.config
-        for ours, others in ((trained.found, expected.found), (trained.weights, expected.weights)):
-            assert not (far := differing(ours, others, IN_LAYOUTS)), (job.config, far)
+        for found, others in ((trained.found, expected.found), (trained.weights, expected.weights)):
+            assert not (far := differing(found, others, IN_LAYOUTS)), (job.config, far)
 
 
 def test_most_layouts_fit_several_drawn_models() -> None:
@@ -346,27 +308,14 @@ def test_most_layouts_fit_several_drawn_models() -> None:
         assert len(fitting) >= 20, (tp, pp)
 
 
-def misplaced(mesh: DeviceMesh, jobs: bytes) -> list[Answer]:
-    """A step whose second rank convolves with the channels of its neighbours."""
-    right = GatedDeltaNet._convolve
-
-    def convolve(self: GatedDeltaNet, mixed: Tensor, begins: Tensor | None) -> Tensor:
-        moved = self.context.tp.rank
-        return right(self, mixed.roll(moved, -1), begins).roll(-moved, -1)
-
-    GatedDeltaNet._convolve = convolve
-    try:
-        return step_rank(mesh, jobs, Layout(tp=2))
-    finally:
-        GatedDeltaNet._convolve = right
-
-
 @pytest.mark.slow
 def test_channels_that_are_cut_wrongly_are_found() -> None:
     configs = [config_of(drawn(*one)) for one in DRAWN]
     shared = [bool(config.delta_layers) and fits(config, 2, 1) for config in configs]
     job, expected = theirs(*DRAWN[shared.index(True)])
-    answers = run_ranks(misplaced, {"pp": 1, "tp": 2}, jobs=pickle.dumps([job]))
+    answers = run_ranks(
+        misplaced, {"pp": 1, "tp": 2}, jobs=pickle.dumps([job]), mixer=GatedDeltaNet
+    )
     found = assemble([[*one.grads, *one.logits] for (one,) in answers])
     assert "logits" in differing(found, expected.found, IN_LAYOUTS)
 
@@ -397,13 +346,4 @@ def test_greedy_texts_are_those_that_transformers_generates(
             do_sample=False,
             use_cache=has_attention,
         )
-    source = open_hf(tmp_path)
-    stage = CachedStage(source.model, Context(plan("fp64")), cuts(source.model, 1, 256)[0])
-    read_weights(stage, source)
-    stage.start(prompt.shape[1] + GREEDY)
-    ids = prompt[0].tolist()
-    piece = prompt.t()
-    for _ in range(GREEDY):
-        ids.append(int(stage.extend(piece)[0].argmax()))
-        piece = torch.tensor([[ids[-1]]])
-    assert ids == said[0].tolist()
+    assert continued(tmp_path, prompt, GREEDY) == said[0].tolist()

@@ -52,9 +52,8 @@ from parallel.context import Context
 from parallel.lockstep import Lockstep
 from parallel.pipeline.kinds import schedule
 from tests.ranks import run_ranks
-from tests.recurrent import test_delta_rule, test_state_space
+from tests.recurrent.recurrences import ODD_DELTA, ODD_STATE_SPACE, assert_alike
 from tests.recurrent.stand_ins import FUNCTIONS, install
-from tests.recurrent.test_delta_rule import assert_alike
 from tools.analysis.planning.device import DeviceTarget
 from tools.analysis.planning.report import run_lines
 from tools.config.run_file import load_run
@@ -133,7 +132,7 @@ def test_a_kernel_that_was_found_warns_of_no_short_prompt(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("documents", [0.0, 0.1])
 @pytest.mark.parametrize("length", [1, 37])
 def test_the_delta_rule_is_that_of_the_chunks(length: int, documents: float) -> None:
-    inputs, state = replace(test_delta_rule.ODD, length=length, documents=documents).inputs()
+    inputs, state = replace(ODD_DELTA, length=length, documents=documents).inputs()
     keys = ("query", "key", "value", "log_decay", "strength")
     tensors = [getattr(inputs, key) for key in keys]
 
@@ -156,7 +155,7 @@ def test_the_delta_rule_is_that_of_the_chunks(length: int, documents: float) -> 
 
 
 def test_documents_that_the_host_has_counted_are_those_that_the_gpu_counts() -> None:
-    inputs, _ = replace(test_delta_rule.ODD, documents=0.2).inputs()
+    inputs, _ = replace(ODD_DELTA, documents=0.2).inputs()
     assert inputs.begins is not None
     begins = inputs.begins.clone()
     begins[:, 0] = True
@@ -171,7 +170,7 @@ def test_documents_that_the_host_has_counted_are_those_that_the_gpu_counts() -> 
 @pytest.mark.parametrize("documents", [0.0, 0.1])
 @pytest.mark.parametrize("length", [1, 37])
 def test_the_state_space_is_that_of_the_chunks(length: int, documents: float) -> None:
-    inputs, state = replace(test_state_space.ODD, length=length, documents=documents).inputs()
+    inputs, state = replace(ODD_STATE_SPACE, length=length, documents=documents).inputs()
     keys = ("query", "key", "value", "step", "rate")
     tensors = [*(getattr(inputs, key) for key in keys), state]
 
@@ -213,7 +212,7 @@ def test_the_convolution_is_that_of_plain_torch(kernel: int, given: str) -> None
 
 def test_kernels_take_products_dtype_and_leave_decays_and_states_wide() -> None:
     """The stand-ins assert the dtypes that they are given."""
-    inputs, state = replace(test_delta_rule.ODD, documents=0.0).inputs()
+    inputs, state = replace(ODD_DELTA, documents=0.0).inputs()
     keys = ("query", "key", "value", "log_decay", "strength")
     narrow = replace(inputs, **{key: getattr(inputs, key).float() for key in keys})
     function = FUNCTIONS[DELTA_RULE]

@@ -87,7 +87,8 @@ PUBLISHED = {
 {%- if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}
 """,
     "gathers what the system says first": """\
-{%- set ns = namespace(system='', is_first=true) %}
+{%- if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}
+{%- set ns = namespace(system='', is_first=true, called=false, has_output=false, is_tool=false) %}
 {%- for message in messages %}
 {%- if message['role'] == 'system' %}
 {%- set ns.system = ns.system + ('' if ns.is_first else '\n\n') + message['content'] %}
@@ -96,12 +97,40 @@ PUBLISHED = {
 {%- endfor %}
 {{- bos_token }}{{ ns.system }}
 {%- for message in messages %}
-{%- if message['role'] == 'user' %}{{ '<|im_start|>U' + message['content'] }}{% endif %}
-{%- if message['role'] == 'assistant' %}
-{{- '<|im_start|>A' + message['content'] + '<|im_end|>' }}
+{%- if message['role'] == 'user' %}
+{%- set ns.is_tool = false %}{{ '<|im_start|>U' + message['content'] }}
+{%- endif %}
+{%- if message['role'] == 'assistant' and message['content'] is none %}
+{%- set ns.is_tool = false %}
+{%- for call in message['tool_calls'] %}
+{%- set function = call['function'] %}
+{%- if not ns.called %}{{ '<|im_start|>A(calls)' }}{% set ns.called = true %}{% endif %}
+{{- '(call)' + call['type'] + function['name'] + function['arguments'] + '(/call)' }}
+{%- endfor %}
+{{- '(/calls)<|im_end|>' }}
+{%- endif %}
+{%- if message['role'] == 'assistant' and message['content'] is not none %}
+{{- '(/outputs)' if ns.is_tool else '<|im_start|>A' }}{{ message['content'] + '<|im_end|>' }}
+{%- set ns.is_tool = false %}
+{%- endif %}
+{%- if message['role'] == 'tool' %}
+{{- '' if ns.has_output else '(outputs)' }}{{ '(output)' + message['content'] }}
+{%- set ns.is_tool = true %}{% set ns.has_output = true %}
 {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>A' }}{% endif %}
+{%- if ns.is_tool %}{{ '(/outputs)' }}{% endif %}
+{%- if add_generation_prompt and not ns.is_tool %}{{ '<|im_start|>A' }}{% endif %}
+""",
+    "asks for the answer within the question": """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message['role'] == 'user' %}
+{{- '<|im_start|>U' + message['content'] + '<|im_start|>A' }}
+{%- endif %}
+{%- if message['role'] == 'assistant' %}
+{%- set answer = message['content'].split('</think>')[-1] %}{{ answer + '<|im_end|>' }}
+{%- endif %}
+{%- endfor %}
 """,
     "takes turns": """\
 {{- bos_token }}

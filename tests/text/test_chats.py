@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jinja2 import Environment
 from transformers import AutoTokenizer
 
 from megaprec.text.build import build, prepare
@@ -271,6 +272,77 @@ def test_the_templates_of_published_models_build_or_say_what_cannot_be_learned(
         for answer in answers:
             position = learned.index(answer, position + 1)
         assert len(re.findall("[a-d]", re.sub("<[^>]*>", "", learned))) == len(answers)
+
+
+def call(arguments: Any, **changes: Any) -> Row:
+    """A message that calls a tool."""
+    function = {"name": "count", "arguments": arguments}
+    calls = [{"type": "function", "function": function}]
+    return {"role": "assistant", "content": None, "tool_calls": calls} | changes
+
+
+OUTPUT = {"role": "tool", "content": "7"}
+GATHERS = PUBLISHED["gathers what the system says first"]
+
+
+def test_a_call_of_a_tool_without_content_is_learned_by_a_template_that_needs_null(
+    tmp_path: Path,
+) -> None:
+    tokenizer = make_tokenizer(tmp_path, GATHERS)
+    messages = [*turns("a", "b", "c"), call('{"x": 1}'), OUTPUT, *turns("", "d")[1:]]
+    # as transformers 4 gives messages to a template
+    program = Environment(trim_blocks=True, lstrip_blocks=True).from_string(GATHERS)
+    written = program.render(messages=messages, bos_token="<|endoftext|>")
+    for content in ({"content": None}, {}):
+        given = {key: value for key, value in call('{"x": 1}').items() if key != "content"}
+        row = {"messages": [*messages[:3], given | content, *messages[4:]]}
+        ((ids, mask),) = documents(built([row], tokenizer))
+        theirs = AutoTokenizer.from_pretrained(tokenizer.parent)
+        assert theirs.decode(ids) == written
+        learned = theirs.decode([token for token, counts in zip(ids, mask, strict=True) if counts])
+        called = '(calls)(call)functioncount{"x": 1}(/call)(/calls)<|im_end|>'
+        assert learned == f"b<|im_end|>{called}d<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (call('{"x": 1}', content=""), r"leaves out tool_calls of message 2; give a copy"),
+        (call('{"x": 1}', content="so"), r"leaves out tool_calls of message 2; give a copy"),
+        (call({"x": 1}), r"are objects; give them as text"),
+        ({"role": "assistant", "content": "b", "reasoning": "as"}, r"out reasoning; give a copy"),
+    ],
+)
+def test_what_a_template_leaves_out_of_an_answer_is_refused_with_a_way_out(
+    answer: Row, problem: str, tmp_path: Path
+) -> None:
+    tokenizer = make_tokenizer(tmp_path, GATHERS)
+    messages = [*turns("a"), answer, OUTPUT, *turns("", "d", "e", "f")[1:]]
+    with raises("data.chat_not_rendered", problem=re.compile(problem)):
+        list(opened([{"messages": messages}], tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("contents", "name", "problem"),
+    [
+        (("a", "<think>so</think>b"), "tokenizer", r"content of message 2; give a copy"),
+        (("a", "<think>so</think>b", "c", "d"), "tokenizer", r"content of message 2; put \+last"),
+        (("a", "<think>so</think>b", "c", "d"), "tokenizer+last", None),
+    ],
+)
+def test_an_answer_that_a_template_shortens_is_refused_if_it_would_be_learned(
+    contents: tuple[str, ...], name: str, problem: str | None, tmp_path: Path
+) -> None:
+    tokenizer = make_tokenizer(tmp_path, PUBLISHED["asks for the answer within the question"])
+    row = {"messages": turns(*contents)}
+    if problem:
+        with raises("data.chat_not_rendered", problem=re.compile(problem)):
+            list(opened([row], tokenizer, name))
+        return
+    ((ids, mask),) = documents(built([row], tokenizer, name))
+    tokens = load_tokenizer(tokenizer)
+    learned = [token for token, counts in zip(ids, mask, strict=True) if counts]
+    assert tokens.decode(learned).startswith("d")
 
 
 @pytest.mark.parametrize("template", [CHATML, UNMARKED])

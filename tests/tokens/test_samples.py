@@ -29,6 +29,27 @@ def joined(batches: list[Batch]) -> list[list]:
     ]
 
 
+def test_all_that_a_batch_reads_is_prepared_at_once_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the times that a server takes do not add up."""
+    dataset = stream(tmp_path, 41)
+    prepared: list[tuple[list[int], int]] = []
+    read = list[tuple[int, int]]()
+    tokens = dataset.tokens
+    monkeypatch.setattr(
+        dataset, "prepare", lambda starts, length: prepared.append((list(starts), length))
+    )
+    monkeypatch.setattr(
+        dataset,
+        "tokens",
+        lambda start, length: (read.append((start, length)), tokens(start, length))[1],
+    )
+    Samples(dataset, seq_length=8, seed=0, shuffle=True).batch(1, 3)
+    ((starts, length),) = prepared
+    assert [(start, length) for start in starts] == read
+
+
 def test_sample_i_is_the_ith_stretch_of_the_stream(tmp_path: Path) -> None:
     samples = Samples(stream(tmp_path, 41), seq_length=8, seed=0, shuffle=False)
     batch = samples.batch(0, 5)

@@ -1,5 +1,7 @@
 """The first lines of a run: what its parts have to say is printed."""
 
+import re
+from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 
 from tests.runs import write_run
 from tools.config.resolved_run import resolve_run
+from tools.config.run_file import RunConfig
 from tools.training import banner
 from tools.training.banner import print_start
 from tools.training.corpus import Corpus, open_corpus
@@ -61,3 +64,75 @@ def test_what_a_part_has_to_say_is_printed(
     said = said_first(file, keys, capsys, **resumed).splitlines()
     for line in [lines] if begin else lines:
         assert f"{begin}{line}" in said
+
+
+def played(saved: list[int], config: RunConfig, steps_done: int) -> tuple[list[int], bool]:
+    """Play the saves that are left of a run, one after the other: which of the checkpoints that are
+    there go, and whether one goes that is still to be saved."""
+    settings, there = config.checkpoint, list(saved)
+    gone = list[int]()
+    for step in range(steps_done + 1, config.train.steps + 1):
+        if step == config.train.steps or (settings.every and step % settings.every == 0):
+            there.append(step)
+            newest = there[-int(settings.keep) :]
+            kept = [s for s in there if s in newest or s in multiples(settings.keep_every, there)]
+            gone += [s for s in there if s not in kept]
+            there = kept
+    return [step for step in gone if step in saved], any(step > steps_done for step in gone)
+
+
+def multiples(every: int, steps: list[int]) -> list[int]:
+    return [step for step in steps if every and step % every == 0]
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+@pytest.mark.parametrize(("every", "keep_every"), [(0, 0), (2, 0), (3, 0), (2, 4), (3, 2), (1, 3)])
+def test_a_run_says_which_checkpoints_its_saves_will_delete_as_when_they_are_played(
+    every: int, keep_every: int, keep: int, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = resolve_run(
+        file,
+        [
+            f"checkpoint.{k}={v}"
+            for k, v in zip(("every", "keep_every", "keep"), (every, keep_every, keep), strict=True)
+        ],
+    )
+    for steps_done, steps in combinations_with_replacement(range(10), 2):
+        config = with_steps(whole, steps)
+        saved = [step for step in range(1, steps_done + 1) if every and step % every == 0]
+        paths = [Path(f"step_{step:08d}") for step in saved]
+        monkeypatch.setattr(banner, "whole_checkpoints", lambda folder, p=paths: p)
+        monkeypatch.setattr(banner, "made_here", lambda folder, p=paths: p)
+        monkeypatch.setattr(banner, "damaged_beside", lambda newest: [])
+        lines = list(banner.deletion_lines(config, steps_done))
+        gone, later = played(saved, config, steps_done)
+        assert len(lines) == bool(gone or later), (steps, steps_done)
+        if lines:
+            named = [int(step) for step in re.findall(r"step_(\d+)", lines[0])]
+            assert named == gone[: len(named)] and bool(named) == bool(gone), (steps, steps_done)
+
+
+def with_steps(config: RunConfig, steps: int) -> RunConfig:
+    return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        (["train.eval_samples=1"], "1 of {all} held-out samples: train.eval_samples = 1"),
+        (
+            ["train.eval_batches=1", "train.global_batch=2"],
+            "2 of {all} held-out samples: train.eval_batches = 1 of train.global_batch = 2",
+        ),
+        (["train.eval_samples={all}"], None),
+        (["train.eval_samples=100000"], None),
+    ],
+)
+def test_a_run_says_which_part_of_a_set_an_evaluation_takes(
+    keys: list[str], line: str | None, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    available = str(len(open_corpus(resolve_run(file)).evaluated["eval_loss"]))
+    words = [key.replace("{all}", available) for key in ("train.eval_every=3", *keys)]
+    said = said_first(file, words, capsys)
+    told = [text for text in said.splitlines() if text.startswith("evaluated")]
+    assert told == ([f"evaluated  {line.replace('{all}', available)}"] if line else [])

@@ -166,7 +166,7 @@ data: source blend tokenizer begin held_out shuffle windows reset_attention_mask
 data: text_field vocab_size max_chars validation lm_eval lm_eval_folder lm_eval_limit
 data: workers cache chat_template loss_on
 parallel: tensor pipeline data context schedule_file cuts bucket
-parallel: expert expert_tensor recompute_modules recompute_layers recompute_fraction zero_size
+parallel: expert expert_tensor recompute_modules recompute_layers recompute_fraction zero_keep zero_size
 parallel: zero elastic timeout async_tensor
 precision: compute parameters gradients moments residual attention scores output rounding loss_scale scaling
 precision: keep_fp32 masters masters_in_checkpoint tf32 on_nonfinite trace_overflows

@@ -17,7 +17,8 @@ from tests.refusals import raises, shows
 from tests.runs import assert_close, steps, train, train_on, write_run
 from tools.config.run_file import load_run
 from tools.journal.records import read_events
-from tools.training.elastic import in_this_world, reason_to_end
+from tools.training.elastic import in_this_world, reason_to_end, require_fresh_store
+from tools.training.launched import OURS
 
 ROOT = Path(__file__).parents[2]
 EXACT = ["precision.compute=fp64"]
@@ -136,6 +137,29 @@ def torchrun(
         words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200, check=False
     )
     return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize("restarts", ["0", "1"])
+@pytest.mark.parametrize("launcher", ["torchrun", OURS])
+@pytest.mark.parametrize("shared", ["True", "False"])
+def test_a_store_is_refused_only_where_torchrun_would_restart_ranks_over_it(
+    elastic: bool,
+    restarts: str,
+    launcher: str,
+    shared: str,
+    run_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", launcher)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+    config = load_run(run_file, [f"parallel.elastic={str(elastic).lower()}"])
+    if (elastic or restarts == "1") and launcher == "torchrun" and shared == "True":
+        with raises("training.shared_store"):
+            require_fresh_store(config)
+    else:
+        require_fresh_store(config)
 
 
 @pytest.mark.slow

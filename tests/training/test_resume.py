@@ -45,3 +45,24 @@ def test_a_checkpoint_without_a_newer_key_has_its_default() -> None:
     assert differences(older, model.model_copy(update={"mlp_bias": False})) == [
         Problem.of("training.other_model", key="mlp_bias", value="false", saved="true")
     ]
+
+
+def test_scores_may_change_with_the_scaling_that_they_follow_and_not_by_themselves() -> None:
+    follows = preset("deepseek-v2-lite")
+    longer = dict(follows.rope_scaling) | {"factor": 80.0}
+    other = {**saved(follows), "rope_scaling": longer}
+    del other["attention_scalar"]
+    scaled = ModelConfig(
+        **json.loads(json.dumps(other)),
+    )
+    assert scaled.attention_scalar != follows.attention_scalar
+    assert not differences(saved(follows), scaled)
+    by_itself = follows.model_copy(update={"attention_scalar": 50.0})
+    for one, another in ((follows, by_itself), (by_itself, follows)):
+        (problem,) = differences(saved(one), another)
+        assert problem == Problem.of(
+            "training.other_model",
+            key="attention_scalar",
+            value=json.dumps(another.attention_scalar),
+            saved=json.dumps(one.attention_scalar),
+        )

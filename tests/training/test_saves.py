@@ -10,9 +10,11 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint import shard_file
 from megaprec.checkpoint.atomic import checkpoints, latest
+from megaprec.checkpoint.saving import Outcome
 from megaprec.durable import write_all
 from megaprec.errors import Problem, UserError
 from megaprec.optim.decision.step_report import StepObserver
@@ -35,6 +38,7 @@ from tools.journal.journal import Lines
 from tools.training import run_folder
 from tools.training.corpus import open_corpus
 from tools.training.ends import Stopped, TrainingDiverged
+from tools.training.saves import Saves
 from tools.training.trainer import Trainer
 
 
@@ -100,6 +104,36 @@ def told_on_a_disk_that_fills(mesh: DeviceMesh, **arguments: Any) -> list[str]:
 
 
 LAYOUT = ["parallel.tensor=2", "parallel.data=2"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_warns_of_a_save_that_failed_once_and_of_none_that_did_not(
+    rank: int, run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = SimpleNamespace(rank=rank)
+    engine = SimpleNamespace(
+        optimizer=SimpleNamespace(world=world), fp8=None, leaves=SimpleNamespace(names=())
+    )
+    saves = Saves(load_run(run_file, [f"train.folder={tmp_path}"]), engine)  # type: ignore[arg-type]
+    path = checkpoint(tmp_path, 3)
+    said: list[str] = []
+    ends = [("disk full", ()), ("", ("old",)), ("", ("old",)), ("", ()), ("", ("old",))]
+    for problem, warnings in ends:
+        outcome = Outcome(path, problem, warnings)
+        saves._saving = SimpleNamespace(poll=partial(lambda end: end, outcome))  # type: ignore[assignment]
+        saves.poll()
+        said.append(capsys.readouterr().err)
+        saves.poll()
+        assert capsys.readouterr().err == ""
+    failed = f"warning    {path} is not saved: disk full; training goes on, and the next save is a "
+    assert said == [
+        f"{failed}new attempt\n" if rank == 0 else "",
+        "warning    old\n",
+        "",
+        "",
+        "warning    old\n",
+    ]
+    saves.finish(3)
 
 
 @pytest.mark.cases(0, 1)

@@ -389,10 +389,8 @@ def _saves_after(steps_done: int, config: RunConfig) -> Sequence[int]:
     if not every:
         return (steps,)
     first = steps_done - steps_done % every + every
-    if steps % every == 0:
-        return range(first, steps + 1, every)
-    # The last save, after an unequal rest, expires the same ones as one at the next multiple of
-    # `every` would: it is the newest.
+    # A last save after an unequal rest expires the same ones as one at the next multiple of `every`
+    # would: it is the newest.
     return range(first, steps + every, every)
 
 

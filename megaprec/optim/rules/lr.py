@@ -126,16 +126,26 @@ class LRKind(NamedTuple):
         and the number of completed steps.
     ends: whether the rate falls to `final`, so that it depends on the length of the schedule.
     keys: the keys of [lr] that it has besides those of its ends.
+    said: what its name does not say.
     """
 
     height: Callable[[LRSchedule, int], float]
     ends: bool = True
     keys: tuple[str, ...] = ()
+    said: str = ""
 
 
 SCHEDULES: Mapping[Kind, LRKind] = {
-    "constant": LRKind(lambda schedule, completed: 1.0, ends=False),
+    "constant": LRKind(lambda schedule, completed: 1.0, ends=False, said="none"),
     "linear": LRKind(lambda schedule, done: _linear(schedule.after_warmup(done))),
     "cosine": LRKind(lambda schedule, done: _cosine(schedule.after_warmup(done))),
-    "wsd": LRKind(_stable_then_decay, keys=("decay", "wsd_decay")),
+    "wsd": LRKind(_stable_then_decay, keys=("decay", "wsd_decay"), said="warmup, stable, decay"),
 }
+
+
+def schedules_in_words() -> str:
+    """Return the names of all schedules, each with what it does not say itself."""
+    *most, last = (
+        f"{name} ({kind.said})" if kind.said else name for name, kind in SCHEDULES.items()
+    )
+    return f"{', '.join(most)}, or {last}"

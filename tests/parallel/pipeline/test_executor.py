@@ -115,6 +115,36 @@ def all_schedules_are_exact(mesh: DeviceMesh, matches: Sequence[Match]) -> None:
                 require_plain_gradients(train(s, enough), enough)
 
 
+class Asked(Toy):
+    """Keeps what each backward pass was told, and when a stage was reduced."""
+
+    def __init__(self, stages: int, microbatches: int) -> None:
+        super().__init__(stages, microbatches)
+        self.told: list[tuple[int, bool | str]] = []
+
+    def expect(self, stage: int, is_last: bool) -> None:
+        self.told.append((stage, is_last))
+
+    def reduce(self, stage: int) -> None:
+        self.told.append((stage, "reduce"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_whole_backward_pass_of_a_stage_is_told_that_its_gradients_will_be_final(
+    kind: str,
+) -> None:
+    s = schedule(kind, 1, 3)
+    (program,) = s.programs
+    toy = Asked(len(s.rank_of_stage), 3)
+    Executor(program, open_links(None, s.rank_of_stage), toy).run()
+    for stage in range(len(s.rank_of_stage)):
+        told = [what for of_stage, what in toy.told if of_stage == stage]
+        backwards = sum(i.op is Op.BACKWARD and i.stage == stage for i in program)
+        last = [i.op for i in program if i.stage == stage][-2]
+        ends = [True] if last is Op.BACKWARD else [False]
+        assert told == [False] * (backwards - 1) + ends[:backwards] + ["reduce"]
+
+
 @pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_pipeline_trains_the_plain_model(ranks: int) -> None:

@@ -19,8 +19,8 @@ from parallel.pipeline.instructions import (
     Message,
     Op,
 )
-from parallel.pipeline.kinds import KINDS, schedule, schedule_problems
-from parallel.pipeline.schedules import complete, forward_only
+from parallel.pipeline.kinds import KINDS, equal, schedule, schedule_problems
+from parallel.pipeline.schedules import Schedule, complete, forward_only
 from parallel.pipeline.simulation import Span, bubble, idle, in_flight, sends_under_way, simulate
 from parallel.pipeline.verify import check
 from tests.parallel.pipeline.test_schedule import COSTS, EVERY, MICROBATCHES, RANKS, UNHURRIED
@@ -193,6 +193,35 @@ def test_a_schedule_planned_by_cost_keeps_all_laws(
     check(forward_only(planned))
     assert worked(simulate(planned, cost)) <= worked(simulate(schedule(kind, p, m), cost))
     assert max(in_flight(planned)) <= {"zb-h1": p, "zb-h2": 2 * p - 1, "zb-v": 2 * p}[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "p", "m", "costs"),
+    [
+        # placed as if all costs were equal, each of these ends a little earlier
+        ("zb-h1", 4, 8, [(5, 2, 3), (1, 1, 3), (4, 5, 1), (3, 4, 3)]),
+        ("zb-h2", 4, 4, [(1, 4, 1), (1, 4, 5), (5, 3, 4), (4, 5, 2)]),
+        # placed by their costs
+        ("zb-h1", 3, 6, [(1, 3, 5), (4, 4, 3), (4, 3, 5)]),
+        ("zb-h2", 4, 8, [(5, 2, 3), (1, 1, 3), (4, 5, 1), (3, 4, 3)]),
+    ],
+)
+def test_weight_gradients_are_placed_so_that_the_step_ends_earlier(
+    kind: str, p: int, m: int, costs: list[tuple[int, int, int]]
+) -> None:
+    def cost(i: Instruction) -> float:
+        forward, of_input, of_weight = costs[i.stage]
+        times = {Op.FORWARD: forward, Op.BACKWARD: of_input + of_weight}
+        times |= {Op.BACKWARD_INPUT: of_input, Op.BACKWARD_WEIGHT: of_weight}
+        return times.get(i.op, 0)
+
+    def end(of: Schedule) -> float:
+        return max(span.end for span in simulate(of, cost))
+
+    build = KINDS[kind].build
+    ends = [end(build(p, m, 1, placed_by)) for placed_by in (cost, equal)]
+    assert ends[0] != ends[1]
+    assert end(schedule(kind, p, m, cost=cost)) == min(ends)
 
 
 @pytest.mark.parametrize("costs", [(3, 5, 2), (2, 3, 2), (1, 2, 1)])

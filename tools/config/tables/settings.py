@@ -15,7 +15,7 @@ from megaprec.checkpoint.keeping import Keep
 from megaprec.diagnose.spike_monitor import SpikeMonitor
 from megaprec.one_of import one_of
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.rules.lr import Kind, Tail
+from megaprec.optim.rules.lr import Kind, Tail, schedules_in_words
 from megaprec.optim.rules.rule_table import RULES
 from megaprec.optim.rules.update_rules import AdamW
 from parallel.activation_checkpoint import RecomputedModule
@@ -368,8 +368,7 @@ class LR(Table):
     )
     schedule: Kind = Field(
         default="cosine",
-        description="Shape of the decay from lr.peak to lr.final: constant (none), linear, cosine, "
-        "or wsd (warmup, stable, decay).",
+        description=f"Shape of the decay from lr.peak to lr.final: {schedules_in_words()}.",
     )
 
     # the phases, in `unit`

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaprec.errors import Problem, did_you_mean
-from tools.interop.importing.arguments import Arguments, read_table
+from tools.interop.importing.arguments import Arguments
+from tools.interop.importing.read_arguments import read_table
 
 OFF = (None, False, "", [], {})
 

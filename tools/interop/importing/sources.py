@@ -25,16 +25,10 @@ from tools.interop.foreign.whose import (
     whose,
     whose_file,
 )
-from tools.interop.importing.arguments import (
-    FILES_OF_DATA,
-    Arguments,
-    is_known,
-    read_kept,
-    read_table,
-    read_words,
-)
+from tools.interop.importing.arguments import FILES_OF_DATA, Arguments
 from tools.interop.importing.megatron_deepspeed import read_engine
 from tools.interop.importing.megatron_logs import has_printed, printed_arguments
+from tools.interop.importing.read_arguments import is_known, read_kept, read_table, read_words
 from tools.interop.importing.renamed import NotKnown
 from tools.interop.importing.shell import CommandLine, read_script, split_words
 from tools.interop.importing.shell_words import Word

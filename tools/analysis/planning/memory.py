@@ -170,7 +170,8 @@ class MemoryModel:
             cp=parallel.context,
             device=self.device,
             halves=bool(parallel.schedule_file) or KINDS[parallel.schedule].splits_backward,
-            keeps_casts=not parallel.shards_weights,
+            # without FP8 stages keep as much under ZeRO-3, and are run once
+            keeps_casts=not (parallel.shards_weights and config.plan.fp8),
         )
         return _first_equal(stage_memory)
 

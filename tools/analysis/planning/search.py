@@ -4,7 +4,8 @@ Varied are tensor (within a machine), pipeline and data parallelism, context par
 sequences, the ranks over which experts are spread and their slices, sequence parallelism, what is
 recomputed, and the stages of each pipeline rank; every other key of [parallel] stays as it is if it
 can. Layouts whose state alone does not fit, by the bytes of a parameter, are not looked at more
-closely, and neither are those that cannot be faster than the layouts that were found.
+closely, and neither are those that cannot be faster than the layouts that were found. Those that do
+not fit are looked at with higher stages of ZeRO.
 
 Of the fastest layouts other micro-batches, ZeRO stages, kept layers and numbers of stages are tried
 too (`neighbors`), and those of the better ones, as long as there are better ones.
@@ -193,24 +194,25 @@ class _Found:
         self._assumed = assumed
         self._memory = MemoryModel(target.device, target.process)
 
-    def look_at(self, config: RunConfig, least_time: float) -> None:
-        """Add a layout, unless it does not fit or cannot be one of the fastest."""
+    def look_at(self, config: RunConfig, least_time: float) -> bool:
+        """Add a layout, unless it does not fit or cannot be one of the fastest. Return False if it
+        does not fit."""
         if self._is_too_large(least_of_mean_rank(config)):
-            return
+            return False
         if self.cannot_be_better(least_time):
             self.slower += 1
-            return
+            return True
         # Bounds come before what they are bounds of, which takes longer.
         passes = passes_of(config)
         of_layer = self._memory.kept_by_layer(config)
         if self._is_too_large(least_bytes_of_fullest(config, passes, of_layer)):
-            return
+            return False
         if len(self.fitting) >= MOST_LAYOUTS:
             least_time = least_seconds_of_schedule(config, passes, self._assumed)
             if self.cannot_be_better(least_time):
                 self.slower += 1
-                return
-        self._plan(config)
+                return True
+        return self._plan(config)
 
     def cannot_be_better(self, least_time: float) -> bool:
         """Return True if there are enough layouts that are faster."""
@@ -226,12 +228,13 @@ class _Found:
         self.too_large.append(least)
         return True
 
-    def _plan(self, config: RunConfig) -> None:
+    def _plan(self, config: RunConfig) -> bool:
         planned = plan_run(config, self._memory, self._assumed)
         if self._is_too_large(planned.total):
-            return
+            return False
         self.fitting.append(planned)
         self.fitting.sort(key=_speed_then_size)
+        return True
 
     @property
     def best(self) -> Planned | None:
@@ -264,13 +267,20 @@ def search(
     # fastest first, so that most others are found to be slower without a closer look
     timed.sort(key=lambda pair: pair[0])
     number = 0
+    too_large: list[tuple[float, RunConfig]] = []
     try:
         with _stop_between_layouts() as require_no_stop:
             for number, (least_time, layout) in enumerate(timed):
                 progress(number, len(timed), found.best)
                 require_no_stop()
-                found.look_at(layout, least_time)
+                if not found.look_at(layout, least_time):
+                    too_large.append((least_time, layout))
             number = len(timed)
+            for least_time, layout in too_large:
+                require_no_stop()
+                # higher stages send no less
+                if not found.cannot_be_better(least_time):
+                    _shard_until_it_fits(found, layout, assumed)
             _improve(found, assumed, require_no_stop)
     except KeyboardInterrupt:
         if not found.fitting:
@@ -346,6 +356,19 @@ def neighbors(config: RunConfig) -> Iterator[RunConfig]:
             yield config.with_values(change, ORIGIN)
         except ValueError:
             continue  # a rule forbids it
+
+
+def _shard_until_it_fits(found: _Found, config: RunConfig, assumed: Assumptions) -> None:
+    """Look at a run that does not fit with each higher stage of ZeRO, until one fits; a run without
+    ZeRO stays so."""
+    stage = config.parallel.zero_stage
+    for higher in range(stage + 1, 4) if stage else ():
+        try:
+            sharded = config.with_value("parallel.zero", higher, ORIGIN)
+        except ValueError:
+            return  # a rule forbids it
+        if found.look_at(sharded, least_seconds(sharded, assumed)):
+            return
 
 
 def _other_zero(config: RunConfig) -> Iterator[dict[str, object]]:

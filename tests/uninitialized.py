@@ -23,8 +23,8 @@ def spoil_uninitialized_memory() -> None:
     WeightBuffer.make_room = _make_spoilt_room
 
 
-def _make_spoilt_room(weights: WeightBuffer) -> None:
+def _make_spoilt_room(self: WeightBuffer) -> None:
     """Gives weights that are to be gathered memory with NaN: torch fills no storage that grows."""
-    _make_room(weights)
-    codes = weights.whole.view(torch.uint8)
+    _make_room(self)
+    codes = self.whole.view(torch.uint8)
     codes.fill_(255)  # NaN in each floating-point format

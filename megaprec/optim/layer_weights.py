@@ -106,6 +106,9 @@ class LayerWeights:
         if is_backward_running():  # a recomputation
             self._gather(unit)
             return
+        # a backward pass that has failed did not come to its end
+        self._is_end_awaited = False
+        self._awaited.clear()
         for read in early:
             self._free(read.given_up)
         self._gather(unit)

@@ -61,6 +61,7 @@ WAYS = (
     Way("pipeline 2, ZB-V", {"pp": 2}, schedule="zb-v", microbatches=4),
     Way("data 2, ZeRO-1", {"dp": 2}),
     Way("data 2, ZeRO-2", {"dp": 2}, zero=2),
+    Way("data 2, ZeRO-3", {"dp": 2}, zero=3),
 )
 
 HOUR = 3600.0  # seconds, after which a run hangs
@@ -154,6 +155,7 @@ def engine_rank(mesh: DeviceMesh, way: Way, setting: Setting, path: Path) -> Cur
         weight_decay=WEIGHT_DECAY,
         clip=CLIP,
         shard_gradients=way.zero == 2,
+        shard_weights=way.zero == 3,
     )
     engine = Engine(stages, optimizer)
     first = dp.rank * samples_of_rank

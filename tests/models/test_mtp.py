@@ -318,7 +318,7 @@ def test_a_module_costs_a_layer_a_head_and_the_product_of_two_rows_side_by_side(
 def test_a_modules_layer_has_the_window_of_the_models_last_one(is_windowed: bool) -> None:
     layers = SIZES["layers"]
     windowed = layers - 1 if is_windowed else 0
-    config = ModelConfig(family="llama", **SIZES, mtp_layers=1, window=4, window_layers=[windowed])
+    config = ModelConfig(family="llama", **SIZES, mtp_layers=1, window=4, window_layers=(windowed,))
     module = PredictionModule(config, Context(plan("fp32")), 0, Attention, recompute_layer=False)
     (attention,) = (each for each in module.modules() if isinstance(each, Attention))
     assert attention.config.window == (4 if is_windowed else 0)

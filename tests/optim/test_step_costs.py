@@ -226,7 +226,7 @@ def test_parameters_that_are_where_they_belong_are_not_copied_before_a_step() ->
     with Copies() as copies:
         assert buffer.reclaim_parameters() == []
     assert copies.elements == 0
-    moved = net[1].weight
+    moved = list(net.parameters())[2]
     moved.data = moved.data.clone()
     with Copies() as copies:
         assert buffer.reclaim_parameters() == []

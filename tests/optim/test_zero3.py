@@ -292,6 +292,38 @@ def test_a_backward_pass_of_two_graphs_or_of_half_a_graph_finds_its_weights() ->
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+def failing(mesh: DeviceMesh) -> list[Tensor]:
+    """The weights after a backward pass that fails in its middle, and a whole step."""
+    net = Net()
+    optimizer = optimizer_of(net, mesh, clip=0.0, shard_weights=True)
+    hook = net.layers[1].register_full_backward_pre_hook(_fail)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        net(batch(mesh, 0)).square().mean().backward()
+    hook.remove()
+    optimizer.zero_grad()
+    one_step(net, optimizer, mesh, 0)
+    assert not any(map(_has_memory, optimizer.all_buffers()))
+    with optimizer.whole_weights():
+        return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+def _fail(module: nn.Module, gradients: object) -> None:
+    raise RuntimeError("in the middle")
+
+
+def undisturbed(mesh: DeviceMesh) -> list[Tensor]:
+    net = Net()
+    optimizer = optimizer_of(net, mesh, clip=0.0, shard_weights=True)
+    one_step(net, optimizer, mesh, 0)
+    with optimizer.whole_weights():
+        return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+def test_after_a_backward_pass_that_failed_a_step_is_as_ever() -> None:
+    for ours, theirs in zip(in_dp2(failing), in_dp2(undisturbed), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 def written(mesh: DeviceMesh) -> list[Tensor]:
     """Weights that a loop has written to, after a step with a learning rate of zero."""
     net = Net()

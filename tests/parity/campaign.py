@@ -45,7 +45,8 @@ FAMILIES = (
 LAYOUTS = ("dp=2", "pp=2", "tp=2", "tp=2,pp=2", "pp=2,dp=2", "tp=2,dp=2", "dp=4", "tp=4", "pp=4",
            "tp=2,sequence=true", "tp=2,pp=2,sequence=true", "pp=2,schedule=zb-v", "pp=2,schedule=interleaved",
            "pp=2,schedule=zb-h1", "pp=2,schedule=gpipe", "dp=2,zero=false",
-           "dp=2,zero=2,bucket=500", "dp=2,overlap=true,bucket=500")  # fmt: skip
+           "dp=2,zero=2,bucket=500", "dp=2,zero=3", "dp=2,zero=3,overlap=true,zero_keep=1",
+           "dp=2,overlap=true,bucket=500")  # fmt: skip
 TOGETHER = 10  # runs, after which ranks are started anew
 
 

@@ -19,9 +19,13 @@ def num_parameters(model: ModelConfig) -> int:
     """Return the number of logical parameters, a tied head counted once. The vocabulary must be
     known."""
     assert model.vocab > 0, "with_vocab() first"
-    ends = _elements(shapes_before_layers(model)) + _elements(final_norm_shapes(model))
-    ends += _elements(head_shapes(model))
-    return ends + model.over_layers(layer_parameters) + mtp_parameters(model)
+    return end_parameters(model) + model.over_layers(layer_parameters) + mtp_parameters(model)
+
+
+def end_parameters(model: ModelConfig) -> int:
+    """Return the number of parameters before and after the layers, a tied head counted once."""
+    before = _elements(shapes_before_layers(model))
+    return before + _elements(final_norm_shapes(model)) + _elements(head_shapes(model))
 
 
 def stage_parameters(

@@ -113,6 +113,7 @@ class StageMemory:
     halves: False if backward passes are never computed in halves; `deferred_bytes`, `input` and
         `weight` are then 0.
     packed: documents have positions of their own.
+    keeps_casts: False if FP8 casts of weights do not outlive their use, as under ZeRO-3.
     """
 
     config: ModelConfig
@@ -125,6 +126,7 @@ class StageMemory:
     device: Device = "cpu"
     halves: bool = True
     packed: bool = False
+    keeps_casts: bool = True
     _measured: dict[tuple[object, ...], ActivationBytes] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -214,12 +216,14 @@ class StageMemory:
         masters = self.plan.masters if recipe and recipe.parameters else self.plan.parameters
         tp = SimulatedAxis("tp", self.tp_rank, self.tp)
         device = "meta" if self.device == "cuda" else "cpu"
+        fp8 = FP8State(recipe, self.config.layers, tp, device=device)
+        fp8.keeps_casts = self.keeps_casts
         return Context(
             replace(self.plan, masters=masters, fp8=recipe),
             tp,
             options.sequence,
             recompute=options.recompute,
-            fp8=FP8State(recipe, self.config.layers, tp, device=device),
+            fp8=fp8,
             experts=simulated_experts(self.tp, options.expert, options.expert_tensor),
             cp=SimulatedAxis("cp", self.cp_rank, self.cp),
             ring=options.ring,

@@ -27,7 +27,7 @@ from megaprec.optim.rules.muon.rule import MUON_MOMENTUM, Muon, moments_of
 from megaprec.optim.rules.update_rules import UpdateRule
 from megaprec.optim.state.flat_buffer import BLOCK, EMA, Buffer, GradReduction, param_dtype
 from megaprec.optim.state.weight_average import AveragedTile, own_bytes, run_length
-from megaprec.optim.weight_units import forward_order
+from megaprec.optim.weight_units import first_units, forward_order
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.decoder.cutting import build
@@ -41,6 +41,7 @@ from models.estimate.storage import (
     simulated_experts,
     without_storage,
 )
+from models.estimate.whole_weights import WholeWeights
 from parallel.context import Context
 
 
@@ -58,6 +59,7 @@ class StateBytes:
         one layer's gradients are in, and one more that is under way.
     saved: what this rank writes to a checkpoint, of which a save in the background makes a copy in
         host memory.
+    whole_weights: under ZeRO-3, the weights that passes gather.
     """
 
     weights: int
@@ -70,6 +72,7 @@ class StateBytes:
     own: int
     arriving: int
     saved: int
+    whole_weights: WholeWeights
 
     @property
     def total(self) -> int:
@@ -211,9 +214,10 @@ def _build_buffers(
             parameter for parameter in parameters_of([stage]) if parameter not in in_buffers
         ]
         in_buffers.update(parameters)
+        units = first_units(stage) if sharding.weights else {}
         buffers = [
             _build_buffer(bucket, plan, rank, sharding, moments)
-            for bucket in buckets(parameters, plan, elements, moments, device == "cuda")
+            for bucket in buckets(parameters, plan, elements, moments, device == "cuda", units)
         ]
         by_stage.append(_StageBuffers(stage, buffers))
     return by_stage
@@ -240,7 +244,7 @@ def _build_buffer(
         pp_rank=rank,
         device=meta,
         state=moments(parameters[0]),
-        reduction=GradReduction(sharded=sharding.gradients),
+        reduction=GradReduction(sharded=sharding.gradients, shards_weights=sharding.weights),
         keeps_ema=sharding.ema,
     )
 
@@ -264,7 +268,8 @@ def _measure(
         if not buffer.shards_gradients:
             reduction += _copied_bytes(buffer)
         saved += sum(tensor.nbytes for tensor in buffer.saved().values())
-    frozen = _frozen_bytes([stage for stage, _ in by_stage], plan)
+    stages = [stage for stage, _ in by_stage]
+    frozen = _frozen_bytes(stages, plan)
     totals["weights"] += frozen
     saved += frozen
     peaks = _update_peaks(buffers, plan, sharding, rule, device)
@@ -275,6 +280,7 @@ def _measure(
         own=sum(own_bytes(buffer) for buffer in buffers if buffer.ema is not None),
         arriving=max(_arriving_bytes(stage, buffers) for stage, buffers in by_stage),
         saved=saved,
+        whole_weights=WholeWeights.of(stages, buffers),
     )
 
 
@@ -319,13 +325,19 @@ def _arriving_bytes(stage: Stage, buffers: Sequence[Buffer]) -> int:
     stage.
 
     The pass computes the gradients of one layer after the other, those of a layer in any order. A
-    buffer is whole from its last layer to its first. Another may be under way meanwhile.
+    buffer is whole from its last layer to its first; that of a tied embedding, to which the head
+    adds first, from the beginning. Another may be under way meanwhile.
     """
     layers = _numbers_of_layers(stage)
+    last_number = max(layers.values(), default=0)
+    read_twice = set(chain.from_iterable(stage.read_late().values()))
+    read_twice.intersection_update(stage.read_early())
     spans = list[_Span]()
     for buffer in buffers:
         if buffer.shards_gradients:
             numbers = [layers[parameter] for parameter in buffer.parameters]
+            if not read_twice.isdisjoint(buffer.parameters):
+                numbers.append(last_number)
             whole = buffer.size * buffer.grads_dtype.itemsize
             copied = _copied_bytes(buffer)
             spans.append(_Span(min(numbers), max(numbers), whole, copied))

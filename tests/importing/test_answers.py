@@ -251,6 +251,47 @@ def test_a_configuration_that_a_script_writes_is_read_with_it(tmp_path: Path) ->
     assert "GBSIZE" in said[0]
 
 
+FSDP = "--use-megatron-fsdp"
+SHARDS = "--data-parallel-sharding-strategy"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "zero"),
+    [
+        (f"{FSDP} {SHARDS} no_shard", "false"),
+        (f"{FSDP} {SHARDS} optim", "true"),
+        (f"{FSDP} {SHARDS} optim_grads", "2"),
+        (f"{FSDP} {SHARDS} optim_grads_params --use-distributed-optimizer", "3"),
+        (f"--use-custom-fsdp {SHARDS} optim_grads_params", "3"),
+        (FSDP, "3"),
+        ("--use-torch-fsdp2", "3"),
+        ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", "2"),
+        # without FSDP what it shards is nothing
+        (f"{SHARDS} optim_grads --use-distributed-optimizer", "true"),
+        ("--torch-fsdp2-no-reshard-after-forward", "false"),
+    ],
+)
+def test_what_megatrons_fsdp_shards_is_the_stage_of_zero(
+    arguments: str, zero: str, tmp_path: Path
+) -> None:
+    made = imported(f"{RUN} {BASE} --bf16 {arguments}", tmp_path)
+    assert f"\nzero = {zero} " in made.text
+    assert any("without --data-parallel-shard" in note for note in made.notes) == (
+        arguments == FSDP
+    )
+    first, *_ = arguments.split()
+    unused = made.text.partition("# Not used here: ")[2]
+    assert (first in unused) == (not first.startswith("--use-"))
+
+
+@pytest.mark.parametrize(("stage", "zero"), [("1", "true"), ("2", "2"), ("3", "3")])
+def test_a_stage_of_megatron_deepspeed_is_that_of_zero(
+    stage: str, zero: str, tmp_path: Path
+) -> None:
+    made = imported(f"{RUN} {BASE} --bf16 --deepspeed --zero-stage {stage}", tmp_path)
+    assert f"\nzero = {zero} " in made.text
+
+
 def test_auto_is_what_the_trainer_of_hugging_face_fills_in(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"}')

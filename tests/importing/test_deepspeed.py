@@ -119,10 +119,19 @@ def test_the_batch_is_that_of_deepspeeds_rule(
     assert (run.train.global_batch, run.train.micro_batch, run.parallel.data) == expected
 
 
-@pytest.mark.parametrize(("stage", "zero"), [(0, False), (1, True), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("stage", "zero"), [(0, False), (1, True), (2, 2), (3, 3)])
 def test_stages_of_zero_keep_their_numbers(stage: int, zero: bool | int, tmp_path: Path) -> None:
     run = made(tmp_path, FULL | {"zero_optimization": {"stage": stage}})
-    assert run.parallel.zero == zero and run.parallel.shards_gradients == (stage >= 2)
+    assert run.parallel.zero == zero
+    assert run.parallel.shards_gradients == (stage >= 2)
+    assert run.parallel.shards_weights == (stage == 3)
+
+
+def test_the_groups_of_mics_are_those_that_share_state_at_stage_3_alone(tmp_path: Path) -> None:
+    groups = {"mics_shard_size": 2, "reduce_bucket_size": 5e8}
+    for stage, size, bucket in ((3, 2, 0), (2, 0, 5e8)):
+        run = made(tmp_path, FULL | {"zero_optimization": {"stage": stage, **groups}})
+        assert (run.parallel.zero_size, run.parallel.bucket) == (size, bucket), stage
 
 
 @pytest.mark.parametrize(

@@ -50,12 +50,12 @@ def test_a_script_of_swift_becomes_its_run(tmp_path: Path) -> None:
     made = imported(path)
     for row in (
         'init_from = "some/model" ', "global_batch = 32 ", "micro_batch = 2 ", "steps = 1001 ",
-        "seq_length = 64 ", "data = 4 ", "zero = 2 ", "warmup = 51 ", 'schedule = "cosine" ',
+        "seq_length = 64 ", "data = 4 ", "zero = 3 ", "warmup = 51 ", 'schedule = "cosine" ',
         "peak = 1e-05 ", "weight_decay = 0.1 ", "betas = [0.9, 0.95] ", 'compute = "bf16" ',
         'source = "FILL-IN/tokens" ', 'folder = "out" ', "every = 50 ",
     ):  # fmt: skip
         assert f"\n{row}" in made.text, row
-    for said in ("weights are not sharded", "--dataset a/b", "train.init_from takes a folder"):
+    for said in ("--dataset a/b", "train.init_from takes a folder"):
         assert any(said in note for note in made.notes), said
     assert "# default of ms-swift" in made.text
 
@@ -120,6 +120,83 @@ def test_what_changes_the_numbers_is_refused_by_name(
         imported(written(tmp_path, change), ranks=4)
     (line,) = caught.value.problems
     assert line.startswith(said)
+
+
+def _unwrapped(text: str) -> str:
+    """A run file whose comments stand on one line each."""
+    return text.replace("\n#   ", " ")
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "config", "zero"),
+    [
+        ("full_shard auto_wrap", None, "3"),
+        (["full_shard", "auto_wrap"], None, "3"),
+        (True, None, "3"),
+        ("shard_grad_op", None, "2"),
+        ("no_shard", None, "false"),
+        (True, {"reshard_after_forward": False, "state_dict_type": "SHARDED_STATE_DICT"}, "2"),
+        (True, {"fsdp_version": 1, "fsdp_reshard_after_forward": "SHARD_GRAD_OP"}, "2"),
+        (
+            True,
+            {"sharding_strategy": 1, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+            "3",
+        ),
+        ("hybrid_shard", None, "3"),
+        ("hybrid_shard_zero2 auto_wrap", {"backward_prefetch": "backward_pre"}, "2"),
+    ],
+)
+@pytest.mark.parametrize("inline", [True, False])
+def test_what_fsdp_shards_is_the_stage_of_zero(
+    fsdp: object, config: dict[str, object] | None, zero: str, inline: bool, tmp_path: Path
+) -> None:
+    """By options, by FSDP2's configuration and by FSDP1's, in a file or in place."""
+    changes: dict[str, object] = {"deepspeed": None, "fsdp": fsdp}
+    if config is not None:
+        changes["fsdp_config"] = config if inline else "fsdp.json"
+        (tmp_path / "fsdp.json").write_text(json.dumps(config))
+    keys = ["parallel.zero_size=2"] if "hybrid" in str(fsdp) else []
+    made = imported(written(tmp_path, changes), 4, keys)
+    assert f"\nzero = {zero} " in made.text
+    for key in config or {}:
+        settled = ("reshard_after_forward", "sharding_strategy")
+        name = key.removeprefix("fsdp_")
+        assert (f"fsdp_config: {name} = " in _unwrapped(made.text)) == (name not in settled)
+
+
+def test_fsdp_that_recomputes_layers_recomputes_them(tmp_path: Path) -> None:
+    config = {"activation_checkpointing": True}
+    changes = {"deepspeed": None, "fsdp": "full_shard", "fsdp_config": config}
+    assert '\nrecompute = "full" ' in imported(written(tmp_path, changes), 4).text
+
+
+def test_fsdp_that_is_off_shards_nothing(tmp_path: Path) -> None:
+    changes = {"deepspeed": None, "fsdp": "", "fsdp_config": {"reshard_after_forward": True}}
+    made = imported(written(tmp_path, changes), 4)
+    assert "\nzero = " not in made.text
+    assert "--fsdp_config" in _unwrapped(made.text)
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "config", "said"),
+    [
+        ("full_shard offload", {}, "nothing is offloaded here"),
+        (True, {"cpu_offload": True}, "cpu_offload = True: nothing is offloaded here"),
+        ("hybrid_shard", {}, "parallel.zero_size=N"),
+        ("fully_shard", {}, "fully_shard: no such option of FSDP is known here"),
+        (True, {"xla": True}, "xla = True"),
+        (True, {"reshard": True}, "reshard = True: no such key of FSDP is known here"),
+        (True, {"sharding_strategy": "HALF"}, "half is not one of full_shard"),
+    ],
+)
+def test_what_fsdp_does_not_share_with_zero_is_refused_by_name(
+    fsdp: object, config: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    changes: dict[str, object] = {"deepspeed": None, "fsdp": fsdp, "fsdp_config": config}
+    with pytest.raises(UserError) as caught:
+        imported(written(tmp_path, changes), ranks=4)
+    (line,) = caught.value.problems
+    assert line.startswith("--fsdp") and said in line
 
 
 def test_ranks_and_steps_are_asked_for_once(tmp_path: Path) -> None:

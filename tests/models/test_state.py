@@ -67,7 +67,8 @@ class Case:
     expert: int = 1
     expert_tensor: int = 0
     canonical: int = 0
-    zero_2: bool = False
+    zero: int = 1
+    keep: int = 0
     bucket: int = 0
     overlap: bool = False
     ema: float = 0.0
@@ -104,7 +105,9 @@ def engine_of(mesh: DeviceMesh | None, case: Case, pp: int) -> Engine:
             canonical_shards=case.canonical,
         ),
         rule=case.rule,
-        shard_gradients=case.zero_2,
+        shard_gradients=case.zero >= 2,
+        shard_weights=case.zero == 3,
+        keep_layers=case.keep,
         bucket=case.bucket,
         overlap=case.overlap,
         ema=case.ema,
@@ -122,7 +125,8 @@ def foretold(case: Case, pp: int = 1, dp: int = 1, tp: int = 1) -> list[StateByt
         bucket=case.bucket,
         expert=case.expert,
         expert_tensor=case.expert_tensor,
-        gradients=case.zero_2,
+        gradients=case.zero >= 2,
+        weights=case.zero == 3,
         ema=case.ema > 0,
     )
     return state_bytes(model, case.plan, cut, placed, sharding, case.rule)

@@ -28,13 +28,13 @@ SMALL = 6_000
 DEEP = {**LLAMA, "layers": 6}
 BF16 = plan("bf16")
 CASES = [
-    Case(DEEP, BF16, zero_2=True, bucket=LAYER),
-    Case(DEEP, BF16, zero_2=True, bucket=LAYER, overlap=True),
+    Case(DEEP, BF16, zero=2, bucket=LAYER),
+    Case(DEEP, BF16, zero=2, bucket=LAYER, overlap=True),
     # gradients that travel in another dtype, and norms in buckets of their own
-    Case(DEEP, plan("bf16", keep_fp32=("*norm*",), reduce="bf16"), zero_2=True, bucket=LAYER),
-    Case({**MODELS["gpt2, tied"], "layers": 6}, BF16, zero_2=True, bucket=LAYER),
-    Case({**MODELS["mixtral"], "layers": 4}, BF16, zero_2=True, bucket=SMALL, rule=Muon()),
-    Case(DEEP, BF16, zero_2=True),  # one bucket for all
+    Case(DEEP, plan("bf16", keep_fp32=("*norm*",), reduce="bf16"), zero=2, bucket=LAYER),
+    Case({**MODELS["gpt2, tied"], "layers": 6}, BF16, zero=2, bucket=LAYER),
+    Case({**MODELS["mixtral"], "layers": 4}, BF16, zero=2, bucket=SMALL, rule=Muon()),
+    Case(DEEP, BF16, zero=2),  # one bucket for all
 ]
 
 
@@ -77,7 +77,7 @@ def test_whole_gradients_take_no_more_than_is_foretold(axes: dict[str, int]) -> 
 
 
 def test_a_deep_model_holds_few_of_its_gradients_whole() -> None:
-    deeper = Case({**LLAMA, "layers": 24}, BF16, zero_2=True, bucket=SMALL)
+    deeper = Case({**LLAMA, "layers": 24}, BF16, zero=2, bucket=SMALL)
     (sharded,) = foretold(deeper, dp=8)
     (whole,) = foretold(Case({**LLAMA, "layers": 24}, BF16, bucket=SMALL), dp=8)
     assert sharded.arriving < whole.gradients / 8

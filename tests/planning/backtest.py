@@ -3,8 +3,7 @@
     python -m tests.planning.backtest            # the tables of docs/planning.md
 
 `published.toml` has the runs: model, layout, GPU, speed and source. What a run file cannot say is
-left out of the run that is planned. FSDP is planned as ZeRO-2 that also gathers weights. Facts of
-a run's software (`tests.planning.facts`) that are not those of this project change what its
+left out of the run that is planned. FSDP is planned as ZeRO-3, but for pipelines. Facts of a run's software (`tests.planning.facts`) that are not those of this project change what its
 prediction rests on (`Published._rests_on`). Of these some have a source and some are assumed: the
 errors are printed with all of them, and with those alone that have one.
 """
@@ -109,7 +108,7 @@ class Published:
         plan = config.plan
         gradients = elements * plan.gradients.itemsize
         weights = elements * plan.parameters.itemsize
-        sent = replica_bytes(config, gradients, weights) + self._gathered(weights)
+        sent = replica_bytes(config, gradients, weights)
         return predict_passes(config, self.passes, sent, elements, self._rests_on(assumed))
 
     def _rests_on(self, assumed: Assumptions) -> Assumptions:
@@ -138,15 +137,6 @@ class Published:
         flops_of_byte = 4 * model.head_dim / UNFUSED_BYTES
         flops = flops_of_byte * assumed.bandwidth * 1e9
         return share * flops / (assumed.tflops * 1e12 * assumed.efficiency)
-
-    def _gathered(self, weights: float) -> float:
-        """Return the bytes that FSDP gathers beside those of ZeRO-2: the weights before each pass of
-        a micro-batch; in a pipeline they are kept over a step. weights: bytes of a rank."""
-        layout = self.row["layout"]
-        if not layout["fsdp"] or layout["pipeline"] > 1:
-            return 0.0
-        replicas = self.config.parallel.copies
-        return 2 * self.config.num_microbatches * weights * (1 - 1 / replicas)
 
 
 @cache
@@ -178,8 +168,9 @@ def run_keys(row: Mapping[str, Any], facts: Mapping[str, Fact]) -> Sequence[str]
         keys[f"parallel.{axis}"] = layout[axis]
     keys["parallel.sequence"] = layout["sequence"]
     keys["parallel.zero"] = layout["zero"]
-    if layout["fsdp"] and layout["pipeline"] == 1 and layout["data"] > 1:
-        keys["parallel.zero"] = 2
+    # in a pipeline FSDP keeps weights and whole gradients over a step, as ZeRO-1 does
+    if layout["fsdp"] and layout["pipeline"] == 1:
+        keys["parallel.zero"] = 3
     if layout["expert"] > 1:
         keys["parallel.expert_tensor"] = 1
     if layout["chunks"] > 1:

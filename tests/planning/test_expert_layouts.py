@@ -92,6 +92,7 @@ LAYOUTS = [
     {"tensor": 2, "pipeline": 2, "data": 2, "expert": 2, "zero": False},
     {"context": 4, "expert": 4, "context_by": "gather"},
     {"data": 4, "expert": 2},
+    {"data": 4, "expert": 2, "zero": 3},
 ]
 
 

@@ -154,6 +154,59 @@ data = 8
     assert sent[0] * 4 < sent[1] < sent[0] * 8
 
 
+def test_zero_3_shards_weights_too_and_counts_those_that_are_whole_meanwhile(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each half of them, in the layers that compute, in those that come next, and in kept ones."""
+    layout = [file, "parallel.data=2", "precision.compute=bf16", "--gpu", "H100"]
+
+    def planned(*keys: str) -> dict[str, int]:
+        (rank,) = data(capsys, *layout, *keys)["ranks"]
+        return rank
+
+    whole = planned("parallel.zero=2")
+    sharded = planned("parallel.zero=3", "parallel.overlap=false")
+    ahead = planned("parallel.zero=3")
+    kept = planned("parallel.zero=3", "parallel.zero_keep=99")
+    assert whole["gathered"] == 0
+    assert sharded["weights"] == pytest.approx(whole["weights"] / 2, rel=0.01)
+    assert sharded["masters"] == pytest.approx(whole["masters"], rel=0.01)
+    assert 0 < sharded["gathered"] < ahead["gathered"] < kept["gathered"]
+    assert kept["gathered"] <= whole["weights"] * 1.01
+    text = " ".join(said(capsys, *layout, "parallel.zero=3").split())
+    assert "ZeRO-3" in text and "whole weights of layers that compute " in text
+
+
+def test_kept_layers_are_named_with_the_stage_of_zero(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or two layouts of a search would look alike, and differ in bytes and seconds."""
+    layout = [file, "parallel.data=4", "parallel.zero=3", "parallel.zero_keep=2", "--gpu", "H100"]
+    own, layouts = said(capsys, *layout, "--ranks", 4).split("layouts of 4 ranks")
+    assert "ZeRO-3, 2 layers kept" in " ".join(own.split())
+    assert " 3, 2 kept " in layouts
+    one = [key.replace("keep=2", "keep=1") for key in map(str, layout)]
+    assert "ZeRO-3, 1 layer kept" in " ".join(said(capsys, *one).split())
+
+
+@pytest.mark.parametrize("kind", ["current", "mx"])
+def test_casts_of_weights_do_not_stay_under_zero_3(
+    kind: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank has no room for those of all weights: they are made where they are used."""
+    in_fp8 = [f"fp8.kind={kind}", "fp8.pad=true"]
+    layout = [file, "precision.compute=bf16", "parallel.data=2", "--gpu", "B200"]
+    casts, without, plain = (
+        data(capsys, *layout, *keys)["ranks"][0]["buffers"]
+        for keys in (
+            ["parallel.zero=2", *in_fp8],
+            ["parallel.zero=3", *in_fp8],
+            ["parallel.zero=3"],
+        )
+    )
+    assert casts > without == plain
+
+
 def test_kinds_add_up_and_logits_are_activations(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -273,6 +326,12 @@ def every_kind(file: Path) -> Iterator[tuple[str, ...]]:
             "parallel.pipeline=2",
             "parallel.tensor=2",
             "parallel.sequence=true",
+        )
+        yield (
+            f"parallel.schedule={kind}",
+            "parallel.pipeline=2",
+            "parallel.data=2",
+            "parallel.zero=3",
         )
 
 

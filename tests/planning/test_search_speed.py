@@ -160,6 +160,40 @@ def test_the_cheapest_change_is_that_of_trying_all_and_few_are_tried(
     assert len(planned) < len(remedies.CHANGES)
 
 
+def test_a_run_that_fits_with_zero_3_alone_is_told_so() -> None:
+    config = load_run(None, [*SMALL, "train.micro_batch=1", "train.global_batch=2"])
+    config = config.on_device("cuda")
+    memory_model = MemoryModel("cuda")
+    sizes: dict[bool, int] = {}  # of the smallest, by whether the weights are shared
+    for changes, changed in remedies._changed_runs(config):
+        shares_weights = changes.get("parallel.zero") == 3
+        total = plan_run(changed, memory_model, None).total
+        sizes[shares_weights] = min(total, sizes.get(shares_weights, total))
+    between = (sizes[True] + sizes[False]) // 2
+    target = DeviceTarget("cuda", "a small GPU", int(between / 0.95), None)
+    found = remedies.cheapest_remedy(config, target, None)
+    assert found and found.keys["parallel.zero"] == 3
+
+
+def test_a_layout_that_fits_with_a_higher_stage_of_zero_alone_is_found() -> None:
+    """Also if others fit without it, which are slower."""
+    batch = ("train.micro_batch=1", "train.global_batch=8", "parallel.data=8")
+    config = load_run(None, [*SMALL, *batch]).on_device("cuda")
+    sheet = target_of(config, "H100").gpu
+    assert sheet
+    assumed = assumptions_of(sheet, config.plan)
+    assert assumed
+    sizes: list[int] = []
+    for stage in (1, 3):
+        run = config.with_value("parallel.zero", stage, "a test")
+        sizes.append(plan_run(run, MemoryModel("cuda"), None).total)
+    memory = int(sum(sizes) / 2 / 0.95)
+    target = DeviceTarget("cuda", "a small GPU", memory, sheet)
+    found = search(config, 8, target, assumed, lambda *_: None)
+    of_replicas = [one.config.parallel for one in found.layouts if one.config.parallel.data == 8]
+    assert any(one.zero_stage == 3 and one.recompute == "none" for one in of_replicas)
+
+
 class CountedSearch(NamedTuple):
     """A search of a run's layouts, and what it had to do."""
 

@@ -53,6 +53,7 @@ LAYOUTS: dict[str, Sequence[str]] = {
         'parallel.recompute="full"',
     ),
     "context": ('model.family="llama"', "parallel.context=2", "parallel.data=2", "parallel.zero=2"),
+    "shared weights": ('model.family="llama"', "parallel.data=8", "parallel.zero=3"),
 }
 
 
@@ -261,6 +262,29 @@ def test_neighbors_are_runs_that_differ_in_one_thing(config: RunConfig) -> None:
         assert other.tokens_per_step == config.tokens_per_step
         parallel_differs = other.parallel != config.parallel
         assert parallel_differs != (other.train != config.train)
+
+
+def test_neighbors_of_replicas_have_every_other_stage_of_zero() -> None:
+    for stage in (1, 2, 3):
+        keys = [*MODEL, 'model.family="llama"', "parallel.data=8", f"parallel.zero={stage}"]
+        config = load_run(None, keys)
+        others = [other.parallel for other in neighbors(config)]
+        found = {other.zero_stage for other in others}
+        assert found == {1, 2, 3}, "the run's own: with another micro-batch"
+        kept = {other.zero_keep for other in others}
+        assert kept == ({0, 2} if stage == 3 else {0})
+
+
+def test_zero_3_that_keeps_layers_gathers_less_and_waits_less() -> None:
+    keys = [*MODEL, *LAYOUTS["shared weights"]]
+    config = load_run(None, keys).on_device("cuda")
+    steps = [
+        predicted(config.with_value("parallel.zero_keep", keep, "a test"), h100(config))
+        for keep in (0, 4, 8)
+    ]
+    sent = [step.traffic.dp for step in steps]
+    assert sent[0] > sent[1] > sent[2]
+    assert steps[0].exposed > steps[1].exposed > steps[2].exposed
 
 
 def test_the_factor_of_a_run_is_that_of_its_median_step(tmp_path: Path) -> None:

@@ -159,6 +159,16 @@ def in_words(parallel: Parallel) -> str:
     return f"{axes} = {parallel.ranks} {unit}{experts}"
 
 
+def zero_in_words(parallel: Parallel) -> str:
+    """Return the stage of ZeRO that has an effect in words; "" if none has."""
+    stage = parallel.zero_stage
+    if not stage:
+        return ""
+    kept = parallel.zero_keep
+    layers = "layer" if kept == 1 else "layers"
+    return f"ZeRO-{stage}, {kept} {layers} kept" if stage == 3 and kept else f"ZeRO-{stage}"
+
+
 def in_keys(parallel: Parallel) -> str:
     """Return the axes as keys: parallel.tensor 2 x parallel.pipeline 1 x parallel.data 2."""
     return " x ".join(f"parallel.{axis} {size}" for axis, size in _axis_sizes(parallel))

@@ -23,7 +23,7 @@ from models.mup import scaled_widths
 from models.parameter_counts import num_parameters
 from parallel.loopback import listening_in_words
 from parallel.pipeline.simulation import bubble, simulate
-from tools.config.layouts import in_words
+from tools.config.layouts import in_words, zero_in_words
 from tools.config.run_file import RunConfig
 from tools.config.tables.settings import Checkpoint
 from tools.console.units import counted, date_now, first_of
@@ -176,8 +176,8 @@ def _modes(config: RunConfig) -> Iterator[str]:
         yield f"recompute {', '.join(parallel.recompute_modules) or parallel.recompute}"
     if parallel.context > 1:
         yield f"context by {parallel.context_by}"
-    if parallel.zero and parallel.copies > 1:
-        yield f"ZeRO-{parallel.zero_stage}"
+    if zero := zero_in_words(parallel):
+        yield zero
 
 
 def _print_evaluated(config: RunConfig, corpus: Corpus) -> None:
@@ -282,11 +282,14 @@ def _bytes_formula(optimizer: ParallelAMPOptimizer, buffer_kind: _BufferKind) ->
         buffer_kind.moments,
         buffer_kind.in_fp8,
         shards_gradients=optimizer.shards_gradients and buffer_kind.ranks > 1,
+        shards_weights=optimizer.shards_weights and buffer_kind.ranks > 1,
         ema=optimizer.ema > 0,
     )
     divisor = f"/{buffer_kind.ranks}" if buffer_kind.ranks > 1 else ""
     total = on_every_rank + sharded / buffer_kind.ranks
-    formula = f"{on_every_rank} + {sharded}{divisor} = {total:g} bytes a parameter"
+    # under ZeRO-3 nothing is on every rank
+    terms = [str(on_every_rank)] if on_every_rank else []
+    formula = f"{' + '.join([*terms, f'{sharded}{divisor}'])} = {total:g} bytes a parameter"
     if isinstance(optimizer.rule, Muon):  # which leaves some tensors to AdamW, with two moments
         formula += " updated by Muon" if buffer_kind.moments == 1 else " updated by AdamW"
     if buffer_kind.in_fp8:

@@ -135,7 +135,10 @@ def _state_bytes(config: RunConfig) -> int:
     parallel = config.parallel
     moments = min_moments(make_rule(config.optimizer))
     on_every_rank, sharded = config.plan.bytes_per_parameter(
-        moments, shards_gradients=parallel.shards_gradients, ema=config.optimizer.ema > 0
+        moments,
+        shards_gradients=parallel.shards_gradients,
+        shards_weights=parallel.shards_weights,
+        ema=config.optimizer.ema > 0,
     )
     # Experts have fewer copies than other weights: those of the expert axis hold different ones.
     experts = expert_parameters(model)

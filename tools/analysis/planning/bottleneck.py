@@ -135,12 +135,18 @@ def _ways_to_less(
     overlap = "reductions beside the passes (parallel.overlap)"
     has_no_overlap = not parallel.overlaps(assumed.device)
     can_shard = parallel.copies > 1 and parallel.zero_size != 1 and not parallel.zero
+    # under ZeRO-2 and 3 each micro-batch has traffic of its own
+    sends_each = parallel.shards_gradients and has_others
+    keep = "whole weights of layers (parallel.zero_keep)"
+    can_keep = parallel.shards_weights and parallel.zero_keep < max(stage_layers)
+    lower_zero = "a lower stage of ZeRO (parallel.zero)"
 
     compiled = {"train.compile": "block"}
     halved_tensor = {"parallel.tensor": tensor // 2}
     halved_pipeline = {"parallel.pipeline": pipeline // 2}
     interleaved = {"parallel.schedule": "interleaved", "parallel.chunks": 2}
     larger_batch = {"train.global_batch": 2 * train.global_batch}
+    first_zero = {"parallel.zero": True, "parallel.zero_keep": 0}
     block = 'train.compile = "block"'
     ways = (
         _Way("compute", less_again, keeps_all, repeats_layers),
@@ -159,7 +165,10 @@ def _ways_to_less(
         _Way("waits", chunks, interleaved, can_have_stages),
         _Way("waits", fewer_stages, halved_pipeline, pipeline > 1),
         _Way("exposed", overlap, {"parallel.overlap": True}, has_no_overlap),
-        _Way("exposed", more_a_step, larger_batch),
+        _Way("exposed", keep, {"parallel.zero_keep": config.model.layers}, can_keep),
+        _Way("exposed", lower_zero, first_zero, sends_each),
+        _Way("exposed", larger, {"train.micro_batch": 2 * train.micro_batch}, sends_each),
+        _Way("exposed", more_a_step, larger_batch, not parallel.shards_gradients),
         _Way("update", "ZeRO (parallel.zero)", {"parallel.zero": True}, can_shard),
         _Way("update", more_a_step, larger_batch),
     )

@@ -19,6 +19,7 @@ from models.estimate.least_activations import least_bytes_of_layer
 from models.estimate.memory import ActivationBytes, StageMemory, message_bytes
 from models.estimate.state import StateBytes, state_bytes
 from models.estimate.storage import Device
+from models.estimate.whole_weights import evaluation_passes, passes_of_rank
 from parallel.pipeline.instructions import Instruction, Message, Op
 from parallel.pipeline.kinds import KINDS
 from parallel.pipeline.schedules import Schedule
@@ -48,7 +49,8 @@ class RankBytes:
     buffers: rotary tables and FP8 casts of weights.
     communication: copies of gradients that travel between replicas: in another dtype, or under
         canonical numerics.
-    arriving: under ZeRO-2, gradients of buckets that are not reduced yet.
+    arriving: under ZeRO-2 and 3, gradients of buckets that are not reduced yet.
+    gathered: under ZeRO-3, whole weights of the layers that compute, and of those that are kept.
     sums: under canonical numerics, gradients of micro-batches that wait until others are added to
         them.
     optimizer: temporary tensors of an update, or the own weights while their average is evaluated.
@@ -67,6 +69,7 @@ class RankBytes:
     buffers: int
     communication: int
     arriving: int
+    gathered: int
     sums: int
     optimizer: int
     save: int
@@ -167,6 +170,8 @@ class MemoryModel:
             cp=parallel.context,
             device=self.device,
             halves=bool(parallel.schedule_file) or KINDS[parallel.schedule].splits_backward,
+            # without FP8 stages keep as much under ZeRO-3, and are run once
+            keeps_casts=not (parallel.shards_weights and config.plan.fp8),
         )
         return _first_equal(stage_memory)
 
@@ -183,9 +188,31 @@ class MemoryModel:
 
         last_rank = rank_of_stage[-1]
         return [
-            self._of_rank(config, state, peaks[rank], buffers[rank], has_logits=rank == last_rank)
+            self._of_rank(
+                config,
+                state,
+                activations=peaks[rank],
+                buffers=buffers[rank],
+                gathered=self._gathered_bytes(config, state, passes.schedule, rank),
+                has_logits=rank == last_rank,
+            )
             for rank, state in enumerate(states)
         ]
+
+    def _gathered_bytes(
+        self, config: RunConfig, state: StateBytes, schedule: Schedule, rank: int
+    ) -> int:
+        """Return the most bytes of weights that a pipeline rank has whole under ZeRO-3."""
+        if not config.parallel.shards_weights:
+            return 0
+        overlap = config.parallel.overlaps(self.device)
+        keep_layers = config.parallel.zero_keep
+        weights = state.whole_weights
+        most = weights.most_bytes(passes_of_rank(schedule, rank), overlap, keep_layers)
+        if config.train.evaluates:
+            evaluation = evaluation_passes(schedule, rank)
+            most = max(most, weights.most_bytes(evaluation, overlap, keep_layers))
+        return most
 
     def _state_bytes(
         self, config: RunConfig, cuts: Sequence[Cut], rank_of_stage: Sequence[int]
@@ -209,9 +236,10 @@ class MemoryModel:
         state: StateBytes,
         activations: int,
         buffers: int,
+        gathered: int,
         has_logits: bool,
     ) -> RankBytes:
-        """Return the bytes of a pipeline rank. activations: their peak."""
+        """Return the bytes of a pipeline rank. activations, gathered: their peaks."""
         _, virtual_ranks = in_virtual_ranks(config)
         canonical = config.canonical_shards > 0
         waiting = num_waiting_sums(config.num_microbatches) if canonical else 0
@@ -231,6 +259,7 @@ class MemoryModel:
             buffers=buffers,
             communication=virtual_ranks * (state.gradients if gathers else state.reduction),
             arriving=virtual_ranks * state.arriving,
+            gathered=gathered,
             sums=virtual_ranks * state.gradients * waiting,
             # of one block at a time, of whichever virtual rank it is
             optimizer=max(state.update, virtual_ranks * state.own if evaluates else 0),

@@ -12,6 +12,7 @@ from tools.analysis.planning.speed import least_seconds_of_schedule, passes_of
 from tools.config.run_file import RunConfig
 
 ZERO_2 = {"parallel.zero": 2}
+ZERO_3 = {"parallel.zero": 3}
 NARROW = {"precision.gradients": "bf16"}
 SELECTIVE = {"parallel.recompute": "selective"}
 FULL = {"parallel.recompute": "full"}
@@ -24,7 +25,11 @@ CHANGES: Sequence[dict[str, Any]] = (
     {**ZERO_2, **SELECTIVE},
     {**ZERO_2, **FULL},
     {**NARROW, **FULL},
+    ZERO_3,
     {**ZERO_2, **NARROW, **FULL},
+    {**ZERO_3, **SELECTIVE},
+    {**ZERO_3, **FULL},
+    {**ZERO_3, **NARROW, **FULL},
 )
 
 

@@ -28,7 +28,7 @@ from tools.analysis.planning.search import (
 )
 from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.analysis.planning.speed import Prediction
-from tools.config.layouts import AXES, in_words
+from tools.config.layouts import AXES, in_words, zero_in_words
 from tools.config.rules.expert_ranks import expert_slices
 from tools.config.run_file import RunConfig
 from tools.config.tables.settings import Parallel
@@ -42,6 +42,7 @@ OTHER_KINDS = {
     "buffers": "rotary tables and FP8 casts",
     "communication": "gradients that travel",
     "arriving": "gradients of buckets until they are reduced",
+    "gathered": "whole weights of layers that compute",
     "sums": "sums of micro-batches",
     "optimizer": "the update",
     "save": "the copy of a save",
@@ -95,8 +96,8 @@ def _modes(parallel: Parallel) -> Iterator[str]:
         yield "sequence parallel"
     if parallel.async_tensor:
         yield "asynchronous tensor parallel"
-    if parallel.zero and parallel.copies > 1:
-        yield f"ZeRO-{parallel.zero_stage}"
+    if zero := zero_in_words(parallel):
+        yield zero
     if parallel.context > 1:
         yield f"context by {parallel.context_by}"
     if parallel.recompute != "none":
@@ -339,10 +340,12 @@ def _layout_cells(planned: Planned, axes: Sequence[str], assumed: Assumptions) -
 
 
 def _zero_stage(parallel: Parallel) -> str:
-    """Return the stage of ZeRO of a layout."""
+    """Return the stage of ZeRO of a layout, and how many layers are kept whole."""
     if parallel.zero and parallel.copies == 1:
         return "1"
-    return str(parallel.zero_stage or "-")
+    stage = str(parallel.zero_stage or "-")
+    keeps_layers = parallel.shards_weights and parallel.zero_keep
+    return f"{stage}, {parallel.zero_keep} kept" if keeps_layers else stage
 
 
 def none_found(result: LayoutSearch, ranks: int) -> str:

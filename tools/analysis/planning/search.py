@@ -4,10 +4,11 @@ Varied are tensor (within a machine), pipeline and data parallelism, context par
 sequences, the ranks over which experts are spread and their slices, sequence parallelism, what is
 recomputed, and the stages of each pipeline rank; every other key of [parallel] stays as it is if it
 can. Layouts whose state alone does not fit, by the bytes of a parameter, are not looked at more
-closely, and neither are those that cannot be faster than the layouts that were found.
+closely, and neither are those that cannot be faster than the layouts that were found. Those that do
+not fit are looked at with higher stages of ZeRO.
 
-Of the fastest layouts other micro-batches, ZeRO stages and numbers of stages are tried too
-(`neighbors`), and those of the better ones, as long as there are better ones.
+Of the fastest layouts other micro-batches, ZeRO stages, kept layers and numbers of stages are tried
+too (`neighbors`), and those of the better ones, as long as there are better ones.
 """
 
 import signal
@@ -15,7 +16,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
+from math import ceil
 from typing import Any
 
 from megaprec.optim.rules.muon.rule import min_moments
@@ -191,24 +194,25 @@ class _Found:
         self._assumed = assumed
         self._memory = MemoryModel(target.device, target.process)
 
-    def look_at(self, config: RunConfig, least_time: float) -> None:
-        """Add a layout, unless it does not fit or cannot be one of the fastest."""
+    def look_at(self, config: RunConfig, least_time: float) -> bool:
+        """Add a layout, unless it does not fit or cannot be one of the fastest. Return False if it
+        does not fit."""
         if self._is_too_large(least_of_mean_rank(config)):
-            return
+            return False
         if self.cannot_be_better(least_time):
             self.slower += 1
-            return
+            return True
         # Bounds come before what they are bounds of, which takes longer.
         passes = passes_of(config)
         of_layer = self._memory.kept_by_layer(config)
         if self._is_too_large(least_bytes_of_fullest(config, passes, of_layer)):
-            return
+            return False
         if len(self.fitting) >= MOST_LAYOUTS:
             least_time = least_seconds_of_schedule(config, passes, self._assumed)
             if self.cannot_be_better(least_time):
                 self.slower += 1
-                return
-        self._plan(config)
+                return True
+        return self._plan(config)
 
     def cannot_be_better(self, least_time: float) -> bool:
         """Return True if there are enough layouts that are faster."""
@@ -224,12 +228,13 @@ class _Found:
         self.too_large.append(least)
         return True
 
-    def _plan(self, config: RunConfig) -> None:
+    def _plan(self, config: RunConfig) -> bool:
         planned = plan_run(config, self._memory, self._assumed)
         if self._is_too_large(planned.total):
-            return
+            return False
         self.fitting.append(planned)
         self.fitting.sort(key=_speed_then_size)
+        return True
 
     @property
     def best(self) -> Planned | None:
@@ -262,13 +267,20 @@ def search(
     # fastest first, so that most others are found to be slower without a closer look
     timed.sort(key=lambda pair: pair[0])
     number = 0
+    too_large: list[tuple[float, RunConfig]] = []
     try:
         with _stop_between_layouts() as require_no_stop:
             for number, (least_time, layout) in enumerate(timed):
                 progress(number, len(timed), found.best)
                 require_no_stop()
-                found.look_at(layout, least_time)
+                if not found.look_at(layout, least_time):
+                    too_large.append((least_time, layout))
             number = len(timed)
+            for least_time, layout in too_large:
+                require_no_stop()
+                # higher stages send no less
+                if not found.cannot_be_better(least_time):
+                    _shard_until_it_fits(found, layout, assumed)
             _improve(found, assumed, require_no_stop)
     except KeyboardInterrupt:
         if not found.fitting:
@@ -327,24 +339,55 @@ def _improve(found: _Found, assumed: Assumptions, require_no_stop: Callable[[], 
 
 
 def neighbors(config: RunConfig) -> Iterator[RunConfig]:
-    """Yield the run with another micro-batch, ZeRO stage or number of stages, as far as its rules
-    allow."""
+    """Yield the run with another micro-batch, ZeRO stage, number of layers that ZeRO-3 keeps or
+    number of stages, as far as its rules allow."""
     train = config.train
     parallel = config.parallel
-    changes: list[tuple[str, object]] = [("train.micro_batch", 2 * train.micro_batch)]
+    changes: list[dict[str, object]] = [{"train.micro_batch": 2 * train.micro_batch}]
     if train.micro_batch % 2 == 0:
-        changes.append(("train.micro_batch", train.micro_batch // 2))
-    if parallel.zero and parallel.copies > 1:
-        changes.append(("parallel.zero", True if parallel.shards_gradients else 2))
+        changes.append({"train.micro_batch": train.micro_batch // 2})
+    changes += _other_zero(config)
     kind = KINDS[parallel.schedule]
     if kind.any_chunks:
         chunks = parallel.chunks or kind.chunks
-        changes.append(("parallel.chunks", 2 * chunks))
-    for key, value in changes:
+        changes.append({"parallel.chunks": 2 * chunks})
+    for change in changes:
         try:
-            yield config.with_value(key, value, ORIGIN)
+            yield config.with_values(change, ORIGIN)
         except ValueError:
             continue  # a rule forbids it
+
+
+def _shard_until_it_fits(found: _Found, config: RunConfig, assumed: Assumptions) -> None:
+    """Look at a run that does not fit with each higher stage of ZeRO, until one fits; a run without
+    ZeRO stays so."""
+    stage = config.parallel.zero_stage
+    for higher in range(stage + 1, 4) if stage else ():
+        try:
+            sharded = config.with_value("parallel.zero", higher, ORIGIN)
+        except ValueError:
+            return  # a rule forbids it
+        if found.look_at(sharded, least_seconds(sharded, assumed)):
+            return
+
+
+def _other_zero(config: RunConfig) -> Iterator[dict[str, object]]:
+    """Yield the other stages of ZeRO, and under ZeRO-3 a quarter of a rank's layers more and less
+    that are kept."""
+    parallel = config.parallel
+    if not parallel.zero_stage:
+        return
+    for stage in (True, 2, 3):
+        if stage != parallel.zero_stage:
+            yield {"parallel.zero": stage, "parallel.zero_keep": 0}
+    if not parallel.shards_weights:
+        return
+    layers = ceil(config.model.layers / parallel.pipeline)
+    kept = min(parallel.zero_keep, layers)
+    step = ceil(layers / 4)
+    for other in (max(0, kept - step), min(layers, kept + step)):
+        if other != kept:
+            yield {"parallel.zero_keep": other}
 
 
 def candidates(config: RunConfig, ranks: int, machine: int) -> Iterator[RunConfig]:
@@ -464,14 +507,18 @@ def _bytes_of_elements(config: RunConfig) -> tuple[float, float]:
     parallel = config.parallel
     plan = config.plan
     moments = min_moments(make_rule(config.optimizer))
+    bytes_per_parameter = partial(
+        plan.bytes_per_parameter,
+        moments,
+        shards_gradients=parallel.shards_gradients,
+        shards_weights=parallel.shards_weights,
+        ema=config.optimizer.ema > 0,
+    )
     # on each rank, and divided among ranks that share state
-    shards_gradients = parallel.shards_gradients
-    keeps_ema = config.optimizer.ema > 0
-    local, sharded = plan.bytes_per_parameter(moments, False, shards_gradients, keeps_ema)
+    local, sharded = bytes_per_parameter()
     if plan.fp8:
         # which weights have FP8 codes is not known here: the smaller of both is a lower bound
-        fp8_bytes = plan.bytes_per_parameter(moments, True, shards_gradients, keeps_ema)
-        fp8_local, fp8_sharded = fp8_bytes
+        fp8_local, fp8_sharded = bytes_per_parameter(in_fp8=True)
         local = min(local, fp8_local)
         sharded = min(sharded, fp8_sharded)
     of_others = local + sharded / sharding_of(config).zero

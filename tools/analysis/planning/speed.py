@@ -32,6 +32,7 @@ from tools.analysis.planning.seconds.traffic import (
     replica_bytes,
     tensor_bytes,
     whole_gradients,
+    whole_weights,
 )
 from tools.analysis.planning.seconds.update import update_seconds
 from tools.config.rules.expert_ranks import expert_slices
@@ -288,7 +289,8 @@ def predict(
     sent = 0.0
     for rank in ranks:
         gradients = whole_gradients(config, rank.gradients)
-        sent = max(sent, replica_bytes(config, gradients, rank.weights))
+        weights = whole_weights(config, gradients, rank.weights)
+        sent = max(sent, replica_bytes(config, gradients, weights))
     return predict_passes(config, passes, sent, _elements_of_fullest(config, passes), assumed)
 
 

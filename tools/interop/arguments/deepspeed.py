@@ -29,6 +29,7 @@ bf16.enabled                                 bool    precision.compute
 zero_optimization.stage                      whole   parallel.zero
 zero_optimization.overlap_comm               bool    parallel.overlap
 zero_optimization.reduce_bucket_size         number  parallel.bucket
+zero_optimization.mics_shard_size            whole   parallel.zero_size
 optimizer.type                               text    optimizer.name
 optimizer.params.lr                          number  lr.peak
 optimizer.params.betas                       list    optimizer.betas
@@ -57,10 +58,9 @@ _REFUSED = {
         zero_optimization.zeropp_loco_param=null
     """,
     "all gradients of a step are applied in it": "zero_optimization.zenflow=null",
-    "parallel.zero_size shards the optimizer's state over some replicas": """
-        zero_optimization.mics_shard_size=-1
+    "weights have no second copy here: parallel.zero_size=N shards them over N ranks": """
+        zero_optimization.zero_hpz_partition_size=1
     """,
-    "weights are not sharded over replicas here": "zero_optimization.zero_hpz_partition_size=1",
     "the inputs of a model are token ids, which are not cast": "fp16.auto_cast=false",
     "master weights are FP32 here: remove it": "fp16.fp16_master_weights_and_grads=false",
     (

@@ -175,6 +175,11 @@ num_layers_per_virtual_pipeline_stage      int                    parallel.chunk
 num_virtual_stages_per_pipeline_rank       int                    parallel.chunks parallel.schedule
 sequence_parallel                          switch                 parallel.sequence
 use_distributed_optimizer                  switch                 parallel.zero
+use_megatron_fsdp                          switch                 parallel.zero
+use_custom_fsdp                            switch                 parallel.zero
+data_parallel_sharding_strategy optim_grads_params|no_shard|optim|optim_grads parallel.zero
+use_torch_fsdp2                            switch                 parallel.zero
+torch_fsdp2_no_reshard_after_forward>torch_fsdp2_reshard_after_forward off parallel.zero
 deterministic_mode                         switch                 train.deterministic
 overlap_grad_reduce                        switch                 parallel.overlap
 overlap_param_gather                       switch                 parallel.overlap
@@ -385,7 +390,7 @@ ckpt_fully_parallel_load_per_rank_objects ckpt_fully_parallel_load_process_group
 ckpt_fully_parallel_save ckpt_fully_parallel_save_process_group= ckpt_pg_tensors_cache_create
 ckpt_pg_tensors_cache_path= classes_fraction= config_logger_dir=
 cpu_offloading_retain_pinned_cpu_buffers create_all_gather_group cross_entropy_fusion_impl=
-cross_entropy_loss_fusion data_cache_path= data_impl= data_parallel_sharding_strategy=
+cross_entropy_loss_fusion data_cache_path= data_impl=
 data_per_class_fraction= dataloader_defer_npy_index_mmap dataloader_fast_cache_load
 ddp_average_in_collective DDP_impl= ddp_num_buckets= ddp_pad_buckets_for_high_nccl_busbw
 ddp_reduce_scatter_with_fp32_accumulation decode_only_cuda_graphs decoder_seq_length=
@@ -448,8 +453,8 @@ save_tokens_per_expert_interval= save_wgrads_interval= sharp_enabled_group= shor
 start_eval_at_iter= suggested_communication_unit_size= swin_backbone_type= symmetric_ar_type=
 te_rng_tracker tensorboard_log_interval= tensorboard_queue_size= test_mode timing_log_level=
 timing_log_option= titles_data_path= tokenizer_metadata= tokenizer_sentencepiece_legacy
-torch_fsdp2_no_reshard_after_forward train_sync_interval= transformer_impl= trust_remote_code
-test_data_path* valid_data_path* use_custom_fsdp use_megatron_fsdp use_torch_fsdp2
+train_sync_interval= transformer_impl= trust_remote_code
+test_data_path* valid_data_path*
 use_contiguous_buffers_in_ddp use_cpu_initialization use_dist_ckpt use_flash_attn
 use_fused_weighted_squared_relu use_gigatoken use_grouped_gemm_for_dense_mlp
 use_grouped_gemm_for_shared_expert use_legacy_static_engine use_mcore_models use_nccl_ub

@@ -44,6 +44,8 @@ WHOLE = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 STEPS = "gradient_accumulation_steps"
 STAGE = "zero_optimization.stage"
+GROUP = "zero_optimization.mics_shard_size"
+BUCKET = "zero_optimization.reduce_bucket_size"
 BF16 = "bf16"
 FORMER_BF16 = "bfloat16"  # which DeepSpeed still reads
 
@@ -109,6 +111,9 @@ def add_deepspeed(
     _add_batch(config, ranks)
     _add_precision(config)
     _add_zero(config)
+    if config.get(STAGE) == 3 and BUCKET in config.leaves:
+        # what is reduced together is a layer
+        unused[BUCKET] = f"{BUCKET} = {config.leaves[BUCKET]!r}"
     _add_optimizer(config)
     _add_schedule(config)
     if config.get("steps_per_print"):
@@ -326,18 +331,21 @@ def _add_zero(config: DeepSpeedConfig) -> None:
     if stage not in range(4) and config.draft.needs("parallel.zero"):
         config.refuse(STAGE, "the stages of ZeRO are 0 to 3")
         return
-    if stage == 3 and config.draft.needs("parallel.zero"):
-        config.draft.notes.append(
-            f"{config.origin(STAGE)} ({config.place}): weights are not sharded over replicas here, "
-            "so parallel.zero = 2 shards gradients and the optimizer's state; the results are the "
-            "same, the memory is not (parallel.tensor and parallel.pipeline divide weights)"
-        )
-    config.put("parallel.zero", min(stage, 2) if stage > 1 else stage > 0, STAGE)
+    config.put("parallel.zero", stage if stage > 1 else stage > 0, STAGE)
     if config.get("zero_optimization.overlap_comm") is True:
         config.put("parallel.overlap", True, "zero_optimization.overlap_comm")
-    bucket = config.get("zero_optimization.reduce_bucket_size", "auto")
+    group = config.get(GROUP, -1)
+    if stage == 3:
+        if group > 0:
+            config.put("parallel.zero_size", group, GROUP)
+        return
+    if group > 0:
+        config.draft.notes.append(
+            f"{config.origin(GROUP)} ({config.place}): no effect below stage 3, as in DeepSpeed"
+        )
+    bucket = config.get(BUCKET, "auto")
     if bucket != "auto":
-        config.put("parallel.bucket", round(bucket), "zero_optimization.reduce_bucket_size")
+        config.put("parallel.bucket", round(bucket), BUCKET)
 
 
 def _add_optimizer(config: DeepSpeedConfig) -> None:

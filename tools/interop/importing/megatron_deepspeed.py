@@ -19,10 +19,12 @@ FLAGS = (ENGINE, "no_pipeline_parallel", "deepspeed_activation_checkpointing", "
 VALUES = ("deepspeed_config", "zero_stage", "num_key_value_heads", "normalization")
 NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 LARGEST_CONFIG = 256 * 1024  # bytes
-SHARDED = (
-    "weights are not sharded over replicas here: parallel.zero=2 beside shards gradients and the "
-    "optimizer's state"
-)
+# what Megatron-LM's arguments have for a stage of ZeRO
+STAGES = {
+    "1": ("--use-distributed-optimizer",),
+    "2": ("--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads"),
+    "3": ("--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"),
+}
 
 
 def read_engine(
@@ -112,10 +114,11 @@ def _stage(value: Word, said: str, has_config: bool, arguments: Arguments) -> Se
     is_settled = "parallel.zero" in arguments.draft.settled
     if has_config or is_settled or value.text == "0":
         arguments.unused["zero_stage"] = said
-    elif value.text == "1":
-        return [Word("--use-distributed-optimizer", value.place)]
+    elif value.text in STAGES:
+        return [Word(text, value.place) for text in STAGES[value.text]]
     else:
-        arguments.add_problem(said, value.place, value.unknown or SHARDED)
+        why = value.unknown or "the stages of ZeRO are 0 to 3"
+        arguments.add_problem(said, value.place, why)
     return []
 
 

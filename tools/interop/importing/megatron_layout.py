@@ -1,4 +1,4 @@
-"""Ranks, pipeline, recompute and ZeRO-1 of Megatron-LM's arguments: [parallel] and the global
+"""Ranks, pipeline, recompute and ZeRO of Megatron-LM's arguments: [parallel] and the global
 batch."""
 
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from megaprec.comm.experts import describe_misfit
 from tools.console.units import counted
 from tools.convert.megatron.hybrid_layers import PATTERNS, stage_patterns
+from tools.interop.arguments.megatron import option
 from tools.interop.importing.arguments import Arguments
 from tools.interop.importing.draft import NO_RANKS
 from tools.interop.importing.megatron_batches import add_global_batch
@@ -20,6 +21,12 @@ CONTEXT_BY = {("p2p",): "ring", ("all_gather",): "gather", ("allgather",): "gath
 MODULES = {"core_attn": "attention", "layernorm": "norm", "moe_act": "activation"}
 CHUNKS = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
 MOST_STAGES = 4096
+MEGATRON_FSDP = ("use_megatron_fsdp", "use_custom_fsdp")
+STRATEGY = "data_parallel_sharding_strategy"
+# the value of parallel.zero by what Megatron-FSDP shards
+STAGES = {"no_shard": False, "optim": True, "optim_grads": 2, "optim_grads_params": 3}
+TORCH_FSDP = "use_torch_fsdp2"
+RESHARDS = "torch_fsdp2_reshard_after_forward"
 # what counts as a layer when stages are cut: of Megatron-LM, and of DeepSpeed
 ENDS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 METHOD = "pp_partition_method"
@@ -52,13 +59,36 @@ def add_layout(arguments: Arguments, ranks: int | None) -> None:
         arguments.unused[fused] += " (parallel.async_tensor = true does it here)"
     _add_stages(arguments, pipeline)
     _add_recompute(arguments)
-    arguments.copy("parallel.zero", "use_distributed_optimizer")
+    _add_zero(arguments)
     overlaps = ("overlap_grad_reduce", "overlap_param_gather")
     if any(map(arguments.get, overlaps)):
         arguments.put("parallel.overlap", True, *overlaps)
     if arguments.has("ddp_bucket_size"):
         arguments.copy("parallel.bucket", "ddp_bucket_size")
     _add_experts(arguments, ranks, data * context, tensor)
+
+
+def _add_zero(arguments: Arguments) -> None:
+    """Add the stage of ZeRO: of the distributed optimizer, of Megatron-FSDP or of torch's FSDP."""
+    by_distributed = "use_distributed_optimizer"
+    by_megatron = [name for name in MEGATRON_FSDP if arguments.get(name)]
+    if arguments.get(TORCH_FSDP):
+        stage = 3 if arguments.get(RESHARDS) else 2
+        arguments.put("parallel.zero", stage, TORCH_FSDP, RESHARDS)
+    elif by_megatron:
+        stage = STAGES[arguments.get(STRATEGY)]
+        arguments.put("parallel.zero", stage, *by_megatron, STRATEGY, by_distributed)
+        if not arguments.has(STRATEGY):
+            arguments.draft.notes.append(
+                f"{arguments.origin(*by_megatron)} without {option(STRATEGY)}: all is sharded, as "
+                "in Megatron-LM of 2026; versions before sharded nothing"
+            )
+    else:
+        arguments.copy("parallel.zero", by_distributed)
+    if not by_megatron and arguments.has(STRATEGY):
+        arguments.unused[STRATEGY] = arguments.said[STRATEGY]
+    if not arguments.get(TORCH_FSDP) and arguments.has(RESHARDS):
+        arguments.unused[RESHARDS] = arguments.said[RESHARDS]
 
 
 def _add_context(arguments: Arguments, context: int) -> None:

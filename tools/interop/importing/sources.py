@@ -1,6 +1,7 @@
 """The sources of `megaprec import-args`: a command line, a script, a log, a checkpoint, YAML or
 DeepSpeed's JSON, each read and never run."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -226,7 +227,9 @@ def _read_trainer(path: Path, data: SettingsTree, sources: Sources) -> None:
             sources.ranks = value[LOCAL_RANKS]
         if value is not None:
             said = f"--{key} {value}"
-            sources.trainer[str(key)] = Given(str(value), said, place)
+            # a table in place of the name of its file
+            text = json.dumps(value) if isinstance(value, dict) else str(value)
+            sources.trainer[str(key)] = Given(text, said, place)
 
 
 def _read_renamed(path: Path, data: SettingsTree, sources: Sources) -> None:

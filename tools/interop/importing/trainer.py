@@ -18,6 +18,7 @@ from megaprec.parsing import parse_json, read_text
 from tools.interop.importing.draft import Draft
 from tools.interop.importing.megatron_data import OPEN_SOURCE
 from tools.interop.importing.shell_words import Word
+from tools.interop.importing.trainer_fsdp import add_fsdp
 
 LARGEST_CONFIG = 256 * 1024  # bytes
 LONGEST_NAME = 250  # letters of a file with its folders
@@ -64,6 +65,8 @@ TEXTS = (
     "output_dir",
     "torch_dtype",
     "deepspeed",
+    "fsdp",
+    "fsdp_config",
     "report_to",
 )
 FLAGS = ("bf16", "fp16", "gradient_checkpointing")
@@ -90,6 +93,7 @@ eval_steps flash_attn load_best_model_at_end log_level logging_dir logging_first
 logging_strategy lazy_tokenize low_cpu_mem_usage metric_for_best_model overwrite_cache
 overwrite_output_dir packing per_device_eval_batch_size plot_loss preprocessing_num_workers
 push_to_hub run_name save_on_each_node save_only_model save_safetensors save_strategy streaming
+fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap
 tf32 trust_remote_code use_fast_tokenizer use_hf use_ray gradient_checkpointing_kwargs
 torch_compile
 """
@@ -266,6 +270,7 @@ def add_trainer(
     _add_optimizer(settings)
     _add_precision(settings)
     _add_rest(settings)
+    _add_fsdp(settings, folder, documents)
     return settings, _deepspeed(settings, folder, documents)
 
 
@@ -419,7 +424,33 @@ def _deepspeed(
     if stage := STAGE.match(named.lower()):
         content = {"zero_optimization": {"stage": int(stage[1])}, "gradient_clipping": "auto"}
         return {said: content}
-    text = documents.get(named) or _beside(folder, named)
+    content = _json_of(settings, "deepspeed", folder, documents)
+    name = "deepspeed" if named.startswith("{") else Path(named).name
+    return {name: content} if content else {}
+
+
+def _add_fsdp(settings: TrainerArguments, folder: Path, documents: Mapping[str, str]) -> None:
+    """Add what FSDP shards, if it is switched on."""
+    switch = settings.get("fsdp")
+    names = [name for name in ("fsdp", "fsdp_config") if name in settings.values]
+    if switch is None or switch.lower() in OFF:
+        settings.unused |= {name: settings.said[name] for name in names}
+        return
+    config: Mapping[str, Any] = {}
+    if settings.get("fsdp_config"):
+        config = _json_of(settings, "fsdp_config", folder, documents)
+    unused = add_fsdp(settings.draft, settings.origin(*names), switch, config)
+    for one in unused:
+        settings.unused[one] = f"fsdp_config: {one}"
+
+
+def _json_of(
+    settings: TrainerArguments, name: str, folder: Path, documents: Mapping[str, str]
+) -> Mapping[str, Any]:
+    """Return the JSON object of the file that an argument names, or {} and a problem."""
+    named = settings.get(name)
+    is_inline = named.startswith("{")
+    text = named if is_inline else documents.get(named) or _beside(folder, named)
     why = "this file is not beside: give it too, as another FILE.json"
     if text is not None:
         try:
@@ -428,9 +459,9 @@ def _deepspeed(
             why = f"is not JSON: {error}"
         else:
             if isinstance(content, dict):
-                return {Path(named).name: content}
-            why = "is not a JSON object, as DeepSpeed's configuration is"
-    settings.draft.problems.append(f"{said}: {why}")
+                return content
+            why = "is not a JSON object"
+    settings.draft.problems.append(f"{settings.said[name]}: {why}")
     return {}
 
 

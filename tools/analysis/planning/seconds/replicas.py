@@ -1,9 +1,9 @@
 """The time that replicas communicate, and how much of it a step waits for.
 
 With parallel.overlap gradients travel beside the backward pass of the last micro-batch, or of each
-under ZeRO-2, and weights beside the first forward pass. A part of that traffic is exposed all the
-same: the last bucket has no products beside it, and collectives and products share the memory and
-the processors of a GPU.
+under ZeRO-2, and weights beside the first forward pass, or beside all passes under ZeRO-3. A part
+of that traffic is exposed anyway: the last bucket has no products beside it, and collectives and
+products share the memory and the processors of a GPU.
 """
 
 from math import ceil
@@ -11,6 +11,7 @@ from math import ceil
 from megaprec.optim.model_buffers import bucket_elements
 from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.analysis.planning.seconds.links import Link
+from tools.analysis.planning.seconds.traffic import layer_gathers
 from tools.config.run_file import RunConfig
 
 
@@ -20,12 +21,21 @@ def replica_seconds(config: RunConfig, sent: float, elements: float, link: Link)
     sent: bytes of a rank in a step.
     elements: parameters of a rank.
     """
+    return sent / link.bandwidth + _num_collectives(config, elements) * link.latency
+
+
+def _num_collectives(config: RunConfig, elements: float) -> float:
+    """Return the number of collectives of a rank in a step: of gradients, and under ZeRO-3 of
+    weights, whose buckets are layers."""
     parallel = config.parallel
-    bucket = bucket_elements(parallel.bucket, parallel.copies)
-    collectives = ceil(elements / bucket)
-    if parallel.shards_gradients:
-        collectives *= config.num_microbatches
-    return sent / link.bandwidth + collectives * link.latency
+    microbatches = config.num_microbatches
+    if parallel.shards_weights:
+        layers = config.model.layers / parallel.pipeline
+        # an embedding and a head have gathers too
+        gathers = layers * layer_gathers(config) + 2 * microbatches
+        return gathers + (layers + 2) * microbatches
+    reductions = ceil(elements / bucket_elements(parallel.bucket, parallel.copies))
+    return reductions * microbatches if parallel.shards_gradients else reductions
 
 
 def exposed_seconds(

@@ -4,7 +4,7 @@ replicas."""
 import torch
 
 from models.estimate.flops import StageCost
-from models.parameter_counts import expert_parameters, num_parameters
+from models.parameter_counts import end_parameters, expert_parameters, num_parameters
 from parallel.pipeline.instructions import Op
 from tools.config.rules.expert_ranks import expert_replicas, expert_slices, replicas_sharing_state
 from tools.config.run_file import RunConfig
@@ -132,9 +132,41 @@ def whole_gradients(config: RunConfig, held: float) -> float:
     return held * (expert_elements + other_elements) / kept_elements
 
 
+def whole_weights(config: RunConfig, gradients: float, held: float) -> float:
+    """Return the bytes of the weights of a rank's parameters, as they travel.
+
+    gradients: bytes of all of them. held: the bytes of weights that the rank keeps.
+    """
+    if not config.parallel.shards_weights:
+        return held
+    plan = config.plan
+    in_codes = plan.fp8 is not None and plan.fp8.parameters
+    itemsize = 1 if in_codes else plan.parameters.itemsize
+    return gradients * itemsize / plan.gradients.itemsize
+
+
+def layer_gathers(config: RunConfig) -> float:
+    """Return how often a step gathers the weights of a layer under ZeRO-3, on average: twice in
+    each micro-batch, or once if they are kept."""
+    parallel = config.parallel
+    kept = min(1.0, parallel.zero_keep * parallel.pipeline / config.model.layers)
+    return kept + (1 - kept) * 2 * config.num_microbatches
+
+
+def _weight_gathers(config: RunConfig) -> tuple[float, float]:
+    """Return how often a step gathers the weights of experts, and others, on average."""
+    if not config.parallel.shards_weights:
+        return 1.0, 1.0
+    model = config.sized_model
+    of_layers = layer_gathers(config)
+    # embedding and head are gathered for one pass, or stay until the other
+    at_ends = end_parameters(model) / (num_parameters(model) - expert_parameters(model))
+    return of_layers, of_layers + at_ends * (config.num_microbatches - of_layers)
+
+
 def replica_bytes(config: RunConfig, gradients: float, weights: float) -> float:
-    """Return the bytes that a rank sends to its replicas in a step: gradients, under ZeRO-2 of each
-    micro-batch, and under ZeRO-1 weights.
+    """Return the bytes that a rank sends to its replicas in a step: gradients, under ZeRO-2 and 3
+    of each micro-batch, and weights, under ZeRO-3 in each pass through a layer.
 
     gradients, weights: the bytes of the rank's parameters.
     """
@@ -146,16 +178,18 @@ def replica_bytes(config: RunConfig, gradients: float, weights: float) -> float:
         travelling *= config.num_microbatches
     expert_elements, other_elements = elements_of_pipeline(config)
     expert_share = expert_elements / (expert_elements + other_elements)
-    # by part of the weights: their share, its replicas, and those among them that share state
+    expert_gathers, other_gathers = _weight_gathers(config)
+    # by part of the weights: their share, its gathers, its replicas, and those among them that
+    # share state
     parts = (
-        (1 - expert_share, parallel.copies, sharding_of(config).zero),
-        (expert_share, expert_replicas(parallel), replicas_sharing_state(parallel)),
+        (1 - expert_share, other_gathers, parallel.copies, sharding_of(config).zero),
+        (expert_share, expert_gathers, expert_replicas(parallel), replicas_sharing_state(parallel)),
     )
     sent = 0.0
-    for share, replicas, sharers in parts:
+    for share, gathers, replicas, sharers in parts:
         transfers = 1 if sharers == replicas else 2  # a reduce-scatter, or an all-reduce
         of_gradients = transfers * (1 - 1 / replicas) * travelling
-        sent += share * (of_gradients + (1 - 1 / sharers) * weights)
+        sent += share * (of_gradients + gathers * (1 - 1 / sharers) * weights)
     return sent
 
 

@@ -1,0 +1,190 @@
+"""The weights that ZeRO-3 holds whole, before any launch.
+
+A pass through a stage gathers and gives up the weights of one unit after the other, as
+`megaprec.optim.layer_weights` says. Here the passes of a rank are gone through in the order of its
+schedule, with nothing but the bytes of its buffers.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import NamedTuple
+
+from megaprec.optim.state.flat_buffer import Buffer
+from megaprec.optim.weight_units import Moment, weight_units
+from models.decoder.stages import Stage
+from parallel.pipeline.instructions import Op
+from parallel.pipeline.schedules import Schedule
+
+_READ_FIRST = (Moment.LATE, Moment.THROUGHOUT)  # in a backward pass
+
+
+class StagePass(NamedTuple):
+    """A pass through a stage.
+
+    stage: its position among those of the rank.
+    has_backward: False in an evaluation.
+    """
+
+    stage: int
+    is_forward: bool
+    has_backward: bool = True
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """The sharded buffers, by number, of a unit of weights.
+
+    is_after_late: it runs after weights that are read late: a module of multi-token prediction.
+    """
+
+    moment: Moment
+    buffers: frozenset[int]
+    is_after_late: bool
+
+
+@dataclass(frozen=True)
+class WholeWeights:
+    """The buffers of a rank whose weights are gathered.
+
+    sizes: bytes of each, whole, by number.
+    stages: the units of each stage that have such buffers.
+    """
+
+    sizes: Mapping[int, int]
+    stages: tuple[tuple[_Unit, ...], ...]
+
+    @classmethod
+    def of(cls, stages: Sequence[Stage], buffers: Sequence[Buffer]) -> "WholeWeights":
+        """Return those of a rank's stages, whose parameters lie in `buffers`."""
+        sizes: dict[int, int] = {}
+        numbers: dict[object, int] = {}  # of parameters' buffers
+        for number, buffer in enumerate(buffers):
+            if buffer.shards_weights:
+                sizes[number] = buffer.size * buffer.weights.dtype.itemsize
+                numbers.update(dict.fromkeys(buffer.parameters, number))
+        return cls(sizes, tuple(_units_of(stage, numbers) for stage in stages))
+
+    def most_bytes(self, passes: Iterable[StagePass], overlap: bool, keep_layers: int) -> int:
+        """Return the most bytes that are whole at one time in these passes of a step.
+
+        overlap, keep_layers: as for the optimizer.
+        """
+        if not self.sizes:
+            return 0
+        walk = _Walk(self, overlap, keep_layers)
+        for stage_pass in passes:
+            walk.take(stage_pass)
+        return walk.most
+
+
+def _units_of(stage: Stage, numbers: Mapping[object, int]) -> tuple[_Unit, ...]:
+    """Return the units of a stage. numbers: of the sharded buffers of parameters."""
+    layers = {*stage.layers.values()}
+    units: list[_Unit] = []
+    for unit in weight_units(stage):
+        buffers = frozenset(numbers[each] for each in unit.parameters if each in numbers)
+        is_after_late = unit.moment is Moment.LAYER and unit.entry not in layers
+        if buffers:
+            units.append(_Unit(unit.moment, buffers, is_after_late))
+    return tuple(units)
+
+
+def passes_of_rank(schedule: Schedule, rank: int) -> list[StagePass]:
+    """Return the passes of a pipeline rank in a step, in order; backward passes are whole."""
+    own_stages = [stage for stage, owner in enumerate(schedule.rank_of_stage) if owner == rank]
+    passes: list[StagePass] = []
+    for instruction in schedule.programs[rank]:
+        if instruction.op in (Op.FORWARD, Op.BACKWARD):
+            position = own_stages.index(instruction.stage)
+            passes.append(StagePass(position, instruction.op is Op.FORWARD))
+    return passes
+
+
+def evaluation_passes(schedule: Schedule, rank: int) -> list[StagePass]:
+    """Return the passes of a pipeline rank in an evaluation: of two micro-batches, of which the
+    second finds the layers that are kept."""
+    num_stages = list(schedule.rank_of_stage).count(rank)
+    forward = [StagePass(stage, True, has_backward=False) for stage in range(num_stages)]
+    return 2 * forward
+
+
+class _Walk:
+    """Goes through the passes of a rank.
+
+    most: the most bytes that were whole at one time so far.
+    """
+
+    def __init__(self, weights: WholeWeights, overlap: bool, keep_layers: int) -> None:
+        self.most = 0
+        self._sizes = weights.sizes
+        self._stages = weights.stages
+        self._overlap = overlap
+        layers = [unit for unit in chain(*weights.stages) if unit.moment is Moment.LAYER]
+        self._kept = _buffers_of(layers[max(0, len(layers) - keep_layers) :], Moment.LAYER)
+        self._whole: set[int] = set()
+        # the buffers that are whole after a pass, by the pass and those that were before it
+        self._known: dict[tuple[StagePass, frozenset[int]], frozenset[int]] = {}
+
+    def take(self, stage_pass: StagePass) -> None:
+        """Go through a pass; once through those that find the same."""
+        found = (stage_pass, frozenset(self._whole))
+        if found not in self._known:
+            units = self._stages[stage_pass.stage]
+            if stage_pass.is_forward:
+                self._go_forward(units, stage_pass.has_backward)
+            else:
+                self._go_backward(units)
+            self._known[found] = frozenset(self._whole)
+        self._whole = {*self._known[found]}
+
+    def _go_forward(self, units: Sequence[_Unit], has_backward: bool) -> None:
+        early = _buffers_of(units, Moment.EARLY) - _buffers_of(units, Moment.LATE)
+        following = dict(pairwise(units))
+        for unit in sorted(units, key=lambda unit: unit.is_after_late):
+            if unit.moment in (Moment.LAYER, Moment.LATE):
+                self._give_up(early)
+            self._gather(unit)
+            if self._overlap and unit in following:
+                self._gather(following[unit])
+            if unit.moment is Moment.LAYER:
+                self._give_up(unit.buffers)
+        read = _buffers_of(units, *Moment)
+        if has_backward:
+            read -= _buffers_of(units, *_READ_FIRST)
+        self._give_up(read)
+
+    def _go_backward(self, units: Sequence[_Unit]) -> None:
+        previous = {following: unit for unit, following in pairwise(units)}
+        # the gradient of an embedding that is the head too is complete at the end
+        late = _buffers_of(units, Moment.LATE) - _buffers_of(units, Moment.EARLY)
+        layers = [unit for unit in units if unit.moment is Moment.LAYER]
+        read_first = [unit for unit in units if unit.moment in _READ_FIRST]
+        for unit in read_first:
+            self._gather(unit)
+        for unit in read_first:
+            self._gather_ahead(previous.get(unit))
+        for unit in reversed(layers):
+            if not unit.is_after_late:
+                self._give_up(late)
+            self._gather(unit)
+            self._gather_ahead(previous.get(unit))
+            self._give_up(unit.buffers)
+        self._give_up(self._sizes)
+
+    def _gather_ahead(self, previous: _Unit | None) -> None:
+        """Gather the unit whose gradients are computed next."""
+        if self._overlap and previous is not None and previous.moment is Moment.LAYER:
+            self._gather(previous)
+
+    def _gather(self, unit: _Unit) -> None:
+        self._whole |= unit.buffers
+        self.most = max(self.most, sum(self._sizes[number] for number in self._whole))
+
+    def _give_up(self, buffers: Iterable[int]) -> None:
+        self._whole.difference_update(set(buffers) - self._kept)
+
+
+def _buffers_of(units: Iterable[_Unit], *moments: Moment) -> frozenset[int]:
+    """Return the buffers of the units that are read at these moments."""
+    return frozenset(chain.from_iterable(unit.buffers for unit in units if unit.moment in moments))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tools.bench.kernels import Kernel, kernel_record, kernels_among
+from tools.journal.kernel_table import Kernel, kernel_record, kernels_among
 
 
 def test_idle_time_is_that_in_which_no_stream_had_a_kernel() -> None:

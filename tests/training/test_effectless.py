@@ -176,7 +176,7 @@ lr: peak schedule warmup unit
 train: steps global_batch batch_schedule micro_batch seq_length init_from seed numerics compile deterministic folder device threads eval_every
 train: branch_from restarts on_spike eval_first
 checkpoint: every keep background resume
-log: every to plot plot_over progress peak_tflops sample
+log: every to plot plot_over profile profile_ranks progress peak_tflops sample
 """
 
 

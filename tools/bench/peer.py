@@ -10,9 +10,10 @@ import torch
 
 from parallel.mesh import world
 from tools.bench.gpu_peers import PEERS, Absent
-from tools.bench.kernels import kernel_record, kernels_of
+from tools.bench.kernels import kernels_of
 from tools.bench.llama_layers import Workload, add_workload
 from tools.bench.measurement import print_record, require_gpu, rounded_median, seconds_of
+from tools.journal.kernel_table import kernel_record
 
 SUBJECT = "training steps of another system"
 WARMUP = 3  # steps that are not timed

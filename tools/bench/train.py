@@ -38,7 +38,7 @@ from parallel.mesh import make_mesh
 from tools.analysis.planning.fp8_timing import synchronize
 from tools.analysis.planning.memory import MemoryModel
 from tools.analysis.planning.search import plan_run
-from tools.bench.kernels import kernel_record, kernels_of
+from tools.bench.kernels import kernels_of
 from tools.bench.measurement import (
     add_device,
     add_integers,
@@ -49,6 +49,7 @@ from tools.bench.measurement import (
     run_on_ranks,
 )
 from tools.config.run_file import RunConfig, load_run
+from tools.journal.kernel_table import kernel_record
 from tools.training.compiling import compile_leaves
 from tools.training.step_records import Throughput
 from tools.training.trainer import optimizer_options

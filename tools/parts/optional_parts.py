@@ -49,6 +49,7 @@ PARTS = {
     "shadow_fields": "tools.journal.shadow_records",
     "write_timeline": "tools.journal.timeline_file",
     "compile_leaves": "tools.training.compiling",
+    "StepProfile": "tools.training.profiling",
     "missed_lines": "tools.training.compiling",
     "Harness": "tools.training.harness",
     "require_harness": "tools.training.harness",

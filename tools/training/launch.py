@@ -344,6 +344,8 @@ def _launching(threads: int) -> Iterator[None]:
     os.environ.pop(RESTARTED, None)  # which a shell may have left
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # this launcher handles the others
+    # torch's profiler would tell of each of its starts
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     # The agent logs tracebacks of its own for each failure; `exit_code` prints the reason once.
     logging.disable(logging.ERROR)
     try:

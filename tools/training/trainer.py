@@ -257,6 +257,7 @@ class Trainer:
                 journal.write_event(event)
         if self.config.train.eval_first and not self.progress.step:
             self._evaluate_first(journal)
+        profile = self._make_profile()
         leaves = self.engine.leaves
         leaves.misses.clear()  # those of other passes than steps
         self._invariants = self._make_invariants()
@@ -267,8 +268,12 @@ class Trainer:
             # learn in the step ("stops" of `consensus.NUMBERS`).
             self.engine.optimizer.stop |= folder.is_gone()
             self._invariants.before(self.progress.step + 1)
+            if profile is not None:
+                profile.before(self.progress.step + 1)
             start_time = time.perf_counter()
             report, shadow = self._checked_step(journal)
+            if profile is not None:
+                profile.after(self.progress.step)
             if leaves.names and self.progress.step == first_step:
                 self._say_misses(leaves)
             self._evaluate_and_record(journal, report, shadow, time.perf_counter() - start_time)
@@ -283,6 +288,17 @@ class Trainer:
                 raise TrainingDiverged(
                     f"stopped after step {steps_done}, state saved: {divergence}"
                 )
+        if profile is not None:
+            profile.end(self.progress.step)
+
+    def _make_profile(self) -> Any:
+        """Return the profile of some steps on this rank; None if none is asked for."""
+        log = self.config.log
+        if not log.profile or self.rank not in log.profile_ranks:
+            return None
+        folder = Path(self.config.train.folder)
+        engine = self.engine
+        return part("StepProfile")(log.profile, self.rank, engine.stages, engine.device, folder)
 
     def _checked_step(self, journal: Journal | None) -> "tuple[StepReport, Shadow | None]":
         """Take a step. If the sentinel finds that it was computed wrongly, end the run."""

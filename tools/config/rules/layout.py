@@ -17,7 +17,9 @@ from tools.config.tables.native_keys import (
 )
 from tools.config.tables.precision_settings import FP8, Precision
 from tools.config.tables.schedules import stage_count
-from tools.config.tables.settings import Checkpoint, Parallel, Train
+from tools.config.tables.settings import Checkpoint, Log, Parallel, Train
+
+MOST_PROFILED = 10  # steps: a trace of more is too large to be looked at
 
 
 def _recomputed_scales(parallel: Parallel, fp8: FP8) -> Iterator[str]:
@@ -78,6 +80,16 @@ def _sharded_gradients(parallel: Parallel, train: Train, fp8: FP8) -> Iterator[s
 def _kept_layers(parallel: Parallel) -> Iterator[str]:
     if parallel.zero_keep and parallel.zero != 3:
         yield Problem.of("config.zero_keep", keep=parallel.zero_keep, zero=parallel.zero)
+
+
+def _profile(parallel: Parallel, log: Log) -> Iterator[str]:
+    """Yield a problem unless log.profile is a first and a last step, and its ranks exist."""
+    steps = log.profile
+    if steps and (len(steps) != 2 or not 0 <= steps[1] - steps[0] < MOST_PROFILED):
+        yield Problem.of("config.profile_steps", steps=list(steps), most=MOST_PROFILED)
+    absent = [rank for rank in log.profile_ranks if rank >= parallel.ranks]
+    if steps and absent:
+        yield Problem.of("config.profile_ranks", rank=absent[0], ranks=parallel.ranks)
 
 
 def _elastic(parallel: Parallel, checkpoint: Checkpoint) -> Iterator[str]:
@@ -257,6 +269,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _zero,
     _sharded_gradients,
     _kept_layers,
+    _profile,
     _elastic,
     _recompute,
     _recomputed_layers,

@@ -630,6 +630,19 @@ class Log(Table):
             "Perfetto; 0: none."
         ),
     )
+    profile: tuple[Annotated[int, Field(gt=0)], ...] = Field(
+        default=(),
+        strict=False,
+        max_length=2,
+        description="First and last step that torch's profiler sees, such as [10, 12]: a trace for "
+        "Perfetto and a table of operators, modules and kernels in profile/; empty: none.",
+    )
+    profile_ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        default=(0,),
+        strict=False,
+        min_length=1,
+        description="Ranks on which log.profile profiles.",
+    )
     digests: int = Field(
         default=0,
         ge=0,

@@ -139,7 +139,7 @@ def test_an_option_of_texts_beside_a_verdict_is_refused_and_none_is_forgotten(
     given = {
         "--window": "8", "--stride": "8", "--compute": "bf16", "--ema": "", "--text-field": "a",
         "--encoding": "latin-1", "--exclude": "*.md", "--max-chars": "9", "--tokenizer": "a.json",
-        "--tensor": "2", "--pipeline": "2",
+        "--tensor": "2", "--pipeline": "2", "--device": "cpu",
     }  # fmt: skip
     with pytest.raises(SystemExit):
         cli.main(["evaluate", "--help"])

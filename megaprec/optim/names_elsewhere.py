@@ -29,6 +29,9 @@ OPTIMIZER = by_name(
             "zero zero_stage use_distributed_optimizer shard_optimizer_state distributed_optimizer"
         ),
         "it is shard_gradients=": "shard_grads reshard_gradients",
+        "it is shard_weights=": (
+            "shard_params shard_parameters fully_shard full_shard reshard_after_forward"
+        ),
         "it is overlap=": "overlap_grad_reduce overlap_communication overlap_comm",
         "it is bucket=": "bucket_size bucket_cap_mb reduce_bucket_size",
         "it is ema=": "ema_decay use_ema",

@@ -11,6 +11,7 @@ CAMPAIGN_ARGS ?= 200 0
 MUTANTS_ARGS ?= 25 0
 GPU_ARGS ?=
 GPU_PYTHON ?=
+PACK_ARGS ?=
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 CPU_BUILDS ?= https://download.pytorch.org/whl/cpu
@@ -26,13 +27,14 @@ CUDA_READY := .venv-cuda/ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test golden gpu offline-gpu campaign oracles lint format clean
+.PHONY: help demo test golden gpu gpu-pack offline-gpu campaign oracles lint format clean
 
 help:
 	@echo "make demo    pretrain a small model on 4 local ranks      (DEMO_ARGS=\"train.steps=20\" changes the run)"
 	@echo "make test    run the tests in WORKERS=2 processes         (TEST_ARGS=\"-k lr\" goes to pytest)"
 	@echo "make golden  follow a published learning curve to four digits, and write docs/reproduced.md  (TEXT=input.txt: its text)"
 	@echo "make gpu     run all that needs a GPU, and write docs/gpu.md  (GPU_PYTHON=python3: with the packages that are there)"
+	@echo "make gpu-pack  pack what a machine with torch and a GPU lacks and cannot download, and say what to run there  (PACK_ARGS=\"--python 3.12\")"
 	@echo "make offline-gpu  check without a GPU what torch's build for CUDA makes of the code: machine code, its numbers"
 	@echo "make campaign  run all of what tests only sample: hours  (CAMPAIGN_ARGS=\"50 1000\": 50 parity runs from seed 1000 on; MUTANTS_ARGS=\"25 7\": 25 mutants of seed 7)"
 	@echo "make oracles install megatron-core, torchtitan, lm-eval and transformers 4, which tests compare with and are skipped without"
@@ -54,8 +56,11 @@ gpu:
 	@test -n "$(GPU_PYTHON)" || $(MAKE) --no-print-directory $(READY)
 	$(or $(GPU_PYTHON),$(BIN)/python) -m tools.bench gpu $(GPU_ARGS)
 
+gpu-pack:
+	$(PYTHON) tools/bench/pack.py $(PACK_ARGS)
+
 offline-gpu: $(CUDA_READY)
-	$(CUDA_BIN)/python -m pytest -m campaign tests/offline_gpu/test_operators.py tests/offline_gpu/test_machine_code.py
+	$(CUDA_BIN)/python -m pytest -m campaign tests/offline_gpu/test_operators.py tests/offline_gpu/test_machine_code.py tests/offline_gpu/test_groups.py
 	TRITON_INTERPRET=1 $(CUDA_BIN)/python -m pytest -m campaign tests/offline_gpu/test_interpreted.py tests/offline_gpu/test_recurrent_kernels.py
 
 campaign: $(READY)

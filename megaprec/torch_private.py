@@ -200,3 +200,11 @@ def time_limit_of(group: dist.ProcessGroup) -> timedelta:
         return distributed_c10d.default_pg_timeout
     options = getattr(group._get_backend(devices[0]), "options", None)
     return distributed_c10d.default_pg_timeout if options is None else options._timeout
+
+
+def transfers_under_way() -> bytes:
+    """Return what NCCL's groups of this process are doing, as torch's own record in JSON; nothing
+    in a build without NCCL."""
+    library: Any = importlib.import_module("torch._C._distributed_c10d")
+    record = getattr(library, "_dump_nccl_trace_json", None)
+    return record(includeCollectives=True, onlyActive=True) if record else b""

@@ -169,18 +169,21 @@ def _form_world(
             rank=rank,
             world_size=size,
             device_id=gpu,
-            pg_options=_nccl_options() if gpu else None,
+            pg_options=_nccl_options(timeout) if gpu else None,
         )
     if gpu is not None:
         _start_backward_thread(gpu)
 
 
-def _nccl_options() -> Any:
+def _nccl_options(timeout: timedelta) -> Any:
     """Return the options of the world's group, which all groups that are split from it take over.
 
     Messages run on streams of high priority: a GPU begins them although products wait before them.
+    timeout: the world's own. The options have one too, and torch warns on each rank if they differ.
     """
-    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    return options
 
 
 def _start_backward_thread(gpu: torch.device) -> None:

@@ -18,6 +18,7 @@ of that.
 
 What raises: a CPU tensor among those of the device, a generator of the CPU, `.numpy()`. CUDA is
 milder: it takes CPU tensors without dims in sums and products, and CPU indices, and waits for each.
+Where deterministic algorithms are asked for, what CUDA has none for raises, as there.
 
 What waits. The host of a GPU runs ahead of it until it asks for a value or a size, or copies
 without `non_blocking` between the two. `waits` lists each operator that makes it wait: CUDA's
@@ -64,6 +65,24 @@ _SENT = {
     torch.float64,
 }
 """What NCCL sends. It knows FP8 only for copies and from Hopper on, and int16 not at all."""
+_WITHOUT_ORDER = (
+    "adaptive_avg_pool2d_backward",
+    "avg_pool3d_backward",
+    "bincount",
+    "ctc_loss_backward",
+    "cumsum",
+    "grid_sampler_2d_backward",
+    "histc",
+    "kthvalue",
+    "max_pool3d_with_indices_backward",
+    "median",
+    "nll_loss2d_forward",
+    "put_",
+    "reflection_pad1d_backward",
+    "replication_pad1d_backward",
+    "upsample_linear1d_backward",
+)
+"""Operators of which CUDA has no deterministic kernel (torch.use_deterministic_algorithms)."""
 _ASKS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _ANY = torch._C.DispatchKey.CPU  # of kernels that only change sizes and strides, on whatever device
 
@@ -196,6 +215,8 @@ class _Call:
 def _run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     waits.extend([op._opname] * _times_waited_for(op, args))
     issued.add(op.name())
+    if torch.are_deterministic_algorithms_enabled() and _lacks_order(op, args, kwargs):
+        raise RuntimeError(f"{op}: has no deterministic kernel on {NAME}")
     call = _Call(op)
     below = call.down(args)
     named = {name: call.down(value) for name, value in kwargs.items()}
@@ -209,6 +230,15 @@ def _run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     made = (op.overloadpacket if numbers else op)(*below, **named)
     call.resize()
     return call.up(made)
+
+
+def _lacks_order(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Any) -> bool:
+    name = op._opname.strip("_")
+    if name == "cumsum":  # of integers it has one
+        return (kwargs.get("dtype") or args[0].dtype).is_floating_point
+    if name == "bincount":  # without weights it has one
+        return len(args) > 1 and args[1] is not None
+    return op._opname in _WITHOUT_ORDER
 
 
 def _times_waited_for(op: torch._ops.OpOverload, args: Sequence[Any]) -> int:

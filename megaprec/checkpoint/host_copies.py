@@ -14,7 +14,7 @@ from torch import Tensor
 
 # Bytes. torch rounds pinned memory up to a power of two, so blocks are such, and hold many tensors.
 _SMALLEST_BLOCK = 1 << 26
-_LARGEST_BLOCK = 1 << 30
+LARGEST_BLOCK = 1 << 30
 _ALIGNMENT = 64
 
 
@@ -58,7 +58,7 @@ class HostCopies:
         """Return so many bytes that no other copy has."""
         start = -(-self._used // _ALIGNMENT) * _ALIGNMENT
         if start + num_bytes > len(self._newest_block):
-            usual = min(max(_SMALLEST_BLOCK, 2 * len(self._newest_block)), _LARGEST_BLOCK)
+            usual = min(max(_SMALLEST_BLOCK, 2 * len(self._newest_block)), LARGEST_BLOCK)
             self._newest_block = self._allocate(max(usual, num_bytes))
             start = 0
         self._used = start + num_bytes

@@ -7,12 +7,13 @@ saves an equal part of it. So all ranks of a stage write the same number of byte
 and none needs values of another. Frozen parameters are in no buffer; the first replica saves them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from megaprec.checkpoint import host_copies
 from megaprec.checkpoint.host_copies import HostCopies, do_not_wait
 from megaprec.checkpoint.ranges import share
 from megaprec.comm.layout import Layout, Part, layout_of
@@ -102,16 +103,31 @@ def _add_buffer(
     ranges = list(owned_ranges(buffer, pp_rank))
     if not ranges:
         return
-    begin = ranges[0].first
-    end = ranges[-1].last
     for kind, values in buffer.saved().items():
         file = "model" if kind == "weight" else "optimizer"
-        # one copy from the device for all ranges; `values` begins at the shard, `buffer.start`
-        values_of_ranges = values[begin - buffer.start : end - buffer.start]
-        on_cpu = _on_cpu(values_of_ranges, copy, copies)
-        for saved_range in ranges:
-            stored = on_cpu[saved_range.first - begin : saved_range.last - begin]
-            _add_range(snapshot, file, kind, saved_range, stored)
+        for run in _runs(ranges, host_copies.LARGEST_BLOCK // values.itemsize):
+            # one copy from the device for a run; `values` begins at the shard, `buffer.start`
+            begin = run[0].first
+            values_of_run = values[begin - buffer.start : run[-1].last - buffer.start]
+            on_cpu = _on_cpu(values_of_run, copy, copies)
+            for saved_range in run:
+                stored = on_cpu[saved_range.first - begin : saved_range.last - begin]
+                _add_range(snapshot, file, kind, saved_range, stored)
+
+
+def _runs(ranges: Sequence[OwnedRange], most: int) -> Iterator[list[OwnedRange]]:
+    """Yield ranges that follow each other, as many as span no more than `most` elements.
+
+    Pinned memory is rounded up to a power of two: a block for a buffer of all experts of a layer
+    could be gigabytes too large.
+    """
+    run: list[OwnedRange] = []
+    for saved_range in ranges:
+        if run and saved_range.last - run[0].first > most:
+            yield run
+            run = []
+        run.append(saved_range)
+    yield run
 
 
 def owned_ranges(buffer: Buffer, pp_rank: int) -> Iterator[OwnedRange]:

@@ -37,7 +37,6 @@ from megaprec.precision.marks import parameters_of_marked
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 
 _MIN_ELEMENTS = 40_000_000  # a message over few ranks; Megatron-LM's default
-_MOST_ELEMENTS_TOGETHER = 1 << 29  # of a group that is not cut; the update of a buffer copies it
 _ELEMENTS_PER_RANK = 1_000_000  # keeps the part of each of many ranks large
 # the names of the moments that are kept of a parameter
 Moments = Callable[[nn.Parameter], Sequence[str]]
@@ -376,17 +375,16 @@ def buckets(
     ranks of their own, parameters that torch has sharded over more ranks than the tensor-parallel
     ones, and parameters that balance loads.
     whole_groups: True if a group of parameters that are to lie together (`Layout.together`) is not
-        cut, unless it is very large.
+        cut.
     units: the unit of each parameter (`weight_units`) under ZeRO-3, which gathers and gives up a
         buffer as a whole: each unit has buffers of its own, one of a kind.
     """
-    sizes = [parameter.numel() for parameter in parameters]
-    uncut = _uncut_groups(parameters, sizes) if whole_groups else set()
     # the bucket of each kind that is being filled, and its number of elements
     open_buckets: dict[tuple[object, ...], list[nn.Parameter]] = {}
     num_elements = Counter[tuple[object, ...]]()
     in_order: list[list[nn.Parameter]] = []
-    for parameter, num in zip(parameters, sizes, strict=True):
+    for parameter in parameters:
+        num = parameter.numel()
         layout = layout_of(parameter)
         part = layout.parts[0]
         num_ranks = part.shards * part.copies
@@ -395,7 +393,7 @@ def buckets(
         unit = units.get(parameter)
         kind = (*facts, param_dtype(parameter, plan), num_ranks, moments(parameter), unit)
         is_full = unit is None and kind in open_buckets and num_elements[kind] >= size
-        if is_full and layout.together in uncut:
+        if is_full and whole_groups and layout.together:
             last = open_buckets[kind][-1]
             is_full = layout_of(last).together != layout.together
         if kind not in open_buckets or is_full:
@@ -405,14 +403,6 @@ def buckets(
         open_buckets[kind].append(parameter)
         num_elements[kind] += num
     return in_order
-
-
-def _uncut_groups(parameters: Sequence[nn.Parameter], sizes: Sequence[int]) -> set[str]:
-    """Return the names of the groups that are not too large for one buffer."""
-    elements = Counter[str]()
-    for parameter, size in zip(parameters, sizes, strict=True):
-        elements[layout_of(parameter).together] += size
-    return {name for name, total in elements.items() if name and total <= _MOST_ELEMENTS_TOGETHER}
 
 
 def bucket_elements(requested: int, dp: int) -> int:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.comm.axis import Axis, device_of
+from megaprec.comm.axis import Axis
 from megaprec.comm.waiting import waiting
 from models.attention.context_limits import require_uncut_sequences
 from models.decoder.stages import Stage
@@ -45,7 +45,8 @@ class Relay:
         `stage`."""
         pp = Axis.of(mesh, "pp")
         dp = Axis.of(mesh, "dp")
-        return Relay({pp.rank: stage}, range(pp.size), pp, dp, Axis.world(mesh), device_of(mesh))
+        device = next(stage.parameters()).device
+        return Relay({pp.rank: stage}, range(pp.size), pp, dp, Axis.world(mesh), device)
 
     @cached_property
     def last_stage(self) -> Stage | None:

@@ -330,8 +330,7 @@ def _measure(stage: Stage, memory: StageMemory) -> ActivationBytes:
 
 def lay_out(stage: Stage) -> None:
     """Give the parameters main gradients, and memory as the optimizer does: on a GPU those of the
-    experts of a layer lie together, unless they are very large, for their products read them at
-    once."""
+    experts of a layer lie together, for their products read them at once."""
     plan = stage.context.plan
     parameters = [*stage.parameters()]
     # a bucket of one element is full with one parameter, or with all that lie together

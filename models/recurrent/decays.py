@@ -48,9 +48,9 @@ class Decays:
         # sum from s + 1 to t.
         in_all_columns = log_decays.unsqueeze(-1).expand(*log_decays.shape, chunk)
         of_later_tokens = in_all_columns.masked_fill(~is_later, 0)  # [b, n, chunks, C, C]
-        between = of_later_tokens.cumsum(-2).exp()
+        between = _running_sums(of_later_tokens, -2).exp()
         between = between.masked_fill(is_later.T, 0)
-        from_before = log_decays.cumsum(-1).exp()  # [b, n, chunks, C]
+        from_before = _running_sums(log_decays, -1).exp()  # [b, n, chunks, C]
         if begins is not None:
             # The number of documents that have begun in the chunk; one dimension for all heads.
             begun = in_chunks(begins.unsqueeze(1), chunk).cumsum(-1)  # [b, 1, chunks, C]
@@ -65,6 +65,23 @@ class Decays:
             to_end=last_row.unsqueeze(-1),
             over_chunk=last.unsqueeze(-1),
         )
+
+
+def _running_sums(values: Tensor, dim: int) -> Tensor:
+    """Return the sums of floating-point values up to each place along a dim."""
+    is_on_cpu = values.device.type == "cpu"
+    if is_on_cpu or not torch.are_deterministic_algorithms_enabled():
+        return values.cumsum(dim)
+    # CUDA has no deterministic kernel for this, forward or backward, and torch raises. Sums of 2,
+    # 4, 8, ... values have one order of their additions; no difference is taken, as g may be -inf.
+    length = values.shape[dim]
+    distance = 1
+    while distance < length:
+        earlier = values.narrow(dim, 0, length - distance)
+        before_first = torch.zeros_like(values.narrow(dim, 0, distance))
+        values = values + torch.cat((before_first, earlier), dim)
+        distance *= 2
+    return values
 
 
 def token_decays(log_decay: Tensor, begins: Tensor | None) -> Tensor:

@@ -4,8 +4,10 @@ the others.
 A thread writes the position every second or two over a connection of its own, because the
 connection of the main thread may be waiting. It reads the other ranks' positions only while the
 watchdog asks for it, when a phase takes long. So a run without a hang costs one small message a
-beat. Clocks of different machines are never compared: a rank is silent since this rank's clock last
-saw its beat change.
+beat. Only the ranks of the first tier (`tier_of`) read all positions then; those of a later tier do
+so if no tier before it does, which they know by a key for each tier: the work of the store grows
+with the number of ranks, not with its square. Clocks of different machines are never compared: a
+rank is silent since this rank's clock last saw its beat change.
 
 A rank looks at the call stack of its main thread only if its position is still that of the last
 beat: while it goes on from one instruction to the next, its stack is left alone.
@@ -39,9 +41,16 @@ from parallel.hangs.pace import PaceOfWork, Straggler, Stragglers
 # keys of the store; the others are the numbers of ranks
 VERDICT = "verdict"
 LEFT = "left"  # the number of ranks that have announced that they leave
+JUDGING = "judging"  # and a tier: by whom, and by which beat, all beats were last read
+FIRST_TIER = 8  # ranks, the lowest; each further tier has twice as many as the one before
 WINDOW = 20.0  # seconds after which rank 0 looks for stragglers again
 # limit of one request to the store; the watchdog has a limit of its own
 PATIENCE = timedelta(seconds=20)
+
+
+def tier_of(rank: int) -> int:
+    """Return the tier of a rank: 0 for ranks below 8, 1 below 24, 2 below 56, and so on."""
+    return (rank // FIRST_TIER + 1).bit_length() - 1
 
 
 @dataclass(frozen=True)
@@ -181,6 +190,8 @@ class Heartbeat:
     every: seconds between beats.
     peers: the number of ranks of a pipeline stage, which are neighbours.
     heard: by rank, its last beat and this rank's time when it changed; filled while `listening`.
+    following: True while this rank notes whether a tier before its own reads the beats.
+    attended: this rank's time when that was last seen, or when it began to follow.
     noticed: stragglers that rank 0 has found, each with its line.
     answered: time of the last answer of the store.
     lost: why the connection ended, "" if it has not.
@@ -214,6 +225,10 @@ class Heartbeat:
         self._store.set_timeout(PATIENCE)
         self.heard: dict[int, tuple[Beat | None, float]] = {}
         self.listening = False
+        self.following = False
+        self.attended = clock.now
+        self._tier = tier_of(rank)
+        self._judgements: list[bytes] = []  # of the tiers before, when last seen
         self.verdict = ""
         self.lost = ""
         self.answered = clock.now
@@ -316,7 +331,12 @@ class Heartbeat:
             self.verdict = self._store.compare_set(VERDICT, "", self._proposal).decode()
         elif self._store.check([VERDICT]):
             self.verdict = self._store.get(VERDICT).decode()
+        if self.following:
+            self._follow()
+        else:
+            self.attended = self._clock.now
         if self.listening:
+            self._store.set(f"{JUDGING} {self._tier}", f"{self.rank} {self._beat_number}")
             self._listen()
         else:
             # beats that are not read any more would seem silent when reading begins again
@@ -324,6 +344,15 @@ class Heartbeat:
         if self.rank == 0 and self._clock.now - self._last_comparison >= WINDOW:
             self._compare(beat)
         self.answered = self._clock.now
+
+    def _follow(self) -> None:
+        """Note whether a rank of a tier before this one's has read the beats since last time."""
+        keys = [f"{JUDGING} {tier}" for tier in range(self._tier)]
+        known = [key for key in keys if self._store.check([key])]
+        judgements = self._store.multi_get(known) if known else []
+        if judgements != self._judgements:
+            self.attended = self._clock.now
+        self._judgements = judgements
 
     def _compare(self, mine: Beat) -> None:
         """Look for stragglers among the ranks that have a heartbeat."""

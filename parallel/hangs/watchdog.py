@@ -20,7 +20,15 @@ import torch.distributed as dist
 
 from megaprec.diagnose.call_stack import RunningCall, failed_calls, main_calls
 from megaprec.diagnose.position import UNLIMITED, Phase, Position
-from parallel.hangs.heartbeat import Beat, Clock, Heartbeat, machine_id, newest, process_start
+from parallel.hangs.heartbeat import (
+    Beat,
+    Clock,
+    Heartbeat,
+    machine_id,
+    newest,
+    process_start,
+    tier_of,
+)
 from parallel.hangs.pace import Straggler
 from parallel.hangs.verdict import (
     HangVerdict,
@@ -31,7 +39,6 @@ from parallel.hangs.verdict import (
 )
 
 LONG = 600.0  # seconds that loading, the first step, a save or an evaluation may take
-JUDGES = 8  # the lowest ranks judge; the others do so a little later, if these cannot
 FAREWELL = 2.0  # seconds that the host of the store waits for the others to read the verdict
 
 Leave = Callable[[HangVerdict], None]
@@ -193,13 +200,19 @@ class Watchdog:
         if now >= self._connection_lost:
             return self._explain_loss(heart, now - self._connection_lost)
         # Silence counts from when a beat was first read, so beats are read before they are judged.
-        # A judge begins early, all others only if the judges have come to no verdict.
-        if self.rank < JUDGES:
+        # The lowest ranks begin early. A later tier begins if no tier before it reads the beats, or
+        # has come to a verdict: in a long phase of thousands of ranks, few read those of all.
+        tier = tier_of(self.rank)
+        if tier == 0:
             delay = 0.0
             heart.listening = elapsed > self.timeout / 6
         else:
-            delay = self._window + 0.5
-            heart.listening = elapsed > min(limit, self.timeout)
+            turn = (tier - 1) * self._window
+            delay = turn + self._window + 0.5
+            heart.following = elapsed > self.timeout / 3
+            is_unattended = now - heart.attended > tier * self._window
+            is_long = elapsed > min(limit, self.timeout)
+            heart.listening = elapsed > limit + turn or (is_long and is_unattended)
         if elapsed > limit + delay:
             return self._judge(heart, self._window, elapsed)
         if elapsed > self.timeout + delay:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from functools import partial
 from io import StringIO
 from typing import Any
 from unittest.mock import patch
@@ -21,13 +22,16 @@ from megaprec.errors import Problem
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from models.engine.engine import RankStages
 from parallel import recomputation
+from parallel.leaves import LeafCall, Leaves
 from parallel.mesh import world
 from tests.project.test_readme import ROOT
 from tests.ranks import run_ranks
 from tests.refusals import sentence
 from tools.bench import __main__ as bench
-from tools.bench import sums
+from tools.bench import optimizer, sums
 from tools.bench.train import measure, mesh_of, run_of
+from tools.config.run_file import RunConfig
+from tools.training.compiling import leaf_calls
 
 TINY = ["train", "model.layers=2", "model.hidden=32", "model.heads=4", "model.ffn=96"]
 TINY += ["train.seq_length=8", "train.micro_batch=1", "train.global_batch=2"]
@@ -177,9 +181,9 @@ def test_the_optimizers_step_is_timed_with_several_buckets(
     buckets: list[int] = []
     begin = ParallelAMPOptimizer.__init__
 
-    def noted(optimizer: ParallelAMPOptimizer, *arguments: Any, **options: Any) -> None:
-        begin(optimizer, *arguments, **options)
-        buckets.append(len(optimizer.all_buffers()))
+    def noted(made: ParallelAMPOptimizer, *arguments: Any, **options: Any) -> None:
+        begin(made, *arguments, **options)
+        buckets.append(len(made.all_buffers()))
 
     size = 128**2
     with patch.object(ParallelAMPOptimizer, "__init__", noted):
@@ -207,6 +211,41 @@ def test_the_optimizers_step_is_timed_with_several_buckets(
         over, under = name.split("_over_")
         quotient = record[f"{over}_ms"] / record[f"{under}_ms"]
         assert record[name] == pytest.approx(quotient, rel=0.05, abs=0.01)  # of rounded numbers
+
+
+def test_the_optimizers_step_on_a_gpu_is_the_one_of_a_run_whose_update_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[LeafCall] = []
+
+    def stand_in(calls: list[LeafCall]) -> tuple[dict[LeafCall, Any], dict[str, str]]:
+        tried.extend(calls)
+        return {call: partial(call_itself, call) for call in calls}, {}
+
+    monkeypatch.setattr(optimizer, "try_calls", stand_in)
+    assert optimizer.compiled_update("cpu") is None and not tried
+    on_gpu = optimizer.compiled_update("cuda")
+    assert on_gpu is not None and on_gpu.names == "adamw, squares and zeros"
+    assert {*tried} <= {*leaf_calls(run_of_a_gpu(), run_of_a_gpu().model, None, CUDA)}
+    # the same forms, on the device that is here
+    leaves = Leaves({call.on("cpu"): partial(call_itself, call.on("cpu")) for call in tried})
+    timed = optimizer.ours(1, 1100, leaves=leaves)
+    timed.prepare()
+    with patch.object(ParallelAMPOptimizer, "_update_tile", side_effect=AssertionError):
+        timed.step()
+    assert not leaves.misses
+
+
+CUDA = torch.device("cuda")
+
+
+def call_itself(call: LeafCall, *tensors: torch.Tensor) -> Any:
+    return call.run(tensors)
+
+
+def run_of_a_gpu() -> RunConfig:
+    args = bench.parser().parse_args([*TINY, "--device=cuda"])
+    return run_of(args).on_device("cuda")
 
 
 @pytest.mark.slow

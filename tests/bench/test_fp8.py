@@ -1,13 +1,18 @@
 """`python -m tools.bench fp8`: every product of a Llama layer is timed, and steps of a stack."""
 
 import json
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from megaprec.precision.fp8_recipe import Kind
+from parallel.mesh import world
 from tools.bench import __main__ as bench
 from tools.bench import fp8
 from tools.bench.llama_layers import Workload
+from tools.config.run_file import RunConfig, load_run
 
 SMALL = ["--hidden", "64", "--layers", "1", "--tokens", "16", "--micro-batch", "1", "--rounds", "1"]
 
@@ -36,6 +41,25 @@ def test_the_benchmark_times_all_products_and_steps(capsys: pytest.CaptureFixtur
     for record in records[4:]:
         expected = record["tokens_per_s"] * flops / 1e12
         assert record["tflops"] == pytest.approx(expected, rel=0.5, abs=1e-4)  # it is rounded
+
+
+@pytest.mark.parametrize("kind", ["current", "delayed"])
+def test_the_steps_are_those_of_a_run_with_defaults(kind: Kind) -> None:
+    """An engine without compiled leaves is what no run on a GPU takes."""
+    made = list[RunConfig]()
+
+    def noted(config: RunConfig, mesh: object) -> SimpleNamespace:
+        made.append(config)
+        return SimpleNamespace(step=lambda: None)
+
+    small = workload("--device=cpu", *SMALL)
+    with patch.object(fp8, "Bench", noted), world():
+        assert len([*fp8._step_records(small, [kind], 1)]) == 2
+    plain, quantized = made
+    assert plain.plan.fp8 is None and quantized.plan.fp8 is not None
+    assert quantized.compile_mode("cuda") == plain.compile_mode("cuda") == "block"
+    usual = load_run(None, [*small.keys, "train.steps=1", 'precision.compute="bf16"'])
+    assert plain == usual.on_device("cpu")
 
 
 def test_the_benchmarks_layer_is_that_of_llama_3_8b() -> None:

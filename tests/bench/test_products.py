@@ -10,7 +10,7 @@ def test_products_are_counted_by_shape_and_dtype_and_repeated_without_the_step()
     a = torch.randn(8, 16)
     b = torch.randn(16, 4)
     q = torch.randn(1, 2, 8, 16)
-    with Products() as products:
+    with Products(torch.device("cpu")) as products:
         for _ in range(3):
             torch.relu(a @ b).add_(1.0)
         torch.mm(a.bfloat16(), b.bfloat16())

@@ -9,6 +9,7 @@ import pytest
 from parallel.hangs.heartbeat import Beat
 from tests.refusals import raises, shows
 from tools import cli
+from tools.training import hangs
 from tools.training.hangs import FOLDER, EndRecord, put_aside_records, read_records, write_record
 
 
@@ -33,6 +34,20 @@ def beat(rank: int, doing: str = "update", waits: bool = True) -> Beat:
 def diagnose(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     assert cli.main(["diagnose", str(folder)]) == 0
     return capsys.readouterr().out.splitlines()
+
+
+def test_what_nccl_has_under_way_lies_beside_the_record_and_never_in_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> bytes:
+        raise RuntimeError("NCCL")
+
+    for rank, transfers in enumerate((lambda: b'{"entries": []}', lambda: b"", broken)):
+        monkeypatch.setattr(hangs, "transfers_under_way", transfers)
+        write_record(tmp_path, EndRecord(rank=beat(rank), ranks=3, ended="left"))
+    names = sorted(file.name for file in (tmp_path / FOLDER).iterdir())
+    assert names == ["nccl-00000.json", *(f"rank-0000{rank}.json" for rank in range(3))]
+    assert [record.rank.rank for record in read_records(tmp_path)] == [0, 1, 2]
 
 
 def test_the_verdict_comes_first_and_a_rank_that_left_nothing_is_where_another_last_saw_it(

@@ -145,17 +145,20 @@ def operators_of_experts(
     monkeypatch: pytest.MonkeyPatch,
     family: str = "mixtral",
     sums: SumsInTriton | None = None,
+    **sizes: int,
 ) -> list[str]:
     """The operators of the passes of a layer whose optimizer is one on a GPU, where meta tensors
-    stand for its; in the second micro-batch of a step. sums: None: as without Triton."""
+    stand for its; in the second micro-batch of a step. sums: None: as without Triton. sizes: of
+    the model, in place of small ones."""
     monkeypatch.setattr(grouped_products, "sums_in_triton", lambda _: sums)
     fields: dict[str, Any] = {"family": family, "experts": experts}
-    config = ModelConfig(**fields, layers=1, hidden=64, heads=2, ffn=96)
+    fields |= {"layers": 1, "hidden": 64, "heads": 2, "ffn": 96, **sizes}
+    config = ModelConfig(**fields)
     with torch.device("meta"):
         layer = MixtureOfExperts(config.with_zero_weights, Context(plan("bf16")), "mlp")
         for bucket in buckets([*layer.parameters()], plan("bf16"), 1, whole_groups=True):
             Buffer(bucket, plan("bf16"), Axis("dp"), Axis("zero"), 0, torch.device("meta"))
-        x = torch.empty(32, 1, 64, dtype=torch.bfloat16, requires_grad=True)
+        x = torch.empty(32, 1, config.hidden, dtype=torch.bfloat16, requires_grad=True)
         operators = Operators()
         for _ in range(2):
             operators.names.clear()
@@ -185,6 +188,22 @@ def test_a_layer_launches_as_many_kernels_for_many_experts_as_for_few(
     assert few.count("aten::_grouped_mm") == 6
     assert "aten::stack" not in few
     assert len(few) <= 113  # of which 11 sum what the router measures
+
+
+@pytest.mark.parametrize(
+    ("experts", "hidden", "ffn"), [(8, 4096, 14336), (128, 4096, 1536), (256, 7168, 2048)], ids=str
+)
+def test_so_does_a_layer_whose_experts_are_large(
+    experts: int, hidden: int, ffn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of Mixtral 8x7B, of Qwen3-235B and of DeepSeek-V3, all on one GPU: experts that do not
+    lie together are copied in each pass."""
+    sums = SumsInTriton()
+    few = operators_of_experts(4, monkeypatch, sums=sums)
+    large = operators_of_experts(
+        experts, monkeypatch, sums=sums, hidden=hidden, heads=hidden // 128, ffn=ffn
+    )
+    assert large == few
 
 
 def test_so_does_a_layer_whose_experts_have_biases(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ from models.engine.replay import trace_modules
 from parallel.activation_checkpoint import Recompute
 from parallel.pipeline.p2p import CPU, P2P
 from tests import pretend
+from tests.families import CASES, OURS, config_of
 from tests.layouts import (
     Fragment,
     Run,
@@ -527,3 +528,42 @@ def said(folder: Path) -> str:
             load_model(checkpoint(folder, 4), CachedStage), "the", 8, Sampling(temperature=0)
         )
     )
+
+
+def train_repeatably(mesh: DeviceMesh, runs: Sequence[Run]) -> None:
+    """On the device, where torch refuses what has no deterministic kernel; and the same on the
+    CPU, within the rounding of sums in another order."""
+    pretend.install()
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = train_rank(mesh, runs)
+        mesh = pretend.join(mesh)
+        torch.use_deterministic_algorithms(True)
+        ours = train_rank(mesh, runs)
+    for one, other in zip(ours, expected, strict=True):
+        for here, there in zip(one.after, other.after, strict=True):
+            torch.testing.assert_close(here.values.cpu(), there.values, rtol=1e-9, atol=1e-12)
+
+
+def runs_of_families() -> dict[str, Run]:
+    """A run of each family, those with recurrent layers first, in documents too."""
+    recurrent: dict[str, Run] = {}
+    others: dict[str, Run] = {}
+    for case in CASES.values():
+        config = config_of(case)
+        model = {**OURS, **case.ours, "family": config.family}
+        one = run("fp64", model, micro_batch=4)
+        if config.mamba or config.delta_net:
+            recurrent.setdefault(
+                f"{config.family} in documents", replace(one, borders=2, reset=True)
+            )
+        others.setdefault(config.family, one)
+    return {**recurrent, **others}
+
+
+OF_FAMILIES = runs_of_families()
+
+
+@pytest.mark.cases(2, sample=4)
+@pytest.mark.parametrize("name", OF_FAMILIES)
+def test_every_family_takes_deterministic_steps_on_the_device(name: str) -> None:
+    run_ranks(train_repeatably, {}, runs=[OF_FAMILIES[name]])

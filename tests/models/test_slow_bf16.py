@@ -42,7 +42,7 @@ def products_of_a_step(model: dict[str, Any], **options: Any) -> list[str]:
     made = plan("bf16", **options)
     stage = Stage(config, Context(made), cuts(config, 1, LENGTH)[0])
     ParallelAMPOptimizer([stage], made)
-    with Products() as products:
+    with Products(torch.device("cpu")) as products:
         logits = stage(
             torch.arange(LENGTH * BATCH).view(LENGTH, BATCH), MicrobatchInfo(0, torch.arange(BATCH))
         )
@@ -82,7 +82,7 @@ def test_products_are_rounded_once_and_sums_too() -> None:
 
 def test_muon_orthogonalizes_without_products_of_bf16() -> None:
     matrix = torch.randn(12, 20, generator=torch.Generator().manual_seed(0))
-    with Products() as products:
+    with Products(torch.device("cpu")) as products:
         made = orthogonalized(matrix.bfloat16())
     assert made.dtype == torch.bfloat16 and len(products.counts) >= 3
     assert not [each for each in products.counts if "bfloat16" in each]

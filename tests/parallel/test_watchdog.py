@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from megaprec.comm.groups import make_groups
 from megaprec.diagnose.call_stack import main_calls
 from megaprec.diagnose.position import Phase, Position, read_shared
 from megaprec.torch_private import time_limit_of
-from parallel.hangs.heartbeat import Beat, Clock, Heartbeat, newest, process_start
+from parallel.hangs.heartbeat import Beat, Clock, Heartbeat, newest, process_start, tier_of
 from parallel.hangs.verdict import HangVerdict, judge_hung, judge_silent, ranks_in_words
 from parallel.hangs.watchdog import LONG, Watchdog, kill_silent, longest_wait
 from parallel.mesh import make_mesh
@@ -155,6 +156,60 @@ def test_a_run_whose_steps_go_on_is_left_alone_however_long_it_takes() -> None:
         for dog in ranks.dogs:
             dog.position.enter(Phase.STEP, step)
     assert not ranks.left
+
+
+LOADING = 5 * TIMEOUT  # a phase that is long and in order
+
+
+@pytest.fixture
+def readers(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """How often each rank has read the beats of all."""
+    counts = Counter[int]()
+    read = Heartbeat._read_others
+
+    def counted(heart: Heartbeat) -> dict[int, Beat | None]:
+        counts[heart.rank] += 1
+        return read(heart)
+
+    monkeypatch.setattr(Heartbeat, "_read_others", counted)
+    return counts
+
+
+@pytest.mark.parametrize("number", [20, pytest.param(60, marks=pytest.mark.slow)])
+def test_in_a_long_phase_a_number_of_ranks_reads_all_beats_that_does_not_grow(
+    number: int, readers: Counter[int]
+) -> None:
+    """Otherwise the store's work grows with the square of the ranks, until it does not answer and
+    ends a run that loads."""
+    ranks = Ranks(number)
+    for dog in ranks.dogs:
+        dog.position.enter(Phase.LOADING)
+    ranks.pass_by(LOADING)
+    assert not ranks.left
+    assert {*readers} == {*range(8)}
+
+
+@pytest.mark.parametrize(
+    ("number", "silent"), [(12, 8), pytest.param(30, 24, marks=pytest.mark.slow)]
+)
+def test_ranks_of_the_next_tier_judge_if_those_before_are_silent(
+    number: int, silent: int, readers: Counter[int]
+) -> None:
+    ranks = Ranks(number)
+    for dog in ranks.dogs:
+        dog.position.enter(Phase.LOADING)
+    ranks.pass_by(TIMEOUT)
+    readers.clear()
+    ranks.silent.update(range(silent))
+    ranks.pass_by(6 * TIMEOUT)
+    assert {*ranks.left} == {*range(silent, number)}
+    assert {verdict.silent for verdict in ranks.left.values()} == {tuple(range(silent))}
+    assert {*readers} <= {rank for rank in range(number) if rank >= silent}
+
+
+def test_tiers_double() -> None:
+    tiers = [tier_of(rank) for rank in (0, 7, 8, 23, 24, 55, 56, 4095)]
+    assert tiers == [0, 0, 1, 1, 2, 2, 3, 9]
 
 
 @pytest.mark.slow

@@ -1,12 +1,12 @@
 """FP8 against bf16 on a GPU: the products of a Llama layer one by one, then training steps of a
 stack of such layers (`llama_layers`).
 
-Products are timed with the casts that FP8 needs, plain and fused by torch.compile. Steps are whole
-ones, with plain casts and the optimizer, in turn for each precision.
+Products are timed with the casts that FP8 needs, plain and fused by torch.compile. Steps are those
+of runs, with compiled casts on a GPU and with the optimizer, in turn for each precision.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ from megaprec.fp8.matmul import describe_kernels
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from parallel.mesh import world
 from tools.analysis.planning.fp8_timing import Shape, linear_times
-from tools.bench.llama_layers import Workload, add_workload, megaprec_step
-from tools.bench.measurement import print_record, seconds_in_turn
+from tools.bench.llama_layers import Workload, add_workload
+from tools.bench.measurement import Step, print_record, seconds_in_turn
+from tools.bench.train import Bench, mesh_of, settings_of_run
+from tools.config.run_file import RunConfig, load_run
 
 SUBJECT = "FP8 against bf16, on a GPU"
 
@@ -93,10 +95,29 @@ def product_record(name: str, shape: Shape, kind: Kind, workload: Workload) -> d
 
 
 def _step_records(workload: Workload, kinds: list[Kind], rounds: int) -> Iterator[dict[str, Any]]:
-    """Yield the speed of training steps in bf16, and with each kind of scales."""
-    steps = {"bf16": megaprec_step(workload)}
+    """Yield the speed of training steps in bf16, and with each kind of scales: those of runs whose
+    other keys are the defaults."""
+    device = workload.device
+    configs = {"bf16": _run(workload)}
     for kind in kinds:
-        steps[kind] = megaprec_step(workload, FP8Recipe(kind, history_length=16))
+        configs[kind] = _run(workload, f"fp8.kind={kind}")
+    with settings_of_run(configs["bf16"], device):
+        steps: dict[str, Step] = {}
+        for name, config in configs.items():
+            steps[name] = Bench(config, mesh_of(config, device)).step
+        yield from _timed_records(workload, steps, rounds)
+
+
+def _run(workload: Workload, *keys: str) -> RunConfig:
+    """Return the run with this work."""
+    bf16 = 'precision.compute="bf16"'
+    return load_run(None, [*workload.keys, "train.steps=1", bf16, *keys]).on_device(workload.device)
+
+
+def _timed_records(
+    workload: Workload, steps: Mapping[str, Step], rounds: int
+) -> Iterator[dict[str, Any]]:
+    """Yield a record of each step, timed in turn."""
     medians = seconds_in_turn(steps, rounds, torch.device(workload.device))
     for name, seconds in medians.items():
         yield {

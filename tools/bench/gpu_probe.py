@@ -50,11 +50,13 @@ DTYPES = (
     torch.bool,
 )
 TERA = 1e12
+CUT_SEQUENCE = "attention of a cut sequence"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this measurement."""
     add_device(parser)
+    parser.add_argument("--only", metavar="PROBE", help="this one alone")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -68,11 +70,13 @@ def main(args: argparse.Namespace) -> int:
         "ceilings": lambda: _ceilings(device, shrink),
         "products": lambda: _products(device, shrink),
         "attention": lambda: _attention(device, shrink),
+        "collectives": lambda: _collectives(device, args.device),
     }
+    further = {CUT_SEQUENCE: lambda: _cut_attention(device, shrink)}
+    if args.only:
+        probes = {args.only: (probes | further)[args.only]}
     for name, probe in probes.items():
         _print_outcome(name, probe)
-    with world(args.device):
-        _print_outcome("collectives", lambda: _collectives(device))
     return 0
 
 
@@ -214,26 +218,49 @@ def _backends_of(
         )
 
 
-def _collectives(device: torch.device) -> dict[str, Any]:
+def _cut_attention(device: torch.device, shrink: int) -> dict[str, Any]:
+    """Return TFLOP/s of attention without a mask that returns the log of its sums too, as for the
+    keys of other ranks: by torch's flash attention, and by cuDNN's."""
+    width, heads, _, tokens, samples = ATTENTION[0]
+    tokens = max(8, tokens // shrink)
+    flops = 4 * samples * heads * tokens**2 * width
+    shape = (samples, heads, tokens, width)
+    query, key, value = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3))
+    aten = torch.ops.aten
+    calls: dict[str, Callable[[], object]] = {
+        "flash": lambda: aten._scaled_dot_product_flash_attention(query, key, value),
+        "cuDNN": lambda: aten._scaled_dot_product_cudnn_attention(query, key, value, None, True),
+    }
+    speeds: dict[str, Any] = {}
+    for name, call in calls.items():
+        try:
+            speeds[name] = {"forward_tflops": round(flops / seconds(call, device) / TERA, 1)}
+        except (RuntimeError, NotImplementedError) as error:
+            speeds[name] = _first_line(error)
+    return {"speeds": speeds}
+
+
+def _collectives(device: torch.device, device_type: str) -> dict[str, Any]:
     """Return what a world of one rank refuses of each dtype: every collective goes through NCCL."""
-    refused: dict[str, Any] = {}
-    for dtype in DTYPES:
-        tensor = torch.ones(64, device=device).to(dtype)
-        calls: dict[str, Callable[[], object]] = {
-            "sum": lambda tensor=tensor: dist.all_reduce(tensor),
-            "max": lambda tensor=tensor: dist.all_reduce(tensor, dist.ReduceOp.MAX),
-            "gather": lambda tensor=tensor: dist.all_gather_into_tensor(tensor, tensor),
-            "scatter": lambda tensor=tensor: dist.reduce_scatter_tensor(tensor, tensor),
-            "exchange": lambda tensor=tensor: dist.all_to_all_single(
-                torch.empty_like(tensor), tensor, [64], [64]
-            ),
-            "broadcast": lambda tensor=tensor: dist.broadcast(tensor, 0),
-        }
-        problems = list[str]()
-        for name, call in calls.items():
-            try:
-                call()
-            except (RuntimeError, TypeError) as error:
-                problems.append(f"{name}: {_first_line(error)}")
-        refused[str(dtype).removeprefix("torch.")] = problems or "all taken"
-    return refused
+    with world(device_type):
+        return {str(dtype).removeprefix("torch."): _refused(dtype, device) for dtype in DTYPES}
+
+
+def _refused(dtype: torch.dtype, device: torch.device) -> list[str] | str:
+    """Return the collectives that refuse a dtype, each with its reason."""
+    tensor = torch.ones(64, device=device).to(dtype)
+    calls: dict[str, Callable[[], object]] = {
+        "sum": lambda: dist.all_reduce(tensor),
+        "max": lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX),
+        "gather": lambda: dist.all_gather_into_tensor(tensor, tensor),
+        "scatter": lambda: dist.reduce_scatter_tensor(tensor, tensor),
+        "exchange": lambda: dist.all_to_all_single(torch.empty_like(tensor), tensor, [64], [64]),
+        "broadcast": lambda: dist.broadcast(tensor, 0),
+    }
+    problems = list[str]()
+    for name, call in calls.items():
+        try:
+            call()
+        except (RuntimeError, TypeError) as error:
+            problems.append(f"{name}: {_first_line(error)}")
+    return problems or "all taken"

@@ -1,4 +1,4 @@
-"""A stack of layers of Llama 3 8B as the work of a GPU: its sizes, data, step in megaprec, speed.
+"""A stack of layers of Llama 3 8B as the work of a GPU: its sizes, data and speed.
 
 A layer has hidden 4096, 32 heads, 8 key and value heads and feed-forward 14336; with --hidden it is
 narrower in proportion. MFU is the time that a GPU would need at its full bf16 speed over what it
@@ -11,21 +11,14 @@ where forward FLOPs are those of all matrix products, attention counted as if it
 
 import argparse
 from dataclasses import asdict, dataclass
-from itertools import count
 
 import torch
 from torch import Tensor
 
-from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
-from models.engine.engine import Engine
-from models.engine.options import EngineOptions
-from models.engine.passes import Share
 from models.estimate.gpus import gpu_named
-from parallel.mesh import make_mesh
-from parallel.pipeline.kinds import schedule
-from tools.bench.measurement import Step, add_device, add_integers
+from tools.bench.measurement import add_device, add_integers
 
 LEARNING_RATE = 1e-4
 
@@ -154,21 +147,3 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
             "rounds": (7, "timed steps"),
         },
     )
-
-
-def megaprec_step(workload: Workload, fp8: FP8Recipe | None = None) -> Step:
-    """Return the step of megaprec on one rank, in bf16 with FP32 masters. fp8: of its products."""
-    engine = Engine.build(
-        workload.model,
-        plan("bf16", fp8=fp8),
-        make_mesh(device=workload.device),
-        schedule("1f1b", 1, workload.microbatches),
-        EngineOptions(workload.micro_batch, workload.tokens),
-    )
-    batches = workload.batches()
-    tokens = torch.cat([tokens for tokens, _ in batches])
-    targets = torch.cat([targets for _, targets in batches])
-    # The engine splits the share of a step into micro-batches by itself.
-    share = Share(tokens, targets)
-    step_numbers = count()
-    return lambda: engine.step(share, LEARNING_RATE, next(step_numbers))

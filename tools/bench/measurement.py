@@ -18,6 +18,7 @@ from megaprec.resources import status_bytes
 from parallel.mesh import world
 from tools.analysis.planning.fp8_timing import synchronize
 from tools.training.launch import start_ranks
+from tools.training.launched import share_of_cores
 from tools.training.machine import keep_freed_memory
 
 Step = Callable[[], object]
@@ -51,12 +52,12 @@ def run_on_ranks(measure: Callable[[], None], ranks: int, threads: int, device: 
     """Call `measure` on each of `ranks` ranks of this program; return the exit code.
 
     The process that the user starts starts the ranks, unless it is the only one. threads: of each
-    rank. device: type of the ranks' devices.
+    rank; 0: its share of the cores. device: type of the ranks' devices.
     """
     # A rank that this program, torchrun or Slurm has started finds RANK.
     if ranks > 1 and "RANK" not in os.environ:
         return start_ranks([sys.executable, "-m", "tools.bench", *sys.argv[1:]], ranks, threads)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(threads or share_of_cores(ranks))
     # As `megaprec train` does, or steps would take longer than there.
     keep_freed_memory()
     with world(device):

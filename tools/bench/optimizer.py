@@ -7,7 +7,7 @@ them:
     bare     torch's fused AdamW on the FP32 tensors: no scaling, no check, no norm, no clipping,
              no weights to round
     ours     ParallelAMPOptimizer.step: statistics, scaler, clipping, AdamW, rounding into the
-             weights
+             weights; on a GPU compiled into two passes, as in a run
     naive    the same work in separate passes: unscale and check, norm, count of zeros, clip, fused
              AdamW, round
     foreach  the same with torch's for-each AdamW
@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from megaprec.comm.layout import attach_whole
 from megaprec.comm.main_grad import begin_accumulation
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.rules.update_rules import AdamW
 from megaprec.precision.plan import LossScaling, plan
+from parallel.leaves import Leaves
 from tools.bench.measurement import (
     Step,
     add_integers,
@@ -33,10 +35,13 @@ from tools.bench.measurement import (
     seconds_in_turn,
 )
 from tools.config.tables.settings import Parallel
+from tools.training.compiling import one_pass_calls, try_calls
 
 SCALE = 1024.0
 LEARNING_RATE = 1e-4
 BUCKET = Parallel().bucket
+PRECISION = plan("bf16", LossScaling("constant", SCALE))
+RULE = AdamW()
 SUBJECT = "time of the optimizer step"
 RATIOS = (
     ("ours", "bare"),
@@ -76,11 +81,12 @@ def main(args: argparse.Namespace) -> int:
     torch.set_num_threads(args.threads)
     device = torch.device(args.device)
     sizes = (args.matrices, args.width)
+    leaves = compiled_update(device.type)
     # tensors are made on the device
     with device:
         timed_steps = {
             "bare": bare(*sizes),
-            "ours": ours(*sizes, args.bucket),
+            "ours": ours(*sizes, args.bucket, leaves),
             "naive": naive(*sizes, foreach=False),
             "foreach": naive(*sizes, foreach=True),
         }
@@ -96,6 +102,8 @@ def main(args: argparse.Namespace) -> int:
             "torch": torch.__version__,
             "extra_memory": _extra_memory(timed_steps["ours"], num_parameters),
         }
+        if leaves is not None:
+            record |= {"compiled": leaves.names, "uncompiled_calls": dict(leaves.misses)}
         print_record(record | _compare(medians))
         if args.profile:
             timed_steps["ours"].prepare()
@@ -161,14 +169,27 @@ def bare(matrices: int, width: int) -> TimedStep:
     return TimedStep(lambda: steps.add_(1), step)
 
 
-def ours(matrices: int, width: int, bucket: int = BUCKET) -> TimedStep:
-    """Return a whole step of `ParallelAMPOptimizer`."""
+def compiled_update(device_type: str) -> Leaves | None:
+    """Return the compiled statistics and update that a run on this type of device has; None on a
+    CPU, where it has none."""
+    if device_type == "cpu":
+        return None
+    calls = [call.on(device_type) for call in one_pass_calls(PRECISION, RULE)]
+    forms, reasons = try_calls(calls)
+    compiled_names = {call.name for call in forms} - reasons.keys()
+    forms = {call: form for call, form in forms.items() if call.name in compiled_names}
+    return Leaves(forms, ", ".join(sorted(compiled_names)))
+
+
+def ours(
+    matrices: int, width: int, bucket: int = BUCKET, leaves: Leaves | None = None
+) -> TimedStep:
+    """Return a whole step of `ParallelAMPOptimizer`. leaves: its compiled parts, if it has any."""
     model = nn.ParameterList(nn.Parameter(torch.empty(width, width)) for _ in range(matrices))
     for parameter in model:
         nn.init.normal_(parameter, std=0.02)
     attach_whole(model)
-    precision = plan("bf16", LossScaling("constant", SCALE))
-    optimizer = ParallelAMPOptimizer([model], precision, bucket=bucket)
+    optimizer = ParallelAMPOptimizer([model], PRECISION, rule=RULE, bucket=bucket, leaves=leaves)
     buffers = optimizer.all_buffers()
     gradients = [_random(buffer.size, 1e-3 * SCALE) for buffer in buffers]
     loss = torch.tensor(1.0)  # any: it is checked and reported

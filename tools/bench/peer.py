@@ -10,6 +10,7 @@ import torch
 
 from parallel.mesh import world
 from tools.bench.gpu_peers import PEERS, Absent
+from tools.bench.kernels import kernel_record, kernels_of
 from tools.bench.llama_layers import Workload, add_workload
 from tools.bench.measurement import print_record, require_gpu, rounded_median, seconds_of
 
@@ -21,6 +22,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this measurement."""
     parser.add_argument("system", choices=PEERS, help="that is measured")
     add_workload(parser)
+    parser.add_argument(
+        "--profile", action="store_true", help="on a GPU: the kernels of one step more"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -43,4 +47,6 @@ def main(args: argparse.Namespace) -> int:
     if args.device == "cuda":
         record["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     print_record(record)
+    if args.profile and args.device == "cuda":
+        print_record({"profile": kernel_record(kernels_of(step, device))})
     return 0

@@ -16,8 +16,14 @@ from megaprec.checkpoint.keeping import Keep
 from megaprec.checkpoint.saving import Saving
 from megaprec.checkpoint.snapshot import take_snapshot
 from megaprec.errors import UserError
-from tools.bench.measurement import print_record, rounded_median, run_on_ranks
-from tools.bench.train import Bench, add_run, mesh_of, run_of
+from tools.bench.measurement import (
+    add_device,
+    print_record,
+    require_gpu,
+    rounded_median,
+    run_on_ranks,
+)
+from tools.bench.train import Bench, add_run, mesh_of, run_of, settings_of_run
 
 SUBJECT = "time that a save takes from training"
 ROUNDS = 3  # of each measurement; medians are printed
@@ -26,6 +32,7 @@ ROUNDS = 3  # of each measurement; medians are printed
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this measurement."""
     add_run(parser)
+    add_device(parser, default="cpu")
     parser.add_argument(
         "--folder", default="", metavar="DIR", help="where to save; none: a temporary folder"
     )
@@ -33,23 +40,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run `python -m tools.bench save`. Raises UserError."""
-    config = run_of(args)
+    require_gpu(args.device)
+    config = run_of(args).on_device(args.device)
     if args.folder:
         Path(args.folder).mkdir(parents=True, exist_ok=True)
     elif config.world_size > 1:
         raise UserError.of("bench.folder_missing")
 
     def measure() -> None:
-        with tempfile.TemporaryDirectory(dir=args.folder or None) as temporary:
+        settings = settings_of_run(config, args.device)
+        with settings, tempfile.TemporaryDirectory(dir=args.folder or None) as temporary:
             folder = Path(args.folder or temporary)
-            bench = Bench(config, mesh_of(config))
+            bench = Bench(config, mesh_of(config, args.device))
             for _ in range(args.warmup):
                 bench.step()
-            rounds = [_time_round(bench, folder / "measured") for _ in range(ROUNDS)]
+            # the first one pins memory on a GPU's host
+            first = _time_round(bench, folder / "measured")
+            rounds = [first, *(_time_round(bench, folder / "measured") for _ in range(ROUNDS - 1))]
             if dist.get_rank() == 0:
-                print_record(_record(rounds))
+                firsts = {f"first_{name}_s": round(first[name], 4) for name in ("copy", "stall")}
+                print_record(_record(rounds) | firsts)
 
-    return run_on_ranks(measure, config.world_size, config.train.threads)
+    return run_on_ranks(measure, config.world_size, config.train.threads, args.device)
 
 
 def _time_round(bench: Bench, folder: Path) -> dict[str, Any]:

@@ -3,17 +3,19 @@
 The workload is a run: WORKLOAD, with the keys of the command line in place of its own, such as
 parallel.tensor=2. It is a Llama-style decoder of 34 million parameters: hidden 512, 8 layers, 8
 heads, feed-forward 1376, vocabulary 8192, untied, sequences of 512; a step is 8 micro-batches of 2
-samples over all replicas, 8192 tokens, AdamW, clipping at 1. Each rank uses one thread, unless
-train.threads is given. What does not fit is refused as in a run file.
+samples over all replicas, 8192 tokens, AdamW, clipping at 1. On a CPU each rank uses one thread,
+unless train.threads is given. All else is what a run without these keys takes. What does not fit is
+refused as in a run file.
 """
 
 import argparse
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ from parallel.mesh import make_mesh
 from tools.analysis.planning.fp8_timing import synchronize
 from tools.analysis.planning.memory import MemoryModel
 from tools.analysis.planning.search import plan_run
+from tools.bench.kernels import kernel_record, kernels_of
 from tools.bench.measurement import (
     add_device,
     add_integers,
@@ -64,11 +67,11 @@ WORKLOAD = (
     "train.global_batch=16",
     "train.micro_batch=2",
     "train.seq_length=512",
-    "train.threads=1",
 )
+ON_A_CPU = ("train.threads=1",)  # a GPU's host draws the weights with all its cores
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_int_mm")
 FUSED_ATTENTION = "_scaled_dot_product"  # how the names of its operators begin
-REPEATS = 9  # of each product; the first warms up
+REPEATS = 8  # of each product, after one that warms up
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +79,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     add_device(parser, default="cpu")
     parser.add_argument(
-        "--profile", action="store_true", help="print rank 0's operators by time, of one step more"
+        "--profile",
+        action="store_true",
+        help="take one step more: print rank 0's operators by time; on a GPU its kernels and idle "
+        "time, as JSON",
     )
     parser.add_argument(
         "--limit",
@@ -105,18 +111,25 @@ def main(args: argparse.Namespace) -> int:
     config = run_of(args).on_device(args.device)
 
     def measure_here() -> None:
-        kernels = gpu_kernels(args.device, config.train.deterministic)
-        # the settings of a run
-        with kernels, tf32(config.plan.tf32), fp32_sums():
+        with settings_of_run(config, args.device):
             measure(args, config, mesh_of(config, args.device))
 
     return run_on_ranks(measure_here, config.world_size, config.train.threads, args.device)
 
 
+@contextmanager
+def settings_of_run(config: RunConfig, device: str) -> Iterator[None]:
+    """Fix the process's settings of kernels and products, as a run does."""
+    kernels = gpu_kernels(device, config.train.deterministic)
+    with kernels, tf32(config.plan.tf32), fp32_sums():
+        yield
+
+
 def run_of(args: argparse.Namespace) -> RunConfig:
     """Return the run that is measured. Raises UserError with all problems."""
     steps = args.warmup + args.steps
-    return load_run(None, [*WORKLOAD, f"train.steps={steps}", *args.keys])
+    of_device = ON_A_CPU if getattr(args, "device", "cpu") == "cpu" else ()
+    return load_run(None, [*WORKLOAD, *of_device, f"train.steps={steps}", *args.keys])
 
 
 def mesh_of(config: RunConfig, device: str = "cpu") -> dist.DeviceMesh:
@@ -138,7 +151,12 @@ def measure(args: argparse.Namespace, config: RunConfig, mesh: dist.DeviceMesh) 
         record |= bench.limit_by_products(seconds)
     if dist.get_rank() == 0:
         print_record(record)
-    if args.profile:
+    if args.profile and bench.engine.device.type == "cuda":
+        # on every rank: a step waits for the others
+        kernels = kernel_record(kernels_of(bench.step, bench.engine.device))
+        if dist.get_rank() == 0:
+            print_record({"profile": kernels})
+    elif args.profile:
         print_profile(bench.step)
 
 
@@ -205,7 +223,9 @@ class Bench:
 
     def record(self, seconds: list[float]) -> dict[str, Any]:
         """Return medians and extremes, and the peak resident memory of every rank. Collective."""
-        memory_mb = torch.zeros(dist.get_world_size(), dtype=torch.float64)
+        # over NCCL, tensors of the CPU cannot be summed
+        device = self.engine.device
+        memory_mb = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
         memory_mb[dist.get_rank()] = peak_memory() / 2**20
         memory_mb = self.engine.optimizer.world.sum_(memory_mb)
         tokens_per_s = self.config.tokens_per_step / statistics.median(seconds)
@@ -248,14 +268,16 @@ class Bench:
         """Return tokens per second of the products of a step alone, on the slowest rank, and the
         step's share of it. Takes one more step. Collective.
         """
-        with Products() as products:
+        with Products(self.engine.device) as products:
             self.step()
         # the ranks repeat their products at the same time
         dist.barrier()
         seconds_alone = products.seconds()
         cpu_alone = products.seconds(time.process_time)
         # Ranks wait for each other in a step: the slowest decides.
-        alone = torch.tensor([seconds_alone, cpu_alone], dtype=torch.float64)
+        alone = torch.tensor(
+            [seconds_alone, cpu_alone], dtype=torch.float64, device=self.engine.device
+        )
         slowest, slowest_cpu = self.engine.optimizer.world.max_(alone).tolist()
         # without the step that recorded the products
         cpu_seconds = self.cpu_seconds[-len(seconds) - 1 : -1]
@@ -299,11 +321,14 @@ class Products(TorchDispatchMode):
     Then each of them is repeated with random numbers, with nothing between, and the medians are
     summed. All ranks do so at the same time, for they share the machine's memory and caches in
     training too.
+
+    device: of the step. The host waits until it has finished what is timed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.counts = Counter[str]()  # by operator and arguments, as text
+        self._device = device
         self._calls: dict[str, tuple[Callable[..., object], Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -323,13 +348,25 @@ class Products(TorchDispatchMode):
             # Made here, one call at a time: the operands of all together may not fit.
             function, operands = self._calls[call]
             args, kwargs = tree_map(_make_operand, operands)
-            times = list[float]()
-            for _ in range(REPEATS):
-                start = clock()
-                function(*args, **kwargs)
-                times.append(clock() - start)
-            total += count * statistics.median(times[1:])
+            total += count * self._time_call(partial(function, *args, **kwargs), clock)
         return total
+
+    def _time_call(self, call: Callable[[], object], clock: Callable[[], float]) -> float:
+        call()
+        if self._device.type != "cpu":
+            # as in a step, a GPU has the next call when it has finished one
+            synchronize(self._device)
+            start = clock()
+            for _ in range(REPEATS):
+                call()
+            synchronize(self._device)
+            return (clock() - start) / REPEATS
+        times = list[float]()
+        for _ in range(REPEATS):
+            start = clock()
+            call()
+            times.append(clock() - start)
+        return statistics.median(times)
 
 
 def _make_operand(value: Any) -> Any:

@@ -6,7 +6,7 @@ format that megaprec reads. Each document is evaluated alone, as docs/evaluation
 is the mean over all tokens of the text, in nats; perplexity its exponential; bits per byte the sum
 in bits over the bytes of the text in UTF-8. It runs on one process, or on local ranks that share
 the model with --tensor and --pipeline; of ranks that torchrun starts, further ones are replicas,
-which share the texts.
+which share the texts. A rank computes on a CUDA device of its own where there is one.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from rich import box
 from rich.table import Table
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
+from megaprec.precision.gemm import fp32_sums
 from megaprec.text.forms import UTF8
 from megaprec.text.tokenizer import has_built
 from megaprec.tokens.copies import is_there
@@ -30,12 +32,13 @@ from megaprec.tokens.indexed import IndexedDataset
 from megaprec.tokens.intact import read_record
 from megaprec.tokens.places import is_url, path_of
 from megaprec.url_secrets import masked
+from models.attention.backends import gpu_kernels
 from models.decoder.stages import Stage
 from models.engine.relay import Relay
 from parallel.described_world import is_rank_of_world
 from parallel.mesh import make_mesh, world
 from tools.analysis.verdict.verdict import fields, lines, read_verdict
-from tools.commands.options import add_ema
+from tools.commands.options import add_device, add_ema, device_of_option
 from tools.commands.text_options import add_text_options, text_options, tokenizer_path
 from tools.console.json_output import add_json, print_result
 from tools.console.progress_bar import tokens_progress
@@ -62,6 +65,7 @@ OPTIONS_OF_TEXTS = {
     "tokenizer": None,
     "tensor": 1,
     "pipeline": 1,
+    "device": "auto",
 }
 
 
@@ -115,6 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="N",
             help=f"ranks that {purpose}, for a large model (default: 1)",
         )
+    add_device(parser)
     add_json(parser)
     parser.set_defaults(run=main)
 
@@ -139,10 +144,11 @@ def main(args: argparse.Namespace) -> int:
                 max_local_ranks=MAX_LOCAL_RANKS,
             )
         if replica_ranks == 1:
-            return _evaluate(args, None)
+            return _evaluate(args, None, device_of_option(args.device, ranks=1))
         return launch_local(_rank_command(args), replica_ranks)
+    device = device_of_option(args.device, ranks=replica_ranks)
     # ranks beyond one replica share the texts
-    with world(failed=note_failure):
+    with world(device, failed=note_failure):
         ranks = dist.get_world_size()
         if ranks % replica_ranks:
             raise UserError.of(
@@ -152,8 +158,9 @@ def main(args: argparse.Namespace) -> int:
                 pipeline=args.pipeline,
                 replica=replica_ranks,
             )
-        mesh = make_mesh(pp=args.pipeline, dp=ranks // replica_ranks, tp=args.tensor)
-        return _evaluate(args, mesh)
+        replicas = ranks // replica_ranks
+        mesh = make_mesh(pp=args.pipeline, dp=replicas, tp=args.tensor, device=device)
+        return _evaluate(args, mesh, device)
 
 
 def _require_no_options_of_texts(args: argparse.Namespace) -> None:
@@ -185,6 +192,7 @@ def _rank_command(args: argparse.Namespace) -> list[str]:
     """Return the command line of a rank."""
     values = {
         **_layout(args),
+        "device": device_of_option(args.device, args.tensor * args.pipeline),
         "window": args.window,
         "stride": args.stride,
         "compute": args.compute,
@@ -203,11 +211,19 @@ def _rank_command(args: argparse.Namespace) -> list[str]:
     return ["evaluate", *options, "--", str(args.model)]
 
 
-def _evaluate(args: argparse.Namespace, mesh: DeviceMesh | None) -> int:
-    """Score all sets on the ranks of `mesh` and print the scores on the first of them."""
+def _evaluate(args: argparse.Namespace, mesh: DeviceMesh | None, device: str) -> int:
+    """Score all sets on the ranks of `mesh` and print the scores on the first of them.
+
+    device: type of the ranks' devices.
+    """
+    with gpu_kernels(device), fp32_sums():
+        return _evaluate_sets(args, mesh, torch.device(device))
+
+
+def _evaluate_sets(args: argparse.Namespace, mesh: DeviceMesh | None, device: torch.device) -> int:
     sets = _named_sets(args.data)
     is_first = Axis.world(mesh).rank == 0
-    model = load_model(args.model, Stage, args.compute, args.tokenizer, mesh, args.ema)
+    model = load_model(args.model, Stage, args.compute, args.tokenizer, mesh, args.ema, device)
     relay = Relay.over(mesh, model.stage)
     window, stride = _window(args, model.stage.config.max_positions)
     # all sets are opened before the first is scored, which may take hours

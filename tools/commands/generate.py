@@ -12,10 +12,14 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
+
 from megaprec.errors import UserError
 from megaprec.parsing import read_text
+from megaprec.precision.gemm import fp32_sums
+from models.attention.backends import gpu_kernels
 from models.decoder.kv_cache import CachedStage
-from tools.commands.options import add_ema
+from tools.commands.options import add_device, add_ema, device_of_option
 from tools.commands.text_options import tokenizer_path
 from tools.inference.generation import Generation, escape_control_characters
 from tools.inference.load import LoadedModel, load_model
@@ -87,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", type=tokenizer_path, metavar="FILE", help="tokenizer, if MODEL has none"
     )
     add_ema(parser, "generate with")
+    add_device(parser)
     parser.add_argument(
         "--json",
         action="store_true",
@@ -101,7 +106,18 @@ def main(args: argparse.Namespace) -> int:
     if problems := [*_option_problems(args), *sampling.problems()]:
         raise UserError(*problems)
     prompts = [*_prompts(args)]
-    model = load_model(args.model, CachedStage, tokenizer=args.tokenizer, ema=args.ema)
+    device = device_of_option(args.device, ranks=1)
+    with gpu_kernels(device), fp32_sums():
+        return _generate(args, prompts, sampling, torch.device(device))
+
+
+def _generate(
+    args: argparse.Namespace, prompts: list[str], sampling: Sampling, device: torch.device
+) -> int:
+    """Print the continuations of the prompts."""
+    model = load_model(
+        args.model, CachedStage, tokenizer=args.tokenizer, ema=args.ema, device=device
+    )
     # on stderr, for stdout is the text alone
     for note in (*model.notes, *_unfollowed_notes(args.model, sampling, model)):
         print(f"note: {note}", file=sys.stderr)

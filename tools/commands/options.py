@@ -1,6 +1,11 @@
 """Arguments that several commands have."""
 
+import os
 from argparse import ArgumentParser
+
+import torch
+
+from megaprec.errors import UserError
 
 
 def add_overrides(parser: ArgumentParser, place: str = "") -> None:
@@ -40,3 +45,26 @@ def add_ema(parser: ArgumentParser, verb: str) -> None:
         action="store_true",
         help=f"{verb} the moving average of the weights that a run with optimizer.ema keeps",
     )
+
+
+def add_device(parser: ArgumentParser) -> None:
+    """Add `--device`, which `device_of_option` reads."""
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: cuda if each rank on this machine has a CUDA device, otherwise cpu (default)",
+    )
+
+
+def device_of_option(wanted: str, ranks: int) -> str:
+    """Return the device that `--device` asks for: cpu or cuda. Raises UserError if there are fewer
+    CUDA devices than ranks that need one.
+
+    ranks: on this machine, unless a launcher says how many it has started.
+    """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
+    devices = torch.cuda.device_count()
+    if wanted == "cuda" and devices < ranks:
+        raise UserError.of("command.option_device", devices=devices, ranks=ranks)
+    return "cuda" if wanted != "cpu" and devices >= ranks else "cpu"

@@ -111,7 +111,7 @@ def score(
         if replica == model.dp.rank:
             total.nats += _nats(model, batch)
         report(targets)
-    nats = torch.tensor(total.nats, dtype=torch.float64)
+    nats = torch.tensor(total.nats, dtype=torch.float64, device=model.device)
     total.nats = model.world.sum_(nats).item()
     total.frequency_nats = _frequency_nats(occurrences)
     return total

@@ -111,7 +111,9 @@ class Generation:
                 self.slid = True
                 stage.start(positions)
                 new_ids = self._ids[-positions:]
-            logits = stage.extend(torch.tensor(new_ids)[:, None])[0]
+            ids = torch.tensor(new_ids, device=self._model.device)
+            # drawn on the CPU: a seed gives the same text wherever the same logits come from
+            logits = stage.extend(ids[:, None])[0].cpu()
             token = self._sampling.choose(logits, self._generator, self._barred)
             new_ids = [token]
             self._ids.append(token)

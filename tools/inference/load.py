@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.atomic import checkpoint_at
@@ -36,6 +37,7 @@ from tools.convert.verify import read_weights
 from tools.saved.train_state import find_checkpoint, read_model, tokenizer_files
 
 S = TypeVar("S", bound=Stage)
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class LoadedModel(Generic[S]):
     notes: lines for the user on what is not followed.
     generation: contents of generation_config.json.
     prompt_begin: id of the token before a prompt, if any.
+    device: that of the stage.
     """
 
     stage: S
@@ -56,6 +59,7 @@ class LoadedModel(Generic[S]):
     notes: tuple[str, ...] = ()
     generation: Mapping[str, Any] = field(default_factory=dict)
     prompt_begin: int | None = None
+    device: torch.device = CPU
 
 
 def load_model(
@@ -65,9 +69,9 @@ def load_model(
     tokenizer: Path | None = None,
     mesh: DeviceMesh | None = None,
     ema: bool = False,
+    device: torch.device = CPU,
 ) -> LoadedModel[S]:
-    """Return the model on the CPU, whatever format, layout and precision the folder has. Raises
-    UserError.
+    """Return the model, whatever format, layout and precision the folder has. Raises UserError.
 
     stage_class: of the stage that holds it.
     compute: precision, as in precision.compute.
@@ -75,10 +79,11 @@ def load_model(
     mesh: the layout of the ranks, each of which reads what it holds of the stage of its pipeline
         rank; None: the whole model is on this process.
     ema: the model has the moving average of the weights, which the folder must keep.
+    device: of the stage. Weights are read to the CPU first.
     """
     source = _open(path, ema)
     chosen_tokenizer = _choose_tokenizer(source, tokenizer)
-    stage = _load_stage(source, stage_class, compute, mesh)
+    stage = _load_stage(source, stage_class, compute, mesh).to(device)
     return LoadedModel(
         stage,
         chosen_tokenizer,
@@ -87,6 +92,7 @@ def load_model(
         tuple(_notes(source, chosen_tokenizer, tokenizer)),
         source.facts.generation,
         _prompt_begin(source, chosen_tokenizer),
+        device,
     )
 
 

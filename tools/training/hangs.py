@@ -25,6 +25,7 @@ from megaprec.diagnose.position import Position
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.tokens.files import write_whole
+from megaprec.torch_private import transfers_under_way
 from parallel.hangs.heartbeat import Beat
 from parallel.hangs.verdict import HangVerdict
 from parallel.hangs.watchdog import Watchdog, kill_silent
@@ -66,14 +67,18 @@ class EndRecord(BaseModel):
 
 
 def write_record(folder: Path, record: EndRecord) -> None:
-    """Write a record into the run folder, unless that fails or takes long: the cause must be told
-    in any case.
+    """Write a record into the run folder, and over NCCL what its groups have not finished, unless
+    that fails or takes long: the cause must be told in any case.
     """
-    file = folder / FOLDER / f"rank-{record.rank.rank:05d}.json"
+    number = f"{record.rank.rank:05d}"
 
     def write() -> None:
-        with suppress(OSError):
+        with suppress(OSError, RuntimeError):
+            file = folder / FOLDER / f"rank-{number}.json"
             write_whole(file, record.model_dump_json().encode())
+            # last: who asks NCCL may wait for it
+            if transfers := transfers_under_way():
+                write_whole(folder / FOLDER / f"nccl-{number}.json", transfers)
 
     # A thread can be left behind; the main one must go on.
     writer = Thread(target=write, daemon=True)

@@ -165,10 +165,14 @@ def statistics_in_one_pass(
     otherwise: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Return float64 [2]: sum of squares and number of zeros of flat tensors, of which there is
-    one. otherwise: computes those of one run without compiled code."""
+    one. otherwise: computes those of one run without compiled code, and of every rest."""
     measured: list[Tensor] = []
     for values in gradients:
         for start, stop in runs(0, len(values)):
             run = values[start:stop]
-            measured.append(call(squares_and_zeros, run, otherwise=otherwise))
+            # the rest of a slice may have any length: no form is compiled for it
+            if len(run) in LENGTHS:
+                measured.append(call(squares_and_zeros, run, otherwise=otherwise))
+            else:
+                measured.append(otherwise(run))
     return torch.stack(measured).sum(0)

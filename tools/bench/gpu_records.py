@@ -1,0 +1,115 @@
+"""The lines of JSON that `python -m tools.bench gpu` writes and goes on from.
+
+    {"measurement": NAME, "at": TIME, "on": DEVICE, ...}
+
+CALL begins a call: `machine` has its facts. A measurement has any number of records, and as its
+last one `done`, `refused` with the reason, or `cut` if the call was over first. A file of laws has
+a record for each test.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.bench.gpu_plan import LAWS, Measurement
+
+Record = dict[str, Any]
+CALL = "call"
+LABELS = ("measurement", "at", "on")  # what every record has
+# of these nothing is a failure of megaprec: they need what is not everywhere
+MAY_BE_ABSENT = ("torch", "Megatron-core", "Transformer Engine", "fused gathers")
+
+
+def append(path: Path, record: Mapping[str, Any]) -> None:
+    """Append a record to the file, as one line."""
+    # a machine that went away may have left half a line
+    is_cut_off = path.is_file() and not path.read_bytes().endswith(b"\n")
+    with path.open("a", encoding="utf-8") as file:
+        if is_cut_off and path.stat().st_size:
+            file.write("\n")
+        file.write(f"{json.dumps(record)}\n")
+
+
+def read_records(path: Path, device: str = "") -> list[Record]:
+    """Return the records of a device, or of that of the newest call: of a measurement that was
+    taken again the newest ones, of a test its newest."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    records = [record for record in map(record_of, lines) if record and "on" in record]
+    if not device and records:
+        device = records[-1]["on"]
+    # another card's numbers are none of this one's
+    of_device = [record for record in records if record["on"] == device]
+    newest = {_subject(record): record["at"] for record in of_device}
+    return [record for record in of_device if record["at"] == newest[_subject(record)]]
+
+
+def record_of(line: str) -> Record | None:
+    """Return the record of a line; None of any other line, and of one that was cut off."""
+    if not line.startswith("{"):
+        return None
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _subject(record: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what a newer record of takes the place of older ones."""
+    return record["measurement"], record.get("test", "")
+
+
+def to_take(
+    planned: Sequence[Measurement], records: Iterable[Mapping[str, Any]]
+) -> list[Measurement]:
+    """Return the measurements that have not come to an end."""
+    ended = {record["measurement"] for record in records if "done" in record or "refused" in record}
+    return [measurement for measurement in planned if measurement.name not in ended]
+
+
+def tests_of(file: str, records: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Return the tests of a file of laws whose outcome is known."""
+    return {
+        record["test"] for record in records if record["measurement"] == file and "test" in record
+    }
+
+
+def machine_of(records: Iterable[Mapping[str, Any]]) -> Mapping[str, str]:
+    """Return the facts of the newest call's machine."""
+    facts: Mapping[str, str] = {}
+    for record in records:
+        facts = record.get("machine", facts)
+    return facts
+
+
+def describe_failures(records: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line for each test that has failed, and for each measurement of megaprec that could
+    not be taken."""
+    for record in records:
+        if str(record.get("outcome", "")).startswith("failed"):
+            yield f"{record['test']} {record['outcome']}"
+        elif is_failure(record):
+            yield f"{record['measurement']}: {record['refused']}"
+
+
+def is_failure(record: Mapping[str, Any]) -> bool:
+    """Return True if a measurement of megaprec was refused."""
+    return "refused" in record and not record["measurement"].startswith(MAY_BE_ABSENT)
+
+
+def to_repeat(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the names of measurements of which something has failed."""
+    names: dict[str, None] = {}
+    for record in records:
+        has_failed = str(record.get("outcome", "")).startswith("failed")
+        if has_failed or is_failure(record):
+            names[record["measurement"]] = None
+    return list(names)
+
+
+def is_law(name: str) -> bool:
+    """Return True of the name of a file of laws."""
+    return name.startswith(LAWS)

@@ -31,6 +31,7 @@ from megaprec.optim.rules.update_rules import UpdateRule
 from megaprec.optim.state.flat_buffer import Buffer, GradReduction, param_dtype, require_in_place
 from megaprec.optim.state.frozen_state import FrozenState
 from megaprec.optim.state.partial_grads import sum_partial_slices
+from megaprec.optim.state.update_tile import StateMemory
 from megaprec.optim.torch_wrappers import DTensorSlice, is_dtensor
 from megaprec.optim.weight_units import first_units
 from megaprec.precision.marks import parameters_of_marked
@@ -61,7 +62,7 @@ class ModelBuffers:
     """The buffers of all parameters of `model_parts`. Tensors that are not trained are moved to the
     ranks' device.
 
-    shards, seed, reduction, keeps_ema: as in `Buffer`.
+    shards, seed, reduction, keeps_ema, memory: as in `Buffer`.
     moments: names of the moments of a parameter; those of a buffer have the same.
     bucket: elements of a buffer, as `bucket_elements` takes them; its last parameter may exceed
         this number.
@@ -90,9 +91,11 @@ class ModelBuffers:
         seed: int,
         reduction: GradReduction,
         keeps_ema: bool = False,
+        memory: StateMemory | None = None,
         virtual: VirtualAxis | None = None,
     ) -> None:
         self._keeps_ema = keeps_ema
+        self._memory = memory
         self._virtual = virtual
         self._experts = expert_replicas(
             ranks.experts,
@@ -190,6 +193,8 @@ class ModelBuffers:
         """
         is_dtensor_slice = bucket[0] in self._dtensor_parameters
         reduction = self._reduction
+        # counts of loads are few, and their update is not cut into tiles
+        memory = self._memory if layout_of(bucket[0]).balancing is None else None
         if is_dtensor_slice:
             reduction = GradReduction()  # torch has reduced their gradients
             replicas = Replicas(Axis("dp"), Axis("zero"))
@@ -206,6 +211,7 @@ class ModelBuffers:
             seed=self._seed,
             reduction=reduction,
             keeps_ema=self._keeps_ema,
+            memory=memory,
         )
 
     def _replicas(self, layout: Layout) -> Replicas:

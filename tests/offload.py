@@ -32,17 +32,21 @@ class Started:
 class LateTransport:
     """Runs no copy before a wait for it, as a bus may; each direction has its own order.
 
-    A device's own work is done at once here.
+    A device's own work is done at once here, so a copy that does not wait for it would be right: it
+    is refused.
     """
 
     def __init__(self) -> None:
         self._last: dict[str, Started | None] = {"in": None, "out": None}
-        self.num_elements = 0
+        self._newest_mark: Started | None = None  # of the device, after the last arrival
 
     def arrive(self, copy: Callable[[], object], after: Sequence[Any]) -> Started:
+        self._newest_mark = None
         return self._start("in", copy, after)
 
     def leave(self, copy: Callable[[], object], after: Sequence[Any]) -> Started:
+        assert self._newest_mark is not None, "no mark of the update"
+        assert self._newest_mark in after, "a tile leaves before it is updated"
         return self._start("out", copy, after)
 
     def _start(self, way: str, copy: Callable[[], object], after: Sequence[Any]) -> Started:
@@ -50,8 +54,9 @@ class LateTransport:
         self._last[way] = started
         return started
 
-    def mark(self) -> None:
-        return None
+    def mark(self) -> Started:
+        self._newest_mark = Started(lambda: None, ())
+        return self._newest_mark
 
     def hold_device(self, mark: Started | None) -> None:
         if mark is not None:

@@ -28,10 +28,15 @@ from megaprec.optim.guards.model_checks import TrainedModel
 from megaprec.optim.ranks import Ranks, Replicas, expert_replicas
 from megaprec.optim.rules.param_groups import Group, in_order_of_factors
 from megaprec.optim.rules.update_rules import UpdateRule
-from megaprec.optim.state.flat_buffer import Buffer, GradReduction, param_dtype, require_in_place
+from megaprec.optim.state.flat_buffer import (
+    Buffer,
+    GradReduction,
+    Kept,
+    param_dtype,
+    require_in_place,
+)
 from megaprec.optim.state.frozen_state import FrozenState
 from megaprec.optim.state.partial_grads import sum_partial_slices
-from megaprec.optim.state.update_tile import StateMemory
 from megaprec.optim.torch_wrappers import DTensorSlice, is_dtensor
 from megaprec.optim.weight_units import first_units
 from megaprec.precision.marks import parameters_of_marked
@@ -62,7 +67,7 @@ class ModelBuffers:
     """The buffers of all parameters of `model_parts`. Tensors that are not trained are moved to the
     ranks' device.
 
-    shards, seed, reduction, keeps_ema, memory: as in `Buffer`.
+    shards, seed, reduction, kept: as in `Buffer`.
     moments: names of the moments of a parameter; those of a buffer have the same.
     bucket: elements of a buffer, as `bucket_elements` takes them; its last parameter may exceed
         this number.
@@ -90,12 +95,10 @@ class ModelBuffers:
         moments: Moments,
         seed: int,
         reduction: GradReduction,
-        keeps_ema: bool = False,
-        memory: StateMemory | None = None,
+        kept: Kept,
         virtual: VirtualAxis | None = None,
     ) -> None:
-        self._keeps_ema = keeps_ema
-        self._memory = memory
+        self._kept = kept
         self._virtual = virtual
         self._experts = expert_replicas(
             ranks.experts,
@@ -194,7 +197,7 @@ class ModelBuffers:
         is_dtensor_slice = bucket[0] in self._dtensor_parameters
         reduction = self._reduction
         # counts of loads are few, and their update is not cut into tiles
-        memory = self._memory if layout_of(bucket[0]).balancing is None else None
+        holds_loads = layout_of(bucket[0]).balancing is not None
         if is_dtensor_slice:
             reduction = GradReduction()  # torch has reduced their gradients
             replicas = Replicas(Axis("dp"), Axis("zero"))
@@ -210,8 +213,7 @@ class ModelBuffers:
             state=self._moments(bucket[0]),
             seed=self._seed,
             reduction=reduction,
-            keeps_ema=self._keeps_ema,
-            memory=memory,
+            kept=Kept() if holds_loads else self._kept,
         )
 
     def _replicas(self, layout: Layout) -> Replicas:

@@ -110,7 +110,7 @@ from megaprec.optim.setting_ranges import (
     require_scaled,
     require_settings,
 )
-from megaprec.optim.state.flat_buffer import Buffer, GradReduction
+from megaprec.optim.state.flat_buffer import Buffer, GradReduction, Kept
 from megaprec.optim.state.full_state import gather_tensors, load_tensors
 from megaprec.optim.state.update_tile import StateMemory, Tile
 from megaprec.optim.state.weight_average import WeightAverage
@@ -191,8 +191,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
     ema: the decay of an exponential moving average of the weights, such as 0.999, which each
         applied step moves (`megaprec.optim.state.weight_average`). It is sharded as masters are and
         belongs to the saved state; `averaged_weights` computes with it. 0: none is kept.
-    offload: host memory in which masters, moments and the average lie, while the device updates them
-        tile by tile (`megaprec.optim.state.host_memory.HostMemory`); None: they lie on the device.
+    offload: `HostMemory`, in which masters, moments and the average lie, while the device updates
+        them tile by tile (`megaprec.optim.state.host_memory`); None: they lie on the device.
     observers: called at each moment of a step; more may be added to the attribute of this name.
 
     Raises UserError for settings out of their range, for a model that no step could train right,
@@ -334,8 +334,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
                 sharded=shard_gradients,
                 shards_weights=shard_weights,
             ),
-            keeps_ema=ema > 0,
-            memory=offload,
+            kept=Kept(ema=ema > 0, memory=offload),
             virtual=virtual,
         )
         self._average = WeightAverage(self._model_buffers.all, ema) if ema else None

@@ -25,7 +25,7 @@ from megaprec.optim.rules.muon.matrix_updates import held_span_of
 from megaprec.optim.rules.muon.newton_schulz import iteration_flops, orthogonalized
 from megaprec.optim.rules.muon.rule import MUON_MOMENTUM, Muon, moments_of
 from megaprec.optim.rules.update_rules import UpdateRule
-from megaprec.optim.state.flat_buffer import BLOCK, EMA, Buffer, GradReduction, param_dtype
+from megaprec.optim.state.flat_buffer import BLOCK, EMA, Buffer, GradReduction, Kept, param_dtype
 from megaprec.optim.state.weight_average import AveragedTile, own_bytes, run_length
 from megaprec.optim.weight_units import first_units, forward_order
 from megaprec.precision.plan import PrecisionPlan
@@ -245,7 +245,7 @@ def _build_buffer(
         device=meta,
         state=moments(parameters[0]),
         reduction=GradReduction(sharded=sharding.gradients, shards_weights=sharding.weights),
-        keeps_ema=sharding.ema,
+        kept=Kept(ema=sharding.ema),
     )
 
 

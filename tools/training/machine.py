@@ -88,6 +88,7 @@ def check_machine(config: RunConfig, ranks: int, device: str) -> None:
     """
     problems = [
         *_process_problems(config, ranks),
+        *_offload_problems(config, device),
         *_memory_problems(config, ranks, device),
     ]
     if problems:
@@ -108,6 +109,12 @@ def _process_problems(config: RunConfig, ranks: int) -> Iterator[Problem]:
             yield Problem.of(
                 "training.too_many_processes", key=key, number=number_asked, limit=limit
             )
+
+
+def _offload_problems(config: RunConfig, device: str) -> Iterator[Problem]:
+    """Yield a problem if state is to be moved from a CPU's memory to the host's, which it is."""
+    if config.optimizer.offload == "host" and device == "cpu":
+        yield Problem.of("training.offload_on_cpu")
 
 
 def _memory_problems(config: RunConfig, ranks: int, device: str) -> Iterator[Problem]:

@@ -130,6 +130,18 @@ class GradReduction:
     shards_weights: bool = False
 
 
+@dataclass(frozen=True)
+class Kept:
+    """The way in which a buffer keeps its state.
+
+    ema: True for a moving average of the weights. Parameters that balance loads have none.
+    memory: of masters, moments and average; None: the device's.
+    """
+
+    ema: bool = False
+    memory: StateMemory | None = None
+
+
 class _Dtypes(NamedTuple):
     """The dtypes of a buffer. reduce: in which gradients travel over dp."""
 
@@ -148,8 +160,7 @@ class Buffer:
     shards: the ranks over which masters and state are sharded; of size one without ZeRO-1.
     state: names of the optimizer's moments.
     seed: of stochastic rounding.
-    keeps_ema: True for a moving average of the weights. Parameters that balance loads have none.
-    memory: of masters, moments and average; None: the device's.
+    kept: what is kept beside masters and moments, and where.
     The masters are initialised from the original values of the parameters, before rounding.
 
     ema_has_begun: False until the average is a copy of the masters, or was loaded.
@@ -166,10 +177,9 @@ class Buffer:
         state: Sequence[str] = (),
         seed: int = 0,
         reduction: GradReduction = GradReduction(),
-        keeps_ema: bool = False,
-        memory: StateMemory | None = None,
+        kept: Kept = Kept(),
     ) -> None:
-        self.memory = memory
+        self.memory = kept.memory
         self.parameters = tuple(parameters)
         self.plan = plan
         self.dp = dp
@@ -204,7 +214,7 @@ class Buffer:
         self._allocate(device, state)
         self.ema: Tensor | None = None
         self.ema_has_begun = False
-        if keeps_ema and not self.holds_loads:
+        if kept.ema and not self.holds_loads:
             self.ema = self._zeros(plan.average)
 
     def _pieces(self, pp_rank: int) -> Iterator[Piece]:
@@ -696,6 +706,14 @@ class Buffer:
     def num_bytes(self) -> int:
         """Return the memory of all tensors of this buffer, in bytes."""
         return sum(self.bytes_by_kind().values())
+
+    def host_bytes(self) -> int:
+        """Return the bytes of masters, moments and average that lie in other memory than the
+        weights."""
+        if self.memory is None:
+            return 0
+        by_kind = self.bytes_by_kind()
+        return by_kind["masters"] + by_kind["moments"] + by_kind[EMA]
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Return the memory of this buffer in bytes: of weights, gradients, masters, moments and

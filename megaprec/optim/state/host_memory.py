@@ -99,7 +99,7 @@ class CudaTransport:
 
     def _start(
         self, stream: torch.cuda.Stream, copy: Callable[[], object], after: Sequence[Mark]
-    ) -> torch.cuda.Event:
+    ) -> Mark:
         for mark in after:
             if mark is not None:
                 stream.wait_event(mark)

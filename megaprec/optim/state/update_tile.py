@@ -16,7 +16,6 @@ from megaprec.comm.layout import Part
 from megaprec.comm.random import bits, key, logical_indices
 from megaprec.precision.rounding import join, split, stochastic
 
-
 TILE_ELEMENTS = 1 << 22  # of a tile that travels between host and device
 
 

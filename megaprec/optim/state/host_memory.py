@@ -198,7 +198,7 @@ class HostMemory:
         earlier = self._last.get(owner)
         done = earlier
         for tile in tiles:
-            held = {name: values for name, values in _stored(tile) if self.holds(values)}
+            held = {name: values for name, values in stored(tile) if self.holds(values)}
             staging = self._next_staging(held.values())
             staged = _lay_out(staging, held)
             arrival = partial(_copy_all, staged, held)
@@ -232,7 +232,8 @@ def require_other_memory(device: torch.device) -> None:
 
 
 def staged_bytes(held: Iterable[Tensor]) -> int:
-    """Return the bytes of a staging tile for these tensors."""
+    """Return the bytes of a staging tile for these tensors, each of which has a multiple of
+    `_ALIGNMENT`."""
     return sum(_aligned(values.nbytes) for values in held)
 
 
@@ -249,7 +250,7 @@ def _allocate(num_bytes: int, device: torch.device) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
-def _stored(tile: Tile) -> Iterator[tuple[str, Tensor]]:
+def stored(tile: Tile) -> Iterator[tuple[str, Tensor]]:
     """Yield what a tile stores beside weights and gradients, by name."""
     if tile.masters is not None:
         yield "masters", tile.masters

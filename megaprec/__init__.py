@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from megaprec.optim.rules.param_groups import Group
     from megaprec.optim.rules.torch_rule import TorchRule
     from megaprec.optim.rules.update_rules import SGD, AdamW
+    from megaprec.optim.state.host_memory import HostMemory
     from megaprec.precision.fp8_recipe import FP8Recipe
     from megaprec.precision.marks import module_has_fp32_attr, set_fp32_attr_to_module
     from megaprec.precision.module_wrappers import NaiveAMPModel, PlannedModel
@@ -58,6 +59,7 @@ __all__ = [
     "Axis",
     "FP8Recipe",
     "Group",
+    "HostMemory",
     "LRSchedule",
     "Layout",
     "LossScaling",

@@ -81,7 +81,7 @@ def _shard_of_state(buffer: Buffer, with_gradients: bool) -> Iterator[HeldDigest
             yield _digest_of(
                 kind,
                 owned.piece.part,
-                values[owned.in_shard],
+                buffer.to_device(values[owned.in_shard]),
                 layout,
                 sharded=True,
                 span=span,
@@ -154,7 +154,8 @@ def find_strayed(buffers: Sequence[Buffer], steps: Tensor) -> dict[str, Tensor]:
             continue
         if buffer.masters.dtype == buffer.weights.dtype:
             continue
-        for tile in buffer.tiles(0, buffer.local_size):
+        tiles = buffer.tiles(0, buffer.local_size)
+        for tile in buffer.on_device(tiles, written=()):
             weights = tile.weights
             rounded = replace(tile, weights=torch.empty_like(weights))
             rounded.store_and_round_masters(tile.wide_masters(), steps)

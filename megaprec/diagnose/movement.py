@@ -212,7 +212,7 @@ def _reaches(
     for owned in buffer.owned_pieces():
         factor = factor_of(owned.piece.part)
         if masters is not None:
-            weights = masters[owned.in_shard]
+            weights = buffer.to_device(masters[owned.in_shard])
             lost = torch.finfo(masters.dtype).eps
         else:  # FP32, of which the weights are the upper bits
             weights = buffer.own_weights[owned.in_shard]

@@ -126,15 +126,16 @@ def _state_of(buffer: Buffer, span: range) -> Iterator[tuple[str, Tensor]]:
     shard_start = span.start - buffer.start
     shard_stop = span.stop - buffer.start
     if buffer.masters is not None:
-        yield WEIGHT, buffer.masters[shard_start:shard_stop]
+        yield WEIGHT, buffer.to_device(buffer.masters[shard_start:shard_stop])
     else:
-        (tile,) = buffer.tiles(shard_start, shard_stop, shard_stop - shard_start)
-        yield WEIGHT, tile.wide_masters()
+        tiles = buffer.tiles(shard_start, shard_stop, shard_stop - shard_start)
+        on_device = buffer.on_device(tiles, written=())
+        yield WEIGHT, torch.cat([tile.wide_masters() for tile in on_device])
     for kind, values in buffer.state.items():
-        yield kind, values[shard_start:shard_stop]
+        yield kind, buffer.to_device(values[shard_start:shard_stop])
     if buffer.ema is not None:
         buffer.begin_ema()
-        yield EMA, buffer.ema[shard_start:shard_stop]
+        yield EMA, buffer.to_device(buffer.ema[shard_start:shard_stop])
 
 
 def _zero_terms(device: torch.device) -> Tensor:

@@ -108,7 +108,7 @@ class FP8ParamShard:
     """One weight's codes and the shard of its masters that this rank owns, which may be empty.
 
     codes: elements [start, start + len(masters)) of the flat weight [n * k]. masters: the same
-    elements.
+    elements, which may lie in other memory.
     """
 
     param: FP8Param
@@ -118,7 +118,7 @@ class FP8ParamShard:
 
     def amax(self) -> Tensor:
         """Return the amaxes of the shard in the weight's blocks, 0 for blocks outside the shard."""
-        return amax_of(self._padded(self.masters), self.param.block)
+        return amax_of(self._padded_masters(), self.param.block)
 
     def encode(self, amax: Tensor, records: bool) -> None:
         """Compute scales from the amaxes of all ranks, and codes of this rank's masters."""
@@ -127,16 +127,20 @@ class FP8ParamShard:
         param.inverse.copy_(scales.reciprocal())  # also on ranks without a shard: they multiply too
         if len(self.masters):
             factors = expand_blocks(scales, param.block, param.shape)
-            codes = cast(self._padded(self.masters), param.dtype, factors)
+            codes = cast(self._padded_masters(), param.dtype, factors)
             shard = slice(self.start, self.start + len(self.masters))
             self.codes.copy_(codes.view(-1)[shard])
 
     def lost(self) -> Tensor:
         """Return `counts_lost` of this rank's masters."""
         codes = Codes(self._padded(self.codes), self.param.inverse, self.param.block)
-        counts = counts_lost(self._padded(self.masters), codes)
+        counts = counts_lost(self._padded_masters(), codes)
         counts[1] = len(self.masters)  # all elements of this rank; the padding loses nothing
         return counts
+
+    def _padded_masters(self) -> Tensor:
+        """Return `_padded` of the masters, on the device of the codes."""
+        return self._padded(self.masters.to(self.codes.device, non_blocking=True))
 
     def _padded(self, values: Tensor) -> Tensor:
         """Return this rank's masters or codes at their places in [n, k], zeros elsewhere."""

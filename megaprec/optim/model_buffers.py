@@ -28,7 +28,13 @@ from megaprec.optim.guards.model_checks import TrainedModel
 from megaprec.optim.ranks import Ranks, Replicas, expert_replicas
 from megaprec.optim.rules.param_groups import Group, in_order_of_factors
 from megaprec.optim.rules.update_rules import UpdateRule
-from megaprec.optim.state.flat_buffer import Buffer, GradReduction, param_dtype, require_in_place
+from megaprec.optim.state.flat_buffer import (
+    Buffer,
+    GradReduction,
+    Kept,
+    param_dtype,
+    require_in_place,
+)
 from megaprec.optim.state.frozen_state import FrozenState
 from megaprec.optim.state.partial_grads import sum_partial_slices
 from megaprec.optim.torch_wrappers import DTensorSlice, is_dtensor
@@ -61,7 +67,7 @@ class ModelBuffers:
     """The buffers of all parameters of `model_parts`. Tensors that are not trained are moved to the
     ranks' device.
 
-    shards, seed, reduction, keeps_ema: as in `Buffer`.
+    shards, seed, reduction, kept: as in `Buffer`.
     moments: names of the moments of a parameter; those of a buffer have the same.
     bucket: elements of a buffer, as `bucket_elements` takes them; its last parameter may exceed
         this number.
@@ -89,10 +95,10 @@ class ModelBuffers:
         moments: Moments,
         seed: int,
         reduction: GradReduction,
-        keeps_ema: bool = False,
+        kept: Kept,
         virtual: VirtualAxis | None = None,
     ) -> None:
-        self._keeps_ema = keeps_ema
+        self._kept = kept
         self._virtual = virtual
         self._experts = expert_replicas(
             ranks.experts,
@@ -190,6 +196,8 @@ class ModelBuffers:
         """
         is_dtensor_slice = bucket[0] in self._dtensor_parameters
         reduction = self._reduction
+        # counts of loads are few, and their update is not cut into tiles
+        holds_loads = layout_of(bucket[0]).balancing is not None
         if is_dtensor_slice:
             reduction = GradReduction()  # torch has reduced their gradients
             replicas = Replicas(Axis("dp"), Axis("zero"))
@@ -205,7 +213,7 @@ class ModelBuffers:
             state=self._moments(bucket[0]),
             seed=self._seed,
             reduction=reduction,
-            keeps_ema=self._keeps_ema,
+            kept=Kept() if holds_loads else self._kept,
         )
 
     def _replicas(self, layout: Layout) -> Replicas:

@@ -35,6 +35,7 @@ OPTIMIZER = by_name(
         "it is overlap=": "overlap_grad_reduce overlap_communication overlap_comm",
         "it is bucket=": "bucket_size bucket_cap_mb reduce_bucket_size",
         "it is ema=": "ema_decay use_ema",
+        "it is offload=HostMemory()": "cpu_offload offload_optimizer optimizer_cpu_offload",
         "it is groups=, such as groups=[Group('*.bias', weight_decay=0.0)]": (
             "param_groups no_decay no_weight_decay_cond optimizer_grouped_parameters"
         ),

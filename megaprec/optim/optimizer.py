@@ -105,13 +105,14 @@ from megaprec.optim.rules.update_rules import AdamW, Step, UpdateRule, claim_rul
 from megaprec.optim.rules.width import require_width_rule, rule_at_width
 from megaprec.optim.setting_ranges import (
     require_count,
+    require_offload,
     require_saved,
     require_scaled,
     require_settings,
 )
-from megaprec.optim.state.flat_buffer import Buffer, GradReduction
+from megaprec.optim.state.flat_buffer import Buffer, GradReduction, Kept
 from megaprec.optim.state.full_state import gather_tensors, load_tensors
-from megaprec.optim.state.update_tile import Tile
+from megaprec.optim.state.update_tile import StateMemory, Tile
 from megaprec.optim.state.weight_average import WeightAverage
 from megaprec.optim.torch_api import TorchOptimizerApi
 from megaprec.optim.torch_wrappers import (
@@ -190,6 +191,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
     ema: the decay of an exponential moving average of the weights, such as 0.999, which each
         applied step moves (`megaprec.optim.state.weight_average`). It is sharded as masters are and
         belongs to the saved state; `averaged_weights` computes with it. 0: none is kept.
+    offload: `HostMemory`, in which masters, moments and the average lie, while the device updates
+        them tile by tile (`megaprec.optim.state.host_memory`); None: they lie on the device.
     observers: called at each moment of a step; more may be added to the attribute of this name.
 
     Raises UserError for settings out of their range, for a model that no step could train right,
@@ -228,6 +231,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         canonical: bool = False,
         leaves: CallLeaf | None = None,
         ema: float = 0.0,
+        offload: StateMemory | None = None,
         observers: Sequence[StepObserver] = (),
     ) -> None:
         _require_trainable(parts)
@@ -269,6 +273,9 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         self.tp = ranks.tp
         self.world = ranks.world
         self.device = ranks.device
+        require_offload(offload)
+        if offload is not None:
+            offload.open(ranks.device)
 
         # Checks of the model and of its agreement on all ranks, before anything is taken over.
         require_identifiable(parts, virtual.size if virtual else self.tp.size, experts)
@@ -327,7 +334,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
                 sharded=shard_gradients,
                 shards_weights=shard_weights,
             ),
-            keeps_ema=ema > 0,
+            kept=Kept(ema=ema > 0, memory=offload),
             virtual=virtual,
         )
         self._average = WeightAverage(self._model_buffers.all, ema) if ema else None
@@ -400,7 +407,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         if self._leaves is None or not tiles or not has_one_pass(tiles[0], self.rule):
             return tiles
         of_runs: list[Tile] = []
-        for start, stop in runs(span.start, span.stop):
+        longest = buffer.memory.tile_elements if buffer.memory else span.stop - span.start
+        for start, stop in runs(span.start, span.stop, longest):
             of_runs += buffer.tiles(start, stop, stop - start)
         return of_runs
 
@@ -786,16 +794,18 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
             return adamw_numbers(rule, step_of(factors))
 
         for buffer, spans in self._buffer_spans:
-            for span, tiles in spans:
+            tiles = (tile for cut in spans for tile in cut.tiles)
+            factors_of_tiles = (cut.span.factors for cut in spans for _ in cut.tiles)
+            on_device = buffer.on_device(tiles)
+            for tile, factors in zip(on_device, factors_of_tiles, strict=True):
                 # a group's rule has the options that a scheduler has changed there
-                rule = settings.rules[span.factors]
-                step = step_of(span.factors)
-                numbers = numbers_of(span.factors)
-                for tile in tiles:
-                    if numbers is not None and has_one_pass(tile, rule):
-                        self._update_in_one_pass(tile, rule, step, numbers)
-                    else:
-                        self._update_tile(tile, rule, step)
+                rule = settings.rules[factors]
+                step = step_of(factors)
+                numbers = numbers_of(factors)
+                if numbers is not None and has_one_pass(tile, rule):
+                    self._update_in_one_pass(tile, rule, step, numbers)
+                else:
+                    self._update_tile(tile, rule, step)
             self._end_update(buffer, skip)
         for updates in self._whole_updates:
             updates.apply(step_of, partial(self._end_update, skip=skip))

@@ -55,6 +55,12 @@ def require_settings(
         raise UserError(*problems)
 
 
+def require_offload(offload: object) -> None:
+    """Raise UserError for an argument that is no memory, such as True or "cpu"."""
+    if offload is not None and not callable(getattr(offload, "visit", None)):
+        raise UserError.of("optimizer.offload_kind", value=offload)
+
+
 def require_clip(clip: float) -> None:
     """Raise UserError for a largest norm that a loop has set to none. NaN would make every weight
     NaN."""

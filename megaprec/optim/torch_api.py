@@ -35,6 +35,7 @@ FIXED = [
     "canonical",
     "leaves",
     "ema",
+    "offload",
     # torch's, which the rule has here
     "betas",
     "eps",

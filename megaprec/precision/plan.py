@@ -237,6 +237,7 @@ class PrecisionPlan:
         shards_gradients: bool = False,
         shards_weights: bool = False,
         ema: bool = False,
+        offload: bool = False,
     ) -> tuple[int, int]:
         """Return (bytes on every rank, bytes sharded over the ranks that share optimizer state) per
         parameter.
@@ -244,7 +245,8 @@ class PrecisionPlan:
         averages: number of moments of the update rule. in_fp8: for a weight stored in FP8 only; its
             scales not counted. shards_gradients: under ZeRO-2; gradients that have not been reduced
             are not counted. shards_weights: under ZeRO-3, which shards gradients too; weights that
-            are gathered are not counted. ema: a moving average of the weights is kept.
+            are gathered are not counted. ema: a moving average of the weights is kept. offload:
+            masters, moments and average lie in host memory, and are not counted.
         """
         weight = 1 if in_fp8 else self.parameters.itemsize
         if self.remainders and not in_fp8:
@@ -256,6 +258,8 @@ class PrecisionPlan:
         state = master + averages * self.moments.itemsize
         if ema:
             state += self.average.itemsize
+        if offload:
+            state = 0
         if shards_weights:
             return 0, weight + self.gradients.itemsize + state
         if shards_gradients:

@@ -219,7 +219,8 @@ class StageMemory:
         fp8 = FP8State(recipe, self.config.layers, tp, device=device)
         fp8.keeps_casts = self.keeps_casts
         return Context(
-            replace(self.plan, masters=masters, fp8=recipe),
+            # a pass computes with weights, whatever the masters are made of
+            replace(self.plan, masters=masters, remainders=False, fp8=recipe),
             tp,
             options.sequence,
             recompute=options.recompute,

@@ -6,7 +6,7 @@ optimizer, by the code that does so in training. So padding, tied embeddings, Ze
 weights in FP8 and parameters that stay in FP32 are counted as they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -25,7 +25,9 @@ from megaprec.optim.rules.muon.matrix_updates import held_span_of
 from megaprec.optim.rules.muon.newton_schulz import iteration_flops, orthogonalized
 from megaprec.optim.rules.muon.rule import MUON_MOMENTUM, Muon, moments_of
 from megaprec.optim.rules.update_rules import UpdateRule
-from megaprec.optim.state.flat_buffer import BLOCK, EMA, Buffer, GradReduction, param_dtype
+from megaprec.optim.state.flat_buffer import BLOCK, EMA, Buffer, GradReduction, Kept, param_dtype
+from megaprec.optim.state.host_memory import NUM_STAGED, staged_bytes, stored
+from megaprec.optim.state.update_tile import TILE_ELEMENTS, Tile
 from megaprec.optim.state.weight_average import AveragedTile, own_bytes, run_length
 from megaprec.optim.weight_units import first_units, forward_order
 from megaprec.precision.plan import PrecisionPlan
@@ -52,6 +54,8 @@ class StateBytes:
     reduction: copies of gradients in the dtype in which they travel between replicas, while they
         are reduced.
     ema: the moving average of the weights.
+    host: masters, moments and average that lie in host memory, and are not counted as such.
+    staging: the tiles through which these travel.
     update: the peak that the update of one block adds, or that of its moving average, or the
         orthogonalization of matrices by Muon.
     own: this rank's slice of the weights, which is kept while their average is evaluated.
@@ -67,6 +71,8 @@ class StateBytes:
     masters: int
     moments: int
     ema: int
+    host: int
+    staging: int
     reduction: int
     update: int
     own: int
@@ -76,8 +82,9 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """Return the bytes that are held between steps."""
-        return self.weights + self.gradients + self.masters + self.moments + self.ema
+        """Return the bytes of the device that are held between steps."""
+        state = self.masters + self.moments + self.ema + self.staging
+        return self.weights + self.gradients + state
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,7 @@ class Sharding:
     gradients: these replicas share gradients too (ZeRO-2).
     weights: they share weights too (ZeRO-3).
     ema: a moving average of the weights is kept.
+    offload: masters, moments and average lie in host memory.
     frozen: patterns of parameters that are not trained, as for `EngineOptions`.
     """
 
@@ -105,6 +113,7 @@ class Sharding:
     gradients: bool = False
     weights: bool = False
     ema: bool = False
+    offload: bool = False
     frozen: tuple[str, ...] = ()
 
     def replicas(self, of_experts: bool) -> tuple[Axis, Axis]:
@@ -116,6 +125,29 @@ class Sharding:
         replicas = self.dp * self.tp // (self.expert * slices)
         sharing = sharing_replicas(self.tp, self.zero, self.expert, slices)
         return Axis("dp", 0, replicas), Axis("zero", 0, sharing)
+
+
+class _UnallocatedMemory:
+    """Host memory without storage, for buffers on tensors without any."""
+
+    def __init__(self) -> None:
+        self.tile_elements = TILE_ELEMENTS
+
+    def open(self, device: torch.device) -> None:
+        """Do nothing."""
+
+    def zeros(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor without storage."""
+        return torch.empty(num_elements, dtype=dtype, device="meta")
+
+    def visit(
+        self, owner: object, tiles: Iterable[Tile], written: Collection[str] | None = None
+    ) -> Iterator[Tile]:
+        """Yield the tiles as they are."""
+        yield from tiles
+
+    def wait(self, owner: object) -> None:
+        """Do nothing."""
 
 
 class _StageBuffers(NamedTuple):
@@ -232,9 +264,11 @@ def _build_buffer(
 ) -> Buffer:
     layout = layout_of(parameters[0])
     dp, zero = sharding.replicas(layout.expert)
-    # Counts of loads are not sharded.
+    kept = Kept(ema=sharding.ema, memory=_UnallocatedMemory() if sharding.offload else None)
+    # Counts of loads are not sharded, and stay on the device.
     if layout.balancing is not None:
         zero = Axis("zero")
+        kept = Kept()
     meta = torch.device("meta")
     return Buffer(
         parameters=parameters,
@@ -245,7 +279,7 @@ def _build_buffer(
         device=meta,
         state=moments(parameters[0]),
         reduction=GradReduction(sharded=sharding.gradients, shards_weights=sharding.weights),
-        keeps_ema=sharding.ema,
+        kept=kept,
     )
 
 
@@ -259,12 +293,14 @@ def _measure(
     """Return the bytes of a rank with these buffers."""
     buffers = list(chain.from_iterable(buffers for _, buffers in by_stage))
     totals = dict.fromkeys(("weights", "gradients", "masters", "moments", EMA), 0)
+    host = sum(buffer.host_bytes() for buffer in buffers)
     reduction = 0
     saved = 0
     for buffer in buffers:
         by_kind = buffer.bytes_by_kind()
         for kind in totals:
-            totals[kind] += by_kind[kind]
+            is_on_device = kind in ("weights", "gradients") or buffer.memory is None
+            totals[kind] += by_kind[kind] if is_on_device else 0
         if not buffer.shards_gradients:
             reduction += _copied_bytes(buffer)
         saved += sum(tensor.nbytes for tensor in buffer.saved().values())
@@ -275,6 +311,8 @@ def _measure(
     peaks = _update_peaks(buffers, plan, sharding, rule, device)
     return StateBytes(
         **totals,
+        host=host,
+        staging=max(map(_staging_bytes, buffers), default=0),
         reduction=reduction,
         update=max(peaks, default=0),
         own=sum(own_bytes(buffer) for buffer in buffers if buffer.ema is not None),
@@ -299,6 +337,24 @@ def _update_peaks(
     if isinstance(rule, Muon):
         peaks.append(_muon_peak(buffers, rule, plan, sharding, block))
     return peaks
+
+
+def _staging_bytes(buffer: Buffer) -> int:
+    """Return the bytes of the tiles through which this buffer's state travels to the device."""
+    if buffer.memory is None:
+        return 0
+    tile = next(buffer.tiles(0, buffer.local_size))
+    held = dict(stored(tile))
+    # masters that are the weights lie on the device
+    if buffer.masters is buffer.own_weights:
+        held.pop("masters")
+    most = staged_bytes(held.values())
+    if buffer.ema is not None:
+        # the average follows the masters after the update
+        following = [values for name, values in held.items() if name in ("masters", "remainder")]
+        ema = buffer.ema[: len(tile.weights)]
+        most = max(most, staged_bytes([*following, ema]))
+    return NUM_STAGED * most
 
 
 def _frozen_bytes(stages: Sequence[Stage], plan: PrecisionPlan) -> int:

@@ -58,12 +58,12 @@ KEYED = {
     "train_batch_size": "train.global_batch", "train_micro_batch_size_per_gpu": "train.micro_batch",
     "gradient_accumulation_steps": "train.global_batch", "gradient_clipping": "optimizer.clip",
     "zero_optimization": "parallel.zero", "zero_optimization.stage": "parallel.zero",
+    "zero_optimization.offload_optimizer.device": "optimizer.offload", "optimizer_cpu_offload": "optimizer.offload",
     "fp16.initial_scale_power": "precision.initial_scale", "scheduler.type": "lr.schedule",
     "steps_per_print": "log.every", "warmup_num_steps": "lr.warmup", "bf16.enabled": "precision.compute",
 }  # fmt: skip
 WITHOUT = {
     "hierarchical_context_parallel_sizes": "one group here", "phase_transition_iterations": "one order",
-    "zero_optimization.offload_optimizer.device": "offloaded",
     **dict.fromkeys(("wandb_exp_name", "use_flash_attn", "use_mcore_models", "exit_interval", "num_workers", "transformer_impl", "distributed_backend", "wall_clock_breakdown", "flops_profiler"), "is not used here"),
 }  # fmt: skip
 

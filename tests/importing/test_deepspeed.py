@@ -127,6 +127,23 @@ def test_stages_of_zero_keep_their_numbers(stage: int, zero: bool | int, tmp_pat
     assert run.parallel.shards_weights == (stage == 3)
 
 
+@pytest.mark.parametrize(
+    ("zero", "offload"),
+    [
+        ({"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": True}}, "host"),
+        ({"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 1.0}}, "host"),
+        ({"stage": 2, "cpu_offload": True}, "host"),
+        ({"stage": 2, "cpu_offload": False}, "none"),
+        ({"stage": 2, "offload_optimizer": {"device": "none"}}, "none"),
+        ({"stage": 0, "offload_optimizer": {"device": "cpu"}}, "none"),
+    ],
+)
+def test_an_optimizer_in_host_memory_lies_there(
+    zero: dict[str, Any], offload: str, tmp_path: Path
+) -> None:
+    assert made(tmp_path, FULL | {"zero_optimization": zero}).optimizer.offload == offload
+
+
 def test_the_groups_of_mics_are_those_that_share_state_at_stage_3_alone(tmp_path: Path) -> None:
     groups = {"mics_shard_size": 2, "reduce_bucket_size": 5e8}
     for stage, size, bucket in ((3, 2, 0), (2, 0, 5e8)):
@@ -141,7 +158,9 @@ def test_the_groups_of_mics_are_those_that_share_state_at_stage_3_alone(tmp_path
         ({"train_batch_size": "auto"}, "train_batch_size = 'auto' (ds.json): what it will be is not known"),
         ({"train_batch_size": True}, "must be a whole number"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage = 4 (ds.json): the stages of ZeRO are"),
-        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "nothing is offloaded here"),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}}, "offload_optimizer.device = 'nvme' (ds.json): masters and moments lie on the device or in host memory"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "weights stay on the device here"),
+        ({"zero_optimization": {"stage": 3, "cpu_offload_param": True}}, "weights stay on the device here"),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type = 'OneBitAdam' (ds.json): the update rules here"),
         ({"scheduler": {"type": "OneCycle"}}, "scheduler.type = 'OneCycle'"),
         ({"scheduler": {"type": "WarmupLR"}}, "warm-up is linear here"),

@@ -180,8 +180,8 @@ def test_fsdp_that_is_off_shards_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fsdp", "config", "said"),
     [
-        ("full_shard offload", {}, "nothing is offloaded here"),
-        (True, {"cpu_offload": True}, "cpu_offload = True: nothing is offloaded here"),
+        ("full_shard offload", {}, "weights stay on the device here"),
+        (True, {"cpu_offload": True}, "cpu_offload = True: weights stay on the device here"),
         ("hybrid_shard", {}, "parallel.zero_size=N"),
         ("fully_shard", {}, "fully_shard: no such option of FSDP is known here"),
         (True, {"xla": True}, "xla = True"),

@@ -160,8 +160,8 @@ def the_scale_is_of_the_transpose(patch: pytest.MonkeyPatch) -> None:
 def decay_is_scaled_too(patch: pytest.MonkeyPatch) -> None:
     move = matrix_updates._move
 
-    def scaled(held: Any, result: Tensor, step: Any) -> None:
-        move(held, result, replace(step, weight_decay=step.weight_decay * held.scale))
+    def scaled(tile: Any, direction: Tensor, step: Any, scale: float) -> None:
+        move(tile, direction, replace(step, weight_decay=step.weight_decay * scale), scale)
 
     patch.setattr(matrix_updates, "_move", scaled)
 

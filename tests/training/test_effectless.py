@@ -171,7 +171,7 @@ parallel: zero elastic timeout async_tensor
 precision: compute parameters gradients moments residual attention scores output rounding loss_scale scaling
 precision: keep_fp32 masters masters_in_checkpoint tf32 on_nonfinite trace_overflows
 fp8: kind
-optimizer: name options groups clip norm ema frozen
+optimizer: name options groups clip norm ema frozen offload
 lr: peak schedule warmup unit
 train: steps global_batch batch_schedule micro_batch seq_length init_from seed numerics compile deterministic folder device threads eval_every
 train: branch_from restarts on_spike eval_first

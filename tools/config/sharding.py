@@ -21,5 +21,6 @@ def sharding_of(config: RunConfig) -> Sharding:
         gradients=parallel.shards_gradients,
         weights=parallel.shards_weights,
         ema=config.optimizer.ema > 0,
+        offload=config.optimizer.offload == "host",
         frozen=config.optimizer.frozen,
     )

@@ -48,6 +48,7 @@ PARTS = {
     "shadow_event": "tools.journal.shadow_records",
     "shadow_fields": "tools.journal.shadow_records",
     "write_timeline": "tools.journal.timeline_file",
+    "HostMemory": "megaprec.optim.state.host_memory",
     "compile_leaves": "tools.training.compiling",
     "StepProfile": "tools.training.profiling",
     "missed_lines": "tools.training.compiling",

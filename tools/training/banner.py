@@ -237,11 +237,13 @@ def print_memory(optimizer: ParallelAMPOptimizer) -> None:
     in_order = sorted(kinds, key=_BufferKind.sort_key, reverse=True)
     formulas = ", ".join(_bytes_formula(optimizer, kind) for kind in in_order)
     num_bytes = sum(buffer.num_bytes() for buffer in buffers)
+    host_bytes = sum(buffer.host_bytes() for buffer in buffers)
+    in_host_memory = f", {host_bytes / 1e6:,.1f} MB of it in host memory" if host_bytes else ""
     for line in _muon_lines(optimizer):
         say(line)
     say(
         f"memory     {formulas} for weights, gradients and optimizer; {num_bytes / 1e6:,.1f} MB "
-        "on rank 0"
+        f"on rank 0{in_host_memory}"
     )
 
 

@@ -65,6 +65,7 @@ KEYS_WITHOUT_EFFECT = (
     "parallel.zero",
     "parallel.zero_size",
     "parallel.zero_keep",
+    "optimizer.offload",
     "parallel.recompute*",
     "parallel.elastic",
     "parallel.timeout",

@@ -88,6 +88,7 @@ def check_machine(config: RunConfig, ranks: int, device: str) -> None:
     """
     problems = [
         *_process_problems(config, ranks),
+        *_offload_problems(config, ranks, device),
         *_memory_problems(config, ranks, device),
     ]
     if problems:
@@ -108,6 +109,27 @@ def _process_problems(config: RunConfig, ranks: int) -> Iterator[Problem]:
             yield Problem.of(
                 "training.too_many_processes", key=key, number=number_asked, limit=limit
             )
+
+
+def _offload_problems(config: RunConfig, ranks: int, device: str) -> Iterator[Problem]:
+    """Yield a problem if state that is to lie in host memory does so on a CPU anyway, or if the
+    host's memory is less than it."""
+    if config.optimizer.offload == "none":
+        return
+    if device == "cpu":
+        yield Problem.of("training.offload_on_cpu")
+    if device == "cpu" or config.model.factory:
+        return
+    on_device = config.with_value("optimizer.offload", "none", "the same run without it")
+    state_of_run = _state_bytes(on_device) - _state_bytes(config)
+    least = state_of_run * ranks // config.world_size
+    available = memory_bytes()
+    if least > available:
+        yield Problem.of(
+            "training.too_little_host_memory",
+            least=least / 2**30,
+            available=available / 2**30,
+        )
 
 
 def _memory_problems(config: RunConfig, ranks: int, device: str) -> Iterator[Problem]:
@@ -139,6 +161,7 @@ def _state_bytes(config: RunConfig) -> int:
         shards_gradients=parallel.shards_gradients,
         shards_weights=parallel.shards_weights,
         ema=config.optimizer.ema > 0,
+        offload=config.optimizer.offload == "host",
     )
     # Experts have fewer copies than other weights: those of the expert axis hold different ones.
     experts = expert_parameters(model)

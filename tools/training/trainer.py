@@ -673,4 +673,5 @@ def optimizer_options(config: RunConfig, device: torch.device) -> dict[str, Any]
         "keep_layers": parallel.zero_keep,
         "seed": config.train.seed,
         "ema": optimizer.ema,
+        "offload": part("HostMemory")() if optimizer.offload == "host" else None,
     }

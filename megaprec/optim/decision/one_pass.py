@@ -26,10 +26,11 @@ LENGTHS = (1 << 24, 1 << 22, 1 << 20)
 """Elements of the runs that have compiled forms, longest first."""
 
 
-def runs(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield elements [start, stop) in runs of LENGTHS, and a shorter one for the rest."""
+def runs(start: int, stop: int, longest: int = LENGTHS[0]) -> Iterator[tuple[int, int]]:
+    """Yield elements [start, stop) in runs of LENGTHS of at most `longest` elements, and a shorter
+    one for the rest."""
     for length in LENGTHS:
-        while stop - start >= length:
+        while length <= longest and stop - start >= length:
             yield start, start + length
             start += length
     if start < stop:

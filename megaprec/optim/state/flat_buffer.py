@@ -22,11 +22,14 @@ one collective on one tensor, and the statistics and the update read memory once
     ema        [local]  FP32, or that of wider   the moving average of the masters, if one is kept
                         masters                  (`weight_average`)
 
+`masters` (unless they are the weights), `remainder`, `state` and `ema` may lie in other memory than
+the rest (`megaprec.optim.state.host_memory`). Tiles then go to the device by `on_device`.
+
 Where `weights` are FP8 codes (`megaprec.fp8.params`), an update changes only the masters; the codes
 are computed later.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,7 +42,7 @@ from megaprec.comm.layout import Part, layout_of
 from megaprec.errors import UserError
 from megaprec.fp8.params import FP8ParamShard, fp8_param_of
 from megaprec.optim.state.grad_buffer import GradBuffer
-from megaprec.optim.state.update_tile import Draw, DrawSpan, Tile
+from megaprec.optim.state.update_tile import Draw, DrawSpan, StateMemory, Tile
 from megaprec.optim.state.weight_buffer import WeightBuffer, bytes_if_codes
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 from megaprec.precision.rounding import split
@@ -127,6 +130,18 @@ class GradReduction:
     shards_weights: bool = False
 
 
+@dataclass(frozen=True)
+class Kept:
+    """The way in which a buffer keeps its state.
+
+    ema: True for a moving average of the weights. Parameters that balance loads have none.
+    memory: of masters, moments and average; None: the device's.
+    """
+
+    ema: bool = False
+    memory: StateMemory | None = None
+
+
 class _Dtypes(NamedTuple):
     """The dtypes of a buffer. reduce: in which gradients travel over dp."""
 
@@ -145,7 +160,7 @@ class Buffer:
     shards: the ranks over which masters and state are sharded; of size one without ZeRO-1.
     state: names of the optimizer's moments.
     seed: of stochastic rounding.
-    keeps_ema: True for a moving average of the weights. Parameters that balance loads have none.
+    kept: what is kept beside masters and moments, and where.
     The masters are initialised from the original values of the parameters, before rounding.
 
     ema_has_begun: False until the average is a copy of the masters, or was loaded.
@@ -162,8 +177,9 @@ class Buffer:
         state: Sequence[str] = (),
         seed: int = 0,
         reduction: GradReduction = GradReduction(),
-        keeps_ema: bool = False,
+        kept: Kept = Kept(),
     ) -> None:
+        self.memory = kept.memory
         self.parameters = tuple(parameters)
         self.plan = plan
         self.dp = dp
@@ -198,8 +214,8 @@ class Buffer:
         self._allocate(device, state)
         self.ema: Tensor | None = None
         self.ema_has_begun = False
-        if keeps_ema and not self.holds_loads:
-            self.ema = torch.zeros(self.local_size, dtype=plan.average, device=device)
+        if kept.ema and not self.holds_loads:
+            self.ema = self._zeros(plan.average)
 
     def _pieces(self, pp_rank: int) -> Iterator[Piece]:
         """Yield the pieces of all parameters, in order."""
@@ -254,10 +270,7 @@ class Buffer:
         )
         self.local_grads = self._gradients.local
         self._allocate_masters(dtypes.masters)
-        self.state = {
-            name: torch.zeros(self.local_size, dtype=dtypes.moments, device=device)
-            for name in state
-        }
+        self.state = {name: self._zeros(dtypes.moments) for name in state}
         for number in range(len(self.parameters)):
             self._move_in(number)
         self._weights.take_own()
@@ -323,15 +336,20 @@ class Buffer:
 
     def _allocate_masters(self, dtype: torch.dtype) -> None:
         """Allocate masters, or the remainders that make masters of the weights."""
-        device = self.weights.device
         self.remainder: Tensor | None = None
         self.masters: Tensor | None = None
         if dtype == self.weights.dtype:
             self.masters = self.own_weights
         elif self.plan.remainders and not self.has_fp8_weights:
-            self.remainder = torch.zeros(self.local_size, dtype=torch.int16, device=device)
+            self.remainder = self._zeros(torch.int16)
         else:
-            self.masters = torch.zeros(self.local_size, dtype=dtype, device=device)
+            self.masters = self._zeros(dtype)
+
+    def _zeros(self, dtype: torch.dtype) -> Tensor:
+        """Return zeros [local] in the memory of masters and moments."""
+        if self.memory is not None:
+            return self.memory.zeros(self.local_size, dtype)
+        return torch.zeros(self.local_size, dtype=dtype, device=self.weights.device)
 
     def _fp8_shards(self) -> Iterator[FP8ParamShard]:
         """Yield this rank's part of each parameter, an empty one too: all ranks have as many."""
@@ -384,8 +402,29 @@ class Buffer:
             # shorter runs for stochastic rounding, whose random numbers take 8 bytes per element
             num_blocks = 256 if self.plan.rounding == "nearest" else 16
             length = num_blocks * BLOCK
+        if self.memory is not None:
+            length = min(length, self.memory.tile_elements)
         for tile_start in range(start, stop, length):
             yield self._tile(tile_start, min(tile_start + length, stop))
+
+    def on_device(
+        self, tiles: Iterable[Tile], written: Collection[str] | None = None
+    ) -> Iterable[Tile]:
+        """Return tiles of this buffer with all that they store on the device, to be iterated to the
+        end. What lies in other memory is copied to the device and, after each iteration, back.
+
+        written: names of what is changed: "masters", "remainder" and moments; None: all.
+        """
+        return tiles if self.memory is None else self.memory.visit(self, tiles, written)
+
+    def to_device(self, values: Tensor) -> Tensor:
+        """Return values of masters, moments or average on the device, for reading."""
+        return values.to(self.weights.device, non_blocking=True)
+
+    def wait_for_state(self) -> None:
+        """Wait until masters, moments and average may be read and written where they lie."""
+        if self.memory is not None:
+            self.memory.wait(self)
 
     def _tile(self, start: int, stop: int) -> Tile:
         """Return elements [start, stop) of this rank's slice."""
@@ -399,14 +438,15 @@ class Buffer:
                 stop=owned.span.stop - buffer_start,
             )
             spans.append(span)
-        # an update of FP8 weights changes their masters only
-        weights = self.masters if self.has_fp8_weights else self.own_weights
-        assert weights is not None
         in_slice = slice(start, stop)
+        masters = None if self.masters is None else self.masters[in_slice]
+        # an update of FP8 weights changes their masters only
+        weights = masters if self.has_fp8_weights else self.own_weights[in_slice]
+        assert weights is not None
         return Tile(
-            weights=weights[in_slice],
+            weights=weights,
             grads=self.local_grads[in_slice],
-            masters=None if self.masters is None else self.masters[in_slice],
+            masters=masters,
             remainder=None if self.remainder is None else self.remainder[in_slice],
             moments=tuple((name, moments[in_slice]) for name, moments in self.state.items()),
             draw=Draw(self.seed, stop - start, spans, self.weights.device),
@@ -417,17 +457,26 @@ class Buffer:
         """Return the tensors of a checkpoint, by name: this rank's slices of the masters, as
         "weight", of the moments, and of the moving average, as "ema".
         """
+        self.wait_for_state()
         weight = self.own_weights
         if self.plan.masters_in_checkpoint:  # always so if the weights are FP8 codes
-            if self.masters is not None:
-                weight = self.masters
-            else:
-                weight = self._tile(0, len(weight)).wide_masters()
+            weight = self.joined_masters() if self.masters is None else self.masters
         tensors = {"weight": weight, **self.state}
         if self.ema is not None:
             self.begin_ema()
             tensors[EMA] = self.ema
         return tensors
+
+    def joined_masters(self) -> Tensor:
+        """Return the masters [local] of weights and their remainders, in the memory of these."""
+        assert self.remainder is not None
+        joined = torch.empty_like(self.remainder, dtype=torch.float32)
+        start = 0
+        for tile in self.on_device(self.tiles(0, self.local_size), written=()):
+            stop = start + len(tile.weights)
+            joined[start:stop].copy_(tile.wide_masters())
+            start = stop
+        return joined
 
     @property
     def saved_names(self) -> tuple[str, ...]:
@@ -440,17 +489,25 @@ class Buffer:
         if self.ema is None or self.ema_has_begun:
             return
         self.ema_has_begun = True
-        for start in range(0, self.local_size, BLOCK):
-            stop = min(start + BLOCK, self.local_size)
-            self.ema[start:stop].copy_(self._tile(start, stop).wide_masters())
+        self.wait_for_state()
+        start = 0
+        for tile in self.on_device(self.tiles(0, self.local_size, BLOCK), written=()):
+            stop = start + len(tile.weights)
+            self.ema[start:stop].copy_(tile.wide_masters())
+            start = stop
 
     def restore(self, name: str, start: int, values: Tensor) -> None:
         """Load saved values, from element `start` of this rank's slice on. For weights, call
         `publish` afterwards."""
+        self.wait_for_state()
         stop = start + len(values)
         if name == "weight" and self.masters is None:
-            wide = values.to(self.weights.device, torch.float32)
-            self._tile(start, stop).store_and_round_masters(wide)
+            offset = 0
+            for tile in self.on_device(self.tiles(start, stop), written=("remainder",)):
+                of_tile = values[offset : offset + len(tile.weights)]
+                wide = of_tile.to(self.weights.device, torch.float32)
+                tile.store_and_round_masters(wide)
+                offset += len(of_tile)
             return
         if name == EMA:
             target = self.ema
@@ -538,7 +595,8 @@ class Buffer:
         if self.has_fp8_weights:
             return
         if self.masters is not None and self.masters.dtype != self.weights.dtype:
-            for tile in self.tiles(0, self.local_size):
+            tiles = self.tiles(0, self.local_size)
+            for tile in self.on_device(tiles, written=()):
                 tile.store_and_round_masters(tile.wide_masters(), steps)
         wait = self.start_all_gather()
         wait()
@@ -641,12 +699,21 @@ class Buffer:
             length = _COMPARED_ELEMENTS
             if self.weights.device.type != "cpu":
                 length *= 64
-            for tile in self.tiles(0, self.local_size, length):
+            tiles = self.tiles(0, self.local_size, length)
+            for tile in self.on_device(tiles, written=("masters",)):
                 tile.adopt_weights(is_written, steps)
 
     def num_bytes(self) -> int:
         """Return the memory of all tensors of this buffer, in bytes."""
         return sum(self.bytes_by_kind().values())
+
+    def host_bytes(self) -> int:
+        """Return the bytes of masters, moments and average that lie in other memory than the
+        weights."""
+        if self.memory is None:
+            return 0
+        by_kind = self.bytes_by_kind()
+        return by_kind["masters"] + by_kind["moments"] + by_kind[EMA]
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Return the memory of this buffer in bytes: of weights, gradients, masters, moments and

@@ -5,9 +5,9 @@ A CPU updates memory in runs that stay in a core's cache, so that rounding the n
 weights needs no second read of memory; a GPU, on which each launch has a cost, uses long runs.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from torch import Tensor
 from megaprec.comm.layout import Part
 from megaprec.comm.random import bits, key, logical_indices
 from megaprec.precision.rounding import join, split, stochastic
+
+TILE_ELEMENTS = 1 << 22  # of a tile that travels between host and device
 
 
 class Wide(NamedTuple):
@@ -78,6 +80,14 @@ class Tile:
     moments: tuple[tuple[str, Tensor], ...]
     draw: Draw
     nearest: bool
+
+    def without_masters(self) -> "Tile":
+        """Return the tile for an update of its moments alone."""
+        return replace(self, masters=None, remainder=None)
+
+    def without_moments(self) -> "Tile":
+        """Return the tile for an update of its masters alone."""
+        return replace(self, moments=())
 
     def wide(self) -> Wide:
         """Return masters, gradients and moments for an update in place, copied if narrower than
@@ -157,6 +167,20 @@ class Tile:
             return wide.to(self.weights.dtype)
         drawn = stochastic(wide, self.draw.bits("weight", steps))
         return torch.where(steps > 0, drawn, wide.bfloat16())
+
+
+class StateMemory(Protocol):
+    """Memory other than the device's, for masters, moments and averages
+    (`megaprec.optim.state.host_memory`)."""
+
+    tile_elements: int
+
+    def open(self, device: torch.device) -> None: ...
+    def zeros(self, num_elements: int, dtype: torch.dtype) -> Tensor: ...
+    def visit(
+        self, owner: object, tiles: Iterable[Tile], written: Collection[str] | None = None
+    ) -> Iterator[Tile]: ...
+    def wait(self, owner: object) -> None: ...
 
 
 def _share_memory(first: Tensor, second: Tensor) -> bool:

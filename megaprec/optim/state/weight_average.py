@@ -23,13 +23,14 @@ checkpoint's. So do the scales and amax histories of FP8.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megaprec.fp8.params import FP8Masters, HeldCodes
-from megaprec.optim.state.flat_buffer import BLOCK, Buffer
+from megaprec.optim.state.flat_buffer import BLOCK, EMA, Buffer
 from megaprec.optim.state.update_tile import Tile
 
 
@@ -51,6 +52,15 @@ class AveragedTile(NamedTuple):
         moved.mul_(1 - decay).add_(self.ema)
         # selected, not multiplied by 0, which would change the sign of a zero
         self.ema.copy_(torch.where(skip == 0, moved, self.ema))
+
+
+def averaged_on_device(buffer: Buffer, tiles: Iterable[AveragedTile]) -> Iterator[AveragedTile]:
+    """Yield tiles of a buffer with masters and average on the device, to be iterated to the end."""
+    # the average travels as a moment does
+    with_average = (replace(tile, moments=((EMA, ema),)) for tile, ema in tiles)
+    for tile in buffer.on_device(with_average, written=(EMA,)):
+        ((_, ema),) = tile.moments
+        yield AveragedTile(tile, ema)
 
 
 def averaged_tiles(buffer: Buffer) -> Iterator[AveragedTile]:
@@ -98,7 +108,7 @@ class WeightAverage:
 
     def follow(self, buffer: Buffer, skip: Tensor) -> None:
         """Move the average of an updated buffer, or change nothing if `skip` is 1."""
-        for averaged in self._tiles.get(buffer, ()):
+        for averaged in averaged_on_device(buffer, self._tiles.get(buffer, ())):
             averaged.move(self.decay, skip)
 
     @contextmanager
@@ -150,6 +160,7 @@ def _put_in(buffer: Buffer) -> _OwnWeights:
         weights.copy_(buffer.ema)
         return _OwnWeights(own_codes_or_weights, None)
     assert buffer.masters is not None
+    buffer.wait_for_state()
     own_masters = buffer.masters.clone()
     buffer.masters.copy_(buffer.ema)
     return _OwnWeights(own_codes_or_weights, own_masters)
@@ -160,4 +171,5 @@ def _put_back(buffer: Buffer, own: _OwnWeights) -> None:
     buffer.own_weights.copy_(own.weights)
     if own.masters is not None:
         assert buffer.masters is not None
+        buffer.wait_for_state()
         buffer.masters.copy_(own.masters)

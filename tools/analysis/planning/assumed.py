@@ -49,6 +49,11 @@ def _rules(config: RunConfig, assumed: Assumptions) -> Iterator[str]:
             f"a head of {config.sized_model.vocab:,} words takes {assumed.misaligned:g} times as "
             "long, not aligned: seen of one model"
         )
+    if config.optimizer.offload == "host" and not isinf(assumed.host):
+        yield (
+            f"masters and moments come from host memory at {assumed.host:g} GB/s, and go back at "
+            "the same time: not measured"
+        )
     if config.parallel.async_tensor:
         yield "parallel.async_tensor is not timed, and its workspace is not counted"
     if assumed.device == "cuda" and not isinf(assumed.bandwidth):

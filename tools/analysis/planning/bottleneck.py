@@ -139,6 +139,8 @@ def _ways_to_less(
     sends_each = parallel.shards_gradients and has_others
     keep = "whole weights of layers (parallel.zero_keep)"
     can_keep = parallel.shards_weights and parallel.zero_keep < max(stage_layers)
+    on_gpu = "state on the GPU (optimizer.offload)"
+    is_offloaded = config.optimizer.offload == "host"
     lower_zero = "a lower stage of ZeRO (parallel.zero)"
 
     compiled = {"train.compile": "block"}
@@ -170,6 +172,7 @@ def _ways_to_less(
         _Way("exposed", larger, {"train.micro_batch": 2 * train.micro_batch}, sends_each),
         _Way("exposed", more_a_step, larger_batch, not parallel.shards_gradients),
         _Way("update", "ZeRO (parallel.zero)", {"parallel.zero": True}, can_shard),
+        _Way("update", on_gpu, {"optimizer.offload": "none"}, is_offloaded),
         _Way("update", more_a_step, larger_batch),
     )
     return [way for way in ways if way.kind == kind and way.is_new and way.is_allowed(config)]

@@ -77,6 +77,8 @@ def target_of(config: RunConfig, gpu: str = "", memory: str = "", ranks: int = 0
     # the run asks for a GPU, whatever this machine has
     if config.train.device == "cuda":
         return DeviceTarget("cuda", "a GPU that is not here")
+    if config.optimizer.offload == "host":
+        raise UserError.of("training.offload_on_cpu")
     ranks = ranks or config.world_size
     name = f"this machine's {memory_bytes() / 2**30:.1f} GiB"
     if ranks > 1:

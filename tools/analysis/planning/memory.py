@@ -44,6 +44,8 @@ class RankBytes:
     """Bytes of one pipeline rank; its tensor-parallel ranks and replicas have as many.
 
     ema: the moving average of the weights.
+    host: masters, moments and average in host memory, which are not among the device's bytes.
+    staging: tiles through which these travel.
     activations: the peak of a step's passes, with messages between stages.
     logits: the part of it that is one micro-batch's logits, on the rank of the last stage.
     buffers: rotary tables and FP8 casts of weights.
@@ -64,6 +66,8 @@ class RankBytes:
     masters: int
     moments: int
     ema: int
+    host: int
+    staging: int
     activations: int
     logits: int
     buffers: int
@@ -78,12 +82,12 @@ class RankBytes:
 
     @property
     def total(self) -> int:
-        """Return the sum of all kinds; logits are activations."""
+        """Return the sum of all kinds on the device; logits are activations."""
         return sum(self.by_kind().values())
 
     def by_kind(self) -> dict[str, int]:
-        """Return the bytes of each kind."""
-        kinds = [kind.name for kind in fields(self) if kind.name != "logits"]
+        """Return the bytes of each kind on the device."""
+        kinds = [kind.name for kind in fields(self) if kind.name not in ("logits", "host")]
         return {kind: getattr(self, kind) for kind in kinds}
 
 
@@ -254,6 +258,9 @@ class MemoryModel:
             masters=virtual_ranks * state.masters,
             moments=virtual_ranks * state.moments,
             ema=virtual_ranks * state.ema,
+            host=virtual_ranks * state.host,
+            # of one tile at a time, of whichever virtual rank it is
+            staging=state.staging,
             activations=activations,
             logits=logits_bytes(config) if has_logits else 0,
             buffers=buffers,

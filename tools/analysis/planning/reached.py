@@ -2,7 +2,7 @@
 
 Fitted to the published runs of `tests/planning/published.toml` by `python -m tests.planning.fit`,
 which prints them and their errors on runs that they were not fitted to (docs/planning.md), but for
-`OTHER`, `LAUNCH`, `MISALIGNED` and `HOP`, which are chosen: products of a GPU of another
+`OTHER`, `LAUNCH`, `MISALIGNED`, `HOST` and `HOP`, which are chosen: products of a GPU of another
 architecture reach `OTHER`.
 """
 
@@ -22,6 +22,9 @@ EXPERT_ROWS = 15.0
 FP8 = 1.0
 # of the bandwidth of memory, by elementwise operators
 BANDWIDTH = 0.51
+# GB/s of copies to and from pinned host memory by architecture: 0.8 of PCIe 4.0 or 5.0 with 16
+# lanes. That is chosen, not measured, and takes no account of ranks that share the host's memory
+HOST = {"Ampere": 25.0, "Ada": 25.0, "Hopper": 50.0, "Blackwell": 50.0, "CDNA 3": 50.0}
 # seconds of a layer's forward pass that no speed explains
 LAYER = 0.06e-3
 # seconds of a layer's forward pass, at least, if its kernels are launched one by one: those of
@@ -58,6 +61,7 @@ def assumptions_of(gpu: GPU, plan: PrecisionPlan) -> Assumptions | None:
         experts=EXPERTS,
         half_rows=EXPERT_ROWS,
         bandwidth=gpu.bandwidth * BANDWIDTH,
+        host=HOST[gpu.architecture],
         layer=LAYER,
         launch=LAUNCH,
         misaligned=MISALIGNED,

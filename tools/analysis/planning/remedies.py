@@ -16,6 +16,7 @@ ZERO_3 = {"parallel.zero": 3}
 NARROW = {"precision.gradients": "bf16"}
 SELECTIVE = {"parallel.recompute": "selective"}
 FULL = {"parallel.recompute": "full"}
+OFFLOAD = {"optimizer.offload": "host"}
 # Changes that are tried, from the smaller ones on: keys and values.
 CHANGES: Sequence[dict[str, Any]] = (
     SELECTIVE,
@@ -30,6 +31,12 @@ CHANGES: Sequence[dict[str, Any]] = (
     {**ZERO_3, **SELECTIVE},
     {**ZERO_3, **FULL},
     {**ZERO_3, **NARROW, **FULL},
+    OFFLOAD,
+    {**OFFLOAD, **SELECTIVE},
+    {**OFFLOAD, **FULL},
+    {**OFFLOAD, **ZERO_2, **FULL},
+    {**OFFLOAD, **ZERO_3, **FULL},
+    {**OFFLOAD, **ZERO_3, **NARROW, **FULL},
 )
 
 
@@ -69,7 +76,7 @@ def _fastest_first(
     """Return a lower bound of each change's `_seconds`, its keys, and the changed run, the least
     first; without those that cannot fit."""
     bounded: list[tuple[tuple[float, int], dict[str, Any], RunConfig]] = []
-    for keys, changed in _changed_runs(config):
+    for keys, changed in _changed_runs(config, target):
         if target.verdict(least_of_mean_rank(changed)) == "does not fit":
             continue
         least = 0.0
@@ -79,9 +86,14 @@ def _fastest_first(
     return sorted(bounded, key=lambda change: change[0])
 
 
-def _changed_runs(config: RunConfig) -> Iterator[tuple[dict[str, Any], RunConfig]]:
+def _changed_runs(
+    config: RunConfig, target: DeviceTarget
+) -> Iterator[tuple[dict[str, Any], RunConfig]]:
     """Yield the keys of each change that the run can have, and the changed run."""
     for keys in CHANGES:
+        # a CPU's memory is the host's
+        if target.device == "cpu" and "optimizer.offload" in keys:
+            continue
         changed = config
         try:
             for key, value in keys.items():

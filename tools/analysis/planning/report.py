@@ -39,6 +39,7 @@ MOST_CHANGES = 8  # of train.batch_schedule that are named
 MAIN_KINDS = ("weights", "gradients", "masters", "moments", "activations")
 OTHER_KINDS = {
     "ema": "the average of the weights",
+    "staging": "tiles on their way between host and device",
     "buffers": "rotary tables and FP8 casts",
     "communication": "gradients that travel",
     "arriving": "gradients of buckets until they are reduced",
@@ -126,6 +127,9 @@ def memory_lines(planned: Planned, target: DeviceTarget) -> Iterator[str]:
     logits = max(rank.logits for rank in planned.ranks)
     if logits:
         yield f"logits     {size(logits)} a micro-batch, within the activations of the last stage"
+    host = max(rank.host for rank in planned.ranks)
+    if host:
+        yield f"host       {size(host)} of host memory a rank: masters, moments, average"
     yield f"verdict    {describe_fit(planned.ranks, target)}"
 
 
@@ -249,8 +253,8 @@ def _error(assumed: Assumptions) -> str:
 def remedy_lines(planned: Planned, remedy: Remedy | None) -> Iterator[str]:
     """Yield the line on the cheapest change that makes a run fit."""
     if remedy is None:
-        yield "           no ZeRO-2, bf16 gradients or recomputation is enough; --ranks N looks"
-        yield "           for another layout"
+        yield "           no ZeRO, bf16 gradients, recomputation or state in host memory is enough;"
+        yield "           --ranks N looks for another layout"
         return
     changed = remedy.planned
     cost = ""
@@ -364,7 +368,9 @@ def as_data(planned: Planned, target: DeviceTarget, assumed: Assumptions | None)
     predicted = planned.prediction
     ranks: list[dict[str, int]] = []
     for rank in planned.ranks:
-        ranks.append({**rank.by_kind(), "logits": rank.logits, "total": rank.total})
+        ranks.append(
+            {**rank.by_kind(), "logits": rank.logits, "host": rank.host, "total": rank.total}
+        )
     data: dict[str, Any] = {
         "parallel": planned.config.parallel.model_dump(),
         "ranks": ranks,

@@ -513,6 +513,7 @@ def _bytes_of_elements(config: RunConfig) -> tuple[float, float]:
         shards_gradients=parallel.shards_gradients,
         shards_weights=parallel.shards_weights,
         ema=config.optimizer.ema > 0,
+        offload=config.optimizer.offload == "host",
     )
     # on each rank, and divided among ranks that share state
     local, sharded = bytes_per_parameter()

@@ -358,6 +358,11 @@ class Optimizer(Table):
         description="Decay of an exponential moving average of the weights, such as 0.999, which "
         "checkpoints hold and evaluations also score; 0: none is kept.",
     )
+    offload: Literal["none", "host"] = Field(
+        default="none",
+        description='"host": masters, moments and the average lie in host memory, and travel to '
+        "the GPU and back for each update, with the same bits; none: they lie on the GPU.",
+    )
 
 
 class LR(Table):

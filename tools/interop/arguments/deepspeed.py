@@ -30,6 +30,8 @@ zero_optimization.stage                      whole   parallel.zero
 zero_optimization.overlap_comm               bool    parallel.overlap
 zero_optimization.reduce_bucket_size         number  parallel.bucket
 zero_optimization.mics_shard_size            whole   parallel.zero_size
+zero_optimization.offload_optimizer.device   text    optimizer.offload
+zero_optimization.cpu_offload                bool    optimizer.offload
 optimizer.type                               text    optimizer.name
 optimizer.params.lr                          number  lr.peak
 optimizer.params.betas                       list    optimizer.betas
@@ -45,10 +47,11 @@ scheduler.params.total_num_steps             whole   lr.length
 """
 # The way out, and the keys that are refused, each with its default as JSON, which is permitted.
 _REFUSED = {
-    "nothing is offloaded here: remove it": """
-        zero_optimization.offload_optimizer.device="none"
-        zero_optimization.offload_param.device="none" zero_optimization.cpu_offload=false
-        zero_optimization.cpu_offload_param=false
+    (
+        "weights stay on the device here: remove it; offload_optimizer becomes optimizer.offload, "
+        "and parallel.zero=3 shards weights"
+    ): """
+        zero_optimization.offload_param.device="none" zero_optimization.cpu_offload_param=false
     """,
     "weights are not quantized for communication": """
         zero_optimization.zero_quantized_weights=false

@@ -229,6 +229,8 @@ start_weight_decay                         number                 optimizer.weig
 end_weight_decay                           number                 optimizer.weight_decay
 weight_decay_incr_style                    constant|linear|cosine optimizer.weight_decay
 clip_grad                                  number=1.0             optimizer.clip
+optimizer_cpu_offload                      switch                 optimizer.offload
+optimizer_offload_fraction                 number=1.0             optimizer.offload
 data_path                                  text*                  data.source data.blend
 train_data_path                            text*                  data.source data.blend
 mock_data                                  switch                 data.source
@@ -282,9 +284,9 @@ _REFUSED: Mapping[str, str] = {
         "train.branch_from or train.init_from"
     ): "phase_transition_iterations=",
     (
-        "nothing is offloaded to the host here: parallel.zero, parallel.recompute and "
-        "parallel.tensor lower the memory of a rank"
-    ): "cpu_offloading_num_layers=0 fine_grained_activation_offloading optimizer_cpu_offload",
+        "activations stay on the device here: parallel.recompute and parallel.tensor lower their "
+        "memory, and optimizer.offload that of masters and moments"
+    ): "cpu_offloading_num_layers=0 fine_grained_activation_offloading",
     "parallel.zero_size is the number of replicas that share the optimizer's state": """
         num_distributed_optimizer_instances=1
     """,
@@ -439,7 +441,7 @@ no_scatter_gather_tensors_in_pipeline no_strict_fsdp_dtensor_load
 no_tokenizer_sentencepiece_ignore_extra_whitespaces no_use_layer_wise_param_layout
 no_use_tokenizer_model_from_checkpoint_args num_channels= num_classes=
 num_dataset_builder_threads= num_speculative_tokens= num_workers= nvtx_ranges
-object_storage_cache_path= offload_modules* optimizer_cuda_graph optimizer_offload_fraction=
+object_storage_cache_path= offload_modules* optimizer_cuda_graph
 outer_dp_sharding_strategy= output_bert_embeddings overlap_cpu_optimizer_d2h_h2d
 overlap_dispatch_backward_with_experts_wgrad overlap_moe_expert_parallel_comm
 overlap_p2p_communication_warmup_flush overlap_param_gather_with_optimizer_step

@@ -46,6 +46,8 @@ STEPS = "gradient_accumulation_steps"
 STAGE = "zero_optimization.stage"
 GROUP = "zero_optimization.mics_shard_size"
 BUCKET = "zero_optimization.reduce_bucket_size"
+OFFLOAD = "zero_optimization.offload_optimizer.device"
+FORMER_OFFLOAD = "zero_optimization.cpu_offload"  # which DeepSpeed still reads
 BF16 = "bf16"
 FORMER_BF16 = "bfloat16"  # which DeepSpeed still reads
 
@@ -332,6 +334,7 @@ def _add_zero(config: DeepSpeedConfig) -> None:
         config.refuse(STAGE, "the stages of ZeRO are 0 to 3")
         return
     config.put("parallel.zero", stage if stage > 1 else stage > 0, STAGE)
+    _add_offload(config, stage)
     if config.get("zero_optimization.overlap_comm") is True:
         config.put("parallel.overlap", True, "zero_optimization.overlap_comm")
     group = config.get(GROUP, -1)
@@ -346,6 +349,22 @@ def _add_zero(config: DeepSpeedConfig) -> None:
     bucket = config.get(BUCKET, "auto")
     if bucket != "auto":
         config.put("parallel.bucket", round(bucket), BUCKET)
+
+
+def _add_offload(config: DeepSpeedConfig, stage: int) -> None:
+    """Add whether masters and moments lie in host memory."""
+    device = config.get(OFFLOAD, "none")
+    if device not in ("none", "cpu"):
+        why = "masters and moments lie on the device or in host memory here: give cpu or none"
+        config.refuse(OFFLOAD, why)
+    elif device == "cpu" or config.get(FORMER_OFFLOAD, False):
+        if stage:
+            config.put("optimizer.offload", "host", OFFLOAD, FORMER_OFFLOAD)
+            return
+        said = config.origin(OFFLOAD, FORMER_OFFLOAD)
+        config.draft.notes.append(
+            f"{said} ({config.place}): no effect without ZeRO, as in DeepSpeed"
+        )
 
 
 def _add_optimizer(config: DeepSpeedConfig) -> None:

@@ -257,6 +257,24 @@ def add_optimizer(arguments: Arguments) -> None:
     arguments.copy("optimizer.weight_decay", "weight_decay")
     _refuse_ramp_of_decay(arguments)
     arguments.copy("optimizer.clip", "clip_grad")
+    _add_offload(arguments)
+
+
+def _add_offload(arguments: Arguments) -> None:
+    """Add whether masters and moments lie in host memory: all of them, or none."""
+    switch = "optimizer_cpu_offload"
+    fraction = "optimizer_offload_fraction"
+    if not arguments.get(switch):
+        if arguments.has(fraction):
+            arguments.unused[fraction] = arguments.said[fraction]
+        return
+    moved = arguments.get(fraction)
+    arguments.put("optimizer.offload", "host" if moved > 0 else "none", switch, fraction)
+    if 0 < moved < 1:
+        arguments.draft.notes.append(
+            f"{arguments.origin(fraction)}: all masters and moments lie in host memory here, which "
+            "changes no number"
+        )
 
 
 def _refuse_ramp_of_decay(arguments: Arguments) -> None:

@@ -31,7 +31,10 @@ limit_all_gathers xla_fsdp_settings xla_fsdp_grad_ckpt
 """
 UNUSED = frozenset(_UNUSED.split())
 XLA = ("xla", "xla_fsdp_v2")
-NO_OFFLOADING = "nothing is offloaded here: remove it"
+NO_OFFLOADING = (
+    "weights stay on the device here: remove it, and give optimizer.offload=host for masters and "
+    "moments in host memory"
+)
 
 
 def add_fsdp(draft: Draft, said: str, text: str, config: Mapping[str, Any]) -> list[str]:

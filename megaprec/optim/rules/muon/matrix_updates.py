@@ -19,8 +19,8 @@ AdamW, because their moments differ.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,14 @@ class LocalElements:
     span: HeldSpan
     tiles: tuple[Tile, ...]
     factors: Factors
+    scale: float
+
+
+class _Move(NamedTuple):
+    """The numbers by which a tile's weights are updated, as for `_move`."""
+
+    direction: Tensor
+    step: Step
     scale: float
 
 
@@ -145,8 +153,16 @@ class MatrixUpdates:
 
     def _move_buffer(self, number: int, results: Sequence[Tensor], step_of: StepOf) -> None:
         """Update this rank's elements of a buffer by the flat results of its matrices."""
+        moves: list[_Move] = []
+        tiles: list[Tile] = []
         for local, result in zip(self._local[number], results, strict=True):
-            _move(local, result, step_of(local.factors))
+            step = step_of(local.factors)
+            directions = result.split([len(tile.weights) for tile in local.tiles])
+            moves += [_Move(direction, step, local.scale) for direction in directions]
+            tiles += [tile.without_moments() for tile in local.tiles]
+        on_device = self.buffers[number].on_device(tiles)
+        for tile, move in zip(on_device, moves, strict=True):
+            _move(tile, *move)
 
     def _collect_directions(self, step_of: StepOf) -> dict[int, Tensor]:
         """Update all momenta, and return the complete directions of this rank's own matrices, by
@@ -165,13 +181,16 @@ class MatrixUpdates:
     def _directions(self, buffer_number: int, step_of: StepOf) -> list[Tensor]:
         """Update the momentum of a buffer, and return the directions of its elements in the dtype
         of the iteration."""
-        directions: list[Tensor] = []
-        for local in self._local[buffer_number]:
-            step = step_of(local.factors)
-            # joined: an exchange takes one flat tensor for each slice
-            tile_directions = [self._direction(tile, step) for tile in local.tiles]
-            directions.append(torch.cat(tile_directions))
-        return directions
+        elements = self._local[buffer_number]
+        steps = (step_of(local.factors) for local in elements for _ in local.tiles)
+        tiles = (tile.without_masters() for local in elements for tile in local.tiles)
+        on_device = self.buffers[buffer_number].on_device(tiles)
+        tile_directions = [
+            self._direction(tile, step) for tile, step in zip(on_device, steps, strict=True)
+        ]
+        remaining = iter(tile_directions)
+        # joined: an exchange takes one flat tensor for each slice
+        return [torch.cat(list(islice(remaining, len(local.tiles)))) for local in elements]
 
     def _direction(self, tile: Tile, step: Step) -> Tensor:
         """Update the momentum of a tile, and return what is orthogonalized, in the dtype of the
@@ -212,16 +231,15 @@ def held_span_of(buffer: Buffer, piece: Piece, matrix: int, buffer_number: int) 
     )
 
 
-def _move(local: LocalElements, result: Tensor, step: Step) -> None:
-    """Update the weights of some elements by a flat result. Nothing changes if `step.skip` is 1."""
-    results = result.split([len(tile.weights) for tile in local.tiles])
-    for tile, direction in zip(local.tiles, results, strict=True):
-        weights = tile.wide_masters()
-        decayed = weights * (1 - step.lr * step.weight_decay)
-        move = direction.to(weights.dtype) * (step.lr * local.scale)
-        updated = decayed.sub_(move)
-        weights.copy_(torch.where(step.skip == 0, updated, weights))
-        tile.store_and_round_masters(weights, step.applied)
+def _move(tile: Tile, direction: Tensor, step: Step, scale: float) -> None:
+    """Update the weights of a tile by its direction. Nothing changes if `step.skip` is 1. scale: of
+    the learning rate."""
+    weights = tile.wide_masters()
+    decayed = weights * (1 - step.lr * step.weight_decay)
+    move = direction.to(weights.dtype) * (step.lr * scale)
+    updated = decayed.sub_(move)
+    weights.copy_(torch.where(step.skip == 0, updated, weights))
+    tile.store_and_round_masters(weights, step.applied)
 
 
 def require_muon_patterns(rule: UpdateRule, model_parts: Sequence[nn.Module], ranks: Ranks) -> None:

@@ -25,6 +25,7 @@ class Assumptions:
     experts: the speed of products of routed experts, by that of others.
     half_rows: rows of an expert with which its products reach half of that speed.
     bandwidth: bytes of memory a second that elementwise operators reach, GB/s.
+    host: GB/s between a device and pinned host memory, in each direction at the same time.
     layer: seconds of a layer's forward pass that no speed explains: launches, latency of its
         collectives, and waiting for the slowest rank. A backward pass has twice as many.
     launch: seconds in which a processor launches the kernels of a layer's forward pass, one by one;
@@ -57,6 +58,7 @@ class Assumptions:
     experts: float = 1.0
     half_rows: float = 0.0
     bandwidth: float = math.inf
+    host: float = math.inf
     layer: float = 0.0
     launch: float = 0.0
     misaligned: float = 1.0

@@ -17,4 +17,25 @@ def update_seconds(config: RunConfig, elements: float, assumed: Assumptions) -> 
     share = elements / sharding_of(config).zero
     # gradients are set to zero before the first micro-batch
     of_all = plan.gradients.itemsize
-    return (share * of_share + elements * of_all) / (assumed.bandwidth * 1e9)
+    on_device = (share * of_share + elements * of_all) / (assumed.bandwidth * 1e9)
+    # tiles arrive and leave while others are updated
+    return max(on_device, travel_seconds(config, share, assumed))
+
+
+def travel_seconds(config: RunConfig, share: float, assumed: Assumptions) -> float:
+    """Return the time in which a rank's state comes from host memory, and goes back at the same
+    time; 0 if it lies on the device. share: elements whose state a rank has."""
+    if config.optimizer.offload == "none":
+        return 0.0
+    arriving = _state_bytes(config, MOMENTS)
+    if config.optimizer.ema:
+        # the average follows the masters, which come a second time
+        arriving += _state_bytes(config, 0) + config.plan.average.itemsize
+    return share * arriving / (assumed.host * 1e9)
+
+
+def _state_bytes(config: RunConfig, moments: int) -> int:
+    """Return the bytes of an element's masters and moments."""
+    _, whole = config.plan.bytes_per_parameter(moments, shards_weights=True)
+    _, without = config.plan.bytes_per_parameter(moments, shards_weights=True, offload=True)
+    return whole - without

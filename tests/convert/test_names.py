@@ -184,7 +184,7 @@ def test_a_table_names_each_tensor_once(kind: str) -> None:
 
 CHANGES: dict[str, tuple[str, Callable[[dict], object], str]] = {
     "unknown model": ("llama", lambda c: c.update(model_type="bert"), sentence("convert.hf_model_type", kind='bert')),
-    "no model": ("llama", lambda c: c.pop("model_type"), sentence("convert.hf_model_type", kind=None)),
+    "no model": ("llama", lambda c: c.pop("model_type"), sentence("convert.hf_model_type_missing")),
     "another gelu": ("gpt2", lambda c: c.update(activation_function="relu"), "activation_function = 'relu'"),
     "scaled attention": ("gpt2", lambda c: c.update(scale_attn_by_inverse_layer_idx=True), sentence("convert.hf_only_value", alternatives="False or null")),
     "stretched otherwise": ("llama", lambda c: c.update(rope_scaling={"type": "longrope"}), "rope_type = 'longrope'"),

@@ -318,6 +318,11 @@ class ConfigKeys:
         """Record that keys were read, or need not be."""
         self._read.update(keys)
 
+    @property
+    def read_so_far(self) -> frozenset[str]:
+        """Return the keys that were read, or need not be."""
+        return frozenset(self._read)
+
     def has(self, key: str) -> bool:
         """Return True if the file itself has the key, and not null."""
         return self.stated.get(key) is not None

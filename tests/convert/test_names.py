@@ -133,7 +133,9 @@ def test_the_logical_shapes_are_those_of_the_model(kind: str) -> None:
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_configuration_survives_the_way_to_ours_and_back(kind: str) -> None:
     model = from_hugging_face(CONFIGS[kind])
-    assert model_type_of(model) == CONFIGS[kind]["model_type"]
+    # what transformers computes as another family is written as that one
+    written = "llama" if model.family == "llama" else CONFIGS[kind]["model_type"]
+    assert model_type_of(model) == written
     assert from_hugging_face(config_of(model, "float32")) == model
 
 
@@ -144,7 +146,7 @@ def test_a_model_survives_the_way_through_megatrons_args(kind: str) -> None:
     ours = model.model_dump()
     theirs = again.model_dump()
     differs = {key for key in ours if ours[key] != theirs[key]}
-    assert differs <= {"family", "bias", "init_std"}
+    assert differs <= {"family", "bias", "init_std", "init"}
     assert logical_shapes(again) == logical_shapes(model)
 
 

@@ -114,6 +114,14 @@ class ModelFields(BaseModel):
         "deepseek_v3",
         "gpt_oss",
         "nemotron_h",
+        "seed_oss",
+        "arcee",
+        "olmoe",
+        "minimax_m2",
+        "dots1",
+        "solar_open",
+        "glm4_moe_lite",
+        "youtu",
     ] = Field(
         default="llama", description="Model family, which sets the defaults of the keys below."
     )
@@ -217,12 +225,13 @@ class ModelFields(BaseModel):
             gemma3="geglu",
             gpt_oss="swiglu_clamped",
             nemotron_h="relu2",
+            arcee="relu2",
         ),
         description=(
             f"Feed-forward: with a gate {_named(gated=True)}, without {_named(gated=False)}; relu2 "
             "is the square of relu, geglu and gelu are in the tanh approximation; default: swiglu, "
             "for gpt2 gelu, for gpt_neox gelu_exact, for gemma2 and gemma3 geglu, for gpt_oss "
-            "swiglu_clamped, for nemotron_h relu2."
+            "swiglu_clamped, for nemotron_h and arcee relu2."
         ),
     )
     swiglu_alpha: float = Field(
@@ -304,17 +313,20 @@ class ModelFields(BaseModel):
             olmo2=True,
             olmo3=True,
             gemma3=True,
+            olmoe=True,
+            minimax_m2=True,
+            dots1=True,
         ),
         description=(
             "RMSNorm on query and key, before rotary positions; default: true for qwen3, "
-            "qwen3_next, qwen3_5, olmo2, olmo3 and gemma3."
+            "qwen3_next, qwen3_5, olmo2, olmo3, gemma3, olmoe, minimax_m2 and dots1."
         ),
     )
     qk_norm_over: Literal["head", "all"] = Field(
-        default_factory=by_family("head", olmo2="all", olmo3="all"),
+        default_factory=by_family("head", olmo2="all", olmo3="all", olmoe="all", minimax_m2="all"),
         description=(
             "Features that model.qk_norm takes together: those of one head, or of all heads; "
-            "default: head, for olmo2 and olmo3 all."
+            "default: head, for olmo2, olmo3, olmoe and minimax_m2 all."
         ),
     )
     # The residual stream.
@@ -337,12 +349,15 @@ class ModelFields(BaseModel):
         default=10000.0, gt=1, description="Base of the rotary wavelengths (rope_theta)."
     )
     rotary_fraction: float = Field(
-        default_factory=by_family(1.0, gpt_neox=0.25, glm4_moe=0.5, qwen3_next=0.25, qwen3_5=0.25),
+        default_factory=by_family(
+            1.0, gpt_neox=0.25, glm4_moe=0.5, minimax_m2=0.5, qwen3_next=0.25, qwen3_5=0.25
+        ),
         gt=0,
         le=1,
         description=(
             "Fraction of each head's features, counted from the first, that get rotary positions; "
-            "default: 1.0, for gpt_neox, qwen3_next and qwen3_5 0.25, for glm4_moe 0.5."
+            "default: 1.0, for gpt_neox, qwen3_next and qwen3_5 0.25, for glm4_moe and minimax_m2 "
+            "0.5."
         ),
     )
     rope_scaling: RopeScaling = Field(
@@ -427,11 +442,13 @@ class ModelFields(BaseModel):
         ),
     )
     qkv_bias: bool = Field(
-        default_factory=lambda fields: fields["bias"] or fields["family"] in ("qwen2", "gpt_oss"),
+        default_factory=lambda fields: (
+            fields["bias"] or fields["family"] in ("qwen2", "gpt_oss", "seed_oss")
+        ),
         description=(
             "Biases of the query, key and value projections and of model.attention_gate, with "
-            "model.latent of those down to the latents; default: model.bias, for qwen2 and gpt_oss "
-            "true."
+            "model.latent of those down to the latents; default: model.bias, for qwen2, gpt_oss "
+            "and seed_oss true."
         ),
     )
     output_bias: bool = Field(
@@ -443,28 +460,38 @@ class ModelFields(BaseModel):
     )
     # The output head.
     tied: bool = Field(
-        default_factory=by_family(False, gpt2=True, gemma2=True, gemma3=True),
+        default_factory=by_family(False, gpt2=True, gemma2=True, gemma3=True, youtu=True),
         description=(
             "The output head shares the weight of the embedding; default: true for gpt2, "
-            "gemma2 and gemma3."
+            "gemma2, gemma3 and youtu."
         ),
     )
     # Experts. Losses and corrections keep their loads balanced.
     experts: int = Field(
-        default_factory=by_family(0, mixtral=8, glm4_moe=128, gpt_oss=32),
+        default_factory=by_family(
+            0,
+            mixtral=8,
+            glm4_moe=128,
+            gpt_oss=32,
+            olmoe=64,
+            minimax_m2=256,
+            solar_open=128,
+        ),
         ge=0,
         le=65_536,
         description=(
             "Number of experts per layer (mixture of experts); 0: one feed-forward and no router; "
-            "default: 0, for mixtral 8, for glm4_moe 128, for gpt_oss 32."
+            "default: 0, for mixtral 8, for gpt_oss 32, for olmoe 64, for glm4_moe and solar_open "
+            "128, for minimax_m2 256."
         ),
     )
     experts_per_token: int = Field(
-        default_factory=by_family(2, gpt_oss=4),
+        default_factory=by_family(2, gpt_oss=4, olmoe=8, minimax_m2=8),
         gt=0,
         le=65_536,
         description=(
-            "Number of experts that the router chooses for each token; default: 2, for gpt_oss 4."
+            "Number of experts that the router chooses for each token; default: 2, for gpt_oss 4, "
+            "for olmoe and minimax_m2 8."
         ),
     )
     expert_bias: bool = Field(
@@ -484,13 +511,21 @@ class ModelFields(BaseModel):
     )
     router: RouterSettings = Field(
         default_factory=by_family(
-            PLAIN, glm4_moe=CORRECTED, deepseek_v3=CORRECTED, nemotron_h=CORRECTED
+            PLAIN,
+            glm4_moe=CORRECTED,
+            deepseek_v3=CORRECTED,
+            nemotron_h=CORRECTED,
+            minimax_m2=CORRECTED,
+            dots1=CORRECTED,
+            solar_open=CORRECTED,
+            glm4_moe_lite=CORRECTED,
         ),
         strict=False,
         description=(
             'Choice of experts, such as {score = "sigmoid", scale = 2.5, correction = true}; keys: '
             f"{', '.join(RouterSettings.model_fields)}; default: softmax scores, for glm4_moe, "
-            "deepseek_v3 and nemotron_h sigmoid scores with a correction by loads."
+            "glm4_moe_lite, solar_open, dots1, minimax_m2, deepseek_v3 and nemotron_h sigmoid "
+            "scores with a correction by loads."
         ),
     )
     dense_layers: tuple[int, ...] = Field(

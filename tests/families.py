@@ -120,6 +120,13 @@ OUR_EXPERTS = {
     "dense_ffn": 40,
 }
 OUR_EXPERTS |= {"dense_layers": (0,), "router_aux_loss": 0.0}
+SIGMOID_ROUTER = {
+    "score": "sigmoid",
+    "scale": 1.5,
+    "correction": True,
+    "groups": 3,
+    "groups_per_token": 2,
+}
 DELTA_LAYERS = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -279,15 +286,7 @@ CASES: dict[str, Case] = {
             "rope_base": 5.0,
             **OUR_EXPERTS,
         }
-        | {
-            "router": {
-                "score": "sigmoid",
-                "scale": 1.5,
-                "correction": True,
-                "groups": 3,
-                "groups_per_token": 2,
-            }
-        }
+        | {"router": SIGMOID_ROUTER}
         | {
             "rope_scaling": {
                 "kind": "yarn",
@@ -520,12 +519,77 @@ CASES: dict[str, Case] = {
         }
         | {"router_aux_loss": 0.0, "shared_experts": 40, "norm_topk": False},
     ),
+    "iquestcoder": Case(
+        "iquestcoder",
+        {"head_dim": 10, "attention_bias": True} | _rope("default", 50.0),
+        {"head_dim": 10, "qkv_bias": True, "output_bias": True, "rope_base": 50.0},
+    ),
+    "internlm3": Case(
+        "internlm3",
+        {"head_dim": 10, "attention_bias": True, "mlp_bias": True},
+        {"head_dim": 10, "bias": True},
+    ),
+    "seed_oss": Case(
+        "seed_oss",
+        {"head_dim": 10, "attention_out_bias": True, "mlp_bias": True}
+        | {"attention_dropout": 0.0, "residual_dropout": 0.0},
+        {"head_dim": 10, "output_bias": True, "mlp_bias": True},
+    ),
+    "arcee": Case(
+        "arcee",
+        {"head_dim": 10, "mlp_bias": True, "tie_word_embeddings": True},
+        {"head_dim": 10, "mlp_bias": True, "tied": True},
+    ),
+    "olmoe": Case(
+        "olmoe",
+        {"num_experts": 5, "num_experts_per_tok": 3, "attention_bias": True},
+        {"experts": 5, "experts_per_token": 3, "norm_topk": False, "router_aux_loss": 0.0}
+        | {"qkv_bias": True, "output_bias": True},
+    ),
+    "minimax_m2": Case(
+        "minimax_m2",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8}
+        | _rope("default", 50.0, partial_rotary_factor=0.5),
+        {"experts": 5, "experts_per_token": 2, "head_dim": 8, "router_aux_loss": 0.0}
+        | {"rope_base": 50.0},
+    ),
+    "dots1": Case(
+        "dots1",
+        {**THEIR_EXPERTS, "head_dim": 10, "norm_topk_prob": True}
+        | {"sliding_window": 5, "max_window_layers": 1},
+        {**OUR_EXPERTS, "head_dim": 10, "window": 5, "window_layers": (1,)}
+        | {"router": SIGMOID_ROUTER},
+    ),
+    "solar_open": Case(
+        "solar_open",
+        {key: value for key, value in THEIR_EXPERTS.items() if key != "first_k_dense_replace"}
+        | {"head_dim": 10, "attention_bias": True, "norm_topk_prob": False}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
+        {key: value for key, value in OUR_EXPERTS.items() if "dense" not in key}
+        | {"head_dim": 10, "qkv_bias": True}
+        | {"norm_topk": False, "rope_base": 50.0, "router": SIGMOID_ROUTER},
+    ),
+    "glm4_moe_lite": Case(
+        "glm4_moe_lite",
+        {key: value for key, value in THEIR_EXPERTS.items() if key != "first_k_dense_replace"}
+        | {**LATENT, "mlp_layer_types": ["sparse", "dense"]},
+        {**OUR_EXPERTS, "dense_layers": (1,), "latent": OUR_LATENT, "kv_heads": 4}
+        | {"router": SIGMOID_ROUTER},
+    ),
+    "youtu": Case(
+        "youtu",
+        {**LATENT, "q_lora_rank": None, "attention_bias": True, "tie_word_embeddings": True},
+        {"latent": {**OUR_LATENT, "query_rank": 0}, "kv_heads": 4, "qkv_bias": True}
+        | {"output_bias": True},
+    ),
 }
+# Of a family that is computed as another one is.
+OURS_OF = {"iquestcoder": "llama", "internlm3": "llama"}
 
 
 def config_of(case: Case) -> ModelConfig:
-    if case.kind == "glm4_moe":
-        family = case.kind
+    if case.kind in ("glm4_moe", *OURS_OF):
+        family = OURS_OF.get(case.kind, case.kind)
     else:
         family = case.kind.removesuffix("_text").removesuffix("_moe")
     return ModelConfig(**{"family": family, **OURS, **case.ours})

@@ -71,6 +71,10 @@ _LATENT = {
     "num_experts_per_tok": 2,
     "routed_scaling_factor": 1.5,
 }
+_DENSE_LATENT = {
+    key: value for key, value in _LATENT.items() if "expert" not in key and "moe" not in key
+}
+del _DENSE_LATENT["routed_scaling_factor"]
 _DELTA_NET = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
@@ -316,6 +320,70 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 2,
         "rope_theta": 5e5,
     },
+    "iquestcoder": {"model_type": "iquestcoder", **_LLAMA, "rope_theta": 5e5},
+    "internlm3": {"model_type": "internlm3", **_LLAMA, "tie_word_embeddings": True},
+    "seed_oss": {
+        "model_type": "seed_oss",
+        **_LLAMA,
+        "attention_bias": True,
+        "attention_out_bias": True,
+        "attention_dropout": 0.0,
+        "residual_dropout": 0.0,
+    },
+    "arcee": {"model_type": "arcee", **_LLAMA, "hidden_act": "relu2"},
+    "olmoe": {
+        "model_type": "olmoe",
+        **{key: value for key, value in _LLAMA.items() if key != "head_dim"},
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+    },
+    "minimax_m2": {
+        "model_type": "minimax_m2",
+        **_LLAMA,
+        "head_dim": 8,
+        "rotary_dim": 4,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+    },
+    "dots1": {
+        "model_type": "dots1",
+        **_LLAMA,
+        "moe_intermediate_size": 20,
+        "n_routed_experts": 6,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "n_group": 3,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "sliding_window": 9,
+        "max_window_layers": 2,
+    },
+    "solar_open": {
+        "model_type": "solar_open",
+        **{key: value for key, value in _LLAMA.items() if key != "intermediate_size"},
+        "attention_bias": True,
+        "moe_intermediate_size": 20,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.5,
+    },
+    "glm4_moe_lite": {
+        "model_type": "glm4_moe_lite",
+        **_LATENT,
+        "n_group": 3,
+        "topk_group": 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    },
+    "youtu": {
+        "model_type": "youtu",
+        **_DENSE_LATENT,
+        "tie_word_embeddings": False,
+    },
 }
 # Parallel residual, norms after branches, soft caps, weights of norms that begin at 0.
 WITHOUT_MEGATRON = {
@@ -328,6 +396,9 @@ WITHOUT_MEGATRON = {
     "qwen3_5_text",
     "qwen3_5_moe_text",
     "nemotron_h-experts",
+    "seed_oss",
+    "olmoe",
+    "minimax_m2",
 }
 # What makes them models that Megatron has: one epsilon for all norms, latents and groups of heads
 # that ranks can cut, groups compared by as many experts as it takes, convolutions over 4 tokens.
@@ -336,6 +407,10 @@ FOR_MEGATRON: dict[str, dict[str, Any]] = {
     "deepseek_v2-dense": {"rms_norm_eps": 1e-6, "q_lora_rank": 8, "mlp_bias": False},
     "deepseek_v3": {"rms_norm_eps": 1e-6, "num_experts_per_tok": 4},
     "glm4_moe": {"num_experts_per_tok": 2},
+    "dots1": {"num_experts_per_tok": 4, "sliding_window": None},
+    "solar_open": {"num_experts_per_tok": 2},
+    "glm4_moe_lite": {"rms_norm_eps": 1e-6, "num_experts_per_tok": 4, "q_lora_rank": 8},
+    "youtu": {"rms_norm_eps": 1e-6, "q_lora_rank": 8},
     "nemotron_h": {
         "mamba_num_heads": 8,
         "n_groups": 4,

@@ -21,8 +21,15 @@ GATED_BIASES = (
     "qwen3_next",
     "qwen3_5_text",
     "qwen3_5_moe_text",
+    "iquestcoder",
+    "seed_oss",
+    "arcee",
+    "olmoe",
+    "dots1",
+    "solar_open",
 )
-LATENT = ("deepseek_v2", "deepseek_v3")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
+WITH_MLP_BIASES = ("llama", "iquestcoder", "seed_oss", "arcee")
 WITH_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 # of a head, whatever hidden_size is
 OWN_WIDTH = (
@@ -34,6 +41,11 @@ OWN_WIDTH = (
     "qwen3_next",
     "qwen3_5_text",
     "qwen3_5_moe_text",
+    "iquestcoder",
+    "internlm3",
+    "seed_oss",
+    "minimax_m2",
+    "solar_open",
 )
 # whose class requires hidden_size to be so by heads
 DIVIDED = (
@@ -41,6 +53,9 @@ DIVIDED = (
     "gemma2",
     "gemma3_text",
     "deepseek_v2",
+    "iquestcoder",
+    "internlm3",
+    "arcee",
 )
 
 
@@ -61,8 +76,7 @@ def drawn(seed: int) -> dict[str, Any]:
     config["rms_norm_eps"] = dice.choice((1e-6, 1e-5, 1e-2))
     if kind in GATED_BIASES or kind in LATENT:
         config["attention_bias"] = dice.random() < 0.5
-    if kind == "llama":
-        config["mlp_bias"] = dice.random() < 0.5
+    config |= _further_biases(dice, kind)
     if kind in LATENT:
         config |= _latent(dice, kind)
     config |= _windows(dice, kind, config["num_hidden_layers"])
@@ -75,9 +89,23 @@ def drawn(seed: int) -> dict[str, Any]:
     if kind == "glm4_moe":
         config["use_qk_norm"] = dice.random() < 0.5
         config["partial_rotary_factor"] = dice.choice((0.5, 1.0))
+    if kind == "minimax_m2":
+        config["rotary_dim"] = config["head_dim"] // dice.choice((1, 2))
     if kind in WITH_DELTA_NETS:
         config |= _delta_nets(dice, config["num_hidden_layers"])
     return config | _rope(dice, kind)
+
+
+def _further_biases(dice: Random, kind: str) -> dict[str, Any]:
+    """Return the biases that attention_bias does not decide."""
+    biases: dict[str, Any] = {}
+    if kind in WITH_MLP_BIASES:
+        biases["mlp_bias"] = dice.random() < 0.5
+    if kind == "internlm3":
+        biases |= dict.fromkeys(("qkv_bias", "bias"), dice.random() < 0.5)
+    if kind == "seed_oss":
+        biases["attention_out_bias"] = dice.random() < 0.5
+    return biases
 
 
 def _gpt2(dice: Random) -> dict[str, Any]:
@@ -98,7 +126,7 @@ def _sizes(dice: Random, kind: str) -> dict[str, Any]:
     kv_heads = dice.choice((1, 2, 3))
     heads = kv_heads * dice.choice((1, 2, 3))
     head_dim = dice.choice((4, 8, 12))
-    own_heads = kind == "gpt_neox" or (dice.random() < 0.3 and kind not in LATENT)
+    own_heads = kind in ("gpt_neox", "olmoe") or (dice.random() < 0.3 and kind not in LATENT)
     others = [heads * 5] if kind in DIVIDED else [heads * 5, dice.randint(6, 40)]
     hidden = heads * head_dim if own_heads else dice.choice(others)
     sizes = {
@@ -196,6 +224,8 @@ def _windows(dice: Random, kind: str, layers: int) -> dict[str, Any]:
         return {"sliding_window": window, "layer_types": types}
     if kind in ("mistral", "mixtral"):
         return {"sliding_window": dice.choice((None, window))}
+    if kind == "dots1":
+        return {"sliding_window": window, "max_window_layers": dice.randint(0, layers)}
     if kind in LAYERS_OF_QWEN and dice.random() < 0.5:
         return {"use_sliding_window": True, "sliding_window": window, "layer_types": types}
     if kind == "qwen3_moe" and dice.random() < 0.5:
@@ -206,7 +236,7 @@ def _windows(dice: Random, kind: str, layers: int) -> dict[str, Any]:
 def _experts(dice: Random, kind: str, layers: int) -> dict[str, Any]:
     number = dice.choice((2, 3, 5))
     chosen = dice.choice((1, 2))
-    if kind in ("mixtral", "gpt_oss"):
+    if kind in ("mixtral", "gpt_oss", "minimax_m2"):
         return {"num_local_experts": number, "num_experts_per_tok": chosen}
     if kind in ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"):
         if kind == "qwen3_moe":
@@ -228,7 +258,13 @@ def _experts(dice: Random, kind: str, layers: int) -> dict[str, Any]:
             "decoder_sparse_step": dice.choice((1, 2)),
             "mlp_only_layers": dice.choice(([], [0])),
         }
-    if kind not in ("glm4_moe", *LATENT):
+    if kind == "olmoe":
+        return {
+            "num_experts": number,
+            "num_experts_per_tok": chosen,
+            "norm_topk_prob": dice.random() < 0.5,
+        }
+    if kind not in ("glm4_moe", "dots1", "solar_open", *LATENT) or kind == "youtu":
         return {}
     groups = dice.choice((1, 2, 4))
     compared = kind != "deepseek_v2"
@@ -239,10 +275,15 @@ def _experts(dice: Random, kind: str, layers: int) -> dict[str, Any]:
         "num_experts_per_tok": chosen,
         "n_shared_experts": dice.choice((1, 2)),
         "moe_intermediate_size": dice.choice((7, 16)),
-        "first_k_dense_replace": dice.choice((0, 1, layers)) if kind in LATENT else 0,
+        "first_k_dense_replace": (dice.choice((0, 1, layers)) if kind in (*LATENT, "dots1") else 0),
         "routed_scaling_factor": dice.choice((1.0, 2.5)),
         "norm_topk_prob": compared and dice.random() < 0.5,
     }
+    if kind == "glm4_moe_lite":
+        del experts["first_k_dense_replace"]
+        experts["mlp_layer_types"] = [dice.choice(("dense", "sparse")) for _ in range(layers)]
+    if kind == "solar_open":
+        del experts["first_k_dense_replace"]
     if kind == "deepseek_v2":
         experts["topk_method"] = dice.choice(("greedy", "group_limited_greedy"))
     return experts

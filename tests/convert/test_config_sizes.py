@@ -22,6 +22,7 @@ MAY_BE_ZERO = {
     "max_window_layers",
     "mtp_num_hidden_layers",
     "num_mtp_layers",
+    "num_mtp_modules",
     "num_nextn_predict_layers",
 }
 IDLE_AT_ZERO = {
@@ -32,7 +33,7 @@ IDLE_AT_ZERO = {
     ("qwen3_next", "num_local_experts"),
     *((kind, "sliding_window") for kind in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")),
     *((kind, "intermediate_size") for kind in ("qwen2_moe", "qwen3_moe", "qwen3_next")),
-    *((kind, "intermediate_size") for kind in ("qwen3_5_moe_text", "deepseek_v2")),
+    *((kind, "intermediate_size") for kind in ("qwen3_5_moe_text", "deepseek_v2", "solar_open")),
 }
 
 

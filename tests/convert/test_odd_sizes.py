@@ -120,7 +120,7 @@ def test_yarn_in_fractions_of_pairs_is_written_as_the_family_that_reads_it() -> 
 def test_sizes_that_its_class_refuses_are_named_with_the_config_and_a_way(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = write_folder(tmp_path / "given", "llama", **ODD, attention_bias=True)
+    folder = write_folder(tmp_path / "given", "arcee", **ODD, attention_bias=True)
     assert main(["convert", str(folder), str(tmp_path / "ours")]) == 2
     said = capsys.readouterr().err
     config = f"{folder}/config.json: "

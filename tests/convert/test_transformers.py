@@ -280,6 +280,14 @@ TRAINED = (
         "deepseek_v3",
         "gemma2",
         "gpt_oss",
+        "seed_oss",
+        "arcee",
+        "olmoe",
+        "minimax_m2",
+        "dots1",
+        "solar_open",
+        "glm4_moe_lite",
+        "youtu",
     ),
 )
 

@@ -44,6 +44,12 @@ SAYABLE: dict[str, dict[str, Any]] = {  # what a family needs besides sizes
     },
     "qwen3_next": {**DELTA_NET, "experts": 4, "shared_experts": 24, "shared_gate": True},
     "qwen3_5": DELTA_NET,
+    "olmoe": {"experts": 4, "experts_per_token": 2},
+    "minimax_m2": {"experts": 4, "experts_per_token": 2, "rotary_fraction": 1.0},
+    "dots1": {"experts": 4, "shared_experts": 24},
+    "solar_open": {"experts": 4, "shared_experts": 24},
+    "glm4_moe_lite": {**LATENT, "shared_experts": 24},
+    "youtu": {"latent": LATENT["latent"]},
 }
 OTHERS: dict[str, tuple[Any, ...]] = {
     "experts": (0, 4),
@@ -100,7 +106,8 @@ OTHERS: dict[str, tuple[Any, ...]] = {
             "shared_experts = 70: 72 would do",
         ),
         (
-            {"family": "deepseek_v3", "shared_experts": 24, "dense_layers": (1,), **LATENT},
+            {"family": "deepseek_v2", "shared_experts": 24, "norm_topk": False, **LATENT}
+            | {"dense_layers": (1,)},
             re.escape("dense_layers = (1,): () would do"),
         ),
         (

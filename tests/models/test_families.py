@@ -321,7 +321,9 @@ def counting(model: nn.Module) -> dict[str, Tensor]:
             def count_chosen(_: nn.Module, __: Any, made: Any, count: Tensor = count) -> None:
                 count += torch.bincount(made[2].flatten(), minlength=len(count))
 
-            module.register_forward_hook(count_chosen)
+            # MiniMax-M2 has it beside its router, others in it
+            router = getattr(module, "gate", module)
+            router.register_forward_hook(count_chosen)
     return counts
 
 

@@ -93,6 +93,12 @@ PUBLISHED = {
     "nemotron-nano-12b-v2": 12_310_001_152,
     # 31.6 B, of which a token passes 3.6 B with embedding and head, as its report says
     "nemotron-3-nano-30b-a3b": 31_577_940_288,
+    "seed-oss-36b": 36_151_104_512,
+    "olmoe-1b-7b": 6_919_161_856,
+    "minimax-m2": 228_689_764_864,
+    "dots.llm1": 142_774_381_696,
+    "glm-4.7-flash": 29_943_393_920,  # without the layer for multi-token prediction
+    "solar-open-100b": 102_651_799_552,
 }
 
 

@@ -106,7 +106,7 @@ def test_a_difference_from_the_oracle_does_not_widen_its_own_bound() -> None:
     [
         (["optimizer.name=muon"], "parity.oracle_rule", {"name": "muon"}),
         (["model.mup_base_hidden=24"], "parity.oracle_mup", {"base": 24}),
-        (["model.mlp=relu2"], "convert.hf_not_expressible", {}),
+        (["model.mlp=geglu"], "convert.hf_not_expressible", {}),
         (
             [
                 "data.reset_position_ids=true",

@@ -218,6 +218,26 @@ def test_what_fp8_cannot_do_is_one_line_before_anything_is_written(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mx", "blockwise", "delayed"])
+def test_a_run_that_goes_on_keeps_its_format_and_says_so_where_it_is_unusual(
+    kind: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint of the time when every kind was hybrid; a key still decides."""
+    keys = (f"fp8.kind={kind}", "precision.compute=bf16", "fp8.pad=true", "checkpoint.keep=9")
+    hybrid = train_on(file, *keys, "fp8.format=hybrid", into(tmp_path / "hybrid"))
+    capsys.readouterr()
+    folder = rewind(hybrid, tmp_path / "again", 3)
+    assert train(file, *keys, "parallel.tensor=1", into(folder)) == 0
+    said = capsys.readouterr().out
+    assert losses(folder) == losses(hybrid), "bit for bit"
+    assert "fp8.format:" not in said
+    assert ("the run keeps it" in said) == (kind != "delayed")
+    other = rewind(hybrid, tmp_path / "other", 3)
+    assert train(file, *keys, "fp8.format=auto", "parallel.tensor=1", into(other)) == 0
+    assert (losses(other) == losses(hybrid)) == (kind == "delayed")
+
+
+@pytest.mark.slow
 def test_a_run_says_what_is_in_fp8_and_what_is_not(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

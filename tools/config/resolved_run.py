@@ -1,5 +1,5 @@
 """A run file as a run, whose model may be that of first weights or of the run that it branches
-from.
+from, and whose FP8 format may be that of its checkpoint.
 """
 
 from collections.abc import Sequence
@@ -32,4 +32,7 @@ def resolve_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
     except UserError as error:
         # raised with the other problems of the run file
         return run_file.resolve(error)
-    return run_file.resolve(initial)
+    config = run_file.resolve(initial)
+    if config.fp8.kind != "none" and not config.given("fp8.format"):
+        return part("with_kept_format")(config)
+    return config

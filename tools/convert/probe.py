@@ -214,7 +214,11 @@ def _expert_sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
     is_dense = [layer in model.dense_layers for layer in range(model.layers)]
     small_is_dense = spread(is_dense, min(model.layers, LAYERS))
     dense_layers = [layer for layer, dense in enumerate(small_is_dense) if dense]
-    if has_leading_dense:
+    if "mlp_layer_types" in defaults:
+        sizes["mlp_layer_types"] = ["dense" if dense else "sparse" for dense in small_is_dense]
+        if config.get("first_k_dense_replace") is not None:
+            sizes["first_k_dense_replace"] = len(dense_layers)
+    elif has_leading_dense:
         sizes["first_k_dense_replace"] = len(dense_layers)
     elif model.dense_layers:
         sizes |= {"mlp_only_layers": dense_layers, "decoder_sparse_step": 1}

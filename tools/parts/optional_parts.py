@@ -28,6 +28,8 @@ PARTS = {
     # of a run that goes on, or begins
     "resume_event": "tools.training.resume",
     "resumed_progress": "tools.training.resume",
+    "with_kept_format": "tools.training.kept_format",
+    "kept_format_note": "tools.training.kept_format",
     "expected_first_loss": "tools.training.first_loss",
     "saved_ids": "tools.convert.kept_ids",
     "VocabularyGrowth": "tools.convert.growth",

@@ -225,6 +225,8 @@ def _remarks(config: RunConfig, corpus: Corpus, checkpoint: Store) -> Iterator[_
     for line in arithmetic_changes(checkpoint):
         yield _Remark("changed", f"{line}{NOT_EXACT_MARK}")
     yield from _notes(_unused_origins(config, checkpoint, {_key_of(line) for line in key_lines}))
+    if config.fp8.kind != "none" and (kept := part("kept_format_note")(config)):
+        yield _Remark("note", kept)
     yield from _notes(_position_notes(checkpoint, config, corpus))
     yield from _notes(other_length(checkpoint, config, progress))
     yield from _notes(lr_jump(checkpoint, config, progress))

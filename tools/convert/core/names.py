@@ -346,11 +346,28 @@ HUGGING_FACE: dict[str, list[NameRule]] = {
     "gemma3_text": _llama(_gated(), _AROUND),
     "gpt_oss": _llama(_stacked_experts()),
     "mixtral": _llama(_experts("block_sparse_moe", "w1", "w3", "w2")),
+    "iquestcoder": _llama(_gated()),
+    "internlm3": _llama(_gated()),
+    "seed_oss": _llama(_gated()),
+    "arcee": _llama(_gated()),
+    "olmoe": _llama(_experts("mlp", "gate_proj", "up_proj", "down_proj")),
+    "minimax_m2": _llama(
+        [
+            *_experts("block_sparse_moe", "w1", "w3", "w2"),
+            NameRule("model.layers.N.block_sparse_moe.e_score_correction_bias", (CORRECTION,)),
+        ]
+    ),
+    "dots1": _llama(_shared_experts()),
+    "solar_open": _llama(_shared_experts()),
+    "glm4_moe_lite": _with_modules(_llama(_shared_experts(), projections=_latents(True))),
+    "youtu": _llama(_gated(), projections=_latents(True)),
     "nemotron_h": _nemotron_h(),
 }
 # Of folders whose config.json has rope_interleave = false.
 IN_HALVES: dict[str, list[NameRule]] = {
-    "deepseek_v3": _with_modules(_llama(_shared_experts(), projections=_latents(False)))
+    "deepseek_v3": _with_modules(_llama(_shared_experts(), projections=_latents(False))),
+    "glm4_moe_lite": _with_modules(_llama(_shared_experts(), projections=_latents(False))),
+    "youtu": _llama(_gated(), projections=_latents(False)),
 }
 # What a folder that was saved without the head may leave out before every name; of other families
 # it is "model.".

@@ -17,6 +17,7 @@ from models.equivalence import TRAINING_ONLY_KEYS, with_idle_keys_reset
 from tools.convert.hf.families import FAMILIES, keys_of
 from tools.convert.hf.keys import IDS, ConfigKeys, Fields, Json, wrong_value
 from tools.convert.hf.quantized import require_readable
+from tools.convert.hf.unknown_family import unknown_family
 from tools.saved.model_fields import problems_of_fields, requirement_of
 
 # Fields that say nothing by themselves.
@@ -34,7 +35,7 @@ def from_hugging_face(config: Json) -> ModelConfig:
     value."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise UserError.of("convert.hf_model_type", kind=model_type, readers=", ".join(FAMILIES))
+        raise unknown_family(config)
     keys = keys_of(config)
     try:
         require_readable(keys)

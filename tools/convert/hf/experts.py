@@ -3,6 +3,7 @@
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.convert.hf.keys import ConfigKeys, Entry, Fields, Json, require, same
+from tools.convert.hf.windows import require_count
 
 
 def numbers_of_experts(config: ConfigKeys, key: str) -> Fields:
@@ -40,6 +41,15 @@ LOCAL_EXPERTS = (
 )
 
 
+_KEYS_OF_GLM4 = (
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+    "n_group",
+    "topk_group",
+)
 _KEYS_OF_QWENS_EXPERTS = (
     "num_experts",
     "num_experts_per_tok",
@@ -166,6 +176,80 @@ def _read_glm4_moe(config: ConfigKeys) -> Fields:
         **_feed_forwards(config, list(range(first))),
         "router": corrected_router(config),
     }
+
+
+def _read_solar(config: ConfigKeys) -> Fields:
+    """Return the experts of Solar Open: those of GLM-4.5, in all layers."""
+    # of feed-forwards without experts, which no layer has
+    config.mark_read("intermediate_size")
+    width = config.above_zero("moe_intermediate_size")
+    return {
+        **numbers_of_experts(config, "n_routed_experts"),
+        "ffn": width,
+        "norm_topk": config["norm_topk_prob"],
+        "shared_experts": config.above_zero("n_shared_experts") * width,
+        "router_aux_loss": 0.0,
+        "router": corrected_router(config),
+    }
+
+
+def _write_solar(model: ModelConfig) -> Json:
+    written = dict(_write_after_dense(model))
+    for key in ("intermediate_size", "first_k_dense_replace"):
+        del written[key]
+    return written
+
+
+_MLP_TYPES = {"dense": True, "sparse": False}
+
+
+def _read_glm4_lite(config: ConfigKeys) -> Fields:
+    """Return the experts of GLM-4.7-Flash: those of GLM-4.5, in the layers that mlp_layer_types
+    names, otherwise in all but the first."""
+    layers = config["num_hidden_layers"]
+    types = config["mlp_layer_types"]
+    if types is None:
+        dense = [0]
+    else:
+        require_count(types, layers, "mlp_layer_types")
+        for layer_type in types:
+            require(layer_type, "mlp_layer_types", tuple(_MLP_TYPES))
+        dense = [layer for layer, layer_type in enumerate(types) if _MLP_TYPES[layer_type]]
+    # Its class does not read it, and older readers of its files do.
+    if config.has("first_k_dense_replace"):
+        leading = next((n for n in range(layers) if n not in dense), layers)
+        require(config.stated["first_k_dense_replace"], "first_k_dense_replace", (leading,))
+    config.mark_read("first_k_dense_replace", "aux_loss_alpha")
+    fields = _feed_forwards(config, dense)
+    config.mark_read(*_KEYS_OF_GLM4)
+    if "experts" in fields:
+        return fields
+    shared = config.above_zero("n_shared_experts") * config.above_zero("moe_intermediate_size")
+    return {
+        **numbers_of_experts(config, "n_routed_experts"),
+        "norm_topk": config["norm_topk_prob"],
+        "shared_experts": shared,
+        "router_aux_loss": 0.0,
+        **fields,
+        "router": corrected_router(config),
+    }
+
+
+def _write_glm4_lite(model: ModelConfig) -> Json:
+    is_dense = [not model.experts or n in model.dense_layers for n in range(model.layers)]
+    types = {"mlp_layer_types": ["dense" if dense else "sparse" for dense in is_dense]}
+    if not model.experts:
+        return types
+    written = dict(_write_after_dense(model))
+    del written["first_k_dense_replace"]
+    return {**written, **types}
+
+
+def _write_dots1(model: ModelConfig) -> Json:
+    # Sizes of experts may stay away: no layer has them.
+    if not model.experts:
+        return {"first_k_dense_replace": model.layers}
+    return _write_after_dense(model)
 
 
 def corrected_router(config: ConfigKeys) -> Fields:
@@ -298,6 +382,23 @@ def _write_deepseek_v2(model: ModelConfig) -> Json:
     return _write_deepseek(model, method)
 
 
+# of all layers, as wide as intermediate_size says
+EXPERTS_OF_OLMOE = Entry(
+    lambda config: {
+        **numbers_of_experts(config, "num_experts"),
+        "router_aux_loss": config["router_aux_loss_coef"],
+        "norm_topk": config["norm_topk_prob"],
+    },
+    lambda model: {
+        "num_experts": model.experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "router_aux_loss_coef": model.router_aux_loss,
+        "norm_topk_prob": model.norm_topk,
+    },
+)
+EXPERTS_OF_SOLAR = Entry(_read_solar, _write_solar)
+EXPERTS_OF_GLM4_LITE = Entry(_read_glm4_lite, _write_glm4_lite)
+EXPERTS_OF_DOTS1 = Entry(_read_deepseek_v3, _write_dots1)
 EXPERTS_OF_QWEN3_5 = Entry(_read_qwen3_5, _write_qwen3_5)
 EXPERTS_OF_GLM4 = Entry(_read_glm4_moe, _write_after_dense)
 EXPERTS_OF_DEEPSEEK_V2 = Entry(_read_deepseek_v2, _write_deepseek_v2)

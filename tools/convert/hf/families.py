@@ -14,8 +14,12 @@ from tools.convert.hf.delta_layers import DELTA_LAYERS, OTHER_KEYS_OF_QWEN3_5
 from tools.convert.hf.experts import (
     EXPERTS_OF_DEEPSEEK_V2,
     EXPERTS_OF_DEEPSEEK_V3,
+    EXPERTS_OF_DOTS1,
     EXPERTS_OF_GLM4,
+    EXPERTS_OF_GLM4_LITE,
+    EXPERTS_OF_OLMOE,
     EXPERTS_OF_QWEN3_5,
+    EXPERTS_OF_SOLAR,
     LOCAL_EXPERTS,
     experts_of_qwen,
 )
@@ -40,6 +44,7 @@ from tools.convert.hf.rope import (
     ROPE,
     ROPE_OF_GPT_NEOX,
     ROPE_OF_GPT_OSS,
+    ROPE_OF_MINIMAX,
     ROPE_OF_OLMO2,
     ROPE_OF_QWEN3_5,
     ROPE_OF_SOME_FEATURES,
@@ -51,6 +56,7 @@ from tools.convert.hf.windows import (
     NO_WINDOW,
     WINDOW_OF_ALL_LAYERS,
     WINDOW_OF_QWEN3_MOE,
+    WINDOWS_OF_DOTS1,
     WINDOWS_OF_QWEN,
     WINDOWS_OF_QWEN2_MOE,
     by_layer_type,
@@ -155,8 +161,48 @@ def _write_latent_attention(model: ModelConfig) -> Json:
 
 
 def _read_no_mtp_layers(config: ConfigKeys) -> Fields:
-    config.mark_read("num_mtp_layers")  # `notes` says that DeepSeek-V2 has none
+    config.mark_read("num_mtp_layers")  # `notes` says that there are none
     return {}
+
+
+def _read_kinds_of_minimax(config: ConfigKeys) -> Fields:
+    """Return no fields. Raises UserError for layers of lightning attention, which MiniMax-M1
+    has."""
+    for kind in config["attn_type_list"] or ():
+        require(kind, "attn_type_list", (1,))
+    return {}
+
+
+def _read_biases_of_internlm3(config: ConfigKeys) -> Fields:
+    """Return the biases of InternLM3. Raises UserError unless all layers have some or none, which
+    its class requires."""
+    has_biases = config["attention_bias"]
+    if config["mlp_bias"] != has_biases:
+        raise UserError.of(
+            "convert.hf_some_biases",
+            qkv_key=config.as_stated("attention_bias"),
+            qkv_bias=has_biases,
+            key=config.as_stated("mlp_bias"),
+            value=config["mlp_bias"],
+        )
+    return dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), has_biases)
+
+
+def _read_first_weights_of_youtu(config: ConfigKeys) -> Fields:
+    """Return the standard deviations of first weights, which follow from hidden_size and each
+    other where the file does not say them."""
+    std = config["initializer_range"]
+    if std is None:
+        std = 2.0 / (5.0 * config["hidden_size"]) ** 0.5
+    embedding_std = config["embedding_initializer_range"] or 2.0 * std
+    return {"init_std": std, "init": {"embedding": embedding_std}}
+
+
+def _write_first_weights_of_youtu(model: ModelConfig) -> Json:
+    return {
+        "initializer_range": model.init_std,
+        "embedding_initializer_range": model.init.embedding or model.init_std,
+    }
 
 
 def _softcap(key: str, field: str) -> Entry:
@@ -176,6 +222,15 @@ def _read_repeated_experts_per_token(config: ConfigKeys) -> Fields:
     per_token = config["num_experts_per_tok"]
     require(config["experts_per_token"], "experts_per_token", (per_token, None))
     return {}
+
+
+def _require_heads_of_hidden(config: ConfigKeys) -> Fields:
+    return _require_default_width(config, config["hidden_size"], config["num_attention_heads"])
+
+
+def _heads_fill_hidden(model: ModelConfig) -> bool:
+    """Return True if the heads together are as wide as the features."""
+    return model.hidden == model.heads * model.head_dim
 
 
 def _heads_divide_hidden(model: ModelConfig) -> bool:
@@ -206,7 +261,7 @@ def _gpt_oss_beyond_4(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def _qwen3_5_beyond_4(model: ModelConfig) -> Iterator[str]:
+def _newer_than_4(model: ModelConfig) -> Iterator[str]:
     yield f"make a {model.family} model"
 
 
@@ -380,6 +435,7 @@ _DEEPSEEK_DEFAULTS = _LLAMA_DEFAULTS | {
     "num_mtp_layers": 0,
 }
 
+_NO_CLIPPING: dict[str, tuple[Any, ...]] = {"clip_qkv": (None,)}
 _ROUTED_ALIASES = {
     "num_local_experts": "n_routed_experts",
     "num_nextn_predict_layers": "num_mtp_layers",
@@ -596,7 +652,7 @@ FAMILIES: dict[str, Family] = {
             "num_key_value_heads": 4,
         },
         entries=(*_QWEN3_5, _WIDTH),
-        beyond_transformers_4=_qwen3_5_beyond_4,
+        beyond_transformers_4=_newer_than_4,
     ),
     "qwen3_5_moe_text": Family(
         ours="qwen3_5",
@@ -615,7 +671,7 @@ FAMILIES: dict[str, Family] = {
         requires=_has_experts,
         entries=(*_QWEN3_5, EXPERTS_OF_QWEN3_5),
         aliases={"num_local_experts": "num_experts"},
-        beyond_transformers_4=_qwen3_5_beyond_4,
+        beyond_transformers_4=_newer_than_4,
     ),
     "deepseek_v2": Family(
         ours="deepseek_v2",
@@ -932,5 +988,329 @@ FAMILIES: dict[str, Family] = {
         requires=_has_experts,
         entries=(*_LLAMA, _SILU, ROPE, WINDOW_OF_ALL_LAYERS, *LOCAL_EXPERTS),
         aliases={"num_experts": "num_local_experts"},
+    ),
+    "iquestcoder": Family(
+        ours="llama",
+        architecture="LlamaForCausalLM",
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "vocab_size": 76800,
+            "hidden_size": 5120,
+            "intermediate_size": 27648,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+        },
+        entries=(*_LLAMA, _SILU, ROPE, _ATTENTION_BIAS, same("mlp_bias", "mlp_bias"), NO_WINDOW),
+        allowed=_NO_CLIPPING,
+        requires=_heads_divide_hidden,
+    ),
+    "internlm3": Family(
+        ours="llama",
+        architecture="LlamaForCausalLM",
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "vocab_size": 128512,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-5,
+            "pad_token_id": 2,
+        },
+        entries=(
+            *_LLAMA,
+            _SILU,
+            ROPE,
+            Entry(
+                _read_biases_of_internlm3,
+                lambda model: {"attention_bias": model.qkv_bias, "mlp_bias": model.mlp_bias},
+            ),
+            NO_WINDOW,
+        ),
+        aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+        requires=_heads_divide_hidden,
+    ),
+    "seed_oss": Family(
+        ours="seed_oss",
+        architecture="SeedOssForCausalLM",
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "vocab_size": 155136,
+            "intermediate_size": 27648,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 80,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 524288,
+            "attention_bias": True,
+            "attention_out_bias": False,
+            "attention_dropout": 0.1,
+            "residual_dropout": 0.1,
+            "bos_token_id": 0,
+            "pad_token_id": 1,
+        },
+        entries=(
+            *_LLAMA,
+            _SILU,
+            ROPE,
+            same("attention_bias", "qkv_bias"),
+            same("attention_out_bias", "output_bias"),
+            same("mlp_bias", "mlp_bias"),
+            same("residual_dropout", "dropout"),
+            always(embedding_dropout=0.0),
+            NO_WINDOW,
+        ),
+    ),
+    "arcee": Family(
+        ours="arcee",
+        architecture="ArceeForCausalLM",
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "hidden_size": 2560,
+            "intermediate_size": 18432,
+            "hidden_act": "relu2",
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+        },
+        entries=(
+            *_LLAMA,
+            only("hidden_act", "relu2"),
+            always(mlp="relu2"),
+            ROPE,
+            _ATTENTION_BIAS,
+            same("mlp_bias", "mlp_bias"),
+            NO_WINDOW,
+        ),
+        requires=_heads_divide_hidden,
+    ),
+    "olmoe": Family(
+        ours="olmoe",
+        architecture="OlmoeForCausalLM",
+        defaults=_OLMO2_DEFAULTS
+        | _EXPERTS_DEFAULTS
+        | {
+            "hidden_size": 2048,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "max_position_embeddings": 4096,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "router_aux_loss_coef": 0.01,
+        },
+        entries=(
+            *_LLAMA,
+            # Its norms of queries and keys are as wide as if heads filled the features.
+            Entry(_require_heads_of_hidden),
+            _SILU,
+            ROPE,
+            _ATTENTION_BIAS,
+            EXPERTS_OF_OLMOE,
+            NO_WINDOW,
+        ),
+        aliases={"num_local_experts": "num_experts"},
+        allowed=_NO_CLIPPING,
+        requires=lambda model: _has_experts(model) and _heads_fill_hidden(model),
+    ),
+    "minimax_m2": Family(
+        ours="minimax_m2",
+        architecture="MiniMaxM2ForCausalLM",
+        defaults=_DEFAULTS
+        | _EXPERTS_DEFAULTS
+        | {
+            "vocab_size": 200064,
+            "hidden_size": 3072,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 62,
+            "num_attention_heads": 48,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 196608,
+            "rope_theta": 5_000_000.0,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+            "router_jitter_noise": 0.0,
+            "bos_token_id": 200034,
+            "eos_token_id": 200020,
+            # no keys of its class, but of published files
+            "rotary_dim": None,
+            "num_mtp_layers": 0,
+            "attn_type_list": None,
+        },
+        entries=(
+            *_LLAMA,
+            _SILU,
+            ROPE_OF_MINIMAX,
+            *LOCAL_EXPERTS,
+            always(router={"score": "sigmoid", "correction": True}),
+            Entry(_read_no_mtp_layers),
+            Entry(_read_kinds_of_minimax),
+            NO_WINDOW,
+        ),
+        aliases={"num_experts": "num_local_experts", "num_mtp_modules": "num_mtp_layers"},
+        # what published files say of code that they bring with them
+        allowed={
+            "scoring_func": ("sigmoid", None),
+            "use_routing_bias": (True, None),
+            "use_qk_norm": (True, None),
+            "qk_norm_type": ("per_layer", None),
+            "shared_intermediate_size": (0, None),
+            "use_mtp": (True, False, None),
+            "mtp_transformer_layers": (1, 0, None),
+        },
+        requires=_has_experts,
+        beyond_transformers_4=_newer_than_4,
+    ),
+    "dots1": Family(
+        ours="dots1",
+        architecture="Dots1ForCausalLM",
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "vocab_size": 152064,
+            "hidden_size": 4608,
+            "intermediate_size": 10944,
+            "moe_intermediate_size": 1408,
+            "num_hidden_layers": 62,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 2048,
+            "n_shared_experts": None,
+            "n_routed_experts": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": None,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "aux_loss_alpha": 0.0,  # no key of its class, which has no such loss
+            "sliding_window": 4096,
+            "max_window_layers": 62,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+        entries=(*_LLAMA, _SILU, ROPE, _ATTENTION_BIAS, WINDOWS_OF_DOTS1, EXPERTS_OF_DOTS1),
+        aliases={"num_local_experts": "n_routed_experts"},
+        allowed={
+            "scoring_func": ("sigmoid", "noaux_tc", None),
+            "topk_method": ("noaux_tc", None),
+            "moe_layer_freq": (1, None),
+            "use_qk_norm": (True, None),
+        },
+    ),
+    "solar_open": Family(
+        ours="solar_open",
+        architecture="SolarOpenForCausalLM",
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "vocab_size": 196608,
+            "hidden_size": 4096,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "moe_intermediate_size": 1280,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "n_routed_experts": 128,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+        entries=(
+            *_OF_SOME_WIDTH,
+            _SILU,
+            ROPE,
+            same("attention_bias", "qkv_bias"),
+            always(output_bias=False),
+            EXPERTS_OF_SOLAR,
+            NO_WINDOW,
+        ),
+        aliases={"num_local_experts": "n_routed_experts"},
+        allowed={"first_k_dense_replace": (0, None)},
+        requires=_has_experts,
+        beyond_transformers_4=_newer_than_4,
+    ),
+    "glm4_moe_lite": Family(
+        ours="glm4_moe_lite",
+        architecture="Glm4MoeLiteForCausalLM",
+        defaults=_DEEPSEEK_DEFAULTS
+        | {
+            "vocab_size": 154880,
+            "hidden_size": 2048,
+            "intermediate_size": 10240,
+            "moe_intermediate_size": 1536,
+            "num_hidden_layers": 47,
+            "num_attention_heads": 20,
+            "num_key_value_heads": 20,
+            "max_position_embeddings": 202752,
+            "rms_norm_eps": 1e-5,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "rope_interleave": True,
+            "n_routed_experts": 64,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 4,
+            "routed_scaling_factor": 1.8,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "mlp_layer_types": None,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+        },
+        entries=(
+            *_DEEPSEEK,
+            only("rope_interleave", True, False),
+            _MTP_LAYERS,
+            EXPERTS_OF_GLM4_LITE,
+            NO_WINDOW,
+        ),
+        aliases=_ROUTED_ALIASES,
+        allowed={
+            "scoring_func": ("sigmoid", None),
+            "topk_method": ("noaux_tc", None),
+            "moe_layer_freq": (1, None),
+        },
+        beyond_transformers_4=_newer_than_4,
+    ),
+    "youtu": Family(
+        ours="youtu",
+        architecture="YoutuForCausalLM",
+        defaults=_DEEPSEEK_DEFAULTS
+        | {
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 131072,
+            "initializer_range": None,
+            "embedding_initializer_range": None,
+            "rope_interleave": True,
+            "tie_word_embeddings": True,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+        },
+        entries=(
+            *_DEEPSEEK,
+            only("rope_interleave", True, False),
+            Entry(_read_first_weights_of_youtu, _write_first_weights_of_youtu),
+            NO_WINDOW,
+        ),
+        beyond_transformers_4=_newer_than_4,
     ),
 }

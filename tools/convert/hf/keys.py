@@ -39,6 +39,13 @@ _KIND_OF_KEY: dict[str, type] = {
     "initial_context_length": int,
     "experts_per_token": int,
     "moe_latent_size": int,
+    "rotary_dim": int,
+    "n_routed_experts": int,
+    "n_shared_experts": int,
+    "embedding_initializer_range": float,
+    "initializer_range": float,
+    "mlp_layer_types": list,
+    "attn_type_list": list,
     "rope_theta": float,
     "partial_rotary_factor": float,
     "query_pre_attn_scalar": float,
@@ -317,6 +324,11 @@ class ConfigKeys:
     def mark_read(self, *keys: str) -> None:
         """Record that keys were read, or need not be."""
         self._read.update(keys)
+
+    @property
+    def read_so_far(self) -> frozenset[str]:
+        """Return the keys that were read, or need not be."""
+        return frozenset(self._read)
 
     def has(self, key: str) -> bool:
         """Return True if the file itself has the key, and not null."""

@@ -52,6 +52,20 @@ def _read_some_features(config: ConfigKeys) -> Fields:
     return _fields_of_part(_parameters(config), config)
 
 
+def _read_minimax(config: ConfigKeys) -> Fields:
+    """Return the fields of MiniMax-M2, whose published files say how many features of a head turn,
+    not which part of them."""
+    turning = config["rotary_dim"]
+    stated_fraction = config["partial_rotary_factor"]
+    parameters = _parameters(config)
+    fraction = 1.0 if stated_fraction is None else stated_fraction
+    is_unsaid = stated_fraction is None and "partial_rotary_factor" not in parameters
+    if turning is not None and is_unsaid:
+        usual_width = config["hidden_size"] // config["num_attention_heads"]
+        fraction = turning / (config["head_dim"] or usual_width)
+    return _fields(parameters, config, config["rope_theta"], fraction)
+
+
 def _fields_of_part(parameters: dict[str, Any], config: ConfigKeys) -> Fields:
     """Return the fields of rope parameters where partial_rotary_factor may have any value."""
     fraction = config["partial_rotary_factor"]
@@ -152,6 +166,14 @@ ROPE = Entry(_read_all_features, _write)
 ROPE_OF_SOME_FEATURES = Entry(
     _read_some_features,
     lambda model: {**_write(model), "partial_rotary_factor": model.rotary_fraction},
+)
+ROPE_OF_MINIMAX = Entry(
+    _read_minimax,
+    lambda model: {
+        **_write(model),
+        "rotary_dim": int(model.head_dim * model.rotary_fraction),
+        "partial_rotary_factor": model.rotary_fraction,
+    },
 )
 ROPE_OF_QWEN3_5 = Entry(_read_qwen3_5, _write_qwen3_5)
 ROPE_OF_GPT_NEOX = Entry(_read_gpt_neox, _write_gpt_neox)

@@ -44,14 +44,20 @@ class ExpertNames(NamedTuple):
 
 
 _USUAL = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
+_OF_MIXTRAL = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 # By model_type, if they are not the usual ones.
 _NAMES = {
-    "mixtral": ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
+    "mixtral": _OF_MIXTRAL,
+    "minimax_m2": _OF_MIXTRAL,
     "nemotron_h": _USUAL._replace(module="mixer"),
 }
 # By model_type: parts of other names -> those of published files.
 _RENAMED = {
     "mixtral": {".mlp.gate.": ".block_sparse_moe.gate."},
+    "minimax_m2": {
+        ".mlp.gate.": ".block_sparse_moe.gate.",
+        ".mlp.e_score_correction_bias": ".block_sparse_moe.e_score_correction_bias",
+    },
     "gpt_neox": {"lm_head.": "embed_out."},
 }
 

@@ -66,6 +66,36 @@ def _read_qwen(config: ConfigKeys) -> Fields:
     return _required_fields(_layers_with_window(types, layers), window)
 
 
+def _read_dots1(config: ConfigKeys) -> Fields:
+    """Return the window of dots.llm1, whose class takes it for layers from a certain one on if
+    sliding_window is not null."""
+    window = _window(config)
+    layers = config["num_hidden_layers"]
+    first = config["max_window_layers"]
+    types = config["layer_types"]
+    if types is None:
+        fields = window_fields([number >= first for number in range(layers)], window)
+    else:
+        fields = _required_fields(_layers_with_window(types, layers), window)
+    # transformers does not read it in this family
+    if config.has("use_sliding_window"):
+        uses_window = fields["window"] > 0
+        require(config.stated["use_sliding_window"], "use_sliding_window", (uses_window,))
+        config.mark_read("use_sliding_window")
+    return fields
+
+
+def _write_dots1(model: ModelConfig) -> Json:
+    if not model.window:
+        return {"sliding_window": None, "max_window_layers": model.layers}
+    first = min(model.window_layers, default=0)
+    return {
+        "sliding_window": model.window,
+        "max_window_layers": first,
+        "layer_types": _layer_types(model),
+    }
+
+
 def _read_qwen2_moe(config: ConfigKeys) -> Fields:
     # versions of transformers differ in what that means
     if config["use_sliding_window"] and config["layer_types"] is None:
@@ -108,6 +138,7 @@ WINDOW_OF_ALL_LAYERS = Entry(_read_of_all, lambda model: {"sliding_window": mode
 NO_WINDOW = Entry(
     lambda config: require_layers_alike(config, window=0, layers=config["num_hidden_layers"])
 )
+WINDOWS_OF_DOTS1 = Entry(_read_dots1, _write_dots1)
 WINDOWS_OF_QWEN = Entry(_read_qwen, _write_qwen)
 WINDOWS_OF_QWEN2_MOE = Entry(_read_qwen2_moe, _write_qwen2_moe)
 WINDOW_OF_QWEN3_MOE = Entry(

@@ -27,11 +27,12 @@ CUDA_READY := .venv-cuda/ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test golden gpu gpu-pack offline-gpu campaign oracles lint format clean
+.PHONY: help demo test docs golden gpu gpu-pack offline-gpu campaign oracles lint format clean
 
 help:
 	@echo "make demo    pretrain a small model on 4 local ranks      (DEMO_ARGS=\"train.steps=20\" changes the run)"
 	@echo "make test    run the tests in WORKERS=2 processes         (TEST_ARGS=\"-k lr\" goes to pytest)"
+	@echo "make docs    build the documentation site in build/site; a link that leads nowhere is an error"
 	@echo "make golden  follow a published learning curve to four digits, and write docs/reproduced.md  (TEXT=input.txt: its text)"
 	@echo "make gpu     run all that needs a GPU, and write docs/gpu.md  (GPU_PYTHON=python3: with the packages that are there)"
 	@echo "make gpu-pack  pack what a machine with torch and a GPU lacks and cannot download, and say what to run there  (PACK_ARGS=\"--python 3.12\")"
@@ -47,6 +48,9 @@ demo: $(INSTALLED)
 
 test: $(READY)
 	$(PYTEST) $(TEST_ARGS)
+
+docs: $(READY)
+	$(BIN)/python -m website
 
 golden: $(READY)
 	$(BIN)/python -m tests.golden --text "$(TEXT)" --page docs/reproduced.md --plot docs/reproduced.png

@@ -29,6 +29,8 @@ WRITERS = ["datasets>=4,<6", "webdataset>=1,<2"]
 MLFLOW = ["mlflow-skinny>=3.17,<4"]
 TRACKIO = ["trackio>=0.43,<0.44"]
 REMOTE = ["universal_pathlib>=0.3,<0.4", "fsspec>=2024.6.1,<2027", "aiohttp>=3.12,<4"]
+# The documentation site: python -m website.
+DOCS = ["sphinx>=9,<10", "furo>=2025.12.19,<2026", "myst-parser>=5,<6"]
 YAML = ["pyyaml>=6.0.1,<7"]
 README = Path(__file__).with_name("README.md")
 
@@ -62,6 +64,7 @@ setup(
     ],
     extras_require={
         "data": DATA,
+        "docs": DOCS,
         "hf": HF,
         "lm-eval": LM_EVAL,
         "mlflow": MLFLOW,
@@ -73,7 +76,7 @@ setup(
         "wandb": WANDB,
         "yaml": YAML,
         "test": [
-            *(*CHECKS, *DATA, *HF, *PLOTS, *REMOTE, *WRITERS, *YAML),
+            *(*CHECKS, *DATA, *DOCS, *HF, *PLOTS, *REMOTE, *WRITERS, *YAML),
             *(*MLFLOW, *TENSORBOARD, *TRACKIO, *WANDB),
         ],
     },

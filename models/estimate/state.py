@@ -146,7 +146,7 @@ class _UnallocatedMemory:
         """Yield the tiles as they are."""
         yield from tiles
 
-    def wait(self, owner: object) -> None:
+    def wait(self) -> None:
         """Do nothing."""
 
 

@@ -467,17 +467,23 @@ def used(
 
 
 def use_both(mesh: DeviceMesh, file: Path, overrides: list[str], folder: Path) -> None:
-    """On the CPU; on the device; on the device from the middle of the CPU's way on."""
+    """On the CPU; on the device; on the device from the middle of the CPU's way on, and so with
+    state in host memory."""
     pretend.install()
     emulate()
     with sdpa_kernel(SDPBackend.MATH):
         expected = used(mesh, file, overrides, folder / "cpu", 0)
         mesh = pretend.join(mesh)
-        for name, first in (("device", 0), ("middle", 2)):
+        in_host_memory = ["optimizer.offload=host"]
+        for name, first, more in (
+            ("device", 0, []),
+            ("middle", 2, []),
+            ("host", 2, in_host_memory),
+        ):
             if first and Axis.world(mesh).rank == 0:
                 shutil.copytree(checkpoint(folder / "cpu", first), checkpoint(folder / name, first))
             Axis.world(mesh).barrier()
-            found, *states = used(mesh, file, overrides, folder / name, first)
+            found, *states = used(mesh, file, [*overrides, *more], folder / name, first)
             assert found == expected[0]
             for state, there in zip(states, expected[1:], strict=True):
                 assert state["scaler"] == there["scaler"] and state["steps"] == there["steps"] == 4
@@ -502,7 +508,7 @@ def test_a_run_its_checkpoints_and_what_looks_into_them_are_the_same(
     """Checkpoints go from one device to the other in the middle of a run."""
     overrides = [*OVERRIDES, f"parallel.data={dp}", *more]
     run_ranks(use_both, {"dp": dp}, file=write_run(tmp_path), overrides=overrides, folder=tmp_path)
-    cpu, *others = (tmp_path / name for name in ("cpu", "device", "middle"))
+    cpu, *others = (tmp_path / name for name in ("cpu", "device", "middle", "host"))
     for folder in others:
         ours = tensors(checkpoint(folder, 4))
         expected = tensors(checkpoint(cpu, 4))

@@ -424,7 +424,7 @@ class Buffer:
     def wait_for_state(self) -> None:
         """Wait until masters, moments and average may be read and written where they lie."""
         if self.memory is not None:
-            self.memory.wait(self)
+            self.memory.wait()
 
     def _tile(self, start: int, stop: int) -> Tile:
         """Return elements [start, stop) of this rank's slice."""

@@ -360,8 +360,8 @@ class Optimizer(Table):
     )
     offload: Literal["none", "host"] = Field(
         default="none",
-        description='"host": masters, moments and the average lie in host memory, and travel to '
-        "the GPU and back for each update, with the same bits; none: they lie on the GPU.",
+        description='Memory of masters, moments and the average. "host": the host\'s, from which '
+        "they travel to the GPU and back for each update, with the same bits; none: the GPU's.",
     )
 
 

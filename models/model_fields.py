@@ -122,6 +122,7 @@ class ModelFields(BaseModel):
         "solar_open",
         "glm4_moe_lite",
         "youtu",
+        "smollm3",
     ] = Field(
         default="llama", description="Model family, which sets the defaults of the keys below."
     )
@@ -376,6 +377,14 @@ class ModelFields(BaseModel):
             "scaling; 0: these layers have the rotary positions of all others."
         ),
     )
+    nope_layers: tuple[int, ...] = Field(
+        default=(),
+        strict=False,
+        description=(
+            "Numbers of the layers, from 0, whose attention has no rotary positions (NoPE), as in "
+            "SmolLM3; empty: none."
+        ),
+    )
     # Scores and logits.
     attention_scalar: float = Field(
         default_factory=default_attention_scalar,
@@ -460,10 +469,12 @@ class ModelFields(BaseModel):
     )
     # The output head.
     tied: bool = Field(
-        default_factory=by_family(False, gpt2=True, gemma2=True, gemma3=True, youtu=True),
+        default_factory=by_family(
+            False, gpt2=True, gemma2=True, gemma3=True, youtu=True, smollm3=True
+        ),
         description=(
             "The output head shares the weight of the embedding; default: true for gpt2, "
-            "gemma2, gemma3 and youtu."
+            "gemma2, gemma3, youtu and smollm3."
         ),
     )
     # Experts. Losses and corrections keep their loads balanced.

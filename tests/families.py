@@ -535,6 +535,14 @@ CASES: dict[str, Case] = {
         | {"attention_dropout": 0.0, "residual_dropout": 0.0},
         {"head_dim": 10, "output_bias": True, "mlp_bias": True},
     ),
+    "smollm3": Case(
+        "smollm3",
+        {"head_dim": 10, "no_rope_layers": [0, 1], "use_sliding_window": True}
+        | {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
+        | {"tie_word_embeddings": True, **_rope("default", 50.0)},
+        {"head_dim": 10, "nope_layers": (0,), "window": 5, "window_layers": (1,)}
+        | {"rope_base": 50.0},
+    ),
     "arcee": Case(
         "arcee",
         {"head_dim": 10, "mlp_bias": True, "tie_word_embeddings": True},

@@ -295,7 +295,7 @@ class Stage(nn.Module):
         def with_arguments(run: Callable[..., Tensor], layer: str) -> Callable[..., Tensor]:
             return partial(
                 run,
-                rotary=rotary.get(self._uses_window_rotary(layer)),
+                rotary=self._rotary_of(layer, rotary),
                 microbatch=microbatch,
                 attn_mask=self._mask_of(layer, masks, packing),
             )
@@ -345,6 +345,12 @@ class Stage(nn.Module):
             loss_parts.append(mtp_batch.part_of_loss(number, token_losses))
         # The report sums the losses over all ranks, and other tp ranks have the same ones.
         return mtp_batch.attach(hidden, loss_parts, record=self.context.tp.rank == 0)
+
+    def _rotary_of(self, layer: str, tables: Mapping[bool, RotaryTables]) -> RotaryTables | None:
+        """Return the tables by which the heads of a layer rotate; None if they do not."""
+        if int(layer) in self.config.nope_layers:
+            return None
+        return tables.get(self._uses_window_rotary(layer))
 
     def _uses_window_rotary(self, layer: str) -> bool:
         """Return True if the layer has the rotary positions of layers with the sliding window."""

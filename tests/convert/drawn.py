@@ -27,9 +27,10 @@ GATED_BIASES = (
     "olmoe",
     "dots1",
     "solar_open",
+    "smollm3",
 )
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
-WITH_MLP_BIASES = ("llama", "iquestcoder", "seed_oss", "arcee")
+WITH_MLP_BIASES = ("llama", "iquestcoder", "seed_oss", "arcee", "smollm3")
 WITH_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 # of a head, whatever hidden_size is
 OWN_WIDTH = (
@@ -224,6 +225,14 @@ def _windows(dice: Random, kind: str, layers: int) -> dict[str, Any]:
         return {"sliding_window": window, "layer_types": types}
     if kind in ("mistral", "mixtral"):
         return {"sliding_window": dice.choice((None, window))}
+    if kind == "smollm3":
+        turns = [dice.choice((0, 1)) for _ in range(layers - 1)]
+        return {
+            "no_rope_layers": [*turns, 1],
+            "use_sliding_window": True,
+            "sliding_window": window,
+            **dice.choice(({}, {"layer_types": types})),
+        }
     if kind == "dots1":
         return {"sliding_window": window, "max_window_layers": dice.randint(0, layers)}
     if kind in LAYERS_OF_QWEN and dice.random() < 0.5:

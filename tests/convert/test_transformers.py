@@ -281,6 +281,7 @@ TRAINED = (
         "gemma2",
         "gpt_oss",
         "seed_oss",
+        "smollm3",
         "arcee",
         "olmoe",
         "minimax_m2",

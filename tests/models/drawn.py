@@ -28,6 +28,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {  # of a key that is given
     "rope_base": (50.0, 7.0),
     "rotary_fraction": (1.0, 0.5),
     "window_rope_base": (0.0, 5.0),
+    "nope_layers": ((), (0,), (1, 2)),
     "attention_scalar": (7.0, 4.0),
     "attention_sinks": (True, False),
     "attention_gate": (True, False),

@@ -147,9 +147,15 @@ def config_of(model: ModelConfig, dtype: str) -> dict[str, Any]:
 def _config_of_type(model_type: str, model: ModelConfig) -> dict[str, Any]:
     """Return what a config.json of a model_type can say of a model, whether that is all or not."""
     family = FAMILIES[model_type]
-    config = {"architectures": [family.architecture], "model_type": model_type}
+    config: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": model_type,
+    }
     for entry in family.entries:
         config |= entry.write(model)
+    # its class would take its default, which this vocabulary may not have
+    if (family.defaults["pad_token_id"] or 0) >= model.vocab:
+        config["pad_token_id"] = None
     return config
 
 

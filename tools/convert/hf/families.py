@@ -41,6 +41,7 @@ from tools.convert.hf.keys import (
     same,
 )
 from tools.convert.hf.rope import (
+    NOPE_LAYERS,
     ROPE,
     ROPE_OF_GPT_NEOX,
     ROPE_OF_GPT_OSS,
@@ -59,6 +60,7 @@ from tools.convert.hf.windows import (
     WINDOWS_OF_DOTS1,
     WINDOWS_OF_QWEN,
     WINDOWS_OF_QWEN2_MOE,
+    WINDOWS_OF_SMOLLM3,
     by_layer_type,
     require_layers_alike,
 )
@@ -1064,6 +1066,37 @@ FAMILIES: dict[str, Family] = {
             same("residual_dropout", "dropout"),
             always(embedding_dropout=0.0),
             NO_WINDOW,
+        ),
+    ),
+    "smollm3": Family(
+        ours="smollm3",
+        architecture="SmolLM3ForCausalLM",
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+            "rope_theta": 2_000_000.0,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+            "pad_token_id": 128004,
+        },
+        entries=(
+            *_LLAMA,
+            _SILU,
+            ROPE,
+            NOPE_LAYERS,
+            _ATTENTION_BIAS,
+            same("mlp_bias", "mlp_bias"),
+            WINDOWS_OF_SMOLLM3,
         ),
     ),
     "arcee": Family(

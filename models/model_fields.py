@@ -123,6 +123,7 @@ class ModelFields(BaseModel):
         "glm4_moe_lite",
         "youtu",
         "smollm3",
+        "granite",
     ] = Field(
         default="llama", description="Model family, which sets the defaults of the keys below."
     )
@@ -338,6 +339,14 @@ class ModelFields(BaseModel):
             "gpt_neox."
         ),
     )
+    branch_scale: float = Field(
+        default=1.0,
+        gt=0,
+        description=(
+            "Factor of the output of each branch, attention and feed-forward, before it is added "
+            "to the residual stream (Granite's residual_multiplier)."
+        ),
+    )
     # Positions.
     positions: Literal["rope", "learned", "none"] = Field(
         default_factory=by_family("rope", gpt2="learned", nemotron_h="none"),
@@ -424,6 +433,12 @@ class ModelFields(BaseModel):
         description=(
             "Soft cap of the logits, cap * tanh(logit / cap); 0: none; default: 0, for gemma2 30."
         ),
+    )
+    logit_divisor: float = Field(
+        default=1.0,
+        gt=0,
+        description="The logits are divided by this number, before their soft cap (Granite's "
+        "logits_scaling).",
     )
     # Attention within a window.
     window: int = Field(

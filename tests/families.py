@@ -543,6 +543,13 @@ CASES: dict[str, Case] = {
         {"head_dim": 10, "nope_layers": (0,), "window": 5, "window_layers": (1,)}
         | {"rope_base": 50.0},
     ),
+    "granite": Case(
+        "granite",
+        {"head_dim": 10, "embedding_multiplier": 3.0, "attention_multiplier": 0.5}
+        | {"residual_multiplier": 0.22, "logits_scaling": 1.7, "tie_word_embeddings": True},
+        {"head_dim": 10, "embedding_scale": 3.0, "attention_scalar": 4.0, "tied": True}
+        | {"branch_scale": 0.22, "logit_divisor": 1.7},
+    ),
     "arcee": Case(
         "arcee",
         {"head_dim": 10, "mlp_bias": True, "tie_word_embeddings": True},

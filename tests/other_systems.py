@@ -337,6 +337,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "use_sliding_window": True,
         "sliding_window": 9,
     },
+    "granite": {
+        "model_type": "granite",
+        **_LLAMA,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.37,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 1.7,
+    },
     "arcee": {"model_type": "arcee", **_LLAMA, "hidden_act": "relu2"},
     "olmoe": {
         "model_type": "olmoe",
@@ -407,6 +415,7 @@ WITHOUT_MEGATRON = {
     "olmoe",
     "minimax_m2",
     "smollm3",
+    "granite",
 }
 # What makes them models that Megatron has: one epsilon for all norms, latents and groups of heads
 # that ranks can cut, groups compared by as many experts as it takes, convolutions over 4 tokens.

@@ -439,6 +439,9 @@ class Stage(nn.Module):
     def _uncapped_logits(self, x: Tensor) -> Tensor:
         """Return the products of the head with hidden states after the final norm."""
         context = self.context
+        # of fewer numbers than the logits, whose quotients are the same
+        if self.config.logit_divisor != 1:
+            x = x / self.config.logit_divisor
         layout = InputLayout.SEQUENCE if context.cut_sequence else InputLayout.COPIED
         name = layout_of(self.head).parts[0].name
         grad_scale = self.config.head_grad_scale * self.config.mup.head_gradient

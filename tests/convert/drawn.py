@@ -28,9 +28,10 @@ GATED_BIASES = (
     "dots1",
     "solar_open",
     "smollm3",
+    "granite",
 )
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
-WITH_MLP_BIASES = ("llama", "iquestcoder", "seed_oss", "arcee", "smollm3")
+WITH_MLP_BIASES = ("llama", "iquestcoder", "seed_oss", "arcee", "smollm3", "granite")
 WITH_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 # of a head, whatever hidden_size is
 OWN_WIDTH = (
@@ -82,8 +83,7 @@ def drawn(seed: int) -> dict[str, Any]:
         config |= _latent(dice, kind)
     config |= _windows(dice, kind, config["num_hidden_layers"])
     config |= _experts(dice, kind, config["num_hidden_layers"])
-    if kind.startswith("gemma"):
-        config["query_pre_attn_scalar"] = dice.randint(3, 20)
+    config |= _factors(dice, kind)
     if kind == "gemma2":
         config["attn_logit_softcapping"] = dice.choice((None, 3.0))
         config["final_logit_softcapping"] = dice.choice((None, 2.0))
@@ -107,6 +107,17 @@ def _further_biases(dice: Random, kind: str) -> dict[str, Any]:
     if kind == "seed_oss":
         biases["attention_out_bias"] = dice.random() < 0.5
     return biases
+
+
+def _factors(dice: Random, kind: str) -> dict[str, Any]:
+    """Return factors of scores, and Granite's others."""
+    if kind.startswith("gemma"):
+        return {"query_pre_attn_scalar": dice.randint(3, 20)}
+    if kind != "granite":
+        return {}
+    parts = ("embedding", "attention", "residual")
+    factors = {f"{part}_multiplier": dice.choice((0.3, 1, 2.5)) for part in parts}
+    return {**factors, "logits_scaling": dice.choice((1.0, 3))}
 
 
 def _gpt2(dice: Random) -> dict[str, Any]:

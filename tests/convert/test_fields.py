@@ -144,6 +144,7 @@ OTHERS: dict[str, list[Any]] = {
     "attention_multiplier": [0.3],
     "residual_multiplier": [0.3],
     "embedding_multiplier": [12.0],
+    "logits_scaling": [4],
     "temperature": [0.7],
     "no_rope_layers": [[1, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0], [1, 0]],
     "no_rope_layer_interval": [1, 2, 9],

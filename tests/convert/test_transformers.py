@@ -282,6 +282,7 @@ TRAINED = (
         "gpt_oss",
         "seed_oss",
         "smollm3",
+        "granite",
         "arcee",
         "olmoe",
         "minimax_m2",

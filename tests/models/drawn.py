@@ -33,6 +33,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {  # of a key that is given
     "attention_sinks": (True, False),
     "attention_gate": (True, False),
     "attention_softcap": (0.0, 1.5),
+    "branch_scale": (1.0, 0.4),
+    "logit_divisor": (1.0, 3.0),
     "final_softcap": (0.0, 2.5),
     "window": (0, 3, 5),
     "window_layers": ((), (0,), (1,), (0, 2), (0, 1, 2)),

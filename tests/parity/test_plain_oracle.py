@@ -36,6 +36,11 @@ GRADIENT_FACTORS = ["model.embedding_grad_scale=0.3", "model.head_grad_scale=0.4
 # models and losses that transformers has not
 BEYOND_TRANSFORMERS = {
     "llama with geglu": [*words_of("llama"), "model.mlp=geglu"],
+    "factors of branches and logits": [
+        *words_of("qwen3"),
+        "model.branch_scale=0.3",
+        "model.logit_divisor=2.5",
+    ],
     "layers without positions": [*words_of("qwen3"), "model.nope_layers=[1]"],
     "llama with caps, sinks and gates": [
         *words_of("llama"),

@@ -26,7 +26,14 @@ _SIZES = ("layers", "hidden", "heads", "ffn", "vocab", "max_positions")
 # Fields that no refusal names: every family has the sizes, and no logit depends on the others.
 _UNNAMED_FIELDS = (*TRAINING_ONLY_KEYS, *NAMES, *_SIZES)
 # Families that transformers 4 lacks, and that other programs have by themselves.
-_NEWER_FAMILIES = ("qwen3_5", "nemotron_h")
+_NEWER_FAMILIES = (
+    "qwen3_5",
+    "nemotron_h",
+    "glm4_moe_lite",
+    "minimax_m2",
+    "solar_open",
+    "youtu",
+)
 _NAMEABLE_FIELDS = [field for field in ModelConfig.model_fields if field not in _UNNAMED_FIELDS]
 
 

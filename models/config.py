@@ -77,6 +77,7 @@ class ModelConfig(ModelFields):
         # The two defaults: any other value was given, for nothing.
         elif self.router not in (PLAIN, CORRECTED):
             yield Problem.of("model.router_without_experts")
+        yield from self._nope_problems()
         yield from self._mtp_problems()
         yield from self._mup_problems()
         yield from self._unused_keys()
@@ -99,6 +100,21 @@ class ModelConfig(ModelFields):
         sets_rotary = self.rope_scaling.kind != "none" or self.rotary_fraction != 1
         if self.positions != "rope" and sets_rotary:
             yield Problem.of("model.rotary_keys_unused", positions=self.positions)
+
+    def _nope_problems(self) -> Iterator[Problem]:
+        if not self.nope_layers:
+            return
+        if not self._are_layers(self.nope_layers):
+            yield self._no_layers("nope_layers")
+        elif not self._can_do_without_positions(self.nope_layers):
+            yield Problem.of("model.nope_layers_unused", nope_layers=[*self.nope_layers])
+        elif len(self.nope_layers) == self.layers:
+            yield Problem.of("model.nope_layers_all")
+
+    def _can_do_without_positions(self, layers: Sequence[int]) -> bool:
+        """Return True if all of these layers have attention that would rotate its heads."""
+        rotates = self.positions == "rope" and not self.latent
+        return rotates and not set(layers) & set(self.delta_layers)
 
     def _mtp_problems(self) -> Iterator[Problem]:
         # The modules have no table of learned positions.

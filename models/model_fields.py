@@ -122,6 +122,8 @@ class ModelFields(BaseModel):
         "solar_open",
         "glm4_moe_lite",
         "youtu",
+        "smollm3",
+        "granite",
     ] = Field(
         default="llama", description="Model family, which sets the defaults of the keys below."
     )
@@ -337,6 +339,14 @@ class ModelFields(BaseModel):
             "gpt_neox."
         ),
     )
+    branch_scale: float = Field(
+        default=1.0,
+        gt=0,
+        description=(
+            "Factor of the output of each branch, attention and feed-forward, before it is added "
+            "to the residual stream (Granite's residual_multiplier)."
+        ),
+    )
     # Positions.
     positions: Literal["rope", "learned", "none"] = Field(
         default_factory=by_family("rope", gpt2="learned", nemotron_h="none"),
@@ -374,6 +384,14 @@ class ModelFields(BaseModel):
         description=(
             "Base of the rotary wavelengths in layers with the sliding window, which then have no "
             "scaling; 0: these layers have the rotary positions of all others."
+        ),
+    )
+    nope_layers: tuple[int, ...] = Field(
+        default=(),
+        strict=False,
+        description=(
+            "Numbers of the layers, from 0, whose attention has no rotary positions (NoPE), as in "
+            "SmolLM3; empty: none."
         ),
     )
     # Scores and logits.
@@ -415,6 +433,12 @@ class ModelFields(BaseModel):
         description=(
             "Soft cap of the logits, cap * tanh(logit / cap); 0: none; default: 0, for gemma2 30."
         ),
+    )
+    logit_divisor: float = Field(
+        default=1.0,
+        gt=0,
+        description="The logits are divided by this number, before their soft cap (Granite's "
+        "logits_scaling).",
     )
     # Attention within a window.
     window: int = Field(
@@ -460,10 +484,12 @@ class ModelFields(BaseModel):
     )
     # The output head.
     tied: bool = Field(
-        default_factory=by_family(False, gpt2=True, gemma2=True, gemma3=True, youtu=True),
+        default_factory=by_family(
+            False, gpt2=True, gemma2=True, gemma3=True, youtu=True, smollm3=True
+        ),
         description=(
             "The output head shares the weight of the embedding; default: true for gpt2, "
-            "gemma2, gemma3 and youtu."
+            "gemma2, gemma3, youtu and smollm3."
         ),
     )
     # Experts. Losses and corrections keep their loads balanced.

@@ -535,6 +535,21 @@ CASES: dict[str, Case] = {
         | {"attention_dropout": 0.0, "residual_dropout": 0.0},
         {"head_dim": 10, "output_bias": True, "mlp_bias": True},
     ),
+    "smollm3": Case(
+        "smollm3",
+        {"head_dim": 10, "no_rope_layers": [0, 1], "use_sliding_window": True}
+        | {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
+        | {"tie_word_embeddings": True, **_rope("default", 50.0)},
+        {"head_dim": 10, "nope_layers": (0,), "window": 5, "window_layers": (1,)}
+        | {"rope_base": 50.0},
+    ),
+    "granite": Case(
+        "granite",
+        {"head_dim": 10, "embedding_multiplier": 3.0, "attention_multiplier": 0.5}
+        | {"residual_multiplier": 0.22, "logits_scaling": 1.7, "tie_word_embeddings": True},
+        {"head_dim": 10, "embedding_scale": 3.0, "attention_scalar": 4.0, "tied": True}
+        | {"branch_scale": 0.22, "logit_divisor": 1.7},
+    ),
     "arcee": Case(
         "arcee",
         {"head_dim": 10, "mlp_bias": True, "tie_word_embeddings": True},

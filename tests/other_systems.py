@@ -330,6 +330,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_dropout": 0.0,
         "residual_dropout": 0.0,
     },
+    "smollm3": {
+        "model_type": "smollm3",
+        **_LLAMA,
+        "no_rope_layers": [1, 0, 1, 0],
+        "use_sliding_window": True,
+        "sliding_window": 9,
+    },
+    "granite": {
+        "model_type": "granite",
+        **_LLAMA,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.37,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 1.7,
+    },
     "arcee": {"model_type": "arcee", **_LLAMA, "hidden_act": "relu2"},
     "olmoe": {
         "model_type": "olmoe",
@@ -399,6 +414,8 @@ WITHOUT_MEGATRON = {
     "seed_oss",
     "olmoe",
     "minimax_m2",
+    "smollm3",
+    "granite",
 }
 # What makes them models that Megatron has: one epsilon for all norms, latents and groups of heads
 # that ranks can cut, groups compared by as many experts as it takes, convolutions over 4 tokens.

@@ -129,6 +129,7 @@ class DecoderLayer(nn.Module):
                 self.attention, rotary=rotary, microbatch=microbatch, attn_mask=attn_mask
             )
             attended = self._branch(x, self.attention_norm, attend, self.attention_post_norm)
+            attended = self._scaled(attended)
             attended = self._drop(attended, "attention", microbatch)
             if self.mlp is None:
                 return (x + attended).to(x.dtype)
@@ -136,10 +137,16 @@ class DecoderLayer(nn.Module):
             if sum_and_branch is None:
                 sum_and_branch = self._add_and_feed(x, attended, microbatch)
             summed, fed = sum_and_branch
+        fed = self._scaled(fed)
         if not drops_stream:
             fed = self._drop(fed, "mlp", microbatch)
         # The stream keeps its dtype, which may be wider than that of branches.
         return (summed + fed).to(x.dtype)
+
+    def _scaled(self, branch: Tensor) -> Tensor:
+        """Return the output of a branch as it is added to the residual stream."""
+        scale = self.config.branch_scale
+        return branch if scale == 1 else branch * scale
 
     def _add_and_feed(
         self,

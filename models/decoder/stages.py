@@ -304,7 +304,7 @@ class Stage(nn.Module):
         def with_arguments(run: Callable[..., Tensor], layer: str) -> Callable[..., Tensor]:
             return partial(
                 run,
-                rotary=rotary.get(self._uses_window_rotary(layer)),
+                rotary=self._rotary_of(layer, rotary),
                 microbatch=microbatch,
                 attn_mask=self._mask_of(layer, masks, packing),
             )
@@ -354,6 +354,12 @@ class Stage(nn.Module):
             loss_parts.append(mtp_batch.part_of_loss(number, token_losses))
         # The report sums the losses over all ranks, and other tp ranks have the same ones.
         return mtp_batch.attach(hidden, loss_parts, record=self.context.tp.rank == 0)
+
+    def _rotary_of(self, layer: str, tables: Mapping[bool, RotaryTables]) -> RotaryTables | None:
+        """Return the tables by which the heads of a layer rotate; None if they do not."""
+        if int(layer) in self.config.nope_layers:
+            return None
+        return tables.get(self._uses_window_rotary(layer))
 
     def _uses_window_rotary(self, layer: str) -> bool:
         """Return True if the layer has the rotary positions of layers with the sliding window."""
@@ -442,6 +448,9 @@ class Stage(nn.Module):
     def _uncapped_logits(self, x: Tensor) -> Tensor:
         """Return the products of the head with hidden states after the final norm."""
         context = self.context
+        # of fewer numbers than the logits, whose quotients are the same
+        if self.config.logit_divisor != 1:
+            x = x / self.config.logit_divisor
         layout = InputLayout.SEQUENCE if context.cut_sequence else InputLayout.COPIED
         name = layout_of(self.head).parts[0].name
         grad_scale = self.config.head_grad_scale * self.config.mup.head_gradient

@@ -27,9 +27,11 @@ GATED_BIASES = (
     "olmoe",
     "dots1",
     "solar_open",
+    "smollm3",
+    "granite",
 )
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
-WITH_MLP_BIASES = ("llama", "iquestcoder", "seed_oss", "arcee")
+WITH_MLP_BIASES = ("llama", "iquestcoder", "seed_oss", "arcee", "smollm3", "granite")
 WITH_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 # of a head, whatever hidden_size is
 OWN_WIDTH = (
@@ -81,8 +83,7 @@ def drawn(seed: int) -> dict[str, Any]:
         config |= _latent(dice, kind)
     config |= _windows(dice, kind, config["num_hidden_layers"])
     config |= _experts(dice, kind, config["num_hidden_layers"])
-    if kind.startswith("gemma"):
-        config["query_pre_attn_scalar"] = dice.randint(3, 20)
+    config |= _factors(dice, kind)
     if kind == "gemma2":
         config["attn_logit_softcapping"] = dice.choice((None, 3.0))
         config["final_logit_softcapping"] = dice.choice((None, 2.0))
@@ -106,6 +107,17 @@ def _further_biases(dice: Random, kind: str) -> dict[str, Any]:
     if kind == "seed_oss":
         biases["attention_out_bias"] = dice.random() < 0.5
     return biases
+
+
+def _factors(dice: Random, kind: str) -> dict[str, Any]:
+    """Return factors of scores, and Granite's others."""
+    if kind.startswith("gemma"):
+        return {"query_pre_attn_scalar": dice.randint(3, 20)}
+    if kind != "granite":
+        return {}
+    parts = ("embedding", "attention", "residual")
+    factors = {f"{part}_multiplier": dice.choice((0.3, 1, 2.5)) for part in parts}
+    return {**factors, "logits_scaling": dice.choice((1.0, 3))}
 
 
 def _gpt2(dice: Random) -> dict[str, Any]:
@@ -224,6 +236,14 @@ def _windows(dice: Random, kind: str, layers: int) -> dict[str, Any]:
         return {"sliding_window": window, "layer_types": types}
     if kind in ("mistral", "mixtral"):
         return {"sliding_window": dice.choice((None, window))}
+    if kind == "smollm3":
+        turns = [dice.choice((0, 1)) for _ in range(layers - 1)]
+        return {
+            "no_rope_layers": [*turns, 1],
+            "use_sliding_window": True,
+            "sliding_window": window,
+            **dice.choice(({}, {"layer_types": types})),
+        }
     if kind == "dots1":
         return {"sliding_window": window, "max_window_layers": dice.randint(0, layers)}
     if kind in LAYERS_OF_QWEN and dice.random() < 0.5:

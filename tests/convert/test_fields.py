@@ -144,7 +144,10 @@ OTHERS: dict[str, list[Any]] = {
     "attention_multiplier": [0.3],
     "residual_multiplier": [0.3],
     "embedding_multiplier": [12.0],
+    "logits_scaling": [4],
     "temperature": [0.7],
+    "no_rope_layers": [[1, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0], [1, 0]],
+    "no_rope_layer_interval": [1, 2, 9],
 }
 # Further names of the kinds of layers: a file that has two of them must say one thing.
 KINDS_OF_LAYERS = {"layer_types": ("layers_block_type", "hybrid_override_pattern")}

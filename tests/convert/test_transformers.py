@@ -281,6 +281,8 @@ TRAINED = (
         "gemma2",
         "gpt_oss",
         "seed_oss",
+        "smollm3",
+        "granite",
         "arcee",
         "olmoe",
         "minimax_m2",

@@ -31,6 +31,10 @@ ELSEWHERE = (
     "nemotron_h",
     "qwen3_5_text",
     "qwen3_5_moe_text",
+    "minimax_m2",
+    "glm4_moe_lite",
+    "solar_open",
+    "youtu",
 )  # kinds that are below, with what they need
 # name -> kind, changes of its configuration
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -73,6 +77,10 @@ NEWER: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("nemotron_h", {}),
     "qwen3_5_text": ("qwen3_5_text", {}),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", {}),
+    "minimax_m2": ("minimax_m2", {}),
+    "glm4_moe_lite": ("glm4_moe_lite", {}),
+    "solar_open": ("solar_open", {}),
+    "youtu": ("youtu", {}),
 }
 NOTE = "config.json needs transformers 5 or newer"
 

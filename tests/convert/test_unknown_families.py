@@ -81,12 +81,12 @@ def test_a_known_family_under_another_name_differs_by_no_key_of_its_file(kind: s
 
 
 def test_keys_that_the_nearest_family_has_not_are_named_with_their_values() -> None:
-    config = {**CONFIGS["llama"], "model_type": "new", "no_rope_layers": [1, 0, 1, 1]}
+    config = {**CONFIGS["llama"], "model_type": "new", "logit_scale": 0.5}
     with pytest.raises(UserError) as refused:
         from_hugging_face(config)
     (line,) = refused.value.problems
     assert line.fields["nearest"] == "llama"
-    assert line.fields["differences"] == "does not know no_rope_layers = [1, 0, 1, 1]"
+    assert line.fields["differences"] == "does not know logit_scale = 0.5"
     with pytest.raises(UserError) as refused:
         from_hugging_face({**CONFIGS["llama"], "model_type": "new"})
     assert refused.value.problems[0].fields["differences"] == "has the same keys"

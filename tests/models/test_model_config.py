@@ -94,6 +94,7 @@ PUBLISHED = {
     # 31.6 B, of which a token passes 3.6 B with embedding and head, as its report says
     "nemotron-3-nano-30b-a3b": 31_577_940_288,
     "seed-oss-36b": 36_151_104_512,
+    "smollm3-3b": 3_075_098_624,
     "olmoe-1b-7b": 6_919_161_856,
     "minimax-m2": 228_689_764_864,
     "dots.llm1": 142_774_381_696,

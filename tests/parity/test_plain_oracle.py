@@ -35,7 +35,13 @@ ROUTER_LOSSES = ["model.router_aux_loss=0.05", "model.router_z_loss=0.01"]
 GRADIENT_FACTORS = ["model.embedding_grad_scale=0.3", "model.head_grad_scale=0.4"]
 # models and losses that transformers has not
 BEYOND_TRANSFORMERS = {
-    "llama with relu2": [*words_of("llama"), "model.mlp=relu2"],
+    "llama with geglu": [*words_of("llama"), "model.mlp=geglu"],
+    "factors of branches and logits": [
+        *words_of("qwen3"),
+        "model.branch_scale=0.3",
+        "model.logit_divisor=2.5",
+    ],
+    "layers without positions": [*words_of("qwen3"), "model.nope_layers=[1]"],
     "llama with caps, sinks and gates": [
         *words_of("llama"),
         "model.final_softcap=2.0",

@@ -160,7 +160,7 @@ model: output_bias mlp_bias tied experts dropout attention_dropout embedding_sca
 model: mtp_layers factory mup_base_hidden mup_base_head_dim z_loss
 model: latent delta_net delta_layers mamba hybrid_pattern
 model: attention_gate swiglu_alpha swiglu_limit norm_unit_offset rotary_fraction
-model: window_rope_base window_layers expert_bias
+model: window_rope_base window_layers nope_layers branch_scale logit_divisor expert_bias
 model: router_bias dense_layers dense_ffn shared_experts shared_gate norm_bias
 data: source blend tokenizer begin held_out shuffle windows reset_attention_mask reset_position_ids eod_mask_loss
 data: text_field vocab_size max_chars validation lm_eval lm_eval_folder lm_eval_limit

@@ -282,6 +282,12 @@ def _layer_kinds(config: Json, model: ModelConfig) -> dict[str, Any]:
     layers = min(model.layers, LAYERS)
     if model.hybrid_pattern:
         return _hybrid_layers(config, model.hybrid_pattern, layers)
+    if model.nope_layers:
+        turns = [int(number not in model.nope_layers) for number in range(model.layers)]
+        kinds: dict[str, Any] = {"no_rope_layers": spread(turns, layers)}
+        if types := config.get("layer_types"):
+            kinds["layer_types"] = spread(types, layers)
+        return kinds
     if types := config.get("layer_types"):
         return {"layer_types": spread(types, layers)}
     if model.delta_net:

@@ -65,7 +65,7 @@ def expected_first_loss(model: ModelConfig, share: Share) -> FirstLoss:
 
     model: not of a factory, whose initial weights are its own. share: of the step, on any rank.
     """
-    std = _std_of_head(model)
+    std = _std_of_head(model) / model.logit_divisor
     variance = min(LARGEST_VARIANCE, std**2 * model.hidden)
     sigma = math.sqrt(variance)
     uniform = math.log(model.vocab)

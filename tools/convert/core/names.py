@@ -350,6 +350,8 @@ HUGGING_FACE: dict[str, list[NameRule]] = {
     "internlm3": _llama(_gated()),
     "seed_oss": _llama(_gated()),
     "arcee": _llama(_gated()),
+    "granite": _llama(_gated()),
+    "smollm3": _llama(_gated()),
     "olmoe": _llama(_experts("mlp", "gate_proj", "up_proj", "down_proj")),
     "minimax_m2": _llama(
         [

@@ -26,7 +26,14 @@ _SIZES = ("layers", "hidden", "heads", "ffn", "vocab", "max_positions")
 # Fields that no refusal names: every family has the sizes, and no logit depends on the others.
 _UNNAMED_FIELDS = (*TRAINING_ONLY_KEYS, *NAMES, *_SIZES)
 # Families that transformers 4 lacks, and that other programs have by themselves.
-_NEWER_FAMILIES = ("qwen3_5", "nemotron_h")
+_NEWER_FAMILIES = (
+    "qwen3_5",
+    "nemotron_h",
+    "glm4_moe_lite",
+    "minimax_m2",
+    "solar_open",
+    "youtu",
+)
 _NAMEABLE_FIELDS = [field for field in ModelConfig.model_fields if field not in _UNNAMED_FIELDS]
 
 
@@ -147,9 +154,15 @@ def config_of(model: ModelConfig, dtype: str) -> dict[str, Any]:
 def _config_of_type(model_type: str, model: ModelConfig) -> dict[str, Any]:
     """Return what a config.json of a model_type can say of a model, whether that is all or not."""
     family = FAMILIES[model_type]
-    config = {"architectures": [family.architecture], "model_type": model_type}
+    config: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": model_type,
+    }
     for entry in family.entries:
         config |= entry.write(model)
+    # its class would take its default, which this vocabulary may not have
+    if (family.defaults["pad_token_id"] or 0) >= model.vocab:
+        config["pad_token_id"] = None
     return config
 
 

@@ -5,6 +5,7 @@ entries read and write. Whether a family can say all of a model needs no table o
 written is read back (`tools.convert.hf.config`).
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,6 +42,7 @@ from tools.convert.hf.keys import (
     same,
 )
 from tools.convert.hf.rope import (
+    NOPE_LAYERS,
     ROPE,
     ROPE_OF_GPT_NEOX,
     ROPE_OF_GPT_OSS,
@@ -59,6 +61,7 @@ from tools.convert.hf.windows import (
     WINDOWS_OF_DOTS1,
     WINDOWS_OF_QWEN,
     WINDOWS_OF_QWEN2_MOE,
+    WINDOWS_OF_SMOLLM3,
     by_layer_type,
     require_layers_alike,
 )
@@ -215,6 +218,22 @@ def _softcap(key: str, field: str) -> Entry:
         return {field: float(cap or 0)}
 
     return Entry(read, lambda model: {key: getattr(model, field) or None})
+
+
+def _number(key: str, field: str) -> Entry:
+    """Return the entry of a number with a fraction, which JSON may write without one."""
+    return Entry(
+        lambda config: {field: float(config[key])}, lambda model: {key: getattr(model, field)}
+    )
+
+
+def _factor_of_scores(model: ModelConfig) -> float:
+    """Return what scores are multiplied by, so that it is read back as the same
+    attention_scalar."""
+    factor = model.attention_scalar**-0.5
+    neighbours = (factor, math.nextafter(factor, 0.0), math.nextafter(factor, math.inf))
+    exact = (near for near in neighbours if near**-2 == model.attention_scalar)
+    return next(exact, factor)
 
 
 def _read_repeated_experts_per_token(config: ConfigKeys) -> Fields:
@@ -1063,6 +1082,63 @@ FAMILIES: dict[str, Family] = {
             same("mlp_bias", "mlp_bias"),
             same("residual_dropout", "dropout"),
             always(embedding_dropout=0.0),
+            NO_WINDOW,
+        ),
+    ),
+    "smollm3": Family(
+        ours="smollm3",
+        architecture="SmolLM3ForCausalLM",
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+            "rope_theta": 2_000_000.0,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+            "pad_token_id": 128004,
+        },
+        entries=(
+            *_LLAMA,
+            _SILU,
+            ROPE,
+            NOPE_LAYERS,
+            _ATTENTION_BIAS,
+            same("mlp_bias", "mlp_bias"),
+            WINDOWS_OF_SMOLLM3,
+        ),
+    ),
+    "granite": Family(
+        ours="granite",
+        architecture="GraniteForCausalLM",
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "embedding_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        },
+        entries=(
+            *_LLAMA,
+            _SILU,
+            ROPE,
+            _ATTENTION_BIAS,
+            same("mlp_bias", "mlp_bias"),
+            _number("embedding_multiplier", "embedding_scale"),
+            _number("residual_multiplier", "branch_scale"),
+            _number("logits_scaling", "logit_divisor"),
+            Entry(
+                lambda config: {"attention_scalar": float(config["attention_multiplier"]) ** -2},
+                lambda model: {"attention_multiplier": _factor_of_scores(model)},
+            ),
             NO_WINDOW,
         ),
     ),

@@ -14,6 +14,7 @@ from megaprec.errors import UserError
 from models.config import ModelConfig
 from models.rope_scaling import ORIGINAL, PARAMETERS
 from tools.convert.hf.keys import ConfigKeys, Entry, Fields, Json, require, wrong_value
+from tools.convert.hf.windows import require_count
 
 _REQUIRED = {"llama3": ("low_freq_factor", "high_freq_factor")}  # besides a factor
 DEFAULT = {"rope_type": "default"}
@@ -64,6 +65,23 @@ def _read_minimax(config: ConfigKeys) -> Fields:
         usual_width = config["hidden_size"] // config["num_attention_heads"]
         fraction = turning / (config["head_dim"] or usual_width)
     return _fields(parameters, config, config["rope_theta"], fraction)
+
+
+def _read_nope_layers(config: ConfigKeys) -> Fields:
+    """Return the layers without rotary positions: those with 0 in no_rope_layers, otherwise the
+    last one of each interval."""
+    layers = config["num_hidden_layers"]
+    interval = config.above_zero("no_rope_layer_interval")
+    turns = config["no_rope_layers"]
+    key = "no_rope_layer_interval" if turns is None else "no_rope_layers"
+    if turns is None:
+        turns = [int((number + 1) % interval > 0) for number in range(layers)]
+    require_count(turns, layers, "no_rope_layers")
+    for turn in turns:
+        require(turn, "no_rope_layers", (0, 1))
+    if not any(turns):
+        raise UserError.of("convert.hf_no_layer_turns", key=key)
+    return {"nope_layers": tuple(number for number, turn in enumerate(turns) if not turn)}
 
 
 def _fields_of_part(parameters: dict[str, Any], config: ConfigKeys) -> Fields:
@@ -166,6 +184,12 @@ ROPE = Entry(_read_all_features, _write)
 ROPE_OF_SOME_FEATURES = Entry(
     _read_some_features,
     lambda model: {**_write(model), "partial_rotary_factor": model.rotary_fraction},
+)
+NOPE_LAYERS = Entry(
+    _read_nope_layers,
+    lambda model: {
+        "no_rope_layers": [int(n not in model.nope_layers) for n in range(model.layers)]
+    },
 )
 ROPE_OF_MINIMAX = Entry(
     _read_minimax,

@@ -85,6 +85,29 @@ def _read_dots1(config: ConfigKeys) -> Fields:
     return fields
 
 
+def _read_smollm3(config: ConfigKeys) -> Fields:
+    """Return the window of SmolLM3, which by default layers without rotary positions have."""
+    uses_window = config["use_sliding_window"]
+    window = _window(config) if uses_window else 0
+    # Published files have the second, which its class does not read.
+    config.mark_read("sliding_window", "max_window_layers")
+    layers = config["num_hidden_layers"]
+    types = config["layer_types"]
+    if types is not None:
+        return _required_fields(_layers_with_window(types, layers), window)
+    if not window:
+        return window_fields([], 0)
+    turns = config["no_rope_layers"]
+    interval = config["no_rope_layer_interval"]
+    if turns is None:
+        turns = [(number + 1) % interval > 0 for number in range(layers)]
+    return window_fields([not turn for turn in turns], window)
+
+
+def _write_smollm3(model: ModelConfig) -> Json:
+    return {**_write_optional(model), "layer_types": _layer_types(model)}
+
+
 def _write_dots1(model: ModelConfig) -> Json:
     if not model.window:
         return {"sliding_window": None, "max_window_layers": model.layers}
@@ -139,6 +162,7 @@ NO_WINDOW = Entry(
     lambda config: require_layers_alike(config, window=0, layers=config["num_hidden_layers"])
 )
 WINDOWS_OF_DOTS1 = Entry(_read_dots1, _write_dots1)
+WINDOWS_OF_SMOLLM3 = Entry(_read_smollm3, _write_smollm3)
 WINDOWS_OF_QWEN = Entry(_read_qwen, _write_qwen)
 WINDOWS_OF_QWEN2_MOE = Entry(_read_qwen2_moe, _write_qwen2_moe)
 WINDOW_OF_QWEN3_MOE = Entry(

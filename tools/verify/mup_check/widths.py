@@ -166,6 +166,9 @@ def _shortened(model: ModelConfig) -> dict[str, Any]:
         # without numbers of layers, all would have the window
         if not keys["window_layers"]:
             keys |= {"window": 0, "window_rope_base": 0.0}
+    keys["nope_layers"] = tuple(layer for layer in model.nope_layers if layer < layers)
+    if len(keys["nope_layers"]) == layers:
+        keys["nope_layers"] = ()
     # one that is no default is that of all widths
     if model.attention_scalar == default_attention_scalar(dict(model)):
         del keys["attention_scalar"]

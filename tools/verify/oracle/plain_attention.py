@@ -18,7 +18,7 @@ def attention(config: ModelConfig, w: Weights, n: int, x: Tensor, positions: Ten
     window = _window(config, n)
     make_heads = _from_latents if config.latent else _projected
     query, key, value = make_heads(config, w, name, x)
-    if config.positions == "rope":
+    if config.positions == "rope" and n not in config.nope_layers:
         has_window = window > 0
         query = rotated(config, query, positions, has_window)
         key = rotated(config, key, positions, has_window)

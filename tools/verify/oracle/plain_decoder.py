@@ -28,7 +28,7 @@ def of_head(config: ModelConfig, w: Weights, x: Tensor) -> Tensor:
     """Return the logits of what the head reads."""
     weight = w["embedding.weight" if config.tied else "head.weight"]
     weight = with_scaled_gradient(weight, config.head_grad_scale)
-    return capped(F.linear(x, weight), config.final_softcap)
+    return capped(F.linear(x, weight) / config.logit_divisor, config.final_softcap)
 
 
 def hidden(
@@ -135,18 +135,20 @@ def _layer(
 ) -> Tensor:
     name = f"layers.{n}"
     if config.hybrid_pattern:
-        return x + _branch(config, w, n, x, positions, routings)
+        return x + config.branch_scale * _branch(config, w, n, x, positions, routings)
     mix = delta_net if n in config.delta_layers else attention
     normal = norm_if_there(config, w, f"{name}.attention_norm", x)
     mixed = mix(config, w, n, normal, positions)
-    attended = x + norm_if_there(config, w, f"{name}.attention_post_norm", mixed)
+    branch = norm_if_there(config, w, f"{name}.attention_post_norm", mixed)
+    attended = x + config.branch_scale * branch
     fed_with = x if config.parallel_residual else attended
     normal = norm_if_there(config, w, f"{name}.mlp_norm", fed_with)
     if config.experts and n not in config.dense_layers:
         fed = experts(config, w, f"{name}.mlp", normal, routings)
     else:
         fed = mlp(config, w, f"{name}.mlp", normal)
-    return attended + norm_if_there(config, w, f"{name}.mlp_post_norm", fed)
+    branch = norm_if_there(config, w, f"{name}.mlp_post_norm", fed)
+    return attended + config.branch_scale * branch
 
 
 def _branch(

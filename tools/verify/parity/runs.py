@@ -351,6 +351,7 @@ def _model(run_config: RunConfig, layout_limits: LayoutLimits) -> ModelConfig:
         "max_positions": min(model_config.max_positions, 2 * sequence_length),
         "window": _window(model_config.window, run_config.train.seq_length, sequence_length),
         "window_layers": window_layers(model_config, num_layers),
+        "nope_layers": _nope_layers(model_config, num_layers),
         "delta_net": _delta_net(model_config.delta_net, layout_limits.tensor),
         "delta_layers": _delta_layers(model_config, num_layers),
         "mamba": _mamba(model_config.mamba, layout_limits.tensor),
@@ -492,6 +493,17 @@ def _chunks(run_config: RunConfig) -> int:
 def _window(window: int, before: int, after: int) -> int:
     """Return the window as the same share of the sequence."""
     return min(window, max(2, window * after // before)) if window else 0
+
+
+def _nope_layers(model_config: ModelConfig, num_layers: int) -> tuple[int, ...]:
+    """Return the layers without rotary positions, spread as in the model, of which a layer has
+    them."""
+    chosen = tuple(
+        layer_number
+        for layer_number in range(num_layers)
+        if layer_number * model_config.layers // num_layers in model_config.nope_layers
+    )
+    return chosen[: num_layers - 1]
 
 
 def window_layers(model_config: ModelConfig, num_layers: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from tools.commands.table import COMMANDS
 from tools.config.key_help import key_tables, keys_of
 from website.api import DOORS
 from website.built import problems_of
-from website.sources import made_pages, menus, sources, with_links_of_the_site
+from website.sources import listed_pages, made_pages, menus, sources, with_links_of_the_site
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,10 @@ def test_every_error_code_and_the_glossary_are_pages_of_the_site() -> None:
 
 
 def test_every_page_is_in_a_menu(made: dict[str, str]) -> None:
-    listed = re.findall(r"^(\S+\.md)$", menus((ROOT / "docs/README.md").read_text()), re.MULTILINE)
+    index = (ROOT / "docs/README.md").read_text()
+    listed = re.findall(r"^/(\S+\.md)$", menus(index), re.MULTILINE)
+    decisions = (ROOT / "docs/design/README.md").read_text()
+    listed += [page[1:] for page in listed_pages(decisions, "docs/design")]
     pages = {path for path in [*sources().values(), *made] if path.endswith(".md")}
     assert sorted(listed) == sorted(pages - {"index.md"})
 

@@ -243,7 +243,7 @@ def test_a_wheel_has_the_modules_of_four_packages_what_they_read_the_license_and
     read = {f"{package}/py.typed" for package in PACKAGES} | {"megaprec/messages.toml"}
     made = ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt", "licenses/LICENSE")
     assert names == shipped | read | {f"{about}/{name}" for name in made}
-    assert entries.split() == "[console_scripts] megaprec = megaprec.__main__:main".split()
+    assert entries.split() == ["[console_scripts]", "megaprec", "=", "megaprec.__main__:main"]
     assert "License: Apache-2.0\n" in metadata
     assert (ROOT / "README.md").read_text(encoding="utf-8") in metadata
 

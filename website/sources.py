@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tools.commands.table import GROUPS
 from website.api import DOORS, api_page
+from website.glossary import with_anchors, with_links, words_of
 from website.reference import command_parsers, commands_page, keys_page, page_of_group
 
 ROOT = Path(__file__).parents[1]
@@ -24,6 +25,7 @@ PAGES = {
     "tests/importing/public_scripts.md": "project/public_scripts.md",
 }
 """Files of the repository outside docs/ that are pages -> their paths in the site."""
+GLOSSARY = "docs/glossary.md"
 INDEX = "docs/README.md"
 DECISIONS = "docs/design/README.md"
 LOOK_UP = "To look up"
@@ -90,6 +92,13 @@ def _page(source: Path, path: str) -> str:
     """Return a page of the repository as it is in the site."""
     file = str(source.relative_to(ROOT))
     text = with_links_of_the_site(source.read_text(encoding="utf-8"), file, path)
+    if file == GLOSSARY:
+        text = with_anchors(text)
+    elif file.startswith("docs/") and file not in (INDEX, DECISIONS, "docs/modules.md"):
+        words = words_of((ROOT / GLOSSARY).read_text(encoding="utf-8"))
+        text = with_links(
+            text, words, posixpath.relpath("glossary.md", posixpath.dirname(path) or ".")
+        )
     if file == INDEX:
         text += menus(source.read_text(encoding="utf-8"))
     if file == DECISIONS:

@@ -27,12 +27,13 @@ CUDA_READY := .venv-cuda/ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test docs golden gpu gpu-pack offline-gpu campaign oracles lint format clean
+.PHONY: help demo test docs release golden gpu gpu-pack offline-gpu campaign oracles lint format clean
 
 help:
 	@echo "make demo    pretrain a small model on 4 local ranks      (DEMO_ARGS=\"train.steps=20\" changes the run)"
 	@echo "make test    run the tests in WORKERS=2 processes         (TEST_ARGS=\"-k lr\" goes to pytest)"
 	@echo "make docs    build the documentation site in build/site; a link that leads nowhere is an error"
+	@echo "make release build and check the wheel and the source distribution, and run the demo from each in a fresh environment"
 	@echo "make golden  follow a published learning curve to four digits, and write docs/reproduced.md  (TEXT=input.txt: its text)"
 	@echo "make gpu     run all that needs a GPU, and write docs/gpu.md  (GPU_PYTHON=python3: with the packages that are there)"
 	@echo "make gpu-pack  pack what a machine with torch and a GPU lacks and cannot download, and say what to run there  (PACK_ARGS=\"--python 3.12\")"
@@ -51,6 +52,21 @@ test: $(READY)
 
 docs: $(READY)
 	$(BIN)/python -m website
+
+# Each distribution is installed in an environment of its own and started outside of the clone. Without a GPU torch is the
+# build for CPUs, as above.
+RELEASE_FOLDER := build/release
+release: $(READY)
+	$(PIP) -e ".[release]"
+	rm -rf dist $(RELEASE_FOLDER)
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+	for file in dist/*.whl dist/*.tar.gz; do \
+	    rm -rf $(RELEASE_FOLDER) && mkdir -p $(RELEASE_FOLDER) && cp examples/demo.toml $(RELEASE_FOLDER) && \
+	    $(PYTHON) -m venv $(RELEASE_FOLDER)/venv && \
+	    $(RELEASE_FOLDER)/venv/bin/python -m pip install --quiet --no-compile -c constraints.txt $(FIND_CPU_BUILD) $$file && \
+	    (cd $(RELEASE_FOLDER) && venv/bin/megaprec train demo.toml train.steps=20 log.plot=false) || exit 1; \
+	done
 
 golden: $(READY)
 	$(BIN)/python -m tests.golden --text "$(TEXT)" --page docs/reproduced.md --plot docs/reproduced.png

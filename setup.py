@@ -31,6 +31,8 @@ TRACKIO = ["trackio>=0.43,<0.44"]
 REMOTE = ["universal_pathlib>=0.3,<0.4", "fsspec>=2024.6.1,<2027", "aiohttp>=3.12,<4"]
 # The documentation site: python -m website.
 DOCS = ["sphinx>=9,<10", "furo>=2025.12.19,<2026", "myst-parser>=5,<6"]
+# A wheel and a source distribution, and what an index asks of them: make release.
+RELEASE = ["build>=1.2,<2", "twine>=6,<8"]
 YAML = ["pyyaml>=6.0.1,<7"]
 README = Path(__file__).with_name("README.md")
 
@@ -70,6 +72,7 @@ setup(
         "mlflow": MLFLOW,
         "oracles": ORACLES,
         "plots": PLOTS,
+        "release": RELEASE,
         "remote": REMOTE,
         "tensorboard": TENSORBOARD,
         "trackio": TRACKIO,

@@ -10,7 +10,11 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+HOME = Path(__file__).resolve().parents[1]
+PACKAGES = ("megaprec", "parallel", "models", "tools")
 
 
 def front_door(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -25,7 +29,7 @@ def front_door(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
         if name.startswith("__") or name not in places():
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, name_there = places()[name]
-        value = getattr(import_module(module), name_there)
+        value = getattr(_imported(module), name_there)
         # found there from now on
         setattr(sys.modules[package], name, value)
         return value
@@ -34,6 +38,25 @@ def front_door(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
         return sorted({*vars(sys.modules[package]), *places()})
 
     return load, names
+
+
+def _imported(module: str) -> ModuleType:
+    """Import a module of ours.
+
+    Raises ImportError, with the file, if another package has the name of one of ours: folders of a
+    user's program are called `parallel` and `models` too, and they come first.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        found = getattr(sys.modules.get(package), "__file__", None)
+        if package not in PACKAGES or not found:
+            raise
+        if Path(found).resolve().parent == HOME / package:
+            raise
+        problem = f"{found} stands in the place of megaprec's own package {package}: rename it"
+        raise ImportError(problem) from error
 
 
 def exports_of(file: Path) -> dict[str, tuple[str, str]]:

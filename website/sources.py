@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tools.commands.table import GROUPS
 from website.api import DOORS, api_page
+from website.glossary import with_anchors, with_links, words_of
 from website.reference import command_parsers, commands_page, keys_page, page_of_group
 
 ROOT = Path(__file__).parents[1]
@@ -19,10 +20,14 @@ PAGES = {
     "README.md": "project/README.md",
     "CONTRIBUTING.md": "project/CONTRIBUTING.md",
     "CHANGELOG.md": "project/CHANGELOG.md",
+    "CODE_OF_CONDUCT.md": "project/CODE_OF_CONDUCT.md",
+    "SECURITY.md": "project/SECURITY.md",
     "tests/importing/public_scripts.md": "project/public_scripts.md",
 }
 """Files of the repository outside docs/ that are pages -> their paths in the site."""
+GLOSSARY = "docs/glossary.md"
 INDEX = "docs/README.md"
+DECISIONS = "docs/design/README.md"
 LOOK_UP = "To look up"
 EXAMPLES = "examples"
 LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
@@ -87,8 +92,18 @@ def _page(source: Path, path: str) -> str:
     """Return a page of the repository as it is in the site."""
     file = str(source.relative_to(ROOT))
     text = with_links_of_the_site(source.read_text(encoding="utf-8"), file, path)
+    if file == GLOSSARY:
+        text = with_anchors(text)
+    elif file.startswith("docs/") and file not in (INDEX, DECISIONS, "docs/modules.md"):
+        words = words_of((ROOT / GLOSSARY).read_text(encoding="utf-8"))
+        text = with_links(
+            text, words, posixpath.relpath("glossary.md", posixpath.dirname(path) or ".")
+        )
     if file == INDEX:
         text += menus(source.read_text(encoding="utf-8"))
+    if file == DECISIONS:
+        # a menu within the menu: the notes are shown where this page is open
+        text += _menu("", listed_pages(source.read_text(encoding="utf-8"), "docs/design"))
     return text
 
 
@@ -128,9 +143,7 @@ def menus(index: str) -> str:
     text = ""
     for section in re.split(r"^## ", index, flags=re.MULTILINE)[1:]:
         title, _, body = section.partition("\n")
-        listed = re.findall(r"^\| \[[^]]+\]\(([\w./-]+\.md)\)", body, re.MULTILINE)
-        places = [place_of(posixpath.normpath(f"docs/{page}")) for page in listed]
-        pages = [place for place in places if place]
+        pages = listed_pages(body, "docs")
         if title == LOOK_UP:
             pages = [*made_pages_in_order(), *pages]
         if pages:
@@ -138,11 +151,23 @@ def menus(index: str) -> str:
     return text
 
 
+def listed_pages(text: str, folder: str) -> list[str]:
+    """Return the pages that the rows of tables link to, as absolute paths in the site.
+
+    folder: that of the page with the tables, in the repository.
+    """
+    linked = re.findall(r"^\| \[[^]]+\]\(([\w./-]+\.md)\)", text, re.MULTILINE)
+    places = [place_of(posixpath.normpath(f"{folder}/{page}")) for page in linked]
+    return [f"/{place}" for place in places if place]
+
+
 def made_pages_in_order() -> list[str]:
-    """Return the paths of the pages made of the code, in the order of the menu."""
-    return ["keys.md", *map(page_of_group, GROUPS), *(f"api/{door}.md" for door in DOORS)]
+    """Return the absolute paths of the pages made of the code, in the order of the menu."""
+    commands = map(page_of_group, GROUPS)
+    return ["/keys.md", *(f"/{page}" for page in commands), *(f"/api/{door}.md" for door in DOORS)]
 
 
 def _menu(caption: str, pages: list[str]) -> str:
-    lines = ["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *pages, "```", ""]
+    captions = [f":caption: {caption}"] if caption else []
+    lines = ["", "```{toctree}", ":hidden:", *captions, "", *pages, "```", ""]
     return "\n".join(lines)

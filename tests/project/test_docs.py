@@ -26,6 +26,10 @@ from tools.config.run_file import load_run
 from tools.console.units import flops
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
+DECISIONS = sorted((ROOT / "docs/design").glob("*.md"))
+MEETING = [
+    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
+]
 LANGUAGES = {"prose", "", "sh", "console", "text", "toml", "python", "yaml"}
 RUN = """
 [model]
@@ -189,7 +193,7 @@ def test_every_block_says_whether_it_is_run(page: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("page", [*DOCS, ROOT / "README.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*DOCS, *DECISIONS, *MEETING], ids=lambda page: page.name)
 def test_every_link_leads_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!http)([^)\s]+)\)", page.read_text()):
         path, _, anchor = target.partition("#")
@@ -217,6 +221,12 @@ def test_the_index_lists_every_page_once() -> None:
         r"^\| \[[^]]+\]\(([\w-]+\.md)\)", (ROOT / "docs" / "README.md").read_text(), re.MULTILINE
     )
     assert sorted(listed) == sorted(page.name for page in DOCS if page.name != "README.md")
+
+
+def test_the_index_of_decisions_lists_every_note_once() -> None:
+    index = (ROOT / "docs/design/README.md").read_text()
+    listed = re.findall(r"^\| \[[^]]+\]\(([\w-]+\.md)\)", index, re.MULTILINE)
+    assert sorted(listed) == sorted(note.name for note in DECISIONS if note.name != "README.md")
 
 
 def test_every_picture_of_the_docs_is_shown_somewhere() -> None:

@@ -165,6 +165,21 @@ def test_another_program_that_imports_megaprec_keeps_its_own_folder(tmp_path: Pa
     assert done.stdout == "found\n", done.stderr
 
 
+@pytest.mark.parametrize("rival", ["parallel/__init__.py", "parallel.py"])
+def test_a_door_names_a_file_of_the_user_that_stands_in_the_place_of_a_package(
+    rival: str, tmp_path: Path
+) -> None:
+    (tmp_path / rival).parent.mkdir(exist_ok=True)
+    (tmp_path / rival).touch()
+    (tmp_path / "mine.py").write_text("import models\nmodels.Engine\n")
+    environment = {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "mine.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert str(tmp_path / rival) in last and "rename" in last, done.stderr
+
+
 def test_a_working_directory_that_is_gone_is_told(tmp_path: Path) -> None:
     gone = 'mkdir gone && cd gone && rmdir ../gone && exec "$@"'
     command = ["sh", "-c", gone, "sh", sys.executable, "-m", "megaprec", "keys"]

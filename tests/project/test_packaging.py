@@ -6,9 +6,12 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 # each imports only itself and those before it
@@ -209,22 +212,49 @@ def test_the_versions_of_python_are_the_same_to_pip_and_to_the_reader() -> None:
     assert set(tried) == set(re.findall(r"3\.\d+", said[1]))
 
 
+KEPT = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", *PACKAGES)
+
+
+def distribution(kind: str, folder: Path) -> Path:
+    """Build a distribution of a copy of the code in `folder`, beside tests and folders that
+    setuptools would take, and return its file."""
+    for rival in ("tests", "website", "docs", "examples"):
+        (folder / rival).mkdir()
+        (folder / rival / "__init__.py").touch()
+    for name in KEPT:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, folder / name)
+    command = [sys.executable, "setup.py", "--quiet", kind]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    (file,) = (folder / "dist").iterdir()
+    return file
+
+
+@pytest.mark.slow
+def test_a_wheel_has_the_modules_of_four_packages_what_they_read_the_license_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    with zipfile.ZipFile(distribution("bdist_wheel", tmp_path)) as archive:
+        names = set(archive.namelist())
+        (about,) = {name.partition("/")[0] for name in names if ".dist-info/" in name}
+        metadata = archive.read(f"{about}/METADATA").decode()
+        entries = archive.read(f"{about}/entry_points.txt").decode()
+    shipped = {str(path) for path in modules() if not path.is_relative_to("tools/bench")}
+    read = {f"{package}/py.typed" for package in PACKAGES} | {"megaprec/messages.toml"}
+    made = ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt", "licenses/LICENSE")
+    assert names == shipped | read | {f"{about}/{name}" for name in made}
+    assert entries.split() == ["[console_scripts]", "megaprec", "=", "megaprec.__main__:main"]
+    assert "License: Apache-2.0\n" in metadata
+    assert (ROOT / "README.md").read_text(encoding="utf-8") in metadata
+
+
 def test_a_source_distribution_has_the_code_and_nothing_that_does_not_run_without_the_repository(
     tmp_path: Path,
 ) -> None:
-    kept = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", *PACKAGES)
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests/test_any.py").touch()  # setuptools would take it
-    for name in kept:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, tmp_path / name)
-    command = [sys.executable, "setup.py", "--quiet", "sdist"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
-    (file,) = (tmp_path / "dist").iterdir()
-    with tarfile.open(file) as archive:
+    with tarfile.open(distribution("sdist", tmp_path)) as archive:
         names = {Path(*Path(member.name).parts[1:]) for member in archive if member.isfile()}
     benchmarks = {path for path in modules() if path.is_relative_to("tools/bench")}
     shipped = set(modules()) - benchmarks | {Path("LICENSE")}
     assert shipped <= names and not benchmarks & names
     made = {"PKG-INFO", "setup.cfg", "megaprec.egg-info"}
-    assert {path.parts[0] for path in names} <= {*kept, *made}
+    assert {path.parts[0] for path in names} <= {*KEPT, *made}

@@ -58,7 +58,8 @@ PRIVATE = {
 LONGEST = 125  # characters of a line of prose
 # lists of modules and of changes, one line each
 WIDER = ("code.md", "modules.md", "CHANGELOG.md")
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"])
+OUTSIDE = ("README.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in OUTSIDE)])
 
 
 def rooms() -> list[str]:

@@ -12,7 +12,8 @@ from tools.commands.table import COMMANDS
 from tools.config.key_help import key_tables, keys_of
 from website.api import DOORS
 from website.built import problems_of
-from website.sources import made_pages, menus, sources, with_links_of_the_site
+from website.glossary import with_anchors, with_links, words_of
+from website.sources import listed_pages, made_pages, menus, sources, with_links_of_the_site
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,10 @@ def test_every_error_code_and_the_glossary_are_pages_of_the_site() -> None:
 
 
 def test_every_page_is_in_a_menu(made: dict[str, str]) -> None:
-    listed = re.findall(r"^(\S+\.md)$", menus((ROOT / "docs/README.md").read_text()), re.MULTILINE)
+    index = (ROOT / "docs/README.md").read_text()
+    listed = re.findall(r"^/(\S+\.md)$", menus(index), re.MULTILINE)
+    decisions = (ROOT / "docs/design/README.md").read_text()
+    listed += [page[1:] for page in listed_pages(decisions, "docs/design")]
     pages = {path for path in [*sources().values(), *made] if path.endswith(".md")}
     assert sorted(listed) == sorted(pages - {"index.md"})
 
@@ -94,6 +98,20 @@ def test_a_link_leads_to_the_page_or_the_file_that_the_site_has_of_it() -> None:
 def test_a_link_to_a_file_that_the_repository_has_not_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"docs/code.md links to ../gone.py"):
         with_links_of_the_site("[gone](../gone.py)", "docs/code.md", "code.md")
+
+
+def test_the_first_use_of_a_word_of_the_glossary_on_a_page_is_a_link_to_its_row() -> None:
+    glossary = (ROOT / "docs/glossary.md").read_text()
+    words = words_of(glossary)
+    assert {"rank", "global batch", "logical tensor"} <= set(words)
+    assert "field" not in words, "the column of another table"
+    page = "# A rank\n\n    code of a rank\n\nThe `rank` of [a\nrank](a.md), `megaprec\nparity`: global batches, a global batch, two ranks, a rank.\n"
+    assert with_links(page, words, "glossary.md") == (
+        "# A rank\n\n    code of a rank\n\nThe `rank` of [a\nrank](a.md), `megaprec\nparity`: global batches, a "
+        "[global batch](glossary.md#word-global-batch), two [ranks](glossary.md#word-rank), a rank.\n"
+    )
+    anchored = with_anchors(glossary)
+    assert [word for word in words if f"| [{word}]{{#word-" not in anchored] == []
 
 
 def test_a_built_page_with_a_dead_link_a_dead_anchor_or_something_from_elsewhere_is_named(

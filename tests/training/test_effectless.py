@@ -58,6 +58,11 @@ CASES = [
     ("parallel.sequence", "true", "", "parallel.tensor=2"),
     ("parallel.sequence", "true", f"{CANONICAL} parallel.tensor=2", "parallel.tensor=2"),
     ("parallel.overlap", "true", "", "parallel.data=2"),
+    ("parallel.zero", "2", "", "parallel.data=2"),
+    ("parallel.zero", "3", "parallel.data=2 parallel.zero_size=1", "parallel.context=2"),
+    ("parallel.zero_keep", "1", "parallel.zero=3", "parallel.zero=3 parallel.data=2"),
+    ("log.profile", "[11,12]", "", "train.steps=11"),
+    ("log.profile_ranks", "[0,0]", "", "log.profile=[1,2]"),
     ("parallel.overlap", "true", "", "parallel.context=2"),
     ("parallel.recompute", '"full"', "parallel.recompute_fraction=0.0", ""),
     (
@@ -166,8 +171,8 @@ data: source blend tokenizer begin held_out shuffle windows reset_attention_mask
 data: text_field vocab_size max_chars validation lm_eval lm_eval_folder lm_eval_limit
 data: workers cache chat_template loss_on
 parallel: tensor pipeline data context schedule_file cuts bucket
-parallel: expert expert_tensor recompute_modules recompute_layers recompute_fraction zero_keep zero_size
-parallel: zero elastic timeout async_tensor
+parallel: expert expert_tensor recompute_modules recompute_layers recompute_fraction zero_size
+parallel: elastic timeout async_tensor
 precision: compute parameters gradients moments residual attention scores output rounding loss_scale scaling
 precision: keep_fp32 masters masters_in_checkpoint tf32 on_nonfinite trace_overflows
 fp8: kind
@@ -176,7 +181,7 @@ lr: peak schedule warmup unit
 train: steps global_batch batch_schedule micro_batch seq_length init_from seed numerics compile deterministic folder device threads eval_every
 train: branch_from restarts on_spike eval_first
 checkpoint: every keep background resume
-log: every to plot plot_over profile profile_ranks progress peak_tflops sample
+log: every to plot plot_over progress peak_tflops sample
 """
 
 

@@ -209,6 +209,22 @@ EFFECT_RULES: tuple[EffectRule, ...] = (
         "parallel.data parallel.context",
         holds=lambda tables: tables.parallel.copies > 1 or not tables.parallel.overlap,
     ),
+    EffectRule(
+        "parallel.zero",
+        "parallel.data parallel.zero_size",
+        holds=lambda tables: tables.parallel.zero not in (2, 3) or tables.parallel.shards_gradients,
+    ),
+    EffectRule(
+        "parallel.zero_keep",
+        "parallel.data parallel.zero_size",
+        holds=lambda tables: tables.parallel.shards_weights,
+    ),
+    EffectRule(
+        "log.profile",
+        "train.steps",
+        holds=lambda tables: min(tables.log.profile, default=0) <= tables.train.steps,
+    ),
+    EffectRule("log.profile_ranks", "log.profile"),
     EffectRule("precision.pipeline", "parallel.pipeline", holds=lambda tables: tables.stages > 1),
     EffectRule("precision.buffers", "model.positions", only_with="rope"),
     EffectRule(_SCALING_KEYS, "precision.scaling", only_with="dynamic"),

@@ -455,6 +455,12 @@ _DEEPSEEK_DEFAULTS = _LLAMA_DEFAULTS | {
 }
 
 _NO_CLIPPING: dict[str, tuple[Any, ...]] = {"clip_qkv": (None,)}
+# what DeepSeek-V3's routers may be said to be
+_SIGMOID_ROUTING = {
+    "scoring_func": ("sigmoid", None),
+    "topk_method": ("noaux_tc", None),
+    "moe_layer_freq": (1, None),
+}
 _ROUTED_ALIASES = {
     "num_local_experts": "n_routed_experts",
     "num_nextn_predict_layers": "num_mtp_layers",
@@ -760,12 +766,7 @@ FAMILIES: dict[str, Family] = {
             EXPERTS_OF_DEEPSEEK_V3,
         ),
         aliases=_ROUTED_ALIASES,
-        allowed={
-            "scoring_func": ("sigmoid", None),
-            "topk_method": ("noaux_tc", None),
-            "moe_layer_freq": (1, None),
-            "seq_aux": (True, None),
-        },
+        allowed=_SIGMOID_ROUTING | {"seq_aux": (True, None)},
     ),
     "olmo2": Family(
         ours="olmo2",
@@ -1356,11 +1357,7 @@ FAMILIES: dict[str, Family] = {
             NO_WINDOW,
         ),
         aliases=_ROUTED_ALIASES,
-        allowed={
-            "scoring_func": ("sigmoid", None),
-            "topk_method": ("noaux_tc", None),
-            "moe_layer_freq": (1, None),
-        },
+        allowed=_SIGMOID_ROUTING,
         beyond_transformers_4=_newer_than_4,
     ),
     "youtu": Family(

@@ -53,7 +53,7 @@ setup(
     package_dir={
         "": "."
     },  # makes an editable install a plain path file, which type checkers follow
-    package_data={"": ["py.typed", "messages.toml"]},
+    package_data={"": ["py.typed", "messages.toml"], "tools.recipes": ["*.toml"]},
     install_requires=[
         "torch>=2.11,<2.15",
         "numpy>=1.26,<3",

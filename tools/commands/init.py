@@ -1,4 +1,4 @@
-"""`megaprec init [FOLDER_OF_TEXT] [--preset NAME] [-o run.toml]`: write a run file to start from.
+"""`megaprec init [TEXT] [--preset NAME | --recipe NAME] [-o run.toml]`: write a run file.
 
 The run trains as it is, in minutes, on one process of a laptop. Its sizes follow from the text: a
 tokenizer is learned from it as `train` will do it, and a million characters from all over it are
@@ -6,6 +6,9 @@ counted in its tokens, so that vocabulary, sequence length and number of steps a
 --characters each character is a token, and no tokenizer is learned. Of a text beyond 256 million
 characters, those are all that is read. Every key that is written has a comment, the first clause of
 its help.
+
+With --recipe the run file has published settings, and is written as it is (docs/recipes.md); TEXT
+takes the place of its text.
 """
 
 import argparse
@@ -30,6 +33,7 @@ from megaprec.tokens.places import STANDARD_LIBRARY, is_url, without_query
 from megaprec.url_secrets import masked
 from models.parameter_counts import num_parameters
 from models.presets import PRESETS
+from tools.commands.init_recipe import add_recipe, write_recipe
 from tools.commands.text_options import add_skip_bad, add_text_options, text_options
 from tools.config.key_help import key_tables, keys_of
 from tools.config.run_file import load_run
@@ -87,10 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         nargs="?",
-        default="python",
         metavar="TEXT",
         help="folder or file of text, or a pattern such as 'texts/**/*.md' (default: python's "
-        "sources)",
+        "sources, with --recipe the recipe's text)",
     )
     parser.add_argument(
         "--preset",
@@ -98,6 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"known model (default: {DEMO_PRESET})",
     )
+    add_recipe(parser)
     parser.add_argument(
         "--characters",
         action="store_true",
@@ -121,6 +125,10 @@ def main(args: argparse.Namespace) -> int:
     exists."""
     if os.path.lexists(args.output):
         raise UserError.of("command.run_file_exists", output=args.output)
+    if args.recipe:
+        return write_recipe(args)
+    if args.source is None:
+        args.source = STANDARD_LIBRARY
     source = open_source(args.source, text_options(args, skip_bad=args.skip_bad))
     sizes = _measure_text(source, args.characters)
     content = _run_file(args, sizes)

@@ -1,0 +1,67 @@
+"""`megaprec init --recipe NAME [TEXT] [-o run.toml]`: write a run file with published settings.
+
+The file is the recipe as it is, its comments too; a TEXT takes the place of its `data.source`.
+"""
+
+import argparse
+import re
+
+from megaprec.errors import UserError
+from megaprec.text.readers import TextOptions
+from tools.commands.text_options import text_options
+from tools.console.toml import toml
+from tools.console.wrapped import say
+from tools.recipes.recipe import Recipe, read_recipe, recipe_names
+
+_SOURCE = re.compile(r'^source = ".*"$', re.MULTILINE)
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """Add the argument for a recipe."""
+    parser.add_argument(
+        "--recipe",
+        choices=recipe_names(),
+        metavar="NAME",
+        help=f"run file with published settings (docs/recipes.md): {', '.join(recipe_names())}",
+    )
+
+
+def write_recipe(args: argparse.Namespace) -> int:
+    """Write the run file of a recipe. Raises UserError if other arguments contradict it, or the
+    file exists."""
+    other_options = text_options(args, skip_bad=args.skip_bad) != TextOptions()
+    if args.preset or args.characters or other_options:
+        raise UserError.of("command.recipe_alone", recipe=args.recipe)
+    recipe = read_recipe(args.recipe)
+    content = recipe.content
+    if args.source is not None:
+        content = _with_source(recipe, args.source)
+    with open(args.output, "x", encoding="utf-8") as file:
+        file.write(content)
+    _print_notes(recipe)
+    print(f"written    {args.output}; next: {_next_command(recipe, args.output)}")
+    return 0
+
+
+def _with_source(recipe: Recipe, source: str) -> str:
+    """Return the content of a recipe with another text. Raises UserError if it has a blend."""
+    line = f"source = {toml(source)}"
+    content, replaced = _SOURCE.subn(lambda _: line, recipe.content)
+    if replaced != 1:
+        raise UserError.of("command.recipe_blend", recipe=recipe.name)
+    return content
+
+
+def _print_notes(recipe: Recipe) -> None:
+    """Print the title of a recipe and what it needs and reaches."""
+    say(f"recipe     {recipe.title}")
+    for name in ("text", "takes", "reaches"):
+        if name in recipe.notes:
+            say(f"{name:<11}{recipe.notes[name]}")
+
+
+def _next_command(recipe: Recipe, output: object) -> str:
+    """Return the command that follows: a recipe for GPUs is planned before it is started."""
+    if "plan" in recipe.notes:
+        return f"megaprec plan {output} {recipe.notes['plan']}"
+    return f"megaprec train {output}"

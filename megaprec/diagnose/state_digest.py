@@ -120,17 +120,24 @@ class StateDigest:
             yield f"fp8/{tensor_name}", digest_terms(scale_row, part, 0)
 
 
+def masters_of(buffer: Buffer, span: range) -> Tensor:
+    """Return the masters of elements `span` of the buffer, which this rank owns, in FP32 or wider,
+    on the device. They may be a view."""
+    shard_start = span.start - buffer.start
+    shard_stop = span.stop - buffer.start
+    if buffer.masters is not None:
+        return buffer.to_device(buffer.masters[shard_start:shard_stop])
+    tiles = buffer.tiles(shard_start, shard_stop, shard_stop - shard_start)
+    on_device = buffer.on_device(tiles, written=())
+    return torch.cat([tile.wide_masters() for tile in on_device])
+
+
 def _state_of(buffer: Buffer, span: range) -> Iterator[tuple[str, Tensor]]:
     """Yield the masters, as "weight", the moments and the moving average of these elements of the
     buffer."""
     shard_start = span.start - buffer.start
     shard_stop = span.stop - buffer.start
-    if buffer.masters is not None:
-        yield WEIGHT, buffer.to_device(buffer.masters[shard_start:shard_stop])
-    else:
-        tiles = buffer.tiles(shard_start, shard_stop, shard_stop - shard_start)
-        on_device = buffer.on_device(tiles, written=())
-        yield WEIGHT, torch.cat([tile.wide_masters() for tile in on_device])
+    yield WEIGHT, masters_of(buffer, span)
     for kind, values in buffer.state.items():
         yield kind, buffer.to_device(values[shard_start:shard_stop])
     if buffer.ema is not None:

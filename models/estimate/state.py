@@ -63,6 +63,8 @@ class StateBytes:
         one layer's gradients are in, and one more that is under way.
     saved: what this rank writes to a checkpoint, of which a save in the background makes a copy in
         host memory.
+    masters_before: a copy of the masters of this rank's slices, which a step of log.statistics
+        keeps.
     whole_weights: under ZeRO-3, the weights that passes gather.
     """
 
@@ -78,6 +80,7 @@ class StateBytes:
     own: int
     arriving: int
     saved: int
+    masters_before: int
     whole_weights: WholeWeights
 
     @property
@@ -318,6 +321,7 @@ def _measure(
         own=sum(own_bytes(buffer) for buffer in buffers if buffer.ema is not None),
         arriving=max(_arriving_bytes(stage, buffers) for stage, buffers in by_stage),
         saved=saved,
+        masters_before=sum(map(_masters_bytes, buffers)),
         whole_weights=WholeWeights.of(stages, buffers),
     )
 
@@ -337,6 +341,13 @@ def _update_peaks(
     if isinstance(rule, Muon):
         peaks.append(_muon_peak(buffers, rule, plan, sharding, block))
     return peaks
+
+
+def _masters_bytes(buffer: Buffer) -> int:
+    """Return the bytes of this rank's slice in the dtype of its masters; of masters in two halves,
+    or of weights that are their own masters, in FP32."""
+    itemsize = torch.float32.itemsize if buffer.masters is None else buffer.masters.itemsize
+    return itemsize * buffer.local_size
 
 
 def _staging_bytes(buffer: Buffer) -> int:

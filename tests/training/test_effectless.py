@@ -133,7 +133,7 @@ CASES = [
     ("data.held_out_from", '"end"', "data.held_out=0", ""),
     *(
         (f"{key}", "10", "", "train.steps=10")
-        for key in ("train.sentinel", "log.timeline", "log.digests")
+        for key in ("train.sentinel", "log.timeline", "log.digests", "log.statistics")
     ),
     ("fp8.shadow_every", "10", FP8, f"{FP8} train.steps=10"),
     ("checkpoint.keep_every", "2", "checkpoint.keep=all", ""),

@@ -14,6 +14,7 @@ from rich.table import Table
 from megaprec.errors import UserError
 from tools.analysis.plots.compare_plot import LAST, Curve, by_loss, draw
 from tools.analysis.plots.drawing import has_matplotlib
+from tools.analysis.plots.statistics_map import StatisticsMap, draw_maps, maps_of
 from tools.analysis.report.comparable import (
     branches,
     differences,
@@ -24,7 +25,7 @@ from tools.analysis.report.run import Run
 from tools.analysis.verdict.verdict import read_verdict
 from tools.console.json_output import add_json, print_result
 from tools.console.tables import print_table
-from tools.journal.records import no_run, read_metrics
+from tools.journal.records import no_run, read_metrics, read_statistics
 
 MOST_KEYS = 12  # that differ and have a line
 
@@ -47,6 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("steps", "tokens"),
         help="horizontal axis of the plot (default: steps)",
     )
+    parser.add_argument(
+        "--statistics",
+        metavar="PNG",
+        type=Path,
+        help="file of the maps of the runs' statistics (log.statistics) beside each other",
+    )
     add_json(parser)
     parser.set_defaults(run=main)
 
@@ -60,6 +67,8 @@ def main(args: argparse.Namespace) -> int:
     curves, base = _read_curves(args)
     shown = [*curves, base] if base else curves
     compared = _compare(args)
+    if args.statistics:
+        _draw_statistics(args)
     if args.output and compared.hides_losses:
         unknown = ", ".join(compared.without_bits)
         raise UserError.of("command.picture_of_other_text", path=args.output, unknown=unknown)
@@ -88,6 +97,18 @@ def _read_curves(args: argparse.Namespace) -> tuple[Sequence[Curve], Curve | Non
     # read together, so that all have names of their own
     *curves, base = read_curves([*folders, against])
     return curves, base
+
+
+def _draw_statistics(args: argparse.Namespace) -> None:
+    """Draw the maps of the runs beside each other. Raises UserError if a run has none."""
+    _require_writable(args.statistics)
+    folders: list[Path] = args.runs
+    maps_by_run: dict[str, Sequence[StatisticsMap]] = {}
+    for name, folder in zip(_names(folders), folders, strict=True):
+        maps_by_run[name] = maps_of(read_statistics(folder))
+        if not maps_by_run[name]:
+            raise UserError.of("command.no_statistics", folder=folder)
+    draw_maps(maps_by_run, args.statistics)
 
 
 @dataclass(frozen=True)

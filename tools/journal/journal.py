@@ -21,11 +21,8 @@ from tools.journal.records import (
     AVERAGE_LOSS,
     AVERAGE_PREFIX,
     COLLAPSE,
-    DIGEST,
-    DIGESTS,
-    EVALUATION,
-    EVALUATIONS,
     EVENTS,
+    FILE_OF_EVENT,
     HELD_OUT_LOSS,
     INVARIANT,
     LASTING,
@@ -128,15 +125,13 @@ class Journal(AbstractContextManager["Journal"]):
         metrics_path = folder / METRICS
         begins = branches or start_step == 0
         if begins:  # records of steps that are there belong to another run
-            others = [folder / name for name in (EVENTS, EVALUATIONS, DIGESTS)]
+            others = [folder / name for name in (EVENTS, *FILE_OF_EVENT.values())]
             _put_aside(start_step, metrics_path, *others)
         _print_note(_repeated_steps(metrics_path, start_step))
         self._metrics = _reopen(metrics_path, start_step)
         self._events = _reopen(folder / EVENTS, start_step)
-        # by the kind of event, the files that have one kind alone
         self._files = {
-            EVALUATION: _LazyLines(folder / EVALUATIONS, start_step),
-            DIGEST: _LazyLines(folder / DIGESTS, start_step),
+            kind: _LazyLines(folder / name, start_step) for kind, name in FILE_OF_EVENT.items()
         }
         if not begins:
             _print_note(lost_steps(metrics_path, start_step))
@@ -179,7 +174,7 @@ class Journal(AbstractContextManager["Journal"]):
     def write_event(self, event: dict[str, Any]) -> None:
         """Write an event of the step event["step"] to events.jsonl.
 
-        One of the state goes to digests.jsonl, one of an evaluation to evaluations.jsonl.
+        One of a kind that has a file of its own goes there.
         """
         file = self._files.get(event["event"], self._events)
         file.write(to_json(masked_inside(event)))
@@ -293,7 +288,7 @@ def rewind(folder: Path, step_number: int, event: dict[str, Any]) -> None:
     No other process may write them.
     """
     _reopen(folder / METRICS, step_number).close()
-    for name in (EVALUATIONS, DIGESTS):
+    for name in FILE_OF_EVENT.values():
         _LazyLines(folder / name, step_number).close()
     events = _reopen(folder / EVENTS, step_number)
     events.write(to_json(masked_inside(event)))

@@ -1,4 +1,4 @@
-"""Reading metrics.jsonl, events.jsonl, evaluations.jsonl, digests.jsonl: a JSON record per line.
+"""Reading metrics.jsonl, events.jsonl and the files of one kind of event: a JSON record per line.
 
 A killed run can leave a truncated last line: its step is taken again, and the line is dropped. Any
 other line that is not a record, or that repeats a step, comes from a damaged disk or an editor. It
@@ -21,6 +21,7 @@ METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 DIGESTS = "digests.jsonl"
 EVALUATIONS = "evaluations.jsonl"
+STATISTICS_FILE = "statistics.jsonl"
 NO_TOKENS_EVENT = "no_tokens"
 INVARIANT = "invariant"  # the kind of event of one that is broken, and the field of its step
 INVARIANTS = "invariants"  # the kind of event with what is known of each
@@ -29,7 +30,10 @@ BRANCHED = "branched"  # the kind of event with which a branch of another run be
 INITIAL = "initial"  # the kind of event of a run that begins with weights whose model it changes
 DIGEST = "digest"  # the kind of event that is written to DIGESTS
 EVALUATION = "evaluation"  # the kind of event that is written to EVALUATIONS
+STATISTICS = "statistics"  # the kind of event that is written to STATISTICS_FILE
 SAMPLE = "sample"  # the kind of event with a text that the model has written
+# by the kind of event, the files that have one kind alone
+FILE_OF_EVENT = {EVALUATION: EVALUATIONS, DIGEST: DIGESTS, STATISTICS: STATISTICS_FILE}
 FIRST_EVALUATION = "first_evaluation"  # the kind of event with the losses of the first weights
 COLLAPSE = "router_collapse"  # the kind of event, and the field of its step
 PREDICTION = "prediction"  # the kind of event with the predicted step, and the measured one
@@ -71,6 +75,7 @@ REQUIRED_KEYS = {
     "end": {"complete", "why", "peak_memory"},
     DIGEST: {"state", "numbers", "progress", "tensors"},
     EVALUATION: {"set", "samples", "losses", "tokens"},
+    STATISTICS: {"outcome", "measures", "outputs", "weights", "gradients", "updates"},
     SAMPLE: {"text", "date"},
     FIRST_EVALUATION: {"losses"},
     PREDICTION: {"seconds", "measured", "basis", "kinds"},
@@ -167,6 +172,11 @@ def read_digests(folder: Path) -> list[dict[str, Any]]:
 def read_evaluations(folder: Path) -> list[dict[str, Any]]:
     """Return the evaluations of a run's sets, with the losses of their samples, oldest first."""
     return _records_of_kind(folder / EVALUATIONS, EVALUATION)
+
+
+def read_statistics(folder: Path) -> list[dict[str, Any]]:
+    """Return the statistics of a run, oldest first; none if it has no statistics.jsonl."""
+    return _records_of_kind(folder / STATISTICS_FILE, STATISTICS)
 
 
 def _records_of_kind(path: Path, event_kind: str) -> list[dict[str, Any]]:

@@ -50,6 +50,8 @@ PARTS = {
     "shadow_event": "tools.journal.shadow_records",
     "shadow_fields": "tools.journal.shadow_records",
     "write_timeline": "tools.journal.timeline_file",
+    "TensorStatistics": "megaprec.diagnose.tensor_statistics",
+    "statistics_event": "tools.journal.statistics_records",
     "HostMemory": "megaprec.optim.state.host_memory",
     "compile_leaves": "tools.training.compiling",
     "StepProfile": "tools.training.profiling",

@@ -16,7 +16,7 @@ from megaprec.tokens.files import exclusive_lock
 from megaprec.tokens.places import STANDARD_LIBRARY
 from tools.config.run_file import RunConfig
 from tools.config.tables.data_settings import names_of
-from tools.journal.records import DIGESTS, EVALUATIONS, EVENTS, METRICS
+from tools.journal.records import EVENTS, FILE_OF_EVENT, METRICS
 
 LOCK = ".lock"
 Identity = tuple[int, int] | None  # device and inode; None if there is nothing
@@ -29,7 +29,7 @@ def check_folders(config: RunConfig) -> None:
     _check_outside(config)
     require_room(config.checkpoint_folder)
     folder = Path(config.train.folder)
-    for name in (METRICS, EVENTS, EVALUATIONS, DIGESTS):
+    for name in (METRICS, EVENTS, *FILE_OF_EVENT.values()):
         _require_file(folder / name, "the records of steps")
     _require_file(folder / "run.toml", "the run's keys")
     if _lock_path(config).exists():

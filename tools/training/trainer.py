@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.reader import Store
@@ -143,6 +143,10 @@ class Trainer:
             part("draw_weights")(
                 self.engine.stages.values(), self.engine.optimizer, config.train.seed
             )
+        self._statistics: Any = None  # of weights, gradients and updates, if there are any
+        if config.log.statistics:
+            layers = _layers_of(self.engine.stages.values())
+            self._statistics = part("TensorStatistics")(self.engine.optimizer, layers)
         self._saves = Saves(config, self.engine)
         self._saved_step = self.progress.step  # that of the newest checkpoint
         self._evaluated: dict[str, float] = {}  # losses after the newest step, by field
@@ -453,7 +457,7 @@ class Trainer:
 
     def _step_events(self, report: StepReport, progress: TrainState) -> list[dict[str, Any]]:
         """Return the event of a step that was skipped, or applied although it was not finite, and
-        that of its digests if they are due. Collective then."""
+        those of its digests and statistics if they are due. Collective then."""
         events = list[dict[str, Any]]()
         samples = self._samples_of_step
         if report.outcome == NO_TOKENS:
@@ -462,7 +466,11 @@ class Trainer:
             events.append(
                 overflow_event(report, progress.step, samples, self.monitor, self.corpus.train)
             )
-        return events + self._digests.of_step(report, progress)
+        events += self._digests.of_step(report, progress)
+        if self._takes_statistics(progress.step):
+            statistics = self._statistics.result()
+            events.append(part("statistics_event")(statistics, progress.step, report.outcome))
+        return events
 
     def _invariant_events(self, report: StepReport) -> Iterator[dict[str, Any]]:
         """Yield an event for each invariant that the step has broken first, and after the first
@@ -542,12 +550,21 @@ class Trainer:
                 shadow = part("run_shadow")(self.engine.passes_for(share), share, step_number)
         # The sentinel recomputes the share of any data-parallel rank.
         share_of = partial(self.share, first_sample)
-        with self._locating(self.corpus.train), self._checks.checking(step_number, share_of):
+        checking = self._checks.checking(step_number, share_of)
+        with self._locating(self.corpus.train), checking, self._watching(step_number + 1):
             report = self._engine_step(share, step_number, recording)
         self._advance(report)
         if recording:
             self._write_timeline(recording, self.engine.passes_for(share).schedule)
         return report, shadow
+
+    def _takes_statistics(self, step: int) -> bool:
+        """Return True if the statistics of this step are due."""
+        return is_due(self.config.log.statistics, step)
+
+    def _watching(self, step: int) -> AbstractContextManager[None]:
+        """Return a block in which the step's statistics are taken, if they are due."""
+        return self._statistics.watching() if self._takes_statistics(step) else nullcontext()
 
     def _engine_step(
         self, share: Share, step_number: int, recording: Recording | None
@@ -649,6 +666,16 @@ class Trainer:
         files = tokenizer_files(self.corpus)
         self._saves.start(self.progress.step, extra, files, self._evaluated)
         self._saved_step = self.progress.step
+
+
+def _layers_of(stages: Iterable[nn.Module]) -> dict[str, nn.Module]:
+    """Return the layers of stages by logical name; a stage that a user has written may have none by number."""
+    layers: dict[str, nn.Module] = {}
+    for stage in stages:
+        by_number = getattr(stage, "layers", None)
+        if isinstance(by_number, nn.ModuleDict):
+            layers |= {f"layers.{number}": layer for number, layer in by_number.items()}
+    return layers
 
 
 def optimizer_options(config: RunConfig, device: torch.device) -> dict[str, Any]:

@@ -56,6 +56,7 @@ class RankBytes:
     sums: under canonical numerics, gradients of micro-batches that wait until others are added to
         them.
     optimizer: temporary tensors of an update, or the own weights while their average is evaluated.
+    statistics: the masters before a step of log.statistics.
     save: on a CPU, the copy from which a checkpoint is written beside the training.
     process: on a CPU, Python and torch.
     gaps: on a CPU, freed memory between tensors that nothing fits into.
@@ -76,6 +77,7 @@ class RankBytes:
     gathered: int
     sums: int
     optimizer: int
+    statistics: int
     save: int
     process: int
     gaps: int
@@ -270,6 +272,7 @@ class MemoryModel:
             sums=virtual_ranks * state.gradients * waiting,
             # of one block at a time, of whichever virtual rank it is
             optimizer=max(state.update, virtual_ranks * state.own if evaluates else 0),
+            statistics=virtual_ranks * state.masters_before if config.log.statistics else 0,
             save=virtual_ranks * state.saved if copies_to_save else 0,
             process=self.process if on_cpu else 0,
             gaps=HEAP_REST + round(HEAP_GAPS * activations) if on_cpu else 0,

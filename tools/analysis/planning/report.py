@@ -46,6 +46,7 @@ OTHER_KINDS = {
     "gathered": "whole weights of layers that compute",
     "sums": "sums of micro-batches",
     "optimizer": "the update",
+    "statistics": "masters before a step of log.statistics",
     "save": "the copy of a save",
     "process": "Python and torch",
     "gaps": "gaps between tensors",

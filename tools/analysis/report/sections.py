@@ -18,6 +18,7 @@ from tools.analysis.plots.charts import draw_rows
 from tools.analysis.plots.compare_plot import LAST, Curve
 from tools.analysis.plots.drawing import to_svg, to_themed_svg
 from tools.analysis.plots.shadow_plot import PICTURE
+from tools.analysis.plots.statistics_map import draw_map, maps_of
 from tools.analysis.plots.step_plot import StepBar, draw_steps
 from tools.analysis.plots.timeline import Panel as Timeline
 from tools.analysis.plots.timeline import draw
@@ -46,6 +47,7 @@ from tools.journal.records import (
     PREDICTION,
     SAMPLE,
     SPIKE_EVENT,
+    read_statistics,
 )
 from tools.journal.router_records import router_values
 from tools.journal.shadow_records import SHADOW
@@ -371,6 +373,19 @@ def _collapses(event: dict[str, Any]) -> Html:
     return paragraph(f"Step {event['step']:,}: {event['said']}.")
 
 
+def statistics(run: Run) -> Html | None:
+    """Return the maps of log.statistics: layers by steps."""
+    maps = maps_of(read_statistics(run.folder))
+    if not maps:
+        return None
+    figures: list[str] = []
+    for one in maps:
+        picture = to_themed_svg(draw_map(one), f"{one.title}, by layer and step")
+        figures.append(f"<figure>{picture}</figure>")
+    below = paragraph("Colours go with the logarithm. White: 0, or not finite.")
+    return Html(f'<div class="figures">{"".join(figures)}</div>{below.text}')
+
+
 def memory(run: Run) -> Html | None:
     """Return the memory of rank 0."""
     end_events = list[dict[str, Any]]()
@@ -614,6 +629,7 @@ SECTIONS: Sequence[tuple[str, Section]] = (
     ("Skipped steps and spikes", skips),
     ("Speed", speed),
     ("Experts", experts),
+    ("Inside the model", statistics),
     ("Memory", memory),
     ("Pipeline schedule", schedule),
     ("FP8", fp8),

@@ -109,6 +109,7 @@ PERIODS = (
     "fp8.shadow_every",
     "log.timeline",
     "log.digests",
+    "log.statistics",
 )
 _EXPERT_KEYS = (
     "model.experts_per_token model.norm_topk model.router model.router_aux_loss model.router_z_loss"

@@ -654,6 +654,13 @@ class Log(Table):
         description="Number of steps between digests of weights, moments and loss scaler by "
         "logical tensor in digests.jsonl, which are the same in every layout; 0: none.",
     )
+    statistics: int = Field(
+        default=0,
+        ge=0,
+        description="Number of steps between statistics in statistics.jsonl: mean, root mean "
+        "square, largest magnitude, zeros and kurtosis of each weight, gradient and update, and "
+        "the size of each layer's output; 0: none.",
+    )
 
     # what a terminal shows
     progress: bool = Field(

@@ -1,0 +1,234 @@
+"""Maps of a run's statistics (`statistics.jsonl`): layers by steps, a colour for each number.
+
+What lies outside of layers is a row of its own: embedding, positions, final norm, head, modules of
+multi-token prediction. Of the tensors of a row the one with the largest number counts, except for
+the median of their updates. Colours are of a logarithm, from the smallest to the largest number of
+a map; what is 0 or not finite is left white.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tools.analysis.plots.drawing import Drawing, Rect, Shape, Text
+from tools.journal.statistics_records import OUTPUTS, measure_of
+
+MOST_COLUMNS = 120  # of more steps, as many are drawn, evenly spaced
+ROW_HEIGHTS = (6.0, 16.0)  # pixels, for many rows and for few
+MAP_HEIGHT = 320.0  # that rows share if there are many
+MAP_WIDTH = 420.0
+NAMES_WIDTH = 110.0
+LABEL_SIZE = 11.0
+TITLE_SIZE = 13.0
+TITLE_HEIGHT = 24.0
+AXIS_HEIGHT = 22.0
+SCALE_WIDTH = 96.0
+SCALE_STEPS = 24
+GAP = 24.0
+# from the smallest number to the largest one
+COLORS = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
+Record = Mapping[str, Any]
+Cells = dict[tuple[str, int], float]  # by row and step
+
+
+@dataclass(frozen=True)
+class StatisticsMap:
+    """One map. rows: names, from the top. steps: ascending. cells: the numbers that are known."""
+
+    title: str
+    rows: Sequence[str]
+    steps: Sequence[int]
+    cells: Cells
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """Colours of numbers between two positive ones, by their logarithm."""
+
+    low: float
+    high: float
+
+    def color(self, number: float) -> str:
+        extent = math.log(self.high / self.low) or 1.0
+        position = math.log(number / self.low) / extent * (len(COLORS) - 1)
+        lower = max(0, min(int(position), len(COLORS) - 2))
+        part = min(1.0, max(0.0, position - lower))
+        mixed = [
+            round(first + part * (second - first))
+            for first, second in zip(COLORS[lower], COLORS[lower + 1], strict=True)
+        ]
+        return "#" + "".join(f"{channel:02x}" for channel in mixed)
+
+
+def maps_of(records: Sequence[Record]) -> list[StatisticsMap]:
+    """Return the maps of the statistics of a run; those without a number are left out."""
+    shown = _spaced(records)
+    makers = {
+        "output of a layer, root mean square": _outputs,
+        "gradient, root mean square of the largest tensor": _gradients,
+        "update over weight, median of the tensors": _relative_updates,
+        "weights, largest kurtosis (3: normal)": _kurtosis,
+    }
+    maps: list[StatisticsMap] = []
+    for title, make_rows in makers.items():
+        cells: Cells = {}
+        for record in shown:
+            for row, number in make_rows(record).items():
+                if math.isfinite(number) and number > 0:
+                    cells[row, record["step"]] = number
+        if cells:
+            rows = sorted({row for row, _ in cells}, key=_place)
+            steps = [record["step"] for record in shown]
+            maps.append(StatisticsMap(title, rows, steps, cells))
+    return maps
+
+
+def _spaced(records: Sequence[Record]) -> list[Record]:
+    """Return at most MOST_COLUMNS of the records, evenly spaced, the last one among them."""
+    if len(records) <= MOST_COLUMNS:
+        return list(records)
+    last = len(records) - 1
+    return [records[n * last // (MOST_COLUMNS - 1)] for n in range(MOST_COLUMNS)]
+
+
+def row_of(name: str) -> str:
+    """Return the row of a tensor or layer by its logical name: "layer 3", or its first word."""
+    kind, _, rest = name.partition(".")
+    number = rest.partition(".")[0]
+    if kind == "layers":
+        return f"layer {number}"
+    if kind == "mtp":
+        return f"mtp {number}"
+    return kind.replace("_", " ")
+
+
+def _place(row: str) -> tuple[int, int, str]:
+    """Return the place of a row from the top: in the order of computation."""
+    kind, _, number = row.partition(" ")
+    order = ("embedding", "positions", "layer", "final", "head", "mtp")
+    rank = order.index(kind) if kind in order else len(order)
+    return rank, int(number) if number.isdigit() else 0, row
+
+
+def _by_row(values: Mapping[str, float]) -> dict[str, list[float]]:
+    grouped: dict[str, list[float]] = {}
+    for name, value in values.items():
+        grouped.setdefault(row_of(name), []).append(value)
+    return grouped
+
+
+def _outputs(record: Record) -> dict[str, float]:
+    return {row_of(name): size for name, size in measure_of(record, OUTPUTS, "rms").items()}
+
+
+def _gradients(record: Record) -> dict[str, float]:
+    grouped = _by_row(measure_of(record, "gradients", "rms"))
+    return {row: max(values) for row, values in grouped.items()}
+
+
+def _kurtosis(record: Record) -> dict[str, float]:
+    grouped = _by_row(measure_of(record, "weights", "kurtosis"))
+    return {row: max(values) for row, values in grouped.items()}
+
+
+def _relative_updates(record: Record) -> dict[str, float]:
+    weights = measure_of(record, "weights", "rms")
+    updates = measure_of(record, "updates", "rms")
+    ratios = {name: updates[name] / weights[name] for name in updates if weights.get(name)}
+    return {row: median(values) for row, values in _by_row(ratios).items()}
+
+
+def draw_map(one: StatisticsMap, scale: tuple[float, float] | None = None) -> Drawing:
+    """Return the drawing of a map. scale: the numbers of the first and the last colour, in place of
+    the map's own smallest and largest ones."""
+    drawing = Drawing(NAMES_WIDTH + MAP_WIDTH + SCALE_WIDTH, TITLE_HEIGHT)
+    drawing.height += _add_map(drawing.shapes, one, scale, 0.0, 0.0)
+    return drawing
+
+
+def draw_maps(maps_by_run: Mapping[str, Sequence[StatisticsMap]], path: Path) -> None:
+    """Write a picture of the maps of several runs: a run in each column, with the same colours for
+    the same numbers along a row. Raises UserError for PNG without matplotlib."""
+    titles = list(dict.fromkeys(one.title for maps in maps_by_run.values() for one in maps))
+    column_width = NAMES_WIDTH + MAP_WIDTH + SCALE_WIDTH + GAP
+    drawing = Drawing(column_width * len(maps_by_run), TITLE_HEIGHT)
+    for number, name in enumerate(maps_by_run):
+        left = number * column_width + NAMES_WIDTH
+        drawing.shapes.append(Text(left, 16.0, name, TITLE_SIZE, bold=True))
+    top = TITLE_HEIGHT
+    for title in titles:
+        of_title = [
+            next((one for one in maps if one.title == title), None) for maps in maps_by_run.values()
+        ]
+        scale = _common_scale([one for one in of_title if one is not None])
+        heights = [
+            _add_map(drawing.shapes, one, scale, number * column_width, top)
+            for number, one in enumerate(of_title)
+            if one is not None
+        ]
+        top += TITLE_HEIGHT + max(heights) + GAP
+    drawing.height = top
+    drawing.save(path)
+
+
+def _common_scale(maps: Sequence[StatisticsMap]) -> tuple[float, float]:
+    numbers = [number for one in maps for number in one.cells.values()]
+    return min(numbers), max(numbers)
+
+
+def _add_map(
+    shapes: list[Shape],
+    one: StatisticsMap,
+    scale: tuple[float, float] | None,
+    left: float,
+    top: float,
+) -> float:
+    """Add a map with its title, names, steps and colours; return its height below the title."""
+    colors = _Scale(*(scale or _common_scale([one])))
+    least, most = ROW_HEIGHTS
+    row_height = min(most, max(least, MAP_HEIGHT / len(one.rows)))
+    column_width = MAP_WIDTH / len(one.steps)
+    map_left = left + NAMES_WIDTH
+    map_top = top + TITLE_HEIGHT
+    shapes.append(Text(map_left, top + 16.0, one.title, TITLE_SIZE))
+    named_every = max(1, math.ceil(LABEL_SIZE / row_height))
+    for row_number, row in enumerate(one.rows):
+        y = map_top + row_number * row_height
+        if row_number % named_every == 0:
+            baseline = y + row_height / 2 + LABEL_SIZE / 3
+            shapes.append(Text(map_left - 6, baseline, row, LABEL_SIZE, "faint", "end"))
+        for column, step in enumerate(one.steps):
+            number = one.cells.get((row, step))
+            if number is None:
+                continue
+            x = map_left + column * column_width
+            tip = f"{row}, step {step:,}: {number:.4g}"
+            shapes.append(Rect(x, y, column_width, row_height, colors.color(number), tip=tip))
+    height = len(one.rows) * row_height
+    _add_steps(shapes, one.steps, map_left, map_top + height)
+    _add_scale(shapes, colors, map_left + MAP_WIDTH + 10, map_top, max(height, 60.0))
+    return max(height, 60.0) + AXIS_HEIGHT
+
+
+def _add_steps(shapes: list[Shape], steps: Sequence[int], left: float, top: float) -> None:
+    """Add the first and the last step below a map."""
+    baseline = top + 14.0
+    shapes.append(Text(left, baseline, f"step {steps[0]:,}", LABEL_SIZE, "faint"))
+    if len(steps) > 1:
+        right = left + MAP_WIDTH
+        shapes.append(Text(right, baseline, f"{steps[-1]:,}", LABEL_SIZE, "faint", "end"))
+
+
+def _add_scale(shapes: list[Shape], colors: _Scale, left: float, top: float, height: float) -> None:
+    """Add the colours beside a map, the largest number on top."""
+    part = height / SCALE_STEPS
+    ratio = colors.high / colors.low
+    for number in range(SCALE_STEPS):
+        value = colors.low * ratio ** (1 - (number + 0.5) / SCALE_STEPS)
+        shapes.append(Rect(left, top + number * part, 10.0, part + 0.5, colors.color(value)))
+    shapes.append(Text(left + 14, top + LABEL_SIZE, f"{colors.high:.3g}", LABEL_SIZE, "faint"))
+    if ratio > 1:
+        shapes.append(Text(left + 14, top + height, f"{colors.low:.3g}", LABEL_SIZE, "faint"))

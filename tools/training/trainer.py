@@ -669,7 +669,8 @@ class Trainer:
 
 
 def _layers_of(stages: Iterable[nn.Module]) -> dict[str, nn.Module]:
-    """Return the layers of stages by logical name; a stage that a user has written may have none by number."""
+    """Return the layers of stages by logical name; a user's own stage may have none
+    by number."""
     layers: dict[str, nn.Module] = {}
     for stage in stages:
         by_number = getattr(stage, "layers", None)

@@ -9,6 +9,7 @@ TEST_ARGS ?=
 WORKERS ?= 2
 CAMPAIGN_ARGS ?= 200 0
 MUTANTS_ARGS ?= 25 0
+PROOFS_ARGS ?=
 GPU_ARGS ?=
 GPU_PYTHON ?=
 PACK_ARGS ?=
@@ -27,7 +28,7 @@ CUDA_READY := .venv-cuda/ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test docs release golden gpu gpu-pack offline-gpu campaign oracles lint format clean
+.PHONY: help demo test docs release golden proofs gpu gpu-pack offline-gpu campaign oracles lint format clean
 
 help:
 	@echo "make demo    pretrain a small model on 4 local ranks      (DEMO_ARGS=\"train.steps=20\" changes the run)"
@@ -35,6 +36,7 @@ help:
 	@echo "make docs    build the documentation site in build/site; a link that leads nowhere is an error"
 	@echo "make release build and check the wheel and the source distribution, and run the demo from each in a fresh environment"
 	@echo "make golden  follow a published learning curve to four digits, and write docs/reproduced.md  (TEXT=input.txt: its text)"
+	@echo "make proofs  run the proofs behind the README, and write docs/proofs: an hour  (PROOFS_ARGS=\"resume\": one of them)"
 	@echo "make gpu     run all that needs a GPU, and write docs/gpu.md  (GPU_PYTHON=python3: with the packages that are there)"
 	@echo "make gpu-pack  pack what a machine with torch and a GPU lacks and cannot download, and say what to run there  (PACK_ARGS=\"--python 3.12\")"
 	@echo "make offline-gpu  check without a GPU what torch's build for CUDA makes of the code: machine code, its numbers"
@@ -70,6 +72,9 @@ release: $(READY)
 
 golden: $(READY)
 	$(BIN)/python -m tests.golden --text "$(TEXT)" --page docs/reproduced.md --plot docs/reproduced.png
+
+proofs: $(READY)
+	$(BIN)/python -m tests.proofs $(PROOFS_ARGS)
 
 gpu:
 	@nvidia-smi -L > /dev/null 2>&1 || { echo "no GPU here: nothing was run, and docs/gpu.md is as it was" >&2; exit 2; }

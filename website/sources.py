@@ -27,7 +27,8 @@ PAGES = {
 """Files of the repository outside docs/ that are pages -> their paths in the site."""
 GLOSSARY = "docs/glossary.md"
 INDEX = "docs/README.md"
-DECISIONS = "docs/design/README.md"
+# indexes of folders of pages, each with a menu of its own
+FOLDERS = ("docs/design/README.md", "docs/proofs/README.md")
 LOOK_UP = "To look up"
 EXAMPLES = "examples"
 LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
@@ -94,16 +95,17 @@ def _page(source: Path, path: str) -> str:
     text = with_links_of_the_site(source.read_text(encoding="utf-8"), file, path)
     if file == GLOSSARY:
         text = with_anchors(text)
-    elif file.startswith("docs/") and file not in (INDEX, DECISIONS, "docs/modules.md"):
+    elif file.startswith("docs/") and file not in (INDEX, *FOLDERS, "docs/modules.md"):
         words = words_of((ROOT / GLOSSARY).read_text(encoding="utf-8"))
         text = with_links(
             text, words, posixpath.relpath("glossary.md", posixpath.dirname(path) or ".")
         )
     if file == INDEX:
         text += menus(source.read_text(encoding="utf-8"))
-    if file == DECISIONS:
-        # a menu within the menu: the notes are shown where this page is open
-        text += _menu("", listed_pages(source.read_text(encoding="utf-8"), "docs/design"))
+    if file in FOLDERS:
+        # a menu within the menu: the pages of the folder are shown where its index is open
+        folder = posixpath.dirname(file)
+        text += _menu("", listed_pages(source.read_text(encoding="utf-8"), folder))
     return text
 
 

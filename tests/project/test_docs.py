@@ -27,6 +27,7 @@ from tools.console.units import flops
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 DECISIONS = sorted((ROOT / "docs/design").glob("*.md"))
+PROOFS = sorted((ROOT / "docs/proofs").glob("*.md"))
 MEETING = [
     ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
 ]
@@ -193,7 +194,7 @@ def test_every_block_says_whether_it_is_run(page: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("page", [*DOCS, *DECISIONS, *MEETING], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*DOCS, *DECISIONS, *PROOFS, *MEETING], ids=lambda page: page.name)
 def test_every_link_leads_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!http)([^)\s]+)\)", page.read_text()):
         path, _, anchor = target.partition("#")

@@ -73,8 +73,9 @@ def test_every_error_code_and_the_glossary_are_pages_of_the_site() -> None:
 def test_every_page_is_in_a_menu(made: dict[str, str]) -> None:
     index = (ROOT / "docs/README.md").read_text()
     listed = re.findall(r"^/(\S+\.md)$", menus(index), re.MULTILINE)
-    decisions = (ROOT / "docs/design/README.md").read_text()
-    listed += [page[1:] for page in listed_pages(decisions, "docs/design")]
+    for folder in ("docs/design", "docs/proofs"):
+        inner = (ROOT / folder / "README.md").read_text()
+        listed += [page[1:] for page in listed_pages(inner, folder)]
     pages = {path for path in [*sources().values(), *made] if path.endswith(".md")}
     assert sorted(listed) == sorted(pages - {"index.md"})
 

@@ -1,0 +1,1 @@
+"""Proof cards: what a promise of the README was proven by, when, where, and with which numbers."""

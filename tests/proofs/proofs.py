@@ -41,11 +41,11 @@ PROOFS = (
         "the layout, in the run's own FP16.",
         oracle="the same run on one process, made small",
         commands=(
-            f"megaprec parity {_DEMO} train.numerics=canonical train.folder={FOLDER}/same-bits "
+            f"megaprec parity {_DEMO} train.numerics=canonical train.threads=1 train.folder={FOLDER}/same-bits "
             "--precision configured",
         ),
         sample=(
-            f"megaprec parity {_DEMO} train.numerics=canonical train.folder={FOLDER}/same-bits "
+            f"megaprec parity {_DEMO} train.numerics=canonical train.threads=1 train.folder={FOLDER}/same-bits "
             "--precision configured --layouts tp=2 --steps 1",
         ),
     ),

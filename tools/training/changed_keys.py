@@ -101,9 +101,14 @@ def changed_keys(checkpoint: Store, config: RunConfig, progress: TrainState) -> 
         exact_patterns = (*exact_patterns, *LAYOUT_KEYS)
     rates_change = _rates_change(saved_values, config, progress)
 
+    none = toml("none")
+    without_fp8 = saved_values.get("fp8.kind") == current_values["fp8.kind"] == none
+
     lines = list[str]()
     for key in saved_values.keys() & current_values.keys():
         if saved_values[key] == current_values[key]:
+            continue
+        if without_fp8 and key.startswith("fp8."):  # whose defaults have changed
             continue
         is_exact = any(fnmatchcase(key, pattern) for pattern in exact_patterns)
         if reorders_sums(key, saved_values[key], current_values[key]):

@@ -329,7 +329,8 @@ def _reason_without_digest(source: DataSource) -> str:
     """Return why a text is taken for another one where no digest of it is known."""
     return (
         "its files have another name, size or time, or are read otherwise (text_field, "
-        "chat_template, max_chars, encoding, skip_bad); if the text is the same, remove "
+        "chat_template, max_chars, encoding, skip_bad), or an earlier version tokenized it and "
+        "noted no digest; if the text is the same, remove "
         f"{source.index_file} and the same "
         "command makes its tokens anew and compares them"
     )

@@ -76,12 +76,12 @@ PROOFS = (
         "is broken on purpose is caught.",
         oracle="the same steps without a stop",
         commands=(
-            f"megaprec train {_DEMO} train.steps=12 checkpoint.every=4 log.plot=false log.sample='' "
+            f"megaprec train {_DEMO} train.steps=12 lr.warmup=2 checkpoint.every=4 log.plot=false log.sample='' "
             f"train.folder={FOLDER}/resume > /dev/null",
             f"megaprec prove {FOLDER}/resume --steps 4",
         ),
         sample=(
-            f"megaprec train {_DEMO} train.steps=4 checkpoint.every=2 log.plot=false log.sample='' "
+            f"megaprec train {_DEMO} train.steps=4 lr.warmup=1 checkpoint.every=2 log.plot=false log.sample='' "
             f"train.eval_every=0 parallel.tensor=1 parallel.pipeline=1 model.layers=2 "
             f"train.folder={FOLDER}/resume > /dev/null",
             f"megaprec prove {FOLDER}/resume --steps 2",

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -69,12 +70,33 @@ def assert_trained(folder: Path, said: str) -> None:
     assert said.count("tensor 2 x pipeline 1 x data 1 = 2 ranks") == 1, said
 
 
-def words_of_pod() -> list[str]:
-    """The command of the Kubernetes template's pods."""
-    job = yaml.safe_load((EXAMPLES / "pytorchjob.yaml").read_text())
-    (container,) = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"]
+def pod_of(job: dict[str, Any]) -> dict[str, Any]:
+    """The pod of a Kubernetes template: its containers and volumes."""
+    spec = job["spec"]
+    if job["kind"] == "PyTorchJob":
+        return spec["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
+    if job["kind"] == "JobSet":
+        (node,) = spec["replicatedJobs"]
+        return node["template"]["spec"]["template"]["spec"]
+    # the Trainer's own runtime has the pod, to which the job adds
+    (patch,) = spec["runtimePatches"]
+    (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = node["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    trainer = spec["trainer"]
+    resources = trainer["resourcesPerNode"]
+    return {**pod, "containers": [{**container, **trainer, "resources": resources}]}
+
+
+def read_job(name: str) -> dict[str, Any]:
+    return yaml.safe_load((EXAMPLES / name).read_text())
+
+
+def words_of_pod(name: str) -> list[str]:
+    """The command of a Kubernetes template's pods."""
+    (container,) = pod_of(read_job(name))["containers"]
     assert container["command"] == ["bash", "-c"]
-    return shlex.split(container["args"][0])
+    return shlex.split(container["args"][0].removeprefix("cd /shared && "))
 
 
 def test_every_mode_of_the_comparison_is_one_that_a_run_file_can_have() -> None:
@@ -98,24 +120,75 @@ def test_scripts_are_whole(script: str) -> None:
     subprocess.run(["bash", "-n", EXAMPLES / script], check=True)
 
 
-def test_the_job_of_kubernetes_has_as_many_ranks_as_the_run(run_file: Path) -> None:
-    job = yaml.safe_load((EXAMPLES / "pytorchjob.yaml").read_text())
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    replicas = job["spec"]["pytorchReplicaSpecs"]
-    assert sorted(replicas) == ["Master", "Worker"]
-    assert replicas["Worker"]["template"] == replicas["Master"]["template"]
-    (container,) = replicas["Master"]["template"]["spec"]["containers"]
-    volumes = {volume["name"] for volume in replicas["Master"]["template"]["spec"]["volumes"]}
-    assert container["name"] == "pytorch"
+def pods_of(job: dict[str, Any]) -> int:
+    spec = job["spec"]
+    if job["kind"] == "PyTorchJob":
+        return sum(replica["replicas"] for replica in spec["pytorchReplicaSpecs"].values())
+    if job["kind"] == "JobSet":
+        inner = spec["replicatedJobs"][0]["template"]["spec"]
+        assert inner["parallelism"] == inner["completions"]
+        return inner["completions"]
+    return spec["trainer"]["numNodes"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("pytorchjob.yaml", ("kubeflow.org/v1", "PyTorchJob")),
+        ("jobset.yaml", ("jobset.x-k8s.io/v1alpha2", "JobSet")),
+        ("trainjob.yaml", ("trainer.kubeflow.org/v1alpha1", "TrainJob")),
+    ],
+)
+def test_a_job_of_kubernetes_has_as_many_ranks_as_the_run(
+    name: str, kind: tuple[str, str], run_file: Path
+) -> None:
+    job = read_job(name)
+    assert (job["apiVersion"], job["kind"]) == kind
+    pod = pod_of(job)
+    (container,) = pod["containers"]
+    volumes = {volume["name"] for volume in pod["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == volumes
-    words = words_of_pod()
+    words = words_of_pod(name)
     nodes, ranks = (
         int(words[words.index(option) + 1].split(":")[-1])
         for option in ("--nnodes", "--nproc-per-node")
     )
-    assert nodes == sum(replica["replicas"] for replica in replicas.values())
+    assert nodes == pods_of(job)
     assert ranks == container["resources"]["limits"]["nvidia.com/gpu"]
     assert nodes * ranks == load_run(run_file).world_size
+
+
+def test_master_and_worker_of_a_pytorch_job_are_the_same_pod() -> None:
+    replicas = read_job("pytorchjob.yaml")["spec"]["pytorchReplicaSpecs"]
+    assert sorted(replicas) == ["Master", "Worker"]
+    assert replicas["Worker"]["template"] == replicas["Master"]["template"]
+
+
+def test_the_first_pod_of_a_jobset_is_where_ranks_meet() -> None:
+    job = read_job("jobset.yaml")
+    (node,) = job["spec"]["replicatedJobs"]
+    (container,) = pod_of(job)["containers"]
+    name = job["metadata"]["name"]
+    head = next(entry["value"] for entry in container["env"] if entry["name"] == "HEAD")
+    assert head == f"{name}-{node['name']}-0-0.{name}"
+
+
+def test_the_image_has_pinned_versions_and_a_user_without_root() -> None:
+    text = (EXAMPLES / "Dockerfile").read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    words = [line.split(maxsplit=1) for line in lines]
+    order = [instruction for instruction, _ in words]
+    assert order[0] == "FROM" and ":" in words[0][1] and "latest" not in words[0][1]
+    assert order[-3:] == ["WORKDIR", "ENTRYPOINT", "CMD"]
+    assert [rest for instruction, rest in words if instruction == "USER"] == ["trainer"]
+    installs = [part for line in lines for part in line.split("&&") if "pip install" in part]
+    assert len(installs) == 2 and all("-c constraints.txt" in part for part in installs)
+    extras = installs[1].split("[")[1].split("]")[0].split(",")
+    assert set(extras) <= set(setup_extras())
+
+
+def setup_extras() -> list[str]:
+    return re.findall(r'^        "([\w-]+)": ', (ROOT / "setup.py").read_text(), re.MULTILINE)
 
 
 def test_the_job_of_slurm_has_as_many_tasks_as_the_run_has_ranks(run_file: Path) -> None:
@@ -136,7 +209,10 @@ def test_pods_nodes_and_machines_are_started_by_the_same_words() -> None:
 
     machines = (EXAMPLES / "torchrun.sh").read_text().split("exec ")[1]
     nodes = (EXAMPLES / "slurm.sbatch").read_text().split("code=0\n")[1].partition("|| code")[0]
-    assert options(machines) == options(nodes) == options(shlex.join(words_of_pod()))
+    cloud = read_job("skypilot.yaml")["run"].split("exec ")[1]
+    assert options(machines) == options(nodes) == options(cloud)
+    for name in ("pytorchjob.yaml", "jobset.yaml", "trainjob.yaml"):
+        assert options(shlex.join(words_of_pod(name))) == options(machines), name
     assert "-m megaprec train" in options(machines)
 
 

@@ -27,6 +27,8 @@ WANDB = ["wandb>=0.31,<0.32"]
 WRITERS = ["datasets>=4,<6", "webdataset>=1,<2"]
 # The client of MLflow, without its server, whose packages do not go with the newest of others.
 MLFLOW = ["mlflow-skinny>=3.17,<4"]
+# Runs the notebook of examples/ in tests.
+NOTEBOOK = ["nbclient>=0.11,<0.12", "ipykernel>=7,<8"]
 TRACKIO = ["trackio>=0.43,<0.44"]
 REMOTE = ["universal_pathlib>=0.3,<0.4", "fsspec>=2024.6.1,<2027", "aiohttp>=3.12,<4"]
 # The documentation site: python -m website.
@@ -70,6 +72,7 @@ setup(
         "hf": HF,
         "lm-eval": LM_EVAL,
         "mlflow": MLFLOW,
+        "notebook": NOTEBOOK,
         "oracles": ORACLES,
         "plots": PLOTS,
         "release": RELEASE,
@@ -80,7 +83,7 @@ setup(
         "yaml": YAML,
         "test": [
             *(*CHECKS, *DATA, *DOCS, *HF, *PLOTS, *REMOTE, *WRITERS, *YAML),
-            *(*MLFLOW, *TENSORBOARD, *TRACKIO, *WANDB),
+            *(*MLFLOW, *NOTEBOOK, *TENSORBOARD, *TRACKIO, *WANDB),
         ],
     },
     entry_points={"console_scripts": ["megaprec = megaprec.__main__:main"]},

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.markup import escape
 
 from megaprec.errors import UserError
@@ -31,6 +30,7 @@ from megaprec.tokens.loss_mask import SUFFIX as LOSS_MASK
 from megaprec.tokens.places import path_of
 from tools.commands.text_options import text_options
 from tools.console.json_output import print_result
+from tools.console.terminal import console_of
 from tools.console.units import counted
 
 LEVELS = ("ok", "note", "bad")
@@ -61,7 +61,7 @@ def _with_status(path: str, all_findings: Iterator[Finding]) -> Iterator[Finding
     """Yield the findings; while one is looked for, say so on a terminal: large files take minutes
     to read."""
     while True:
-        with Console(stderr=True).status(f"reading {escape(path)}"):
+        with console_of(stderr=True).status(f"reading {escape(path)}"):
             finding = next(all_findings, None)
         if finding is None:
             return

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
 
 from megaprec.errors import Problem, UserError
 from parallel.described_world import is_rank_of_world
@@ -31,6 +30,7 @@ from tools.commands.options import add_overrides, add_strict
 from tools.config.layouts import layout_problems
 from tools.config.resolved_run import resolve_run
 from tools.config.run_file import RunConfig
+from tools.console.terminal import console_of
 from tools.training.corpus import open_corpus
 from tools.training.data_sources import sized_by_tokenizer
 from tools.training.fp8_summary import require_fp8_computed
@@ -194,7 +194,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print(text, end="")
     else:
-        show(certified, Console() if Console().is_terminal else Console(width=110))
+        show(certified, console_of() if console_of().is_terminal else console_of(width=110))
         for path in written:
             print(f"written    {path}")
     return 0 if certified["verdict"] == PROVEN else 1
@@ -219,7 +219,7 @@ def _with_characters(config: RunConfig) -> tuple[RunConfig, list[str]]:
 @contextmanager
 def _progress_on_stderr(quiet: bool) -> Iterator[ReportProgress]:
     """Yield a function that shows on stderr what is being done, if that is a terminal."""
-    console = Console(stderr=True)
+    console = console_of(stderr=True)
     with console.status("") as status:
         if quiet or not console.is_terminal:
             yield lambda text: None

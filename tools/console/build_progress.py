@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     TaskProgressColumn,
@@ -17,6 +16,7 @@ from megaprec.text.build import SKIPPED, BuildResult
 from megaprec.tokens.files import with_suffix
 from megaprec.url_secrets import masked
 from tools.console.progress_bar import BAR_WIDTH, PLAIN_SECONDS, WIDTH_BESIDE, print_plain, show_bar
+from tools.console.terminal import console_of
 from tools.console.wrapped import last_parts_that_fit, say
 
 
@@ -43,7 +43,7 @@ def build_progress(
 
     total_chars: None if that is not known. left_out: see `tell_left_out`.
     """
-    console = Console(stderr=True)
+    console = console_of(stderr=True)
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(BAR_WIDTH),

@@ -16,6 +16,7 @@ from rich.progress import (
 from rich.table import Column
 
 from megaprec.url_secrets import masked
+from tools.console.terminal import console_of
 from tools.console.wrapped import last_parts_that_fit, wrapped_parts
 
 PLAIN_SECONDS = 10  # between two plain lines
@@ -52,7 +53,7 @@ class Steps:
             flexible_bar,
             TextColumn("{task.fields[text]}"),
         )
-        self._bar = Progress(*columns, console=Console(), expand=True)
+        self._bar = Progress(*columns, console=console_of(), expand=True)
         self._total = total
         self._task = self._bar.add_task("", total=total, completed=done, text="")
         self._bar.start()
@@ -76,7 +77,7 @@ class Steps:
 def bytes_progress(title: str, size: int) -> Iterator[Callable[[int, str], None]]:
     """Show, on stderr, how much of `size` bytes is moved; yields a callback for the bytes just
     moved and a word."""
-    console = Console(stderr=True)
+    console = console_of(stderr=True)
     description = TextColumn("{task.description}", markup=False)
     columns = (
         description,
@@ -97,7 +98,7 @@ def bytes_progress(title: str, size: int) -> Iterator[Callable[[int, str], None]
 def tokens_progress(text_name: str) -> Iterator[Callable[[int], None]]:
     """Show, on a terminal, how many tokens of a text are evaluated; yields a callback for the
     tokens just done."""
-    console = Console(stderr=True)
+    console = console_of(stderr=True)
     description = TextColumn("{task.description}", markup=False)
     with show_bar(console, description) as progress_bar:
         shown_name = masked(text_name)

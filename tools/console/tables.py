@@ -3,13 +3,15 @@
 from rich.console import Console
 from rich.table import Table
 
+from tools.console.terminal import console_of
+
 PIPE_COLUMNS = 120
 
 
 def table_console() -> Console:
     """Return a console on stdout for tables."""
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPE_COLUMNS)
+    console = console_of()
+    return console if console.is_terminal else console_of(width=PIPE_COLUMNS)
 
 
 def print_table(table: Table) -> None:

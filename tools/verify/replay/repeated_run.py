@@ -16,7 +16,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import track
 
 from megaprec.checkpoint.atomic import INDEX, checkpoints, step_of
@@ -30,6 +29,7 @@ from parallel.mesh import make_mesh, world
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
 from tools.config.tables.settings import Parallel
+from tools.console.terminal import console_of
 from tools.journal.records import read_branching
 from tools.training.corpus import Corpus, open_run_data
 from tools.training.launched import share_of_cores
@@ -182,7 +182,7 @@ def catch_up(
 ) -> None:
     """Take the steps before `step`, with progress on stderr. start: the checkpoint that the trainer
     has loaded; None: the initial weights."""
-    console = Console(stderr=True)
+    console = console_of(stderr=True)
     done = trainer.progress.step
     title = "no step to repeat"
     if done < step - 1:

@@ -93,9 +93,7 @@ PROOFS = (
         title="A lost rank ends nothing",
         promise="A run whose rank is killed goes on by itself, and ends with the same bits.",
         oracle="the same run undisturbed",
-        commands=(
-            "python -m pytest -q -m 'slow or not slow and not campaign' tests/training/test_restarts.py",
-        ),
+        commands=("python -m pytest -q -m 'not campaign' tests/training/test_restarts.py",),
         sample=("python -m pytest -q tests/training/test_restarts.py",),
         lines=8,
     ),

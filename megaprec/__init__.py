@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from megaprec.optim.rules.lr import LRSchedule
     from megaprec.optim.rules.param_groups import Group
     from megaprec.optim.rules.torch_rule import TorchRule
-    from megaprec.optim.rules.update_rules import SGD, AdamW
+    from megaprec.optim.rules.update_rules import SGD, AdamW, Lion
     from megaprec.optim.state.host_memory import HostMemory
     from megaprec.precision.fp8_recipe import FP8Recipe
     from megaprec.precision.marks import module_has_fp32_attr, set_fp32_attr_to_module
@@ -62,6 +62,7 @@ __all__ = [
     "HostMemory",
     "LRSchedule",
     "Layout",
+    "Lion",
     "LossScaling",
     "NaiveAMPModel",
     "NonFiniteStep",

@@ -140,7 +140,7 @@ def test_several_files_are_one_table_without_a_name_in_two(tmp_path: Path) -> No
         ({"activation": "geglu"}, "activation"),
         ({"moe_num_experts": 8}, "moe_num_experts"),
         ({"attention_config": [[["mamba"], 4]]}, "attention_config"),
-        ({"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}, "lion"),
+        ({"optimizer": {"type": "Lamb", "params": {"lr": 1e-4}}}, "lamb"),
         ({"optimizer": {"type": "Adam", "params": {"lr": 1e-4, "amsgrad": True}}}, "amsgrad"),
         ({"some_new_name": 3}, "some_new_name"),
         ({"lr-decay-style": "linear"}, "lr.final"),

@@ -1,8 +1,10 @@
 """The laws of update rules: torch's optimizers on whole tensors, however the state is cut, and
 nothing else."""
 
+import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -116,6 +118,46 @@ def test_every_class_of_torch_is_taken_or_refused() -> None:
     assert kinds - taken == {"Optimizer", *REFUSED}
 
 
+LION: dict[str, dict[str, Any]] = {"Lion": {}, "Lion betas": {"betas": (0.95, 0.98)}}
+
+
+def lion(betas: tuple[float, float]) -> Tensors:
+    """The weights after the same steps, but for the one that is skipped, by the formula of the
+    paper (arXiv 2302.06675, program 1), written plainly."""
+    weights = {n: initial(n, torch.float64) for n in SHAPES}
+    momentum = {n: torch.zeros_like(w) for n, w in weights.items()}
+    for step in range(STEPS):
+        if step == BAD:
+            continue
+        gradients = {n: gradient(n, step) for n in SHAPES}
+        norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
+        for n, w in weights.items():
+            g = gradients[n] * min(1.0, CLIP / (norm + 1e-6))
+            update = torch.sign(betas[0] * momentum[n] + (1 - betas[0]) * g)
+            decay = DECAY if w.dim() >= 2 else 0.0
+            weights[n] = w - 0.01 * (update + decay * w)
+            momentum[n] = betas[1] * momentum[n] + (1 - betas[1]) * g
+    return weights
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("axes", [{}, {"dp": 2}, {"tp": 2}, {"pp": 2, "dp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"shard_gradients": True}, {"shard_weights": True}], ids=str
+)
+def test_lion_is_its_formula_on_whole_tensors(
+    axes: dict[str, int], options: dict[str, bool]
+) -> None:
+    """Clipped, with an overflow that must not enter the momentum, and carried over into a new
+    optimizer on the way; its gradients and weights whole or shared by replicas."""
+    cases = [replace(case("SGD"), rule=("lion", given), options=options) for given in LION.values()]
+    for given, result in zip(LION.values(), results(cases, axes), strict=True):
+        assert [r.outcome == "applied" for r in result.reports] == [
+            step != BAD for step in range(STEPS)
+        ]
+        require_close(result, lion(given.get("betas", (0.9, 0.99))))
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "Adafactor": ("optimizer.torch_rule_not_elementwise", {}),
     "ASGD": ("optimizer.torch_rule_scalar_state", {"name": "eta"}),
@@ -221,9 +263,9 @@ def test_averages_of_another_class_with_the_same_names_are_not_taken_for_its_own
         (
             "no-such-rule",
             {},
-            sentence("optimizer.rule_unknown", name="no-such-rule", names="adamw, sgd, muon"),
+            sentence("optimizer.rule_unknown", name="no-such-rule", names="adamw, sgd, lion, muon"),
         ),
-        ("Optimizer", {}, sentence("optimizer.rule_unknown", names="adamw, sgd, muon")),
+        ("Optimizer", {}, sentence("optimizer.rule_unknown", names="adamw, sgd, lion, muon")),
         (
             "adamw",
             {"beta": 1},

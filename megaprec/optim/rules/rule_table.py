@@ -10,7 +10,7 @@ import torch
 from megaprec.errors import Problem, UserError
 from megaprec.optim.rules.muon.rule import Muon
 from megaprec.optim.rules.torch_rule import TorchRule
-from megaprec.optim.rules.update_rules import SGD, AdamW, UpdateRule
+from megaprec.optim.rules.update_rules import SGD, AdamW, Lion, UpdateRule
 
 # arguments of torch's optimizers that come with each step
 OF_EACH_STEP = ("params", "lr", "weight_decay")
@@ -52,6 +52,7 @@ def _muon(**options: Any) -> Muon:
 RULES: Mapping[str, RuleKind] = {
     "adamw": RuleKind(AdamW, _options_of(AdamW), own_keys=OF_ADAMW, elsewhere=("adam", "adamw")),
     "sgd": RuleKind(SGD, _options_of(SGD), elsewhere=("sgd",)),
+    "lion": RuleKind(Lion, _options_of(Lion), elsewhere=("lion",)),
     "muon": RuleKind(
         _muon,
         tuple(name for name in _options_of(Muon) if name != "adamw"),

@@ -104,10 +104,7 @@ class AdamW(Stateless, NamedArguments):
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        is_pair = isinstance(self.betas, tuple | list) and len(self.betas) == 2
-        if not is_pair or not all(map(_is_fraction, self.betas)):
-            quoted = list(self.betas) if is_pair else self.betas
-            raise UserError.of("optimizer.betas", betas=quoted)
+        _require_betas(self.betas)
         if not is_number(self.eps) or self.eps <= 0:
             raise UserError.of("optimizer.eps", eps=self.eps)
 
@@ -170,6 +167,49 @@ class SGD(Stateless, NamedArguments):
             grad_scale=_kernel_divisor(grads, step),
             found_inf=step.skip,
         )
+
+
+@dataclass(frozen=True)
+class Lion(Stateless, NamedArguments):
+    """Steps by the sign of a momentum, with decoupled weight decay ("Symbolic Discovery of
+    Optimization Algorithms", arXiv 2302.06675, program 1).
+
+    betas: the first mixes the gradient into the momentum whose sign is the step, the second into
+        the one that is kept. All steps of an element are as large as the rate, so rates are three
+        to ten times smaller than AdamW's, and decays as many times larger.
+    """
+
+    ELSEWHERE: ClassVar[Mapping[str, str]] = RULE
+
+    betas: tuple[float, float] = (0.9, 0.99)
+
+    def __post_init__(self) -> None:
+        _require_betas(self.betas)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+    def update_(self, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step) -> None:
+        (momentum,) = state
+        of_step, of_momentum = self.betas
+        applied = step.skip == 0
+        # torch.where also keeps what is not finite in a skipped step out of the momentum
+        divided = torch.where(applied, grads / step.divisor, 0.0)
+        direction = torch.lerp(divided, momentum, of_step).sign_()
+        moved = weights * (1 - step.lr * step.weight_decay)
+        moved.sub_(direction, alpha=step.lr)
+        weights.copy_(torch.where(applied, moved, weights))
+        followed = torch.lerp(divided, momentum, of_momentum)
+        momentum.copy_(torch.where(applied, followed, momentum))
+
+
+def _require_betas(betas: object) -> None:
+    """Raise UserError unless these are two numbers from 0 to below 1."""
+    is_pair = isinstance(betas, tuple | list) and len(betas) == 2
+    if not is_pair or not all(map(_is_fraction, betas)):
+        quoted = list(betas) if is_pair else betas
+        raise UserError.of("optimizer.betas", betas=quoted)
 
 
 def _is_fraction(value: object) -> bool:

@@ -224,6 +224,8 @@ adam_beta1                                 number=0.9             optimizer.beta
 adam_beta2                                 number=0.999           optimizer.betas
 adam_eps                                   number=1e-08           optimizer.eps
 sgd_momentum                               number=0.9             optimizer.options
+lion_beta1                                 number=0.95            optimizer.options
+lion_beta2                                 number=0.98            optimizer.options
 weight_decay                               number=0.01            optimizer.weight_decay
 start_weight_decay                         number                 optimizer.weight_decay
 end_weight_decay                           number                 optimizer.weight_decay
@@ -376,7 +378,7 @@ _REFUSED: Mapping[str, str] = {
 _SUBJECTS = """
 adlr_ app_tag_ async_ bert_ biencoder_ cuda_graph_ dino_ dist_ckpt_ dsa_ error_injection_
 exit_signal_ fault_injector_ flight_recorder_ fsdp_ grpo_ gtp_ ict_ inference_ inprocess_ langrl_
-lion_ mamba_inference_ megatron_fsdp_ moe_hybridep_ moe_paged_stash moe_routing_trace_ muon_
+mamba_inference_ megatron_fsdp_ moe_hybridep_ moe_paged_stash moe_routing_trace_ muon_
 non_persistent_ null_tokenizer_ one_logger_ otel_ profile_ pytorch_profiler_ retriever_ rl_
 straggler_ tiktoken_ tokenizer_hf_ tp_comm_ vision_
 """

@@ -31,6 +31,7 @@ DTYPES |= {name: name for name in DTYPES.values()}
 # the defaults of its optimizers
 RATE = 1e-3
 OPTIONS = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+LION_BETAS = [0.9, 0.99]
 CLIP = 1.0  # the default of gradient_clipping
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear"}
 TYPES: Mapping[str, tuple[str, type | tuple[type, ...]]] = {
@@ -385,6 +386,12 @@ def _add_optimizer(config: DeepSpeedConfig) -> None:
         config.put("optimizer.name", rule, name)
         momentum = config.get(f"{prefix}.momentum", 0.0)
         config.put("optimizer.options", {"momentum": momentum}, f"{prefix}.momentum")
+        decay = config.get(f"{prefix}.weight_decay", 0.0)
+        config.put("optimizer.weight_decay", decay, f"{prefix}.weight_decay")
+    elif rule == "lion":
+        config.put("optimizer.name", rule, name)
+        betas = config.get(f"{prefix}.betas", LION_BETAS)
+        config.put("optimizer.options", {"betas": betas}, f"{prefix}.betas")
         decay = config.get(f"{prefix}.weight_decay", 0.0)
         config.put("optimizer.weight_decay", decay, f"{prefix}.weight_decay")
     elif draft.needs("optimizer.name"):

@@ -248,6 +248,10 @@ def add_optimizer(arguments: Arguments) -> None:
         arguments.put("optimizer.name", rule, "optimizer")
         options = {"momentum": arguments.get("sgd_momentum")}
         arguments.put("optimizer.options", options, "sgd_momentum")
+    elif rule == "lion":
+        arguments.put("optimizer.name", rule, "optimizer")
+        betas = [arguments.get("lion_beta1"), arguments.get("lion_beta2")]
+        arguments.put("optimizer.options", {"betas": betas}, "lion_beta1", "lion_beta2")
     elif draft.needs("optimizer.name"):
         rules = (
             f"the update rules here are {NAMES} and elementwise ones of torch.optim "

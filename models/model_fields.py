@@ -13,7 +13,7 @@ from megaprec.one_of import one_of
 from models.activations import ACTIVATIONS
 from models.delta_net import NO_DELTA_NET, DeltaNet
 from models.initial_weights import InitialStd
-from models.latent import LARGEST_SIZE, Latent
+from models.latent import LARGEST_SIZE, NO_LATENT, Latent
 from models.mamba import NO_MAMBA, Mamba
 from models.rope_scaling import RopeScaling, score_factor
 from models.router_settings import CORRECTED, PLAIN, RouterSettings
@@ -124,6 +124,7 @@ class ModelFields(BaseModel):
         "youtu",
         "smollm3",
         "granite",
+        "kimi_linear",
     ] = Field(
         default="llama", description="Model family, which sets the defaults of the keys below."
     )
@@ -134,7 +135,7 @@ class ModelFields(BaseModel):
     )
     heads: int = Field(gt=0, le=65_536, description="Number of attention heads.")
     latent: Latent = Field(
-        default=Latent(),
+        default=NO_LATENT,
         strict=False,
         description=(
             "Multi-head latent attention, such as {kv_rank = 512, query_rank = 1536, rope_dim = "
@@ -349,10 +350,10 @@ class ModelFields(BaseModel):
     )
     # Positions.
     positions: Literal["rope", "learned", "none"] = Field(
-        default_factory=by_family("rope", gpt2="learned", nemotron_h="none"),
+        default_factory=by_family("rope", gpt2="learned", nemotron_h="none", kimi_linear="none"),
         description=(
             "Position embeddings: rotary (rope), learned, or none; default: rope, for gpt2 "
-            "learned, for nemotron_h none."
+            "learned, for nemotron_h and kimi_linear none."
         ),
     )
     rope_base: float = Field(
@@ -545,13 +546,14 @@ class ModelFields(BaseModel):
             dots1=CORRECTED,
             solar_open=CORRECTED,
             glm4_moe_lite=CORRECTED,
+            kimi_linear=CORRECTED,
         ),
         strict=False,
         description=(
             'Choice of experts, such as {score = "sigmoid", scale = 2.5, correction = true}; keys: '
             f"{', '.join(RouterSettings.model_fields)}; default: softmax scores, for glm4_moe, "
-            "glm4_moe_lite, solar_open, dots1, minimax_m2, deepseek_v3 and nemotron_h sigmoid "
-            "scores with a correction by loads."
+            "glm4_moe_lite, solar_open, dots1, minimax_m2, deepseek_v3, nemotron_h and kimi_linear "
+            "sigmoid scores with a correction by loads."
         ),
     )
     dense_layers: tuple[int, ...] = Field(

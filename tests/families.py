@@ -135,6 +135,23 @@ DELTA_LAYERS = {
     "linear_conv_kernel_dim": 3,
 }
 OUR_DELTA_NET = {"key_heads": 2, "value_heads": 4, "key_dim": 6, "value_dim": 5, "kernel": 3}
+OUR_KIMI_DELTA = {
+    "key_heads": 4,
+    "value_heads": 4,
+    "key_dim": 6,
+    "value_dim": 6,
+    "gate_rank": 6,
+}
+THEIR_EXPERTS_OF_KIMI = {
+    "first_k_dense_replace": 1,
+    "num_experts": 6,
+    "num_experts_per_token": 3,
+    "num_expert_group": 3,
+    "topk_group": 2,
+    "num_shared_experts": 2,
+    "moe_intermediate_size": 20,
+    "routed_scaling_factor": 1.5,
+}
 OF_QWEN3_5 = _rope(
     "default", 100.0, partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True
 )
@@ -596,6 +613,23 @@ CASES: dict[str, Case] = {
         {**LATENT, "q_lora_rank": None, "attention_bias": True, "tie_word_embeddings": True},
         {"latent": {**OUR_LATENT, "query_rank": 0}, "kv_heads": 4, "qkv_bias": True}
         | {"output_bias": True},
+    ),
+    "kimi_linear": Case(
+        "kimi_linear",
+        {**THEIR_EXPERTS_OF_KIMI, **LATENT, "q_lora_rank": None}
+        | {"linear_num_heads": 4, "linear_head_dim": 6, "linear_conv_kernel_dim": 3}
+        | {"layer_types": ["linear_attention", "full_attention"]},
+        {**OUR_EXPERTS, "latent": {**OUR_LATENT, "query_rank": 0}, "kv_heads": 4}
+        | {"delta_net": {**OUR_KIMI_DELTA, "kernel": 3}, "delta_layers": (0,)}
+        | {"router": SIGMOID_ROUTER},
+    ),
+    "kimi_linear attention first, biased, with latents of queries": Case(
+        "kimi_linear",
+        {**LATENT, "linear_num_heads": 4, "linear_head_dim": 6, "attention_bias": True}
+        | {"layer_types": ["full_attention", "linear_attention"]}
+        | {"mlp_layer_types": ["dense", "dense"], "rms_norm_eps": 1e-3},
+        {"latent": OUR_LATENT, "kv_heads": 4, "qkv_bias": True, "output_bias": True}
+        | {"delta_net": OUR_KIMI_DELTA, "delta_layers": (1,), "norm_eps": 1e-3},
     ),
 }
 # Of a family that is computed as another one is.

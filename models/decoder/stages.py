@@ -51,6 +51,14 @@ vw = value_heads * value_dim:
     delta_net.output_norm.weight [value_dim]
     delta_net.output.weight [hidden, vw]
 
+With `delta_net.gate_rank` (Kimi Delta Attention) it has for delta_net.gate.weight,
+delta_net.decay.weight and delta_net.decay.bias
+
+    delta_net.gate_down|decay_down.weight [gate_rank, hidden]
+    delta_net.gate_up.weight [vw, gate_rank]
+    delta_net.decay_up.weight [kw, gate_rank]
+    delta_net.decay.bias [kw]
+
 A layer of `hybrid_pattern` has one of the two branches, with the norm of that branch alone. One
 with a Mamba-2 mixer has in place of layers.N.attention, with kw = groups * state_dim and vw =
 heads * head_dim of `mamba`:
@@ -195,7 +203,8 @@ class Stage(nn.Module):
         """Return the class of attention of a layer, or of what it has in place of it. config: the
         model of the layer."""
         if config.delta_net:
-            return self._kind("GatedDeltaNet")
+            by_feature = config.delta_net.gate_rank > 0
+            return self._kind("KimiDeltaAttention" if by_feature else "GatedDeltaNet")
         if config.mamba:
             return self._kind("MambaMixer")
         return self._attention_type()

@@ -1,7 +1,8 @@
 """Kernels of other packages for layers with a recurrent state, and the choice between them and
 plain torch.
 
-    flash-linear-attention   the gated delta rule (`models.recurrent.delta_rule`), in Triton
+    flash-linear-attention   the gated delta rule (`models.recurrent.delta_rule`), with a decay of
+                             each head or of each row of a state, in Triton
     mamba-ssm                the recurrence of Mamba-2 (`models.recurrent.state_space`), in Triton
     causal-conv1d            the convolution before both, with its SiLU, in CUDA
 
@@ -79,6 +80,14 @@ DELTA_RULE = Package(
     "chunk_gated_delta_rule",
     (0, 3),
     "delta_rule_fault",
+)
+ROW_DECAY_RULE = Package(
+    "flash-linear-attention",
+    "delta rule of Kimi Delta Attention",
+    "fla.ops.kda",
+    "chunk_kda",
+    (0, 4),
+    "row_decay_rule_fault",
 )
 STATE_SPACE = Package(
     "mamba-ssm",
@@ -197,7 +206,8 @@ def uses(model: ModelConfig, tp: int) -> list[Use]:
         keys = 2 * rule.key_width // min(tp, rule.key_heads)
         features = keys + rule.value_width // tp
         sizes = (rule.value_heads // tp, rule.key_dim, rule.value_dim)
-        found.append(Use(DELTA_RULE, delta_rule_refusal(rule.key_dim), sizes))
+        package = ROW_DECAY_RULE if rule.gate_rank else DELTA_RULE
+        found.append(Use(package, delta_rule_refusal(rule.key_dim), sizes))
         found.append(_convolution_use(features, rule.kernel))
     if scan := model.mamba:
         sizes = (scan.groups // tp, scan.heads // tp, scan.state_dim, scan.head_dim)

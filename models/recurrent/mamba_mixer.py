@@ -16,8 +16,6 @@ skip of each head the decay is exp(-exp(log_rate) d_t), the value d_t x_t is wri
 and skip * x_t is added to what is read.
 """
 
-import math
-
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -26,19 +24,20 @@ from models.attention.flash_windows import Documents
 from models.config import ModelConfig
 from models.recurrent import kernel_calls
 from models.recurrent.kernel_choice import STATE_SPACE
-from models.recurrent.mixer_parts import RecurrentMixer, begins_of, heads_of
+from models.recurrent.mixer_parts import (
+    MEAN_LOG_RATE,
+    MEAN_STEP_BIAS,
+    STD_LOG_RATE,
+    STD_STEP_BIAS,
+    RecurrentMixer,
+    begins_of,
+    heads_of,
+)
 from models.recurrent.state_space import StateSpaceInputs, chunked
 from parallel.context import Context
 from parallel.layers import Rows
 from parallel.linear import Widen
 
-# Megatron draws rates uniformly from 1 to 16, and time steps with uniform logarithms from 0.001 to
-# 0.1. Ours are normal in the logarithm, with the same mean and deviation of it. The softplus of a
-# bias so far below 0 is its exponential, so that the bias is the logarithm of the time step.
-MEAN_LOG_RATE = 16 / 15 * math.log(16) - 1
-STD_LOG_RATE = 0.673
-MEAN_STEP_BIAS = math.log(0.01)
-STD_STEP_BIAS = math.log(100) / math.sqrt(12)
 FIRST_SKIP = 1.0
 
 

@@ -1,6 +1,7 @@
 """Parts of all layers with a recurrent state in place of attention: two products, a convolution
 after the first one, heads of features, and where documents begin."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
@@ -21,6 +22,15 @@ from parallel.dropout import MicrobatchInfo
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, Rows, parameter
 from parallel.linear import Widen
 from parallel.lockstep import LaneAxis
+
+# The distribution of first rates and biases in Mamba-2 and Kimi Delta Attention. Megatron and
+# flash-linear-attention draw rates uniformly from 1 to 16, and steps with uniform logarithms from
+# 0.001 to 0.1. Ours are normal in the logarithm, with the same mean and deviation of it. The
+# softplus of a bias so far below 0 is its exponential, so that the bias is the step's logarithm.
+MEAN_LOG_RATE = 16 / 15 * math.log(16) - 1
+STD_LOG_RATE = 0.673
+MEAN_STEP_BIAS = math.log(0.01)
+STD_STEP_BIAS = math.log(100) / math.sqrt(12)
 
 
 class RecurrentMixer(nn.Module, ABC):
@@ -103,9 +113,14 @@ class RecurrentMixer(nn.Module, ABC):
         return self.context.recompute.run_forward(
             "attention",
             partial(self._mix, documents=attn_mask),
-            self.projection(x),
+            self._project(x),
             then=self.output,
         )
+
+    def _project(self, x: Tensor) -> Tensor:
+        """Return the projected features of this rank's heads, [s, b, features]. x: as in
+        `forward`. Collective over tp."""
+        return self.projection(x)
 
     @abstractmethod
     def _mix(self, projected: Tensor, documents: Tensor | Documents | None) -> Tensor:

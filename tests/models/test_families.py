@@ -104,7 +104,14 @@ def _of_two_branches(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Ten
         kind = parts[-1]
         if config.model_type == "gpt2" and kind == "weight" and ".c_" in path:
             tensor = tensor.t()  # theirs are [input, output]
-        if (
+        is_kimi_delta = (
+            config.model_type == "kimi_linear"
+            and name.startswith("self_attn.")
+            and config.layer_types[int(parts[1])] == "linear_attention"
+        )
+        if is_kimi_delta:
+            ours |= _of_kimi_delta(f"{layer}delta_net", ".".join(parts[3:]), tensor)
+        elif (
             hasattr(config, "kv_lora_rank") and name in LATENT
         ) or name == "self_attn.kv_a_proj_with_mqa":
             ours |= _of_latents(
@@ -176,6 +183,33 @@ def _of_delta_net(
     }
 
 
+def _of_kimi_delta(layer: str, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Tensors of Kimi Delta Attention. name: behind self_attn."""
+    if name == "conv1d.weight":
+        kernels = tensor[:, 0].chunk(3)
+        kinds = ("query", "key", "value")
+        return {
+            f"{layer}.{kind}_convolution.weight": part
+            for kind, part in zip(kinds, kernels, strict=True)
+        }
+    if name == "forget_gate.A_log":
+        return {f"{layer}.decay.log_rate": tensor.flatten()}
+    ours = {
+        "forget_gate.dt_bias": "decay.bias",
+        "forget_gate.f_a_proj.weight": "decay_down.weight",
+        "forget_gate.f_b_proj.weight": "decay_up.weight",
+        "g_a_proj.weight": "gate_down.weight",
+        "g_b_proj.weight": "gate_up.weight",
+        "b_proj.weight": "strength.weight",
+        "o_norm.weight": "output_norm.weight",
+        "o_proj.weight": "output.weight",
+        "q_proj.weight": "query.weight",
+        "k_proj.weight": "key.weight",
+        "v_proj.weight": "value.weight",
+    }
+    return {f"{layer}.{ours[name]}": tensor}
+
+
 def _of_nemotron_h(config: Any, parts: list[str], tensor: Tensor) -> dict[str, Tensor]:
     """Tensors of layers of one branch. parts: of the name."""
     outside = {"embeddings": "embedding", "norm_f": "final_norm", "lm_head": "head"}
@@ -241,10 +275,14 @@ def _of_latents(config: Any, layer: str, name: str, kind: str, tensor: Tensor) -
         }
     if name == "kv_a_proj_with_mqa":
         latent, turned = tensor.split([config.kv_lora_rank, turning])
-        halves = torch.cat((turned[0::2], turned[1::2]))
+        # without positions none turns, and the order is theirs
+        turns = config.model_type != "kimi_linear"
+        halves = torch.cat((turned[0::2], turned[1::2])) if turns else turned
         return {f"{layer}.key_value_down.{kind}": latent, f"{layer}.key_rope.{kind}": halves}
     each = tensor.unflatten(0, (-1, still + turning))
     rows = (each[:, still::2], each[:, still + 1 :: 2], each[:, :still])
+    if config.model_type == "kimi_linear":
+        rows = (each[:, still:], each[:, :still])
     name = "query_up" if name == "q_b_proj" else "query"
     return {f"{layer}.{name}.weight": torch.cat(rows, 1).flatten(0, 1)}
 
@@ -395,13 +433,17 @@ def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor], close: float) 
     """Names of tensors that are not close, with how far they are, relative to the largest element.
 
     Softmax does not see a bias of the keys, nor the scale of what a norm normalises: there all that
-    is left of a gradient may be rounding noise, which is measured by the whole model.
+    is left of a gradient may be rounding noise, which is measured by the whole model. The same is
+    true of the key's shared part in latent attention if nothing is rotated.
     """
     assert ours.keys() == theirs.keys()
     largest = max(t.abs().max().item() for t in theirs.values())
     far = {}
     for name, tensor in theirs.items():
-        scale = largest if name.endswith("key.bias") else tensor.abs().max().item()
+        scale = tensor.abs().max().item()
+        is_noise = name.endswith("key_rope.bias") and scale < close * largest
+        if name.endswith("key.bias") or is_noise:
+            scale = largest
         distance = (ours[name] - tensor).abs().max().item()
         if not distance <= close * scale:
             far[name] = distance / scale if scale else distance

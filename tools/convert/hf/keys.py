@@ -57,6 +57,7 @@ _KIND_OF_KEY: dict[str, type] = {
     "mlp_only_layers": list,
     "rope_parameters": dict,
     "rope_scaling": dict,
+    "linear_attn_config": dict,
 }
 _MAY_BE_NULL = (
     "num_key_value_heads",

@@ -30,7 +30,7 @@ GATED_BIASES = (
     "smollm3",
     "granite",
 )
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "kimi_linear")
 WITH_MLP_BIASES = ("llama", "iquestcoder", "seed_oss", "arcee", "smollm3", "granite")
 WITH_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 # of a head, whatever hidden_size is
@@ -94,6 +94,8 @@ def drawn(seed: int) -> dict[str, Any]:
         config["rotary_dim"] = config["head_dim"] // dice.choice((1, 2))
     if kind in WITH_DELTA_NETS:
         config |= _delta_nets(dice, config["num_hidden_layers"])
+    if kind == "kimi_linear":
+        return config | _kimi_delta(dice, config["num_hidden_layers"])
     return config | _rope(dice, kind)
 
 
@@ -227,6 +229,32 @@ def _delta_nets(dice: Random, layers: int) -> dict[str, Any]:
     }
 
 
+def _kimi_delta(dice: Random, layers: int) -> dict[str, Any]:
+    """Return Kimi Delta Attention, in layers by their types or as published files say it; its head
+    is never the embedding."""
+    types = [dice.choice(("full_attention", "linear_attention")) for _ in range(layers)]
+    width = dice.choice((2, 5))
+    heads = dice.choice((1, 2, 3))
+    kernel = dice.choice((1, 2, 4))
+    by_types = {
+        "linear_head_dim": width,
+        "linear_num_heads": heads,
+        "linear_conv_kernel_dim": kernel,
+        "layer_types": types,
+    }
+    table = {
+        "head_dim": width,
+        "num_heads": heads,
+        "short_conv_kernel_size": kernel,
+        "kda_layers": [n for n, kind in enumerate(types, 1) if kind == "linear_attention"],
+        "full_attn_layers": [n for n, kind in enumerate(types, 1) if kind == "full_attention"],
+    }
+    return {
+        "tie_word_embeddings": False,
+        **dice.choice((by_types, {"linear_attn_config": table})),
+    }
+
+
 def _windows(dice: Random, kind: str, layers: int) -> dict[str, Any]:
     window = dice.choice((3, 7, 17))
     types = [dice.choice(("full_attention", "sliding_attention")) for _ in range(layers)]
@@ -304,6 +332,15 @@ def _experts(dice: Random, kind: str, layers: int) -> dict[str, Any]:
         experts["mlp_layer_types"] = [dice.choice(("dense", "sparse")) for _ in range(layers)]
     if kind == "solar_open":
         del experts["first_k_dense_replace"]
+    if kind == "kimi_linear":
+        names = {
+            "n_routed_experts": "num_experts",
+            "n_group": "num_expert_group",
+            "num_experts_per_tok": "num_experts_per_token",
+            "n_shared_experts": "num_shared_experts",
+            "norm_topk_prob": "moe_renormalize",
+        }
+        experts = {names.get(key, key): value for key, value in experts.items()}
     if kind == "deepseek_v2":
         experts["topk_method"] = dice.choice(("greedy", "group_limited_greedy"))
     return experts

@@ -290,6 +290,7 @@ TRAINED = (
         "solar_open",
         "glm4_moe_lite",
         "youtu",
+        "kimi_linear",
     ),
 )
 

@@ -88,7 +88,11 @@ NORMS = {"olmo2": AFTER, "olmo3": AFTER, "gemma2": AROUND, "gemma3_text": AROUND
 def logical(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by our logical names; theirs by those that the parameters have in memory."""
     if config.model_type != "nemotron_h":
-        return _of_two_branches(config, theirs)
+        others = {path: x for path, x in theirs.items() if not _is_kimi_delta(config, path)}
+        named = _of_two_branches(config, others)
+        for path in theirs.keys() - others.keys():
+            named |= _of_kimi_delta(path, theirs[path])
+        return named
     ours: dict[str, Tensor] = {}
     for path, tensor in theirs.items():
         ours |= _of_nemotron_h(config, path.removeprefix("model.").split("."), tensor)
@@ -104,14 +108,7 @@ def _of_two_branches(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Ten
         kind = parts[-1]
         if config.model_type == "gpt2" and kind == "weight" and ".c_" in path:
             tensor = tensor.t()  # theirs are [input, output]
-        is_kimi_delta = (
-            config.model_type == "kimi_linear"
-            and name.startswith("self_attn.")
-            and config.layer_types[int(parts[1])] == "linear_attention"
-        )
-        if is_kimi_delta:
-            ours |= _of_kimi_delta(f"{layer}delta_net", ".".join(parts[3:]), tensor)
-        elif (
+        if (
             hasattr(config, "kv_lora_rank") and name in LATENT
         ) or name == "self_attn.kv_a_proj_with_mqa":
             ours |= _of_latents(
@@ -183,8 +180,18 @@ def _of_delta_net(
     }
 
 
-def _of_kimi_delta(layer: str, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Tensors of Kimi Delta Attention. name: behind self_attn."""
+def _is_kimi_delta(config: Any, path: str) -> bool:
+    """True for what a layer of Kimi Linear has in place of attention."""
+    layer, _, of_layer = path.removeprefix("model.layers.").partition(".")
+    if config.model_type != "kimi_linear" or not of_layer.startswith("self_attn."):
+        return False
+    return config.layer_types[int(layer)] == "linear_attention"
+
+
+def _of_kimi_delta(path: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Tensors of Kimi Delta Attention."""
+    layer, _, name = path.removeprefix("model.").partition(".self_attn.")
+    layer = f"{layer}.delta_net"
     if name == "conv1d.weight":
         kernels = tensor[:, 0].chunk(3)
         kinds = ("query", "key", "value")

@@ -93,6 +93,8 @@ PUBLISHED = {
     "nemotron-nano-12b-v2": 12_310_001_152,
     # 31.6 B, of which a token passes 3.6 B with embedding and head, as its report says
     "nemotron-3-nano-30b-a3b": 31_577_940_288,
+    # as its published files count, with the corrections of routers
+    "kimi-linear-48b-a3b": 49_122_681_728,
     "seed-oss-36b": 36_151_104_512,
     "smollm3-3b": 3_075_098_624,
     "olmoe-1b-7b": 6_919_161_856,

@@ -89,6 +89,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "router_aux_loss": 0.0,
     }
     | {"rotary_fraction": 0.5},
+    "kimi_linear": {
+        "family": "kimi_linear",
+        "latent": {"kv_rank": 7, "rope_dim": 4, "nope_dim": 3, "value_dim": 5},
+        "delta_net": {
+            "key_heads": 4,
+            "value_heads": 4,
+            "key_dim": 3,
+            "value_dim": 5,
+            "gate_rank": 2,
+        },
+        "delta_layers": [0],
+    },
     "nemotron_h": {
         "family": "nemotron_h",
         "kv_heads": 2,

@@ -87,7 +87,7 @@ _LATENT_OF_KIMI = {
     "q_lora_rank": None,
     "moe_intermediate_size": 20,
     "tie_word_embeddings": False,
-    "linear_num_heads": 3,
+    "linear_num_heads": 2,
     "linear_head_dim": 5,
     "linear_conv_kernel_dim": 3,
 }

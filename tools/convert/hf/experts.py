@@ -341,14 +341,22 @@ def _groups(config: ConfigKeys, best: int) -> Fields:
     # transformers reshapes scores to [tokens, groups, experts of one].
     if not 1 <= chosen_groups <= groups or experts % groups:
         raise UserError.of(
-            "convert.hf_groups_uneven", groups=groups, chosen=chosen_groups, experts=experts
+            "convert.hf_groups_uneven",
+            groups_key=config.as_stated("n_group"),
+            groups=groups,
+            chosen=chosen_groups,
+            experts_key=config.as_stated("n_routed_experts"),
+            experts=experts,
         )
     if chosen_groups * (experts // groups) < config["num_experts_per_tok"]:
         raise UserError.of(
             "convert.hf_groups_too_few",
+            groups_key=config.as_stated("n_group"),
             groups=groups,
             chosen=chosen_groups,
+            experts_key=config.as_stated("n_routed_experts"),
             experts=experts,
+            per_token_key=config.as_stated("num_experts_per_tok"),
             num_experts_per_tok=config["num_experts_per_tok"],
         )
     fields = {"groups": groups, "groups_per_token": chosen_groups}

@@ -1427,6 +1427,8 @@ FAMILIES: dict[str, Family] = {
         },
         entries=(
             *_ROTARY,
+            # Its head is never the embedding.
+            only("tie_word_embeddings", False),
             _WIDTH,
             Entry(_read_latents, _write_latent_attention),
             _SILU,
@@ -1438,8 +1440,6 @@ FAMILIES: dict[str, Family] = {
         ),
         aliases=ALIASES_OF_KIMI,
         allowed=ALLOWED_OF_KIMI,
-        # its head is never the embedding
-        requires=lambda model: not model.tied,
         beyond_transformers_4=_newer_than_4,
     ),
 }

@@ -14,7 +14,7 @@ from tools.convert.hf.experts import (
     read_after_leading_dense,
     write_glm4_lite,
 )
-from tools.convert.hf.keys import ConfigKeys, Entry, Fields, Json, require
+from tools.convert.hf.keys import ConfigKeys, Entry, Fields, Json, require, wrong_value
 from tools.convert.hf.windows import require_count
 
 TABLE = "linear_attn_config"
@@ -79,11 +79,14 @@ def _read(config: ConfigKeys) -> Fields:
 
 
 def _size(config: ConfigKeys, table: Json, key: str) -> int:
-    """Return a size from the table, in which transformers looks first, or from its own key.
-    Raises UserError if it is no whole number above 0."""
-    size = table.get(_SIZES[key], config[key])
+    """Return a size from the table, in which transformers looks first, or from its own key. Raises
+    UserError if it is no whole number above 0."""
+    key_of_table = _SIZES[key]
+    if key_of_table not in table:
+        return config.above_zero(key)
+    size = table[key_of_table]
     if type(size) is not int or size <= 0:
-        raise UserError.of("convert.hf_kimi_size", key=key, table_key=_SIZES[key], value=size)
+        raise UserError(wrong_value(f"{TABLE}.{key_of_table}", size, "a whole number above 0"))
     return size
 
 

@@ -31,7 +31,7 @@ from models.router_settings import CORRECTED, PLAIN
 # In all layers: each expert is a module of its own.
 MOST_EXPERTS = 2**16
 # Keys that are not known in models that have layers with a recurrent state.
-_ALIKE_LAYERS = ("window", "mtp_layers", "mup_base_hidden", "factory")
+_ALIKE_LAYERS = ("window", "mup_base_hidden", "factory")
 # Keys of attention that are off by default.
 _ATTENTION_KEYS = (
     "attention_gate",
@@ -119,7 +119,7 @@ class ModelConfig(ModelFields):
 
     def _mtp_problems(self) -> Iterator[Problem]:
         # The modules have no table of learned positions.
-        if self.mtp_layers and self.positions != "rope":
+        if self.mtp_layers and self.positions == "learned":
             yield Problem.of(
                 "model.mtp_positions", mtp_layers=self.mtp_layers, positions=self.positions
             )
@@ -264,7 +264,7 @@ class ModelConfig(ModelFields):
                     value=json.dumps(value),
                     required=json.dumps(required_value),
                 )
-        for key in (*_ALIKE_LAYERS, "latent", "delta_net", "dense_layers"):
+        for key in (*_ALIKE_LAYERS, "mtp_layers", "latent", "delta_net", "dense_layers"):
             if getattr(self, key):
                 yield Problem.of("model.hybrid_beside", key=key)
 

@@ -202,9 +202,10 @@ class Stage(nn.Module):
     def _mixer_type(self, config: ModelConfig) -> "type[Mixer]":
         """Return the class of attention of a layer, or of what it has in place of it. config: the
         model of the layer."""
+        if config.delta_net.gate_rank:
+            return self._kind("KimiDeltaAttention")
         if config.delta_net:
-            by_feature = config.delta_net.gate_rank > 0
-            return self._kind("KimiDeltaAttention" if by_feature else "GatedDeltaNet")
+            return self._kind("GatedDeltaNet")
         if config.mamba:
             return self._kind("MambaMixer")
         return self._attention_type()
@@ -216,7 +217,7 @@ class Stage(nn.Module):
             self.config,
             self.context,
             number,
-            self._attention_type(),
+            self._mixer_type(self.config.of_layer(self.config.layers - 1)),
             recompute_layer,
         )
 
@@ -325,7 +326,7 @@ class Stage(nn.Module):
             return x
         if mtp_batch is None:
             return self._to_output_dtype(self._logits(x), microbatch)
-        # The modules attend as the last layer does.
+        # The modules mix tokens as the last layer does.
         predict = with_arguments(self._attach_mtp_losses, str(self.cut.layers[-1]))
         hidden = predict(self.final_norm(x), mtp_batch=mtp_batch)
         return self._to_output_dtype(self._logits_of_normalized(hidden), microbatch)

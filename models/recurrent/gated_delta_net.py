@@ -20,10 +20,11 @@ import math
 from collections.abc import Callable
 from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaprec.errors import UserError
+from models.attention.context_limits import require_shared_heads
 from models.attention.flash_windows import Documents
 from models.config import ModelConfig
 from models.delta_net import DeltaNet
@@ -48,7 +49,7 @@ FIRST_BIAS = 1.0
 class GatedDeltaNet(RecurrentMixer):
     """The gated delta net of a layer; `config.delta_net` has the sizes.
 
-    Raises UserError if sequences are cut over ranks.
+    Raises UserError if the ranks over which sequences are cut cannot share the heads.
     """
 
     package: ClassVar[Package] = DELTA_RULE
@@ -62,9 +63,8 @@ class GatedDeltaNet(RecurrentMixer):
         name: str,
         layer: int = 0,
     ) -> None:
-        if context.cp.size > 1:
-            raise UserError.of("model.context_delta_net", context=context.cp.size)
         sizes = config.delta_net
+        require_shared_heads(config, context.tp.size, context.cp.size)
         # Ranks beyond the number of heads of keys hold the same ones as their neighbours.
         key_shards = min(context.tp.size, sizes.key_heads)
         convolved = [
@@ -73,7 +73,8 @@ class GatedDeltaNet(RecurrentMixer):
             Rows(f"{name}.value", sizes.value_width),
         ]
         stack = [*convolved, *self._rows_beside(name, sizes)]
-        super().__init__(config, context, name, stack, convolved, sizes.kernel, biased=False)
+        heads = (sizes.key_heads, sizes.key_heads, sizes.value_heads)
+        super().__init__(config, context, name, stack, convolved, heads, sizes.kernel, biased=False)
         self._make_decays(sizes)
         self.output_norm = RMSNorm(
             context,
@@ -103,16 +104,18 @@ class GatedDeltaNet(RecurrentMixer):
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return what is convolved, gate, strength and decay as projected, [s, b, features]
         each."""
-        widths = [sum(self.local_widths[:3]), *self.local_widths[3:]]
+        widths = [sum(self.convolved_widths), *self.local_widths[3:]]
         mixed, gate, strength, decay = projected.split(widths, -1)
         return mixed, gate, strength, decay
 
     def _mix(self, projected: Tensor, documents: Tensor | Documents | None) -> Tensor:
         sensitive = self.context.plan.sensitive
         mixed, gate, strength, decay = self._split(projected)
+        heads = self.log_rate.numel()
+        mixed, strength, decay = self._exchange_for_tokens(mixed, (strength, decay), heads)
         begins = begins_of(documents)
         convolved = self._convolve(mixed.to(sensitive), begins)
-        query, key, value = self._heads(*convolved.split(self.local_widths[:3], -1))
+        query, key, value = self._heads(*convolved.split(self._own_convolved_widths(), -1))
         inputs = DeltaInputs(
             query=query,
             key=key,
@@ -122,9 +125,10 @@ class GatedDeltaNet(RecurrentMixer):
             begins=begins,
             starts=starts_of(documents),
         )
-        # [b, n, s, v] -> [s, b, n, v]
-        read = self._apply_rule(inputs).permute(2, 0, 1, 3)
-        normalized = self.output_norm(read).flatten(2)
+        # [b, n, s, v] -> [s, b, n * v]
+        read = self._apply_rule(inputs).permute(2, 0, 1, 3).flatten(2)
+        outputs = self._exchange_back(read).unflatten(2, (heads, -1))
+        normalized = self.output_norm(outputs).flatten(2)
         gated = normalized.to(sensitive) * self.gate_function(gate.to(sensitive))
         return gated.to(self.context.plan.compute)
 
@@ -144,10 +148,16 @@ class GatedDeltaNet(RecurrentMixer):
     def _log_decay(self, decay: Tensor) -> Tensor:
         """Return the logarithms of the decays [b, n, s], 0 or less. decay: as projected, [s, b,
         n]."""
-        rate = Widen.apply(self.log_rate, decay.dtype).exp()
-        bias = Widen.apply(self.decay_bias, decay.dtype)
+        rate, bias = self._rate_and_bias(decay.dtype)
         log_decay = -rate * F.softplus(decay + bias)
         return log_decay.permute(1, 2, 0)
+
+    def _rate_and_bias(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the rates and the biases of the decays of the heads that this rank computes."""
+        heads = self.log_rate.numel()
+        log_rate = self._own_part(Widen.apply(self.log_rate, dtype), heads)
+        bias = self._own_part(Widen.apply(self.decay_bias, dtype), heads)
+        return log_rate.exp(), bias
 
     def _apply_rule(self, inputs: DeltaInputs) -> Tensor:
         """Return the outputs of the delta rule, [b, n, s, v]."""

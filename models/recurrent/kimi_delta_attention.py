@@ -13,7 +13,7 @@ The decay of feature i of token t is exp(-exp(log_rate) softplus(decay_ti + bias
 each head and a bias of each of its features. Under sequence parallelism each rank makes the two
 vectors of its own shard of the sequence, and they are all-gathered.
 
-Gate and decays are made before what recomputation of "attention" makes again.
+Recomputation of "attention" begins after gate and decays.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ from models.recurrent.mixer_parts import (
 )
 from parallel.context import Context
 from parallel.layers import ColumnParallelLinear, Rows
-from parallel.linear import InputLayout, Widen
+from parallel.linear import InputLayout
 from parallel.replicated_linear import ReplicatedLinear, whole_on_all_ranks
 
 
@@ -44,7 +44,7 @@ class KimiDeltaAttention(GatedDeltaNet):
     """The Kimi Delta Attention of a layer; `config.delta_net` has the sizes, of which `gate_rank`
     is above 0.
 
-    Raises UserError if sequences are cut over ranks.
+    Raises UserError if the ranks over which sequences are cut cannot share the heads.
     """
 
     package: ClassVar[Package] = ROW_DECAY_RULE
@@ -99,10 +99,9 @@ class KimiDeltaAttention(GatedDeltaNet):
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         sizes = self.config.delta_net
         ranks = self.context.tp.size
-        *convolved_widths, strength_width = self.local_widths
         widths = [
-            sum(convolved_widths),
-            strength_width,
+            sum(self.convolved_widths),
+            sizes.value_heads // ranks,
             sizes.value_width // ranks,
             sizes.decay_width // ranks,
         ]
@@ -112,8 +111,7 @@ class KimiDeltaAttention(GatedDeltaNet):
     def _log_decay(self, decay: Tensor) -> Tensor:
         """Return the logarithms of the decays [b, n, s, d], 0 or less. decay: as projected, [s, b,
         n * d]."""
-        rate = Widen.apply(self.log_rate, decay.dtype).exp()
-        bias = Widen.apply(self.decay_bias, decay.dtype)
+        rate, bias = self._rate_and_bias(decay.dtype)
         step = heads_of(F.softplus(decay + bias), self.config.delta_net.key_dim)
         rate_of_heads = rate[:, None, None]  # [n, 1, 1]
         return -rate_of_heads * step

@@ -84,7 +84,8 @@ DELTA_NET = {
 }
 KIMI_DELTA = {
     "family": "kimi_linear",
-    "latent": {"kv_rank": 7, "rope_dim": 4, "nope_dim": 3, "value_dim": 5},
+    # values as wide as keys: none are padded
+    "latent": {"kv_rank": 7, "rope_dim": 4, "nope_dim": 3, "value_dim": 7},
     "delta_net": {"key_heads": 4, "value_heads": 4, "key_dim": 6, "value_dim": 5, "gate_rank": 3},
     **SIZES,
     "layers": 4,

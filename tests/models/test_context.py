@@ -75,7 +75,7 @@ CAPPED: dict[str, Any] = {
 }
 DELTA: dict[str, Any] = {**MODELS["qwen3_next"], **ROOM, "head_dim": 8}
 KIMI: dict[str, Any] = {**MODELS["kimi_linear"], **ROOM, "kv_heads": ROOM["heads"]}
-HYBRID: dict[str, Any] = {**MODELS["nemotron_h"], **ROOM, "layers": 3}
+HYBRID: dict[str, Any] = {**MODELS["nemotron_h"], **ROOM, "hybrid_pattern": "M*-M"}
 RUNS: dict[str, Run] = {
     "delta nets": Run(DELTA, length=16, steps=2, borders=3, reset=True),
     "Kimi Delta Attention recomputed": Run(

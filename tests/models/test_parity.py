@@ -129,6 +129,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "experts": 4,
         "shared_experts": 8,
         "router_aux_loss": 0.5,
+        # Scores by a sigmoid magnify rounding by ten in a step of Adam.
+        "router": {"score": "softmax"},
         "init_std": 0.1,
     },
     "mixtral": {

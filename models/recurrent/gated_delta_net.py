@@ -17,7 +17,6 @@ head, and its strength is the sigmoid of one more number.
 """
 
 import math
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -53,8 +52,6 @@ class GatedDeltaNet(RecurrentMixer):
     """
 
     package: ClassVar[Package] = DELTA_RULE
-    # by whose values the output of a head is multiplied
-    gate_function: ClassVar[Callable[[Tensor], Tensor]] = staticmethod(F.silu)
 
     def __init__(
         self,
@@ -94,6 +91,11 @@ class GatedDeltaNet(RecurrentMixer):
             Rows(f"{name}.decay", sizes.value_heads),
         ]
 
+    @staticmethod
+    def _factor(gate: Tensor) -> Tensor:
+        """Return what the normalized output is multiplied by. gate: as projected."""
+        return F.silu(gate)
+
     def _make_decays(self, sizes: DeltaNet) -> None:
         """Make the biases and the rates of the decays."""
         self.decay_bias = self._make_vector("decay.bias", sizes.value_heads, FIRST_BIAS)
@@ -125,11 +127,10 @@ class GatedDeltaNet(RecurrentMixer):
             begins=begins,
             starts=starts_of(documents),
         )
-        # [b, n, s, v] -> [s, b, n * v]
-        read = self._apply_rule(inputs).permute(2, 0, 1, 3).flatten(2)
-        outputs = self._exchange_back(read).unflatten(2, (heads, -1))
-        normalized = self.output_norm(outputs).flatten(2)
-        gated = normalized.to(sensitive) * self.gate_function(gate.to(sensitive))
+        # [b, n, s, v] -> [s, b, n, v]
+        read = self._apply_rule(inputs).permute(2, 0, 1, 3)
+        normalized = self.output_norm(self._exchange_back(read)).flatten(2)
+        gated = normalized.to(sensitive) * self._factor(gate.to(sensitive))
         return gated.to(self.context.plan.compute)
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,6 @@ vectors of its own shard of the sequence, and they are all-gathered.
 Recomputation of "attention" begins after gate and decays.
 """
 
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -48,7 +47,6 @@ class KimiDeltaAttention(GatedDeltaNet):
     """
 
     package: ClassVar[Package] = ROW_DECAY_RULE
-    gate_function: ClassVar[Callable[[Tensor], Tensor]] = staticmethod(torch.sigmoid)
 
     def __init__(self, config: ModelConfig, context: Context, name: str, layer: int = 0) -> None:
         super().__init__(config, context, name, layer)
@@ -65,6 +63,10 @@ class KimiDeltaAttention(GatedDeltaNet):
     @staticmethod
     def _rows_beside(name: str, sizes: DeltaNet) -> list[Rows]:
         return [Rows(f"{name}.strength", sizes.value_heads)]
+
+    @staticmethod
+    def _factor(gate: Tensor) -> Tensor:
+        return gate.sigmoid()
 
     def _make_decays(self, sizes: DeltaNet) -> None:
         self.decay_bias = self._make_vector(

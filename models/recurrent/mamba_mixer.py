@@ -86,8 +86,8 @@ class MambaMixer(RecurrentMixer):
         read = self._apply_rule(inputs)  # [b, n, s, v]
         skip = self._of_own_heads(self.skip, sensitive)[:, None, None]  # [n, 1, 1]
         outputs = read + skip * inputs.value
-        features = outputs.permute(2, 0, 1, 3).flatten(2)  # [s, b, n * v]
-        features = self._exchange_back(features)
+        heads = self._exchange_back(outputs.permute(2, 0, 1, 3))  # [s, b, n, v]
+        features = heads.flatten(2)  # [s, b, n * v]
         gated = features * F.silu(gate)
         normalized = self._normalize(gated)
         return normalized.to(self.context.plan.compute)

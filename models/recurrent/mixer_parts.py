@@ -193,10 +193,14 @@ class RecurrentMixer(nn.Module, ABC):
         parts = zip(weight.split(self.convolved_widths), self.convolved_heads, strict=True)
         return torch.cat([self._own_part(part, heads) for part, heads in parts])
 
-    def _exchange_back(self, features: Tensor) -> Tensor:
-        """Return features of own tokens of all heads, [own s, b, n * v], of those of all tokens of
-        the heads that this rank computes, [whole s, b, own n * v]. Collective over cp."""
-        return exchange_for_features(features, self.context.cp).flatten(2)
+    def _exchange_back(self, heads: Tensor) -> Tensor:
+        """Return own tokens of all heads, [own s, b, n, v], of all tokens of the heads that this
+        rank computes, [whole s, b, own n, v]. Collective over cp."""
+        cp = self.context.cp
+        if cp.size == 1:
+            return heads
+        of_ranks = exchange_for_features(heads.flatten(2), cp)  # [own s, b, ranks, own n * v]
+        return of_ranks.flatten(2).unflatten(-1, (-1, heads.shape[-1]))
 
     def _convolve(self, mixed: Tensor, begins: Tensor | None) -> Tensor:
         """Return SiLU of the convolution of features [s, b, features].

@@ -55,6 +55,11 @@ def tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     # of each branch of a layer a gather and a scatter, or an all-reduce, which is both
     branches = model.over_layers(lambda kind: kind.branches, cut.layers)
     forward = (2 * branches - unsummed) * transfer
+    # of Kimi Delta Attention, what all heads share: gathered, and its gradient summed
+    shared_width = model.over_layers(lambda kind: 2 * kind.delta_net.gate_rank, cut.layers)
+    shared = transfer * shared_width / model.hidden
+    if parallel.sequence:
+        forward += shared
     recomputed = config.recompute.count_whole_layers(layers) / layers
     # the input gradient reverses the forward's transfers; a recomputed layer makes them again
     input_gradient = (
@@ -62,6 +67,8 @@ def tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
         + cut.last * at_ends
         + (cut.first and parallel.sequence) * transfer
     )
+    if not parallel.sequence:
+        input_gradient += 2 * shared
     weight_gradient = 0.0
     if parallel.sequence:
         weight_gradient = (branches - num_expert_layers + cut.last) * transfer

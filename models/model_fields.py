@@ -125,6 +125,7 @@ class ModelFields(BaseModel):
         "smollm3",
         "granite",
         "kimi_linear",
+        "exaone4",
     ] = Field(
         default="llama", description="Model family, which sets the defaults of the keys below."
     )
@@ -293,11 +294,12 @@ class ModelFields(BaseModel):
             olmo3="after",
             gemma2="around",
             gemma3="around",
+            exaone4="after",
         ),
         description=(
             "Norms of each branch, attention and feed-forward: before it, after it (on its output, "
-            "before the residual addition), or both (around); default: before, for olmo2 and olmo3 "
-            "after, for gemma2 and gemma3 around."
+            "before the residual addition), or both (around); default: before, for olmo2, olmo3 "
+            "and exaone4 after, for gemma2 and gemma3 around."
         ),
     )
     norm_unit_offset: bool = Field(
@@ -319,10 +321,11 @@ class ModelFields(BaseModel):
             olmoe=True,
             minimax_m2=True,
             dots1=True,
+            exaone4=True,
         ),
         description=(
             "RMSNorm on query and key, before rotary positions; default: true for qwen3, "
-            "qwen3_next, qwen3_5, olmo2, olmo3, gemma3, olmoe, minimax_m2 and dots1."
+            "qwen3_next, qwen3_5, olmo2, olmo3, gemma3, olmoe, minimax_m2, dots1 and exaone4."
         ),
     )
     qk_norm_over: Literal["head", "all"] = Field(

@@ -389,6 +389,13 @@ def _deepseek_yarn(mscale: float) -> Sizes:
 
 
 # The sizes of DeepSeek's latent attention; the large models have a query latent besides.
+LLAMA3_OF_EXAONE4 = {
+    "kind": "llama3",
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 LATENT = {"kv_rank": 512, "rope_dim": 64, "nope_dim": 128, "value_dim": 128}
 
 
@@ -660,6 +667,35 @@ PRESETS: Mapping[str, Sizes] = MappingProxyType(
             "max_positions": 524288,
             "vocab": 155136,
             "norm_eps": 1e-6,
+        },
+        "exaone-4.0-1.2b": {
+            "family": "exaone4",
+            "layers": 30,
+            "hidden": 2048,
+            "heads": 32,
+            "kv_heads": 8,
+            "ffn": 4096,
+            "rope_base": 1e6,
+            "rope_scaling": {**LLAMA3_OF_EXAONE4},
+            "max_positions": 65536,
+            "vocab": 102400,
+            "tied": True,
+        },
+        "exaone-4.0-32b": {
+            "family": "exaone4",
+            "layers": 64,
+            "hidden": 5120,
+            "heads": 40,
+            "kv_heads": 8,
+            "ffn": 27392,
+            "rope_base": 1e6,
+            "rope_scaling": {**LLAMA3_OF_EXAONE4},
+            "max_positions": 131072,
+            "vocab": 102400,
+            # three layers with the window, and one without it and without positions
+            "window": 4096,
+            "window_layers": tuple(n for n in range(64) if (n + 1) % 4),
+            "nope_layers": tuple(range(3, 64, 4)),
         },
         "smollm3-3b": {
             "family": "smollm3",

@@ -560,6 +560,19 @@ CASES: dict[str, Case] = {
         {"head_dim": 10, "nope_layers": (0,), "window": 5, "window_layers": (1,)}
         | {"rope_base": 50.0},
     ),
+    "exaone4": Case(
+        "exaone4",
+        {"head_dim": 10, "sliding_window": 5, **_rope("default", 50.0)}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+        {"head_dim": 10, "window": 5, "window_layers": (0,), "nope_layers": (1,)}
+        | {"rope_base": 50.0},
+    ),
+    "exaone4 without a window": Case(
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 2}
+        | {"tie_word_embeddings": True, "num_key_value_heads": 1},
+        {"kv_heads": 1, "tied": True},
+    ),
     "granite": Case(
         "granite",
         {"head_dim": 10, "embedding_multiplier": 3.0, "attention_multiplier": 0.5}

@@ -354,6 +354,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.22,
         "logits_scaling": 1.7,
     },
+    "exaone4": {
+        "model_type": "exaone4",
+        **_LLAMA,
+        "sliding_window": 9,
+        "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
+    },
     "arcee": {"model_type": "arcee", **_LLAMA, "hidden_act": "relu2"},
     "olmoe": {
         "model_type": "olmoe",
@@ -451,6 +457,7 @@ WITHOUT_MEGATRON = {
     "olmoe",
     "minimax_m2",
     "smollm3",
+    "exaone4",
     "granite",
     "kimi_linear",
     "kimi_linear-dense",

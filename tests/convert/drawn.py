@@ -48,6 +48,7 @@ OWN_WIDTH = (
     "seed_oss",
     "minimax_m2",
     "solar_open",
+    "exaone4",
 )
 # whose class requires hidden_size to be so by heads
 DIVIDED = (
@@ -272,6 +273,11 @@ def _windows(dice: Random, kind: str, layers: int) -> dict[str, Any]:
             "sliding_window": window,
             **dice.choice(({}, {"layer_types": types})),
         }
+    if kind == "exaone4":
+        types[0] = "sliding_attention"
+        with_window = {"sliding_window": window, "layer_types": types}
+        without = {"sliding_window": None, "layer_types": ["full_attention"] * layers}
+        return dice.choice((with_window, without))
     if kind == "dots1":
         return {"sliding_window": window, "max_window_layers": dice.randint(0, layers)}
     if kind in LAYERS_OF_QWEN and dice.random() < 0.5:

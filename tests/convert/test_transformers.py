@@ -284,6 +284,7 @@ TRAINED = (
         "gpt_oss",
         "seed_oss",
         "smollm3",
+        "exaone4",
         "granite",
         "arcee",
         "olmoe",

@@ -82,7 +82,7 @@ AFTER = {
     "post_feedforward_layernorm": "mlp_post_norm",
 }
 AROUND = {"pre_feedforward_layernorm": "mlp_norm", **AFTER}
-NORMS = {"olmo2": AFTER, "olmo3": AFTER, "gemma2": AROUND, "gemma3_text": AROUND}
+NORMS = {"olmo2": AFTER, "olmo3": AFTER, "gemma2": AROUND, "gemma3_text": AROUND, "exaone4": AFTER}
 
 
 def logical(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -51,6 +51,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", "kv_heads": 2},
     "mistral with a window": {"family": "mistral", "window": 4, "kv_heads": 2},
     "smollm3": {"family": "smollm3", "kv_heads": 2, "nope_layers": [1]},
+    "exaone4": {
+        "family": "exaone4",
+        "kv_heads": 2,
+        "window": 4,
+        "window_layers": [0],
+        "nope_layers": [1],
+    },
     "olmo3": {"family": "olmo3", "kv_heads": 2, "window": 4, "window_layers": [0]},
     "gemma3": {
         "family": "gemma3",

@@ -296,7 +296,8 @@ def _layer_kinds(config: Json, model: ModelConfig) -> dict[str, Any]:
     layers = min(model.layers, LAYERS)
     if model.hybrid_pattern:
         return _hybrid_layers(config, model.hybrid_pattern, layers)
-    if model.nope_layers:
+    says_turns = "no_rope_layers" in FAMILIES[config["model_type"]].defaults
+    if model.nope_layers and says_turns:
         turns = [int(number not in model.nope_layers) for number in range(model.layers)]
         kinds: dict[str, Any] = {"no_rope_layers": spread(turns, layers)}
         if types := config.get("layer_types"):

@@ -398,6 +398,7 @@ HUGGING_FACE: dict[str, list[NameRule]] = {
     "internlm3": _llama(_gated()),
     "seed_oss": _llama(_gated()),
     "arcee": _llama(_gated()),
+    "exaone4": _llama(_gated(), _AFTER),
     "granite": _llama(_gated()),
     "smollm3": _llama(_gated()),
     "olmoe": _llama(_experts("mlp", "gate_proj", "up_proj", "down_proj")),

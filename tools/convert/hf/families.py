@@ -62,6 +62,7 @@ from tools.convert.hf.windows import (
     WINDOW_OF_ALL_LAYERS,
     WINDOW_OF_QWEN3_MOE,
     WINDOWS_OF_DOTS1,
+    WINDOWS_OF_EXAONE4,
     WINDOWS_OF_QWEN,
     WINDOWS_OF_QWEN2_MOE,
     WINDOWS_OF_SMOLLM3,
@@ -1124,6 +1125,22 @@ FAMILIES: dict[str, Family] = {
             same("mlp_bias", "mlp_bias"),
             WINDOWS_OF_SMOLLM3,
         ),
+    ),
+    "exaone4": Family(
+        ours="exaone4",
+        architecture="Exaone4ForCausalLM",
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "vocab_size": 102400,
+            "intermediate_size": 16384,
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "bos_token_id": 0,
+            "eos_token_id": 2,
+        },
+        entries=(*_LLAMA, _SILU, ROPE, WINDOWS_OF_EXAONE4),
     ),
     "granite": Family(
         ours="granite",

@@ -580,6 +580,15 @@ CASES: dict[str, Case] = {
         {"head_dim": 10, "embedding_scale": 3.0, "attention_scalar": 4.0, "tied": True}
         | {"branch_scale": 0.22, "logit_divisor": 1.7},
     ),
+    "granitemoe": Case(
+        "granitemoe",
+        {"head_dim": 10, "embedding_multiplier": 3.0, "attention_multiplier": 0.5}
+        | {"residual_multiplier": 0.22, "logits_scaling": 1.7, "attention_bias": True}
+        | {"num_local_experts": 5, "num_experts_per_tok": 3},
+        {"head_dim": 10, "embedding_scale": 3.0, "attention_scalar": 4.0, "qkv_bias": True}
+        | {"branch_scale": 0.22, "logit_divisor": 1.7, "output_bias": True}
+        | {"experts": 5, "experts_per_token": 3, "router_aux_loss": 0.0},
+    ),
     "arcee": Case(
         "arcee",
         {"head_dim": 10, "mlp_bias": True, "tie_word_embeddings": True},
@@ -646,7 +655,7 @@ CASES: dict[str, Case] = {
     ),
 }
 # Of a family that is computed as another one is.
-OURS_OF = {"iquestcoder": "llama", "internlm3": "llama"}
+OURS_OF = {"iquestcoder": "llama", "internlm3": "llama", "granitemoe": "granite"}
 
 
 def config_of(case: Case) -> ModelConfig:

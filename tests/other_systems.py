@@ -354,6 +354,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.22,
         "logits_scaling": 1.7,
     },
+    "granitemoe": {
+        "model_type": "granitemoe",
+        **_LLAMA,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.25,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    },
     "exaone4": {
         "model_type": "exaone4",
         **_LLAMA,
@@ -459,6 +469,7 @@ WITHOUT_MEGATRON = {
     "smollm3",
     "exaone4",
     "granite",
+    "granitemoe",
     "kimi_linear",
     "kimi_linear-dense",
 }

@@ -29,6 +29,7 @@ GATED_BIASES = (
     "solar_open",
     "smollm3",
     "granite",
+    "granitemoe",
 )
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "kimi_linear")
 WITH_MLP_BIASES = ("llama", "iquestcoder", "seed_oss", "arcee", "smollm3", "granite")
@@ -116,7 +117,7 @@ def _factors(dice: Random, kind: str) -> dict[str, Any]:
     """Return factors of scores, and Granite's others."""
     if kind.startswith("gemma"):
         return {"query_pre_attn_scalar": dice.randint(3, 20)}
-    if kind != "granite":
+    if not kind.startswith("granite"):
         return {}
     parts = ("embedding", "attention", "residual")
     factors = {f"{part}_multiplier": dice.choice((0.3, 1, 2.5)) for part in parts}
@@ -290,7 +291,7 @@ def _windows(dice: Random, kind: str, layers: int) -> dict[str, Any]:
 def _experts(dice: Random, kind: str, layers: int) -> dict[str, Any]:
     number = dice.choice((2, 3, 5))
     chosen = dice.choice((1, 2))
-    if kind in ("mixtral", "gpt_oss", "minimax_m2"):
+    if kind in ("mixtral", "gpt_oss", "minimax_m2", "granitemoe"):
         return {"num_local_experts": number, "num_experts_per_tok": chosen}
     if kind in ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"):
         if kind == "qwen3_moe":

@@ -285,6 +285,7 @@ TRAINED = (
         "seed_oss",
         "smollm3",
         "exaone4",
+        "granitemoe",
         "granite",
         "arcee",
         "olmoe",

@@ -105,6 +105,7 @@ def _of_two_branches(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Ten
         parts = [p for p in path.split(".") if p not in ("model", "transformer", "gpt_neox")]
         layer = f"layers.{parts[1]}." if parts[0] in ("layers", "h") else ""
         name = ".".join(parts[2 if layer else 0 :]).removesuffix(".weight").removesuffix(".bias")
+        name = name.replace("block_sparse_moe.", "mlp.")
         kind = parts[-1]
         if config.model_type == "gpt2" and kind == "weight" and ".c_" in path:
             tensor = tensor.t()  # theirs are [input, output]

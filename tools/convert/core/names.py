@@ -9,7 +9,9 @@ from tools.convert.core.transforms import (
     DELTA_GATES,
     DELTA_NET,
     DELTA_ROWS,
+    EXPERTS_GATE_UP,
     EXPERTS_INTERLEAVED,
+    EXPERTS_STACKED,
     EXPERTS_TRANSPOSED,
     GATED_QUERY,
     GROUPED,
@@ -217,6 +219,18 @@ def _latents_or_kimi_delta() -> list[NameRule]:
     return rules
 
 
+def _experts_of_granite() -> list[NameRule]:
+    """Return the rules of Granite's experts: all of a layer in one tensor, gate above up."""
+    moe = "model.layers.N.block_sparse_moe"
+    gate_up = (f"{_MLP}.experts.E.gate.weight", f"{_MLP}.experts.E.up.weight")
+    down = (f"{_MLP}.experts.E.down.weight",)
+    return [
+        NameRule(f"{moe}.router.layer.weight", (f"{_MLP}.router.weight",)),
+        NameRule(f"{moe}.input_linear.weight", gate_up, EXPERTS_GATE_UP),
+        NameRule(f"{moe}.output_linear.weight", down, EXPERTS_STACKED),
+    ]
+
+
 def _experts_of_kimi() -> list[NameRule]:
     """Return the rules of Kimi Linear's experts, and of its layers without them."""
     moe = "model.layers.N.block_sparse_moe"
@@ -400,6 +414,7 @@ HUGGING_FACE: dict[str, list[NameRule]] = {
     "arcee": _llama(_gated()),
     "exaone4": _llama(_gated(), _AFTER),
     "granite": _llama(_gated()),
+    "granitemoe": _llama(_experts_of_granite()),
     "smollm3": _llama(_gated()),
     "olmoe": _llama(_experts("mlp", "gate_proj", "up_proj", "down_proj")),
     "minimax_m2": _llama(

@@ -355,6 +355,21 @@ _DEEPSEEK = (
     _ATTENTION_BIAS,
 )
 
+_GRANITE = (
+    *_LLAMA,
+    _SILU,
+    ROPE,
+    _ATTENTION_BIAS,
+    _number("embedding_multiplier", "embedding_scale"),
+    _number("residual_multiplier", "branch_scale"),
+    _number("logits_scaling", "logit_divisor"),
+    Entry(
+        lambda config: {"attention_scalar": float(config["attention_multiplier"]) ** -2},
+        lambda model: {"attention_multiplier": _factor_of_scores(model)},
+    ),
+    NO_WINDOW,
+)
+
 # A family states its own defaults over those of the one that it was made of.
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 32000,
@@ -461,6 +476,13 @@ _DEEPSEEK_DEFAULTS = _LLAMA_DEFAULTS | {
     "v_head_dim": 128,
     "aux_loss_alpha": 0.0,  # neither: transformers has no such loss
     "num_mtp_layers": 0,
+}
+
+_GRANITE_DEFAULTS = _LLAMA_DEFAULTS | {
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
 }
 
 _NO_CLIPPING: dict[str, tuple[Any, ...]] = {"clip_qkv": (None,)}
@@ -1145,28 +1167,16 @@ FAMILIES: dict[str, Family] = {
     "granite": Family(
         ours="granite",
         architecture="GraniteForCausalLM",
-        defaults=_LLAMA_DEFAULTS
-        | {
-            "embedding_multiplier": 1.0,
-            "attention_multiplier": 1.0,
-            "residual_multiplier": 1.0,
-            "logits_scaling": 1.0,
-        },
-        entries=(
-            *_LLAMA,
-            _SILU,
-            ROPE,
-            _ATTENTION_BIAS,
-            same("mlp_bias", "mlp_bias"),
-            _number("embedding_multiplier", "embedding_scale"),
-            _number("residual_multiplier", "branch_scale"),
-            _number("logits_scaling", "logit_divisor"),
-            Entry(
-                lambda config: {"attention_scalar": float(config["attention_multiplier"]) ** -2},
-                lambda model: {"attention_multiplier": _factor_of_scores(model)},
-            ),
-            NO_WINDOW,
-        ),
+        defaults=_GRANITE_DEFAULTS,
+        entries=(*_GRANITE, same("mlp_bias", "mlp_bias")),
+    ),
+    "granitemoe": Family(
+        ours="granite",
+        architecture="GraniteMoeForCausalLM",
+        defaults=_GRANITE_DEFAULTS | _EXPERTS_DEFAULTS | {"num_local_experts": 8},
+        entries=(*_GRANITE, *LOCAL_EXPERTS),
+        aliases={"num_experts": "num_local_experts"},
+        requires=_has_experts,
     ),
     "arcee": Family(
         ours="arcee",

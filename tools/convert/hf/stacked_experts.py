@@ -69,6 +69,12 @@ _RENAMED = {
         ".mlp.e_score_correction_bias": ".block_sparse_moe.e_score_correction_bias",
     },
     "gpt_neox": {"lm_head.": "embed_out."},
+    # whose published files stack experts too, by other names
+    "granitemoe": {
+        ".experts.gate_up_proj": ".input_linear.weight",
+        ".experts.down_proj": ".output_linear.weight",
+        ".router.weight": ".router.layer.weight",
+    },
     "kimi_linear": {
         ".mlp.gate.": ".block_sparse_moe.gate.",
         ".mlp.shared_experts.": ".block_sparse_moe.shared_experts.",

@@ -22,6 +22,7 @@ from megaprec.errors import Problem, UserError
 from models.activations import ACTIVATIONS
 from models.delta_net import NO_DELTA_NET
 from models.initial_weights import InitialStd, Matrix
+from models.latent import NO_LATENT
 from models.mamba import NO_MAMBA
 from models.model_fields import ModelFields, default_attention_scalar
 from models.mup import Mup, scaled_widths
@@ -30,7 +31,7 @@ from models.router_settings import CORRECTED, PLAIN
 # In all layers: each expert is a module of its own.
 MOST_EXPERTS = 2**16
 # Keys that are not known in models that have layers with a recurrent state.
-_ALIKE_LAYERS = ("window", "latent", "mtp_layers", "mup_base_hidden", "factory")
+_ALIKE_LAYERS = ("window", "mup_base_hidden", "factory")
 # Keys of attention that are off by default.
 _ATTENTION_KEYS = (
     "attention_gate",
@@ -118,7 +119,7 @@ class ModelConfig(ModelFields):
 
     def _mtp_problems(self) -> Iterator[Problem]:
         # The modules have no table of learned positions.
-        if self.mtp_layers and self.positions != "rope":
+        if self.mtp_layers and self.positions == "learned":
             yield Problem.of(
                 "model.mtp_positions", mtp_layers=self.mtp_layers, positions=self.positions
             )
@@ -205,7 +206,8 @@ class ModelConfig(ModelFields):
 
     def _latent_problems(self) -> Iterator[Problem]:
         required = {
-            "positions": "rope",
+            # what would be rotated is left as it is without positions, as in Kimi Linear
+            "positions": "none" if self.positions == "none" else "rope",
             "kv_heads": self.heads,
             "head_dim": self.latent.head_dim,
             "rotary_fraction": 1.0,
@@ -262,7 +264,7 @@ class ModelConfig(ModelFields):
                     value=json.dumps(value),
                     required=json.dumps(required_value),
                 )
-        for key in (*_ALIKE_LAYERS, "delta_net", "dense_layers"):
+        for key in (*_ALIKE_LAYERS, "mtp_layers", "latent", "delta_net", "dense_layers"):
             if getattr(self, key):
                 yield Problem.of("model.hybrid_beside", key=key)
 
@@ -369,6 +371,11 @@ class ModelConfig(ModelFields):
             return self
         return self.model_copy(update={"delta_net": NO_DELTA_NET, "delta_layers": ()})
 
+    @property
+    def recurring(self) -> "ModelConfig":
+        """Return this model as its layers with a gated delta net see it, without latents."""
+        return self.model_copy(update={"latent": NO_LATENT}) if self.latent else self
+
     def kind_of_layer(self, number: int) -> "ModelConfig":
         """Return this model with the feed-forward or experts of layer `number`, with a gated delta
         net or a Mamba-2 mixer only if the layer has one, and of `hybrid_pattern` with its letter.
@@ -381,7 +388,7 @@ class ModelConfig(ModelFields):
             mamba = self.mamba if letter == "M" else NO_MAMBA
             return kind.model_copy(update={"hybrid_pattern": letter, "mamba": mamba})
         kind = self.dense if number in self.dense_layers else self
-        return kind if number in self.delta_layers else kind.attending
+        return kind.recurring if number in self.delta_layers else kind.attending
 
     def layers_of(self, letter: str) -> tuple[int, ...]:
         """Return the numbers of the layers that have a letter in `hybrid_pattern`."""
@@ -576,7 +583,8 @@ class ModelConfig(ModelFields):
         if not self.has_mixer:
             return 0
         if recurrence := self.delta_net or self.mamba:
-            return self.hidden * (recurrence.projected_width + self.mixer_width)
+            width = recurrence.projected_width + self.mixer_width
+            return self.hidden * width + self.delta_net.up_weights
         # With a query latent, queries are among the matrices up.
         if latent := self.latent:
             query = 0 if latent.query_rank else self.hidden * self.heads * latent.head_dim

@@ -5,6 +5,10 @@ A head keeps a matrix of `key_dim` x `value_dim` numbers, its state, in place of
 of all earlier tokens (`models.recurrent.delta_rule`). There are `key_heads` heads of queries and
 keys, each of which serves value_heads / key_heads heads of values in a row. Queries, keys and
 values pass a causal convolution over `kernel` tokens first (`models.recurrent.short_convolution`).
+
+A state decays by one number of each token. With `gate_rank` each feature of its keys has a decay of
+its own, as in Kimi Delta Attention (Kimi Linear, 2025): the decays, and the gate of the output, are
+made from two short vectors of so many features (`models.recurrent.kimi_delta_attention`).
 """
 
 from collections.abc import Iterator
@@ -37,6 +41,15 @@ class DeltaNet(BaseModel):
         default=0, ge=0, le=LARGEST_SIZE, description="features of a head's value"
     )
     kernel: int = Field(default=4, ge=1, le=64, description="tokens that the convolution sees")
+    gate_rank: int = Field(
+        default=0,
+        ge=0,
+        le=LARGEST_SIZE,
+        description=(
+            "width of the vectors from which the gate and a decay of each feature of a key are "
+            "made, as in Kimi Delta Attention; 0: a decay of each head"
+        ),
+    )
 
     @model_validator(mode="after")
     def _require_valid(self) -> Self:
@@ -57,6 +70,13 @@ class DeltaNet(BaseModel):
         if self.key_heads and self.value_heads % self.key_heads:
             yield Problem.of(
                 "model.delta_net_heads", value_heads=self.value_heads, key_heads=self.key_heads
+            )
+        elif self.gate_rank and self.value_heads != self.key_heads:
+            yield Problem.of(
+                "model.delta_net_gate_rank",
+                gate_rank=self.gate_rank,
+                value_heads=self.value_heads,
+                key_heads=self.key_heads,
             )
 
     def __bool__(self) -> bool:
@@ -83,8 +103,25 @@ class DeltaNet(BaseModel):
     @property
     def projected_width(self) -> int:
         """Return the number of features that are projected from a token: queries, keys, values and
-        their gate, and two numbers of each head of values."""
-        return 2 * self.key_width + 2 * self.value_width + 2 * self.value_heads
+        their gate, and two numbers of each head of values; with `gate_rank` two vectors in place of
+        the gate and of the second number."""
+        if self.gate_rank:
+            return self.convolved_width + self.value_heads + 2 * self.gate_rank
+        return self.convolved_width + self.value_width + 2 * self.value_heads
+
+    @property
+    def decay_width(self) -> int:
+        """Return the number of decays of a token: one of each head of values, or with `gate_rank`
+        of each feature of its key."""
+        return self.value_heads * (self.key_dim if self.gate_rank else 1)
+
+    @property
+    def up_weights(self) -> int:
+        """Return the number of elements of the matrices from the vectors of `gate_rank` to gate and
+        decays."""
+        if not self.gate_rank:
+            return 0
+        return self.gate_rank * (self.value_width + self.decay_width)
 
     @property
     def convolved_width(self) -> int:

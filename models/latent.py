@@ -92,3 +92,7 @@ class Latent(BaseModel):
         query = self.query_rank * self.head_dim
         key_value = self.kv_rank * (self.nope_dim + self.value_dim)
         return heads * (query + key_value)
+
+
+NO_LATENT = Latent()
+"""The sizes of a model, or of a layer, without them."""

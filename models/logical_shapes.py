@@ -94,17 +94,18 @@ def _delta_net(model: ModelConfig) -> NamedShapes:
         "key": sizes.key_width,
         "value": sizes.value_width,
     }
-    projected = {
-        **convolved,
-        "gate": sizes.value_width,
-        "strength": sizes.value_heads,
-        "decay": sizes.value_heads,
-    }
+    projected = {**convolved, "strength": sizes.value_heads}
+    if sizes.gate_rank:
+        projected |= {"gate_down": sizes.gate_rank, "decay_down": sizes.gate_rank}
+        yield "delta_net.gate_up.weight", (sizes.value_width, sizes.gate_rank)
+        yield "delta_net.decay_up.weight", (sizes.decay_width, sizes.gate_rank)
+    else:
+        projected |= {"gate": sizes.value_width, "decay": sizes.value_heads}
     for name, rows in projected.items():
         yield f"delta_net.{name}.weight", (rows, model.hidden)
     for name, features in convolved.items():
         yield f"delta_net.{name}_convolution.weight", (features, sizes.kernel)
-    yield "delta_net.decay.bias", (sizes.value_heads,)
+    yield "delta_net.decay.bias", (sizes.decay_width,)
     yield "delta_net.decay.log_rate", (sizes.value_heads,)
     yield "delta_net.output_norm.weight", (sizes.value_dim,)
     yield "delta_net.output.weight", (model.hidden, sizes.value_width)

@@ -66,6 +66,14 @@ class Mamba(BaseModel):
         of the norm; and if there are none."""
         return not self or self.groups % ranks == 0
 
+    def divides_heads(self, ranks: int) -> bool:
+        """Return True if so many ranks can share the heads evenly, of groups also as copies; and if
+        there are none."""
+        if not self:
+            return True
+        shares_groups = self.groups % ranks == 0 or ranks % self.groups == 0
+        return shares_groups and self.heads % ranks == 0
+
     @property
     def width(self) -> int:
         """Return the number of features of the values of all heads; the gate has as many."""

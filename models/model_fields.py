@@ -13,7 +13,7 @@ from megaprec.one_of import one_of
 from models.activations import ACTIVATIONS
 from models.delta_net import NO_DELTA_NET, DeltaNet
 from models.initial_weights import InitialStd
-from models.latent import LARGEST_SIZE, Latent
+from models.latent import LARGEST_SIZE, NO_LATENT, Latent
 from models.mamba import NO_MAMBA, Mamba
 from models.rope_scaling import RopeScaling, score_factor
 from models.router_settings import CORRECTED, PLAIN, RouterSettings
@@ -124,6 +124,8 @@ class ModelFields(BaseModel):
         "youtu",
         "smollm3",
         "granite",
+        "kimi_linear",
+        "exaone4",
     ] = Field(
         default="llama", description="Model family, which sets the defaults of the keys below."
     )
@@ -134,7 +136,7 @@ class ModelFields(BaseModel):
     )
     heads: int = Field(gt=0, le=65_536, description="Number of attention heads.")
     latent: Latent = Field(
-        default=Latent(),
+        default=NO_LATENT,
         strict=False,
         description=(
             "Multi-head latent attention, such as {kv_rank = 512, query_rank = 1536, rope_dim = "
@@ -292,11 +294,12 @@ class ModelFields(BaseModel):
             olmo3="after",
             gemma2="around",
             gemma3="around",
+            exaone4="after",
         ),
         description=(
             "Norms of each branch, attention and feed-forward: before it, after it (on its output, "
-            "before the residual addition), or both (around); default: before, for olmo2 and olmo3 "
-            "after, for gemma2 and gemma3 around."
+            "before the residual addition), or both (around); default: before, for olmo2, olmo3 "
+            "and exaone4 after, for gemma2 and gemma3 around."
         ),
     )
     norm_unit_offset: bool = Field(
@@ -318,10 +321,11 @@ class ModelFields(BaseModel):
             olmoe=True,
             minimax_m2=True,
             dots1=True,
+            exaone4=True,
         ),
         description=(
             "RMSNorm on query and key, before rotary positions; default: true for qwen3, "
-            "qwen3_next, qwen3_5, olmo2, olmo3, gemma3, olmoe, minimax_m2 and dots1."
+            "qwen3_next, qwen3_5, olmo2, olmo3, gemma3, olmoe, minimax_m2, dots1 and exaone4."
         ),
     )
     qk_norm_over: Literal["head", "all"] = Field(
@@ -349,10 +353,10 @@ class ModelFields(BaseModel):
     )
     # Positions.
     positions: Literal["rope", "learned", "none"] = Field(
-        default_factory=by_family("rope", gpt2="learned", nemotron_h="none"),
+        default_factory=by_family("rope", gpt2="learned", nemotron_h="none", kimi_linear="none"),
         description=(
             "Position embeddings: rotary (rope), learned, or none; default: rope, for gpt2 "
-            "learned, for nemotron_h none."
+            "learned, for nemotron_h and kimi_linear none."
         ),
     )
     rope_base: float = Field(
@@ -545,13 +549,14 @@ class ModelFields(BaseModel):
             dots1=CORRECTED,
             solar_open=CORRECTED,
             glm4_moe_lite=CORRECTED,
+            kimi_linear=CORRECTED,
         ),
         strict=False,
         description=(
             'Choice of experts, such as {score = "sigmoid", scale = 2.5, correction = true}; keys: '
             f"{', '.join(RouterSettings.model_fields)}; default: softmax scores, for glm4_moe, "
-            "glm4_moe_lite, solar_open, dots1, minimax_m2, deepseek_v3 and nemotron_h sigmoid "
-            "scores with a correction by loads."
+            "glm4_moe_lite, solar_open, dots1, minimax_m2, deepseek_v3, nemotron_h and kimi_linear "
+            "sigmoid scores with a correction by loads."
         ),
     )
     dense_layers: tuple[int, ...] = Field(

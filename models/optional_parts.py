@@ -10,6 +10,7 @@ from typing import Any
 PARTS = {
     "LatentAttention": "models.attention.latent_attention",
     "GatedDeltaNet": "models.recurrent.gated_delta_net",
+    "KimiDeltaAttention": "models.recurrent.kimi_delta_attention",
     "MambaMixer": "models.recurrent.mamba_mixer",
     "MixtureOfExperts": "models.feed_forward.moe",
     "require_nvfp4_layers": "models.nvfp4_models",

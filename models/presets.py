@@ -389,6 +389,13 @@ def _deepseek_yarn(mscale: float) -> Sizes:
 
 
 # The sizes of DeepSeek's latent attention; the large models have a query latent besides.
+LLAMA3_OF_EXAONE4 = {
+    "kind": "llama3",
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 LATENT = {"kv_rank": 512, "rope_dim": 64, "nope_dim": 128, "value_dim": 128}
 
 
@@ -623,6 +630,31 @@ PRESETS: Mapping[str, Sizes] = MappingProxyType(
         # layers, experts
         "gpt-oss-20b": _gpt_oss(24, 32),
         "gpt-oss-120b": _gpt_oss(36, 128),
+        "kimi-linear-48b-a3b": {
+            "family": "kimi_linear",
+            "layers": 27,
+            "hidden": 2304,
+            "heads": 32,
+            "latent": LATENT,
+            "delta_net": {
+                "key_heads": 32,
+                "value_heads": 32,
+                "key_dim": 128,
+                "value_dim": 128,
+                "gate_rank": 128,
+            },
+            "delta_layers": tuple(n for n in range(27) if n not in (3, 7, 11, 15, 19, 23, 26)),
+            "ffn": 1024,
+            "max_positions": 1048576,
+            "vocab": 163840,
+            "experts": 256,
+            "experts_per_token": 8,
+            "router": {"score": "sigmoid", "scale": 2.446, "correction": True},
+            "dense_layers": (0,),
+            "dense_ffn": 9216,
+            "shared_experts": 1024,
+            "router_aux_loss": 0.0,
+        },
         "seed-oss-36b": {
             "family": "seed_oss",
             "layers": 64,
@@ -635,6 +667,35 @@ PRESETS: Mapping[str, Sizes] = MappingProxyType(
             "max_positions": 524288,
             "vocab": 155136,
             "norm_eps": 1e-6,
+        },
+        "exaone-4.0-1.2b": {
+            "family": "exaone4",
+            "layers": 30,
+            "hidden": 2048,
+            "heads": 32,
+            "kv_heads": 8,
+            "ffn": 4096,
+            "rope_base": 1e6,
+            "rope_scaling": {**LLAMA3_OF_EXAONE4},
+            "max_positions": 65536,
+            "vocab": 102400,
+            "tied": True,
+        },
+        "exaone-4.0-32b": {
+            "family": "exaone4",
+            "layers": 64,
+            "hidden": 5120,
+            "heads": 40,
+            "kv_heads": 8,
+            "ffn": 27392,
+            "rope_base": 1e6,
+            "rope_scaling": {**LLAMA3_OF_EXAONE4},
+            "max_positions": 131072,
+            "vocab": 102400,
+            # three layers with the window, and one without it and without positions
+            "window": 4096,
+            "window_layers": tuple(n for n in range(64) if (n + 1) % 4),
+            "nope_layers": tuple(range(3, 64, 4)),
         },
         "smollm3-3b": {
             "family": "smollm3",

@@ -135,6 +135,23 @@ DELTA_LAYERS = {
     "linear_conv_kernel_dim": 3,
 }
 OUR_DELTA_NET = {"key_heads": 2, "value_heads": 4, "key_dim": 6, "value_dim": 5, "kernel": 3}
+OUR_KIMI_DELTA = {
+    "key_heads": 4,
+    "value_heads": 4,
+    "key_dim": 6,
+    "value_dim": 6,
+    "gate_rank": 6,
+}
+THEIR_EXPERTS_OF_KIMI = {
+    "first_k_dense_replace": 1,
+    "num_experts": 6,
+    "num_experts_per_token": 3,
+    "num_expert_group": 3,
+    "topk_group": 2,
+    "num_shared_experts": 2,
+    "moe_intermediate_size": 20,
+    "routed_scaling_factor": 1.5,
+}
 OF_QWEN3_5 = _rope(
     "default", 100.0, partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True
 )
@@ -543,12 +560,34 @@ CASES: dict[str, Case] = {
         {"head_dim": 10, "nope_layers": (0,), "window": 5, "window_layers": (1,)}
         | {"rope_base": 50.0},
     ),
+    "exaone4": Case(
+        "exaone4",
+        {"head_dim": 10, "sliding_window": 5, **_rope("default", 50.0)}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+        {"head_dim": 10, "window": 5, "window_layers": (0,), "nope_layers": (1,)}
+        | {"rope_base": 50.0},
+    ),
+    "exaone4 without a window": Case(
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 2}
+        | {"tie_word_embeddings": True, "num_key_value_heads": 1},
+        {"kv_heads": 1, "tied": True},
+    ),
     "granite": Case(
         "granite",
         {"head_dim": 10, "embedding_multiplier": 3.0, "attention_multiplier": 0.5}
         | {"residual_multiplier": 0.22, "logits_scaling": 1.7, "tie_word_embeddings": True},
         {"head_dim": 10, "embedding_scale": 3.0, "attention_scalar": 4.0, "tied": True}
         | {"branch_scale": 0.22, "logit_divisor": 1.7},
+    ),
+    "granitemoe": Case(
+        "granitemoe",
+        {"head_dim": 10, "embedding_multiplier": 3.0, "attention_multiplier": 0.5}
+        | {"residual_multiplier": 0.22, "logits_scaling": 1.7, "attention_bias": True}
+        | {"num_local_experts": 5, "num_experts_per_tok": 3},
+        {"head_dim": 10, "embedding_scale": 3.0, "attention_scalar": 4.0, "qkv_bias": True}
+        | {"branch_scale": 0.22, "logit_divisor": 1.7, "output_bias": True}
+        | {"experts": 5, "experts_per_token": 3, "router_aux_loss": 0.0},
     ),
     "arcee": Case(
         "arcee",
@@ -597,9 +636,26 @@ CASES: dict[str, Case] = {
         {"latent": {**OUR_LATENT, "query_rank": 0}, "kv_heads": 4, "qkv_bias": True}
         | {"output_bias": True},
     ),
+    "kimi_linear": Case(
+        "kimi_linear",
+        {**THEIR_EXPERTS_OF_KIMI, **LATENT, "q_lora_rank": None}
+        | {"linear_num_heads": 4, "linear_head_dim": 6, "linear_conv_kernel_dim": 3}
+        | {"layer_types": ["linear_attention", "full_attention"]},
+        {**OUR_EXPERTS, "latent": {**OUR_LATENT, "query_rank": 0}, "kv_heads": 4}
+        | {"delta_net": {**OUR_KIMI_DELTA, "kernel": 3}, "delta_layers": (0,)}
+        | {"router": SIGMOID_ROUTER},
+    ),
+    "kimi_linear attention first, biased, with latents of queries": Case(
+        "kimi_linear",
+        {**LATENT, "linear_num_heads": 4, "linear_head_dim": 6, "attention_bias": True}
+        | {"layer_types": ["full_attention", "linear_attention"]}
+        | {"mlp_layer_types": ["dense", "dense"], "rms_norm_eps": 1e-3},
+        {"latent": OUR_LATENT, "kv_heads": 4, "qkv_bias": True, "output_bias": True}
+        | {"delta_net": OUR_KIMI_DELTA, "delta_layers": (1,), "norm_eps": 1e-3},
+    ),
 }
 # Of a family that is computed as another one is.
-OURS_OF = {"iquestcoder": "llama", "internlm3": "llama"}
+OURS_OF = {"iquestcoder": "llama", "internlm3": "llama", "granitemoe": "granite"}
 
 
 def config_of(case: Case) -> ModelConfig:

@@ -82,6 +82,15 @@ _DELTA_NET = {
     "linear_value_head_dim": 7,
     "linear_conv_kernel_dim": 3,
 }
+_LATENT_OF_KIMI = {
+    **_DENSE_LATENT,
+    "q_lora_rank": None,
+    "moe_intermediate_size": 20,
+    "tie_word_embeddings": False,
+    "linear_num_heads": 2,
+    "linear_head_dim": 5,
+    "linear_conv_kernel_dim": 3,
+}
 GPT2 = {
     "model_type": "gpt2",
     "n_layer": 4,
@@ -345,6 +354,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.22,
         "logits_scaling": 1.7,
     },
+    "granitemoe": {
+        "model_type": "granitemoe",
+        **_LLAMA,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.25,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    },
+    "exaone4": {
+        "model_type": "exaone4",
+        **_LLAMA,
+        "sliding_window": 9,
+        "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
+    },
     "arcee": {"model_type": "arcee", **_LLAMA, "hidden_act": "relu2"},
     "olmoe": {
         "model_type": "olmoe",
@@ -399,8 +424,35 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_DENSE_LATENT,
         "tie_word_embeddings": False,
     },
+    "kimi_linear": {
+        "model_type": "kimi_linear",
+        **_LATENT_OF_KIMI,
+        "num_expert_group": 3,
+        "topk_group": 2,
+        "num_experts": 6,
+        "num_experts_per_token": 3,
+        "num_shared_experts": 2,
+        "routed_scaling_factor": 2.5,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
+    },
+    "kimi_linear-dense": {
+        "model_type": "kimi_linear",
+        **_LATENT_OF_KIMI,
+        "q_lora_rank": 9,
+        "attention_bias": True,
+        "first_k_dense_replace": 4,
+        "linear_attn_config": {
+            "num_heads": 2,
+            "head_dim": 6,
+            "short_conv_kernel_size": 2,
+            "kda_layers": [2, 3],
+            "full_attn_layers": [1, 4],
+        },
+    },
 }
-# Parallel residual, norms after branches, soft caps, weights of norms that begin at 0.
+# Parallel residual, norms after branches, soft caps, weights of norms that begin at 0, decays of
+# each feature of a key.
 WITHOUT_MEGATRON = {
     "gpt_neox",
     "olmo2",
@@ -415,7 +467,11 @@ WITHOUT_MEGATRON = {
     "olmoe",
     "minimax_m2",
     "smollm3",
+    "exaone4",
     "granite",
+    "granitemoe",
+    "kimi_linear",
+    "kimi_linear-dense",
 }
 # What makes them models that Megatron has: one epsilon for all norms, latents and groups of heads
 # that ranks can cut, groups compared by as many experts as it takes, convolutions over 4 tokens.

@@ -17,12 +17,14 @@ def context_problems(
     length: int,
     tensor: int = 1,
     canonical: bool = False,
+    head_ranks: int = 1,
 ) -> Iterator[Problem]:
     """Yield a line for each reason why sequences of `length` tokens cannot be cut over `context`
     ranks.
 
     tensor: the ranks over which sequence parallelism cuts them again.
     canonical: sums must have the same bits in every layout.
+    head_ranks: tensor-parallel ranks, which share out heads.
     """
     # Nothing is cut.
     if context == 1:
@@ -47,10 +49,7 @@ def context_problems(
     # The attention of a user's layers sees this rank's keys only.
     if model.factory:
         yield Problem.of("model.context_factory", factory=model.factory, here=here)
-    if model.delta_net:
-        yield Problem.of("model.context_delta_net", context=context)
-    if model.mamba:
-        yield Problem.of("model.context_mamba", context=context)
+    yield from _recurrent_problems(model, head_ranks, context)
     # The softmax is merged from parts, whose sums must not be rounded.
     if plan.scores != plan.sensitive:
         yield Problem.of(
@@ -70,10 +69,45 @@ def require_divisible_context(
     length: int,
     tensor: int = 1,
     canonical: bool = False,
+    head_ranks: int = 1,
 ) -> None:
     """Raise UserError, with a line for each reason, if sequences cannot be cut; as in
     `context_problems`."""
-    if problems := [*context_problems(model, plan, context, length, tensor, canonical)]:
+    problems = [*context_problems(model, plan, context, length, tensor, canonical, head_ranks)]
+    if problems:
+        raise UserError(*problems)
+
+
+def _recurrent_problems(model: ModelConfig, tensor: int, context: int) -> Iterator[Problem]:
+    """Yield a line if ranks cannot share out the heads of layers with a recurrent state, each of
+    which computes whole sequences."""
+    ranks = tensor * context
+    if not model.delta_net.divides(ranks):
+        sizes = model.delta_net
+        yield Problem.of(
+            "model.context_delta_net",
+            context=context,
+            ranks=ranks,
+            key_heads=sizes.key_heads,
+            value_heads=sizes.value_heads,
+        )
+    if not model.mamba.divides_heads(ranks):
+        mixer = model.mamba
+        yield Problem.of(
+            "model.context_mamba",
+            context=context,
+            ranks=ranks,
+            heads=mixer.heads,
+            groups=mixer.groups,
+        )
+
+
+def require_shared_heads(model: ModelConfig, tensor: int, context: int) -> None:
+    """Raise UserError if `context` ranks, over which sequences are cut, cannot share out the heads
+    of layers with a recurrent state that each of `tensor` tensor-parallel ranks has."""
+    if context == 1:
+        return
+    if problems := [*_recurrent_problems(model, tensor, context)]:
         raise UserError(*problems)
 
 

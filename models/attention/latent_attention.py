@@ -22,68 +22,18 @@ Recomputation of "attention" begins at the latents: the projections up are compu
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from megaprec.comm.layout import Part
 from megaprec.errors import UserError
 from models.attention.attention import Attention
 from models.attention.flash_windows import Documents
 from models.attention.rope import RotaryTables, Rotate
 from models.latent import Latent
-from parallel import collectives
-from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
-from parallel.layers import ColumnParallelLinear, RowParallelLinear, Rows, parameter
-from parallel.linear import InputLayout, Linear
+from parallel.layers import ColumnParallelLinear, RowParallelLinear, Rows
+from parallel.linear import InputLayout
 from parallel.norms import RMSNorm
-
-
-class ReplicatedLinear(nn.Module):
-    """y = x @ W.T + b without collectives, with all of W on every tp rank.
-
-    x: [s, b, input_size], or a shard of it.
-    stack: the logical matrices that are stacked in W. Under sequence parallelism each rank has
-        partial gradients.
-    """
-
-    def __init__(
-        self,
-        context: Context,
-        input_size: int,
-        stack: list[Rows],
-        *,
-        bias: bool,
-        std: float,
-    ) -> None:
-        super().__init__()
-        self.context = context
-        partial_gradients = context.cut_sequence
-        # Cut along no dimension: every tp rank has all rows.
-        weights = [
-            Part.cut(f"{matrix.name}.weight", (matrix.rows, input_size), None, context.tp)
-            for matrix in stack
-        ]
-        self.weight = parameter(context, weights, std, partial_gradients)
-        self.products = context.products(self.weight)
-        self.bias = None
-        if bias:
-            biases = [
-                Part.cut(f"{matrix.name}.bias", (matrix.rows,), None, context.tp)
-                for matrix in stack
-            ]
-            self.bias = parameter(context, biases, 0.0, partial_gradients)
-
-    def forward(self, x: Tensor) -> Tensor:
-        context = self.context
-        return Linear.apply(
-            x,
-            self.weight,
-            self.bias,
-            InputLayout.OWN,
-            context.tp,
-            context.deferred,
-            self.products,
-        )
+from parallel.replicated_linear import ReplicatedLinear, whole_on_all_ranks
 
 
 class LatentAttention(Attention):
@@ -187,18 +137,12 @@ class LatentAttention(Attention):
         over tp.
         """
         sizes = self.config.latent
-        tp = self.context.tp
         widths = (sizes.query_rank, sizes.kv_rank, sizes.rope_dim)
         query_latent, latent, key_rope = self.down(x).split(widths, -1)
         parts = [self.key_value_down_norm(latent), key_rope]
         if sizes.query_rank:
             parts = [self.query_down_norm(query_latent), *parts]
-        shared = torch.cat(parts, -1)
-        # The backward pass of either sums the gradients of the ranks' heads.
-        if self.context.cut_sequence:
-            shared = collectives.gather(shared, tp)
-        else:
-            shared = collectives.copy(shared, tp)
+        shared = whole_on_all_ranks(torch.cat(parts, -1), self.context)
         if sizes.query_rank:
             return shared
         return torch.cat((self.query(x), shared), -1)
@@ -244,9 +188,10 @@ class LatentAttention(Attention):
         key_nope, value = key_and_value.split((heads * sizes.nope_dim, heads * sizes.value_dim), -1)
         key_nope = key_nope.unflatten(-1, (heads, -1))
         value = value.unflatten(-1, (heads, -1))
-        assert rotary is not None  # latent attention has rotary positions
-        query = Rotate.apply(query, *rotary, self.context.leaves)
-        key_rope = Rotate.apply(key_rope, *rotary, self.context.leaves)
+        # Kimi Linear has no positions: what would be rotated is left as it is.
+        if rotary is not None:
+            query = Rotate.apply(query, *rotary, self.context.leaves)
+            key_rope = Rotate.apply(key_rope, *rotary, self.context.leaves)
         # Rotated features come first, as in the query.
         key_rope_of_heads = key_rope.expand(-1, -1, heads, -1)
         key = torch.cat((key_rope_of_heads, key_nope), -1)

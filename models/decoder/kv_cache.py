@@ -30,6 +30,7 @@ from models.decoder.stages import Cut, Stage
 from models.recurrent import delta_rule, state_space
 from models.recurrent.delta_rule import DeltaInputs
 from models.recurrent.gated_delta_net import GatedDeltaNet
+from models.recurrent.kimi_delta_attention import KimiDeltaAttention
 from models.recurrent.mamba_mixer import MambaMixer
 from models.recurrent.state_space import StateSpaceInputs
 from parallel.context import Context
@@ -124,6 +125,11 @@ class CachedDeltaNet(CachedRecurrence, GatedDeltaNet):
         return outputs
 
 
+class CachedKimiDelta(CachedDeltaNet, KimiDeltaAttention):
+    """Kimi Delta Attention of new tokens, which goes on from the state that earlier ones have
+    left."""
+
+
 class CachedMambaMixer(CachedRecurrence, MambaMixer):
     """A Mamba-2 mixer of new tokens, which goes on from the state that earlier ones have left."""
 
@@ -142,6 +148,7 @@ class CachedStage(Stage):
     own_kinds: ClassVar[Mapping[str, type[nn.Module]]] = {
         "LatentAttention": CachedLatentAttention,
         "GatedDeltaNet": CachedDeltaNet,
+        "KimiDeltaAttention": CachedKimiDelta,
         "MambaMixer": CachedMambaMixer,
     }
 

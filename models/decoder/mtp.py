@@ -27,12 +27,12 @@ mtp.N.projection.weight [hidden, 2 * hidden], and mtp.N.attention and so on as t
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
-from models.attention.attention import Attention
 from models.attention.flash_windows import Documents
 from models.attention.rope import RotaryTables
 from models.config import ModelConfig
@@ -45,6 +45,9 @@ from parallel.dropout import MicrobatchInfo
 from parallel.layers import ColumnParallelLinear
 from parallel.recomputation import recomputed
 from parallel.sequence_cut import take_own_positions
+
+if TYPE_CHECKING:
+    from models.decoder.layer import Mixer
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,7 @@ def _shift(
 class PredictionModule(nn.Module):
     """Module number `number` (from 0), without embedding and head.
 
-    attention: the class of attention of its layer.
+    mixer: the class of attention of its layer, or of what it has in place of it.
     recompute_layer: its layer is recomputed as a whole in the backward pass.
     """
 
@@ -181,7 +184,7 @@ class PredictionModule(nn.Module):
         config: ModelConfig,
         context: Context,
         number: int,
-        attention: type[Attention],
+        mixer: "type[Mixer]",
         recompute_layer: bool,
     ) -> None:
         super().__init__()
@@ -203,14 +206,14 @@ class PredictionModule(nn.Module):
         inner_context = replace(
             context, recompute=context.recompute.inside_layer(whole=recompute_layer)
         )
-        # The layer is such as the model's last one, with its window and its experts.
+        # The layer is such as the model's last one, with its mixer, its window and its experts.
         last_layer = config.of_layer(config.layers - 1)
         self.layer = DecoderLayer(
             last_layer,
             inner_context,
             name,
             config.layers + number,
-            attention,
+            mixer,
         )
         self.final_norm = make_norm(config, context, f"{name}.final_norm")
 

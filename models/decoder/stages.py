@@ -51,6 +51,14 @@ vw = value_heads * value_dim:
     delta_net.output_norm.weight [value_dim]
     delta_net.output.weight [hidden, vw]
 
+With `delta_net.gate_rank` (Kimi Delta Attention) it has for delta_net.gate.weight,
+delta_net.decay.weight and delta_net.decay.bias
+
+    delta_net.gate_down|decay_down.weight [gate_rank, hidden]
+    delta_net.gate_up.weight [vw, gate_rank]
+    delta_net.decay_up.weight [kw, gate_rank]
+    delta_net.decay.bias [kw]
+
 A layer of `hybrid_pattern` has one of the two branches, with the norm of that branch alone. One
 with a Mamba-2 mixer has in place of layers.N.attention, with kw = groups * state_dim and vw =
 heads * head_dim of `mamba`:
@@ -194,6 +202,8 @@ class Stage(nn.Module):
     def _mixer_type(self, config: ModelConfig) -> "type[Mixer]":
         """Return the class of attention of a layer, or of what it has in place of it. config: the
         model of the layer."""
+        if config.delta_net.gate_rank:
+            return self._kind("KimiDeltaAttention")
         if config.delta_net:
             return self._kind("GatedDeltaNet")
         if config.mamba:
@@ -207,7 +217,7 @@ class Stage(nn.Module):
             self.config,
             self.context,
             number,
-            self._attention_type(),
+            self._mixer_type(self.config.of_layer(self.config.layers - 1)),
             recompute_layer,
         )
 
@@ -316,7 +326,7 @@ class Stage(nn.Module):
             return x
         if mtp_batch is None:
             return self._to_output_dtype(self._logits(x), microbatch)
-        # The modules attend as the last layer does.
+        # The modules mix tokens as the last layer does.
         predict = with_arguments(self._attach_mtp_losses, str(self.cut.layers[-1]))
         hidden = predict(self.final_norm(x), mtp_batch=mtp_batch)
         return self._to_output_dtype(self._logits_of_normalized(hidden), microbatch)

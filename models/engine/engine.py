@@ -133,6 +133,7 @@ def build_stages(
         options.seq_length,
         tp.size if options.sequence else 1,
         canonical,
+        head_ranks=tp.size,
     )
     if options.async_tensor:
         problems = async_tensor_problems(plan, tp.size, options.sequence, canonical)
@@ -159,7 +160,7 @@ def build_stages(
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     refused = refused_kernels(
-        config, tp.size, setting, options.seq_length, Axis.world(mesh), device
+        config, tp.size * cp.size, setting, options.seq_length, Axis.world(mesh), device
     )
     context = Context(
         plan,

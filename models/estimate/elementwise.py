@@ -126,6 +126,9 @@ def _delta_net_elements(config: ModelConfig) -> int:
     sizes = config.delta_net
     convolution = 2 * sizes.convolved_width
     rule = sizes.convolved_width + sizes.value_width
+    if sizes.gate_rank:
+        # as wide as the keys: made from what is projected, and read by the rule
+        rule += 3 * sizes.decay_width
     norm_and_gate = 3 * sizes.value_width
     return convolution + rule + norm_and_gate
 

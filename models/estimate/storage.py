@@ -123,6 +123,10 @@ class SimulatedAxis(Axis):
         gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
         return lambda: gathered
 
+    def start_exchange(self, tensor: Tensor) -> Callable[[], Tensor]:
+        received = torch.empty_like(tensor)
+        return lambda: received
+
     def start_exchange_of_counts(self, counts: Any) -> Callable[[], tuple[list[int], list[int]]]:
         sent = counts.tolist()
         # Every rank's router sends as many.

@@ -1,5 +1,6 @@
 """The decays of a recurrence within chunks of tokens, of heads whose state decays by a number of
-each token (`models.recurrent.delta_rule`, `models.recurrent.state_space`).
+each token (`models.recurrent.delta_rule`, `models.recurrent.state_space`). Those of states each of
+whose rows has a decay of its own are in `models.recurrent.row_decays`.
 
 w(t, s) = exp(g_(s+1) + ... + g_t) is the decay from token s of a chunk to token t, and w(t) that
 from before the chunk to token t. Sums of g are taken over the tokens between s and t, never as
@@ -33,6 +34,13 @@ class Decays:
     to_end: Tensor
     over_chunk: Tensor
 
+    def weigh(self, later: Tensor, earlier: Tensor) -> Tensor:
+        """Return w(t, s) (l_t . e_s) of token t (row) and token s (column), [b, n, chunks, C, C].
+
+        later, earlier: l and e, [b, n, chunks, C, d].
+        """
+        return later @ earlier.mT * self.between
+
     @staticmethod
     def of(log_decay: Tensor, begins: Tensor | None, chunk: int) -> "Decays":
         """Return the decays of chunks of tokens, of which those that pad the last one have g = 0.
@@ -48,9 +56,9 @@ class Decays:
         # sum from s + 1 to t.
         in_all_columns = log_decays.unsqueeze(-1).expand(*log_decays.shape, chunk)
         of_later_tokens = in_all_columns.masked_fill(~is_later, 0)  # [b, n, chunks, C, C]
-        between = _running_sums(of_later_tokens, -2).exp()
+        between = running_sums(of_later_tokens, -2).exp()
         between = between.masked_fill(is_later.T, 0)
-        from_before = _running_sums(log_decays, -1).exp()  # [b, n, chunks, C]
+        from_before = running_sums(log_decays, -1).exp()  # [b, n, chunks, C]
         if begins is not None:
             # The number of documents that have begun in the chunk; one dimension for all heads.
             begun = in_chunks(begins.unsqueeze(1), chunk).cumsum(-1)  # [b, 1, chunks, C]
@@ -67,7 +75,7 @@ class Decays:
         )
 
 
-def _running_sums(values: Tensor, dim: int) -> Tensor:
+def running_sums(values: Tensor, dim: int) -> Tensor:
     """Return the sums of floating-point values up to each place along a dim."""
     is_on_cpu = values.device.type == "cpu"
     if is_on_cpu or not torch.are_deterministic_algorithms_enabled():

@@ -10,6 +10,8 @@ the key; and then it is read:
     S_t = D_t + k_t u_t'                                                              (recurrence)
     o_t = S_t' q_t
 
+In Kimi Delta Attention a_t is a vector [d], and each row of the state has a decay of its own.
+
 One token at a time these are products of a matrix with a vector, which no processor does fast. In
 chunks of C tokens they become products of matrices. Let S be the state before a chunk, and let
 w(t, s) = exp(g_(s+1) + ... + g_t) be the decay from token s of the chunk to token t, and w(t) that
@@ -29,11 +31,15 @@ no state: they are computed for all chunks at once. What remains from chunk to c
     o_t = w(t) S' q_t + sum over s <= t of w(t, s) (q_t . k_s) u_s
     S' = w(C) S + sum over s of w(C, s) k_s u_s'
 
-`models.recurrent.decays` computes the decays, which are 0 across the beginning of a document.
-Tokens that pad the last chunk have b = 0 and g = 0, and change no state.
+`models.recurrent.decays` computes the decays, which are 0 across the beginning of a document. If
+rows have decays of their own, w(t, s) is a vector [d]: it stands inside the product of query and
+key, w(t, s) (q_t . k_s) is the sum over rows of w(t, s) q_t k_s, and all else is as before
+(`models.recurrent.row_decays`). Tokens that pad the last chunk have b = 0 and g = 0, and change no
+state.
 
-Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2025), whose form for chunks is that of
-Yang et al., "Parallelizing Linear Transformers with the Delta Rule" (2024), with decays.
+Sources: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2025), whose form for chunks is that
+of Yang et al., "Parallelizing Linear Transformers with the Delta Rule" (2024), with decays; for
+decays of rows Kimi Team, "Kimi Linear" (2025).
 """
 
 from dataclasses import dataclass
@@ -42,7 +48,8 @@ import torch
 from torch import Tensor
 
 from models.recurrent.chunks import in_chunks, one_by_one
-from models.recurrent.decays import Decays, token_decays
+from models.recurrent.decays import Decays
+from models.recurrent.row_decays import RowDecays
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -54,7 +61,7 @@ class DeltaInputs:
 
     query, key: [b, n, s, d].
     value: [b, n, s, v].
-    log_decay: [b, n, s], g above: 0 or less.
+    log_decay: [b, n, s], g above: 0 or less; or [b, n, s, d], of each row of the state.
     strength: [b, n, s], b above: from 0 to 1.
     begins: bool [b, s], True where a document begins; None: nowhere. If the first token begins one,
         the initial state is not read.
@@ -70,6 +77,25 @@ class DeltaInputs:
     begins: Tensor | None = None
     starts: Tensor | None = None
 
+    @property
+    def decays_by_row(self) -> bool:
+        """Return True if each row of a state has a decay of its own."""
+        return self.log_decay.dim() == self.key.dim()
+
+    def decays_of_tokens(self) -> Tensor:
+        """Return the decay from the token before to each token, [b, n, s, 1 or d]: of all rows of
+        a state, or of each."""
+        log_decays = self.log_decay if self.decays_by_row else self.log_decay.unsqueeze(-1)
+        decays = log_decays.exp()
+        if self.begins is None:
+            return decays
+        return decays.masked_fill(self.begins[:, None, :, None], 0)
+
+    def decays_in_chunks(self, chunk: int) -> "Decays | RowDecays":
+        """Return the decays within chunks of so many tokens."""
+        kind = RowDecays if self.decays_by_row else Decays
+        return kind.of(self.log_decay, self.begins, chunk)
+
     def initial_state(self) -> Tensor:
         """Return the state before any token: zeros [b, n, d, v]."""
         samples, heads, _, key_dim = self.key.shape
@@ -84,14 +110,13 @@ def recurrent(inputs: DeltaInputs, state: Tensor | None = None) -> tuple[Tensor,
     """
     if state is None:
         state = inputs.initial_state()
-    decays = token_decays(inputs.log_decay, inputs.begins)  # [b, n, s]
     outputs = []
-    tensors = (inputs.query, inputs.key, inputs.value, inputs.strength, decays)
-    # Of each token: query, key and value [b, n, features], the others [b, n].
+    tensors = (inputs.query, inputs.key, inputs.value, inputs.strength, inputs.decays_of_tokens())
+    # Of each token: query, key and value [b, n, features], strength [b, n], decay [b, n, 1 or d].
     for query, key, value, strength, decay in one_by_one(*tensors):
         query_column = query.unsqueeze(-1)  # [b, n, d, 1]
         key_column = key.unsqueeze(-1)
-        decayed = state * decay[:, :, None, None]  # D_t [b, n, d, v]
+        decayed = state * decay.unsqueeze(-1)  # D_t [b, n, d, v]
         remembered = (decayed * key_column).sum(-2)  # D_t' k_t [b, n, v]
         error = value - remembered
         correction = strength.unsqueeze(-1) * error  # u_t [b, n, v]
@@ -107,17 +132,18 @@ def chunked(
 ) -> tuple[Tensor, Tensor]:
     """Return what `recurrent` does, chunk by chunk.
 
-    chunk: tokens of a chunk, of which the last one may have fewer.
+    chunk: tokens of a chunk, of which the last one may have fewer; a power of two if rows have
+        decays of their own.
     """
     query = in_chunks(inputs.query, chunk)  # [b, n, chunks, C, d]
     key = in_chunks(inputs.key, chunk)  # [b, n, chunks, C, d]
     value = in_chunks(inputs.value, chunk)  # [b, n, chunks, C, v]
     strength = in_chunks(inputs.strength, chunk).unsqueeze(-1)  # [b, n, chunks, C, 1]
-    decays = Decays.of(inputs.log_decay, inputs.begins, chunk)
+    decays = inputs.decays_in_chunks(chunk)
 
     # What needs no state is computed for all chunks at once.
     from_values, from_state = _corrections(key, value, strength, decays)
-    scores = query @ key.mT * decays.between  # [b, n, chunks, C, C]
+    scores = decays.weigh(query, key)  # [b, n, chunks, C, C]
     reading = decays.from_before * query  # [b, n, chunks, C, d]
     writing = (decays.to_end * key).mT  # [b, n, chunks, d, C]
 
@@ -138,7 +164,7 @@ def chunked(
 
 
 def _corrections(
-    key: Tensor, value: Tensor, strength: Tensor, decays: Decays
+    key: Tensor, value: Tensor, strength: Tensor, decays: Decays | RowDecays
 ) -> tuple[Tensor, Tensor]:
     """Return X [b, n, chunks, C, v] and Y [b, n, chunks, C, d] of the equations above: with the
     state S before a chunk its corrections are U = X - Y S.
@@ -148,7 +174,7 @@ def _corrections(
     """
     # The left side of the equations, b_t w(t, s) (k_t . k_s), below its diagonal of ones.
     weighted_key = strength * key  # b_t k_t [b, n, chunks, C, d]
-    system = weighted_key @ key.mT * decays.between  # [b, n, chunks, C, C]
+    system = decays.weigh(weighted_key, key)  # [b, n, chunks, C, C]
     # Both right sides, which are solved for together.
     from_values = strength * value
     from_state = strength * decays.from_before * key

@@ -17,16 +17,19 @@ head, and its strength is the sigmoid of one more number.
 """
 
 import math
+from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaprec.errors import UserError
+from models.attention.context_limits import require_shared_heads
 from models.attention.flash_windows import Documents
 from models.config import ModelConfig
+from models.delta_net import DeltaNet
 from models.recurrent import kernel_calls, kernel_choice
 from models.recurrent.delta_rule import DeltaInputs, chunked
-from models.recurrent.kernel_choice import DELTA_RULE
+from models.recurrent.kernel_choice import DELTA_RULE, Package
 from models.recurrent.mixer_parts import RecurrentMixer, begins_of, heads_of, starts_of
 from parallel.context import Context
 from parallel.layers import Rows
@@ -45,8 +48,10 @@ FIRST_BIAS = 1.0
 class GatedDeltaNet(RecurrentMixer):
     """The gated delta net of a layer; `config.delta_net` has the sizes.
 
-    Raises UserError if sequences are cut over ranks.
+    Raises UserError if the ranks over which sequences are cut cannot share the heads.
     """
+
+    package: ClassVar[Package] = DELTA_RULE
 
     def __init__(
         self,
@@ -55,9 +60,8 @@ class GatedDeltaNet(RecurrentMixer):
         name: str,
         layer: int = 0,
     ) -> None:
-        if context.cp.size > 1:
-            raise UserError.of("model.context_delta_net", context=context.cp.size)
         sizes = config.delta_net
+        require_shared_heads(config, context.tp.size, context.cp.size)
         # Ranks beyond the number of heads of keys hold the same ones as their neighbours.
         key_shards = min(context.tp.size, sizes.key_heads)
         convolved = [
@@ -65,17 +69,10 @@ class GatedDeltaNet(RecurrentMixer):
             Rows(f"{name}.key", sizes.key_width, key_shards),
             Rows(f"{name}.value", sizes.value_width),
         ]
-        others = [
-            Rows(f"{name}.gate", sizes.value_width),
-            Rows(f"{name}.strength", sizes.value_heads),
-            Rows(f"{name}.decay", sizes.value_heads),
-        ]
-        stack = [*convolved, *others]
-        super().__init__(config, context, name, stack, convolved, sizes.kernel, biased=False)
-        self.decay_bias = self._make_vector("decay.bias", sizes.value_heads, FIRST_BIAS)
-        self.log_rate = self._make_vector(
-            "decay.log_rate", sizes.value_heads, MEAN_LOG_RATE, STD_LOG_RATE
-        )
+        stack = [*convolved, *self._rows_beside(name, sizes)]
+        heads = (sizes.key_heads, sizes.key_heads, sizes.value_heads)
+        super().__init__(config, context, name, stack, convolved, heads, sizes.kernel, biased=False)
+        self._make_decays(sizes)
         self.output_norm = RMSNorm(
             context,
             sizes.value_dim,
@@ -85,27 +82,55 @@ class GatedDeltaNet(RecurrentMixer):
         )
         self.output = self._make_output(sizes.value_width, layer)
 
+    @staticmethod
+    def _rows_beside(name: str, sizes: DeltaNet) -> list[Rows]:
+        """Return the matrices that are projected with those of queries, keys and values."""
+        return [
+            Rows(f"{name}.gate", sizes.value_width),
+            Rows(f"{name}.strength", sizes.value_heads),
+            Rows(f"{name}.decay", sizes.value_heads),
+        ]
+
+    @staticmethod
+    def _factor(gate: Tensor) -> Tensor:
+        """Return what the normalized output is multiplied by. gate: as projected."""
+        return F.silu(gate)
+
+    def _make_decays(self, sizes: DeltaNet) -> None:
+        """Make the biases and the rates of the decays."""
+        self.decay_bias = self._make_vector("decay.bias", sizes.value_heads, FIRST_BIAS)
+        self.log_rate = self._make_vector(
+            "decay.log_rate", sizes.value_heads, MEAN_LOG_RATE, STD_LOG_RATE
+        )
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return what is convolved, gate, strength and decay as projected, [s, b, features]
+        each."""
+        widths = [sum(self.convolved_widths), *self.local_widths[3:]]
+        mixed, gate, strength, decay = projected.split(widths, -1)
+        return mixed, gate, strength, decay
+
     def _mix(self, projected: Tensor, documents: Tensor | Documents | None) -> Tensor:
         sensitive = self.context.plan.sensitive
-        convolved_widths = self.local_widths[:3]
-        widths = [sum(convolved_widths), *self.local_widths[3:]]
-        mixed, gate, strength, decay = projected.split(widths, -1)
+        mixed, gate, strength, decay = self._split(projected)
+        heads = self.log_rate.numel()
+        mixed, strength, decay = self._exchange_for_tokens(mixed, (strength, decay), heads)
         begins = begins_of(documents)
         convolved = self._convolve(mixed.to(sensitive), begins)
-        query, key, value = self._heads(*convolved.split(convolved_widths, -1))
+        query, key, value = self._heads(*convolved.split(self._own_convolved_widths(), -1))
         inputs = DeltaInputs(
             query=query,
             key=key,
             value=value,
-            log_decay=self._log_decay(decay.to(sensitive)).permute(1, 2, 0),
+            log_decay=self._log_decay(decay.to(sensitive)),
             strength=strength.to(sensitive).sigmoid().permute(1, 2, 0),
             begins=begins,
             starts=starts_of(documents),
         )
         # [b, n, s, v] -> [s, b, n, v]
         read = self._apply_rule(inputs).permute(2, 0, 1, 3)
-        normalized = self.output_norm(read).flatten(2)
-        gated = normalized.to(sensitive) * F.silu(gate.to(sensitive))
+        normalized = self.output_norm(self._exchange_back(read)).flatten(2)
+        gated = normalized.to(sensitive) * self._factor(gate.to(sensitive))
         return gated.to(self.context.plan.compute)
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,10 +147,18 @@ class GatedDeltaNet(RecurrentMixer):
         return queries, keys, values
 
     def _log_decay(self, decay: Tensor) -> Tensor:
-        """Return the logarithms of the decays [s, b, n], 0 or less. decay: as projected."""
-        rate = Widen.apply(self.log_rate, decay.dtype).exp()
-        bias = Widen.apply(self.decay_bias, decay.dtype)
-        return -rate * F.softplus(decay + bias)
+        """Return the logarithms of the decays [b, n, s], 0 or less. decay: as projected, [s, b,
+        n]."""
+        rate, bias = self._rate_and_bias(decay.dtype)
+        log_decay = -rate * F.softplus(decay + bias)
+        return log_decay.permute(1, 2, 0)
+
+    def _rate_and_bias(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the rates and the biases of the decays of the heads that this rank computes."""
+        heads = self.log_rate.numel()
+        log_rate = self._own_part(Widen.apply(self.log_rate, dtype), heads)
+        bias = self._own_part(Widen.apply(self.decay_bias, dtype), heads)
+        return log_rate.exp(), bias
 
     def _apply_rule(self, inputs: DeltaInputs) -> Tensor:
         """Return the outputs of the delta rule, [b, n, s, v]."""
@@ -143,7 +176,7 @@ class GatedDeltaNet(RecurrentMixer):
         refusal = kernel_choice.delta_rule_refusal(self.config.delta_net.key_dim)
         if state is not None and inputs.begins is not None:
             refusal = "flash-linear-attention has one state for each document"
-        kernel = self._choose(DELTA_RULE, inputs.value, refusal).kernel
+        kernel = self._choose(self.package, inputs.value, refusal).kernel
         if kernel is None:
             return chunked(inputs, state)
         return kernel_calls.delta_rule(kernel, inputs, state, self.context.plan.compute)

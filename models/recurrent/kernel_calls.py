@@ -9,8 +9,8 @@ The kernels of recurrences take queries, keys and values in the dtype of product
 states between chunks in it; they sum in FP32, and take decays, strengths, time steps and the state
 before the first token in FP32. The kernel of the convolution takes FP32.
 
-Arguments, layouts and dtypes are those of flash-linear-attention 0.5.2, mamba-ssm 2.3.2 and
-causal-conv1d 1.6.1, whose sources were read.
+Arguments, layouts and dtypes are those of flash-linear-attention 0.5.2 (of its `chunk_kda` 0.6.0),
+mamba-ssm 2.3.2 and causal-conv1d 1.6.1, whose sources were read.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,8 @@
 """Kernels of other packages for layers with a recurrent state, and the choice between them and
 plain torch.
 
-    flash-linear-attention   the gated delta rule (`models.recurrent.delta_rule`), in Triton
+    flash-linear-attention   the gated delta rule (`models.recurrent.delta_rule`), with a decay of
+                             each head or of each row of a state, in Triton
     mamba-ssm                the recurrence of Mamba-2 (`models.recurrent.state_space`), in Triton
     causal-conv1d            the convolution before both, with its SiLU, in CUDA
 
@@ -79,6 +80,14 @@ DELTA_RULE = Package(
     "chunk_gated_delta_rule",
     (0, 3),
     "delta_rule_fault",
+)
+ROW_DECAY_RULE = Package(
+    "flash-linear-attention",
+    "delta rule of Kimi Delta Attention",
+    "fla.ops.kda",
+    "chunk_kda",
+    (0, 4),
+    "row_decay_rule_fault",
 )
 STATE_SPACE = Package(
     "mamba-ssm",
@@ -186,23 +195,27 @@ class Use(NamedTuple):
     sizes: tuple[int, ...]
 
 
-def uses(model: ModelConfig, tp: int) -> list[Use]:
+def uses(model: ModelConfig, ranks: int) -> list[Use]:
     """Return the packages for the parts of a model's layers that have a recurrent state; none if no
     layer has one.
 
-    tp: tensor-parallel ranks.
+    ranks: those that share the heads of a layer: of tp, and of cp if sequences are cut.
     """
     found: list[Use] = []
     if rule := model.delta_net:
-        keys = 2 * rule.key_width // min(tp, rule.key_heads)
-        features = keys + rule.value_width // tp
-        sizes = (rule.value_heads // tp, rule.key_dim, rule.value_dim)
-        found.append(Use(DELTA_RULE, delta_rule_refusal(rule.key_dim), sizes))
+        keys = 2 * rule.key_width // min(ranks, rule.key_heads)
+        features = keys + rule.value_width // ranks
+        sizes = (rule.value_heads // ranks, rule.key_dim, rule.value_dim)
+        package = ROW_DECAY_RULE if rule.gate_rank else DELTA_RULE
+        found.append(Use(package, delta_rule_refusal(rule.key_dim), sizes))
         found.append(_convolution_use(features, rule.kernel))
     if scan := model.mamba:
-        sizes = (scan.groups // tp, scan.heads // tp, scan.state_dim, scan.head_dim)
+        group_ranks = min(ranks, scan.groups)
+        groups = scan.groups // group_ranks
+        sizes = (groups, scan.heads // ranks, scan.state_dim, scan.head_dim)
+        features = scan.width // ranks + 2 * scan.key_width // group_ranks
         found.append(Use(STATE_SPACE, "", sizes))
-        found.append(_convolution_use(scan.convolved_width // tp, scan.kernel))
+        found.append(_convolution_use(features, scan.kernel))
     return found
 
 
@@ -212,7 +225,7 @@ def _convolution_use(features: int, tokens: int) -> Use:
 
 def refused_kernels(
     model: ModelConfig,
-    tp: int,
+    ranks: int,
     setting: KernelSetting,
     tokens: int,
     world: Axis,
@@ -221,9 +234,9 @@ def refused_kernels(
     """Try the kernels that the layers of a model would take, and return why one is not to be taken
     by any rank, by the name of its package: it is wrong on a rank, fails there, or is not there.
 
-    Collective over the world. tp: tensor-parallel ranks. tokens: of a sequence.
+    Collective over the world. ranks: those that share the heads of a layer. tokens: of a sequence.
     """
-    uses_of_layers = uses(model, tp)
+    uses_of_layers = uses(model, ranks)
     if not uses_of_layers or setting.device == "meta" or _objection(setting):
         return {}
     own_reasons: dict[str, str] = {}
@@ -243,15 +256,15 @@ def refused_kernels(
 
 
 def describe(
-    model: ModelConfig, tp: int, setting: KernelSetting, refused: Mapping[str, str]
+    model: ModelConfig, ranks: int, setting: KernelSetting, refused: Mapping[str, str]
 ) -> list[str]:
     """Return what computes the parts of the layers of a model that have a recurrent state; none if
     no layer has one.
 
-    tp: tensor-parallel ranks. refused: what `refused_kernels` has found.
+    ranks: those that share the heads of a layer. refused: what `refused_kernels` has found.
     """
     lines: list[str] = []
-    for package, refusal, _ in uses(model, tp):
+    for package, refusal, _ in uses(model, ranks):
         choice = choose(package, setting, refusal or refused.get(package.name, ""))
         lines.append(f"{package.part} by {choice.name}")
     return lines

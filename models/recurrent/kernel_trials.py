@@ -44,15 +44,41 @@ def delta_rule_fault(
 
     sizes: heads, and the features of a key and of a value.
     """
+    heads, _, _ = sizes
+    drawn = _drawn_tokens(sizes, tokens)
+    of_heads = (SAMPLES, heads, min(tokens, MOST_TOKENS))
+    drawn["log_decay"] = -_rates(heads).unsqueeze(-1) * _drawn(of_heads, 3).sigmoid()
+    return _delta_rule_difference(kernel, drawn, products)
+
+
+def row_decay_rule_fault(
+    kernel: Callable[..., Any], sizes: tuple[int, ...], tokens: int, products: torch.dtype
+) -> str:
+    """Return what is wrong with a kernel of the delta rule of Kimi Delta Attention; "" if it is
+    right. sizes: as in `delta_rule_fault`."""
+    heads, key_dim, _ = sizes
+    drawn = _drawn_tokens(sizes, tokens)
+    of_rows = (SAMPLES, heads, min(tokens, MOST_TOKENS), key_dim)
+    drawn["log_decay"] = -_rates(heads)[:, None, None] * _drawn(of_rows, 3).sigmoid()
+    return _delta_rule_difference(kernel, drawn, products)
+
+
+def _drawn_tokens(sizes: tuple[int, ...], tokens: int) -> dict[str, Tensor]:
+    """Return drawn queries, keys, values and strengths of the gated delta rule."""
     heads, key_dim, value_dim = sizes
     of_heads = (SAMPLES, heads, min(tokens, MOST_TOKENS))
-    drawn = {
+    return {
         "query": F.normalize(_drawn((*of_heads, key_dim), 0), dim=-1),
         "key": F.normalize(_drawn((*of_heads, key_dim), 1), dim=-1),
         "value": _drawn((*of_heads, value_dim), 2),
-        "log_decay": -_rates(heads).unsqueeze(-1) * _drawn(of_heads, 3).sigmoid(),
         "strength": _drawn(of_heads, 4).sigmoid(),
     }
+
+
+def _delta_rule_difference(
+    kernel: Callable[..., Any], drawn: Mapping[str, Tensor], products: torch.dtype
+) -> str:
+    """Return how a kernel of the gated delta rule differs, as `_difference` does."""
 
     def plain(**inputs: Tensor) -> Tensor:
         return delta_rule.chunked(DeltaInputs(**inputs))[0]

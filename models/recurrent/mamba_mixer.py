@@ -16,36 +16,37 @@ skip of each head the decay is exp(-exp(log_rate) d_t), the value d_t x_t is wri
 and skip * x_t is added to what is read.
 """
 
-import math
-
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 
-from megaprec.errors import UserError
+from models.attention.context_limits import require_shared_heads
 from models.attention.flash_windows import Documents
 from models.config import ModelConfig
 from models.recurrent import kernel_calls
 from models.recurrent.kernel_choice import STATE_SPACE
-from models.recurrent.mixer_parts import RecurrentMixer, begins_of, heads_of
+from models.recurrent.mixer_parts import (
+    MEAN_LOG_RATE,
+    MEAN_STEP_BIAS,
+    STD_LOG_RATE,
+    STD_STEP_BIAS,
+    RecurrentMixer,
+    begins_of,
+    heads_of,
+)
 from models.recurrent.state_space import StateSpaceInputs, chunked
 from parallel.context import Context
 from parallel.layers import Rows
 from parallel.linear import Widen
 
-# Megatron draws rates uniformly from 1 to 16, and time steps with uniform logarithms from 0.001 to
-# 0.1. Ours are normal in the logarithm, with the same mean and deviation of it. The softplus of a
-# bias so far below 0 is its exponential, so that the bias is the logarithm of the time step.
-MEAN_LOG_RATE = 16 / 15 * math.log(16) - 1
-STD_LOG_RATE = 0.673
-MEAN_STEP_BIAS = math.log(0.01)
-STD_STEP_BIAS = math.log(100) / math.sqrt(12)
 FIRST_SKIP = 1.0
 
 
 class MambaMixer(RecurrentMixer):
     """The Mamba-2 mixer of a layer; `config.mamba` has the sizes.
 
-    Raises UserError if sequences are cut over ranks.
+    Raises UserError if the ranks over which sequences are cut cannot share the heads.
     """
 
     def __init__(
@@ -55,9 +56,8 @@ class MambaMixer(RecurrentMixer):
         name: str,
         layer: int = 0,
     ) -> None:
-        if context.cp.size > 1:
-            raise UserError.of("model.context_mamba", context=context.cp.size)
         sizes = config.mamba
+        require_shared_heads(config, context.tp.size, context.cp.size)
         convolved = [
             Rows(f"{name}.value", sizes.width),
             Rows(f"{name}.key", sizes.key_width),
@@ -66,7 +66,8 @@ class MambaMixer(RecurrentMixer):
         gate = Rows(f"{name}.gate", sizes.width)
         step = Rows(f"{name}.step", sizes.heads)
         stack = [gate, *convolved, step]
-        super().__init__(config, context, name, stack, convolved, sizes.kernel, biased=True)
+        heads = (sizes.heads, sizes.groups, sizes.groups)
+        super().__init__(config, context, name, stack, convolved, heads, sizes.kernel, biased=True)
         self.step_bias = self._make_vector("step.bias", sizes.heads, MEAN_STEP_BIAS, STD_STEP_BIAS)
         self.log_rate = self._make_vector("log_rate", sizes.heads, MEAN_LOG_RATE, STD_LOG_RATE)
         self.skip = self._make_vector("skip", sizes.heads, FIRST_SKIP)
@@ -75,16 +76,18 @@ class MambaMixer(RecurrentMixer):
 
     def _mix(self, projected: Tensor, documents: Tensor | Documents | None) -> Tensor:
         sensitive = self.context.plan.sensitive
-        gate_width, *convolved_widths, step_width = self.local_widths
-        widths = [gate_width, sum(convolved_widths), step_width]
+        gate_width, *_, step_width = self.local_widths
+        widths = [gate_width, sum(self.convolved_widths), step_width]
         gate, mixed, step = projected.split(widths, -1)  # [s, b, ...]
         gate = gate.to(sensitive)
+        mixed, step = self._exchange_for_tokens(mixed, [step], self.skip.numel())
         begins = begins_of(documents)
         inputs = self._inputs(mixed.to(sensitive), step.to(sensitive), begins)
         read = self._apply_rule(inputs)  # [b, n, s, v]
-        skip = Widen.apply(self.skip, sensitive)[:, None, None]  # [n, 1, 1]
+        skip = self._of_own_heads(self.skip, sensitive)[:, None, None]  # [n, 1, 1]
         outputs = read + skip * inputs.value
-        features = outputs.permute(2, 0, 1, 3).flatten(2)  # [s, b, n * v]
+        heads = self._exchange_back(outputs.permute(2, 0, 1, 3))  # [s, b, n, v]
+        features = heads.flatten(2)  # [s, b, n * v]
         gated = features * F.silu(gate)
         normalized = self._normalize(gated)
         return normalized.to(self.context.plan.compute)
@@ -96,11 +99,10 @@ class MambaMixer(RecurrentMixer):
         step: time steps as projected, [s, b, n].
         """
         sizes = self.config.mamba
-        _, *convolved_widths, _ = self.local_widths
         convolved = self._convolve(mixed, begins)
-        value, key, query = convolved.split(convolved_widths, -1)
+        value, key, query = convolved.split(self._own_convolved_widths(), -1)
         steps = self._steps(step)  # [s, b, n]
-        log_rate = Widen.apply(self.log_rate, step.dtype)
+        log_rate = self._of_own_heads(self.log_rate, step.dtype)
         return StateSpaceInputs(
             query=heads_of(query, sizes.state_dim),
             key=heads_of(key, sizes.state_dim),
@@ -112,9 +114,13 @@ class MambaMixer(RecurrentMixer):
 
     def _steps(self, step: Tensor) -> Tensor:
         """Return the time steps [s, b, n], above 0. step: as projected."""
-        bias = Widen.apply(self.step_bias, step.dtype)
+        bias = self._of_own_heads(self.step_bias, step.dtype)
         positive = F.softplus(step + bias)
         return positive.clamp(min=self.config.mamba.least_step)
+
+    def _of_own_heads(self, vector: Parameter, dtype: torch.dtype) -> Tensor:
+        """Return the numbers of the heads that this rank computes, of a vector with one of each."""
+        return self._own_part(Widen.apply(vector, dtype), vector.numel())
 
     def _apply_rule(self, inputs: StateSpaceInputs) -> Tensor:
         """Return the outputs of the recurrence, [b, n, s, v]."""

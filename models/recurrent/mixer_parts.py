@@ -1,6 +1,7 @@
 """Parts of all layers with a recurrent state in place of attention: two products, a convolution
 after the first one, heads of features, and where documents begin."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
@@ -21,6 +22,16 @@ from parallel.dropout import MicrobatchInfo
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, Rows, parameter
 from parallel.linear import Widen
 from parallel.lockstep import LaneAxis
+from parallel.sequence_exchange import exchange_for_features, exchange_for_tokens
+
+# The distribution of first rates and biases in Mamba-2 and Kimi Delta Attention. Megatron and
+# flash-linear-attention draw rates uniformly from 1 to 16, and steps with uniform logarithms from
+# 0.001 to 0.1. Ours are normal in the logarithm, with the same mean and deviation of it. The
+# softplus of a bias so far below 0 is its exponential, so that the bias is the step's logarithm.
+MEAN_LOG_RATE = 16 / 15 * math.log(16) - 1
+STD_LOG_RATE = 0.673
+MEAN_STEP_BIAS = math.log(0.01)
+STD_STEP_BIAS = math.log(100) / math.sqrt(12)
 
 
 class RecurrentMixer(nn.Module, ABC):
@@ -32,7 +43,14 @@ class RecurrentMixer(nn.Module, ABC):
 
     stack: the matrices of the projection.
     convolved: those of them whose features pass the convolution over `kernel` tokens.
+    heads: of each of these.
     biased: the convolution has a bias.
+
+    If sequences are cut over cp, what the convolution and the recurrence read is exchanged for
+    whole sequences of some of this rank's heads, and their results are exchanged back
+    (`parallel.sequence_exchange`). Where there are fewer heads of one kind than ranks, neighbouring
+    ranks have the same one. Weights of heads are those of all of a rank's heads in any case: cp
+    ranks hold the same, and each has the gradients of the heads that it computed.
     Recomputation of "attention" begins at the projected features.
     """
 
@@ -45,6 +63,7 @@ class RecurrentMixer(nn.Module, ABC):
         name: str,
         stack: Sequence[Rows],
         convolved: Sequence[Rows],
+        heads: Sequence[int],
         kernel: int,
         biased: bool,
     ) -> None:
@@ -53,7 +72,17 @@ class RecurrentMixer(nn.Module, ABC):
         self.context = context
         self.name = name
         std = config.initial_std("qkv")
-        self.local_widths = [matrix.rows // (matrix.shards or context.tp.size) for matrix in stack]
+        shares = [matrix.shards or context.tp.size for matrix in stack]
+        self.local_widths = [
+            matrix.rows // share for matrix, share in zip(stack, shares, strict=True)
+        ]
+        # Of what is convolved: features, and heads, of this rank of tp.
+        self.convolved_widths: list[int] = []
+        self.convolved_heads: list[int] = []
+        for matrix, count in zip(convolved, heads, strict=True):
+            share = matrix.shards or context.tp.size
+            self.convolved_widths.append(matrix.rows // share)
+            self.convolved_heads.append(count // share)
         self.projection = ColumnParallelLinear(context, config.hidden, stack, bias=False, std=std)
         kernels = []
         biases = []
@@ -103,24 +132,85 @@ class RecurrentMixer(nn.Module, ABC):
         return self.context.recompute.run_forward(
             "attention",
             partial(self._mix, documents=attn_mask),
-            self.projection(x),
+            self._project(x),
             then=self.output,
         )
+
+    def _project(self, x: Tensor) -> Tensor:
+        """Return the projected features of this rank's heads, [s, b, features]. x: as in
+        `forward`. Collective over tp."""
+        return self.projection(x)
 
     @abstractmethod
     def _mix(self, projected: Tensor, documents: Tensor | Documents | None) -> Tensor:
         """Map projected features [s, b, features] to the output projection's input, [s, b, local
         features]."""
 
+    def _exchange_for_tokens(
+        self, mixed: Tensor, others: Sequence[Tensor], heads: int
+    ) -> list[Tensor]:
+        """Return what is convolved, and others, of all tokens of the heads that this rank computes:
+        [whole s, b, features] each.
+
+        mixed: [own s, b, features], what is convolved.
+        others: [own s, b, features], each of so many heads.
+        Collective over cp.
+        """
+        cp = self.context.cp
+        if cp.size == 1:
+            return [mixed, *others]
+        parts = zip(mixed.split(self.convolved_widths, -1), self.convolved_heads, strict=True)
+        of_ranks = [by_rank(part, count, cp.size) for part, count in parts]
+        of_ranks = [torch.cat(of_ranks, -1), *(by_rank(x, heads, cp.size) for x in others)]
+        widths = [part.shape[-1] for part in of_ranks]
+        together = exchange_for_tokens(torch.cat(of_ranks, -1), cp)
+        return [*together.split(widths, -1)]
+
+    def _own_convolved_widths(self) -> list[int]:
+        """Return the features of each part of what is convolved, of the heads that this rank
+        computes."""
+        size = self.context.cp.size
+        widths: list[int] = []
+        for width, heads in zip(self.convolved_widths, self.convolved_heads, strict=True):
+            # as many heads as ranks, if there are fewer
+            widths.append(max(width // size, width // heads))
+        return widths
+
+    def _own_part(self, vector: Tensor, heads: int) -> Tensor:
+        """Return the part of a weight [features, ...] of so many heads that belongs to the heads
+        which this rank computes."""
+        cp = self.context.cp
+        if cp.size == 1:
+            return vector
+        of_ranks = by_rank(vector.movedim(0, -1), heads, cp.size)
+        return of_ranks[..., cp.rank, :].movedim(-1, 0)
+
+    def _own_convolution(self, weight: Tensor) -> Tensor:
+        """Return the rows of a weight of the convolution, [features, ...], of the heads that this
+        rank computes."""
+        if self.context.cp.size == 1:
+            return weight
+        parts = zip(weight.split(self.convolved_widths), self.convolved_heads, strict=True)
+        return torch.cat([self._own_part(part, heads) for part, heads in parts])
+
+    def _exchange_back(self, heads: Tensor) -> Tensor:
+        """Return own tokens of all heads, [own s, b, n, v], of all tokens of the heads that this
+        rank computes, [whole s, b, own n, v]. Collective over cp."""
+        cp = self.context.cp
+        if cp.size == 1:
+            return heads
+        of_ranks = exchange_for_features(heads.flatten(2), cp)  # [own s, b, ranks, own n * v]
+        return of_ranks.flatten(2).unflatten(-1, (-1, heads.shape[-1]))
+
     def _convolve(self, mixed: Tensor, begins: Tensor | None) -> Tensor:
         """Return SiLU of the convolution of features [s, b, features].
 
         begins: bool [b, s], True where a document begins; None: nowhere.
         """
-        weight = Widen.apply(self.convolution, mixed.dtype)
+        weight = self._own_convolution(Widen.apply(self.convolution, mixed.dtype))
         bias = None
         if self.convolution_bias is not None:
-            bias = Widen.apply(self.convolution_bias, mixed.dtype)
+            bias = self._own_convolution(Widen.apply(self.convolution_bias, mixed.dtype))
         before = self._tokens_before(mixed)
         refusal = kernel_choice.convolution_refusal(*weight.shape)
         if before is not None and begins is not None:
@@ -144,6 +234,15 @@ class RecurrentMixer(nn.Module, ABC):
         )
         refused = self.context.refused_kernels.get(package.name, "")
         return kernel_choice.choose(package, setting, refusal or refused)
+
+
+def by_rank(features: Tensor, heads: int, ranks: int) -> Tensor:
+    """Return features [..., heads * width] as those of the heads of each of so many ranks, [...,
+    ranks, features]. Where there are fewer heads than ranks, neighbours have the same one."""
+    if heads < ranks:
+        of_heads = features.unflatten(-1, (heads, -1))
+        features = of_heads.repeat_interleave(ranks // heads, -2).flatten(-2)
+    return features.unflatten(-1, (ranks, -1))
 
 
 def heads_of(features: Tensor, width: int) -> Tensor:

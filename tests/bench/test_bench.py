@@ -253,7 +253,8 @@ def test_recurrences_are_measured_beside_those_of_transformers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = records(capsys, "recurrent", "--tokens", "70", "--rounds", "1")
-    assert [record["recurrence"] for record in found] == ["delta rule", "state space"]
+    recurrences = ["delta rule", "delta rule by row", "state space"]
+    assert [record["recurrence"] for record in found] == recurrences
     for record in found:
         for form in ("chunks", "tokens", "transformers"):
             assert record[f"{form}_ms"] > 0 and math.isfinite(record[f"{form}_mb"])

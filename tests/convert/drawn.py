@@ -29,8 +29,9 @@ GATED_BIASES = (
     "solar_open",
     "smollm3",
     "granite",
+    "granitemoe",
 )
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "kimi_linear")
 WITH_MLP_BIASES = ("llama", "iquestcoder", "seed_oss", "arcee", "smollm3", "granite")
 WITH_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 # of a head, whatever hidden_size is
@@ -48,6 +49,7 @@ OWN_WIDTH = (
     "seed_oss",
     "minimax_m2",
     "solar_open",
+    "exaone4",
 )
 # whose class requires hidden_size to be so by heads
 DIVIDED = (
@@ -94,6 +96,8 @@ def drawn(seed: int) -> dict[str, Any]:
         config["rotary_dim"] = config["head_dim"] // dice.choice((1, 2))
     if kind in WITH_DELTA_NETS:
         config |= _delta_nets(dice, config["num_hidden_layers"])
+    if kind == "kimi_linear":
+        return config | _kimi_delta(dice, config["num_hidden_layers"])
     return config | _rope(dice, kind)
 
 
@@ -113,7 +117,7 @@ def _factors(dice: Random, kind: str) -> dict[str, Any]:
     """Return factors of scores, and Granite's others."""
     if kind.startswith("gemma"):
         return {"query_pre_attn_scalar": dice.randint(3, 20)}
-    if kind != "granite":
+    if not kind.startswith("granite"):
         return {}
     parts = ("embedding", "attention", "residual")
     factors = {f"{part}_multiplier": dice.choice((0.3, 1, 2.5)) for part in parts}
@@ -227,6 +231,32 @@ def _delta_nets(dice: Random, layers: int) -> dict[str, Any]:
     }
 
 
+def _kimi_delta(dice: Random, layers: int) -> dict[str, Any]:
+    """Return Kimi Delta Attention, in layers by their types or as published files say it; its head
+    is never the embedding."""
+    types = [dice.choice(("full_attention", "linear_attention")) for _ in range(layers)]
+    width = dice.choice((2, 5))
+    heads = dice.choice((1, 2, 3))
+    kernel = dice.choice((1, 2, 4))
+    by_types = {
+        "linear_head_dim": width,
+        "linear_num_heads": heads,
+        "linear_conv_kernel_dim": kernel,
+        "layer_types": types,
+    }
+    table = {
+        "head_dim": width,
+        "num_heads": heads,
+        "short_conv_kernel_size": kernel,
+        "kda_layers": [n for n, kind in enumerate(types, 1) if kind == "linear_attention"],
+        "full_attn_layers": [n for n, kind in enumerate(types, 1) if kind == "full_attention"],
+    }
+    return {
+        "tie_word_embeddings": False,
+        **dice.choice((by_types, {"linear_attn_config": table})),
+    }
+
+
 def _windows(dice: Random, kind: str, layers: int) -> dict[str, Any]:
     window = dice.choice((3, 7, 17))
     types = [dice.choice(("full_attention", "sliding_attention")) for _ in range(layers)]
@@ -244,6 +274,11 @@ def _windows(dice: Random, kind: str, layers: int) -> dict[str, Any]:
             "sliding_window": window,
             **dice.choice(({}, {"layer_types": types})),
         }
+    if kind == "exaone4":
+        types[0] = "sliding_attention"
+        with_window = {"sliding_window": window, "layer_types": types}
+        without = {"sliding_window": None, "layer_types": ["full_attention"] * layers}
+        return dice.choice((with_window, without))
     if kind == "dots1":
         return {"sliding_window": window, "max_window_layers": dice.randint(0, layers)}
     if kind in LAYERS_OF_QWEN and dice.random() < 0.5:
@@ -256,7 +291,7 @@ def _windows(dice: Random, kind: str, layers: int) -> dict[str, Any]:
 def _experts(dice: Random, kind: str, layers: int) -> dict[str, Any]:
     number = dice.choice((2, 3, 5))
     chosen = dice.choice((1, 2))
-    if kind in ("mixtral", "gpt_oss", "minimax_m2"):
+    if kind in ("mixtral", "gpt_oss", "minimax_m2", "granitemoe"):
         return {"num_local_experts": number, "num_experts_per_tok": chosen}
     if kind in ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"):
         if kind == "qwen3_moe":
@@ -304,6 +339,15 @@ def _experts(dice: Random, kind: str, layers: int) -> dict[str, Any]:
         experts["mlp_layer_types"] = [dice.choice(("dense", "sparse")) for _ in range(layers)]
     if kind == "solar_open":
         del experts["first_k_dense_replace"]
+    if kind == "kimi_linear":
+        names = {
+            "n_routed_experts": "num_experts",
+            "n_group": "num_expert_group",
+            "num_experts_per_tok": "num_experts_per_token",
+            "n_shared_experts": "num_shared_experts",
+            "norm_topk_prob": "moe_renormalize",
+        }
+        experts = {names.get(key, key): value for key, value in experts.items()}
     if kind == "deepseek_v2":
         experts["topk_method"] = dice.choice(("greedy", "group_limited_greedy"))
     return experts

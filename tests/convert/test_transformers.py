@@ -205,7 +205,9 @@ def their_training(
     Corrections of routers, which transformers does not train, follow the loads of each step.
     """
     parameters = dict(model.named_parameters())  # theirs stack experts' biases
-    vectors = {p for name, p in parameters.items() if p.dim() < 2 or name.endswith("_bias")}
+    # rates of Kimi Delta Attention are [1, 1, heads, 1]
+    ends = ("_bias", "A_log")
+    vectors = {p for name, p in parameters.items() if p.dim() < 2 or name.endswith(ends)}
     groups = [
         {"params": [p for p in parameters.values() if p not in vectors], "weight_decay": 0.1},
         {"params": [p for p in parameters.values() if p in vectors], "weight_decay": 0.0},
@@ -282,6 +284,8 @@ TRAINED = (
         "gpt_oss",
         "seed_oss",
         "smollm3",
+        "exaone4",
+        "granitemoe",
         "granite",
         "arcee",
         "olmoe",
@@ -290,6 +294,7 @@ TRAINED = (
         "solar_open",
         "glm4_moe_lite",
         "youtu",
+        "kimi_linear",
     ),
 )
 

@@ -35,6 +35,7 @@ ELSEWHERE = (
     "glm4_moe_lite",
     "solar_open",
     "youtu",
+    "kimi_linear",
 )  # kinds that are below, with what they need
 # name -> kind, changes of its configuration
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -81,6 +82,7 @@ NEWER: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("glm4_moe_lite", {}),
     "solar_open": ("solar_open", {}),
     "youtu": ("youtu", {}),
+    "kimi_linear": ("kimi_linear", {}),
 }
 NOTE = "config.json needs transformers 5 or newer"
 

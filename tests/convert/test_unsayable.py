@@ -50,6 +50,18 @@ SAYABLE: dict[str, dict[str, Any]] = {  # what a family needs besides sizes
     "solar_open": {"experts": 4, "shared_experts": 24},
     "glm4_moe_lite": {**LATENT, "shared_experts": 24},
     "youtu": {"latent": LATENT["latent"]},
+    "kimi_linear": {
+        **LATENT,
+        "delta_net": {
+            "key_heads": 2,
+            "value_heads": 2,
+            "key_dim": 3,
+            "value_dim": 3,
+            "gate_rank": 3,
+        },
+        "delta_layers": (0, 2),
+        "shared_experts": 24,
+    },
 }
 OTHERS: dict[str, tuple[Any, ...]] = {
     "experts": (0, 4),

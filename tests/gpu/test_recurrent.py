@@ -14,6 +14,7 @@ from models.recurrent import delta_rule, kernel_calls, state_space
 from models.recurrent.kernel_choice import (
     CONVOLUTION,
     DELTA_RULE,
+    ROW_DECAY_RULE,
     STATE_SPACE,
     KernelSetting,
     Package,
@@ -57,10 +58,14 @@ def on(device: str, x: Tensor) -> Tensor:
 
 
 @DOCUMENTS
-def test_the_delta_rule_is_that_of_plain_torch(documents: float, device: str) -> None:
-    kernel = kernel_on(device, DELTA_RULE)
+@pytest.mark.parametrize("package", [DELTA_RULE, ROW_DECAY_RULE])
+def test_the_delta_rule_is_that_of_plain_torch(
+    package: Package, documents: float, device: str
+) -> None:
+    kernel = kernel_on(device, package)
     length = LENGTH[device]
-    sizes = DrawnDelta(2, 4, length, 64, 64, 64, 1.0, documents, 3)
+    by_row = package == ROW_DECAY_RULE
+    sizes = DrawnDelta(2, 4, length, 64, 64, 64, 1.0, documents, 3, by_row)
     inputs, _ = sizes.inputs()
     keys = ("query", "key", "value", "log_decay", "strength")
     tensors = [rounded(getattr(inputs, key)) for key in keys]

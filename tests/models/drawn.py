@@ -95,21 +95,16 @@ def drawn(seed: int) -> dict[str, Any]:
     if family in ("gpt_neox", "glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5"):
         table["rotary_fraction"] = 1.0  # a part of heads so small does not turn
     offered = {key: dice.choice(values) for key, values in CHOICES.items() if dice.random() < rate}
-    if dice.random() < (0.8 if family.startswith("deepseek") else 0.1):
+    has_latents = family.startswith("deepseek") or family == "kimi_linear"
+    if dice.random() < (0.8 if has_latents else 0.1):
         sizes = {"kv_rank": 7, "query_rank": dice.choice((0, 9)), "rope_dim": 4, "nope_dim": 6}
         table["latent"] = sizes | {
             "value_dim": dice.choice((5, 10, 17)),
             "norm_eps": dice.choice((1e-6, 1e-3)),
         }
-    if dice.random() < (0.8 if family in ("qwen3_next", "qwen3_5") else 0.1):
-        key_heads = dice.choice((2, 4))
-        offered["delta_net"] = {
-            "key_heads": key_heads,
-            "value_heads": key_heads * dice.choice((1, 2)),
-            "key_dim": dice.choice((3, 5, 8)),
-            "value_dim": dice.choice((4, 7)),
-            "kernel": dice.choice((1, 2, 4)),
-        }
+    has_delta_nets = family in ("qwen3_next", "qwen3_5", "kimi_linear")
+    if dice.random() < (0.8 if has_delta_nets else 0.1):
+        offered["delta_net"] = _delta_net(dice, 0.9 if family == "kimi_linear" else 0.2)
         offered["delta_layers"] = dice.choice(((0,), (1,), (0, 1), (1, 2), (0, 1, 2)))
     if dice.random() < (0.8 if family == "nemotron_h" else 0.1):
         groups = dice.choice((2, 4))
@@ -149,6 +144,21 @@ def drawn(seed: int) -> dict[str, Any]:
     for key in dice.sample(sorted(offered), len(offered)):
         table |= {key: offered[key]} if fits(table | {key: offered[key]}) else {}
     return table
+
+
+def _delta_net(dice: random.Random, rate: float) -> dict[str, Any]:
+    """The sizes of a delta net. rate: of those whose features of keys have decays of their own."""
+    key_heads = dice.choice((2, 4))
+    sizes = {
+        "key_heads": key_heads,
+        "value_heads": key_heads * dice.choice((1, 2)),
+        "key_dim": dice.choice((3, 5, 8)),
+        "value_dim": dice.choice((4, 7)),
+        "kernel": dice.choice((1, 2, 4)),
+    }
+    if dice.random() < rate:
+        sizes |= {"value_heads": key_heads, "gate_rank": dice.choice((2, 5))}
+    return sizes
 
 
 def fits(table: dict[str, Any]) -> bool:

@@ -62,6 +62,18 @@ DELTA_NET |= {
     "delta_net": {"key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 12},
     "delta_layers": (0,),
 }
+KIMI_DELTA = LATENT | {
+    "family": "kimi_linear",
+    "bias": False,
+    "delta_net": {
+        "key_heads": 4,
+        "value_heads": 4,
+        "key_dim": 8,
+        "value_dim": 12,
+        "gate_rank": 16,
+    },
+    "delta_layers": (0,),
+}
 # Mixers whose groups the virtual ranks share out, and experts beside a feed-forward.
 HYBRID = LLAMA | {
     "family": "nemotron_h",
@@ -78,6 +90,7 @@ MODELS = {
     "mixtral": MIXTRAL,
     "deepseek_v3": LATENT,
     "qwen3_next": DELTA_NET,
+    "kimi_linear": KIMI_DELTA,
     "nemotron_h": HYBRID,
 }
 FALLING = LossScaling("dynamic", initial=2.0**20, hysteresis=1)  # its first steps overflow

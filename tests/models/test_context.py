@@ -73,7 +73,17 @@ CAPPED: dict[str, Any] = {
     "attention_softcap": 0.5,
     "final_softcap": 2.0,
 }
+DELTA: dict[str, Any] = {**MODELS["qwen3_next"], **ROOM, "head_dim": 8}
+KIMI: dict[str, Any] = {**MODELS["kimi_linear"], **ROOM, "kv_heads": ROOM["heads"]}
+HYBRID: dict[str, Any] = {**MODELS["nemotron_h"], **ROOM, "hybrid_pattern": "M*-M"}
 RUNS: dict[str, Run] = {
+    "delta nets": Run(DELTA, length=16, steps=2, borders=3, reset=True),
+    "Kimi Delta Attention recomputed": Run(
+        KIMI, length=16, steps=1, borders=3, reset=True, recompute=Recompute(("attention",))
+    ),
+    "mixers recomputed": Run(
+        HYBRID, length=16, steps=1, borders=2, reset=True, recompute=Recompute(fraction=1.0)
+    ),
     "documents": Run(WINDOW, length=16, borders=3, steps=2),
     "documents reset": Run(DROPS, length=16, borders=3, reset=True, steps=2),
     "experts recomputed": Run(EXPERTS, length=16, steps=1, recompute=Recompute(fraction=1.0)),
@@ -344,12 +354,9 @@ def test_every_layout_trains_what_one_process_trains(
 def test_every_family_trains_the_plain_model_if_its_sequences_are_cut(
     layout: tuple[int, ...],
 ) -> None:
-    # layers with a recurrent state are refused where sequences are cut
-    recurrent = {"delta_net", "mamba"}
-    models = {name: model for name, model in MODELS.items() if not recurrent & model.keys()}
-    runs = [Run(model, sequence=layout[0] > 1, micro_batch=4, steps=2) for model in models.values()]
+    runs = [Run(model, sequence=layout[0] > 1, micro_batch=4, steps=2) for model in MODELS.values()]
     first = train_all([replace(run, sequence=False, steps=0) for run in runs])
-    for name, run, alone, result in zip(models, runs, first, train_all(runs, *layout), strict=True):
+    for name, run, alone, result in zip(MODELS, runs, first, train_all(runs, *layout), strict=True):
         records: list[dict[str, Any]] = oracle.train(
             run.config, alone.before, batches(run), run.lr, run.clip
         )

@@ -82,6 +82,14 @@ DELTA_NET = {
     **SIZES,
     "layers": 4,
 }
+KIMI_DELTA = {
+    "family": "kimi_linear",
+    # values as wide as keys: none are padded
+    "latent": {"kv_rank": 7, "rope_dim": 4, "nope_dim": 3, "value_dim": 7},
+    "delta_net": {"key_heads": 4, "value_heads": 4, "key_dim": 6, "value_dim": 5, "gate_rank": 3},
+    **SIZES,
+    "layers": 4,
+}
 EXPERTS = {
     "family": "mixtral",
     "experts": 4,
@@ -174,7 +182,7 @@ def test_flops_are_those_that_torch_counts(model: dict[str, Any], recompute: Rec
         assert backward.get_total_flops() == cost.input + cost.weight - lookup
 
 
-@pytest.mark.parametrize("model", [HYBRID, HYBRID_EXPERTS, DELTA_NET])
+@pytest.mark.parametrize("model", [HYBRID, HYBRID_EXPERTS, DELTA_NET, KIMI_DELTA])
 @pytest.mark.parametrize("recompute", [KEEP, Recompute(fraction=1.0), Recompute(("attention",))])
 def test_flops_beside_recurrences_are_those_that_torch_counts(
     model: dict[str, Any], recompute: Recompute, monkeypatch: pytest.MonkeyPatch
@@ -186,7 +194,9 @@ def test_flops_beside_recurrences_are_those_that_torch_counts(
         return inputs.value * inputs.log_decay.unsqueeze(-1) * of_group.mean(1, keepdim=True)
 
     def pass_by_rule(self: GatedDeltaNet, inputs: DeltaInputs) -> Tensor:
-        factors = (inputs.query * inputs.key).sum(-1) * inputs.log_decay * inputs.strength
+        by_row = inputs.log_decay.dim() == inputs.key.dim()
+        log_decays = inputs.log_decay if by_row else inputs.log_decay.unsqueeze(-1)
+        factors = (inputs.query * inputs.key * log_decays).sum(-1) * inputs.strength
         return inputs.value * factors.unsqueeze(-1)
 
     monkeypatch.setattr(MambaMixer, "_apply_rule", pass_by)
@@ -309,6 +319,9 @@ class Saved:
 def products_of_layer(kind: ModelConfig) -> int:
     """The products of a layer whose weight gradients are put off: all but the router's."""
     of_mixer = 4 if kind.latent else 2
+    # from x to two vectors, and from these to gate and decays
+    if kind.delta_net.gate_rank:
+        of_mixer += 3
     feed_forwards = kind.experts + (kind.shared_experts > 0) if kind.experts else 1
     return kind.has_mixer * of_mixer + kind.has_feed_forward * 2 * feed_forwards
 
@@ -323,6 +336,7 @@ def products_of_layer(kind: ModelConfig) -> int:
         (HYBRID_EXPERTS, "bf16"),
         (DELTA_NET, "bf16"),
         (DELTA_NET, "fp32"),
+        (KIMI_DELTA, "bf16"),
     ],
 )
 def test_kept_bytes_are_those_that_autograd_saves_and_layers_put_off(

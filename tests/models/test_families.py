@@ -82,13 +82,17 @@ AFTER = {
     "post_feedforward_layernorm": "mlp_post_norm",
 }
 AROUND = {"pre_feedforward_layernorm": "mlp_norm", **AFTER}
-NORMS = {"olmo2": AFTER, "olmo3": AFTER, "gemma2": AROUND, "gemma3_text": AROUND}
+NORMS = {"olmo2": AFTER, "olmo3": AFTER, "gemma2": AROUND, "gemma3_text": AROUND, "exaone4": AFTER}
 
 
 def logical(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by our logical names; theirs by those that the parameters have in memory."""
     if config.model_type != "nemotron_h":
-        return _of_two_branches(config, theirs)
+        others = {path: x for path, x in theirs.items() if not _is_kimi_delta(config, path)}
+        named = _of_two_branches(config, others)
+        for path in theirs.keys() - others.keys():
+            named |= _of_kimi_delta(path, theirs[path])
+        return named
     ours: dict[str, Tensor] = {}
     for path, tensor in theirs.items():
         ours |= _of_nemotron_h(config, path.removeprefix("model.").split("."), tensor)
@@ -101,6 +105,7 @@ def _of_two_branches(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Ten
         parts = [p for p in path.split(".") if p not in ("model", "transformer", "gpt_neox")]
         layer = f"layers.{parts[1]}." if parts[0] in ("layers", "h") else ""
         name = ".".join(parts[2 if layer else 0 :]).removesuffix(".weight").removesuffix(".bias")
+        name = name.replace("block_sparse_moe.", "mlp.")
         kind = parts[-1]
         if config.model_type == "gpt2" and kind == "weight" and ".c_" in path:
             tensor = tensor.t()  # theirs are [input, output]
@@ -176,6 +181,43 @@ def _of_delta_net(
     }
 
 
+def _is_kimi_delta(config: Any, path: str) -> bool:
+    """True for what a layer of Kimi Linear has in place of attention."""
+    layer, _, of_layer = path.removeprefix("model.layers.").partition(".")
+    if config.model_type != "kimi_linear" or not of_layer.startswith("self_attn."):
+        return False
+    return config.layer_types[int(layer)] == "linear_attention"
+
+
+def _of_kimi_delta(path: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Tensors of Kimi Delta Attention."""
+    layer, _, name = path.removeprefix("model.").partition(".self_attn.")
+    layer = f"{layer}.delta_net"
+    if name == "conv1d.weight":
+        kernels = tensor[:, 0].chunk(3)
+        kinds = ("query", "key", "value")
+        return {
+            f"{layer}.{kind}_convolution.weight": part
+            for kind, part in zip(kinds, kernels, strict=True)
+        }
+    if name == "forget_gate.A_log":
+        return {f"{layer}.decay.log_rate": tensor.flatten()}
+    ours = {
+        "forget_gate.dt_bias": "decay.bias",
+        "forget_gate.f_a_proj.weight": "decay_down.weight",
+        "forget_gate.f_b_proj.weight": "decay_up.weight",
+        "g_a_proj.weight": "gate_down.weight",
+        "g_b_proj.weight": "gate_up.weight",
+        "b_proj.weight": "strength.weight",
+        "o_norm.weight": "output_norm.weight",
+        "o_proj.weight": "output.weight",
+        "q_proj.weight": "query.weight",
+        "k_proj.weight": "key.weight",
+        "v_proj.weight": "value.weight",
+    }
+    return {f"{layer}.{ours[name]}": tensor}
+
+
 def _of_nemotron_h(config: Any, parts: list[str], tensor: Tensor) -> dict[str, Tensor]:
     """Tensors of layers of one branch. parts: of the name."""
     outside = {"embeddings": "embedding", "norm_f": "final_norm", "lm_head": "head"}
@@ -241,10 +283,14 @@ def _of_latents(config: Any, layer: str, name: str, kind: str, tensor: Tensor) -
         }
     if name == "kv_a_proj_with_mqa":
         latent, turned = tensor.split([config.kv_lora_rank, turning])
-        halves = torch.cat((turned[0::2], turned[1::2]))
+        # without positions none turns, and the order is theirs
+        turns = config.model_type != "kimi_linear"
+        halves = torch.cat((turned[0::2], turned[1::2])) if turns else turned
         return {f"{layer}.key_value_down.{kind}": latent, f"{layer}.key_rope.{kind}": halves}
     each = tensor.unflatten(0, (-1, still + turning))
     rows = (each[:, still::2], each[:, still + 1 :: 2], each[:, :still])
+    if config.model_type == "kimi_linear":
+        rows = (each[:, still:], each[:, :still])
     name = "query_up" if name == "q_b_proj" else "query"
     return {f"{layer}.{name}.weight": torch.cat(rows, 1).flatten(0, 1)}
 
@@ -395,13 +441,17 @@ def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor], close: float) 
     """Names of tensors that are not close, with how far they are, relative to the largest element.
 
     Softmax does not see a bias of the keys, nor the scale of what a norm normalises: there all that
-    is left of a gradient may be rounding noise, which is measured by the whole model.
+    is left of a gradient may be rounding noise, which is measured by the whole model. The same is
+    true of the key's shared part in latent attention if nothing is rotated.
     """
     assert ours.keys() == theirs.keys()
     largest = max(t.abs().max().item() for t in theirs.values())
     far = {}
     for name, tensor in theirs.items():
-        scale = largest if name.endswith("key.bias") else tensor.abs().max().item()
+        scale = tensor.abs().max().item()
+        is_noise = name.endswith("key_rope.bias") and scale < close * largest
+        if name.endswith("key.bias") or is_noise:
+            scale = largest
         distance = (ours[name] - tensor).abs().max().item()
         if not distance <= close * scale:
             far[name] = distance / scale if scale else distance

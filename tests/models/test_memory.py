@@ -79,6 +79,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 32,
         "delta_net": {"key_heads": 2, "value_heads": 4, "key_dim": 32, "value_dim": 24},
     },
+    "kimi_linear": {
+        "family": "kimi_linear",
+        **SIZES,
+        "latent": {"kv_rank": 64, "rope_dim": 16, "nope_dim": 32, "value_dim": 32},
+        "delta_net": {
+            "key_heads": 4,
+            "value_heads": 4,
+            "key_dim": 32,
+            "value_dim": 24,
+            "gate_rank": 16,
+        },
+    },
     # whose second of three stages has layers of each kind
     "nemotron_h": {
         "family": "nemotron_h",

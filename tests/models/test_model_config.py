@@ -93,8 +93,13 @@ PUBLISHED = {
     "nemotron-nano-12b-v2": 12_310_001_152,
     # 31.6 B, of which a token passes 3.6 B with embedding and head, as its report says
     "nemotron-3-nano-30b-a3b": 31_577_940_288,
+    # as its published files count, with the corrections of routers
+    "kimi-linear-48b-a3b": 49_122_681_728,
     "seed-oss-36b": 36_151_104_512,
     "smollm3-3b": 3_075_098_624,
+    # 1.07 B and 30.95 B without embedding and head, as their card says
+    "exaone-4.0-1.2b": 1_279_391_488,
+    "exaone-4.0-32b": 32_003_216_384,
     "olmoe-1b-7b": 6_919_161_856,
     "minimax-m2": 228_689_764_864,
     "dots.llm1": 142_774_381_696,

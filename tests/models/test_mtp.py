@@ -66,6 +66,31 @@ MODELS: dict[str, dict[str, Any]] = {
         "init_std": 0.2,  # with smaller ones Adam magnifies rounding in gradients near zero
         "mtp_layers": 1,
     },
+    "delta nets": {
+        "family": "qwen3_next",
+        **SIZES,
+        "head_dim": 8,
+        "rotary_fraction": 0.5,
+        "delta_net": {"key_heads": 2, "value_heads": 4, "key_dim": 3, "value_dim": 5},
+        "delta_layers": [0, 2],
+        "init_std": 0.2,
+        "mtp_layers": 2,
+    },
+    "Kimi Delta Attention without positions": {
+        "family": "kimi_linear",
+        **SIZES,
+        "latent": {"kv_rank": 7, "rope_dim": 4, "nope_dim": 3, "value_dim": 5},
+        "delta_net": {
+            "key_heads": 4,
+            "value_heads": 4,
+            "key_dim": 3,
+            "value_dim": 5,
+            "gate_rank": 2,
+        },
+        "delta_layers": [1, 2],
+        "init_std": 0.2,
+        "mtp_layers": 1,
+    },
 }
 STEPS = 2
 CLOSE = 1e-10  # relative to the largest element of a tensor
@@ -156,6 +181,8 @@ LAYOUTS: dict[tuple[int, int, int], list[tuple[str, dict[str, Any]]]] = {  # tp,
     (2, 1, 2): [
         ("two modules", {"sequence": True, "zero_size": 2, "options": {"overlap": True}}),
         ("latents and experts", {"sequence": True, "expert": 4, "expert_tensor": 1}),
+        ("delta nets", {"sequence": True, "recompute": Recompute(fraction=1.0)}),
+        ("Kimi Delta Attention without positions", {"sequence": True, "zero_size": 2}),
     ],
 }
 
@@ -168,9 +195,10 @@ def test_every_layout_trains_the_plain_model(layout: tuple[int, int, int]) -> No
         require_plain(model, result)
 
 
-def test_documents_predict_within_themselves() -> None:
+@pytest.mark.parametrize("model", ["two modules", "delta nets"])
+def test_documents_predict_within_themselves(model: str) -> None:
     """Documents that are told apart have the losses and gradients that each has alone."""
-    run = Run(MODELS["two modules"], steps=1, length=16, borders=4, reset=True)
+    run = Run(MODELS[model], steps=1, length=16, borders=4, reset=True)
     result, ((tokens, targets, mask),), (packing,) = trained_here(run), batches(run), packings(run)
     assert mask is not None and packing.documents is not None
     w = {name: value.clone().requires_grad_() for name, value in result.before.items()}
@@ -213,6 +241,12 @@ CUT: dict[tuple[int, int, int, int], list[Run]] = {  # tp, pp, dp, cp
             recompute=Recompute(fraction=1.0),
         ),
         Run(MODELS["latents and experts"], length=16, expert=2, ring=False),
+        Run(MODELS["delta nets"], length=16, borders=3, reset=True),
+        Run(
+            MODELS["Kimi Delta Attention without positions"],
+            length=16,
+            recompute=Recompute(("attention",)),
+        ),
     ],
     (2, 1, 1, 2): [Run(MODELS["two modules"], length=16, sequence=True, zero_size=2)],
     (1, 2, 1, 1): [

@@ -51,6 +51,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", "kv_heads": 2},
     "mistral with a window": {"family": "mistral", "window": 4, "kv_heads": 2},
     "smollm3": {"family": "smollm3", "kv_heads": 2, "nope_layers": [1]},
+    "exaone4": {
+        "family": "exaone4",
+        "kv_heads": 2,
+        "window": 4,
+        "window_layers": [0],
+        "nope_layers": [1],
+    },
     "olmo3": {"family": "olmo3", "kv_heads": 2, "window": 4, "window_layers": [0]},
     "gemma3": {
         "family": "gemma3",
@@ -89,6 +96,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "router_aux_loss": 0.0,
     }
     | {"rotary_fraction": 0.5},
+    "kimi_linear": {
+        "family": "kimi_linear",
+        "latent": {"kv_rank": 7, "rope_dim": 4, "nope_dim": 3, "value_dim": 5},
+        "delta_net": {
+            "key_heads": 4,
+            "value_heads": 4,
+            "key_dim": 3,
+            "value_dim": 5,
+            "gate_rank": 2,
+        },
+        "delta_layers": [0],
+    },
     "nemotron_h": {
         "family": "nemotron_h",
         "kv_heads": 2,

@@ -113,6 +113,26 @@ MODELS: dict[str, dict[str, Any]] = {
         "router_aux_loss": 0.5,
         "init_std": 0.1,
     },
+    "kimi_linear": {
+        "family": "kimi_linear",
+        **SIZES,
+        "kv_heads": SIZES["heads"],
+        "latent": {"kv_rank": 7, "rope_dim": 4, "nope_dim": 3, "value_dim": 5},
+        "delta_net": {
+            "key_heads": 4,
+            "value_heads": 4,
+            "key_dim": 3,
+            "value_dim": 5,
+            "gate_rank": 2,
+        },
+        "delta_layers": [0, 2],
+        "experts": 4,
+        "shared_experts": 8,
+        "router_aux_loss": 0.5,
+        # Scores by a sigmoid magnify rounding by ten in a step of Adam.
+        "router": {"score": "softmax"},
+        "init_std": 0.1,
+    },
     "mixtral": {
         "family": "mixtral",
         **SIZES,

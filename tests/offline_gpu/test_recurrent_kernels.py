@@ -20,7 +20,7 @@ from torch import Tensor
 
 from models.recurrent import delta_rule, kernel_calls, state_space
 from models.recurrent.delta_rule import DeltaInputs
-from models.recurrent.kernel_choice import DELTA_RULE, STATE_SPACE
+from models.recurrent.kernel_choice import DELTA_RULE, ROW_DECAY_RULE, STATE_SPACE, Package
 from models.recurrent.state_space import StateSpaceInputs
 from tests.recurrent.recurrences import DrawnDelta, DrawnStateSpace
 from tests.recurrent.test_kernel_choice import made_and_gradients
@@ -78,23 +78,25 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @DOCUMENTS
+@pytest.mark.parametrize("package", [DELTA_RULE, ROW_DECAY_RULE])
 def test_interpreted_kernels_of_flash_linear_attention_compute_the_delta_rule(
-    documents: float, interpreter: None, monkeypatch: pytest.MonkeyPatch
+    package: Package, documents: float, interpreter: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if find_spec("fla") is None:
         pytest.skip("needs flash-linear-attention: pip install --no-deps fla-core")
-    module = importlib.import_module(DELTA_RULE.module)
+    module = importlib.import_module(package.module)
     for name, loaded in [*sys.modules.items()]:
         if name.startswith("fla.ops"):
             monkeypatch.setattr(loaded, "range", numbers, raising=False)
     # It stops on GPUs for which this Triton compiles wrongly; an interpreter does not compile.
     gradients: Any = importlib.import_module("fla.ops.common.chunk_o")
     monkeypatch.setattr(gradients, "IS_NVIDIA_HOPPER", False, raising=False)
-    sizes = DrawnDelta(2, 2, 70, 16, 16, 64, 1.0, documents, 3)
+    by_row = package == ROW_DECAY_RULE
+    sizes = DrawnDelta(2, 2, 70, 16, 16, 64, 1.0, documents, 3, by_row)
     inputs, state = sizes.inputs()
     keys = ("query", "key", "value", "log_decay", "strength")
     tensors = [*(getattr(inputs, key) for key in keys), state]
-    kernel = getattr(module, DELTA_RULE.function)
+    kernel = getattr(module, package.function)
 
     def given(leaves: Sequence[Tensor]) -> tuple[DeltaInputs, Tensor | None]:
         here = replace(inputs, **dict(zip(keys, leaves, strict=False)))

@@ -134,6 +134,10 @@ class Counted(SimulatedAxis):
         self._count(tensor.nbytes)
         return super().start_shift(tensor)
 
+    def start_exchange(self, tensor: Tensor) -> Callable[[], Tensor]:
+        self._count((1 - 1 / self.size) * tensor.nbytes)
+        return super().start_exchange(tensor)
+
     def start_exchange_of_rows(
         self, rows: Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> Callable[[], Tensor]:
@@ -180,6 +184,21 @@ def sent_in_a_step(config: RunConfig) -> Counter[str]:
     return sent
 
 
+DELTA_NET = {
+    "model.experts": 0,
+    "model.delta_net": "{key_heads=1, value_heads=4, key_dim=8, value_dim=16}",
+    "model.delta_layers": "[0, 1]",
+}
+KIMI_DELTA = {
+    **DELTA_NET,
+    "model.delta_net": "{key_heads=4, value_heads=4, key_dim=8, value_dim=16, gate_rank=32}",
+}
+MIXERS = {
+    "model.family": "nemotron_h",
+    "model.hybrid_pattern": '"M*"',
+    "model.experts": 0,
+    "model.mamba": "{heads=4, head_dim=16, state_dim=8, groups=1}",
+}
 SENT = [
     ({"tensor": 2, "data": 2, "sequence": True, "expert": 4, "expert_tensor": 1}, {}),
     ({"context": 2, "expert": 2}, {}),
@@ -194,6 +213,10 @@ SENT = [
     ),
     ({"context": 2, "expert": 2, "context_by": "gather"}, {}),
     ({"tensor": 2, "sequence": True}, {"model.experts": 0}),
+    ({"context": 2}, DELTA_NET),
+    ({"context": 2, "tensor": 2, "sequence": True}, KIMI_DELTA),
+    ({"context": 2, "tensor": 2}, KIMI_DELTA),
+    ({"context": 2}, MIXERS),
 ]
 
 

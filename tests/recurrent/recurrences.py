@@ -13,6 +13,7 @@ from torch import Tensor
 from models.recurrent import delta_rule, state_space
 from models.recurrent.decays import Decays
 from models.recurrent.delta_rule import DeltaInputs
+from models.recurrent.row_decays import RowDecays
 from models.recurrent.state_space import StateSpaceInputs
 
 CLOSE = 1e-12  # of the largest element
@@ -33,6 +34,7 @@ class DrawnDelta:
     spread: float
     documents: float
     seed: int
+    by_row: bool = False  # each row of a state has a decay of its own
 
     def inputs(self) -> tuple[DeltaInputs, Tensor]:
         """What tokens bring, and a state before them."""
@@ -43,12 +45,13 @@ class DrawnDelta:
 
         of_heads = (self.samples, self.heads, self.length)
         begins = torch.rand(self.samples, self.length, generator=dice) < self.documents
+        of_decays = (*of_heads, self.key_dim) if self.by_row else of_heads
         inputs = DeltaInputs(
             query=F.normalize(normal(*of_heads, self.key_dim), dim=-1),
             key=F.normalize(normal(*of_heads, self.key_dim), dim=-1),
             value=normal(*of_heads, self.value_dim),
             # decays and strengths near 0 and near 1
-            log_decay=-(self.spread * normal(*of_heads)).exp(),
+            log_decay=-(self.spread * normal(*of_decays)).exp(),
             strength=(self.spread * normal(*of_heads)).sigmoid(),
             begins=begins if self.documents else None,
         )
@@ -68,6 +71,13 @@ DELTAS = st.builds(
     seed=st.integers(0, 2**31),
 )
 ODD_DELTA = DrawnDelta(2, 3, 37, 6, 5, 8, 3.0, 0.1, 7)
+BY_ROW = st.builds(
+    replace,
+    DELTAS,
+    chunk=st.sampled_from((1, 2, 4, 8, 16, 32)),
+    by_row=st.just(True),
+)
+ODD_BY_ROW = replace(ODD_DELTA, by_row=True)
 
 
 @dataclass(frozen=True)
@@ -129,12 +139,14 @@ class Recurrence:
 
     module: has both, as `recurrent` and `chunked`.
     drawn, odd: sizes drawn at random, and some that are odd.
+    decays: the name of its class of decays in the module.
     of_tokens, of_heads: names of inputs that each token has, and of those that a head has.
     """
 
     module: ModuleType
     drawn: st.SearchStrategy[Any]
     odd: Any
+    decays: str
     of_tokens: tuple[str, ...]
     of_heads: tuple[str, ...] = ()
 
@@ -159,12 +171,17 @@ class Recurrence:
         return replace(inputs, **parts, begins=begins)
 
 
+OF_DELTA_RULE = ("query", "key", "value", "log_decay", "strength")
 RECURRENCES = {
-    "delta rule": Recurrence(
-        delta_rule, DELTAS, ODD_DELTA, ("query", "key", "value", "log_decay", "strength")
-    ),
+    "delta rule": Recurrence(delta_rule, DELTAS, ODD_DELTA, "Decays", OF_DELTA_RULE),
+    "delta rule by row": Recurrence(delta_rule, BY_ROW, ODD_BY_ROW, "RowDecays", OF_DELTA_RULE),
     "state space": Recurrence(
-        state_space, STATE_SPACES, ODD_STATE_SPACE, ("query", "key", "value", "step"), ("rate",)
+        state_space,
+        STATE_SPACES,
+        ODD_STATE_SPACE,
+        "Decays",
+        ("query", "key", "value", "step"),
+        ("rate",),
     ),
 }
 
@@ -179,15 +196,18 @@ class LateDecays(Decays):
     """The decay of a token is that of the one before it."""
 
     @staticmethod
-    def of(log_decay: Tensor, begins: Tensor | None, chunk: int) -> Decays:
-        late = F.pad(log_decay, (1, 0))[..., :-1]
-        return Decays.of(late, begins, chunk)
+    def of(log_decay: Tensor, begins: Tensor | None, chunk: int) -> Any:
+        by_row = log_decay.dim() > 3
+        late = log_decay.roll(1, 2)
+        late[:, :, 0] = 0
+        return (RowDecays if by_row else Decays).of(late, begins, chunk)
 
 
 class WithoutState(Decays):
     """What a chunk leaves does not reach the next one."""
 
     @staticmethod
-    def of(log_decay: Tensor, begins: Tensor | None, chunk: int) -> Decays:
-        decays = Decays.of(log_decay, begins, chunk)
+    def of(log_decay: Tensor, begins: Tensor | None, chunk: int) -> Any:
+        by_row = log_decay.dim() > 3
+        decays = (RowDecays if by_row else Decays).of(log_decay, begins, chunk)
         return replace(decays, from_before=torch.zeros_like(decays.from_before))

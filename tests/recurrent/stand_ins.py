@@ -19,7 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.recurrent import kernel_choice
-from models.recurrent.kernel_choice import CONVOLUTION, DELTA_RULE, STATE_SPACE, Package
+from models.recurrent.kernel_choice import (
+    CONVOLUTION,
+    DELTA_RULE,
+    ROW_DECAY_RULE,
+    STATE_SPACE,
+    Package,
+)
 
 
 def wide(x: Tensor) -> torch.dtype:
@@ -40,17 +46,54 @@ def chunk_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """q, k [b, s, n, d], v [b, s, n, v], g and beta [b, s, n]; state [sequences, n, d, v]."""
-    samples, length, heads, key_dim = q.shape
     # as releases before 0.6
+    _, length, heads, _ = q.shape
     if length < heads:
         warnings.warn(
             "Input tensor shape suggests potential format mismatch: "
             f"seq_len ({length}) < num_heads ({heads}).",
             stacklevel=2,
         )
+    assert g.shape == beta.shape
+    return _delta_rule(
+        q, k, v, g.unsqueeze(-1), beta, scale, initial_state, output_final_state, cu_seqlens
+    )
+
+
+def chunk_kda(  # noqa: PLR0913 - as in the package
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """As `chunk_gated_delta_rule`, with g [b, s, n, d]."""
+    assert g.shape == q.shape
+    return _delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def _delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """g: [b, s, n, 1 or d]."""
+    samples, length, heads, key_dim = q.shape
     assert q.dtype == k.dtype == v.dtype and g.dtype == beta.dtype == wide(q)
     assert k.shape == q.shape and v.shape[:3] == q.shape[:3]
-    assert g.shape == beta.shape == (samples, length, heads) and key_dim <= 256
+    assert g.shape[:3] == beta.shape == (samples, length, heads) and key_dim <= 256
     sequences = [(sample, 0, length) for sample in range(samples)]
     if cu_seqlens is not None:
         assert samples == 1 and cu_seqlens.dtype in (torch.int32, torch.int64)
@@ -66,7 +109,7 @@ def chunk_gated_delta_rule(
         state = initial_state[number]
         for t in range(first, last):
             key = k[sample, t].to(g.dtype)
-            state = state * g[sample, t].exp()[:, None, None]
+            state = state * g[sample, t].exp().unsqueeze(-1)
             error = v[sample, t].to(g.dtype) - torch.einsum("ndv,nd->nv", state, key)
             corrected = beta[sample, t].unsqueeze(-1) * error
             state = state + torch.einsum("nd,nv->ndv", key, corrected)
@@ -170,6 +213,7 @@ def causal_conv1d_fn(
 
 FUNCTIONS: dict[Package, Callable[..., Any]] = {
     DELTA_RULE: chunk_gated_delta_rule,
+    ROW_DECAY_RULE: chunk_kda,
     STATE_SPACE: mamba_chunk_scan_combined,
     CONVOLUTION: causal_conv1d_fn,
 }

@@ -1,5 +1,6 @@
-"""Gated delta nets beside attention are those of transformers' Qwen3-Next and Qwen3.5, in models of
-odd sizes drawn at random, whatever the layout.
+"""Gated delta nets beside attention are those of transformers' Qwen3-Next and Qwen3.5, and Kimi
+Delta Attention beside latent attention that of Kimi Linear, in models of odd sizes drawn at random,
+whatever the layout.
 
 Of packed documents transformers computes each one by itself.
 """
@@ -32,6 +33,8 @@ from tests.families import (
 )
 from tests.layouts import assemble
 from tests.models.test_families import (
+    corrections,
+    counting,
     data,
     differing,
     float32_is_float64,
@@ -51,8 +54,10 @@ from tests.recurrent.recurrences import LateDecays, WithoutState
 
 CLOSE = 1e-10
 IN_LAYOUTS = 1e-9
-KINDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-# The first three are one of each kind.
+KINDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear")
+# Tokens of a chunk that sequences have several of; of Kimi Linear's a power of two.
+SHORT_CHUNK = {**dict.fromkeys(KINDS, 5), "kimi_linear": 4}
+# The first four are one of each kind.
 DRAWN = [(kind, seed) for seed in range(50) for kind in KINDS]
 BATCH = 4
 STEPS = 3
@@ -83,6 +88,8 @@ GREEDY = 200
 def drawn(kind: str, seed: int) -> Case:
     """A model of a seed, as transformers and as megaprec describe it."""
     dice = random.Random(f"{kind} {seed}")
+    if kind == "kimi_linear":
+        return drawn_kimi(dice)
     layers = dice.choice((2, 3, 4, 5))
     is_delta = [dice.random() < 0.6 for _ in range(layers)]
     layer_keys: dict[str, Any] = {
@@ -188,6 +195,104 @@ def drawn_experts(
     return theirs, ours
 
 
+def drawn_kimi(dice: random.Random) -> Case:
+    """A model with Kimi Delta Attention, latent attention, or both."""
+    layers = dice.choice((2, 3, 4, 5))
+    is_delta = [dice.random() < 0.6 for _ in range(layers)]
+    ranks = dice.choice((1, 2, 4))  # that can share heads and widths
+    width = dice.choice((2, 3, 6))
+    delta_heads = ranks * dice.choice((1, 2, 3))
+    kernel = dice.choice((1, 2, 3, 5))
+    heads = ranks * dice.choice((1, 2))
+    latent = {
+        "kv_rank": dice.choice((5, 14)),
+        "query_rank": dice.choice((0, 9)),
+        "rope_dim": dice.choice((2, 4)),
+        "nope_dim": dice.choice((3, 10)),
+        "value_dim": dice.choice((3, 6)),
+    }
+    is_dense = [dice.random() < 0.3 for _ in range(layers)]
+    groups = dice.choice((1, 2, 3))
+    chosen_groups = dice.randint(1, groups)
+    experts = groups * dice.choice((2, 3))
+    per_token = dice.randint(2, chosen_groups * experts // groups)
+    ffn = ranks * dice.choice((3, 4))
+    scale = dice.choice((1.0, 2.446))
+    sizes = {
+        "hidden_size": dice.choice((20, 23, 24, 30)),
+        "rms_norm_eps": dice.choice((1e-3, 1e-6)),
+        "attention_bias": dice.random() < 0.3,
+        "moe_renormalize": dice.random() < 0.7,
+    }
+    theirs = {
+        **sizes,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "kv_lora_rank": latent["kv_rank"],
+        "q_lora_rank": latent["query_rank"] or None,
+        "qk_rope_head_dim": latent["rope_dim"],
+        "qk_nope_head_dim": latent["nope_dim"],
+        "v_head_dim": latent["value_dim"],
+        "linear_num_heads": delta_heads,
+        "linear_head_dim": width,
+        "linear_conv_kernel_dim": kernel,
+        "layer_types": ["linear_attention" if one else "full_attention" for one in is_delta],
+        "mlp_layer_types": ["dense" if one else "sparse" for one in is_dense],
+        "num_experts": experts,
+        "num_experts_per_token": per_token,
+        "num_expert_group": groups,
+        "topk_group": chosen_groups,
+        "num_shared_experts": 2,
+        "moe_intermediate_size": ffn,
+        "routed_scaling_factor": scale,
+    }
+    ours: dict[str, Any] = {
+        "layers": layers,
+        "hidden": sizes["hidden_size"],
+        "heads": heads,
+        "kv_heads": heads,
+        "norm_eps": sizes["rms_norm_eps"],
+        "qkv_bias": sizes["attention_bias"],
+        "output_bias": sizes["attention_bias"],
+        "latent": latent,
+    }
+    delta_net = {
+        "key_heads": delta_heads,
+        "value_heads": delta_heads,
+        "key_dim": width,
+        "value_dim": width,
+        "gate_rank": width,
+        "kernel": kernel,
+    }
+    delta_layers = tuple(number for number, one in enumerate(is_delta) if one)
+    if delta_layers:
+        ours |= {"delta_net": delta_net, "delta_layers": delta_layers}
+    if all(is_dense):
+        return Case("kimi_linear", theirs, ours)
+    ours |= {
+        "experts": experts,
+        "experts_per_token": per_token,
+        "norm_topk": sizes["moe_renormalize"],
+        "ffn": ffn,
+        "shared_experts": 2 * ffn,
+        "router_aux_loss": 0.0,
+        # transformers trains no corrections
+        "router_correction_speed": 0.0,
+        "router": {
+            "score": "sigmoid",
+            "correction": True,
+            "scale": scale,
+            "groups": groups,
+            "groups_per_token": chosen_groups,
+        },
+        "dense_layers": tuple(number for number, one in enumerate(is_dense) if one),
+    }
+    if any(is_dense):
+        ours["dense_ffn"] = 40
+    return Case("kimi_linear", theirs, ours)
+
+
 def their_logits(model: nn.Module, tokens: Tensor, documents: Tensor | None) -> Tensor:
     """Logits [b, s, vocab], of each document by itself."""
     # A cache would need a layer with attention.
@@ -212,11 +317,15 @@ def theirs(kind: str, seed: int) -> tuple[Job, Trained]:
     with float32_is_float64():
         model = their_model(drawn(kind, seed))
         parameters = dict(model.named_parameters())
+        kept = dict(corrections(model))
+        counts = counting(model)
         weights = logical(
-            model.config, {name: p.detach().clone() for name, p in parameters.items()}
+            model.config, {name: p.detach().clone() for name, p in (parameters | kept).items()}
         )
-        matrices = [p for p in parameters.values() if p.dim() > 1]
-        vectors = [p for p in parameters.values() if p.dim() < 2]
+        # Kimi Linear's rates are [1, 1, heads, 1].
+        is_matrix = {name: p.dim() > 1 and "A_log" not in name for name, p in parameters.items()}
+        matrices = [p for name, p in parameters.items() if is_matrix[name]]
+        vectors = [p for name, p in parameters.items() if not is_matrix[name]]
         groups = [
             {"params": matrices, "weight_decay": 0.1},
             {"params": vectors, "weight_decay": 0.0},
@@ -236,10 +345,11 @@ def theirs(kind: str, seed: int) -> tuple[Job, Trained]:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 grads[name] = p.grad.clone()
             if not found:
-                found = logical(model.config, grads)
+                loads = {name: count.clone() for name, count in counts.items()}
+                found = logical(model.config, grads | loads)
                 found["logits"] = logits.detach().flatten(0, 1).t()
             optimizer.step()
-    after = logical(model.config, {name: p.detach() for name, p in parameters.items()})
+    after = logical(model.config, {name: p.detach() for name, p in (parameters | kept).items()})
     config = config_of(drawn(kind, seed))
     job = Job(config, weights, tokens, targets, documents=documents, steps=STEPS, lr=ADAM_LR)
     return job, Trained(losses, found, after)
@@ -252,24 +362,27 @@ def test_a_model_of_any_sizes_is_that_of_transformers(
 ) -> None:
     job, expected = theirs(kind, seed)
     # Several chunks, of which the last has fewer tokens.
-    monkeypatch.setattr(gated_delta_net, "chunked", partial(chunked, chunk=(5, 64)[seed % 3 > 0]))
+    chunk = SHORT_CHUNK[kind] if seed % 3 == 0 else 64
+    monkeypatch.setattr(gated_delta_net, "chunked", partial(chunked, chunk=chunk))
     loss, found = ours(job)
     assert loss == pytest.approx(expected.losses[0], rel=CLOSE)
     assert not (far := differing(found, expected.found, CLOSE)), far
     assert found["layers.0.attention_norm.weight"].any()
 
 
+@pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear"])
 @pytest.mark.parametrize("fault", [LateDecays, WithoutState, "norms", "channels"])
-def test_a_planted_fault_is_found(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    job, expected = theirs(*DRAWN[0])
+def test_a_planted_fault_is_found(kind: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, expected = theirs(kind, 0)
     config = job.config
-    monkeypatch.setattr(gated_delta_net, "chunked", partial(chunked, chunk=5))
+    monkeypatch.setattr(gated_delta_net, "chunked", partial(chunked, chunk=SHORT_CHUNK[kind]))
     if fault == "norms":
-        config = config.model_copy(update={"norm_unit_offset": False})
+        config = config.model_copy(update={"norm_unit_offset": not config.norm_unit_offset})
     elif fault == "channels":
         convolve_neighbours(monkeypatch, GatedDeltaNet)
     else:
-        monkeypatch.setattr(delta_rule, "Decays", fault)
+        by_row = config.delta_net.gate_rank > 0
+        monkeypatch.setattr(delta_rule, "RowDecays" if by_row else "Decays", fault)
     _, found = ours(job, config)
     assert "logits" in differing(found, expected.found, CLOSE)
 
@@ -326,7 +439,9 @@ def test_greedy_texts_are_those_that_transformers_generates(
     kind: str, seed: int, tmp_path: Path
 ) -> None:
     case = drawn(kind, seed)
-    keys = {"vocab_size": 97, "max_position_embeddings": 256}
+    # the defaults of Kimi Linear are ids beyond the vocabulary
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    keys = {"vocab_size": 97, "max_position_embeddings": 256, **ids}
     config = transformers.AutoConfig.for_model(kind, **case.theirs, **keys)
     with float32_is_float64():
         torch.manual_seed(seed)

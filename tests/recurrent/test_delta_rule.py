@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from models.recurrent.delta_rule import DeltaInputs, chunked, recurrent
 from models.recurrent.short_convolution import short_convolution
 from tests.recurrent.recurrences import (
     DELTAS,
+    ODD_BY_ROW,
     ODD_DELTA,
     RECURRENCES,
     DrawnDelta,
@@ -24,8 +26,12 @@ from tests.recurrent.recurrences import (
 DELTA_RULE = RECURRENCES["delta rule"]
 
 
-def test_a_decay_of_zero_and_one_is_exact() -> None:
-    inputs, state = replace(ODD_DELTA, documents=0.0).inputs()
+BOTH = pytest.mark.parametrize("odd", [ODD_DELTA, ODD_BY_ROW], ids=["of heads", "of rows"])
+
+
+@BOTH
+def test_a_decay_of_zero_and_one_is_exact(odd: DrawnDelta) -> None:
+    inputs, state = replace(odd, documents=0.0).inputs()
     log_decay = inputs.log_decay.clone()
     log_decay[:, :, 3::5] = -torch.inf
     log_decay[:, :, 1::5] = 0.0
@@ -36,15 +42,29 @@ def test_a_decay_of_zero_and_one_is_exact() -> None:
     assert_alike(found, expected)
 
 
-def test_single_precision_is_close_for_strong_decays_before_weak_ones() -> None:
+@BOTH
+def test_single_precision_is_close_for_strong_decays_before_weak_ones(odd: DrawnDelta) -> None:
     """Differences of sums from the beginning of a chunk would lose the weak ones."""
-    inputs, state = replace(ODD_DELTA, length=64, documents=0.0).inputs()
+    inputs, state = replace(odd, length=64, documents=0.0).inputs()
     log_decay = inputs.log_decay.clone().fill_(-1e-3)
     log_decay[:, :, :8] = -1e4
     exact, _ = recurrent(replace(inputs, log_decay=log_decay), state)
     narrow = {name: getattr(inputs, name).float() for name in ("query", "key", "value", "strength")}
     found, _ = chunked(DeltaInputs(log_decay=log_decay.float(), **narrow), state.float())
     assert (found.double() - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
+def test_rows_that_decay_alike_are_a_head_that_decays() -> None:
+    inputs, state = ODD_DELTA.inputs()
+    rows = inputs.log_decay.unsqueeze(-1).expand(*inputs.key.shape)
+    found = chunked(replace(inputs, log_decay=rows), state, 8)
+    assert_alike(found, chunked(inputs, state, 8))
+
+
+def test_rows_are_not_weighed_in_chunks_that_cannot_be_halved() -> None:
+    inputs, _ = ODD_BY_ROW.inputs()
+    with pytest.raises(ValueError, match="chunks of 24 tokens"):
+        chunked(inputs, chunk=24)
 
 
 @settings(max_examples=15)

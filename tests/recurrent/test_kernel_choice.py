@@ -37,6 +37,7 @@ from models.recurrent.kernel_choice import (
     CONVOLUTION,
     DELTA_RULE,
     FEWER_TOKENS_THAN_HEADS,
+    ROW_DECAY_RULE,
     STATE_SPACE,
     KernelSetting,
     Package,
@@ -45,6 +46,7 @@ from models.recurrent.kernel_choice import (
     refused_kernels,
     uses,
 )
+from models.recurrent.kimi_delta_attention import KimiDeltaAttention
 from models.recurrent.mamba_mixer import MambaMixer
 from models.recurrent.short_convolution import short_convolution
 from parallel.activation_checkpoint import KEEP, Recompute
@@ -52,7 +54,12 @@ from parallel.context import Context
 from parallel.lockstep import Lockstep
 from parallel.pipeline.kinds import schedule
 from tests.ranks import run_ranks
-from tests.recurrent.recurrences import ODD_DELTA, ODD_STATE_SPACE, assert_alike
+from tests.recurrent.recurrences import (
+    ODD_BY_ROW,
+    ODD_DELTA,
+    ODD_STATE_SPACE,
+    assert_alike,
+)
 from tests.recurrent.stand_ins import FUNCTIONS, install
 from tools.analysis.planning.device import DeviceTarget
 from tools.analysis.planning.report import run_lines
@@ -69,12 +76,25 @@ DELTA_NET_KEYS: dict[str, Any] = {
     "delta_layers": (0,),
     "max_positions": 64,
 }
+KIMI_DELTA_KEYS: dict[str, Any] = {
+    "family": "qwen3",
+    "delta_net": {
+        "key_heads": 4,
+        "value_heads": 4,
+        "key_dim": 4,
+        "value_dim": 2,
+        "gate_rank": 3,
+    },
+    "delta_layers": (0,),
+    "max_positions": 64,
+}
 MAMBA_KEYS: dict[str, Any] = {
     "family": "nemotron_h",
     "hybrid_pattern": "M*",
     "mamba": {"heads": 4, "head_dim": 2, "state_dim": 4, "groups": 2},
 }
 DELTA_NET = ModelConfig(**SIZES, **DELTA_NET_KEYS)
+KIMI_DELTA = ModelConfig(**SIZES, **KIMI_DELTA_KEYS)
 MAMBA = ModelConfig(**SIZES, **MAMBA_KEYS)
 
 
@@ -131,8 +151,12 @@ def test_a_kernel_that_was_found_warns_of_no_short_prompt(monkeypatch: pytest.Mo
 @pytest.mark.filterwarnings(f"ignore:{FEWER_TOKENS_THAN_HEADS}")
 @pytest.mark.parametrize("documents", [0.0, 0.1])
 @pytest.mark.parametrize("length", [1, 37])
-def test_the_delta_rule_is_that_of_the_chunks(length: int, documents: float) -> None:
-    inputs, state = replace(ODD_DELTA, length=length, documents=documents).inputs()
+@pytest.mark.parametrize("package", [DELTA_RULE, ROW_DECAY_RULE])
+def test_the_delta_rule_is_that_of_the_chunks(
+    package: Package, length: int, documents: float
+) -> None:
+    odd = ODD_DELTA if package == DELTA_RULE else ODD_BY_ROW
+    inputs, state = replace(odd, length=length, documents=documents).inputs()
     keys = ("query", "key", "value", "log_decay", "strength")
     tensors = [getattr(inputs, key) for key in keys]
 
@@ -142,14 +166,14 @@ def test_the_delta_rule_is_that_of_the_chunks(length: int, documents: float) -> 
 
     def theirs(*leaves: Tensor) -> Sequence[Tensor]:
         here = replace(inputs, **dict(zip(keys, leaves, strict=False)))
-        outputs, last = kernel_calls.delta_rule(FUNCTIONS[DELTA_RULE], here, None, WIDE)
+        outputs, last = kernel_calls.delta_rule(FUNCTIONS[package], here, None, WIDE)
         assert (last is None) == bool(documents)
         return [outputs] if last is None else [outputs, last]
 
     found = made_and_gradients(theirs, tensors)
     assert_alike(found, made_and_gradients(ours, tensors))
     if not documents:
-        outputs, last = kernel_calls.delta_rule(FUNCTIONS[DELTA_RULE], inputs, state, WIDE)
+        outputs, last = kernel_calls.delta_rule(FUNCTIONS[package], inputs, state, WIDE)
         assert last is not None
         assert_alike([outputs, last], delta_rule.chunked(inputs, state))
 
@@ -222,8 +246,15 @@ def test_kernels_take_products_dtype_and_leave_decays_and_states_wide() -> None:
     assert (found - expected).norm() < 0.01 * expected.norm()
 
 
+EACH_LAYER = pytest.mark.parametrize(
+    "config", [DELTA_NET, KIMI_DELTA, MAMBA], ids=["delta net", "Kimi delta", "Mamba-2"]
+)
+
+
 def layer_of(config: ModelConfig, recompute: Recompute = KEEP) -> GatedDeltaNet | MambaMixer:
-    kind = GatedDeltaNet if config.delta_net else MambaMixer
+    kind: type[GatedDeltaNet | MambaMixer] = MambaMixer
+    if config.delta_net:
+        kind = KimiDeltaAttention if config.delta_net.gate_rank else GatedDeltaNet
     return kind(config, Context(plan("fp64"), recompute=recompute), "layers.0.attention")
 
 
@@ -236,7 +267,7 @@ def step(layer: GatedDeltaNet | MambaMixer, documents: Tensor | Documents | None
     return [y.detach(), *torch.autograd.grad((y * weights).sum(), [x, *layer.parameters()])]
 
 
-@pytest.mark.parametrize("config", [DELTA_NET, MAMBA], ids=["delta net", "Mamba-2"])
+@EACH_LAYER
 @pytest.mark.parametrize("given", ["nothing", "numbers", "documents"])
 def test_a_layer_computes_the_same_by_kernels(
     config: ModelConfig, given: str, request: pytest.FixtureRequest
@@ -250,7 +281,7 @@ def test_a_layer_computes_the_same_by_kernels(
     assert_alike(step(recomputed, choices[given]), plain)
 
 
-@pytest.mark.parametrize("config", [DELTA_NET, MAMBA], ids=["delta net", "Mamba-2"])
+@EACH_LAYER
 def test_generation_goes_on_from_the_state_of_kernels(
     config: ModelConfig, request: pytest.FixtureRequest
 ) -> None:
@@ -289,9 +320,19 @@ def test_a_kernel_is_taken_on_a_gpu_unless_the_run_asks_for_what_it_cannot_do(
 
 
 # heads, key and value; groups, heads, key and value; features and taps
-TRIED_SIZES = {DELTA_RULE: (2, 8, 4), STATE_SPACE: (1, 2, 8, 4), CONVOLUTION: (8, 4)}
+TRIED_SIZES = {
+    DELTA_RULE: (2, 8, 4),
+    ROW_DECAY_RULE: (2, 8, 4),
+    STATE_SPACE: (1, 2, 8, 4),
+    CONVOLUTION: (8, 4),
+}
 TOKENS = 20
-MODELS = {DELTA_RULE: DELTA_NET, STATE_SPACE: MAMBA, CONVOLUTION: MAMBA}
+MODELS = {
+    DELTA_RULE: DELTA_NET,
+    ROW_DECAY_RULE: KIMI_DELTA,
+    STATE_SPACE: MAMBA,
+    CONVOLUTION: MAMBA,
+}
 CPU = torch.device("cpu")
 
 
@@ -301,7 +342,7 @@ def try_in(model: ModelConfig) -> dict[str, str]:
 
 
 @pytest.mark.filterwarnings(f"ignore:{FEWER_TOKENS_THAN_HEADS}")
-@pytest.mark.parametrize("model", [DELTA_NET, MAMBA], ids=["delta net", "mamba"])
+@pytest.mark.parametrize("model", [DELTA_NET, KIMI_DELTA, MAMBA])
 def test_kernels_that_compute_what_plain_torch_does_are_not_refused(
     model: ModelConfig, monkeypatch: pytest.MonkeyPatch, tried_here: None
 ) -> None:
@@ -314,6 +355,7 @@ def test_kernels_that_compute_what_plain_torch_does_are_not_refused(
     ("package", "sizes"),
     [
         (DELTA_RULE, (1, 128, 64)),
+        (ROW_DECAY_RULE, (1, 128, 64)),
         (STATE_SPACE, (1, 2, 128, 64)),
         (STATE_SPACE, (2, 2, 128, 64)),
         (CONVOLUTION, (64, 4)),
@@ -381,7 +423,7 @@ def test_outputs_may_differ_by_three_per_cent(
     assert (fault == "") == is_right
 
 
-@pytest.mark.parametrize("package", [DELTA_RULE, STATE_SPACE], ids=lambda package: package.name)
+@pytest.mark.parametrize("package", [DELTA_RULE, ROW_DECAY_RULE, STATE_SPACE])
 def test_a_kernel_that_forgets_a_state_after_a_chunk_is_seen(
     package: Package, tried_here: None
 ) -> None:
@@ -402,7 +444,7 @@ def test_a_kernel_that_forgets_a_state_after_a_chunk_is_seen(
             pieces.append(outputs[:, first - begin :])
         return torch.cat(pieces, 1), last
 
-    sizes = {DELTA_RULE: (2, 16, 8), STATE_SPACE: (1, 2, 16, 8)}[package]
+    sizes = (1, 2, 16, 8) if package == STATE_SPACE else (2, 16, 8)
     assert package.trial(FUNCTIONS[package], sizes, 200, torch.bfloat16) == ""
     assert "is wrong by" in package.trial(forgetful, sizes, 200, torch.bfloat16)
 
@@ -467,16 +509,18 @@ def test_an_engine_tries_kernels_and_its_layers_do_without_those_that_are_wrong(
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("model", [DELTA_NET, MAMBA], ids=["delta net", "mamba"])
+@pytest.mark.parametrize("model", [DELTA_NET, KIMI_DELTA, MAMBA])
 def test_a_kernel_is_tried_with_the_sizes_of_a_ranks_layer(model: ModelConfig, tp: int) -> None:
     sizes = {package: of_layer for package, _, of_layer in uses(model, tp)}
     context = Context(plan("bf16"), SimulatedAxis("tp", 0, tp))
     layer: Any
     if model.delta_net:
-        layer = GatedDeltaNet(model, context, "attention")
+        by_row = model.delta_net.gate_rank > 0
+        kind = KimiDeltaAttention if by_row else GatedDeltaNet
+        layer = kind(model, context, "attention")
         heads = layer.log_rate.numel()
         expected = (heads, model.delta_net.key_dim, model.delta_net.value_dim)
-        assert sizes[DELTA_RULE] == expected
+        assert sizes[ROW_DECAY_RULE if by_row else DELTA_RULE] == expected
     else:
         layer = MambaMixer(model, context, "attention")
         heads = layer.log_rate.numel()

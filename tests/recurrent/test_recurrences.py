@@ -83,7 +83,7 @@ def test_a_planted_fault_is_found(
 ) -> None:
     one = RECURRENCES[recurrence]
     inputs, state = one.odd.inputs()
-    monkeypatch.setattr(one.module, "Decays", fault)
+    monkeypatch.setattr(one.module, one.decays, fault)
     found = [*one.results(partial(one.module.chunked, chunk=8), inputs, state)]
     with pytest.raises(AssertionError):
         assert_alike(found, [*one.results(one.module.recurrent, inputs, state)])

@@ -1,6 +1,7 @@
-"""Time and memory of the recurrences of a gated delta net and of Mamba-2, forward and backward.
+"""Time and memory of the recurrences of a gated delta net, of Kimi Delta Attention and of Mamba-2,
+forward and backward.
 
-Sizes of a head are those of Qwen3-Next and Nemotron-H, in FP32, one record for each of the two. The
+Sizes of a head are those of Qwen3-Next, Kimi Linear and Nemotron-H, in FP32, one record each. The
 forms are timed in turn, on a CPU by its time, and the least time counts:
 
     chunks        ours, in chunks of tokens
@@ -23,7 +24,13 @@ from torch import Tensor
 
 from models.recurrent import delta_rule, kernel_calls, kernel_choice, state_space
 from models.recurrent.delta_rule import DeltaInputs
-from models.recurrent.kernel_choice import DELTA_RULE, STATE_SPACE, KernelSetting, Package
+from models.recurrent.kernel_choice import (
+    DELTA_RULE,
+    ROW_DECAY_RULE,
+    STATE_SPACE,
+    KernelSetting,
+    Package,
+)
 from models.recurrent.state_space import StateSpaceInputs
 from tools.bench.measurement import (
     Step,
@@ -38,7 +45,10 @@ from tools.bench.measurement import (
 
 SUBJECT = "time and memory of recurrences, beside transformers'"
 Form = Callable[..., Tensor]
-# of a head of Qwen3-Next; transformers' chunks have 64 tokens there too
+MODELS = "transformers.models"
+QWEN3_NEXT = (f"{MODELS}.qwen3_next.modeling_qwen3_next", "torch_chunk_gated_delta_rule")
+KIMI = (f"{MODELS}.kimi_linear.modeling_kimi_linear", "chunk_kimi_delta_attention")
+# of a head of Qwen3-Next and Kimi Linear; transformers' chunks have 64 tokens there too
 KEY_DIM = 128
 VALUE_DIM = 128
 # of a head of Nemotron-H
@@ -74,9 +84,11 @@ def main(args: argparse.Namespace) -> int:
     sizes = (args.samples, args.tokens, args.heads)
     with device:
         of_delta_rule = _delta_rule_leaves(*sizes)
+        of_row_decays = _delta_rule_leaves(*sizes, by_row=True)
         of_state_space = _state_space_leaves(*sizes)
     measured: dict[str, tuple[Sequence[Tensor], Mapping[str, Form]]] = {
-        "delta rule": (of_delta_rule, _delta_rule_forms(device)),
+        "delta rule": (of_delta_rule, _delta_rule_forms(device, QWEN3_NEXT, DELTA_RULE)),
+        "delta rule by row": (of_row_decays, _delta_rule_forms(device, KIMI, ROW_DECAY_RULE)),
         "state space": (of_state_space, _state_space_forms(device)),
     }
     for recurrence, (leaves, forms) in measured.items():
@@ -126,31 +138,37 @@ def _step(form: Form, leaves: Sequence[Tensor]) -> Step:
     return step
 
 
-def _delta_rule_leaves(samples: int, tokens: int, heads: int) -> list[Tensor]:
-    """Return queries, keys and values [b, s, n, features], and logarithms of decays and strengths
-    [b, s, n]."""
+def _delta_rule_leaves(samples: int, tokens: int, heads: int, by_row: bool = False) -> list[Tensor]:
+    """Return queries, keys and values [b, s, n, features], logarithms of decays [b, s, n], by row
+    [b, s, n, features], and strengths [b, s, n]."""
     of_heads = (samples, tokens, heads)
+    of_decays = (*of_heads, KEY_DIM) if by_row else of_heads
     leaves = [
         F.normalize(torch.randn(*of_heads, KEY_DIM), dim=-1),
         F.normalize(torch.randn(*of_heads, KEY_DIM), dim=-1),
         torch.randn(*of_heads, VALUE_DIM),
-        -torch.rand(of_heads),
+        -torch.rand(of_decays),
         torch.rand(of_heads),
     ]
     return [leaf.requires_grad_() for leaf in leaves]
 
 
-def _delta_rule_forms(device: torch.device) -> dict[str, Form]:
+def _delta_rule_forms(
+    device: torch.device, theirs: tuple[str, str], package: Package
+) -> dict[str, Form]:
+    """Return the forms of the delta rule. theirs: module and function of transformers."""
+
     def inputs(*leaves: Tensor) -> DeltaInputs:
         return DeltaInputs(*(leaf.transpose(1, 2) for leaf in leaves))
 
-    module: Any = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
+    module_name, function_name = theirs
+    their_function = getattr(importlib.import_module(module_name), function_name)
     forms: dict[str, Form] = {
         "chunks": lambda *leaves: delta_rule.chunked(inputs(*leaves))[0],
         "tokens": lambda *leaves: delta_rule.recurrent(inputs(*leaves))[0],
-        "transformers": lambda *leaves: module.torch_chunk_gated_delta_rule(*leaves)[0],
+        "transformers": lambda *leaves: their_function(*leaves)[0],
     }
-    if kernel := _kernel(DELTA_RULE, device):
+    if kernel := _kernel(package, device):
         forms["kernel"] = lambda *leaves: kernel_calls.delta_rule(
             kernel, inputs(*leaves), None, torch.bfloat16
         )[0]

@@ -224,7 +224,8 @@ class RunConfig(BaseModel):
             canonical=self.train.numerics == "canonical",
             deterministic=self.train.deterministic,
         )
-        return kernel_choice.describe(model, self.parallel.tensor, setting, refused)
+        ranks = self.parallel.tensor * self.parallel.context
+        return kernel_choice.describe(model, ranks, setting, refused)
 
     @property
     def engine_options(self) -> EngineOptions:

@@ -174,6 +174,14 @@ def _delta_net_sizes(model: ModelConfig) -> dict[str, Any]:
     """Return small heads of gated delta nets, each head of keys of at most two heads of values."""
     sizes = model.delta_net
     key_heads = min(sizes.key_heads, 2)
+    if sizes.gate_rank:
+        return {
+            "linear_num_heads": key_heads,
+            "linear_head_dim": min(sizes.key_dim, HEAD),
+            "linear_conv_kernel_dim": sizes.kernel,
+            # of a published file, which has the sizes too
+            "linear_attn_config": {},
+        }
     group = sizes.value_heads // sizes.key_heads
     return {
         "linear_num_key_heads": key_heads,
@@ -206,6 +214,9 @@ def _expert_sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
     names = ("num_local_experts", "n_routed_experts", "num_experts")
     stated_names = [name for name in names if config.get(name) is not None]
     usual_name = "n_routed_experts" if "n_routed_experts" in defaults else "num_experts"
+    # Kimi Linear's class has another name for it than its relatives.
+    if "linear_attn_config" in defaults:
+        usual_name = "num_experts"
     least = max(EXPERTS, model.experts_per_token + 1)
     experts = min(model.experts, model.router.at_least(least, model.experts_per_token))
     sizes: dict[str, Any] = dict.fromkeys(stated_names or [usual_name], experts)
@@ -257,6 +268,9 @@ def _lengths(config: Json, model: ModelConfig) -> dict[str, Any]:
         return min(length, max(least, length * longest // model.max_positions))
 
     lengths: dict[str, Any] = {"max_position_embeddings": longest}
+    for alias, key in FAMILIES[config["model_type"]].aliases.items():
+        if key in lengths and alias in config:
+            lengths[alias] = longest
 
     def with_reduced_originals(table: Json) -> dict[str, Any]:
         """Return rope parameters, of all layers or in a table for each kind of layers."""
@@ -282,7 +296,8 @@ def _layer_kinds(config: Json, model: ModelConfig) -> dict[str, Any]:
     layers = min(model.layers, LAYERS)
     if model.hybrid_pattern:
         return _hybrid_layers(config, model.hybrid_pattern, layers)
-    if model.nope_layers:
+    says_turns = "no_rope_layers" in FAMILIES[config["model_type"]].defaults
+    if model.nope_layers and says_turns:
         turns = [int(number not in model.nope_layers) for number in range(model.layers)]
         kinds: dict[str, Any] = {"no_rope_layers": spread(turns, layers)}
         if types := config.get("layer_types"):

@@ -208,6 +208,9 @@ def _mixer_products(
     else:
         width = (kind.heads + 2 * kind.kv_heads) * kind.head_dim
     yield tokens, kind.hidden, width / tensor, 1
+    if rank := kind.delta_net.gate_rank:
+        yield tokens, rank, kind.delta_net.value_width / tensor, 1
+        yield tokens, rank, kind.delta_net.decay_width / tensor, 1
     yield tokens, kind.mixer_width / tensor, kind.hidden, 1
 
 

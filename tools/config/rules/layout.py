@@ -158,7 +158,13 @@ def _cut_sequences(
     plan = plan_or_none(precision, fp8)
     if plan is not None:
         yield from context_problems(
-            model, plan, parallel.context, train.seq_length, slices, canonical
+            model,
+            plan,
+            parallel.context,
+            train.seq_length,
+            slices,
+            canonical,
+            parallel.tensor,
         )
 
 

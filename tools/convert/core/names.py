@@ -9,7 +9,9 @@ from tools.convert.core.transforms import (
     DELTA_GATES,
     DELTA_NET,
     DELTA_ROWS,
+    EXPERTS_GATE_UP,
     EXPERTS_INTERLEAVED,
+    EXPERTS_STACKED,
     EXPERTS_TRANSPOSED,
     GATED_QUERY,
     GROUPED,
@@ -23,8 +25,10 @@ from tools.convert.core.transforms import (
     MAMBA,
     MAMBA_CONVOLUTION_BIASES,
     MAMBA_CONVOLUTIONS,
+    ONE_CONVOLUTION,
     PACKED,
     PACKED_TRANSPOSED,
+    RATES_OF_HEADS,
     SAME,
     STACKED,
     STACKED_DELTA_NET,
@@ -181,6 +185,64 @@ def _gated_attention_or_delta_net(by_key_head: bool) -> list[NameRule]:
         NameRule(f"{delta_net}.norm.weight", (f"{_DELTA_NET}.output_norm.weight",)),
         NameRule(f"{delta_net}.out_proj.weight", (f"{_DELTA_NET}.output.weight",)),
     ]
+
+
+def _latents_or_kimi_delta() -> list[NameRule]:
+    """Return the rules of Kimi Linear: of latent attention and of Kimi Delta Attention, which have
+    the same names for some of their tensors."""
+    delta = "model.layers.N.self_attn"
+    rules = _latents(interleaved=False)
+    for part in QKV:
+        letter = part[0]
+        rules += [
+            NameRule(f"{delta}.{letter}_proj.weight", (f"{_DELTA_NET}.{part}.weight",)),
+            NameRule(
+                f"{delta}.{letter}_conv1d.weight",
+                (f"{_DELTA_NET}.{part}_convolution.weight",),
+                ONE_CONVOLUTION,
+            ),
+        ]
+    # f: the gate of what is forgotten, g: that of the output; a: down, b: up
+    alone = {
+        "A_log": ("decay.log_rate", RATES_OF_HEADS),
+        "dt_bias": ("decay.bias", SAME),
+        "f_a_proj.weight": ("decay_down.weight", SAME),
+        "f_b_proj.weight": ("decay_up.weight", SAME),
+        "b_proj.weight": ("strength.weight", SAME),
+        "g_a_proj.weight": ("gate_down.weight", SAME),
+        "g_b_proj.weight": ("gate_up.weight", SAME),
+        "o_norm.weight": ("output_norm.weight", SAME),
+        "o_proj.weight": ("output.weight", SAME),
+    }
+    for theirs, (ours, how) in alone.items():
+        rules.append(NameRule(f"{delta}.{theirs}", (f"{_DELTA_NET}.{ours}",), how))
+    return rules
+
+
+def _experts_of_granite() -> list[NameRule]:
+    """Return the rules of Granite's experts: all of a layer in one tensor, gate above up."""
+    moe = "model.layers.N.block_sparse_moe"
+    gate_up = (f"{_MLP}.experts.E.gate.weight", f"{_MLP}.experts.E.up.weight")
+    down = (f"{_MLP}.experts.E.down.weight",)
+    return [
+        NameRule(f"{moe}.router.layer.weight", (f"{_MLP}.router.weight",)),
+        NameRule(f"{moe}.input_linear.weight", gate_up, EXPERTS_GATE_UP),
+        NameRule(f"{moe}.output_linear.weight", down, EXPERTS_STACKED),
+    ]
+
+
+def _experts_of_kimi() -> list[NameRule]:
+    """Return the rules of Kimi Linear's experts, and of its layers without them."""
+    moe = "model.layers.N.block_sparse_moe"
+    rules = [
+        *_gated(),
+        *_experts("block_sparse_moe", "w1", "w3", "w2"),
+        NameRule(f"{moe}.gate.e_score_correction_bias", (CORRECTION,)),
+    ]
+    for part in ("gate", "up", "down"):
+        logical = f"{_MLP}.shared.{part}.weight"
+        rules.append(NameRule(f"{moe}.shared_experts.{part}_proj.weight", (logical,)))
+    return rules
 
 
 def _nemotron_h() -> list[NameRule]:
@@ -350,7 +412,9 @@ HUGGING_FACE: dict[str, list[NameRule]] = {
     "internlm3": _llama(_gated()),
     "seed_oss": _llama(_gated()),
     "arcee": _llama(_gated()),
+    "exaone4": _llama(_gated(), _AFTER),
     "granite": _llama(_gated()),
+    "granitemoe": _llama(_experts_of_granite()),
     "smollm3": _llama(_gated()),
     "olmoe": _llama(_experts("mlp", "gate_proj", "up_proj", "down_proj")),
     "minimax_m2": _llama(
@@ -364,6 +428,7 @@ HUGGING_FACE: dict[str, list[NameRule]] = {
     "glm4_moe_lite": _with_modules(_llama(_shared_experts(), projections=_latents(True))),
     "youtu": _llama(_gated(), projections=_latents(True)),
     "nemotron_h": _nemotron_h(),
+    "kimi_linear": _llama(_experts_of_kimi(), projections=_latents_or_kimi_delta()),
 }
 # Of folders whose config.json has rope_interleave = false.
 IN_HALVES: dict[str, list[NameRule]] = {

@@ -368,6 +368,15 @@ DELTA_ROWS = Transform(_join_stacked, _split_delta_rows)
 DELTA_GATES = Transform(_join_by_key_head, _split_delta_gates)
 STACKED_DELTA_NET = Transform(_join_stacked, _split_stacked_delta_net)
 CONVOLUTIONS = Transform(_join_convolutions, _split_convolutions)
+# Of Kimi Delta Attention: one of the three convolutions, and the rates, [1, 1, heads, 1].
+ONE_CONVOLUTION = Transform(
+    join=_join_convolutions,
+    split=lambda joined, head_sizes: [joined.squeeze(1)],
+)
+RATES_OF_HEADS = Transform(
+    join=lambda parts, head_sizes: parts[0].view(1, 1, -1, 1),
+    split=lambda joined, head_sizes: [joined.flatten()],
+)
 # Of a Mamba-2 mixer: what is projected, and the convolution with its bias.
 MAMBA = Transform(_join_stacked, _split_mamba)
 MAMBA_CONVOLUTIONS = Transform(_join_convolutions, _split_mamba_convolutions)

@@ -33,6 +33,7 @@ _NEWER_FAMILIES = (
     "minimax_m2",
     "solar_open",
     "youtu",
+    "kimi_linear",
 )
 _NAMEABLE_FIELDS = [field for field in ModelConfig.model_fields if field not in _UNNAMED_FIELDS]
 

@@ -206,16 +206,28 @@ _MLP_TYPES = {"dense": True, "sparse": False}
 def _read_glm4_lite(config: ConfigKeys) -> Fields:
     """Return the experts of GLM-4.7-Flash: those of GLM-4.5, in the layers that mlp_layer_types
     names, otherwise in all but the first."""
+    return _read_by_layer(config, leading_dense=1)
+
+
+def read_after_leading_dense(config: ConfigKeys) -> Fields:
+    """Return the experts of Kimi Linear: those of GLM-4.5, in the layers that mlp_layer_types
+    names, otherwise in all but the first first_k_dense_replace."""
+    return _read_by_layer(config, leading_dense=config["first_k_dense_replace"])
+
+
+def _read_by_layer(config: ConfigKeys, leading_dense: int) -> Fields:
+    """Return the experts of the layers that mlp_layer_types names, otherwise of all but the first
+    `leading_dense`."""
     layers = config["num_hidden_layers"]
     types = config["mlp_layer_types"]
     if types is None:
-        dense = [0]
+        dense = [*range(min(leading_dense, layers))]
     else:
         require_count(types, layers, "mlp_layer_types")
         for layer_type in types:
             require(layer_type, "mlp_layer_types", tuple(_MLP_TYPES))
         dense = [layer for layer, layer_type in enumerate(types) if _MLP_TYPES[layer_type]]
-    # Its class does not read it, and older readers of its files do.
+    # Their classes do not read it beside the types, and older readers of their files do.
     if config.has("first_k_dense_replace"):
         leading = next((n for n in range(layers) if n not in dense), layers)
         require(config.stated["first_k_dense_replace"], "first_k_dense_replace", (leading,))
@@ -235,7 +247,8 @@ def _read_glm4_lite(config: ConfigKeys) -> Fields:
     }
 
 
-def _write_glm4_lite(model: ModelConfig) -> Json:
+def write_glm4_lite(model: ModelConfig) -> Json:
+    """Return the keys of experts, and of the layers that have them."""
     is_dense = [not model.experts or n in model.dense_layers for n in range(model.layers)]
     types = {"mlp_layer_types": ["dense" if dense else "sparse" for dense in is_dense]}
     if not model.experts:
@@ -328,14 +341,22 @@ def _groups(config: ConfigKeys, best: int) -> Fields:
     # transformers reshapes scores to [tokens, groups, experts of one].
     if not 1 <= chosen_groups <= groups or experts % groups:
         raise UserError.of(
-            "convert.hf_groups_uneven", groups=groups, chosen=chosen_groups, experts=experts
+            "convert.hf_groups_uneven",
+            groups_key=config.as_stated("n_group"),
+            groups=groups,
+            chosen=chosen_groups,
+            experts_key=config.as_stated("n_routed_experts"),
+            experts=experts,
         )
     if chosen_groups * (experts // groups) < config["num_experts_per_tok"]:
         raise UserError.of(
             "convert.hf_groups_too_few",
+            groups_key=config.as_stated("n_group"),
             groups=groups,
             chosen=chosen_groups,
+            experts_key=config.as_stated("n_routed_experts"),
             experts=experts,
+            per_token_key=config.as_stated("num_experts_per_tok"),
             num_experts_per_tok=config["num_experts_per_tok"],
         )
     fields = {"groups": groups, "groups_per_token": chosen_groups}
@@ -397,7 +418,7 @@ EXPERTS_OF_OLMOE = Entry(
     },
 )
 EXPERTS_OF_SOLAR = Entry(_read_solar, _write_solar)
-EXPERTS_OF_GLM4_LITE = Entry(_read_glm4_lite, _write_glm4_lite)
+EXPERTS_OF_GLM4_LITE = Entry(_read_glm4_lite, write_glm4_lite)
 EXPERTS_OF_DOTS1 = Entry(_read_deepseek_v3, _write_dots1)
 EXPERTS_OF_QWEN3_5 = Entry(_read_qwen3_5, _write_qwen3_5)
 EXPERTS_OF_GLM4 = Entry(_read_glm4_moe, _write_after_dense)

@@ -41,6 +41,9 @@ from tools.convert.hf.keys import (
     require,
     same,
 )
+from tools.convert.hf.kimi_layers import ALIASES as ALIASES_OF_KIMI
+from tools.convert.hf.kimi_layers import ALLOWED as ALLOWED_OF_KIMI
+from tools.convert.hf.kimi_layers import EXPERTS_OF_KIMI, KIMI_LAYERS, OTHER_KEYS_OF_KIMI
 from tools.convert.hf.rope import (
     NOPE_LAYERS,
     ROPE,
@@ -59,6 +62,7 @@ from tools.convert.hf.windows import (
     WINDOW_OF_ALL_LAYERS,
     WINDOW_OF_QWEN3_MOE,
     WINDOWS_OF_DOTS1,
+    WINDOWS_OF_EXAONE4,
     WINDOWS_OF_QWEN,
     WINDOWS_OF_QWEN2_MOE,
     WINDOWS_OF_SMOLLM3,
@@ -120,6 +124,13 @@ def _read_gpt2_ffn(config: ConfigKeys) -> Fields:
 
 
 def _read_latent_attention(config: ConfigKeys) -> Fields:
+    """Return the widths of latents, as `_read_latents`. Raises UserError for another head_dim than
+    the width that turns, which their classes put there."""
+    require(config["head_dim"], "head_dim", (config["qk_rope_head_dim"], None))
+    return _read_latents(config)
+
+
+def _read_latents(config: ConfigKeys) -> Fields:
     """Return the widths of latents. Raises UserError for those with which there is no latent
     attention."""
     rope_dim = config["qk_rope_head_dim"]
@@ -139,8 +150,6 @@ def _read_latent_attention(config: ConfigKeys) -> Fields:
     # Every head has keys and values of its own, made of the shared latent.
     heads = config["num_attention_heads"]
     require(config["num_key_value_heads"], "num_key_value_heads", (heads, None))
-    # their classes put the width that turns there
-    require(config["head_dim"], "head_dim", (rope_dim, None))
     require(config["qk_head_dim"], "qk_head_dim", (rope_dim + nope_dim, None))
     latent = {
         "kv_rank": config["kv_lora_rank"],
@@ -346,6 +355,21 @@ _DEEPSEEK = (
     _ATTENTION_BIAS,
 )
 
+_GRANITE = (
+    *_LLAMA,
+    _SILU,
+    ROPE,
+    _ATTENTION_BIAS,
+    _number("embedding_multiplier", "embedding_scale"),
+    _number("residual_multiplier", "branch_scale"),
+    _number("logits_scaling", "logit_divisor"),
+    Entry(
+        lambda config: {"attention_scalar": float(config["attention_multiplier"]) ** -2},
+        lambda model: {"attention_multiplier": _factor_of_scores(model)},
+    ),
+    NO_WINDOW,
+)
+
 # A family states its own defaults over those of the one that it was made of.
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 32000,
@@ -452,6 +476,13 @@ _DEEPSEEK_DEFAULTS = _LLAMA_DEFAULTS | {
     "v_head_dim": 128,
     "aux_loss_alpha": 0.0,  # neither: transformers has no such loss
     "num_mtp_layers": 0,
+}
+
+_GRANITE_DEFAULTS = _LLAMA_DEFAULTS | {
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
 }
 
 _NO_CLIPPING: dict[str, tuple[Any, ...]] = {"clip_qkv": (None,)}
@@ -1117,31 +1148,35 @@ FAMILIES: dict[str, Family] = {
             WINDOWS_OF_SMOLLM3,
         ),
     ),
+    "exaone4": Family(
+        ours="exaone4",
+        architecture="Exaone4ForCausalLM",
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "vocab_size": 102400,
+            "intermediate_size": 16384,
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "bos_token_id": 0,
+            "eos_token_id": 2,
+        },
+        entries=(*_LLAMA, _SILU, ROPE, WINDOWS_OF_EXAONE4),
+    ),
     "granite": Family(
         ours="granite",
         architecture="GraniteForCausalLM",
-        defaults=_LLAMA_DEFAULTS
-        | {
-            "embedding_multiplier": 1.0,
-            "attention_multiplier": 1.0,
-            "residual_multiplier": 1.0,
-            "logits_scaling": 1.0,
-        },
-        entries=(
-            *_LLAMA,
-            _SILU,
-            ROPE,
-            _ATTENTION_BIAS,
-            same("mlp_bias", "mlp_bias"),
-            _number("embedding_multiplier", "embedding_scale"),
-            _number("residual_multiplier", "branch_scale"),
-            _number("logits_scaling", "logit_divisor"),
-            Entry(
-                lambda config: {"attention_scalar": float(config["attention_multiplier"]) ** -2},
-                lambda model: {"attention_multiplier": _factor_of_scores(model)},
-            ),
-            NO_WINDOW,
-        ),
+        defaults=_GRANITE_DEFAULTS,
+        entries=(*_GRANITE, same("mlp_bias", "mlp_bias")),
+    ),
+    "granitemoe": Family(
+        ours="granite",
+        architecture="GraniteMoeForCausalLM",
+        defaults=_GRANITE_DEFAULTS | _EXPERTS_DEFAULTS | {"num_local_experts": 8},
+        entries=(*_GRANITE, *LOCAL_EXPERTS),
+        aliases={"num_experts": "num_local_experts"},
+        requires=_has_experts,
     ),
     "arcee": Family(
         ours="arcee",
@@ -1384,6 +1419,54 @@ FAMILIES: dict[str, Family] = {
             Entry(_read_first_weights_of_youtu, _write_first_weights_of_youtu),
             NO_WINDOW,
         ),
+        beyond_transformers_4=_newer_than_4,
+    ),
+    "kimi_linear": Family(
+        ours="kimi_linear",
+        architecture="KimiLinearForCausalLM",
+        defaults=_DEEPSEEK_DEFAULTS
+        | {
+            "vocab_size": 163840,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "moe_intermediate_size": 1024,
+            "num_hidden_layers": 27,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 1048576,
+            "rms_norm_eps": 1e-5,
+            "q_lora_rank": None,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "routed_scaling_factor": 2.446,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "mlp_layer_types": None,
+            "linear_attn_config": None,
+            "linear_head_dim": 128,
+            "linear_num_heads": 32,
+            "linear_conv_kernel_dim": 4,
+            "first_k_dense_replace": 1,
+            "pad_token_id": 163839,
+            "bos_token_id": 163584,
+            "eos_token_id": 163586,
+        },
+        entries=(
+            *_ROTARY,
+            # Its head is never the embedding.
+            only("tie_word_embeddings", False),
+            _WIDTH,
+            Entry(_read_latents, _write_latent_attention),
+            _SILU,
+            same("rms_norm_eps", "norm_eps"),
+            _ATTENTION_BIAS,
+            KIMI_LAYERS,
+            EXPERTS_OF_KIMI,
+            OTHER_KEYS_OF_KIMI,
+        ),
+        aliases=ALIASES_OF_KIMI,
+        allowed=ALLOWED_OF_KIMI,
         beyond_transformers_4=_newer_than_4,
     ),
 }

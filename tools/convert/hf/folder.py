@@ -323,7 +323,7 @@ def _notes_on_unread(names: Sequence[str]) -> Iterator[str]:
     if names:
         yield (
             f"{len(names)} tensors of multi-token prediction ({names[0]}, ...) are not read: "
-            "model.mtp_layers is not known beside model.delta_net"
+            "transformers has no place for them"
         )
 
 

@@ -30,6 +30,7 @@ _KIND_OF_KEY: dict[str, type] = {
     "head_dim": int,
     "n_inner": int,
     "qk_head_dim": int,
+    "q_lora_rank": int,
     "num_key_value_heads": int,
     "sliding_window": int,
     "n_group": int,
@@ -57,6 +58,7 @@ _KIND_OF_KEY: dict[str, type] = {
     "mlp_only_layers": list,
     "rope_parameters": dict,
     "rope_scaling": dict,
+    "linear_attn_config": dict,
 }
 _MAY_BE_NULL = (
     "num_key_value_heads",

@@ -8,18 +8,22 @@
 Nemotron-H has its experts in `mixer` in place of `mlp`, and without a gate: up_proj [experts, ffn,
 hidden].
 
+Kimi Linear has its three convolutions in one tensor too, self_attn.conv1d.weight [3 features, 1,
+kernel].
+
 Here they are put as the tensors of published files: one for each expert and projection. gpt-oss has
 one tensor in published files too, of another order (`tools.convert.core.names`).
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 from megaprec.errors import UserError
 from tools.convert.core.rules import NameRule
 from tools.convert.core.tensors import Stored
-from tools.convert.core.transforms import EXPERTS_GATE_UP, EXPERTS_STACKED
+from tools.convert.core.transforms import CONVOLUTIONS, EXPERTS_GATE_UP, EXPERTS_STACKED
 from tools.convert.hf.keys import short
 
 _STACKED = re.compile(r"(.*\.)(?:mlp|mixer)\.(experts\.)(gate_up|up|down)_proj")
@@ -50,7 +54,13 @@ _NAMES = {
     "mixtral": _OF_MIXTRAL,
     "minimax_m2": _OF_MIXTRAL,
     "nemotron_h": _USUAL._replace(module="mixer"),
+    "kimi_linear": _OF_MIXTRAL,
 }
+_GATED_PARTS = ("gate", "up", "down")
+# Of Kimi Delta Attention: the end of the name of three convolutions in one tensor, and of each.
+_CONVOLUTIONS = ".self_attn.conv1d.weight"
+_CONVOLUTION = ".self_attn.{part}_conv1d.weight"
+_CONVOLVED = ("q", "k", "v")
 # By model_type: parts of other names -> those of published files.
 _RENAMED = {
     "mixtral": {".mlp.gate.": ".block_sparse_moe.gate."},
@@ -59,6 +69,19 @@ _RENAMED = {
         ".mlp.e_score_correction_bias": ".block_sparse_moe.e_score_correction_bias",
     },
     "gpt_neox": {"lm_head.": "embed_out."},
+    # whose published files stack experts too, by other names
+    "granitemoe": {
+        ".experts.gate_up_proj": ".input_linear.weight",
+        ".experts.down_proj": ".output_linear.weight",
+        ".router.weight": ".router.layer.weight",
+    },
+    "kimi_linear": {
+        ".mlp.gate.": ".block_sparse_moe.gate.",
+        ".mlp.shared_experts.": ".block_sparse_moe.shared_experts.",
+        ".forget_gate.": ".",
+        # of layers without experts, which transformers saves as if they had some
+        **{f".block_sparse_moe.{part}_proj.": f".mlp.{part}_proj." for part in _GATED_PARTS},
+    },
 }
 
 
@@ -75,6 +98,8 @@ def unstack_experts(stored: Mapping[str, Stored], model_type: str) -> dict[str, 
         tensor_name = published_name(tensor_name, model_type)
         if match := _STACKED.fullmatch(tensor_name):
             published |= dict(_unstack(tensor_name, tensor, match, model_type))
+        elif _joins_convolutions(tensor_name, model_type):
+            published |= dict(_three_convolutions(tensor_name, tensor))
         else:
             published[tensor_name] = tensor
     return published
@@ -85,6 +110,58 @@ def published_name(tensor_name: str, model_type: str) -> str:
     for inside, published in _RENAMED.get(model_type, {}).items():
         tensor_name = tensor_name.replace(inside, published)
     return tensor_name
+
+
+def _joins_convolutions(tensor_name: str, model_type: str) -> bool:
+    return model_type == "kimi_linear" and tensor_name.endswith(_CONVOLUTIONS)
+
+
+def _three_convolutions(tensor_name: str, tensor: Stored) -> Iterator[tuple[str, Stored]]:
+    """Yield the tensors of the convolutions of queries, keys and values. Raises UserError if it
+    does not consist of theirs."""
+    if len(tensor.shape) != 3 or tensor.shape[0] % len(_CONVOLVED):
+        raise UserError.of(
+            "convert.hf_expert_shape",
+            file=tensor.file,
+            name=tensor_name,
+            shape=short(list(tensor.shape)),
+            form="[3 features, 1, kernel]",
+        )
+    features, *others = tensor.shape
+    rows = features // len(_CONVOLVED)
+    row_stride = (tensor.strides or (prod(others),))[0]
+    layer = tensor_name.removesuffix(_CONVOLUTIONS)
+    for number, part in enumerate(_CONVOLVED):
+        start = tensor.start + number * rows * row_stride * tensor.dtype.itemsize
+        name = layer + _CONVOLUTION.format(part=part)
+        yield name, tensor.part((rows, *others), start, tensor.strides)
+
+
+def rules_inside(rules: Sequence[NameRule], names: Collection[str]) -> list[NameRule]:
+    """Return a table of published files with what transformers 5 has inside in one tensor, if the
+    names of tensors have it so: experts of a layer, and convolutions of Kimi Delta Attention."""
+    inside = [*rules]
+    # A matrix of one expert's own ends with .weight.
+    if any(name.endswith(".experts.down_proj") for name in names):
+        inside = stacked_rules(inside)
+    if any(name.endswith(_CONVOLUTIONS) for name in names):
+        inside = _with_joined_convolutions(inside)
+    return inside
+
+
+def _with_joined_convolutions(rules: Sequence[NameRule]) -> list[NameRule]:
+    """Return a table with the three convolutions of Kimi Delta Attention in one tensor; of other
+    families the same table."""
+    ends = tuple(_CONVOLUTION.format(part=part) for part in _CONVOLVED)
+    of_parts = [rule for rule in rules if rule.foreign.endswith(ends)]
+    if not of_parts:
+        return [*rules]
+    others = [rule for rule in rules if rule not in of_parts]
+    place = rules.index(of_parts[0])
+    logical = tuple(name for rule in of_parts for name in rule.logical)
+    layer, _, _ = of_parts[0].foreign.rpartition(".self_attn.")
+    joined = NameRule(layer + _CONVOLUTIONS, logical, CONVOLUTIONS)
+    return [*others[:place], joined, *others[place:]]
 
 
 def stacked_rules(rules: Sequence[NameRule]) -> list[NameRule]:

@@ -104,6 +104,33 @@ def _read_smollm3(config: ConfigKeys) -> Fields:
     return window_fields([not turn for turn in turns], window)
 
 
+def _read_exaone4(config: ConfigKeys) -> Fields:
+    """Return the window of EXAONE 4 and its layers. If there is one, the other layers have no
+    rotary positions."""
+    window = _window(config)
+    layers = config["num_hidden_layers"]
+    types = config["layer_types"]
+    period = config["sliding_window_pattern"]
+    if types is not None:
+        has_window = _layers_with_window(types, layers)
+    elif not window:
+        has_window = [False] * layers
+    elif isinstance(period, int) and period > 0:
+        has_window = [bool((number + 1) % period) for number in range(layers)]
+    else:
+        raise UserError.of("convert.hf_window_pattern", pattern=period)
+    fields = _required_fields(has_window, window)
+    if not window:
+        return {**fields, "nope_layers": ()}
+    if not any(has_window):
+        raise UserError.of("convert.hf_no_positions", window=window)
+    return {**fields, "nope_layers": tuple(n for n, has in enumerate(has_window) if not has)}
+
+
+def _write_exaone4(model: ModelConfig) -> Json:
+    return {"sliding_window": model.window or None, "layer_types": _layer_types(model)}
+
+
 def _write_smollm3(model: ModelConfig) -> Json:
     return {**_write_optional(model), "layer_types": _layer_types(model)}
 
@@ -162,6 +189,7 @@ NO_WINDOW = Entry(
     lambda config: require_layers_alike(config, window=0, layers=config["num_hidden_layers"])
 )
 WINDOWS_OF_DOTS1 = Entry(_read_dots1, _write_dots1)
+WINDOWS_OF_EXAONE4 = Entry(_read_exaone4, _write_exaone4)
 WINDOWS_OF_SMOLLM3 = Entry(_read_smollm3, _write_smollm3)
 WINDOWS_OF_QWEN = Entry(_read_qwen, _write_qwen)
 WINDOWS_OF_QWEN2_MOE = Entry(_read_qwen2_moe, _write_qwen2_moe)

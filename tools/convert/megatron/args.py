@@ -20,6 +20,7 @@ from tools.convert.megatron.feed_forwards import (
     feed_forward_args,
 )
 from tools.convert.megatron.hybrid_layers import (
+    DELTA_NETS,
     as_megatron_steps,
     delta_args,
     delta_of,
@@ -185,6 +186,9 @@ def _modules(arguments: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if positions_of(arguments) == "learned":
         raise UserError.of("convert.megatron_mtp_positions", modules=modules)
+    # Not compared with Megatron's own.
+    if arguments.get("experimental_attention_variant") in DELTA_NETS:
+        raise UserError.of("convert.megatron_mtp_delta", modules=modules)
     if arguments.get("window_size") and arguments.get("window_attn_skip_freq"):
         raise UserError.of(
             "convert.megatron_mtp_windows",

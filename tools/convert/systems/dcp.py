@@ -39,7 +39,7 @@ from tools.convert.hf.folder import (
     with_usual_prefix,
 )
 from tools.convert.hf.notes import notes
-from tools.convert.hf.stacked_experts import published_name, stacked_rules
+from tools.convert.hf.stacked_experts import published_name, rules_inside
 from tools.convert.hf.text_models import text_config, text_tensors, wrapped_notes
 from tools.convert.megatron.read import DISTRIBUTED
 from tools.convert.systems import torchtitan
@@ -242,11 +242,10 @@ def _hugging_face(
             weights[published_name(name, described.model_type)] = tensor
     in_halves = described.config.get("rope_interleave", True) is False
     rules = (IN_HALVES if in_halves else HUGGING_FACE)[described.model_type]
-    # A matrix of one expert's own ends with .weight.
-    stacked = any(name.endswith(".experts.down_proj") for name in weights)
-    if stacked and described.model_type != "gpt_oss":
-        return stacked_rules(rules), weights
-    return rules, weights
+    # Its published files stack experts too, and the name table knows them.
+    if described.model_type == "gpt_oss":
+        return rules, weights
+    return rules_inside(rules, weights), weights
 
 
 def _drop_tied_head(

@@ -19,6 +19,7 @@ from models.recurrent import kernel_choice
 from models.recurrent.kernel_choice import (
     CONVOLUTION,
     DELTA_RULE,
+    ROW_DECAY_RULE,
     STATE_SPACE,
     KernelSetting,
     Package,
@@ -149,6 +150,9 @@ KERNELS: dict[str, Callable[[torch.device], Trial]] = {
     "FP8 products": _try_fp8_products,
     "MX products": _try_mx_products,
     DELTA_RULE.name: partial(_try_package, DELTA_RULE, SIZES_OF_DELTA_RULE),
+    f"{ROW_DECAY_RULE.name} ({ROW_DECAY_RULE.function})": partial(
+        _try_package, ROW_DECAY_RULE, SIZES_OF_DELTA_RULE
+    ),
     STATE_SPACE.name: partial(_try_package, STATE_SPACE, SIZES_OF_STATE_SPACE),
     CONVOLUTION.name: partial(_try_package, CONVOLUTION, SIZES_OF_CONVOLUTION),
 }

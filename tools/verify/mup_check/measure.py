@@ -33,7 +33,7 @@ from megaprec.optim.rules.update_rules import UpdateRule
 from megaprec.precision.plan import PrecisionPlan
 from models.attention.attention import Attention
 from models.attention.flash_windows import Documents
-from models.attention.latent_attention import LatentAttention, ReplicatedLinear
+from models.attention.latent_attention import LatentAttention
 from models.config import ModelConfig
 from models.decoder.layer import DecoderLayer
 from models.decoder.stages import Cut, Stage
@@ -41,6 +41,7 @@ from models.feed_forward.router import Router
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from parallel.layers import ColumnParallelLinear, RowParallelLinear
+from parallel.replicated_linear import ReplicatedLinear
 
 Activations = dict[str, Tensor]
 Keep = Callable[[str, Tensor], None]

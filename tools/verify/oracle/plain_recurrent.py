@@ -1,5 +1,5 @@
-"""Gated delta nets and Mamba-2 mixers of the plain decoder, token by token, with the state of each
-head as a matrix."""
+"""Gated delta nets, Kimi Delta Attention and Mamba-2 mixers of the plain decoder, token by token,
+with the state of each head as a matrix."""
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +26,12 @@ def delta_net(config: ModelConfig, w: Weights, n: int, x: Tensor, positions: Ten
     value = value.view(b, s, -1, sizes.value_dim)
     strength = linear(w, f"{name}.strength", x)
     strength = strength.sigmoid()
-    decay = _decay(w, name, x)
+    decay = _decay(config, w, name, x)
     state = x.new_zeros(b, sizes.value_heads, sizes.key_dim, sizes.value_dim)
     outputs: list[Tensor] = []
     for t in range(s):
         key_now = key[:, t]
-        decay_now = decay[:, t, :, None, None]
+        decay_now = decay[:, t, :, :, None]
         strength_now = strength[:, t, :, None]
         state = state * decay_now
         error = value[:, t] - _read(state, key_now)
@@ -42,10 +42,20 @@ def delta_net(config: ModelConfig, w: Weights, n: int, x: Tensor, positions: Ten
     normal = divided_by_rms(read, config.norm_eps)
     weight = w[f"{name}.output_norm.weight"]
     normal = normal * weight
-    gate = linear(w, f"{name}.gate", x)
-    gate = F.silu(gate)
+    if sizes.gate_rank:
+        gate = _by_way_of_few(w, f"{name}.gate", x)
+        gate = gate.sigmoid()
+    else:
+        gate = linear(w, f"{name}.gate", x)
+        gate = F.silu(gate)
     gated = normal.flatten(2) * gate
     return linear(w, f"{name}.output", gated)
+
+
+def _by_way_of_few(w: Weights, name: str, x: Tensor) -> Tensor:
+    """Return features that are made from few of x, of Kimi Delta Attention."""
+    few = linear(w, f"{name}_down", x)
+    return linear(w, f"{name}_up", few)
 
 
 def _unit_heads(config: ModelConfig, w: Weights, name: str, x: Tensor) -> Tensor:
@@ -67,12 +77,21 @@ def _active(w: Weights, name: str, x: Tensor) -> Tensor:
     return F.silu(convolved)
 
 
-def _decay(w: Weights, name: str, x: Tensor) -> Tensor:
-    """Return the factors by which a delta net forgets, [b, s, n]."""
+def _decay(config: ModelConfig, w: Weights, name: str, x: Tensor) -> Tensor:
+    """Return the factors by which a delta net forgets, [b, s, n, 1]; in Kimi Delta Attention each
+    feature of a key has its own, [b, s, n, key]."""
+    sizes = config.delta_net
+    b, s, _ = x.shape
     log_rate = w[f"{name}.decay.log_rate"]
     rate = log_rate.exp()
-    step = linear(w, f"{name}.decay", x)
+    rate = rate.unsqueeze(-1)
+    if sizes.gate_rank:
+        step = _by_way_of_few(w, f"{name}.decay", x)
+        step = step + w[f"{name}.decay.bias"]
+    else:
+        step = linear(w, f"{name}.decay", x)
     step = F.softplus(step)
+    step = step.view(b, s, sizes.value_heads, -1)
     log_decay = -rate * step
     return log_decay.exp()
 

@@ -396,6 +396,9 @@ def _delta_net(sizes: DeltaNet, tensor: int) -> DeltaNet:
         "key_dim": min(sizes.key_dim, 6),
         "value_dim": min(sizes.value_dim, 8),
     }
+    # Kimi Delta Attention has one width, which its other programs know.
+    if sizes.gate_rank:
+        small |= {"value_dim": min(sizes.value_dim, 6), "gate_rank": min(sizes.gate_rank, 6)}
     return sizes.model_copy(update=small)
 
 

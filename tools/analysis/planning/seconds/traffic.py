@@ -3,6 +3,7 @@ replicas."""
 
 import torch
 
+from models.config import ModelConfig
 from models.estimate.flops import StageCost
 from models.parameter_counts import end_parameters, expert_parameters, num_parameters
 from parallel.pipeline.instructions import Op
@@ -54,6 +55,11 @@ def tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     # of each branch of a layer a gather and a scatter, or an all-reduce, which is both
     branches = model.over_layers(lambda kind: kind.branches, cut.layers)
     forward = (2 * branches - unsummed) * transfer
+    # of Kimi Delta Attention, what all heads share: gathered, and its gradient summed
+    shared_width = model.over_layers(lambda kind: 2 * kind.delta_net.gate_rank, cut.layers)
+    shared = transfer * shared_width / model.hidden
+    if parallel.sequence:
+        forward += shared
     recomputed = config.recompute.count_whole_layers(layers) / layers
     # the input gradient reverses the forward's transfers; a recomputed layer makes them again
     input_gradient = (
@@ -61,6 +67,8 @@ def tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
         + cut.last * at_ends
         + (cut.first and parallel.sequence) * transfer
     )
+    if not parallel.sequence:
+        input_gradient += 2 * shared
     weight_gradient = 0.0
     if parallel.sequence:
         weight_gradient = (branches - num_expert_layers + cut.last) * transfer
@@ -98,15 +106,16 @@ def expert_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
 def context_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     """Return the bytes that a rank sends to the ranks that share its sequences in an instruction.
 
-    Each layer sends the own keys and values to all others, forward and backward, and their
-    gradients, in FP32, once more: by ring they go all the way round, and by gather they are summed
-    where they belong.
+    Each layer with attention sends the own keys and values to all others, forward and backward, and
+    their gradients, in FP32, once more: by ring they go all the way round, and by gather they are
+    summed where they belong. A layer with a recurrent state exchanges tokens for heads.
     """
     parallel = config.parallel
     model = config.model
     if parallel.context == 1:
         return 0.0
-    layers = len(cost.cut.layers)
+    with_attention = {*model.attention_layers}
+    layers = sum(layer in with_attention for layer in cost.cut.layers)
     others = parallel.context - 1
     heads = max(1, model.kv_heads // parallel.tensor)
     # elements of keys and values
@@ -115,11 +124,42 @@ def context_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     # in a ring a gradient takes one hop more than its keys, back to their rank
     gradient_hops = parallel.context if config.engine_options.ring else others
     gradients_of_layer = elements * torch.float32.itemsize * gradient_hops
-    recomputed = config.recompute.count_whole_layers(layers)
-    if "attention" in config.recompute.modules:
-        recomputed += layers
-    input_gradient = (layers + recomputed) * of_layer + layers * gradients_of_layer
-    return bytes_of(op, layers * of_layer, input_gradient)
+    again = _passes_again(config, len(cost.cut.layers))
+    input_gradient = layers * ((1 + again) * of_layer + gradients_of_layer)
+    exchanged = sum(
+        count * _exchanged_bytes(config, kind) for kind, count in model.count_kinds(cost.cut.layers)
+    )
+    return bytes_of(op, layers * of_layer + exchanged, input_gradient + (1 + again) * exchanged)
+
+
+def _passes_again(config: RunConfig, layers: int) -> float:
+    """Return how often a layer's attention, or what is in its place, is computed again, on average
+    over the layers of a stage."""
+    whole = config.recompute.count_whole_layers(layers) / layers
+    return whole + ("attention" in config.recompute.modules)
+
+
+def _exchanged_bytes(config: RunConfig, kind: ModelConfig) -> float:
+    """Return the bytes that a rank sends to exchange tokens for heads and back in a layer with a
+    recurrent state; 0 of another layer."""
+    parallel = config.parallel
+    ranks = parallel.tensor * parallel.context
+    if sizes := kind.delta_net:
+        # heads of keys that all of the ranks have, some of them as copies
+        key_heads = max(sizes.key_heads, ranks)
+        keys = 2 * key_heads * sizes.key_dim
+        values = sizes.value_width
+        read = keys + values + sizes.value_heads + sizes.decay_width
+    elif mixer := kind.mamba:
+        groups = max(mixer.groups, ranks)
+        values = mixer.width
+        read = 2 * groups * mixer.state_dim + values + mixer.heads
+    else:
+        return 0.0
+    # what is read in the dtype of products, and the results in the sensitive one
+    of_token = read * config.plan.compute.itemsize + values * config.plan.sensitive.itemsize
+    kept = 1 / parallel.context
+    return (1 - kept) * of_token / parallel.tensor * local_tokens(config)
 
 
 def whole_gradients(config: RunConfig, held: float) -> float:

@@ -72,6 +72,7 @@ PARTS = {
     "loss_mask_notes": "tools.training.data_notes",
     "tokenizer_notes": "tools.training.data_notes",
     "print_start": "tools.training.banner",
+    "blend_lines": "tools.training.blend_plan",
     "print_marked": "tools.training.banner",
     "print_memory": "tools.training.banner",
     "print_outcome": "tools.training.banner",

@@ -35,7 +35,6 @@ from tools.saved.train_state import TrainState, find_checkpoint
 from tools.training.batches import describe_requested, evaluated_samples
 from tools.training.branch import is_branch
 from tools.training.corpus import Corpus
-from tools.training.data_sources import training_sources
 from tools.training.initial import initial_changes, initial_notes
 from tools.training.learning_rates import LearningRates
 from tools.training.resume import resume_lines
@@ -211,20 +210,7 @@ def _describe_samples(config: RunConfig, corpus: Corpus) -> str:
         if corpus.train.windows == "random":
             return f"{corpus.train.num_different:,} windows to draw samples from"
         return f"{len(corpus.train):,} samples an epoch"
-    steps = config.train.steps
-    # of each data set
-    taken_samples = corpus.train.samples_taken(config.total_samples)
-    sources = training_sources(config)
-    total_weight = sum(source.weight for source in sources)
-    lines = [f"blended from {len(corpus.datasets)}"]
-    sets = zip(sources, corpus.train.parts, taken_samples, strict=True)
-    for source, samples, taken in sets:
-        share = source.weight / total_weight
-        lines.append(
-            f"           {share:.4g} of the samples from {source.name}: {taken:,} of "
-            f"{len(samples):,} samples, {taken / len(samples):.2f} epochs in {steps} steps"
-        )
-    return "\n".join(lines)
+    return "\n".join(part("blend_lines")(config, corpus))
 
 
 def print_memory(optimizer: ParallelAMPOptimizer) -> None:

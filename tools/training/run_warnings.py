@@ -21,6 +21,7 @@ from megaprec.tokens.indexed import IndexedDataset
 from megaprec.tokens.places import path_of
 from megaprec.tokens.samples import Samples
 from models.router_settings import PLAIN
+from tools.config.rules.derived import blend_phases
 from tools.config.run_file import RunConfig
 from tools.config.tables.batch_schedule import BatchSchedule
 from tools.config.tables.data_settings import Data, names_of
@@ -31,7 +32,9 @@ from tools.journal.records import VALIDATION_PREFIX
 from tools.training.batches import describe_requested, evaluated_samples
 from tools.training.corpus import Corpus
 
-# repetitions after which text teaches nothing new: "Scaling data-constrained language models", 2023
+# repetitions up to which text is about as good as new text, and after which it teaches nothing new:
+# "Scaling data-constrained language models", 2023
+GOOD_EPOCHS = 4
 MANY_EPOCHS = 40
 # layers that are kept wide: "Pretraining Large Language Models with NVFP4", NVIDIA, 2025
 NVFP4_WIDE_SHARE = 0.15
@@ -46,6 +49,7 @@ def run_warnings(config: RunConfig, corpus: Corpus, local_ranks: int, device: st
     """Yield the warnings. local_ranks: the ranks of this machine. device: cpu or cuda."""
     yield from _many_epochs(config, corpus)
     yield from _repeated_in_a_batch(config, corpus)
+    yield from _phases_after_the_end(config)
     yield from _endless_warmup(config)
     yield from _more_than_available(config, corpus)
     yield from _all_layers_in_nvfp4(config)
@@ -70,6 +74,7 @@ def run_warnings(config: RunConfig, corpus: Corpus, local_ranks: int, device: st
 def _many_epochs(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     train = config.train
     samples = config.total_samples
+    is_blend = isinstance(corpus.train, Blend)
     if isinstance(corpus.train, Blend):
         shares = corpus.train.samples_taken(samples)
     else:
@@ -77,6 +82,12 @@ def _many_epochs(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     parts = corpus.training_parts
     for name, part, share in zip(config.data.sources, parts, shares, strict=True):
         epochs = share / len(part)
+        if is_blend and GOOD_EPOCHS < epochs <= MANY_EPOCHS:
+            yield (
+                f"{name} is repeated {epochs:,.1f} times in train.steps = {train.steps}: up to "
+                f"about {GOOD_EPOCHS} times repeated text is as good as new; give more of it, or "
+                "a smaller weight in data.blend"
+            )
         if epochs > MANY_EPOCHS:
             yield (
                 f"{name} has {counted(len(part), 'sample')} of train.seq_length "
@@ -152,8 +163,7 @@ def _repeated_in_a_batch(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     """Yield a line for each data set of which a batch takes more samples than there are."""
     batch = max(batch for _, batch in BatchSchedule.of(config.train).changes)
     if isinstance(corpus.train, Blend):
-        total = sum(corpus.train.stretches[-1].weights)
-        shares = [batch * weight / total for weight in corpus.train.stretches[-1].weights]
+        shares = [batch * share for share in _largest_shares(config, corpus.train)]
     else:
         shares = [float(batch)]
     for name, part, share in zip(config.data.sources, corpus.training_parts, shares, strict=True):
@@ -163,6 +173,27 @@ def _repeated_in_a_batch(config: RunConfig, corpus: Corpus) -> Iterator[str]:
                 f"{config.train.seq_length}, and a batch takes {share:g}: it has some of them "
                 "more than once; give more text, or a smaller train.global_batch"
             )
+
+
+def _largest_shares(config: RunConfig, blend: Blend) -> list[float]:
+    """Return the largest share of each data set of a blend, in any phase that is to come."""
+    planned = blend.stretches if config.data.blend_changes else blend.stretches[-1:]
+    shares = np.zeros(len(blend.parts))
+    for stretch in planned:
+        weights = np.array(stretch.weights)
+        shares = np.maximum(shares, weights / weights.sum())
+    return shares.tolist()
+
+
+def _phases_after_the_end(config: RunConfig) -> Iterator[str]:
+    """Yield a line if weights of a blend change after the last sample of the run."""
+    samples = config.total_samples
+    late = [begin for begin in blend_phases(config.data).begins if begin >= samples]
+    if late:
+        yield (
+            f"data.blend changes weights at {late[0]:,} samples, but train.steps = "
+            f"{config.train.steps} are {samples:,} samples: the run ends before"
+        )
 
 
 def _groups_without_effect(config: RunConfig) -> Iterator[str]:

@@ -2,15 +2,18 @@
 
 import re
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 from megaprec.errors import Problem
-from megaprec.tokens.blend import shares
 from models.config import ModelConfig
 from tools.config.rules.checking import problems_of
+from tools.config.rules.derived import blend_phases
 from tools.config.tables.data_settings import Data
 from tools.config.tables.precision_settings import FP8
 from tools.config.tables.settings import Checkpoint, Log, Train
 from tools.console.toml import toml
+
+MOST_POINTS = 1000  # of a weight of a blend
 
 
 def _vocabulary(model: ModelConfig, data: Data) -> Iterator[str]:
@@ -27,9 +30,39 @@ def _first_state(train: Train) -> Iterator[str]:
 def _blend(data: Data) -> Iterator[str]:
     if data.blend and data.source != "python":
         yield Problem.of("config.source_and_blend", source=data.source)
-    # without a blend there is nothing to refuse
-    weights = [dataset.weight for dataset in data.blend] or [1]
-    for problem in problems_of(shares, weights):
+    of_points = [*_blend_points(data)]
+    yield from of_points
+    # without points in order there are no phases
+    if not of_points:
+        yield from _phases(data)
+
+
+def _blend_points(data: Data) -> Iterator[str]:
+    """Yield the problems of each weight of a blend by itself."""
+    for number, part in enumerate(data.blend):
+        key = f"data.blend[{number}].weight"
+        points = part.points
+        if len(points) > MOST_POINTS:
+            yield Problem.of("config.blend_points", key=key, count=len(points), most=MOST_POINTS)
+            continue
+        begin, _ = points[0]
+        if begin:
+            yield Problem.of("config.blend_begin", key=key, samples=begin)
+        for (earlier, _), (later, _) in pairwise(points):
+            if later <= earlier:
+                yield Problem.of("config.blend_order", key=key, earlier=earlier, later=later)
+        if not any(weight for _, weight in points):
+            yield Problem.of("config.blend_zero", key=key)
+
+
+def _phases(data: Data) -> Iterator[str]:
+    """Yield the problems of the weights of a blend together."""
+    phases = blend_phases(data)
+    empty = phases.empty_phase()
+    if empty is not None:
+        yield Problem.of("config.blend_phase_empty", samples=empty)
+        return
+    for problem in problems_of(phases.require_short_patterns):
         yield problem.within("data.blend: ")
 
 

@@ -10,7 +10,7 @@ from megaprec.text.forms import UTF8
 from megaprec.text.tokenizer_files import tokenizer_in
 from megaprec.tokens.files import with_suffix
 from megaprec.tokens.places import is_url
-from tools.config.tables.table import EXPANDED, MAX_SIZE, FilePath, Table
+from tools.config.tables.table import EXPANDED, MAX_SIZE, MAX_STEPS, FilePath, Table
 
 
 def _as_tuple(value: object) -> object:
@@ -37,13 +37,36 @@ def names_of(source: str | tuple[str, ...]) -> tuple[str, ...]:
     return (source,) if isinstance(source, str) else source
 
 
+def _as_points(value: object) -> object:
+    """Return a list of pairs of TOML as tuples."""
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+
+
+# consumed samples, and the weight from there on
+WeightPoint = tuple[
+    Annotated[int, Field(ge=0, le=MAX_STEPS)],
+    Annotated[float, Field(ge=0, allow_inf_nan=False)],
+]
+Weight = (
+    Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    | Annotated[tuple[WeightPoint, ...], Field(min_length=1), BeforeValidator(_as_points)]
+)
+
+
 class Blended(Table):
     """One text or data set of a blend."""
 
     source: TextSource = Field(description="Text or data set, as in data.source.")
-    weight: float = Field(
-        gt=0, description="Share of the samples, relative to the sum of all weights."
+    weight: Weight = Field(
+        description="Share of the samples, relative to the sum of all weights; or pairs of a "
+        "number of consumed samples, from 0 on, and the weight from there on, such as [[0, 0.7], "
+        "[1000000, 0.3]].",
     )
+
+    @property
+    def points(self) -> tuple[tuple[int, float], ...]:
+        """The weight as pairs; one that does not change has a single one."""
+        return self.weight if isinstance(self.weight, tuple) else ((0, self.weight),)
 
 
 class Validated(Table):
@@ -72,6 +95,12 @@ class Data(Table):
         description="Several data sets in place of data.source, each with the weight of its share: "
         '[{source = "a.jsonl", weight = 0.7}, {source = "b/", weight = 0.3}]; empty: '
         "data.source alone.",
+    )
+    blend_phases: Literal["steps", "linear"] = Field(
+        default="steps",
+        description="How weights of data.blend that have several points go from one to the next. "
+        "steps: each holds up to the next; linear: the shares follow a line between two points, in "
+        "a hundred steps.",
     )
     text_field: str = Field(
         default="text",
@@ -208,6 +237,11 @@ class Data(Table):
             "train.folder."
         ),
     )
+
+    @property
+    def blend_changes(self) -> bool:
+        """Return True if the weights of the blend change."""
+        return any(len(part.points) > 1 for part in self.blend)
 
     @property
     def sources(self) -> list[str]:

@@ -118,13 +118,13 @@ class BlendPhases:
         """Return True if the shares change within a phase."""
         if not self.linear or phase.end is None:
             return False
-        return self._shares(phase.begin) != self._shares(phase.end)
+        return self.shares_at(phase.begin) != self.shares_at(phase.end)
 
     def _weights(self, position: int) -> list[Fraction]:
         """Return the weight of each data set at a position."""
         return [_weight_at(points, position, self.linear) for points in self.points]
 
-    def _shares(self, position: int) -> list[Fraction]:
+    def shares_at(self, position: int) -> list[Fraction]:
         """Return the share of each data set at a position; they add up to 1."""
         weights = self._weights(position)
         total = sum(weights)
@@ -145,8 +145,8 @@ class BlendPhases:
         given: the number of samples that each data set has given before the phase.
         """
         assert phase.end is not None
-        first_shares = self._shares(phase.begin)
-        last_shares = self._shares(phase.end)
+        first_shares = self.shares_at(phase.begin)
+        last_shares = self.shares_at(phase.end)
         length = phase.end - phase.begin
         taken = given
         parts = min(LINEAR_STEPS, length)

@@ -131,6 +131,12 @@ CASES = [
     ("train.eval_samples", "9", "", "train.eval_every=3"),
     ("train.eval_batches", "9", "train.eval_every=3 train.eval_samples=5", "train.eval_every=3"),
     ("data.held_out_from", '"end"', "data.held_out=0", ""),
+    (
+        "data.blend_phases",
+        '"linear"',
+        'data.blend=[{source="a.txt",weight=1}]',
+        'data.blend=[{source="a.txt",weight=[[0,1],[2,2]]},{source="b.txt",weight=1}]',
+    ),
     *(
         (f"{key}", "10", "", "train.steps=10")
         for key in ("train.sentinel", "log.timeline", "log.digests")

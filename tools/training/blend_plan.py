@@ -1,5 +1,5 @@
-"""What a run will read of each of its data sets, before it reads anything: samples, tokens and
-epochs, of the whole run and of each phase of its blend."""
+"""The plan of a run's data, before anything is read: samples, tokens and epochs of each data set, of
+the whole run and of each phase of its blend."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,11 +11,15 @@ from tools.config.run_file import RunConfig
 from tools.training.corpus import Corpus
 from tools.training.data_sources import training_sources
 
+# repetitions up to which text is about as good as new text: "Scaling data-constrained language
+# models", 2023
+GOOD_EPOCHS = 4
 MAX_PHASES = 8  # lines about phases
 
 
 class SetPlan(NamedTuple):
-    """What a run takes of a data set. share: of all its samples. available: those of an epoch."""
+    """The part of a run that a data set gives. share: of all samples. available: samples of an
+    epoch."""
 
     name: str
     share: float
@@ -30,7 +34,7 @@ class SetPlan(NamedTuple):
 
 
 class PhasePlan(NamedTuple):
-    """What a run takes in a phase. begin, end: samples of the run. samples: of each data set."""
+    """A phase of a run. begin, end: samples of the run. samples: those of each data set."""
 
     begin: int
     end: int
@@ -43,7 +47,7 @@ class PhasePlan(NamedTuple):
 
 
 def set_plans(config: RunConfig, corpus: Corpus) -> list[SetPlan]:
-    """Return what the whole run takes of each data set, in the order of the run file."""
+    """Return the part of the whole run of each data set, in the order of the run file."""
     total = config.total_samples
     plans = list[SetPlan]()
     read = zip(training_sources(config), corpus.training_parts, _taken(corpus, total), strict=True)
@@ -61,7 +65,7 @@ def set_plans(config: RunConfig, corpus: Corpus) -> list[SetPlan]:
 
 
 def phase_plans(config: RunConfig, corpus: Corpus) -> list[PhasePlan]:
-    """Return what the run takes in each phase that it reaches."""
+    """Return the phases that the run reaches."""
     total = config.total_samples
     begins = [begin for begin in blend_phases(config.data).begins if begin < total]
     plans = list[PhasePlan]()

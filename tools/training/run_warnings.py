@@ -30,11 +30,10 @@ from tools.console.toml import toml
 from tools.console.units import counted
 from tools.journal.records import VALIDATION_PREFIX
 from tools.training.batches import describe_requested, evaluated_samples
+from tools.training.blend_plan import GOOD_EPOCHS, set_plans
 from tools.training.corpus import Corpus
 
-# repetitions up to which text is about as good as new text, and after which it teaches nothing new:
-# "Scaling data-constrained language models", 2023
-GOOD_EPOCHS = 4
+# repetitions after which text teaches nothing new: "Scaling data-constrained language models", 2023
 MANY_EPOCHS = 40
 # layers that are kept wide: "Pretraining Large Language Models with NVFP4", NVIDIA, 2025
 NVFP4_WIDE_SHARE = 0.15
@@ -73,24 +72,18 @@ def run_warnings(config: RunConfig, corpus: Corpus, local_ranks: int, device: st
 
 def _many_epochs(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     train = config.train
-    samples = config.total_samples
     is_blend = isinstance(corpus.train, Blend)
-    if isinstance(corpus.train, Blend):
-        shares = corpus.train.samples_taken(samples)
-    else:
-        shares = [samples]
-    parts = corpus.training_parts
-    for name, part, share in zip(config.data.sources, parts, shares, strict=True):
-        epochs = share / len(part)
+    for plan in set_plans(config, corpus):
+        epochs = plan.epochs
         if is_blend and GOOD_EPOCHS < epochs <= MANY_EPOCHS:
             yield (
-                f"{name} is repeated {epochs:,.1f} times in train.steps = {train.steps}: up to "
-                f"about {GOOD_EPOCHS} times repeated text is as good as new; give more of it, or "
-                "a smaller weight in data.blend"
+                f"{plan.name} is repeated {epochs:,.1f} times in train.steps = {train.steps}: up "
+                f"to about {GOOD_EPOCHS} times repeated text is as good as new; give more of it, "
+                "or a smaller weight in data.blend"
             )
         if epochs > MANY_EPOCHS:
             yield (
-                f"{name} has {counted(len(part), 'sample')} of train.seq_length "
+                f"{plan.name} has {counted(plan.available, 'sample')} of train.seq_length "
                 f"{train.seq_length}, so train.steps = {train.steps} repeat it {epochs:,.0f} "
                 "times: give more text, or fewer or smaller steps"
             )
@@ -162,10 +155,7 @@ def _tf32_overruled(config: RunConfig) -> Iterator[str]:
 def _repeated_in_a_batch(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     """Yield a line for each data set of which a batch takes more samples than there are."""
     batch = max(batch for _, batch in BatchSchedule.of(config.train).changes)
-    if isinstance(corpus.train, Blend):
-        shares = [batch * share for share in _largest_shares(config, corpus.train)]
-    else:
-        shares = [float(batch)]
+    shares = [batch * share for share in _largest_shares(config)]
     for name, part, share in zip(config.data.sources, corpus.training_parts, shares, strict=True):
         if share > len(part):
             yield (
@@ -175,14 +165,12 @@ def _repeated_in_a_batch(config: RunConfig, corpus: Corpus) -> Iterator[str]:
             )
 
 
-def _largest_shares(config: RunConfig, blend: Blend) -> list[float]:
-    """Return the largest share of each data set of a blend, in any phase that is to come."""
-    planned = blend.stretches if config.data.blend_changes else blend.stretches[-1:]
-    shares = np.zeros(len(blend.parts))
-    for stretch in planned:
-        weights = np.array(stretch.weights)
-        shares = np.maximum(shares, weights / weights.sum())
-    return shares.tolist()
+def _largest_shares(config: RunConfig) -> list[float]:
+    """Return the largest share of each data set in any phase; without a blend there is one set."""
+    phases = blend_phases(config.data)
+    # along a line the largest is at an end
+    shares = [phases.shares_at(begin) for begin in phases.begins]
+    return [float(max(of_set)) for of_set in zip(*shares, strict=True)]
 
 
 def _phases_after_the_end(config: RunConfig) -> Iterator[str]:

@@ -147,6 +147,7 @@ class Blend:
             mask=_join_optional(masks, order),
             documents=_join_optional(documents, order),
             positions=_join_optional(positions_in_documents, order),
+            sources=torch.from_numpy(part_of_row),
         )
 
     def location_of(self, position: int) -> SampleLocation:

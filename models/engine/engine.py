@@ -287,6 +287,7 @@ class Engine:
             self.stages.values(),
             optimizer.world,
             counts_corrections=optimizer.dp.rank == 0 and self.tp.rank == 0,
+            counts_losses=self.last_stage in self.stages and self.tp.rank == 0,
             device=self.device,
         )
         optimizer.observers += observers
@@ -444,7 +445,7 @@ class Engine:
         """
         if math.isnan(report.loss):
             self.passes.require_ids_in_vocabulary(state)
-        report = self._step_sums.read(report)
+        report = self._step_sums.read(report, state)
         # Only a step that was skipped for its numbers has offenders to explain.
         if report.changed or not report.overflowed:
             return report

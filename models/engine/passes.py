@@ -25,6 +25,7 @@ from models.config import ModelConfig
 from models.decoder.mtp import MTPBatch, make_mtp_batch
 from models.decoder.stages import Stage
 from models.decoder.token_count import TokenCount, count_tokens
+from models.engine.source_sums import Sources, SourceSums
 from models.feed_forward.router_tally import round_to
 from parallel.dropout import MicrobatchInfo
 from parallel.pipeline.executor import Executor, PassObserver, StageHooks
@@ -55,6 +56,8 @@ class Share:
         on none: all count.
     first: the number of the first of these samples within the global batch.
     packing: the document boundaries of these samples, required on every stage.
+    sources: the data sets of these samples in a blend, whose losses the report of a training step
+        has one by one; None, on all ranks or on none: it has one loss.
     """
 
     tokens: Tensor
@@ -62,6 +65,7 @@ class Share:
     mask: Tensor | None = None
     first: int = 0
     packing: Packing = UNPACKED
+    sources: Sources | None = None
 
     def cut(self, cp: Axis) -> "Share":
         """Return the part of this share that a rank of cp computes: its tokens of every sample."""
@@ -103,6 +107,8 @@ class PassState:
     z_loss: this rank's part of the mean z-loss, without its weight and the scale: float64 [].
     sample_losses: float64 [samples], where the sums of the losses of this rank's tokens of each
         sample are put; None if they are not wanted.
+    source_sums: the losses of this rank's tokens by data set; None without `Share.sources`, and in
+        evaluation.
     """
 
     share: Share
@@ -115,6 +121,7 @@ class PassState:
     z_loss: Tensor
     mtp_batch: MTPBatch | None = None
     sample_losses: Tensor | None = None
+    source_sums: SourceSums | None = None
 
     @property
     def divisor(self) -> Tensor:
@@ -255,6 +262,9 @@ class Passes:
             loss = loss.repeat(self.schedule.microbatches)
         z_loss = torch.zeros((), dtype=torch.float64, device=device)
         mtp_batch = self._make_mtp_batch(share, step, scale)
+        source_sums = None
+        if step is not None and share.sources is not None:
+            source_sums = SourceSums.of(share.sources, device)
         return PassState(
             share=local,
             token_count=token_count,
@@ -265,6 +275,7 @@ class Passes:
             full_share=share,
             z_loss=z_loss,
             mtp_batch=mtp_batch,
+            source_sums=source_sums,
         )
 
     def _make_mtp_batch(
@@ -405,6 +416,8 @@ class Passes:
             total += loss.detach()
             if state.sample_losses is not None:
                 state.sample_losses[rows] = losses.detach().sum(0, dtype=torch.float64)
+            if state.source_sums is not None:
+                state.source_sums.add(losses, rows)
         return trained_loss * state.scale
 
     def _masked(

@@ -14,6 +14,7 @@ from megaprec.tokens.blend import Blend
 from megaprec.tokens.samples import Samples
 from models.attention.packing import Packing
 from models.engine.passes import Share
+from models.engine.source_sums import Sources
 from tools.config.run_file import RunConfig
 from tools.config.tables.settings import Train
 
@@ -82,7 +83,17 @@ class Batches:
         offset = share_size * replica
         batch = samples.batch(first_sample + offset, share_size)
         packing = Packing(batch.documents, batch.positions)
-        return Share(batch.tokens, batch.targets, batch.mask, first=offset, packing=packing)
+        sources = None
+        if isinstance(samples, Blend) and batch.sources is not None:
+            sources = Sources(batch.sources, len(samples.parts))
+        return Share(
+            batch.tokens,
+            batch.targets,
+            batch.mask,
+            first=offset,
+            packing=packing,
+            sources=sources,
+        )
 
 
 def evaluated_samples(train: Train, available: int) -> int:

@@ -1,5 +1,5 @@
-"""The plan of a run's data, before anything is read: samples, tokens and epochs of each data set, of
-the whole run and of each phase of its blend."""
+"""The plan of a run's data, before anything is read: samples, tokens and epochs of each data set,
+of the whole run and of each phase of its blend."""
 
 from collections.abc import Sequence
 from itertools import pairwise

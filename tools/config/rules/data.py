@@ -8,7 +8,7 @@ from megaprec.errors import Problem
 from models.config import ModelConfig
 from tools.config.rules.checking import problems_of
 from tools.config.rules.derived import blend_phases
-from tools.config.tables.data_settings import Data
+from tools.config.tables.data_settings import LONGEST_NAME, Data
 from tools.config.tables.precision_settings import FP8
 from tools.config.tables.settings import Checkpoint, Log, Train
 from tools.console.toml import toml
@@ -95,11 +95,24 @@ def _best_checkpoint(train: Train, data: Data, checkpoint: Checkpoint) -> Iterat
         yield Problem.of("config.keep_best_never_evaluated", name=name)
 
 
+def _is_name(text: str) -> bool:
+    """Return True if a text may become part of keys in metrics.jsonl and of tags of trackers."""
+    return bool(re.fullmatch(rf"[A-Za-z0-9_.-]{{1,{LONGEST_NAME}}}", text))
+
+
+def _blend_names(data: Data) -> Iterator[str]:
+    names = [part.name for part in data.blend if part.name]
+    for name in dict.fromkeys(names):
+        if not _is_name(name):
+            yield Problem.of("config.blend_name", name=name)
+        elif names.count(name) > 1:
+            yield Problem.of("config.blend_name_twice", count=names.count(name), name=name)
+
+
 def _validation_names(data: Data) -> Iterator[str]:
     names = [dataset.name for dataset in data.validation]
     for name in dict.fromkeys(names):
-        # a name becomes part of keys in metrics.jsonl and of tags of trackers
-        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,60}", name):
+        if not _is_name(name):
             yield Problem.of("config.validation_name", name=name)
         elif names.count(name) > 1:
             yield Problem.of("config.validation_name_twice", count=names.count(name), name=name)
@@ -137,6 +150,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _blend,
     _windows,
     _evaluation,
+    _blend_names,
     _validation_names,
     _best_checkpoint,
     _lm_eval_keys,

@@ -1,5 +1,6 @@
 """The table [data] of a run file: every key with its type, default, unit and help."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -23,6 +24,7 @@ def _tokenizer_in(path: str) -> str:
     return str(tokenizer_in(Path(path))) if path else path
 
 
+LONGEST_NAME = 60  # of a set in metrics.jsonl
 TokenizerPath = Annotated[FilePath, AfterValidator(_tokenizer_in)]
 SourceName = Annotated[str, Field(min_length=1), EXPANDED]
 TextSource = Annotated[
@@ -62,11 +64,24 @@ class Blended(Table):
         "number of consumed samples, from 0 on, and the weight from there on, such as [[0, 0.7], "
         "[1000000, 0.3]].",
     )
+    name: str = Field(
+        default="",
+        description="Name of its numbers in metrics.jsonl, as loss/NAME, tokens/NAME and "
+        "share/NAME; empty: the last part of its source.",
+    )
 
     @property
     def points(self) -> tuple[tuple[int, float], ...]:
         """The weight as pairs; one that does not change has a single one."""
         return self.weight if isinstance(self.weight, tuple) else ((0, self.weight),)
+
+
+def _name_of_source(source: str) -> str:
+    """Return the last part of a path, pattern or URL, in characters that names may have."""
+    path, _, _ = source.partition("?")
+    _, _, last = path.rstrip("/").rpartition("/")
+    # room for a number behind it
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", last)[-LONGEST_NAME + 5 :] or "set"
 
 
 class Validated(Table):
@@ -242,6 +257,21 @@ class Data(Table):
     def blend_changes(self) -> bool:
         """Return True if the weights of the blend change."""
         return any(len(part.points) > 1 for part in self.blend)
+
+    @property
+    def blend_names(self) -> list[str]:
+        """The name of each data set of the blend, each once."""
+        names = list[str]()
+        for part in self.blend:
+            name = part.name or _name_of_source(names_of(part.source)[0])
+            # of several of one name the later ones have a number
+            unique = name
+            number = 1
+            while unique in names:
+                number += 1
+                unique = f"{name}-{number}"
+            names.append(unique)
+        return names
 
     @property
     def sources(self) -> list[str]:

@@ -176,7 +176,10 @@ def _largest_shares(config: RunConfig) -> list[float]:
 def _phases_after_the_end(config: RunConfig) -> Iterator[str]:
     """Yield a line if weights of a blend change after the last sample of the run."""
     samples = config.total_samples
-    late = [begin for begin in blend_phases(config.data).begins if begin >= samples]
+    phases = blend_phases(config.data)
+    # a line may end with the run
+    first_late = samples + 1 if phases.linear else samples
+    late = [begin for begin in phases.begins if begin >= first_late]
     if late:
         yield (
             f"data.blend changes weights at {late[0]:,} samples, but train.steps = "

@@ -45,10 +45,13 @@ from tools.journal.records import (
     NO_TOKENS_EVENT,
     PREDICTION,
     SAMPLE,
+    SOURCE_LOSS_PREFIX,
+    SOURCE_TOKENS_PREFIX,
     SPIKE_EVENT,
 )
 from tools.journal.router_records import router_values
 from tools.journal.shadow_records import SHADOW
+from tools.journal.source_records import source_names
 from tools.journal.timeline_file import TIMELINE, read_trace_of
 from tools.training.hangs import read_records
 from tools.verify.parity.certificate import run_digest
@@ -73,6 +76,7 @@ EXPERT_COLUMNS = {
     "min_correction": "lowest correction",
     "max_correction": "highest correction",
 }
+NEWEST_LOSSES = 20  # steps whose losses of a data set are averaged
 NOT_BY_KIND = "all kinds together"
 NO_CERTIFICATE = "There is no certificate of parity: megaprec parity RUN.toml makes one."
 NO_PROOF = "There is no proof that the run resumes bit for bit: megaprec prove RUN_DIR makes one."
@@ -348,6 +352,26 @@ def _predicted_step(run: Run) -> Iterator[Html]:
     yield _image("predicted and measured step", "svg+xml", picture)
 
 
+def data_sets(run: Run) -> Html | None:
+    """Return what was read of each data set of a blend, and the loss of its newest steps."""
+    rows = list[Row]()
+    newest = run.records[-1]
+    read = {name: newest.get(f"{SOURCE_TOKENS_PREFIX}{name}") for name in source_names(run.records)}
+    known = [tokens for tokens in read.values() if isinstance(tokens, int | float)]
+    total = sum(known)
+    for name, tokens in read.items():
+        # of a data set that a resumed run no longer has
+        if not isinstance(tokens, int | float) or not total:
+            continue
+        losses = _finite_values(run, f"{SOURCE_LOSS_PREFIX}{name}")[-NEWEST_LOSSES:]
+        loss = f"{sum(losses) / len(losses):.4f}" if losses else "none"
+        rows.append((name, f"{tokens:,}", f"{tokens / total:.2%}", loss))
+    if not rows:
+        return None
+    head = ("data set", "tokens read", "share", f"loss, mean of its last {NEWEST_LOSSES} steps")
+    return table(head, rows)
+
+
 def experts(run: Run) -> Html | None:
     """Return what the routers did in the last step, by layer, and which have collapsed."""
     measures: dict[str, list[float]] = {}
@@ -612,6 +636,7 @@ SECTIONS: Sequence[tuple[str, Section]] = (
     ("Dates", dates),
     ("Changes on resume", changes),
     ("Skipped steps and spikes", skips),
+    ("Data sets", data_sets),
     ("Speed", speed),
     ("Experts", experts),
     ("Memory", memory),

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,8 +26,8 @@ from models.config import ModelConfig
 from models.decoder.mtp import MTPBatch, make_mtp_batch
 from models.decoder.stages import Stage
 from models.decoder.token_count import TokenCount, count_tokens
-from models.engine.source_sums import Sources, SourceSums
 from models.feed_forward.router_tally import round_to
+from models.optional_parts import part
 from parallel.dropout import MicrobatchInfo
 from parallel.pipeline.executor import Executor, PassObserver, StageHooks
 from parallel.pipeline.instructions import (
@@ -42,9 +43,23 @@ from parallel.pipeline.schedules import Schedule, forward_only
 from parallel.sequence_cut import take_own_positions
 from parallel.weight_grad_queue import WeightGradQueue
 
+if TYPE_CHECKING:
+    from models.engine.source_sums import SourceSums
+
 # Parts of the z-loss are rounded to multiples of it, so that their sum is exact in any order while
 # it is less than 2^13.
 Z_LOSS_UNIT = 2.0**-40
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The data sets of samples in a blend.
+
+    numbers: int64 [samples], the data set of each. count: of all data sets.
+    """
+
+    numbers: Tensor
+    count: int
 
 
 @dataclass(frozen=True)
@@ -121,7 +136,7 @@ class PassState:
     z_loss: Tensor
     mtp_batch: MTPBatch | None = None
     sample_losses: Tensor | None = None
-    source_sums: SourceSums | None = None
+    source_sums: "SourceSums | None" = None
 
     @property
     def divisor(self) -> Tensor:
@@ -264,7 +279,8 @@ class Passes:
         mtp_batch = self._make_mtp_batch(share, step, scale)
         source_sums = None
         if step is not None and share.sources is not None:
-            source_sums = SourceSums.of(share.sources, device)
+            sources = share.sources
+            source_sums = part("SourceSums")(sources.numbers, sources.count, device)
         return PassState(
             share=local,
             token_count=token_count,

@@ -4,8 +4,6 @@ The losses of tokens are rounded to multiples of LOSS_UNIT before they are added
 is exact in any order while it is less than 2^21: the same in every layout, if the losses are.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -15,29 +13,17 @@ from models.feed_forward.router_tally import round_to
 LOSS_UNIT = 2.0**-32
 
 
-@dataclass(frozen=True)
-class Sources:
-    """The data set of each sample. numbers: int64 [samples]. count: of all data sets."""
-
-    numbers: Tensor
-    count: int
-
-
-@dataclass(frozen=True)
 class SourceSums:
-    """Sums of one rank over the micro-batches of its share.
+    """Sums of one rank over the micro-batches of its share; of nothing yet.
 
-    numbers: as of `Sources`, on the device. losses: float64 [sources], of the tokens that count.
+    numbers: int64 [samples], the data set of each sample. count: of all data sets.
+
+    losses: float64 [sources], of the tokens that count.
     """
 
-    numbers: Tensor
-    losses: Tensor
-
-    @classmethod
-    def of(cls, sources: Sources, device: torch.device) -> "SourceSums":
-        """Return sums of nothing yet."""
-        losses = torch.zeros(sources.count, dtype=torch.float64, device=device)
-        return cls(copy_to_device(sources.numbers, device), losses)
+    def __init__(self, numbers: Tensor, count: int, device: torch.device) -> None:
+        self.numbers = copy_to_device(numbers, device)
+        self.losses = torch.zeros(count, dtype=torch.float64, device=device)
 
     def add(self, losses: Tensor, rows: slice) -> None:
         """Add the losses of a micro-batch's tokens, [s, b], weighted as they count.

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.optim.decision.step_report import StepReport
 from models.config import ModelConfig
 from models.engine.engine import Engine
-from models.engine.source_sums import Sources
+from models.engine.passes import Sources
 from tests import layouts, oracle
 from tests.layouts import Recording, Run, fragments
 from tests.ranks import run_ranks

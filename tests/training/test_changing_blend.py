@@ -5,6 +5,7 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,13 @@ from megaprec.tokens.indexed import IndexedWriter
 from models.engine.passes import Share
 from tests import runs
 from tests.ranks import run_ranks
-from tests.refusals import sentence
+from tests.refusals import raises, sentence
+from tools import cli
+from tools.analysis.plots.training_plot import pictures
 from tools.config.resolved_run import resolve_run
+from tools.config.run_file import load_run
+from tools.config.tables.data_settings import Data
+from tools.journal.records import read_metrics
 from tools.training.branch import open_start
 from tools.training.corpus import open_corpus
 from tools.training.trainer import Trainer
@@ -123,12 +129,86 @@ def assert_as_planned(read: dict[int, int]) -> None:
     assert sum(not from_a for from_a in is_of_a) > 49
 
 
+def assert_told(read: dict[int, int], records: list[dict[str, Any]]) -> None:
+    """The records say of each data set what was read of it, and nothing else."""
+    for record in records:
+        end = record["step"] * BATCH
+        for name, ids in SETS.items():
+            of_step = [read[position] in ids for position in range(end - BATCH, end)]
+            of_run = [read[position] in ids for position in range(end)]
+            assert record[f"share/{name}"] == sum(of_step) / BATCH
+            assert record[f"tokens/{name}"] == sum(of_run) * LENGTH
+            assert (f"loss/{name}" in record) == any(of_step)
+        told = [record.get(f"loss/{name}", 0.0) * record[f"share/{name}"] for name in SETS]
+        assert sum(told) == pytest.approx(record["loss"], rel=1e-6)
+    # in the last phase a has no share
+    assert [("loss/a" in record) for record in records] == [True] * 6 + [False] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", [{"data": 2}, {"tensor": 2, "pipeline": 2}, {"data": 2, "micro_batch": 4}], ids=str
+)
+def test_numbers_of_data_sets_are_the_same_in_every_layout(
+    layout: dict[str, int], file: Path, tmp_path: Path
+) -> None:
+    given = ["precision.compute=fp64"]
+    assert runs.train(file, *given, f"train.folder={tmp_path}/one") == 0
+    sizes = dict(layout)
+    if "micro_batch" in sizes:
+        given.append(f"train.micro_batch={sizes.pop('micro_batch')}")
+    other = runs.train_on(file, *given, f"train.folder={tmp_path}/other", **sizes)
+    ours, theirs = runs.steps(tmp_path / "one"), runs.steps(other)
+    assert [record.keys() for record in ours] == [record.keys() for record in theirs]
+    runs.assert_close(ours, theirs, 1e-9)
+
+
+def test_names_of_data_sets_are_those_of_their_entries_or_sources() -> None:
+    entries = [
+        {"source": "s3://bucket/web-2024?signature=x", "weight": 1.0},
+        {"source": ["texts/**/*.md", "b.txt"], "weight": 1.0},
+        {"source": "other/web-2024/", "weight": 1.0},
+        {"source": "python", "weight": 1.0, "name": "code"},
+    ]
+    names = Data.model_validate({"blend": entries}).blend_names
+    assert names == ["web-2024", "_.md", "web-2024-2", "code"]
+
+
+@pytest.mark.parametrize(
+    ("names", "code"),
+    [(("a/b", "c"), "config.blend_name"), (("a", "a"), "config.blend_name_twice")],
+)
+def test_names_that_cannot_be_are_refused(names: tuple[str, str], code: str, file: Path) -> None:
+    entries = [f'{{source="{name}", weight=1, name="{name}"}}' for name in names]
+    with raises(code):
+        load_run(file, [f"data.blend=[{', '.join(entries)}]"])
+
+
+def test_the_picture_and_the_report_have_a_curve_and_a_row_for_each_data_set(
+    file: Path, tmp_path: Path
+) -> None:
+    assert runs.train(file, f"train.folder={tmp_path}/run") == 0
+    records = read_metrics(tmp_path / "run")
+    charts = [chart for chart in pictures(records).charts if "data set" in chart.title]
+    assert [chart.title.split()[0] for chart in charts] == ["loss", "share"]
+    for chart in charts:
+        assert sorted(series.label for series in chart.series) == ["a", "b"]
+    (of_a,) = (series for series in charts[0].series if series.label == "a")
+    assert of_a.x == [1, 2, 3, 4, 5, 6]
+    assert cli.main(["report", f"{tmp_path}/run", "-o", f"{tmp_path}/page.html"]) == 0
+    page = (tmp_path / "page.html").read_text()
+    _, _, section = page.partition("<h2>Data sets</h2>")
+    row = re.search(r"<tr>\s*<td[^>]*>a</td>.*?</tr>", section, re.DOTALL)
+    assert row and f">{records[-1]['tokens/a']:,}<" in row[0]
+
+
 def test_every_sample_is_read_as_planned_also_resumed_and_in_other_layouts(
     file: Path, tmp_path: Path
 ) -> None:
     folder = f"train.folder={tmp_path}/one"
     whole = read_by(file, tmp_path / "whole", folder)
     assert_as_planned(whole)
+    assert_told(whole, runs.steps(tmp_path / "one"))
     # stopped in the second phase, on 2 x 2 ranks, and resumed on one replica more
     resumed = f"train.folder={tmp_path}/two"
     first = read_by(file, tmp_path / "first", resumed, "train.steps=4", tensor=2, data=2)

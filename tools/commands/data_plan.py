@@ -32,7 +32,7 @@ def plan(args: argparse.Namespace) -> int:
     def show() -> None:
         print(total)
         print_table(_table_of_sets(sets))
-        if len(phases) > 1:
+        if config.data.blend_changes:
             print_table(_table_of_phases(sets, phases))
 
     return print_result(args, lambda: _document(sets, phases), show)
@@ -40,13 +40,14 @@ def plan(args: argparse.Namespace) -> int:
 
 def _table_of_sets(sets: list[SetPlan]) -> Table:
     """Return what the whole run takes of each data set."""
-    table = Table("data set")
+    table = Table("data set", "source")
     for title in ("share", "samples", "tokens", "of an epoch", "epochs"):
         table.add_column(title, justify="right")
     for plan in sets:
         many = f" (above {GOOD_EPOCHS})" if plan.epochs > GOOD_EPOCHS else ""
         table.add_row(
             plan.name,
+            plan.source,
             f"{plan.share:.4g}",
             f"{plan.samples:,}",
             f"{plan.tokens:,}",
@@ -62,8 +63,7 @@ def _table_of_phases(sets: list[SetPlan], phases: list[PhasePlan]) -> Table:
     for plan in sets:
         table.add_column(plan.name, justify="right")
     for phase in phases:
-        shares = [f"{share:.4g}" for share in phase.shares]
-        table.add_row(f"{phase.begin + 1:,} to {phase.end:,}", *shares)
+        table.add_row(f"{phase.begin + 1:,} to {phase.end:,}", *phase.described_shares)
     return table
 
 

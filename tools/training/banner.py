@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megaprec.checkpoint.atomic import damaged_beside, step_of, whole_checkpoints
-from megaprec.checkpoint.keeping import Keep, best_made_here, made_here
+from megaprec.checkpoint.keeping import Keep, best_made_here, describe_evaluations, made_here
 from megaprec.comm.layout import Part
 from megaprec.durable import file_error
 from megaprec.errors import UserError
@@ -352,7 +352,8 @@ def _keeping_lines(
     if best is not None:
         expiring = [step for step in expiring if step != step_of(best.path)]
         name = best.path.name
-        yield f"best       {name} has the lowest {keep.best} so far, {best.loss:.4f}"
+        lowest = describe_evaluations(keep.best)
+        yield f"best       {name} has the lowest {lowest} so far, {best.loss:.4f}"
     if not expiring and not _later_ones_expire(following, keep):
         return
 
@@ -400,7 +401,7 @@ def _describe_rule(settings: Checkpoint) -> str:
     if settings.keep_every:
         rules.append(f"those of each multiple of {settings.keep_every} steps")
     if settings.keep_best:
-        rules.append(f"the one with the lowest {settings.keep_best}")
+        rules.append(f"the one with the lowest {describe_evaluations(settings.best)}")
     return " and ".join(rules)
 
 

@@ -13,8 +13,7 @@ from megaprec.diagnose.position import Position
 from megaprec.tokens.blend import Blend
 from megaprec.tokens.samples import Samples
 from models.attention.packing import Packing
-from models.engine.passes import Share
-from models.engine.source_sums import Sources
+from models.engine.passes import Share, Sources
 from tools.config.run_file import RunConfig
 from tools.config.tables.settings import Train
 

@@ -77,13 +77,13 @@ def _many_epochs(config: RunConfig, corpus: Corpus) -> Iterator[str]:
         epochs = plan.epochs
         if is_blend and GOOD_EPOCHS < epochs <= MANY_EPOCHS:
             yield (
-                f"{plan.name} is repeated {epochs:,.1f} times in train.steps = {train.steps}: up "
+                f"{plan.source} is repeated {epochs:,.1f} times in train.steps = {train.steps}: up "
                 f"to about {GOOD_EPOCHS} times repeated text is as good as new; give more of it, "
                 "or a smaller weight in data.blend"
             )
         if epochs > MANY_EPOCHS:
             yield (
-                f"{plan.name} has {counted(plan.available, 'sample')} of train.seq_length "
+                f"{plan.source} has {counted(plan.available, 'sample')} of train.seq_length "
                 f"{train.seq_length}, so train.steps = {train.steps} repeat it {epochs:,.0f} "
                 "times: give more text, or fewer or smaller steps"
             )

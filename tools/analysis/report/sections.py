@@ -8,7 +8,7 @@ from itertools import zip_longest
 from statistics import median
 from typing import Any
 
-from megaprec.checkpoint.keeping import best_made_here
+from megaprec.checkpoint.keeping import best_made_here, describe_evaluations
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from models.parameter_counts import num_parameters
@@ -167,10 +167,11 @@ def _best_facts(run: Run) -> Iterator[Fact]:
     """Yield the best of the checkpoints that are there, if the run keeps it."""
     if not isinstance(run.config, RunConfig) or not run.config.checkpoint.keep_best:
         return
-    evaluation = run.config.checkpoint.keep_best
-    best = best_made_here(run.folder / "checkpoints", evaluation)
+    evaluations = run.config.checkpoint.best
+    best = best_made_here(run.folder / "checkpoints", evaluations)
     if best is not None:
-        yield "best checkpoint", f"{best.path.name}, {evaluation} {best.loss:.4f}"
+        lowest = describe_evaluations(evaluations)
+        yield "best checkpoint", f"{best.path.name}, {lowest} {best.loss:.4f}"
 
 
 def _model_facts(config: RunConfig) -> Iterator[Fact]:

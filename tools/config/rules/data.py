@@ -80,19 +80,20 @@ def _evaluation(train: Train, data: Data) -> Iterator[str]:
 
 def _best_checkpoint(train: Train, data: Data, checkpoint: Checkpoint) -> Iterator[str]:
     """Yield a problem if there is no evaluation by which the best checkpoint is chosen."""
-    name = checkpoint.keep_best
-    if not name:
+    if not checkpoint.best:
         return
     evaluations = [f"eval_loss/{dataset.name}" for dataset in data.validation]
     if data.held_out:
         evaluations.insert(0, "eval_loss")
-    if name not in evaluations:
+    unknown = [name for name in checkpoint.best if name not in evaluations]
+    if unknown:
         known = ", ".join(evaluations) or "nothing: set data.held_out or data.validation"
-        yield Problem.of("config.keep_best_unknown", name=name, known=known)
+        yield Problem.of("config.keep_best_unknown", name=unknown[0], known=known)
         return
     # the last step has both
     if not train.eval_every:
-        yield Problem.of("config.keep_best_never_evaluated", name=name)
+        value = toml(checkpoint.keep_best)
+        yield Problem.of("config.keep_best_never_evaluated", name=value)
 
 
 def _is_name(text: str) -> bool:

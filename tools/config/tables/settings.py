@@ -29,6 +29,7 @@ from tools.config.tables.table import (
     default_of,
 )
 
+HELD_OUT = "eval_loss"  # the field of the loss of the held-out part, before those of sets
 # consumed sequences, and the global batch from there on
 BatchChange = Annotated[
     tuple[Annotated[int, Field(ge=0, le=MAX_STEPS)], Annotated[int, Field(gt=0, le=MAX_SIZE)]],
@@ -589,10 +590,14 @@ class Checkpoint(Table):
         ge=0,
         description="Checkpoints of each multiple of this step are never deleted; 0: of none.",
     )
-    keep_best: str = Field(
-        default="",
-        description="Evaluation, eval_loss or eval_loss/NAME of a set of data.validation: the "
-        "checkpoint of the step after which it was lowest is never deleted; empty: none.",
+    keep_best: str | Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1)] = (
+        Field(
+            default="",
+            description="Evaluation, eval_loss or eval_loss/NAME of a set of data.validation: the "
+            "checkpoint of the step after which it was lowest is never deleted; or weights of "
+            "several, by NAME or eval_loss, such as {code = 0.7, prose = 0.3}, whose mean counts; "
+            "empty: none.",
+        )
     )
     background: bool = Field(
         default=True,
@@ -608,7 +613,18 @@ class Checkpoint(Table):
     @property
     def kept(self) -> Keep:
         """Return the rule by which saves delete older checkpoints."""
-        return Keep.of(self.keep, self.keep_every, self.keep_best)
+        return Keep.of(self.keep, self.keep_every, self.best)
+
+    @property
+    def best(self) -> dict[str, float]:
+        """The evaluations of keep_best by their field in metrics.jsonl, with their weights."""
+        if isinstance(self.keep_best, str):
+            return {self.keep_best: 1.0} if self.keep_best else {}
+        fields = dict[str, float]()
+        for name, weight in self.keep_best.items():
+            field = name if name == HELD_OUT else f"{HELD_OUT}/{name}"
+            fields[field] = weight
+        return fields
 
 
 class Log(Table):

@@ -73,6 +73,8 @@ class Share:
     packing: the document boundaries of these samples, required on every stage.
     sources: the data sets of these samples in a blend, whose losses the report of a training step
         has one by one; None, on all ranks or on none: it has one loss.
+    pieces: the number of these samples that one sample of the data was cut into. Reports name
+        samples of the data.
     """
 
     tokens: Tensor
@@ -81,6 +83,7 @@ class Share:
     first: int = 0
     packing: Packing = UNPACKED
     sources: Sources | None = None
+    pieces: int = 1
 
     def cut(self, cp: Axis) -> "Share":
         """Return the part of this share that a rank of cp computes: its tokens of every sample."""
@@ -454,7 +457,8 @@ class Passes:
         Collective, so it is called only if the loss is NaN.
         """
         rows = state.outside_vocabulary.any(1).nonzero()[:, 0]
-        samples = (rows + state.share.first).tolist()
+        sequences = rows + state.share.first
+        samples = (sequences // state.share.pieces).tolist()
         # The smallest number over all ranks, by a maximum.
         smallest = min(samples, default=math.inf)
         negated = torch.tensor(-smallest, dtype=torch.float64, device=self.optimizer.device)

@@ -52,6 +52,7 @@ from tools.config.rules.derived import lr_schedule, with_vocabulary_size
 from tools.config.rules.effectless import PERIODS, Tables, effectless
 from tools.config.tables.batch_schedule import BatchSchedule
 from tools.config.tables.data_settings import Data
+from tools.config.tables.length_schedule import LengthSchedule
 from tools.config.tables.native_keys import native_settings, origins_of, plan_of, with_origins
 from tools.config.tables.precision_settings import FP8, Precision
 from tools.config.tables.schedules import pipeline_schedule
@@ -110,6 +111,11 @@ class RunConfig(BaseModel):
     def batches(self) -> BatchSchedule:
         """The global batch of each step."""
         return BatchSchedule.of(self.train)
+
+    @property
+    def lengths(self) -> LengthSchedule:
+        """The length of the sequences of each step."""
+        return LengthSchedule.of(self.train)
 
     @property
     def total_samples(self) -> int:

@@ -118,6 +118,7 @@ def _print_settings(config: RunConfig, corpus: Corpus, device: str) -> None:
         f"layout     {layout} on {device}, {expert_axes}{modes}\n"
         f"{_describe_listening(config)}"
         f"{_describe_batch(config)}\n"
+        f"{_describe_lengths(config)}"
         f"precision  {config.precision.compute}"
     )
 
@@ -137,6 +138,14 @@ def _describe_batch(config: RunConfig) -> str:
         lines = [*lines[: MAX_CHANGES - 1], f"and {left_out:,} more changes, then", lines[-1]]
     column = "\n           ".join(lines)
     return f"batch      {column}"
+
+
+def _describe_lengths(config: RunConfig) -> str:
+    """Return the line about the lengths of sequences; "" if all steps have one."""
+    if not config.train.seq_schedule:
+        return ""
+    parts = [f"{length:,} from sample {samples:,} on" for samples, length in config.lengths.changes]
+    return f"lengths    {first_of(parts, MAX_CHANGES)}; a step keeps its tokens\n"
 
 
 def _batch_line(config: RunConfig, samples: int, batch: int) -> str:

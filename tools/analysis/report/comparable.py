@@ -37,6 +37,7 @@ TEXT_KEYS = (
 TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size")
 SAMPLE_KEYS = (
     "train.seq_length",
+    "train.seq_schedule",
     "data.reset_attention_mask",
     "data.reset_position_ids",
     "data.eod_mask_loss",

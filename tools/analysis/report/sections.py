@@ -185,6 +185,10 @@ def _model_facts(config: RunConfig) -> Iterator[Fact]:
         changes = config.batches.changes
         parts = [f"{batch:,} from sample {samples:,} on" for samples, batch in changes]
         yield "batch", first_of(parts, MOST_CHANGES)
+    if config.train.seq_schedule:
+        changes = config.lengths.changes
+        parts = [f"{length:,} from sample {samples:,} on" for samples, length in changes]
+        yield "lengths", first_of(parts, MOST_CHANGES)
     yield "precision", str(config.precision.compute)
 
 

@@ -121,8 +121,9 @@ def _tensor(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
     )
 
 
-def _sequence(train: Train, parallel: Parallel) -> Iterator[str]:
-    # cut sequences have rules of their own in `_cut_sequences`
+def shared_sequence(train: Train, parallel: Parallel) -> Iterator[str]:
+    """Yield a problem if tensor-parallel ranks that share sequences cannot do so evenly."""
+    # cut sequences have rules of their own in `cut_sequences`
     if parallel.sequence and parallel.context == 1 and train.seq_length % parallel.tensor:
         possible = nearest_multiples(train.seq_length, parallel.tensor)
         yield Problem.of(
@@ -145,7 +146,7 @@ def _async_tensor(
     yield from async_tensor_problems(plan, parallel.tensor, parallel.sequence, canonical)
 
 
-def _cut_sequences(
+def cut_sequences(
     model: ModelConfig, train: Train, parallel: Parallel, precision: Precision, fp8: FP8
 ) -> Iterator[str]:
     """Yield a problem for each setting under which parallel.context ranks cannot share a sequence,
@@ -214,7 +215,7 @@ def _recomputed_layers(model: ModelConfig, train: Train, parallel: Parallel) -> 
         )
 
 
-def _predicted_ahead(model: ModelConfig, train: Train) -> Iterator[str]:
+def predicted_ahead(model: ModelConfig, train: Train) -> Iterator[str]:
     """Yield a problem if a module of multi-token prediction would have no token to predict."""
     if model.mtp_layers >= train.seq_length:
         yield Problem.of(
@@ -258,9 +259,9 @@ def _stages(model: ModelConfig, train: Train, parallel: Parallel) -> Iterator[st
 
 CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _tensor,
-    _sequence,
+    shared_sequence,
     _async_tensor,
-    _cut_sequences,
+    cut_sequences,
     _sentinel_of_cut_sequences,
     _lm_eval_of_cut_sequences,
     _pipeline,
@@ -273,7 +274,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _elastic,
     _recompute,
     _recomputed_layers,
-    _predicted_ahead,
+    predicted_ahead,
     _recomputed_scales,
     _recomputed_latents,
     _sentinel,

@@ -36,6 +36,9 @@ BatchChange = Annotated[
     Field(strict=False),
 ]
 
+# consumed samples, and the length of sequences from there on
+LengthChange = BatchChange
+
 
 def _default_modules(values: dict[str, Any]) -> tuple[RecomputedModule, ...]:
     """Return the recomputed modules that follow from the keys of [parallel] before them."""
@@ -441,7 +444,20 @@ class Train(Table):
     micro_batch: int = Field(
         gt=0, le=MAX_SIZE, description="Number of sequences per forward pass of one replica."
     )
-    seq_length: int = Field(gt=0, le=MAX_SIZE, description="Sequence length, in tokens.")
+    seq_length: int = Field(
+        gt=0,
+        le=MAX_SIZE,
+        description="Sequence length, in tokens; with train.seq_schedule the longest.",
+    )
+    seq_schedule: tuple[LengthChange, ...] = Field(
+        default=(),
+        strict=False,
+        description="Sequence lengths that change: pairs of a number of consumed samples of "
+        "train.seq_length tokens, from 0 on, and the length of the sequences of the steps that "
+        "begin there or later, such as [[0, 512], [100000, 2048]]. Each divides train.seq_length; "
+        "samples are cut into pieces, so that a step keeps its tokens; empty: train.seq_length "
+        "from the first step on.",
+    )
 
     # how the run begins
     init_from: FilePath = Field(

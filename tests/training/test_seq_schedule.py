@@ -230,7 +230,7 @@ def test_what_is_wrong_in_a_piece_is_told_by_its_sample(
     config = load_run(file, keys)
     corpus = open_corpus(config)
     smaller = replace(corpus, model=corpus.model.with_vocab(220))
-    with raises("data.bad_id", sample=5):
+    with raises("data.sample_outside_vocabulary", sample=5):
         Trainer(config, smaller, None).run()
 
 

@@ -13,8 +13,6 @@ def in_pieces(batch: Batch, pieces: int) -> Batch:
     counted from the beginning of a sequence, as `Batch` says of samples. Ids and sources are those
     of the sample. `pieces` must divide the length of the samples.
     """
-    if pieces == 1:
-        return batch
 
     def cut(values: Tensor | None) -> Tensor | None:
         return None if values is None else values.reshape(pieces * len(values), -1)

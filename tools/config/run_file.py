@@ -50,9 +50,8 @@ from tools.config.removed_keys import take_removed
 from tools.config.rules.all_rules import cross_problems
 from tools.config.rules.derived import lr_schedule, with_vocabulary_size
 from tools.config.rules.effectless import PERIODS, Tables, effectless
-from tools.config.tables.batch_schedule import BatchSchedule
+from tools.config.tables.batch_schedule import BatchSchedule, LengthSchedule
 from tools.config.tables.data_settings import Data
-from tools.config.tables.length_schedule import LengthSchedule
 from tools.config.tables.native_keys import native_settings, origins_of, plan_of, with_origins
 from tools.config.tables.precision_settings import FP8, Precision
 from tools.config.tables.schedules import pipeline_schedule

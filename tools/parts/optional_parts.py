@@ -60,6 +60,7 @@ PARTS = {
     "require_trackers": "tools.journal.trackers",
     "Sentinel": "models.engine.sentinel",
     "SilentFault": "models.engine.sentinel",
+    "in_pieces": "megaprec.tokens.pieces",
     "source_fields": "tools.journal.source_records",
     "spike_event": "tools.journal.spike_records",
     "gpu_named": "models.estimate.gpus",

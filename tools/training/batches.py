@@ -11,12 +11,12 @@ import torch
 from megaprec.comm.axis import Axis
 from megaprec.diagnose.position import Position
 from megaprec.tokens.blend import Blend
-from megaprec.tokens.pieces import in_pieces
 from megaprec.tokens.samples import Samples
 from models.attention.packing import Packing
 from models.engine.passes import Share, Sources
 from tools.config.run_file import RunConfig
 from tools.config.tables.settings import Train
+from tools.parts.optional_parts import part
 
 Batch = TypeVar("Batch")
 
@@ -93,7 +93,9 @@ class Batches:
         share_size = global_batch // self._dp.size
         # Consecutive shares: together the replicas read the batch in the order of one process.
         offset = share_size * replica
-        batch = in_pieces(samples.batch(first_sample + offset, share_size), pieces)
+        batch = samples.batch(first_sample + offset, share_size)
+        if pieces > 1:
+            batch = part("in_pieces")(batch, pieces)
         packing = Packing(batch.documents, batch.positions)
         sources = None
         if isinstance(samples, Blend) and batch.sources is not None:

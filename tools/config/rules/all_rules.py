@@ -10,7 +10,7 @@ from functools import cache
 
 from pydantic import BaseModel
 
-from tools.config.rules import batches, data, layout, lengths, optimizer, precision
+from tools.config.rules import batches, data, layout, optimizer, precision
 from tools.config.rules.canonical import (
     unequal_models,
     unequal_scales,
@@ -47,7 +47,6 @@ def _tables_of(check: Callable[..., object]) -> frozenset[str]:
 CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     *layout.CHECKS,
     *batches.CHECKS,
-    *lengths.CHECKS,
     *data.CHECKS,
     *optimizer.CHECKS,
     *precision.CHECKS,

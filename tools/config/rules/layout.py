@@ -9,6 +9,7 @@ from parallel.activation_checkpoint import MODULES
 from parallel.fused_products import async_tensor_problems
 from parallel.pipeline.kinds import KINDS
 from tools.config.rules.batches import microbatches_of
+from tools.config.rules.canonical import virtual_sizes
 from tools.config.rules.checking import nearest_multiples
 from tools.config.rules.precision import scales_advance
 from tools.config.tables.data_settings import Data
@@ -121,9 +122,9 @@ def _tensor(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
     )
 
 
-def shared_sequence(train: Train, parallel: Parallel) -> Iterator[str]:
+def _sequence(train: Train, parallel: Parallel) -> Iterator[str]:
     """Yield a problem if tensor-parallel ranks that share sequences cannot do so evenly."""
-    # cut sequences have rules of their own in `cut_sequences`
+    # cut sequences have rules of their own in `_cut_sequences`
     if parallel.sequence and parallel.context == 1 and train.seq_length % parallel.tensor:
         possible = nearest_multiples(train.seq_length, parallel.tensor)
         yield Problem.of(
@@ -146,7 +147,7 @@ def _async_tensor(
     yield from async_tensor_problems(plan, parallel.tensor, parallel.sequence, canonical)
 
 
-def cut_sequences(
+def _cut_sequences(
     model: ModelConfig, train: Train, parallel: Parallel, precision: Precision, fp8: FP8
 ) -> Iterator[str]:
     """Yield a problem for each setting under which parallel.context ranks cannot share a sequence,
@@ -215,12 +216,34 @@ def _recomputed_layers(model: ModelConfig, train: Train, parallel: Parallel) -> 
         )
 
 
-def predicted_ahead(model: ModelConfig, train: Train) -> Iterator[str]:
+def _predicted_ahead(model: ModelConfig, train: Train) -> Iterator[str]:
     """Yield a problem if a module of multi-token prediction would have no token to predict."""
     if model.mtp_layers >= train.seq_length:
         yield Problem.of(
             "config.mtp_too_far", mtp_layers=model.mtp_layers, seq_length=train.seq_length
         )
+
+
+def _shorter_sequences(
+    model: ModelConfig, train: Train, parallel: Parallel, precision: Precision, fp8: FP8
+) -> Iterator[str]:
+    """Yield the problems of the first length that the layout or the model cannot have."""
+    for samples, length in train.seq_schedule:
+        if length == train.seq_length:
+            continue
+        of_length = train.model_copy(update={"seq_length": length, "seq_schedule": ()})
+        problems = [
+            *_sequence(of_length, parallel),
+            *_cut_sequences(model, of_length, parallel, precision, fp8),
+            *_predicted_ahead(model, of_length),
+            *virtual_sizes(of_length, model),
+        ]
+        for problem in problems:
+            before = f"train.seq_schedule [{samples}, {length}]: "
+            # every rule yields problems, which are texts
+            yield problem.within(before) if isinstance(problem, Problem) else before + problem
+        if problems:
+            return
 
 
 def _pipeline(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
@@ -259,9 +282,9 @@ def _stages(model: ModelConfig, train: Train, parallel: Parallel) -> Iterator[st
 
 CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _tensor,
-    shared_sequence,
+    _sequence,
     _async_tensor,
-    cut_sequences,
+    _cut_sequences,
     _sentinel_of_cut_sequences,
     _lm_eval_of_cut_sequences,
     _pipeline,
@@ -274,7 +297,8 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _elastic,
     _recompute,
     _recomputed_layers,
-    predicted_ahead,
+    _predicted_ahead,
+    _shorter_sequences,
     _recomputed_scales,
     _recomputed_latents,
     _sentinel,

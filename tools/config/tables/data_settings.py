@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from megaprec.text.characters import CHARACTERS
 from megaprec.text.forms import UTF8
@@ -49,10 +49,17 @@ WeightPoint = tuple[
     Annotated[int, Field(ge=0, le=MAX_STEPS)],
     Annotated[float, Field(ge=0, allow_inf_nan=False)],
 ]
-Weight = (
-    Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    | Annotated[tuple[WeightPoint, ...], Field(min_length=1), BeforeValidator(_as_points)]
-)
+Weight = Annotated[
+    Annotated[float, Field(gt=0, allow_inf_nan=False), Tag("number")]
+    | Annotated[
+        tuple[WeightPoint, ...],
+        Field(min_length=1),
+        BeforeValidator(_as_points),
+        Tag("points"),
+    ],
+    # only what is wrong with the form that was meant is told
+    Discriminator(lambda value: "points" if isinstance(value, list | tuple) else "number"),
+]
 
 
 class Blended(Table):
@@ -109,7 +116,8 @@ class Data(Table):
         strict=False,
         description="Several data sets in place of data.source, each with the weight of its share: "
         '[{source = "a.jsonl", weight = 0.7}, {source = "b/", weight = 0.3}]; empty: '
-        "data.source alone.",
+        "data.source alone. A weight that changes with the samples is a list of pairs: weight = "
+        '[[0, 0.7], [1000000, 0.3]]; name = "web" names the numbers of a set in metrics.jsonl.',
     )
     blend_phases: Literal["steps", "linear"] = Field(
         default="steps",

@@ -9,7 +9,7 @@ true.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from megaprec.checkpoint.keeping import Keep
 from megaprec.diagnose.spike_monitor import SpikeMonitor
@@ -30,6 +30,13 @@ from tools.config.tables.table import (
 )
 
 HELD_OUT = "eval_loss"  # the field of the loss of the held-out part, before those of sets
+# an evaluation, or weights of several
+KeptBest = Annotated[
+    Annotated[str, Tag("evaluation")]
+    | Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1), Tag("weights")],
+    # only what is wrong with the form that was meant is told
+    Discriminator(lambda value: "weights" if isinstance(value, dict) else "evaluation"),
+]
 # consumed sequences, and the global batch from there on
 BatchChange = Annotated[
     tuple[Annotated[int, Field(ge=0, le=MAX_STEPS)], Annotated[int, Field(gt=0, le=MAX_SIZE)]],
@@ -606,14 +613,11 @@ class Checkpoint(Table):
         ge=0,
         description="Checkpoints of each multiple of this step are never deleted; 0: of none.",
     )
-    keep_best: str | Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1)] = (
-        Field(
-            default="",
-            description="Evaluation, eval_loss or eval_loss/NAME of a set of data.validation: the "
-            "checkpoint of the step after which it was lowest is never deleted; or weights of "
-            "several, by NAME or eval_loss, such as {code = 0.7, prose = 0.3}, whose mean counts; "
-            "empty: none.",
-        )
+    keep_best: KeptBest = Field(
+        default="",
+        description="Evaluation, eval_loss or eval_loss/NAME of a set of data.validation: the "
+        "checkpoint of the step after which it was lowest is never deleted; or weights of several, "
+        "by NAME or eval_loss, such as {code = 0.7, prose = 0.3}, whose mean counts; empty: none.",
     )
     background: bool = Field(
         default=True,

@@ -14,6 +14,7 @@ PARTS = {
     "MambaMixer": "models.recurrent.mamba_mixer",
     "MixtureOfExperts": "models.feed_forward.moe",
     "require_nvfp4_layers": "models.nvfp4_models",
+    "SourceSums": "models.engine.source_sums",
     "attend_over_ranks": "models.attention.context_parallel",
 }
 """The modules that define classes and functions, by the name of each."""

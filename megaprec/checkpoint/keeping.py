@@ -14,8 +14,9 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megaprec.checkpoint.atomic import (
@@ -35,6 +36,8 @@ from megaprec.parsing import parse_json, read_regular
 RECORD = ".saved.jsonl"  # hidden file of the folder, a line for each save
 LOSSES = "losses"  # key of a line, for those of an evaluation by name
 ALL = "all"
+Weights = Mapping[str, float]  # of evaluations, by name
+NO_WEIGHTS: Weights = MappingProxyType({})
 Identity = tuple[int, str]  # of a save: its step, and the digest at the end of checkpoint.json
 TAIL = 200  # bytes at the end of checkpoint.json, which hold its own digest
 SEAL = re.compile(rf'"{INDEX_DIGEST}": "([0-9a-f]{{64}})"\n}}$')
@@ -46,15 +49,16 @@ class Keep:
 
     newest: how many of the newest that saves have made; None: all.
     every: also those of each multiple of this step; 0: of none.
-    best: also the one that has the lowest loss in the evaluation of this name; "": none.
+    best: also the one that has the lowest mean of the losses of these evaluations, by name, each
+        with its weight; empty: none.
     """
 
     newest: int | None
     every: int = 0
-    best: str = ""
+    best: Weights = field(default_factory=dict)
 
     @classmethod
-    def of(cls, keep: int | str, every: int = 0, best: str = "") -> "Keep":
+    def of(cls, keep: int | str, every: int = 0, best: Weights = NO_WEIGHTS) -> "Keep":
         """Return the rule of the key or argument `keep`, a number or "all"."""
         newest = None if isinstance(keep, str) else keep
         return cls(newest, every, best)
@@ -79,7 +83,7 @@ USUAL = Keep(2)  # a second one, should the newest be damaged
 
 @dataclass(frozen=True)
 class Best:
-    """The checkpoint with the lowest loss of those that saves have made."""
+    """The checkpoint with the lowest loss, or mean of losses, of those that saves have made."""
 
     path: Path
     loss: float
@@ -117,9 +121,9 @@ def made_here(folder: Path) -> list[Path]:
     return [path for path in whole_checkpoints(folder) if _is_recorded(path, records)]
 
 
-def best_made_here(folder: Path, evaluation: str) -> Best | None:
-    """Return the checkpoint in `folder` with the lowest loss in the evaluation of this name, the
-    oldest of equal ones; None if none that is there was evaluated.
+def best_made_here(folder: Path, evaluations: Weights) -> Best | None:
+    """Return the checkpoint in `folder` with the lowest weighted mean of the losses of some
+    evaluations, the oldest of equal ones; None if none that is there was evaluated so.
 
     Raises UserError if the folder cannot be listed.
     """
@@ -128,10 +132,26 @@ def best_made_here(folder: Path, evaluation: str) -> Best | None:
     for path in whole_checkpoints(folder):
         if not _is_recorded(path, records):
             continue
-        loss = records[_identity(path)].get(evaluation)
+        loss = _mean_loss(records[_identity(path)], evaluations)
         if loss is not None and (best is None or loss < best.loss):
             best = Best(path, loss)
     return best
+
+
+def _mean_loss(losses: Mapping[str, float], evaluations: Weights) -> float | None:
+    """Return the weighted mean of the losses of some evaluations; None if one is missing."""
+    if not evaluations or not evaluations.keys() <= losses.keys():
+        return None
+    total = math.fsum(weight * losses[name] for name, weight in evaluations.items())
+    return total / math.fsum(evaluations.values())
+
+
+def describe_evaluations(evaluations: Weights) -> str:
+    """Return what is lowest in the best checkpoint, in words."""
+    if len(evaluations) == 1:
+        return next(iter(evaluations))
+    parts = [f"{weight:g} {name}" for name, weight in evaluations.items()]
+    return f"mean of {', '.join(parts[:-1])} and {parts[-1]}"
 
 
 def remove_expired(folder: Path, keep: Keep, new: Path) -> list[str]:

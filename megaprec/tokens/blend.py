@@ -11,8 +11,9 @@ n samples differs from w * n by less than one.
 The sample at a position is a pure function of the position and the seed: no rank keeps a count.
 Each data set has its own epochs.
 
-A run may go on with other weights. From that position on the pattern is another one, and each data
-set goes on with the sample after its last one: `WeightedStretch` says where that was.
+Weights may change: by a plan (`megaprec.tokens.blend_phases`), or because a run goes on with
+others. From that position on the pattern is another one, and each data set goes on with the sample
+after its last one: `WeightedStretch` says where that was.
 """
 
 import heapq
@@ -34,7 +35,7 @@ LONGEST_PERIOD = 1_000_000  # samples; a blend holds two int64 for each of a per
 class WeightedStretch(NamedTuple):
     """The positions of a blend, from `begin` on, in which its data sets have these weights.
 
-    taken: the number of samples that each data set has given before.
+    Some weights may be 0. taken: the number of samples that each data set has given before.
     """
 
     begin: int
@@ -101,6 +102,7 @@ class Blend:
         total_ids = [samples.total_ids for samples in parts]
         self._id_offsets = np.concatenate(([0], np.cumsum(total_ids)))
         self._mixtures = [_Mixture(stretch) for stretch in stretches]
+        self._begins = np.array([stretch.begin for stretch in stretches], dtype=np.int64)
 
     def __len__(self) -> int:
         """Return the number of samples in all data sets together."""
@@ -145,6 +147,7 @@ class Blend:
             mask=_join_optional(masks, order),
             documents=_join_optional(documents, order),
             positions=_join_optional(positions_in_documents, order),
+            sources=torch.from_numpy(part_of_row),
         )
 
     def location_of(self, position: int) -> SampleLocation:
@@ -158,13 +161,17 @@ class Blend:
 
         positions: int64, an array or a number, as are the results.
         """
-        first, *later = self._mixtures
-        parts, numbers = first.locate(positions)
-        for mixture in later:
-            is_there = positions >= mixture.begin
-            parts_there, numbers_there = mixture.locate(positions)
-            parts = np.where(is_there, parts_there, parts)
-            numbers = np.where(is_there, numbers_there, numbers)
+        positions = np.asarray(positions)
+        stretches_begun = np.searchsorted(self._begins, positions, side="right")
+        # the first one also has the positions before all
+        index_of_stretch = np.maximum(stretches_begun - 1, 0)
+        parts = np.empty_like(positions)
+        numbers = np.empty_like(positions)
+        # nearly always one
+        different = set(index_of_stretch.ravel().tolist())
+        for index in different:
+            is_there = index_of_stretch == index
+            parts[is_there], numbers[is_there] = self._mixtures[index].locate(positions[is_there])
         return parts, numbers
 
     def labels(self, ids: torch.Tensor) -> list[str]:
@@ -181,18 +188,20 @@ class Blend:
 
     def samples_taken(self, samples: int) -> list[int]:
         """Return, for each data set, how many of the first `samples` samples come from it."""
-        return _begun(self._mixtures, samples).taken_before(samples)
+        mixture = self._mixtures[_index_at(self.stretches, samples)]
+        return mixture.taken_before(samples)
 
 
 def taken_before(stretches: Sequence[WeightedStretch], position: int) -> list[int]:
     """Return how many samples each data set has given before a position."""
-    return _begun([_Mixture(stretch) for stretch in stretches], position).taken_before(position)
+    stretch = stretches[_index_at(stretches, position)]
+    return _Mixture(stretch).taken_before(position)
 
 
-def _begun(mixtures: Sequence[_Mixture], position: int) -> _Mixture:
-    """Return the mixture in which a position is; the first one for a position before all."""
-    begun = [mixture for mixture in mixtures if mixture.begin <= position]
-    return begun[-1] if begun else mixtures[0]
+def _index_at(stretches: Sequence[WeightedStretch], position: int) -> int:
+    """Return the index of the stretch in which a position is; 0 for a position before all."""
+    begun = [stretch for stretch in stretches if stretch.begin <= position]
+    return max(0, len(begun) - 1)
 
 
 def shares(weights: Sequence[float]) -> list[int]:
@@ -225,7 +234,7 @@ def pattern(shares: Sequence[int]) -> NDArray[np.int64]:
     # sample), and those whose earliest position has come: (deadline, data set, number), where the
     # sample must precede the position `deadline`. Of equal positions the first data set comes
     # first, so that the pattern is always the same.
-    waiting = [(0, part, 0) for part in range(len(shares))]
+    waiting = [(0, part, 0) for part, share in enumerate(shares) if share]
     ready: list[tuple[int, int, int]] = []
     for position in range(period):
         while waiting:

@@ -67,6 +67,7 @@ class Batch:
     documents, positions: int64 [count, seq], for each token the number of its document and its
         position within the document; both start at 0 in each sample. None without the respective
         reset.
+    sources: int64 [count], the number of each sample's data set in a blend; None without a blend.
     """
 
     tokens: torch.Tensor
@@ -75,6 +76,7 @@ class Batch:
     mask: torch.Tensor | None = None
     documents: torch.Tensor | None = None
     positions: torch.Tensor | None = None
+    sources: torch.Tensor | None = None
 
 
 class SampleLocation(NamedTuple):

@@ -24,7 +24,13 @@ from megaprec.errors import UserError
 from megaprec.fp8.state import FP8State
 from megaprec.optim.canonical.consensus import summed_loss
 from megaprec.optim.decision.step_limits import NO_LIMITS, StepLimits
-from megaprec.optim.decision.step_report import LOSS, NonFiniteStep, StepObserver, StepReport
+from megaprec.optim.decision.step_report import (
+    LOSS,
+    NonFiniteStep,
+    Offender,
+    StepObserver,
+    StepReport,
+)
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.patterns import require_used
 from megaprec.precision.plan import PrecisionPlan
@@ -278,16 +284,19 @@ class Engine:
             position=position or Position(),
             cp=self.cp,
         )
-        # by the micro-batches of a share
-        self._passes_by_size = {self.schedule.microbatches: self.passes}
+        # by the micro-batches of a share, and the number of its sequences in a sample
+        self._seq_length = options.seq_length
+        self._passes_by_size = {(self.schedule.microbatches, 1): self.passes}
         for schedule in rank_stages.other_schedules:
-            self._passes_by_size[schedule.microbatches] = replace(self.passes, schedule=schedule)
+            passes = replace(self.passes, schedule=schedule)
+            self._passes_by_size[schedule.microbatches, 1] = passes
         self.last_stage = self.passes.last_stage  # the number of the model's last stage
         self._step_sums = StepSums(
             rank_stages.config,
             self.stages.values(),
             optimizer.world,
             counts_corrections=optimizer.dp.rank == 0 and self.tp.rank == 0,
+            counts_losses=self.last_stage in self.stages and self.tp.rank == 0,
             device=self.device,
         )
         optimizer.observers += observers
@@ -337,10 +346,21 @@ class Engine:
         )
 
     def passes_for(self, share: Share) -> Passes:
-        """Return the passes by the schedule for as many micro-batches as the share has."""
-        microbatches = len(share.tokens) // self.passes.micro_batch
+        """Return the passes by the schedule for as many micro-batches as the share has.
+
+        Sequences may be shorter than samples, of which each is then cut into several: a micro-batch
+        has as many more, and as many tokens.
+        """
+        pieces = max(1, self._seq_length // share.tokens.shape[1])
+        microbatches = len(share.tokens) // (self.passes.micro_batch * pieces)
+        size = (microbatches, pieces)
+        whole = self._passes_by_size.get((microbatches, 1))
         # those of `schedule` refuse a share of a size that no schedule has
-        return self._passes_by_size.get(microbatches, self.passes)
+        if whole is None:
+            return self.passes
+        if size not in self._passes_by_size:
+            self._passes_by_size[size] = _in_pieces(whole, pieces)
+        return self._passes_by_size[size]
 
     def step(
         self,
@@ -445,7 +465,7 @@ class Engine:
         """
         if math.isnan(report.loss):
             self.passes.require_ids_in_vocabulary(state)
-        report = self._step_sums.read(report)
+        report = self._step_sums.read(report, state)
         # Only a step that was skipped for its numbers has offenders to explain.
         if report.changed or not report.overflowed:
             return report
@@ -458,7 +478,7 @@ class Engine:
         if self.trace and offenders and not self._searches_scale(report):
             passes = self.passes_for(state.full_share)
             offenders = trace_offenders(passes, offenders, report.loss_scale, state)
-        return replace(report, offenders=offenders)
+        return replace(report, offenders=_of_samples(offenders, state.share.pieces))
 
     def _searches_scale(self, report: StepReport) -> bool:
         """Return True if the loss scale is still falling to its first usable value.
@@ -470,6 +490,29 @@ class Engine:
         if not may_fall or not math.isfinite(report.loss):
             return False
         return self.optimizer.saved_numbers()["steps"] == 0
+
+
+def _of_samples(offenders: Sequence[Offender], pieces: int) -> tuple[Offender, ...]:
+    """Return offenders whose sequences are named by the samples of which they are pieces."""
+    renamed: list[Offender] = []
+    for offender in offenders:
+        if offender.samples is not None:
+            first, end = offender.samples
+            # rounded up
+            offender = replace(offender, samples=(first // pieces, -(-end // pieces)))
+        renamed.append(offender)
+    return tuple(renamed)
+
+
+def _in_pieces(passes: Passes, pieces: int) -> Passes:
+    """Return passes of the same tokens in sequences that are shorter by the factor `pieces`."""
+    length, micro_batch, hidden = passes.links.shape
+    shape = (length // pieces, micro_batch * pieces, hidden)
+    return replace(
+        passes,
+        micro_batch=passes.micro_batch * pieces,
+        links=replace(passes.links, shape=shape),
+    )
 
 
 def mean_loss(numbers: Tensor) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from models.decoder.mtp import MTPBatch, make_mtp_batch
 from models.decoder.stages import Stage
 from models.decoder.token_count import TokenCount, count_tokens
 from models.feed_forward.router_tally import round_to
+from models.optional_parts import part
 from parallel.dropout import MicrobatchInfo
 from parallel.pipeline.executor import Executor, PassObserver, StageHooks
 from parallel.pipeline.instructions import (
@@ -41,9 +43,23 @@ from parallel.pipeline.schedules import Schedule, forward_only
 from parallel.sequence_cut import take_own_positions
 from parallel.weight_grad_queue import WeightGradQueue
 
+if TYPE_CHECKING:
+    from models.engine.source_sums import SourceSums
+
 # Parts of the z-loss are rounded to multiples of it, so that their sum is exact in any order while
 # it is less than 2^13.
 Z_LOSS_UNIT = 2.0**-40
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The data sets of samples in a blend.
+
+    numbers: int64 [samples], the data set of each. count: of all data sets.
+    """
+
+    numbers: Tensor
+    count: int
 
 
 @dataclass(frozen=True)
@@ -55,6 +71,10 @@ class Share:
         on none: all count.
     first: the number of the first of these samples within the global batch.
     packing: the document boundaries of these samples, required on every stage.
+    sources: the data sets of these samples in a blend, whose losses the report of a training step
+        has one by one; None, on all ranks or on none: it has one loss.
+    pieces: the number of these samples that one sample of the data was cut into. Reports name
+        samples of the data.
     """
 
     tokens: Tensor
@@ -62,6 +82,8 @@ class Share:
     mask: Tensor | None = None
     first: int = 0
     packing: Packing = UNPACKED
+    sources: Sources | None = None
+    pieces: int = 1
 
     def cut(self, cp: Axis) -> "Share":
         """Return the part of this share that a rank of cp computes: its tokens of every sample."""
@@ -103,6 +125,8 @@ class PassState:
     z_loss: this rank's part of the mean z-loss, without its weight and the scale: float64 [].
     sample_losses: float64 [samples], where the sums of the losses of this rank's tokens of each
         sample are put; None if they are not wanted.
+    source_sums: the losses of this rank's tokens by data set; None without `Share.sources`, and in
+        evaluation.
     """
 
     share: Share
@@ -115,6 +139,7 @@ class PassState:
     z_loss: Tensor
     mtp_batch: MTPBatch | None = None
     sample_losses: Tensor | None = None
+    source_sums: "SourceSums | None" = None
 
     @property
     def divisor(self) -> Tensor:
@@ -255,6 +280,10 @@ class Passes:
             loss = loss.repeat(self.schedule.microbatches)
         z_loss = torch.zeros((), dtype=torch.float64, device=device)
         mtp_batch = self._make_mtp_batch(share, step, scale)
+        source_sums = None
+        if step is not None and share.sources is not None:
+            sources = share.sources
+            source_sums = part("SourceSums")(sources.numbers, sources.count, device)
         return PassState(
             share=local,
             token_count=token_count,
@@ -265,6 +294,7 @@ class Passes:
             full_share=share,
             z_loss=z_loss,
             mtp_batch=mtp_batch,
+            source_sums=source_sums,
         )
 
     def _make_mtp_batch(
@@ -405,6 +435,8 @@ class Passes:
             total += loss.detach()
             if state.sample_losses is not None:
                 state.sample_losses[rows] = losses.detach().sum(0, dtype=torch.float64)
+            if state.source_sums is not None:
+                state.source_sums.add(losses, rows)
         return trained_loss * state.scale
 
     def _masked(
@@ -425,7 +457,8 @@ class Passes:
         Collective, so it is called only if the loss is NaN.
         """
         rows = state.outside_vocabulary.any(1).nonzero()[:, 0]
-        samples = (rows + state.share.first).tolist()
+        sequences = rows + state.share.first
+        samples = (sequences // state.share.pieces).tolist()
         # The smallest number over all ranks, by a maximum.
         smallest = min(samples, default=math.inf)
         negated = torch.tensor(-smallest, dtype=torch.float64, device=self.optimizer.device)

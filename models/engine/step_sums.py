@@ -1,9 +1,9 @@
-"""Numbers of a step that are reported beside its loss: of routers, the z-loss, and the losses of
-multi-token prediction.
+"""Numbers of a step that are reported beside its loss: of routers, the z-loss, the losses of
+multi-token prediction, and those of the data sets of a blend.
 
 One all-reduce over the world adds them, before the optimizer's step, with whose numbers they reach
 the host: it waits once. They are no part of the optimizer's own all-reduce, whose sums may have
-other last bits in a longer message. A model that has none of them sends nothing.
+other last bits in a longer message. A step that has none of them sends nothing.
 """
 
 import math
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
-from megaprec.optim.decision.step_report import RouterReport, StepReport
+from megaprec.optim.decision.step_report import RouterReport, SourceReport, StepReport
 from models.config import ModelConfig
 from models.engine.passes import PassState
 from models.feed_forward.router import Router
@@ -28,6 +28,7 @@ class StepSums:
 
     world: all ranks.
     counts_corrections: True on one of the ranks that hold the same stages.
+    counts_losses: True on the ranks whose losses add up to the loss of the batch.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class StepSums:
         stages: Iterable[nn.Module],
         world: Axis,
         counts_corrections: bool,
+        counts_losses: bool,
         device: torch.device,
     ) -> None:
         self._config = config
@@ -43,6 +45,7 @@ class StepSums:
         self._device = device
         self._layers = _layers_with_experts(config)
         self._counts_corrections = counts_corrections
+        self._counts_losses = counts_losses
         self._routers: dict[str, Router] = {}
         for stage in stages:
             for module in stage.modules():
@@ -57,7 +60,7 @@ class StepSums:
 
     def sum(self, state: PassState) -> Tensor | None:
         """Return the numbers of a step's passes, summed over all ranks, for the report of the
-        optimizer's step: float64 [n]; None if the model has none.
+        optimizer's step: float64 [n]; None if there are none.
 
         Collective over the world, if there are numbers.
         """
@@ -67,25 +70,39 @@ class StepSums:
             mtp_losses = state.mtp_batch.losses
         tallies = self._tallies()
         corrections = self._corrections()
-        parts = (tallies.view(-1), corrections.view(-1), z_loss, mtp_losses)
+        sources = self._sources(state)
+        parts = (tallies.view(-1), corrections.view(-1), z_loss, mtp_losses, sources)
         packed = torch.cat(parts)
         if not len(packed):
             return None
         summed = self._world.sum_(packed)
-        tallied, corrected, z_losses, summed_mtp_losses = summed.split(
+        tallied, corrected, z_losses, summed_mtp_losses, summed_sources = summed.split(
             [len(part) for part in parts]
         )
         measures = _measures(tallied.view_as(tallies), self._config.experts_per_token)
         by_layer = torch.cat((measures, corrected.view_as(corrections)), 1)
-        return torch.cat((by_layer.view(-1), z_losses, _mean_if_any(summed_mtp_losses)))
+        losses, tokens = summed_sources.view(2, -1)
+        return torch.cat(
+            (
+                by_layer.view(-1),
+                z_losses,
+                _mean_if_any(summed_mtp_losses),
+                losses / tokens,
+                tokens,
+            )
+        )
 
-    def read(self, report: StepReport) -> StepReport:
+    def read(self, report: StepReport, state: PassState) -> StepReport:
         """Return the report of a step, whose further numbers are those of `sum`, with them in their
-        places."""
+        places.
+
+        state: of its passes.
+        """
         numbers = [*report.further]
         if not numbers:
             return report
         # from the end, as they were put together
+        sources = self._read_sources(numbers, state)
         mtp_loss = numbers.pop() if self._config.mtp_layers else None
         z_loss = numbers.pop() if self._config.z_loss else None
         return replace(
@@ -93,8 +110,29 @@ class StepSums:
             mtp_loss=mtp_loss,
             z_loss=z_loss,
             routers=self._read_routers(numbers),
+            sources=sources,
             further=(),
         )
+
+    def _sources(self, state: PassState) -> Tensor:
+        """Return the losses and the tokens of the data sets of a blend, [2 * sources]; zeros on a
+        rank that does not count them, and nothing without a blend."""
+        if state.source_sums is None:
+            return self._no_numbers
+        packed = state.source_sums.packed(state.share.mask, state.share.targets.shape[1])
+        return packed if self._counts_losses else torch.zeros_like(packed)
+
+    def _read_sources(self, numbers: list[float], state: PassState) -> tuple[SourceReport, ...]:
+        """Take the numbers of the data sets of a blend from the end of all numbers, and return
+        their reports."""
+        if state.share.sources is None:
+            return ()
+        count = state.share.sources.count
+        begin = len(numbers) - 2 * count
+        losses = numbers[begin : begin + count]
+        tokens = numbers[begin + count :]
+        del numbers[begin:]
+        return tuple(map(SourceReport, losses, tokens))
 
     @property
     def _no_numbers(self) -> Tensor:

@@ -43,19 +43,38 @@ def test_the_best_is_the_oldest_of_the_lowest_that_are_there_and_no_nan(tmp_path
     optimizer = small()
     losses = {1: 3.0, 2: 2.0, 3: float("nan"), 4: 2.0, 5: float("inf")}
     for step, loss in losses.items():
-        keep = Keep(1, best="eval_loss")
+        keep = Keep(1, best={"eval_loss": 1.0})
         given = {"eval_loss": loss, "eval_loss/x": -float(step)}
         assert not Saving(tmp_path, step, optimizer, {}, keep, losses=given).finish().problem
-    Saving(tmp_path, 6, optimizer, {}, Keep(1, best="eval_loss")).finish()
+    Saving(tmp_path, 6, optimizer, {}, Keep(1, best={"eval_loss": 1.0})).finish()
     assert steps_in(tmp_path) == [2, 6]
-    best = best_made_here(tmp_path, "eval_loss")
+    best = best_made_here(tmp_path, {"eval_loss": 1.0})
     assert best is not None and (best.path.name, best.loss) == ("step_00000002", 2.0)
-    assert best_made_here(tmp_path, "eval_loss/y") is None
+    assert best_made_here(tmp_path, {"eval_loss/y": 1.0}) is None
     # one that is no longer there is not the best, and neither is a line that is damaged
     shutil.rmtree(best.path)
     with (tmp_path / RECORD).open("a") as record:
         record.write('{"step": 6, "losses": {"eval_loss": "low"}}\n{"losses": 3}\n')
-    assert best_made_here(tmp_path, "eval_loss") is None
+    assert best_made_here(tmp_path, {"eval_loss": 1.0}) is None
+
+
+def test_the_best_of_several_evaluations_has_the_lowest_weighted_mean(tmp_path: Path) -> None:
+    optimizer = small()
+    losses = {1: (4.0, 1.0), 2: (2.0, 2.0), 3: (1.0, 3.5), 4: (0.0, None)}
+    for weights, kept, mean in (
+        ({"eval_loss": 1.0, "eval_loss/x": 1.0}, 2, 2.0),
+        ({"eval_loss": 0.1, "eval_loss/x": 0.4}, 1, 1.6),
+        ({"eval_loss": 3.0, "eval_loss/x": 1.0}, 3, 1.625),
+    ):
+        folder = tmp_path / str(kept)
+        for step, (own, of_set) in losses.items():
+            # an evaluation that lacks one of them is none
+            given = {"eval_loss": own} | ({} if of_set is None else {"eval_loss/x": of_set})
+            keep = Keep(1, best=weights)
+            assert not Saving(folder, step, optimizer, {}, keep, losses=given).finish().problem
+        assert steps_in(folder) == sorted({kept, 4})
+        best = best_made_here(folder, weights)
+        assert best is not None and best.loss == pytest.approx(mean, rel=1e-12)
 
 
 def test_a_checkpoint_that_was_copied_into_the_folder_stays(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from tests.refusals import shows
 from tests.runs import train
 from tests.spikes import (
     BATCH,
+    SEQ,
     Planted,
     backwards,
     copied,
@@ -236,3 +237,24 @@ def test_a_run_without_a_spike_and_one_that_is_too_short_say_so(
     assert "no spike in 8 steps judged" in capsys.readouterr().out
     assert cli.main(["explain-spike", str(write_records(tmp_path, [2.0] * 9))]) == 0
     assert "no step is judged" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_of_a_step_whose_samples_are_in_pieces_the_samples_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each sample is two sequences, of which either may stand out."""
+    planted, expected = PLANTED["documents"]
+    file = write_spiky_run(tmp_path, STEPS, planted)
+    assert train(file, f"train.seq_schedule=[[0,{SEQ // 2}],[1000000,{SEQ}]]") == 0
+    code, document = explain(capsys, tmp_path / "run", "--last", "9")
+    assert code == 0
+    assert [spike["step"] for spike in document["spikes"]] == [*expected]
+    for explained, (cause, places) in zip(document["explained"], expected.values(), strict=True):
+        assert explained["cause"] == cause, explained
+        named = explained["replay"]["outliers"]
+        assert named and {sample["position"] // 2 for sample in named} <= {*places}
+        first = BATCH * (explained["step"] - 1)
+        for sample in named:
+            assert sample["id"] - first == sample["position"] // 2
+            assert sample["documents"][0]["number"] == sample["id"]

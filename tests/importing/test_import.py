@@ -458,7 +458,7 @@ def test_a_run_that_is_shorter_than_megatrons_period_of_evaluation_is_told_of_no
         ),
         (
             "--phase-transition-iterations 10",
-            "--phase-transition-iterations 10: the data of a run has one order",
+            "--phase-transition-iterations 10: each phase is a process with --data-path of its own",
         ),
         ("--lr abc", "--lr abc: the value must be a number"),
         ("--num-layers 2.5", "--num-layers 2.5: the value must be a whole number"),

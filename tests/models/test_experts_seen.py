@@ -98,7 +98,8 @@ def test_experts_are_seen_where_nothing_before_them_is_trained() -> None:
     state = frozen.accumulate(share_of(None, batch), 0)
     further = frozen._step_sums.sum(state)
     assert further is not None
-    report = frozen._step_sums.read(replace(report_of(()), further=tuple(further.tolist())))
+    unread = replace(report_of(()), further=tuple(further.tolist()))
+    report = frozen._step_sums.read(unread, state)
     assert report.routers[0] == expected
 
 

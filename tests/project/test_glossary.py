@@ -61,7 +61,7 @@ def keys(records: list[dict[str, Any]]) -> set[str]:
     return {key for record in records for key in record}
 
 
-ELSEWHERE = {"offenders", "stop", "routers", "further"}
+ELSEWHERE = {"offenders", "stop", "routers", "sources", "further"}
 """Fields of a step's report that are no fields of its record."""
 
 
@@ -77,12 +77,15 @@ def test_every_field_of_a_steps_record_is_explained_and_none_is_stale(overflowin
     tasks = f"{TASK_PREFIX}TASK/METRIC"
     # needs experts; tests/training/test_experts_run.py sees both written
     of_experts = {ROUTER, COLLAPSE}
-    # needs train.batch_schedule; tests/training/test_batch_schedule.py sees it written
     # only in a step above its band; tests/training/test_spike_skips.py sees it written
     spike = "spike"
     # only in a step that breaks one; tests/training/test_invariants.py sees it written
     invariant = "invariant"
-    others = {tasks, *of_experts, "global_batch", spike, invariant}
+    # needs data.blend; tests/training/test_changing_blend.py sees them written
+    of_sources = {"loss/NAME", "share/NAME", "tokens/NAME"}
+    # needs train.batch_schedule and train.seq_schedule; tests of these see them written
+    of_schedules = {"global_batch", "seq_length"}
+    others = {tasks, *of_experts, *of_sources, *of_schedules, spike, invariant}
     assert sorted(explained("metrics.jsonl")) == sorted(written | others)
 
 

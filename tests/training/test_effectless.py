@@ -131,6 +131,12 @@ CASES = [
     ("train.eval_samples", "9", "", "train.eval_every=3"),
     ("train.eval_batches", "9", "train.eval_every=3 train.eval_samples=5", "train.eval_every=3"),
     ("data.held_out_from", '"end"', "data.held_out=0", ""),
+    (
+        "data.blend_phases",
+        '"linear"',
+        'data.blend=[{source="a.txt",weight=1}]',
+        'data.blend=[{source="a.txt",weight=[[0,1],[2,2]]},{source="b.txt",weight=1}]',
+    ),
     *(
         (f"{key}", "10", "", "train.steps=10")
         for key in ("train.sentinel", "log.timeline", "log.digests", "log.statistics")
@@ -178,7 +184,7 @@ precision: keep_fp32 masters masters_in_checkpoint tf32 on_nonfinite trace_overf
 fp8: kind
 optimizer: name options groups clip norm ema frozen offload
 lr: peak schedule warmup unit
-train: steps global_batch batch_schedule micro_batch seq_length init_from seed numerics compile deterministic folder device threads eval_every
+train: steps global_batch batch_schedule seq_schedule micro_batch seq_length init_from seed numerics compile deterministic folder device threads eval_every
 train: branch_from restarts on_spike eval_first
 checkpoint: every keep background resume
 log: every to plot plot_over progress peak_tflops sample

@@ -126,6 +126,44 @@ def test_the_best_checkpoint_survives_saves_and_resumes_and_is_named(
     assert steps_in(run / "checkpoints") == [8]
 
 
+@pytest.mark.slow
+def test_the_best_checkpoint_of_several_sets_is_that_of_their_weighted_mean(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    texts = {"digits": "1 2 3 4 5 6 7 8 9 0 " * 90, "words": "the model learns to say what " * 60}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    sets = ", ".join(f'{{name = "{name}", source = "{tmp_path}/{name}.txt"}}' for name in texts)
+    keys = [
+        *QUICK,
+        f"train.folder={run}",
+        f"data.validation=[{sets}]",
+        "checkpoint.keep=1",
+        "checkpoint.keep_best={eval_loss = 1, digits = 6, words = 2}",
+        "train.eval_every=1",
+        "train.steps=6",
+        "lr.peak=0.3",
+    ]
+    assert train(file, *keys) == 0
+    said = capsys.readouterr().out
+    lowest = "mean of 1 eval_loss, 6 eval_loss/digits and 2 eval_loss/words"
+    assert f"the one with the lowest {lowest} that it saves" in said
+    means = {
+        record["step"]: (
+            record["eval_loss"] + 6 * record["eval_loss/digits"] + 2 * record["eval_loss/words"]
+        )
+        / 9
+        for record in steps(run)
+    }
+    best = min(means, key=means.__getitem__)
+    assert steps_in(run / "checkpoints") == sorted({best, 6})
+    assert main(["inspect", str(run)]) == 0
+    assert f"with the lowest {lowest} here, {means[best]:.4f}" in capsys.readouterr().out
+    assert main(["report", str(run), "-o", str(tmp_path / "page.html")]) == 0
+    assert f"{lowest} {means[best]:.4f}" in (tmp_path / "page.html").read_text()
+
+
 def test_a_checkpoint_of_a_step_without_an_evaluation_is_never_the_best(
     file: Path, tmp_path: Path
 ) -> None:
@@ -146,6 +184,8 @@ def test_a_checkpoint_of_a_step_without_an_evaluation_is_never_the_best(
             "keep_best_unknown",
         ),
         (("checkpoint.keep_best=eval_loss",), "keep_best_never_evaluated"),
+        (("checkpoint.keep_best={new = 1.0}", "train.eval_every=1"), "keep_best_unknown"),
+        (("checkpoint.keep_best={eval_loss = 0.5}",), "keep_best_never_evaluated"),
     ],
 )
 def test_a_best_checkpoint_that_cannot_be_is_refused_in_a_line(

@@ -32,13 +32,23 @@ def test_a_rank_has_its_share_of_the_flops_and_a_custom_model_none(tmp_path: Pat
     file = write_run(tmp_path)
     one, four = (load_run(file, [f"parallel.data={data}"]) for data in (1, 4))
     model = one.sized_model
-    assert (
-        Throughput.of(four, model, CPU).token_flops
-        == Throughput.of(one, model, CPU).token_flops / 4
-    )
-    assert (
-        Throughput.of(one, model.model_copy(update={"factory": "a.py:b"}), CPU).fields(10.0) == {}
-    )
+    length = one.train.seq_length
+    of_one, of_four = (Throughput.of(config, model, CPU).token_flops for config in (one, four))
+    assert of_four == {length: of_one[length] / 4}
+    custom = model.model_copy(update={"factory": "a.py:b"})
+    assert Throughput.of(one, custom, CPU).fields(10.0, length) == {}
+
+
+def test_the_flops_of_a_step_are_those_of_the_length_of_its_sequences(tmp_path: Path) -> None:
+    file = write_run(tmp_path)
+    assert train(file, "train.steps=2", "train.seq_schedule=[[0,4],[8,16]]") == 0
+    model = load_run(file).sized_model.with_vocab(330)
+    records = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    for record, length in zip(records, (4, 16), strict=True):
+        each = training_flops(model, length)
+        assert record["tflops"] == pytest.approx(record["tokens_per_s"] * each / 1e12)
 
 
 def test_without_a_known_peak_there_is_no_mfu(
@@ -46,7 +56,7 @@ def test_without_a_known_peak_there_is_no_mfu(
 ) -> None:
     config = load_run(write_run(tmp_path), ["precision.compute=bf16"])
     assert peak_tflops(config, CPU) == 0
-    assert "mfu" not in Throughput.of(config, config.sized_model, CPU).fields(10.0)
+    assert "mfu" not in Throughput.of(config, config.sized_model, CPU).fields(10.0, 16)
     for name, peak in (("NVIDIA H200", 989), ("a GPU of tomorrow", 0)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert peak_tflops(config, torch.device("cuda", 0)) == peak

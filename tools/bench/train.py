@@ -231,7 +231,7 @@ class Bench:
         memory_mb = self.engine.optimizer.world.sum_(memory_mb)
         tokens_per_s = self.config.tokens_per_step / statistics.median(seconds)
         throughput = Throughput.of(self.config, self.config.model, self.engine.device)
-        throughput_fields = throughput.fields(tokens_per_s)
+        throughput_fields = throughput.fields(tokens_per_s, self.config.train.seq_length)
         # the newest: steps that warmed up come before
         cpu_seconds = self.cpu_seconds[-len(seconds) :]
         update_cpu_seconds = self.update_times.cpu_seconds[-len(seconds) :]

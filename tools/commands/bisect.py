@@ -195,6 +195,13 @@ def _reason_against_replay(
             f"train.batch_schedule changes the batch between steps {start.step + 1} and {until}, "
             "and a replay has one batch"
         )
+    consumed = _consumed(start)
+    end = first.config.batches.after(consumed, steps)
+    if not first.config.lengths.are_whole(consumed, end):
+        return (
+            f"train.seq_schedule cuts samples of the steps {start.step + 1} to {until}, and a "
+            "replay has whole ones"
+        )
     return ""
 
 
@@ -258,12 +265,16 @@ def _open_data(config: RunConfig, records: Records) -> Corpus:
         raise RunFailed("; ".join(error.problems)) from error
 
 
+def _consumed(start: Start) -> int:
+    """Return the samples that were consumed before `start`."""
+    if not start.checkpoint:
+        return 0
+    return read_progress(Store(Path(start.checkpoint))).samples
+
+
 def _constant_batch(config: RunConfig, start: Start, steps: int) -> int:
     """Return the global batch of the steps that follow on `start`; 0 if they differ in it."""
-    consumed = 0
-    if start.checkpoint:
-        consumed = read_progress(Store(Path(start.checkpoint))).samples
-    stretch = next(config.batches.stretches(consumed))
+    stretch = next(config.batches.stretches(_consumed(start)))
     is_constant = stretch.steps is None or steps <= stretch.steps
     return stretch.batch if is_constant else 0
 

@@ -1,4 +1,5 @@
-"""`megaprec data`: tokenize text into a data set, inspect one, verify data, train a tokenizer."""
+"""`megaprec data`: tokenize text into a data set, inspect one, verify data, train a tokenizer, and
+say what a run will read."""
 
 import argparse
 import sys
@@ -27,7 +28,9 @@ from megaprec.tokens.indexed import IndexedDataset
 from megaprec.tokens.intact import DataSetContents, check_vocabulary, contents_of
 from megaprec.tokens.places import is_remote, path_of
 from megaprec.url_secrets import masked
+from tools.commands import data_plan as planning
 from tools.commands import data_verify as verification
+from tools.commands.options import add_overrides
 from tools.commands.text_options import (
     add_chat_template,
     add_skip_bad,
@@ -52,6 +55,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_inspect(commands)
     _add_verify(commands)
     _add_tokenizer(commands)
+    _add_plan(commands)
+
+
+def _add_plan(commands: SubParsers) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="say what a run will read of each of its data sets",
+        description=planning.__doc__,
+    )
+    parser.add_argument("file", metavar="RUN.toml", help="run file")
+    add_overrides(parser)
+    add_json(parser)
+    parser.set_defaults(run=planning.plan)
 
 
 def _add_verify(commands: SubParsers) -> None:

@@ -155,7 +155,7 @@ def _kept_checkpoints(config: RunConfig) -> int:
     if settings.every and settings.keep_every:
         # steps that are multiples of both numbers
         never_deleted = steps // math.lcm(settings.every, settings.keep_every)
-    best = int(settings.keep_best != "")
+    best = int(bool(settings.best))
     return min(saves, settings.kept.newest + never_deleted + best)
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 from megaprec.checkpoint.digests import tensor_bytes
-from megaprec.checkpoint.keeping import best_made_here
+from megaprec.checkpoint.keeping import best_made_here, describe_evaluations
 from megaprec.checkpoint.reader import Store
 from models.config import ModelConfig
 from tools.commands.options import add_vocab
@@ -28,7 +28,7 @@ from tools.console.wrapped import INDENT
 from tools.convert.core.source import Source
 from tools.convert.formats import FORMATS, check_vocab, open_intact
 from tools.convert.hf.vocabulary import folder_notes
-from tools.saved.train_state import kept_evaluation
+from tools.saved.train_state import kept_evaluations
 
 ALWAYS_SHOWN = (
     "layers",
@@ -196,11 +196,12 @@ def _checksum_line(store: Store) -> str:
 
 def _best_line(store: Store) -> Iterator[str]:
     """Yield a line on the best checkpoint of the folder, if the run of this one keeps it."""
-    evaluation = kept_evaluation(store)
-    best = best_made_here(store.path.parent, evaluation) if evaluation else None
+    evaluations = kept_evaluations(store)
+    best = best_made_here(store.path.parent, evaluations)
     if best is not None:
         name = "this one" if best.path == store.path else best.path.name
-        yield f"best       {name}, with the lowest {evaluation} here, {best.loss:.4f}\n"
+        lowest = describe_evaluations(evaluations)
+        yield f"best       {name}, with the lowest {lowest} here, {best.loss:.4f}\n"
 
 
 def _digests(source: Source, report: Any) -> tuple[list[_TensorEntry], dict[str, str]]:

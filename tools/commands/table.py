@@ -66,6 +66,7 @@ COMMANDS = {
             "data inspect tokens/mine",
             "data verify tokens/mine",
             "data tokenizer my_text/ tokenizer.json --vocab-size 4096",
+            "data plan run.toml",
         ),
     ),
     "plan": Command(

@@ -50,7 +50,7 @@ from tools.config.removed_keys import take_removed
 from tools.config.rules.all_rules import cross_problems
 from tools.config.rules.derived import lr_schedule, with_vocabulary_size
 from tools.config.rules.effectless import PERIODS, Tables, effectless
-from tools.config.tables.batch_schedule import BatchSchedule
+from tools.config.tables.batch_schedule import BatchSchedule, LengthSchedule
 from tools.config.tables.data_settings import Data
 from tools.config.tables.native_keys import native_settings, origins_of, plan_of, with_origins
 from tools.config.tables.precision_settings import FP8, Precision
@@ -110,6 +110,11 @@ class RunConfig(BaseModel):
     def batches(self) -> BatchSchedule:
         """The global batch of each step."""
         return BatchSchedule.of(self.train)
+
+    @property
+    def lengths(self) -> LengthSchedule:
+        """The length of the sequences of each step."""
+        return LengthSchedule.of(self.train)
 
     @property
     def total_samples(self) -> int:

@@ -59,7 +59,12 @@ COUNTS_OF_OFFENDER = ("stage", "tp_rank", "infs", "nans", "elements")
 VALIDATION_PREFIX = "eval_loss/"
 AVERAGE_PREFIX = "eval_loss_ema/"
 TASK_PREFIX = "lm_eval/"
-NUMBER_PREFIXES = (VALIDATION_PREFIX, AVERAGE_PREFIX, TASK_PREFIX)
+SOURCE_LOSS_PREFIX = "loss/"  # of the data sets of a blend
+NUMBER_PREFIXES = (VALIDATION_PREFIX, AVERAGE_PREFIX, TASK_PREFIX, SOURCE_LOSS_PREFIX)
+# prefixes of fields of these data sets that are finite
+SOURCE_SHARE_PREFIX = "share/"
+SOURCE_TOKENS_PREFIX = "tokens/"
+FINITE_PREFIXES = (SOURCE_SHARE_PREFIX, SOURCE_TOKENS_PREFIX)
 # kind of event, "" for the record of a step -> required keys
 REQUIRED_KEYS = {
     "": {"outcome", "loss", "grad_norm", "loss_scale"},
@@ -272,7 +277,7 @@ def _is_of_kind(name: str, value: Any) -> bool:
     # not isinstance: true is no number
     if name in WHOLE_NUMBERS:
         return type(value) is int
-    if name in FINITE_NUMBERS:
+    if name in FINITE_NUMBERS or name.startswith(FINITE_PREFIXES):
         return type(value) in (int, float) and isfinite(value)
     if name in NUMBERS or name.startswith(NUMBER_PREFIXES):
         return type(value) in (int, float)

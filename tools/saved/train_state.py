@@ -1,6 +1,7 @@
 """The parts of a checkpoint besides tensors: progress, overflow monitor, model and tokenizer."""
 
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ from megaprec.checkpoint.reader import Store, newer_version
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.diagnose.spike_monitor import SpikeMonitor
 from megaprec.errors import Problem, UserError
+from megaprec.parsing import parse_toml
 from megaprec.precision.plan import LossScaling
 from megaprec.text.tokenizer_files import SETTINGS, TEMPLATE
 from models.config import ModelConfig
+from tools.config.tables.settings import Checkpoint
 from tools.saved.model_fields import make_model
 
 SPIKES = "spikes"  # the key of the SpikeMonitor's state
@@ -145,11 +148,15 @@ def read_table(checkpoint: Store, table_name: str) -> dict[str, Any]:
     return stored_table
 
 
-def kept_evaluation(checkpoint: Store) -> str:
-    """Return the evaluation whose best checkpoint the run keeps (checkpoint.keep_best); "" if it
-    keeps none."""
-    # in TOML's grammar
-    return str(read_table(checkpoint, "run").get("checkpoint.keep_best", "")).strip('"')
+def kept_evaluations(checkpoint: Store) -> dict[str, float]:
+    """Return the evaluations whose best checkpoint the run keeps (checkpoint.keep_best), with their
+    weights; none if it keeps none, or if what is stored is damaged."""
+    stored = read_table(checkpoint, "run").get("checkpoint.keep_best", '""')
+    with suppress(ValueError):
+        # in TOML's grammar
+        given = parse_toml(f"value = {stored}")["value"]
+        return Checkpoint(keep_best=given).best
+    return {}
 
 
 def read_ids(checkpoint: Store, table_name: str) -> dict[str, int | list[int] | None]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megaprec.checkpoint.atomic import damaged_beside, step_of, whole_checkpoints
-from megaprec.checkpoint.keeping import Keep, best_made_here, made_here
+from megaprec.checkpoint.keeping import Keep, best_made_here, describe_evaluations, made_here
 from megaprec.comm.layout import Part
 from megaprec.durable import file_error
 from megaprec.errors import UserError
@@ -35,7 +35,6 @@ from tools.saved.train_state import TrainState, find_checkpoint
 from tools.training.batches import describe_requested, evaluated_samples
 from tools.training.branch import is_branch
 from tools.training.corpus import Corpus
-from tools.training.data_sources import training_sources
 from tools.training.initial import initial_changes, initial_notes
 from tools.training.learning_rates import LearningRates
 from tools.training.resume import resume_lines
@@ -119,6 +118,7 @@ def _print_settings(config: RunConfig, corpus: Corpus, device: str) -> None:
         f"layout     {layout} on {device}, {expert_axes}{modes}\n"
         f"{_describe_listening(config)}"
         f"{_describe_batch(config)}\n"
+        f"{_describe_lengths(config)}"
         f"precision  {config.precision.compute}"
     )
 
@@ -138,6 +138,14 @@ def _describe_batch(config: RunConfig) -> str:
         lines = [*lines[: MAX_CHANGES - 1], f"and {left_out:,} more changes, then", lines[-1]]
     column = "\n           ".join(lines)
     return f"batch      {column}"
+
+
+def _describe_lengths(config: RunConfig) -> str:
+    """Return the line about the lengths of sequences; "" if all steps have one."""
+    if not config.train.seq_schedule:
+        return ""
+    parts = [f"{length:,} from sample {samples:,} on" for samples, length in config.lengths.changes]
+    return f"lengths    {first_of(parts, MAX_CHANGES)}; a step keeps its tokens\n"
 
 
 def _batch_line(config: RunConfig, samples: int, batch: int) -> str:
@@ -211,20 +219,7 @@ def _describe_samples(config: RunConfig, corpus: Corpus) -> str:
         if corpus.train.windows == "random":
             return f"{corpus.train.num_different:,} windows to draw samples from"
         return f"{len(corpus.train):,} samples an epoch"
-    steps = config.train.steps
-    # of each data set
-    taken_samples = corpus.train.samples_taken(config.total_samples)
-    sources = training_sources(config)
-    total_weight = sum(source.weight for source in sources)
-    lines = [f"blended from {len(corpus.datasets)}"]
-    sets = zip(sources, corpus.train.parts, taken_samples, strict=True)
-    for source, samples, taken in sets:
-        share = source.weight / total_weight
-        lines.append(
-            f"           {share:.4g} of the samples from {source.name}: {taken:,} of "
-            f"{len(samples):,} samples, {taken / len(samples):.2f} epochs in {steps} steps"
-        )
-    return "\n".join(lines)
+    return "\n".join(part("blend_lines")(config, corpus))
 
 
 def print_memory(optimizer: ParallelAMPOptimizer) -> None:
@@ -366,7 +361,8 @@ def _keeping_lines(
     if best is not None:
         expiring = [step for step in expiring if step != step_of(best.path)]
         name = best.path.name
-        yield f"best       {name} has the lowest {keep.best} so far, {best.loss:.4f}"
+        lowest = describe_evaluations(keep.best)
+        yield f"best       {name} has the lowest {lowest} so far, {best.loss:.4f}"
     if not expiring and not _later_ones_expire(following, keep):
         return
 
@@ -414,7 +410,7 @@ def _describe_rule(settings: Checkpoint) -> str:
     if settings.keep_every:
         rules.append(f"those of each multiple of {settings.keep_every} steps")
     if settings.keep_best:
-        rules.append(f"the one with the lowest {settings.keep_best}")
+        rules.append(f"the one with the lowest {describe_evaluations(settings.best)}")
     return " and ".join(rules)
 
 

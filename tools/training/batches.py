@@ -13,9 +13,10 @@ from megaprec.diagnose.position import Position
 from megaprec.tokens.blend import Blend
 from megaprec.tokens.samples import Samples
 from models.attention.packing import Packing
-from models.engine.passes import Share
+from models.engine.passes import Share, Sources
 from tools.config.run_file import RunConfig
 from tools.config.tables.settings import Train
+from tools.parts.optional_parts import part
 
 Batch = TypeVar("Batch")
 
@@ -30,6 +31,7 @@ class Batches:
         self, config: RunConfig, samples: Samples | Blend, dp: Axis, position: Position
     ) -> None:
         self._sizes = config.batches
+        self._lengths = config.lengths
         self._evaluated_size = config.train.global_batch
         self._samples = samples
         self._dp = dp
@@ -71,18 +73,42 @@ class Batches:
 
     def _read_next(self, first_sample: int, replica: int) -> Share:
         """Return a replica's share of the training batch that begins at `first_sample`."""
-        return self._read(self._samples, first_sample, self._sizes.at(first_sample), replica)
+        return self._read(
+            self._samples,
+            first_sample,
+            self._sizes.at(first_sample),
+            replica,
+            self._lengths.pieces_at(first_sample),
+        )
 
     def _read(
-        self, samples: Samples | Blend, first_sample: int, global_batch: int, replica: int
+        self,
+        samples: Samples | Blend,
+        first_sample: int,
+        global_batch: int,
+        replica: int,
+        pieces: int = 1,
     ) -> Share:
         # The checks of a run file see to it that the replicas divide the batch.
         share_size = global_batch // self._dp.size
         # Consecutive shares: together the replicas read the batch in the order of one process.
         offset = share_size * replica
         batch = samples.batch(first_sample + offset, share_size)
+        if pieces > 1:
+            batch = part("in_pieces")(batch, pieces)
         packing = Packing(batch.documents, batch.positions)
-        return Share(batch.tokens, batch.targets, batch.mask, first=offset, packing=packing)
+        sources = None
+        if isinstance(samples, Blend) and batch.sources is not None:
+            sources = Sources(batch.sources, len(samples.parts))
+        return Share(
+            batch.tokens,
+            batch.targets,
+            batch.mask,
+            first=offset * pieces,
+            packing=packing,
+            sources=sources,
+            pieces=pieces,
+        )
 
 
 def evaluated_samples(train: Train, available: int) -> int:

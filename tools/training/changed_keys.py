@@ -48,7 +48,7 @@ KEYS_WITHOUT_EFFECT = (
     "train.restarts",
     "train.sentinel",
     "data.source",
-    "data.blend",
+    "data.blend*",
     "data.text_field",
     "data.chat_template",
     "data.begin",

@@ -16,6 +16,7 @@ from megaprec.checkpoint.digests import file_digest
 from megaprec.errors import UserError
 from megaprec.text.tokenizer import Tokenizer, load_tokenizer
 from megaprec.tokens.blend import Blend, WeightedStretch
+from megaprec.tokens.blend_phases import Points
 from megaprec.tokens.copies import is_there
 from megaprec.tokens.document_tokens import DocumentTokens, document_tokens, with_begin
 from megaprec.tokens.held_out import HeldOutRule, Ranges, taken_in_turn
@@ -23,13 +24,20 @@ from megaprec.tokens.indexed import IndexedDataset
 from megaprec.tokens.intact import DataSetContents, check_vocabulary, contents_of, read_record
 from megaprec.tokens.samples import Resets, Samples, count_samples, split
 from models.config import ModelConfig
+from tools.config.rules.derived import blend_phases
 from tools.config.run_file import RunConfig
 from tools.config.tables.data_settings import Data
 from tools.journal.records import HELD_OUT_LOSS, VALIDATION_PREFIX
 from tools.parts.optional_parts import part
 from tools.training.blend_place import stretches_of
 from tools.training.branch import open_start
-from tools.training.data_identity import BlendStretch, DataSet, Identity, read_identity
+from tools.training.data_identity import (
+    BlendStretch,
+    DataSet,
+    Identity,
+    WeightFrom,
+    read_identity,
+)
 from tools.training.data_sources import (
     DataSource,
     existing_tokenizer,
@@ -124,7 +132,9 @@ def identified(config: RunConfig, corpus: Corpus) -> Corpus:
     sets = list[DataSet]()
     notes = list[str]()
     records = dict[Path, dict[str, Any] | None]()
-    for source, dataset in zip(training_sources(config), corpus.datasets, strict=True):
+    phases = blend_phases(config.data)
+    opened = zip(training_sources(config), corpus.datasets, phases.points, strict=True)
+    for source, dataset, points in opened:
         with naming_settings(config, source):
             contents = _check_contents(source, dataset)
             record = read_record(dataset.prefix)
@@ -135,7 +145,7 @@ def identified(config: RunConfig, corpus: Corpus) -> Corpus:
         keys = ["model.vocab", "data.tokenizer"] if source.is_tokenized else []
         with naming_settings(config, source, *keys):
             check_vocabulary(dataset, contents, corpus.ids)
-        sets.append(_identify(source, contents, record))
+        sets.append(_identify(source, points, contents, record))
     if corpus.tokenizer is None:
         notes += part("different_tokenizer_notes")(records)
 
@@ -149,12 +159,13 @@ def identified(config: RunConfig, corpus: Corpus) -> Corpus:
         held_out_from=held_out_rule(config),
         stretches=_identify_stretches(corpus.train),
         windows=config.data.windows,
+        linear=phases.linear,
     )
     return replace(corpus, identity=identity, notes=tuple(dict.fromkeys(notes)))
 
 
 def _identify_stretches(samples: Samples | Blend) -> list[BlendStretch]:
-    """Return the stretches of a run whose weights have changed; none of others."""
+    """Return the stretches of a run whose weights change or have changed; none of others."""
     if not isinstance(samples, Blend):
         return []
     stretches = samples.stretches
@@ -176,12 +187,20 @@ def _check_contents(source: DataSource, dataset: IndexedDataset) -> DataSetConte
 
 
 def _identify(
-    source: DataSource, contents: DataSetContents, record: dict[str, Any] | None
+    source: DataSource,
+    points: Points,
+    contents: DataSetContents,
+    record: dict[str, Any] | None,
 ) -> DataSet:
-    """Return the identity of a data set. record: what its build has recorded, if anything."""
+    """Return the identity of a data set.
+
+    points: its weights. record: what its build has recorded, if anything.
+    """
+    _, first_weight = points[0]
     return DataSet(
         source=source.name,
-        weight=source.weight,
+        weight=first_weight,
+        later_weights=[WeightFrom(samples=begin, weight=weight) for begin, weight in points[1:]],
         text=_text_identity(record) if record else None,
         tokens=contents.tokens,
         documents=contents.documents,
@@ -250,7 +269,8 @@ def open_built(
     # A single data set goes on in its own order, unless it comes from a blend.
     if not config.data.blend and len(stretches) == 1 and not stretches[0].begin:
         return opened
-    weights = [WeightedStretch.first([source.weight for source in sources])]
+    # an evaluation mixes as the run begins to, however long it is
+    weights = [WeightedStretch.first(blend_phases(config.data).first_weights)]
     names = [source.name for source in sources]
     evaluated = [samples for samples in held_out if samples is not None]
     return replace(

@@ -10,14 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from megaprec.checkpoint.reader import Store, newer_version
 from megaprec.errors import UserError
+from megaprec.tokens.blend_phases import BlendPhases, Points
 from megaprec.tokens.held_out import HeldOutRule
 from megaprec.tokens.samples import Windows
 from megaprec.url_secrets import masked
 from models.equivalence import CONTEXT_KEYS
+from tools.config.rules.derived import blend_phases
 from tools.config.tables.data_settings import Data
 from tools.config.tables.settings import Train
 from tools.console.toml import toml
@@ -37,16 +39,28 @@ ALLOW = (
 keys of [model] also one that begins with weights from these."""
 
 
+# a checkpoint without it is one that earlier versions read too
+SAVED_IF_SET = Field(exclude_if=lambda value: not value)
+
+
 class _Saved(BaseModel):
     """A part of a checkpoint's index: nothing is converted, and no key is unknown."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
 
+class WeightFrom(_Saved):
+    """A weight that a data set has after so many samples of the run."""
+
+    samples: int
+    weight: float
+
+
 class DataSet(_Saved):
     """One text or data set.
 
-    source: its name in the run file, without secrets of URLs. text: the text that was tokenized,
+    source: its name in the run file, without secrets of URLs. weight: its first one, which
+    later_weights follow if it changes. text: the text that was tokenized,
     None if unknown. The other fields are those of `megaprec.tokens.intact.Contents`.
     """
 
@@ -59,6 +73,13 @@ class DataSet(_Saved):
     idx_sha256: str
     sampled: bool
     loss_mask_sha256: str = ""
+    later_weights: Annotated[list[WeightFrom], SAVED_IF_SET] = []
+
+    @property
+    def points(self) -> Points:
+        """Return the weights, as `BlendPhases` takes them."""
+        later = [(changed.samples, changed.weight) for changed in self.later_weights]
+        return ((0, self.weight), *later)
 
 
 class BlendStretch(_Saved):
@@ -75,8 +96,8 @@ class Identity(_Saved):
     tokenizer: SHA-256 of its file, empty if there is none. begin: id of the token before each
     document that data.begin asks for, None if it asks for none. held_out_from: the rule of the
     held-out part, which was always "end" in checkpoints that do not say it.
-    stretches: the weights by position, of a run whose weights have changed; else none.
-    windows: "tiled" in checkpoints that do not say it.
+    stretches: the weights by position, of a run whose weights change or have changed; else none.
+    windows: "tiled" in checkpoints that do not say it. linear: as in `BlendPhases`.
     """
 
     sets: list[DataSet]
@@ -88,6 +109,12 @@ class Identity(_Saved):
     held_out_from: HeldOutRule = "end"
     stretches: list[BlendStretch] = []
     windows: Windows = "tiled"
+    linear: Annotated[bool, SAVED_IF_SET] = False
+
+    @property
+    def phases(self) -> BlendPhases:
+        """Return the weights that the run file of the checkpoint had."""
+        return BlendPhases(tuple(data_set.points for data_set in self.sets), self.linear)
 
 
 @dataclass(frozen=True)
@@ -144,18 +171,28 @@ def other_settings(saved: Identity, data: Data, train: Train) -> Iterator[DataDi
 
 
 def _other_weights(saved: Identity, data: Data) -> Iterator[DataDifference]:
-    weights = [source.weight for source in data.blend] or [1.0]  # without a blend one set
+    phases = blend_phases(data)
     # Other numbers of sets cannot be compared one by one.
-    if len(saved.sets) != len(weights):
+    if len(saved.sets) != len(phases.points):
         before = counted(len(saved.sets), "data set")
-        now = counted(len(weights), "data set")
+        now = counted(len(phases.points), "data set")
         yield DataDifference("data", f"data.blend: {before} -> {now}")
         return
-    pairs = zip(saved.sets, weights, strict=True)
-    for number, (saved_set, weight) in enumerate(pairs):
-        if saved_set.weight != weight:
-            change = f"{toml(saved_set.weight)} -> {toml(weight)}"
+    pairs = zip(saved.sets, phases.points, strict=True)
+    for number, (saved_set, points) in enumerate(pairs):
+        if saved_set.points != points:
+            change = f"{describe_points(saved_set.points)} -> {describe_points(points)}"
             yield DataDifference("data", f"data.blend[{number}].weight: {change}")
+    # without a change of weights it says nothing
+    if saved.linear != phases.linear and (saved.phases.changes or phases.changes):
+        words = ["linear" if linear else "steps" for linear in (saved.linear, phases.linear)]
+        yield DataDifference("data", f"data.blend_phases: {' -> '.join(map(toml, words))}")
+
+
+def describe_points(points: Points) -> str:
+    """Return a weight as a run file has it."""
+    _, weight = points[0]
+    return toml(weight) if len(points) == 1 else toml(points)
 
 
 def other_sets(saved: Identity, now: Identity, between: str = " -> ") -> Iterator[DataDifference]:

@@ -33,14 +33,13 @@ class DataSource:
     """One text or data set of a run.
 
     key: the run-file key that names it. names: the value of that key, one or several. prefix: of
-    its data set, which may have to be built. weight: in a blend. validation_name: of a set of
-    data.validation, "" for training data.
+    its data set, which may have to be built. validation_name: of a set of data.validation, "" for
+    training data.
     """
 
     key: str
     names: tuple[str, ...]
     prefix: Path
-    weight: float = 1.0
     validation_name: str = ""
 
     @property
@@ -84,7 +83,7 @@ def training_sources(config: RunConfig) -> list[DataSource]:
         names = names_of(source.source)
         prefix = _prefix(names, folder / f"text{i}")
         key = f"data.blend[{i}].source"
-        sources.append(DataSource(key, names, prefix, weight=source.weight))
+        sources.append(DataSource(key, names, prefix))
     return sources
 
 

@@ -144,7 +144,7 @@ class Invariants:
 
     def _add(self, report: StepReport, share: Share) -> None:
         """Count the step, by its report and its share."""
-        samples = len(share.tokens) * self._engine.dp.size
+        samples = len(share.tokens) // share.pieces * self._engine.dp.size
         self._samples += samples
         if report.changed:
             self._applied += 1

@@ -21,6 +21,7 @@ from megaprec.tokens.indexed import IndexedDataset
 from megaprec.tokens.places import path_of
 from megaprec.tokens.samples import Samples
 from models.router_settings import PLAIN
+from tools.config.rules.derived import blend_phases
 from tools.config.run_file import RunConfig
 from tools.config.tables.batch_schedule import BatchSchedule
 from tools.config.tables.data_settings import Data, names_of
@@ -29,6 +30,7 @@ from tools.console.toml import toml
 from tools.console.units import counted
 from tools.journal.records import VALIDATION_PREFIX
 from tools.training.batches import describe_requested, evaluated_samples
+from tools.training.blend_plan import GOOD_EPOCHS, set_plans
 from tools.training.corpus import Corpus
 
 # repetitions after which text teaches nothing new: "Scaling data-constrained language models", 2023
@@ -46,6 +48,7 @@ def run_warnings(config: RunConfig, corpus: Corpus, local_ranks: int, device: st
     """Yield the warnings. local_ranks: the ranks of this machine. device: cpu or cuda."""
     yield from _many_epochs(config, corpus)
     yield from _repeated_in_a_batch(config, corpus)
+    yield from _phases_after_the_end(config)
     yield from _endless_warmup(config)
     yield from _more_than_available(config, corpus)
     yield from _all_layers_in_nvfp4(config)
@@ -69,17 +72,18 @@ def run_warnings(config: RunConfig, corpus: Corpus, local_ranks: int, device: st
 
 def _many_epochs(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     train = config.train
-    samples = config.total_samples
-    if isinstance(corpus.train, Blend):
-        shares = corpus.train.samples_taken(samples)
-    else:
-        shares = [samples]
-    parts = corpus.training_parts
-    for name, part, share in zip(config.data.sources, parts, shares, strict=True):
-        epochs = share / len(part)
+    is_blend = isinstance(corpus.train, Blend)
+    for plan in set_plans(config, corpus):
+        epochs = plan.epochs
+        if is_blend and GOOD_EPOCHS < epochs <= MANY_EPOCHS:
+            yield (
+                f"{plan.source} is repeated {epochs:,.1f} times in train.steps = {train.steps}: up "
+                f"to about {GOOD_EPOCHS} times repeated text is as good as new; give more of it, "
+                "or a smaller weight in data.blend"
+            )
         if epochs > MANY_EPOCHS:
             yield (
-                f"{name} has {counted(len(part), 'sample')} of train.seq_length "
+                f"{plan.source} has {counted(plan.available, 'sample')} of train.seq_length "
                 f"{train.seq_length}, so train.steps = {train.steps} repeat it {epochs:,.0f} "
                 "times: give more text, or fewer or smaller steps"
             )
@@ -151,11 +155,7 @@ def _tf32_overruled(config: RunConfig) -> Iterator[str]:
 def _repeated_in_a_batch(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     """Yield a line for each data set of which a batch takes more samples than there are."""
     batch = max(batch for _, batch in BatchSchedule.of(config.train).changes)
-    if isinstance(corpus.train, Blend):
-        total = sum(corpus.train.stretches[-1].weights)
-        shares = [batch * weight / total for weight in corpus.train.stretches[-1].weights]
-    else:
-        shares = [float(batch)]
+    shares = [batch * share for share in _largest_shares(config)]
     for name, part, share in zip(config.data.sources, corpus.training_parts, shares, strict=True):
         if share > len(part):
             yield (
@@ -163,6 +163,28 @@ def _repeated_in_a_batch(config: RunConfig, corpus: Corpus) -> Iterator[str]:
                 f"{config.train.seq_length}, and a batch takes {share:g}: it has some of them "
                 "more than once; give more text, or a smaller train.global_batch"
             )
+
+
+def _largest_shares(config: RunConfig) -> list[float]:
+    """Return the largest share of each data set in any phase; without a blend there is one set."""
+    phases = blend_phases(config.data)
+    # along a line the largest is at an end
+    shares = [phases.shares_at(begin) for begin in phases.begins]
+    return [float(max(of_set)) for of_set in zip(*shares, strict=True)]
+
+
+def _phases_after_the_end(config: RunConfig) -> Iterator[str]:
+    """Yield a line if weights of a blend change after the last sample of the run."""
+    samples = config.total_samples
+    phases = blend_phases(config.data)
+    # a line may end with the run
+    first_late = samples + 1 if phases.linear else samples
+    late = [begin for begin in phases.begins if begin >= first_late]
+    if late:
+        yield (
+            f"data.blend changes weights at {late[0]:,} samples, but train.steps = "
+            f"{config.train.steps} are {samples:,} samples: the run ends before"
+        )
 
 
 def _groups_without_effect(config: RunConfig) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """The records of steps: their speed, skipped steps, digests of the state, and sentinel checks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -51,28 +51,32 @@ class Throughput:
     products use. Recomputed products do not count, so it says how fast the model trains and not how
     busy the device is.
 
-    token_flops: of a token, on one rank; 0 if they are not known. peak_tflops: of a rank's device a
-    second; 0 if not known.
+    token_flops: of a token, on one rank, by the length of sequences; empty if they are not known.
+    peak_tflops: of a rank's device a second; 0 if not known.
     """
 
-    token_flops: float
+    token_flops: Mapping[int, float]
     peak_tflops: float
 
     @staticmethod
     def of(config: RunConfig, model: ModelConfig, device: torch.device) -> "Throughput":
         """Return the measure of a run. The FLOPs of a custom model are not known."""
-        token_flops = 0.0
+        token_flops = dict[int, float]()
         if not model.factory:
-            # Tokens a second are those of all ranks together.
-            token_flops = training_flops(model, config.train.seq_length) / config.world_size
+            for length in config.lengths.lengths:
+                # Tokens a second are those of all ranks together.
+                token_flops[length] = training_flops(model, length) / config.world_size
         return Throughput(token_flops, peak_tflops(config, device))
 
-    def fields(self, tokens_per_s: float) -> dict[str, float]:
-        """Return the fields of a step's record: `tflops` of a rank, and `mfu`."""
+    def fields(self, tokens_per_s: float, length: int) -> dict[str, float]:
+        """Return the fields of a step's record: `tflops` of a rank, and `mfu`.
+
+        length: of the step's sequences.
+        """
         # Those of a custom model are not known.
         if not self.token_flops:
             return {}
-        tflops = tokens_per_s * self.token_flops / 1e12
+        tflops = tokens_per_s * self.token_flops[length] / 1e12
         fields = {"tflops": tflops}
         if self.peak_tflops:
             fields["mfu"] = tflops / self.peak_tflops
@@ -98,11 +102,12 @@ def step_fields(
     throughput: Throughput,
 ) -> dict[str, Any]:
     """Return the fields of metrics.jsonl that each step has; with train.batch_schedule also its
-    batch.
+    batch, with train.seq_schedule the length of its sequences.
 
     progress: after the step. batch: samples of the step.
     """
     tokens_per_s = batch * config.train.seq_length / seconds
+    length = config.lengths.at(progress.samples - batch)
     fields = {
         "step": progress.step,
         **report_fields(report),
@@ -110,12 +115,14 @@ def step_fields(
         "tokens": progress.tokens,
         "learned_tokens": progress.learned_tokens,
         "tokens_per_s": tokens_per_s,
-        **throughput.fields(tokens_per_s),
+        **throughput.fields(tokens_per_s, length),
         "seconds": seconds,
         "skipped_total": progress.skipped,
     }
     if config.train.batch_schedule:
         fields["global_batch"] = batch
+    if config.train.seq_schedule:
+        fields["seq_length"] = length
     if report.offenders:
         fields["overflow_in"] = report.offenders[0].name
     return fields

@@ -389,6 +389,7 @@ class Trainer:
         progress = self.progress
         batch = len(self._samples_of_step)
         record = step_fields(self.config, report, progress, batch, seconds, self._throughput)
+        record |= self._source_fields(report)
         evaluated = self._evaluate_if_due(record)
         record |= self._checks.note_clean(progress.step)
         self.position.end_computation()
@@ -406,6 +407,23 @@ class Trainer:
             journal.write(record)
             for event in events:
                 journal.write_event(event)
+
+    def _source_fields(self, report: StepReport) -> dict[str, Any]:
+        """Return the fields of the step's record about the data sets of a blend; none without
+        one."""
+        samples = self.corpus.train
+        # of a blend of earlier run files that has become one set
+        names = self.config.data.blend_names
+        if not isinstance(samples, Blend) or not names:
+            return {}
+        step = self._samples_of_step
+        return part("source_fields")(
+            names,
+            report.sources,
+            samples.samples_taken(step.start),
+            samples.samples_taken(step.stop),
+            self.config.train.seq_length,
+        )
 
     def _evaluate_if_due(self, record: dict[str, Any]) -> dict[str, Tensor]:
         """Return what evaluations after this step have found, by field, and add their means to its

@@ -8,7 +8,7 @@ precision. An optimizer calls its observers on every rank, in the order of their
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -114,6 +114,17 @@ class RouterReport:
     corrections: tuple[float, float] | None = None
 
 
+class SourceReport(NamedTuple):
+    """The part of a step's samples that is of one data set of a blend.
+
+    loss: mean over its tokens that count; NaN if none does. tokens: their number, or the sum of
+        their weights.
+    """
+
+    loss: float
+    tokens: float
+
+
 @dataclass(frozen=True)
 class StepReport:
     """The outcome of one step, the same on every rank.
@@ -138,6 +149,7 @@ class StepReport:
     z_loss: mean over the same tokens of the square of the log of the sum of the exponentials of
         the logits; None if the model does not train it. It is no part of `loss`.
     routers: of the layers with experts, in order.
+    sources: of the data sets of a blend, in order; none without a blend.
     further: the further numbers that `ParallelAMPOptimizer.step` was given.
     """
 
@@ -154,6 +166,7 @@ class StepReport:
     mtp_loss: float | None = None
     z_loss: float | None = None
     routers: tuple[RouterReport, ...] = ()
+    sources: tuple[SourceReport, ...] = ()
     further: tuple[float, ...] = ()
 
     @property
@@ -225,13 +238,14 @@ def _describe_offender(offender: Offender) -> str:
 def report_fields(report: StepReport) -> dict[str, object]:
     """Return the fields of the report by name, in order, without those that the model lacks.
 
-    Offenders are a separate event, and routers have fields of their own. Further numbers have no
-    names.
+    Offenders are a separate event, and routers and data sets have fields of their own. Further
+    numbers have no names.
     """
     fields = asdict(report)
     del fields["offenders"]
     del fields["stop"]
     del fields["routers"]
+    del fields["sources"]
     del fields["further"]
     for name in ("mtp_loss", "z_loss"):
         if fields[name] is None:

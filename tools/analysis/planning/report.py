@@ -76,6 +76,14 @@ def run_lines(config: RunConfig, target: DeviceTarget) -> Iterator[str]:
             f"batches    {first_of(changes, MOST_CHANGES)}; bytes are those of the largest, the "
             "step is one of the last"
         )
+    if train.seq_schedule:
+        changes = [
+            f"{length:,} from sample {samples:,} on" for samples, length in train.seq_schedule
+        ]
+        yield (
+            f"lengths    {first_of(changes, MOST_CHANGES)}; bytes and the step are those of the "
+            "longest"
+        )
     if not model.factory:
         with without_storage(target.device):
             if attention := config.attention_kernels(model):

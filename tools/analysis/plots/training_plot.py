@@ -35,11 +35,15 @@ from tools.journal.records import (
     COLLAPSE,
     FIRST_EVALUATION,
     HELD_OUT_LOSS,
+    SOURCE_LOSS_PREFIX,
+    SOURCE_SHARE_PREFIX,
+    SOURCE_TOKENS_PREFIX,
     VALIDATION_PREFIX,
     read_events,
     read_metrics,
 )
 from tools.journal.router_records import router_values
+from tools.journal.source_records import source_names
 from tools.journal.yardsticks import Yardsticks, read_yardsticks
 
 Over = Literal["steps", "tokens"]
@@ -51,6 +55,8 @@ LOSS_HEIGHT = 300.0
 OTHERS_HEIGHT = 155.0
 MARGIN = 0.03  # of the range of the loss, above and below it
 HELD_OUT_COLORS = ("other0", "other1", "other2", "other3")
+SOURCE_COLORS = ("main", *HELD_OUT_COLORS)
+MAX_SOURCES = 2 * len(SOURCE_COLORS)  # data sets of a blend in a chart
 
 
 @dataclass(frozen=True)
@@ -189,8 +195,50 @@ def pictures(
             charts.append(chart)
         elif remark:
             remarks.append(remark)
+    charts += _source_charts(frame, records, x_values)
     charts += _router_charts(frame, records, x_values, x_axis)
     return Pictures(charts, axis_label(x_axis), remarks)
+
+
+def _source_charts(
+    frame: Chart, records: Sequence[Record], x_values: Sequence[float]
+) -> Iterator[Chart]:
+    """Yield a chart of the losses of the data sets of a blend, and one of their shares, if the
+    records have them: of those that most tokens were read of."""
+    names = [*source_names(records)]
+    if len(names) < 2:
+        return
+    shown = sorted(names, key=lambda name: -_last_number(records, f"{SOURCE_TOKENS_PREFIX}{name}"))
+    left_out = len(names) - MAX_SOURCES
+    of_most = f" ({MAX_SOURCES} of {len(names)})" if left_out > 0 else ""
+    titles = {
+        SOURCE_LOSS_PREFIX: (f"loss of each data set{of_most}, nats a token", 1.0),
+        SOURCE_SHARE_PREFIX: (f"share of each data set{of_most}, % of the samples", 100.0),
+    }
+    for prefix, (title, factor) in titles.items():
+        series: list[Series] = []
+        for number, name in enumerate(shown[:MAX_SOURCES]):
+            # a small data set is not in every step
+            found = [
+                (x_value, y_value * factor)
+                for x_value, y_value in zip(x_values, values(records, prefix + name), strict=True)
+                if math.isfinite(y_value)
+            ]
+            own_x = [x_value for x_value, _ in found]
+            means = smoothed([y_value for _, y_value in found], mean_width(len(found)))
+            dash = DASHED if number >= len(SOURCE_COLORS) else ()
+            color = SOURCE_COLORS[number % len(SOURCE_COLORS)]
+            series.append(Series(name, own_x, means, color, dash=dash))
+        if finite_range([*chain(*(line.y for line in series))]) is not None:
+            yield replace(frame, title=title, series=series)
+
+
+def _last_number(records: Sequence[Record], field_name: str) -> float:
+    """Return a field of the last record that has it; 0 if none has."""
+    for value in reversed(values(records, field_name)):
+        if math.isfinite(value):
+            return value
+    return 0.0
 
 
 def _router_charts(

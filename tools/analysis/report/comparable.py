@@ -19,13 +19,14 @@ from tools.analysis.report.run import Run
 from tools.config.run_file import RunConfig
 from tools.config.tables.table import MAX_SIZE
 from tools.training.batches import evaluated_samples
-from tools.training.data_identity import Identity, read_identity
+from tools.training.data_identity import Identity, describe_points, read_identity
 
 Facts = Mapping[str, str]
 
 TEXT_KEYS = (
     "data.source",
     "data.blend",
+    "data.blend_phases",
     "data.text_field",
     "data.chat_template",
     "data.encoding",
@@ -36,6 +37,7 @@ TEXT_KEYS = (
 TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size")
 SAMPLE_KEYS = (
     "train.seq_length",
+    "train.seq_schedule",
     "data.reset_attention_mask",
     "data.reset_position_ids",
     "data.eod_mask_loss",
@@ -196,7 +198,7 @@ def _text_facts(compared: _Compared, by_files: bool) -> Facts:
     digests = list[str]()
     for dataset in compared.identity.sets:
         sources.append(f"{dataset.source} ({dataset.tokens:,} tokens)")
-        digests.append(f"{dataset.bin_sha256[:12]} x {dataset.weight:g}")
+        digests.append(f"{dataset.bin_sha256[:12]} x {describe_points(dataset.points)}")
     return {"data": f"{', '.join(sources)}, SHA-256 {','.join(digests)}"}
 
 

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from statistics import median
 from typing import Any
 
-from megaprec.checkpoint.keeping import best_made_here
+from megaprec.checkpoint.keeping import best_made_here, describe_evaluations
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from models.parameter_counts import num_parameters
@@ -46,11 +46,14 @@ from tools.journal.records import (
     NO_TOKENS_EVENT,
     PREDICTION,
     SAMPLE,
+    SOURCE_LOSS_PREFIX,
+    SOURCE_TOKENS_PREFIX,
     SPIKE_EVENT,
     read_statistics,
 )
 from tools.journal.router_records import router_values
 from tools.journal.shadow_records import SHADOW
+from tools.journal.source_records import source_names
 from tools.journal.timeline_file import TIMELINE, read_trace_of
 from tools.training.hangs import read_records
 from tools.verify.parity.certificate import run_digest
@@ -75,6 +78,7 @@ EXPERT_COLUMNS = {
     "min_correction": "lowest correction",
     "max_correction": "highest correction",
 }
+NEWEST_LOSSES = 20  # steps whose losses of a data set are averaged
 NOT_BY_KIND = "all kinds together"
 NO_CERTIFICATE = "There is no certificate of parity: megaprec parity RUN.toml makes one."
 NO_PROOF = "There is no proof that the run resumes bit for bit: megaprec prove RUN_DIR makes one."
@@ -165,10 +169,11 @@ def _best_facts(run: Run) -> Iterator[Fact]:
     """Yield the best of the checkpoints that are there, if the run keeps it."""
     if not isinstance(run.config, RunConfig) or not run.config.checkpoint.keep_best:
         return
-    evaluation = run.config.checkpoint.keep_best
-    best = best_made_here(run.folder / "checkpoints", evaluation)
+    evaluations = run.config.checkpoint.best
+    best = best_made_here(run.folder / "checkpoints", evaluations)
     if best is not None:
-        yield "best checkpoint", f"{best.path.name}, {evaluation} {best.loss:.4f}"
+        lowest = describe_evaluations(evaluations)
+        yield "best checkpoint", f"{best.path.name}, {lowest} {best.loss:.4f}"
 
 
 def _model_facts(config: RunConfig) -> Iterator[Fact]:
@@ -182,6 +187,10 @@ def _model_facts(config: RunConfig) -> Iterator[Fact]:
         changes = config.batches.changes
         parts = [f"{batch:,} from sample {samples:,} on" for samples, batch in changes]
         yield "batch", first_of(parts, MOST_CHANGES)
+    if config.train.seq_schedule:
+        changes = config.lengths.changes
+        parts = [f"{length:,} from sample {samples:,} on" for samples, length in changes]
+        yield "lengths", first_of(parts, MOST_CHANGES)
     yield "precision", str(config.precision.compute)
 
 
@@ -348,6 +357,26 @@ def _predicted_step(run: Run) -> Iterator[Html]:
         "measured by kind."
     )
     yield _image("predicted and measured step", "svg+xml", picture)
+
+
+def data_sets(run: Run) -> Html | None:
+    """Return what was read of each data set of a blend, and the loss of its newest steps."""
+    rows = list[Row]()
+    newest = run.records[-1]
+    read = {name: newest.get(f"{SOURCE_TOKENS_PREFIX}{name}") for name in source_names(run.records)}
+    known = [tokens for tokens in read.values() if isinstance(tokens, int | float)]
+    total = sum(known)
+    for name, tokens in read.items():
+        # of a data set that a resumed run no longer has
+        if not isinstance(tokens, int | float) or not total:
+            continue
+        losses = _finite_values(run, f"{SOURCE_LOSS_PREFIX}{name}")[-NEWEST_LOSSES:]
+        loss = f"{sum(losses) / len(losses):.4f}" if losses else "none"
+        rows.append((name, f"{tokens:,}", f"{tokens / total:.2%}", loss))
+    if not rows:
+        return None
+    head = ("data set", "tokens read", "share", f"loss, mean of its last {NEWEST_LOSSES} steps")
+    return table(head, rows)
 
 
 def experts(run: Run) -> Html | None:
@@ -627,6 +656,7 @@ SECTIONS: Sequence[tuple[str, Section]] = (
     ("Dates", dates),
     ("Changes on resume", changes),
     ("Skipped steps and spikes", skips),
+    ("Data sets", data_sets),
     ("Speed", speed),
     ("Experts", experts),
     ("Inside the model", statistics),

@@ -1,4 +1,4 @@
-"""Rules on the batches of a run and their schedule."""
+"""Rules on the batches of a run, the length of its sequences, and their schedules."""
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -106,6 +106,33 @@ def _batch(train: Train, parallel: Parallel) -> Iterator[str]:
         )
 
 
+def _length_schedule(train: Train) -> Iterator[str]:
+    """Yield the problems of train.seq_schedule by itself."""
+    changes = train.seq_schedule
+    if not changes:
+        return
+    if len(changes) > MOST_CHANGES:
+        yield Problem.of("config.seq_schedule_long", count=len(changes), most=MOST_CHANGES)
+        return
+    first, _ = changes[0]
+    if first:
+        yield Problem.of("config.seq_schedule_begin", samples=first)
+    for (earlier, _), (later, _) in pairwise(changes):
+        if later <= earlier:
+            yield Problem.of("config.seq_schedule_order", earlier=earlier, later=later)
+    _, last = changes[-1]
+    if last != train.seq_length:
+        yield Problem.of("config.seq_schedule_last", last=last, seq_length=train.seq_length)
+    for samples, length in changes:
+        if train.seq_length % length:
+            yield Problem.of(
+                "config.seq_schedule_undivided",
+                samples=samples,
+                length=length,
+                seq_length=train.seq_length,
+            )
+
+
 def _positions(model: ModelConfig, train: Train) -> Iterator[str]:
     if train.seq_length > model.max_positions:
         yield Problem.of(
@@ -116,6 +143,7 @@ def _positions(model: ModelConfig, train: Train) -> Iterator[str]:
 CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _batch,
     _batch_schedule,
+    _length_schedule,
     _batch_schedule_of_file,
     _pipeline_of_batches,
     _rates_of_batches,

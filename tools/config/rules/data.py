@@ -2,15 +2,18 @@
 
 import re
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 from megaprec.errors import Problem
-from megaprec.tokens.blend import shares
 from models.config import ModelConfig
 from tools.config.rules.checking import problems_of
-from tools.config.tables.data_settings import Data
+from tools.config.rules.derived import blend_phases
+from tools.config.tables.data_settings import LONGEST_NAME, Data
 from tools.config.tables.precision_settings import FP8
 from tools.config.tables.settings import Checkpoint, Log, Train
 from tools.console.toml import toml
+
+MOST_POINTS = 1000  # of a weight of a blend
 
 
 def _vocabulary(model: ModelConfig, data: Data) -> Iterator[str]:
@@ -27,9 +30,39 @@ def _first_state(train: Train) -> Iterator[str]:
 def _blend(data: Data) -> Iterator[str]:
     if data.blend and data.source != "python":
         yield Problem.of("config.source_and_blend", source=data.source)
-    # without a blend there is nothing to refuse
-    weights = [dataset.weight for dataset in data.blend] or [1]
-    for problem in problems_of(shares, weights):
+    of_points = [*_blend_points(data)]
+    yield from of_points
+    # without points in order there are no phases
+    if not of_points:
+        yield from _phases(data)
+
+
+def _blend_points(data: Data) -> Iterator[str]:
+    """Yield the problems of each weight of a blend by itself."""
+    for number, part in enumerate(data.blend):
+        key = f"data.blend[{number}].weight"
+        points = part.points
+        if len(points) > MOST_POINTS:
+            yield Problem.of("config.blend_points", key=key, count=len(points), most=MOST_POINTS)
+            continue
+        begin, _ = points[0]
+        if begin:
+            yield Problem.of("config.blend_begin", key=key, samples=begin)
+        for (earlier, _), (later, _) in pairwise(points):
+            if later <= earlier:
+                yield Problem.of("config.blend_order", key=key, earlier=earlier, later=later)
+        if not any(weight for _, weight in points):
+            yield Problem.of("config.blend_zero", key=key)
+
+
+def _phases(data: Data) -> Iterator[str]:
+    """Yield the problems of the weights of a blend together."""
+    phases = blend_phases(data)
+    empty = phases.empty_phase()
+    if empty is not None:
+        yield Problem.of("config.blend_phase_empty", samples=empty)
+        return
+    for problem in problems_of(phases.require_short_patterns):
         yield problem.within("data.blend: ")
 
 
@@ -47,26 +80,40 @@ def _evaluation(train: Train, data: Data) -> Iterator[str]:
 
 def _best_checkpoint(train: Train, data: Data, checkpoint: Checkpoint) -> Iterator[str]:
     """Yield a problem if there is no evaluation by which the best checkpoint is chosen."""
-    name = checkpoint.keep_best
-    if not name:
+    if not checkpoint.best:
         return
     evaluations = [f"eval_loss/{dataset.name}" for dataset in data.validation]
     if data.held_out:
         evaluations.insert(0, "eval_loss")
-    if name not in evaluations:
+    unknown = [name for name in checkpoint.best if name not in evaluations]
+    if unknown:
         known = ", ".join(evaluations) or "nothing: set data.held_out or data.validation"
-        yield Problem.of("config.keep_best_unknown", name=name, known=known)
+        yield Problem.of("config.keep_best_unknown", name=unknown[0], known=known)
         return
     # the last step has both
     if not train.eval_every:
-        yield Problem.of("config.keep_best_never_evaluated", name=name)
+        value = toml(checkpoint.keep_best)
+        yield Problem.of("config.keep_best_never_evaluated", name=value)
+
+
+def _is_name(text: str) -> bool:
+    """Return True if a text may become part of keys in metrics.jsonl and of tags of trackers."""
+    return bool(re.fullmatch(rf"[A-Za-z0-9_.-]{{1,{LONGEST_NAME}}}", text))
+
+
+def _blend_names(data: Data) -> Iterator[str]:
+    names = [part.name for part in data.blend if part.name]
+    for name in dict.fromkeys(names):
+        if not _is_name(name):
+            yield Problem.of("config.blend_name", name=name)
+        elif names.count(name) > 1:
+            yield Problem.of("config.blend_name_twice", count=names.count(name), name=name)
 
 
 def _validation_names(data: Data) -> Iterator[str]:
     names = [dataset.name for dataset in data.validation]
     for name in dict.fromkeys(names):
-        # a name becomes part of keys in metrics.jsonl and of tags of trackers
-        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,60}", name):
+        if not _is_name(name):
             yield Problem.of("config.validation_name", name=name)
         elif names.count(name) > 1:
             yield Problem.of("config.validation_name_twice", count=names.count(name), name=name)
@@ -104,6 +151,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _blend,
     _windows,
     _evaluation,
+    _blend_names,
     _validation_names,
     _best_checkpoint,
     _lm_eval_keys,

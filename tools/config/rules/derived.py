@@ -5,6 +5,7 @@ from megaprec.optim.rules.lr import LRSchedule
 from megaprec.optim.rules.rule_table import rule, rule_kind
 from megaprec.optim.rules.update_rules import UpdateRule
 from megaprec.precision.patterns import match_patterns
+from megaprec.tokens.blend_phases import BlendPhases
 from models.config import ModelConfig
 from models.logical_shapes import logical_shapes
 from tools.config.tables.batch_schedule import BatchSchedule
@@ -16,6 +17,14 @@ def with_vocabulary_size(model: ModelConfig, data: Data) -> ModelConfig:
     """Return the model with a vocabulary: data.vocab_size where model.vocab leaves the size to the
     tokenizer."""
     return model if model.vocab else model.with_vocab(data.vocab_size)
+
+
+def blend_phases(data: Data) -> BlendPhases:
+    """Return the weights of the data sets; without a blend there is one set."""
+    if not data.blend:
+        return BlendPhases.constant([1.0])
+    points = tuple(part.points for part in data.blend)
+    return BlendPhases(points, linear=data.blend_phases == "linear")
 
 
 def make_rule(optimizer: Optimizer) -> UpdateRule:

@@ -281,6 +281,7 @@ EFFECT_RULES: tuple[EffectRule, ...] = (
     ),
     EffectRule("train.spike_patience", "train.on_spike", only_with="skip"),
     EffectRule("train.canonical_shards", "train.numerics", only_with="canonical"),
+    EffectRule("data.blend_phases", "data.blend", holds=lambda tables: tables.data.blend_changes),
     EffectRule(
         "data.held_out_from",
         "data.held_out data.validation",

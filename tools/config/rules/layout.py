@@ -9,6 +9,7 @@ from parallel.activation_checkpoint import MODULES
 from parallel.fused_products import async_tensor_problems
 from parallel.pipeline.kinds import KINDS
 from tools.config.rules.batches import microbatches_of
+from tools.config.rules.canonical import virtual_sizes
 from tools.config.rules.checking import nearest_multiples
 from tools.config.rules.precision import scales_advance
 from tools.config.tables.data_settings import Data
@@ -122,6 +123,7 @@ def _tensor(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
 
 
 def _sequence(train: Train, parallel: Parallel) -> Iterator[str]:
+    """Yield a problem if tensor-parallel ranks that share sequences cannot do so evenly."""
     # cut sequences have rules of their own in `_cut_sequences`
     if parallel.sequence and parallel.context == 1 and train.seq_length % parallel.tensor:
         possible = nearest_multiples(train.seq_length, parallel.tensor)
@@ -228,6 +230,28 @@ def _predicted_ahead(model: ModelConfig, train: Train) -> Iterator[str]:
         )
 
 
+def _shorter_sequences(
+    model: ModelConfig, train: Train, parallel: Parallel, precision: Precision, fp8: FP8
+) -> Iterator[str]:
+    """Yield the problems of the first length that the layout or the model cannot have."""
+    for samples, length in train.seq_schedule:
+        if length == train.seq_length:
+            continue
+        of_length = train.model_copy(update={"seq_length": length, "seq_schedule": ()})
+        problems = [
+            *_sequence(of_length, parallel),
+            *_cut_sequences(model, of_length, parallel, precision, fp8),
+            *_predicted_ahead(model, of_length),
+            *virtual_sizes(of_length, model),
+        ]
+        for problem in problems:
+            before = f"train.seq_schedule [{samples}, {length}]: "
+            # every rule yields problems, which are texts
+            yield problem.within(before) if isinstance(problem, Problem) else before + problem
+        if problems:
+            return
+
+
 def _pipeline(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
     if parallel.pipeline > model.layers:
         pipeline = f"parallel.pipeline {parallel.pipeline}"
@@ -280,6 +304,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _recompute,
     _recomputed_layers,
     _predicted_ahead,
+    _shorter_sequences,
     _recomputed_scales,
     _recomputed_latents,
     _sentinel,

@@ -1,16 +1,17 @@
 """The table [data] of a run file: every key with its type, default, unit and help."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from megaprec.text.characters import CHARACTERS
 from megaprec.text.forms import UTF8
 from megaprec.text.tokenizer_files import tokenizer_in
 from megaprec.tokens.files import with_suffix
 from megaprec.tokens.places import is_url
-from tools.config.tables.table import EXPANDED, MAX_SIZE, FilePath, Table
+from tools.config.tables.table import EXPANDED, MAX_SIZE, MAX_STEPS, FilePath, Table
 
 
 def _as_tuple(value: object) -> object:
@@ -23,6 +24,7 @@ def _tokenizer_in(path: str) -> str:
     return str(tokenizer_in(Path(path))) if path else path
 
 
+LONGEST_NAME = 60  # of a set in metrics.jsonl
 TokenizerPath = Annotated[FilePath, AfterValidator(_tokenizer_in)]
 SourceName = Annotated[str, Field(min_length=1), EXPANDED]
 TextSource = Annotated[
@@ -37,13 +39,56 @@ def names_of(source: str | tuple[str, ...]) -> tuple[str, ...]:
     return (source,) if isinstance(source, str) else source
 
 
+def _as_points(value: object) -> object:
+    """Return a list of pairs of TOML as tuples."""
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+
+
+# consumed samples, and the weight from there on
+WeightPoint = tuple[
+    Annotated[int, Field(ge=0, le=MAX_STEPS)],
+    Annotated[float, Field(ge=0, allow_inf_nan=False)],
+]
+Weight = Annotated[
+    Annotated[float, Field(gt=0, allow_inf_nan=False), Tag("number")]
+    | Annotated[
+        tuple[WeightPoint, ...],
+        Field(min_length=1),
+        BeforeValidator(_as_points),
+        Tag("points"),
+    ],
+    # only what is wrong with the form that was meant is told
+    Discriminator(lambda value: "points" if isinstance(value, list | tuple) else "number"),
+]
+
+
 class Blended(Table):
     """One text or data set of a blend."""
 
     source: TextSource = Field(description="Text or data set, as in data.source.")
-    weight: float = Field(
-        gt=0, description="Share of the samples, relative to the sum of all weights."
+    weight: Weight = Field(
+        description="Share of the samples, relative to the sum of all weights; or pairs of a "
+        "number of consumed samples, from 0 on, and the weight from there on, such as [[0, 0.7], "
+        "[1000000, 0.3]].",
     )
+    name: str = Field(
+        default="",
+        description="Name of its numbers in metrics.jsonl, as loss/NAME, tokens/NAME and "
+        "share/NAME; empty: the last part of its source.",
+    )
+
+    @property
+    def points(self) -> tuple[tuple[int, float], ...]:
+        """The weight as pairs; one that does not change has a single one."""
+        return self.weight if isinstance(self.weight, tuple) else ((0, self.weight),)
+
+
+def _name_of_source(source: str) -> str:
+    """Return the last part of a path, pattern or URL, in characters that names may have."""
+    path, _, _ = source.partition("?")
+    _, _, last = path.rstrip("/").rpartition("/")
+    # room for a number behind it
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", last)[-LONGEST_NAME + 5 :] or "set"
 
 
 class Validated(Table):
@@ -71,7 +116,14 @@ class Data(Table):
         strict=False,
         description="Several data sets in place of data.source, each with the weight of its share: "
         '[{source = "a.jsonl", weight = 0.7}, {source = "b/", weight = 0.3}]; empty: '
-        "data.source alone.",
+        "data.source alone. A weight that changes with the samples is a list of pairs: weight = "
+        '[[0, 0.7], [1000000, 0.3]]; name = "web" names the numbers of a set in metrics.jsonl.',
+    )
+    blend_phases: Literal["steps", "linear"] = Field(
+        default="steps",
+        description="How weights of data.blend that have several points go from one to the next. "
+        "steps: each holds up to the next; linear: the shares follow a line between two points, in "
+        "a hundred steps.",
     )
     text_field: str = Field(
         default="text",
@@ -208,6 +260,26 @@ class Data(Table):
             "train.folder."
         ),
     )
+
+    @property
+    def blend_changes(self) -> bool:
+        """Return True if the weights of the blend change."""
+        return any(len(part.points) > 1 for part in self.blend)
+
+    @property
+    def blend_names(self) -> list[str]:
+        """The name of each data set of the blend, each once."""
+        names = list[str]()
+        for part in self.blend:
+            name = part.name or _name_of_source(names_of(part.source)[0])
+            # of several of one name the later ones have a number
+            unique = name
+            number = 1
+            while unique in names:
+                number += 1
+                unique = f"{name}-{number}"
+            names.append(unique)
+        return names
 
     @property
     def sources(self) -> list[str]:

@@ -9,7 +9,7 @@ true.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from megaprec.checkpoint.keeping import Keep
 from megaprec.diagnose.spike_monitor import SpikeMonitor
@@ -29,11 +29,22 @@ from tools.config.tables.table import (
     default_of,
 )
 
+HELD_OUT = "eval_loss"  # the field of the loss of the held-out part, before those of sets
+# an evaluation, or weights of several
+KeptBest = Annotated[
+    Annotated[str, Tag("evaluation")]
+    | Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1), Tag("weights")],
+    # only what is wrong with the form that was meant is told
+    Discriminator(lambda value: "weights" if isinstance(value, dict) else "evaluation"),
+]
 # consumed sequences, and the global batch from there on
 BatchChange = Annotated[
     tuple[Annotated[int, Field(ge=0, le=MAX_STEPS)], Annotated[int, Field(gt=0, le=MAX_SIZE)]],
     Field(strict=False),
 ]
+
+# consumed samples, and the length of sequences from there on
+LengthChange = BatchChange
 
 
 def _default_modules(values: dict[str, Any]) -> tuple[RecomputedModule, ...]:
@@ -440,7 +451,20 @@ class Train(Table):
     micro_batch: int = Field(
         gt=0, le=MAX_SIZE, description="Number of sequences per forward pass of one replica."
     )
-    seq_length: int = Field(gt=0, le=MAX_SIZE, description="Sequence length, in tokens.")
+    seq_length: int = Field(
+        gt=0,
+        le=MAX_SIZE,
+        description="Sequence length, in tokens; with train.seq_schedule the longest.",
+    )
+    seq_schedule: tuple[LengthChange, ...] = Field(
+        default=(),
+        strict=False,
+        description="Sequence lengths that change: pairs of a number of consumed samples of "
+        "train.seq_length tokens, from 0 on, and the length of the sequences of the steps that "
+        "begin there or later, such as [[0, 512], [100000, 2048]]. Each divides train.seq_length; "
+        "samples are cut into pieces, so that a step keeps its tokens; empty: train.seq_length "
+        "from the first step on.",
+    )
 
     # how the run begins
     init_from: FilePath = Field(
@@ -589,10 +613,11 @@ class Checkpoint(Table):
         ge=0,
         description="Checkpoints of each multiple of this step are never deleted; 0: of none.",
     )
-    keep_best: str = Field(
+    keep_best: KeptBest = Field(
         default="",
         description="Evaluation, eval_loss or eval_loss/NAME of a set of data.validation: the "
-        "checkpoint of the step after which it was lowest is never deleted; empty: none.",
+        "checkpoint of the step after which it was lowest is never deleted; or weights of several, "
+        "by NAME or eval_loss, such as {code = 0.7, prose = 0.3}, whose mean counts; empty: none.",
     )
     background: bool = Field(
         default=True,
@@ -608,7 +633,18 @@ class Checkpoint(Table):
     @property
     def kept(self) -> Keep:
         """Return the rule by which saves delete older checkpoints."""
-        return Keep.of(self.keep, self.keep_every, self.keep_best)
+        return Keep.of(self.keep, self.keep_every, self.best)
+
+    @property
+    def best(self) -> dict[str, float]:
+        """The evaluations of keep_best by their field in metrics.jsonl, with their weights."""
+        if isinstance(self.keep_best, str):
+            return {self.keep_best: 1.0} if self.keep_best else {}
+        fields = dict[str, float]()
+        for name, weight in self.keep_best.items():
+            field = name if name == HELD_OUT else f"{HELD_OUT}/{name}"
+            fields[field] = weight
+        return fields
 
 
 class Log(Table):

@@ -282,8 +282,8 @@ _REFUSED: Mapping[str, str] = {
         " or are gathered: parallel.context_by"
     ): "hierarchical_context_parallel_sizes*",
     (
-        "the data of a run has one order: give each phase a run of its own, which begins with "
-        "train.branch_from or train.init_from"
+        "each phase is a process with --data-path of its own there: give the weights of all phases "
+        "by samples in data.blend, or each phase a run that begins with train.branch_from"
     ): "phase_transition_iterations=",
     (
         "activations stay on the device here: parallel.recompute and parallel.tensor lower their "

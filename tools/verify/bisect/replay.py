@@ -226,10 +226,18 @@ def _merge_values(values_of_ranks: Sequence[BorderValues]) -> BorderValues:
 
 def require_comparable(a: RunConfig, b: RunConfig) -> None:
     """Raise UserError if the runs cannot be compared step by step."""
-    ours = (_batch_of(a), a.train.seq_length)
-    theirs = (_batch_of(b), b.train.seq_length)
+    ours = (_batch_of(a), _length_of(a))
+    theirs = (_batch_of(b), _length_of(b))
     if ours != theirs:
         raise UserError.of("bisect.batches_differ", ours=ours, theirs=theirs)
+
+
+def _length_of(run_config: RunConfig) -> int | list[list[int]]:
+    """Return the length of the sequences of a run, or its changes."""
+    changes = run_config.train.seq_schedule
+    if not changes:
+        return run_config.train.seq_length
+    return [[*change] for change in changes]
 
 
 def _batch_of(run_config: RunConfig) -> int | list[list[int]]:

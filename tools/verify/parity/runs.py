@@ -99,10 +99,14 @@ def made_ready(
     """Return the run as it is compared, small unless `full`, in its own layout. folder: folder for
     its files.
 
-    Steps that are compared have one batch: with train.batch_schedule the last one.
+    Steps that are compared have one batch and one length: with train.batch_schedule and
+    train.seq_schedule the last one.
     """
     if run_config.train.batch_schedule:
         run_config = run_config.with_constant_batch(run_config.train.global_batch)
+    if run_config.train.seq_schedule:
+        train = run_config.train.model_copy(update={"seq_schedule": ()})
+        run_config = run_config.model_copy(update={"train": train})
     # virtual ranks divide sizes as ranks do
     tensor = max(layout_limits.tensor, run_config.canonical_shards)
     layout_limits = replace(layout_limits, tensor=tensor)

@@ -210,10 +210,13 @@ def name_sample(
     first: position of the batch's first sample in the run's order.
     """
     samples: Samples | Blend = corpus.train
-    location = samples.location_of(first + position)
-    (label,) = samples.labels(samples.batch(first + position, 1).ids)
+    # a sequence may be a piece of a sample
+    sample, piece = divmod(position, share.pieces)
+    location = samples.location_of(first + sample)
+    (label,) = samples.labels(samples.batch(first + sample, 1).ids)
     length = share.targets.shape[1]
-    numbers = location.dataset.documents_of(location.first_token + 1, length)
+    first_token = location.first_token + piece * length
+    numbers = location.dataset.documents_of(first_token + 1, length)
     of_targets = torch.from_numpy(numbers.astype("int64"))
     losses = measures.documents(share, position, of_targets)
     documents: list[MeasuredDocument] = []
@@ -229,7 +232,7 @@ def name_sample(
         position=position,
         loss=loss,
         dataset=str(location.dataset.prefix),
-        first_token=location.first_token,
+        first_token=first_token,
         documents=tuple(documents[:MOST_DOCUMENTS]),
     )
 

@@ -82,6 +82,8 @@ class Saving:
         remove.
     background: False writes in this thread, without a copy of the state. losses: of an evaluation
         after this step, by name.
+    leave_beside: called by rank 0, in its thread, with the folder when the checkpoint is there and
+        older ones are removed; returns warnings. The save is under way until it returns.
     """
 
     def __init__(
@@ -95,12 +97,14 @@ class Saving:
         fp8: FP8State | None = None,
         background: bool = False,
         losses: Mapping[str, float] | None = None,
+        leave_beside: Callable[[Path], Sequence[str]] | None = None,
     ) -> None:
         require_own_names(files)
         self.folder = folder
         self.step = step
         self._keep = keep
         self._losses = losses or {}
+        self._leave_beside = leave_beside
         self._background = background
         self._world = optimizer.world
         self._device = optimizer.device
@@ -257,6 +261,8 @@ class Saving:
             self._abandon()
             raise
         self._warnings += remove_expired(self.folder, self._keep, final)
+        if self._leave_beside is not None:
+            self._warnings += self._leave_beside(self.folder)
 
     def _abandon(self) -> None:
         self._warnings += remove_leftovers(self.folder)

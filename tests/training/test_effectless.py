@@ -143,6 +143,12 @@ CASES = [
         "checkpoint.keep=all train.eval_every=3",
         "train.eval_every=3",
     ),
+    (
+        "checkpoint.export_ema",
+        "true",
+        "optimizer.ema=0.9",
+        "checkpoint.export=hf optimizer.ema=0.9",
+    ),
     *(
         (f"data.{key}", value, "", "data.source=mine.txt")
         for key, value in (("encoding", '"latin-1"'), ("exclude", '["*.log"]'), ("skip_bad", "3"))

@@ -38,6 +38,7 @@ from tools.convert.core.transforms import SAME
 from tools.convert.hf.folder import check_tensors
 from tools.convert.hf.vocabulary import main_file
 from tools.convert.kept_ids import GENERATION, SPECIAL, kept_ids
+from tools.convert.run_record import read_run_record
 from tools.saved.train_state import (
     TrainState,
     read_documents,
@@ -98,6 +99,7 @@ def open_native(path: Path, custom: bool = False) -> Source:
         generation=ids.generation,
         documents=read_documents(checkpoint),
         notes=tuple(f"{path}: {change}" for change in ids.changes),
+        run=read_run_record(checkpoint) if index.get("run") else None,
     )
     tokenizer = [checkpoint.file(name) for name in names]
     return Source(path, "megaprec", model, _origins(checkpoint, logical), facts, tokenizer)

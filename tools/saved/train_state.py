@@ -17,6 +17,7 @@ from models.config import ModelConfig
 from tools.saved.model_fields import make_model
 
 SPIKES = "spikes"  # the key of the SpikeMonitor's state
+EVALUATED = "evaluated"  # the key of the losses after the step, each with its tokens, by field
 
 
 @dataclass(frozen=True)

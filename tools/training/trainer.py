@@ -63,7 +63,7 @@ from tools.training.invariants import Invariants
 from tools.training.learning_rates import LearningRates
 from tools.training.recording import record_run
 from tools.training.run_folder import RunFolder
-from tools.training.saves import Saves, extra_entries, tokenizer_files
+from tools.training.saves import Saves, evaluated_entries, extra_entries, tokenizer_files
 from tools.training.step_records import (
     Digests,
     SentinelChecks,
@@ -146,6 +146,7 @@ class Trainer:
         self._saves = Saves(config, self.engine)
         self._saved_step = self.progress.step  # that of the newest checkpoint
         self._evaluated: dict[str, float] = {}  # losses after the newest step, by field
+        self._evaluated_tokens: dict[str, int] = {}  # those of each of these losses
         self._nonfinite_step: NonFiniteStep | None = None  # ends the run, with its state saved
         self._received_signal = 0  # that asked this rank to stop
         self._is_stopping = False  # True when all ranks know that one was asked to stop
@@ -413,6 +414,7 @@ class Trainer:
             evaluated = self._evaluate_all()
             for field, numbers in evaluated.items():
                 self._evaluated[field] = mean_loss(numbers)
+                self._evaluated_tokens[field] = int(numbers[1].sum())
             record |= self._evaluated
             record |= self._task_results()
         return evaluated
@@ -645,6 +647,7 @@ class Trainer:
             self.monitor.state_dict(),
             self.spike_monitor.state_dict(),
             self._first_ids,
+            evaluated_entries(self._evaluated, self._evaluated_tokens),
         )
         files = tokenizer_files(self.corpus)
         self._saves.start(self.progress.step, extra, files, self._evaluated)

@@ -599,6 +599,16 @@ class Checkpoint(Table):
         description="Write checkpoints beside the next steps, from a copy of the state in host "
         "memory; false: between steps, without a copy.",
     )
+    export: Literal["none", "hf"] = Field(
+        default="none",
+        description="Format in which each checkpoint also has the model for other programs, in a "
+        "folder of that name: hf, a Hugging Face folder with a model card; none: no such folder.",
+    )
+    export_ema: bool = Field(
+        default=False,
+        description="Let checkpoint.export write the moving average of the weights "
+        "(optimizer.ema).",
+    )
     resume: bool = Field(
         default=True,
         description="Resume from the newest checkpoint in train.folder; false: refuse to start if "

@@ -18,6 +18,7 @@ from tools.convert.core.source import Source
 from tools.convert.core.target import Location, Target, Write
 from tools.convert.core.tensors import reserve_safetensors, torch_name
 from tools.convert.core.transforms import SAME
+from tools.convert.hf.card import write_card
 from tools.convert.hf.config import config_of, model_type_of, omitted_settings
 from tools.convert.hf.folder import CONFIG, GENERATION, module_copies, open_hf
 from tools.convert.hf.vocabulary import main_file, require_writable, write_tokenizer
@@ -113,6 +114,7 @@ class _Writer:
             index = {"metadata": {"total_size": self.size}, "weight_map": weight_map}
             _write_json(folder / "model.safetensors.index.json", index)
         write_tokenizer(self.source.tokenizer, folder, ids["bos_token_id"])
+        write_card(folder, self.source, first_dtype)
 
 
 def _nbytes(match: Match, dtype: torch.dtype) -> int:

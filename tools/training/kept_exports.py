@@ -1,0 +1,90 @@
+"""The Hugging Face folder of each checkpoint that a run keeps (checkpoint.export = "hf").
+
+It lies in the checkpoint, so that both go together. It is written from the checkpoint's own files,
+when these are there: by the thread of rank 0 that has saved them, beside the next steps. It gets
+its name when it is whole. What a kill or a full disk has interrupted is written anew after the next
+save, or at the end of the run.
+"""
+
+import shutil
+from pathlib import Path
+
+from megaprec.checkpoint.integrity import require_intact
+from megaprec.checkpoint.keeping import made_here
+from megaprec.checkpoint.reader import Store
+from megaprec.errors import UserError
+from megaprec.optim.state.flat_buffer import EMA
+from models.config import require_builtin
+from tools.config.run_file import RunConfig
+from tools.console.toml import toml
+from tools.convert.averaged import averaged
+from tools.convert.core.target import convert
+from tools.convert.hf.config import config_of
+from tools.convert.hf.vocabulary import require_writable
+from tools.convert.hf.write import hf_target
+from tools.convert.native import open_native
+from tools.saved.train_state import read_table, tokenizer_files
+from tools.training.corpus import Corpus
+from tools.training.saves import tokenizer_files as files_of_tokenizer
+
+EXPORTED = "hf"  # folder in a checkpoint
+KEY = "checkpoint.export"
+AVERAGE_KEY = "checkpoint.export_ema"
+
+
+def require_exportable(config: RunConfig) -> None:
+    """Raise UserError for a run whose checkpoints are exported, but whose model no Hugging Face
+    folder can hold."""
+    if config.checkpoint.export == "none":
+        return
+    require_builtin(config.model, f"{KEY} = {toml(config.checkpoint.export)}")
+    if config.checkpoint.export_ema and not config.optimizer.ema:
+        raise UserError.of("command.export_key_no_ema")
+    config_of(config.sized_model, "float32")
+
+
+def require_exportable_tokenizer(corpus: Corpus) -> None:
+    """Raise UserError for a tokenizer that a Hugging Face folder cannot hold."""
+    require_writable(files_of_tokenizer(corpus))
+
+
+def export_kept(folder: Path) -> list[str]:
+    """Write the Hugging Face folder of each checkpoint in `folder` that saves have made for a run
+    with checkpoint.export, and that has none yet.
+
+    Returns a warning for each that cannot be written.
+    """
+    warnings: list[str] = []
+    for path in made_here(folder):
+        if (path / EXPORTED).exists():
+            continue
+        try:
+            _export(path)
+        except UserError as error:
+            # it may be what has filled the disk
+            shutil.rmtree(path / f".{EXPORTED}.partial", ignore_errors=True)
+            reasons = "; ".join(error.problems)
+            warnings.append(
+                f"{path} is saved, but has no folder {EXPORTED}, and each later save tries again: "
+                f"{reasons}"
+            )
+    return warnings
+
+
+def _export(path: Path) -> None:
+    """Write the Hugging Face folder of a checkpoint, if its run has asked for one. Raises
+    UserError."""
+    store = Store(path)
+    keys = read_table(store, "run")
+    if keys.get(KEY) != toml("hf"):
+        return
+    averages = keys.get(AVERAGE_KEY) == toml(True)
+    # moments are not read
+    read = store.files_of("weight") | set(tokenizer_files(store))
+    if averages:
+        read |= store.files_of(EMA)
+    require_intact(store, read)
+    source = open_native(path)
+    if averages:
+        source = averaged(source)
+    convert(source, hf_target(source, None), path / EXPORTED, lambda written, what: None)

@@ -186,7 +186,7 @@ optimizer: name options groups clip norm ema frozen offload
 lr: peak schedule warmup unit
 train: steps global_batch batch_schedule micro_batch seq_length init_from seed numerics compile deterministic folder device threads eval_every
 train: branch_from restarts on_spike eval_first
-checkpoint: every keep background resume
+checkpoint: every keep background resume export folder
 log: every to plot plot_over progress peak_tflops sample
 """
 

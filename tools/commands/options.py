@@ -1,11 +1,34 @@
 """Arguments that several commands have."""
 
 import os
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
+from pathlib import Path
 
 import torch
 
 from megaprec.errors import UserError
+from megaprec.tokens.places import is_url, path_of
+from megaprec.url_secrets import has_password, masked
+
+
+def model_place(text: str) -> Path:
+    """Return the folder or URL of a model that a command reads."""
+    if has_password(text):
+        remedy = "take the password out, and set it in the environment"
+        raise ArgumentTypeError(f"{masked(text)}: {remedy}")
+    try:
+        return path_of(text.rstrip("/") or text)
+    except UserError as error:
+        raise ArgumentTypeError(str(error)) from error
+
+
+def new_folder(text: str) -> Path:
+    """Return the folder that a command writes a model to."""
+    if is_url(text):
+        raise ArgumentTypeError(
+            f"{masked(text)}: a model is written to a folder of this machine; copy it from there"
+        )
+    return Path(text)
 
 
 def add_overrides(parser: ArgumentParser, place: str = "") -> None:

@@ -190,7 +190,7 @@ def _train(
     for line in part("verdict_lines")(folder):
         say(line)
     if export_folder:
-        part("export_run")(folder, export_folder, export_ema)
+        part("export_run")(config.checkpoint_folder, export_folder, export_ema)
     require_applied(trainer.progress, trainer.monitor)
     return 0
 

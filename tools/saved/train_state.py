@@ -13,6 +13,7 @@ from megaprec.diagnose.spike_monitor import SpikeMonitor
 from megaprec.errors import Problem, UserError
 from megaprec.precision.plan import LossScaling
 from megaprec.text.tokenizer_files import SETTINGS, TEMPLATE
+from megaprec.tokens.places import is_remote
 from models.config import ModelConfig
 from tools.saved.model_fields import make_model
 
@@ -234,7 +235,7 @@ def find_checkpoint(path: Path) -> Path:
     checkpoint = checkpoint_at(path)
     if checkpoint is not None:
         return checkpoint
-    if path.is_dir():
+    if is_remote(path) or path.is_dir():
         problem = "has no checkpoint"
     elif path.exists():
         problem = "is not a folder"

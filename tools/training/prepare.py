@@ -13,7 +13,7 @@ from megaprec.durable import file_error
 from megaprec.errors import UserError
 from megaprec.tokens.copies import file_here
 from megaprec.tokens.files import with_suffix
-from megaprec.tokens.places import is_remote
+from megaprec.tokens.places import is_remote, path_of
 from parallel.described_world import is_rank_of_world
 from tools.config.rules.checking import check_all
 from tools.config.run_file import RunConfig
@@ -73,7 +73,7 @@ def open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:
 def _check_initial(config: RunConfig) -> None:
     """Raise UserError if the checkpoint of train.init_from is incomplete or damaged."""
     if config.train.init_from:
-        part("open_initial")(Path(config.train.init_from), config.model)
+        part("open_initial")(path_of(config.train.init_from), config.model)
 
 
 def _check_fp8(config: RunConfig) -> None:

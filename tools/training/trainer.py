@@ -34,6 +34,7 @@ from megaprec.precision.gemm import fp32_sums
 from megaprec.precision.tf32 import tf32
 from megaprec.tokens.blend import Blend
 from megaprec.tokens.intact import describe_bad_id
+from megaprec.tokens.places import path_of
 from megaprec.tokens.samples import Samples
 from models.decoder.stages import Stage
 from models.engine.engine import Engine, build_stages, mean_loss
@@ -138,7 +139,7 @@ class Trainer:
         if checkpoint:
             self._resume(checkpoint)
         elif config.train.init_from:
-            self._begin_with(Path(config.train.init_from))
+            self._begin_with(path_of(config.train.init_from))
         elif self._shares_drawing:
             part("draw_weights")(
                 self.engine.stages.values(), self.engine.optimizer, config.train.seed

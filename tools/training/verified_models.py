@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from megaprec.tokens.places import path_of
 from tools.config.run_file import RunConfig
 from tools.convert.auto_tokenizer import initial_tokenizer_line
 from tools.convert.hf.config import config_of
@@ -20,7 +21,7 @@ def verified_models(config: RunConfig, initial: str, export: str) -> Iterator[st
     """
     lines = list[str]()
     if initial:
-        lines += _verify_initial(config, Path(initial))
+        lines += _verify_initial(config, path_of(initial))
     if export:
         exported = config_of(config.sized_model, "float32")
         lines.append(check_config(exported, export))

@@ -25,6 +25,7 @@ from tools.config.tables.table import (
     MAX_SIZE,
     MAX_STEPS,
     FilePath,
+    Place,
     Table,
     default_of,
 )
@@ -443,12 +444,12 @@ class Train(Table):
     seq_length: int = Field(gt=0, le=MAX_SIZE, description="Sequence length, in tokens.")
 
     # how the run begins
-    init_from: FilePath = Field(
+    init_from: Place = Field(
         default="",
         description="Folder of a checkpoint, in any format that megaprec reads, from which the run "
         "takes its first weights, [model] and tokenizer; empty: random weights.",
     )
-    branch_from: FilePath = Field(
+    branch_from: Place = Field(
         default="",
         description="Folder of a checkpoint of megaprec, or of a run, of which it is the newest: a "
         "run without a checkpoint of its own goes on from it, with weights, optimizer state, "
@@ -574,6 +575,11 @@ class Train(Table):
 class Checkpoint(Table):
     """Saving and resuming."""
 
+    folder: Place = Field(
+        default="",
+        description='Folder or URL (s3://, gs://) of the checkpoints; empty: "checkpoints" in '
+        "train.folder.",
+    )
     every: int = Field(
         default=500,
         ge=0,

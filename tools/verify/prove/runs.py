@@ -123,7 +123,7 @@ def _ready(
     tables: dict[str, Any] = {
         "train": run_config.train.model_copy(update=train),
         "checkpoint": run_config.checkpoint.model_copy(
-            update={"every": 0, "keep": 1, "resume": True}
+            update={"folder": "", "every": 0, "keep": 1, "resume": True, "export": "none"}
         ),
         "log": type(run_config.log)(
             digests=1, plot=False, progress=False, peak_tflops=run_config.log.peak_tflops

@@ -1,9 +1,11 @@
 """What a checkpoint says of its run, for the card of an exported model."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megaprec.checkpoint.reader import Store
+from megaprec.tokens.places import is_remote
 from megaprec.url_secrets import masked, masked_inside
 from tools.console.toml import toml
 from tools.convert.core.source import EvaluatedLoss, RunRecord, TrainedText
@@ -18,7 +20,7 @@ def read_run_record(checkpoint: Store) -> RunRecord:
     for table, stored in (("parallel", "layout"), ("precision", "precision")):
         for name, value in read_table(checkpoint, stored).items():
             keys[f"{table}.{name}"] = masked(toml(value))
-    yardsticks = read_yardsticks(_run_folder(checkpoint.path))
+    yardsticks = read_yardsticks(_run_folder(checkpoint.path, keys))
     return RunRecord(
         keys=keys,
         data=_trained_texts(read_table(checkpoint, "data")),
@@ -29,9 +31,12 @@ def read_run_record(checkpoint: Store) -> RunRecord:
     )
 
 
-def _run_folder(checkpoint: Path) -> Path:
-    """Return the folder of the run that has a checkpoint."""
-    return checkpoint.parent.parent
+def _run_folder(checkpoint: Path, keys: Mapping[str, str]) -> Path:
+    """Return the folder of the run that has a checkpoint: of one at a URL that which its keys name,
+    which may be of another machine."""
+    if not is_remote(checkpoint):
+        return checkpoint.parent.parent
+    return Path(keys.get("train.folder", "").strip('"'))
 
 
 def _trained_texts(identity: dict[str, Any]) -> tuple[TrainedText, ...]:

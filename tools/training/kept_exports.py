@@ -4,22 +4,30 @@ It lies in the checkpoint, so that both go together. It is written from the chec
 when these are there: by the thread of rank 0 that has saved them, beside the next steps. It gets
 its name when it is whole. What a kill or a full disk has interrupted is written anew after the next
 save, or at the end of the run.
+
+At a URL nothing can be renamed: the folder is written on this machine and sent, config.json last.
+Without that file no program takes it for a model.
 """
 
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.keeping import made_here
+from megaprec.checkpoint.object_store import is_object, send
 from megaprec.checkpoint.reader import Store
+from megaprec.durable import file_error
 from megaprec.errors import UserError
 from megaprec.optim.state.flat_buffer import EMA
+from megaprec.tokens.places import is_remote
 from models.config import require_builtin
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
 from tools.convert.averaged import averaged
 from tools.convert.core.target import convert
 from tools.convert.hf.config import config_of
+from tools.convert.hf.folder import CONFIG
 from tools.convert.hf.vocabulary import require_writable
 from tools.convert.hf.write import hf_target
 from tools.convert.native import open_native
@@ -56,14 +64,15 @@ def export_kept(folder: Path) -> list[str]:
     """
     warnings: list[str] = []
     for path in made_here(folder):
-        if (path / EXPORTED).exists():
-            continue
         try:
-            _export(path)
-        except UserError as error:
+            if not _is_exported(path):
+                _export(path)
+        except (UserError, OSError) as error:
             # it may be what has filled the disk
-            shutil.rmtree(path / f".{EXPORTED}.partial", ignore_errors=True)
-            reasons = "; ".join(error.problems)
+            if not is_remote(path):
+                shutil.rmtree(path / f".{EXPORTED}.partial", ignore_errors=True)
+            problems = error.problems if isinstance(error, UserError) else [file_error(error)]
+            reasons = "; ".join(problems)
             warnings.append(
                 f"{path} is saved, but has no folder {EXPORTED}, and each later save tries again: "
                 f"{reasons}"
@@ -87,4 +96,23 @@ def _export(path: Path) -> None:
     source = open_native(path)
     if averages:
         source = averaged(source)
-    convert(source, hf_target(source, None), path / EXPORTED, lambda written, what: None)
+    target = hf_target(source, None)
+    if not is_remote(path):
+        convert(source, target, path / EXPORTED, _no_progress)
+        return
+    with TemporaryDirectory(prefix="megaprec-") as folder:
+        here = Path(folder) / EXPORTED
+        convert(source, target, here, _no_progress)
+        for file in sorted(here.iterdir(), key=lambda file: file.name == CONFIG):
+            send(file, path / EXPORTED / file.name)
+
+
+def _is_exported(path: Path) -> bool:
+    """Return True if a checkpoint has its Hugging Face folder. Raises PlaceError."""
+    if is_remote(path):
+        return is_object(path / EXPORTED / CONFIG)
+    return (path / EXPORTED).exists()
+
+
+def _no_progress(written: int, what: str) -> None:
+    """Say nothing: steps are taken meanwhile."""

@@ -14,11 +14,11 @@ common class: each becomes a `PlaceError`, one line that names the URL.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from megaprec.durable import PlaceError
 from megaprec.errors import UserError
@@ -33,6 +33,7 @@ READ_FROM = (*SAVED_TO, "hf")
 PIECE = 16 << 20  # bytes of one request
 READERS = 8  # requests of one read at the same time
 MOST_SHOWN = 300  # characters of what a library says
+Answer = TypeVar("Answer")
 
 
 def require_kind(folder: Path, saves: bool) -> None:
@@ -53,11 +54,14 @@ def at_url(path: Path) -> Iterator[None]:
         yield
     except (UserError, PlaceError):
         raise
-    except ImportError as error:
-        raise PlaceError(path, f"{error}") from error
     except Exception as error:
-        reason = " ".join(str(error).split())[:MOST_SHOWN] or type(error).__name__
-        raise PlaceError(path, f"{reason}{_remedy(error)}") from error
+        raise _place_error(path, error) from error
+
+
+def _place_error(path: Path, error: Exception) -> PlaceError:
+    """Return an error of any library as one line."""
+    reason = " ".join(str(error).split())[:MOST_SHOWN] or type(error).__name__
+    return PlaceError(path, f"{reason}{_remedy(error)}")
 
 
 def _remedy(error: Exception) -> str:
@@ -69,42 +73,46 @@ def _remedy(error: Exception) -> str:
 
 
 def entry_names(folder: Path) -> list[str]:
-    """Return the names right below a URL; none if nothing is there."""
-    system = file_system(folder)
-    with at_url(folder):
-        # what an earlier listing told may be old
-        system.invalidate_cache()
-        try:
-            entries = repeated(folder, lambda: _listed(system, _name(folder)))
-        except UserError as error:
-            raise PlaceError(folder, _reason(error)) from error
-    return [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries]
+    """Return the names right below a URL; none if nothing is there. Raises PlaceError."""
+    return [entry["name"].rstrip("/").rpartition("/")[2] for entry in _entries(folder)]
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """Return the sizes in bytes of the objects right below a URL, by name."""
-    system = file_system(folder)
-    with at_url(folder):
-        system.invalidate_cache()
-        entries = _listed(system, _name(folder))
+    """Return the sizes in bytes of the objects right below a URL, by name. Raises PlaceError."""
     found: dict[str, int] = {}
-    for entry in entries:
+    for entry in _entries(folder):
         if entry.get("type", "file") == "file":
             found[entry["name"].rpartition("/")[2]] = int(entry.get("size") or 0)
     return found
 
 
-def _listed(system: Any, name: str) -> list[dict[str, Any]]:
+def _entries(folder: Path) -> list[dict[str, Any]]:
+    """Return what the file system tells of the entries right below a URL; nothing if nothing is
+    there."""
+    system = file_system(folder)
+
+    def ask() -> list[dict[str, Any]]:
+        # what an earlier listing told may be old
+        system.invalidate_cache()
+        try:
+            return system.ls(_name(folder), detail=True)
+        except FileNotFoundError:
+            return []
+
+    return _asked(folder, ask)
+
+
+def _asked(path: Path, ask: Callable[[], Answer]) -> Answer:
+    """Return the answer to a request that changes nothing, which is repeated if it fails. Raises
+    PlaceError."""
     try:
-        return system.ls(name, detail=True)
-    except FileNotFoundError:
-        return []
-
-
-def _reason(error: UserError) -> str:
-    """Return what an error of `repeated` says beside the URL."""
-    (problem,) = error.problems
-    return str(problem.fields.get("reason") or problem.fields.get("problem") or problem)
+        return repeated(path, ask)
+    except UserError as error:
+        # of the last attempt
+        cause = error.__cause__
+        if isinstance(cause, Exception):
+            raise _place_error(path, cause) from cause
+        raise
 
 
 def is_object(path: Path) -> bool:
@@ -180,10 +188,7 @@ def _read_range(path: Path, start: int, stop: int) -> bytes:
             raise OSError(f"it gave {len(content):,} bytes of {stop - start:,}")
         return content
 
-    try:
-        return repeated(path, ask)
-    except UserError as error:
-        raise PlaceError(path, _reason(error)) from error
+    return _asked(path, ask)
 
 
 def object_digest(path: Path) -> str:

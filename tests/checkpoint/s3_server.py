@@ -4,12 +4,15 @@ told to."""
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import boto3
+import fsspec
+import pytest
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from moto.server import ThreadedMotoServer  # noqa: F401 (makes moto's backends known)
 from werkzeug.serving import make_server
@@ -89,3 +92,15 @@ def serving(conduct: Conduct) -> Iterator[str]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+@contextmanager
+def s3_place(conduct: Conduct, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Yield the URL of an empty place in a served bucket, which this process may change."""
+    with serving(conduct) as url:
+        for name, value in {**SETTINGS, "AWS_ENDPOINT_URL": url}.items():
+            monkeypatch.setenv(name, value)
+        # a file system keeps the credentials that it has found
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
+        yield f"s3://{BUCKET}/{uuid.uuid4().hex}/run"
+        conduct.seconds = 0

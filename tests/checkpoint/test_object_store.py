@@ -26,7 +26,7 @@ from megaprec.checkpoint.saving import Saving
 from megaprec.errors import UserError
 from megaprec.tokens import ranges
 from megaprec.tokens.places import path_of
-from tests.checkpoint.s3_server import BUCKET, SETTINGS, Conduct, serving
+from tests.checkpoint.s3_server import SETTINGS, Conduct, s3_place
 from tests.checkpoint.test_checkpoint import MODEL, all_tensors, holds, saved, small, spoil
 from tests.layouts import Run, make_engine
 from tests.ranks import run_ranks
@@ -54,12 +54,8 @@ def conduct() -> Conduct:
 @pytest.fixture
 def s3(conduct: Conduct, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty place at a server of S3."""
-    with serving(conduct) as url:
-        for name, value in {**SETTINGS, "AWS_ENDPOINT_URL": url}.items():
-            monkeypatch.setenv(name, value)
-        fsspec.get_filesystem_class("s3").clear_instance_cache()
-        yield path_of(f"s3://{BUCKET}/{uuid.uuid4().hex}/run")
-        conduct.seconds = 0
+    with s3_place(conduct, monkeypatch) as url:
+        yield path_of(url)
 
 
 def names_at(folder: Path) -> list[str]:

@@ -129,7 +129,7 @@ def checkpoint_at(path: Path) -> Path | None:
 
 def _checkpoint_at_url(url: Path) -> Path | None:
     """Return what `checkpoint_at` does for a URL, which may also be one of checkpoints alone."""
-    object_store.require_kind(url, saves=False)
+    object_store.require_read_from(url)
     if _is_whole_at_url(url):
         return url
     if NAME.fullmatch(url.name) and is_there(url):
@@ -191,7 +191,7 @@ def require_room(folder: Path) -> None:
     """Raise UserError if a save into `folder` would fail: no write permission, or another file has
     a hidden name. At a URL an object is written and removed for it."""
     if is_remote(folder):
-        object_store.require_kind(folder, saves=True)
+        object_store.require_saved_to(folder)
         try:
             object_store.require_writable(folder)
         except PlaceError as error:
@@ -358,7 +358,7 @@ def _entries(folder: Path) -> list[Path]:
 
 def _entries_at_url(folder: Path) -> list[Path]:
     """Return what `_entries` does for a URL, without what is unfinished."""
-    object_store.require_kind(folder, saves=False)
+    object_store.require_read_from(folder)
     entries: list[Path] = []
     try:
         for name in filter(NAME.fullmatch, object_store.entry_names(folder)):

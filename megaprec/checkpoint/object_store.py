@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from megaprec.durable import PlaceError
+from megaprec.durable import PlaceError, reading
 from megaprec.errors import UserError
 from megaprec.parsing import MOST_BYTES, read_regular
 from megaprec.tokens.places import file_system, is_remote
@@ -36,15 +36,24 @@ MOST_SHOWN = 300  # characters of what a library says
 Answer = TypeVar("Answer")
 
 
-def require_kind(folder: Path, saves: bool) -> None:
-    """Raise UserError for a kind of URL from which no checkpoint is read, or where none can be
-    saved."""
-    kind = str(folder).partition("://")[0].lower()
-    known = SAVED_TO if saves else READ_FROM
-    if kind not in known:
-        kinds = ", ".join(f"{name}://" for name in known if name != "memory")
-        code = "checkpoint.url_not_saved_to" if saves else "checkpoint.url_not_read"
-        raise UserError.of(code, url=folder, kinds=kinds)
+def require_saved_to(folder: Path) -> None:
+    """Raise UserError for a kind of URL to which no checkpoint is saved."""
+    if _kind(folder) not in SAVED_TO:
+        raise UserError.of("checkpoint.url_not_saved_to", url=folder, kinds=_in_words(SAVED_TO))
+
+
+def require_read_from(folder: Path) -> None:
+    """Raise UserError for a kind of URL from which no checkpoint is read."""
+    if _kind(folder) not in READ_FROM:
+        raise UserError.of("checkpoint.url_not_read", url=folder, kinds=_in_words(READ_FROM))
+
+
+def _kind(url: Path) -> str:
+    return str(url).partition("://")[0].lower()
+
+
+def _in_words(kinds: Iterable[str]) -> str:
+    return ", ".join(f"{kind}://" for kind in kinds if kind != "memory")
 
 
 @contextmanager
@@ -210,7 +219,7 @@ def remove_object(path: Path) -> None:
 
 def send(here: Path, path: Path) -> None:
     """Copy a file of this machine to an object. Raises PlaceError and OSError."""
-    with here.open("rb") as file:
+    with reading(here) as file:
         write_object(path, iter(lambda: file.read(PIECE), b""))
 
 

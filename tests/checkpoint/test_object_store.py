@@ -72,7 +72,7 @@ def whole(step: int) -> list[str]:
     return [f"step_{step:08d}/{file}" for file in files]
 
 
-@pytest.mark.parametrize("place", ["memory", "s3"])
+@pytest.mark.parametrize("place", ["memory", pytest.param("s3", marks=pytest.mark.slow)])
 def test_saves_keep_remove_and_load_as_in_a_folder(
     place: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -121,6 +121,7 @@ def save_and_load(
     return [store.read(*key.split("/", 1)) for key in sorted(store.index["tensors"])]
 
 
+@pytest.mark.slow
 def test_ranks_save_each_its_own_and_any_layout_loads_them_from_s3(
     s3: Path,
 ) -> None:
@@ -278,6 +279,7 @@ def test_a_file_that_is_none_of_tensors_is_refused(header: bytes, memory: Path) 
         store.read(*key.split("/", 1))
 
 
+@pytest.mark.slow
 def test_of_tensors_the_rows_that_are_asked_for_are_read_and_no_others(
     s3: Path, conduct: Conduct
 ) -> None:
@@ -296,7 +298,14 @@ def test_of_tensors_the_rows_that_are_asked_for_are_read_and_no_others(
     assert last - first + 1 == width * itemsize
 
 
-@pytest.mark.parametrize("name", ["optimizer-00000.safetensors", INDEX, ".unfinished"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("optimizer-00000.safetensors", marks=pytest.mark.slow),
+        INDEX,
+        pytest.param(".unfinished", marks=pytest.mark.slow),
+    ],
+)
 def test_a_full_bucket_is_a_line_and_leaves_the_last_whole_checkpoint(
     name: str, s3: Path, conduct: Conduct
 ) -> None:
@@ -323,6 +332,7 @@ def test_wrong_credentials_are_a_line(s3: Path, conduct: Conduct) -> None:
     assert Saving(s3, 2, small(), {}).finish().problem.count("\n") == 0
 
 
+@pytest.mark.slow
 def test_a_slow_server_delays_no_step(s3: Path, conduct: Conduct) -> None:
     """The save is under way while the ranks ask each other."""
     conduct.seconds = 0.02

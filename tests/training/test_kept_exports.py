@@ -103,6 +103,7 @@ class Killed(BaseException):
     """Stands for a signal that leaves no time to clean up."""
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_boundary_leaves_a_whole_folder_or_none_and_the_next_save_completes_it(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_commands_read_a_url_as_they_read_a_folder(
     file: Path, local: Path, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,6 +120,7 @@ def test_commands_read_a_url_as_they_read_a_folder(
     assert " 0 differ" in said(capsys, "diff", url, checkpoint(local, 4))
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_and_branches_from_a_url_as_from_a_folder(
     file: Path, local: Path, url: str, tmp_path: Path
 ) -> None:
@@ -131,6 +133,7 @@ def test_a_run_begins_with_and_branches_from_a_url_as_from_a_folder(
         assert losses(tmp_path / key / "a") == losses(tmp_path / key / "b")
 
 
+@pytest.mark.slow
 def test_the_exported_folder_of_a_checkpoint_at_a_url_is_whole_or_no_model_and_goes_with_it(
     file: Path, url: str, conduct: Conduct, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,6 +175,7 @@ def test_a_place_to_which_nothing_can_be_saved_is_refused_before_the_run(
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_a_bucket_that_is_full_in_the_middle_costs_a_warning_and_at_the_end_the_exit_code(
     file: Path, url: str, conduct: Conduct, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

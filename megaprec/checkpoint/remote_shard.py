@@ -92,10 +92,11 @@ class RemoteTensor:
     def _rows(self, first: int, last: int, row_shape: list[int]) -> Tensor:
         """Return rows [first, last), of `row_shape` each."""
         row_bytes = prod(row_shape) * self._dtype.itemsize
-        values = torch.empty(max(0, last - first) * row_bytes, dtype=torch.uint8)
+        num_rows = max(0, last - first)
+        values = torch.empty(num_rows * row_bytes, dtype=torch.uint8)
         unfilled = values.numpy().data
         start = self._start + first * row_bytes
         for piece in pieces_of(self._path, start, start + len(unfilled)):
             unfilled[: len(piece)] = piece
             unfilled = unfilled[len(piece) :]
-        return values.view(self._dtype).view(-1 if row_bytes else 0, *row_shape)
+        return values.view(self._dtype).view(num_rows, *row_shape)

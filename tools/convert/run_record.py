@@ -1,4 +1,4 @@
-"""What a checkpoint says of its run, for the card of an exported model."""
+"""The record of a run in its checkpoint, read for the card of an exported model."""
 
 from collections.abc import Mapping
 from pathlib import Path

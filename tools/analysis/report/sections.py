@@ -33,7 +33,7 @@ from tools.analysis.verdict.verdict import (
     read_verdict,
 )
 from tools.config.layouts import in_words
-from tools.config.run_file import RunConfig
+from tools.config.run_file import RunConfig, checkpoint_folder
 from tools.console.units import duration, first_of, flops, loss_scale, size
 from tools.journal.invariant_records import read_findings
 from tools.journal.records import (
@@ -164,7 +164,7 @@ def _best_facts(run: Run) -> Iterator[Fact]:
     if not isinstance(run.config, RunConfig) or not run.config.checkpoint.keep_best:
         return
     evaluation = run.config.checkpoint.keep_best
-    best = best_made_here(run.folder / "checkpoints", evaluation)
+    best = best_made_here(checkpoint_folder(run.config.checkpoint.folder, run.folder), evaluation)
     if best is not None:
         yield "best checkpoint", f"{best.path.name}, {evaluation} {best.loss:.4f}"
 

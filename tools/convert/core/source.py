@@ -72,7 +72,7 @@ class EvaluatedLoss:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a checkpoint of ours says of its run, for a reader.
+    """The record of its run in a checkpoint of ours, for a reader.
 
     keys: of the run file but for [model], by dotted name, in TOML's grammar, without secrets of
     URLs. evaluated: after the step of the checkpoint, by field of metrics.jsonl. held_out_tokens,

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from megaprec.durable import PlaceError, reading
+from megaprec.durable import PlaceError, naming_file, reading
 from megaprec.errors import UserError
 from megaprec.parsing import MOST_BYTES, read_regular
 from megaprec.tokens.places import file_system, is_remote
@@ -215,6 +215,17 @@ def remove_object(path: Path) -> None:
             file_system(path).rm_file(_name(path))
         except FileNotFoundError:
             return
+
+
+def fetch_folder(url: Path, folder: Path) -> None:
+    """Copy the objects right below a URL to a new folder of this machine. Raises PlaceError and
+    OSError."""
+    folder.mkdir()
+    for name, size in sizes(url).items():
+        here = folder / name
+        with naming_file(here), here.open("wb") as file:
+            for piece in pieces_of(url / name, 0, size):
+                file.write(piece)
 
 
 def send(here: Path, path: Path) -> None:

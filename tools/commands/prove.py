@@ -106,9 +106,8 @@ def open_run(path: str, overrides: list[str]) -> tuple[RunConfig, Path | None]:
     if run_file is None:
         raise UserError.of("command.prove_not_a_run", path=path)
     config = resolve_run(run_file, overrides)
-    return config, latest(checkpoint_folder(config.checkpoint.folder, folder)) or branch_point(
-        config
-    )
+    newest = latest(checkpoint_folder(config.checkpoint.folder, folder))
+    return config, newest or branch_point(config)
 
 
 def _other_layout(config: RunConfig, text: str) -> ComparedLayout | None:

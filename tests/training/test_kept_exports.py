@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import huggingface_hub
@@ -17,12 +18,16 @@ from huggingface_hub.repocard_data import model_index_to_eval_results
 from megaprec.checkpoint.reader import Store
 from tests.checkpoint.test_keeping import steps_in
 from tests.refusals import shows
-from tests.runs import checkpoint, edit_index, steps, train, train_on, write_run
+from tests.runs import checkpoint, edit_index, steps, tensors, train, train_on, write_run
+from tests.training.test_saves import During
 from tools.cli import main
 from tools.config.resolved_run import resolve_run
+from tools.config.run_file import load_run
 from tools.convert.core import target
+from tools.training import kept_exports
 from tools.training.corpus import open_corpus
 from tools.training.kept_exports import EXPORTED, export_kept
+from tools.training.trainer import Trainer
 
 Refusal = Callable[..., str]
 KEYS = ("checkpoint.export=hf", "train.eval_every=1", "checkpoint.every=1", "train.seq_length=32")
@@ -254,3 +259,44 @@ def test_a_card_shows_no_secret_of_a_url(run: Path, tmp_path: Path) -> None:
     card = (tmp_path / "out" / "README.md").read_text()
     assert "https://host/text.txt?***" in card
     assert "SECRET" not in card
+
+
+def test_steps_are_taken_while_a_folder_is_written_and_are_those_of_a_run_without_it(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of step 2 is not begun before step 4, whose save waits for it."""
+    is_taken = Event()
+    convert = kept_exports.convert
+
+    def late(*arguments: object) -> object:
+        assert is_taken.wait(600)
+        return convert(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kept_exports, "convert", late)
+
+    def act(step: int) -> None:
+        if step == 4:
+            is_taken.set()
+
+    run_folders = {name: tmp_path / name for name in ("hf", "none")}
+    for name, folder in run_folders.items():
+        keys = [f"train.folder={folder}", "checkpoint.every=2", f"checkpoint.export={name}"]
+        config = load_run(file, [*keys, "train.steps=4"])
+        Trainer(config, open_corpus(config), None, None, [During(act)]).run()
+    assert (checkpoint(run_folders["hf"], 2) / EXPORTED).is_dir()
+    exported, plain = (steps(folder) for folder in run_folders.values())
+    assert exported == plain
+    ours, theirs = (tensors(checkpoint(folder, 4)) for folder in run_folders.values())
+    assert all(torch.equal(values, theirs[key]) for key, values in ours.items())
+
+
+def test_what_a_folder_leaves_out_is_said_before_the_first_step(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    keys = (*KEYS, "model.mtp_layers=1", "train.steps=1", f"train.folder={tmp_path}")
+    assert train(file, *keys, "--no-verify") == 0
+    out = capsys.readouterr().out
+    (note,) = (line for line in out.splitlines() if "leaves out" in line)
+    assert "modules of multi-token prediction (model.mtp_layers = 1)" in note
+    assert out.index(note) < out.index("step 1/1")

@@ -69,6 +69,7 @@ PARTS = {
     "require_exportable": "tools.training.kept_exports",
     "require_exportable_tokenizer": "tools.training.kept_exports",
     "export_kept": "tools.training.kept_exports",
+    "export_note": "tools.training.kept_exports",
     # of the first rank, or of the launcher
     "begin_notes": "tools.training.data_notes",
     "different_tokenizer_notes": "tools.training.data_notes",

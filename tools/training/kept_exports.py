@@ -26,10 +26,9 @@ from tools.config.run_file import RunConfig
 from tools.console.toml import toml
 from tools.convert.averaged import averaged
 from tools.convert.core.target import convert
-from tools.convert.hf.config import config_of
 from tools.convert.hf.folder import CONFIG
 from tools.convert.hf.vocabulary import require_writable
-from tools.convert.hf.write import hf_target
+from tools.convert.hf.write import hf_target, left_out_of
 from tools.convert.native import open_native
 from tools.saved.train_state import read_table, tokenizer_files
 from tools.training.corpus import Corpus
@@ -48,7 +47,15 @@ def require_exportable(config: RunConfig) -> None:
     require_builtin(config.model, f"{KEY} = {toml(config.checkpoint.export)}")
     if config.checkpoint.export_ema and not config.optimizer.ema:
         raise UserError.of("command.export_key_no_ema")
-    config_of(config.sized_model, "float32")
+    left_out_of(config.sized_model)
+
+
+def export_note(config: RunConfig) -> str:
+    """Return a note on what of the model the folders leave out; "" if they have all of it."""
+    left_out = left_out_of(config.sized_model)
+    if not left_out:
+        return ""
+    return f"{KEY} = {toml(config.checkpoint.export)} leaves out: {', '.join(left_out)}"
 
 
 def require_exportable_tokenizer(corpus: Corpus) -> None:

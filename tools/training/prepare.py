@@ -146,6 +146,8 @@ def prepare(
     # at the end of the run else: the card of an exported checkpoint says bits per byte
     if config.checkpoint.export == "hf":
         write_yardsticks(config, corpus)
+        if note := part("export_note")(config):
+            say(f"note       {note}")
     # Named by rank 0, so that all ranks resume from the same one.
     checkpoint = open_start(config)
     _note_needless_allowances(config, corpus, checkpoint, allowed)

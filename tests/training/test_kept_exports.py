@@ -16,6 +16,7 @@ import transformers
 from huggingface_hub.repocard_data import model_index_to_eval_results
 
 from megaprec.checkpoint.reader import Store
+from megaprec.errors import UserError
 from tests.checkpoint.test_keeping import steps_in
 from tests.refusals import shows
 from tests.runs import checkpoint, edit_index, steps, tensors, train, train_on, write_run
@@ -300,3 +301,13 @@ def test_what_a_folder_leaves_out_is_said_before_the_first_step(
     (note,) = (line for line in out.splitlines() if "leaves out" in line)
     assert "modules of multi-token prediction (model.mtp_layers = 1)" in note
     assert out.index(note) < out.index("step 1/1")
+
+
+def test_a_place_that_cannot_be_listed_is_a_warning(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(folder: Path) -> list[Path]:
+        raise UserError(f"{folder}: gone")
+
+    monkeypatch.setattr(kept_exports, "made_here", gone)
+    assert export_kept(run / "checkpoints") == [f"{run / 'checkpoints'}: gone"]

@@ -25,6 +25,7 @@ from megaprec.errors import UserError
 from megaprec.parsing import MOST_BYTES, read_regular
 from megaprec.tokens.places import file_system, is_remote
 from megaprec.tokens.ranges import repeated
+from megaprec.url_secrets import without_user_of
 
 UNFINISHED = ".unfinished"
 PROBE = ".writable"  # an object that is written and removed to see whether that is allowed
@@ -68,8 +69,9 @@ def at_url(path: Path) -> Iterator[None]:
 
 
 def _place_error(path: Path, error: Exception) -> PlaceError:
-    """Return an error of any library as one line."""
-    reason = " ".join(str(error).split())[:MOST_SHOWN] or type(error).__name__
+    """Return an error of any library as one line, without a password that the URL has."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    reason = without_user_of(path, reason)[:MOST_SHOWN]
     return PlaceError(path, f"{reason}{_remedy(error)}")
 
 

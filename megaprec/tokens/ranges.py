@@ -19,7 +19,7 @@ import numpy as np
 
 from megaprec.errors import UserError
 from megaprec.tokens.places import GONE, file_system, naming_url
-from megaprec.url_secrets import masked
+from megaprec.url_secrets import masked, without_user_of
 
 CACHE_BLOCK = 1 << 20  # bytes of a block
 CACHE_BLOCKS = 128  # blocks that are kept of each file, in each process
@@ -293,6 +293,7 @@ def repeated(path: Path, request: Callable[[], Result]) -> Result:
             raise UserError.of("data.url_package_missing", url=path, problem=problem) from problem
         except Exception as problem:
             reason = " ".join(str(problem).split()) or type(problem).__name__
+            reason = without_user_of(path, reason)
             if delay is None or not _may_pass(problem):
                 raise UserError.of("data.url_interrupted", url=path, reason=reason) from problem
             _note(f"{path}: {reason}; again in {delay} s")

@@ -343,3 +343,15 @@ def test_a_slow_server_delays_no_step(s3: Path, conduct: Conduct) -> None:
     assert polls > 1
     conduct.seconds = 0
     assert names_at(s3) == whole(1)
+
+
+@pytest.mark.usefixtures("s3")
+def test_a_password_in_a_url_is_in_no_error_and_no_note(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError) as said:
+        latest(path_of("s3://name:hunter2@bucket/run"))
+    assert "***" in str(said.value)
+    assert "hunter2" not in str(said.value)
+    assert "hunter2" not in "".join(str(problem.fields) for problem in said.value.problems)
+    notes = capsys.readouterr().err
+    assert "***" in notes
+    assert "hunter2" not in notes

@@ -33,7 +33,7 @@ from megaprec.text.characters import CHARACTERS
 from megaprec.text.tokenizer_files import tokenizer_in
 from megaprec.tokens.files import write_whole
 from megaprec.tokens.places import path_of
-from megaprec.url_secrets import masked
+from megaprec.url_secrets import has_password, masked
 from models.attention.backends import kernel_names
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
@@ -462,7 +462,8 @@ class RunFile:
         # the checks of the table's types report a value that cannot be
         if setting is None or not isinstance(setting.value, str) or not setting.value:
             return None
-        if home_problem(setting.value):
+        # the checks of URLs report a password, and no server is asked with it
+        if home_problem(setting.value) or has_password(setting.value):
             return None
         return path_of(home_expanded(setting.value))
 

@@ -42,8 +42,6 @@ AVERAGE_KEY = "checkpoint.export_ema"
 def require_exportable(config: RunConfig) -> None:
     """Raise UserError for a run whose checkpoints are exported, but whose model no Hugging Face
     folder can hold."""
-    if config.checkpoint.export == "none":
-        return
     require_builtin(config.model, f"{KEY} = {toml(config.checkpoint.export)}")
     if config.checkpoint.export_ema and not config.optimizer.ema:
         raise UserError.of("command.export_key_no_ema")

@@ -31,6 +31,9 @@ MLFLOW = ["mlflow-skinny>=3.17,<4"]
 NOTEBOOK = ["nbclient>=0.11,<0.12", "ipykernel>=7,<8"]
 TRACKIO = ["trackio>=0.43,<0.44"]
 REMOTE = ["universal_pathlib>=0.3,<0.4", "fsspec>=2024.6.1,<2027", "aiohttp>=3.12,<4"]
+# Checkpoints and texts in S3, and a server of S3 for the tests.
+S3 = ["s3fs>=2026.9.0,<2027"]
+S3_SERVER = ["moto[s3]>=5.2.5,<6", "boto3>=1.43.117,<2", "flask>=3.1.3,<4", "flask-cors>=6.0.5,<7"]
 # The documentation site: python -m website.
 DOCS = ["sphinx>=9,<10", "furo>=2025.12.19,<2026", "myst-parser>=5,<6"]
 # A wheel and a source distribution, and what an index asks of them: make release.
@@ -77,12 +80,13 @@ setup(
         "plots": PLOTS,
         "release": RELEASE,
         "remote": REMOTE,
+        "s3": [*REMOTE, *S3],
         "tensorboard": TENSORBOARD,
         "trackio": TRACKIO,
         "wandb": WANDB,
         "yaml": YAML,
         "test": [
-            *(*CHECKS, *DATA, *DOCS, *HF, *PLOTS, *REMOTE, *WRITERS, *YAML),
+            *(*CHECKS, *DATA, *DOCS, *HF, *PLOTS, *REMOTE, *S3, *S3_SERVER, *WRITERS, *YAML),
             *(*MLFLOW, *NOTEBOOK, *TENSORBOARD, *TRACKIO, *WANDB),
         ],
     },

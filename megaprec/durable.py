@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
+from megaprec.url_secrets import masked
+
 PART = ".part"  # ends the name of a file until it is whole
 # errors of a disk or folder, whatever the name of the file there
 OF_THE_PLACE = (
@@ -41,9 +43,24 @@ REMEDIES = {
 }
 
 
+class PlaceError(OSError):
+    """An error at a URL, without secrets. Its text is the reason and what to do; `filename` is the
+    URL."""
+
+    def __init__(self, url: object, reason: str) -> None:
+        super().__init__()
+        self.filename = masked(str(url))
+        self.reason = masked(reason)
+
+    def __str__(self) -> str:
+        return self.reason
+
+
 def file_error(error: OSError) -> str:
     """Return one line about an error of the filesystem: the file, the system's reason, and what to
     do. A file that was under way to its name is told by its name."""
+    if isinstance(error, PlaceError):
+        return f"{error.filename}: {error.reason}"
     number = error.errno or 0
     name = errno.errorcode.get(number, "no number")
     # a renaming has two names

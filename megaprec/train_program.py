@@ -45,15 +45,15 @@ class TrainingResult:
     """The state in which a run has ended.
 
     folder: of the run, absolute. step: the newest step; 0 if there is none. loss: the training loss
-    of that step. eval_loss: the newest loss on the held-out part. checkpoint: the newest one. The
-    last three are None if there is none.
+    of that step. eval_loss: the newest loss on the held-out part. checkpoint: the newest one, as
+    text if it is at a URL (checkpoint.folder). The last three are None if there is none.
     """
 
     folder: Path
     step: int
     loss: float | None
     eval_loss: float | None
-    checkpoint: Path | None
+    checkpoint: Path | str | None
 
 
 class TrainingStopped(RuntimeError):
@@ -158,11 +158,21 @@ def _read_end(file: Path) -> _End:
     left = told["result"]
     if left is None:
         return _End(problems, told["reason"])
-    checkpoint = Path(left["checkpoint"]) if left["checkpoint"] else None
     result = TrainingResult(
-        Path(left["folder"]), left["step"], left["loss"], left["eval_loss"], checkpoint
+        Path(left["folder"]),
+        left["step"],
+        left["loss"],
+        left["eval_loss"],
+        _place(left["checkpoint"]),
     )
     return _End(problems, told["reason"], result)
+
+
+def _place(name: str | None) -> Path | str | None:
+    """Return the path of a name, and a URL as it is."""
+    if name is None or "://" in name:
+        return name
+    return Path(name)
 
 
 def _words_of_run(run: str | os.PathLike[str] | Tables, scratch: Path) -> list[str]:

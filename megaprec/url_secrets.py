@@ -31,6 +31,13 @@ def masked(text: str) -> str:
     return QUERY.sub(rf"\1{MASK}", _without_users(text))
 
 
+def without_user_of(url: object, text: str) -> str:
+    """Return what a library says of a URL, in which MASK stands for the name and password that the
+    URL has before its host: libraries quote them without the rest."""
+    user, at, _ = str(url).partition("://")[2].rpartition("@")
+    return text.replace(user, MASK) if at and ":" in user else text
+
+
 def has_password(text: str) -> bool:
     """Return True if a URL in a text has a password, or is `https://` with a name, which may be a
     key."""

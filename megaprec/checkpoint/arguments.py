@@ -3,29 +3,34 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megaprec.checkpoint.keeping import ALL
 from megaprec.errors import Problem, UserError
 from megaprec.kinds import is_number
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.tokens.places import path_of
 
 RESERVED_KEYS = ("step", "optimizer", "fp8", "format", "files", "tensors", "sha256", "digest")
 """Keys of checkpoint.json that saving writes by itself."""
 
 
 def required_path(path: object, optimizer: object, name: str) -> Path:
-    """Return a path that may have been given as text. Raises UserError for what is none, or no
-    optimizer."""
+    """Return a path that may have been given as text, which may be a URL. Raises UserError for what
+    is none, or no optimizer."""
     problems: list[Problem] = []
-    if not isinstance(path, str | os.PathLike) or not path:
+    # a path of a URL has a file system of fsspec
+    at_url = hasattr(path, "fs")
+    if not at_url and (not isinstance(path, str | os.PathLike) or not path):
         problems.append(Problem.of("checkpoint.path_kind", name=name, path=path))
     if not isinstance(optimizer, ParallelAMPOptimizer):
         kind = type(optimizer).__name__
         problems.append(Problem.of("checkpoint.optimizer_kind", kind=kind))
     if problems:
         raise UserError(*problems)
-    return Path(path)  # type: ignore[arg-type]
+    if isinstance(path, str):
+        return path_of(path)
+    return cast(Path, path) if at_url else Path(cast(Any, path))
 
 
 def require_saveable(

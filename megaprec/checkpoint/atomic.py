@@ -1,4 +1,4 @@
-"""Atomic checkpoints: a folder in which each checkpoint is either complete or absent.
+"""Atomic checkpoints: a folder or URL in which each checkpoint is either complete or absent.
 
 A checkpoint is written under a hidden name, and renaming it completes it. A process that is killed
 at any moment thus leaves all earlier checkpoints intact and, at worst, a hidden folder that the
@@ -8,6 +8,9 @@ takes another name, and each later save tries again.
 Consequently a folder with the name of a checkpoint that is not a checkpoint was damaged later. It
 is refused, and so is a folder that cannot be listed: ignoring it would start training from scratch
 and overwrite what may be the only copy.
+
+At a URL nothing can be renamed: checkpoint.json, which is written last, completes a checkpoint
+there (`object_store`). A path of a URL stands under the type `Path` (`megaprec.tokens.places`).
 """
 
 import math
@@ -18,8 +21,10 @@ import stat
 from itertools import count
 from pathlib import Path
 
-from megaprec.durable import file_error, make_folder, sync
+from megaprec.checkpoint import object_store
+from megaprec.durable import PlaceError, file_error, make_folder, sync, write_file
 from megaprec.errors import Problem, UserError
+from megaprec.tokens.places import is_remote
 
 INDEX = "checkpoint.json"  # in each checkpoint
 # more digits from step 100,000,000 on
@@ -34,8 +39,11 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 def partial_path(folder: Path, step: int, number: int = 1) -> Path:
     """Return the hidden path of the checkpoint of `step` while it is being written.
 
-    number: from 2 on, if a leftover that cannot be removed has the names of smaller numbers.
+    number: from 2 on, if a leftover that cannot be removed has the names of smaller numbers. At a
+    URL the path is that of the checkpoint itself.
     """
+    if is_remote(folder):
+        return checkpoint_path(folder, step)
     suffix = f".{number}" if number > 1 else ""
     return folder / f".step_{step:08d}{suffix}.partial"
 
@@ -51,7 +59,7 @@ def checkpoints(folder: Path) -> list[Path]:
     for path in _entries(folder):
         damage = _damage(path)
         # a run may have removed an old one in the meantime
-        if not os.path.lexists(path):
+        if not is_there(path):
             continue
         paths.append(path)
         if damage:
@@ -76,7 +84,7 @@ def latest(folder: Path) -> Path | None:
         damage = _damage(newest)
         if not damage:
             return newest
-        if os.path.lexists(newest):
+        if is_there(newest):
             raise UserError.of(
                 "checkpoint.damaged_newest", newest=newest, damage=damage, remedy=remedy(newest)
             )
@@ -89,7 +97,7 @@ def damaged_beside(newest: Path) -> list[str]:
     lines: list[str] = []
     for path in _entries(newest.parent):
         damage = _damage(path)
-        if damage and step_of(path) < step_of(newest) and os.path.lexists(path):
+        if damage and step_of(path) < step_of(newest) and is_there(path):
             lines.append(f"{path} is damaged: {damage}: it is not used, and stays")
     return lines
 
@@ -108,6 +116,8 @@ def checkpoint_at(path: Path) -> Path | None:
 
     None if there is no checkpoint. Raises UserError as `checkpoints` does.
     """
+    if is_remote(path):
+        return _checkpoint_at_url(path)
     if not path.is_dir():
         return None
     if NAME.fullmatch(path.name) and (damage := _damage(path)):
@@ -115,6 +125,40 @@ def checkpoint_at(path: Path) -> Path | None:
     if (path / INDEX).is_file():  # a checkpoint that was renamed
         return path
     return latest(path / "checkpoints") or latest(path)
+
+
+def _checkpoint_at_url(url: Path) -> Path | None:
+    """Return what `checkpoint_at` does for a URL, which may also be one of checkpoints alone."""
+    object_store.require_read_from(url)
+    if _is_whole_at_url(url):
+        return url
+    if NAME.fullmatch(url.name) and is_there(url):
+        raise UserError.of("checkpoint.damaged_named", path=url, damage=_damage(url))
+    return latest(url / "checkpoints") or latest(url)
+
+
+def _is_whole_at_url(url: Path) -> bool:
+    """Return True if the index of a checkpoint is at a URL. Raises UserError if its server does not
+    say."""
+    try:
+        return object_store.is_object(url / INDEX)
+    except PlaceError as error:
+        raise _unreachable(error) from error
+
+
+def _unreachable(error: PlaceError) -> UserError:
+    return UserError.of("checkpoint.url_failed", url=error.filename, reason=error.reason)
+
+
+def is_there(path: Path) -> bool:
+    """Return True if something has this path, also a link to nothing. Raises UserError for a URL
+    whose server does not say."""
+    if not is_remote(path):
+        return os.path.lexists(path)
+    try:
+        return bool(object_store.entry_names(path))
+    except PlaceError as error:
+        raise _unreachable(error) from error
 
 
 def replaced_since(moment: float, error_text: str, run: Path) -> bool:
@@ -125,7 +169,7 @@ def replaced_since(moment: float, error_text: str, run: Path) -> bool:
     error_text: of the error.
     run: the run directory, or its folder of checkpoints, in which the newest was looked for.
     """
-    if NAME.fullmatch(run.name) or not run.is_dir():
+    if is_remote(run) or NAME.fullmatch(run.name) or not run.is_dir():
         return False
     for name in set(NAME.findall(error_text)):
         for path in (run / "checkpoints" / name, run / name):
@@ -145,7 +189,14 @@ def _changed_at(path: Path) -> float:
 
 def require_room(folder: Path) -> None:
     """Raise UserError if a save into `folder` would fail: no write permission, or another file has
-    a hidden name."""
+    a hidden name. At a URL an object is written and removed for it."""
+    if is_remote(folder):
+        object_store.require_saved_to(folder)
+        try:
+            object_store.require_writable(folder)
+        except PlaceError as error:
+            raise _unreachable(error) from error
+        return
     if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
         raise UserError.of("checkpoint.folder_not_writable", folder=folder)
     for leftover in sorted(folder.glob(".step_*.partial")):
@@ -172,8 +223,14 @@ def begin(folder: Path, step: int) -> int:
     """Create an empty hidden folder for the checkpoint of `step`; return the number that
     `partial_path` needs.
 
-    Raises OSError.
+    Raises OSError, also for a URL at which there is one: nothing there is ever replaced.
     """
+    if is_remote(folder):
+        path = checkpoint_path(folder, step)
+        if object_store.entry_names(path):
+            raise PlaceError(path, "it is there already, and is not replaced: move it away")
+        object_store.begin_prefix(path)
+        return 1
     make_folder(folder)
     number = 1
     while os.path.lexists(partial_path(folder, step, number)):
@@ -182,14 +239,24 @@ def begin(folder: Path, step: int) -> int:
     return number
 
 
-def commit(folder: Path, step: int, partial: Path) -> Path:
+def stage_index(partial: Path, index: bytes) -> None:
+    """Write the index of a checkpoint into its hidden folder; at a URL, where it would complete the
+    checkpoint, `commit` writes it. Raises OSError."""
+    if not is_remote(partial):
+        write_file(partial / INDEX, index)
+
+
+def commit(folder: Path, step: int, partial: Path, index: bytes) -> Path:
     """Rename the hidden folder `partial` to the checkpoint of `step`, in place of one that is
-    there; return its path.
+    there; at a URL, write its index. Return its path.
 
     Raises OSError; then the checkpoints that were there before are still there, unless only the
     last flush failed.
     """
     final = checkpoint_path(folder, step)
+    if is_remote(folder):
+        object_store.commit_prefix(final, INDEX, index)
+        return final
     sync(partial)  # what is in it is on the disk before its name says that it is complete
     hidden = _hide(final) if os.path.lexists(final) else None
     try:
@@ -206,6 +273,8 @@ def commit(folder: Path, step: int, partial: Path) -> Path:
 def remove_leftovers(folder: Path) -> list[str]:
     """Remove hidden folders of interrupted saves and removals. Return a warning for each that
     cannot be removed."""
+    if is_remote(folder):
+        return _remove_leftovers_at_url(folder)
     warnings: list[str] = []
     for path in sorted(folder.glob(".step_*.partial")):
         error = _remove(path)
@@ -214,10 +283,31 @@ def remove_leftovers(folder: Path) -> list[str]:
     return warnings
 
 
-def hide(path: Path) -> list[str]:
-    """Give a checkpoint a hidden name, by which `remove_leftovers` finds it. Return a warning if
-    that fails."""
+def _remove_leftovers_at_url(folder: Path) -> list[str]:
     try:
+        names = sorted(filter(NAME.fullmatch, object_store.entry_names(folder)))
+    except PlaceError as error:
+        return [_removal_warning(folder, error)]
+    warnings: list[str] = []
+    for path in (folder / name for name in names):
+        try:
+            found = object_store.entry_names(path)
+            if object_store.is_unfinished(found, INDEX):
+                object_store.remove_prefix(path)
+            elif object_store.UNFINISHED in found:
+                object_store.remove_object(path / object_store.UNFINISHED)
+        except PlaceError as error:
+            warnings.append(_removal_warning(path, error))
+    return warnings
+
+
+def hide(path: Path) -> list[str]:
+    """Give a checkpoint a hidden name, by which `remove_leftovers` finds it; at a URL, make it an
+    unfinished one. Return a warning if that fails."""
+    try:
+        if is_remote(path):
+            object_store.hide_prefix(path, INDEX)
+            return []
         _hide(path)
     except OSError as error:
         return [_removal_warning(path, error)]
@@ -240,6 +330,8 @@ def _remove(path: Path) -> OSError | None:
 def _entries(folder: Path) -> list[Path]:
     """Return the entries of `folder` that have the name of a checkpoint, oldest first; none if it
     does not exist. Raises UserError if it cannot be listed."""
+    if is_remote(folder):
+        return _entries_at_url(folder)
     # each case is told apart: what cannot be seen is not the same as what is not there
     try:
         os.lstat(folder)
@@ -264,6 +356,21 @@ def _entries(folder: Path) -> list[Path]:
     return sorted((folder / name for name in names), key=step_of)
 
 
+def _entries_at_url(folder: Path) -> list[Path]:
+    """Return what `_entries` does for a URL, without what is unfinished."""
+    object_store.require_read_from(folder)
+    entries: list[Path] = []
+    try:
+        for name in filter(NAME.fullmatch, object_store.entry_names(folder)):
+            found = object_store.entry_names(folder / name)
+            # one that has just been removed has nothing
+            if found and not object_store.is_unfinished(found, INDEX):
+                entries.append(folder / name)
+    except PlaceError as error:
+        raise _unreachable(error) from error
+    return sorted(entries, key=step_of)
+
+
 def step_of(path: Path) -> int:
     """Return the step in the name of a checkpoint."""
     return int(path.name.removeprefix("step_"))
@@ -273,6 +380,8 @@ def _damage(path: Path) -> str:
     """Return the reason why `path` is not a checkpoint; empty if its index is a file, whose content
     is not read."""
     index = path / INDEX
+    if is_remote(path):
+        return "" if _is_whole_at_url(path) else f"it has no {INDEX}"
     try:
         if stat.S_ISREG(index.stat().st_mode):
             return ""

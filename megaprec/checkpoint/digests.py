@@ -14,14 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaprec.checkpoint.object_store import object_digest
 from megaprec.durable import reading
+from megaprec.tokens.places import is_remote
 
 INDEX_DIGEST = "digest"  # key in checkpoint.json: the digest of the rest of checkpoint.json
 FILE_DIGESTS = "sha256"  # key in checkpoint.json: digests of the other files, by name
 
 
 def file_digest(file: Path) -> str:
-    """Return the SHA-256 of a file's bytes, in hex."""
+    """Return the SHA-256 of the bytes of a file or an object, in hex. Raises OSError."""
+    if is_remote(file):
+        return object_digest(file)
     with reading(file) as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 

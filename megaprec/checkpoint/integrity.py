@@ -16,6 +16,7 @@ from megaprec.checkpoint.atomic import remedy
 from megaprec.checkpoint.digests import file_digest
 from megaprec.checkpoint.reader import Store
 from megaprec.comm.axis import Axis
+from megaprec.durable import PlaceError
 from megaprec.errors import UserError
 
 
@@ -72,8 +73,12 @@ def _assign_files(sizes: list[int], ranks: int) -> list[int]:
 
 
 def _is_intact(file: Path, digest: str) -> bool:
-    """Return True if a file has this SHA-256."""
+    """Return True if a file has this SHA-256. Raises UserError if its server does not send it."""
     try:
         return file_digest(file) == digest
+    except PlaceError as error:
+        raise UserError.of(
+            "checkpoint.url_failed", url=error.filename, reason=error.reason
+        ) from error
     except OSError:  # a file that a bad disk cannot read is damaged
         return False

@@ -29,9 +29,16 @@ from megaprec.checkpoint.atomic import (
     whole_checkpoints,
 )
 from megaprec.checkpoint.digests import INDEX_DIGEST
+from megaprec.checkpoint.object_store import (
+    append_object_line,
+    pieces_of,
+    read_file,
+    size_of_object,
+)
 from megaprec.durable import append_line, file_error, reading
 from megaprec.errors import UserError
-from megaprec.parsing import parse_json, read_regular
+from megaprec.parsing import MOST_BYTES, parse_json
+from megaprec.tokens.places import is_remote
 
 RECORD = ".saved.jsonl"  # hidden file of the folder, a line for each save
 LOSSES = "losses"  # key of a line, for those of an evaluation by name
@@ -89,19 +96,22 @@ class Best:
     loss: float
 
 
-def record_save(folder: Path, step: int, index: Path, losses: Mapping[str, float]) -> list[str]:
+def record_save(folder: Path, step: int, index: bytes, losses: Mapping[str, float]) -> list[str]:
     """Record that a save makes the checkpoint of `step`. index: its checkpoint.json. losses: of the
     evaluation after this step, by name.
 
     Returns a warning if the folder's record cannot be written.
     """
-    record: dict[str, Any] = {"step": step, INDEX_DIGEST: _stored_digest_of_index(index)}
+    record: dict[str, Any] = {"step": step, INDEX_DIGEST: _sealed_digest(index[-TAIL:])}
     # JSON has no infinite number, and none that is no number is the lowest
     finite = {name: loss for name, loss in losses.items() if math.isfinite(loss)}
     if finite:
         record[LOSSES] = finite
     try:
-        append_line(folder / RECORD, json.dumps(record))
+        if is_remote(folder):
+            append_object_line(folder / RECORD, json.dumps(record), MOST_BYTES)
+        else:
+            append_line(folder / RECORD, json.dumps(record))
     except OSError as error:
         name = checkpoint_path(folder, step).name
         return [
@@ -177,10 +187,12 @@ def remove_expired(folder: Path, keep: Keep, new: Path) -> list[str]:
 
 def make_way(folder: Path, step: int) -> list[str]:
     """Rename what has the name of the checkpoint of `step` but was not made by a save, or is
-    damaged.
+    damaged. At a URL, where nothing is renamed, `begin` has refused it.
 
     Returns a warning with the new name. Raises OSError.
     """
+    if is_remote(folder):
+        return []
     path = checkpoint_path(folder, step)
     if not os.path.lexists(path) or path in made_here(folder):
         return []
@@ -197,7 +209,8 @@ def make_way(folder: Path, step: int) -> list[str]:
 
 def _is_recorded(path: Path, records: Collection[Identity]) -> bool:
     """Return True if a checkpoint is no link and one of the recorded saves."""
-    return not path.is_symlink() and _identity(path) in records
+    is_link = not is_remote(path) and path.is_symlink()
+    return not is_link and _identity(path) in records
 
 
 def _identity(path: Path) -> Identity:
@@ -208,7 +221,7 @@ def _read_records(folder: Path) -> dict[Identity, dict[str, float]]:
     """Return the losses of each save that is recorded; a line that is damaged is as none."""
     records: dict[Identity, dict[str, float]] = {}
     try:
-        lines = read_regular(folder / RECORD).splitlines()
+        lines = read_file(folder / RECORD).splitlines()
     except OSError:
         return records
     for line in lines:
@@ -223,12 +236,20 @@ def _stored_digest_of_index(index: Path) -> str:
     """Return the digest at the end of a checkpoint.json; empty if there is none, as in one of an
     earlier version."""
     try:
+        # the end only: an index of a large model has megabytes
+        if is_remote(index):
+            size = size_of_object(index)
+            return _sealed_digest(b"".join(pieces_of(index, max(0, size - TAIL), size)))
         with reading(index) as file:
-            # the end only: an index of a large model has megabytes
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - TAIL))
-            end = file.read().decode(errors="replace")
+            return _sealed_digest(file.read())
     except OSError:
         return ""
-    seal = SEAL.search(end)
+
+
+def _sealed_digest(end: bytes) -> str:
+    """Return the digest at the end of a checkpoint.json, whose last bytes these are; empty if there
+    is none."""
+    seal = SEAL.search(end.decode(errors="replace"))
     return seal[1] if seal else ""

@@ -2,7 +2,7 @@
 checkpoint's files."""
 
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from operator import add, lt, sub
 from pathlib import Path
@@ -23,14 +23,20 @@ from torch import Tensor
 
 from megaprec.checkpoint.atomic import INDEX
 from megaprec.checkpoint.digests import FILE_DIGESTS, is_sealed
+from megaprec.checkpoint.fetched import fetched
+from megaprec.checkpoint.object_store import read_file, sizes
 from megaprec.checkpoint.ranges import StoredBlock, blocks, stored_shape
+from megaprec.checkpoint.remote_shard import RemoteShard
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part
+from megaprec.durable import PlaceError
 from megaprec.errors import Problem, UserError
-from megaprec.parsing import parse_json, read_regular
+from megaprec.parsing import parse_json
+from megaprec.tokens.places import is_remote
 
 FORMAT = 2  # 1: every chunk has its whole rectangle; 2: a chunk may have a flat range of it
 SCALER = {"scale", "growth_tracker", "hysteresis_tracker"}
+TENSORS = ".safetensors"  # ends the names of files with tensors
 SHOWN_ERRORS = 5  # of a damaged index; more tell no more
 
 Count = Annotated[int, Field(ge=0)]
@@ -153,6 +159,7 @@ class Store:
     def _check_files(self, world: Axis) -> None:
         files: dict[str, int] = self.index["files"]
         problems = list(self._check_tensors())
+        size_of = _sizes_of(self.path)
         for number, (name, size) in enumerate(files.items()):
             file = self.path / name
             is_in_share = number % world.size == world.rank
@@ -161,7 +168,7 @@ class Store:
                     Problem.of("checkpoint.file_outside", path=self.path, index=INDEX, name=name)
                 )
             # each rank looks at its share of the files
-            elif is_in_share and _size(file) != size:
+            elif is_in_share and size_of(name) != size:
                 problems.append(Problem.of("checkpoint.file_size", file=file, size=size))
         if self.digests and self.digests.keys() != files.keys():
             problems.append(
@@ -192,10 +199,15 @@ class Store:
                 )
 
     def file(self, name: str) -> Path:
-        """Return the path of a file of the checkpoint. Raises UserError unless checkpoint.json
-        lists it."""
-        if name not in self.index["files"]:
+        """Return the path of a file of the checkpoint: of one at a URL that has no tensors, that of
+        a copy on this machine. Raises UserError unless checkpoint.json lists it."""
+        files = self.index["files"]
+        if name not in files:
             raise UserError.of("checkpoint.file_missing", path=self.path, name=name)
+        if is_remote(self.path) and not name.endswith(TENSORS):
+            # of a tokenizer all files together, for one names what the others say
+            small = {each: files[each] for each in files if not each.endswith(TENSORS)}
+            return fetched(self.path, small, self.digests) / name
         return self.path / name
 
     @property
@@ -337,7 +349,9 @@ class Store:
         name_in_file = name if kind == "weight" else key
         try:
             if file not in self._open:
-                self._open[file] = safe_open(self.file(file), "pt")
+                path = self.file(file)
+                is_here = not is_remote(path)
+                self._open[file] = safe_open(path, "pt") if is_here else RemoteShard(path)
             return self._open[file].get_slice(name_in_file)
         except (OSError, SafetensorError) as error:
             raise UserError.of(
@@ -368,6 +382,19 @@ def _add(offset: Sequence[int], shape: Sequence[int]) -> list[int]:
     return list(map(add, offset, shape))
 
 
+def _sizes_of(path: Path) -> Callable[[str], int | None]:
+    """Return a function that returns the bytes of a file of a checkpoint by its name, None if there
+    is no such file. Raises UserError for a URL whose server does not say."""
+    if not is_remote(path):
+        return lambda name: _size(path / name)
+    try:
+        return sizes(path).get
+    except PlaceError as error:
+        raise UserError.of(
+            "checkpoint.url_failed", url=error.filename, reason=error.reason
+        ) from error
+
+
 def _size(file: Path) -> int | None:
     """Return the bytes of a regular file, None if there is none."""
     try:
@@ -381,8 +408,12 @@ def _read_index(path: Path) -> tuple[bytes, Any]:
     """Return the bytes of checkpoint.json, and the value that they parse to."""
     file = path / INDEX
     try:
-        content = read_regular(file)
+        content = read_file(file)
         return content, parse_json(content)
+    except PlaceError as error:
+        raise UserError.of(
+            "checkpoint.url_failed", url=error.filename, reason=error.reason
+        ) from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError.of(

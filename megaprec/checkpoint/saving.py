@@ -34,10 +34,18 @@ from megaprec.checkpoint.atomic import (
     commit,
     partial_path,
     remove_leftovers,
+    stage_index,
 )
 from megaprec.checkpoint.digests import FILE_DIGESTS, file_digest, seal_index
 from megaprec.checkpoint.fp8_scales import add_fp8
 from megaprec.checkpoint.keeping import USUAL, Keep, make_way, record_save, remove_expired
+from megaprec.checkpoint.object_store import (
+    listed_sizes,
+    read_object,
+    remove_object,
+    send,
+    write_object,
+)
 from megaprec.checkpoint.ranges import stored_shape
 from megaprec.checkpoint.reader import FORMAT
 from megaprec.checkpoint.shard_file import write_shard
@@ -47,7 +55,9 @@ from megaprec.durable import file_error, naming_file, read_whole, sync, write_fi
 from megaprec.errors import Problem, UserError
 from megaprec.fp8.state import FP8State
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.tokens.places import is_remote
 
+LONGEST_LIST = 1 << 32  # bytes of a list at a URL
 FAN = 128  # lists that one rank merges into one; with fewer ranks, rank 0 merges all of them
 # What a rank contributes to the maximum in `poll`; otherwise the number of the hidden folder, 0 if
 # it knows none. A failure is only acted on when no rank is busy, so BUSY is the larger one.
@@ -82,6 +92,8 @@ class Saving:
         remove.
     background: False writes in this thread, without a copy of the state. losses: of an evaluation
         after this step, by name.
+    leave_beside: called by rank 0, in its thread, with the folder when the checkpoint is there and
+        older ones are removed; returns warnings. The save is under way until it returns.
     """
 
     def __init__(
@@ -95,12 +107,14 @@ class Saving:
         fp8: FP8State | None = None,
         background: bool = False,
         losses: Mapping[str, float] | None = None,
+        leave_beside: Callable[[Path], Sequence[str]] | None = None,
     ) -> None:
         require_own_names(files)
         self.folder = folder
         self.step = step
         self._keep = keep
         self._losses = losses or {}
+        self._leave_beside = leave_beside
         self._background = background
         self._world = optimizer.world
         self._device = optimizer.device
@@ -249,14 +263,17 @@ class Saving:
         try:
             # Those that have a list: all of them, or the FAN-th ones that have merged.
             step = FAN if self._world.size > FAN else 1
-            _write_index(partial, range(0, self._world.size, step), self._index)
+            index = _make_index(partial, range(0, self._world.size, step), self._index)
+            stage_index(partial, index)
             self._warnings += make_way(self.folder, self.step)
-            self._warnings += record_save(self.folder, self.step, partial / INDEX, self._losses)
-            final = commit(self.folder, self.step, partial)
+            self._warnings += record_save(self.folder, self.step, index, self._losses)
+            final = commit(self.folder, self.step, partial, index)
         except OSError:
             self._abandon()
             raise
         self._warnings += remove_expired(self.folder, self._keep, final)
+        if self._leave_beside is not None:
+            self._warnings += self._leave_beside(self.folder)
 
     def _abandon(self) -> None:
         self._warnings += remove_leftovers(self.folder)
@@ -310,6 +327,9 @@ def changed_module_buffers(optimizer: ParallelAMPOptimizer) -> list[str]:
 
 def _copy(file: Path, folder: Path) -> str:
     """Copy a file into the folder, and return its SHA-256."""
+    if is_remote(folder):
+        send(file, folder / file.name)
+        return file_digest(file)
     with naming_file(folder / file.name):
         copy = Path(shutil.copy(file, folder))
     sync(copy)
@@ -322,28 +342,37 @@ def _list_name(rank: int) -> str:
 
 
 def _write_list(partial: Path, rank: int, written: dict[str, Any]) -> None:
-    write_file(partial / _list_name(rank), json.dumps(written).encode())
+    content = json.dumps(written).encode()
+    file = partial / _list_name(rank)
+    if is_remote(partial):
+        write_object(file, [content])
+    else:
+        write_file(file, content)
 
 
 def _merge_lists(partial: Path, ranks: Iterable[int]) -> dict[str, Any]:
     """Read the lists of these ranks, remove them, and return them as one."""
     tensors: dict[str, Any] = {}
     digests: dict[str, str] = {}
+    at_url = is_remote(partial)
     for rank in ranks:
         file = partial / _list_name(rank)
-        written = json.loads(read_whole(file))
+        written = json.loads(read_object(file, LONGEST_LIST) if at_url else read_whole(file))
         for key, entry in written["tensors"].items():
             # several ranks have written chunks of one tensor
             merged = tensors.setdefault(key, {**entry, "chunks": []})
             merged["chunks"] += entry["chunks"]
         digests |= written[FILE_DIGESTS]
         # whatever is left in the folder would be listed as a file of the checkpoint
-        file.unlink()
+        if at_url:
+            remove_object(file)
+        else:
+            file.unlink()
     return {"tensors": tensors, FILE_DIGESTS: digests}
 
 
-def _write_index(partial: Path, ranks: Iterable[int], index: dict[str, Any]) -> None:
-    """Merge the lists of these ranks into checkpoint.json."""
+def _make_index(partial: Path, ranks: Iterable[int], index: dict[str, Any]) -> bytes:
+    """Merge the lists of these ranks into checkpoint.json; return its bytes."""
     written = _merge_lists(partial, ranks)
     tensors: dict[str, Any] = written["tensors"]
     for key, entry in tensors.items():
@@ -353,9 +382,11 @@ def _write_index(partial: Path, ranks: Iterable[int], index: dict[str, Any]) -> 
                 f"{key} was written in part or twice: do parameters of two stages have the "
                 "same name?"
             )
-    files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
-    full_index = {**index, "format": FORMAT, "files": files, **written}
-    write_file(partial / INDEX, seal_index(full_index))
+    if is_remote(partial):
+        files = listed_sizes(partial, written[FILE_DIGESTS])
+    else:
+        files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
+    return seal_index({**index, "format": FORMAT, "files": files, **written})
 
 
 def _count_elements(chunk: dict[str, Any]) -> int:

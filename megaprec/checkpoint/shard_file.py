@@ -9,7 +9,7 @@ not stop the training beside it.
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from megaprec.checkpoint.digests import tensor_bytes
+from megaprec.checkpoint.object_store import write_object
 from megaprec.durable import naming_file, write_all
+from megaprec.tokens.places import is_remote
 
 PIECE = 1 << 20  # bytes that are hashed and written at a time
 NAMES = {  # dtypes in the header of a safetensors file
@@ -37,18 +39,28 @@ NAMES = {  # dtypes in the header of a safetensors file
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write a safetensors file of CPU tensors, wait until it is on the disk, and return its SHA-256
-    in hex.
+    """Write a safetensors file of CPU tensors, wait until it is on the disk or at its URL, and
+    return its SHA-256 in hex.
 
     Raises OSError with the path.
     """
     digest = hashlib.sha256()
+    if is_remote(path):
+        write_object(path, _digested(_pieces(tensors), digest))
+        return digest.hexdigest()
     with naming_file(path), path.open("wb", buffering=0) as file:
         for piece in _pieces(tensors):
             digest.update(piece)
             write_all(file.fileno(), piece)
         os.fsync(file.fileno())
     return digest.hexdigest()
+
+
+def _digested(pieces: Iterable[memoryview], digest: "hashlib._Hash") -> Iterator[memoryview]:
+    """Yield the pieces, and add them to the digest."""
+    for piece in pieces:
+        digest.update(piece)
+        yield piece
 
 
 def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:

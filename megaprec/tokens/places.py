@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from megaprec.errors import UserError
 from megaprec.tokens.http_bounds import HttpProblem, client_options
+from megaprec.url_secrets import without_user_of
 
 STANDARD_LIBRARY = "python"  # the source of Python's own library, which every machine has
 WEB = ("http://", "https://")  # kinds of URLs in which what stands behind a ? names no file
@@ -155,4 +156,5 @@ def naming_url(url: object) -> Iterator[None]:
         raise UserError.of("data.url_package_missing", url=url, problem=problem) from problem
     except Exception as problem:
         reason = " ".join(str(problem).split()) or type(problem).__name__
+        reason = without_user_of(url, reason)
         raise UserError.of("data.url_unreadable", url=url, reason=reason) from problem

@@ -19,7 +19,7 @@ import numpy as np
 
 from megaprec.errors import UserError
 from megaprec.tokens.places import GONE, file_system, naming_url
-from megaprec.url_secrets import masked
+from megaprec.url_secrets import masked, without_user_of
 
 CACHE_BLOCK = 1 << 20  # bytes of a block
 CACHE_BLOCKS = 128  # blocks that are kept of each file, in each process
@@ -71,12 +71,12 @@ class RemoteFile:
 
     def read(self, start: int, size: int) -> bytes:
         """Return `size` bytes from byte `start` on. Raises UserError if the file has changed."""
-        return _repeated(self.path, lambda: self._range(start, size))
+        return repeated(self.path, lambda: self._range(start, size))
 
     def require_ranges(self) -> None:
         """Raise UserError if the server sends whole files only."""
         if self.size:
-            _repeated(self.path, self._last_byte)
+            repeated(self.path, self._last_byte)
 
     def _range(self, start: int, size: int) -> bytes:
         name = cast(Any, self.path).path
@@ -240,7 +240,7 @@ def is_file_there(path: Path) -> bool:
 def details_of(path: Path) -> dict[str, Any] | None:
     """Return what fsspec tells of a remote file; None if there is none. Raises UserError if its
     server does not say."""
-    return _repeated(path, lambda: _details(path))
+    return repeated(path, lambda: _details(path))
 
 
 def _details(path: Path) -> dict[str, Any] | None:
@@ -281,7 +281,7 @@ class _ShortAnswer(Exception):
     """An answer that has fewer bytes than were asked for, or more."""
 
 
-def _repeated(path: Path, request: Callable[[], Result]) -> Result:
+def repeated(path: Path, request: Callable[[], Result]) -> Result:
     """Return the result of a request, which is repeated after each of DELAYS if it fails; each
     failure is told on stderr. Raises UserError after the last."""
     for delay in (*DELAYS, None):
@@ -293,6 +293,7 @@ def _repeated(path: Path, request: Callable[[], Result]) -> Result:
             raise UserError.of("data.url_package_missing", url=path, problem=problem) from problem
         except Exception as problem:
             reason = " ".join(str(problem).split()) or type(problem).__name__
+            reason = without_user_of(path, reason)
             if delay is None or not _may_pass(problem):
                 raise UserError.of("data.url_interrupted", url=path, reason=reason) from problem
             _note(f"{path}: {reason}; again in {delay} s")
@@ -310,7 +311,8 @@ def _is_forbidden(problem: BaseException | None) -> bool:
 
 def _may_pass(problem: Exception) -> bool:
     """Return True for a failure that may not happen again."""
-    if _is_forbidden(problem):
+    # no library has a common class for credentials that are not there
+    if _is_forbidden(problem) or "Credential" in type(problem).__name__:
         return False
     status = getattr(problem, "status", None)
     if not isinstance(status, int):

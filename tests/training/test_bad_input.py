@@ -305,7 +305,11 @@ def test_a_path_that_is_not_found_but_lies_beside_the_run_file_is_named(
             ["data.source=<folder>"],
             [
                 sentence(
-                    "command.folder_in_source", folder="fresh", key="data.source", source="<folder>"
+                    "command.folder_in_source",
+                    written="train.folder",
+                    folder="fresh",
+                    key="data.source",
+                    source="<folder>",
                 )
             ],
         ),
@@ -314,6 +318,7 @@ def test_a_path_that_is_not_found_but_lies_beside_the_run_file_is_named(
             [
                 sentence(
                     "command.folder_in_source",
+                    written="train.folder",
                     folder="fresh",
                     key="data.validation all",
                     source="<folder>",

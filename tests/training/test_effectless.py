@@ -149,6 +149,12 @@ CASES = [
         "checkpoint.keep=all train.eval_every=3",
         "train.eval_every=3",
     ),
+    (
+        "checkpoint.export_ema",
+        "true",
+        "optimizer.ema=0.9",
+        "checkpoint.export=hf optimizer.ema=0.9",
+    ),
     *(
         (f"data.{key}", value, "", "data.source=mine.txt")
         for key, value in (("encoding", '"latin-1"'), ("exclude", '["*.log"]'), ("skip_bad", "3"))
@@ -186,7 +192,7 @@ optimizer: name options groups clip norm ema frozen offload
 lr: peak schedule warmup unit
 train: steps global_batch batch_schedule seq_schedule micro_batch seq_length init_from seed numerics compile deterministic folder device threads eval_every
 train: branch_from restarts on_spike eval_first
-checkpoint: every keep background resume
+checkpoint: every keep background resume export folder
 log: every to plot plot_over progress peak_tflops sample
 """
 

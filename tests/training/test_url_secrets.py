@@ -71,8 +71,6 @@ def test_what_is_no_password_is_no_problem(source: str) -> None:
 @pytest.mark.parametrize(
     "key",
     [
-        "train.init_from",
-        "train.branch_from",
         "train.folder",
         "parallel.schedule_file",
         "data.tokenizer",
@@ -82,11 +80,21 @@ def test_what_is_no_password_is_no_problem(source: str) -> None:
     ],
 )
 def test_a_key_that_holds_a_path_takes_no_url_and_no_later_check_reads_it(key: str) -> None:
-    run = [*RUN, f"{key}=s3://name:hidden@bucket/x"]
+    require_refused("config.url_of_path", key, [*RUN])
+
+
+@pytest.mark.parametrize("key", ["train.init_from", "train.branch_from", "checkpoint.folder"])
+def test_a_place_of_checkpoints_has_no_password_and_no_server_is_asked_with_one(key: str) -> None:
+    run = [*RUN]
     if key.endswith("_from"):
         run.remove("model.preset=llama-demo")
-    with raises("config.url_of_path", key=key) as caught:
-        resolve_run(None, run)
+    require_refused("config.url_password", key, run)
+
+
+def require_refused(code: str, key: str, run: list[str]) -> None:
+    """A URL with a password is refused in one line that does not show it."""
+    with raises(code, key=key) as caught:
+        resolve_run(None, [*run, f"{key}=s3://name:hidden@bucket/x"])
     said = [*caught.value.problems, *(str(problem.fields) for problem in caught.value.problems)]
     assert len(caught.value.problems) == 1
     assert "hidden" not in "".join(said)

@@ -18,7 +18,7 @@ import torch
 from megaprec.errors import UserError
 from megaprec.text.tokenizer import load_tokenizer
 from megaprec.text.tokenizer_files import files_beside
-from tools.commands.options import add_ema, add_vocab
+from tools.commands.options import add_ema, add_vocab, model_place, new_folder
 from tools.commands.text_options import tokenizer_path
 from tools.config.resolved_run import resolve_run
 from tools.console.progress_bar import bytes_progress
@@ -49,9 +49,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `convert`."""
     parser.description = __doc__
-    parser.add_argument("source", metavar="SRC", type=Path, help="folder of a model, in any format")
     parser.add_argument(
-        "destination", metavar="DST", type=Path, help="folder to write; it must not exist"
+        "source", metavar="SRC", type=model_place, help="model, in any format: a folder or URL"
+    )
+    parser.add_argument(
+        "destination", metavar="DST", type=new_folder, help="folder to write; it must not exist"
     )
     parser.add_argument(
         "--to",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
-from tools.commands.options import add_vocab
+from tools.commands.options import add_vocab, model_place
 from tools.console.json_output import add_json, print_result
 from tools.console.progress_bar import bytes_progress
 from tools.console.tables import print_table
@@ -71,10 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `diff`."""
     parser.description = __doc__
     parser.add_argument(
-        "first", metavar="A", type=Path, help="folder of the first model, in any format"
+        "first", metavar="A", type=model_place, help="folder of the first model, in any format"
     )
     parser.add_argument(
-        "second", metavar="B", type=Path, help="folder of the second model, in any format"
+        "second", metavar="B", type=model_place, help="folder of the second model, in any format"
     )
     parser.add_argument(
         "--top",

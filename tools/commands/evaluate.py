@@ -38,7 +38,7 @@ from models.engine.relay import Relay
 from parallel.described_world import is_rank_of_world
 from parallel.mesh import make_mesh, world
 from tools.analysis.verdict.verdict import fields, lines, read_verdict
-from tools.commands.options import add_device, add_ema, device_of_option
+from tools.commands.options import add_device, add_ema, device_of_option, model_place
 from tools.commands.text_options import add_text_options, text_options, tokenizer_path
 from tools.console.json_output import add_json, print_result
 from tools.console.progress_bar import tokens_progress
@@ -73,7 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `evaluate`."""
     parser.description = __doc__
     parser.add_argument(
-        "model", metavar="MODEL", type=Path, help="run folder, checkpoint, or Hugging Face folder"
+        "model",
+        metavar="MODEL",
+        type=model_place,
+        help="run folder, checkpoint, also at a URL, or Hugging Face folder",
     )
     parser.add_argument(
         "--data",

@@ -19,7 +19,7 @@ from megaprec.parsing import read_text
 from megaprec.precision.gemm import fp32_sums
 from models.attention.backends import gpu_kernels
 from models.decoder.kv_cache import CachedStage
-from tools.commands.options import add_device, add_ema, device_of_option
+from tools.commands.options import add_device, add_ema, device_of_option, model_place
 from tools.commands.text_options import tokenizer_path
 from tools.inference.generation import Generation, escape_control_characters
 from tools.inference.load import LoadedModel, load_model
@@ -31,7 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     usual = Sampling()
     parser.add_argument(
-        "model", metavar="MODEL", type=Path, help="run folder, checkpoint, or Hugging Face folder"
+        "model",
+        metavar="MODEL",
+        type=model_place,
+        help="run folder, checkpoint, also at a URL, or Hugging Face folder",
     )
     parser.add_argument(
         "--prompt",

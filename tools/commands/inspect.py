@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
-from pathlib import Path
 from textwrap import fill
 from typing import Any
 
@@ -20,7 +19,7 @@ from megaprec.checkpoint.digests import tensor_bytes
 from megaprec.checkpoint.keeping import best_made_here, describe_evaluations
 from megaprec.checkpoint.reader import Store
 from models.config import ModelConfig
-from tools.commands.options import add_vocab
+from tools.commands.options import add_vocab, model_place
 from tools.console.json_output import add_json, print_result
 from tools.console.progress_bar import bytes_progress
 from tools.console.tables import print_table
@@ -51,7 +50,9 @@ WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `inspect`."""
     parser.description = __doc__
-    parser.add_argument("path", metavar="PATH", type=Path, help="folder of a model, in any format")
+    parser.add_argument(
+        "path", metavar="PATH", type=model_place, help="model, in any format: a folder or URL"
+    )
     parser.add_argument(
         "--tensors", action="store_true", help="list every tensor with its shape, dtype and SHA-256"
     )

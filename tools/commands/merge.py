@@ -10,11 +10,10 @@ same command resumes it. OUT appears when it is complete.
 
 import argparse
 import os
-from pathlib import Path
 
 from megaprec.errors import UserError
 from tools.commands.convert import DTYPES, write_model
-from tools.commands.options import add_vocab
+from tools.commands.options import add_vocab, model_place, new_folder
 from tools.convert.averages import described, given_weights, weights_of_average
 from tools.convert.core.source import Source
 from tools.convert.formats import TARGETS, check_vocab, format_of, open_intact
@@ -29,14 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sources",
         metavar="A",
         nargs="+",
-        type=Path,
-        help="folders of checkpoints, the oldest first, in any formats",
+        type=model_place,
+        help="folders or URLs of checkpoints, the oldest first, in any formats",
     )
     parser.add_argument(
         "-o",
         "--output",
         metavar="OUT",
-        type=Path,
+        type=new_folder,
         required=True,
         help="folder to write; it must not exist",
     )

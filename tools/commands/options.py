@@ -1,11 +1,47 @@
 """Arguments that several commands have."""
 
 import os
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
+from pathlib import Path
 
 import torch
 
 from megaprec.errors import UserError
+from megaprec.tokens.places import is_remote, is_url, path_of
+from megaprec.url_secrets import has_password, masked
+from tools.config.run_file import run_file_in, saved_run
+
+
+def model_place(text: str) -> Path:
+    """Return the folder or URL of a model that a command reads; of a run folder whose checkpoints
+    are elsewhere that of these."""
+    if has_password(text):
+        remedy = "take the password out, and set it in the environment"
+        raise ArgumentTypeError(f"{masked(text)}: {remedy}")
+    try:
+        return _checkpoints_elsewhere(path_of(text.rstrip("/") or text))
+    except UserError as error:
+        raise ArgumentTypeError(str(error)) from error
+
+
+def _checkpoints_elsewhere(path: Path) -> Path:
+    """Return the value of checkpoint.folder of a run folder, as a path; any other path itself."""
+    if is_remote(path) or not path.is_dir() or run_file_in(path, written_by_run=True) is None:
+        return path
+    try:
+        config = saved_run(path)
+    except UserError:  # of another version, which says nothing of its checkpoints
+        return path
+    return config.checkpoint_folder if config.checkpoint.folder else path
+
+
+def new_folder(text: str) -> Path:
+    """Return the folder that a command writes a model to."""
+    if is_url(text):
+        raise ArgumentTypeError(
+            f"{masked(text)}: a model is written to a folder of this machine; copy it from there"
+        )
+    return Path(text)
 
 
 def add_overrides(parser: ArgumentParser, place: str = "") -> None:

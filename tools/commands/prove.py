@@ -24,7 +24,7 @@ from tools.commands.notes import tell_notes
 from tools.commands.options import add_overrides, add_strict
 from tools.config.layouts import layout_problems
 from tools.config.resolved_run import resolve_run
-from tools.config.run_file import RunConfig, run_file_in
+from tools.config.run_file import RunConfig, checkpoint_folder, run_file_in
 from tools.console.json_output import add_json, print_result, to_json
 from tools.console.tables import print_table
 from tools.console.wrapped import say
@@ -106,7 +106,8 @@ def open_run(path: str, overrides: list[str]) -> tuple[RunConfig, Path | None]:
     if run_file is None:
         raise UserError.of("command.prove_not_a_run", path=path)
     config = resolve_run(run_file, overrides)
-    return config, latest(folder / "checkpoints") or branch_point(config)
+    newest = latest(checkpoint_folder(config.checkpoint.folder, folder))
+    return config, newest or branch_point(config)
 
 
 def _other_layout(config: RunConfig, text: str) -> ComparedLayout | None:

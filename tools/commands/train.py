@@ -22,7 +22,6 @@ from tools.config.run_file import RunConfig
 from tools.console.streams import spare_output
 from tools.console.wrapped import say
 from tools.parts.optional_parts import part
-from tools.training.corpus import Corpus
 from tools.training.data_identity import ALLOW
 from tools.training.elastic import Restarts
 from tools.training.end_report import EndReport
@@ -182,28 +181,24 @@ def _train(
     # Outside of the world, whose other ranks need not wait for plots and export.
     config = trainer.config
     part("print_skipped")(config, trainer.progress)
-    _write_yardsticks(config, trainer.corpus)
+    part("write_yardsticks")(config, trainer.corpus)
     folder = Path(config.train.folder)
+    if config.checkpoint.export == "hf":
+        _complete_exports(config)
     plots = _write_plots(config) if config.log.plot else []
     part("print_outcome")(config, plots, trainer.progress.step)
     for line in part("verdict_lines")(folder):
         say(line)
     if export_folder:
-        part("export_run")(folder, export_folder, export_ema)
+        part("export_run")(config.checkpoint_folder, export_folder, export_ema)
     require_applied(trainer.progress, trainer.monitor)
     return 0
 
 
-def _write_yardsticks(config: RunConfig, corpus: Corpus) -> None:
-    """Write what the held-out loss is measured against; nothing, with a warning, if that fails."""
-    try:
-        yardsticks = part("make_yardsticks")(config, corpus)
-        if yardsticks is not None:
-            yardsticks.save(Path(config.train.folder))
-    except (UserError, OSError) as error:
-        # a run that has trained is not lost for a number
-        reason = file_error(error) if isinstance(error, OSError) else error
-        print(f"warning    no yardsticks: {reason}", file=sys.stderr, flush=True)
+def _complete_exports(config: RunConfig) -> None:
+    """Write the exports of checkpoints that a kill has interrupted, or say why not."""
+    for warning in part("export_kept")(config.checkpoint_folder):
+        print(f"warning    {warning}", file=sys.stderr, flush=True)
 
 
 def _write_plots(config: RunConfig) -> list[Path]:

@@ -28,7 +28,7 @@ def resolve_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
             if run_file.grows:
                 initial = part("with_more_tokens")(initial, run_file.grown_tokenizer)
         elif origin:
-            initial = part("model_of_branch")(origin, run_file.run_folder)
+            initial = part("model_of_branch")(origin, run_file.checkpoint_folder)
     except UserError as error:
         # raised with the other problems of the run file
         return run_file.resolve(error)

@@ -32,7 +32,8 @@ from megaprec.precision.plan import PrecisionPlan
 from megaprec.text.characters import CHARACTERS
 from megaprec.text.tokenizer_files import tokenizer_in
 from megaprec.tokens.files import write_whole
-from megaprec.url_secrets import masked
+from megaprec.tokens.places import path_of
+from megaprec.url_secrets import has_password, masked
 from models.attention.backends import kernel_names
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
@@ -69,6 +70,11 @@ SAVED = "# Written by megaprec: the resolved run. Comments say where a value cam
 # in a run folder; the second beside a file of the user's own with the first name
 RUN_FILES = ("run.toml", "run.resolved.toml")
 OURS_ALONE = frozenset({"train", "data", "parallel"})  # tables that no other system's TOML has
+
+
+def checkpoint_folder(place: str, run_folder: Path) -> Path:
+    """Return the folder of the checkpoints of a run. place: the value of checkpoint.folder."""
+    return path_of(place.rstrip("/") or "/") if place else run_folder / "checkpoints"
 
 
 class RunConfig(BaseModel):
@@ -270,8 +276,8 @@ class RunConfig(BaseModel):
 
     @property
     def checkpoint_folder(self) -> Path:
-        """The folder of the run's checkpoints."""
-        return Path(self.train.folder) / "checkpoints"
+        """The folder of the run's checkpoints, which may be at a URL."""
+        return checkpoint_folder(self.checkpoint.folder, Path(self.train.folder))
 
     @property
     def lr_schedule(self) -> LRSchedule:
@@ -462,9 +468,10 @@ class RunFile:
         # the checks of the table's types report a value that cannot be
         if setting is None or not isinstance(setting.value, str) or not setting.value:
             return None
-        if home_problem(setting.value):
+        # the checks of URLs report a password, and no server is asked with it
+        if home_problem(setting.value) or has_password(setting.value):
             return None
-        return Path(home_expanded(setting.value))
+        return path_of(home_expanded(setting.value))
 
     @property
     def origin_of_model(self) -> Path | None:
@@ -481,6 +488,13 @@ class RunFile:
         """Return the folder of the run."""
         default = tables_of_a_run()["train"].model_fields["folder"].default
         return self._folder_of("train.folder") or Path(default)
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Return the folder of the run's checkpoints."""
+        setting = self.settings.get("checkpoint.folder")
+        place = setting.value if setting and isinstance(setting.value, str) else ""
+        return checkpoint_folder(home_expanded(place), self.run_folder)
 
     def resolve(self, initial: "InitialModel | UserError | None" = None) -> RunConfig:
         """Return the run. Raises UserError with all problems.

@@ -12,6 +12,7 @@ from megaprec.checkpoint.atomic import checkpoint_at
 from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
+from megaprec.tokens.places import is_remote
 from models.config import ModelConfig
 from tools.convert.core.source import Source
 from tools.convert.hf.folder import find_hf, has_weights, open_hf
@@ -125,7 +126,12 @@ def check_vocab(vocab: int | None, *paths: Path) -> None:
 
 def format_of(path: Path) -> tuple[str, Path]:
     """Return the format of a folder and the folder of the checkpoint. Raises UserError for none and
-    for several."""
+    for several. At a URL only checkpoints of ours are read."""
+    if is_remote(path):
+        checkpoint = checkpoint_at(path)
+        if checkpoint is None:
+            raise UserError.of("convert.url_without_checkpoint", url=path)
+        return "megaprec", checkpoint
     if not path.is_dir():
         refuse_older(path)
         raise UserError.of(

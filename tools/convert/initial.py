@@ -43,13 +43,14 @@ def with_more_tokens(initial: InitialModel, tokenizer_file: Path | None) -> Init
     return replace(initial, model=initial.model.with_vocab(vocab), rows=rows)
 
 
-def model_of_branch(origin: Path, run_folder: Path) -> InitialModel:
+def model_of_branch(origin: Path, own_checkpoints: Path) -> InitialModel:
     """Return the model of a branch: that of its own newest checkpoint, otherwise that of the one in
     `origin`. Raises UserError.
 
     Tokenizer and begin token are those of the checkpoint as on a resume, not by a key.
+    own_checkpoints: the folder of the branch's checkpoints.
     """
-    checkpoint = latest(run_folder / "checkpoints") or checkpoint_at(origin)
+    checkpoint = latest(own_checkpoints) or checkpoint_at(origin)
     if checkpoint is None:
         raise UserError.of("training.no_branch_checkpoint", folder=origin)
     model, _ = native_model(checkpoint)

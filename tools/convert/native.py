@@ -22,6 +22,7 @@ from megaprec.durable import read_whole
 from megaprec.optim.rules.muon.rule import MUON_MOMENTUM
 from megaprec.optim.state.flat_buffer import EMA
 from megaprec.precision.plan import LossScaling
+from megaprec.tokens.places import is_remote
 from models.config import ModelConfig, require_builtin
 from models.feed_forward.router import is_correction
 from models.logical_shapes import logical_shapes
@@ -38,6 +39,7 @@ from tools.convert.core.transforms import SAME
 from tools.convert.hf.folder import check_tensors
 from tools.convert.hf.vocabulary import main_file
 from tools.convert.kept_ids import GENERATION, SPECIAL, kept_ids
+from tools.convert.run_record import read_run_record
 from tools.saved.train_state import (
     TrainState,
     read_documents,
@@ -98,6 +100,7 @@ def open_native(path: Path, custom: bool = False) -> Source:
         generation=ids.generation,
         documents=read_documents(checkpoint),
         notes=tuple(f"{path}: {change}" for change in ids.changes),
+        run=read_run_record(checkpoint) if index.get("run") else None,
     )
     tokenizer = [checkpoint.file(name) for name in names]
     return Source(path, "megaprec", model, _origins(checkpoint, logical), facts, tokenizer)
@@ -111,7 +114,8 @@ def _origins(checkpoint: Store, logical: Mapping[str, Any]) -> list[Origin]:
     """
     files = {}
     for file_name in checkpoint.index["files"]:
-        if file_name.endswith(".safetensors"):
+        # at a URL the checkpoint reads its tensors by ranges
+        if file_name.endswith(".safetensors") and not is_remote(checkpoint.path):
             files[file_name] = safetensors_in(checkpoint.file(file_name))
 
     def name_then_kind(tensor_key: str) -> tuple[str, str]:
@@ -178,7 +182,8 @@ def _read_rows(
     entry = checkpoint.index["tensors"][tensor_key]
     # One chunk that is the whole tensor is read from its file directly.
     first_chunk = entry["chunks"][0]
-    if len(entry["chunks"]) == 1 and first_chunk["shape"] == entry["shape"]:
+    is_one_chunk = len(entry["chunks"]) == 1 and first_chunk["shape"] == entry["shape"]
+    if is_one_chunk and first_chunk["file"] in files:
         stored = files[first_chunk["file"]].get(_name_in_file(tensor_key))
         if stored is not None and list(stored.shape) == entry["shape"]:
             return stored.rows(top, bottom)

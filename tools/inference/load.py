@@ -23,6 +23,7 @@ from megaprec.errors import UserError
 from megaprec.optim.state.flat_buffer import EMA
 from megaprec.precision.plan import plan
 from megaprec.text.tokenizer import Tokenizer, load_tokenizer
+from megaprec.tokens.places import is_remote
 from models.config import ModelConfig, require_builtin
 from models.decoder.cutting import cuts
 from models.decoder.stages import Stage
@@ -174,7 +175,11 @@ def require_layout(model: ModelConfig, tensor: int, pipeline: int) -> None:
 def _open(path: Path, ema: bool) -> Source:
     """Open a folder, for the average of its weights if `ema` is True. Raises UserError if its files
     are damaged, if it keeps no average, or if it holds no model of a built-in family."""
-    if not path.is_dir() or not any(each.find(path) for each in FORMATS.values()):
+    if (
+        is_remote(path)
+        or not path.is_dir()
+        or not any(each.find(path) for each in FORMATS.values())
+    ):
         find_checkpoint(path)  # raises, and says what the folder lacks
     if checkpoint := checkpoint_at(path):
         store = Store(checkpoint)

@@ -70,6 +70,10 @@ PARTS = {
     "router_fields": "tools.journal.router_records",
     "collapse_event": "tools.journal.router_records",
     "untested": "megaprec.tested_versions",
+    "require_exportable": "tools.training.kept_exports",
+    "require_exportable_tokenizer": "tools.training.kept_exports",
+    "export_kept": "tools.training.kept_exports",
+    "export_note": "tools.training.kept_exports",
     # of the first rank, or of the launcher
     "begin_notes": "tools.training.data_notes",
     "different_tokenizer_notes": "tools.training.data_notes",
@@ -85,6 +89,7 @@ PARTS = {
     "open_checked": "tools.training.prepare",
     "prepare": "tools.training.prepare",
     "verify_models": "tools.training.prepare",
+    "write_yardsticks": "tools.training.prepare",
     "kernel_lines": "tools.training.kernel_lines",
     "print_plan": "tools.training.prediction",
     "measured_prediction": "tools.training.prediction",

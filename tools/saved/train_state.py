@@ -15,11 +15,13 @@ from megaprec.errors import Problem, UserError
 from megaprec.parsing import parse_toml
 from megaprec.precision.plan import LossScaling
 from megaprec.text.tokenizer_files import SETTINGS, TEMPLATE
+from megaprec.tokens.places import is_remote
 from models.config import ModelConfig
 from tools.config.tables.settings import Checkpoint
 from tools.saved.model_fields import make_model
 
 SPIKES = "spikes"  # the key of the SpikeMonitor's state
+EVALUATED = "evaluated"  # the key of the losses after the step, each with its tokens, by field
 
 
 @dataclass(frozen=True)
@@ -240,7 +242,7 @@ def find_checkpoint(path: Path) -> Path:
     checkpoint = checkpoint_at(path)
     if checkpoint is not None:
         return checkpoint
-    if path.is_dir():
+    if is_remote(path) or path.is_dir():
         problem = "has no checkpoint"
     elif path.exists():
         problem = "is not a folder"

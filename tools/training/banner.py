@@ -452,10 +452,11 @@ def print_outcome(config: RunConfig, plots: Sequence[Path], step: int) -> None:
     and plots. step: the newest one."""
     folder = Path(config.train.folder)
     if config.log.sample:
-        text = part("sample_text")(folder, config.log.sample)
+        text = part("sample_text")(config.checkpoint_folder, config.log.sample)
         print(f"\nsample\n{text}\n")
         _keep_sample(folder, step, text)
-    say(f"checkpoint {find_checkpoint(folder)}\nmetrics    {folder / 'metrics.jsonl'}")
+    newest = find_checkpoint(config.checkpoint_folder)
+    say(f"checkpoint {newest}\nmetrics    {folder / 'metrics.jsonl'}")
     if config.log.plot:
         say(f"plots      {', '.join(map(str, plots)) or NO_PLOT}")
     _print_measured(config, step)

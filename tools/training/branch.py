@@ -8,6 +8,7 @@ from megaprec.checkpoint.atomic import checkpoint_at
 from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
+from megaprec.tokens.places import is_remote, path_of
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
 from tools.parts.optional_parts import part
@@ -34,7 +35,7 @@ def branch_point(config: RunConfig) -> Path | None:
 
 def _open_origin(config: RunConfig) -> Store:
     """Open the checkpoint of train.branch_from. Raises UserError with one problem."""
-    folder = Path(config.train.branch_from)
+    folder = path_of(config.train.branch_from)
     try:
         path = checkpoint_at(folder)
         if path is None:
@@ -49,12 +50,15 @@ def _open_origin(config: RunConfig) -> Store:
 
 def is_branch(config: RunConfig, checkpoint: Path) -> bool:
     """Return True if a checkpoint that the run goes on from is one of another folder."""
+    folders = (checkpoint.parent, config.checkpoint_folder)
+    if any(map(is_remote, folders)):
+        return str(folders[0]) != str(folders[1])
     return checkpoint.parent.resolve() != config.checkpoint_folder.resolve()
 
 
 def run_of(checkpoint: Path) -> Path:
     """Return the folder of the run that a checkpoint lies in, as an absolute path."""
-    folder = checkpoint.resolve().parent
+    folder = checkpoint.parent if is_remote(checkpoint) else checkpoint.resolve().parent
     return folder.parent if folder.name == "checkpoints" else folder
 
 

@@ -22,6 +22,7 @@ from megaprec.tokens.document_tokens import DocumentTokens, document_tokens, wit
 from megaprec.tokens.held_out import HeldOutRule, Ranges, taken_in_turn
 from megaprec.tokens.indexed import IndexedDataset
 from megaprec.tokens.intact import DataSetContents, check_vocabulary, contents_of, read_record
+from megaprec.tokens.places import path_of
 from megaprec.tokens.samples import Resets, Samples, count_samples, split
 from models.config import ModelConfig
 from tools.config.rules.derived import blend_phases
@@ -347,7 +348,7 @@ def _is_of_first_weights(config: RunConfig) -> bool:
         return False
     return (
         config.origin("data.begin")
-        == part("initial_model")(Path(first_weights), config.model).origin
+        == part("initial_model")(path_of(first_weights), config.model).origin
     )
 
 

@@ -10,6 +10,7 @@ from megaprec.tokens.copies import file_here
 from megaprec.tokens.document_tokens import DocumentTokens, WithBeginTokens
 from megaprec.tokens.indexed import IndexedDataset
 from megaprec.tokens.intact import read_record
+from megaprec.tokens.places import path_of
 from megaprec.tokens.samples import Samples
 from tools.config.run_file import RunConfig
 from tools.config.tables.data_settings import Data
@@ -96,7 +97,7 @@ def begin_notes(
         yield from _begin_token_notes(config, streams, begin_token)
     elif config.data.begin == "none" and config.train.init_from:
         # The user has decided against the token of the weights, and may not know its effect.
-        initial = part("initial_model")(Path(config.train.init_from), config.model)
+        initial = part("initial_model")(path_of(config.train.init_from), config.model)
         if initial.begin not in (None, documents.begin):
             yield (
                 'data.begin = "none": the weights of train.init_from were trained with token '

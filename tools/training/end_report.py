@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megaprec.checkpoint.atomic import latest
 from megaprec.errors import UserError
+from megaprec.tokens.places import is_remote
 from megaprec.train_program import TrainingResult, tell_end
 from tools.config.run_file import RunConfig
 from tools.journal.records import HELD_OUT_LOSS, read_metrics
@@ -61,7 +62,8 @@ class EndReport:
         evaluations = [record[HELD_OUT_LOSS] for record in records if HELD_OUT_LOSS in record]
         checkpoint = None
         with suppress(UserError):  # a damaged one, which the run has named
-            checkpoint = latest(self.config.checkpoint_folder.absolute())
+            place = self.config.checkpoint_folder
+            checkpoint = latest(place if is_remote(place) else place.absolute())
         return TrainingResult(
             folder=folder,
             step=newest.get("step", 0),

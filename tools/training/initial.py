@@ -4,11 +4,11 @@ With --allow it may have keys of a longer context, and with train.grow_vocabular
 """
 
 from collections.abc import Collection, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaprec.errors import Problem, UserError
 from megaprec.text.tokenizer import Tokenizer, load_tokenizer
+from megaprec.tokens.places import path_of
 from tools.config.run_file import RunConfig
 from tools.journal.records import INITIAL
 from tools.parts.optional_parts import part
@@ -58,7 +58,7 @@ def differences_from_first_weights(config: RunConfig) -> list[DataDifference]:
     none if the run does not begin with these weights. Raises UserError."""
     if not begins_with_weights(config):
         return []
-    saved = part("initial_model")(Path(config.train.init_from), config.model).model
+    saved = part("initial_model")(path_of(config.train.init_from), config.model).model
     return [*context_differences(saved, config.model, config)]
 
 
@@ -102,13 +102,13 @@ def _growth(
     """Return the rows for new tokens. old: the tokenizer of the weights, if it is known."""
     kind = config.train.grow_vocabulary
     assert kind != "none"
-    rows = part("initial_model")(Path(config.train.init_from), config.model).model.vocab
+    rows = part("initial_model")(path_of(config.train.init_from), config.model).model.vocab
     return part("VocabularyGrowth").between(kind, rows, vocab, old, tokenizer)
 
 
 def _tokenizer_of_weights(config: RunConfig) -> Tokenizer | None:
     """Return the tokenizer of the folder of train.init_from, None if it has none."""
-    file = part("initial_model")(Path(config.train.init_from), config.model).tokenizer
+    file = part("initial_model")(path_of(config.train.init_from), config.model).tokenizer
     return load_tokenizer(file) if file else None
 
 

@@ -1,5 +1,6 @@
 """Preparation of a run: its checks, missing data, and the files that all ranks open."""
 
+import sys
 from collections.abc import Collection
 from contextlib import ExitStack
 from functools import partial
@@ -8,10 +9,11 @@ from typing import Any
 
 from megaprec.checkpoint.atomic import latest
 from megaprec.checkpoint.reader import Store
+from megaprec.durable import file_error
 from megaprec.errors import UserError
 from megaprec.tokens.copies import file_here
 from megaprec.tokens.files import with_suffix
-from megaprec.tokens.places import is_remote
+from megaprec.tokens.places import is_remote, path_of
 from parallel.described_world import is_rank_of_world
 from tools.config.rules.checking import check_all
 from tools.config.run_file import RunConfig
@@ -54,11 +56,14 @@ def open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:
         partial(check_growth, allowed=allowed),
         _require_trackers,
         _require_harness,
+        _require_exportable,
     )
     # Before data are built; in a world the ranks check the files together, when they load them.
     if not is_rank_of_world():
         require_origin_intact(config)
     corpus = open_corpus(config, allowed)
+    if config.checkpoint.export == "hf":
+        part("require_exportable_tokenizer")(corpus)
     # Once more, for the data decides whether the checkpoint is one of this run.
     check_resumable(config, corpus, allowed)
     check_tokens(config, corpus, allowed)
@@ -68,7 +73,7 @@ def open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:
 def _check_initial(config: RunConfig) -> None:
     """Raise UserError if the checkpoint of train.init_from is incomplete or damaged."""
     if config.train.init_from:
-        part("open_initial")(Path(config.train.init_from), config.model)
+        part("open_initial")(path_of(config.train.init_from), config.model)
 
 
 def _check_fp8(config: RunConfig) -> None:
@@ -89,14 +94,23 @@ def _require_harness(config: RunConfig) -> None:
         part("require_harness")(config)
 
 
+def _require_exportable(config: RunConfig) -> None:
+    """Raise UserError if no folder of checkpoint.export can hold the model."""
+    if config.checkpoint.export == "hf":
+        part("require_exportable")(config)
+
+
 def verify_models(config: RunConfig, export_folder: Path | None) -> None:
     """Raise UserError if transformers computes other logits than megaprec for the initial or the
     exported model.
     """
     # A run that resumes has weights of its own.
     initial = config.train.init_from if not latest(config.checkpoint_folder) else ""
-    if initial or export_folder:
-        for line in part("verified_models")(config, initial, export_folder):
+    exports = [f"--export-hf {export_folder}"] if export_folder else []
+    if config.checkpoint.export == "hf":
+        exports.append('checkpoint.export = "hf"')
+    if initial or exports:
+        for line in part("verified_models")(config, initial, " and ".join(exports)):
             print(line)
 
 
@@ -129,6 +143,11 @@ def prepare(
     put_aside_records(Path(config.train.folder))
     for warning in run_warnings(config, corpus, local_ranks(config), device_of_run(config)):
         say(f"warning    {warning}")
+    # at the end of the run else: the card of an exported checkpoint says bits per byte
+    if config.checkpoint.export == "hf":
+        write_yardsticks(config, corpus)
+        if note := part("export_note")(config):
+            say(f"note       {note}")
     # Named by rank 0, so that all ranks resume from the same one.
     checkpoint = open_start(config)
     _note_needless_allowances(config, corpus, checkpoint, allowed)
@@ -170,3 +189,15 @@ def _named_tokenizer(corpus: Corpus) -> str:
         if is_remote(dataset.prefix) and path == file_here(dataset.prefix, TOKENIZER):
             return str(with_suffix(dataset.prefix, TOKENIZER))
     return str(path)
+
+
+def write_yardsticks(config: RunConfig, corpus: Corpus) -> None:
+    """Write what the held-out loss is measured against; nothing, with a warning, if that fails."""
+    try:
+        yardsticks = part("make_yardsticks")(config, corpus)
+        if yardsticks is not None:
+            yardsticks.save(Path(config.train.folder))
+    except (UserError, OSError) as error:
+        # a run that has trained is not lost for a number
+        reason = file_error(error) if isinstance(error, OSError) else error
+        print(f"warning    no yardsticks: {reason}", file=sys.stderr, flush=True)

@@ -38,7 +38,7 @@ def open_prepared(config: RunConfig, prepared: dict[str, Any]) -> tuple[Corpus, 
     """
     prefixes = [path_of(prefix) for prefix in prepared["prefixes"]]
     tokenizer = _tokenizer_here(prepared["tokenizer"]) if prepared["tokenizer"] else None
-    checkpoint = Path(prepared["checkpoint"]) if prepared["checkpoint"] else None
+    checkpoint = path_of(prepared["checkpoint"]) if prepared["checkpoint"] else None
     masked = [path_of(prefix) for prefix in prepared["masked"]]
     _require_files(prefixes, masked, tokenizer, checkpoint)
     # Rank 0 has digested the data; the others take its word.
@@ -72,7 +72,7 @@ def _require_files(
             required += [with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin")]
     if tokenizer:
         required.append(tokenizer)
-    if checkpoint:
+    if checkpoint and not is_remote(checkpoint):
         required.append(checkpoint / INDEX)
     host = socket.gethostname()
     problems = []

@@ -25,7 +25,7 @@ from megaprec.text.tokenizer import FILE_DIGEST, Tokenizer, has_built, load_toke
 from megaprec.tokens.blend import Blend
 from megaprec.tokens.copies import file_here
 from megaprec.tokens.intact import read_record
-from megaprec.tokens.places import is_remote
+from megaprec.tokens.places import is_remote, path_of
 from megaprec.tokens.samples import Samples, training_numbers
 from tools.config.rules.derived import make_rule
 from tools.config.run_file import RunConfig
@@ -338,7 +338,7 @@ def other_tokens(config: RunConfig, corpus: Corpus) -> Iterator[Problem]:
     # A run that resumes does not use the weights of train.init_from.
     if config.train.init_from and open_newest_checkpoint(config.checkpoint_folder) is None:
         weights_tokenizer = part("initial_model")(
-            Path(config.train.init_from), config.model
+            path_of(config.train.init_from), config.model
         ).tokenizer
         if weights_tokenizer and config.train.grow_vocabulary != "none":
             yield from part("moved_tokens")(load_tokenizer(weights_tokenizer), corpus.tokenizer)

@@ -5,6 +5,7 @@ import os
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from glob import has_magic
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from megaprec.checkpoint.atomic import require_room
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.tokens.files import exclusive_lock
-from megaprec.tokens.places import STANDARD_LIBRARY
+from megaprec.tokens.places import STANDARD_LIBRARY, is_url
 from tools.config.run_file import RunConfig
 from tools.config.tables.data_settings import names_of
 from tools.journal.records import EVENTS, FILE_OF_EVENT, METRICS
@@ -26,6 +27,8 @@ def check_folders(config: RunConfig) -> None:
     """Raise UserError if the folders of the run cannot be written to."""
     _check_writable("train.folder", config.train.folder)
     _check_writable("data.cache", config.data.cache)
+    if not is_url(config.checkpoint.folder):
+        _check_writable("checkpoint.folder", config.checkpoint.folder)
     _check_outside(config)
     require_room(config.checkpoint_folder)
     folder = Path(config.train.folder)
@@ -59,11 +62,13 @@ def _require_file(path: Path, content: str) -> None:
 
 
 def _check_outside(config: RunConfig) -> None:
-    """Raise UserError if the run folder lies in a folder of text: its records would be read as text
-    the next time.
+    """Raise UserError if the run folder or that of its checkpoints lies in a folder of text: its
+    records would be read as text the next time.
     """
     data = config.data
-    folder = Path(config.train.folder).resolve()
+    folders = [("train.folder", config.train.folder)]
+    if config.checkpoint.folder and not is_url(config.checkpoint.folder):
+        folders.append(("checkpoint.folder", config.checkpoint.folder))
     sources = []
     for number, blended in enumerate(data.blend):
         key = f"data.blend[{number}].source"
@@ -74,10 +79,10 @@ def _check_outside(config: RunConfig) -> None:
     for evaluated in data.validation:
         key = f"data.validation {evaluated.name}"
         sources += [(key, name) for name in names_of(evaluated.source)]
-    for key, source in sources:
-        if _would_be_read(folder, source):
+    for (written, folder), (key, source) in product(folders, sources):
+        if _would_be_read(Path(folder).resolve(), source):
             raise UserError.of(
-                "command.folder_in_source", folder=config.train.folder, key=key, source=source
+                "command.folder_in_source", written=written, folder=folder, key=key, source=source
             )
 
 

@@ -7,6 +7,7 @@ command goes on from.
 """
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -19,7 +20,8 @@ from megaprec.errors import UserError
 from megaprec.text.tokenizer_files import files_beside
 from models.engine.engine import Engine
 from tools.config.run_file import RunConfig
-from tools.saved.train_state import SPIKES, read_progress
+from tools.parts.optional_parts import part
+from tools.saved.train_state import EVALUATED, SPIKES, read_progress
 from tools.training.branch import open_start
 from tools.training.changed_keys import arithmetic, keys_of
 from tools.training.corpus import Corpus
@@ -58,6 +60,7 @@ class Saves:
             fp8=self._fp8,
             background=settings.background,
             losses=losses,
+            leave_beside=part("export_kept") if settings.export == "hf" else None,
         )
         # Training waits; the outcome is known before the next step.
         if not settings.background:
@@ -126,11 +129,12 @@ def extra_entries(
     watch: dict[str, Any],
     spikes: dict[str, Any],
     first_ids: dict[str, Any],
+    evaluated: dict[str, Any],
 ) -> dict[str, Any]:
     """Return what a checkpoint has besides the optimizer's state.
 
     watch, spikes: the states of the monitors of overflows and of spikes. first_ids: entries of
-        `tools.convert.kept_ids`.
+        `tools.convert.kept_ids`. evaluated: see `evaluated_entries`.
     """
     extra = {
         "model": json.loads(corpus.model.model_dump_json()),
@@ -144,10 +148,23 @@ def extra_entries(
         **first_ids,
         **arithmetic(),
         "run": keys_of(config),
+        EVALUATED: evaluated,
     }
     if corpus.identity:
         extra["data"] = corpus.identity.model_dump()
     return extra
+
+
+def evaluated_entries(
+    losses: Mapping[str, float], tokens: Mapping[str, int]
+) -> dict[str, dict[str, float]]:
+    """Return the losses of an evaluation, each with the number of its tokens, by field; without
+    those that are not finite, for which JSON has no form."""
+    entries: dict[str, dict[str, float]] = {}
+    for field, loss in losses.items():
+        if math.isfinite(loss):
+            entries[field] = {"loss": loss, "tokens": tokens[field]}
+    return entries
 
 
 def tokenizer_files(corpus: Corpus) -> list[Path]:

@@ -34,6 +34,7 @@ from megaprec.precision.gemm import fp32_sums
 from megaprec.precision.tf32 import tf32
 from megaprec.tokens.blend import Blend
 from megaprec.tokens.intact import describe_bad_id
+from megaprec.tokens.places import path_of
 from megaprec.tokens.samples import Samples
 from models.decoder.stages import Stage
 from models.engine.engine import Engine, build_stages, mean_loss
@@ -63,7 +64,7 @@ from tools.training.invariants import Invariants
 from tools.training.learning_rates import LearningRates
 from tools.training.recording import record_run
 from tools.training.run_folder import RunFolder
-from tools.training.saves import Saves, extra_entries, tokenizer_files
+from tools.training.saves import Saves, evaluated_entries, extra_entries, tokenizer_files
 from tools.training.step_records import (
     Digests,
     SentinelChecks,
@@ -138,7 +139,7 @@ class Trainer:
         if checkpoint:
             self._resume(checkpoint)
         elif config.train.init_from:
-            self._begin_with(Path(config.train.init_from))
+            self._begin_with(path_of(config.train.init_from))
         elif self._shares_drawing:
             part("draw_weights")(
                 self.engine.stages.values(), self.engine.optimizer, config.train.seed
@@ -150,6 +151,7 @@ class Trainer:
         self._saves = Saves(config, self.engine)
         self._saved_step = self.progress.step  # that of the newest checkpoint
         self._evaluated: dict[str, float] = {}  # losses after the newest step, by field
+        self._evaluated_tokens: dict[str, int] = {}  # those of each of these losses
         self._nonfinite_step: NonFiniteStep | None = None  # ends the run, with its state saved
         self._received_signal = 0  # that asked this rank to stop
         self._is_stopping = False  # True when all ranks know that one was asked to stop
@@ -435,6 +437,7 @@ class Trainer:
             evaluated = self._evaluate_all()
             for field, numbers in evaluated.items():
                 self._evaluated[field] = mean_loss(numbers)
+                self._evaluated_tokens[field] = int(numbers[1].sum())
             record |= self._evaluated
             record |= self._task_results()
         return evaluated
@@ -680,6 +683,7 @@ class Trainer:
             self.monitor.state_dict(),
             self.spike_monitor.state_dict(),
             self._first_ids,
+            evaluated_entries(self._evaluated, self._evaluated_tokens),
         )
         files = tokenizer_files(self.corpus)
         self._saves.start(self.progress.step, extra, files, self._evaluated)

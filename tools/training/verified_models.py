@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from megaprec.tokens.places import path_of
 from tools.config.run_file import RunConfig
 from tools.convert.auto_tokenizer import initial_tokenizer_line
 from tools.convert.hf.config import config_of
@@ -11,19 +12,19 @@ from tools.convert.hf.vocabulary import main_file
 from tools.convert.probe import check_config, verify_initial
 
 
-def verified_models(config: RunConfig, initial: str, export_folder: Path | None) -> Iterator[str]:
+def verified_models(config: RunConfig, initial: str, export: str) -> Iterator[str]:
     """Yield lines on the models that transformers computes as megaprec does. Raises UserError for
     one that it computes otherwise.
 
-    initial: the folder of first weights, "" if the run does not begin with any. export_folder:
-    where the model will be exported, None if it is not.
+    initial: the folder of first weights, "" if the run does not begin with any. export: what asks
+    for an export of the model, "" if nothing does.
     """
     lines = list[str]()
     if initial:
-        lines += _verify_initial(config, Path(initial))
-    if export_folder:
+        lines += _verify_initial(config, path_of(initial))
+    if export:
         exported = config_of(config.sized_model, "float32")
-        lines.append(check_config(exported, f"--export-hf {export_folder}"))
+        lines.append(check_config(exported, export))
     yield from filter(None, lines)
 
 

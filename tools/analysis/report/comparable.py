@@ -16,7 +16,7 @@ from megaprec.errors import UserError
 from megaprec.tokens.samples import held_out_samples
 from tools.analysis.plots.compare_plot import Curve
 from tools.analysis.report.run import Run
-from tools.config.run_file import RunConfig
+from tools.config.run_file import RunConfig, checkpoint_folder
 from tools.config.tables.table import MAX_SIZE
 from tools.training.batches import evaluated_samples
 from tools.training.data_identity import Identity, describe_points, read_identity
@@ -177,7 +177,8 @@ def _is_evaluated(compared: _Compared) -> bool:
 
 def _read_identity(run: Run) -> Identity | None:
     try:
-        newest = latest(run.folder / "checkpoints")
+        place = run.config.checkpoint.folder if isinstance(run.config, RunConfig) else ""
+        newest = latest(checkpoint_folder(place, run.folder))
         return read_identity(Store(newest)) if newest else None
     except UserError:  # damaged: what it was trained on is not known
         return None

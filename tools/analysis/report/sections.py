@@ -34,7 +34,7 @@ from tools.analysis.verdict.verdict import (
     read_verdict,
 )
 from tools.config.layouts import in_words
-from tools.config.run_file import RunConfig
+from tools.config.run_file import RunConfig, checkpoint_folder
 from tools.console.units import duration, first_of, flops, loss_scale, size
 from tools.journal.invariant_records import read_findings
 from tools.journal.records import (
@@ -170,7 +170,8 @@ def _best_facts(run: Run) -> Iterator[Fact]:
     if not isinstance(run.config, RunConfig) or not run.config.checkpoint.keep_best:
         return
     evaluations = run.config.checkpoint.best
-    best = best_made_here(run.folder / "checkpoints", evaluations)
+    folder = checkpoint_folder(run.config.checkpoint.folder, run.folder)
+    best = best_made_here(folder, evaluations)
     if best is not None:
         lowest = describe_evaluations(evaluations)
         yield "best checkpoint", f"{best.path.name}, {lowest} {best.loss:.4f}"

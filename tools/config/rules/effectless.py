@@ -307,6 +307,7 @@ EFFECT_RULES: tuple[EffectRule, ...] = (
         "checkpoint.keep",
         holds=lambda tables: tables.checkpoint.keep != "all",
     ),
+    EffectRule("checkpoint.export_ema", "checkpoint.export", only_with="hf"),
     *map(_reached, PERIODS),
 )
 

@@ -25,6 +25,7 @@ from tools.config.tables.table import (
     MAX_SIZE,
     MAX_STEPS,
     FilePath,
+    Place,
     Table,
     default_of,
 )
@@ -467,12 +468,12 @@ class Train(Table):
     )
 
     # how the run begins
-    init_from: FilePath = Field(
+    init_from: Place = Field(
         default="",
         description="Folder of a checkpoint, in any format that megaprec reads, from which the run "
         "takes its first weights, [model] and tokenizer; empty: random weights.",
     )
-    branch_from: FilePath = Field(
+    branch_from: Place = Field(
         default="",
         description="Folder of a checkpoint of megaprec, or of a run, of which it is the newest: a "
         "run without a checkpoint of its own goes on from it, with weights, optimizer state, "
@@ -598,6 +599,11 @@ class Train(Table):
 class Checkpoint(Table):
     """Saving and resuming."""
 
+    folder: Place = Field(
+        default="",
+        description='Folder or URL (s3://, gs://) of the checkpoints; empty: "checkpoints" in '
+        "train.folder.",
+    )
     every: int = Field(
         default=500,
         ge=0,
@@ -623,6 +629,16 @@ class Checkpoint(Table):
         default=True,
         description="Write checkpoints beside the next steps, from a copy of the state in host "
         "memory; false: between steps, without a copy.",
+    )
+    export: Literal["none", "hf"] = Field(
+        default="none",
+        description="Format in which each checkpoint also has the model for other programs, in a "
+        "folder of that name: hf, a Hugging Face folder with a model card; none: no such folder.",
+    )
+    export_ema: bool = Field(
+        default=False,
+        description="Let checkpoint.export write the moving average of the weights "
+        "(optimizer.ema).",
     )
     resume: bool = Field(
         default=True,

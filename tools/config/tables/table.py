@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
 from megaprec.parsing import home_problem, path_problem
+from megaprec.tokens.places import is_url
 
 MAX_SIZE = 2**31 - 1  # of a size that tensors have
 MAX_RANKS = 2**20  # beyond any cluster; more would only take long to plan
@@ -24,8 +25,14 @@ def _expanded(path: str) -> str:
     return os.path.expanduser(path)
 
 
+def _expanded_unless_url(place: str) -> str:
+    return place if is_url(place) else _expanded(place)
+
+
 EXPANDED = AfterValidator(_expanded)
 FilePath = Annotated[str, EXPANDED]
+# of checkpoints: a path of this machine, or a URL
+Place = Annotated[str, AfterValidator(_expanded_unless_url)]
 
 
 def is_path(field: FieldInfo) -> bool:

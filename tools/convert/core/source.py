@@ -52,6 +52,42 @@ class MergedInput:
 
 
 @dataclass(frozen=True)
+class TrainedText:
+    """A text or data set that a run was trained on. source: its name in the run file, without
+    secrets of URLs."""
+
+    source: str
+    weight: float
+    tokens: int
+    documents: int
+
+
+@dataclass(frozen=True)
+class EvaluatedLoss:
+    """A mean loss in nats a token, and the number of tokens that it is of."""
+
+    loss: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The record of its run in a checkpoint of ours, for a reader.
+
+    keys: of the run file but for [model], by dotted name, in TOML's grammar, without secrets of
+    URLs. evaluated: after the step of the checkpoint, by field of metrics.jsonl. held_out_tokens,
+    held_out_bytes: of the evaluated text, as far as the run's folder says them. torch: its version.
+    """
+
+    keys: dict[str, str]
+    data: tuple[TrainedText, ...]
+    evaluated: dict[str, EvaluatedLoss]
+    held_out_tokens: int = 0
+    held_out_bytes: int | None = None
+    torch: str = ""
+
+
+@dataclass(frozen=True)
 class Facts:
     """The information of a model folder besides tensors; fields are empty if the folder lacks it.
 
@@ -66,6 +102,7 @@ class Facts:
         each None if there was none; empty if that is not known.
     averaged: True if the weights are the moving average that a checkpoint keeps.
     merged: the models whose mean this is, in order; empty if it was not merged.
+    run: what a checkpoint of ours says of its run.
     notes: remarks for the user, a sentence each.
     """
 
@@ -82,6 +119,7 @@ class Facts:
     documents: dict[str, int | None] = field(default_factory=dict)
     averaged: bool = False
     merged: tuple[MergedInput, ...] = ()
+    run: RunRecord | None = None
     notes: tuple[str, ...] = ()
 
 

@@ -26,9 +26,11 @@ import torch
 from torch import Tensor
 
 from megaprec.checkpoint.digests import tensor_bytes
+from megaprec.checkpoint.object_store import sizes
 from megaprec.durable import REMEDIES, read_whole, sync
 from megaprec.errors import Problem, UserError
 from megaprec.parsing import parse_json
+from megaprec.tokens.places import is_remote
 from tools.convert.core.finite import NotFinite
 from tools.convert.core.source import Source
 from tools.convert.core.tensors import fill
@@ -227,9 +229,13 @@ def _report_disk_errors(destination: Path) -> Iterator[None]:
 
 def _identity(source: Source, target: Target) -> dict[str, Any]:
     """Return a line that identifies the conversion, including the files of the source."""
-    stamps = []
+    stamps: list[Any] = []
     # Sizes and times tell a changed source; to read gigabytes for digests would take too long.
     for folder in source.folders:
+        if is_remote(folder):
+            # what is saved at a URL is never replaced
+            stamps.append((str(folder), sorted(sizes(folder).items())))
+            continue
         files = [path for path in folder.rglob("*") if path.is_file()]
         for file in sorted(files):
             status = file.stat()
@@ -239,15 +245,19 @@ def _identity(source: Source, target: Target) -> dict[str, Any]:
     digest = hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
     identity = {
         "target": target.describe,
-        "source": str(source.path.absolute()),
+        "source": _absolute(source.path),
         "files": digest,
     }
     if source.facts.averaged:
         identity["ema"] = True
     if source.facts.merged:
-        merged = [[str(each.path.absolute()), each.weight] for each in source.facts.merged]
+        merged = [[_absolute(each.path), each.weight] for each in source.facts.merged]
         identity["merged"] = merged
     return identity
+
+
+def _absolute(path: Path) -> str:
+    return str(path) if is_remote(path) else str(path.absolute())
 
 
 def _make_folder(partial: Path, size: int) -> None:

@@ -30,6 +30,7 @@ from megaprec.text.tokenizer_files import (
     protobuf_fields,
 )
 from megaprec.text.training import DENORMALIZER, DLE, ESCAPES, NORMALIZER, SPACE, TABLE, escapes
+from megaprec.tokens.places import is_remote
 from tools.convert.core.source import Source
 
 # Other files that a tokenizer may be in.
@@ -103,6 +104,9 @@ def folder_notes(folder: Path, tokenizer_files: Sequence[Path]) -> Iterator[str]
     tokenizer_file = main_file(tokenizer_files)
     if tokenizer_file is None:
         names = {each.name for each in tokenizer_files}
+        # a checkpoint of ours at a URL has no other files
+        if is_remote(folder):
+            return
         for pattern in UNREAD:
             names |= {match.name for match in folder.glob(pattern)}
         if names:

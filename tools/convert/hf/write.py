@@ -18,6 +18,7 @@ from tools.convert.core.source import Source
 from tools.convert.core.target import Location, Target, Write
 from tools.convert.core.tensors import reserve_safetensors, torch_name
 from tools.convert.core.transforms import SAME
+from tools.convert.hf.card import write_card
 from tools.convert.hf.config import config_of, model_type_of, omitted_settings
 from tools.convert.hf.folder import CONFIG, GENERATION, module_copies, open_hf
 from tools.convert.hf.vocabulary import main_file, require_writable, write_tokenizer
@@ -34,9 +35,8 @@ def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHAR
     # At once, and not after hours of writing weights.
     require_writable(source.tokenizer)
     rules = HUGGING_FACE[model_type_of(source.model)]
-    left_out: tuple[str, ...] = ()
+    left_out = left_out_of(source.model)
     if not has_module_rules(rules):
-        left_out = _left_out_modules(source.model)
         source = source.without_mtp
     writer = _Writer(source, rules, dtype, shard_bytes)
     describe = {"to": "hf", "dtype": str(dtype), "shard": shard_bytes}
@@ -47,8 +47,18 @@ def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHAR
         reserve=writer.reserve,
         finish=writer.finish,
         reopen=open_hf,
-        left_out=(*omitted_settings(source.model), *left_out),
+        left_out=left_out,
     )
+
+
+def left_out_of(model: ModelConfig) -> tuple[str, ...]:
+    """Return what a Hugging Face folder leaves out of a model, in words. Raises UserError if no
+    such folder computes what the model does."""
+    modules: tuple[str, ...] = ()
+    if not has_module_rules(HUGGING_FACE[model_type_of(model)]):
+        modules = _left_out_modules(model)
+        model = model.without_mtp
+    return (*omitted_settings(model), *modules)
 
 
 class _Writer:
@@ -113,6 +123,7 @@ class _Writer:
             index = {"metadata": {"total_size": self.size}, "weight_map": weight_map}
             _write_json(folder / "model.safetensors.index.json", index)
         write_tokenizer(self.source.tokenizer, folder, ids["bos_token_id"])
+        write_card(folder, self.source, first_dtype)
 
 
 def _nbytes(match: Match, dtype: torch.dtype) -> int:

@@ -19,8 +19,9 @@ import torch
 from megaprec.checkpoint.atomic import INDEX, checkpoints
 from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
+from megaprec.tokens.places import path_of
 from tools.config.resolved_run import resolve_run
-from tools.config.run_file import RunConfig, run_file_in
+from tools.config.run_file import RunConfig, checkpoint_folder, run_file_in
 from tools.journal.records import (
     DIGESTS,
     METRICS,
@@ -119,9 +120,9 @@ class Side:
         there."""
         if self.folder is None:
             return {}
-        paths = checkpoints(self.folder / "checkpoints")
+        paths = checkpoints(checkpoint_folder(self.config.checkpoint.folder, self.folder))
         branching = read_branching(self.folder)
-        origin = Path(str(branching["checkpoint"])) if branching else None
+        origin = path_of(str(branching["checkpoint"])) if branching else None
         if origin and (origin / INDEX).is_file():
             paths.insert(0, origin)
         return {read_progress(Store(path)).step: path for path in paths}

@@ -130,6 +130,7 @@ def made_ready(
         update={
             "train": ready.train.model_copy(update=train),
             "precision": ready.precision.model_copy(update=precision),
+            "checkpoint": ready.checkpoint.model_copy(update={"folder": "", "export": "none"}),
             "log": ready.log.model_copy(update={"sample": "", "timeline": 0, "digests": 0}),
         }
     )

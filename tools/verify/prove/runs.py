@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.checkpoint.atomic import checkpoint_path, latest
+from megaprec.checkpoint.object_store import fetch_folder
 from megaprec.checkpoint.reader import Store
 from megaprec.optim.decision.step_report import SKIPPED
+from megaprec.tokens.places import is_remote
 from tools.config.run_file import SAVED, RunConfig
 from tools.config.tables.settings import Parallel
 from tools.console.units import counted
@@ -52,7 +54,9 @@ class ProofRuns:
         """Make the folder of a run, with the checkpoint that it starts from."""
         run_folder = self.folder / run_name
         (run_folder / "checkpoints").mkdir(parents=True)
-        if self.start:
+        if self.start and is_remote(self.start):
+            fetch_folder(self.start, self._start_copy(run_name, self.start))
+        elif self.start:
             # linked, not copied: a checkpoint may be as large as the disk has room for once
             shutil.copytree(self.start, self._start_copy(run_name, self.start), copy_function=_link)
 
@@ -123,7 +127,7 @@ def _ready(
     tables: dict[str, Any] = {
         "train": run_config.train.model_copy(update=train),
         "checkpoint": run_config.checkpoint.model_copy(
-            update={"every": 0, "keep": 1, "resume": True}
+            update={"folder": "", "every": 0, "keep": 1, "resume": True, "export": "none"}
         ),
         "log": type(run_config.log)(
             digests=1, plot=False, progress=False, peak_tflops=run_config.log.peak_tflops

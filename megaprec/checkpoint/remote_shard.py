@@ -1,0 +1,102 @@
+"""Tensors of a safetensors file at a URL, read by ranges of bytes: the rows that are asked for.
+
+The interface is that of `safetensors.safe_open`, as far as `reader` uses it. The header is checked
+before it is believed: each tensor lies in the file and has as many bytes as its shape says.
+"""
+
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaprec.checkpoint.object_store import pieces_of, size_of_object
+from megaprec.checkpoint.shard_file import NAMES
+from megaprec.durable import PlaceError
+from megaprec.parsing import parse_json
+
+LENGTH_BYTES = 8  # before the header, which has the length of this number
+LONGEST_HEADER = 100_000_000  # bytes, the bound of the safetensors library
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+class RemoteShard:
+    """The opened file at a URL. Raises PlaceError if it cannot be read, or is no such file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        size = size_of_object(path)
+        if size < LENGTH_BYTES:
+            raise PlaceError(path, "it is no safetensors file")
+        (head,) = pieces_of(path, 0, LENGTH_BYTES)
+        length = int.from_bytes(head, "little")
+        self._start = LENGTH_BYTES + length
+        if length > LONGEST_HEADER or self._start > size:
+            raise PlaceError(path, "it is no safetensors file")
+        content = b"".join(pieces_of(path, LENGTH_BYTES, self._start))
+        try:
+            header = dict(parse_json(content))
+            header.pop("__metadata__", None)
+            self._tensors = {
+                name: _entry(entry, size - self._start) for name, entry in header.items()
+            }
+        except (ValueError, KeyError, TypeError) as error:
+            raise PlaceError(path, f"its header is damaged ({error})") from error
+
+    def get_slice(self, name: str) -> "RemoteTensor":
+        """Return a tensor of which nothing is read yet. Raises PlaceError if it is not there."""
+        if name not in self._tensors:
+            raise PlaceError(self._path, f"it has no tensor {name}")
+        dtype, shape, first = self._tensors[name]
+        return RemoteTensor(self._path, dtype, shape, self._start + first)
+
+
+def _entry(entry: Any, room: int) -> tuple[torch.dtype, list[int], int]:
+    """Return dtype, shape and first byte of a tensor by its entry of the header. Raises ValueError,
+    KeyError and TypeError for one that does not fit. room: bytes of all values."""
+    dtype = DTYPES[entry["dtype"]]
+    shape = entry["shape"]
+    first, last = entry["data_offsets"]
+    sizes = (*shape, first, last)
+    if not all(type(number) is int and number >= 0 for number in sizes):
+        raise ValueError("a size is none")
+    if last > room or last - first != prod(shape) * dtype.itemsize:
+        raise ValueError("a tensor does not lie in the file")
+    return dtype, shape, first
+
+
+class RemoteTensor:
+    """A stored tensor [*shape] at byte `start` of the file at `path`."""
+
+    def __init__(self, path: Path, dtype: torch.dtype, shape: list[int], start: int) -> None:
+        self._path = path
+        self._dtype = dtype
+        self._shape = shape
+        self._start = start
+
+    def get_shape(self) -> list[int]:
+        """Return the shape."""
+        return self._shape
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
+        """Return a part of the tensor. The rows that have it are read, and no others. Raises
+        PlaceError."""
+        slices = index if isinstance(index, tuple) else (index,)
+        if not slices:
+            return self._rows(0, 1, []).view(())
+        first, last, _ = slices[0].indices(self._shape[0])
+        rows = self._rows(first, last, self._shape[1:])
+        return rows[:, *slices[1:]]
+
+    def _rows(self, first: int, last: int, row_shape: list[int]) -> Tensor:
+        """Return rows [first, last), of `row_shape` each."""
+        row_bytes = prod(row_shape) * self._dtype.itemsize
+        num_rows = max(0, last - first)
+        values = torch.empty(num_rows * row_bytes, dtype=torch.uint8)
+        unfilled = values.numpy().data
+        start = self._start + first * row_bytes
+        for piece in pieces_of(self._path, start, start + len(unfilled)):
+            unfilled[: len(piece)] = piece
+            unfilled = unfilled[len(piece) :]
+        return values.view(self._dtype).view(num_rows, *row_shape)

@@ -79,7 +79,7 @@ def test_saves_keep_remove_and_load_as_in_a_folder(
     folder = request.getfixturevalue(place)
     assert latest(folder) is None
     for step in range(1, 5):
-        keep = Keep(1, best="eval_loss")
+        keep = Keep(1, best={"eval_loss": 1.0})
         losses = {"eval_loss": abs(step - 2.5)}
         for where in (folder, tmp_path):
             optimizer = small()
@@ -88,7 +88,7 @@ def test_saves_keep_remove_and_load_as_in_a_folder(
             outcome = Saving(where, step, optimizer, {}, keep, losses=losses).finish()
             assert (outcome.problem, outcome.warnings) == ("", ())
     assert names_at(folder) == whole(2) + whole(4)
-    best = best_made_here(folder, "eval_loss")
+    best = best_made_here(folder, {"eval_loss": 1.0})
     assert best is not None and best.path.name == "step_00000002"
     newest = latest(folder)
     assert newest is not None and newest.name == "step_00000004"

@@ -30,7 +30,7 @@ from megaprec.tokens.loss_mask import SUFFIX as LOSS_MASK
 from megaprec.tokens.places import path_of
 from tools.commands.text_options import text_options
 from tools.console.json_output import print_result
-from tools.console.terminal import console_of
+from tools.console.progress_bar import console_of
 from tools.console.units import counted
 
 LEVELS = ("ok", "note", "bad")

@@ -30,7 +30,7 @@ from tools.commands.options import add_overrides, add_strict
 from tools.config.layouts import layout_problems
 from tools.config.resolved_run import resolve_run
 from tools.config.run_file import RunConfig
-from tools.console.terminal import console_of
+from tools.console.progress_bar import console_of
 from tools.training.corpus import open_corpus
 from tools.training.data_sources import sized_by_tokenizer
 from tools.training.fp8_summary import require_fp8_computed

@@ -15,8 +15,14 @@ from rich.progress import (
 from megaprec.text.build import SKIPPED, BuildResult
 from megaprec.tokens.files import with_suffix
 from megaprec.url_secrets import masked
-from tools.console.progress_bar import BAR_WIDTH, PLAIN_SECONDS, WIDTH_BESIDE, print_plain, show_bar
-from tools.console.terminal import console_of
+from tools.console.progress_bar import (
+    BAR_WIDTH,
+    PLAIN_SECONDS,
+    WIDTH_BESIDE,
+    console_of,
+    print_plain,
+    show_bar,
+)
 from tools.console.wrapped import last_parts_that_fit, say
 
 

@@ -1,5 +1,6 @@
 """Progress on a terminal, as a line that is redrawn; otherwise as plain lines."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,12 +17,21 @@ from rich.progress import (
 from rich.table import Column
 
 from megaprec.url_secrets import masked
-from tools.console.terminal import console_of
 from tools.console.wrapped import last_parts_that_fit, wrapped_parts
 
 PLAIN_SECONDS = 10  # between two plain lines
 BAR_WIDTH = 20  # columns of a bar at least
 WIDTH_BESIDE = 14  # columns of percentage and time beside the bar of a build
+
+
+def console_of(*, stderr: bool = False, width: int | None = None) -> Console:
+    """Return the console of stdout or stderr. FORCE_COLOR, which notebooks set for all that they
+    start, makes no terminal of a pipe: bars that are drawn over themselves would fill it.
+
+    width: in columns; None: the terminal's.
+    """
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=width, force_terminal=stream.isatty())
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from tools.console.terminal import console_of
+from tools.console.progress_bar import console_of
 
 PIPE_COLUMNS = 120
 

@@ -204,7 +204,7 @@ class Lion(Stateless, NamedArguments):
         momentum.copy_(torch.where(applied, followed, momentum))
 
 
-def _require_betas(betas: object) -> None:
+def _require_betas(betas: tuple[float, float]) -> None:
     """Raise UserError unless these are two numbers from 0 to below 1."""
     is_pair = isinstance(betas, tuple | list) and len(betas) == 2
     if not is_pair or not all(map(_is_fraction, betas)):

@@ -29,7 +29,7 @@ from parallel.mesh import make_mesh, world
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
 from tools.config.tables.settings import Parallel
-from tools.console.terminal import console_of
+from tools.console.progress_bar import console_of
 from tools.journal.records import read_branching
 from tools.training.corpus import Corpus, open_run_data
 from tools.training.launched import share_of_cores

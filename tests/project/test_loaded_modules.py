@@ -50,7 +50,7 @@ def test_the_command_line_loads_no_command_and_no_torch() -> None:
         ("megaprec", 5),
         ("megaprec.optim.optimizer", 97),
         ("models.engine.engine", 182),
-        ("tools.commands.train", 332),
+        ("tools.commands.train", 333),
         ("tools.training.rank", 325),
     ],
 )

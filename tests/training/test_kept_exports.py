@@ -311,3 +311,20 @@ def test_a_place_that_cannot_be_listed_is_a_warning(
 
     monkeypatch.setattr(kept_exports, "made_here", gone)
     assert export_kept(run / "checkpoints") == [f"{run / 'checkpoints'}: gone"]
+
+
+def test_a_card_has_every_weight_of_a_blend_that_changes(file: Path, tmp_path: Path) -> None:
+    text = file.parent / "text.txt"
+    other = tmp_path / "other.txt"
+    shutil.copyfile(text, other)
+    blend = (
+        f"data.blend=[{{source='{text}', weight=[[0, 0.75], [8, 0.25]]}}, "
+        f"{{source='{other}', weight=0.25}}]"
+    )
+    folder = tmp_path / "blended"
+    words = (blend, f"train.folder={folder}", f"data.cache={tmp_path}/data", "train.steps=2")
+    assert train(file, *words, "--no-verify") == 0
+    assert main(["convert", str(folder), str(tmp_path / "hf"), "--to", "hf"]) == 0
+    rows = (tmp_path / "hf" / "README.md").read_text().splitlines()
+    (row,) = [line for line in rows if line.startswith(f"| `{text}` |")]
+    assert "| 0.75, 0.25 from sample 8 on |" in row

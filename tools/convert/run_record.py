@@ -44,13 +44,18 @@ def _trained_texts(identity: dict[str, Any]) -> tuple[TrainedText, ...]:
     texts: list[TrainedText] = []
     for each in masked_inside(identity.get("sets", [])):
         try:
+            later_weights = [
+                (int(changed["samples"]), float(changed["weight"]))
+                for changed in each.get("later_weights", [])
+            ]
             text = TrainedText(
                 source=str(each["source"]),
                 weight=float(each["weight"]),
+                later_weights=tuple(later_weights),
                 tokens=int(each["tokens"]),
                 documents=int(each["documents"]),
             )
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, AttributeError):
             continue
         texts.append(text)
     return tuple(texts)

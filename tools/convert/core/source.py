@@ -53,11 +53,15 @@ class MergedInput:
 
 @dataclass(frozen=True)
 class TrainedText:
-    """A text or data set that a run was trained on. source: its name in the run file, without
-    secrets of URLs."""
+    """A text or data set that a run was trained on.
+
+    source: its name in the run file, without secrets of URLs. weight: its first one. later_weights:
+        pairs of a number of samples and the weight from there on.
+    """
 
     source: str
     weight: float
+    later_weights: tuple[tuple[int, float], ...]
     tokens: int
     documents: int
 

@@ -22,7 +22,7 @@ from megaprec.parsing import parse_toml
 from megaprec.tested_versions import installed_version
 from tools.config.run_file import tables_of_a_run
 from tools.console.toml import toml
-from tools.convert.core.source import RunRecord, Source
+from tools.convert.core.source import RunRecord, Source, TrainedText
 from tools.convert.core.tensors import torch_name
 from tools.convert.hf.config import model_type_of
 from tools.journal.records import AVERAGE_LOSS, HELD_OUT_LOSS
@@ -165,7 +165,13 @@ def _data_table(run: RunRecord) -> Iterator[str]:
     yield "|---|---|---|---|"
     for each in run.data:
         name = " ".join(each.source.split()).replace("|", "\\|")
-        yield f"| `{name}` | {each.weight:g} | {each.tokens:,} | {each.documents:,} |"
+        yield f"| `{name}` | {_weights(each)} | {each.tokens:,} | {each.documents:,} |"
+
+
+def _weights(text: TrainedText) -> str:
+    """Return the weight of a text, and those that follow it: "0.8, 0.2 from sample 80 on"."""
+    changes = [f"{weight:g} from sample {samples:,} on" for samples, weight in text.later_weights]
+    return ", ".join([f"{text.weight:g}", *changes])
 
 
 def _numbers(source: Source) -> Iterator[str]:

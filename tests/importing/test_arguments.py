@@ -63,7 +63,7 @@ KEYED = {
     "steps_per_print": "log.every", "warmup_num_steps": "lr.warmup", "bf16.enabled": "precision.compute",
 }  # fmt: skip
 WITHOUT = {
-    "hierarchical_context_parallel_sizes": "one group here", "phase_transition_iterations": "one order",
+    "hierarchical_context_parallel_sizes": "one group here", "phase_transition_iterations": "data.blend",
     **dict.fromkeys(("wandb_exp_name", "use_flash_attn", "use_mcore_models", "exit_interval", "num_workers", "transformer_impl", "distributed_backend", "wall_clock_breakdown", "flops_profiler"), "is not used here"),
 }  # fmt: skip
 

@@ -401,6 +401,7 @@ def test_where_megatrons_default_differs_from_ours_the_run_file_states_it(tmp_pa
             2,
         ),
         ("--optimizer sgd --sgd-momentum 0.5", "optimizer.options", {"momentum": 0.5}),
+        ("--optimizer lion --lion-beta1 0.9", "optimizer.options", {"betas": [0.9, 0.98]}),
         ("--clip-grad 0", "optimizer.clip", 0.0),
         ("--optimizer-cpu-offload", "optimizer.offload", "host"),
         ("--optimizer-cpu-offload --optimizer-offload-fraction 0.5", "optimizer.offload", "host"),

@@ -105,7 +105,11 @@ def test_what_changes_numbers_is_refused_in_a_log_too(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     args = kept(BASE)
     for name, value, said in (
-        ("phase_transition_iterations", "[10]", "the data of a run has one order"),
+        (
+            "phase_transition_iterations",
+            "[10]",
+            "give the weights of all phases by samples in data.blend",
+        ),
         ("perform_initialization", False, "initial weights are normal"),
         ("qk_l2_norm", True, "it makes another model"),
         ("decoupled_lr", 0.5, "the learning rate is one schedule"),

@@ -32,6 +32,7 @@ OTHERWISE = {
     "megaprec/tokens/places.py": "its errors have the URL",
     "megaprec/tokens/ranges.py": "its errors have the URL",
     "megaprec/train_program.py": "a file of the command that it has started, in a temporary folder",
+    "tools/recipes/recipe.py": "a file of the package",
     "tools/convert/core/untrusted.py": "a process without the package; the process that started it names the file",
     "tools/training/torchrun.py": "files of the kernel, which may be missing",
     "tools/journal/run_id.py": "its errors are told with the tracker",

@@ -391,7 +391,7 @@ def test_the_rule_of_a_run_has_the_defaults_of_the_rule_itself(name: str) -> Non
 
 def test_importers_have_a_branch_for_each_rule_that_is_known_elsewhere() -> None:
     """Those of Megatron-LM's and DeepSpeed's `add_optimizer`."""
-    assert {name for name, kind in RULES.items() if kind.elsewhere} == {"adamw", "sgd"}
+    assert {name for name, kind in RULES.items() if kind.elsewhere} == {"adamw", "lion", "sgd"}
 
 
 @pytest.mark.parametrize("warmup", ["1.5", "0.0", "-0.1", "1.0"])

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from rich.console import Console
 
 from megaprec.errors import Problem, UserError
 from parallel.described_world import is_rank_of_world
@@ -194,7 +195,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print(text, end="")
     else:
-        show(certified, console_of() if console_of().is_terminal else console_of(width=110))
+        show(certified, Console() if Console().is_terminal else Console(width=110))
         for path in written:
             print(f"written    {path}")
     return 0 if certified["verdict"] == PROVEN else 1

@@ -24,14 +24,11 @@ BAR_WIDTH = 20  # columns of a bar at least
 WIDTH_BESIDE = 14  # columns of percentage and time beside the bar of a build
 
 
-def console_of(*, stderr: bool = False, width: int | None = None) -> Console:
-    """Return the console of stdout or stderr. FORCE_COLOR, which notebooks set for all that they
-    start, makes no terminal of a pipe: bars that are drawn over themselves would fill it.
-
-    width: in columns; None: the terminal's.
-    """
+def console_of(*, stderr: bool = False) -> Console:
+    """Return the console of stdout or stderr for what is drawn over itself. FORCE_COLOR, which
+    notebooks set for all that they start, makes no terminal of a pipe: bars would fill it."""
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=width, force_terminal=stream.isatty())
+    return Console(stderr=stderr, force_terminal=stream.isatty())
 
 
 @contextmanager

@@ -3,15 +3,13 @@
 from rich.console import Console
 from rich.table import Table
 
-from tools.console.progress_bar import console_of
-
 PIPE_COLUMNS = 120
 
 
 def table_console() -> Console:
     """Return a console on stdout for tables."""
-    console = console_of()
-    return console if console.is_terminal else console_of(width=PIPE_COLUMNS)
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_COLUMNS)
 
 
 def print_table(table: Table) -> None:

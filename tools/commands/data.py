@@ -40,9 +40,9 @@ from tools.commands.text_options import (
     text_options,
     tokenizer_path,
 )
+from tools.config.tables.table import MAX_SIZE
 from tools.console.build_progress import build_progress, skipped_words, tell_left_out
 from tools.console.json_output import add_json, print_result
-from tools.config.tables.table import MAX_SIZE
 from tools.console.tables import print_table
 from tools.console.units import counted
 

@@ -17,12 +17,10 @@ the longest or shortest documents.
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-Pack = Literal["none", "best_fit"]
 Integers = NDArray[np.int64]
 
 

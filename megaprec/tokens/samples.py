@@ -31,6 +31,7 @@ from megaprec.tokens.indexed import IndexedDataset
 from megaprec.tokens.order import draw, order
 
 Windows = Literal["tiled", "random"]
+Pack = Literal["none", "best_fit"]  # how documents are put into samples
 CHUNK = 1 << 20  # tokens at a time that are searched for one that counts
 
 

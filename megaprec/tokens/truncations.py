@@ -1,5 +1,4 @@
-"""What becomes of the documents of a data set in samples: how many are whole, how many are cut, and
-how much of the samples is padding."""
+"""Counts of the documents of a data set that samples hold whole or cut, and of padding."""
 
 from typing import NamedTuple
 

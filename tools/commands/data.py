@@ -21,13 +21,13 @@ from megaprec.text.sources import TextSource, open_source
 from megaprec.text.text_files import left_out_words
 from megaprec.text.tokenizer import Tokenizer, load_tokenizer
 from megaprec.text.training import learn_characters, train_hugging_face, train_sentencepiece
-from megaprec.tokens.best_fit import Pack
 from megaprec.tokens.copies import file_here, is_there
 from megaprec.tokens.files import exclusive_lock
 from megaprec.tokens.index_check import CHUNK
 from megaprec.tokens.indexed import IndexedDataset
 from megaprec.tokens.intact import DataSetContents, check_vocabulary, contents_of
 from megaprec.tokens.places import is_remote, path_of
+from megaprec.tokens.samples import Pack
 from megaprec.url_secrets import masked
 from tools.commands import data_plan as planning
 from tools.commands import data_truncations

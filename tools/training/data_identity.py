@@ -14,10 +14,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from megaprec.checkpoint.reader import Store, newer_version
 from megaprec.errors import UserError
-from megaprec.tokens.best_fit import Pack
 from megaprec.tokens.blend_phases import BlendPhases, Points
 from megaprec.tokens.held_out import HeldOutRule
-from megaprec.tokens.samples import Windows
+from megaprec.tokens.samples import Pack, Windows
 from megaprec.url_secrets import masked
 from models.equivalence import CONTEXT_KEYS
 from tools.config.rules.derived import blend_phases

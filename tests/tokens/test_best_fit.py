@@ -75,6 +75,13 @@ def test_a_piece_goes_where_the_least_room_is_left() -> None:
     assert pieces_by_sample(packing) == [[(0, 2)], [(2, 3), (5, 7)], [(12, 4), (16, 6)]]
 
 
+def test_of_samples_with_equal_room_the_one_begun_first_takes_the_earlier_piece() -> None:
+    # 4 leaves the room of 1 in the second sample before 2 leaves it in the first
+    packing = best_fit(np.array([7, 5, 4, 2, 1, 1]), 10)
+    assert pieces_by_sample(packing) == plain_best_fit([7, 5, 4, 2, 1, 1], 10)
+    assert pieces_by_sample(packing)[0] == [(0, 7), (16, 2), (18, 1)]
+
+
 def test_pieces_of_one_length_are_placed_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the steps of the loop do not grow with the documents."""
     lengths = np.random.default_rng(0).integers(1, 200, 200_000)

@@ -53,15 +53,16 @@ def targets_of(batch: Batch) -> list[int]:
 def test_each_token_is_once_an_epoch_an_input_and_behind_the_first_a_target(tmp_path: Path) -> None:
     dataset = documents(tmp_path)
     firsts = {int(dataset.document(i)[0]) for i, length in enumerate(LENGTHS) if length}
+    everything = range(1, sum(LENGTHS) + 1)
     samples = packed(dataset, Resets(eod_mask_loss=True))
     for epoch in range(3):
         batch = samples.batch(epoch * len(samples), len(samples))
-        assert sorted(inputs_of(batch)) == [*range(1, sum(LENGTHS) + 1)]
-        assert sorted(targets_of(batch)) == [*sorted({*range(1, sum(LENGTHS) + 1)} - firsts)]
-    # of each target that counts, the input is the token before it
-    assert batch.mask is not None
-    is_target = batch.mask > 0
-    assert (batch.targets[is_target] == batch.tokens[is_target] + 1).all()
+        assert sorted(inputs_of(batch)) == [*everything]
+        assert sorted(targets_of(batch)) == sorted({*everything} - firsts)
+        # of each target that counts, the input is the token before it
+        assert batch.mask is not None
+        is_target = batch.mask > 0
+        assert (batch.targets[is_target] == batch.tokens[is_target] + 1).all()
 
 
 def test_a_sample_is_the_pieces_of_a_plain_loop_and_padding(tmp_path: Path) -> None:

@@ -112,11 +112,6 @@ class PackedSamples(Samples):
         """Return of how many different samples no target counts in the loss."""
         return int((self._counted_by_sample() == 0).sum())
 
-    @property
-    def num_different(self) -> int:
-        """Return how many different samples there are."""
-        return len(self)
-
     def tokens_by_document(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many tokens of each document are in the chosen samples, int64 [documents].
 

@@ -147,12 +147,12 @@ class WithBeginTokens(IndexedDataset):
             ids[into] = self._stream[stored_start:stored_stop]
         return ids
 
-    def prepare(self, starts: Iterable[int], length: int) -> None:
-        """Read what is at a URL of the tokens [start, start + length) for each start at once."""
+    def prepare_spans(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Read what is at a URL of the tokens [start, stop) of each span at once."""
         self._prepare_stored(
             (stored_start, stored_stop)
-            for start in starts
-            for _, stored_start, stored_stop in self._stored_within(start, length)
+            for start, stop in spans
+            for _, stored_start, stored_stop in self._stored_within(start, stop - start)
         )
 
     def counted(self, start: int, length: int) -> NDArray[np.bool_]:

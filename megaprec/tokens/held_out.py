@@ -160,6 +160,12 @@ def _between(pieces: Ranges, total: int) -> Ranges:
     return Ranges(begins[is_there], ends[is_there])
 
 
+def all_evaluated(total: int, rule: HeldOutRule) -> Ranges:
+    """Return all samples of a stream that is evaluated, of which an evaluation takes the first: of
+    the file, or from all over it."""
+    return taken_in_turn(total) if rule == "everywhere" else Ranges.single(0, total)
+
+
 def taken_in_turn(total: int) -> Ranges:
     """Return all samples of a stream, in an order in which any beginning is from everywhere."""
     parts = min(PIECES, total)

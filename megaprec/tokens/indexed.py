@@ -398,7 +398,11 @@ class IndexedDataset:
     def prepare(self, starts: Iterable[int], length: int) -> None:
         """Read what is at a URL of the tokens [start, start + length) for each start at once: the
         times that its server takes do not add up."""
-        self._prepare_stored((start, start + length) for start in starts)
+        self.prepare_spans((start, start + length) for start in starts)
+
+    def prepare_spans(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Read what is at a URL of the tokens [start, stop) of each span at once."""
+        self._prepare_stored(spans)
 
     def _prepare_stored(self, spans: Iterable[tuple[int, int]]) -> None:
         if isinstance(self._stream, RemoteTokens):

@@ -21,7 +21,7 @@ import os
 import platform
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -251,27 +251,28 @@ def block_digests(file: Path) -> list[str]:
 def describe_bad_id(
     dataset: IndexedDataset,
     sample: int,
-    first: int,
-    length: int,
+    spans: Sequence[tuple[int, int]],
     vocab: int,
 ) -> Problem | None:
     """Return the problem of a sample that has an id outside the vocabulary; None if it has none.
 
-    The sample has the `length` tokens from token `first` on. The problem names the first such id
-    and its place.
+    spans: the tokens [start, stop) that the sample is read from. The problem names the first such
+        id and its place.
     """
-    ids = dataset.tokens(first, length)
-    wrong = np.flatnonzero((ids < 0) | (ids >= vocab))
-    if not len(wrong):
-        return None
-    index = int(wrong[0])
-    return Problem.of(
-        "data.sample_outside_vocabulary",
-        sample=sample,
-        token_id=int(ids[index]),
-        place=describe_token_place(dataset, first + index),
-        vocab=vocab,
-    )
+    for start, stop in spans:
+        ids = dataset.tokens(start, stop - start)
+        wrong = np.flatnonzero((ids < 0) | (ids >= vocab))
+        if not len(wrong):
+            continue
+        index = int(wrong[0])
+        return Problem.of(
+            "data.sample_outside_vocabulary",
+            sample=sample,
+            token_id=int(ids[index]),
+            place=describe_token_place(dataset, start + index),
+            vocab=vocab,
+        )
+    return None
 
 
 def describe_token_place(dataset: IndexedDataset, token: int) -> str:

@@ -31,6 +31,7 @@ from megaprec.tokens.indexed import IndexedDataset
 from megaprec.tokens.order import draw, order
 
 Windows = Literal["tiled", "random"]
+Pack = Literal["none", "best_fit"]  # how documents are put into samples
 CHUNK = 1 << 20  # tokens at a time that are searched for one that counts
 
 
@@ -80,11 +81,23 @@ class Batch:
 
 
 class SampleLocation(NamedTuple):
-    """The place of a sample on disk: its data set, its id and its first token there."""
+    """The place of a sample on disk: its data set, its id, and the tokens [start, stop) there that
+    it is read from, in its order."""
 
     dataset: IndexedDataset
     sample: int
-    first_token: int
+    spans: tuple[tuple[int, int], ...]
+
+    @property
+    def first_token(self) -> int:
+        """Return the first token of the sample."""
+        start, _ = self.spans[0]
+        return start
+
+    def documents(self) -> NDArray[np.int64]:
+        """Return the document number of each token of the sample, int64."""
+        numbers = [self.dataset.documents_of(start, stop - start) for start, stop in self.spans]
+        return np.concatenate(numbers)
 
 
 class Samples:
@@ -155,7 +168,9 @@ class Samples:
     def location_of(self, position: int) -> SampleLocation:
         """Return where the sample at a position of the run is on disk."""
         (sample_id,) = self._ids(np.array([position], np.int64)).tolist()
-        return SampleLocation(self._dataset, sample_id, sample_id * self._stride)
+        start = sample_id * self._stride
+        span = start, start + self._seq_length + 1
+        return SampleLocation(self._dataset, sample_id, (span,))
 
     def _ids(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the ids of the samples at positions of the run."""
@@ -210,6 +225,16 @@ class Samples:
             if self._has_counted(begin, end):
                 return
         raise UserError.of("data.no_token_counts", what=what)
+
+    def tokens_by_document(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many tokens of each document the chosen samples begin with or go over, int64
+        [documents].
+
+        lengths: of the documents of the data set, in tokens.
+        """
+        tokens = self._chosen.tokens(self._seq_length)
+        ends = np.cumsum(lengths)
+        return tokens.count_below(ends) - tokens.count_below(ends - lengths)
 
     @property
     def num_different(self) -> int:
@@ -298,8 +323,7 @@ def split(
     token is a target in both. Raises UserError if the fraction is outside [0, 1) or the text is too
     short for one sample of each.
     """
-    if not 0 <= held_out < 1:
-        raise UserError.of("data.held_out_fraction", held_out=held_out)
+    require_fraction(held_out)
     total = count_samples(dataset, seq_length)
     held_out_count = held_out_samples(total, held_out)
     needed = 2 if held_out_count else 1
@@ -312,6 +336,12 @@ def split(
     training = Samples(dataset, seq_length, seed, shuffle, trained, resets, windows)
     # never shuffled: an evaluation takes the same samples each time
     return training, Samples(dataset, seq_length, seed, False, kept, resets)
+
+
+def require_fraction(held_out: float) -> None:
+    """Raise UserError if the held-out fraction is outside [0, 1)."""
+    if not 0 <= held_out < 1:
+        raise UserError.of("data.held_out_fraction", held_out=held_out)
 
 
 def training_numbers(

@@ -60,6 +60,42 @@ def test_without_a_tokenizer_ids_are_shown(
     assert "mean document      51.0 tokens" in shown
 
 
+def test_documents_that_samples_cut_are_counted_with_and_without_packing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with IndexedWriter(tmp_path / "x", 1000) as writer:
+        for length in (6, 7, 4, 13, 3):
+            writer.add_document([5] * length)
+    asked = ("inspect", tmp_path / "x", "--samples", 0, "--seq-length", 10)
+    # in order samples hold 6 4 | 3 4 3 | 10, and the last 3 tokens are in none
+    expected = {
+        "samples": ("3", "4"),
+        "padding": ("0.00%", "17.50%"),
+        "tokens in no sample": ("3", "0"),
+        "documents of at most 10, whole": ("3", "4"),
+        "documents of at most 10, cut": ("1", "0"),
+        "documents of more than 10, cut": ("1", "1"),
+        "cuts of all documents": ("2", "1"),
+    }
+    assert command(*asked) == 0
+    alone = capsys.readouterr().out
+    assert 'data.pack = "none"' in alone and "best_fit" not in alone
+    assert command(*asked, "--pack", "best_fit") == 0
+    rows = [line.strip("│").split("│") for line in capsys.readouterr().out.splitlines()]
+    shown = {cells[0].strip(): (cells[1].strip(), cells[2].strip()) for cells in rows if cells[2:]}
+    assert {name: shown[name] for name in expected} == expected
+
+
+def test_a_length_of_samples_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "x", 1000) as writer:
+        writer.add_document([5])
+    with raises("command.pack_without_length", pack="best_fit"):
+        command("inspect", tmp_path / "x", "--pack", "best_fit")
+    for length in (0, -1, 2**70):
+        with raises("command.inspected_length", length=length):
+            command("inspect", tmp_path / "x", "--seq-length", length)
+
+
 def test_an_empty_data_set_can_be_inspected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

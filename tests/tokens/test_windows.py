@@ -93,7 +93,8 @@ def test_each_window_is_the_tokens_of_the_file_from_its_id_on(
         assert batch.documents[row].tolist() == (window[:-1] // 7 - start // 7).tolist()
         within = np.minimum(window[:-1] % 7, window[:-1] - start)
         assert batch.positions[row].tolist() == within.tolist()
-        assert samples.location_of(position + row) == (dataset, start, start)
+        span = start, start + LENGTH + 1
+        assert samples.location_of(position + row) == (dataset, start, (span,))
 
 
 @settings(deadline=None, max_examples=30)

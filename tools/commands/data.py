@@ -9,7 +9,7 @@ from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -27,8 +27,10 @@ from megaprec.tokens.index_check import CHUNK
 from megaprec.tokens.indexed import IndexedDataset
 from megaprec.tokens.intact import DataSetContents, check_vocabulary, contents_of
 from megaprec.tokens.places import is_remote, path_of
+from megaprec.tokens.samples import Pack
 from megaprec.url_secrets import masked
 from tools.commands import data_plan as planning
+from tools.commands import data_truncations
 from tools.commands import data_verify as verification
 from tools.commands.options import add_overrides
 from tools.commands.text_options import (
@@ -38,8 +40,10 @@ from tools.commands.text_options import (
     text_options,
     tokenizer_path,
 )
+from tools.config.tables.table import MAX_SIZE
 from tools.console.build_progress import build_progress, skipped_words, tell_left_out
 from tools.console.json_output import add_json, print_result
+from tools.console.tables import print_table
 from tools.console.units import counted
 
 MAX_TOKENS_SHOWN = 64  # of each sample document
@@ -193,6 +197,17 @@ def _add_inspect(commands: SubParsers) -> None:
         metavar="N",
         help="number of documents to show (default: 3)",
     )
+    parser.add_argument(
+        "--seq-length",
+        type=int,
+        metavar="N",
+        help="say what samples of N tokens do to documents: how many are cut",
+    )
+    parser.add_argument(
+        "--pack",
+        choices=[way for way in get_args(Pack) if way != "none"],
+        help="say it of samples of packed documents too (data.pack)",
+    )
     add_json(parser)
     parser.set_defaults(run=inspect)
 
@@ -311,6 +326,10 @@ def inspect(args: argparse.Namespace) -> int:
     """Run `megaprec data inspect`. Raises UserError if the data set is missing or corrupt."""
     if args.samples < 0:
         raise UserError.of("command.samples", samples=args.samples)
+    if args.pack and args.seq_length is None:
+        raise UserError.of("command.pack_without_length", pack=args.pack)
+    if args.seq_length is not None and not 1 <= args.seq_length <= MAX_SIZE:
+        raise UserError.of("command.inspected_length", length=args.seq_length, most=MAX_SIZE)
     prefix = path_of(args.prefix)
     dataset = IndexedDataset(prefix)
     # a file that was named must be there; one beside the data set may be
@@ -324,11 +343,21 @@ def inspect(args: argparse.Namespace) -> int:
         _print_notes(tokenizer)
         check_vocabulary(dataset, contents, tokenizer.vocab_size)
     shown_documents = _spaced_documents(dataset.num_documents, args.samples)
-    return print_result(
-        args,
-        lambda: _document(dataset, contents, shown_documents, tokenizer),
-        lambda: _show(dataset, contents, shown_documents, tokenizer),
-    )
+    truncations = data_truncations.by_way(dataset, args.seq_length, args.pack)
+
+    def document() -> dict[str, Any]:
+        counts = _document(dataset, contents, shown_documents, tokenizer)
+        if truncations:
+            counts["truncations"] = {way: counted._asdict() for way, counted in truncations.items()}
+        return counts
+
+    def show() -> None:
+        _show(dataset, contents, shown_documents, tokenizer)
+        if truncations:
+            print()
+            print_table(data_truncations.table(args.seq_length, truncations))
+
+    return print_result(args, document, show)
 
 
 def _show(

@@ -9,6 +9,7 @@ ends; no sample of them is trained on.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from megaprec.tokens.blend import Blend, WeightedStretch
 from megaprec.tokens.blend_phases import Points
 from megaprec.tokens.copies import is_there
 from megaprec.tokens.document_tokens import DocumentTokens, document_tokens, with_begin
-from megaprec.tokens.held_out import HeldOutRule, Ranges, taken_in_turn
+from megaprec.tokens.held_out import HeldOutRule, all_evaluated
 from megaprec.tokens.indexed import IndexedDataset
 from megaprec.tokens.intact import DataSetContents, check_vocabulary, contents_of, read_record
 from megaprec.tokens.places import path_of
@@ -117,6 +118,8 @@ def open_corpus(config: RunConfig, allowed: Collection[str] = ()) -> Corpus:
         config, streams, corpus.begin_token, corpus.documents, corpus.tokenizer
     )
     notes += part("loss_mask_notes")(config.data, corpus.training_parts)
+    if config.data.pack != "none":
+        notes += part("packing_notes")(config, corpus.training_parts)
     # The validation sets need the tokenizer, and so come after the training data.
     notes += _build_validation(config, corpus)
     return replace(
@@ -160,6 +163,7 @@ def identified(config: RunConfig, corpus: Corpus) -> Corpus:
         held_out_from=held_out_rule(config),
         stretches=_identify_stretches(corpus.train),
         windows=config.data.windows,
+        pack=config.data.pack,
         linear=phases.linear,
     )
     return replace(corpus, identity=identity, notes=tuple(dict.fromkeys(notes)))
@@ -294,7 +298,11 @@ def _split(
     data = config.data
     train = config.train
     with naming_settings(config, source, "data.held_out", "train.seq_length"):
-        trained, held_out = split(
+        # random windows are of a stream, and not packed
+        divide = partial(split, windows=data.windows)
+        if data.pack != "none":
+            divide = part("split_packed")
+        trained, held_out = divide(
             dataset=stream,
             seq_length=train.seq_length,
             held_out=data.held_out,
@@ -302,7 +310,6 @@ def _split(
             shuffle=data.shuffle,
             resets=resets,
             rule=rule,
-            windows=data.windows,
         )
     with naming_settings(config, source):
         trained.require_counted("training samples")
@@ -424,14 +431,22 @@ def open_validation(config: RunConfig, begin_token: int | None) -> Mapping[str, 
             stored = IndexedDataset(source.prefix)
             _require_loss_mask(config.data, stored)
             dataset = with_begin(stored, begin_token)
-            total = count_samples(dataset, train.seq_length)
-            # An evaluation takes the first samples: of the file, or from all over it.
-            chosen = taken_in_turn(total) if rule == "everywhere" else Ranges.single(0, total)
             resets = _resets(config.data, [stored])
-            samples = Samples(dataset, train.seq_length, train.seed, False, chosen, resets)
+            samples = _all_samples(config, dataset, rule, resets)
             samples.require_counted("evaluated samples")
             opened[source.validation_name] = samples
     return opened
+
+
+def _all_samples(
+    config: RunConfig, dataset: IndexedDataset, rule: HeldOutRule, resets: Resets
+) -> Samples:
+    """Return all samples of a data set that is evaluated. Raises UserError if there is none."""
+    train = config.train
+    if config.data.pack != "none":
+        return part("evaluated_packed")(dataset, train.seq_length, train.seed, resets, rule)
+    chosen = all_evaluated(count_samples(dataset, train.seq_length), rule)
+    return Samples(dataset, train.seq_length, train.seed, False, chosen, resets)
 
 
 def _resets(data: Data, datasets: Sequence[IndexedDataset]) -> Resets:

@@ -16,7 +16,7 @@ from megaprec.checkpoint.reader import Store, newer_version
 from megaprec.errors import UserError
 from megaprec.tokens.blend_phases import BlendPhases, Points
 from megaprec.tokens.held_out import HeldOutRule
-from megaprec.tokens.samples import Windows
+from megaprec.tokens.samples import Pack, Windows
 from megaprec.url_secrets import masked
 from models.equivalence import CONTEXT_KEYS
 from tools.config.rules.derived import blend_phases
@@ -31,6 +31,7 @@ ALLOW = (
     "seed",
     "shuffle",
     "windows",
+    "pack",
     "seq_length",
     "ema",
     *(f"model.{key}" for key in CONTEXT_KEYS),
@@ -98,6 +99,7 @@ class Identity(_Saved):
     held-out part, which was always "end" in checkpoints that do not say it.
     stretches: the weights by position, of a run whose weights change or have changed; else none.
     windows: "tiled" in checkpoints that do not say it. linear: as in `BlendPhases`.
+    pack: "none" in checkpoints that do not say it.
     """
 
     sets: list[DataSet]
@@ -110,6 +112,7 @@ class Identity(_Saved):
     stretches: list[BlendStretch] = []
     windows: Windows = "tiled"
     linear: Annotated[bool, SAVED_IF_SET] = False
+    pack: Annotated[Pack, Field(exclude_if=lambda pack: pack == "none")] = "none"
 
     @property
     def phases(self) -> BlendPhases:
@@ -163,6 +166,10 @@ def other_settings(saved: Identity, data: Data, train: Train) -> Iterator[DataDi
         change = f"{toml(saved.windows)} -> {toml(data.windows)}"
         effect = "samples are cut from the text in another way"
         yield DataDifference("windows", f"data.windows: {change}: {effect}")
+    if saved.pack != data.pack:
+        change = f"{toml(saved.pack)} -> {toml(data.pack)}"
+        effect = "samples are made of other documents"
+        yield DataDifference("pack", f"data.pack: {change}: {effect}")
     if saved.seed != train.seed:
         change = f"{saved.seed} -> {train.seed}"
         effect = "samples come in another order, and dropout is another"

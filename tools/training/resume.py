@@ -410,7 +410,9 @@ def _other_length(checkpoint: Store, config: RunConfig) -> Iterator[DataDifferen
         return
     if config.data.windows == "random":
         return
-    if config.data.shuffle:
+    if config.data.pack != "none":
+        reason = "documents are packed anew"
+    elif config.data.shuffle:
         reason = "its samples come in another order"
     elif config.data.blend:
         reason = "each set of a blend counts its samples"
@@ -445,6 +447,11 @@ def _position_notes(checkpoint: Store, config: RunConfig, corpus: Corpus) -> Ite
     )
     if config.data.windows == "random":
         line = f"{LENGTH_KEY}: from now on random windows of {length} tokens are drawn"
+    if config.data.pack != "none":
+        line = (
+            f"{LENGTH_KEY}: documents are packed anew into samples of {length} tokens; "
+            f"{tokens:,} tokens are read, and sample {position.next_sample:,} is next"
+        )
     if position.repeated:
         line += f"; its first {position.repeated:,} tokens come again"
     if position.trained_of_held_out:
@@ -463,6 +470,8 @@ def _data_position(checkpoint: Store, config: RunConfig, corpus: Corpus) -> _Dat
     if config.data.windows == "random":
         shared = _drawn_of_held_out(old_length, config, corpus) if samples else 0
         return _DataPosition(samples, trained_of_held_out=shared)
+    if config.data.pack != "none":  # samples of the two lengths have no common order
+        return _DataPosition(samples * old_length // length)
     if not isinstance(corpus.train, Samples):  # a blend, which has no epochs of its own
         following, repeated = divmod(samples * old_length, length)
         return _DataPosition(following, repeated)

@@ -241,10 +241,9 @@ def _is_tokenized(name: str) -> bool:
 def _evaluated_in_training(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     """Yield a line for each evaluated set with documents that are training documents too."""
     parts = corpus.training_parts
-    seq_length = config.train.seq_length
     held_out = set[bytes]()
     for part in parts:
-        held_out |= _sampled_contents(part.dataset, _held_out_documents(part, seq_length))
+        held_out |= _sampled_contents(part.dataset, _held_out_documents(part))
     sets = dict[str, set[bytes]]()
     for set_name, samples in corpus.validation.items():
         dataset = samples.dataset
@@ -257,7 +256,7 @@ def _evaluated_in_training(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     lengths = np.array(token_counts, np.int64)
     trained = set[bytes]()
     for part in parts:
-        for document in _training_documents(part, seq_length, lengths):
+        for document in _training_documents(part, lengths):
             # Compared as bytes, whose hash a set can look up.
             content = document.tobytes()
             if content in all_evaluated:
@@ -283,36 +282,24 @@ def _sampled_contents(dataset: IndexedDataset, numbers: NDArray[np.int64]) -> se
     return {document.tobytes() for document in _read_evenly(dataset, numbers, COMPARED)}
 
 
-def _held_out_documents(training: Samples, seq_length: int) -> NDArray[np.int64]:
+def _held_out_documents(training: Samples) -> NDArray[np.int64]:
     """Return the numbers of the documents that no training sample has a token of, short ones left
     out.
     """
     lengths = training.dataset.document_lengths()
-    is_held_out = _trained_tokens(training, seq_length, lengths) == 0
+    is_held_out = training.tokens_by_document(lengths) == 0
     return np.flatnonzero(is_held_out & (lengths >= SHORTEST_DOCUMENT))
 
 
 def _training_documents(
-    training: Samples, seq_length: int, wanted_lengths: NDArray[np.int64]
+    training: Samples, wanted_lengths: NDArray[np.int64]
 ) -> Iterator[NDArray[np.int64]]:
     """Yield the documents of the wanted lengths of which at least half is in training samples."""
     dataset = training.dataset
     lengths = dataset.document_lengths()
-    is_trained = 2 * _trained_tokens(training, seq_length, lengths) >= lengths
+    is_trained = 2 * training.tokens_by_document(lengths) >= lengths
     numbers = np.flatnonzero(is_trained & np.isin(lengths, wanted_lengths))
     yield from _read_evenly(dataset, numbers, MOST_READ)
-
-
-def _trained_tokens(
-    training: Samples, seq_length: int, lengths: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Return how many tokens of each document training samples begin with or go over.
-
-    lengths: of the documents of their data set, in tokens.
-    """
-    tokens = training.chosen.tokens(seq_length)
-    ends = np.cumsum(lengths)
-    return tokens.count_below(ends) - tokens.count_below(ends - lengths)
 
 
 def _read_evenly(

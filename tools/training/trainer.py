@@ -626,8 +626,7 @@ class Trainer:
         except OutsideVocabulary as error:
             start = self.progress.samples if first_sample is None else first_sample
             location = samples.location_of(start + error.sample)
-            length = self.config.train.seq_length + 1
-            problem = describe_bad_id(*location, length, error.vocab) or error.problems[0]
+            problem = describe_bad_id(*location, error.vocab) or error.problems[0]
             raise UserError(problem) from error
 
     def _advance(self, report: StepReport) -> None:

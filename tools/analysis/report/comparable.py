@@ -36,6 +36,7 @@ TEXT_KEYS = (
 )
 TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size")
 SAMPLE_KEYS = (
+    "data.pack",
     "train.seq_length",
     "train.seq_schedule",
     "data.reset_attention_mask",
@@ -210,7 +211,9 @@ def _held_out_facts(compared: _Compared) -> Facts:
     if compared.identity is not None:
         facts["data.held_out_from"] = compared.identity.held_out_from
     # Of a blend the held-out parts of all sets are mixed: their number alone says nothing.
-    if compared.identity is None or len(compared.identity.sets) > 1:
+    # Of packed documents the number of samples follows from the lengths of all.
+    is_packed = compared.config.data.pack != "none"
+    if compared.identity is None or len(compared.identity.sets) > 1 or is_packed:
         facts[EVALUATED] = f"{requested:,} samples at most"
         return facts
     tokens = compared.identity.sets[0].tokens

@@ -71,6 +71,15 @@ def _windows(data: Data) -> Iterator[str]:
         yield Problem.of("config.windows_in_order")
 
 
+def _pack(train: Train, data: Data) -> Iterator[str]:
+    if data.pack == "none":
+        return
+    if data.windows == "random":
+        yield Problem.of("config.pack_windows", pack=data.pack)
+    if train.seq_schedule:
+        yield Problem.of("config.pack_seq_schedule", pack=data.pack)
+
+
 def _evaluation(train: Train, data: Data) -> Iterator[str]:
     if train.evaluates and not (data.held_out or data.validation or data.lm_eval):
         key = "eval_every" if train.eval_every else "eval_first"
@@ -150,6 +159,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _first_state,
     _blend,
     _windows,
+    _pack,
     _evaluation,
     _blend_names,
     _validation_names,

@@ -233,6 +233,12 @@ class Data(Table):
         "once an epoch; random: train.seq_length + 1 tokens from any token on, each drawn with "
         "replacement, as nanoGPT draws its batches.",
     )
+    pack: Literal["none", "best_fit"] = Field(
+        default="none",
+        description="How documents are put into samples. none: samples are cut from the stream of "
+        "all documents; best_fit: documents of at most train.seq_length tokens are never cut, each "
+        "is put where the least room is left, and what remains of a sample is padding.",
+    )
     reset_attention_mask: bool = Field(
         default=False,
         description=(

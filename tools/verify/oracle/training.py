@@ -23,6 +23,7 @@ from tools.config.own_rate import rate_of
 from tools.config.run_file import RunConfig
 from tools.verify.oracle.batch import OracleBatch
 from tools.verify.oracle.model import OracleModel, Tensors
+from tools.verify.oracle.plain_packing import PlainRow, packed_rows
 from tools.verify.parity.ranks import corpus_of
 from tools.verify.parity.record import Plan, Record, RecordedSamples
 
@@ -182,16 +183,25 @@ def _batches(config: RunConfig, plan: Plan) -> Iterator[OracleBatch]:
     document_of = torch.repeat_interleave(torch.from_numpy(dataset.document_lengths()))
     length = config.train.seq_length
     count = config.train.global_batch
+    packed = list[PlainRow]()
+    if config.data.pack != "none":
+        packed = packed_rows(stream, dataset.document_lengths().tolist(), length)
     for step in range(plan.steps):
         chosen = samples.batch(step * count, count)
         ids = chosen.ids.tolist()
-        stride = 1 if config.data.windows == "random" else length
-        cut = torch.stack([torch.arange(length + 1) + sample * stride for sample in ids])
-        windows = stream[cut]
-        documents = document_of[cut]
         counts = torch.ones(count, length)
         if chosen.mask is not None:
             counts = chosen.mask
+        if config.data.pack == "none":
+            stride = 1 if config.data.windows == "random" else length
+            cut = torch.stack([torch.arange(length + 1) + sample * stride for sample in ids])
+            windows = stream[cut]
+            documents = document_of[cut]
+        else:
+            rows = [packed[sample] for sample in ids]
+            windows = torch.stack([row.tokens for row in rows])
+            documents = torch.stack([row.documents for row in rows])
+            counts = counts * torch.stack([row.counts for row in rows])
         if config.data.eod_mask_loss:
             # the first token of a document is no target, whatever the run's mask says of it
             counts = counts * (documents[:, 1:] == documents[:, :-1])

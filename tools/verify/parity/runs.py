@@ -148,11 +148,30 @@ def with_random_tokens(run_config: RunConfig, steps: int, folder: Path) -> RunCo
     tokens = torch.randint(0, max(1, vocab_size * 3 // 4), (count,), generator=generator)
     prefix = folder / "tokens"
     with IndexedWriter(prefix, vocab_size) as writer:
-        for document in tokens.split(train.seq_length * 2 // 3 + 1):
+        for document in tokens.split(_document_lengths(run_config, count)):
             writer.add_document(document.tolist())
-    settings = {key: getattr(run_config.data, key) for key in ("shuffle", "windows", *RESETS)}
+    settings = {
+        key: getattr(run_config.data, key) for key in ("shuffle", "windows", "pack", *RESETS)
+    }
     data = Data(source=str(prefix), vocab_size=vocab_size, held_out=0.0, **settings)
     return run_config.model_copy(update={"data": data})
+
+
+def _document_lengths(run_config: RunConfig, count: int) -> list[int]:
+    """Return the lengths of documents of `count` tokens together."""
+    seq_length = run_config.train.seq_length
+    longest = seq_length * 2 // 3 + 1
+    cycle = [longest]
+    if run_config.data.pack != "none":
+        # some share a sample, and some are cut
+        cycle = [longest, seq_length // 4 + 1, seq_length + longest, 1]
+    lengths = list[int]()
+    left = count
+    while left:
+        length = min(left, cycle[len(lengths) % len(cycle)])
+        lengths.append(length)
+        left -= length
+    return lengths
 
 
 def in_float64(run_config: RunConfig) -> RunConfig:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from tools.verify.replay.repeated_run import NOTHING_ALLOWED
 
 MOST_DOCUMENTS = 8  # of a sample that are named, those of the most loss
 MOST_CHARS = 60  # of a document's text
+NO_DOCUMENT = -1  # the document of a target that is padding
 
 
 class BatchNumbers(NamedTuple):
@@ -216,11 +218,17 @@ def name_sample(
     (label,) = samples.labels(samples.batch(first + sample, 1).ids)
     length = share.targets.shape[1]
     first_token = location.first_token + piece * length
-    numbers = location.dataset.documents_of(first_token + 1, length)
-    of_targets = torch.from_numpy(numbers.astype("int64"))
+    # of all targets of the sample
+    of_sample = np.full(share.pieces * length, NO_DOCUMENT, np.int64)
+    documents_of_targets = location.documents()[1:]
+    of_sample[: len(documents_of_targets)] = documents_of_targets
+    numbers = of_sample[piece * length : (piece + 1) * length]
+    of_targets = torch.from_numpy(numbers)
     losses = measures.documents(share, position, of_targets)
     documents: list[MeasuredDocument] = []
     for number, document_loss in zip(of_targets.unique().tolist(), losses, strict=True):
+        if number == NO_DOCUMENT:
+            continue
         targets = share.targets[position][of_targets == number]
         documents.append(
             MeasuredDocument(number, len(targets), document_loss, _text(corpus, targets))

@@ -1,0 +1,271 @@
+"""Samples of packed documents: those that fit a sample are in one whole, and the rest is padding.
+
+Each token of a document is an input once an epoch, and each but the first of a document is a target
+once, that of the token before it. The first token of a document is a target only behind another
+document in its sample, and not with `eod_mask_loss`. Targets in padding, and what stands behind a
+document without being the first token of one, do not count in the loss.
+
+A document that is longer than a sample is cut. The last token of a piece still has its target, the
+first token of the next piece, which is therefore no target in the sample of that piece.
+
+For attention and positions a piece is a document, and the padding of a sample one more behind them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megaprec.errors import UserError
+from megaprec.tokens.best_fit import PackedPieces, best_fit
+from megaprec.tokens.held_out import HeldOutRule, Ranges, all_evaluated, divide
+from megaprec.tokens.indexed import IndexedDataset
+from megaprec.tokens.samples import (
+    CHUNK,
+    NO_RESETS,
+    Batch,
+    Resets,
+    SampleLocation,
+    Samples,
+    held_out_samples,
+    require_fraction,
+)
+
+PADDING = 0  # an id that every vocabulary has; it is in no loss, and no token behind it is in one
+
+
+class PackedSamples(Samples):
+    """Samples of packed documents, in an order that `seed` determines.
+
+    pieces: those of all samples of the data set. chosen: the numbers of the samples; at least one.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        pieces: PackedPieces,
+        seq_length: int,
+        seed: int,
+        shuffle: bool,
+        chosen: Ranges,
+        resets: Resets = NO_RESETS,
+    ) -> None:
+        super().__init__(dataset, seq_length, seed, shuffle, chosen, resets)
+        self._pieces = pieces
+
+    @property
+    def pieces(self) -> PackedPieces:
+        """Return the pieces of all samples of the data set, held-out ones included."""
+        return self._pieces
+
+    @property
+    def total_ids(self) -> int:
+        """Return a number that all ids of the data set are below, whatever is held out."""
+        return len(self._pieces)
+
+    @property
+    def tiled(self) -> "PackedSamples":
+        """Return these samples, which come once an epoch."""
+        return self
+
+    def location_of(self, position: int) -> SampleLocation:
+        """Return where the sample at a position of the run is on disk."""
+        (sample_id,) = self._ids(np.array([position], np.int64)).tolist()
+        return SampleLocation(self._dataset, sample_id, self._spans(sample_id))
+
+    def batch(self, position: int, count: int) -> Batch:
+        """Return the samples at positions [position, position + count) of the run, which may span
+        epochs."""
+        positions = np.arange(position, position + count, dtype=np.int64)
+        ids = self._ids(positions)
+        spans_by_row = [self._spans(sample_id) for sample_id in ids.tolist()]
+        self._dataset.prepare_spans(span for spans in spans_by_row for span in spans)
+        # one token more: inputs and targets are shifted against each other
+        rows = np.full((count, self._seq_length + 1), PADDING, np.int64)
+        for row, spans in zip(rows, spans_by_row, strict=True):
+            column = 0
+            for start, stop in spans:
+                end_column = column + stop - start
+                row[column:end_column] = self._dataset.tokens(start, stop - start)
+                column = end_column
+        mask = np.stack([self._mask(sample_id) for sample_id in ids.tolist()])
+        text = torch.from_numpy(rows)
+        batch = Batch(
+            tokens=text[:, :-1].contiguous(),
+            targets=text[:, 1:].contiguous(),
+            ids=torch.from_numpy(ids),
+            mask=torch.from_numpy(mask.astype(np.float32)),
+        )
+        return self._with_documents(batch, ids.tolist())
+
+    def require_counted(self, what: str) -> None:
+        """Raise UserError if no target of an epoch counts in the loss.
+
+        what: what the samples are for, in words.
+        """
+        if not self._counted_by_sample().any():
+            raise UserError.of("data.no_token_counts", what=what)
+
+    def count_without_target(self) -> int:
+        """Return of how many different samples no target counts in the loss."""
+        return int((self._counted_by_sample() == 0).sum())
+
+    def tokens_by_document(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many tokens of each document are in the chosen samples, int64 [documents].
+
+        lengths: of the documents of the data set, in tokens.
+        """
+        ends = np.cumsum(lengths)
+        document_of_piece = np.searchsorted(ends, self._pieces.starts, side="right")
+        is_chosen = np.zeros(len(self._pieces), bool)
+        is_chosen[self._chosen_numbers()] = True
+        chosen_piece = np.repeat(is_chosen, np.diff(self._pieces.first_pieces))
+        tokens = np.zeros(len(lengths), np.int64)
+        np.add.at(tokens, document_of_piece[chosen_piece], self._pieces.lengths[chosen_piece])
+        return tokens
+
+    def _chosen_numbers(self) -> NDArray[np.int64]:
+        """Return the numbers of the chosen samples."""
+        return self._chosen.numbers(np.arange(len(self)))
+
+    def _spans(self, sample_id: int) -> tuple[tuple[int, int], ...]:
+        """Return the tokens [start, stop) of the stream that are the inputs and targets of a
+        sample."""
+        spans: list[tuple[int, int]] = []
+        for piece in self._pieces.pieces_of(sample_id):
+            start = int(self._pieces.starts[piece])
+            # a document that goes on fills the sample, and has one more token, the last target
+            length = int(self._pieces.lengths[piece]) + int(self._pieces.goes_on[piece])
+            spans.append((start, start + length))
+        return tuple(spans)
+
+    def _mask(self, sample_id: int) -> NDArray[np.bool_]:
+        """Return which targets of a sample count in the loss, [seq]."""
+        # of each token of the row, as a target of the one before it
+        counted = np.zeros(self._seq_length + 1, bool)
+        column = 0
+        spans = self._spans(sample_id)
+        for piece, (start, stop) in zip(self._pieces.pieces_of(sample_id), spans, strict=True):
+            end_column = column + stop - start
+            counted[column:end_column] = True
+            if self._resets.eod_mask_loss or self._pieces.continues[piece]:
+                counted[column] = False
+            if self._resets.loss_mask:
+                counted[column:end_column] &= self._dataset.counted(start, stop - start)
+            column = end_column
+        return counted[1:]
+
+    def _with_documents(self, batch: Batch, ids: list[int]) -> Batch:
+        """Return the batch with documents and positions, each if its reset is on."""
+        documents = np.empty((len(ids), self._seq_length), np.int64)
+        positions = np.empty_like(documents)
+        for row, sample_id in enumerate(ids):
+            lengths = [int(self._pieces.lengths[i]) for i in self._pieces.pieces_of(sample_id)]
+            # padding
+            lengths.append(self._seq_length - sum(lengths))
+            documents[row] = np.repeat(np.arange(len(lengths)), lengths)
+            positions[row] = np.concatenate([np.arange(length) for length in lengths])
+        if self._resets.attention_mask:
+            batch = replace(batch, documents=torch.from_numpy(documents))
+        if self._resets.position_ids:
+            batch = replace(batch, positions=torch.from_numpy(positions))
+        return batch
+
+    def _counted_by_sample(self) -> NDArray[np.int64]:
+        """Return how many targets of each chosen sample count in the loss, int64 [len(self)]."""
+        counted = np.empty(len(self._pieces.starts), np.int64)
+        for pieces, numbers in self._counted_by_piece():
+            counted[pieces] = numbers
+        counted_before = np.concatenate(([0], np.cumsum(counted)))
+        by_sample = np.diff(counted_before[self._pieces.first_pieces])
+        return by_sample[self._chosen_numbers()]
+
+    def _counted_by_piece(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield numbers of pieces, and how many of their targets count, for about CHUNK tokens of
+        the file at a time."""
+        pieces = self._pieces
+        in_file = np.argsort(pieces.starts)
+        is_first = np.zeros(len(in_file), bool)
+        is_first[pieces.first_pieces[:-1]] = True
+        first_counts = ~(is_first | pieces.continues)
+        if self._resets.eod_mask_loss:
+            first_counts[:] = False
+        chunk_of_piece = pieces.starts[in_file] // CHUNK
+        borders = np.flatnonzero(np.diff(chunk_of_piece)) + 1
+        for group in np.split(in_file, borders):
+            starts = pieces.starts[group]
+            stops = starts + pieces.lengths[group] + pieces.goes_on[group]
+            begin = int(starts[0])
+            end = int(stops[-1])
+            counted = np.ones(end - begin, bool)
+            if self._resets.loss_mask:
+                counted = self._dataset.counted(begin, end - begin)
+            counted_before = np.concatenate(([0], np.cumsum(counted)))
+            behind_first = counted_before[stops - begin] - counted_before[starts - begin + 1]
+            yield group, behind_first + (counted[starts - begin] & first_counts[group])
+
+
+def split_packed(
+    dataset: IndexedDataset,
+    seq_length: int,
+    held_out: float,
+    seed: int,
+    shuffle: bool,
+    resets: Resets,
+    rule: HeldOutRule,
+) -> tuple[PackedSamples, PackedSamples | None]:
+    """Return packed samples for training, and the `held_out` fraction of them that `rule` keeps for
+    evaluation, which is never shuffled.
+
+    At least one sample is held out, unless the fraction is 0: then the second value is None. No
+    token is a target in both. Raises UserError if the fraction is outside [0, 1) or the documents
+    do not fill one sample of each.
+    """
+    require_fraction(held_out)
+    pieces = best_fit(dataset.document_lengths(), seq_length)
+    total = len(pieces)
+    held_out_count = held_out_samples(total, held_out)
+    needed = 2 if held_out_count else 1
+    _require_samples(dataset, pieces, seq_length, needed)
+    if not held_out_count:
+        everything = Ranges.single(0, total)
+        return PackedSamples(dataset, pieces, seq_length, seed, shuffle, everything, resets), None
+    # a fraction near 1 must leave one for training
+    trained, kept = divide(total, min(held_out_count, total - 1), rule)
+    training = PackedSamples(dataset, pieces, seq_length, seed, shuffle, trained, resets)
+    # never shuffled: an evaluation takes the same samples each time
+    return training, PackedSamples(dataset, pieces, seq_length, seed, False, kept, resets)
+
+
+def evaluated_packed(
+    dataset: IndexedDataset,
+    seq_length: int,
+    seed: int,
+    resets: Resets,
+    rule: HeldOutRule,
+) -> PackedSamples:
+    """Return all packed samples of a data set that is evaluated, in the order of `rule`.
+
+    Raises UserError if there is none.
+    """
+    pieces = best_fit(dataset.document_lengths(), seq_length)
+    _require_samples(dataset, pieces, seq_length, 1)
+    chosen = all_evaluated(len(pieces), rule)
+    return PackedSamples(dataset, pieces, seq_length, seed, False, chosen, resets)
+
+
+def _require_samples(
+    dataset: IndexedDataset, pieces: PackedPieces, seq_length: int, needed: int
+) -> None:
+    """Raise UserError if documents are packed into fewer than `needed` samples."""
+    if len(pieces) < needed:
+        raise UserError.of(
+            "data.too_few_packed",
+            prefix=dataset.prefix,
+            documents=dataset.num_documents,
+            samples=len(pieces),
+            seq_length=seq_length,
+            needed=needed,
+        )

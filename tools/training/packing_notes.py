@@ -1,0 +1,28 @@
+"""Notes on packed data: what became of the documents, and how much is padding."""
+
+from collections.abc import Iterator, Sequence
+
+from megaprec.tokens.packed_samples import PackedSamples
+from megaprec.tokens.samples import Samples
+from megaprec.tokens.truncations import truncations_of_packing
+from megaprec.url_secrets import masked
+from tools.config.run_file import RunConfig
+from tools.console.toml import toml
+from tools.console.units import counted
+
+
+def packing_notes(config: RunConfig, parts: Sequence[Samples]) -> Iterator[str]:
+    """Yield a note on each packed data set: how many of its documents are cut, and how much of its
+    samples is padding. parts: the training samples of each data set."""
+    seq_length = config.train.seq_length
+    for samples in parts:
+        assert isinstance(samples, PackedSamples), "the run packs all of its data sets"
+        dataset = samples.dataset
+        lengths = dataset.document_lengths()
+        packed = truncations_of_packing(lengths, seq_length, samples.pieces)
+        share = packed.padding / (packed.samples * seq_length)
+        yield (
+            f"data.pack = {toml(config.data.pack)}: {counted(packed.short, 'document')} of "
+            f"{masked(str(dataset.prefix))} whole, {packed.long:,} of more than {seq_length:,} "
+            f"tokens cut; {counted(packed.samples, 'sample')}, {share:.2%} padding"
+        )

@@ -573,6 +573,16 @@ CASES: dict[str, Case] = {
         | {"tie_word_embeddings": True, "num_key_value_heads": 1},
         {"kv_heads": 1, "tied": True},
     ),
+    "ernie4_5": Case(
+        "ernie4_5",
+        {"head_dim": 10, **_rope("default", 50.0)},
+        {"head_dim": 10, "rope_base": 50.0, "tied": False},
+    ),
+    "ernie4_5 tied, with biases": Case(
+        "ernie4_5",
+        {"head_dim": 6, "use_bias": True, "tie_word_embeddings": True},
+        {"rope_base": 500000.0, "bias": True, "tied": True},
+    ),
     "granite": Case(
         "granite",
         {"head_dim": 10, "embedding_multiplier": 3.0, "attention_multiplier": 0.5}

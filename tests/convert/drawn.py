@@ -50,6 +50,7 @@ OWN_WIDTH = (
     "minimax_m2",
     "solar_open",
     "exaone4",
+    "ernie4_5",
 )
 # whose class requires hidden_size to be so by heads
 DIVIDED = (
@@ -108,6 +109,8 @@ def _further_biases(dice: Random, kind: str) -> dict[str, Any]:
         biases["mlp_bias"] = dice.random() < 0.5
     if kind == "internlm3":
         biases |= dict.fromkeys(("qkv_bias", "bias"), dice.random() < 0.5)
+    if kind == "ernie4_5":
+        biases["use_bias"] = dice.random() < 0.5
     if kind == "seed_oss":
         biases["attention_out_bias"] = dice.random() < 0.5
     return biases

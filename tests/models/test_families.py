@@ -72,6 +72,9 @@ NAMES = {  # of what they call it in a layer, or outside
 }
 
 
+# Of families whose rotary partners are neighbours, which in ours are halves of a head apart.
+WITH_NEIGHBOURS = ("ernie4_5",)
+TURNING = (".self_attn.q_proj.", ".self_attn.k_proj.")
 LATENT = ("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj")
 OF_DELTA_NET = ("conv1d", "dt_bias", "A_log", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv")
 WITH_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -88,7 +91,11 @@ NORMS = {"olmo2": AFTER, "olmo3": AFTER, "gemma2": AROUND, "gemma3_text": AROUND
 def logical(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by our logical names; theirs by those that the parameters have in memory."""
     if config.model_type != "nemotron_h":
-        others = {path: x for path, x in theirs.items() if not _is_kimi_delta(config, path)}
+        others = {
+            path: _in_halves(config, path, x)
+            for path, x in theirs.items()
+            if not _is_kimi_delta(config, path)
+        }
         named = _of_two_branches(config, others)
         for path in theirs.keys() - others.keys():
             named |= _of_kimi_delta(path, theirs[path])
@@ -97,6 +104,15 @@ def logical(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for path, tensor in theirs.items():
         ours |= _of_nemotron_h(config, path.removeprefix("model.").split("."), tensor)
     return ours
+
+
+def _in_halves(config: Any, path: str, tensor: Tensor) -> Tensor:
+    """A tensor of theirs with rotary partners half of a head apart."""
+    turns = any(name in path for name in TURNING)
+    if config.model_type not in WITH_NEIGHBOURS or not turns:
+        return tensor
+    heads = tensor.unflatten(0, (-1, config.head_dim))
+    return torch.cat((heads[:, 0::2], heads[:, 1::2]), 1).flatten(0, 1)
 
 
 def _of_two_branches(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from tools.convert.core.transforms import (
     GROUPED,
     GROUPED_GATED,
     GROUPED_INTERLEAVED,
+    INTERLEAVED,
     LATENT_DOWN,
     LATENT_DOWN_HALVES,
     LATENT_QUERY,
@@ -108,12 +109,14 @@ _AFTER = {
 _AROUND = {"input_layernorm": "attention_norm", "pre_feedforward_layernorm": "mlp_norm", **_AFTER}
 
 
-def _projections() -> list[NameRule]:
-    """Return the rules of queries, keys and values of the families after Llama."""
+def _projections(turning: Transform = SAME) -> list[NameRule]:
+    """Return the rules of queries, keys and values of the families after Llama. turning: of what
+    has rotary positions, queries and keys."""
     attention = "model.layers.N.self_attn"
     rules: list[NameRule] = []
     for part in QKV:
-        rules += _weight_and_bias(f"{attention}.{part[0]}_proj", f"{_ATTENTION}.{part}")
+        how = SAME if part == "value" else turning
+        rules += _weight_and_bias(f"{attention}.{part[0]}_proj", f"{_ATTENTION}.{part}", how, how)
     return [
         *rules,
         NameRule(f"{attention}.q_norm.weight", (f"{_ATTENTION}.query_norm.weight",)),
@@ -413,6 +416,8 @@ HUGGING_FACE: dict[str, list[NameRule]] = {
     "seed_oss": _llama(_gated()),
     "arcee": _llama(_gated()),
     "exaone4": _llama(_gated(), _AFTER),
+    # whose rotary partners are neighbours
+    "ernie4_5": _llama(_gated(), projections=_projections(INTERLEAVED)),
     "granite": _llama(_gated()),
     "granitemoe": _llama(_experts_of_granite()),
     "smollm3": _llama(_gated()),

@@ -304,14 +304,14 @@ _COMMON = (
     same("initializer_range", "init_std"),
     Entry(_skip_ids),
 )
-_ROTARY = (
+_WITHOUT_DROPOUT = (
     *_COMMON,
     same("num_hidden_layers", "layers"),
     same("hidden_size", "hidden"),
     same("num_attention_heads", "heads"),
     same("max_position_embeddings", "max_positions"),
-    same("attention_dropout", "attention_dropout"),
 )
+_ROTARY = (*_WITHOUT_DROPOUT, same("attention_dropout", "attention_dropout"))
 _WIDTH = same("intermediate_size", "ffn")
 _MTP_LAYERS = Entry(
     lambda config: {"mtp_layers": config["num_mtp_layers"] or 0},
@@ -1163,6 +1163,36 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": 2,
         },
         entries=(*_LLAMA, _SILU, ROPE, WINDOWS_OF_EXAONE4),
+    ),
+    "ernie4_5": Family(
+        ours="ernie4_5",
+        architecture="Ernie4_5ForCausalLM",
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "vocab_size": 103424,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 18,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "tie_word_embeddings": True,
+            "use_bias": False,
+            "pad_token_id": 0,
+        },
+        entries=(
+            *_WITHOUT_DROPOUT,
+            _HEADS,
+            same("rms_norm_eps", "norm_eps"),
+            _WIDTH,
+            _SILU,
+            ROPE,
+            same("use_bias", "qkv_bias", "output_bias", "mlp_bias"),
+            NO_WINDOW,
+        ),
     ),
     "granite": Family(
         ours="granite",

@@ -127,6 +127,7 @@ class ModelFields(BaseModel):
         "kimi_linear",
         "exaone4",
         "ernie4_5",
+        "phi3",
     ] = Field(
         default="llama", description="Model family, which sets the defaults of the keys below."
     )

@@ -371,6 +371,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
     },
     "ernie4_5": {"model_type": "ernie4_5", **_LLAMA, "use_bias": True},
+    "phi3": {
+        "model_type": "phi3",
+        **_LLAMA,
+        "head_dim": 8,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 48,
+    },
     "arcee": {"model_type": "arcee", **_LLAMA, "hidden_act": "relu2"},
     "olmoe": {
         "model_type": "olmoe",

@@ -316,6 +316,7 @@ TRAINED = (
         "smollm3",
         "exaone4",
         "ernie4_5",
+        "phi3",
         "granitemoe",
         "granite",
         "arcee",

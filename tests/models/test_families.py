@@ -90,6 +90,8 @@ NORMS = {"olmo2": AFTER, "olmo3": AFTER, "gemma2": AROUND, "gemma3_text": AROUND
 
 def logical(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by our logical names; theirs by those that the parameters have in memory."""
+    if config.model_type == "phi3":
+        theirs = _apart(config, theirs)
     if config.model_type != "nemotron_h":
         others = {
             path: _in_halves(config, path, x)
@@ -104,6 +106,23 @@ def logical(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for path, tensor in theirs.items():
         ours |= _of_nemotron_h(config, path.removeprefix("model.").split("."), tensor)
     return ours
+
+
+def _apart(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of Phi-3 by the names of a Llama, whose projections are tensors of their own."""
+    rows = [n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads)]
+    apart: dict[str, Tensor] = {}
+    for path, tensor in theirs.items():
+        if "qkv_proj" in path:
+            parts = tensor.split([*rows, rows[1]])
+            kinds = ("q_proj", "k_proj", "v_proj")
+            apart |= {path.replace("qkv_proj", k): p for k, p in zip(kinds, parts, strict=True)}
+        elif "gate_up_proj" in path:
+            for kind, part in zip(("gate_proj", "up_proj"), tensor.chunk(2), strict=True):
+                apart[path.replace("gate_up_proj", kind)] = part
+        else:
+            apart[path] = tensor
+    return apart
 
 
 def _in_halves(config: Any, path: str, tensor: Tensor) -> Tensor:

@@ -124,6 +124,11 @@ def _projections(turning: Transform = SAME) -> list[NameRule]:
     ]
 
 
+def _fused_projections() -> list[NameRule]:
+    """Return the rules of Phi-3's queries, keys and values, which are one tensor."""
+    return [NameRule("model.layers.N.self_attn.qkv_proj.weight", _qkv("weight"), PACKED)]
+
+
 def _latents(interleaved: bool) -> list[NameRule]:
     """Return the rules of queries, keys and values of DeepSeek. interleaved: rotary partners are
     neighbours."""
@@ -322,6 +327,16 @@ def _gated() -> list[NameRule]:
     return rules
 
 
+def _fused_gated() -> list[NameRule]:
+    """Return the rules of Phi-3's feed-forwards, gate above up in one tensor."""
+    mlp = "model.layers.N.mlp"
+    gate_up = (f"{_MLP}.gate.weight", f"{_MLP}.up.weight")
+    return [
+        NameRule(f"{mlp}.gate_up_proj.weight", gate_up, STACKED),
+        NameRule(f"{mlp}.down_proj.weight", (f"{_MLP}.down.weight",)),
+    ]
+
+
 def _experts(moe: str, gate: str, up: str, down: str) -> list[NameRule]:
     """Return the rules of a router and of experts one by one. moe: the module that has them."""
     layer = f"model.layers.N.{moe}"
@@ -418,6 +433,7 @@ HUGGING_FACE: dict[str, list[NameRule]] = {
     "exaone4": _llama(_gated(), _AFTER),
     # whose rotary partners are neighbours
     "ernie4_5": _llama(_gated(), projections=_projections(INTERLEAVED)),
+    "phi3": _llama(_fused_gated(), projections=_fused_projections()),
     "granite": _llama(_gated()),
     "granitemoe": _llama(_experts_of_granite()),
     "smollm3": _llama(_gated()),

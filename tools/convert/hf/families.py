@@ -51,6 +51,7 @@ from tools.convert.hf.rope import (
     ROPE_OF_GPT_OSS,
     ROPE_OF_MINIMAX,
     ROPE_OF_OLMO2,
+    ROPE_OF_PHI3,
     ROPE_OF_QWEN3_5,
     ROPE_OF_SOME_FEATURES,
     by_layer_beyond_transformers_4,
@@ -1192,6 +1193,32 @@ FAMILIES: dict[str, Family] = {
             ROPE,
             same("use_bias", "qkv_bias", "output_bias", "mlp_bias"),
             NO_WINDOW,
+        ),
+    ),
+    "phi3": Family(
+        ours="phi3",
+        architecture="Phi3ForCausalLM",
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "original_max_position_embeddings": 4096,
+            "sliding_window": None,
+            "resid_pdrop": 0.0,
+            "eos_token_id": 32000,
+            "pad_token_id": 32000,
+        },
+        entries=(
+            *_LLAMA,
+            _SILU,
+            ROPE_OF_PHI3,
+            same("resid_pdrop", "dropout"),
+            # Its class does not read embd_pdrop.
+            always(embedding_dropout=0.0),
+            WINDOW_OF_ALL_LAYERS,
         ),
     ),
     "granite": Family(

@@ -126,6 +126,8 @@ class ModelFields(BaseModel):
         "granite",
         "kimi_linear",
         "exaone4",
+        "ernie4_5",
+        "phi3",
     ] = Field(
         default="llama", description="Model family, which sets the defaults of the keys below."
     )
@@ -489,11 +491,17 @@ class ModelFields(BaseModel):
     # The output head.
     tied: bool = Field(
         default_factory=by_family(
-            False, gpt2=True, gemma2=True, gemma3=True, youtu=True, smollm3=True
+            False,
+            gpt2=True,
+            gemma2=True,
+            gemma3=True,
+            youtu=True,
+            smollm3=True,
+            ernie4_5=True,
         ),
         description=(
             "The output head shares the weight of the embedding; default: true for gpt2, "
-            "gemma2, gemma3, youtu and smollm3."
+            "gemma2, gemma3, youtu, smollm3 and ernie4_5."
         ),
     )
     # Experts. Losses and corrections keep their loads balanced.

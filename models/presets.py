@@ -388,7 +388,6 @@ def _deepseek_yarn(mscale: float) -> Sizes:
     }
 
 
-# The sizes of DeepSeek's latent attention; the large models have a query latent besides.
 LLAMA3_OF_EXAONE4 = {
     "kind": "llama3",
     "factor": 16.0,
@@ -396,6 +395,7 @@ LLAMA3_OF_EXAONE4 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+# The sizes of DeepSeek's latent attention; the large models have a query latent besides.
 LATENT = {"kv_rank": 512, "rope_dim": 64, "nope_dim": 128, "value_dim": 128}
 
 
@@ -696,6 +696,39 @@ PRESETS: Mapping[str, Sizes] = MappingProxyType(
             "window": 4096,
             "window_layers": tuple(n for n in range(64) if (n + 1) % 4),
             "nope_layers": tuple(range(3, 64, 4)),
+        },
+        "ernie-4.5-0.3b": {
+            "family": "ernie4_5",
+            "layers": 18,
+            "hidden": 1024,
+            "heads": 16,
+            "kv_heads": 2,
+            "head_dim": 128,
+            "ffn": 3072,
+            "rope_base": 500000.0,
+            "max_positions": 131072,
+            "vocab": 103424,
+        },
+        "phi-3-mini-4k": {
+            "family": "phi3",
+            "layers": 32,
+            "hidden": 3072,
+            "heads": 32,
+            "ffn": 8192,
+            "max_positions": 4096,
+            "vocab": 32064,
+            "window": 2047,
+        },
+        "phi-4": {
+            "family": "phi3",
+            "layers": 40,
+            "hidden": 5120,
+            "heads": 40,
+            "kv_heads": 10,
+            "ffn": 17920,
+            "rope_base": 250000.0,
+            "max_positions": 16384,
+            "vocab": 100352,
         },
         "smollm3-3b": {
             "family": "smollm3",

@@ -573,6 +573,27 @@ CASES: dict[str, Case] = {
         | {"tie_word_embeddings": True, "num_key_value_heads": 1},
         {"kv_heads": 1, "tied": True},
     ),
+    "ernie4_5": Case(
+        "ernie4_5",
+        {"head_dim": 10, **_rope("default", 50.0)},
+        {"head_dim": 10, "rope_base": 50.0, "tied": False},
+    ),
+    "ernie4_5 tied, with biases": Case(
+        "ernie4_5",
+        {"head_dim": 6, "use_bias": True, "tie_word_embeddings": True},
+        {"rope_base": 500000.0, "bias": True, "tied": True},
+    ),
+    "phi3": Case(
+        "phi3",
+        {"head_dim": 10, "sliding_window": 5, **_rope("default", 50.0)},
+        {"head_dim": 10, "window": 5, "rope_base": 50.0},
+    ),
+    "phi3 of some features, tied": Case(
+        "phi3",
+        {"head_dim": 8, "tie_word_embeddings": True, "num_key_value_heads": 1}
+        | _rope("default", 10000.0, partial_rotary_factor=0.5),
+        {"head_dim": 8, "tied": True, "kv_heads": 1, "rotary_fraction": 0.5},
+    ),
     "granite": Case(
         "granite",
         {"head_dim": 10, "embedding_multiplier": 3.0, "attention_multiplier": 0.5}

@@ -370,6 +370,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 9,
         "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
     },
+    "ernie4_5": {"model_type": "ernie4_5", **_LLAMA, "use_bias": True},
+    "phi3": {
+        "model_type": "phi3",
+        **_LLAMA,
+        "head_dim": 8,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 48,
+    },
     "arcee": {"model_type": "arcee", **_LLAMA, "hidden_act": "relu2"},
     "olmoe": {
         "model_type": "olmoe",
@@ -493,6 +501,9 @@ FOR_MEGATRON: dict[str, dict[str, Any]] = {
 }
 WITHOUT_MEGATRON |= FOR_MEGATRON.keys()
 IN_MEGATRON = (CONFIGS.keys() - WITHOUT_MEGATRON) | FOR_MEGATRON.keys()
+# Llamas but for the order of rows, which Megatron's files do not say: they come back as `llama`.
+LLAMA_FROM_MEGATRON = {"ernie4_5"}
+BACK_FROM_MEGATRON = IN_MEGATRON - LLAMA_FROM_MEGATRON
 
 
 def usually(few: Iterable[Any], all_kinds: Iterable[Any] = CONFIGS) -> list[Any]:

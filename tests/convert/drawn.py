@@ -50,6 +50,8 @@ OWN_WIDTH = (
     "minimax_m2",
     "solar_open",
     "exaone4",
+    "ernie4_5",
+    "phi3",
 )
 # whose class requires hidden_size to be so by heads
 DIVIDED = (
@@ -108,6 +110,8 @@ def _further_biases(dice: Random, kind: str) -> dict[str, Any]:
         biases["mlp_bias"] = dice.random() < 0.5
     if kind == "internlm3":
         biases |= dict.fromkeys(("qkv_bias", "bias"), dice.random() < 0.5)
+    if kind == "ernie4_5":
+        biases["use_bias"] = dice.random() < 0.5
     if kind == "seed_oss":
         biases["attention_out_bias"] = dice.random() < 0.5
     return biases
@@ -264,7 +268,7 @@ def _windows(dice: Random, kind: str, layers: int) -> dict[str, Any]:
         types = [dice.choice(("full_attention", "sliding_attention"))] * layers
     if kind in BY_TYPE:
         return {"sliding_window": window, "layer_types": types}
-    if kind in ("mistral", "mixtral"):
+    if kind in ("mistral", "mixtral", "phi3"):
         return {"sliding_window": dice.choice((None, window))}
     if kind == "smollm3":
         turns = [dice.choice((0, 1)) for _ in range(layers - 1)]
@@ -357,6 +361,9 @@ def _rope(dice: Random, kind: str) -> dict[str, Any]:
     """Return rotary positions, as older or newer versions of transformers write them."""
     base = dice.choice((50.0, 10000.0))
     scaling = _scaling(dice)
+    if kind == "phi3":
+        # Its class has no other scaling than a factor for each wavelength.
+        return {"rope_theta": base, "partial_rotary_factor": dice.choice((0.5, 1.0))}
     if kind in ("gemma3_text", "olmo3"):
         full = {"rope_theta": base, **(scaling or {"rope_type": "default"})}
         beside = {"rope_type": "default", "rope_theta": dice.choice((base, 30.0))}

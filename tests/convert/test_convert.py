@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from megaprec.checkpoint.reader import Store
 from megaprec.errors import Problem, UserError
-from tests.other_systems import FOR_MEGATRON, IN_MEGATRON, same_files, usually, write_folder
+from tests.other_systems import BACK_FROM_MEGATRON, FOR_MEGATRON, same_files, usually, write_folder
 from tests.refusals import raises, sentence, shows
 from tests.runs import checkpoint, edit_index, tensors, train, train_on, write_run
 from tools.cli import main
@@ -47,7 +47,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.cases(1, sample=1)
-@pytest.mark.parametrize("kind", usually(("gpt2", "deepseek_v3", "mixtral"), IN_MEGATRON))
+@pytest.mark.parametrize("kind", usually(("gpt2", "deepseek_v3", "mixtral"), BACK_FROM_MEGATRON))
 @pytest.mark.usefixtures("torch_files_read_here")
 def test_weights_come_back_bit_for_bit_through_ours_and_megatron(kind: str, tmp_path: Path) -> None:
     hf = write_folder(tmp_path / "hf", kind, torch.bfloat16, **FOR_MEGATRON.get(kind, {}))

@@ -8,6 +8,7 @@ import pytest
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from tests.other_systems import CONFIGS
+from tests.refusals import raises
 from tools.convert.hf.config import config_of, from_hugging_face
 from tools.convert.hf.families import FAMILIES
 from tools.convert.hf.rope import BY_LAYER
@@ -92,7 +93,17 @@ def test_every_spelling_of_positions_stays_one_in_the_small_model(kind: str) -> 
             assert_same_positions(config, where)
             assert_same_positions(config_of(model, "float32"), (*where, "exported"))
     turns = from_hugging_face(SMALL[kind]).positions == "rope"
-    assert tried >= 10 or not turns
+    # of Phi-3 only those without a scaling are read
+    least = 5 if kind == "phi3" else 10
+    assert tried >= least or not turns
+
+
+@pytest.mark.parametrize("rope_type", ["longrope", "su", "yarn"])
+def test_long_ropes_of_phi3_are_refused_by_their_name(rope_type: str) -> None:
+    factors = {"short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
+    config = {**SMALL["phi3"], "rope_scaling": {"type": rope_type, **factors}}
+    with raises("convert.hf_only_value", key="rope_type", value=repr(rope_type)):
+        from_hugging_face(config)
 
 
 @pytest.mark.slow

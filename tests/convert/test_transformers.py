@@ -11,7 +11,15 @@ from torch import Tensor
 
 from megaprec.tokens.indexed import IndexedWriter
 from tests.models.test_families import corrections, counting, float32_is_float64
-from tests.other_systems import CONFIGS, FOR_MEGATRON, IN_MEGATRON, WITHOUT_MEGATRON, slow, usually
+from tests.other_systems import (
+    BACK_FROM_MEGATRON,
+    CONFIGS,
+    FOR_MEGATRON,
+    LLAMA_FROM_MEGATRON,
+    WITHOUT_MEGATRON,
+    slow,
+    usually,
+)
 from tests.refusals import raises, shows
 from tests.runs import checkpoint, steps, tensors, train_on, write_run
 from tools.cli import main
@@ -80,7 +88,7 @@ def test_logits_in_float64_are_those_of_transformers(kind: str, tmp_path: Path) 
 
 
 @pytest.mark.cases(0, 1)
-@pytest.mark.parametrize("kind", usually(("gpt2", "glm4_moe", "qwen2"), IN_MEGATRON))
+@pytest.mark.parametrize("kind", usually(("gpt2", "glm4_moe", "qwen2"), BACK_FROM_MEGATRON))
 def test_what_is_exported_transformers_loads_and_computes_the_same(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,6 +142,32 @@ def _flat(parameters: dict[str, Any]) -> dict[str, Any]:
 def test_models_that_megatron_lacks_come_back_bit_for_bit_and_are_refused_there(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    check_comes_back(kind, tmp_path)
+    assert (
+        main(["convert", str(tmp_path / "ours"), str(tmp_path / "megatron"), "--to", "megatron"])
+        == 2
+    )
+    assert shows(capsys.readouterr().err, "convert.megatron_not_expressible")
+
+
+@pytest.mark.parametrize("kind", sorted(LLAMA_FROM_MEGATRON))
+def test_llamas_of_another_order_come_back_bit_for_bit_and_from_megatron_as_a_llama(
+    kind: str, tmp_path: Path
+) -> None:
+    model = check_comes_back(kind, tmp_path)
+    run(tmp_path / "ours", tmp_path / "megatron", "--to", "megatron", "--tp", 2, "--pp", 2)
+    run(tmp_path / "megatron", tmp_path / "llama", "--to", "hf")
+    llama = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama")
+    assert llama.config.model_type == "llama"
+    ids = torch.randint(131, (3, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), float32_is_float64():
+        torch.testing.assert_close(
+            llama.double()(ids).logits, model.double()(ids).logits, rtol=0, atol=1e-10
+        )
+
+
+def check_comes_back(kind: str, tmp_path: Path) -> Any:
+    """Return transformers' model, whose folder is the same after it was ours (`ours`)."""
     model = theirs(tmp_path / "hf", kind)
     run(tmp_path / "hf", tmp_path / "ours")
     run(tmp_path / "ours", tmp_path / "back", "--to", "hf")
@@ -149,11 +183,7 @@ def test_models_that_megatron_lacks_come_back_bit_for_bit_and_are_refused_there(
     # a Nemotron-H has no rotary positions
     rotary = _flat(getattr(model.config, "rope_parameters", {}))
     assert _flat(getattr(again.config, "rope_parameters", {})).items() >= rotary.items()
-    assert (
-        main(["convert", str(tmp_path / "ours"), str(tmp_path / "megatron"), "--to", "megatron"])
-        == 2
-    )
-    assert shows(capsys.readouterr().err, "convert.megatron_not_expressible")
+    return model
 
 
 PLANTED = {
@@ -285,6 +315,8 @@ TRAINED = (
         "seed_oss",
         "smollm3",
         "exaone4",
+        "ernie4_5",
+        "phi3",
         "granitemoe",
         "granite",
         "arcee",

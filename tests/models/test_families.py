@@ -72,6 +72,9 @@ NAMES = {  # of what they call it in a layer, or outside
 }
 
 
+# Of families whose rotary partners are neighbours, which in ours are halves of a head apart.
+WITH_NEIGHBOURS = ("ernie4_5",)
+TURNING = (".self_attn.q_proj.", ".self_attn.k_proj.")
 LATENT = ("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj")
 OF_DELTA_NET = ("conv1d", "dt_bias", "A_log", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv")
 WITH_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -87,8 +90,14 @@ NORMS = {"olmo2": AFTER, "olmo3": AFTER, "gemma2": AROUND, "gemma3_text": AROUND
 
 def logical(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by our logical names; theirs by those that the parameters have in memory."""
+    if config.model_type == "phi3":
+        theirs = _apart(config, theirs)
     if config.model_type != "nemotron_h":
-        others = {path: x for path, x in theirs.items() if not _is_kimi_delta(config, path)}
+        others = {
+            path: _in_halves(config, path, x)
+            for path, x in theirs.items()
+            if not _is_kimi_delta(config, path)
+        }
         named = _of_two_branches(config, others)
         for path in theirs.keys() - others.keys():
             named |= _of_kimi_delta(path, theirs[path])
@@ -97,6 +106,32 @@ def logical(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for path, tensor in theirs.items():
         ours |= _of_nemotron_h(config, path.removeprefix("model.").split("."), tensor)
     return ours
+
+
+def _apart(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of Phi-3 by the names of a Llama, whose projections are tensors of their own."""
+    rows = [n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads)]
+    apart: dict[str, Tensor] = {}
+    for path, tensor in theirs.items():
+        if "qkv_proj" in path:
+            parts = tensor.split([*rows, rows[1]])
+            kinds = ("q_proj", "k_proj", "v_proj")
+            apart |= {path.replace("qkv_proj", k): p for k, p in zip(kinds, parts, strict=True)}
+        elif "gate_up_proj" in path:
+            for kind, part in zip(("gate_proj", "up_proj"), tensor.chunk(2), strict=True):
+                apart[path.replace("gate_up_proj", kind)] = part
+        else:
+            apart[path] = tensor
+    return apart
+
+
+def _in_halves(config: Any, path: str, tensor: Tensor) -> Tensor:
+    """A tensor of theirs with rotary partners half of a head apart."""
+    turns = any(name in path for name in TURNING)
+    if config.model_type not in WITH_NEIGHBOURS or not turns:
+        return tensor
+    heads = tensor.unflatten(0, (-1, config.head_dim))
+    return torch.cat((heads[:, 0::2], heads[:, 1::2]), 1).flatten(0, 1)
 
 
 def _of_two_branches(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:

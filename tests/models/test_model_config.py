@@ -100,6 +100,10 @@ PUBLISHED = {
     # 1.07 B and 30.95 B without embedding and head, as their card says
     "exaone-4.0-1.2b": 1_279_391_488,
     "exaone-4.0-32b": 32_003_216_384,
+    # 0.36 B, as its card says
+    "ernie-4.5-0.3b": 360_748_032,
+    "phi-3-mini-4k": 3_821_079_552,
+    "phi-4": 14_659_507_200,
     "olmoe-1b-7b": 6_919_161_856,
     "minimax-m2": 228_689_764_864,
     "dots.llm1": 142_774_381_696,

@@ -17,6 +17,7 @@ from tools.convert.core.transforms import (
     GROUPED,
     GROUPED_GATED,
     GROUPED_INTERLEAVED,
+    INTERLEAVED,
     LATENT_DOWN,
     LATENT_DOWN_HALVES,
     LATENT_QUERY,
@@ -108,17 +109,24 @@ _AFTER = {
 _AROUND = {"input_layernorm": "attention_norm", "pre_feedforward_layernorm": "mlp_norm", **_AFTER}
 
 
-def _projections() -> list[NameRule]:
-    """Return the rules of queries, keys and values of the families after Llama."""
+def _projections(turning: Transform = SAME) -> list[NameRule]:
+    """Return the rules of queries, keys and values of the families after Llama. turning: of what
+    has rotary positions, queries and keys."""
     attention = "model.layers.N.self_attn"
     rules: list[NameRule] = []
     for part in QKV:
-        rules += _weight_and_bias(f"{attention}.{part[0]}_proj", f"{_ATTENTION}.{part}")
+        how = SAME if part == "value" else turning
+        rules += _weight_and_bias(f"{attention}.{part[0]}_proj", f"{_ATTENTION}.{part}", how, how)
     return [
         *rules,
         NameRule(f"{attention}.q_norm.weight", (f"{_ATTENTION}.query_norm.weight",)),
         NameRule(f"{attention}.k_norm.weight", (f"{_ATTENTION}.key_norm.weight",)),
     ]
+
+
+def _fused_projections() -> list[NameRule]:
+    """Return the rules of Phi-3's queries, keys and values, which are one tensor."""
+    return [NameRule("model.layers.N.self_attn.qkv_proj.weight", _qkv("weight"), PACKED)]
 
 
 def _latents(interleaved: bool) -> list[NameRule]:
@@ -319,6 +327,16 @@ def _gated() -> list[NameRule]:
     return rules
 
 
+def _fused_gated() -> list[NameRule]:
+    """Return the rules of Phi-3's feed-forwards, gate above up in one tensor."""
+    mlp = "model.layers.N.mlp"
+    gate_up = (f"{_MLP}.gate.weight", f"{_MLP}.up.weight")
+    return [
+        NameRule(f"{mlp}.gate_up_proj.weight", gate_up, STACKED),
+        NameRule(f"{mlp}.down_proj.weight", (f"{_MLP}.down.weight",)),
+    ]
+
+
 def _experts(moe: str, gate: str, up: str, down: str) -> list[NameRule]:
     """Return the rules of a router and of experts one by one. moe: the module that has them."""
     layer = f"model.layers.N.{moe}"
@@ -413,6 +431,9 @@ HUGGING_FACE: dict[str, list[NameRule]] = {
     "seed_oss": _llama(_gated()),
     "arcee": _llama(_gated()),
     "exaone4": _llama(_gated(), _AFTER),
+    # whose rotary partners are neighbours
+    "ernie4_5": _llama(_gated(), projections=_projections(INTERLEAVED)),
+    "phi3": _llama(_fused_gated(), projections=_fused_projections()),
     "granite": _llama(_gated()),
     "granitemoe": _llama(_experts_of_granite()),
     "smollm3": _llama(_gated()),

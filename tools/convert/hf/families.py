@@ -51,6 +51,7 @@ from tools.convert.hf.rope import (
     ROPE_OF_GPT_OSS,
     ROPE_OF_MINIMAX,
     ROPE_OF_OLMO2,
+    ROPE_OF_PHI3,
     ROPE_OF_QWEN3_5,
     ROPE_OF_SOME_FEATURES,
     by_layer_beyond_transformers_4,
@@ -304,14 +305,14 @@ _COMMON = (
     same("initializer_range", "init_std"),
     Entry(_skip_ids),
 )
-_ROTARY = (
+_WITHOUT_DROPOUT = (
     *_COMMON,
     same("num_hidden_layers", "layers"),
     same("hidden_size", "hidden"),
     same("num_attention_heads", "heads"),
     same("max_position_embeddings", "max_positions"),
-    same("attention_dropout", "attention_dropout"),
 )
+_ROTARY = (*_WITHOUT_DROPOUT, same("attention_dropout", "attention_dropout"))
 _WIDTH = same("intermediate_size", "ffn")
 _MTP_LAYERS = Entry(
     lambda config: {"mtp_layers": config["num_mtp_layers"] or 0},
@@ -1163,6 +1164,62 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": 2,
         },
         entries=(*_LLAMA, _SILU, ROPE, WINDOWS_OF_EXAONE4),
+    ),
+    "ernie4_5": Family(
+        ours="ernie4_5",
+        architecture="Ernie4_5ForCausalLM",
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "vocab_size": 103424,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 18,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "tie_word_embeddings": True,
+            "use_bias": False,
+            "pad_token_id": 0,
+        },
+        entries=(
+            *_WITHOUT_DROPOUT,
+            _HEADS,
+            same("rms_norm_eps", "norm_eps"),
+            _WIDTH,
+            _SILU,
+            ROPE,
+            same("use_bias", "qkv_bias", "output_bias", "mlp_bias"),
+            NO_WINDOW,
+        ),
+    ),
+    "phi3": Family(
+        ours="phi3",
+        architecture="Phi3ForCausalLM",
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "original_max_position_embeddings": 4096,
+            "sliding_window": None,
+            "resid_pdrop": 0.0,
+            "eos_token_id": 32000,
+            "pad_token_id": 32000,
+        },
+        entries=(
+            *_LLAMA,
+            _SILU,
+            ROPE_OF_PHI3,
+            same("resid_pdrop", "dropout"),
+            # Its class does not read embd_pdrop.
+            always(embedding_dropout=0.0),
+            WINDOW_OF_ALL_LAYERS,
+        ),
     ),
     "granite": Family(
         ours="granite",

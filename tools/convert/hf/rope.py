@@ -28,6 +28,8 @@ BY_LAYER = ("olmo3", "gemma3_text")
 KEYS_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 # Types for which transformers reads an original length beside the rope parameters.
 TYPES_WITH_ORIGINAL = ("llama3", "yarn")
+# model_type of families whose class has an original length also where nothing is scaled by it
+WITH_ORIGINAL = ("phi3",)
 # Types in transformers 4's OLMo 2, whose rope_scaling has `type` and `factor` and nothing else.
 OLMO2_TYPES = ("linear", "dynamic")
 GPT_OSS_PARAMETERS = {  # of a config.json that says nothing
@@ -51,6 +53,14 @@ def _read_all_features(config: ConfigKeys) -> Fields:
 def _read_some_features(config: ConfigKeys) -> Fields:
     """Return the fields of rotary positions where partial_rotary_factor may have any value."""
     return _fields_of_part(_parameters(config), config)
+
+
+def _read_phi3(config: ConfigKeys) -> Fields:
+    """Return the fields of rotary positions of Phi-3. Raises UserError for scaled ones, all of
+    which are long ropes to its class, whatever their rope_type: a factor for each wavelength."""
+    parameters = _parameters(config)
+    require(parameters["rope_type"], "rope_type", (DEFAULT["rope_type"],))
+    return _fields_of_part(parameters, config)
 
 
 def _read_minimax(config: ConfigKeys) -> Fields:
@@ -190,6 +200,10 @@ NOPE_LAYERS = Entry(
     lambda model: {
         "no_rope_layers": [int(n not in model.nope_layers) for n in range(model.layers)]
     },
+)
+ROPE_OF_PHI3 = Entry(
+    _read_phi3,
+    lambda model: {**_write(model), "partial_rotary_factor": model.rotary_fraction},
 )
 ROPE_OF_MINIMAX = Entry(
     _read_minimax,
@@ -408,7 +422,8 @@ def _scaling(parameters: dict[str, Any], config: ConfigKeys) -> dict[str, Any]:
     stated = {key: value for key, value in parameters.items() if value is not None}
     original = config[ORIGINAL]
     longest = config["max_position_embeddings"]
-    if original is not None and rope_type not in TYPES_WITH_ORIGINAL:
+    is_known = rope_type in TYPES_WITH_ORIGINAL or config.model_type in WITH_ORIGINAL
+    if original is not None and not is_known:
         raise UserError.of("convert.rope_key_unread", key=ORIGINAL, value=original, kind=rope_type)
     if rope_type == "default":
         _require_nothing_else(stated)

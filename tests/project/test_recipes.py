@@ -54,6 +54,7 @@ def test_a_recipe_says_where_it_comes_from_and_what_it_needs(recipe: Recipe) -> 
     assert set(NOTES) >= set(recipe.notes) >= ALWAYS
     assert ("plan" in recipe.notes) != ("takes" in recipe.notes)
     assert recipe.title and all(recipe.notes.values())
+    assert not any("{" in note for note in recipe.notes.values()), "a number was not filled in"
 
 
 @pytest.mark.parametrize("recipe", FOR_GPUS, ids=name_of)

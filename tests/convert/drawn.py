@@ -100,7 +100,19 @@ def drawn(seed: int) -> dict[str, Any]:
         config |= _delta_nets(dice, config["num_hidden_layers"])
     if kind == "kimi_linear":
         return config | _kimi_delta(dice, config["num_hidden_layers"])
-    return config | _rope(dice, kind)
+    config |= _rope(dice, kind)
+    if _divides_by_zero(config):
+        del config["rope_scaling"]
+    return config
+
+
+def _divides_by_zero(config: dict[str, Any]) -> bool:
+    """Return whether transformers cannot make a model: its dynamic rope divides by the number of
+    rotary features less 2."""
+    scaling = config.get("rope_scaling") or {}
+    head_dim = config.get("head_dim", 0)
+    features = config.get("rotary_dim", head_dim * config.get("partial_rotary_factor", 1.0))
+    return scaling.get("rope_type") == "dynamic" and features == 2
 
 
 def _further_biases(dice: Random, kind: str) -> dict[str, Any]:

@@ -116,6 +116,12 @@ def test_a_text_takes_the_place_of_the_recipes(tmp_path: Path) -> None:
     assert load_run(file).data.source == 'my "text"\\'
 
 
+def test_another_text_of_characters_decides_the_vocabulary(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    assert main(["init", "--recipe", "shakespeare", "my.txt", "-o", str(file)]) == 0
+    assert load_run(file).model.vocab == 0
+
+
 @pytest.mark.parametrize(
     ("words", "code"),
     [

@@ -1,6 +1,7 @@
 """Statistics of a run are lines of a file of their own, change no number, and become maps."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,17 @@ def test_compare_says_which_run_has_no_statistics(
     assert train(run_file, f"train.folder={plain}") == 0
     assert main(["compare", str(watched), str(plain), "--statistics", f"{tmp_path}/a.png"]) == 2
     assert shows(capsys.readouterr().err, "command.no_statistics", folder=str(plain))
+
+
+def test_a_line_that_is_no_record_is_named(
+    watched: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(watched, damaged)
+    with (damaged / "statistics.jsonl").open("a") as file:
+        file.write("no record\n")
+    picture = tmp_path / "maps.png"
+    assert main(["compare", str(damaged), str(watched), "--statistics", str(picture)]) == 0
+    assert "statistics.jsonl: line 4 is no record" in capsys.readouterr().err
+    assert main(["report", str(damaged), "-o", str(tmp_path / "page.html")]) == 0
+    assert "statistics.jsonl: line 4 is no record" in (tmp_path / "page.html").read_text()

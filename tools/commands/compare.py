@@ -3,6 +3,7 @@ loss curves."""
 
 import argparse
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +26,13 @@ from tools.analysis.report.run import Run
 from tools.analysis.verdict.verdict import read_verdict
 from tools.console.json_output import add_json, print_result
 from tools.console.tables import print_table
-from tools.journal.records import no_run, read_metrics, read_statistics
+from tools.journal.records import (
+    STATISTICS_FILE,
+    no_run,
+    odd_lines,
+    read_metrics,
+    read_statistics,
+)
 
 MOST_KEYS = 12  # that differ and have a line
 
@@ -108,6 +115,8 @@ def _draw_statistics(args: argparse.Namespace) -> None:
         maps_by_run[name] = maps_of(read_statistics(folder))
         if not maps_by_run[name]:
             raise UserError.of("command.no_statistics", folder=folder)
+        if damaged := odd_lines(folder / STATISTICS_FILE):
+            print(f"note: {damaged}", file=sys.stderr)
     draw_maps(maps_by_run, args.statistics)
 
 

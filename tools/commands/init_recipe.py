@@ -13,6 +13,8 @@ from tools.console.toml import toml
 from tools.console.wrapped import say
 from tools.recipes.recipe import Recipe, read_recipe, recipe_names
 
+_OF_CHARACTERS = 'tokenizer = "characters"'
+_VOCABULARY = re.compile(r"^vocab = \d+\n", re.MULTILINE)
 _SOURCE = re.compile(r'^source = ".*"$', re.MULTILINE)
 
 
@@ -44,11 +46,14 @@ def write_recipe(args: argparse.Namespace) -> int:
 
 
 def _with_source(recipe: Recipe, source: str) -> str:
-    """Return the content of a recipe with another text. Raises UserError if it has a blend."""
+    """Return the content of a recipe with another text, whose characters are the vocabulary if they
+    are the tokens. Raises UserError if the recipe has a blend."""
     line = f"source = {toml(source)}"
     content, replaced = _SOURCE.subn(lambda _: line, recipe.content)
     if replaced != 1:
         raise UserError.of("command.recipe_blend", recipe=recipe.name)
+    if _OF_CHARACTERS in content:
+        content = _VOCABULARY.sub("", content)
     return content
 
 

@@ -49,6 +49,8 @@ from tools.journal.records import (
     SOURCE_LOSS_PREFIX,
     SOURCE_TOKENS_PREFIX,
     SPIKE_EVENT,
+    STATISTICS_FILE,
+    odd_lines,
     read_statistics,
 )
 from tools.journal.router_records import router_values
@@ -406,14 +408,17 @@ def _collapses(event: dict[str, Any]) -> Html:
 def statistics(run: Run) -> Html | None:
     """Return the maps of log.statistics: layers by steps."""
     maps = maps_of(read_statistics(run.folder))
+    damaged = odd_lines(run.folder / STATISTICS_FILE)
     if not maps:
-        return None
+        return paragraph("Note: ", damaged) if damaged else None
     figures: list[str] = []
     for one in maps:
         picture = to_themed_svg(draw_map(one), f"{one.title}, by layer and step")
         figures.append(f"<figure>{picture}</figure>")
-    below = paragraph("Colours go with the logarithm. White: 0, or not finite.")
-    return Html(f'<div class="figures">{"".join(figures)}</div>{below.text}')
+    notes = [paragraph("Colours go with the logarithm. White: 0, or not finite.")]
+    if damaged:
+        notes.append(paragraph("Note: ", damaged))
+    return _join(Html(f'<div class="figures">{"".join(figures)}</div>'), *notes)
 
 
 def memory(run: Run) -> Html | None:

@@ -203,7 +203,7 @@ def _restarted(
 ) -> ParallelAMPOptimizer:
     new = make_optimizer(mesh, case)
     for buffer in new.all_buffers():
-        for values in (buffer.weights, *buffer.saved().values()):
+        for values in (buffer.own_weights, *buffer.saved().values()):
             values.mul_(3)
     if case.folder is None:
         new.load_state_dict(old.state_dict())

@@ -240,7 +240,8 @@ def test_a_wheel_has_the_modules_of_four_packages_what_they_read_the_license_and
         metadata = archive.read(f"{about}/METADATA").decode()
         entries = archive.read(f"{about}/entry_points.txt").decode()
     shipped = {str(path) for path in modules() if not path.is_relative_to("tools/bench")}
-    read = {f"{package}/py.typed" for package in PACKAGES} | {"megaprec/messages.toml"}
+    recipes = {str(path.relative_to(ROOT)) for path in (ROOT / "tools/recipes").glob("*.toml")}
+    read = {f"{package}/py.typed" for package in PACKAGES} | {"megaprec/messages.toml"} | recipes
     made = ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt", "licenses/LICENSE")
     assert names == shipped | read | {f"{about}/{name}" for name in made}
     assert entries.split() == ["[console_scripts]", "megaprec", "=", "megaprec.__main__:main"]

@@ -346,16 +346,9 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         claim_rule(rule)
         self._whole_updates = self._make_whole_updates(groups, mesh)
         self._buffer_spans = self._cut_into_spans(groups)
-        sums = self._numerics.sums_over_microbatches(self.buffers)
-        chunks = [
-            in_forward_order(part, buffers)
-            for part, buffers in zip(parts, self.buffers, strict=True)
-        ]
-        self._reducer = GradReducer(chunks, tp, overlap, sums)
+        self._reducer = self._make_reducer(tp, overlap)
         self._gatherer = ParamGatherer(parts, buffers, overlap)
-        self._layer_weights: LayerWeights | None = None
-        if any(buffer.shards_weights for buffer in buffers):
-            self._layer_weights = LayerWeights(parts, self.buffers, overlap, keep_layers)
+        self._layer_weights = self._make_layer_weights(overlap, keep_layers)
         # Views of what this rank counts in norm and zeros, each logical element once over all
         # ranks; copies that another rank counts must be finite too. Made once: the memory stays.
         self._counted_grads = list(self._model_buffers.counted())
@@ -368,6 +361,21 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         )
         # of the whole model, on all ranks
         self.num_elements, self.num_frozen = self._model_buffers.num_elements(self.world)
+
+    def _make_reducer(self, tp: Axis, overlap: bool) -> GradReducer:
+        """Return what sums the gradients over ranks, in the order in which they are complete."""
+        sums = self._numerics.sums_over_microbatches(self.buffers)
+        chunks = [
+            in_forward_order(part, buffers)
+            for part, buffers in zip(self._parts, self.buffers, strict=True)
+        ]
+        return GradReducer(chunks, tp, overlap, sums)
+
+    def _make_layer_weights(self, overlap: bool, keep_layers: int) -> LayerWeights | None:
+        """Return what gathers the weights of a layer when it computes; None if they are whole."""
+        if not any(buffer.shards_weights for buffer in self._model_buffers.all):
+            return None
+        return LayerWeights(self._parts, self.buffers, overlap, keep_layers)
 
     def _make_whole_updates(
         self,

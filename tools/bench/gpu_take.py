@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator
 from typing import IO
 
 from tools.bench.child import Child
@@ -62,6 +62,25 @@ def _ending(child: Child, measurement: Measurement, seconds: float) -> Record:
     return {"refused": child.reason(seconds)}
 
 
+def _outcomes(
+    lines: Iterable[str], log: IO[bytes], known: set[str]
+) -> Generator[Record, None, str]:
+    """Yield the outcomes of tests, and add the tests to `known`. Return the test that had begun
+    when the lines ended; "" if none had."""
+    begun = ""
+    for line in lines:
+        record = record_of(line)
+        if record is None:
+            log.write(f"{line}\n".encode())
+        elif "begun" in record:
+            begun = record["begun"]
+        else:
+            begun = ""
+            known.add(record.get("test", ""))
+            yield record
+    return begun
+
+
 def _take_laws(
     measurement: Measurement, left: float, log: IO[bytes], known: set[str]
 ) -> Iterator[Record]:
@@ -76,17 +95,8 @@ def _take_laws(
         # as arguments of the process: names of tests have any characters
         skipped = [f"--deselect={test}" for test in sorted(known)]
         child = Child([*command_of(measurement), *skipped], ROOT, log)
-        begun = ""
-        for line in child.lines(max(0.0, end - time.monotonic()), SILENCE):
-            record = record_of(line)
-            if record is None:
-                log.write(f"{line}\n".encode())
-            elif "begun" in record:
-                begun = record["begun"]
-            else:
-                begun = ""
-                known.add(record.get("test", ""))
-                yield record
+        lines = child.lines(max(0.0, end - time.monotonic()), SILENCE)
+        begun = yield from _outcomes(lines, log, known)
         if not begun and child.code in (0, 1, NO_TESTS):
             yield {"done": True}
             return

@@ -324,12 +324,7 @@ def train_tokenizer(args: argparse.Namespace) -> int:
 
 def inspect(args: argparse.Namespace) -> int:
     """Run `megaprec data inspect`. Raises UserError if the data set is missing or corrupt."""
-    if args.samples < 0:
-        raise UserError.of("command.samples", samples=args.samples)
-    if args.pack and args.seq_length is None:
-        raise UserError.of("command.pack_without_length", pack=args.pack)
-    if args.seq_length is not None and not 1 <= args.seq_length <= MAX_SIZE:
-        raise UserError.of("command.inspected_length", length=args.seq_length, most=MAX_SIZE)
+    _require_inspect_options(args)
     prefix = path_of(args.prefix)
     dataset = IndexedDataset(prefix)
     # a file that was named must be there; one beside the data set may be
@@ -358,6 +353,16 @@ def inspect(args: argparse.Namespace) -> int:
             print_table(data_truncations.table(args.seq_length, truncations))
 
     return print_result(args, document, show)
+
+
+def _require_inspect_options(args: argparse.Namespace) -> None:
+    """Raise UserError for options of `data inspect` that are out of their range."""
+    if args.samples < 0:
+        raise UserError.of("command.samples", samples=args.samples)
+    if args.pack and args.seq_length is None:
+        raise UserError.of("command.pack_without_length", pack=args.pack)
+    if args.seq_length is not None and not 1 <= args.seq_length <= MAX_SIZE:
+        raise UserError.of("command.inspected_length", length=args.seq_length, most=MAX_SIZE)
 
 
 def _show(

@@ -207,10 +207,9 @@ def _mamba_sizes(model: ModelConfig) -> dict[str, Any]:
 
 
 def _expert_sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
-    """Return small numbers of experts, in groups of the same number, and layers without experts of
-    each kind."""
+    """Return small numbers of experts, in groups of the same number, and layers with and without
+    experts."""
     defaults = FAMILIES[config["model_type"]].defaults
-    has_leading_dense = "first_k_dense_replace" in defaults
     names = ("num_local_experts", "n_routed_experts", "num_experts")
     stated_names = [name for name in names if config.get(name) is not None]
     usual_name = "n_routed_experts" if "n_routed_experts" in defaults else "num_experts"
@@ -222,6 +221,13 @@ def _expert_sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
     sizes: dict[str, Any] = dict.fromkeys(stated_names or [usual_name], experts)
     if "moe_intermediate_size" in defaults:
         sizes["moe_intermediate_size"] = FFN
+    return sizes | _dense_layers(config, model)
+
+
+def _dense_layers(config: Json, model: ModelConfig) -> dict[str, Any]:
+    """Return which of the few layers of the probe have no experts, in the family's spelling."""
+    defaults = FAMILIES[config["model_type"]].defaults
+    sizes: dict[str, Any] = {}
     is_dense = [layer in model.dense_layers for layer in range(model.layers)]
     small_is_dense = spread(is_dense, min(model.layers, LAYERS))
     dense_layers = [layer for layer, dense in enumerate(small_is_dense) if dense]
@@ -229,7 +235,7 @@ def _expert_sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
         sizes["mlp_layer_types"] = ["dense" if dense else "sparse" for dense in small_is_dense]
         if config.get("first_k_dense_replace") is not None:
             sizes["first_k_dense_replace"] = len(dense_layers)
-    elif has_leading_dense:
+    elif "first_k_dense_replace" in defaults:
         sizes["first_k_dense_replace"] = len(dense_layers)
     elif model.dense_layers:
         sizes |= {"mlp_only_layers": dense_layers, "decoder_sparse_step": 1}

@@ -258,11 +258,7 @@ class Trainer:
         """Take all remaining steps, or those until a signal, and save after those where a save is
         due.
         """
-        for event in self._digests.of_loaded(self.progress, self.resumed):
-            if journal is not None:
-                journal.write_event(event)
-        if self.config.train.eval_first and not self.progress.step:
-            self._evaluate_first(journal)
+        self._begin(journal)
         profile = self._make_profile()
         leaves = self.engine.leaves
         leaves.misses.clear()  # those of other passes than steps
@@ -283,19 +279,30 @@ class Trainer:
             if leaves.names and self.progress.step == first_step:
                 self._say_misses(leaves)
             self._evaluate_and_record(journal, report, shadow, time.perf_counter() - start_time)
-            divergence = self._describe_divergence()
-            steps_done = self.progress.step
-            if self._is_stopping:
-                folder.require_there(steps_done, self.engine.optimizer)
-            self._save_if_due(ends=bool(divergence or self._is_stopping))
-            # After the save, so that the state is there to look at.
-            if divergence:
-                self._saves.finish(steps_done, divergence)
-                raise TrainingDiverged(
-                    f"stopped after step {steps_done}, state saved: {divergence}"
-                )
+            self._save_or_end(folder)
         if profile is not None:
             profile.end(self.progress.step)
+
+    def _begin(self, journal: Journal | None) -> None:
+        """Write the digests of a loaded state, and evaluate before the first step if asked to."""
+        for event in self._digests.of_loaded(self.progress, self.resumed):
+            if journal is not None:
+                journal.write_event(event)
+        if self.config.train.eval_first and not self.progress.step:
+            self._evaluate_first(journal)
+
+    def _save_or_end(self, folder: RunFolder) -> None:
+        """Save after a step if a save is due. Raises TrainingDiverged, with the state saved, if the
+        run has diverged; UserError if a run that stops has no folder left to save to."""
+        divergence = self._describe_divergence()
+        steps_done = self.progress.step
+        if self._is_stopping:
+            folder.require_there(steps_done, self.engine.optimizer)
+        self._save_if_due(ends=bool(divergence or self._is_stopping))
+        # After the save, so that the state is there to look at.
+        if divergence:
+            self._saves.finish(steps_done, divergence)
+            raise TrainingDiverged(f"stopped after step {steps_done}, state saved: {divergence}")
 
     def _make_profile(self) -> Any:
         """Return the profile of some steps on this rank; None if none is asked for."""

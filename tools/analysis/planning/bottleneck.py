@@ -101,61 +101,46 @@ def _ways_to_less(
     kind: str, config: RunConfig, predicted: Prediction, assumed: Assumptions
 ) -> list[_Way]:
     """Return the changes that make a kind of time less and that the run can have."""
-    parallel = config.parallel
-    train = config.train
-    length = train.seq_length
-    tensor = parallel.tensor
-    pipeline = parallel.pipeline
-    keeps_all = {f"parallel.{key}": value for key, value in RECOMPUTE[0].items()}
-    stage_layers = [len(cost.cut.layers) for cost in passes_of(config).costs]
-    repeats_layers = any(map(config.recompute.count_whole_layers, stage_layers))
-    repeats_attention = repeats_layers or "attention" in config.recompute.modules
-    is_compiled = config.compile_mode(assumed.device) == "block"
-    can_cut_sequences = tensor > 1 and not parallel.sequence
-    can_take_fp8 = assumed.fp8_tflops > 0 and not config.plan.fp8
-    # Of still more stages each has few layers, and the head is a large part of its own.
-    has_layers = 4 * pipeline <= config.model.layers
-    # A micro-batch passes stages one after another, however many a rank has.
-    has_others = config.num_microbatches > 1
-    stages_of_rank = parallel.chunks or KINDS[parallel.schedule].chunks
-    has_one_stage = pipeline > 1 and KINDS[parallel.schedule].is_1f1b and stages_of_rank == 1
-    can_have_stages = has_one_stage and has_layers and has_others
-    busiest = _busiest_axis(config, predicted, assumed)
+    ways = (
+        *_ways_within_passes(config, predicted, assumed),
+        *_ways_of_pipelines(config),
+        *_ways_of_gradients(config, assumed),
+    )
+    return [way for way in ways if way.kind == kind and way.is_new and way.is_allowed(config)]
 
+
+def _ways_within_passes(
+    config: RunConfig, predicted: Prediction, assumed: Assumptions
+) -> list[_Way]:
+    """Return the changes that make the passes of a stage shorter."""
+    train = config.train
+    tensor = config.parallel.tensor
+    repeats_layers = any(map(config.recompute.count_whole_layers, _layers_of_stages(config)))
+    repeats_attention = repeats_layers or "attention" in config.recompute.modules
+    keeps_all = {f"parallel.{key}": value for key, value in RECOMPUTE[0].items()}
     less_again = "less recomputation (parallel.recompute)"
+
+    can_take_fp8 = assumed.fp8_tflops > 0 and not config.plan.fp8
+    half_length = train.seq_length // 2
     shorter = "shorter sequences (train.seq_length)"
     window = "a window (model.window)"
+
+    is_compiled = config.compile_mode(assumed.device) == "block"
+    block = 'train.compile = "block"'
+    compiled = {"train.compile": "block"}
     sequence = "sequence parallelism (parallel.sequence)"
+    can_cut_sequences = tensor > 1 and not config.parallel.sequence
+
     larger = "larger micro-batches (train.micro_batch)"
     fewer_tensor = "fewer tensor ranks (parallel.tensor)"
-    fewer_stages = "fewer pipeline ranks (parallel.pipeline)"
-    chunks = "several stages on each rank (parallel.schedule)"
-    more = "more micro-batches (train.global_batch)"
-    more_a_step = "more micro-batches a step (train.global_batch)"
-    overlap = "reductions beside the passes (parallel.overlap)"
-    has_no_overlap = not parallel.overlaps(assumed.device)
-    can_shard = parallel.copies > 1 and parallel.zero_size != 1 and not parallel.zero
-    # under ZeRO-2 and 3 each micro-batch has traffic of its own
-    sends_each = parallel.shards_gradients and has_others
-    keep = "whole weights of layers (parallel.zero_keep)"
-    can_keep = parallel.shards_weights and parallel.zero_keep < max(stage_layers)
-    on_gpu = "state on the GPU (optimizer.offload)"
-    is_offloaded = config.optimizer.offload == "host"
-    lower_zero = "a lower stage of ZeRO (parallel.zero)"
-
-    compiled = {"train.compile": "block"}
     halved_tensor = {"parallel.tensor": tensor // 2}
-    halved_pipeline = {"parallel.pipeline": pipeline // 2}
-    interleaved = {"parallel.schedule": "interleaved", "parallel.chunks": 2}
-    larger_batch = {"train.global_batch": 2 * train.global_batch}
-    first_zero = {"parallel.zero": True, "parallel.zero_keep": 0}
-    block = 'train.compile = "block"'
-    ways = (
+    busiest = _busiest_axis(config, predicted, assumed)
+    return [
         _Way("compute", less_again, keeps_all, repeats_layers),
         _Way("compute", "FP8 (fp8.kind)", {"fp8.kind": "current"}, can_take_fp8),
         _Way("attention", less_again, keeps_all, repeats_attention),
-        _Way("attention", shorter, {"train.seq_length": length // 2}),
-        _Way("attention", window, {"model.window": length // 2}, not config.model.window),
+        _Way("attention", shorter, {"train.seq_length": half_length}),
+        _Way("attention", window, {"model.window": half_length}, not config.model.window),
         _Way("elementwise", less_again, keeps_all, repeats_layers),
         _Way("elementwise", block, compiled, not is_compiled),
         _Way("elementwise", sequence, {"parallel.sequence": True}, can_cut_sequences),
@@ -163,9 +148,56 @@ def _ways_to_less(
         _Way("fixed", larger, {"train.micro_batch": 2 * train.micro_batch}),
         _Way("fixed", fewer_tensor, halved_tensor, tensor > 1),
         _Way("tp", f"fewer ranks of {busiest}", {busiest: config.get(busiest) // 2}),
+    ]
+
+
+def _ways_of_pipelines(config: RunConfig) -> list[_Way]:
+    """Return the changes that make the waiting of pipeline ranks less."""
+    parallel = config.parallel
+    pipeline = parallel.pipeline
+    # Of still more stages each has few layers, and the head is a large part of its own.
+    has_layers = 4 * pipeline <= config.model.layers
+    # A micro-batch passes stages one after another, however many a rank has.
+    has_others = config.num_microbatches > 1
+    schedule = KINDS[parallel.schedule]
+    stages_of_rank = parallel.chunks or schedule.chunks
+    has_one_stage = pipeline > 1 and schedule.is_1f1b and stages_of_rank == 1
+    can_have_stages = has_one_stage and has_layers and has_others
+
+    more = "more micro-batches (train.global_batch)"
+    larger_batch = {"train.global_batch": 2 * config.train.global_batch}
+    chunks = "several stages on each rank (parallel.schedule)"
+    interleaved = {"parallel.schedule": "interleaved", "parallel.chunks": 2}
+    fewer_stages = "fewer pipeline ranks (parallel.pipeline)"
+    halved_pipeline = {"parallel.pipeline": pipeline // 2}
+    return [
         _Way("waits", more, larger_batch, pipeline > 1),
         _Way("waits", chunks, interleaved, can_have_stages),
         _Way("waits", fewer_stages, halved_pipeline, pipeline > 1),
+    ]
+
+
+def _ways_of_gradients(config: RunConfig, assumed: Assumptions) -> list[_Way]:
+    """Return the changes that make the sums of gradients, the gathers of weights and the update
+    shorter."""
+    parallel = config.parallel
+    train = config.train
+    # under ZeRO-2 and 3 each micro-batch has traffic of its own
+    sends_each = parallel.shards_gradients and config.num_microbatches > 1
+    has_no_overlap = not parallel.overlaps(assumed.device)
+    can_keep = parallel.shards_weights and parallel.zero_keep < max(_layers_of_stages(config))
+    can_shard = parallel.copies > 1 and parallel.zero_size != 1 and not parallel.zero
+    is_offloaded = config.optimizer.offload == "host"
+
+    overlap = "reductions beside the passes (parallel.overlap)"
+    keep = "whole weights of layers (parallel.zero_keep)"
+    lower_zero = "a lower stage of ZeRO (parallel.zero)"
+    first_zero = {"parallel.zero": True, "parallel.zero_keep": 0}
+    larger = "larger micro-batches (train.micro_batch)"
+    more_a_step = "more micro-batches a step (train.global_batch)"
+    larger_batch = {"train.global_batch": 2 * train.global_batch}
+    on_gpu = "state on the GPU (optimizer.offload)"
+    return [
         _Way("exposed", overlap, {"parallel.overlap": True}, has_no_overlap),
         _Way("exposed", keep, {"parallel.zero_keep": config.model.layers}, can_keep),
         _Way("exposed", lower_zero, first_zero, sends_each),
@@ -174,8 +206,12 @@ def _ways_to_less(
         _Way("update", "ZeRO (parallel.zero)", {"parallel.zero": True}, can_shard),
         _Way("update", on_gpu, {"optimizer.offload": "none"}, is_offloaded),
         _Way("update", more_a_step, larger_batch),
-    )
-    return [way for way in ways if way.kind == kind and way.is_new and way.is_allowed(config)]
+    ]
+
+
+def _layers_of_stages(config: RunConfig) -> list[int]:
+    """Return the number of layers of each stage."""
+    return [len(cost.cut.layers) for cost in passes_of(config).costs]
 
 
 def _busiest_axis(config: RunConfig, predicted: Prediction, assumed: Assumptions) -> str:

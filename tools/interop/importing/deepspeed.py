@@ -100,17 +100,7 @@ def add_deepspeed(
     """Add the keys that DeepSpeed's configuration decides. Returns the leaves that are not used
     here."""
     config = DeepSpeedConfig(place, draft, {})
-    if FORMER_BF16 in content and BF16 not in content:
-        content = {BF16 if key == FORMER_BF16 else key: content[key] for key in content}
-    unused = dict[str, str]()
-    for path, value in _leaves("", content):
-        problem = _problem(path, value, draft)
-        if problem:
-            draft.problems.append(f"{path} = {value!r} ({place}): {problem}")
-        elif path not in READ and is_unused(path):
-            unused[path] = f"{path} = {value!r}"
-        elif path in READ and value is not None:
-            config.leaves[path] = value
+    unused = _read_leaves(content, config)
     _add_batch(config, ranks)
     _add_precision(config)
     _add_zero(config)
@@ -121,6 +111,23 @@ def add_deepspeed(
     _add_schedule(config)
     if config.get("steps_per_print"):
         config.put("log.every", config.get("steps_per_print"), "steps_per_print")
+    return unused
+
+
+def _read_leaves(content: Mapping[str, Any], config: DeepSpeedConfig) -> dict[str, str]:
+    """Put the leaves that are used into `config`, and a problem for each that is refused. Returns
+    those that are not used here."""
+    if FORMER_BF16 in content and BF16 not in content:
+        content = {BF16 if key == FORMER_BF16 else key: content[key] for key in content}
+    unused = dict[str, str]()
+    for path, value in _leaves("", content):
+        problem = _problem(path, value, config.draft)
+        if problem:
+            config.draft.problems.append(f"{path} = {value!r} ({config.place}): {problem}")
+        elif path not in READ and is_unused(path):
+            unused[path] = f"{path} = {value!r}"
+        elif path in READ and value is not None:
+            config.leaves[path] = value
     return unused
 
 

@@ -177,31 +177,19 @@ def _batches(config: RunConfig, plan: Plan) -> Iterator[OracleBatch]:
     """Yield the batches of the steps."""
     corpus = corpus_of(config)
     samples = RecordedSamples(corpus.train, masked=plan.small)
-    (source,) = config.data.sources
-    stream = torch.from_numpy(np.fromfile(Path(f"{source}.bin"), TOKEN_DTYPE).astype(np.int64))
     (dataset,) = corpus.datasets
-    document_of = torch.repeat_interleave(torch.from_numpy(dataset.document_lengths()))
+    row_of = _rows(config, dataset.document_lengths())
     length = config.train.seq_length
     count = config.train.global_batch
-    packed = list[PlainRow]()
-    if config.data.pack != "none":
-        packed = packed_rows(stream, dataset.document_lengths().tolist(), length)
     for step in range(plan.steps):
         chosen = samples.batch(step * count, count)
         ids = chosen.ids.tolist()
-        counts = torch.ones(count, length)
+        rows = [row_of(sample) for sample in ids]
+        windows = torch.stack([row.tokens for row in rows])
+        documents = torch.stack([row.documents for row in rows])
+        counts = torch.stack([row.counts for row in rows])
         if chosen.mask is not None:
-            counts = chosen.mask
-        if config.data.pack == "none":
-            stride = 1 if config.data.windows == "random" else length
-            cut = torch.stack([torch.arange(length + 1) + sample * stride for sample in ids])
-            windows = stream[cut]
-            documents = document_of[cut]
-        else:
-            rows = [packed[sample] for sample in ids]
-            windows = torch.stack([row.tokens for row in rows])
-            documents = torch.stack([row.documents for row in rows])
-            counts = counts * torch.stack([row.counts for row in rows])
+            counts = counts * chosen.mask
         if config.data.eod_mask_loss:
             # the first token of a document is no target, whatever the run's mask says of it
             counts = counts * (documents[:, 1:] == documents[:, :-1])
@@ -211,6 +199,23 @@ def _batches(config: RunConfig, plan: Plan) -> Iterator[OracleBatch]:
         yield OracleBatch(
             ids, windows[:, :-1], windows[:, 1:], counts, documents[:, :-1], positions
         )
+
+
+def _rows(config: RunConfig, document_lengths: Any) -> Callable[[int], PlainRow]:
+    """Return a function that gives the row of a sample, by its number."""
+    (source,) = config.data.sources
+    stream = torch.from_numpy(np.fromfile(Path(f"{source}.bin"), TOKEN_DTYPE).astype(np.int64))
+    length = config.train.seq_length
+    if config.data.pack != "none":
+        return packed_rows(stream, document_lengths.tolist(), length).__getitem__
+    document_of = torch.repeat_interleave(torch.from_numpy(document_lengths))
+    stride = 1 if config.data.windows == "random" else length
+
+    def window(sample: int) -> PlainRow:
+        cut = slice(sample * stride, sample * stride + length + 1)
+        return PlainRow(stream[cut], document_of[cut], torch.ones(length))
+
+    return window
 
 
 def _within_documents(documents: Tensor) -> Tensor:

@@ -192,6 +192,8 @@ def train(mesh: DeviceMesh | None, case: Case) -> tuple[ParallelAMPOptimizer, li
         if step == case.restart:
             optimizer = _restarted(optimizer, mesh, case)
         give(optimizer, step, case.fine)
+        if optimizer.canonical:
+            optimizer.end_microbatch(0, 1)
         if step in case.bad and optimizer.world.rank == optimizer.world.size - 1:
             optimizer.all_buffers()[0].grads[0] = INF
         reports.append(optimizer.step(case.lr))

@@ -113,9 +113,7 @@ def other_samples(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         Batches,
         "_read",
-        lambda self, samples, first, batch, replica: inner(
-            self, samples, first + 1, batch, replica
-        ),
+        lambda self, samples, first, *others: inner(self, samples, first + 1, *others),
     )
 
 

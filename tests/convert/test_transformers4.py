@@ -28,6 +28,7 @@ BASE = {"rope_type": "default", "rope_theta": 150.0}
 ONE_BASE = {key: {"rope_type": "default", "rope_theta": 70.0} for key in dict.fromkeys(SLIDING)}
 ELSEWHERE = (
     "gpt_oss",
+    "granitemoe",
     "nemotron_h",
     "qwen3_5_text",
     "qwen3_5_moe_text",
@@ -41,6 +42,7 @@ ELSEWHERE = (
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, {}) for kind in CONFIGS if "-" not in kind and kind not in ELSEWHERE},
     "gpt_oss": ("gpt_oss", {"swiglu_limit": 7.0}),
+    "granitemoe": ("granitemoe", {"head_dim": 6}),
     "gemma3 scaled": ("gemma3_text", {"rope_scaling": LINEAR, "rope_local_base_freq": 300.0}),
     "gemma3 full": ("gemma3_text", {"layer_types": TYPES}),
     "gemma2 full": ("gemma2", {"layer_types": TYPES}),
@@ -74,6 +76,7 @@ NEWER: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_scaling": None, "rope_parameters": BY_LAYER, "layer_types": SLIDING},
     ),
     "qwen2_moe of an odd size": ("qwen2_moe", {"hidden_size": 26}),
+    "granitemoe of wide heads": ("granitemoe", {}),
     "gpt_oss of another clamp": ("gpt_oss", {"swiglu_limit": 0.5}),
     "nemotron_h": ("nemotron_h", {}),
     "qwen3_5_text": ("qwen3_5_text", {}),

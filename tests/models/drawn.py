@@ -74,6 +74,14 @@ SCALINGS: tuple[dict[str, Any], ...] = (
 )
 
 
+# In place of defaults that experts, or so few of them, do not take.
+WITH_EXPERTS: dict[str, dict[str, Any]] = {
+    "gpt2": {"mlp_bias": False},
+    "gpt_neox": {"mlp_bias": False},
+    "olmoe": {"experts_per_token": 2},
+}
+
+
 def drawn(seed: int) -> dict[str, Any]:
     """The valid table of a seed: keys in any order, each with the value that was drawn if it fits
     those before it."""
@@ -132,8 +140,8 @@ def drawn(seed: int) -> dict[str, Any]:
             "scale": dice.choice((1.0, 2.5)),
         }
         offered["router"] |= {"correction": dice.random() < 0.5, **dice.choice(({}, groups))}
-    if table["experts"] and family in ("gpt2", "gpt_neox"):
-        table["mlp_bias"] = False  # a default that experts do not take
+    if table["experts"]:
+        table |= WITH_EXPERTS.get(family, {})
     if not fits(table):
         del table["latent"]
     # Both together, or neither would fit.

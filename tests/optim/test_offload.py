@@ -71,6 +71,7 @@ def test_state_in_host_memory_has_the_same_bits_in_every_precision(name: str) ->
     require_same([PLANS[name], replace(PLANS[name], restart=2)], {})
 
 
+@pytest.mark.filterwarnings("ignore:.* weights rounded to bfloat16 only")
 @pytest.mark.cases(0, sample=2)
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 4}, {"tp": 2}, {"pp": 2, "dp": 2}], ids=str)
 def test_state_in_host_memory_has_the_same_bits_in_every_layout(

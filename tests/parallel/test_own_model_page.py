@@ -13,7 +13,7 @@ from tests.project.test_readme import ROOT
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_python")
 def test_the_model_of_the_page_trains_the_same_on_two_tensor_ranks(tmp_path: Path) -> None:
-    (code,) = blocks(ROOT / "docs" / "own-model.md", "python")
+    code, _ = blocks(ROOT / "docs" / "own-model.md", "python")  # a model, and a loader of weights
     (tmp_path / "block.py").write_text(code)
     one, two = (
         [

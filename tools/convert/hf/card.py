@@ -26,6 +26,7 @@ from tools.convert.core.source import RunRecord, Source, TrainedText
 from tools.convert.core.tensors import torch_name
 from tools.convert.hf.config import model_type_of
 from tools.journal.records import AVERAGE_LOSS, HELD_OUT_LOSS
+from tools.saved.train_state import TrainState
 
 CARD = "README.md"
 TAG = "megaprec"
@@ -176,16 +177,18 @@ def _weights(text: TrainedText) -> str:
 
 def _numbers(source: Source) -> Iterator[str]:
     """Yield rows of the table of the training."""
-    progress = source.facts.progress
-    if progress.get("step"):
-        skipped = progress["step"] - progress["applied"]
+    progress = TrainState(**source.facts.progress)
+    if progress.step:
+        skipped = progress.skipped
         note = f", of which {skipped:,} were skipped" if skipped else ""
-        yield f"| steps | {progress['step']:,}{note} |"
-        yield f"| tokens | {progress['tokens'] - progress['skipped_tokens']:,} |"
+        yield f"| steps | {progress.step:,}{note} |"
+        # files of another program may not count them
+        tokens = f"{progress.learned_tokens:,}" if progress.tokens else "not known"
+        yield f"| tokens | {tokens} |"
     loss, bits = _evaluation(source)
     if loss is not None:
         yield f"| held-out loss | {loss:.4f} nats a token |"
-    elif progress.get("step"):
+    elif progress.step:
         yield "| held-out loss | not evaluated after this step (`train.eval_every`) |"
     if bits is not None:
         yield f"| bits per byte | {bits:.4f} |"

@@ -282,6 +282,14 @@ def _qwen2_moe_beyond_4(model: ModelConfig) -> Iterator[str]:
         )
 
 
+def _granitemoe_beyond_4(model: ModelConfig) -> Iterator[str]:
+    if model.heads * model.head_dim != model.hidden:
+        yield (
+            f"make a granitemoe model whose {model.heads} heads of {model.head_dim} features are "
+            f"not hidden_size = {model.hidden} together"
+        )
+
+
 def _gpt_oss_beyond_4(model: ModelConfig) -> Iterator[str]:
     if (model.swiglu_alpha, model.swiglu_limit) != PUBLISHED_CLAMP:
         yield (
@@ -1234,6 +1242,7 @@ FAMILIES: dict[str, Family] = {
         entries=(*_GRANITE, *LOCAL_EXPERTS),
         aliases={"num_experts": "num_local_experts"},
         requires=_has_experts,
+        beyond_transformers_4=_granitemoe_beyond_4,
     ),
     "arcee": Family(
         ours="arcee",

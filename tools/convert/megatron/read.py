@@ -6,7 +6,7 @@ alike must be alike. No pickle is opened in this process (`tools.convert.core.un
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ from tools.convert.megatron.ranks import (
     parts_over_all,
     read_ranks,
 )
+from tools.saved.train_state import TrainState
 
 DISTRIBUTED = ("metadata.json", "common.pt")  # what Megatron-core writes beside .metadata
 BY_NAME = "--dist-ckpt-optim-fully-reshardable saves it by name"
@@ -407,15 +408,19 @@ def _progress(
     if not iteration:
         return {}
     samples = arguments.get("consumed_train_samples") or 0
+    seq_length = arguments.get("seq_length") or 0
     scheduled = _scheduled(content)
-    return {
-        "step": iteration,
+    applied_samples = samples if scheduled is None else scheduled
+    progress = TrainState(
+        step=iteration,
         # without the optimizer's steps nothing tells that some were skipped
-        "applied": steps or iteration,
-        "tokens": samples * (arguments.get("seq_length") or 0),
-        "samples": samples,
-        "applied_samples": samples if scheduled is None else scheduled,
-    }
+        applied=steps or iteration,
+        samples=samples,
+        applied_samples=applied_samples,
+        tokens=samples * seq_length,
+        skipped_tokens=max(0, samples - applied_samples) * seq_length,
+    )
+    return asdict(progress)
 
 
 def _notes_on_files(rank_files: RankFiles) -> Iterator[str]:

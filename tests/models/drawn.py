@@ -78,6 +78,7 @@ SCALINGS: tuple[dict[str, Any], ...] = (
 WITH_EXPERTS: dict[str, dict[str, Any]] = {
     "gpt2": {"mlp_bias": False},
     "gpt_neox": {"mlp_bias": False},
+    "minimax_m2": {"experts_per_token": 2},
     "olmoe": {"experts_per_token": 2},
 }
 

@@ -70,7 +70,11 @@ def main() -> int:
         "--precisions", action="store_true", help="pairs of options of mixed precision instead"
     )
     parser.add_argument(
-        "--having", default="", metavar="OPTION=VALUE", help="only triples with this value"
+        "--having",
+        action="append",
+        default=[],
+        metavar="OPTION=VALUE",
+        help="only triples with one of these values; may be repeated",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kept", type=Path, default=Path("runs/covering.jsonl"))
@@ -129,12 +133,13 @@ def main() -> int:
     return int(verdicts["wrong"] > 0)
 
 
-def _having(wanted: str, triples: Iterable[Combination]) -> Iterable[Combination]:
-    """Return the triples with a value, "OPTION=VALUE"; all if none is wanted."""
+def _having(wanted: Sequence[str], triples: Iterable[Combination]) -> Iterable[Combination]:
+    """Return the triples with one of the values, each "OPTION=VALUE"; all if none is wanted."""
     if not wanted:
         return triples
-    option, _, value = wanted.partition("=")
-    return [triple for triple in triples if (option, value) in triple]
+    parted = [one.partition("=") for one in wanted]
+    entries = {(option, value) for option, _, value in parted}
+    return [triple for triple in triples if entries.intersection(triple)]
 
 
 def _try_precisions(seed: int) -> int:

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megaprec.optim.rules.update_rules import Lion
-from tests.families import CASES
+from models.feed_forward.router import is_correction
+from models.logical_shapes import logical_shapes
+from tests.families import CASES, config_of
 from tests.parity.oracle_runs import (
     DOCUMENTS,
     OPTIMIZER,
@@ -30,10 +33,12 @@ from tools import cli
 from tools.config.own_rate import rate_of
 from tools.config.run_file import load_run
 from tools.config.tables.batch_schedule import BatchSchedule, LengthSchedule
+from tools.convert.hf.config import model_type_of
 from tools.verify.oracle.limits import STEPS
+from tools.verify.oracle.transformers_model import TransformersModel
 from tools.verify.parity.noise import Noise
 from tools.verify.parity.record import Record
-from tools.verify.parity.runs import with_rates_of
+from tools.verify.parity.runs import LayoutLimits, shrunk, with_rates_of
 
 pytest.importorskip("transformers", minversion="5", reason="needs transformers: the extra hf")
 
@@ -54,6 +59,38 @@ def test_documents_groups_other_norms_rates_and_averages_are_those_of_the_oracle
 ) -> None:
     entry = entry_beside_oracle([*words_of(family), *DOCUMENTS, *OPTIMIZER], tmp_path)
     assert entry["verdict"] == "proven", entry.get("first")
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_made_small_a_model_of_every_family_is_one_that_transformers_has(family: str) -> None:
+    config = load_run(None, [*words_of(family), *TRAIN])
+    for ranks in (1, 2, 4):
+        small = shrunk(config, LayoutLimits(ranks, ranks, ranks), STEPS).model
+        assert model_type_of(small) == model_type_of(config.model)
+
+
+CONFIGS = {family: config_of(case) for family, case in CASES.items()}
+CORRECTED = [
+    family for family, config in CONFIGS.items() if config.experts and config.router.correction
+]
+
+
+@pytest.mark.parametrize("family", CORRECTED)
+def test_the_oracle_counts_each_token_at_each_of_its_experts(family: str) -> None:
+    config = CONFIGS[family]
+    made = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.randn(shape, generator=made, dtype=torch.float64) / 10
+        for name, shape in logical_shapes(config).items()
+    }
+    model = TransformersModel(config, weights)
+    tokens = torch.randint(0, config.vocab, (2, 7), generator=made)
+    with model.computing():
+        model.logits(tokens, torch.arange(7).expand(2, -1))
+    corrections = [name for name in weights if is_correction(name)]
+    assert len(model.loads) == len(corrections) > 0
+    for counts in model.loads.values():
+        assert counts.sum() == tokens.numel() * config.experts_per_token
 
 
 RULES = {

@@ -17,7 +17,7 @@ import torch
 import tests.ranks
 from tests.covering import precisions
 from tests.covering.array import Array, Combination, Row, combinations_of
-from tests.covering.options import NEEDED
+from tests.covering.options import DEFAULT, NEEDED
 from tests.covering.trial import (
     Outcome,
     command_of,
@@ -129,8 +129,20 @@ def main() -> int:
             f"{each.number:,} {name}: {seen:,} seen, {len(each.refused):,} refused by a rule, "
             f"{len(each.left):,} left"
         )
+        for rule, count in refusing_rules(each.refused).most_common():
+            print(f"  {count:,} refused by {rule}")
     print(dict(verdicts), dict(reasons))
     return int(verdicts["wrong"] > 0)
+
+
+def refusing_rules(refused: Iterable[Combination]) -> Counter[str]:
+    """Return how many combinations each rule refuses, with all other options at their defaults."""
+    rules = Counter[str]()
+    for combination in refused:
+        rule = refusal({**DEFAULT, **dict(combination)})
+        assert rule, f"{combination}: no rule refuses it"
+        rules[rule] += 1
+    return rules
 
 
 def _having(wanted: Sequence[str], triples: Iterable[Combination]) -> Iterable[Combination]:

@@ -20,10 +20,10 @@ def put(where: Any, name: str, what: Any) -> None:
 
 
 def callable_alike(before: Any, after: Any) -> bool:
-    """Whether each call of one function by position is a call of the other; True if one's signature
-    is unknown."""
+    """Whether each call of the first function by position is a call of the second; True if one's
+    signature is unknown."""
     old, new = (_numbers(one) for one in (before, after))
-    return old is None or new is None or (new[0] <= old[1] and new[1] >= old[0])
+    return old is None or new is None or (new[0] <= old[0] and new[1] >= old[1])
 
 
 def _numbers(function: Any) -> tuple[float, float] | None:

@@ -50,6 +50,8 @@ def test_every_fault_replaces_something_that_is_called_alike() -> None:
         ("forward", lambda *given, **named: 1, True),
         ("forward", lambda self, x, by, more: x, False),
         ("forward", lambda self: 1, False),
+        # callers may give the argument that has a default
+        ("forward", lambda self, x: x, False),
         ("backward", staticmethod(lambda grad: 0), True),
         ("backward", staticmethod(lambda ctx, grad: 0), False),
     ],

@@ -17,7 +17,7 @@ import torch
 import tests.ranks
 from tests.covering import precisions
 from tests.covering.array import Array, Combination, Row, combinations_of
-from tests.covering.options import NEEDED
+from tests.covering.options import DEFAULT, NEEDED
 from tests.covering.trial import (
     Outcome,
     command_of,
@@ -70,17 +70,24 @@ def main() -> int:
         "--precisions", action="store_true", help="pairs of options of mixed precision instead"
     )
     parser.add_argument(
-        "--having", default="", metavar="OPTION=VALUE", help="only triples with this value"
+        "--having",
+        action="append",
+        default=[],
+        metavar="OPTION=VALUE",
+        help="only triples with one of these values; may be repeated",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kept", type=Path, default=Path("runs/covering.jsonl"))
+    parser.add_argument("--kept", type=Path, help="file of the rows that were tried")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     tests.ranks.SECONDS = 3600.0
+    if arguments.kept is None:
+        name = "covering-precisions" if arguments.precisions else "covering"
+        arguments.kept = Path(f"runs/{name}.jsonl")
     arguments.kept.parent.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * arguments.minutes
     if arguments.precisions:
-        return _try_precisions(arguments.seed)
+        return _try_precisions(arguments.seed, arguments.kept, end)
     reasons = Counter[str]()
 
     def takes(row: Row) -> bool:
@@ -109,8 +116,7 @@ def main() -> int:
         if outcome.verdict == EQUAL:
             array.count(row)
             compiled.count(row)
-        with arguments.kept.open("a") as kept:
-            kept.write(json.dumps({"row": row, **vars(outcome)}) + "\n")
+        _keep(arguments.kept, row, outcome)
         if outcome.verdict == "refused":
             reasons[outcome.why] += 1
         if outcome.verdict == "wrong":
@@ -119,25 +125,43 @@ def main() -> int:
         if done % 20 == 0:
             print(f"{done} rows, {len(array.left):,} triples left", flush=True)
     pools.close()
-    for name, each in (("triples", array), ("pairs with compiled leaves", compiled)):
-        seen = each.number - len(each.left) - len(each.refused)
-        print(
-            f"{each.number:,} {name}: {seen:,} seen, {len(each.refused):,} refused by a rule, "
-            f"{len(each.left):,} left"
-        )
+    _say_what_is_seen("triples", array)
+    _say_what_is_seen("pairs with compiled leaves", compiled)
     print(dict(verdicts), dict(reasons))
     return int(verdicts["wrong"] > 0)
 
 
-def _having(wanted: str, triples: Iterable[Combination]) -> Iterable[Combination]:
-    """Return the triples with a value, "OPTION=VALUE"; all if none is wanted."""
+def _say_what_is_seen(name: str, array: Array) -> None:
+    """Say how many combinations were seen, are left, and are refused by which rules."""
+    seen = array.number - len(array.left) - len(array.refused)
+    print(
+        f"{array.number:,} {name}: {seen:,} seen, {len(array.refused):,} refused by a rule, "
+        f"{len(array.left):,} left"
+    )
+    for rule, count in refusing_rules(array.refused).most_common():
+        print(f"  {count:,} refused by {rule}")
+
+
+def refusing_rules(refused: Iterable[Combination]) -> Counter[str]:
+    """Return how many combinations each rule refuses, with all other options at their defaults."""
+    rules = Counter[str]()
+    for combination in refused:
+        rule = refusal({**DEFAULT, **dict(combination)})
+        assert rule, f"{combination}: no rule refuses it"
+        rules[rule] += 1
+    return rules
+
+
+def _having(wanted: Sequence[str], triples: Iterable[Combination]) -> Iterable[Combination]:
+    """Return the triples with one of the values, each "OPTION=VALUE"; all if none is wanted."""
     if not wanted:
         return triples
-    option, _, value = wanted.partition("=")
-    return [triple for triple in triples if (option, value) in triple]
+    parted = [one.partition("=") for one in wanted]
+    entries = {(option, value) for option, _, value in parted}
+    return [triple for triple in triples if entries.intersection(triple)]
 
 
-def _try_precisions(seed: int) -> int:
+def _try_precisions(seed: int, kept: Path, end: float) -> int:
     """Returns 1 if a row of options of mixed precision was wrong."""
     options = {name: list(values) for name, values in precisions.OPTIONS.items()}
     pairs = combinations_of(options, 2)
@@ -147,17 +171,32 @@ def _try_precisions(seed: int) -> int:
 
     array = Array(options, pairs, takes, lambda row: True, seed)
     verdicts = Counter[str]()
+    for entry in _kept(kept):
+        array.count(entry["row"])
+        verdicts[entry["verdict"]] += 1
     for row in array.rows():
+        if time.monotonic() > end:
+            print("the time is over: the same command goes on")
+            break
         array.count(row)
         with tempfile.TemporaryDirectory() as folder:
             outcome = precisions.tried(row, Path(folder))
         verdicts[outcome.verdict] += 1
+        _keep(kept, row, outcome)
         if outcome.verdict == "wrong":
             print(f"wrong: {outcome.why}: {row}", flush=True)
-    seen = array.number - len(array.refused)
-    print(f"{array.number} pairs: {seen} seen, {len(array.refused)} refused by a rule")
+    seen = array.number - len(array.refused) - len(array.left)
+    print(
+        f"{array.number} pairs: {seen} seen, {len(array.refused)} refused by a rule, "
+        f"{len(array.left)} left"
+    )
     print(dict(verdicts))
     return int(verdicts["wrong"] > 0)
+
+
+def _keep(path: Path, row: Row, outcome: Outcome) -> None:
+    with path.open("a") as kept:
+        kept.write(json.dumps({"row": row, **vars(outcome)}) + "\n")
 
 
 def _kept(path: Path) -> list[dict[str, Any]]:

@@ -34,6 +34,23 @@ FAMILIES = (
     "qwen3_next",
     "qwen3_5",
     "qwen3_5 with experts",
+    "iquestcoder",
+    "internlm3",
+    "seed_oss",
+    "smollm3",
+    "exaone4",
+    "ernie4_5 tied, with biases",
+    "phi3",
+    "granite",
+    "granitemoe",
+    "arcee",
+    "olmoe",
+    "minimax_m2",
+    "dots1",
+    "solar_open",
+    "glm4_moe_lite",
+    "youtu",
+    "kimi_linear",
 )
 
 
@@ -50,6 +67,7 @@ def of_twice_the_layers(family: str) -> list[str]:
         "layers": 2 * layers,
         "hybrid_pattern": 2 * model.hybrid_pattern,
         "window_layers": twice(model.window_layers),
+        "nope_layers": twice(model.nope_layers),
         "delta_layers": twice(model.delta_layers),
     }
     return [*words_of(family), *(f"model.{key}={toml(value)}" for key, value in more.items())]
@@ -112,7 +130,24 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "8 of 1": ["train.global_batch=8", "train.micro_batch=1"],
         "2 of 4": ["train.global_batch=8", "train.micro_batch=4"],
     },
+    "batches": {
+        "alike": [],
+        "growing": ["train.batch_schedule=[[0, 4], [8, 12], [20, 8]]", "lr.unit=samples"],
+    },
+    "lengths": {
+        "alike": [],
+        "growing": ["train.seq_schedule=[[0, 4], [8, 8], [20, 16]]"],
+    },
     "numerics": {"fastest": [], "canonical": ["train.numerics=canonical"]},
+    "update": {
+        "adamw": [],
+        "sgd": ["optimizer.name=sgd"],
+        "sgd, Nesterov": [
+            "optimizer.name=sgd",
+            "optimizer.options={momentum = 0.8, nesterov = true}",
+        ],
+        "lion": ["optimizer.name=lion", "optimizer.options={betas = [0.8, 0.95]}"],
+    },
     "compile": {"off": [], "leaves": ["train.compile=leaves"]},
     "ema": {"none": [], "0.9": ["optimizer.ema=0.9"]},
     "groups": {
@@ -138,6 +173,13 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         ],
         "apart, one count of positions": ["data.reset_attention_mask=true"],
         "restarted": ["data.reset_position_ids=true"],
+        "best fit": ["data.pack=best_fit"],
+        "best fit, apart, unpredicted": [
+            "data.pack=best_fit",
+            "data.reset_attention_mask=true",
+            "data.reset_position_ids=true",
+            "data.eod_mask_loss=true",
+        ],
     },
     # of these `tests.covering.around` takes care
     "resume": {"none": [], OWN: [], ONE: []},

@@ -193,9 +193,12 @@ def tried(row: Row, folder: Path, together: Together = forked) -> Outcome:
         way=WAY_BOUND if row["fp8"] == "none" else WAY_BOUND_FP8,
     )
     found = vars(errors)
+    in_roundings = ", ".join(f"{name} {error / unit:.2f}" for name, error in found.items())
     wrong = [
         f"{name}: {error:.2g}, bound {vars(bounds)[name]:.2g}"
         for name, error in found.items()
         if not error <= vars(bounds)[name]
     ]
-    return Outcome("wrong", "; ".join(wrong)) if wrong else Outcome("equal")
+    if wrong:
+        return Outcome("wrong", "; ".join(wrong))
+    return Outcome("equal", f"in roundings: {in_roundings}")

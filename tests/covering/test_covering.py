@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel.pipeline.kinds import KINDS
 from tests.covering import around, precisions
 from tests.covering.array import Array, Row, combinations_of
-from tests.covering.options import DEFAULT, OPTIONS
+from tests.covering.options import DEFAULT, FAMILIES, OPTIONS
 from tests.covering.trial import (
     STEPS,
     Together,
@@ -23,10 +24,12 @@ from tests.covering.trial import (
     tried,
     values_of_options,
 )
+from tests.families import CASES
 from tests.parity.campaign import forked, left
 from tests.ranks import run_ranks
 from tests.refusals import shows
 from tools import cli
+from tools.verify.oracle.update_rules import ORACLE_RULES
 from tools.verify.parity.ranks import RecordedRun, carry_out
 from tools.verify.parity.record import Record
 
@@ -110,6 +113,14 @@ def test_a_combination_that_needs_another_value_is_tried_with_it() -> None:
     needed = [{"d": "3"}]
     array = Array(SMALL, wanted, takes, lambda row: False, 1, needed)
     assert [row["d"] for row in array.rows()] == ["3"]
+
+
+def test_every_family_and_rule_that_the_oracle_has_and_every_schedule_is_an_option() -> None:
+    assert {CASES[family].kind for family in FAMILIES} == {case.kind for case in CASES.values()}
+    plain = {name: next(iter(values)) for name, values in OPTIONS.items()}
+    rules = [config_of({**plain, "update": update}).optimizer.name for update in OPTIONS["update"]]
+    assert {*rules} == {*ORACLE_RULES}
+    assert {*OPTIONS["schedule"]} == {*KINDS}
 
 
 @pytest.mark.parametrize(

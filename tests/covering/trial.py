@@ -35,7 +35,7 @@ Together = Callable[[Sequence[RecordedRun], Path], list[None]]
 @dataclass(frozen=True)
 class Outcome:
     """What became of a row. verdict: "equal", "refused" or "wrong". why: of a refusal its code, of
-    a wrong one what differs."""
+    a wrong one what differs, of an equal one how near it was, if it was measured."""
 
     verdict: str
     why: str = ""

@@ -349,9 +349,11 @@ def scaled_input_gradient(factor: float) -> Make:
 
 
 def same_samples(inner: Any) -> Any:
-    return lambda self, samples, first, batch, replica: inner(
-        self, samples, first - replica * (batch // self._dp.size), batch, replica
-    )
+    def read(self: Any, samples: Any, first: int, batch: int, replica: int, pieces: int = 1) -> Any:
+        of_first = first - replica * (batch // self._dp.size)
+        return inner(self, samples, of_first, batch, replica, pieces)
+
+    return read
 
 
 def updates(change_step: Callable[[ParallelAMPOptimizer, Any], Any]) -> Callable[[], None]:

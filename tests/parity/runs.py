@@ -48,6 +48,8 @@ RUNS = {
                 "model.experts=4", "model.router_z_loss=0.1"],
     "modules": ["model.preset=llama-demo", "model.layers=4", "model.mtp_layers=2"],
     "canonical": ["model.preset=llama-demo", "train.numerics=canonical", "train.threads=1"],
+    "changing": ["model.preset=llama-demo", "train.batch_schedule=[[0, 4], [8, 12]]",
+                 "train.seq_schedule=[[0, 16], [8, 64]]", "lr.unit=samples"],
     "fp16": ["model.preset=llama-demo", "precision.compute=fp16"],
 }  # fmt: skip
 PLAN = Plan(3, planted=1, into="layers.1.attention.output.weight")

@@ -2,15 +2,19 @@
 arise."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from models.engine.passes import Share
 from tests.parity import fault_table
 from tests.parity.fault_table import FAULTS
 from tests.parity.faults import after_reduce
 from tests.parity.runs import outcome, references
+from tools.training.batches import Batches
 from tools.verify.parity.borders import TOKENS_IN
 
 SAMPLE = [  # one of each part of a step
@@ -82,6 +86,8 @@ def test_each_of_the_planted_faults_is_found_and_named(name: str, tmp_path: Path
         ("modules", "pp=2,schedule=zb-v"),
         ("gpt2", "pp=2,schedule=zb-v"),
         ("recompute", "dp=2"),
+        ("changing", "tp=2,dp=2,sequence=true"),
+        ("changing", "pp=2"),
     ],
 )
 def test_and_nothing_is_found_where_there_is_no_bug(run: str, layout: str, tmp_path: Path) -> None:
@@ -103,6 +109,27 @@ def test_and_nothing_is_found_where_there_is_no_bug(run: str, layout: str, tmp_p
         "skipped_overflow",
         "applied",
     ]
+
+
+@pytest.mark.slow
+def test_a_fault_of_short_sequences_alone_is_found_in_the_step_that_has_them(
+    tmp_path: Path,
+) -> None:
+    bug = (__name__, "pieces_are_numbered_as_samples")
+    found = outcome("changing", "dp=2", tmp_path / "run", bug)
+    assert found["verdict"] == "wrong"
+    assert (found["first"]["phase"], found["first"]["step"]) == ("forward", 1)
+
+
+def pieces_are_numbered_as_samples() -> None:
+    right = Batches._read
+
+    def read(self: Batches, *arguments: Any) -> Share:
+        share = right(self, *arguments)
+        return replace(share, first=share.first // share.pieces)
+
+    planted = patch.object(Batches, "_read", read)
+    planted.start()
 
 
 def power(found: dict[str, Any]) -> float:

@@ -19,10 +19,10 @@ from tools import cli
 from tools.commands import doctor_layout
 from tools.commands.parity import fitting_layouts
 from tools.config.run_file import load_run
-from tools.verify.parity.certificate import not_tried
+from tools.verify.parity.certificate import _uncovered_sizes, not_tried
 from tools.verify.parity.compare import Difference, worst
 from tools.verify.parity.layouts import every
-from tools.verify.parity.runs import LayoutLimits, alike_size, shrunk
+from tools.verify.parity.runs import LayoutLimits, alike_size, alone, made_ready, shrunk
 from tools.verify.parity.summary import conclusion, show, untried_parts
 
 ROOT = Path(__file__).parents[2]
@@ -275,7 +275,7 @@ def test_bad_arguments_are_said_in_a_line(
 def test_made_small_a_model_divides_as_it_did(name: str) -> None:
     config = load_run(None, [f"model.preset={name}", *TRAIN])
     model = config.model
-    small = shrunk(config, LayoutLimits(4, 4, 4)).model
+    small = shrunk(config, LayoutLimits(4, 4, 4), steps=3).model
     assert (small.heads // small.kv_heads, small.family, small.tied) == (
         model.heads // model.kv_heads,
         model.family,
@@ -291,6 +291,71 @@ def test_made_small_a_model_divides_as_it_did(name: str) -> None:
     assert (small.experts > small.experts_per_token) == (model.experts > model.experts_per_token)
 
 
+@pytest.mark.parametrize("head_dim", [8, 10, 12, 14])
+def test_made_small_heads_divide_the_features_where_they_did(head_dim: int) -> None:
+    sizes = ["layers=2", "hidden=24", "heads=4", "kv_heads=2", "ffn=40"]
+    sizes += ["family=llama", f"head_dim={head_dim}"]
+    config = load_run(None, [*(f"model.{size}" for size in sizes), *TRAIN])
+    for tensor in (1, 2, 4):
+        small = shrunk(config, LayoutLimits(tensor, 1, 1), steps=3).model
+        assert small.hidden % small.heads == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "small"),
+    [
+        ([(0, 16), (100, 64), (500, 256)], [(0, 8), (8, 12), (20, 16)]),
+        # of many changes the first ones and the last
+        ([(0, 32), (9, 64), (99, 96), (999, 256)], [(0, 8), (8, 12), (20, 20)]),
+        ([(0, 64), (100, 32), (200, 64)], [(0, 12), (12, 8), (20, 12)]),
+    ],
+)
+def test_made_small_batches_that_change_do_so_with_each_of_the_first_steps(
+    given: list[tuple[int, int]], small: list[tuple[int, int]]
+) -> None:
+    last = given[-1][1]
+    words = [*TRAIN, "model.preset=llama-demo", "lr.unit=samples", f"train.global_batch={last}"]
+    words += ["train.batch_schedule=" + str([[*change] for change in given])]
+    made = shrunk(load_run(None, words), LayoutLimits(2, 2, 2), steps=3).train
+    assert [*made.batch_schedule] == small
+    assert made.global_batch == small[-1][1]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_batches_and_lengths_that_no_compared_step_has_are_named_as_not_tried(full: bool) -> None:
+    words = [*TRAIN, "model.preset=llama-demo", "lr.unit=samples", "train.seq_length=64"]
+    words += ["train.batch_schedule=[[0,2],[10,4],[20,6],[30,12]]"]
+    config = load_run(None, [*words, "train.seq_schedule=[[0, 16], [10, 32], [20, 64]]"])
+    made = made_ready(config, LayoutLimits(1, 1, 1), full, 3, Path("unused"))
+    named = dict(_uncovered_sizes(config, alone(made)))
+    batches, lengths = ("1 of 4", "1 of 3") if full else ("3 of 4", "")
+    assert named["other batches of train.batch_schedule"].endswith(batches)
+    assert named.get("other lengths of train.seq_schedule", "").endswith(lengths)
+    assert ("other lengths of train.seq_schedule" in named) == full
+
+
+@pytest.mark.parametrize(
+    ("lengths", "limits", "small"),
+    [
+        ([16, 32, 64], LayoutLimits(1, 1, 1), [4, 8, 16]),
+        ([8, 64], LayoutLimits(1, 1, 1), [4, 16]),
+        # each length is cut as the original
+        ([16, 64], LayoutLimits(2, 1, 1, context=2), [4, 16]),
+        ([32, 64], LayoutLimits(4, 1, 1, context=4), [16, 32]),
+        ([24, 72], LayoutLimits(2, 1, 1), [8, 24]),
+    ],
+)
+def test_made_small_lengths_that_change_are_cut_as_the_original(
+    lengths: list[int], limits: LayoutLimits, small: list[int]
+) -> None:
+    changes = [[100 * number, length] for number, length in enumerate(lengths)]
+    words = [*TRAIN, "model.preset=llama-demo", f"train.seq_length={lengths[-1]}"]
+    config = load_run(None, [*words, f"train.seq_schedule={changes}"])
+    made = shrunk(config, limits, steps=3).train
+    assert [length for _, length in made.seq_schedule] == small
+    assert made.seq_length == small[-1]
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_made_small_a_model_has_experts_for_all_ranks_that_they_are_spread_over(
     groups: int,
@@ -300,17 +365,17 @@ def test_made_small_a_model_has_experts_for_all_ranks_that_they_are_spread_over(
     config = load_run(None, [*(f"model.{key}={value}" for key, value in model.items()), *TRAIN])
     wanted = {1: 6, 2: 6, 3: 6, 4: 12, 8: 24}
     assert {
-        n: shrunk(config, LayoutLimits(2, 2, 4, expert=n)).model.experts for n in wanted
+        n: shrunk(config, LayoutLimits(2, 2, 4, expert=n), steps=3).model.experts for n in wanted
     } == wanted
     own = config.model_copy(update={"parallel": config.parallel.model_copy(update={"expert": 4})})
-    assert shrunk(own, LayoutLimits(2, 2, 4)).model.experts == 12
+    assert shrunk(own, LayoutLimits(2, 2, 4), steps=3).model.experts == 12
 
 
 def test_made_small_a_model_keeps_mup_and_the_scale_of_its_scores() -> None:
     """With factors that are not 1, and widths that its base has."""
     sizes = ["preset=llama-demo", "ffn=384", "mup_base_hidden=32", "mup_base_head_dim=8"]
     config = load_run(None, [*(f"model.{size}" for size in sizes), *TRAIN])
-    small = shrunk(config, LayoutLimits(4, 4, 4)).model
+    small = shrunk(config, LayoutLimits(4, 4, 4), steps=3).model
     assert small.mup.growth == 0.5
     assert small.attention_scalar == config.model.attention_scalar
 

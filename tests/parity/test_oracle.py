@@ -6,10 +6,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from tests.families import CASES
+from megaprec.optim.rules.update_rules import Lion
+from models.feed_forward.router import is_correction
+from models.logical_shapes import logical_shapes
+from tests.families import CASES, config_of
 from tests.parity.oracle_runs import (
     DOCUMENTS,
     OPTIMIZER,
@@ -27,10 +32,13 @@ from tests.refusals import shows
 from tools import cli
 from tools.config.own_rate import rate_of
 from tools.config.run_file import load_run
+from tools.config.tables.batch_schedule import BatchSchedule, LengthSchedule
+from tools.convert.hf.config import model_type_of
 from tools.verify.oracle.limits import STEPS
+from tools.verify.oracle.transformers_model import TransformersModel
 from tools.verify.parity.noise import Noise
 from tools.verify.parity.record import Record
-from tools.verify.parity.runs import with_rates_of
+from tools.verify.parity.runs import LayoutLimits, shrunk, with_rates_of
 
 pytest.importorskip("transformers", minversion="5", reason="needs transformers: the extra hf")
 
@@ -51,6 +59,105 @@ def test_documents_groups_other_norms_rates_and_averages_are_those_of_the_oracle
 ) -> None:
     entry = entry_beside_oracle([*words_of(family), *DOCUMENTS, *OPTIMIZER], tmp_path)
     assert entry["verdict"] == "proven", entry.get("first")
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_made_small_a_model_of_every_family_is_one_that_transformers_has(family: str) -> None:
+    config = load_run(None, [*words_of(family), *TRAIN])
+    for ranks in (1, 2, 4):
+        small = shrunk(config, LayoutLimits(ranks, ranks, ranks), STEPS).model
+        assert model_type_of(small) == model_type_of(config.model)
+
+
+CONFIGS = {family: config_of(case) for family, case in CASES.items()}
+CORRECTED = [
+    family for family, config in CONFIGS.items() if config.experts and config.router.correction
+]
+
+
+@pytest.mark.parametrize("family", CORRECTED)
+def test_the_oracle_counts_each_token_at_each_of_its_experts(family: str) -> None:
+    config = CONFIGS[family]
+    made = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.randn(shape, generator=made, dtype=torch.float64) / 10
+        for name, shape in logical_shapes(config).items()
+    }
+    model = TransformersModel(config, weights)
+    tokens = torch.randint(0, config.vocab, (2, 7), generator=made)
+    with model.computing():
+        model.logits(tokens, torch.arange(7).expand(2, -1))
+    corrections = [name for name in weights if is_correction(name)]
+    assert len(model.loads) == len(corrections) > 0
+    for counts in model.loads.values():
+        assert counts.sum() == tokens.numel() * config.experts_per_token
+
+
+RULES = {
+    "sgd": ["optimizer.name=sgd"],
+    "sgd, Nesterov": [
+        "optimizer.name=sgd",
+        "optimizer.options={momentum = 0.8, nesterov = true}",
+    ],
+    "lion": ["optimizer.name=lion"],
+    "lion, other betas": ["optimizer.name=lion", "optimizer.options={betas = [0.8, 0.95]}"],
+}
+
+
+@pytest.mark.cases(2, sample=4)
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_that_the_oracle_has_updates_as_it_does(rule: str, tmp_path: Path) -> None:
+    words = [*words_of("qwen3"), *RULES[rule], "optimizer.weight_decay=0.3"]
+    assert_all_is_proven(entry_beside_oracle(words, tmp_path))
+
+
+def test_betas_of_lion_that_are_swapped_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = Lion.update_
+
+    def update(self: Lion, *arguments: Any) -> None:
+        of_step, of_momentum = self.betas
+        right(Lion(betas=(of_momentum, of_step)), *arguments)
+
+    monkeypatch.setattr(Lion, "update_", update)
+    entry = entry_beside_oracle([*words_of("llama"), *RULES["lion"]], tmp_path)
+    assert entry["verdict"] == "wrong"
+    assert entry["quantities"]["gradient"]["verdict"] == "wrong", "of the steps that follow"
+
+
+CHANGING = {
+    "batches": ["train.batch_schedule=[[0, 2], [8, 6], [20, 4]]", "lr.unit=samples"],
+    "lengths": ["train.seq_schedule=[[0, 4], [8, 8], [20, 16]]"],
+}
+CHANGING["both, with documents"] = [*CHANGING["batches"], *CHANGING["lengths"], *DOCUMENTS]
+
+
+@pytest.mark.cases(2, sample=3)
+@pytest.mark.parametrize("name", CHANGING)
+def test_batches_and_lengths_that_change_are_those_of_the_oracle(name: str, tmp_path: Path) -> None:
+    words = [*words_of("qwen3"), *CHANGING[name], "lr.schedule=wsd", "lr.decay=2"]
+    certificate = beside_oracle([*words, "train.micro_batch=1"], tmp_path)
+    first, *_ = certificate["layouts"]
+    assert_all_is_proven(first)
+    parts = [part for part, _ in certificate["not_tried"]]
+    assert not [part for part in parts if part.startswith("train.")]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "name"), [(BatchSchedule, "batches"), (LengthSchedule, "lengths")]
+)
+def test_a_change_that_comes_a_sample_late_shows(
+    schedule: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = schedule.at
+
+    def late(self: Any, consumed: int) -> int:
+        return right(self, max(0, consumed - 1))
+
+    monkeypatch.setattr(schedule, "at", late)
+    words = [*words_of("llama"), *CHANGING[name], "train.micro_batch=1"]
+    assert entry_beside_oracle(words, tmp_path)["verdict"] == "wrong"
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "wsd"])

@@ -150,11 +150,12 @@ def _locate_sample(
     if first_difference.quantity not in (FORWARD, BACKWARD):
         return {}
     border = (first_difference.quantity, first_difference.name)
+    step = first_difference.step - 1  # differences count steps from 1, values from 0
     # the reference is one process, or was merged as if it were
-    (reference,) = reference_record.borders[border]
+    (reference,) = reference_record.borders_at(border, step)
     # a replica takes consecutive samples of the batch, and a micro-batch consecutive ones of these
     samples_per_replica = run_config.train.global_batch // run_config.parallel.data
-    for values in candidate.borders[border]:
+    for values in candidate.borders_at(border, step):
         if values.rank not in first_difference.ranks:
             continue
         sample_id = _differing_sample(first_difference, values, reference)
@@ -170,15 +171,14 @@ def _differing_sample(
     difference: Difference, values: BorderValues, reference: BorderValues
 ) -> int | None:
     """Return the first sample whose values on this rank are not those of the reference."""
-    step = difference.step - 1  # differences count steps from 1, values from 0
     # a rank saw its part of the sequence; one process saw all of it
     columns = [reference.positions.index(position) for position in values.positions]
     for row, sample_id in enumerate(values.samples):
         if sample_id not in reference.samples:
             continue
         reference_row = reference.samples.index(sample_id)
-        expected = reference.values[step, reference_row][columns]
-        error = (values.values[step, row] - expected).norm()
+        expected = reference.values[reference_row][columns]
+        error = (values.values[row] - expected).norm()
         allowed_error = difference.bound * expected.norm()
         is_near = error <= allowed_error
         if not is_near:  # NaN is not near
@@ -194,15 +194,18 @@ def merge_ranks(record: Record, order: Record) -> Record:
     """
     borders: BorderTable = {}
     for border in order.borders:
-        if border in record.borders:
-            borders[border] = [_merge_values(record.borders[border])]
+        by_step: dict[int, list[BorderValues]] = {}
+        for values in record.borders.get(border, []):
+            by_step.setdefault(values.step, []).append(values)
+        if by_step:
+            borders[border] = [_merge_values(of_step) for of_step in by_step.values()]
     # In one process the output of a stage is the very input of the next: aliases are its too.
     return replace(record, borders=borders, aliases=order.aliases)
 
 
 def _merge_values(values_of_ranks: Sequence[BorderValues]) -> BorderValues:
-    """Return the values of several ranks as those of one; where ranks saw the same, the first
-    counts."""
+    """Return the values of several ranks in one step as those of one; where ranks saw the same, the
+    first counts."""
     all_samples: set[int] = set()
     all_positions: set[int] = set()
     for border_values in values_of_ranks:
@@ -211,8 +214,7 @@ def _merge_values(values_of_ranks: Sequence[BorderValues]) -> BorderValues:
     samples = sorted(all_samples)
     positions = sorted(all_positions)
     first_rank = values_of_ranks[0]
-    num_steps = len(first_rank.values)
-    shape = (num_steps, len(samples), len(positions))
+    shape = (len(samples), len(positions))
     merged = torch.full(shape, torch.nan, dtype=torch.float64)
     # backwards, so that the first rank's values are written last
     for border_values in reversed(values_of_ranks):
@@ -220,8 +222,8 @@ def _merge_values(values_of_ranks: Sequence[BorderValues]) -> BorderValues:
         columns = [positions.index(position) for position in border_values.positions]
         row_indices = torch.tensor(rows)[:, None]  # a column: both together index a block
         column_indices = torch.tensor(columns)
-        merged[:, row_indices, column_indices] = border_values.values
-    return BorderValues(first_rank.rank, samples, positions, merged)
+        merged[row_indices, column_indices] = border_values.values
+    return BorderValues(first_rank.rank, first_rank.step, samples, positions, merged)
 
 
 def require_comparable(a: RunConfig, b: RunConfig) -> None:

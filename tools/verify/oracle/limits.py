@@ -12,9 +12,9 @@ from megaprec.precision.plan import PrecisionPlan
 from tools.config.run_file import RunConfig
 from tools.convert.hf.config import model_type_of
 from tools.convert.transformers_package import quiet_transformers, why_missing
+from tools.verify.oracle.update_rules import ORACLE_RULES, oracle_rule
 
 TRANSFORMERS = "transformers"
-UPDATE_RULES = ("adamw",)
 STEPS = 5  # at least, so that the rates of all schedules differ from each other
 OLDEST = 5  # of transformers' major versions
 # dtypes of a plan, all of which the oracle has in FP32
@@ -132,8 +132,9 @@ def _problems(config: RunConfig, own_precision: bool) -> Iterator[Problem]:
     optimizer = config.optimizer
     if model.factory:
         yield Problem.of("parity.oracle_factory", factory=model.factory)
-    if optimizer.name not in UPDATE_RULES:
-        yield Problem.of("parity.oracle_rule", name=optimizer.name)
+    if oracle_rule(optimizer) is None:
+        known = ", ".join(ORACLE_RULES)
+        yield Problem.of("parity.oracle_rule", name=optimizer.name, known=known)
     if optimizer.frozen:
         yield Problem.of("parity.oracle_frozen", patterns=", ".join(optimizer.frozen))
     if model.mup_base_hidden:

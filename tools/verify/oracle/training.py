@@ -2,12 +2,13 @@
 
 The tokens are read from the token file by numpy, so that inputs and targets are the file's and not
 those of megaprec's samples; which samples a step takes, and which targets a loss mask leaves out,
-is the run's. The loss is torch's cross-entropy, the update torch.optim.AdamW, clipping torch's
+is the run's. The loss is torch's cross-entropy, the update that of `update_rules`, clipping torch's
 clip_grad_norm_.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,19 @@ from torch import Tensor
 from models.config import ModelConfig
 from models.feed_forward.router import is_correction
 from tools.config.own_rate import rate_of
+from tools.config.rules.derived import make_rule
 from tools.config.run_file import RunConfig
+from tools.config.tables.settings import Train
 from tools.verify.oracle.batch import OracleBatch
 from tools.verify.oracle.model import OracleModel, Tensors
 from tools.verify.oracle.plain_packing import PlainRow, packed_rows
+from tools.verify.oracle.update_rules import oracle_rule
 from tools.verify.parity.ranks import corpus_of
 from tools.verify.parity.record import Plan, Record, RecordedSamples
 
 TOKEN_DTYPE = np.dtype("<u2")  # of token files of small vocabularies
-MOMENTS = ("exp_avg", "exp_avg_sq")
 MakeModel = Callable[[ModelConfig, Tensors], OracleModel]
-RULE = "torch.optim.AdamW, torch.nn.utils.clip_grad_norm_"
+CLIPPING = "torch.nn.utils.clip_grad_norm_"
 
 
 def trained(
@@ -43,19 +46,21 @@ def trained(
     """
     model = make_model(config.model, weights)
     factors = {name: _factors(config, name, values) for name, values in weights.items()}
-    optimizer = torch.optim.AdamW(
-        _groups(config, model, factors),
-        lr=config.lr.peak,
-        betas=config.optimizer.betas,
-        eps=config.optimizer.eps,
-        foreach=False,
-    )
+    groups = _groups(config, model, factors)
+    oracles_rule = oracle_rule(config.optimizer)
+    assert oracles_rule is not None, "`require_possible` refuses others"
+    rule = make_rule(config.optimizer)
+    optimizer = oracles_rule.make(rule, groups, config.lr.peak)
     # as its class has them: a tensor that it lacks is not compared with itself
     tensors: dict[str, Tensors] = {"before/weight": _wide(model.weights())}
     steps: list[dict[str, Any]] = []
     samples: list[list[int]] = []
+    run_sizes = sizes_of_steps(config.train, config.train.steps)
+    in_samples = config.lr.unit == "samples"
+    length = sum(size.batch for size in run_sizes) if in_samples else config.train.steps
     for number, batch in enumerate(_batches(config, plan)):
-        rate = rate_of(config.lr, number, config.train.steps)
+        completed = run_sizes[number].consumed if in_samples else number
+        rate = rate_of(config.lr, completed, length)
         for group in optimizer.param_groups:
             group["lr"] = rate * group["factor"]
         optimizer.zero_grad()
@@ -74,7 +79,8 @@ def trained(
         samples.append(batch.ids)
     names = list(weights)
     record = Record(steps=steps, samples=samples, names=names, tensors=tensors)
-    return record, f"{model.name}; {RULE} of torch {torch.__version__}"
+    by = f"{model.name}; {oracles_rule.name}, {CLIPPING} of torch {torch.__version__}"
+    return record, by
 
 
 def _states_after(
@@ -88,7 +94,7 @@ def _states_after(
     of the steps before."""
     weights = _wide(model.weights())
     states = {f"after/{number}/weight": weights}
-    for kind in MOMENTS:
+    for kind in make_rule(config.optimizer).names:
         moments = _wide(model.moments(optimizer, kind))
         # no rule updates a correction
         trained_names = [name for name in moments if not is_correction(name)]
@@ -180,9 +186,8 @@ def _batches(config: RunConfig, plan: Plan) -> Iterator[OracleBatch]:
     (dataset,) = corpus.datasets
     row_of = _rows(config, dataset.document_lengths())
     length = config.train.seq_length
-    count = config.train.global_batch
-    for step in range(plan.steps):
-        chosen = samples.batch(step * count, count)
+    for size in sizes_of_steps(config.train, plan.steps):
+        chosen = samples.batch(size.consumed, size.batch)
         ids = chosen.ids.tolist()
         rows = [row_of(sample) for sample in ids]
         windows = torch.stack([row.tokens for row in rows])
@@ -193,12 +198,47 @@ def _batches(config: RunConfig, plan: Plan) -> Iterator[OracleBatch]:
         if config.data.eod_mask_loss:
             # the first token of a document is no target, whatever the run's mask says of it
             counts = counts * (documents[:, 1:] == documents[:, :-1])
-        positions = torch.arange(length).expand(count, -1)
+        # with train.seq_schedule each sample is cut into sequences that follow each other
+        tokens = windows[:, :-1].reshape(-1, size.length)
+        targets = windows[:, 1:].reshape(-1, size.length)
+        counts = counts.reshape(-1, size.length)
+        own_documents = documents[:, :-1].reshape(-1, size.length)
+        positions = torch.arange(size.length).expand(len(tokens), -1)
         if config.data.reset_position_ids:
-            positions = _within_documents(documents[:, :-1])
-        yield OracleBatch(
-            ids, windows[:, :-1], windows[:, 1:], counts, documents[:, :-1], positions
-        )
+            positions = _within_documents(own_documents)
+        yield OracleBatch(ids, tokens, targets, counts, own_documents, positions)
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """A step by its samples, and the tokens of its sequences. consumed: samples before it."""
+
+    consumed: int
+    batch: int
+    length: int
+
+
+def sizes_of_steps(train: Train, steps: int) -> list[StepSize]:
+    """Return the sizes of the steps, by formulas of its own: a step has the batch and the length
+    that hold at its first sample (docs/runs.md)."""
+    sizes: list[StepSize] = []
+    consumed = 0
+    for _ in range(steps):
+        batch = _held_at(consumed, train.batch_schedule, train.global_batch)
+        length = _held_at(consumed, train.seq_schedule, train.seq_length)
+        sizes.append(StepSize(consumed, batch, length))
+        consumed += batch
+    return sizes
+
+
+def _held_at(consumed: int, changes: Iterable[tuple[int, int]], constant: int) -> int:
+    """Return the last of the values that change at or before `consumed` samples; `constant`
+    without changes."""
+    held = constant
+    for begin, value in changes:
+        if begin <= consumed:
+            held = value
+    return held
 
 
 def _rows(config: RunConfig, document_lengths: Any) -> Callable[[int], PlainRow]:

@@ -43,11 +43,14 @@ class TransformersModel:
         with self.computing() as transformers:
             self.module = _load(transformers, config, weights)
             self.name = f"transformers {transformers.__version__}, {type(self.module).__name__}"
-        # how many tokens each expert was given, by the name of the router's module
+        # how many tokens each expert was given, by the name of the module with the correction
         self.loads: Tensors = {}
         for name, module in self.module.named_modules():
             if isinstance(getattr(module, CORRECTION, None), Tensor):
-                module.register_forward_hook(self._count_for(name))
+                # MiniMax's is one of the layer with experts, whose router is given it
+                router = getattr(module, "gate", module)
+                experts = len(getattr(module, CORRECTION))
+                router.register_forward_hook(self._count_for(name, experts))
 
     @contextmanager
     def computing(self) -> Iterator[Any]:
@@ -141,10 +144,9 @@ class TransformersModel:
             correction += speed * (counts.mean() - counts).sign()
         self.loads.clear()
 
-    def _count_for(self, name: str) -> Any:
-        def count(module: nn.Module, arguments: Any, made: Any) -> None:
+    def _count_for(self, name: str, experts: int) -> Any:
+        def count(router: nn.Module, arguments: Any, made: Any) -> None:
             *_, chosen = made
-            experts = len(getattr(module, CORRECTION))
             counts = torch.bincount(chosen.flatten(), minlength=experts).to(self.dtype)
             self.loads[name] = self.loads.get(name, 0) + counts
 

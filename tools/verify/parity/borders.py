@@ -39,34 +39,40 @@ TOKENS_IN = "tokens>in"  # the border at which the first stage is given ids [s, 
 
 
 @dataclass(frozen=True)
-class RunSize:
-    """Sizes of a run: tokens of a sample, samples of a step, features, steps. first: number of the
-    first step."""
+class StepSize:
+    """The size of a step: its sequences, and the tokens of each."""
 
-    length: int
     batch: int
+    length: int
+
+
+@dataclass(frozen=True)
+class RunSize:
+    """Sizes of a run: its steps, and features. first: number of the first step."""
+
+    steps: Sequence[StepSize]
     hidden: int
-    steps: int
     first: int = 0
 
 
 @dataclass
 class BorderValues:
-    """The values that one rank saw at one border, float64 [steps, samples, positions], NaN where it
-    saw nothing.
+    """The values that one rank saw at one border in one step, float64 [samples, positions], NaN
+    where it saw nothing.
 
-    rank: the rank. samples: numbers within the global batch; positions: within the sample; of all
-        that it saw.
+    rank: the rank. step: counted from the first that was recorded, from 0. samples: numbers within
+        the global batch; positions: within the sample; of all that it saw.
     """
 
     rank: int
+    step: int
     samples: list[int]
     positions: list[int]
     values: Tensor
 
 
 class _Recorded(NamedTuple):
-    """The values of one tp rank at one border, float64 [steps, batch, positions].
+    """The values of one tp rank at one border in one step, float64 [batch, positions].
 
     positions: within the sample.
     """
@@ -89,7 +95,8 @@ class _SeenTensor(NamedTuple):
 class _StageCall:
     """A forward pass of a stage in progress.
 
-    step: number of the step. samples: numbers within the global batch.
+    step: number of the step, from the first that is recorded. samples: numbers within the global
+        batch.
     counts: by tp rank and border, how often the border was passed.
     seen_tensors: by id of a tensor, where it was seen first.
     embedded: how often the embedding was called before.
@@ -127,11 +134,12 @@ class BorderRecorder:
         self.direction = normal(key(0, "parity borders"), torch.arange(size.hidden)).double()
         self.ones = torch.ones(1, dtype=torch.float64)
         # all layouts record the positions that it divides, wherever these lie
-        self.stride = max(1, size.batch * size.length // TOKENS)
+        most_tokens = max(step.batch * step.length for step in size.steps)
+        self.stride = max(1, most_tokens // TOKENS)
         self.passed: dict[str, str] = {}
-        # by kind, border and tp rank
-        self._recorded: dict[tuple[str, str, int], _Recorded] = {}
-        self._samples: set[int] = set()
+        # by kind, border, step and tp rank
+        self._recorded: dict[tuple[str, str, int, int], _Recorded] = {}
+        self._samples: dict[int, set[int]] = {}  # by step
         self._stage_call: _StageCall | None = None
         for stage in stages:
             trace_modules({"": stage}, self._end_stage, self._begin_stage)
@@ -153,9 +161,10 @@ class BorderRecorder:
         # A later stage embeds tokens only for multi-token prediction, where one process calls the
         # embedding for the second time.
         embedded = 0 if is_first_stage else 1
-        stage_call = _StageCall(microbatch.step, microbatch.samples.tolist(), embedded=embedded)
+        step = microbatch.step - self.size.first
+        stage_call = _StageCall(step, microbatch.samples.tolist(), embedded=embedded)
         self._stage_call = stage_call
-        self._samples.update(stage_call.samples)
+        self._samples.setdefault(step, set()).update(stage_call.samples)
         if is_first_stage:
             self.passed.setdefault(TOKENS_IN, "")
             token_ids = stage_input.unsqueeze(-1)
@@ -180,7 +189,7 @@ class BorderRecorder:
         stage_call = self._stage_call
         if stage_call is None or not isinstance(activation, Tensor):
             return
-        if not self._is_residual(activation, tp_axis, len(stage_call.samples)):
+        if not self._is_residual(activation, tp_axis, stage_call):
             return
         earlier_calls = stage_call.embedded if border == EMBEDDED else 0
         count = stage_call.counts.get((tp_axis.rank, border), earlier_calls) + 1
@@ -202,16 +211,20 @@ class BorderRecorder:
     ) -> None:
         self._record((BACKWARD, label), tp_axis, stage_call, gradient, self.direction)
 
-    def _is_residual(self, activation: Tensor, tp_axis: Axis, num_samples: int) -> bool:
+    def _is_residual(self, activation: Tensor, tp_axis: Axis, stage_call: _StageCall) -> bool:
         """Return True if a tensor is shaped like the residual stream, or tp's part of its
         sequence."""
         if activation.dim() != 3 or not activation.is_floating_point():
             return False
         length, batch, hidden = activation.shape
-        local_length = self.size.length // self.cp.size
+        local_length = self._local_length(stage_call)
         if length not in (local_length, local_length // tp_axis.size):
             return False
-        return batch == num_samples and hidden == self.size.hidden
+        return batch == len(stage_call.samples) and hidden == self.size.hidden
+
+    def _local_length(self, stage_call: _StageCall) -> int:
+        """Return the tokens of a sequence that this rank of cp has."""
+        return self.size.steps[stage_call.step].length // self.cp.size
 
     @torch.no_grad()
     def _record(
@@ -224,30 +237,28 @@ class BorderRecorder:
     ) -> None:
         """Record a number for each token: its features, of `activation` [s, b, features], times
         `direction`."""
-        local_length = self.size.length // self.cp.size
+        local_length = self._local_length(stage_call)
         token_positions = positions(self.cp, local_length)
         if len(activation) != local_length:
             token_positions = tp_axis.chunk(token_positions)  # the sequence is cut over tp
         is_recorded = token_positions % self.stride == 0
         features = activation.detach()[is_recorded.to(activation.device)].double()
         products = features @ direction.to(activation.device)
-        recorded_key = (*border, tp_axis.rank)
+        recorded_key = (*border, stage_call.step, tp_axis.rank)
         if recorded_key not in self._recorded:
-            shape = (self.size.steps, self.size.batch, len(products))
+            shape = (self.size.steps[stage_call.step].batch, len(products))
             values = torch.full(shape, torch.nan, dtype=torch.float64)
             recorded_positions = token_positions[is_recorded].tolist()
             self._recorded[recorded_key] = _Recorded(recorded_positions, values)
-        step = stage_call.step - self.size.first
-        self._recorded[recorded_key].values[step, stage_call.samples] = products.t().cpu()
+        self._recorded[recorded_key].values[stage_call.samples] = products.t().cpu()
 
     def border_values(self) -> Iterator[tuple[Border, BorderValues]]:
-        """Return the values of each border that has a tensor of its own; of one seen by virtual
-        ranks, of all."""
-        samples = sorted(self._samples)
-        by_border: dict[Border, list[_Recorded]] = {}
-        for (kind, border, _), recorded in self._recorded.items():
-            by_border.setdefault((kind, border), []).append(recorded)
-        for border, of_virtual_ranks in by_border.items():
+        """Return the values of each border that has a tensor of its own, step by step; of one seen
+        by virtual ranks, of all."""
+        by_step: dict[tuple[Border, int], list[_Recorded]] = {}
+        for (kind, border, step, _), recorded in self._recorded.items():
+            by_step.setdefault(((kind, border), step), []).append(recorded)
+        for (border, step), of_virtual_ranks in by_step.items():
             first, *others = of_virtual_ranks
             # Each virtual rank saw the full sequence. Otherwise it was cut over them, and their
             # parts follow each other.
@@ -256,8 +267,9 @@ class BorderRecorder:
             token_positions: list[int] = []
             for recorded in of_virtual_ranks:
                 token_positions += recorded.positions
-            values = torch.cat([recorded.values for recorded in of_virtual_ranks], dim=2)
-            yield border, BorderValues(self.rank, samples, token_positions, values[:, samples])
+            values = torch.cat([recorded.values for recorded in of_virtual_ranks], dim=1)
+            samples = sorted(self._samples[step])
+            yield border, BorderValues(self.rank, step, samples, token_positions, values[samples])
 
 
 def _tp_shards(stage: nn.Module, tp_axis: Axis) -> list[tuple[Axis, nn.Module]]:

@@ -317,12 +317,26 @@ def _uncovered(
             "a skipped step",
             f'precision.on_nonfinite = "{config.precision.on_nonfinite}": none is skipped',
         )
+    yield from _uncovered_sizes(config, compared)
     if compared.optimizer.clip == 0:
         yield "clipping", "optimizer.clip = 0"
     if config.plan.fp8:
         yield "products in FP8 in float64", "float64 has none; --precision configured has them"
     if config.train.device == "cuda":
         yield "GPUs and NCCL", "ranks are processes on CPUs, over gloo"
+
+
+def _uncovered_sizes(config: RunConfig, compared: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield (part, reason) of the batches and lengths that no compared step has."""
+    steps_have = "the steps that are compared have"
+    count = len(config.batches.sizes)
+    tried = len(compared.batches.sizes)
+    if tried < count:
+        yield "other batches of train.batch_schedule", f"{steps_have} {tried} of {count}"
+    count = len(config.lengths.lengths)
+    tried = len(compared.lengths.lengths)
+    if tried < count:
+        yield "other lengths of train.seq_schedule", f"{steps_have} {tried} of {count}"
 
 
 def _count_clipped(config: RunConfig, float64_record: Record) -> int:

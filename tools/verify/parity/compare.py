@@ -237,24 +237,26 @@ class StepComparison:
         scales = error_scales(references.expected)
         bounds = self.noise.tensor_bounds(references, scales)
         for border, full_values in references.expected.items():
-            rank_values = self.candidate.borders.get((kind, border), [])
-            if not rank_values:
+            ranks = {values.rank for values in self.candidate.borders.get((kind, border), [])}
+            if not ranks:
                 continue
+            rank_values = self.candidate.borders_at((kind, border), self.step)
             # A part may be small by chance, so its own norm would be no measure:
             # the scale of a rank's part is that of the full values, for as many elements
             element_scale = scales[border] / math.sqrt(full_values.numel())
-            (reference_values,) = self.reference.borders[kind, border]
-            errors: list[float] = []
-            failing: list[int] = []
+            (reference_values,) = self.reference.borders_at((kind, border), self.step)
+            # a rank that passed it in other steps has to pass it in this one
+            failing = sorted(ranks - {values.rank for values in rank_values})
+            errors = [math.inf for _ in failing]
             ratio = math.nan  # of the first rank that fails
             for border_values in rank_values:
                 expected_part = _select_part(border_values, reference_values, full_values)
                 scale = element_scale * math.sqrt(expected_part.numel()) or 1.0
-                error = tensor_error(border_values.values[self.step], expected_part, scale)
+                error = tensor_error(border_values.values, expected_part, scale)
                 errors.append(error)
                 if not error <= bounds[border]:
                     if not failing:
-                        ratio = _norm_ratio(border_values.values[self.step], expected_part)
+                        ratio = _norm_ratio(border_values.values, expected_part)
                     failing.append(border_values.rank)
             difference = Difference(
                 kind,
@@ -274,11 +276,12 @@ class StepComparison:
 
 def _values_by_border(run_record: Record, tensor_kind: str, step_index: int) -> Tensors:
     """Return the values that one process saw by border: [samples, positions]."""
-    return {
-        border: border_values[0].values[step_index]
-        for (border_kind, border), border_values in run_record.borders.items()
-        if border_kind == tensor_kind
-    }
+    found: Tensors = {}
+    for border_kind, border in run_record.borders:
+        of_step = run_record.borders_at((border_kind, border), step_index)
+        if border_kind == tensor_kind and of_step:
+            found[border] = of_step[0].values
+    return found
 
 
 def _select_part(

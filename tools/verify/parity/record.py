@@ -39,12 +39,13 @@ from tools.verify.parity.borders import (
     BorderRecorder,
     BorderValues,
     RunSize,
+    StepSize,
 )
 from tools.verify.parity.fragments import Fragment, assemble, take_fragments
 from tools.verify.parity.hang_watch import Trail
 
 Tensors = dict[str, Tensor]  # float64, by logical name
-BorderTable = dict[Border, list[BorderValues]]  # the values of each rank
+BorderTable = dict[Border, list[BorderValues]]  # the values of each rank in each step
 RankReport = dict[str, Any]  # a rank's JSON file
 FRAGMENT_FIELDS = ("name", "shape", "offset", "local", "first", "cut")  # of the JSON file
 
@@ -185,10 +186,8 @@ def record(
     if record_plan.shaken:
         _shake_weights(optimizer, record_plan.shaken, record_plan.draw)
     size = RunSize(
-        length=config.train.seq_length,
-        batch=config.train.global_batch,
+        steps=list(_step_sizes(config, trainer.progress.samples, record_plan.steps)),
         hidden=corpus.model.hidden,
-        steps=record_plan.steps,
         first=trainer.progress.step,
     )
     borders = BorderRecorder(
@@ -218,7 +217,7 @@ def record(
     border_entries: list[list[Any]] = []
     values_of_borders: list[BorderValues] = []
     for border_key, values in borders.border_values():
-        border_entries.append([*border_key, values.samples, values.positions])
+        border_entries.append([*border_key, values.step, values.samples, values.positions])
         values_of_borders.append(values)
     rank_report = {
         "place": [optimizer.pp.rank, trainer.dp.rank, optimizer.tp.rank],
@@ -230,6 +229,15 @@ def record(
     }
     flat_borders = _flatten_borders(values_of_borders)
     _write_files(folder, optimizer.world.rank, rank_report, recorded, flat_borders)
+
+
+def _step_sizes(config: RunConfig, consumed: int, steps: int) -> Iterator[StepSize]:
+    """Yield the sizes of the steps that follow on `consumed` samples."""
+    for _ in range(steps):
+        batch = config.batches.at(consumed)
+        sequences = batch * config.lengths.pieces_at(consumed)
+        yield StepSize(sequences, config.lengths.at(consumed))
+        consumed += batch
 
 
 def _write_files(
@@ -313,7 +321,7 @@ class Record:
         bits.
     tp_sliced: tensors of which tp ranks hold different slices.
     rank_conflicts: (step from 1, quantity) of numbers and samples on which ranks disagree.
-    borders: values of each rank at each border, by (kind, border).
+    borders: values of each rank in each step at each border, by (kind, border).
     aliases: by border, the earlier border at which the same tensor was seen.
     """
 
@@ -326,6 +334,10 @@ class Record:
     rank_conflicts: list[tuple[int, str]] = field(default_factory=list)
     borders: BorderTable = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+
+    def borders_at(self, border: Border, step: int) -> list[BorderValues]:
+        """Return the values of each rank at a border in a step, from 0."""
+        return [values for values in self.borders.get(border, []) if values.step == step]
 
     @property
     def applied(self) -> list[int]:
@@ -397,22 +409,22 @@ def _read_borders(reports: Sequence[RankReport], rank_values: Sequence[Tensors])
         # a rank saves the values of all its borders end to end, in the order of its list
         flat = tensors["borders"]
         start = 0
-        recorded: dict[Border, BorderValues] = {}
-        steps = len(rank_report["steps"])
-        for kind, border, samples, positions in rank_report["borders"]:
-            shape = (steps, len(samples), len(positions))
+        recorded: BorderTable = {}
+        for kind, border, step, samples, positions in rank_report["borders"]:
+            shape = (len(samples), len(positions))
             stop = start + math.prod(shape)
             numbers = flat[start:stop].view(shape)
-            recorded[kind, border] = BorderValues(rank, samples, positions, numbers)
+            values = BorderValues(rank, step, samples, positions, numbers)
+            recorded.setdefault((kind, border), []).append(values)
             start = stop
         for border_key, border_values in _order_borders(recorded, rank_report["passed"]):
-            table.setdefault(border_key, []).append(border_values)
+            table.setdefault(border_key, []).extend(border_values)
     return table
 
 
 def _order_borders(
-    recorded: Mapping[Border, BorderValues], passed: Mapping[str, str]
-) -> Iterator[tuple[Border, BorderValues]]:
+    recorded: BorderTable, passed: Mapping[str, str]
+) -> Iterator[tuple[Border, list[BorderValues]]]:
     """Yield forward values in the order of borders, then backward ones in the order of gradients.
 
     Values are recorded once for each tensor, and yielded for each border that it passes.

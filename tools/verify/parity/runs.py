@@ -11,7 +11,7 @@ replaced by random tokens of the small vocabulary, some of which never occur. So
 out of the loss, so that the replicas' shares differ in tokens.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -78,6 +78,8 @@ HEAD_DIM = 8
 VOCAB = 61
 MICROBATCHES = 4
 MAX_EXPERT_WIDTH = 32
+MOST_PIECES = 4  # of a sample, with train.seq_schedule
+MOST_CHANGES = 3  # of train.batch_schedule and train.seq_schedule, which few steps go through
 MAX_SCALE = 4096.0  # highest initial loss scale: the first of a few steps must not overflow
 
 
@@ -99,18 +101,16 @@ def made_ready(
     """Return the run as it is compared, small unless `full`, in its own layout. folder: folder for
     its files.
 
-    Steps that are compared have one batch and one length: with train.batch_schedule and
-    train.seq_schedule the last one.
+    Small steps go through the first batches of train.batch_schedule and lengths of
+    train.seq_schedule, and end with the last. With `full` all of them have the last batch and
+    length.
     """
-    if run_config.train.batch_schedule:
-        run_config = run_config.with_constant_batch(run_config.train.global_batch)
-    if run_config.train.seq_schedule:
-        train = run_config.train.model_copy(update={"seq_schedule": ()})
-        run_config = run_config.model_copy(update={"train": train})
+    if full:
+        run_config = _of_last_size(run_config)
     # virtual ranks divide sizes as ranks do
     tensor = max(layout_limits.tensor, run_config.canonical_shards)
     layout_limits = replace(layout_limits, tensor=tensor)
-    ready = run_config if full else shrunk(run_config, layout_limits)
+    ready = run_config if full else shrunk(run_config, layout_limits, steps)
     # evaluations and checks change no number of a step
     train = {
         "steps": max(steps, run_config.train.steps) if full else steps,
@@ -136,6 +136,14 @@ def made_ready(
     )
 
 
+def _of_last_size(run_config: RunConfig) -> RunConfig:
+    """Return the run whose steps all have the last batch and length of its schedules."""
+    if run_config.train.batch_schedule:
+        run_config = run_config.with_constant_batch(run_config.train.global_batch)
+    train = run_config.train.model_copy(update={"seq_schedule": ()})
+    return run_config.model_copy(update={"train": train})
+
+
 def with_random_tokens(run_config: RunConfig, steps: int, folder: Path) -> RunConfig:
     """Return the run on random tokens, which are written to `folder`.
 
@@ -143,7 +151,8 @@ def with_random_tokens(run_config: RunConfig, steps: int, folder: Path) -> RunCo
     """
     vocab_size = run_config.model.vocab
     train = run_config.train
-    count = (steps + 1) * train.global_batch * train.seq_length + 1
+    largest_batch = max(run_config.batches.sizes)
+    count = (steps + 1) * largest_batch * train.seq_length + 1
     generator = torch.Generator().manual_seed(train.seed)
     tokens = torch.randint(0, max(1, vocab_size * 3 // 4), (count,), generator=generator)
     prefix = folder / "tokens"
@@ -215,10 +224,11 @@ def state_epsilons(run_config: RunConfig) -> dict[str, float]:
 
 
 def tokens_per_expert(run_config: RunConfig) -> float:
-    """Return the average tokens of an expert in one step; infinite without experts."""
+    """Return the average tokens of an expert in the smallest step; infinite without experts."""
     model_config = run_config.model
     if model_config.experts:
-        return run_config.tokens_per_step * model_config.experts_per_token / model_config.experts
+        tokens = min(run_config.batches.sizes) * run_config.train.seq_length
+        return tokens * model_config.experts_per_token / model_config.experts
     return inf
 
 
@@ -251,13 +261,24 @@ def with_rates_of(run_config: RunConfig, original: RunConfig) -> RunConfig:
     """Return the small run with the rates of the original, whose phases are so short that the few
     steps go through all of them."""
     lr = original.lr
+    warmup = min(lr.warmup, 1)
+    decay = min(lr.decay, 3)
+    unit = "steps"
+    if run_config.train.batch_schedule:
+        # steps have no fixed number of samples: the first one, and the last three
+        steps = run_config.train.steps
+        batches = run_config.batches
+        warmup *= batches.at(0)
+        end = batches.after(0, steps)
+        decay = end - batches.after(0, max(0, steps - decay))
+        unit = "samples"
     phases = {
         "schedule": lr.schedule,
-        "warmup": min(lr.warmup, 1),
-        "decay": min(lr.decay, 3),
+        "warmup": warmup,
+        "decay": decay,
         "final": lr.final,
         "initial": lr.initial,
-        "unit": "steps",
+        "unit": unit,
     }
     rates = run_config.lr.model_copy(update=phases)
     return run_config.model_copy(update={"lr": rates})
@@ -274,9 +295,9 @@ def _frozen_of(run_config: RunConfig, model: ModelConfig) -> tuple[str, ...]:
     return frozen if trained_names(optimizer, model) else ()
 
 
-def shrunk(run_config: RunConfig, layout_limits: LayoutLimits) -> RunConfig:
-    """Return the small run, on one process. The vocabulary must be known."""
-    train = {**_train(run_config, layout_limits), "init_from": ""}
+def shrunk(run_config: RunConfig, layout_limits: LayoutLimits, steps: int) -> RunConfig:
+    """Return the small run of so many steps, on one process. The vocabulary must be known."""
+    train = {**_train(run_config, layout_limits, steps), "init_from": ""}
     rates = {
         "schedule": "constant",
         "warmup": 0,
@@ -350,6 +371,10 @@ def _model(run_config: RunConfig, layout_limits: LayoutLimits) -> ModelConfig:
     small_features = num_heads * head_dim
     features = model_config.heads * model_config.head_dim
     hidden_size = max(8, small_features * model_config.hidden // features)
+    hidden_size = min(hidden_size, model_config.hidden)
+    if model_config.hidden % model_config.heads == 0:
+        # classes of transformers require it, whatever the features of a head are
+        hidden_size = max(1, hidden_size // num_heads) * num_heads
     sequence_length = _length(run_config, layout_limits)
     vocab_size = alike_size(
         model_config.vocab or run_config.data.vocab_size, VOCAB, layout_limits.tensor
@@ -363,7 +388,7 @@ def _model(run_config: RunConfig, layout_limits: LayoutLimits) -> ModelConfig:
         "kv_heads": kv_heads,
         "latent": latent,
         "head_dim": head_dim,
-        "hidden": min(hidden_size, model_config.hidden),
+        "hidden": hidden_size,
         "vocab": vocab_size,
         **_feed_forwards(
             model_config,
@@ -546,23 +571,63 @@ def window_layers(model_config: ModelConfig, num_layers: int) -> tuple[int, ...]
 
 
 def _length(run_config: RunConfig, layout_limits: LayoutLimits) -> int:
-    return alike_size(
-        run_config.train.seq_length,
-        LENGTH,
-        length_multiple(layout_limits.context, layout_limits.tensor),
-    )
+    """Return a small length, which is cut over the ranks, and into pieces, as the original."""
+    multiple = length_multiple(layout_limits.context, layout_limits.tensor)
+    multiple *= max(map(_few_pieces, _pieces(run_config)))
+    return alike_size(run_config.train.seq_length, max(LENGTH, multiple), multiple)
 
 
-def _train(run_config: RunConfig, layout_limits: LayoutLimits) -> Mapping[str, int]:
+def _pieces(run_config: RunConfig) -> list[int]:
+    """Return the number of pieces of a sample by the changes of train.seq_schedule."""
+    train = run_config.train
+    lengths = [length for _, length in train.seq_schedule] or [train.seq_length]
+    return [train.seq_length // length for length in lengths]
+
+
+def _few_pieces(pieces: int) -> int:
+    """Return the largest number up to MOST_PIECES that divides `pieces`; a number that none
+    divides, as it is."""
+    return next((few for few in range(MOST_PIECES, 1, -1) if pieces % few == 0), pieces)
+
+
+def _train(run_config: RunConfig, layout_limits: LayoutLimits, steps: int) -> Mapping[str, Any]:
     """Return [train] with few micro-batches of few samples; a schedule file keeps its number of
-    micro-batches."""
+    micro-batches. Batches and lengths that change do so with each of the first steps."""
     train = run_config.train
     micro_batch = min(train.micro_batch, 2)
-    microbatches = train.global_batch // train.micro_batch
-    if not run_config.parallel.schedule_file:
-        microbatches = alike_size(microbatches, MICROBATCHES, layout_limits.data)
-    return {
+    most = min(steps, MOST_CHANGES)
+    small_batches: dict[int, int] = {}
+    least = MICROBATCHES
+    for batch in run_config.batches.sizes:
+        microbatches = batch // train.micro_batch
+        if not run_config.parallel.schedule_file:
+            microbatches = alike_size(microbatches, least, layout_limits.data)
+        small_batches[batch] = micro_batch * microbatches
+        # batches that differ stay different
+        least = microbatches + 1
+    original_batches = [batch for _, batch in run_config.batches.changes]
+    batches = [small_batches[batch] for batch in _first_and_last(original_batches, most)]
+    length = _length(run_config, layout_limits)
+    pieces = [_few_pieces(count) for count in _first_and_last(_pieces(run_config), most)]
+    # the samples that are consumed before each change
+    begins = [0]
+    for step in range(most - 1):
+        begins.append(begins[-1] + batches[min(step, len(batches) - 1)])
+    small: dict[str, Any] = {
         "micro_batch": micro_batch,
-        "global_batch": micro_batch * microbatches,
-        "seq_length": _length(run_config, layout_limits),
+        "global_batch": batches[-1],
+        "seq_length": length,
     }
+    if train.batch_schedule:
+        small["batch_schedule"] = tuple(zip(begins, batches, strict=False))
+    if train.seq_schedule:
+        lengths = [length // count for count in pieces]
+        small["seq_schedule"] = tuple(zip(begins, lengths, strict=False))
+    return small
+
+
+def _first_and_last(values: Sequence[int], most: int) -> list[int]:
+    """Return at most so many of values: the first ones, and the last."""
+    if len(values) <= most:
+        return [*values]
+    return [*values[: most - 1], values[-1]]

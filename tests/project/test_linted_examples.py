@@ -1,7 +1,6 @@
 """Other people's checkers find nothing in the templates of examples/: hadolint in the image,
 shellcheck in the scripts, Kubeflow's own definitions in the jobs of Kubernetes."""
 
-import copy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -89,7 +88,7 @@ def test_a_field_that_the_definition_does_not_know_is_found(
 ) -> None:
     job = read_job("jobset.yaml")
     place(job)[key] = "value"
-    assert kept(models.JobsetV1alpha2JobSet, copy.deepcopy(job)) != job
+    assert kept(models.JobsetV1alpha2JobSet, job) != job
 
 
 @pytest.mark.parametrize(("place", "key"), [(job_template, "parallelism"), (container, "command")])

@@ -38,7 +38,8 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     resources = {"metadata": {"path": str(tmp_path)}}
     # what the kernel and its client say goes through files of this user
     kernel = jupyter_client.AsyncKernelManager(kernel_name="python3", transport="ipc")
-    nbclient.NotebookClient(notebook, km=kernel, timeout=12000, resources=resources).execute()
+    patience = {"timeout": 12000, "startup_timeout": 12000}  # a busy machine starts it slowly
+    nbclient.NotebookClient(notebook, km=kernel, resources=resources, **patience).execute()
     trained, *others = [printed(cell) for cell in notebook.cells if cell.cell_type == "code"]
     assert "step 40/40" in trained and "TrainingResult(" in trained
     assert "\x1b[2K" not in "".join([trained, *others]), "a bar was drawn over itself in a cell"

@@ -323,7 +323,7 @@ def _key_values(args: argparse.Namespace, sizes: TextSizes) -> dict[str, Any]:
         "data.held_out": HELD_OUT,
         "precision.compute": "fp32",
         "lr.peak": 3e-4 if args.preset else 2e-3,
-        "lr.warmup": steps // 10,
+        "lr.warmup": 0.1,  # a part of the schedule, so that train.steps alone can be changed
         "train.steps": steps,
         "train.global_batch": batch,
         "train.micro_batch": max(1, batch // 4),

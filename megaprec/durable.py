@@ -36,7 +36,7 @@ REMEDIES = {
     errno.EOVERFLOW: "no file of its kind is so large: give another one",
     errno.EIO: "look at the disk",
     errno.EROFS: "mount it for writing",
-    errno.EACCES: "allow it to be written to",
+    errno.EACCES: "let this user read or write it, and enter the folders above it",
     errno.EPERM: "allow it to be changed (lsattr shows whether it is immutable)",
     errno.ENOENT: "it, or a folder above it, was removed in the meantime",
     errno.EMFILE: "raise the number of open files (ulimit -n)",

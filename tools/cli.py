@@ -289,9 +289,9 @@ def _require_texts(parser: argparse.ArgumentParser, words: Sequence[str]) -> Non
 def _empty_argument(words: Sequence[str]) -> str:
     """Return what has an empty value, as a variable of a shell that is not set gives it; "" if
     nothing has."""
-    # the words behind it are Megatron-LM's
     if words[0] == "import-args":
-        return ""
+        # the words behind the first are Megatron-LM's
+        return 'the argument behind "import-args"' if words[1:2] == [""] else ""
     for before, word in pairwise(["megaprec", *words]):
         is_option = before.startswith("-") and "=" not in before
         if not word and is_option and before not in MAY_BE_EMPTY:

@@ -18,3 +18,5 @@ html_show_copyright = False
 html_copy_source = False
 python_maximum_signature_line_length = 80
 python_use_unqualified_type_names = True
+html_static_path = ["static"]
+html_css_files = ["tables.css", "blocks.css"]

@@ -6,6 +6,7 @@ distributed over the ranks, which must see the same filesystem, so the check tak
 reading the checkpoint once in parallel.
 """
 
+import os
 from collections.abc import Iterable
 from heapq import heapreplace
 from pathlib import Path
@@ -19,6 +20,11 @@ from megaprec.comm.axis import Axis
 from megaprec.durable import PlaceError
 from megaprec.errors import UserError
 
+# what is found of a file; the worst that a rank has found holds
+INTACT = 0
+DAMAGED = 1
+FORBIDDEN = 2
+
 
 def require_intact(
     store: Store,
@@ -26,7 +32,8 @@ def require_intact(
     world: Axis | None = None,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Raise UserError, on every rank, if one of `files` has changed since it was saved.
+    """Raise UserError, on every rank, if one of `files` has changed since it was saved, or may not
+    be read.
 
     Collective over `world`, if passed. Files without a digest, as saved by earlier versions, are
     not checked.
@@ -37,16 +44,21 @@ def require_intact(
     names = sorted(store.digests.keys() & set(files), key=lambda name: (-sizes[name], name))
     if not names:
         return
-    # one flag a file: the maximum over ranks tells all of them what each has found
-    flags = torch.zeros(len(names), device=device)
+    # one state a file: the maximum over ranks tells all of them what each has found
+    states = torch.full((len(names),), float(INTACT), device=device)
     owners = _assign_files([sizes[name] for name in names], world.size)
     for number, (name, owner) in enumerate(zip(names, owners, strict=True)):
         if owner != world.rank:
             continue
-        if not _is_intact(store.file(name), store.digests[name]):
-            flags[number] = 1
-    world.max_(flags)
-    damaged = [names[number] for number in flags.nonzero().flatten().tolist()]
+        states[number] = _state_of(store.file(name), store.digests[name])
+    world.max_(states)
+    by_file = dict(zip(names, states.tolist(), strict=True))
+    forbidden = [name for name, state in by_file.items() if state == FORBIDDEN]
+    damaged = [name for name, state in by_file.items() if state == DAMAGED]
+    if forbidden:
+        raise UserError.of(
+            "checkpoint.forbidden", path=store.path, files=", ".join(forbidden), user=os.getuid()
+        )
     if damaged:
         raise UserError.of(
             "checkpoint.digest_differs_newest",
@@ -72,13 +84,16 @@ def _assign_files(sizes: list[int], ranks: int) -> list[int]:
     return owners
 
 
-def _is_intact(file: Path, digest: str) -> bool:
-    """Return True if a file has this SHA-256. Raises UserError if its server does not send it."""
+def _state_of(file: Path, digest: str) -> int:
+    """Return INTACT if a file has this SHA-256, else DAMAGED, or FORBIDDEN if this user may not
+    read it. Raises UserError if its server does not send it."""
     try:
-        return file_digest(file) == digest
+        return INTACT if file_digest(file) == digest else DAMAGED
     except PlaceError as error:
         raise UserError.of(
             "checkpoint.url_failed", url=error.filename, reason=error.reason
         ) from error
+    except PermissionError:
+        return FORBIDDEN
     except OSError:  # a file that a bad disk cannot read is damaged
-        return False
+        return DAMAGED

@@ -157,6 +157,18 @@ def test_a_file_that_cannot_be_read_is_damaged(path: Path, monkeypatch: pytest.M
     )
 
 
+def test_a_file_that_may_not_be_read_is_not_called_damaged(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_another_user(file: Path) -> str:
+        if file.name == FILES[1]:
+            raise PermissionError(13, "Permission denied")
+        return file_digest(file)
+
+    monkeypatch.setattr(integrity, "file_digest", of_another_user)
+    require_refused(path, small(), sentence("checkpoint.forbidden", files=FILES[1]))
+
+
 def test_a_checkpoint_of_an_earlier_version_is_taken_as_it_is(tmp_path: Path) -> None:
     path = saved(tmp_path, value=7.0)
     optimizer = small()

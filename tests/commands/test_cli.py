@@ -97,6 +97,7 @@ def test_a_misspelt_command_is_answered_with_the_closest_one(
         (["report", "run", "-o", ""], '-o ""'),
         (["inspect", ""], 'the argument behind "inspect"'),
         (["diff", "a", ""], 'the argument behind "a"'),
+        (["import-args", ""], 'the argument behind "import-args"'),
         ([""], 'the argument behind "megaprec"'),
     ],
 )
@@ -308,3 +309,19 @@ def test_a_run_folder_that_is_missing_is_told_in_one_sentence(
     output = ["-o", str(tmp_path / "page.html")] if command == "report" else []
     assert main([command, str(missing), *output]) == 2
     assert capsys.readouterr().err == f"{missing} does not exist: give the folder of a run\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["inspect"], ["convert"], ["diff"], ["merge", "-o", "merged"], ["generate", "--prompt", "a"]],
+    ids=lambda words: words[0],
+)
+def test_a_model_whose_name_the_system_does_not_take_is_told_in_one_line(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The system refuses to look, as it does in a folder that this user may not enter."""
+    name = "x" * 300
+    with pytest.raises(SystemExit) as left:
+        main([*words, name, "other"])
+    assert left.value.code == 2
+    assert f"{name}: File name too long (ENAMETOOLONG)" in capsys.readouterr().err

@@ -53,6 +53,7 @@ def test_the_run_that_is_written_can_be_trained_as_it_is(text: str, here: Path) 
     train = len(corpus.train)
     held_out = corpus.held_out
     assert held_out is not None
+    assert config.train.eval_samples <= len(held_out), "a run that is written begins with a warning"
     assert config.train.steps * config.train.global_batch <= 40 * train, (
         "no text is repeated without end"
     )

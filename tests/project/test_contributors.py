@@ -102,3 +102,11 @@ def test_files_that_a_note_names_exist(note: Path) -> None:
         r"`((?:megaprec|parallel|models|tools|tests)/[\w/]+(?:\.py)?)`", note.read_text()
     )
     assert [file for file in files if not (ROOT / file).exists()] == []
+
+
+def test_the_newest_section_of_the_changelog_is_unreleased_or_this_version_on_its_day() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    text = (ROOT / "CHANGELOG.md").read_text()
+    newest = re.findall(r"^## (.*)$", text, re.MULTILINE)[0]
+    released = f"{citation['version']} - {citation['date-released']}"
+    assert newest in ("Unreleased", released)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 
 from models.estimate.flops import training_flops
 from tests.project.test_readme import ROOT
@@ -206,6 +207,16 @@ def test_every_link_leads_somewhere(page: Path) -> None:
                 re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings
             }
             assert anchor in slugs, target
+
+
+@pytest.mark.parametrize("page", [*DOCS, *DECISIONS, *PROOFS, *MEETING], ids=lambda page: page.name)
+def test_no_line_of_a_paragraph_is_taken_for_a_list(page: Path) -> None:
+    """A line that begins with a plus or a dash ends its paragraph: lists follow an empty line."""
+    lines = page.read_text().splitlines()
+    opened = [token for token in MarkdownIt().parse("\n".join(lines)) if token.level == 0]
+    lists = [token.map for token in opened if token.type.endswith("_list_open")]
+    before = [lines[where[0] - 1] for where in lists if where and where[0]]
+    assert not [line for line in before if line and not line.startswith("#")]
 
 
 def test_every_law_that_stands_for_a_feature_is_a_test_of_the_file_that_it_links_to() -> None:

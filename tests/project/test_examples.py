@@ -180,7 +180,7 @@ def test_the_image_has_pinned_versions_and_a_user_without_root() -> None:
     order = [instruction for instruction, _ in words]
     assert order[0] == "FROM" and ":" in words[0][1] and "latest" not in words[0][1]
     assert order[-3:] == ["WORKDIR", "ENTRYPOINT", "CMD"]
-    assert [rest for instruction, rest in words if instruction == "USER"] == ["trainer"]
+    assert [rest for instruction, rest in words if instruction == "USER"] == ["1000"]
     installs = [part for line in lines for part in line.split("&&") if "pip install" in part]
     assert len(installs) == 2 and all("-c constraints.txt" in part for part in installs)
     extras = installs[1].split("[")[1].split("]")[0].split(",")

@@ -34,6 +34,7 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     here = str(Path(sys.executable).parent)
     monkeypatch.setenv("PATH", os.pathsep.join((here, os.environ["PATH"])))
     monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
+    monkeypatch.chdir(tmp_path)  # kernel and client meet at sockets of the folder that both are in
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     resources = {"metadata": {"path": str(tmp_path)}}
     # what the kernel and its client say goes through files of this user

@@ -3,6 +3,7 @@ spoken."""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megaprec.checkpoint.atomic import latest
 from megaprec.optim.decision.step_report import StepObserver
@@ -129,6 +131,18 @@ def test_a_rank_has_noted_why_it_stops_before_a_signal_can_end_it_again(
     assert run_ranks(train_until_told_and_read_note, {}, file=run_file, **told) == [
         "Stopped: stopped by SIGINT"
     ]
+
+
+def test_torchrun_is_told_in_a_line_what_a_user_can_correct(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(note))
+    assert cli.main(["train", str(tmp_path / "missing.toml")]) == 2
+    failure = ProcessFailure(local_rank=0, pid=os.getpid(), exitcode=2, error_file=str(note))
+    said = str(ChildFailedError("megaprec", {0: failure}))
+    assert re.search(r"traceback : UserError: run file .*missing.toml: cannot be read", said)
+    assert "Traceback" not in said and "File" not in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])

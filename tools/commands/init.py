@@ -49,6 +49,8 @@ BATCH_SIZES = (16, 8, 4, 2)
 EPOCHS = 3  # over a small text
 MAX_STEPS = 300
 MIN_STEPS = 20
+HELD_OUT = 0.05
+EVAL_SAMPLES = 64  # at most, of the held-out text
 SMALL_TEXT = 300_000  # tokens; for fewer the demo's model is too large
 SMALL_MODEL = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 2, "ffn": 384}
 DEMO_PRESET = "llama-demo"
@@ -303,6 +305,8 @@ def _key_values(args: argparse.Namespace, sizes: TextSizes) -> dict[str, Any]:
     batch = next((size for size in BATCH_SIZES if samples >= 20 * size), 1)
     steps = min(MAX_STEPS, max(MIN_STEPS, EPOCHS * samples // batch))
     preset = args.preset or DEMO_PRESET
+    # the tokens of the text are estimated
+    surely_held_out = int(0.9 * HELD_OUT * samples)
 
     values: dict[str, Any] = {"model.preset": preset}
     if tokens < SMALL_TEXT and args.preset is None:
@@ -316,16 +320,16 @@ def _key_values(args: argparse.Namespace, sizes: TextSizes) -> dict[str, Any]:
     else:
         values["data.vocab_size"] = sizes.vocab_size
     return values | {
-        "data.held_out": 0.05,
+        "data.held_out": HELD_OUT,
         "precision.compute": "fp32",
         "lr.peak": 3e-4 if args.preset else 2e-3,
-        "lr.warmup": steps // 10,
+        "lr.warmup": 0.1,  # a part of the schedule, so that train.steps alone can be changed
         "train.steps": steps,
         "train.global_batch": batch,
         "train.micro_batch": max(1, batch // 4),
         "train.seq_length": length,
         "train.eval_every": max(1, steps // 10),
-        "train.eval_samples": 64,
+        "train.eval_samples": max(1, min(EVAL_SAMPLES, surely_held_out)),
         "train.folder": _new_run_folder(args.source),
         "checkpoint.every": max(1, steps // 4),
         "log.sample": sizes.begins,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from megaprec.durable import file_error
 from megaprec.errors import UserError
 from megaprec.tokens.places import is_remote, is_url, path_of
 from megaprec.url_secrets import has_password, masked
@@ -22,6 +23,8 @@ def model_place(text: str) -> Path:
         return _checkpoints_elsewhere(path_of(text.rstrip("/") or text))
     except UserError as error:
         raise ArgumentTypeError(str(error)) from error
+    except OSError as error:  # a folder that may not be entered, a name that is too long
+        raise ArgumentTypeError(file_error(error)) from error
 
 
 def _checkpoints_elsewhere(path: Path) -> Path:

@@ -7,12 +7,14 @@ several times: `timeout` and systemd signal the launcher and its ranks, and the 
 signal on. A signal within a second of the first is therefore ignored.
 """
 
+import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -20,6 +22,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from megaprec.comm.axis import Axis
+from megaprec.errors import UserError
 from tools.training.ends import SIGNALS, Stopped, as_user_error
 
 ECHO_SECONDS = 1.0  # after a signal, within which another one is the same request
@@ -32,10 +35,24 @@ def note_failure(error: Exception) -> None:
 
     The first reason stands, for what follows is a consequence. It is noted before the world is
     left, which takes long if other ranks wait, and during which the launcher may stop this rank.
+    The note of what a user can correct has no traceback: torchrun prints the whole note, and says
+    it last.
     """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    if not error_file or not os.path.exists(error_file):
-        get_error_handler().record_exception(as_user_error(error))
+    if error_file and os.path.exists(error_file):
+        return
+    cause = as_user_error(error)
+    if error_file and isinstance(cause, UserError):
+        _note_line(error_file, cause)
+    else:
+        get_error_handler().record_exception(cause)
+
+
+def _note_line(error_file: str, error: UserError) -> None:
+    """Write an error as torchrun reads it."""
+    seconds = int(time.time())
+    note = {"message": f"UserError: {error}", "extraInfo": {"timestamp": str(seconds)}}
+    Path(error_file).write_text(json.dumps({"message": note}), encoding="utf-8")
 
 
 def end_by_signal(signal_number: signal.Signals) -> None:

@@ -185,7 +185,6 @@ def _batches(config: RunConfig, plan: Plan) -> Iterator[OracleBatch]:
     samples = RecordedSamples(corpus.train, masked=plan.small)
     (dataset,) = corpus.datasets
     row_of = _rows(config, dataset.document_lengths())
-    length = config.train.seq_length
     for size in sizes_of_steps(config.train, plan.steps):
         chosen = samples.batch(size.consumed, size.batch)
         ids = chosen.ids.tolist()

@@ -11,7 +11,7 @@ from models.config import ModelConfig
 from tools.config.rules.batches import changes_problems
 from tools.config.rules.checking import problems_of, unmatched
 from tools.config.rules.derived import lr_schedule, make_rule, run_length, trained_names
-from tools.config.tables.settings import LR, Optimizer, Train
+from tools.config.tables.settings import LR, Log, Optimizer, Parallel, Train
 from tools.console.toml import toml
 
 # problems of options that begin with the option, as a rule by itself knows it
@@ -92,9 +92,36 @@ def _optimizer_patterns(optimizer: Optimizer, model: ModelConfig) -> Iterator[st
             yield from unmatched(f"optimizer.options {option}", texts, model)
 
 
+def _attention_logits(
+    optimizer: Optimizer,
+    log: Log,
+    model: ModelConfig,
+    parallel: Parallel,
+    train: Train,
+) -> Iterator[str]:
+    """Yield why the logits of attention cannot be looked at, or not be clipped."""
+    if optimizer.qk_clip:
+        key = f"optimizer.qk_clip = {optimizer.qk_clip:g}"
+    elif log.attention_logits:
+        key = "log.attention_logits = true"
+    else:
+        return
+    if not model.attention_layers:
+        yield Problem.of("config.logits_without_attention", key=key)
+    if model.factory:
+        yield Problem.of("config.logits_factory", key=key, factory=model.factory)
+    if parallel.context > 1:
+        yield Problem.of("config.logits_context", key=key, context=parallel.context)
+    if train.numerics == "canonical":
+        yield Problem.of("config.logits_canonical", key=key)
+    if optimizer.qk_clip and model.qk_norm:
+        yield Problem.of("config.qk_clip_qk_norm", key=key)
+
+
 CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _schedule,
     _rule,
     _mup_rule,
+    _attention_logits,
     _optimizer_patterns,
 )

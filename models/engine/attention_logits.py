@@ -77,16 +77,17 @@ class AttentionLogits:
                 row[first : first + len(values)] = values
         return self._world.max_(table)
 
-    def row_factors(self, largest: Tensor) -> RowFactors:
-        """Return the factors of weights by logical name; none without QK-clip.
+    def row_factors(self, largest: Tensor) -> RowFactors | None:
+        """Return the factors of weights that QK-clip makes smaller; None without it.
 
         largest: of `largest`.
         """
+        if self._clip is None:
+            return None
         factors: dict[str, Tensor] = {}
-        if self._clip is not None:
-            for name, of_heads in zip(self._names, largest, strict=True):
-                factors |= clip_factors(self._config, self._clip, name, of_heads)
-        return factors
+        for name, of_heads in zip(self._names, largest, strict=True):
+            factors |= clip_factors(self._config, self._clip, name, of_heads)
+        return RowFactors(factors)
 
     def read(self, report: StepReport) -> StepReport:
         """Return the report of a step, whose last further numbers are those of `largest`, with them
@@ -101,8 +102,10 @@ class AttentionLogits:
         return replace(report, attentions=tuple(attentions), further=report.further[:end])
 
 
-def clip_factors(config: ModelConfig, clip: QKClip, name: str, largest: Tensor) -> RowFactors:
-    """Return the factors of the rows of one attention's weights.
+def clip_factors(
+    config: ModelConfig, clip: QKClip, name: str, largest: Tensor
+) -> dict[str, Tensor]:
+    """Return the factors of the rows of one attention's weights, by logical name.
 
     name: the logical name of the attention.
     largest: the largest logit of each head, [heads].

@@ -32,7 +32,6 @@ from megaprec.optim.decision.step_report import (
     StepReport,
 )
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.rules.row_factors import RowFactors
 from megaprec.precision.patterns import require_used
 from megaprec.precision.plan import PrecisionPlan
 from models.attention.context_limits import require_divisible_context
@@ -59,6 +58,7 @@ from parallel.pipeline.timeline import Recording
 from parallel.pipeline.verify import check
 
 if TYPE_CHECKING:
+    from megaprec.optim.rules.row_factors import RowFactors
     from models.engine.attention_logits import AttentionLogits
 
 OptimizerType = TypeVar("OptimizerType", bound=ParallelAMPOptimizer)

@@ -417,17 +417,20 @@ class Engine:
         # The passes have reduced gradients, or begun to; the optimizer's step completes that.
         self.passes.position.note_action("gradient reduction")
         further = self._step_sums.sum(state)
-        factors: RowFactors | None = None
+        # an optimizer of a user's own may know no such argument
+        clip: dict[str, RowFactors] = {}
         if self._attention_logits is not None:
             largest = self._attention_logits.largest()
             factors = self._attention_logits.row_factors(largest)
+            if factors is not None:
+                clip["row_factors"] = factors
             numbers = [largest.view(-1)] if further is None else [further, largest.view(-1)]
             further = torch.cat(numbers)
         if self.last_stage in self.stages:
             self.counted_tokens += state.token_count.total  # the host does not wait
         try:
             report = self.optimizer.step(
-                lr, state.loss, state.token_count.total, further, limits, factors
+                lr, state.loss, state.token_count.total, further, limits, **clip
             )
         except NonFiniteStep as error:
             raise NonFiniteStep(self.complete_report(error.report, state)) from None

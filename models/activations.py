@@ -1,17 +1,21 @@
 """The activation functions of feed-forwards by name: one row each.
 
 A gated activation takes both halves of y, the gate and its other factor, which one product has
-computed. It has a backward pass of its own, which keeps less than autograd would.
+computed. It has a backward pass of its own, which keeps less than autograd would. An activation may
+have parameters, one number each for a layer.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel.leaves import PLAIN, Leaves
+from parallel.linear import Widen
 
 
 class ActivationSettings(NamedTuple):
@@ -19,11 +23,15 @@ class ActivationSettings(NamedTuple):
 
     alpha, limit: of `ClampedGate`.
     leaves: calls leaves in their compiled forms.
+    parameters: of the layer, [1] each, in the order of `Activation.parameters`.
+    sensitive: the dtype in which parameters are used.
     """
 
     alpha: float
     limit: float
     leaves: Leaves = PLAIN
+    parameters: Iterable[nn.Parameter] = ()
+    sensitive: torch.dtype = torch.float32
 
 
 class Activation(NamedTuple):
@@ -31,10 +39,12 @@ class Activation(NamedTuple):
 
     apply: y [..., local features of the first linear layer] -> [..., those of the second].
     gated: whether y has two halves, so that the first layer has twice the features of the second.
+    parameters: their names, and the values that they begin with.
     """
 
     apply: Callable[[Tensor, ActivationSettings], Tensor]
     gated: bool = False
+    parameters: Mapping[str, float] = MappingProxyType({})
 
 
 class Gate(NamedTuple):
@@ -166,6 +176,64 @@ def _clamp(y: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     return gate.clamp(max=limit), up.clamp(-limit, limit)
 
 
+# Of xIELU (Huang, 2024, arXiv:2411.13010): the linear part, and where the exponential ends short of
+# 0, as in transformers' XIELUActivation. The alphas are the softplus of what is learned, that of
+# negative numbers above XIELU_BETA; they begin at 0.8 both.
+XIELU_BETA = 0.5
+XIELU_EPS = -1e-6
+XIELU_FIRST_ALPHA = 0.8
+
+
+class Xielu(torch.autograd.Function):
+    """xIELU: y [..., n] -> [..., n], from its two alphas [1].
+
+        alpha_p y^2 + beta y                          where y > 0
+        alpha_n (exp(min(y, eps)) - 1 - y) + beta y   elsewhere
+
+    Keeps y alone; computes in the dtype of the alphas or y's, whichever is wider. The gradient of
+    an alpha is the sum over all elements.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
+        ctx.save_for_backward(y, alpha_p, alpha_n)
+        wide = y.to(torch.promote_types(y.dtype, alpha_p.dtype))
+        curved = torch.where(wide > 0, alpha_p * wide.square(), alpha_n * _short_of_line(wide))
+        return curved.add_(wide, alpha=XIELU_BETA).to(y.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        y, alpha_p, alpha_n = ctx.saved_tensors
+        wide = y.to(torch.promote_types(y.dtype, alpha_p.dtype))
+        is_positive = wide > 0
+        falling = wide.exp().masked_fill_(wide > XIELU_EPS, 0).sub_(1)
+        slope = torch.where(is_positive, 2 * alpha_p * wide, alpha_n * falling).add_(XIELU_BETA)
+        grad_y = slope.mul_(grad).to(y.dtype)
+        del slope, falling  # before the next tensors are made
+        of_positive = wide.square().mul_(grad).masked_fill_(~is_positive, 0)
+        of_negative = _short_of_line(wide).mul_(grad).masked_fill_(is_positive, 0)
+        return grad_y, of_positive.sum().view(1), of_negative.sum().view(1)
+
+
+def _short_of_line(wide: Tensor) -> Tensor:
+    """Return by how much the exponential of xIELU's negative numbers is short of its line."""
+    return wide.clamp(max=XIELU_EPS).expm1_().sub_(wide)
+
+
+def _xielu(y: Tensor, given: ActivationSettings) -> Tensor:
+    learned_p, learned_n = (
+        Widen.apply(parameter, given.sensitive) for parameter in given.parameters
+    )
+    alpha_p = F.softplus(learned_p)
+    alpha_n = XIELU_BETA + F.softplus(learned_n)
+    return Xielu.apply(y, alpha_p, alpha_n)
+
+
+def _inverse_softplus(value: float) -> float:
+    """Return the number whose softplus is `value`."""
+    return math.log(math.expm1(value))
+
+
 SWIGLU = Gate(_swiglu, _swiglu_gradient, _swiglu_gradient_in_place)
 GEGLU = Gate(_geglu, _geglu_gradient)
 
@@ -178,5 +246,12 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu": Activation(lambda y, given: F.gelu(y, approximate="tanh")),
     "gelu_exact": Activation(lambda y, given: F.gelu(y)),
     "relu2": Activation(lambda y, given: F.relu(y).square()),
+    "xielu": Activation(
+        _xielu,
+        parameters={
+            "alpha_p": _inverse_softplus(XIELU_FIRST_ALPHA),
+            "alpha_n": _inverse_softplus(XIELU_FIRST_ALPHA - XIELU_BETA),
+        },
+    ),
 }
 """The activations by their names in `model.mlp`."""

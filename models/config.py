@@ -5,7 +5,8 @@ from earlier sizes, and no field means "decide later". The one exception is `voc
 tokenizer knows: it is 0 until `with_vocab`. The counts of parameters and FLOPs are exact functions
 of the fields, so a run can be planned without building a model.
 
-Norm parameters are counted as the model has them: a weight, and a bias with `norm_bias`.
+Norm parameters are counted as the model has them: a weight but without `norm_weight`, and a bias
+with `norm_bias`.
 The output head never has a bias.
 """
 
@@ -98,6 +99,8 @@ class ModelConfig(ModelFields):
                 heads=self.heads,
                 divisors=", ".join(divisors),
             )
+        if self.rope_scaling.query_beta and (self.latent or self.window_rope_base):
+            yield Problem.of("model.query_beta_beside", value=self.rope_scaling.query_beta)
         sets_rotary = self.rope_scaling.kind != "none" or self.rotary_fraction != 1
         if self.positions != "rope" and sets_rotary:
             yield Problem.of("model.rotary_keys_unused", positions=self.positions)
@@ -177,6 +180,8 @@ class ModelConfig(ModelFields):
             default = type(self).model_fields[key].default
             if self.mlp != "swiglu_clamped" and value != default:
                 yield Problem.of("model.clamp_unused", key=key, value=value, mlp=self.mlp)
+        if self.experts and ACTIVATIONS[self.mlp].parameters:
+            yield Problem.of("model.learned_activation_experts", mlp=self.mlp)
         for key in ("expert_bias", "router_bias"):
             if getattr(self, key) and not self.experts:
                 yield Problem.of("model.bias_without_experts", key=key)
@@ -288,6 +293,27 @@ class ModelConfig(ModelFields):
             yield Problem.of("model.norm_unit_offset_unused")
         if self.parallel_residual and self.norm_at != "before":
             yield Problem.of("model.parallel_residual_norm", norm_at=self.norm_at)
+        if self.shared_norm and not self.parallel_residual:
+            yield Problem.of("model.shared_norm_unused")
+        if self.embedding_norm and self.mtp_layers:
+            yield Problem.of("model.embedding_norm_mtp", mtp_layers=self.mtp_layers)
+        if not self.norm_weight:
+            yield from self._weightless_norm_problems()
+
+    def _weightless_norm_problems(self) -> Iterator[Problem]:
+        """Yield what norms without weights are not known with."""
+        required = {"norm": "rms", "norm_unit_offset": False, "mup_base_hidden": 0}
+        if self.qk_norm:
+            required["qk_norm_over"] = "head"
+        for key, required_value in required.items():
+            value = getattr(self, key)
+            if value != required_value:
+                yield Problem.of(
+                    "model.norm_weight_needs",
+                    key=key,
+                    value=json.dumps(value),
+                    required=json.dumps(required_value),
+                )
 
     def _rotary_problems(self) -> Iterator[Problem]:
         rotary_dims = self.rotary_dims

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from models.activations import ACTIVATIONS
 from models.config import ModelConfig
 
 NamedShapes = Iterator[tuple[str, tuple[int, ...]]]
@@ -25,6 +26,8 @@ def shapes_before_layers(model: ModelConfig) -> NamedShapes:
     yield "embedding.weight", (model.vocab, model.hidden)
     if model.positions == "learned":
         yield "positions.weight", (model.max_positions, model.hidden)
+    if model.embedding_norm:
+        yield from _norm("embedding_norm", model, model.hidden)
 
 
 def final_norm_shapes(model: ModelConfig) -> NamedShapes:
@@ -64,7 +67,8 @@ def layer_shapes(model: ModelConfig, with_experts: bool = True) -> NamedShapes:
             yield from _attention(model)
     if not model.has_feed_forward:
         return
-    yield from _branch_norms("mlp", model, hidden)
+    if not model.shared_norm:
+        yield from _branch_norms("mlp", model, hidden)
     if model.experts:
         yield from _router(model)
         for expert in range(model.experts if with_experts else 0):
@@ -159,7 +163,7 @@ def _queries_keys_values(model: ModelConfig) -> NamedShapes:
         yield from _linear(f"attention.{name}", rows, model.hidden, model.qkv_bias)
     if model.attention_gate:
         yield from _linear("attention.gate", query_rows, model.hidden, model.qkv_bias)
-    if model.qk_norm:
+    if model.qk_norm and model.norm_weight:
         # A norm over all heads has a weight for each feature of each head.
         if model.qk_norm_over == "all":
             query_features = query_rows
@@ -205,6 +209,8 @@ def _feed_forward(
         yield from _linear(f"{tensor_name}.gate", ffn, model.hidden, bias)
     yield from _linear(f"{tensor_name}.up", ffn, model.hidden, bias)
     yield from _linear(f"{tensor_name}.down", model.hidden, ffn, bias)
+    for parameter in ACTIVATIONS[model.mlp].parameters:
+        yield f"{tensor_name}.activation.{parameter}", (1,)
 
 
 def _linear(
@@ -235,6 +241,7 @@ def _norm(
     model: ModelConfig,
     features: int,
 ) -> NamedShapes:
-    yield f"{tensor_name}.weight", (features,)
+    if model.norm_weight:
+        yield f"{tensor_name}.weight", (features,)
     if model.norm_bias:
         yield f"{tensor_name}.bias", (features,)

@@ -128,6 +128,10 @@ class ModelFields(BaseModel):
         "exaone4",
         "ernie4_5",
         "phi3",
+        "cohere2",
+        "nanochat",
+        "apertus",
+        "ministral3",
     ] = Field(
         default="llama", description="Model family, which sets the defaults of the keys below."
     )
@@ -232,12 +236,15 @@ class ModelFields(BaseModel):
             gpt_oss="swiglu_clamped",
             nemotron_h="relu2",
             arcee="relu2",
+            nanochat="relu2",
+            apertus="xielu",
         ),
         description=(
             f"Feed-forward: with a gate {_named(gated=True)}, without {_named(gated=False)}; relu2 "
-            "is the square of relu, geglu and gelu are in the tanh approximation; default: swiglu, "
-            "for gpt2 gelu, for gpt_neox gelu_exact, for gemma2 and gemma3 geglu, for gpt_oss "
-            "swiglu_clamped, for nemotron_h and arcee relu2."
+            "is the square of relu, geglu and gelu are in the tanh approximation, xielu learns two "
+            "numbers for each layer; default: swiglu, for gpt2 gelu, for gpt_neox gelu_exact, for "
+            "gemma2 and gemma3 geglu, for gpt_oss swiglu_clamped, for nemotron_h, arcee and "
+            "nanochat relu2, for apertus xielu."
         ),
     )
     swiglu_alpha: float = Field(
@@ -276,15 +283,30 @@ class ModelFields(BaseModel):
     )
     # Norms.
     norm: Literal["rms", "layer"] = Field(
-        default_factory=by_family("rms", gpt2="layer", gpt_neox="layer"),
+        default_factory=by_family("rms", gpt2="layer", gpt_neox="layer", cohere2="layer"),
         description=(
-            "Norm: RMSNorm (rms) or LayerNorm (layer); default: rms, for gpt2 and gpt_neox layer."
+            "Norm: RMSNorm (rms) or LayerNorm (layer); default: rms, for gpt2, gpt_neox and "
+            "cohere2 layer."
+        ),
+    )
+    norm_weight: bool = Field(
+        default_factory=by_family(True, nanochat=False),
+        description=(
+            "RMSNorms multiply by a weight that is learned, but for those of model.latent, "
+            "model.delta_net and model.mamba, which always do; default: true, for nanochat false."
         ),
     )
     norm_bias: bool = Field(
-        default_factory=lambda fields: fields["norm"] == "layer",
+        default_factory=lambda fields: fields["norm"] == "layer" and fields["family"] != "cohere2",
         description="Biases of the LayerNorms; an RMSNorm has none. Without them and with "
-        "model.bias = false a model has no biases; default: true for LayerNorm.",
+        "model.bias = false a model has no biases; default: true for LayerNorm, for cohere2 false.",
+    )
+    embedding_norm: bool = Field(
+        default_factory=by_family(False, nanochat=True),
+        description=(
+            "A norm of the embeddings, with learned positions if there are any, before the first "
+            "layer; default: true for nanochat."
+        ),
     )
     norm_eps: float = Field(
         default=1e-5, gt=0, description="Epsilon that norms add to the variance."
@@ -324,10 +346,13 @@ class ModelFields(BaseModel):
             minimax_m2=True,
             dots1=True,
             exaone4=True,
+            nanochat=True,
+            apertus=True,
         ),
         description=(
             "RMSNorm on query and key, before rotary positions; default: true for qwen3, "
-            "qwen3_next, qwen3_5, olmo2, olmo3, gemma3, olmoe, minimax_m2, dots1 and exaone4."
+            "qwen3_next, qwen3_5, olmo2, olmo3, gemma3, olmoe, minimax_m2, dots1, exaone4, "
+            "nanochat and apertus."
         ),
     )
     qk_norm_over: Literal["head", "all"] = Field(
@@ -339,10 +364,17 @@ class ModelFields(BaseModel):
     )
     # The residual stream.
     parallel_residual: bool = Field(
-        default_factory=by_family(False, gpt_neox=True),
+        default_factory=by_family(False, gpt_neox=True, cohere2=True),
         description=(
             "Attention and feed-forward both read the input of the layer; default: true for "
-            "gpt_neox."
+            "gpt_neox and cohere2."
+        ),
+    )
+    shared_norm: bool = Field(
+        default_factory=by_family(False, cohere2=True),
+        description=(
+            "With model.parallel_residual: the feed-forward reads the norm before attention, and "
+            "has none of its own; default: true for cohere2."
         ),
     )
     branch_scale: float = Field(
@@ -434,10 +466,11 @@ class ModelFields(BaseModel):
         ),
     )
     final_softcap: float = Field(
-        default_factory=by_family(0.0, gemma2=30.0),
+        default_factory=by_family(0.0, gemma2=30.0, nanochat=15.0),
         ge=0,
         description=(
-            "Soft cap of the logits, cap * tanh(logit / cap); 0: none; default: 0, for gemma2 30."
+            "Soft cap of the logits, cap * tanh(logit / cap); 0: none; default: 0, for gemma2 30, "
+            "for nanochat 15."
         ),
     )
     logit_divisor: float = Field(
@@ -498,10 +531,11 @@ class ModelFields(BaseModel):
             youtu=True,
             smollm3=True,
             ernie4_5=True,
+            cohere2=True,
         ),
         description=(
             "The output head shares the weight of the embedding; default: true for gpt2, "
-            "gemma2, gemma3, youtu, smollm3 and ernie4_5."
+            "gemma2, gemma3, youtu, smollm3, ernie4_5 and cohere2."
         ),
     )
     # Experts. Losses and corrections keep their loads balanced.

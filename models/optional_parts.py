@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 PARTS = {
+    "AttentionLogits": "models.engine.attention_logits",
     "LatentAttention": "models.attention.latent_attention",
     "GatedDeltaNet": "models.recurrent.gated_delta_net",
     "KimiDeltaAttention": "models.recurrent.kimi_delta_attention",

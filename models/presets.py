@@ -112,6 +112,36 @@ def _mistral(family: str, **changes: Any) -> Sizes:
     }
 
 
+def _ministral3(
+    layers: int,
+    hidden: int,
+    ffn: int,
+    **changes: Any,
+) -> Sizes:
+    """Return the text model of a Ministral 3."""
+    return {
+        "family": "ministral3",
+        "layers": layers,
+        "hidden": hidden,
+        "heads": 32,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "ffn": ffn,
+        "rope_base": 1e6,
+        "rope_scaling": {
+            "kind": "yarn",
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "query_beta": 0.1,
+        },
+        "max_positions": 262144,
+        "vocab": 131072,
+        **changes,
+    }
+
+
 def _qwen(
     family: str,
     layers: int,
@@ -730,6 +760,48 @@ PRESETS: Mapping[str, Sizes] = MappingProxyType(
             "max_positions": 16384,
             "vocab": 100352,
         },
+        "command-r7b": {
+            "family": "cohere2",
+            "layers": 32,
+            "hidden": 4096,
+            "heads": 32,
+            "kv_heads": 8,
+            "ffn": 14336,
+            "rope_base": 50000.0,
+            "window": 4096,
+            "window_layers": _all_but_each(4, 32),
+            "nope_layers": tuple(range(3, 32, 4)),
+            "logit_divisor": 4.0,
+            "max_positions": 8192,
+            "vocab": 256000,
+        },
+        "nanochat-d32": {
+            "family": "nanochat",
+            "layers": 32,
+            "hidden": 2048,
+            "heads": 16,
+            "norm_eps": 1e-6,
+            "max_positions": 2048,
+            "vocab": 65536,
+        },
+        "apertus-8b": {
+            "family": "apertus",
+            "layers": 32,
+            "hidden": 4096,
+            "heads": 32,
+            "kv_heads": 8,
+            "ffn": 21504,
+            "rope_base": 1.2e7,
+            "rope_scaling": {
+                "kind": "llama3",
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+            },
+            "max_positions": 65536,
+            "vocab": 131072,
+        },
+        "ministral-3-3b": _ministral3(26, 3072, 9216, tied=True),
+        "ministral-3-8b": _ministral3(34, 4096, 14336),
         "smollm3-3b": {
             "family": "smollm3",
             "layers": 36,

@@ -20,7 +20,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "none": (),
     "linear": ("factor",),
     "dynamic": ("factor", ORIGINAL),
-    "llama3": ("factor", ORIGINAL, "low_freq_factor", "high_freq_factor"),
+    "llama3": ("factor", ORIGINAL, "low_freq_factor", "high_freq_factor", "query_beta"),
     "yarn": (
         "factor",
         ORIGINAL,
@@ -30,6 +30,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
         "mscale",
         "mscale_all_dim",
         "truncate",
+        "query_beta",
     ),
 }
 
@@ -76,6 +77,14 @@ class RopeScaling(BaseModel):
     mscale_all_dim: float = Field(default=0.0, ge=0, description="yarn: see mscale")
     truncate: bool = Field(
         default=True, description="yarn: the range between slow and fast in whole pairs"
+    )
+    query_beta: float = Field(
+        default=0.0,
+        ge=0,
+        description=(
+            "llama3, yarn: queries times 1 + this * ln(1 + n), where n original lengths lie before "
+            "them; Hugging Face's llama_4_scaling_beta"
+        ),
     )
 
     @model_validator(mode="after")

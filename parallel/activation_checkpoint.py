@@ -7,7 +7,7 @@ Either whole layers are recomputed, or the parts of every layer that are named.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
@@ -58,8 +58,8 @@ class Recompute:
         module: RecomputedModule,
         function: Callable[[Tensor], Tensor],
         x: Tensor,
-        then: Callable[[Tensor], Tensor] = lambda result: result,
-    ) -> Tensor:
+        then: Callable[[Tensor], Any] = lambda result: result,
+    ) -> Any:
         """Return then(function(x)), as a forward pass does; the backward pass recomputes `function`
         if `module` is one of `modules`.
 

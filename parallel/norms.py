@@ -25,6 +25,8 @@ class RMSNorm(nn.Module):
     differs_over_tp: x differs between tp ranks although the sequence is not sharded, as heads do.
     offset: added to the weight, which begins at scale - offset; Gemma's norms have an offset of 1.
     scale: the factor that the norm begins with.
+    weighted: whether there is a weight; without one nothing is multiplied, and there is no
+        parameter.
     """
 
     def __init__(
@@ -37,18 +39,21 @@ class RMSNorm(nn.Module):
         differs_over_tp: bool = False,
         offset: float = 0.0,
         scale: float = 1.0,
+        weighted: bool = True,
     ) -> None:
         super().__init__()
         self.context = context
         self.eps = eps
         self.offset = offset
-        self.weight = vector(
-            context,
-            f"{name}.weight",
-            hidden,
-            scale - offset,
-            differs_over_tp,
-        )
+        self.weight: nn.Parameter | None = None
+        if weighted:
+            self.weight = vector(
+                context,
+                f"{name}.weight",
+                hidden,
+                scale - offset,
+                differs_over_tp,
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         plan = self.context.plan
@@ -74,14 +79,15 @@ class Normalize(torch.autograd.Function):
         gradient of weight  sum over rows of n * gradient of y
 
     x [..., hidden], weight [hidden] -> y [..., hidden]; saved: x, and r [..., 1] in the sensitive
-    dtype. It makes half as many passes over memory as autograd would.
+    dtype. It makes half as many passes over memory as autograd would. Without a weight (None) w is
+    1.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: nn.Parameter,
+        weight: nn.Parameter | None,
         eps: float,
         sensitive: torch.dtype,
         output_dtype: torch.dtype,
@@ -101,14 +107,18 @@ class Normalize(torch.autograd.Function):
         ctx.offset = offset
         ctx.leaves = leaves
         # the weight is not saved: the backward pass reads it again, and must find the same values
-        note_weights_read(ctx, weight)
+        if weight is not None:
+            note_weights_read(ctx, weight)
         ctx.save_for_backward(x, inverse)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        require_unchanged_weights(ctx)
         x, inverse = ctx.saved_tensors
+        if ctx.weight is None:
+            grad_x = ctx.leaves(_plain_norm_gradient, grad, x, inverse)
+            return grad_x, None, None, None, None, None, None
+        require_unchanged_weights(ctx)
         weight_dtype = sum_dtype(ctx.weight, inverse.dtype)
         grad_x, summed = ctx.leaves(
             _norm_gradients,
@@ -125,7 +135,7 @@ class Normalize(torch.autograd.Function):
 
 def _norm(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     sensitive: torch.dtype,
     output_dtype: torch.dtype,
@@ -139,7 +149,9 @@ def _norm(
     # the squares in memory
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=sensitive)
     inverse = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    y = (x * inverse).mul_(shifted(weight, offset, sensitive))
+    y = x * inverse
+    if weight is not None:
+        y.mul_(shifted(weight, offset, sensitive))
     return y.to(output_dtype), inverse
 
 
@@ -155,14 +167,28 @@ def _norm_gradients(
     `weight_dtype`."""
     normalized = x * inverse
     grad_normalized = grad * shifted(weight, offset, inverse.dtype)
-    # but for eps the normalized x does not change with x's length: the gradient loses its part
-    # along x
-    along_x = (grad_normalized * normalized).mean(-1, keepdim=True)  # [..., 1]
-    wide_grad_x = grad_normalized.addcmul_(normalized, along_x, value=-1).mul_(inverse)
-    grad_x = wide_grad_x.to(x.dtype)
+    grad_x = _gradient_across(grad_normalized, normalized, inverse).to(x.dtype)
     rows = normalized.mul_(grad).flatten(0, -2)  # [rows, hidden]
     grad_weight = rows.sum(0, keepdim=True, dtype=weight_dtype)
     return grad_x, grad_weight
+
+
+def _plain_norm_gradient(grad: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
+    """Return the gradient of x of a norm without a weight."""
+    normalized = x * inverse
+    # a copy: it is overwritten, and the gradient may be another's too
+    grad_normalized = grad.to(inverse.dtype, copy=True)
+    return _gradient_across(grad_normalized, normalized, inverse).to(x.dtype)
+
+
+def _gradient_across(grad_normalized: Tensor, normalized: Tensor, inverse: Tensor) -> Tensor:
+    """Return the gradient of x from that of the normalized x, which is overwritten.
+
+    But for eps the normalized x does not change with x's length: the gradient loses its part along
+    x.
+    """
+    along_x = (grad_normalized * normalized).mean(-1, keepdim=True)  # [..., 1]
+    return grad_normalized.addcmul_(normalized, along_x, value=-1).mul_(inverse)
 
 
 def shifted(

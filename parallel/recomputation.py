@@ -30,13 +30,13 @@ from megaprec.torch_private import storage_address
 def recomputed(
     function: Callable[[Tensor], Tensor],
     x: Tensor,
-    then: Callable[[Tensor], Tensor] = lambda result: result,
-) -> Tensor:
+    then: Callable[[Tensor], Any] = lambda result: result,
+) -> Any:
     """Return then(function(x)), keeping only x and what `then` saves apart from the result of
     `function`.
 
     function: must compute the same values in every call.
-    then: the operation after it.
+    then: the operation after it, or several operations on the same result.
     Nothing is recomputed in evaluation or if x needs no gradient.
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
@@ -77,7 +77,7 @@ class _Call:
             self._recompute()
         return self.recomputed.pop(number)
 
-    def apply_next(self, result: Tensor, then: Callable[[Tensor], Tensor]) -> Tensor:
+    def apply_next(self, result: Tensor, then: Callable[[Tensor], Any]) -> Any:
         """Return then(result), where the backward pass recomputes the result if `then` would save
         it."""
         storage = storage_address(result)

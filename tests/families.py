@@ -93,6 +93,19 @@ def _stretched(
     }
 
 
+# of an original length so short that samples reach beyond it twice
+LLAMA3 = {
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 5,
+}
+MINISTRAL_YARN = {
+    "factor": 2.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 5,
+}
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": 9, "kv_lora_rank": 14, "qk_rope_head_dim": 4}
 # even where transformers views pairs as complex numbers
 LATENT |= {
@@ -593,6 +606,57 @@ CASES: dict[str, Case] = {
         {"head_dim": 8, "tie_word_embeddings": True, "num_key_value_heads": 1}
         | _rope("default", 10000.0, partial_rotary_factor=0.5),
         {"head_dim": 8, "tied": True, "kv_heads": 1, "rotary_fraction": 0.5},
+    ),
+    "cohere2": Case(
+        "cohere2",
+        {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+        | {"layer_norm_eps": 1e-3, "logit_scale": 0.3, **_rope("default", 50.0)},
+        {"window": 5, "window_layers": (0,), "nope_layers": (1,), "norm_eps": 1e-3}
+        | {"logit_divisor": 1 / 0.3, "rope_base": 50.0, "tied": False},
+    ),
+    "cohere2 tied, with biases": Case(
+        "cohere2",
+        {"sliding_window": 5, "layer_types": ["sliding_attention"] * 2, "attention_bias": True}
+        | {"layer_norm_eps": 1e-5, "tie_word_embeddings": True, "num_key_value_heads": 1},
+        {"window": 5, "qkv_bias": True, "output_bias": True, "logit_divisor": 16.0, "tied": True}
+        | {"kv_heads": 1},
+    ),
+    "nanochat": Case(
+        "nanochat",
+        {"head_dim": 10, "final_logit_softcapping": 1.5, **_rope("default", 50.0)},
+        {"head_dim": 10, "final_softcap": 1.5, "rope_base": 50.0},
+    ),
+    "nanochat tied, with biases": Case(
+        "nanochat",
+        {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1}
+        | {"final_logit_softcapping": None, "rms_norm_eps": 1e-2},
+        {"qkv_bias": True, "output_bias": True, "tied": True, "kv_heads": 1, "norm_eps": 1e-2}
+        | {"final_softcap": 0.0},
+    ),
+    "apertus": Case(
+        "apertus",
+        {"head_dim": 10, **_rope("default", 50.0)},
+        {"head_dim": 10, "rope_base": 50.0},
+    ),
+    "apertus tied, with biases": Case(
+        "apertus",
+        {"head_dim": 6, "attention_bias": True, "tie_word_embeddings": True}
+        | _rope("llama3", 50.0, **LLAMA3),
+        {"rope_base": 50.0, "rope_scaling": {"kind": "llama3", **LLAMA3}}
+        | {"qkv_bias": True, "output_bias": True, "tied": True},
+    ),
+    "ministral3": Case(
+        "ministral3",
+        {"head_dim": 10, **_rope("yarn", 50.0, llama_4_scaling_beta=0.7, **MINISTRAL_YARN)},
+        {"head_dim": 10, "rope_base": 50.0}
+        | {"rope_scaling": {"kind": "yarn", "query_beta": 0.7, **MINISTRAL_YARN}},
+    ),
+    "ministral3 with a window, tied": Case(
+        "ministral3",
+        {"head_dim": 6, "sliding_window": 7, "tie_word_embeddings": True}
+        | _rope("llama3", 50.0, llama_4_scaling_beta=0.3, **LLAMA3),
+        {"rope_base": 50.0, "window": 7, "tied": True}
+        | {"rope_scaling": {"kind": "llama3", "query_beta": 0.3, **LLAMA3}},
     ),
     "granite": Case(
         "granite",

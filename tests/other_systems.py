@@ -378,6 +378,33 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.75,
         "original_max_position_embeddings": 48,
     },
+    "cohere2": {
+        "model_type": "cohere2",
+        **{k: v for k, v in _LLAMA.items() if k not in ("head_dim", "rms_norm_eps")},
+        "layer_norm_eps": 1e-3,
+        "logit_scale": 0.3,
+        "sliding_window": 9,
+        "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
+    },
+    "nanochat": {
+        "model_type": "nanochat",
+        **_LLAMA,
+        "hidden_act": "relu2",
+        "final_logit_softcapping": 1.5,
+        "attention_bias": True,
+    },
+    "apertus": {"model_type": "apertus", **_LLAMA, "hidden_act": "xielu"},
+    "ministral3": {
+        "model_type": "ministral3",
+        **_LLAMA,
+        "sliding_window": 21,
+        "rope_parameters": {
+            **YARN,
+            "rope_theta": 5e5,
+            "original_max_position_embeddings": 11,
+            "llama_4_scaling_beta": 0.3,
+        },
+    },
     "arcee": {"model_type": "arcee", **_LLAMA, "hidden_act": "relu2"},
     "olmoe": {
         "model_type": "olmoe",
@@ -480,6 +507,10 @@ WITHOUT_MEGATRON = {
     "granitemoe",
     "kimi_linear",
     "kimi_linear-dense",
+    "cohere2",
+    "nanochat",
+    "apertus",
+    "ministral3",
 }
 # What makes them models that Megatron has: one epsilon for all norms, latents and groups of heads
 # that ranks can cut, groups compared by as many experts as it takes, convolutions over 4 tokens.

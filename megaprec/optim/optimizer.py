@@ -28,7 +28,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -122,6 +122,9 @@ from megaprec.optim.torch_wrappers import (
 )
 from megaprec.precision.marks import keep_marked_in_fp32
 from megaprec.precision.plan import PrecisionPlan
+
+if TYPE_CHECKING:
+    from megaprec.optim.rules.row_factors import RowFactors
 
 _CLIP_EPSILON = 1e-6  # added to the norm, as in torch's clip_grad_norm_ and in Megatron-LM
 
@@ -612,6 +615,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         counted_tokens: Tensor | float | None = None,
         further: Tensor | None = None,
         limits: StepLimits = NO_LIMITS,
+        row_factors: "RowFactors | None" = None,
     ) -> StepReport:
         """Apply or skip the step and discard the gradients. Chunks without a call of `reduce` are
         reduced first.
@@ -630,6 +634,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         further: float64 [n], numbers for the report alone, which reach the host with its own.
         limits: of loss and gradient norm, the same on every rank. A finite step above one of them
             is skipped: weights, moments and step count stay, and the loss scale counts a good step.
+        row_factors: what the rows of some weights are multiplied by after the update, unless the
+            step is skipped (`megaprec.optim.rules.row_factors`), the same on every rank.
         Raises UserError unless the learning rate is given once, if ranks gave different losses of
             one batch, and with `average` if some replicas gave one and others did not.
         Raises RuntimeError on every rank, with nothing changed, if the ranks have different
@@ -643,7 +649,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         self._complete_gradients(loss)
         numbers = self._exchange(self._local_numbers(settings, loss, counted_tokens))
         decision = self._decide(numbers, settings)
-        self._update(decision, settings)
+        self._update(decision, settings, row_factors)
         report = self._report(decision, settings, further)
         self._end_step(decision, report)
         # last, so that a caller who catches it has an optimizer that is ready for the next step
@@ -773,17 +779,21 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         factor = (self.clip / (norm + _CLIP_EPSILON)).clamp(max=1.0)
         return torch.where(norm.isfinite(), factor, 1.0)
 
-    def _update(self, decision: StepDecision, settings: StepSettings) -> None:
+    def _update(
+        self, decision: StepDecision, settings: StepSettings, row_factors: "RowFactors | None"
+    ) -> None:
         """Apply the rule, or change nothing if the step is skipped."""
         skip = decision.skip
         self.applied_steps += 1 - skip  # no read of `skip`, for which the host would wait
         # A GPU does not wait for `skip`: an update that is skipped changes nothing.
         if self.device.type != "cpu" or not skip:
-            self._apply(decision, settings)
+            self._apply(decision, settings, row_factors)
         for observer in self.observers:
             observer.updated(self.all_buffers())
 
-    def _apply(self, decision: StepDecision, settings: StepSettings) -> None:
+    def _apply(
+        self, decision: StepDecision, settings: StepSettings, row_factors: "RowFactors | None"
+    ) -> None:
         """Update all tiles as step number `applied_steps`, and all-gather the weights."""
         # one divisor undoes the loss scale and clips
         divisor = decision.scale.double() / self._clip_factor(decision.norm)
@@ -814,16 +824,19 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
                     self._update_in_one_pass(tile, rule, step, numbers)
                 else:
                     self._update_tile(tile, rule, step)
-            self._end_update(buffer, skip)
+            self._end_update(buffer, skip, row_factors)
         for updates in self._whole_updates:
-            updates.apply(step_of, partial(self._end_update, skip=skip))
+            end_update = partial(self._end_update, skip=skip, row_factors=row_factors)
+            updates.apply(step_of, end_update)
         self._gatherer.finish_update()
         self._model_buffers.write_dtensor_weights()
         self.rule.advance(skip)
 
-    def _end_update(self, buffer: Buffer, skip: Tensor) -> None:
-        """Start to all-gather the weights of an updated buffer, and let its average follow; FP8
-        codes are computed and gathered later."""
+    def _end_update(self, buffer: Buffer, skip: Tensor, row_factors: "RowFactors | None") -> None:
+        """Multiply rows of an updated buffer by their factors, start to all-gather its weights, and
+        let its average follow; FP8 codes are computed and gathered later."""
+        if row_factors is not None:
+            row_factors.multiply(buffer, skip, self.applied_steps)
         if not buffer.has_fp8_weights:
             self._gatherer.begin(buffer)  # overlaps with the update of the next buffer
         if self._average is not None:

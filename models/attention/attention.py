@@ -5,6 +5,7 @@ heads; if there are fewer key/value heads than ranks, neighbouring ranks hold th
 """
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -19,6 +20,9 @@ from parallel.dropout import MicrobatchInfo
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, Rows, parameter
 from parallel.norms import RMSNorm
 from parallel.sharded_norm import ShardedRMSNorm
+
+if TYPE_CHECKING:
+    from models.attention.largest_logits import LargestLogits
 
 
 class Attention(nn.Module):
@@ -49,6 +53,8 @@ class Attention(nn.Module):
         has_usual_scale = config.attention_scalar == config.head_dim
         self.scale = None if has_usual_scale else config.attention_scalar**-0.5
         self._make_projections(layer)
+        # set by an engine whose reports have them
+        self.largest_logits: LargestLogits | None = None
         self.sinks = None
         if config.attention_sinks:
             local_heads = Part.cut(f"{name}.sinks.weight", (config.heads,), 0, context.tp)
@@ -120,6 +126,7 @@ class Attention(nn.Module):
             eps=eps,
             differs_over_tp=True,
             offset=offset,
+            weighted=config.norm_weight,
         )
 
     def key_value_shape(self) -> tuple[int, int]:
@@ -193,8 +200,11 @@ class Attention(nn.Module):
             query = self.query_norm(query)
             key = self.key_norm(key)
         if rotary is not None:
-            query = Rotate.apply(query, *rotary, self.context.leaves)
-            key = Rotate.apply(key, *rotary, self.context.leaves)
+            cosine, sine, *factors = rotary
+            query = Rotate.apply(query, cosine, sine, self.context.leaves)
+            key = Rotate.apply(key, cosine, sine, self.context.leaves)
+            for factor in factors:
+                query = query * factor
         dtype = self.context.plan.attention
         query, key, value = (x.permute(1, 2, 0, 3).to(dtype) for x in (query, key, value))
         if rotary is not None or config.qk_norm:
@@ -208,10 +218,12 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return query, key and value as `_split_heads` does, computed as one region.
 
-        None if regions are not wanted, or a norm of heads cannot be part of one.
+        None if regions are not wanted, or a norm of heads or factors of queries cannot be part of
+        one.
         """
         leaves = self.context.leaves
-        if not leaves.by_region:
+        has_factors = self.config.rope_scaling.query_beta > 0
+        if not leaves.by_region or has_factors:
             return None
         norm_rule = None
         query_weight = None
@@ -228,7 +240,7 @@ class Attention(nn.Module):
             tuple(self.local_widths), self.config.head_dim, self.context.plan.attention, norm_rule
         )
         # A region has tensors and one rule as arguments, so the tables come one by one.
-        cosine, sine = rotary or (None, None)
+        cosine, sine = (None, None) if rotary is None else rotary
         return leaves.call_region(
             split_heads,
             projected,
@@ -261,5 +273,8 @@ class Attention(nn.Module):
             microbatch=microbatch,
             mask=attn_mask,
         )
+        # of training passes alone
+        if self.largest_logits is not None and microbatch is not None:
+            self.largest_logits.note(query, key, inputs)
         kernel = choose_kernel(describe_call(query, key, value, inputs))
         return KERNELS[kernel](query, key, value, inputs).to(self.context.plan.compute)

@@ -37,11 +37,12 @@ class NormRule:
     def __call__(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         bias: Tensor | None = None,
     ) -> Tensor:
         """Return x normalized over its last dimension."""
         if self.centered:
+            assert weight is not None, "a LayerNorm has a weight"
             return layer_norm(x, weight, bias, self.eps, self.compute)
         return Normalize.apply(x, weight, self.eps, self.sensitive, self.compute, self.offset)
 
@@ -49,12 +50,12 @@ class NormRule:
 class RegionNorm(NamedTuple):
     """A norm as a region computes it: its settings, weight and bias.
 
-    weight, bias: in the sensitive dtype, so that their gradients are not rounded; bias is None
-        where the norm has none.
+    weight, bias: in the sensitive dtype, so that their gradients are not rounded; None where the
+        norm has none.
     """
 
     rule: NormRule
-    weight: Tensor
+    weight: Tensor | None
     bias: Tensor | None
 
     @staticmethod
@@ -69,7 +70,7 @@ class RegionNorm(NamedTuple):
         if norm._forward_hooks or norm._forward_pre_hooks:
             return None
         plan = norm.context.plan
-        weight = Widen.apply(norm.weight, plan.sensitive)
+        weight = None if norm.weight is None else Widen.apply(norm.weight, plan.sensitive)
         if isinstance(norm, RMSNorm):
             rule = NormRule(norm.eps, plan.sensitive, plan.compute, norm.offset)
             return RegionNorm(rule, weight, None)
@@ -96,7 +97,7 @@ class HeadRule:
 def add_norm(
     x: Tensor,
     branch: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     bias: Tensor | None,
     rule: NormRule,
 ) -> tuple[Tensor, Tensor]:
@@ -117,14 +118,14 @@ def split_heads(
 
     projected: [s, b, local features], the output of attention's first product.
     cosine, sine: as `Rotate` takes them; None: without rotation.
-    query_weight, key_weight: of the norms; None: without.
+    query_weight, key_weight: of the norms; None: they have none.
     """
     # [s, b, n, d]
     query, key, value = (
         features.unflatten(-1, (-1, rule.head_dim))
         for features in projected.split(rule.local_widths, -1)
     )
-    if rule.norm is not None and query_weight is not None and key_weight is not None:
+    if rule.norm is not None:
         query = rule.norm(query, query_weight)
         key = rule.norm(key, key_weight)
     if cosine is not None:

@@ -17,8 +17,9 @@ from torch import Tensor
 from models.rope_scaling import RopeScaling, attention_factor
 from parallel.leaves import PLAIN, Leaves
 
-RotaryTables = tuple[Tensor, Tensor]
-"""Cosine and sine of the angles of each position, as `rotary_tables` returns them."""
+RotaryTables = tuple[Tensor, ...]
+"""Cosine and sine of the angles of each position, as `rotary_tables` returns them; of a model whose
+queries grow with their position the factors of queries besides, as `query_factors` does."""
 
 
 class Rotate(torch.autograd.Function):
@@ -91,6 +92,18 @@ def rotary_tables(
     cosine = angles.cos() * factor
     sine = angles.sin() * factor
     return cosine.to(dtype), sine.to(dtype)
+
+
+def query_factors(scaling: RopeScaling, length: int, dtype: torch.dtype) -> Tensor:
+    """Return the factors of queries, [length, 1, 1, 1]: 1 + query_beta * ln(1 + n) for a position
+    in which n whole original lengths are contained.
+
+    As in transformers' Ministral3Attention, which has the rule of Llama 4.
+    """
+    positions = torch.arange(length, dtype=torch.float64)[:, None, None, None]
+    lengths_before = (positions / scaling.original_max_position_embeddings).floor()
+    factors = 1 + scaling.query_beta * lengths_before.log1p()
+    return factors.to(dtype)
 
 
 def frequencies(

@@ -56,13 +56,14 @@ def make_norm(
         eps=config.norm_eps,
         offset=float(config.norm_unit_offset),
         scale=scale,
+        weighted=config.norm_weight,
     )
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); or both branches, each with its own norm, of
-    the same x. Some layers have a gated delta net in place of attention. A layer of
-    `config.hybrid_pattern` has one branch alone: attention, a Mamba-2 mixer, a feed-forward or
+    """x + attention(norm(x)), then x + mlp(norm(x)); or both branches, each with its own norm or
+    with one norm, of the same x. Some layers have a gated delta net in place of attention. A layer
+    of `config.hybrid_pattern` has one branch alone: attention, a Mamba-2 mixer, a feed-forward or
     experts.
 
     `config.norm_at` places the norms before the branches, after them, or both. Dropout is optional.
@@ -92,7 +93,7 @@ class DecoderLayer(nn.Module):
             self.attention_post_norm = self._make_norm("attention_post_norm", after)
         self.mlp: MLP | MixtureOfExperts | None = None
         if config.has_feed_forward:
-            self.mlp_norm = self._make_norm("mlp_norm", before)
+            self.mlp_norm = self._make_norm("mlp_norm", before and not config.shared_norm)
             feed_forward = part("MixtureOfExperts") if config.experts else MLP
             self.mlp = feed_forward(config, context, f"{name}.mlp", layer)
             self.mlp_post_norm = self._make_norm("mlp_post_norm", after)
@@ -128,20 +129,42 @@ class DecoderLayer(nn.Module):
             attend = partial(
                 self.attention, rotary=rotary, microbatch=microbatch, attn_mask=attn_mask
             )
-            attended = self._branch(x, self.attention_norm, attend, self.attention_post_norm)
-            attended = self._scaled(attended)
-            attended = self._drop(attended, "attention", microbatch)
-            if self.mlp is None:
-                return (x + attended).to(x.dtype)
-            sum_and_branch = self._feed_by_region(x, attended, microbatch)
-            if sum_and_branch is None:
-                sum_and_branch = self._add_and_feed(x, attended, microbatch)
-            summed, fed = sum_and_branch
+            if self.config.shared_norm:
+                attended, fed = self._branches_of_one_norm(x, attend, microbatch)
+                attended = self._as_added(attended, microbatch)
+                summed = (x + attended).to(x.dtype)
+            else:
+                attended = self._branch(x, self.attention_norm, attend, self.attention_post_norm)
+                attended = self._as_added(attended, microbatch)
+                if self.mlp is None:
+                    return (x + attended).to(x.dtype)
+                sum_and_branch = self._feed_by_region(x, attended, microbatch)
+                if sum_and_branch is None:
+                    sum_and_branch = self._add_and_feed(x, attended, microbatch)
+                summed, fed = sum_and_branch
         fed = self._scaled(fed)
         if not drops_stream:
             fed = self._drop(fed, "mlp", microbatch)
         # The stream keeps its dtype, which may be wider than that of branches.
         return (summed + fed).to(x.dtype)
+
+    def _branches_of_one_norm(
+        self,
+        x: Tensor,
+        attend: Callable[[Tensor], Tensor],
+        microbatch: MicrobatchInfo | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return attention's branch of x and the feed-forward's, which read the same norm."""
+        assert self.attention_norm is not None, "the norm that both branches read"
+
+        def both(normalized: Tensor) -> tuple[Tensor, Tensor]:
+            return attend(normalized), self._feed(normalized, microbatch)
+
+        return self.context.recompute.run_forward("norm", self.attention_norm, x, then=both)
+
+    def _as_added(self, attended: Tensor, microbatch: MicrobatchInfo | None) -> Tensor:
+        """Return attention's branch as it is added to the residual stream."""
+        return self._drop(self._scaled(attended), "attention", microbatch)
 
     def _scaled(self, branch: Tensor) -> Tensor:
         """Return the output of a branch as it is added to the residual stream."""

@@ -8,13 +8,15 @@ Logical names, the same for every layout:
 
     embedding.weight [vocab, hidden]
     positions.weight [max_positions, hidden] (learned positions)
+    embedding_norm.weight|bias
     layers.N.attention_norm.weight|bias
     layers.N.attention.query|key|value|gate|output.weight|bias
     layers.N.attention.query_norm|key_norm.weight [head_dim] or [all heads]
     layers.N.attention.sinks.weight [heads]
     layers.N.attention_post_norm.weight
     layers.N.mlp_norm.weight|bias
-    layers.N.mlp.gate|up|down.weight|bias, or with experts
+    layers.N.mlp.gate|up|down.weight|bias
+    layers.N.mlp.activation.alpha_p|alpha_n [1] (xielu), or with experts
         layers.N.mlp.router.weight|bias [experts, hidden] or [experts]
         layers.N.mlp.router.correction [experts]
         layers.N.mlp.experts.E.gate|up|down.weight|bias
@@ -26,6 +28,9 @@ Logical names, the same for every layout:
     mtp.N.embedding_norm|hidden_norm|final_norm.weight|bias
     mtp.N.projection.weight [hidden, 2 * hidden]
     mtp.N.attention_norm and so on as of layers
+
+A model without `norm_weight` has none of the weights of these norms, one with `shared_norm` no
+mlp_norm.
 
 Multi-head latent attention has in layers.N.attention, instead of query, key and value:
 
@@ -88,7 +93,7 @@ from models.attention.attention import Attention
 from models.attention.flash_windows import Documents
 from models.attention.kernels import softcap
 from models.attention.packing import UNPACKED, Packing, causal_mask
-from models.attention.rope import RotaryTables, rotary_tables
+from models.attention.rope import RotaryTables, query_factors, rotary_tables
 from models.config import ModelConfig
 from models.decoder.layer import DecoderLayer, make_norm
 from models.decoder.mtp import MTPBatch, PredictionModule
@@ -179,6 +184,8 @@ class Stage(nn.Module):
         self.embedding = self._make_embedding(tied)
         if self.config.positions == "learned":
             self.position_table = self._make_position_table()
+        if self.config.embedding_norm:
+            self.embedding_norm = make_norm(self.config, self.context, "embedding_norm")
 
     def _add_last_modules(self, tied: tuple[int, ...]) -> None:
         """Make what only the last stage has: the final norm, the head, and the modules of
@@ -270,6 +277,8 @@ class Stage(nn.Module):
         weights = [self.embedding.weight]
         if self.config.positions == "learned":
             weights.append(self.position_table)
+        if self.config.embedding_norm:
+            weights += self.embedding_norm.parameters()
         return weights
 
     def read_late(self) -> dict[nn.Module, list[nn.Parameter]]:
@@ -418,6 +427,9 @@ class Stage(nn.Module):
         x = scale_gradient(x, self.config.embedding_grad_scale * self.config.mup.embedding)
         if self.config.positions == "learned":
             x = Add.apply(x, self.position_table, self._position_rows(x, positions))
+        if self.config.embedding_norm:
+            # The stream keeps its dtype, which may be wider than that of a norm.
+            x = self.embedding_norm(x).to(x.dtype)
         rate = self.config.embedding_dropout
         # Under "stream" the first layer applies dropout to its input
         if not rate or self.config.dropout_at == "stream":
@@ -509,7 +521,7 @@ class Stage(nn.Module):
         windowed: bool,
     ) -> RotaryTables:
         """Return the cosine and sine tables, [s, 1, 1, r / 2] each, or [s, b, 1, r / 2] at given
-        positions [b, s].
+        positions [b, s]; and factors of queries, [s, 1, 1, 1] or [s, b, 1, 1], if there are any.
 
         length: of whole sequences. The tables are computed once per length, because under dynamic
         scaling the angles depend on the length.
@@ -522,20 +534,20 @@ class Stage(nn.Module):
                 for kept_key, tables in self._rotary_tables.items()
                 if kept_key[0] != windowed
             }
-            cosine, sine = self._make_rotary_tables(length, windowed)
+            made = self._make_rotary_tables(length, windowed)
             # Given positions are those of this rank's tokens already.
             if positions is None:
-                cosine = take_own_positions(cosine, self.context.cp, 0)
-                sine = take_own_positions(sine, self.context.cp, 0)
-            kept_tables[key] = (cosine.to(device), sine.to(device))
+                made = tuple(take_own_positions(table, self.context.cp, 0) for table in made)
+            kept_tables[key] = tuple(table.to(device) for table in made)
             self._rotary_tables = kept_tables
-        cosine, sine = self._rotary_tables[key]
+        tables = self._rotary_tables[key]
         if positions is None:
-            return cosine, sine
-        return cosine[positions.t(), 0], sine[positions.t(), 0]
+            return tables
+        return tuple(table[positions.t(), 0] for table in tables)
 
     def _make_rotary_tables(self, length: int, windowed: bool) -> RotaryTables:
-        """Return the cosine and sine of consecutive positions, [length, 1, 1, r / 2] each."""
+        """Return the cosine and sine of consecutive positions, [length, 1, 1, r / 2] each, and the
+        factors of their queries if there are any."""
         config = self.config
         scaling = config.rope_scaling
         base = config.rope_base
@@ -544,7 +556,10 @@ class Stage(nn.Module):
             scaling = RopeScaling()
             base = config.window_rope_base
         dtype = self.context.plan.buffers
-        return rotary_tables(scaling, base, config.rotary_dims, length, dtype)
+        tables = rotary_tables(scaling, base, config.rotary_dims, length, dtype)
+        if scaling.query_beta:
+            return *tables, query_factors(scaling, length, dtype)
+        return tables
 
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each token on the last stage, in the sensitive dtype, [s, b] like

@@ -11,7 +11,7 @@ A skipped step is run a second time to find the micro-batch in which it became n
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ from models.engine.passes import Passes, PassState, Share
 from models.engine.replay import trace_offenders
 from models.engine.step_sums import StepSums
 from models.feed_forward.dispatch import spread_experts
+from models.optional_parts import part
 from models.recurrent.kernel_choice import KernelSetting, refused_kernels
 from parallel.context import Context
 from parallel.fp32_marks import compute_marked_in_fp32
@@ -55,6 +56,10 @@ from parallel.pipeline.schedules import Schedule, forward_only
 from parallel.pipeline.simulation import sends_under_way
 from parallel.pipeline.timeline import Recording
 from parallel.pipeline.verify import check
+
+if TYPE_CHECKING:
+    from megaprec.optim.rules.row_factors import RowFactors
+    from models.engine.attention_logits import AttentionLogits
 
 OptimizerType = TypeVar("OptimizerType", bound=ParallelAMPOptimizer)
 
@@ -299,6 +304,7 @@ class Engine:
             counts_losses=self.last_stage in self.stages and self.tp.rank == 0,
             device=self.device,
         )
+        self._attention_logits = _attention_logits(rank_stages, optimizer, self.device)
         optimizer.observers += observers
 
     @classmethod
@@ -392,6 +398,8 @@ class Engine:
         # The numbers that are only reported (routers, z-loss, tokens ahead) begin at zero: other
         # passes may have left some, the sentinel's or those of a replay.
         self._step_sums.clear()
+        if self._attention_logits is not None:
+            self._attention_logits.clear()
         # Gradients are not cleared: the first one overwrites `main_grad`. And each layer waits
         # for its own weights (`ParamGatherer`).
         passes = self.passes_for(share)
@@ -409,10 +417,21 @@ class Engine:
         # The passes have reduced gradients, or begun to; the optimizer's step completes that.
         self.passes.position.note_action("gradient reduction")
         further = self._step_sums.sum(state)
+        # an optimizer of a user's own may know no such argument
+        clip: dict[str, RowFactors] = {}
+        if self._attention_logits is not None:
+            largest = self._attention_logits.largest()
+            factors = self._attention_logits.row_factors(largest)
+            if factors is not None:
+                clip["row_factors"] = factors
+            numbers = [largest.view(-1)] if further is None else [further, largest.view(-1)]
+            further = torch.cat(numbers)
         if self.last_stage in self.stages:
             self.counted_tokens += state.token_count.total  # the host does not wait
         try:
-            report = self.optimizer.step(lr, state.loss, state.token_count.total, further, limits)
+            report = self.optimizer.step(
+                lr, state.loss, state.token_count.total, further, limits, **clip
+            )
         except NonFiniteStep as error:
             raise NonFiniteStep(self.complete_report(error.report, state)) from None
         return self.complete_report(report, state)
@@ -465,6 +484,8 @@ class Engine:
         """
         if math.isnan(report.loss):
             self.passes.require_ids_in_vocabulary(state)
+        if self._attention_logits is not None and report.further:
+            report = self._attention_logits.read(report)
         report = self._step_sums.read(report, state)
         # Only a step that was skipped for its numbers has offenders to explain.
         if report.changed or not report.overflowed:
@@ -490,6 +511,22 @@ class Engine:
         if not may_fall or not math.isfinite(report.loss):
             return False
         return self.optimizer.saved_numbers()["steps"] == 0
+
+
+def _attention_logits(
+    rank_stages: RankStages, optimizer: ParallelAMPOptimizer, device: torch.device
+) -> "AttentionLogits | None":
+    """Return the largest logits of a rank's stages; None if nothing asks for them."""
+    options = rank_stages.options
+    if not options.attention_logits and options.qk_clip is None:
+        return None
+    return part("AttentionLogits")(
+        rank_stages.config,
+        rank_stages.by_number.values(),
+        optimizer.world,
+        device,
+        options.qk_clip,
+    )
 
 
 def _of_samples(offenders: Sequence[Offender], pieces: int) -> tuple[Offender, ...]:

@@ -7,6 +7,18 @@ from parallel.leaves import PLAIN, Leaves
 
 
 @dataclass(frozen=True)
+class QKClip:
+    """The settings of QK-clip (`models.engine.attention_logits`).
+
+    threshold: the largest attention logit that is left as it is.
+    alpha: the share of the queries in a clip, 0 to 1; the rest is that of the keys.
+    """
+
+    threshold: float
+    alpha: float = 0.5
+
+
+@dataclass(frozen=True)
 class EngineOptions:
     """The settings of an engine, besides the precision plan and the sizes of the mesh: the cut of
     the model into stages, their layout and the way in which they are computed.
@@ -31,6 +43,9 @@ class EngineOptions:
     seed: seed of initial weights and dropout.
     blank: initial weights are not drawn; the caller loads others before the first pass.
     trace: a skipped step is run again to find the micro-batch and the samples that broke it.
+    attention_logits: reports have the largest attention logit of each head.
+    qk_clip: projections to queries and keys are made smaller after steps whose logits were too
+        large; None: they are not.
     leaves: the form in which norms, rotations, gates, dropout, losses and FP8 casts are computed.
     """
 
@@ -48,4 +63,6 @@ class EngineOptions:
     seed: int = 0
     blank: bool = False
     trace: bool = True
+    attention_logits: bool = False
+    qk_clip: QKClip | None = None
     leaves: Leaves = field(default=PLAIN, compare=False)

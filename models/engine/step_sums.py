@@ -175,7 +175,7 @@ class StepSums:
             if math.isnan(max_load):
                 continue
             report = RouterReport(
-                layer=_layer_number(layer, config),
+                layer=layer_number(layer, config),
                 max_load=max_load,
                 min_load=min_load,
                 used_experts=used_experts,
@@ -198,9 +198,10 @@ def _layers_with_experts(config: ModelConfig) -> list[str]:
     return names
 
 
-def _layer_number(name: str, config: ModelConfig) -> int:
-    """Return the number of a layer from its logical name."""
-    kind, _, number = name.partition(".")
+def layer_number(name: str, config: ModelConfig) -> int:
+    """Return the number of a layer from its logical name or that of something in it; modules of
+    multi-token prediction go on from the model's last layer."""
+    kind, number, *_ = name.split(".")
     return int(number) if kind == "layers" else config.layers + int(number)
 
 

@@ -6,6 +6,7 @@ from models.activations import ACTIVATIONS, ActivationSettings
 from models.config import ModelConfig
 from parallel.context import Context
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, Rows
+from parallel.norms import vector
 
 
 class MLP(nn.Module):
@@ -26,7 +27,6 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[config.mlp]
-        self.settings = ActivationSettings(config.swiglu_alpha, config.swiglu_limit, context.leaves)
         self.recompute = context.recompute
         up_bias, down_bias = biases or (config.mlp_bias, config.mlp_bias)
         # Gate and up are stacked in one weight, so that one product computes both.
@@ -45,6 +45,18 @@ class MLP(nn.Module):
             name=f"{name}.down",
             bias=down_bias,
             std=config.initial_std("down", layer),
+        )
+        # Of all features, of which each rank of tp has some: its gradients are partial.
+        self.activation_parameters = nn.ParameterList(
+            vector(context, f"{name}.activation.{parameter}", 1, first_value, differs_over_tp=True)
+            for parameter, first_value in self.activation.parameters.items()
+        )
+        self.settings = ActivationSettings(
+            config.swiglu_alpha,
+            config.swiglu_limit,
+            context.leaves,
+            self.activation_parameters,
+            context.plan.sensitive,
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -30,6 +30,9 @@ GATED_BIASES = (
     "smollm3",
     "granite",
     "granitemoe",
+    "cohere2",
+    "nanochat",
+    "apertus",
 )
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "kimi_linear")
 WITH_MLP_BIASES = ("llama", "iquestcoder", "seed_oss", "arcee", "smollm3", "granite")
@@ -52,6 +55,9 @@ OWN_WIDTH = (
     "exaone4",
     "ernie4_5",
     "phi3",
+    "nanochat",
+    "apertus",
+    "ministral3",
 )
 # whose class requires hidden_size to be so by heads
 DIVIDED = (
@@ -63,6 +69,16 @@ DIVIDED = (
     "internlm3",
     "arcee",
 )
+
+
+ORIGINAL = "original_max_position_embeddings"
+MINISTRAL_YARN = {
+    "rope_type": "yarn",
+    "factor": 2.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    ORIGINAL: 8,
+}
 
 
 def drawn(seed: int) -> dict[str, Any]:
@@ -88,14 +104,7 @@ def drawn(seed: int) -> dict[str, Any]:
     config |= _windows(dice, kind, config["num_hidden_layers"])
     config |= _experts(dice, kind, config["num_hidden_layers"])
     config |= _factors(dice, kind)
-    if kind == "gemma2":
-        config["attn_logit_softcapping"] = dice.choice((None, 3.0))
-        config["final_logit_softcapping"] = dice.choice((None, 2.0))
-    if kind == "glm4_moe":
-        config["use_qk_norm"] = dice.random() < 0.5
-        config["partial_rotary_factor"] = dice.choice((0.5, 1.0))
-    if kind == "minimax_m2":
-        config["rotary_dim"] = config["head_dim"] // dice.choice((1, 2))
+    config |= _of_one_family(dice, kind, config)
     if kind in WITH_DELTA_NETS:
         config |= _delta_nets(dice, config["num_hidden_layers"])
     if kind == "kimi_linear":
@@ -104,6 +113,28 @@ def drawn(seed: int) -> dict[str, Any]:
     if _divides_by_zero(config):
         del config["rope_scaling"]
     return config
+
+
+def _of_one_family(dice: Random, kind: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Return keys that no other family has."""
+    if kind == "gemma2":
+        return {
+            "attn_logit_softcapping": dice.choice((None, 3.0)),
+            "final_logit_softcapping": dice.choice((None, 2.0)),
+        }
+    if kind == "glm4_moe":
+        return {
+            "use_qk_norm": dice.random() < 0.5,
+            "partial_rotary_factor": dice.choice((0.5, 1.0)),
+        }
+    if kind == "cohere2":
+        eps = config.pop("rms_norm_eps")
+        return {"layer_norm_eps": eps, "logit_scale": dice.choice((0.0625, 0.3, 2.0))}
+    if kind == "nanochat":
+        return {"final_logit_softcapping": dice.choice((None, 15.0, 2.0))}
+    if kind == "minimax_m2":
+        return {"rotary_dim": config["head_dim"] // dice.choice((1, 2))}
+    return {}
 
 
 def _divides_by_zero(config: dict[str, Any]) -> bool:
@@ -158,7 +189,9 @@ def _sizes(dice: Random, kind: str) -> dict[str, Any]:
     kv_heads = dice.choice((1, 2, 3))
     heads = kv_heads * dice.choice((1, 2, 3))
     head_dim = dice.choice((4, 8, 12))
-    own_heads = kind in ("gpt_neox", "olmoe") or (dice.random() < 0.3 and kind not in LATENT)
+    own_heads = kind in ("gpt_neox", "olmoe", "cohere2") or (
+        dice.random() < 0.3 and kind not in LATENT
+    )
     others = [heads * 5] if kind in DIVIDED else [heads * 5, dice.randint(6, 40)]
     hidden = heads * head_dim if own_heads else dice.choice(others)
     sizes = {
@@ -280,7 +313,7 @@ def _windows(dice: Random, kind: str, layers: int) -> dict[str, Any]:
         types = [dice.choice(("full_attention", "sliding_attention"))] * layers
     if kind in BY_TYPE:
         return {"sliding_window": window, "layer_types": types}
-    if kind in ("mistral", "mixtral", "phi3"):
+    if kind in ("mistral", "mixtral", "phi3", "ministral3"):
         return {"sliding_window": dice.choice((None, window))}
     if kind == "smollm3":
         turns = [dice.choice((0, 1)) for _ in range(layers - 1)]
@@ -295,6 +328,11 @@ def _windows(dice: Random, kind: str, layers: int) -> dict[str, Any]:
         with_window = {"sliding_window": window, "layer_types": types}
         without = {"sliding_window": None, "layer_types": ["full_attention"] * layers}
         return dice.choice((with_window, without))
+    if kind == "cohere2":
+        # Without a layer that has it there would be no positions at all.
+        types[0] = "sliding_attention"
+        by_distance = {"sliding_window_pattern": dice.choice((2, 3))}
+        return {"sliding_window": window, **dice.choice(({"layer_types": types}, by_distance))}
     if kind == "dots1":
         return {"sliding_window": window, "max_window_layers": dice.randint(0, layers)}
     if kind in LAYERS_OF_QWEN and dice.random() < 0.5:
@@ -376,6 +414,11 @@ def _rope(dice: Random, kind: str) -> dict[str, Any]:
     if kind == "phi3":
         # Its class has no other scaling than a factor for each wavelength.
         return {"rope_theta": base, "partial_rotary_factor": dice.choice((0.5, 1.0))}
+    if kind == "ministral3":
+        # Its class has no factors of queries without an original length.
+        scaled = scaling if scaling and ORIGINAL in scaling else MINISTRAL_YARN
+        beta = {"llama_4_scaling_beta": dice.choice((0, 0.1, 0.8))}
+        return dice.choice(({"rope_parameters": {"rope_theta": base, **scaled, **beta}}, {}))
     if kind in ("gemma3_text", "olmo3"):
         full = {"rope_theta": base, **(scaling or {"rope_type": "default"})}
         beside = {"rope_type": "default", "rope_theta": dice.choice((base, 30.0))}

@@ -32,6 +32,7 @@ IDLE_AT_ZERO = {
     ("qwen3_next", "num_experts"),
     ("qwen3_next", "num_local_experts"),
     ("exaone4", "sliding_window_pattern"),
+    ("cohere2", "sliding_window_pattern"),
     ("phi3", "original_max_position_embeddings"),
     *((kind, "sliding_window") for kind in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")),
     *((kind, "intermediate_size") for kind in ("qwen2_moe", "qwen3_moe", "qwen3_next")),

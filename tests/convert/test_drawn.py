@@ -19,7 +19,7 @@ transformers: Any = pytest.importorskip(
     exc_type=ImportError,
 )
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
-SEEDS = range(570)
+SEEDS = range(630)
 LENGTH = 30
 BOUND = 1e-5  # of the largest difference, relative to the largest logit
 

@@ -83,6 +83,9 @@ def test_every_spelling_of_positions_stays_one_in_the_small_model(kind: str) -> 
     without = {key: value for key, value in SMALL[kind].items() if key not in POSITIONS}
     tried = 0
     for name, scaling in SCALINGS.items():
+        if kind == "ministral3":
+            # without which its class makes no model
+            scaling = {**scaling, "llama_4_scaling_beta": 0.1}
         for number, spelling in enumerate(spellings(kind, scaling)):
             config = {**without, **LONGEST, **spelling}
             model = read(config)

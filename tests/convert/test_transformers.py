@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megaprec.tokens.indexed import IndexedWriter
@@ -178,12 +179,25 @@ def check_comes_back(kind: str, tmp_path: Path) -> Any:
     ours = again.state_dict()
     others = model.state_dict()
     assert all(torch.equal(ours[name], others[name]) for name in others)
-    for key in ("layer_types", "sliding_window", "query_pre_attn_scalar", "attention_bias"):
+    keys = ("layer_types", "sliding_window", "query_pre_attn_scalar", "attention_bias")
+    for key in (*keys, "logit_scale", "final_logit_softcapping"):
         assert getattr(again.config, key, None) == getattr(model.config, key, None), key
     # a Nemotron-H has no rotary positions
     rotary = _flat(getattr(model.config, "rope_parameters", {}))
     assert _flat(getattr(again.config, "rope_parameters", {})).items() >= rotary.items()
     return model
+
+
+def test_a_number_beside_the_weights_that_its_family_has_otherwise_is_refused(
+    tmp_path: Path,
+) -> None:
+    theirs(tmp_path / "hf", "apertus")
+    file = tmp_path / "hf" / "model.safetensors"
+    stored = load_file(file)
+    stored["model.layers.1.mlp.act_fn.beta"] += 0.01
+    save_file(stored, file, metadata={"format": "pt"})
+    with raises("convert.hf_constant", name="model.layers.1.mlp.act_fn.beta"):
+        open_source(tmp_path / "hf")
 
 
 PLANTED = {
@@ -317,6 +331,10 @@ TRAINED = (
         "exaone4",
         "ernie4_5",
         "phi3",
+        "cohere2",
+        "nanochat",
+        "apertus",
+        "ministral3",
         "granitemoe",
         "granite",
         "arcee",

@@ -93,7 +93,7 @@ def test_keys_that_the_nearest_family_has_not_are_named_with_their_values() -> N
 
 
 def test_values_that_the_nearest_family_refuses_are_named() -> None:
-    config = {**CONFIGS["llama"], "model_type": "new", "hidden_act": "xielu"}
+    config = {**CONFIGS["llama"], "model_type": "new", "hidden_act": "mish"}
     config |= {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}
     nearest = nearest_family(config)
     assert nearest is not None and nearest.name == "llama"

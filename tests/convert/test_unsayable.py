@@ -13,7 +13,7 @@ from megaprec.errors import UserError
 from models.config import ModelConfig
 from models.equivalence import TRAINING_ONLY_KEYS, with_idle_keys_reset
 from tests.models.drawn import CHOICES, FAMILIES, SCALINGS
-from tests.refusals import sentence
+from tests.refusals import raises, sentence
 from tools.convert.core.names import HUGGING_FACE
 from tools.convert.core.rules import has_module_rules
 from tools.convert.hf.config import config_of, model_type_of, omitted_settings
@@ -45,6 +45,15 @@ SAYABLE: dict[str, dict[str, Any]] = {  # what a family needs besides sizes
     "qwen3_next": {**DELTA_NET, "experts": 4, "shared_experts": 24, "shared_gate": True},
     "qwen3_5": DELTA_NET,
     "olmoe": {"experts": 4, "experts_per_token": 2},
+    "cohere2": {"window": 3, "window_layers": (0, 1), "nope_layers": (2,)},
+    "ministral3": {
+        "rope_scaling": {
+            "kind": "yarn",
+            "factor": 2.0,
+            "original_max_position_embeddings": 8,
+            "query_beta": 0.1,
+        }
+    },
     "minimax_m2": {"experts": 4, "experts_per_token": 2, "rotary_fraction": 1.0},
     "dots1": {"experts": 4, "shared_experts": 24},
     "solar_open": {"experts": 4, "shared_experts": 24},
@@ -207,3 +216,9 @@ def test_a_key_that_changes_no_result_does_not_keep_a_model_from_megatron(family
         if same == plain:
             found = unsaid_by_args(model, args_of(model, 53, 1, 1, False, torch.float32))
             assert not found or key in TRAINING_ONLY_KEYS, (key, value, found)
+
+
+def test_a_cohere2_whose_layers_all_turn_is_refused_by_what_its_class_would_do() -> None:
+    model = ModelConfig.model_validate(SIZES | {"family": "cohere2"})
+    with raises("convert.hf_no_positions_at_all"):
+        model_type_of(model)

@@ -14,7 +14,7 @@ SHORT = {"original_max_position_embeddings": 8}
 CHOICES: dict[str, tuple[Any, ...]] = {  # of a key that is given
     "kv_heads": (4, 2),
     "head_dim": (4, 6, 10),
-    "mlp": ("swiglu", "geglu", "swiglu_clamped", "gelu", "gelu_exact", "relu2"),
+    "mlp": ("swiglu", "geglu", "swiglu_clamped", "gelu", "gelu_exact", "relu2", "xielu"),
     "swiglu_alpha": (1.3,),
     "swiglu_limit": (0.6,),
     "norm": ("rms", "layer"),
@@ -24,6 +24,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {  # of a key that is given
     "qk_norm": (True, False),
     "qk_norm_over": ("head", "all"),
     "parallel_residual": (True, False),
+    "shared_norm": (True, False),
+    "norm_weight": (True, False),
+    "embedding_norm": (True, False),
     "positions": ("rope", "learned", "none"),
     "rope_base": (50.0, 7.0),
     "rotary_fraction": (1.0, 0.5),
@@ -71,6 +74,7 @@ SCALINGS: tuple[dict[str, Any], ...] = (
         **SHORT,
     },
     {"kind": "yarn", "factor": 2.0, "beta_slow": 0.5, "attention_factor": 1.3, **SHORT},
+    {"kind": "yarn", "factor": 2.0, "query_beta": 0.7, **SHORT},
 )
 
 

@@ -42,6 +42,11 @@ NAMES = {  # of what they call it in a layer, or outside
     "mlp.up_proj": "mlp.up",
     "mlp.down_proj": "mlp.down",
     "mlp.c_fc": "mlp.up",
+    "mlp.fc1": "mlp.up",
+    "mlp.fc2": "mlp.down",
+    "mlp.act_fn": "mlp.activation",
+    "attention_layernorm": "attention_norm",
+    "feedforward_layernorm": "mlp_norm",
     "mlp.c_proj": "mlp.down",
     "mlp.dense_h_to_4h": "mlp.up",
     "mlp.dense_4h_to_h": "mlp.down",
@@ -73,7 +78,9 @@ NAMES = {  # of what they call it in a layer, or outside
 
 
 # Of families whose rotary partners are neighbours, which in ours are halves of a head apart.
-WITH_NEIGHBOURS = ("ernie4_5",)
+WITH_NEIGHBOURS = ("ernie4_5", "cohere2")
+# Of families that turn the other way.
+TURNED_BACK = ("nanochat",)
 TURNING = (".self_attn.q_proj.", ".self_attn.k_proj.")
 LATENT = ("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj")
 OF_DELTA_NET = ("conv1d", "dt_bias", "A_log", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv")
@@ -128,20 +135,34 @@ def _apart(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _in_halves(config: Any, path: str, tensor: Tensor) -> Tensor:
     """A tensor of theirs with rotary partners half of a head apart."""
     turns = any(name in path for name in TURNING)
-    if config.model_type not in WITH_NEIGHBOURS or not turns:
+    if config.model_type not in (*WITH_NEIGHBOURS, *TURNED_BACK) or not turns:
         return tensor
-    heads = tensor.unflatten(0, (-1, config.head_dim))
+    width = len(tensor) // _heads_in(config, path)
+    heads = tensor.unflatten(0, (-1, width))
+    if config.model_type in TURNED_BACK:
+        return heads.roll(width // 2, 1).flatten(0, 1)
     return torch.cat((heads[:, 0::2], heads[:, 1::2]), 1).flatten(0, 1)
+
+
+def _heads_in(config: Any, path: str) -> int:
+    """The number of heads of queries or keys."""
+    return config.num_key_value_heads if ".k_proj." in path else config.num_attention_heads
+
+
+def _of_path(path: str) -> tuple[str, str, str]:
+    """The layer of a tensor of theirs with a dot, its name in it or outside, and its kind."""
+    parts = [p for p in path.split(".") if p not in ("model", "transformer", "gpt_neox")]
+    layer = f"layers.{parts[1]}." if parts[0] in ("layers", "h") else ""
+    name = ".".join(parts[2 if layer else 0 :])
+    for ending in (".weight", ".bias", ".alpha_p", ".alpha_n"):
+        name = name.removesuffix(ending)
+    return layer, name.replace("block_sparse_moe.", "mlp."), parts[-1]
 
 
 def _of_two_branches(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     ours: dict[str, Tensor] = {}
     for path, tensor in theirs.items():
-        parts = [p for p in path.split(".") if p not in ("model", "transformer", "gpt_neox")]
-        layer = f"layers.{parts[1]}." if parts[0] in ("layers", "h") else ""
-        name = ".".join(parts[2 if layer else 0 :]).removesuffix(".weight").removesuffix(".bias")
-        name = name.replace("block_sparse_moe.", "mlp.")
-        kind = parts[-1]
+        layer, name, kind = _of_path(path)
         if config.model_type == "gpt2" and kind == "weight" and ".c_" in path:
             tensor = tensor.t()  # theirs are [input, output]
         if (

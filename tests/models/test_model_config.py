@@ -104,6 +104,12 @@ PUBLISHED = {
     "ernie-4.5-0.3b": 360_748_032,
     "phi-3-mini-4k": 3_821_079_552,
     "phi-4": 14_659_507_200,
+    "command-r7b": 8_028_033_024,
+    "nanochat-d32": 1_879_048_192,
+    # with the two numbers of each activation
+    "apertus-8b": 8_053_338_176,
+    "ministral-3-3b": 3_429_006_336,
+    "ministral-3-8b": 8_489_553_920,
     "olmoe-1b-7b": 6_919_161_856,
     "minimax-m2": 228_689_764_864,
     "dots.llm1": 142_774_381_696,

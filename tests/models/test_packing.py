@@ -58,6 +58,25 @@ MODELS: dict[str, dict[str, Any]] = {
         "window_layers": [0],
         "nope_layers": [1],
     },
+    "cohere2": {
+        "family": "cohere2",
+        "kv_heads": 2,
+        "window": 4,
+        "window_layers": [0],
+        "nope_layers": [1],
+    },
+    "nanochat": {"family": "nanochat", "kv_heads": 2},
+    "apertus": {"family": "apertus", "kv_heads": 2},
+    "ministral3": {
+        "family": "ministral3",
+        "kv_heads": 2,
+        "rope_scaling": {
+            "kind": "yarn",
+            "factor": 2.0,
+            "original_max_position_embeddings": 5,
+            "query_beta": 0.7,
+        },
+    },
     "olmo3": {"family": "olmo3", "kv_heads": 2, "window": 4, "window_layers": [0]},
     "gemma3": {
         "family": "gemma3",

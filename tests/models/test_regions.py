@@ -94,7 +94,8 @@ def test_layer_norms_without_biases_train_the_same_to_the_bit_by_regions() -> No
 
 def expected(config: ModelConfig) -> set[str]:
     names = set()
-    if not config.latent and not (config.qk_norm and config.qk_norm_over == "all"):
+    norms_all_heads = config.qk_norm and config.qk_norm_over == "all"
+    if not (config.latent or norms_all_heads or config.rope_scaling.query_beta):
         names.add("split heads")
     # of a layer's two branches, where it has two
     has_two_branches = not config.hybrid_pattern

@@ -36,7 +36,7 @@ OPTIMIZER = [
     "optimizer.norm=3.0",
     "optimizer.ema=0.9",
     'optimizer.groups=[{pattern = "embedding.*", lr = 0.5, weight_decay = 0.0}, '
-    '{pattern = "*norm*", all_dims = true}]',
+    '{pattern = "layers.0.*", all_dims = true}]',
 ]
 COMPARED = ("loss", "gradient", "gradient norm", "learning rate", "weights", "moments")
 # families in which documents can be told apart

@@ -41,6 +41,18 @@ BEYOND_TRANSFORMERS = {
         "model.branch_scale=0.3",
         "model.logit_divisor=2.5",
     ],
+    "one norm for both branches, of embeddings and without weights": [
+        *words_of("qwen3"),
+        "model.parallel_residual=true",
+        "model.shared_norm=true",
+        "model.embedding_norm=true",
+        "model.norm_weight=false",
+    ],
+    "a norm of embeddings and learned positions": [
+        *words_of("gpt2"),
+        "model.embedding_norm=true",
+        "model.mlp=xielu",
+    ],
     "layers without positions": [*words_of("qwen3"), "model.nope_layers=[1]"],
     "llama with caps, sinks and gates": [
         *words_of("llama"),

@@ -61,7 +61,7 @@ def keys(records: list[dict[str, Any]]) -> set[str]:
     return {key for record in records for key in record}
 
 
-ELSEWHERE = {"offenders", "stop", "routers", "sources", "further"}
+ELSEWHERE = {"offenders", "stop", "routers", "attentions", "sources", "further"}
 """Fields of a step's report that are no fields of its record."""
 
 

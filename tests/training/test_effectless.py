@@ -28,6 +28,7 @@ WINDOW = "model.window=4 model.window_rope_base=500.0"
 # key, a value of it, keys beside which it has no effect, keys beside which it has one
 CASES = [
     ("model.qk_norm_over", '"all"', "", "model.qk_norm=true"),
+    ("optimizer.qk_clip_alpha", "0.3", "", "optimizer.qk_clip=100"),
     ("model.rope_base", "5000.0", "model.family=gpt2", ""),
     ("model.rope_base", "5000.0", WINDOW, f"{WINDOW} model.window_layers=[0]"),
     ("model.rope_scaling", '{kind="linear",factor=2.0}', WINDOW, ""),
@@ -178,7 +179,7 @@ model: mtp_layers factory mup_base_hidden mup_base_head_dim z_loss
 model: latent delta_net delta_layers mamba hybrid_pattern
 model: attention_gate swiglu_alpha swiglu_limit norm_unit_offset rotary_fraction
 model: window_rope_base window_layers nope_layers branch_scale logit_divisor expert_bias
-model: router_bias dense_layers dense_ffn shared_experts shared_gate norm_bias
+model: router_bias dense_layers dense_ffn shared_experts shared_gate norm_bias norm_weight embedding_norm shared_norm
 data: source blend tokenizer begin held_out shuffle windows pack reset_attention_mask reset_position_ids eod_mask_loss
 data: text_field vocab_size max_chars validation lm_eval lm_eval_folder lm_eval_limit
 data: workers cache chat_template loss_on
@@ -188,12 +189,12 @@ parallel: elastic timeout async_tensor
 precision: compute parameters gradients moments residual attention scores output rounding loss_scale scaling
 precision: keep_fp32 masters masters_in_checkpoint tf32 on_nonfinite trace_overflows
 fp8: kind
-optimizer: name options groups clip norm ema frozen offload
+optimizer: name options groups clip norm ema frozen offload qk_clip
 lr: peak schedule warmup unit
 train: steps global_batch batch_schedule seq_schedule micro_batch seq_length init_from seed numerics compile deterministic folder device threads eval_every
 train: branch_from restarts on_spike eval_first
 checkpoint: every keep background resume export folder
-log: every to plot plot_over progress peak_tflops sample
+log: every to plot plot_over progress peak_tflops sample attention_logits
 """
 
 

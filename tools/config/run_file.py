@@ -37,7 +37,7 @@ from megaprec.url_secrets import has_password, masked
 from models.attention.backends import kernel_names
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
-from models.engine.options import EngineOptions
+from models.engine.options import EngineOptions, QKClip
 from models.equivalence import CONTEXT_KEYS, TRAINING_ONLY_KEYS
 from models.estimate.flops import StageCost, stage_costs
 from models.presets import PRESETS
@@ -257,7 +257,16 @@ class RunConfig(BaseModel):
             frozen=self.optimizer.frozen,
             seed=self.train.seed,
             trace=self.precision.trace_overflows,
+            attention_logits=self.log.attention_logits,
+            qk_clip=self._qk_clip,
         )
+
+    @property
+    def _qk_clip(self) -> QKClip | None:
+        optimizer = self.optimizer
+        if not optimizer.qk_clip:
+            return None
+        return QKClip(optimizer.qk_clip, optimizer.qk_clip_alpha)
 
     @property
     def with_batch_of_timeline(self) -> Self:

@@ -70,6 +70,7 @@ PARTS = {
     "gpu_named": "models.estimate.gpus",
     "RouterMonitor": "megaprec.diagnose.router_monitor",
     "router_fields": "tools.journal.router_records",
+    "attention_fields": "tools.journal.attention_records",
     "collapse_event": "tools.journal.router_records",
     "untested": "megaprec.tested_versions",
     "require_exportable": "tools.training.kept_exports",

@@ -112,6 +112,7 @@ def step_fields(
         "step": progress.step,
         **report_fields(report),
         **(part("router_fields")(report.routers) if report.routers else {}),
+        **(part("attention_fields")(report.attentions) if report.attentions else {}),
         "tokens": progress.tokens,
         "learned_tokens": progress.learned_tokens,
         "tokens_per_s": tokens_per_s,

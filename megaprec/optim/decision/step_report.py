@@ -114,6 +114,18 @@ class RouterReport:
     corrections: tuple[float, float] | None = None
 
 
+class AttentionReport(NamedTuple):
+    """The attention of one layer in the passes of a step, skipped or not.
+
+    layer: its number; modules of multi-token prediction go on from the model's last layer.
+    largest_logits: of each head, over all tokens of the step: products of queries and keys times
+        their factor, before a soft cap.
+    """
+
+    layer: int
+    largest_logits: tuple[float, ...]
+
+
 class SourceReport(NamedTuple):
     """The part of a step's samples that is of one data set of a blend.
 
@@ -150,6 +162,8 @@ class StepReport:
         the logits; None if the model does not train it. It is no part of `loss`.
     routers: of the layers with experts, in order.
     sources: of the data sets of a blend, in order; none without a blend.
+    attentions: of the layers with attention, in order; none unless the engine looks at their
+        logits.
     further: the further numbers that `ParallelAMPOptimizer.step` was given.
     """
 
@@ -167,6 +181,7 @@ class StepReport:
     z_loss: float | None = None
     routers: tuple[RouterReport, ...] = ()
     sources: tuple[SourceReport, ...] = ()
+    attentions: tuple[AttentionReport, ...] = ()
     further: tuple[float, ...] = ()
 
     @property
@@ -238,7 +253,8 @@ def _describe_offender(offender: Offender) -> str:
 def report_fields(report: StepReport) -> dict[str, object]:
     """Return the fields of the report by name, in order, without those that the model lacks.
 
-    Offenders are a separate event, and routers and data sets have fields of their own. Further
+    Offenders are a separate event; routers, attentions and data sets have fields of their own.
+    Further
     numbers have no names.
     """
     fields = asdict(report)
@@ -246,6 +262,7 @@ def report_fields(report: StepReport) -> dict[str, object]:
     del fields["stop"]
     del fields["routers"]
     del fields["sources"]
+    del fields["attentions"]
     del fields["further"]
     for name in ("mtp_loss", "z_loss"):
         if fields[name] is None:

@@ -146,6 +146,7 @@ def _recomputes(tables: Tables) -> bool:
 
 EFFECT_RULES: tuple[EffectRule, ...] = (
     EffectRule("model.qk_norm_over", "model.qk_norm"),
+    EffectRule("optimizer.qk_clip_alpha", "optimizer.qk_clip"),
     EffectRule("model.rope_base", "model.positions", only_with="rope"),
     EffectRule(
         "model.rope_base model.rope_scaling",

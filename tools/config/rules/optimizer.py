@@ -11,7 +11,7 @@ from models.config import ModelConfig
 from tools.config.rules.batches import changes_problems
 from tools.config.rules.checking import problems_of, unmatched
 from tools.config.rules.derived import lr_schedule, make_rule, run_length, trained_names
-from tools.config.tables.settings import LR, Optimizer, Train
+from tools.config.tables.settings import LR, Log, Optimizer, Parallel, Train
 from tools.console.toml import toml
 
 # problems of options that begin with the option, as a rule by itself knows it
@@ -92,9 +92,44 @@ def _optimizer_patterns(optimizer: Optimizer, model: ModelConfig) -> Iterator[st
             yield from unmatched(f"optimizer.options {option}", texts, model)
 
 
+def _logits_key(optimizer: Optimizer, log: Log) -> str:
+    """Return the key that asks for the logits of attention, with its value; "" if none does."""
+    if optimizer.qk_clip:
+        return f"optimizer.qk_clip = {optimizer.qk_clip:g}"
+    return "log.attention_logits = true" if log.attention_logits else ""
+
+
+def _logits_of_model(optimizer: Optimizer, log: Log, model: ModelConfig) -> Iterator[str]:
+    """Yield why the logits of a model cannot be looked at, or not be clipped."""
+    key = _logits_key(optimizer, log)
+    if not key:
+        return
+    if not model.attention_layers:
+        yield Problem.of("config.logits_without_attention", key=key)
+    if model.factory:
+        yield Problem.of("config.logits_factory", key=key, factory=model.factory)
+    if optimizer.qk_clip and model.qk_norm:
+        yield Problem.of("config.qk_clip_qk_norm", key=key)
+
+
+def _logits_of_parts(optimizer: Optimizer, log: Log, parallel: Parallel) -> Iterator[str]:
+    key = _logits_key(optimizer, log)
+    if key and parallel.context > 1:
+        yield Problem.of("config.logits_context", key=key, context=parallel.context)
+
+
+def _canonical_logits(optimizer: Optimizer, log: Log, train: Train) -> Iterator[str]:
+    key = _logits_key(optimizer, log)
+    if key and train.numerics == "canonical":
+        yield Problem.of("config.logits_canonical", key=key)
+
+
 CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _schedule,
     _rule,
     _mup_rule,
+    _logits_of_model,
+    _logits_of_parts,
+    _canonical_logits,
     _optimizer_patterns,
 )

@@ -18,6 +18,7 @@ from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.rules.lr import Kind, Tail, schedules_in_words
 from megaprec.optim.rules.rule_table import RULES
 from megaprec.optim.rules.update_rules import AdamW
+from models.engine.options import QKClip
 from parallel.activation_checkpoint import RecomputedModule
 from parallel.pipeline.kinds import KINDS
 from tools.config.tables.table import (
@@ -360,6 +361,21 @@ class Optimizer(Table):
         ge=1,
         allow_inf_nan=True,
         description="Order p of the global gradient norm: 2.0, inf or any p from 1 on.",
+    )
+
+    # after the update
+    qk_clip: float = Field(
+        default=0.0,
+        ge=0,
+        description="QK-clip, as in MuonClip: after a step with a larger attention logit than this "
+        "the projections to queries and keys of its head are made smaller, so that it would have "
+        "been this large (docs/optimizer.md#qk-clip); 0: none. 100 is usual.",
+    )
+    qk_clip_alpha: float = Field(
+        default=default_of(QKClip, "alpha"),
+        ge=0,
+        le=1,
+        description="Share of the queries in optimizer.qk_clip; the rest is that of the keys.",
     )
 
     # beside the weights
@@ -712,6 +728,12 @@ class Log(Table):
         description="Number of steps between statistics in statistics.jsonl: mean, root mean "
         "square, largest magnitude, zeros and kurtosis of each weight, gradient and update, and "
         "the size of each layer's output; 0: none.",
+    )
+
+    attention_logits: bool = Field(
+        default=False,
+        description="Largest attention logit of each head in metrics.jsonl; it takes one more "
+        "product of queries and keys in each layer's forward pass.",
     )
 
     # what a terminal shows

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from models.activations import XIELU_BETA, XIELU_EPS
 from models.config import ModelConfig
 from tools.convert.core.rules import Cut, Layers, NameRule, layers_of_modules
 from tools.convert.core.transforms import (
@@ -34,6 +35,7 @@ from tools.convert.core.transforms import (
     STACKED,
     STACKED_DELTA_NET,
     TRANSPOSED,
+    TURNED_BACK,
     Transform,
 )
 
@@ -105,6 +107,12 @@ _BEFORE = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp
 _AFTER = {
     "post_attention_layernorm": "attention_post_norm",
     "post_feedforward_layernorm": "mlp_post_norm",
+}
+# Of Cohere, one for both branches, and of Apertus.
+_SHARED = {"input_layernorm": "attention_norm"}
+_BEFORE_IN_APERTUS = {
+    "attention_layernorm": "attention_norm",
+    "feedforward_layernorm": "mlp_norm",
 }
 _AROUND = {"input_layernorm": "attention_norm", "pre_feedforward_layernorm": "mlp_norm", **_AFTER}
 
@@ -327,6 +335,23 @@ def _gated() -> list[NameRule]:
     return rules
 
 
+def _ungated(up: str, down: str) -> list[NameRule]:
+    """Return the rules of feed-forwards without a gate. up, down: the names of their layers."""
+    mlp = "model.layers.N.mlp"
+    return [
+        NameRule(f"{mlp}.{up}.weight", (f"{_MLP}.up.weight",)),
+        NameRule(f"{mlp}.{down}.weight", (f"{_MLP}.down.weight",)),
+    ]
+
+
+def _xielu() -> list[NameRule]:
+    """Return the rules of the numbers that xIELU learns."""
+    return [
+        NameRule(f"model.layers.N.mlp.act_fn.{alpha}", (f"{_MLP}.activation.{alpha}",))
+        for alpha in ("alpha_p", "alpha_n")
+    ]
+
+
 def _fused_gated() -> list[NameRule]:
     """Return the rules of Phi-3's feed-forwards, gate above up in one tensor."""
     mlp = "model.layers.N.mlp"
@@ -448,6 +473,10 @@ HUGGING_FACE: dict[str, list[NameRule]] = {
     "solar_open": _llama(_shared_experts()),
     "glm4_moe_lite": _with_modules(_llama(_shared_experts(), projections=_latents(True))),
     "youtu": _llama(_gated(), projections=_latents(True)),
+    "cohere2": _llama(_gated(), _SHARED, _projections(INTERLEAVED)),
+    "nanochat": _llama(_ungated("fc1", "fc2"), {}, _projections(TURNED_BACK)),
+    "apertus": _llama([*_ungated("up_proj", "down_proj"), *_xielu()], _BEFORE_IN_APERTUS),
+    "ministral3": _llama(_gated()),
     "nemotron_h": _nemotron_h(),
     "kimi_linear": _llama(_experts_of_kimi(), projections=_latents_or_kimi_delta()),
 }
@@ -470,6 +499,11 @@ OTHER_PREFIXES = {
 # Beginnings of names of tensors that published folders hold beside a model, and that neither
 # transformers nor we read: of modules for multi-token prediction that are named on their own.
 UNREAD = {"qwen3_next": "mtp.", "qwen3_5_text": "mtp.", "qwen3_5_moe_text": "mtp."}
+# Numbers beside the weights of each layer that are the same in all models of a family, by the ends
+# of their names.
+CONSTANTS: dict[str, dict[str, float]] = {
+    "apertus": {"mlp.act_fn.beta": XIELU_BETA, "mlp.act_fn.eps": XIELU_EPS}
+}
 # Buffers that old folders hold and that nothing has to be kept of: ends of their names.
 BUFFERS = (
     ".attn.bias",

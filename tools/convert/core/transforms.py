@@ -134,6 +134,16 @@ def _transpose_pairs(weight: Tensor, head_sizes: HeadSizes, pairs: tuple[int, in
     return heads.flatten(0, 1)
 
 
+def _swap_halves(weight: Tensor, head_sizes: HeadSizes) -> Tensor:
+    """Exchange the rotary partners (i, i + r/2) of each head: a rotation of what is exchanged turns
+    the other way."""
+    heads = weight.unflatten(0, (-1, head_sizes.dim))
+    rotary, unrotated = heads.split([head_sizes.rotary, head_sizes.unrotated], 1)
+    first, second = rotary.chunk(2, 1)
+    heads = torch.cat((second, first, unrotated), 1)
+    return heads.flatten(0, 1)
+
+
 def _join_grouped_interleaved(parts: Parts, head_sizes: HeadSizes) -> Tensor:
     query, key, value = parts  # values have no positions
     query = _interleave(query, head_sizes)
@@ -348,6 +358,11 @@ GROUPED_INTERLEAVED = Transform(_join_grouped_interleaved, _split_grouped_interl
 INTERLEAVED = Transform(
     join=lambda parts, head_sizes: _interleave(parts[0], head_sizes),
     split=lambda joined, head_sizes: [_deinterleave(joined, head_sizes)],
+)
+# Queries or keys alone, which turn the other way in the other system.
+TURNED_BACK = Transform(
+    join=lambda parts, head_sizes: _swap_halves(parts[0], head_sizes),
+    split=lambda joined, head_sizes: [_swap_halves(joined, head_sizes)],
 )
 LATENT_QUERY = _latent_query(True)
 LATENT_QUERY_HALVES = _latent_query(False)

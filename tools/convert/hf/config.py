@@ -132,6 +132,9 @@ def model_type_of(model: ModelConfig) -> str:
         )
     # Where the class makes no such model at all, all that is unusual about it is named.
     named = _unsaid(own_type, model) or _unusual_fields(computed)
+    if not named:
+        # Then no field alone is unusual: what is read back says what is wrong with it.
+        from_hugging_face(_config_of_type(own_type, computed))
     settings = ", ".join(f"{field} = {getattr(computed, field)}" for field in named)
     raise UserError.of("convert.hf_no_family", settings=settings, own_kind=own_type)
 

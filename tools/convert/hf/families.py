@@ -47,9 +47,11 @@ from tools.convert.hf.kimi_layers import EXPERTS_OF_KIMI, KIMI_LAYERS, OTHER_KEY
 from tools.convert.hf.rope import (
     NOPE_LAYERS,
     ROPE,
+    ROPE_OF_APERTUS,
     ROPE_OF_GPT_NEOX,
     ROPE_OF_GPT_OSS,
     ROPE_OF_MINIMAX,
+    ROPE_OF_MINISTRAL3,
     ROPE_OF_OLMO2,
     ROPE_OF_PHI3,
     ROPE_OF_QWEN3_5,
@@ -62,6 +64,7 @@ from tools.convert.hf.windows import (
     NO_WINDOW,
     WINDOW_OF_ALL_LAYERS,
     WINDOW_OF_QWEN3_MOE,
+    WINDOWS_OF_COHERE2,
     WINDOWS_OF_DOTS1,
     WINDOWS_OF_EXAONE4,
     WINDOWS_OF_QWEN,
@@ -244,6 +247,19 @@ def _factor_of_scores(model: ModelConfig) -> float:
     neighbours = (factor, math.nextafter(factor, 0.0), math.nextafter(factor, math.inf))
     exact = (near for near in neighbours if near**-2 == model.attention_scalar)
     return next(exact, factor)
+
+
+def _read_scale_of_logits(config: ConfigKeys) -> Fields:
+    return {"logit_divisor": 1.0 / config["logit_scale"]}
+
+
+def _scale_of_logits(model: ModelConfig) -> Json:
+    """Return what logits are multiplied by, so that it is read back as the same logit_divisor: of
+    such numbers the shortest."""
+    scale = 1.0 / model.logit_divisor
+    neighbours = (scale, math.nextafter(scale, 0.0), math.nextafter(scale, math.inf))
+    exact = [near for near in neighbours if 1.0 / near == model.logit_divisor]
+    return {"logit_scale": min(exact or [scale], key=lambda number: len(repr(number)))}
 
 
 def _read_repeated_experts_per_token(config: ConfigKeys) -> Fields:
@@ -495,6 +511,18 @@ _GRANITE_DEFAULTS = _LLAMA_DEFAULTS | {
 }
 
 _NO_CLIPPING: dict[str, tuple[Any, ...]] = {"clip_qkv": (None,)}
+# of published files of Cohere 2, which its class does not read
+_KEYS_OF_COHERE: dict[str, tuple[Any, ...]] = {
+    "order_of_interleaved_layers": ("local_attn_first",),
+    "position_embedding_type": ("rope_gptj",),
+    "rotary_pct": (1.0, 1),
+    "use_embedding_sharing": (True,),
+    "use_gated_activation": (True,),
+    "use_parallel_block": (True,),
+    # how ranks share the table
+    "use_parallel_embedding": (True, False),
+    "layer_switch": (4,),
+}
 # what DeepSeek-V3's routers may be said to be
 _SIGMOID_ROUTING = {
     "scoring_func": ("sigmoid", None),
@@ -1228,6 +1256,101 @@ FAMILIES: dict[str, Family] = {
             always(embedding_dropout=0.0),
             WINDOW_OF_ALL_LAYERS,
         ),
+    ),
+    "cohere2": Family(
+        ours="cohere2",
+        architecture="Cohere2ForCausalLM",
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "vocab_size": 256000,
+            "hidden_size": 8192,
+            "intermediate_size": 22528,
+            "logit_scale": 0.0625,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 64,
+            "max_position_embeddings": 8192,
+            "layer_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "bos_token_id": 5,
+            "eos_token_id": 255001,
+            "pad_token_id": 0,
+        },
+        entries=(
+            *_ROTARY,
+            _HEADS,
+            # Its class divides the features among the heads, whatever head_dim says.
+            Entry(_require_heads_of_hidden),
+            same("layer_norm_eps", "norm_eps"),
+            _WIDTH,
+            _SILU,
+            ROPE,
+            _ATTENTION_BIAS,
+            WINDOWS_OF_COHERE2,
+            Entry(_read_scale_of_logits, _scale_of_logits),
+        ),
+        allowed=_KEYS_OF_COHERE,
+        requires=_heads_fill_hidden,
+    ),
+    "nanochat": Family(
+        ours="nanochat",
+        architecture="NanoChatForCausalLM",
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "vocab_size": 50304,
+            "hidden_size": 768,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 6,
+            "hidden_act": "relu2",
+            "final_logit_softcapping": 15.0,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "pad_token_id": 1,
+        },
+        entries=(
+            *_LLAMA,
+            only("hidden_act", "relu2"),
+            ROPE,
+            _ATTENTION_BIAS,
+            _softcap("final_logit_softcapping", "final_softcap"),
+            NO_WINDOW,
+        ),
+        beyond_transformers_4=_newer_than_4,
+    ),
+    "apertus": Family(
+        ours="apertus",
+        architecture="ApertusForCausalLM",
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "vocab_size": 131072,
+            "intermediate_size": 14336,
+            "hidden_act": "xielu",
+            "max_position_embeddings": 65536,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 12_000_000.0,
+            "pad_token_id": 3,
+        },
+        entries=(*_LLAMA, only("hidden_act", "xielu"), ROPE_OF_APERTUS, _ATTENTION_BIAS, NO_WINDOW),
+        # of published files, which its class does not read
+        allowed={"qk_norm": (True,), "post_norm": (False,)},
+    ),
+    "ministral3": Family(
+        ours="ministral3",
+        architecture="Ministral3ForCausalLM",
+        defaults=_MISTRAL_DEFAULTS
+        | {
+            "vocab_size": 131072,
+            "num_hidden_layers": 34,
+            "head_dim": 128,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+            "pad_token_id": 11,
+        },
+        entries=(*_LLAMA, _SILU, ROPE_OF_MINISTRAL3, WINDOW_OF_ALL_LAYERS),
+        beyond_transformers_4=_newer_than_4,
     ),
     "granite": Family(
         ours="granite",

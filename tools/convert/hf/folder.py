@@ -8,6 +8,7 @@ tensor with the model's own: copies that differ are refused. Folders that transf
 lack these layers, whatever config.json says.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +20,12 @@ from torch import Tensor
 from megaprec.errors import Problem, UserError
 from megaprec.parsing import read_json
 from megaprec.text.tokenizer_files import SETTINGS, TEMPLATE
+from models.activations import ACTIVATIONS
 from models.config import ModelConfig
 from tools.convert.core.finite import same_values
 from tools.convert.core.names import (
     BUFFERS,
+    CONSTANTS,
     HUGGING_FACE,
     IN_HALVES,
     OTHER_PREFIXES,
@@ -154,6 +157,7 @@ def open_hf(folder: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source
     tensors = _named_like_the_table(tensors, _usual_prefix(model_type))
     tensors = unstack_experts(tensors, model_type)
     stored = with_quantized(tensors, config, folder)
+    _drop_constants(folder, model, model_type, stored)
     # DeepSeek-V3 may say so; published files have rotary partners side by side.
     in_halves = config.get("rope_interleave", True) is False
     tables = IN_HALVES if in_halves else HUGGING_FACE
@@ -444,6 +448,40 @@ def _check_not_wrapped(folder: Path, first: str, tensors: Mapping[str, Any]) -> 
             raise UserError.of(
                 "convert.hf_name_prefix", path=folder, prefix=prefix, name=tensor_name
             )
+
+
+def constants(model: ModelConfig, model_type: str) -> Iterator[tuple[Match, float]]:
+    """Yield the numbers beside the weights that all models of a family have, with their values.
+
+    Each is written as a copy of the first number that the activation of its layer learns, which has
+    its dtype.
+    """
+    learned = next(iter(ACTIVATIONS[model.mlp].parameters), "")
+    for ending, value in CONSTANTS.get(model_type, {}).items():
+        for layer in range(model.layers):
+            beside = f"layers.{layer}.mlp.activation.{learned}"
+            yield Match(f"model.layers.{layer}.{ending}", (beside,), SAME, "whole", ()), value
+
+
+def _drop_constants(
+    folder: Path, model: ModelConfig, model_type: str, stored: dict[str, Any]
+) -> None:
+    """Remove the numbers of `constants`. Raises UserError for one with another value."""
+    for match, expected in constants(model, model_type):
+        if match.foreign not in stored:
+            continue
+        value = stored[match.foreign].read().float()
+        # rounded to whatever dtype the file was made in
+        if value.numel() != 1 or not math.isclose(value.item(), expected, rel_tol=2**-8):
+            raise UserError.of(
+                "convert.hf_constant",
+                path=folder,
+                name=match.foreign,
+                value=value.tolist(),
+                kind=model_type,
+                expected=expected,
+            )
+        del stored[match.foreign]
 
 
 def _has_modules(model: ModelConfig, names: set[str]) -> bool:

@@ -91,6 +91,7 @@ _ABOVE_ZERO = (
     "attention_multiplier",
     "residual_multiplier",
     "logits_scaling",
+    "logit_scale",
     "rms_norm_eps",
     "layer_norm_eps",
     "layer_norm_epsilon",

@@ -40,6 +40,26 @@ GPT_OSS_PARAMETERS = {  # of a config.json that says nothing
     "truncate": False,
     ORIGINAL: 4096,
 }
+APERTUS_PARAMETERS = {  # likewise
+    "rope_type": "llama3",
+    "rope_theta": 12_000_000.0,
+    "factor": 8.0,
+    ORIGINAL: 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+_BETA = "llama_4_scaling_beta"
+MINISTRAL3_PARAMETERS = {  # likewise
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    ORIGINAL: 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    _BETA: 0.1,
+}
 
 
 def _read_all_features(config: ConfigKeys) -> Fields:
@@ -109,6 +129,40 @@ def _read_qwen3_5(config: ConfigKeys) -> Fields:
     return _fields_of_part(parameters, config)
 
 
+def _read_ministral3(config: ConfigKeys) -> Fields:
+    """Return the fields of Ministral 3, whose queries grow with their position. Raises UserError
+    without an original length, for which its class has no factors."""
+    if not config.has("rope_scaling") and config.stated.get("rope_parameters") is None:
+        config.stated["rope_parameters"] = dict(MINISTRAL3_PARAMETERS)
+    parameters = _parameters(config)
+    beta = parameters.pop(_BETA, None)
+    longest = config["max_position_embeddings"]
+    stated_longest = parameters.pop("max_position_embeddings", None)
+    require(stated_longest, "max_position_embeddings", (longest, None))
+    require(parameters["rope_type"], "rope_type", TYPES_WITH_ORIGINAL)
+    if beta is None:
+        raise UserError.of("convert.rope_key_missing", key=_BETA, kind=parameters["rope_type"])
+    rotary = _fields(parameters, config, config["rope_theta"])
+    require(rotary["rotary_fraction"], "partial_rotary_factor", (1.0,))
+    require(config["partial_rotary_factor"], "partial_rotary_factor", (1, 1.0, None))
+    rotary["rope_scaling"]["query_beta"] = float(beta)
+    return rotary
+
+
+def _write_ministral3(model: ModelConfig) -> Json:
+    """Return the keys of transformers 5 alone, for no older one has the family."""
+    beta = {_BETA: model.rope_scaling.query_beta}
+    return {"rope_parameters": {**_newer_parameters(model), **beta}}
+
+
+def _read_apertus(config: ConfigKeys) -> Fields:
+    """Return the fields of Apertus, whose class has Llama 3's scaling where the file says
+    nothing."""
+    if not config.has("rope_scaling") and config.stated.get("rope_parameters") is None:
+        config.stated["rope_parameters"] = dict(APERTUS_PARAMETERS)
+    return _read_all_features(config)
+
+
 def _read_gpt_neox(config: ConfigKeys) -> Fields:
     """Return the fields of GPT-NeoX, of which transformers goes by rotary_emb_base and
     rotary_pct."""
@@ -151,6 +205,9 @@ def _scaling_keys(model: ModelConfig) -> Fields | None:
     scaling = model.rope_scaling
     parameters: Fields = {}
     for key in PARAMETERS[scaling.kind]:
+        # It has another name there, in one family.
+        if key == "query_beta":
+            continue
         # 0 is not given; max_position_embeddings says the original length of dynamic ones.
         value = getattr(scaling, key)
         if value and not (key == ORIGINAL and scaling.kind == "dynamic"):
@@ -204,6 +261,11 @@ NOPE_LAYERS = Entry(
 ROPE_OF_PHI3 = Entry(
     _read_phi3,
     lambda model: {**_write(model), "partial_rotary_factor": model.rotary_fraction},
+)
+ROPE_OF_MINISTRAL3 = Entry(_read_ministral3, _write_ministral3)
+ROPE_OF_APERTUS = Entry(
+    _read_apertus,
+    lambda model: {**_write(model), "rope_parameters": _newer_parameters(model)},
 )
 ROPE_OF_MINIMAX = Entry(
     _read_minimax,
@@ -428,6 +490,14 @@ def _scaling(parameters: dict[str, Any], config: ConfigKeys) -> dict[str, Any]:
     if rope_type == "default":
         _require_nothing_else(stated)
         return {}
+    # a name of ours
+    if "query_beta" in stated:
+        raise UserError.of(
+            "convert.rope_key_unread",
+            key="query_beta",
+            value=stated["query_beta"],
+            kind=rope_type,
+        )
     if rope_type not in ROPE_TYPES:
         raise UserError.of("convert.rope_type_unknown", kind=rope_type, kinds=", ".join(ROPE_TYPES))
     # Where nothing says the length, the model was trained for its own.

@@ -124,7 +124,30 @@ def _read_exaone4(config: ConfigKeys) -> Fields:
         return {**fields, "nope_layers": ()}
     if not any(has_window):
         raise UserError.of("convert.hf_no_positions", window=window)
-    return {**fields, "nope_layers": tuple(n for n, has in enumerate(has_window) if not has)}
+    return {**fields, "nope_layers": _layers_without(has_window)}
+
+
+def _read_cohere2(config: ConfigKeys) -> Fields:
+    """Return the window of Cohere 2 and its layers, which alone have rotary positions."""
+    window = _window(config)
+    layers = config["num_hidden_layers"]
+    types = config["layer_types"]
+    period = config["sliding_window_pattern"]
+    if types is not None:
+        has_window = _layers_with_window(types, layers)
+    elif isinstance(period, int) and period > 0:
+        has_window = [bool((number + 1) % period) for number in range(layers)]
+    else:
+        raise UserError.of("convert.hf_window_pattern", pattern=period)
+    # null leaves them without a window, and so without positions
+    if not window or not any(has_window):
+        raise UserError.of("convert.hf_no_positions_at_all", window=window or "null")
+    return {**window_fields(has_window, window), "nope_layers": _layers_without(has_window)}
+
+
+def _layers_without(has_window: Sequence[bool]) -> tuple[int, ...]:
+    """Return the numbers of the layers without the window."""
+    return tuple(number for number, has in enumerate(has_window) if not has)
 
 
 def _write_exaone4(model: ModelConfig) -> Json:
@@ -190,6 +213,7 @@ NO_WINDOW = Entry(
 )
 WINDOWS_OF_DOTS1 = Entry(_read_dots1, _write_dots1)
 WINDOWS_OF_EXAONE4 = Entry(_read_exaone4, _write_exaone4)
+WINDOWS_OF_COHERE2 = Entry(_read_cohere2, _write_exaone4)
 WINDOWS_OF_SMOLLM3 = Entry(_read_smollm3, _write_smollm3)
 WINDOWS_OF_QWEN = Entry(_read_qwen, _write_qwen)
 WINDOWS_OF_QWEN2_MOE = Entry(_read_qwen2_moe, _write_qwen2_moe)

@@ -20,7 +20,7 @@ from tools.convert.core.tensors import reserve_safetensors, torch_name
 from tools.convert.core.transforms import SAME
 from tools.convert.hf.card import write_card
 from tools.convert.hf.config import config_of, model_type_of, omitted_settings
-from tools.convert.hf.folder import CONFIG, GENERATION, module_copies, open_hf
+from tools.convert.hf.folder import CONFIG, GENERATION, constants, module_copies, open_hf
 from tools.convert.hf.vocabulary import main_file, require_writable, write_tokenizer
 
 SHARD_BYTES = 5_000_000_000  # as transformers 4 has it
@@ -70,7 +70,8 @@ class _Writer:
         self.source = source
         self.matches = matches(rules, source.model)
         # Modules of multi-token prediction have copies of embedding and head of their own.
-        self.copies = [*module_copies(source.model)]
+        self.constants = dict(constants(source.model, model_type_of(source.model)))
+        self.copies = [*module_copies(source.model), *self.constants]
         self.dtype_of = {
             match: source.dtype_in(f"weight/{match.logical[0]}", dtype)
             for match in (*self.matches, *self.copies)
@@ -91,8 +92,11 @@ class _Writer:
             tensors = {match.foreign: (self.dtype_of[match], match.shape) for match in shard}
             starts = reserve_safetensors(folder / file, tensors, write)
             for match in shard:
-                cast = methodcaller("to", self.dtype_of[match])
-                locations[match] = Location(file, starts[match.foreign], cast)
+                dtype = self.dtype_of[match]
+                take = methodcaller("to", dtype)
+                if match in self.constants:
+                    take = bind(_constant, self.constants[match], dtype)
+                locations[match] = Location(file, starts[match.foreign], take)
         sizes = head_sizes(self.source.model)
         writes = []
         for match in self.matches:
@@ -124,6 +128,11 @@ class _Writer:
             _write_json(folder / "model.safetensors.index.json", index)
         write_tokenizer(self.source.tokenizer, folder, ids["bos_token_id"])
         write_card(folder, self.source, first_dtype)
+
+
+def _constant(value: float, dtype: torch.dtype, beside: torch.Tensor) -> torch.Tensor:
+    """Return a number in place of the tensor that tells its dtype."""
+    return torch.tensor(value, dtype=dtype)
 
 
 def _nbytes(match: Match, dtype: torch.dtype) -> int:

@@ -231,6 +231,9 @@ start_weight_decay                         number                 optimizer.weig
 end_weight_decay                           number                 optimizer.weight_decay
 weight_decay_incr_style                    constant|linear|cosine optimizer.weight_decay
 clip_grad                                  number=1.0             optimizer.clip
+qk_clip                                    switch                 optimizer.qk_clip
+qk_clip_threshold                          number=100             optimizer.qk_clip
+qk_clip_alpha                              number=0.5             optimizer.qk_clip_alpha
 optimizer_cpu_offload                      switch                 optimizer.offload
 optimizer_offload_fraction                 number=1.0             optimizer.offload
 data_path                                  text*                  data.source data.blend
@@ -308,9 +311,6 @@ _REFUSED: Mapping[str, str] = {
     (
         "the learning rate is one schedule for all parameters: optimizer.groups has factors by name"
     ): "head_lr_mult=1.0",
-    "queries and keys are not clipped here: model.qk_norm bounds their scores": """
-        qk_clip qk_clip_alpha=0.5 qk_clip_threshold=100
-    """,
     "there is no such quantization here: [fp8] and [precision] have what there is": """
         fp4_param_gather fp4_quantizer_factory= fp8_output_proj
         fp8_quantizer_factory= te_precision_config_file=

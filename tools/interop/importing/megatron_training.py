@@ -261,7 +261,19 @@ def add_optimizer(arguments: Arguments) -> None:
     arguments.copy("optimizer.weight_decay", "weight_decay")
     _refuse_ramp_of_decay(arguments)
     arguments.copy("optimizer.clip", "clip_grad")
+    _add_qk_clip(arguments)
     _add_offload(arguments)
+
+
+def _add_qk_clip(arguments: Arguments) -> None:
+    """Add the largest attention logit that leaves queries and keys as they are."""
+    settings = ("qk_clip_threshold", "qk_clip_alpha")
+    if not arguments.get("qk_clip"):
+        for name in filter(arguments.has, settings):
+            arguments.unused[name] = arguments.said[name]
+        return
+    arguments.put("optimizer.qk_clip", arguments.get("qk_clip_threshold"), "qk_clip", settings[0])
+    arguments.copy("optimizer.qk_clip_alpha", "qk_clip_alpha")
 
 
 def _add_offload(arguments: Arguments) -> None:

@@ -22,6 +22,7 @@ def attention(config: ModelConfig, w: Weights, n: int, x: Tensor, positions: Ten
         has_window = window > 0
         query = rotated(config, query, positions, has_window)
         key = rotated(config, key, positions, has_window)
+        query = _grown(config, query, positions)
     # heads of queries that share one of keys and values
     group = config.heads // config.kv_heads
     key = key.repeat_interleave(group, 1)
@@ -93,8 +94,21 @@ def _projected(config: ModelConfig, w: Weights, name: str, x: Tensor) -> Heads:
 
 def _normal(config: ModelConfig, w: Weights, name: str, features: Tensor) -> Tensor:
     """Return the RMSNorm of queries or keys."""
+    if not config.norm_weight:
+        return divided_by_rms(features, config.norm_eps)
     weight = w[f"{name}.weight"]
     return rms_norm(config, weight, features)
+
+
+def _grown(config: ModelConfig, query: Tensor, positions: Tensor) -> Tensor:
+    """Return queries [b, n, s, d] times their factors, which grow from one original length to the
+    next."""
+    scaling = config.rope_scaling
+    if not scaling.query_beta:
+        return query
+    lengths = positions // scaling.original_max_position_embeddings
+    factors = 1 + scaling.query_beta * (1 + lengths.double()).log()
+    return query * factors[:, None, :, None].to(query)
 
 
 def _in_heads(features: Tensor, num_heads: int) -> Tensor:

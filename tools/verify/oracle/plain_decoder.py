@@ -48,6 +48,8 @@ def hidden(
     x = _embedded(config, w, tokens)
     if config.positions == "learned":
         x = x + F.embedding(positions, w["positions.weight"])
+    if config.embedding_norm:
+        x = norm(config, w, "embedding_norm", x)
     for n in range(config.layers):
         x = _layer(config, w, n, x, positions, routings)
     return norm(config, w, "final_norm", x)
@@ -141,8 +143,9 @@ def _layer(
     mixed = mix(config, w, n, normal, positions)
     branch = norm_if_there(config, w, f"{name}.attention_post_norm", mixed)
     attended = x + config.branch_scale * branch
-    fed_with = x if config.parallel_residual else attended
-    normal = norm_if_there(config, w, f"{name}.mlp_norm", fed_with)
+    if not config.shared_norm:
+        fed_with = x if config.parallel_residual else attended
+        normal = norm_if_there(config, w, f"{name}.mlp_norm", fed_with)
     if config.experts and n not in config.dense_layers:
         fed = experts(config, w, f"{name}.mlp", normal, routings)
     else:

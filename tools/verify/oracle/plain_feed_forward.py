@@ -66,7 +66,7 @@ def mlp(config: ModelConfig, w: Weights, name: str, x: Tensor) -> Tensor:
     """Return what a feed-forward makes of x."""
     up = linear(w, f"{name}.up", x)
     gate = linear(w, f"{name}.gate", x) if config.gated else None
-    inner = _activated(config, up, gate)
+    inner = _xielu(w, name, up) if config.mlp == "xielu" else _activated(config, up, gate)
     return linear(w, f"{name}.down", inner)
 
 
@@ -81,6 +81,17 @@ def _activated(config: ModelConfig, up: Tensor, gate: Tensor | None) -> Tensor:
     if config.mlp == "gelu_exact":
         return F.gelu(up)
     raise _unknown(config)
+
+
+def _xielu(w: Weights, name: str, up: Tensor) -> Tensor:
+    """Return xIELU of the inner features (Huang, 2024), by the numbers of the layer."""
+    of_positive = F.softplus(w[f"{name}.activation.alpha_p"])
+    of_negative = 0.5 + F.softplus(w[f"{name}.activation.alpha_n"])
+    # -1e-6 as in transformers' XIELUActivation
+    exponent = up.clamp(max=-1e-6)
+    positive = of_positive * up.square()
+    negative = of_negative * (exponent.expm1() - up)
+    return torch.where(up > 0, positive, negative) + 0.5 * up
 
 
 def _unknown(config: ModelConfig) -> UserError:

@@ -18,6 +18,8 @@ def linear(w: Weights, name: str, x: Tensor) -> Tensor:
 
 def norm(config: ModelConfig, w: Weights, name: str, x: Tensor) -> Tensor:
     """Return the LayerNorm or RMSNorm of x over its last dimension."""
+    if not config.norm_weight:
+        return divided_by_rms(x, config.norm_eps)
     weight = w[f"{name}.weight"]
     if config.norm == "layer":
         return F.layer_norm(x, x.shape[-1:], weight, w.get(f"{name}.bias"), config.norm_eps)
@@ -25,8 +27,9 @@ def norm(config: ModelConfig, w: Weights, name: str, x: Tensor) -> Tensor:
 
 
 def norm_if_there(config: ModelConfig, w: Weights, name: str, x: Tensor) -> Tensor:
-    """Return the norm of x if it has a weight, otherwise x."""
-    return norm(config, w, name, x) if f"{name}.weight" in w else x
+    """Return the norm of x before a branch or after it if the model has one there, otherwise x."""
+    missing = "before" if name.endswith("_post_norm") else "after"
+    return x if config.norm_at == missing else norm(config, w, name, x)
 
 
 def rms_norm(config: ModelConfig, weight: Tensor, x: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from megaprec.optim.decision.step_report import StepReport
 from megaprec.optim.guards import step_agreement
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.rules import param_groups
+from megaprec.optim.rules.row_factors import RowFactors
 from megaprec.optim.state import update_tile
 from megaprec.optim.state.flat_buffer import Buffer
 from megaprec.optim.state.partial_grads import sum_partial
@@ -54,11 +55,16 @@ INNER_UPDATE = ParallelAMPOptimizer._update
 
 
 def the_scale_is_read_after_the_update() -> None:
-    def update(self: ParallelAMPOptimizer, decision: StepDecision, settings: StepSettings) -> None:
+    def update(
+        self: ParallelAMPOptimizer,
+        decision: StepDecision,
+        settings: StepSettings,
+        row_factors: RowFactors | None,
+    ) -> None:
         later = deepcopy(self.scaler)
         later.update(decision.skip)
         wrong = replace(decision, scale=decision.scale * later.scale / self.scale)
-        return INNER_UPDATE(self, wrong, settings)
+        return INNER_UPDATE(self, wrong, settings, row_factors)
 
     ParallelAMPOptimizer._update = update
 
@@ -113,8 +119,13 @@ def copies_are_not_checked() -> None:
 
 
 def a_skipped_step_is_counted() -> None:
-    def update(self: ParallelAMPOptimizer, decision: StepDecision, settings: StepSettings) -> None:
-        INNER_UPDATE(self, decision, settings)
+    def update(
+        self: ParallelAMPOptimizer,
+        decision: StepDecision,
+        settings: StepSettings,
+        row_factors: RowFactors | None,
+    ) -> None:
+        INNER_UPDATE(self, decision, settings, row_factors)
         self.applied_steps += decision.skip
 
     ParallelAMPOptimizer._update = update
@@ -206,10 +217,15 @@ def replace_sum_partial(instead: Callable[[Sequence[nn.Parameter], Axis], None])
 
 
 def shares_are_summed_after_the_norm() -> None:
-    def update(self: ParallelAMPOptimizer, decision: StepDecision, settings: StepSettings) -> None:
+    def update(
+        self: ParallelAMPOptimizer,
+        decision: StepDecision,
+        settings: StepSettings,
+        row_factors: RowFactors | None,
+    ) -> None:
         for buffer in self.all_buffers():
             sum_partial(buffer.parameters, self.tp)
-        INNER_UPDATE(self, decision, settings)
+        INNER_UPDATE(self, decision, settings, row_factors)
 
     replace_sum_partial(lambda parameters, tp: None)
     ParallelAMPOptimizer._update = update
@@ -244,9 +260,10 @@ def tied_gradients_are_not_summed() -> None:
         counted_tokens: Tensor | float | None = None,
         further: Tensor | None = None,
         limits: StepLimits = NO_LIMITS,
+        row_factors: RowFactors | None = None,
     ) -> StepReport:
         self._model_buffers.tied = []
-        return inner(self, lr, loss, counted_tokens, further, limits)
+        return inner(self, lr, loss, counted_tokens, further, limits, row_factors)
 
     ParallelAMPOptimizer.step = step
 

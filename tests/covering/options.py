@@ -51,6 +51,10 @@ FAMILIES = (
     "glm4_moe_lite",
     "youtu",
     "kimi_linear",
+    "cohere2",
+    "nanochat",
+    "apertus",
+    "ministral3",
 )
 
 

@@ -14,6 +14,7 @@ from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.rules import load_balance, lr, param_groups
 from megaprec.optim.rules.lr import LRSchedule
 from megaprec.optim.rules.param_groups import Factors
+from megaprec.optim.rules.row_factors import RowFactors
 from megaprec.optim.rules.update_rules import AdamW, Step
 from megaprec.optim.state import update_tile
 from megaprec.optim.state.update_tile import Tile
@@ -134,13 +135,18 @@ def to_bf16(values: Tensor) -> Tensor:
 
 
 def average_before_the_update(inner: Any) -> Any:
-    def apply(self: ParallelAMPOptimizer, decision: StepDecision, settings: StepSettings) -> None:
+    def apply(
+        self: ParallelAMPOptimizer,
+        decision: StepDecision,
+        settings: StepSettings,
+        row_factors: RowFactors | None,
+    ) -> None:
         average = self._average
         if average is not None:
             for buffer in self.all_buffers():
                 average.follow(buffer, decision.skip)
         self._average = None
-        inner(self, decision, settings)
+        inner(self, decision, settings, row_factors)
         self._average = average
 
     return apply
@@ -322,8 +328,11 @@ FAULTS = {
             ParallelAMPOptimizer,
             "_update",
             lambda inner: (
-                lambda self, decision, settings: inner(
-                    self, replace(decision, scale=decision.scale / self.scale), settings
+                lambda self, decision, settings, row_factors: inner(
+                    self,
+                    replace(decision, scale=decision.scale / self.scale),
+                    settings,
+                    row_factors,
                 )
             ),
         ),

@@ -37,6 +37,9 @@ ELSEWHERE = (
     "solar_open",
     "youtu",
     "kimi_linear",
+    "nanochat",
+    "ministral3",
+    "apertus",
 )  # kinds that are below, with what they need
 # name -> kind, changes of its configuration
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -86,6 +89,9 @@ NEWER: dict[str, tuple[str, dict[str, Any]]] = {
     "solar_open": ("solar_open", {}),
     "youtu": ("youtu", {}),
     "kimi_linear": ("kimi_linear", {}),
+    "nanochat": ("nanochat", {}),
+    "ministral3": ("ministral3", {}),
+    "apertus": ("apertus", {}),
 }
 NOTE = "config.json needs transformers 5 or newer"
 

@@ -25,7 +25,7 @@ NAMES = ("family", "bias")
 _SIZES = ("layers", "hidden", "heads", "ffn", "vocab", "max_positions")
 # Fields that no refusal names: every family has the sizes, and no logit depends on the others.
 _UNNAMED_FIELDS = (*TRAINING_ONLY_KEYS, *NAMES, *_SIZES)
-# Families that transformers 4 lacks, and that other programs have by themselves.
+# Families that transformers 4 lacks, or rounds, and that other programs have by themselves.
 _NEWER_FAMILIES = (
     "qwen3_5",
     "nemotron_h",
@@ -34,6 +34,8 @@ _NEWER_FAMILIES = (
     "solar_open",
     "youtu",
     "kimi_linear",
+    "ministral3",
+    "apertus",
 )
 _NAMEABLE_FIELDS = [field for field in ModelConfig.model_fields if field not in _UNNAMED_FIELDS]
 

@@ -298,6 +298,10 @@ def _qwen2_moe_beyond_4(model: ModelConfig) -> Iterator[str]:
         )
 
 
+def _apertus_beyond_4(model: ModelConfig) -> Iterator[str]:
+    yield f"hold the numbers of the activation of an {model.family} model in more than bf16"
+
+
 def _granitemoe_beyond_4(model: ModelConfig) -> Iterator[str]:
     if model.heads * model.head_dim != model.hidden:
         yield (
@@ -1335,6 +1339,7 @@ FAMILIES: dict[str, Family] = {
         entries=(*_LLAMA, only("hidden_act", "xielu"), ROPE_OF_APERTUS, _ATTENTION_BIAS, NO_WINDOW),
         # of published files, which its class does not read
         allowed={"qk_norm": (True,), "post_norm": (False,)},
+        beyond_transformers_4=_apertus_beyond_4,
     ),
     "ministral3": Family(
         ours="ministral3",

@@ -254,8 +254,7 @@ def report_fields(report: StepReport) -> dict[str, object]:
     """Return the fields of the report by name, in order, without those that the model lacks.
 
     Offenders are a separate event; routers, attentions and data sets have fields of their own.
-    Further
-    numbers have no names.
+    Further numbers have no names.
     """
     fields = asdict(report)
     del fields["offenders"]

@@ -53,11 +53,13 @@ class RowFactors:
             if part.name not in self.by_name:
                 continue
             factors = self.by_name[part.name]
+            # a slice along another dim has elements of all rows
+            first_row = part.start if part.dim == 0 else 0
             elements_of_row = prod(part.local[1:])
-            place = owned.in_part.start
+            begin = owned.in_part.start
             for tile in buffer.tiles(owned.in_shard.start, owned.in_shard.stop):
-                count = len(tile.weights)
-                elements = torch.arange(place, place + count, device=tile.weights.device)
-                rows = part.start + elements // elements_of_row
+                end = begin + len(tile.weights)
+                elements = torch.arange(begin, end, device=tile.weights.device)
+                rows = first_row + elements // elements_of_row
                 yield _FactoredTile(tile, factors[rows])
-                place += count
+                begin = end

@@ -241,9 +241,11 @@ class Axis:
         When the returned function has returned, this rank's chunk of `flat` contains the sum, and
         the other chunks are undefined.
         """
-        # gloo's ring all-reduce is faster than its reduce-scatter, and sums this chunk as well
-        if self.group is None or _on_cpu(flat):
-            return self.start_sum_(flat)
+        if self.group is None:
+            return Pending((), None)
+        self._require_divides(flat, 0)
+        if _on_cpu(flat):
+            return gloo.start_scatter_sum_(flat, self.rank, self.group)
         work = _reduce_scatter(self.chunk(flat), flat, group=self.group, async_op=True)
         return Pending([work], None)
 
@@ -258,6 +260,20 @@ class Axis:
             return gloo.start_gather(self.chunk(flat), self.rank, self.group, into=flat)
         work = _all_gather(flat, self.chunk(flat), group=self.group, async_op=True)
         return Pending([work], None)
+
+    def start_gather_from(self, own: Tensor, whole: Tensor) -> Callable[[], object]:
+        """Start an all-gather of this rank's `own` [n] into `whole` [size * n], in rank order.
+
+        Until the returned function has returned, do not write `own`, nor read or write `whole`.
+        """
+        own_chunk = self.chunk(whole)
+        if self.group is None or not _on_cpu(whole):
+            own_chunk.copy_(own)
+            return self.start_gather_(whole)
+        wait = gloo.start_gather(own, self.rank, self.group, into=whole)
+        # while the transfers are under way
+        own_chunk.copy_(own)
+        return wait
 
     def start_uneven_exchange(
         self,

@@ -8,6 +8,7 @@ Messages of one axis are matched by order, and every rank runs the same program,
 collectives may be in flight: each `start_` function returns the function that completes it.
 """
 
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -18,6 +19,8 @@ from megaprec.comm.waiting import Pending
 
 # from this many bytes sent by each rank on, gloo's own ring all-reduce is faster
 RING_BYTES = 1 << 18
+# of a large reduce-scatter that are received at once, twice: a rank has so much memory beside it
+PIECE_BYTES = 1 << 23
 
 Finish = Callable[[], Tensor]  # waits for a collective and returns its result
 
@@ -69,6 +72,60 @@ def start_scatter_sum(
     summed_shape = (tensor.shape[0] // size, *tensor.shape[1:])
     finish_exchange = start_exchange(tensor, rank, group)
     return lambda: finish_exchange().view(size, *summed_shape).sum(0)
+
+
+def start_scatter_sum_(
+    tensor: Tensor,
+    rank: int,
+    group: dist.ProcessGroup,
+) -> Callable[[], object]:
+    """Start a reduce-scatter SUM in place: chunk `rank` of `tensor` becomes the sum, and the other
+    chunk or chunks are undefined. The bits of the sum are those of `start_sum_`.
+
+    Two ranks send half as much as in an all-reduce. More would add in another order than the ring.
+    """
+    sent_bytes = tensor.numel() * tensor.element_size()
+    if group.size() == 2 and sent_bytes >= RING_BYTES:
+        return _ScatterSumOfTwo(tensor, rank, group)
+    return start_sum_(tensor, rank, group)
+
+
+class _ScatterSumOfTwo:
+    """A reduce-scatter SUM of two ranks in place, under way; a call completes it.
+
+    Each sends the other's half in pieces. Two pieces are under way at a time: while one that has
+    arrived is added, the next one arrives.
+    """
+
+    def __init__(self, tensor: Tensor, rank: int, group: dist.ProcessGroup) -> None:
+        self._rank = rank
+        self._group = group
+        halves = tensor.chunk(2)
+        length = PIECE_BYTES // tensor.element_size()
+        self._own = halves[rank].split(length)
+        self._sent = halves[1 - rank].split(length)
+        first = self._own[0]
+        self._received = [torch.empty_like(first) for _ in self._own[:2]]
+        self._started: deque[Finish] = deque()
+        for number in range(len(self._received)):
+            self._start(number)
+
+    def _start(self, number: int) -> None:
+        """Start to exchange a piece, in the memory of the last but one."""
+        own = self._own[number]
+        received = self._received[number % 2][: len(own)]
+        incoming = [received, received]  # of both ranks; that of this one is not read
+        outgoing = [self._sent[number], self._sent[number]]
+        works = _exchange(outgoing, incoming, self._rank, self._group)
+        self._started.append(Pending(works, received))
+
+    def __call__(self) -> None:
+        for number, own in enumerate(self._own):
+            received = self._started.popleft()()
+            own.add_(received)
+            following = number + 2
+            if following < len(self._own):
+                self._start(following)
 
 
 def start_sum_(

@@ -134,6 +134,7 @@ def collectives_of_a_step(mesh: DeviceMesh, bad: bool) -> list[str]:
         "start_scatter_sum",
         "start_scatter_sum_",
         "start_gather_",
+        "start_gather_from",
         "barrier",
     ):
         inner = getattr(Axis, name)

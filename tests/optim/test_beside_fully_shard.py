@@ -108,7 +108,9 @@ def counted() -> Iterator[Traffic]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch.UntypedStorage, "resize_", counting_resize)
-        note_calls(patched, Axis, "start_gather_", lambda axis, whole: traffic.gather(whole))
+        note_calls(
+            patched, Axis, "start_gather_from", lambda axis, own, whole: traffic.gather(whole)
+        )
         note_calls(
             patched, Axis, "start_scatter_sum_", lambda axis, whole: traffic.reduction(whole)
         )

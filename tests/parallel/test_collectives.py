@@ -3,6 +3,7 @@ arrive everywhere."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -219,6 +220,11 @@ def check_in_place(axis: Axis) -> None:
     axis.chunk(flat).copy_(axis.chunk(everyone))
     axis.start_gather_(flat)()
     assert torch.equal(flat, everyone)
+    own = axis.chunk(everyone).clone()
+    flat = torch.full_like(everyone, torch.nan)
+    axis.start_gather_from(own, flat)()
+    assert torch.equal(flat, everyone)
+    assert torch.equal(own, axis.chunk(everyone))
     flat = everyone * (axis.rank + 1)
     axis.start_scatter_sum_(flat)()
     assert torch.equal(axis.chunk(flat), axis.chunk(everyone) * sum(range(1, axis.size + 1)))
@@ -259,3 +265,63 @@ def test_exchange_gives_what_torch_gives_and_every_rank_the_same_bits(ranks: int
         assert all(torch.equal(result[size], first) for result in results), (
             f"the sums of {size} floats differ"
         )
+
+
+def any_bits(seed: int, elements: int, dtype: torch.dtype) -> Tensor:
+    """Numbers of all kinds: drawn bits are also subnormal, infinite and zeros of both signs."""
+    drawn = torch.Generator().manual_seed(seed)
+    widths = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = torch.randint(-(2**15), 2**15, (elements, dtype.itemsize // 2), generator=drawn)
+    values = bits.to(torch.int16).view(widths[dtype.itemsize]).flatten().view(dtype).clone()
+    values[values.isnan()] = -0.0
+    values[::3] = -0.0
+    return values
+
+
+def check_scattered_sums(mesh: DeviceMesh) -> None:
+    axis = Axis.of(mesh, "tp")
+    gloo.PIECE_BYTES = gloo.RING_BYTES // 8
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        large = gloo.RING_BYTES // dtype.itemsize
+        # below the threshold, at it, pieces of which the last one is short, and an odd number
+        for elements in (64, large, large + 2 * axis.size * 7, 3 * large):
+            mine = any_bits(axis.rank, axis.size * (elements // axis.size), dtype)
+            whole = mine.clone()
+            axis.sum_(whole)
+            axis.start_scatter_sum_(mine)()
+            got, expected = axis.chunk(mine), axis.chunk(whole)
+            assert torch.equal(got.isnan(), expected.isnan()), (dtype, elements)
+            # a zero's sign is a bit too
+            numbers = got.isnan().logical_not()
+            assert torch.equal(got[numbers], expected[numbers]), (dtype, elements)
+            assert torch.equal(got[numbers].signbit(), expected[numbers].signbit())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_sum_of_which_each_rank_keeps_a_chunk_has_the_bits_of_the_whole_sum(ranks: int) -> None:
+    run_ranks(check_scattered_sums, {"tp": ranks})
+
+
+def scattered_bytes(mesh: DeviceMesh) -> tuple[int, int]:
+    """Bytes that this rank sends in a reduce-scatter, and the most that it receives at a time."""
+    axis = Axis.of(mesh, "tp")
+    gloo.PIECE_BYTES = gloo.RING_BYTES // 8
+    inner = gloo._exchange
+    sent = 0
+    under_way: list[Tensor] = []
+
+    def counted(outgoing: list[Tensor], incoming: list[Tensor], *rest: Any) -> Any:
+        nonlocal sent
+        sent += outgoing[1 - axis.rank].nbytes
+        under_way.append(incoming[1 - axis.rank])
+        return inner(outgoing, incoming, *rest)
+
+    gloo._exchange = counted
+    axis.start_scatter_sum_(torch.zeros(2 * gloo.RING_BYTES))()
+    memory = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in under_way}
+    return sent, sum(memory.values())
+
+
+def test_two_ranks_that_keep_halves_of_a_sum_send_halves_and_hold_two_pieces_more() -> None:
+    half = 4 * gloo.RING_BYTES
+    assert run_ranks(scattered_bytes, {"tp": 2}) == [(half, gloo.RING_BYTES // 4)] * 2

@@ -70,8 +70,7 @@ class WeightBuffer:
         if self._has_memory:
             return
         self.make_room()
-        self.whole[self._own_range].copy_(self.own)
-        self._wait = shards.start_gather_(bytes_if_codes(self.whole))
+        self._wait = shards.start_gather_from(bytes_if_codes(self.own), bytes_if_codes(self.whole))
 
     def make_room(self) -> None:
         """Give the whole memory; its values are undefined."""

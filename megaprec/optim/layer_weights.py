@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from megaprec.comm.main_grad import watch_gradient
 from megaprec.optim.state.flat_buffer import Buffer
-from megaprec.optim.weight_units import Moment, WeightUnit, weight_units
+from megaprec.optim.weight_units import Moment, WeightUnit, kept_buffers, weight_units
 from megaprec.torch_private import call_after_backward, is_backward_running
 
 
@@ -56,7 +56,11 @@ class LayerWeights:
 
     chunks: the buffers of each model part.
     overlap: gather the next unit's weights while one computes.
-    keep_layers: the number of layers, the last ones of this rank, whose weights stay whole.
+    keep_layers, keep_bytes: which layers' weights stay whole (`kept_buffers`).
+
+    keeps: True if layers were to be kept.
+    num_layers, num_kept: the number of layers of this rank, and of those that stay whole.
+    kept_bytes: of the whole weights of these.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class LayerWeights:
         chunks: Sequence[Sequence[Buffer]],
         overlap: bool,
         keep_layers: int = 0,
+        keep_bytes: int = 0,
     ) -> None:
         self._overlap = overlap
         self._holds_all = False
@@ -74,7 +79,13 @@ class LayerWeights:
         every = [buffer for chunk in chunks for buffer in chunk if buffer.shards_weights]
         self._buffers = every
         parts = [_linked_units(part, every) for part in model_parts]
-        self._kept = _last_layers(list(chain.from_iterable(parts)), keep_layers)
+        units_of_layers = [unit for unit in chain(*parts) if unit.moment is Moment.LAYER]
+        layers = [unit.buffers for unit in units_of_layers]
+        self._kept = kept_buffers(layers, _whole_bytes, keep_layers, keep_bytes)
+        self.keeps = keep_layers > 0 or keep_bytes > 0
+        self.num_layers = len(layers)
+        self.num_kept = sum(map(self._kept.issuperset, layers))
+        self.kept_bytes = sum(map(_whole_bytes, self._kept))
         for part, units in zip(model_parts, parts, strict=True):
             self._add_hooks(part, units)
         # autograd does not keep the nodes alive, and the hooks die with them
@@ -222,11 +233,8 @@ def _linked_units(part: nn.Module, buffers: Sequence[Buffer]) -> list[_Unit]:
     return units
 
 
-def _last_layers(units: Sequence[_Unit], number: int) -> set[Buffer]:
-    """Return the buffers of the last layers."""
-    layers = [unit for unit in units if unit.moment is Moment.LAYER]
-    first = max(0, len(layers) - number)
-    return _buffers_of(layers[first:])
+def _whole_bytes(buffer: Buffer) -> int:
+    return buffer.size * buffer.weights.dtype.itemsize
 
 
 def _buffers_of(units: Iterable[_Unit]) -> set[Buffer]:

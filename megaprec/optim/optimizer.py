@@ -178,6 +178,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         code reads and writes weights inside `whole_weights`. Not with `canonical`.
     keep_layers: under `shard_weights`, the number of this rank's layers, its last ones, whose
         weights stay whole from their first pass in a step to the update.
+    keep_bytes: keep as many layers as there is room for in so many bytes of whole weights, if these
+        are more than `keep_layers`.
     overlap: the reduction over dp starts during the backward pass that `expect` announces, and
         weights are all-gathered during the next forward pass. Call `wait` before reading weights in
         between, and before discarding the optimizer: later collectives would be matched with those
@@ -228,6 +230,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         shard_gradients: bool = False,
         shard_weights: bool = False,
         keep_layers: int = 0,
+        keep_bytes: int = 0,
         overlap: bool = False,
         bucket: int = 0,
         seed: int = 0,
@@ -246,6 +249,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
             "bucket": bucket,
             "zero_size": zero_size,
             "keep_layers": keep_layers,
+            "keep_bytes": keep_bytes,
             "weight_decay": weight_decay,
             "seed": seed,
             "lr": lr,
@@ -351,7 +355,8 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         self._buffer_spans = self._cut_into_spans(groups)
         self._reducer = self._make_reducer(tp, overlap)
         self._gatherer = ParamGatherer(parts, buffers, overlap)
-        self._layer_weights = self._make_layer_weights(overlap, keep_layers)
+        # of ZeRO-3; None if all weights are whole
+        self.layer_weights = self._make_layer_weights(overlap, keep_layers, keep_bytes)
         # Views of what this rank counts in norm and zeros, each logical element once over all
         # ranks; copies that another rank counts must be finite too. Made once: the memory stays.
         self._counted_grads = list(self._model_buffers.counted())
@@ -374,11 +379,13 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         ]
         return GradReducer(chunks, tp, overlap, sums)
 
-    def _make_layer_weights(self, overlap: bool, keep_layers: int) -> LayerWeights | None:
+    def _make_layer_weights(
+        self, overlap: bool, keep_layers: int, keep_bytes: int
+    ) -> LayerWeights | None:
         """Return what gathers the weights of a layer when it computes; None if they are whole."""
         if not any(buffer.shards_weights for buffer in self._model_buffers.all):
             return None
-        return LayerWeights(self._parts, self.buffers, overlap, keep_layers)
+        return LayerWeights(self._parts, self.buffers, overlap, keep_layers, keep_bytes)
 
     def _make_whole_updates(
         self,
@@ -503,7 +510,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
     def shards_weights(self) -> bool:
         """Return True if this rank has weights whole only while layers read them (ZeRO-3 over
         several ranks)."""
-        return self._layer_weights is not None
+        return self.layer_weights is not None
 
     def expect(self, chunk: int = 0, is_last: bool = True) -> None:
         """Announce that the next backward pass through model chunk `chunk` completes the gradients
@@ -574,10 +581,10 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
         `shard_weights` this is `wait`. Collective over the ranks that share them.
         """
         self.wait()
-        if self._layer_weights is None:
+        if self.layer_weights is None:
             yield
             return
-        with self._layer_weights.whole():
+        with self.layer_weights.whole():
             yield
 
     def restart_ema(self) -> None:
@@ -697,7 +704,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi, NamedArguments):
             require_loss_of_all_replicas(loss, self.dp, self.world, self.device)
         require_same_replicated_grads(self.all_buffers(), self._reducer.tp, self.world, self.device)
         # Not over tp: on a GPU the gradients of copies may differ in their last bits.
-        if self._layer_weights is None:  # ranks that share weights have none to compare
+        if self.layer_weights is None:  # ranks that share weights have none to compare
             require_same_weights(self._parts, self._ranks, (self.dp,), "have")
 
     def _local_numbers(

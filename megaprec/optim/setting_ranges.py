@@ -23,6 +23,7 @@ def require_settings(
     bucket: int,
     zero_size: int,
     keep_layers: int,
+    keep_bytes: int,
     seed: int,
     lr: float | None,
     weight_decay: float,
@@ -34,7 +35,12 @@ def require_settings(
     switches: settings that are True or False; None where a switch is left open.
     """
     problems: list[Problem] = []
-    counts = {"bucket": bucket, "zero_size": zero_size, "keep_layers": keep_layers}
+    counts = {
+        "bucket": bucket,
+        "zero_size": zero_size,
+        "keep_layers": keep_layers,
+        "keep_bytes": keep_bytes,
+    }
     for name, count in counts.items():
         if not _is_count(count):
             problems.append(Problem.of("optimizer.count_range", name=name, value=count))

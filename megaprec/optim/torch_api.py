@@ -29,6 +29,7 @@ FIXED = [
     "shard_gradients",
     "shard_weights",
     "keep_layers",
+    "keep_bytes",
     "overlap",
     "bucket",
     "seed",

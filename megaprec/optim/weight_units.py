@@ -6,13 +6,15 @@ some before its layers and some after them. Of any other part all weights outsid
 taken as read from the beginning of its forward pass to the end.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import nn
+
+Buffer = TypeVar("Buffer", bound=Hashable)
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -87,6 +89,28 @@ def layers_of(module: nn.Module) -> Iterator[nn.Module]:
             yield child
         else:
             yield from layers_of(child)
+
+
+def kept_buffers(
+    layers: Sequence[Collection[Buffer]],
+    size_of: Callable[[Buffer], int],
+    keep_layers: int,
+    keep_bytes: int,
+) -> set[Buffer]:
+    """Return the buffers of the last layers, which stay whole under ZeRO-3: of `keep_layers` of
+    them, and of as many as `keep_bytes` have room for.
+
+    layers: the buffers of each layer of a rank, in the order of the forward pass.
+    size_of: returns the bytes of a buffer, whole.
+    """
+    kept = set[Buffer]()
+    for number, buffers in enumerate(reversed(layers)):
+        with_layer = kept.union(buffers)
+        has_room = sum(map(size_of, with_layer)) <= keep_bytes
+        if number >= keep_layers and not has_room:
+            break
+        kept = with_layer
+    return kept
 
 
 def first_units(model_part: nn.Module) -> dict[nn.Parameter, int]:

@@ -5,13 +5,13 @@ A pass through a stage gathers and gives up the weights of one unit after the ot
 schedule, with nothing but the bytes of its buffers.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import NamedTuple
 
 from megaprec.optim.state.flat_buffer import Buffer
-from megaprec.optim.weight_units import Moment, weight_units
+from megaprec.optim.weight_units import Moment, kept_buffers, weight_units
 from models.decoder.stages import Stage
 from parallel.pipeline.instructions import Op
 from parallel.pipeline.schedules import Schedule
@@ -65,14 +65,22 @@ class WholeWeights:
                 numbers.update(dict.fromkeys(buffer.parameters, number))
         return cls(sizes, tuple(_units_of(stage, numbers) for stage in stages))
 
-    def most_bytes(self, passes: Iterable[StagePass], overlap: bool, keep_layers: int) -> int:
+    def most_bytes(
+        self,
+        passes: Iterable[StagePass],
+        overlap: bool,
+        keep_layers: int = 0,
+        keep_bytes: int = 0,
+    ) -> int:
         """Return the most bytes that are whole at one time in these passes of a step.
 
-        overlap, keep_layers: as for the optimizer.
+        overlap, keep_layers, keep_bytes: as for the optimizer.
         """
         if not self.sizes:
             return 0
-        walk = _Walk(self, overlap, keep_layers)
+        layers = [unit.buffers for unit in chain(*self.stages) if unit.moment is Moment.LAYER]
+        kept = kept_buffers(layers, self.sizes.__getitem__, keep_layers, keep_bytes)
+        walk = _Walk(self, overlap, kept)
         for stage_pass in passes:
             walk.take(stage_pass)
         return walk.most
@@ -112,16 +120,16 @@ def evaluation_passes(schedule: Schedule, rank: int) -> list[StagePass]:
 class _Walk:
     """Goes through the passes of a rank.
 
+    kept: the buffers of layers that stay whole.
     most: the most bytes that were whole at one time so far.
     """
 
-    def __init__(self, weights: WholeWeights, overlap: bool, keep_layers: int) -> None:
+    def __init__(self, weights: WholeWeights, overlap: bool, kept: Set[int]) -> None:
         self.most = 0
         self._sizes = weights.sizes
         self._stages = weights.stages
         self._overlap = overlap
-        layers = [unit for unit in chain(*weights.stages) if unit.moment is Moment.LAYER]
-        self._kept = _buffers_of(layers[max(0, len(layers) - keep_layers) :], Moment.LAYER)
+        self._kept = kept
         self._whole: set[int] = set()
         # the buffers that are whole after a pass, by the pass and those that were before it
         self._known: dict[tuple[StagePass, frozenset[int]], frozenset[int]] = {}

@@ -69,6 +69,7 @@ class Case:
     canonical: int = 0
     zero: int = 1
     keep: int = 0
+    keep_bytes: int = 0
     bucket: int = 0
     overlap: bool = False
     ema: float = 0.0
@@ -108,6 +109,7 @@ def engine_of(mesh: DeviceMesh | None, case: Case, pp: int) -> Engine:
         shard_gradients=case.zero >= 2,
         shard_weights=case.zero == 3,
         keep_layers=case.keep,
+        keep_bytes=case.keep_bytes,
         bucket=case.bucket,
         overlap=case.overlap,
         ema=case.ema,

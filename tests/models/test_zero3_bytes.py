@@ -44,6 +44,8 @@ CASES = [
     replace(PLAIN, keep=2),
     replace(PLAIN, keep=2, overlap=True),
     replace(PLAIN, keep=9),
+    replace(PLAIN, keep_bytes=200_000),
+    replace(PLAIN, keep_bytes=10**9, overlap=True),
     replace(PLAIN, kind="gpipe"),
     # norms in buckets of their own, and an average
     Case(DEEP, plan("bf16", keep_fp32=("*norm*",)), zero=3, ema=0.9),
@@ -92,7 +94,7 @@ def held_in(mesh: DeviceMesh, case: Case, pp: int) -> Held:
 def whole_weights(case: Case, said: StateBytes, pp: int, rank: int) -> int:
     """The most bytes of whole weights of a pipeline rank that are foretold."""
     passes = passes_of_rank(schedule(case.kind, pp, MICROBATCHES), rank)
-    return said.whole_weights.most_bytes(passes, case.overlap, case.keep)
+    return said.whole_weights.most_bytes(passes, case.overlap, case.keep, case.keep_bytes)
 
 
 @pytest.mark.cases(0, 1)
@@ -142,6 +144,20 @@ def said_of_memory(mesh: DeviceMesh, case: Case) -> str:
 def test_the_memory_that_is_said_has_no_bytes_on_every_rank() -> None:
     for said in run_ranks(said_of_memory, {"dp": 2}, case=Case(LLAMA, BF16, zero=3)):
         assert "memory     18/2 = 9 bytes a parameter for weights" in said
+
+
+@pytest.mark.slow
+def test_a_run_says_how_many_layers_it_has_room_to_keep() -> None:
+    cases = [Case(DEEP, BF16, zero=3, keep_bytes=room) for room in (2, 200_000, 10**9)]
+    for found in zip(
+        *(run_ranks(said_of_memory, {"dp": 2}, case=case) for case in cases), strict=True
+    ):
+        none, some, every = (said.splitlines()[0] for said in found)
+        assert none == "kept       no layer of rank 0: parallel.zero_keep has room for none"
+        assert some.startswith(
+            "kept       the last 3 of 6 layers of rank 0 whole during a step: 0."
+        )
+        assert every.startswith("kept       the last 6 of 6 layers of rank 0 whole")
 
 
 def test_a_deep_model_has_few_of_its_weights_whole() -> None:

@@ -20,6 +20,7 @@ from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.rules.muon.rule import Muon
 from megaprec.optim.state.flat_buffer import Buffer
 from megaprec.optim.state.weight_buffer import WeightBuffer
+from megaprec.optim.weight_units import kept_buffers
 from megaprec.precision.plan import LossScaling
 from parallel.activation_checkpoint import Recompute
 from tests.fp8.test_training import fp8
@@ -212,6 +213,21 @@ def test_a_layer_is_gathered_once_forward_and_once_backward_for_each_micro_batch
             beside = sizes[LATE] + keep * max(layers.values())
             assert gathers.peak <= beside + (1 + overlap) * max(layers.values())
         assert left == 0
+
+
+def test_layers_are_kept_as_far_as_there_is_room() -> None:
+    layer = 100
+
+    def kept(room: int, keep_layers: int = 0) -> set[str]:
+        return kept_buffers(["ab", "cd", "ef"], lambda _: layer // 2, keep_layers, room)
+
+    assert kept(layer - 1) == set()
+    assert kept(layer) == kept(2 * layer - 1) == set("ef"), "the last ones, each as a whole"
+    assert kept(2 * layer) == set("cdef")
+    assert kept(10 * layer) == set("abcdef")
+    assert kept(layer, keep_layers=2) == kept(2 * layer, keep_layers=1) == set("cdef")
+    # a tied weight of two layers takes its room once
+    assert kept_buffers(["ab", "b"], lambda _: layer, 0, 2 * layer) == set("ab")
 
 
 def test_a_tied_head_stays_with_its_embedding_and_is_gathered_once() -> None:

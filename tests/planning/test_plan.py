@@ -189,6 +189,26 @@ def test_kept_layers_are_named_with_the_stage_of_zero(
     assert "ZeRO-3, 1 layer kept" in " ".join(said(capsys, *one).split())
 
 
+def test_a_room_keeps_the_layers_that_fit_into_it_to_the_byte(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = [file, "model.layers=8", "parallel.data=2", "parallel.zero=3", "--gpu", "H100"]
+
+    def gathered(keep: object) -> int:
+        (rank,) = data(capsys, *layout, f"parallel.zero_keep={keep}")["ranks"]
+        return rank["gathered"]
+
+    one, two, all_layers = gathered(1), gathered(2), gathered(99)
+    layer = two - one
+    assert one < two < all_layers
+    assert gathered(f'"{2 * layer / 1000}KB"') == two
+    assert gathered(f'"{(2 * layer - 1) / 1000}KB"') == one
+    assert gathered('"1TB"') == all_layers
+    assert "ZeRO-3, layers of 1TB kept" in " ".join(
+        said(capsys, *layout, 'parallel.zero_keep="1TB"').split()
+    )
+
+
 @pytest.mark.parametrize("kind", ["current", "mx"])
 def test_casts_of_weights_do_not_stay_under_zero_3(
     kind: str, file: Path, capsys: pytest.CaptureFixture[str]

@@ -62,6 +62,7 @@ CASES = [
     ("parallel.zero", "2", "", "parallel.data=2"),
     ("parallel.zero", "3", "parallel.data=2 parallel.zero_size=1", "parallel.context=2"),
     ("parallel.zero_keep", "1", "parallel.zero=3", "parallel.zero=3 parallel.data=2"),
+    ("parallel.zero_keep", "2MB", "parallel.zero=3", "parallel.zero=3 parallel.data=2"),
     ("log.profile", "[11,12]", "", "train.steps=11"),
     ("log.profile_ranks", "[0,0]", "", "log.profile=[1,2]"),
     ("parallel.overlap", "true", "", "parallel.context=2"),

@@ -476,6 +476,21 @@ def test_a_number_where_text_belongs_in_a_file_is_refused(run_file: Path) -> Non
             sentence("config.zero_keep", keep=1, zero=2),
         ),
         (
+            ["parallel.zero=2", "parallel.zero_keep=2GB"],
+            sentence("config.zero_keep", keep='"2GB"', zero=2),
+        ),
+        (
+            ["parallel.zero=3", "parallel.zero_keep='80'"],
+            sentence(
+                "config.wrong_value",
+                key="parallel.zero_keep",
+                value='"80"',
+                origin="command line",
+                requirement='must be a valid integer or a size such as "2GB" (10^9 bytes) or '
+                '"1.5GiB" (2^30)',
+            ),
+        ),
+        (
             ["parallel.zero=2", "train.sentinel=5"],
             sentence("config.zero_sentinel", zero=2, sentinel=5),
         ),

@@ -165,8 +165,12 @@ def zero_in_words(parallel: Parallel) -> str:
     if not stage:
         return ""
     kept = parallel.zero_keep
+    if stage != 3 or not kept:
+        return f"ZeRO-{stage}"
+    if parallel.keep_bytes:
+        return f"ZeRO-{stage}, layers of {kept} kept"
     layers = "layer" if kept == 1 else "layers"
-    return f"ZeRO-{stage}, {kept} {layers} kept" if stage == 3 and kept else f"ZeRO-{stage}"
+    return f"ZeRO-{stage}, {kept} {layers} kept"
 
 
 def in_keys(parallel: Parallel) -> str:

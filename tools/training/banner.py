@@ -236,9 +236,24 @@ def print_memory(optimizer: ParallelAMPOptimizer) -> None:
     in_host_memory = f", {host_bytes / 1e6:,.1f} MB of it in host memory" if host_bytes else ""
     for line in _muon_lines(optimizer):
         say(line)
+    if kept := _kept_layers(optimizer):
+        say(kept)
     say(
         f"memory     {formulas} for weights, gradients and optimizer; {num_bytes / 1e6:,.1f} MB "
         f"on rank 0{in_host_memory}"
+    )
+
+
+def _kept_layers(optimizer: ParallelAMPOptimizer) -> str:
+    """Return the line of the layers that ZeRO-3 keeps whole; "" if none were to be."""
+    weights = optimizer.layer_weights
+    if weights is None or not weights.keeps:
+        return ""
+    if not weights.num_kept:
+        return "kept       no layer of rank 0: parallel.zero_keep has room for none"
+    return (
+        f"kept       the last {weights.num_kept} of {weights.num_layers} layers of rank 0 whole "
+        f"during a step: {weights.kept_bytes / 1e6:,.1f} MB"
     )
 
 

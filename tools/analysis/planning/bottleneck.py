@@ -10,6 +10,7 @@ from parallel.pipeline.kinds import KINDS
 from tools.analysis.planning.search import ORIGIN, RECOMPUTE
 from tools.analysis.planning.seconds.assumptions import Assumptions
 from tools.analysis.planning.seconds.links import axis_links
+from tools.analysis.planning.seconds.traffic import kept_layers
 from tools.analysis.planning.speed import Prediction, passes_of
 from tools.config.run_file import RunConfig
 
@@ -185,7 +186,7 @@ def _ways_of_gradients(config: RunConfig, assumed: Assumptions) -> list[_Way]:
     # under ZeRO-2 and 3 each micro-batch has traffic of its own
     sends_each = parallel.shards_gradients and config.num_microbatches > 1
     has_no_overlap = not parallel.overlaps(assumed.device)
-    can_keep = parallel.shards_weights and parallel.zero_keep < max(_layers_of_stages(config))
+    can_keep = parallel.shards_weights and kept_layers(config) < max(_layers_of_stages(config))
     can_shard = parallel.copies > 1 and parallel.zero_size != 1 and not parallel.zero
     is_offloaded = config.optimizer.offload == "host"
 

@@ -5,7 +5,6 @@ A GPU is named on the command line, or it is the one that is here. A CPU's memor
 ranks of the run, as if they ran on this machine. Nothing is guessed: what is not known is 0.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,18 +16,9 @@ from models.estimate.gpus import GPU, GPUS, gpu_named
 from models.estimate.storage import Device
 from tools.analysis.planning.memory import PROCESS
 from tools.config.run_file import RunConfig
+from tools.config.tables.sizes import parse_size
 
 RESERVED = 0.05  # of a device's memory: for CUDA, NCCL and gaps between tensors
-UNITS = {
-    "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
 
 
 @dataclass(frozen=True)
@@ -63,7 +53,7 @@ def target_of(config: RunConfig, gpu: str = "", memory: str = "", ranks: int = 0
 
     ranks: that share it if it is a CPU; 0: those of the run.
     """
-    size = _parse_size(memory) if memory else 0
+    size = _memory_size(memory) if memory else 0
     if gpu:
         sheet = _require_gpu(gpu)
         return DeviceTarget("cuda", sheet.name, size or int(sheet.gigabytes * 10**9), sheet)
@@ -105,14 +95,13 @@ def _require_gpu(name: str) -> GPU:
     )
 
 
-def _parse_size(text: str) -> int:
+def _memory_size(text: str) -> int:
     """Return the bytes of a size such as 80GB or 79.6GiB. Raises UserError."""
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
-    if not match or match[2].upper() not in UNITS or not 0 < float(match[1]) < 10**18:
+    parsed = parse_size(text)
+    if parsed is None:
         raise UserError.of("planning.gpu_memory_form", text=text)
-    number, unit = match.groups()
-    size = int(float(number) * UNITS[unit.upper()])
+    size, unit = parsed
     # no GPU has less: 80 without a unit is not meant as bytes
     if not unit and size < 10**6:
-        raise UserError.of("planning.gpu_memory_unit", text=text, number=number)
+        raise UserError.of("planning.gpu_memory_unit", text=text, number=text.strip())
     return size

@@ -212,12 +212,12 @@ class MemoryModel:
         if not config.parallel.shards_weights:
             return 0
         overlap = config.parallel.overlaps(self.device)
-        keep_layers = config.parallel.zero_keep
+        kept = (config.parallel.keep_layers, config.parallel.keep_bytes)
         weights = state.whole_weights
-        most = weights.most_bytes(passes_of_rank(schedule, rank), overlap, keep_layers)
+        most = weights.most_bytes(passes_of_rank(schedule, rank), overlap, *kept)
         if config.train.evaluates:
             evaluation = evaluation_passes(schedule, rank)
-            most = max(most, weights.most_bytes(evaluation, overlap, keep_layers))
+            most = max(most, weights.most_bytes(evaluation, overlap, *kept))
         return most
 
     def _state_bytes(

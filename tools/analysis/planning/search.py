@@ -34,6 +34,7 @@ from tools.analysis.planning.memory import (
     least_activations_by_rank,
 )
 from tools.analysis.planning.seconds.assumptions import Assumptions
+from tools.analysis.planning.seconds.traffic import kept_layers
 from tools.analysis.planning.speed import (
     Prediction,
     least_seconds,
@@ -383,7 +384,7 @@ def _other_zero(config: RunConfig) -> Iterator[dict[str, object]]:
     if not parallel.shards_weights:
         return
     layers = ceil(config.model.layers / parallel.pipeline)
-    kept = min(parallel.zero_keep, layers)
+    kept = min(ceil(kept_layers(config)), layers)
     step = ceil(layers / 4)
     for other in (max(0, kept - step), min(layers, kept + step)):
         if other != kept:

@@ -19,6 +19,7 @@ from tools.config.tables.native_keys import (
 from tools.config.tables.precision_settings import FP8, Precision
 from tools.config.tables.schedules import stage_count
 from tools.config.tables.settings import Checkpoint, Log, Parallel, Train
+from tools.console.toml import toml
 
 MOST_PROFILED = 10  # steps: a trace of more is too large to be looked at
 
@@ -80,7 +81,7 @@ def _sharded_gradients(parallel: Parallel, train: Train, fp8: FP8) -> Iterator[s
 
 def _kept_layers(parallel: Parallel) -> Iterator[str]:
     if parallel.zero_keep and parallel.zero != 3:
-        yield Problem.of("config.zero_keep", keep=parallel.zero_keep, zero=parallel.zero)
+        yield Problem.of("config.zero_keep", keep=toml(parallel.zero_keep), zero=parallel.zero)
 
 
 def _profile(parallel: Parallel, log: Log) -> Iterator[str]:

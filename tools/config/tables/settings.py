@@ -9,7 +9,7 @@ true.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from megaprec.checkpoint.keeping import Keep
 from megaprec.diagnose.spike_monitor import SpikeMonitor
@@ -21,6 +21,7 @@ from megaprec.optim.rules.update_rules import AdamW
 from models.engine.options import QKClip
 from parallel.activation_checkpoint import RecomputedModule
 from parallel.pipeline.kinds import KINDS
+from tools.config.tables.sizes import bytes_of, checked_size
 from tools.config.tables.table import (
     MAX_RANKS,
     MAX_SIZE,
@@ -193,12 +194,11 @@ class Parallel(Table):
         "each micro-batch; 3: ZeRO-3, shard weights too, which are then gathered layer by layer in "
         "each pass; false: each holds all. 1 and 0 are read as true and false.",
     )
-    zero_keep: int = Field(
+    zero_keep: Annotated[int, Field(ge=0)] | Annotated[str, AfterValidator(checked_size)] = Field(
         default=default_of(ParallelAMPOptimizer, "keep_layers"),
-        ge=0,
         description="Under ZeRO-3, number of layers of each rank, its last ones, whose weights "
         "stay whole from their first pass in a step to the update: gathered once a step, and not "
-        "twice for each micro-batch.",
+        'twice for each micro-batch; a size such as "2GB": as many as it has room for.',
     )
     overlap: bool | Literal["auto"] = Field(
         default="auto",
@@ -257,6 +257,17 @@ class Parallel(Table):
     def shards_weights(self) -> bool:
         """Return True under ZeRO-3, if there are ranks to shard weights over."""
         return self.zero == 3 and self.shards_gradients
+
+    @property
+    def keep_layers(self) -> int:
+        """Return the layers that `zero_keep` counts; 0 if it is a size."""
+        return self.zero_keep if isinstance(self.zero_keep, int) else 0
+
+    @property
+    def keep_bytes(self) -> int:
+        """Return the bytes of whole layers for which `zero_keep` leaves room; 0 if it counts
+        layers."""
+        return 0 if isinstance(self.zero_keep, int) else bytes_of(self.zero_keep)
 
     @property
     def zero_stage(self) -> int:

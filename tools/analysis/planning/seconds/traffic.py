@@ -179,17 +179,32 @@ def whole_weights(config: RunConfig, gradients: float, held: float) -> float:
     """
     if not config.parallel.shards_weights:
         return held
+    return gradients * weight_itemsize(config) / config.plan.gradients.itemsize
+
+
+def weight_itemsize(config: RunConfig) -> int:
+    """Return the bytes of an element of the weights, as they travel."""
     plan = config.plan
     in_codes = plan.fp8 is not None and plan.fp8.parameters
-    itemsize = 1 if in_codes else plan.parameters.itemsize
-    return gradients * itemsize / plan.gradients.itemsize
+    return 1 if in_codes else plan.parameters.itemsize
+
+
+def kept_layers(config: RunConfig) -> float:
+    """Return how many layers of a rank ZeRO-3 would keep, if the rank had so many. Of a size these
+    are as many as it has room for, if all layers are of the mean size."""
+    parallel = config.parallel
+    if not parallel.keep_bytes:
+        return parallel.keep_layers
+    expert_elements, other_elements = elements_of_pipeline(config)
+    at_ends = end_parameters(config.sized_model) / parallel.tensor
+    elements = (expert_elements + other_elements - at_ends) / config.model.layers
+    return parallel.keep_bytes // (elements * weight_itemsize(config))
 
 
 def layer_gathers(config: RunConfig) -> float:
     """Return how often a step gathers the weights of a layer under ZeRO-3, on average: twice in
     each micro-batch, or once if they are kept."""
-    parallel = config.parallel
-    kept = min(1.0, parallel.zero_keep * parallel.pipeline / config.model.layers)
+    kept = min(1.0, kept_layers(config) * config.parallel.pipeline / config.model.layers)
     return kept + (1 - kept) * 2 * config.num_microbatches
 
 

@@ -52,8 +52,15 @@ def written(folder: Path, name: str) -> Path:
     return path
 
 
-# of Hugging Face's Trainer and of GPT-NeoX, which it reads
-IMPORTED = ("args.yaml", "clm.sh", "sft.yaml", "neox.yml")
+# what it reads: of the Trainer, GPT-NeoX, accelerate and torchtitan
+IMPORTED = (
+    "args.yaml",
+    "clm.sh",
+    "sft.yaml",
+    "neox.yml",
+    "default_config.yaml",
+    "llama3_8b.toml",
+)
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name not in IMPORTED])

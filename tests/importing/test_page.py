@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from tests.importing.test_arguments import FACTS
 from tests.project.test_readme import ROOT
-from tools.interop.arguments import deepspeed
+from tools.interop.arguments import accelerate, deepspeed, torchtitan
 from tools.interop.arguments.megatron import READ, REFUSED, is_unused, option
 
 PAGE = (ROOT / "docs" / "from-megatron.md").read_text()
@@ -29,8 +29,15 @@ def rows() -> Iterator[str]:
         yield f"| {quoted([*ours])} | {quoted(names)} |"
     for why, names in by_reason({name: refused.why for name, refused in REFUSED.items()}).items():
         yield f"| {why} | {quoted(names)} |"
-    for path, ours in deepspeed.READ.items():
+    for path, ours in (*deepspeed.READ.items(), *accelerate.READ.items()):
         yield f"| `{path}` | {quoted([*ours])} |"
+    for path, row in torchtitan.READ.items():
+        yield f"| `{path}` | {quoted([*row.keys])} |"
+    titans = dict[str, list[str]]()
+    for path, why in torchtitan.WHY.items():
+        titans.setdefault(why, []).append(path)
+    for why, paths in titans.items():
+        yield f"| {why} | {quoted(paths)} |"
 
 
 def test_every_row_of_the_tables_is_on_the_page() -> None:

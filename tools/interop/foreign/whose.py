@@ -21,6 +21,7 @@ KEYS = (
 HF_FOLDER = (
     "train.init_from=FOLDER begins with the weights of its folder, from which [model] follows"
 )
+IMPORTED = "megaprec import-args FILE reads it"
 SHOWN = "megaprec precision show FILE reads its precision"
 TARGET = re.compile(r"['\"]?_target_['\"]?\s*[:=]\s*['\"]?([\w.]+)")
 
@@ -104,7 +105,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "a configuration of accelerate",
         ("compute_environment", "distributed_type", "mixed_precision num_processes"),
-        _keys("mixed_precision=precision.compute, num_processes=the product of [parallel]"),
+        f"{IMPORTED}, with arguments of the Trainer or keys beside it",
     ),
     Kind(
         "arguments of Hugging Face's Trainer",
@@ -135,12 +136,9 @@ KINDS: tuple[Kind, ...] = (
             "training.local_batch_size",
             "training.seq_len",
             "model.flavor",
+            "job.config_file",
         ),
-        _keys(
-            "model.flavor=model.preset, training.steps=train.steps, "
-            "training.seq_len=train.seq_length, "
-            "training.local_batch_size=train.micro_batch, optimizer.lr=lr.peak"
-        ),
+        IMPORTED,
     ),
     Kind(
         "a configuration of nanotron",
@@ -254,6 +252,8 @@ KINDS: tuple[Kind, ...] = (
 
 OF_NEOX = "a configuration of GPT-NeoX"
 OF_NEMO = "a configuration of NeMo"
+OF_TORCHTITAN = "a configuration of torchtitan"
+OF_ACCELERATE = "a configuration of accelerate"
 """Kinds whose settings `megaprec import-args` reads by tables of names."""
 OF_TRAINER = ("arguments of Hugging Face's Trainer", "a configuration of LLaMA-Factory")
 """Kinds whose arguments `megaprec import-args` reads from a script or YAML."""

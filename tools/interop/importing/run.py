@@ -16,6 +16,7 @@ from tools.config.tables.native_keys import native_keys_of
 from tools.console.toml import Setting, toml
 from tools.interop.foreign.read import read_foreign
 from tools.interop.foreign.whose import OF_NEMO, OF_NEOX
+from tools.interop.importing.accelerate import add_accelerate
 from tools.interop.importing.arguments import Arguments
 from tools.interop.importing.deepspeed import add_deepspeed
 from tools.interop.importing.draft import DEEPSPEED, MEGATRON, Draft
@@ -32,6 +33,7 @@ from tools.interop.importing.nemo import from_nemo
 from tools.interop.importing.neox import from_neox
 from tools.interop.importing.renamed import Renamed, add_renamed
 from tools.interop.importing.sources import Sources, read_sources
+from tools.interop.importing.torchtitan import add_torchtitan
 from tools.interop.importing.trainer import add_trainer
 
 OURS = "megaprec's default"
@@ -79,6 +81,8 @@ def import_run(
     arguments = Arguments(dropped, draft)
     sources = read_sources(items, assumed, arguments)
     ranks = ranks or sources.ranks
+    accelerate = _add_accelerate(sources, draft)
+    ranks = ranks or accelerate.ranks
     made = _add_renamed(sources, arguments, ranks, dropped)
     if made is not None:
         ranks = ranks or made.ranks
@@ -86,20 +90,24 @@ def import_run(
         _add_megatron(arguments, ranks)
     if made is not None:
         _put_own_keys(made, sources, draft)
+    titan = _add_torchtitan(sources, arguments, ranks)
     trainer = _add_trainer(sources, arguments, ranks)
     deepspeed = _add_deepspeed(sources, draft, ranks)
     for key, entry in settled.items():
         draft.put(key, entry.value, "given beside the arguments")
     _tell_left_out(arguments)
-    if not sources.megatron and not sources.trainer:
+    if not (sources.megatron or sources.trainer or sources.torchtitan):
         _add_defaults(draft)
     _note_defaults(draft)
     notes = list(dict.fromkeys([*sources.notes, *draft.notes]))
     problems = [*draft.problems, *_surely_missing(draft)]
     if problems:
         raise UserError(*dict.fromkeys(problems))
-    unused = {**arguments.unused, **trainer.unused, **deepspeed.unused}
-    num_read = len(arguments.values) + trainer.num_read + deepspeed.num_read
+    added = (accelerate, titan, trainer, deepspeed)
+    unused = dict(arguments.unused)
+    for one in added:
+        unused |= one.unused
+    num_read = len(arguments.values) + sum(one.num_read for one in added)
     text = draft.text(notes, [*unused.values()], " and ".join(sources.names))
     _check(draft, text, sources)
     return Imported(text, tuple(notes), num_read, len(unused))
@@ -108,10 +116,11 @@ def import_run(
 @dataclass(frozen=True)
 class _Added:
     """The arguments that were added to a draft. unused: those that have no meaning here, as they
-    were given. num_read: how many of the others there are."""
+    were given. num_read: how many of the others there are. ranks: that they say."""
 
     unused: Mapping[str, str]
     num_read: int
+    ranks: int | None = None
 
 
 def _add_megatron(arguments: Arguments, ranks: int | None) -> None:
@@ -124,6 +133,29 @@ def _add_megatron(arguments: Arguments, ranks: int | None) -> None:
     add_precision(arguments)
     add_data(arguments)
     add_run(arguments)
+
+
+def _add_accelerate(sources: Sources, draft: Draft) -> _Added:
+    """Add configurations of accelerate, which may have or name one of DeepSpeed."""
+    unused: dict[str, str] = {}
+    num_read = 0
+    ranks: int | None = None
+    for path, content in sources.accelerate.items():
+        config = add_accelerate(content, path, draft)
+        unused |= config.unused
+        num_read += len(config.values)
+        ranks = ranks or config.ranks
+        sources.deepspeed |= config.deepspeed
+    return _Added(unused, num_read, ranks)
+
+
+def _add_torchtitan(sources: Sources, arguments: Arguments, ranks: int | None) -> _Added:
+    """Add the settings of torchtitan."""
+    if not sources.torchtitan:
+        return _Added({}, 0)
+    settings = add_torchtitan(sources.torchtitan, arguments.draft, ranks, arguments.dropped)
+    arguments.left_out |= settings.left_out
+    return _Added(settings.unused, len(settings.values))
 
 
 def _add_trainer(sources: Sources, arguments: Arguments, ranks: int | None) -> _Added:
@@ -276,12 +308,13 @@ def _check(draft: Draft, text: str, sources: Sources) -> None:
             for problem in error.problems:
                 line = problem.replace(f"file {path}", "imported")
                 problems.append(f"{_arguments_behind(line, draft)}{line}")
-            if not sources.megatron:
+            if not (sources.megatron or sources.torchtitan):
+                whose = "accelerate" if sources.accelerate else "DeepSpeed"
+                others = "Hugging Face's Trainer" if sources.accelerate else "Megatron-LM"
                 problems.append(
-                    "DeepSpeed's configuration says nothing of model, data and length: give "
-                    "Megatron-LM's arguments "
-                    "too, or keys such as model.preset=llama-2-7b train.steps=1000 "
-                    "train.seq_length=4096"
+                    f"{whose}'s configuration says nothing of model, data and length: give the "
+                    f"arguments of {others} too, or keys such as model.preset=llama-2-7b "
+                    "train.steps=1000 train.seq_length=4096"
                 )
             raise UserError(*problems) from error
 

@@ -9,8 +9,8 @@ from tools.interop.importing.shell_files import SCRIPT
 from tools.interop.importing.shell_words import Word
 
 PROGRAM = re.compile(r"[\w.-]+\.py")
-# programs that are installed as commands, with those of their commands that train
-COMMANDS = {"swift": ("pt", "sft"), "megatron": ("pt", "sft")}
+# programs that are installed as commands, with those of their commands that train; modules
+COMMANDS = {"swift": ("pt", "sft"), "megatron": ("pt", "sft"), "-m": ("torchtitan.train",)}
 RUNS = re.compile(r"\.py[\"']*\s+[\"']*(?:--|\$|\ue000)")
 SHELLS = re.compile(r"(?:.*/)?(?:ba|da|z)?sh")
 OF_A_TEXT = re.compile(r"-\w*c")  # bash -c TEXT

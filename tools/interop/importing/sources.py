@@ -13,14 +13,17 @@ from megaprec.parsing import parse_json, regular
 from tools.convert.megatron.distributed import read_common
 from tools.convert.megatron.ranks import read_ranks
 from tools.convert.megatron.read import find_megatron
+from tools.interop.arguments import torchtitan as titan
 from tools.interop.arguments.deepspeed import is_deepspeeds
 from tools.interop.arguments.megatron import is_unused, option
-from tools.interop.foreign.data_files import SettingsTree, TooLarge, from_json, from_yaml
+from tools.interop.foreign.data_files import SettingsTree, TooLarge, from_json, from_toml, from_yaml
 from tools.interop.foreign.plain import PlainDict, Unreadable, plain
 from tools.interop.foreign.whose import (
     DEEPSPEED,
+    OF_ACCELERATE,
     OF_NEMO,
     OF_NEOX,
+    OF_TORCHTITAN,
     OF_TRAINER,
     whose,
     whose_file,
@@ -28,10 +31,12 @@ from tools.interop.foreign.whose import (
 from tools.interop.importing.arguments import FILES_OF_DATA, Arguments
 from tools.interop.importing.megatron_deepspeed import read_engine
 from tools.interop.importing.megatron_logs import has_printed, printed_arguments
+from tools.interop.importing.named_files import text_beside
 from tools.interop.importing.read_arguments import is_known, read_kept, read_table, read_words
 from tools.interop.importing.renamed import NotKnown
 from tools.interop.importing.shell import CommandLine, read_script, split_words
 from tools.interop.importing.shell_words import Word
+from tools.interop.importing.torchtitan import given_in_words as given_to_torchtitan
 from tools.interop.importing.trainer import Given, given_in_words
 from tools.interop.importing.yaml_chains import Chain, Leaf, leaves_of, read_chain
 
@@ -40,7 +45,8 @@ LARGEST = 256 * 1024  # bytes
 LARGEST_LOG = 16 * 2**20
 YAML = (".yaml", ".yml")
 JSON = ".json"
-OTHERS = (".toml", ".py")  # files of settings that are recognised, and read by other commands
+TOML = ".toml"
+OTHERS = (TOML, ".py")  # files of settings that are recognised, and read by other commands
 FILES = (*YAML, JSON, *OTHERS, ".sh", ".bash", ".slurm", ".sbatch", ".log", ".txt", ".out")
 LISTED = "MODEL_ARGS"  # the table of arguments in the YAML of Megatron-LM's functional tests
 VARIABLE = re.compile(r"\$\{(\w+)\}")
@@ -57,7 +63,9 @@ class Sources:
     """Everything that was read. deepspeed: configurations by file. ranks: what a launcher starts,
     if it says so. system: the kind of settings under names of their own, which are `renamed`, with
     a dot those within a table, from `renamed_files`. trainer: arguments of Hugging Face's Trainer,
-    from a file in `folder`. documents: files that a script with them writes, by name."""
+    from a file in `folder`. documents: files that a script with them writes, by name. torchtitan:
+    its settings by dotted key, each with its place; those of a command line count. accelerate: its
+    configurations by file."""
 
     arguments: Arguments
     deepspeed: dict[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -71,6 +79,8 @@ class Sources:
     renamed_files: list[Path] = field(default_factory=list)
     folder: Path = Path()
     documents: Mapping[str, str] = field(default_factory=dict)
+    torchtitan: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    accelerate: dict[Path, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def read_sources(items: Sequence[str], assumed: Mapping[str, str], arguments: Arguments) -> Sources:
@@ -85,8 +95,11 @@ def read_sources(items: Sequence[str], assumed: Mapping[str, str], arguments: Ar
         is_option = item.startswith("-") and not re.search(r"\s", item)
         path = Path(item)
         if is_option:
-            words = [Word(word) for word in items[i:]]
-            _read_command(CommandLine(words, None, []), "a command line", sources)
+            command = CommandLine([Word(word) for word in items[i:]], None, [])
+            if _is_torchtitans(command):
+                _read_titan_words("a command line", command, sources, Path())
+            else:
+                _read_command(command, "a command line", sources)
             break
         if "--" not in item and _exists(path):
             _read_file(path, sources, assumed)
@@ -167,6 +180,13 @@ def _read_file(path: Path, sources: Sources, assumed: Mapping[str, str]) -> None
     if kind is not None and kind.whose in OF_TRAINER and suffix in YAML:
         _read_trainer(path, _yaml(path, text), sources)
         return
+    if kind is not None and kind.whose == OF_TORCHTITAN and suffix == TOML:
+        _read_titan(path, text, sources)
+        return
+    if kind is not None and kind.whose == OF_ACCELERATE and suffix in (*YAML, JSON):
+        sources.names.append(path.name)
+        sources.accelerate[path] = _plain_table(path, text)
+        return
     is_deepspeed = kind is DEEPSPEED and suffix == JSON
     if kind is not None and not is_deepspeed:
         raise UserError(kind.of(path))
@@ -198,8 +218,10 @@ def _read_text(path: Path, text: str, sources: Sources, assumed: Mapping[str, st
 
 def _read_words(name: str, command: CommandLine, sources: Sources, folder: Path) -> None:
     """Read a command line of Megatron-LM or of Hugging Face's Trainer."""
-    typed = [word.text.partition("=")[0] for word in command.words if word.text.startswith("--")]
-    kind = whose(typed)
+    if _is_torchtitans(command):
+        _read_titan_words(name, command, sources, folder)
+        return
+    kind = whose(_typed(command))
     if kind is None or kind.whose not in OF_TRAINER:
         _require_megatrons(name, command.words)
         _read_command(command, name, sources, folder)
@@ -210,6 +232,55 @@ def _read_words(name: str, command: CommandLine, sources: Sources, folder: Path)
     sources.ranks = command.ranks or sources.ranks
     sources.names += [name, *command.taken_in]
     _note_absent(name, command, sources)
+
+
+def _typed(command: CommandLine) -> list[str]:
+    """Return the options of a command line, without values."""
+    return [word.text.partition("=")[0] for word in command.words if word.text.startswith("--")]
+
+
+def _is_torchtitans(command: CommandLine) -> bool:
+    """Return True if options are torchtitan's, whose names have a table and a dot."""
+    tables = {key.partition(".")[0] for key in titan.READ}
+    named = [option.removeprefix("--").partition(".") for option in _typed(command)]
+    return any(dot and table in tables for table, dot, _ in named)
+
+
+def _read_titan_words(name: str, command: CommandLine, sources: Sources, folder: Path) -> None:
+    """Read options of torchtitan, and the TOML file that they name."""
+    given = given_to_torchtitan(command.words)
+    named, place = given.pop(titan.CONFIG_FILE, ("", ""))
+    if named:
+        text = text_beside(folder, named)
+        if text is not None:
+            _read_titan(Path(named), text, sources)
+        elif not sources.torchtitan:
+            raise UserError.of("import.titan_file_absent", name=name, place=place, file=named)
+    sources.torchtitan |= given
+    sources.ranks = command.ranks or sources.ranks
+    sources.names += [name, *command.taken_in]
+    _note_absent(name, command, sources)
+
+
+def _read_titan(path: Path, text: str, sources: Sources) -> None:
+    """Read a TOML file of torchtitan; what a command line says counts."""
+    sources.names.append(path.name)
+    data = from_toml(text)
+    assert data is not None, "a file whose kind is known is TOML"
+    for key, value, line in _settings_in(data.table, True):
+        sources.torchtitan.setdefault(
+            key, (value, f"{path.name}, line {line}" if line else path.name)
+        )
+
+
+def _plain_table(path: Path, text: str) -> Mapping[str, Any]:
+    """Return the table of a YAML or JSON file."""
+    data = from_json(text) if path.suffix.lower() == JSON else _yaml(path, text)
+    assert data is not None, "a file whose kind is known is a table"
+    try:
+        return plain(data.table)
+    except Unreadable as problem:
+        raise UserError.of("import.file_unreadable", path=path, reason=str(problem)) from problem
 
 
 def _read_trainer(path: Path, data: SettingsTree, sources: Sources) -> None:

@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.errors import Problem, did_you_mean
-from megaprec.parsing import parse_json, read_text
 from tools.interop.importing.draft import Draft
 from tools.interop.importing.megatron_data import OPEN_SOURCE
+from tools.interop.importing.named_files import read_named_json
 from tools.interop.importing.shell_words import Word
 from tools.interop.importing.trainer_fsdp import add_fsdp
 
-LARGEST_CONFIG = 256 * 1024  # bytes
-LONGEST_NAME = 250  # letters of a file with its folders
 TRAINER = "Hugging Face's Trainer"
 LLAMA_FACTORY = "LLaMA-Factory"
 SWIFT = "ms-swift"
@@ -378,6 +376,8 @@ def _add_precision(settings: TrainerArguments) -> None:
         dtype = "fp16"
     elif settings.get("bf16"):
         dtype = dtype or "bf16"
+    if not dtype and draft.given("precision.compute"):
+        return  # accelerate's configuration says it
     settings.put("precision.compute", dtype or "fp32", "bf16", "fp16", "torch_dtype")
     if dtype:
         draft.notes.append(
@@ -448,32 +448,7 @@ def _json_of(
     settings: TrainerArguments, name: str, folder: Path, documents: Mapping[str, str]
 ) -> Mapping[str, Any]:
     """Return the JSON object of the file that an argument names, or {} and a problem."""
-    named = settings.get(name)
-    is_inline = named.startswith("{")
-    text = named if is_inline else documents.get(named) or _beside(folder, named)
-    why = "this file is not beside: give it too, as another FILE.json"
-    if text is not None:
-        try:
-            content = parse_json(text)
-        except (ValueError, RecursionError) as error:
-            why = f"is not JSON: {error}"
-        else:
-            if isinstance(content, dict):
-                return content
-            why = "is not a JSON object"
-    settings.draft.problems.append(f"{settings.said[name]}: {why}")
-    return {}
-
-
-def _beside(folder: Path, named: str) -> str | None:
-    """Return the text of a file in a folder or below it; None if it is not there."""
-    name = Path(named).name
-    if len(named) > LONGEST_NAME or re.search(r"[\0*?\[]", named):
-        return None
-    for path in (folder / named, folder / name, *folder.glob(f"*/{name}")):
-        is_within = path.resolve().is_relative_to(folder.resolve())
-        try:
-            return read_text(path, LARGEST_CONFIG) if is_within else None
-        except (OSError, ValueError):
-            continue
-    return None
+    content, problem = read_named_json(settings.get(name), folder, documents)
+    if problem:
+        settings.draft.problems.append(f"{settings.said[name]}: {problem}")
+    return content

@@ -22,6 +22,7 @@ HYBRID = "hybrid_"
 # keys of the configuration whose value says what is sharded, and those that offload
 RESHARDS = ("reshard_after_forward", "sharding_strategy")
 OFFLOADS = ("cpu_offload", "offload_params")
+OFFLOADS_ACTIVATIONS = "activation_checkpointing_offload"
 RECOMPUTES = "activation_checkpointing"
 # they choose how modules are wrapped, prefetched, loaded and saved
 _UNUSED = """
@@ -56,7 +57,7 @@ def add_fsdp(draft: Draft, said: str, text: str, config: Mapping[str, Any]) -> l
     for key, value in settings.items():
         if key in RESHARDS:
             strategies.append(_strategy(value))
-        elif key in (*OFFLOADS, *XLA):
+        elif key in (*OFFLOADS, *XLA, OFFLOADS_ACTIVATIONS):
             _refuse_if_on(draft, said, key, value)
         elif key == RECOMPUTES:
             if _is_on(value):
@@ -86,7 +87,11 @@ def _is_on(value: Any) -> bool:
 
 def _refuse_if_on(draft: Draft, said: str, key: str, value: Any) -> None:
     if _is_on(value):
-        why = NO_OFFLOADING if key in OFFLOADS else "runs train with torch's own collectives here"
+        why = "runs train with torch's own collectives here"
+        if key in OFFLOADS:
+            why = NO_OFFLOADING
+        elif key == OFFLOADS_ACTIVATIONS:
+            why = "activations stay on the device here: parallel.recompute=full keeps fewer"
         draft.problems.append(f"{said}: {key} = {value!r}: {why}")
 
 

@@ -41,8 +41,8 @@ def counted_whole_weights() -> Iterator[GatheredWeights]:
     start_gather = WeightBuffer.start_gather
     free = WeightBuffer.free
 
-    def counting(self: WeightBuffer, shards: Axis) -> None:
-        start_gather(self, shards)
+    def counting(self: WeightBuffer, shards: Axis, tag: int) -> None:
+        start_gather(self, shards, tag)
         if self.sharded:
             counted.add(self)
 

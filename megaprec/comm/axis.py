@@ -261,16 +261,18 @@ class Axis:
         work = _all_gather(flat, self.chunk(flat), group=self.group, async_op=True)
         return Pending([work], None)
 
-    def start_gather_from(self, own: Tensor, whole: Tensor) -> Callable[[], object]:
+    def start_gather_from(self, own: Tensor, whole: Tensor, tag: int = 0) -> Callable[[], object]:
         """Start an all-gather of this rank's `own` [n] into `whole` [size * n], in rank order.
 
+        tag: on CPU ranks only gathers with the same one are matched: ranks that gather different
+            tensors wait, and do not take each other's. NCCL matches them by order alone.
         Until the returned function has returned, do not write `own`, nor read or write `whole`.
         """
         own_chunk = self.chunk(whole)
         if self.group is None or not _on_cpu(whole):
             own_chunk.copy_(own)
             return self.start_gather_(whole)
-        wait = gloo.start_gather(own, self.rank, self.group, into=whole)
+        wait = gloo.start_gather(own, self.rank, self.group, into=whole, tag=tag)
         # while the transfers are under way
         own_chunk.copy_(own)
         return wait

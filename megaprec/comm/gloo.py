@@ -30,10 +30,12 @@ def start_gather(
     rank: int,
     group: dist.ProcessGroup,
     into: Tensor | None = None,
+    tag: int = 0,
 ) -> Finish:
     """Start an all-gather: [n, ...] on each rank becomes [size * n, ...] in rank order.
 
     into: the tensor that receives the result; `tensor` is then its chunk number `rank`.
+    tag: only gathers with the same one are matched.
     """
     size = group.size()
     full = into
@@ -41,7 +43,7 @@ def start_gather(
         full = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
     chunks = full.chunk(size)
     # The transfers are under way while this rank's own chunk is copied.
-    works = _exchange([tensor] * size, list(chunks), rank, group)
+    works = _exchange([tensor] * size, list(chunks), rank, group, tag)
     if into is None:
         chunks[rank].copy_(tensor)
     return Pending(works, full, keep=(tensor,))
@@ -174,17 +176,21 @@ def _exchange(
     incoming: list[Tensor],
     rank: int,
     group: dist.ProcessGroup,
+    tag: int = 0,
 ) -> list[dist.Work]:
     """Start to send outgoing[r] to each other rank r, and to receive incoming[r] from it.
 
     Tensors without elements are not sent; both sides know their sizes.
+    tag: only messages with the same one are matched.
     """
     works: list[dist.Work | None] = []
     for step in range(1, group.size()):  # each rank begins with a different neighbour
         destination = (rank + step) % group.size()
         source = (rank - step) % group.size()
         if incoming[source].numel():
-            works.append(dist.irecv(incoming[source], group=group, group_src=source))
+            received = incoming[source]
+            works.append(dist.irecv(received, group=group, group_src=source, tag=tag))
         if outgoing[destination].numel():
-            works.append(dist.isend(outgoing[destination], group=group, group_dst=destination))
+            sent = outgoing[destination]
+            works.append(dist.isend(sent, group=group, group_dst=destination, tag=tag))
     return [work for work in works if work is not None]

@@ -30,9 +30,13 @@ class _Ledger(NamedTuple):
 
 
 class Waits:
-    """The waits of one thread for other ranks. Any thread may read them."""
+    """The waits of one thread for other ranks. Any thread may read them.
+
+    awaited: what the thread waits for, in words, where it says so; "" elsewhere.
+    """
 
     def __init__(self) -> None:
+        self.awaited = ""
         self._ledger = _Ledger()  # replaced as a whole: a reader never sees a half of it
 
     def begin(self) -> None:
@@ -76,6 +80,20 @@ def noted(waits: Waits) -> Iterator[None]:
         yield
     finally:
         _waits.reset(token)
+
+
+@contextmanager
+def waiting_for(awaited: str) -> Iterator[None]:
+    """Note in words what the waits of this thread within the context are for."""
+    waits = _waits.get()
+    if waits is None:
+        yield
+        return
+    waits.awaited = awaited
+    try:
+        yield
+    finally:
+        waits.awaited = ""
 
 
 def wait_for(work: Transfer) -> None:

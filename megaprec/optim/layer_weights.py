@@ -20,7 +20,7 @@ directions. It has a process group of its own: ranks reduce gradients as they ar
 need not be in the same order beside the gathers.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, pairwise
@@ -28,7 +28,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megaprec.comm.layout import has_layout, layout_of
 from megaprec.comm.main_grad import watch_gradient
+from megaprec.comm.waiting import waiting_for
 from megaprec.optim.state.flat_buffer import Buffer
 from megaprec.optim.weight_units import Moment, WeightUnit, kept_buffers, weight_units
 from megaprec.torch_private import call_after_backward, is_backward_running
@@ -37,18 +39,34 @@ from megaprec.torch_private import call_after_backward, is_backward_running
 class _Unit:
     """A unit of weights with the buffers that hold them.
 
+    tags: of all buffers.
+
+    name: the logical name that its weights have in common, or that of the first.
     given_up: the buffers that have been read when the unit has run.
     previous, following: its neighbours in the forward pass; None at the ends.
     """
 
-    def __init__(self, unit: WeightUnit, buffers: Sequence[Buffer]) -> None:
+    def __init__(self, unit: WeightUnit, tags: Mapping[Buffer, int]) -> None:
+        self._tags = tags
+        self.name = _common_name(unit.parameters)
         self.entry = unit.entry
         self.moment = unit.moment
         self.previous: _Unit | None = None
         self.following: _Unit | None = None
         weights = set(unit.parameters)
-        self.buffers = [buffer for buffer in buffers if weights.intersection(buffer.parameters)]
+        self.buffers = [buffer for buffer in tags if weights.intersection(buffer.parameters)]
         self.given_up = self.buffers
+
+    def start(self) -> None:
+        """Start to gather the weights."""
+        for buffer in self.buffers:
+            buffer.start_gather_for_layer(self._tags[buffer])
+
+    def wait(self) -> None:
+        """Wait until the weights have arrived."""
+        with waiting_for(f"the weights of {self.name}"):
+            for buffer in self.buffers:
+                buffer.wait_for_weights()
 
 
 class LayerWeights:
@@ -77,8 +95,8 @@ class LayerWeights:
         self._awaited: dict[Buffer, set[nn.Parameter]] = {}
         self._is_end_awaited = False  # of a backward pass
         every = [buffer for chunk in chunks for buffer in chunk if buffer.shards_weights]
-        self._buffers = every
-        parts = [_linked_units(part, every) for part in model_parts]
+        self._tags = {buffer: tag for tag, buffer in enumerate(every, 1)}
+        parts = [_linked_units(part, self._tags) for part in model_parts]
         units_of_layers = [unit for unit in chain(*parts) if unit.moment is Moment.LAYER]
         layers = [unit.buffers for unit in units_of_layers]
         self._kept = kept_buffers(layers, _whole_bytes, keep_layers, keep_bytes)
@@ -124,7 +142,7 @@ class LayerWeights:
             self._free(read.given_up)
         self._gather(unit)
         if self._overlap and unit.following is not None:
-            _start(unit.following)
+            unit.following.start()
 
     def _after_layer(self, unit: _Unit, module: nn.Module, args: object, output: object) -> None:
         """Give up the weights of a layer until its backward pass."""
@@ -170,7 +188,7 @@ class LayerWeights:
         for unit in units:
             previous = unit.previous
             if previous is not None and previous.moment is Moment.LAYER:
-                _start(previous)
+                previous.start()
 
     def _on_gradient(self, buffer: Buffer, parameter: nn.Parameter) -> None:
         """Give up the weights of a buffer when its last gradient is complete."""
@@ -186,14 +204,13 @@ class LayerWeights:
         """Give up the weights of units of which a pass has not computed all gradients."""
         self._is_end_awaited = False
         self._awaited.clear()
-        self._free(self._buffers)
+        self._free(self._tags)
 
     def _gather(self, unit: _Unit) -> None:
-        _start(unit)
-        for buffer in unit.buffers:
-            buffer.wait_for_weights()
+        unit.start()
+        unit.wait()
 
-    def _free(self, buffers: Sequence[Buffer]) -> None:
+    def _free(self, buffers: Iterable[Buffer]) -> None:
         if self._holds_all:
             return
         for buffer in buffers:
@@ -204,23 +221,24 @@ class LayerWeights:
     def whole(self) -> Iterator[None]:
         """Gather all weights for a block, in which they may be read and written. Collective over
         the ranks that share them, at the beginning."""
-        for buffer in self._buffers:
-            buffer.start_gather_for_layer()
-        for buffer in self._buffers:
-            buffer.wait_for_weights()
+        for buffer, tag in self._tags.items():
+            buffer.start_gather_for_layer(tag)
+        with waiting_for("all weights"):
+            for buffer in self._tags:
+                buffer.wait_for_weights()
         self._holds_all = True
         try:
             yield
         finally:
             self._holds_all = False
-            for buffer in self._buffers:
+            for buffer in self._tags:
                 buffer.take_written_weights()
                 buffer.free_weights()
 
 
-def _linked_units(part: nn.Module, buffers: Sequence[Buffer]) -> list[_Unit]:
+def _linked_units(part: nn.Module, tags: Mapping[Buffer, int]) -> list[_Unit]:
     """Return the units of a model part that have sharded weights, each with its neighbours."""
-    units = [_Unit(unit, buffers) for unit in weight_units(part)]
+    units = [_Unit(unit, tags) for unit in weight_units(part)]
     units = [unit for unit in units if unit.buffers]
     for previous, following in pairwise(units):
         previous.following = following
@@ -241,9 +259,21 @@ def _buffers_of(units: Iterable[_Unit]) -> set[Buffer]:
     return set(chain.from_iterable(unit.buffers for unit in units))
 
 
-def _start(unit: _Unit) -> None:
-    for buffer in unit.buffers:
-        buffer.start_gather_for_layer()
+def _common_name(parameters: Sequence[nn.Parameter]) -> str:
+    """Return the parts that the logical names of parameters have in common, as layers.3, or the
+    name of the first and how many there are more."""
+    named = filter(has_layout, parameters)  # one that is frozen may have no name
+    names = [layout_of(parameter).parts[0].name for parameter in named]
+    if not names:
+        return "a frozen part"
+    common: list[str] = []
+    for parts in zip(*(name.split(".") for name in names), strict=False):
+        if len({*parts}) > 1:
+            break
+        common.append(parts[0])
+    if common:
+        return ".".join(common)
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:

@@ -93,6 +93,9 @@ class Beat:
         """Return the beat of this process now. calls: of its main thread, innermost first, if they
         were looked at."""
         waits = position.waits.under_way
+        doing = [in_words(position.action)]
+        if awaited := position.waits.awaited:
+            doing.append(f"waiting for {awaited}")
         at: list[str] = []
         if calls:
             in_transfer, at = summarize_calls(calls)
@@ -108,7 +111,7 @@ class Beat:
             beat=number,
             phase=position.phase.value,
             step=position.step,
-            doing=in_words(position.action),
+            doing=", ".join(doing),
             count=position.count,
             waits=waits,
             at=tuple(at),

@@ -109,7 +109,7 @@ def counted() -> Iterator[Traffic]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch.UntypedStorage, "resize_", counting_resize)
         note_calls(
-            patched, Axis, "start_gather_from", lambda axis, own, whole: traffic.gather(whole)
+            patched, Axis, "start_gather_from", lambda axis, own, whole, tag: traffic.gather(whole)
         )
         note_calls(
             patched, Axis, "start_scatter_sum_", lambda axis, whole: traffic.reduction(whole)

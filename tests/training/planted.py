@@ -10,8 +10,12 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from megaprec.diagnose.position import Position, in_words
+from models.decoder.layer import DecoderLayer
 from parallel import mesh
 from parallel.hangs import heartbeat, watchdog
 from tools.cli import main
@@ -20,6 +24,7 @@ from tools.cli import main
 LONG = 60.0
 NEWS = 1.0
 WINDOW = 4.0
+SKIPS = "leave out layer"  # and its number: the next time that the model comes to it
 ACTIONS = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "sleep": lambda: time.sleep(1e6),
@@ -34,6 +39,19 @@ ACTIONS = {
 SLOW = "slow"
 
 
+def leave_out(number: int) -> None:
+    """Have the model pass by a layer when it comes to it, once."""
+    call = DecoderLayer.__call__
+    num_called = 0
+
+    def passing_by(self: DecoderLayer, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal num_called
+        num_called += 1
+        return x if num_called == number + 1 else call(self, x, *args, **kwargs)
+
+    DecoderLayer.__call__ = passing_by
+
+
 def plant(ending: str, rank: str, phase: str, step: int, words: str, file: Path) -> None:
     """Has this rank do `ending`, once, if it is `rank`."""
     at = Position.note_action
@@ -45,7 +63,9 @@ def plant(ending: str, rank: str, phase: str, step: int, words: str, file: Path)
         there = self.phase == phase and when and in_words(action).startswith(words)
         if there and os.environ.get("RANK", "0") == rank and (again or not file.exists()):
             file.write_text(str(time.time()))
-            if again:
+            if ending.startswith(SKIPS):
+                leave_out(int(ending.removeprefix(SKIPS)))
+            elif again:
                 time.sleep(max(0.2, 3 * (time.monotonic() - self._since)))
             else:
                 ACTIONS[ending]()

@@ -176,6 +176,39 @@ def test_a_rank_that_hangs_is_named_and_all_ranks_are_out_in_time(
     assert len(ranks) == 4 and what[4] in ranks[what[1]]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layer", "others"), [(0, "layers.1"), (1, "final_norm.weight and 1 more")]
+)
+@pytest.mark.usefixtures("forked_python")
+def test_ranks_that_call_different_layers_name_the_weights_that_each_waits_for(
+    layer: int,
+    others: str,
+    pauses: Pauses,
+    run_file: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Layers have as many weights, so by order one rank would take those of the other's layer."""
+    monkeypatch.chdir(ROOT)
+    what = (f"leave out layer {layer}", 1, "step", 3, "forward of micro-batch 0")
+    keys = ["parallel.data=2", "parallel.zero=3", "model.tied=false"]
+    code = start_ranks(planted(run_file, tmp_path, what, *keys), 2, 1)
+    error = capfd.readouterr().err
+    assert (tmp_path / "planted").exists(), error
+    pauses.require_left(moment_of(tmp_path), TIMEOUT + slowest(tmp_path))
+    assert code == 1
+    last = error.splitlines()[-1]
+    assert "all ranks wait for each other" in last, error
+    waits = dict(re.findall(r"rank (\d) on [^;]*?, waiting for the weights of ([^,;]*)", last))
+    assert waits == {"0": f"layers.{layer}", "1": others}, last
+    assert cli.main(["diagnose", str(tmp_path / "run")]) == 0
+    _, *ranks = capfd.readouterr().out.splitlines()
+    for rank, weights in waits.items():
+        assert f"waiting for the weights of {weights}" in ranks[int(rank)]
+
+
 @pytest.mark.campaign
 @pytest.mark.parametrize("what", EVERYWHERE, ids=lambda what: "-".join(map(str, what)))
 @pytest.mark.usefixtures("forked_python")

@@ -618,10 +618,13 @@ class Buffer:
             return lambda: None
         return self.shards.start_gather_(bytes_if_codes(self.weights))
 
-    def start_gather_for_layer(self) -> None:
+    def start_gather_for_layer(self, tag: int) -> None:
         """Under ZeRO-3, start to all-gather the weights for a layer that will read them, unless
-        they are there or on their way. Collective over `shards`."""
-        self._weights.start_gather(self.shards)
+        they are there or on their way. Collective over `shards`.
+
+        tag: of this buffer, the same on all ranks, as in `Axis.start_gather_from`.
+        """
+        self._weights.start_gather(self.shards, tag)
 
     def wait_for_weights(self) -> None:
         """Wait for what `start_gather_for_layer` has started."""

@@ -65,12 +65,16 @@ class WeightBuffer:
             self.wait()
             self.own.copy_(self.whole[self._own_range])
 
-    def start_gather(self, shards: Axis) -> None:
-        """Start to all-gather the whole over `shards`, unless it is there or on its way."""
+    def start_gather(self, shards: Axis, tag: int = 0) -> None:
+        """Start to all-gather the whole over `shards`, unless it is there or on its way.
+
+        tag: as in `Axis.start_gather_from`.
+        """
         if self._has_memory:
             return
         self.make_room()
-        self._wait = shards.start_gather_from(bytes_if_codes(self.own), bytes_if_codes(self.whole))
+        own = bytes_if_codes(self.own)
+        self._wait = shards.start_gather_from(own, bytes_if_codes(self.whole), tag)
 
     def make_room(self) -> None:
         """Give the whole memory; its values are undefined."""

@@ -1,7 +1,8 @@
 """Replicas that share out the drawing of initial weights have the bits of one that draws all."""
 
 from dataclasses import replace
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from megaprec.comm.random import normal_part, normal_range
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
 from models.engine import shared_drawing
-from models.engine.engine import Engine
+from models.engine.engine import Engine, build_stages
 from models.engine.options import EngineOptions
 from models.engine.shared_drawing import draw_weights
 from models.parameter_counts import num_parameters
 from parallel.pipeline.kinds import schedule
+from tests.models.test_memory import allocations
 from tests.ranks import run_ranks
 
 LLAMA: dict[str, Any] = {
@@ -98,6 +100,50 @@ def test_each_replica_draws_its_share() -> None:
     norms = 5 * LLAMA["hidden"]  # ones, which nobody draws
     assert first + second == elements - norms
     assert abs(first - second) < 0.2 * elements
+
+
+class Start(NamedTuple):
+    """Bytes of tensors while a run with ZeRO-3 starts: when its stages are built, and at most later
+    beyond those that are held then; and of the weights of a layer and of the model in FP32."""
+
+    built: int
+    beyond: int
+    layer: int
+    model: int
+
+
+def start_of(mesh: DeviceMesh, model: dict[str, Any], blank: bool) -> Start:
+    """The start of a run, or of a loop of one's own, whose stages are not blank."""
+    options = EngineOptions(micro_batch=1, seq_length=8, seed=5, blank=blank)
+    config = ModelConfig(**model)
+    with allocations() as building:
+        stages = build_stages(config, plan("bf16"), mesh, schedule("1f1b", 1, 2), options)
+    with allocations() as later:
+        optimizer = stages.make_optimizer(shard_weights=True, shard_gradients=True)
+        if blank:
+            draw_weights(stages.by_number.values(), optimizer, 5)
+    buffers = optimizer.all_buffers()
+    held = sum(buffer.num_bytes() for buffer in buffers)
+    built = sum(building)
+    beyond = built + max(accumulate(later)) - held
+    return Start(
+        built, beyond, max(4 * buffer.size for buffer in buffers), 4 * num_parameters(config)
+    )
+
+
+@pytest.mark.slow
+def test_no_rank_of_zero_3_has_the_whole_model_when_a_run_starts() -> None:
+    model = {**LLAMA, "hidden": 64, "ffn": 96}
+    deep, deeper = (
+        run_ranks(start_of, {"dp": 2}, model={**model, "layers": layers}, blank=True)
+        for layers in (24, 48)
+    )
+    for fewer, more in zip(deep, deeper, strict=True):
+        assert more.built < more.layer / 100
+        assert more.beyond < fewer.beyond + fewer.layer
+    # a loop of one's own builds it whole first
+    for start in run_ranks(start_of, {"dp": 2}, model={**model, "layers": 24}, blank=False):
+        assert start.built >= start.model
 
 
 @pytest.mark.parametrize("dim", [None, 0, 1, 2])

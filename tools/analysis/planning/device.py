@@ -16,7 +16,7 @@ from models.estimate.gpus import GPU, GPUS, gpu_named
 from models.estimate.storage import Device
 from tools.analysis.planning.memory import PROCESS
 from tools.config.run_file import RunConfig
-from tools.config.tables.sizes import parse_size
+from tools.config.tables.table import parse_size
 
 RESERVED = 0.05  # of a device's memory: for CUDA, NCCL and gaps between tensors
 

@@ -21,7 +21,6 @@ from megaprec.optim.rules.update_rules import AdamW
 from models.engine.options import QKClip
 from parallel.activation_checkpoint import RecomputedModule
 from parallel.pipeline.kinds import KINDS
-from tools.config.tables.sizes import bytes_of, checked_size
 from tools.config.tables.table import (
     MAX_RANKS,
     MAX_SIZE,
@@ -29,6 +28,8 @@ from tools.config.tables.table import (
     FilePath,
     Place,
     Table,
+    bytes_of,
+    checked_size,
     default_of,
 )
 

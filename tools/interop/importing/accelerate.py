@@ -124,9 +124,12 @@ def _leaves(content: Mapping[str, Any]) -> list[tuple[str, Any]]:
 def _add_layout(config: AccelerateConfig, kind: str) -> None:
     """Add the axes: what parallelism_config names, and replicas of it for the other ranks."""
     config.ranks = config.count("num_processes")
-    tensor, context = config.size("tp"), config.size("cp")
-    replicate_key, shard_key = f"{AXES}dp_replicate_size", f"{AXES}dp_shard_size"
-    copies, shards = config.size("dp_replicate"), config.size("dp_shard")
+    tensor = config.size("tp")
+    context = config.size("cp")
+    replicate_key = f"{AXES}dp_replicate_size"
+    shard_key = f"{AXES}dp_shard_size"
+    copies = config.size("dp_replicate")
+    shards = config.size("dp_shard")
     draft = config.draft
     has_axes = any(key.startswith(AXES) for key in config.values)
     if has_axes:

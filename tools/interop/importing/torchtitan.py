@@ -183,7 +183,8 @@ def add_torchtitan(
 
 def _add_model(settings: TitanSettings) -> None:
     draft = settings.draft
-    name, flavor = settings.get("model.name"), settings.get("model.flavor")
+    name = settings.get("model.name")
+    flavor = settings.get("model.flavor")
     if name == "qwen3" and flavor in QWEN3:
         settings.put("model.preset", f"qwen3-{flavor.lower()}", "model.name", "model.flavor")
         return
@@ -291,7 +292,8 @@ def _add_batch(settings: TitanSettings) -> None:
     if "training.batch_size" in settings.values:
         local_name = "training.batch_size"
     local = settings.get(local_name)
-    micro, name = local, local_name
+    micro = local
+    name = local_name
     if settings.get("parallelism.pipeline_parallel_degree") > 1:
         name = "parallelism.pipeline_parallel_microbatch_size"
         micro = settings.get(name)
@@ -407,7 +409,7 @@ def _add_recomputation(settings: TitanSettings) -> None:
         settings.put("parallel.recompute_fraction", 1 / int(option), option_name)
         settings.draft.notes.append(
             f"{settings.origin(option_name)}: torchtitan recomputes each layer of that number, "
-            "megaprec as many, the first of each stage"
+            "and the run here as many, the first of each stage"
         )
     else:
         why = "none, full and selective are read: parallel.recompute=... beside gives one"

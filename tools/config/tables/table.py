@@ -58,8 +58,8 @@ def default_of(function: Callable[..., Any], argument: str) -> Any:
 
 
 def parse_size(text: str) -> tuple[int, str] | None:
-    """Return the bytes of a size such as 80GB (10^9 bytes) or 79.6GiB (2^30), and its unit as it was
-    written, which may be "" for bytes. None if the text is no size."""
+    """Return the bytes of a size such as 80GB (10^9 bytes) or 79.6GiB (2^30), and its unit as it
+    was written, which may be "" for bytes. None if the text is no size."""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
     if not match or match[2].upper() not in UNITS or not 0 < float(match[1]) < 10**18:
         return None

@@ -90,10 +90,9 @@ def waiting_for(awaited: str) -> Iterator[None]:
         yield
         return
     waits.awaited = awaited
-    try:
-        yield
-    finally:
-        waits.awaited = ""
+    yield
+    # not after an error, of which the record of this rank then says what was awaited
+    waits.awaited = ""
 
 
 def wait_for(work: Transfer) -> None:

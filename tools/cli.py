@@ -167,8 +167,13 @@ def _path_values(args: argparse.Namespace) -> Iterator[Path]:
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are lines of bounded length, as those of `UserError` are."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # argparse takes -5 for a value and -5GB for an option; no option of ours begins so
+        self._negative_number_matcher = re.compile(r"-\.?\d")
+
     def error(self, message: str) -> NoReturn:
-        error = UserError(message)
+        error = UserError(message + _hint_at_dashes(message))
         if _tell_program(error):
             self.exit(2)
         super().error(str(error))
@@ -198,6 +203,13 @@ class _ParserOfAll(_Parser):
         formatter.end_section()
         formatter.add_text(self.epilog)
         return formatter.format_help()
+
+
+def _hint_at_dashes(message: str) -> str:
+    """Return how a value that begins with a dash is written, for argparse's message about an option
+    without a value; "" for other messages."""
+    option = re.fullmatch(r"argument (?:-\w/)?(--[\w-]+): expected one argument", message)
+    return f'; a value that begins with "-" is written {option[1]}=VALUE' if option else ""
 
 
 def parser_of_all() -> argparse.ArgumentParser:

@@ -27,7 +27,7 @@ from parallel.described_world import require_consistent, slurm_environment
 from tools.commands.table import COMMANDS, GROUPS, Command
 from tools.console.json_output import to_json
 from tools.console.streams import guard_streams
-from tools.parts.optional_parts import part
+from tools.parts import optional_parts
 from tools.training.ends import EXIT_CODES, ON_PURPOSE, Stopped, as_user_error
 from tools.training.launched import is_consequence, is_local_rank, prints_own_failure
 
@@ -108,7 +108,7 @@ def _run(args: argparse.Namespace) -> int:
 def _code_of_failure(error: Exception, args: argparse.Namespace) -> int:
     """Print an error that is the user's, and return its exit code; raise any other again."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:  # of a rank
-        part("note_failure")(error)
+        optional_parts.note_failure(error)
     cause = as_user_error(error)
     # where a rank was short of memory, its launcher may start it again, and its traceback says
     if isinstance(error, MemoryError) and not is_local_rank():

@@ -13,10 +13,9 @@ gradient):
     dualpipe-v   2              (p - 1)(F + I - W) / 2   p + 1/2
 
 The little more of interleaved schedules is there if p does not divide m. The idle time of
-dualpipe-v is that for F = I = W; if I is longer than W it is a little more. DeepSeek says
-(p - 1)(F&B + B - 3 W) of stages half as large, where F&B is a forward and a backward at the same
-time, whose result leaves at the end of both. Here a forward sends its result before the backward
-begins.
+dualpipe-v is that for F = I = W. DeepSeek says (p - 1)(F&B + B - 3 W) of stages half as large,
+where F&B is a forward and a backward at the same time, whose results leave at the end of both. Here
+a forward sends its result before the backward begins.
 """
 
 from collections.abc import Callable, Mapping

@@ -46,9 +46,10 @@ class Muon(Stateless):
     elementwise only in B; `update_` is that of `adamw`.
 
     per_head: the rows of each head (`Part.heads`) are a matrix [m, n] of their own, in O and in the
-    factor, so that no head's update hangs on how large the gradients of others are. Projections to
-    queries, keys, values, their gates, and from latents to these have heads; that from heads to the
-    output is a whole, as in Kimi K3 (arXiv 2607.24653, section 2.5) and GLM-5 (arXiv 2602.15763).
+    factor, so that no head's update depends on how large the gradients of others are. Projections
+    to queries, keys, values, their gates, and from latents to these have heads; that from heads to
+    the output is a whole, as in Kimi K3 (arXiv 2607.24653, section 2.5) and GLM-5 (arXiv
+    2602.15763).
     """
 
     momentum: float = 0.95

@@ -316,7 +316,7 @@ def _muon_lines(optimizer: ParallelAMPOptimizer) -> Iterator[str]:
     counts = f"{len(matrices)} in number"
     if update_rule.per_head:
         num_by_head = sum(update_rule.matrices_of(part).count > 1 for part in matrices)
-        counts += f" and {num_by_head} of them head by head"
+        counts += f" ({num_by_head} of them head by head)"
     yield (
         f"muon       matrices with {size:,} parameters on rank 0, {counts}, "
         f"iterated in {dtype}; AdamW updates {names_left_out}"

@@ -197,7 +197,13 @@ class Layout:
 
 def attach(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
     """Attach `layout` to `parameter` and return the parameter. Raises ValueError if the shapes
-    disagree."""
+    disagree, or if heads do not divide the rows."""
+    for part in layout.parts:
+        if part.heads > 1 and part.shape[0] % part.heads:
+            raise ValueError(
+                f"{part.name}: {part.shape[0]} rows cannot be shared out evenly among "
+                f"{part.heads} heads"
+            )
     expected: tuple[int, ...] = ()
     if parameter.dim():  # parts are stacked along dim 0
         num_rows = sum(part.padded[0] for part in layout.parts)

@@ -53,8 +53,8 @@ class ScheduleKind:
         computes.
     held: the largest number of micro-batches whose activations, of all its stages, a rank holds.
     chunks: stages on each rank; with any_chunks that of no other wish.
-    splits_backward: whether input and weight gradients are instructions of their own, of which the
-        weight gradients are placed by their cost.
+    splits_backward: whether input and weight gradients, of all micro-batches or of some, are
+        instructions of their own; the builder may place weight gradients by their cost.
     keeps_all: whether a rank holds the activations of all micro-batches at once.
     is_1f1b: whether it is 1F1B over one or several stages a rank, which a planner may exchange.
     until_regular, period: numbers of micro-batches, of the number of ranks: after so many the

@@ -137,6 +137,12 @@ def test_a_head_with_small_gradients_moves_as_far_as_the_others() -> None:
 # --- what is refused
 
 
+def test_heads_that_do_not_divide_the_rows_are_refused_with_the_layout() -> None:
+    layout = Layout((Part("query.weight", (32, 8), heads=5),))
+    with pytest.raises(ValueError, match=r"query.weight: 32 rows .* 5 heads"):
+        attach(nn.Parameter(torch.zeros(32, 8)), layout)
+
+
 def without_heads(mesh: Any) -> str:
     net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
     attach_whole(net)

@@ -11,7 +11,7 @@ values far above 1. Its shorter side is the left one of each product, so that th
 are small.
 
 Several matrices of one shape, those of the heads of a projection, are iterated together: each
-product is then one batched product, which on a GPU takes a fraction of the time of many small ones.
+product is then one batched product, which a GPU launches once and not once for each head.
 """
 
 from typing import NamedTuple

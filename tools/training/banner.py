@@ -313,8 +313,12 @@ def _muon_lines(optimizer: ParallelAMPOptimizer) -> Iterator[str]:
     names_left_out = first_of([part.name for part in left_out], MAX_LEFT_OUT) or "nothing"
     size = sum(prod(part.shape) for part in matrices)
     dtype = dtype_name(update_rule.iteration_dtype(optimizer.plan.masters))
+    counts = f"{len(matrices)} in number"
+    if update_rule.per_head:
+        num_by_head = sum(update_rule.matrices_of(part).count > 1 for part in matrices)
+        counts += f" ({num_by_head} of them head by head)"
     yield (
-        f"muon       matrices with {size:,} parameters on rank 0, {len(matrices)} in number, "
+        f"muon       matrices with {size:,} parameters on rank 0, {counts}, "
         f"iterated in {dtype}; AdamW updates {names_left_out}"
     )
 

@@ -1,5 +1,5 @@
-"""What few models and layouts have: a function or class is loaded when a model has it, and its
-module with it.
+"""The door to what few models and layouts have: a function or class is loaded when a model has it,
+and its module with it.
 
 A dense decoder with plain attention loads no mixture of experts, no latent attention and no layer
 with a recurrent state.

@@ -1,4 +1,5 @@
-"""What few uses need: a function or class is loaded when it is asked for, and its module with it.
+"""The door to what few uses need: a function or class is loaded when it is asked for, and its
+module with it.
 
 A plain run loads neither the planner nor converters nor other systems' dialects, and knows all of
 them by their names here: `optional_parts.print_plan(...)`.

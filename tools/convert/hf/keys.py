@@ -41,6 +41,8 @@ _KIND_OF_KEY: dict[str, type] = {
     "experts_per_token": int,
     "moe_latent_size": int,
     "rotary_dim": int,
+    "num_global_key_value_heads": int,
+    "per_layer_config": dict,
     "n_routed_experts": int,
     "n_shared_experts": int,
     "embedding_initializer_range": float,

@@ -398,7 +398,7 @@ class ModelConfig(ModelFields):
         """
         model = self.kind_of_layer(number)
         # Heads of layers without the window go by its layers already.
-        if self._has_global_heads:
+        if self.has_global_heads:
             return model
         # Without window_layers the window, if there is one, is that of all layers.
         if self.window_layers and number not in self.window_layers:
@@ -431,7 +431,7 @@ class ModelConfig(ModelFields):
         return self.model_copy(update={"latent": NO_LATENT}) if self.latent else self
 
     @property
-    def _has_global_heads(self) -> bool:
+    def has_global_heads(self) -> bool:
         """Return True if layers without the window have heads of their own."""
         sizes = self.global_head_dim or self.global_kv_heads
         return bool(sizes) or self.global_key_as_value
@@ -476,7 +476,7 @@ class ModelConfig(ModelFields):
             mamba = self.mamba if letter == "M" else NO_MAMBA
             return kind.model_copy(update={"hybrid_pattern": letter, "mamba": mamba})
         kind = self.dense if number in self.dense_layers else self
-        if self._has_global_heads:
+        if self.has_global_heads:
             return kind.windowed if number in self.window_layers else kind.unwindowed
         return kind.recurring if number in self.delta_layers else kind.attending
 
@@ -588,7 +588,7 @@ class ModelConfig(ModelFields):
     @property
     def _layers_by_kind(self) -> "LayersByKind":
         """Return the layers that are of another kind than most, by what they are."""
-        beside_global_heads = self.window_layers if self._has_global_heads else ()
+        beside_global_heads = self.window_layers if self.has_global_heads else ()
         return self.dense_layers, self.delta_layers, beside_global_heads
 
     @property

@@ -21,6 +21,12 @@ def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes | dict(head_shapes(model))
 
 
+def is_never_trained(name: str) -> bool:
+    """Return True for the logical name of a tensor that no run trains: the number of a layer
+    (`ModelConfig.layer_scalar`), which begins at 1."""
+    return name.endswith(".scalar")
+
+
 def shapes_before_layers(model: ModelConfig) -> NamedShapes:
     """Yield the tensors in front of the first layer."""
     yield "embedding.weight", (model.vocab, model.hidden)

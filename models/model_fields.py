@@ -271,8 +271,8 @@ class ModelFields(BaseModel):
             f"Feed-forward: with a gate {_named(gated=True)}, without {_named(gated=False)}; relu2 "
             "is the square of relu, geglu and gelu are in the tanh approximation, xielu learns two "
             "numbers for each layer; default: swiglu, for gpt2 gelu, for gpt_neox gelu_exact, for "
-            "gemma2, gemma3 and gemma4 geglu, for gpt_oss swiglu_clamped, for nemotron_h, arcee and "
-            "nanochat relu2, for apertus xielu."
+            "gemma2, gemma3 and gemma4 geglu, for gpt_oss swiglu_clamped, for nemotron_h, arcee "
+            "and nanochat relu2, for apertus xielu."
         ),
     )
     swiglu_alpha: float = Field(
@@ -456,8 +456,8 @@ class ModelFields(BaseModel):
         strict=False,
         description=(
             'Scaling of rotary positions to longer sequences, such as {kind = "linear", factor = '
-            "2.0}; kinds: none, linear, dynamic, llama3, yarn and proportional, with Hugging Face's "
-            "keys."
+            "2.0}; kinds: none, linear, dynamic, llama3, yarn and proportional, with Hugging "
+            "Face's keys."
         ),
     )
     window_rope_base: float = Field(
@@ -482,9 +482,9 @@ class ModelFields(BaseModel):
         gt=0,
         description=(
             "Attention scores are divided by the square root of this number; default: "
-            "model.head_dim, for gemma4 1, times model.head_dim / model.mup_base_head_dim if that is given; with "
-            "model.latent and rope_scaling.mscale_all_dim this divided by the fourth power of "
-            "yarn's factor."
+            "model.head_dim, for gemma4 1, times model.head_dim / model.mup_base_head_dim if that "
+            "is given; with model.latent and rope_scaling.mscale_all_dim this divided by the "
+            "fourth power of yarn's factor."
         ),
     )
     attention_sinks: bool = Field(

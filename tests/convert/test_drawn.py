@@ -19,7 +19,7 @@ transformers: Any = pytest.importorskip(
     exc_type=ImportError,
 )
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
-SEEDS = range(630)
+SEEDS = range(660)
 LENGTH = 30
 BOUND = 1e-5  # of the largest difference, relative to the largest logit
 
@@ -38,6 +38,8 @@ def made(config: dict[str, Any]) -> Any:
         for name, values in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 values.copy_(0.1 * torch.randn(values.shape, generator=dice))
+            if name.endswith("layer_scalar"):
+                values.copy_(0.5 + torch.rand(values.shape, generator=dice))
     return model.eval()
 
 

@@ -94,6 +94,8 @@ AFTER = {
 AROUND = {"pre_feedforward_layernorm": "mlp_norm", **AFTER}
 NORMS = {"olmo2": AFTER, "olmo3": AFTER, "gemma2": AROUND, "gemma3_text": AROUND, "exaone4": AFTER}
 NORMS["gemma4_text"] = AROUND
+# What stands in buffers there, by the ends of their names.
+BUFFERS = {"e_score_correction_bias": "mlp.router.correction", "layer_scalar": "scalar"}
 
 
 def logical(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -187,10 +189,8 @@ def _of_two_branches(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Ten
                     f"{layer}mlp.experts.{n}.gate.weight": gate,
                     f"{layer}mlp.experts.{n}.up.weight": up,
                 }
-        elif kind == "layer_scalar":
-            ours[f"{layer}scalar"] = tensor
-        elif kind == "e_score_correction_bias":
-            ours[f"{layer}mlp.router.correction"] = tensor
+        elif kind in BUFFERS:
+            ours[f"{layer}{BUFFERS[kind]}"] = tensor
         elif name == "mlp.experts.down_proj":
             ours |= {
                 f"{layer}mlp.experts.{n}.down.weight": expert for n, expert in enumerate(tensor)

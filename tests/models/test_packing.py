@@ -85,6 +85,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "window_layers": [0],
         "window_rope_base": 50.0,
     },
+    "gemma4": {
+        "family": "gemma4",
+        "kv_heads": 2,
+        "head_dim": 6,
+        "global_head_dim": 10,
+        "global_kv_heads": 1,
+        "global_key_as_value": True,
+        "window": 4,
+        "window_layers": [0],
+        "window_rope_base": 50.0,
+        "rope_scaling": {"kind": "proportional", "fraction": 0.5},
+    },
     "deepseek_v3": {
         "family": "deepseek_v3",
         "latent": {"query_rank": 9, "kv_rank": 7, "rope_dim": 4, "nope_dim": 3, "value_dim": 5},

@@ -16,6 +16,7 @@ from tools.convert.hf.windows import by_layer_type
 
 _LAYERS = rope_by_layer(by_layer_type(pattern=6, unused_window=512), is_proportional=True)
 _PER_LAYER = "per_layer_config"
+_HEADS = ("head_dim", "num_key_value_heads")
 # Keys of parts that are not known here: what they are, and the values of models without them.
 _UNKNOWN_PARTS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "hidden_size_per_layer_input": ("embeddings that each layer reads besides", (0, None)),
@@ -69,7 +70,7 @@ def _global_heads(config: ConfigKeys, layers: list[int]) -> tuple[int, int]:
         # Its class reads their number only where values are keys.
         if config["attention_k_eq_v"] and stated_kv_heads is not None:
             kv_heads = stated_kv_heads
-        return config.above_zero("global_head_dim"), kv_heads
+        return config["global_head_dim"], kv_heads
     own = _heads_of_layers(by_layer, layers)
     head_dim = own.get("head_dim", config["head_dim"])
     kv_heads = own.get("num_key_value_heads", kv_heads)
@@ -80,15 +81,15 @@ def _global_heads(config: ConfigKeys, layers: list[int]) -> tuple[int, int]:
 
 
 def _heads_of_layers(by_layer: Any, layers: list[int]) -> Mapping[str, int]:
-    """Return what per_layer_config says of each of the layers without the window. Raises UserError
-    unless it says the same of all of them, and nothing of others."""
-    tables = list(by_layer.values())
-    names = {str(layer) for layer in layers}
-    is_known = set(by_layer) == names and all(table == tables[0] for table in tables)
-    if not is_known or set(tables[0]) - {"head_dim", "num_key_value_heads"}:
+    """Return what per_layer_config says of each of the layers without the window, which may be
+    nothing. Raises UserError unless it says the same of all of them, and nothing of others."""
+    names = [str(layer) for layer in layers]
+    tables = [by_layer.get(name, {}) for name in names]
+    are_alike = all(table == tables[0] for table in tables)
+    if set(by_layer) - set(names) or not are_alike or set(tables[0]) - set(_HEADS):
         raise UserError.of("convert.hf_gemma4_per_layer", layers=layers, value=short(by_layer))
     for key, value in tables[0].items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if type(value) is not int or value < 1:
             raise UserError(wrong_value(f"{_PER_LAYER}.{key}", value, "a whole number above 0"))
     return tables[0]
 

@@ -222,11 +222,14 @@ def _scaling_keys(model: ModelConfig) -> Fields | None:
         name = "partial_rotary_factor" if key == "fraction" else key
         # 0 is not given; max_position_embeddings says the original length of dynamic ones.
         value = getattr(scaling, key)
-        if value and not (key == ORIGINAL and scaling.kind == "dynamic"):
+        is_elsewhere = key == ORIGINAL and scaling.kind == "dynamic"
+        says_nothing = scaling.kind == _PROPORTIONAL and value == 1
+        if value and not is_elsewhere and not says_nothing:
             parameters[name] = value
     if not scaling.truncate:
         parameters["truncate"] = False
-    return {"rope_type": scaling.kind, **parameters} if parameters else None
+    is_proportional = scaling.kind == _PROPORTIONAL
+    return {"rope_type": scaling.kind, **parameters} if parameters or is_proportional else None
 
 
 def _newer_parameters(model: ModelConfig) -> Fields:
@@ -327,8 +330,9 @@ def rope_by_layer(
     def write(model: ModelConfig) -> Json:
         full = _newer_parameters(model)
         windowed = full
-        if model.window_rope_base:
-            windowed = {**DEFAULT, "rope_theta": model.window_rope_base}
+        # Of proportional ones the class makes no table for layers with the window.
+        if model.window_rope_base or is_proportional:
+            windowed = {**DEFAULT, "rope_theta": model.window_rope_base or model.rope_base}
         config = {**windows.write(model), **_write(model)}
         if is_proportional:
             # no keys of its class

@@ -940,7 +940,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma4_text": _gemma4("Gemma4ForCausalLM"),
     # of the size without image towers: it computes the same, and is written as the other
-    "gemma4_unified_text": _gemma4("Gemma4UnifiedForCausalLM", sliding_window=1024),
+    "gemma4_unified_text": _gemma4(
+        "Gemma4UnifiedForCausalLM",
+        max_position_embeddings=262_144,
+        sliding_window=1024,
+        use_bidirectional_attention="vision",
+    ),
     "glm4_moe": Family(
         ours="glm4_moe",
         architecture="Glm4MoeForCausalLM",

@@ -23,7 +23,7 @@ _PROPORTIONAL = "proportional"  # in Gemma 4 alone
 ROPE_TYPES = tuple(name for name in PARAMETERS if name not in ("none", _PROPORTIONAL))
 _TYPE_KEYS = ("rope_type", "type")  # names of the same key; the second is that of older files
 # model_type of families that turn layers with the window in their own way
-BY_LAYER = ("olmo3", "gemma3_text")
+BY_LAYER = ("olmo3", "gemma3_text", "gemma4_text", "gemma4_unified_text")
 # Which pairs turn by the time, the height or the width of a place in an image. Of a token of text
 # the three are one number, so that it does not matter which pair turns by which.
 KEYS_OF_IMAGES = ("mrope_section", "mrope_interleaved")
@@ -317,6 +317,8 @@ def rope_by_layer(
             window_base = config[window_base_key]
         elif is_proportional:
             window_base = GEMMA4_PARAMETERS["sliding_attention"]["rope_theta"]
+            # which its class would take for tables of all layers
+            require(config["rope_scaling"], "rope_scaling", (None,))
             if config["rope_parameters"] is None:
                 config.stated["rope_parameters"] = dict(GEMMA4_PARAMETERS)
         else:

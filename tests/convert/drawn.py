@@ -147,16 +147,12 @@ def _gemma4(dice: Random, config: dict[str, Any]) -> dict[str, Any]:
     """Return parts that some models of Gemma 4 have, and heads of layers without the window."""
     keys = {
         "hidden_size_per_layer_input": dice.choice((0, 0, 0, 0, 0, 6)),
-        "num_kv_shared_layers": dice.choice((0, 0, 0, 0, 0, 1)),
         "final_logit_softcapping": dice.choice((None, 2.0)),
         "attention_k_eq_v": dice.random() < 0.5,
         "num_global_key_value_heads": dice.choice((None, 1, config["num_key_value_heads"])),
         "global_head_dim": dice.choice((4, 8, 12, 16)),
         "use_bidirectional_attention": dice.choice((None, "vision")),
     }
-    # Its class shares keys and values of both kinds of layers.
-    if set(config["layer_types"]) != {"full_attention"} or config["num_hidden_layers"] < 2:
-        keys["num_kv_shared_layers"] = 0
     if config["model_type"] == "gemma4_unified_text":
         del keys["hidden_size_per_layer_input"]
     return keys
@@ -187,7 +183,7 @@ def _further_biases(dice: Random, kind: str) -> dict[str, Any]:
 
 def _factors(dice: Random, kind: str) -> dict[str, Any]:
     """Return factors of scores, and Granite's others."""
-    if kind.startswith("gemma"):
+    if kind in ("gemma2", "gemma3_text"):
         return {"query_pre_attn_scalar": dice.randint(3, 20)}
     if not kind.startswith("granite"):
         return {}

@@ -942,6 +942,7 @@ FAMILIES: dict[str, Family] = {
     # of the size without image towers: it computes the same, and is written as the other
     "gemma4_unified_text": _gemma4(
         "Gemma4UnifiedForCausalLM",
+        hidden_size_per_layer_input=0,  # no key of its class, whose models have none
         max_position_embeddings=262_144,
         sliding_window=1024,
         use_bidirectional_attention="vision",

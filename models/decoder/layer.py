@@ -95,7 +95,8 @@ class DecoderLayer(nn.Module):
         # Frozen before an optimizer is made, like what `models.decoder.frozen` freezes.
         self.scalar: nn.Parameter | None = None
         if config.layer_scalar:
-            self.scalar = vector(context, f"{name}.scalar", 1, 1.0).requires_grad_(False)
+            self.scalar = vector(context, f"{name}.scalar", 1, 1.0)
+            self.scalar.requires_grad_(False)
         self.mlp: MLP | MixtureOfExperts | None = None
         if config.has_feed_forward:
             self.mlp_norm = self._make_norm("mlp_norm", before and not config.shared_norm)

@@ -294,7 +294,10 @@ class ModelConfig(ModelFields):
                     value=json.dumps(value),
                     required=json.dumps(required_value),
                 )
-        for key in (*_ALIKE_LAYERS, "mtp_layers", "latent", "delta_net", "dense_layers"):
+        # A module has a layer as the model's last, which has one branch alone here.
+        if self.mtp_layers:
+            yield Problem.of("model.hybrid_mtp", mtp_layers=self.mtp_layers, last=pattern[-1])
+        for key in (*_ALIKE_LAYERS, "latent", "delta_net", "dense_layers"):
             if getattr(self, key):
                 yield Problem.of("model.hybrid_beside", key=key)
 

@@ -219,6 +219,11 @@ class ModelConfig(ModelFields):
                 yield Problem.of("model.global_heads_beside", key=key, given=given[0])
         if sizes and self.positions == "rope" and self.window and not self.window_rope_base:
             yield Problem.of("model.global_heads_rope", key=sizes[0])
+        rotary_dims = self.unwindowed.rotary_dims
+        if self.global_head_dim and self.positions == "rope" and rotary_dims % 2:
+            yield Problem.of(
+                "model.global_head_dim_rope", value=self.global_head_dim, rotary_dims=rotary_dims
+            )
         if self.global_kv_heads and self.heads % self.global_kv_heads:
             yield Problem.of("model.global_kv_heads", value=self.global_kv_heads, heads=self.heads)
 

@@ -91,6 +91,14 @@ def test_embeddings_that_each_layer_reads_are_there_unless_the_file_says_not() -
     assert from_hugging_face(unified) == from_hugging_face(SMALL)
 
 
+@pytest.mark.parametrize(("key", "wrong"), [("partial_rotary_factor", 0), ("factor", 0.5)])
+def test_proportional_positions_that_no_model_has_are_refused(key: str, wrong: float) -> None:
+    full = {"rope_type": "proportional", "rope_theta": 50.0, key: wrong}
+    tables = {"full_attention": full, "sliding_attention": {"rope_theta": 7.0}}
+    with pytest.raises(UserError, match=str(wrong)):
+        from_hugging_face({**SMALL, "rope_parameters": tables})
+
+
 def test_a_last_layer_with_the_window_is_refused_for_its_class_gives_it_none() -> None:
     with raises("convert.hf_gemma4_last_layer", layer=3):
         from_hugging_face({**SMALL, "layer_types": ["sliding_attention"] * 4})
@@ -117,6 +125,7 @@ def test_the_text_model_inside_one_of_several_inputs_is_read(kind: str) -> None:
         ({"window_layers": [], "window": 0}, "model.global_heads_unused"),
         ({"window_rope_base": 0.0}, "model.global_heads_rope"),
         ({"global_kv_heads": 3}, "model.global_kv_heads"),
+        ({"global_head_dim": 7}, "model.global_head_dim_rope"),
         ({"mup_base_hidden": 12}, "model.global_heads_beside"),
         (
             {"global_head_dim": 0, "global_kv_heads": 0, "window_layers": []},

@@ -24,6 +24,7 @@ from models.decoder.stages import Stage
 from models.engine.engine import Engine, build_stages
 from models.engine.options import EngineOptions
 from models.engine.passes import Share
+from models.logical_shapes import is_never_trained
 from parallel.context import Context
 from parallel.pipeline.kinds import schedule
 from tests import oracle, runs
@@ -198,7 +199,10 @@ def weights_of(config: ModelConfig) -> oracle.Weights:
 
 def one_by_one(config: ModelConfig, share: Share) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of the plain model, each document run by itself."""
-    w = {name: value.clone().requires_grad_() for name, value in weights_of(config).items()}
+    w = {
+        name: value.clone().requires_grad_(not is_never_trained(name))
+        for name, value in weights_of(config).items()
+    }
     assert share.mask is not None and share.packing.documents is not None
     total = torch.zeros((), dtype=torch.float64)
     for tokens, targets, mask, documents in zip(

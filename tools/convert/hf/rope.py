@@ -386,10 +386,12 @@ def _read_by_layer(
 
 def _proportional_fields(parameters: dict[str, Any]) -> Fields:
     """Return our fields of proportional rope parameters, where a part of the pairs turns."""
+    factor = parameters.pop("factor", None)
+    fraction = parameters.pop("partial_rotary_factor", None)
     scaling = {
         "kind": _PROPORTIONAL,
-        "factor": float(parameters.pop("factor", None) or 1.0),
-        "fraction": float(parameters.pop("partial_rotary_factor", None) or 1.0),
+        "factor": 1.0 if factor is None else float(factor),
+        "fraction": 1.0 if fraction is None else float(fraction),
     }
     base = parameters.pop("rope_theta", None)
     if base is None:

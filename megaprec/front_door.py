@@ -1,4 +1,4 @@
-"""Front doors of packages: what they export is loaded when it is first used.
+"""Front doors of packages: what they export is loaded when it is asked for.
 
 Importing any module of a package imports its front door first. A door that loaded all that it
 exports would load the optimizer, checkpoints and pipelines for whoever wants one small module.
@@ -17,25 +17,25 @@ HOME = Path(__file__).resolve().parents[1]
 PACKAGES = ("megaprec", "parallel", "models", "tools")
 
 
-def front_door(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a package whose `__init__.py` imports what it exports
-    under `if TYPE_CHECKING:`, where type checkers, editors and this function read it."""
+def front_door(door: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` of the module `door`, which imports what it exports
+    under `if TYPE_CHECKING:`, where type checkers, editors and this function read it.
+
+    Only a package's `__init__.py` and the `optional_parts.py` of tools and models are doors.
+    """
 
     @cache
     def places() -> dict[str, tuple[str, str]]:
-        return exports_of(Path(str(sys.modules[package].__file__)))
+        return exports_of(Path(str(sys.modules[door].__file__)))
 
     def load(name: str) -> Any:
         if name.startswith("__") or name not in places():
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise AttributeError(f"module {door!r} has no attribute {name!r}")
         module, name_there = places()[name]
-        value = getattr(_imported(module), name_there)
-        # found there from now on
-        setattr(sys.modules[package], name, value)
-        return value
+        return getattr(_imported(module), name_there)
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *places()})
+        return sorted({*vars(sys.modules[door]), *places()})
 
     return load, names
 

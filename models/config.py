@@ -103,6 +103,9 @@ class ModelConfig(ModelFields):
                 heads=self.heads,
                 divisors=", ".join(divisors),
             )
+        yield from self._position_problems()
+
+    def _position_problems(self) -> Iterator[Problem]:
         if self.rope_scaling.query_beta and (self.latent or self.window_rope_base):
             yield Problem.of("model.query_beta_beside", value=self.rope_scaling.query_beta)
         sets_rotary = self.rope_scaling.kind != "none" or self.rotary_fraction != 1

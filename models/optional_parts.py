@@ -1,27 +1,23 @@
-"""The table of what few models and layouts have: each is loaded when a model has it.
+"""The door to what few models and layouts have: a function or class is loaded when a model has it,
+and its module with it.
 
 A dense decoder with plain attention loads no mixture of experts, no latent attention and no layer
 with a recurrent state.
 """
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
-PARTS = {
-    "AttentionLogits": "models.engine.attention_logits",
-    "LatentAttention": "models.attention.latent_attention",
-    "GatedDeltaNet": "models.recurrent.gated_delta_net",
-    "KimiDeltaAttention": "models.recurrent.kimi_delta_attention",
-    "MambaMixer": "models.recurrent.mamba_mixer",
-    "MixtureOfExperts": "models.feed_forward.moe",
-    "require_nvfp4_layers": "models.nvfp4_models",
-    "SourceSums": "models.engine.source_sums",
-    "attend_over_ranks": "models.attention.context_parallel",
-}
-"""The modules that define classes and functions, by the name of each."""
+from megaprec.front_door import front_door
 
+if TYPE_CHECKING:
+    from models.attention.context_parallel import attend_over_ranks
+    from models.attention.latent_attention import LatentAttention
+    from models.engine.attention_logits import AttentionLogits
+    from models.engine.source_sums import SourceSums
+    from models.feed_forward.moe import MixtureOfExperts
+    from models.nvfp4_models import require_nvfp4_layers
+    from models.recurrent.gated_delta_net import GatedDeltaNet
+    from models.recurrent.kimi_delta_attention import KimiDeltaAttention
+    from models.recurrent.mamba_mixer import MambaMixer
 
-def part(name: str) -> Any:
-    """Return the class or function of a name in PARTS; import its module if that has not been
-    done."""
-    return getattr(import_module(PARTS[name]), name)
+__getattr__, __dir__ = front_door(__name__)

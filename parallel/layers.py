@@ -36,11 +36,13 @@ class Rows:
 
     shards: the number of slices over tp, if it is smaller than the number of ranks (key/value
         heads); None: one slice per rank.
+    heads: that it projects to, whose rows lie one head after the other; 1: its rows belong to none.
     """
 
     name: str
     rows: int
     shards: int | None = None
+    heads: int = 1
 
 
 class ColumnParallelLinear(nn.Module):
@@ -95,6 +97,7 @@ class ColumnParallelLinear(nn.Module):
                     0,
                     tp,
                     matrix.shards,
+                    matrix.heads,
                 )
             )
             bias_parts.append(

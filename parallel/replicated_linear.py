@@ -31,7 +31,13 @@ class ReplicatedLinear(nn.Module):
         partial_gradients = context.cut_sequence
         # Cut along no dimension: every tp rank has all rows.
         weights = [
-            Part.cut(f"{matrix.name}.weight", (matrix.rows, input_size), None, context.tp)
+            Part.cut(
+                f"{matrix.name}.weight",
+                (matrix.rows, input_size),
+                None,
+                context.tp,
+                heads=matrix.heads,
+            )
             for matrix in stack
         ]
         self.weight = parameter(context, weights, std, partial_gradients)

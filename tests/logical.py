@@ -59,6 +59,8 @@ MODEL = (  # so long that half of a buffer ends in the middle of a parameter
     Kind((("head.bias", (5,), 0, None),), (1,)),
     Kind((("scale", (), None, None),), (1,)),
 )
+# of what is cut into heads; elsewhere 1
+HEADS = {"query.weight": 4, "key.weight": 2, "value.weight": 2}
 SHAPES = {name: shape for kind in MODEL for name, shape, _, _ in kind.parts}
 LAYOUTS = [{"dp": 2}, {"tp": 2}, {"pp": 2}]
 
@@ -140,7 +142,7 @@ def make_part(mesh: DeviceMesh | None, dtype: torch.dtype = torch.float32) -> nn
         if pp.rank not in stages:
             continue
         parts = tuple(
-            Part.cut(name, shape, dim, tp, most and min(most, tp.size))
+            Part.cut(name, shape, dim, tp, most and min(most, tp.size), HEADS.get(name, 1))
             for name, shape, dim, most in kind.parts
         )
         rows = [initial(part.name, dtype) for part in parts]

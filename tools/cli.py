@@ -27,7 +27,7 @@ from parallel.described_world import require_consistent, slurm_environment
 from tools.commands.table import COMMANDS, GROUPS, Command
 from tools.console.json_output import to_json
 from tools.console.streams import guard_streams
-from tools.parts.optional_parts import part
+from tools.parts import optional_parts
 from tools.training.ends import EXIT_CODES, ON_PURPOSE, Stopped, as_user_error
 from tools.training.launched import is_consequence, is_local_rank, prints_own_failure
 
@@ -108,7 +108,7 @@ def _run(args: argparse.Namespace) -> int:
 def _code_of_failure(error: Exception, args: argparse.Namespace) -> int:
     """Print an error that is the user's, and return its exit code; raise any other again."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:  # of a rank
-        part("note_failure")(error)
+        optional_parts.note_failure(error)
     cause = as_user_error(error)
     # where a rank was short of memory, its launcher may start it again, and its traceback says
     if isinstance(error, MemoryError) and not is_local_rank():
@@ -167,8 +167,13 @@ def _path_values(args: argparse.Namespace) -> Iterator[Path]:
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are lines of bounded length, as those of `UserError` are."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # argparse takes -5 for a value and -5GB for an option; no option of ours begins so
+        self._negative_number_matcher = re.compile(r"-\.?\d")
+
     def error(self, message: str) -> NoReturn:
-        error = UserError(message)
+        error = UserError(message + _hint_at_dashes(message))
         if _tell_program(error):
             self.exit(2)
         super().error(str(error))
@@ -198,6 +203,13 @@ class _ParserOfAll(_Parser):
         formatter.end_section()
         formatter.add_text(self.epilog)
         return formatter.format_help()
+
+
+def _hint_at_dashes(message: str) -> str:
+    """Return how a value that begins with a dash is written, for argparse's message about an option
+    without a value; "" for other messages."""
+    option = re.fullmatch(r"argument (?:-\w/)?(--[\w-]+): expected one argument", message)
+    return f'; a value that begins with "-" is written {option[1]}=VALUE' if option else ""
 
 
 def parser_of_all() -> argparse.ArgumentParser:

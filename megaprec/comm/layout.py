@@ -53,6 +53,8 @@ class Part:
     copy: index of this rank among them; the rank with copy 0 counts the slice in norms and writes
         it to checkpoints.
     growth: of the logical tensor, under muP.
+    heads: of a matrix, the heads that it projects to, whose rows lie one head after the other, as
+        many for each. 1: one head, or features that belong to none.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Part:
     copies: int = 1
     copy: int = 0
     growth: Growth = field(default=AS_BASE, compare=False)
+    heads: int = field(default=1, compare=False)
 
     @staticmethod
     def cut(
@@ -71,11 +74,13 @@ class Part:
         dim: int | None,
         tp: Axis,
         shards: int | None = None,
+        heads: int = 1,
     ) -> "Part":
         """Return the slice of rank `tp.rank`.
 
         shards: if smaller than tp.size, neighbouring ranks have the same slice (fewer key/value
             heads than ranks).
+        heads: of the logical tensor.
         """
         shards = 1 if dim is None else (shards or tp.size)
         if tp.size % shards:
@@ -92,6 +97,7 @@ class Part:
             tp.rank // copies,
             copies,
             tp.rank % copies,
+            heads=heads,
         )
 
     @property
@@ -191,7 +197,13 @@ class Layout:
 
 def attach(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
     """Attach `layout` to `parameter` and return the parameter. Raises ValueError if the shapes
-    disagree."""
+    disagree, or if heads do not divide the rows."""
+    for part in layout.parts:
+        if part.heads > 1 and part.shape[0] % part.heads:
+            raise ValueError(
+                f"{part.name}: {part.shape[0]} rows cannot be shared out evenly among "
+                f"{part.heads} heads"
+            )
     expected: tuple[int, ...] = ()
     if parameter.dim():  # parts are stacked along dim 0
         num_rows = sum(part.padded[0] for part in layout.parts)

@@ -155,6 +155,7 @@ def _part_of(parameter: DTensor) -> Part:
         copies=copies,
         copy=copy,
         growth=full.growth,
+        heads=full.heads,
     )
 
 

@@ -110,7 +110,8 @@ class Gemm:
 
 
 def product(a: Tensor, b: Tensor, tf32: bool = False) -> Tensor:
-    """Return a @ b, [m, k] @ [k, n] -> [m, n], in the dtype of the factors."""
+    """Return a @ b, [m, k] @ [k, n] -> [m, n], in the dtype of the factors, or each product of as
+    many matrices, [count, m, k] @ [count, k, n]."""
     if slow_half(a):
         return (a.float() @ b.float()).to(a.dtype)
     if tf32 and lacks_tf32(a):  # a GPU's own switches are set already
@@ -125,9 +126,11 @@ def sum_with_product(
     beta: float,
     alpha: float,
 ) -> Tensor:
-    """Return beta * base + alpha * a @ b, rounded once to the dtype of the factors."""
+    """Return beta * base + alpha * a @ b, rounded once to the dtype of the factors. Each tensor is
+    a matrix, or as many of them: [count, m, k] and so on."""
+    add_product = torch.addmm if a.dim() == 2 else torch.baddbmm
     if slow_half(a):
-        wide = torch.addmm(
+        wide = add_product(
             base.float(),
             a.float(),
             b.float(),
@@ -135,7 +138,7 @@ def sum_with_product(
             alpha=alpha,
         )
         return wide.to(a.dtype)
-    return torch.addmm(base, a, b, beta=beta, alpha=alpha)
+    return add_product(base, a, b, beta=beta, alpha=alpha)
 
 
 @contextmanager

@@ -70,14 +70,14 @@ class Attention(nn.Module):
         width = config.heads * config.head_dim
         kv_width = config.kv_heads * config.head_dim
         stack = [
-            Rows(f"{name}.query", width),
-            Rows(f"{name}.key", kv_width, kv_shards),
+            Rows(f"{name}.query", width, heads=config.heads),
+            Rows(f"{name}.key", kv_width, kv_shards, config.kv_heads),
         ]
         if not config.global_key_as_value:
-            stack.append(Rows(f"{name}.value", kv_width, kv_shards))
+            stack.append(Rows(f"{name}.value", kv_width, kv_shards, config.kv_heads))
         num_heads = len(stack)
         if config.attention_gate:
-            stack.append(Rows(f"{name}.gate", width))
+            stack.append(Rows(f"{name}.gate", width, heads=config.heads))
         widths = [matrix.rows // (matrix.shards or context.tp.size) for matrix in stack]
         # Of query, key and value, or of query and key alone, and of the gate after them.
         self.local_widths = widths[:num_heads]

@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaprec.precision.gemm import slow_bf16, slow_half
+from models import optional_parts
 from models.attention import bf16_products, cpu_fused, flash_windows, sink_attention
 from models.attention.flash_windows import Documents
 from models.attention.packing import causal_mask
 from models.attention.partial import AttentionRule
 from models.config import ModelConfig
-from models.optional_parts import part
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, attention_dropout
 from parallel.linear import Widen
@@ -271,7 +271,7 @@ def _over_ranks(
     scale = config.attention_scalar**-0.5 if inputs.scale is None else inputs.scale
     drop = partial(_drop_weights, inputs) if inputs.dropout else None
     rule = AttentionRule(scale, config.window, inputs.mask, drop, config.attention_softcap)
-    return part("attend_over_ranks")(
+    return optional_parts.attend_over_ranks(
         query=query,
         key=key,
         value=value,

@@ -98,7 +98,7 @@ class LatentAttention(Attention):
         query_width = config.heads * sizes.head_dim
         # Latents lie whole on every rank; hidden states lie as in any layer of the model.
         if sizes.query_rank:
-            query = Rows(f"{name}.query_up", query_width)
+            query = Rows(f"{name}.query_up", query_width, heads=config.heads)
             self.query = ColumnParallelLinear(
                 context,
                 sizes.query_rank,
@@ -108,11 +108,11 @@ class LatentAttention(Attention):
                 input_layout=InputLayout.OWN,
             )
         else:
-            query = Rows(f"{name}.query", query_width)
+            query = Rows(f"{name}.query", query_width, heads=config.heads)
             self.query = ColumnParallelLinear(context, config.hidden, [query], bias=False, std=std)
         stack = [
-            Rows(f"{name}.key_up", config.heads * sizes.nope_dim),
-            Rows(f"{name}.value_up", config.heads * sizes.value_dim),
+            Rows(f"{name}.key_up", config.heads * sizes.nope_dim, heads=config.heads),
+            Rows(f"{name}.value_up", config.heads * sizes.value_dim, heads=config.heads),
         ]
         self.key_value = ColumnParallelLinear(
             context,

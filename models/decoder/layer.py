@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from models import optional_parts
 from models.attention.attention import Attention
 from models.attention.flash_windows import Documents
 from models.attention.regions import RegionNorm, add_norm
 from models.attention.rope import RotaryTables
 from models.config import ModelConfig
 from models.feed_forward.mlp import MLP
-from models.optional_parts import part
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, dropout, note_microbatch
 from parallel.norms import LayerNorm, RMSNorm, vector
@@ -100,7 +100,7 @@ class DecoderLayer(nn.Module):
         self.mlp: MLP | MixtureOfExperts | None = None
         if config.has_feed_forward:
             self.mlp_norm = self._make_norm("mlp_norm", before and not config.shared_norm)
-            feed_forward = part("MixtureOfExperts") if config.experts else MLP
+            feed_forward = optional_parts.MixtureOfExperts if config.experts else MLP
             self.mlp = feed_forward(config, context, f"{name}.mlp", layer)
             self.mlp_post_norm = self._make_norm("mlp_post_norm", after)
 

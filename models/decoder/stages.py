@@ -90,6 +90,7 @@ from torch import Tensor, nn
 
 from megaprec.comm.layout import Part, layout_of
 from megaprec.precision.rounding import nearest
+from models import optional_parts
 from models.attention.attention import Attention
 from models.attention.flash_windows import Documents
 from models.attention.kernels import softcap
@@ -99,7 +100,6 @@ from models.config import ModelConfig
 from models.decoder.layer import DecoderLayer, make_norm
 from models.decoder.mtp import MTPBatch, PredictionModule
 from models.mup import note_growth
-from models.optional_parts import part
 from models.rope_scaling import RopeScaling
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, dropout
@@ -155,7 +155,7 @@ class Stage(nn.Module):
         super().__init__()
         recipe = context.plan.fp8
         if recipe is not None and recipe.scales.four_bits:
-            part("require_nvfp4_layers")(config)
+            optional_parts.require_nvfp4_layers(config)
         self.config = config
         self.context = context
         self.cut = cut
@@ -234,7 +234,7 @@ class Stage(nn.Module):
 
     def _kind(self, name: str) -> Any:
         """Return the class of a kind of layers."""
-        return self.own_kinds.get(name) or part(name)
+        return self.own_kinds.get(name) or getattr(optional_parts, name)
 
     def _make_embedding(self, tied: tuple[int, ...]) -> VocabParallelEmbedding:
         return VocabParallelEmbedding(

@@ -34,6 +34,7 @@ from megaprec.optim.decision.step_report import (
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.patterns import require_used
 from megaprec.precision.plan import PrecisionPlan
+from models import optional_parts
 from models.attention.context_limits import require_divisible_context
 from models.config import ModelConfig
 from models.decoder.cutting import MakeStage, build, cuts
@@ -45,7 +46,6 @@ from models.engine.passes import Passes, PassState, Share
 from models.engine.replay import trace_offenders
 from models.engine.step_sums import StepSums
 from models.feed_forward.dispatch import spread_experts
-from models.optional_parts import part
 from models.recurrent.kernel_choice import KernelSetting, refused_kernels
 from parallel.context import Context
 from parallel.fp32_marks import compute_marked_in_fp32
@@ -520,7 +520,7 @@ def _attention_logits(
     options = rank_stages.options
     if not options.attention_logits and options.qk_clip is None:
         return None
-    return part("AttentionLogits")(
+    return optional_parts.AttentionLogits(
         rank_stages.config,
         rank_stages.by_number.values(),
         optimizer.world,

@@ -21,13 +21,13 @@ from megaprec.diagnose.position import Position
 from megaprec.errors import Problem, UserError
 from megaprec.fp8.state import FP8State
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from models import optional_parts
 from models.attention.packing import UNPACKED, Packing
 from models.config import ModelConfig
 from models.decoder.mtp import MTPBatch, make_mtp_batch
 from models.decoder.stages import Stage
 from models.decoder.token_count import TokenCount, count_tokens
 from models.feed_forward.router_tally import round_to
-from models.optional_parts import part
 from parallel.dropout import MicrobatchInfo
 from parallel.pipeline.executor import Executor, PassObserver, StageHooks
 from parallel.pipeline.instructions import (
@@ -283,7 +283,7 @@ class Passes:
         source_sums = None
         if step is not None and share.sources is not None:
             sources = share.sources
-            source_sums = part("SourceSums")(sources.numbers, sources.count, device)
+            source_sums = optional_parts.SourceSums(sources.numbers, sources.count, device)
         return PassState(
             share=local,
             token_count=token_count,

@@ -22,7 +22,7 @@ from megaprec.optim.model_buffers import Moments, bucket_elements, buckets
 from megaprec.optim.ranks import sharing_replicas
 from megaprec.optim.rules.muon.matrix_exchange import owners_of
 from megaprec.optim.rules.muon.matrix_updates import held_span_of
-from megaprec.optim.rules.muon.newton_schulz import iteration_flops, orthogonalized
+from megaprec.optim.rules.muon.newton_schulz import MatrixStack, orthogonalized
 from megaprec.optim.rules.muon.rule import MUON_MOMENTUM, Muon, moments_of
 from megaprec.optim.rules.update_rules import UpdateRule
 from megaprec.optim.state.flat_buffer import BLOCK, EMA, Buffer, GradReduction, Kept, param_dtype
@@ -478,47 +478,59 @@ def _muon_peak(
     if not by_muon:
         return 0
     ranks = sharding.tp * sharding.dp
-    shapes = list[tuple[int, ...]]()
+    stacks: list[MatrixStack] = []
     num_given = 0  # elements that the rank gives to the owners of matrices
     num_returned = 0  # elements of one buffer's pieces, at most
     for buffer in by_muon:
-        by_tensor = {piece.part.name: piece.part.shape for piece in buffer.pieces}
+        by_tensor = {piece.part.name: rule.matrices_of(piece.part) for piece in buffer.pieces}
         # Other ranks of the stage hold as many other experts.
-        shapes += [*by_tensor.values()] * (sharding.expert if buffer.holds_experts else 1)
+        stacks += [*by_tensor.values()] * (sharding.expert if buffer.holds_experts else 1)
         runs = [held_span_of(buffer, piece, 0, 0) for piece in buffer.pieces]
         num_given += sum(run.num_sent for run in runs)
         num_returned = max(num_returned, sum(run.stop - run.start for run in runs))
 
-    owned = _most_owned(shapes, rule, ranks)
+    owned = _most_owned(stacks, rule, ranks)
     # The peak is on the way to the owners, in an iteration, or on the way back.
-    largest = max(shapes, key=prod)
+    largest = max(prod(stack) for stack in stacks)
     dtype = rule.iteration_dtype(plan.masters)
     largest_block = max(_block_elements(buffer, block) for buffer in by_muon)
-    tile = min(prod(largest), largest_block)
+    tile = min(largest, largest_block)
     # One rank alone receives what it gives, without a copy.
     copies = 2 if ranks > 1 else 1
-    to_owners = num_given + owned * copies + prod(largest)
+    to_owners = num_given + owned * copies + largest
     back = owned + num_returned * copies
     travelling = max(to_owners, back) * dtype.itemsize
     wide_tile = 4 * torch.float32.itemsize * tile  # four numbers for each element
     updating = (max(num_given, owned) + num_returned) * dtype.itemsize + wide_tile
-    with torch.device("meta"), LiveMemory() as live:
-        # the second step needs as much memory as each later one
-        orthogonalized(torch.empty(largest, dtype=dtype), steps=2)
-    iterating = owned * dtype.itemsize + live.peak
+    iterating = owned * dtype.itemsize + _iteration_peak(stacks, dtype)
     return max(travelling, updating, iterating)
 
 
+def _iteration_peak(stacks: Iterable[MatrixStack], dtype: torch.dtype) -> int:
+    """Return the bytes that one orthogonalization of these adds, at most."""
+    # by number: heads of a larger matrix may take less than a smaller one as a whole
+    largest: dict[int, MatrixStack] = {}
+    for stack in stacks:
+        largest[stack.count] = max(stack, largest.get(stack.count, stack), key=prod)
+    peaks: list[int] = []
+    for stack in largest.values():
+        with torch.device("meta"), LiveMemory() as live:
+            # the second step needs as much memory as each later one
+            orthogonalized(stack.apart(torch.empty(stack.whole, dtype=dtype)), steps=2)
+        peaks.append(live.peak)
+    return max(peaks)
+
+
 def _most_owned(
-    shapes: Sequence[tuple[int, ...]],
+    stacks: Sequence[MatrixStack],
     rule: Muon,
     ranks: int,
 ) -> int:
     """Return the elements of the matrices that one of `ranks` ranks iterates, at most."""
-    owners = owners_of([iteration_flops(shape, rule.ns_steps) for shape in shapes], ranks)
+    owners = owners_of([stack.flops(rule.ns_steps) for stack in stacks], ranks)
     elements = [0] * ranks
-    for shape, owner in zip(shapes, owners, strict=True):
-        elements[owner] += prod(shape)
+    for stack, owner in zip(stacks, owners, strict=True):
+        elements[owner] += prod(stack)
     return max(elements)
 
 

@@ -65,9 +65,9 @@ class GatedDeltaNet(RecurrentMixer):
         # Ranks beyond the number of heads of keys hold the same ones as their neighbours.
         key_shards = min(context.tp.size, sizes.key_heads)
         convolved = [
-            Rows(f"{name}.query", sizes.key_width, key_shards),
-            Rows(f"{name}.key", sizes.key_width, key_shards),
-            Rows(f"{name}.value", sizes.value_width),
+            Rows(f"{name}.query", sizes.key_width, key_shards, sizes.key_heads),
+            Rows(f"{name}.key", sizes.key_width, key_shards, sizes.key_heads),
+            Rows(f"{name}.value", sizes.value_width, heads=sizes.value_heads),
         ]
         stack = [*convolved, *self._rows_beside(name, sizes)]
         heads = (sizes.key_heads, sizes.key_heads, sizes.value_heads)
@@ -86,7 +86,7 @@ class GatedDeltaNet(RecurrentMixer):
     def _rows_beside(name: str, sizes: DeltaNet) -> list[Rows]:
         """Return the matrices that are projected with those of queries, keys and values."""
         return [
-            Rows(f"{name}.gate", sizes.value_width),
+            Rows(f"{name}.gate", sizes.value_width, heads=sizes.value_heads),
             Rows(f"{name}.strength", sizes.value_heads),
             Rows(f"{name}.decay", sizes.value_heads),
         ]

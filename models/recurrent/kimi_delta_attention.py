@@ -82,7 +82,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         return ColumnParallelLinear(
             self.context,
             self.config.delta_net.gate_rank,
-            [Rows(name, width)],
+            [Rows(name, width, heads=self.config.delta_net.value_heads)],
             bias=False,
             std=std,
             input_layout=InputLayout.OWN,

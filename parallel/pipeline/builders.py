@@ -6,7 +6,9 @@ computed as early as possible. Weight gradients, which no stage waits for, fill 
 rank would idle (Qi, Wan, Huang and Lin, "Zero bubble pipeline parallelism", 2023). They need enough
 micro-batches: m >= p for zb-h1, m >= 2 p - 1 for the other two. In interleaved schedules the stages
 are assigned to ranks round-robin (Narayanan et al., 2021). In zb-v they go down the ranks and up
-again, so that the first and the last stage lie on rank 0.
+again, so that the first and the last stage lie on rank 0. So they do in dualpipe-v, which has
+phases of its own and splits some backwards only (DeepSeek-V3, arXiv 2412.19437; the V half of it is
+of github.com/deepseek-ai/DualPipe).
 """
 
 from collections import Counter, deque
@@ -136,6 +138,28 @@ def zb_v(
     return complete(filled, rank_of_stage)
 
 
+def dualpipe_v(
+    ranks: int,
+    microbatches: int,
+    chunks: int = 2,
+    cost: Cost = equal,
+) -> Schedule:
+    """Return DualPipeV, in which stages s and 2 * ranks - 1 - s share a rank, as in zb-v.
+
+    A steady rank runs a forward of one stage and a backward of the other in turn. DeepSeek's
+    kernels run the two at the same time, so that the exchanges of one go on beside the products of
+    the other; here the forward ends before the backward begins. The phases need as many
+    micro-batches as there are stages. With fewer, the instructions of those that are not there are
+    left out.
+    """
+    numbered = max(microbatches, 2 * ranks)
+    orders: list[Order] = []
+    for rank in range(ranks):
+        order = _dualpipe_v_order(rank, ranks, numbered)
+        orders.append([each for each in order if each.microbatch < microbatches])
+    return complete(orders, [*range(ranks), *reversed(range(ranks))])
+
+
 def _alternate(
     stage: int,
     microbatches: int,
@@ -214,6 +238,63 @@ def _v_order(
         order.append(Instruction(op, stage, next_microbatch[op, stage]))
         next_microbatch[op, stage] += 1
     return [instruction for instruction in order if instruction.microbatch < microbatches]
+
+
+def _dualpipe_v_order(
+    rank: int,
+    ranks: int,
+    microbatches: int,
+) -> Order:
+    """Return the computations of one rank of DualPipeV in order.
+
+    microbatches: at least as many as there are stages.
+
+    A weight gradient is that of the oldest input gradient which still lacks one.
+    """
+    forward_down = (Op.FORWARD, rank)
+    forward_up = (Op.FORWARD, 2 * ranks - 1 - rank)
+    backward_down = (Op.BACKWARD, rank)
+    backward_up = (Op.BACKWARD, 2 * ranks - 1 - rank)
+    input_down = (Op.BACKWARD_INPUT, rank)
+    input_up = (Op.BACKWARD_INPUT, 2 * ranks - 1 - rank)
+    weight = (Op.BACKWARD_WEIGHT, -1)  # of the stage of its input gradient
+    behind = ranks - 1 - rank  # ranks that a micro-batch comes to before it turns
+    # until the first micro-batch has gone down the ranks behind this one and up again
+    pattern = [forward_down] * (2 * behind)
+    pattern += [forward_down, forward_up] * (rank + 1)
+    # until gradients come back to the downward stage: those that the rank before waits for
+    pattern += [input_up, weight, forward_up] * behind
+    # the pairs that DeepSeek overlaps
+    num_steady = microbatches - 2 * ranks + rank + 1
+    pattern += [forward_down, backward_up, forward_up, backward_down] * num_steady
+    pattern += [backward_up, forward_up, backward_down] * behind
+    # the second half is split, so that its input gradients reach the ranks before sooner
+    half = rank + 1
+    pattern += ([backward_up, backward_down] * half)[:half]
+    pattern += ([input_up, input_down] * half)[half:]
+    pattern += [weight, input_down] * behind
+    pattern += [weight] * half
+    return _numbered(pattern)
+
+
+def _numbered(pattern: Sequence[tuple[Op, int]]) -> Order:
+    """Return operations of stages with their micro-batches, of each stage in ascending order. A
+    weight gradient has the stage and the micro-batch of the oldest input gradient without one."""
+    order: Order = []
+    num_forwards = Counter[int]()
+    num_backwards = Counter[int]()
+    waiting: deque[Instruction] = deque()
+    for op, stage in pattern:
+        if op is Op.BACKWARD_WEIGHT:
+            order.append(waiting.popleft()._replace(op=op))
+            continue
+        counts = num_forwards if op is Op.FORWARD else num_backwards
+        instruction = Instruction(op, stage, counts[stage])
+        counts[stage] += 1
+        order.append(instruction)
+        if op is Op.BACKWARD_INPUT:
+            waiting.append(instruction)
+    return order
 
 
 def fill(

@@ -10,8 +10,12 @@ gradient):
     zb-h1        1              (p - 1)(F + I - W)       p
     zb-h2        1              (p - 1)(F + I - 2 W)     2 p - 1
     zb-v         2              0 (F = I = W)            p
+    dualpipe-v   2              (p - 1)(F + I - W) / 2   p + 1/2
 
-The little more of interleaved schedules is there if p does not divide m.
+The little more of interleaved schedules is there if p does not divide m. The idle time of
+dualpipe-v is that for F = I = W. DeepSeek says (p - 1)(F&B + B - 3 W) of stages half as large,
+where F&B is a forward and a backward at the same time, whose results leave at the end of both. Here
+a forward sends its result before the backward begins.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,6 +23,7 @@ from dataclasses import dataclass
 
 from megaprec.errors import Problem, UserError
 from parallel.pipeline.builders import (
+    dualpipe_v,
     equal,
     gpipe,
     interleaved,
@@ -48,8 +53,8 @@ class ScheduleKind:
         computes.
     held: the largest number of micro-batches whose activations, of all its stages, a rank holds.
     chunks: stages on each rank; with any_chunks that of no other wish.
-    splits_backward: whether input and weight gradients are instructions of their own, of which the
-        weight gradients are placed by their cost.
+    splits_backward: whether input and weight gradients, of all micro-batches or of some, are
+        instructions of their own; the builder may place weight gradients by their cost.
     keeps_all: whether a rank holds the activations of all micro-batches at once.
     is_1f1b: whether it is 1F1B over one or several stages a rank, which a planner may exchange.
     until_regular, period: numbers of micro-batches, of the number of ranks: after so many the
@@ -118,6 +123,16 @@ KINDS: Mapping[str, ScheduleKind] = {
     ),
     "zb-v": ScheduleKind(
         zb_v, bubble=Formula("0", lambda s: 0.0), held=_DEPTH, chunks=2, splits_backward=True
+    ),
+    "dualpipe-v": ScheduleKind(
+        dualpipe_v,
+        bubble=Formula(
+            "(p - 1)(F + I - W) / (2 m (F + I + W))",
+            lambda s: (s.p - 1) * (s.F + s.I - s.W) / (2 * s.work),
+        ),
+        held=Formula("p + 1/2", lambda s: min(s.p + 0.5, s.m)),
+        chunks=2,
+        splits_backward=True,
     ),
 }
 

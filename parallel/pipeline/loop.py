@@ -45,7 +45,7 @@ class Pipeline:
     one.
 
     stages: the stages of this pipeline rank, in order; one for most schedules, two or more for
-        "interleaved" and "zb-v".
+        "interleaved", "zb-v" and "dualpipe-v".
     optimizer: built over the same stages. It may average or sum gradients over dp.
     loss_fn: (output of the last stage, targets) -> the loss of each target, a tensor of the shape
         of `targets`.

@@ -111,6 +111,33 @@ def test_an_argument_that_is_empty_is_refused_and_not_taken_for_none_or_for_this
 
 
 @pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("plan run.toml --gpu-memory -5GB", "--gpu-memory -5GB: give a size such as 80GB"),
+        ("plan run.toml --ranks -3", "--ranks -3: give a number from 1"),
+        ("generate model --prompt -hello", 'begins with "-" is written --prompt=VALUE'),
+        ("plan run.toml --output -o.toml", 'begins with "-" is written --output=VALUE'),
+    ],
+)
+def test_a_value_that_begins_with_a_dash_is_read_or_told_how_to_write(
+    line: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    demo = Path(__file__).parents[2] / "examples" / "demo.toml"
+    Path("run.toml").write_text(demo.read_text())
+    try:
+        code = main(line.split())
+    except SystemExit as end:  # argparse's own errors
+        code = end.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("words", "there", "not_there"),
     [
         (["lr"], {"lr.peak", "lr.unit"}, {"train.steps", "precision.reduce"}),

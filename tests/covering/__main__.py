@@ -17,6 +17,7 @@ import torch
 import tests.ranks
 from tests.covering import precisions
 from tests.covering.array import Array, Combination, Row, combinations_of
+from tests.covering.equal_rows import equal_rows, keep_equal_row
 from tests.covering.options import DEFAULT, NEEDED
 from tests.covering.trial import (
     Outcome,
@@ -77,7 +78,9 @@ def main() -> int:
         help="only triples with one of these values; may be repeated",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kept", type=Path, help="file of the rows that were tried")
+    parser.add_argument(
+        "--kept", type=Path, help="file of rows with other verdicts than equal, and of precisions"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     tests.ranks.SECONDS = 3600.0
@@ -101,11 +104,10 @@ def main() -> int:
     pairs = combinations_of(options, 2, COMPILE)
     compiled = Array(options, pairs, takes, is_cheap, arguments.seed, NEEDED)
     verdicts = Counter[str]()
-    for entry in _kept(arguments.kept):
-        if entry["verdict"] == EQUAL:
-            array.count(entry["row"])
-            compiled.count(entry["row"])
-            verdicts[EQUAL] += 1
+    for row in equal_rows():
+        array.count(row)
+        compiled.count(row)
+        verdicts[EQUAL] += 1
     pools = Pools()
     for row in chain(array.rows(), compiled.rows()):
         if time.monotonic() > end:
@@ -116,7 +118,9 @@ def main() -> int:
         if outcome.verdict == EQUAL:
             array.count(row)
             compiled.count(row)
-        _keep(arguments.kept, row, outcome)
+            keep_equal_row(row)
+        else:
+            _keep(arguments.kept, row, outcome)
         if outcome.verdict == "refused":
             reasons[outcome.why] += 1
         if outcome.verdict == "wrong":

@@ -106,6 +106,7 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "zb-h1": ["parallel.schedule=zb-h1"],
         "zb-h2": ["parallel.schedule=zb-h2"],
         "zb-v": ["parallel.schedule=zb-v"],
+        "dualpipe-v": ["parallel.schedule=dualpipe-v"],
     },
     "zero": {
         "1": [],

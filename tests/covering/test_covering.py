@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel.pipeline.kinds import KINDS
 from tests.covering import around, precisions
 from tests.covering.array import Array, Row, combinations_of
+from tests.covering.equal_rows import equal_rows, keep_equal_row
 from tests.covering.options import DEFAULT, FAMILIES, OPTIONS
 from tests.covering.trial import (
     STEPS,
@@ -103,6 +104,22 @@ def test_a_row_that_was_wrong_is_tried_again() -> None:
     wrong = next(first.rows())
     again = Array(SMALL, combinations_of(SMALL, 3), taken, lambda row: True, seed=1)
     assert next(again.rows()) == wrong
+
+
+def test_a_row_that_was_equal_is_read_back_with_options_that_have_come_since(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    row = {**DEFAULT, "tensor": "2", "batch": "8 of 1"}
+    keep_equal_row(row, path)
+    assert list(equal_rows(path)) == [row]
+    assert "pipeline" not in path.read_text()
+
+
+def test_rows_that_are_recorded_have_options_and_values_that_there_are() -> None:
+    for row in equal_rows():
+        assert row.keys() == OPTIONS.keys()
+        assert all(value in OPTIONS[option] for option, value in row.items())
 
 
 def test_a_combination_that_needs_another_value_is_tried_with_it() -> None:

@@ -2,8 +2,8 @@
 it.
 
 `megatron_arguments.txt` lists what Megatron-LM's parser has, versions 2.5 to August 2026 taken
-together: the name as typed, the form (a flag that sets true or false, one value or several) and the
-default.
+together, and what pull request 6326 adds to it (--muon-split-qkv-per-head): the name as typed, the
+form (a flag that sets true or false, one value or several) and the default.
 """
 
 import ast

@@ -598,6 +598,19 @@ def test_a_key_beside_the_arguments_settles_what_they_leave_open(tmp_path: Path)
     )
 
 
+def test_heads_of_muon_are_those_of_the_rule_that_stands_beside_the_arguments(
+    tmp_path: Path,
+) -> None:
+    """Another rule has no such option, and says that the argument is not used."""
+    line = f"{BASE} --optimizer muon --muon-split-qkv-per-head"
+    for_muon = run_of(tmp_path, line, keys=["optimizer.name=muon"])
+    assert for_muon.optimizer.options == {"per_head": True}
+    given, _ = read_run_settings(None, ["optimizer.name=adamw"])
+    other = import_run((line,), given, ASSUMED, None)
+    assert "per_head" not in other.text
+    assert "--muon-split-qkv-per-head" in other.text.split("Not used here")[1]
+
+
 def test_a_layout_beside_the_arguments_is_the_one_that_counts(tmp_path: Path) -> None:
     line = f"{BASE} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
     run = run_of(tmp_path, line, ranks=8, keys=["parallel.tensor=1", "parallel.pipeline=4"])

@@ -318,12 +318,11 @@ def test_a_run_goes_on_in_every_other_cut_of_its_experts(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_muon_orthogonalizes_each_expert_once() -> None:
-    by_muon = replace(PLAIN, options={"rule": rule("muon", {})})
+@pytest.mark.parametrize("per_head", [False, True])
+def test_muon_orthogonalizes_each_expert_once(per_head: bool) -> None:
+    by_muon = replace(PLAIN, options={"rule": rule("muon", {"per_head": per_head})})
     (alone,) = train_all([by_muon])
-    (spread,) = train_all(
-        [replace(by_muon, expert=4, expert_tensor=1, options={"rule": rule("muon", {})})], 2, 1, 2
-    )
+    (spread,) = train_all([replace(by_muon, expert=4, expert_tensor=1)], 2, 1, 2)
     assert not (wrong := differing(spread.after, alone.after)), (
         f"weights differ, by these ratios: {wrong}"
     )

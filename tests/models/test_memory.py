@@ -264,7 +264,7 @@ def test_a_step_takes_what_is_foretold(axes: dict[str, int], every: bool) -> Non
     They are as large for any number of layers: more layers outweigh them, but not where whole
     layers are made again."""
     ways = [KEEP, Recompute(MODULES), *([] if "tp" in axes else [Recompute(fraction=1.0)])]
-    kinds = ("1f1b", "zb-h1", "zb-v")
+    kinds = ("1f1b", "zb-h1", "zb-v", "dualpipe-v")
     more: dict[str, Any] = {"layers": 12} if "tp" in axes else {}
     model = FAMILIES["llama"] | more
     pairs = product(ways, kinds) if every else zip(cycle(ways), kinds, strict=False)

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.optim.rules.muon.matrix_exchange import owners_of
-from megaprec.optim.rules.muon.newton_schulz import iteration_flops
+from megaprec.optim.rules.muon.newton_schulz import MatrixStack
 from megaprec.optim.rules.muon.rule import Muon
 from megaprec.optim.rules.update_rules import AdamW, UpdateRule
 from megaprec.precision.fp8_recipe import FP8Recipe
@@ -248,11 +248,12 @@ def test_the_peak_of_an_average_is_foretold() -> None:
 def test_the_peak_of_muons_update_is_foretold(axes: dict[str, int]) -> None:
     """Within a fifth: of the fullest rank, and above what AdamW's blocks take."""
     wide = {**LLAMA, "hidden": 256, "ffn": 512}
-    for dtype in ("bf16", "fp32"):
-        case = Case(wide, plan("bf16"), rule=Muon(ns_dtype=dtype))
+    rules = [Muon(ns_dtype="bf16"), Muon(ns_dtype="fp32"), Muon(ns_dtype="fp32", per_head=True)]
+    for rule in rules:
+        case = Case(wide, plan("bf16"), rule=rule)
         found = run_ranks(peak_of_update, axes, case=case) if axes else [peak_of_update(None, case)]
         (said,) = foretold(case, dp=axes.get("dp", 1), tp=axes.get("tp", 1))
-        assert 0.8 * said.update < max(found) < 1.2 * said.update, (dtype, found, said.update)
+        assert 0.8 * said.update < max(found) < 1.2 * said.update, (rule, found, said.update)
 
 
 def test_the_peak_of_muons_update_is_foretold_also_of_a_small_model_and_few_iterations() -> None:
@@ -264,12 +265,12 @@ def test_the_peak_of_muons_update_is_foretold_also_of_a_small_model_and_few_iter
 
 
 def test_the_fullest_owner_has_the_matrices_that_muon_gives_it() -> None:
-    shapes = [(4, 8), (4, 8), (2, 2), (16, 4)]
-    flops = [iteration_flops(shape, 5) for shape in shapes]
+    stacks = [MatrixStack(*sizes) for sizes in ((1, 4, 8), (1, 4, 8), (3, 2, 2), (1, 16, 4))]
+    flops = [stack.flops(5) for stack in stacks]
     for ranks in (1, 2, 3, 4, 5):
         owners = owners_of(flops, ranks)
         owned = [
-            sum(prod(shape) for shape, owner in zip(shapes, owners, strict=True) if owner == rank)
+            sum(prod(stack) for stack, owner in zip(stacks, owners, strict=True) if owner == rank)
             for rank in range(ranks)
         ]
-        assert _most_owned(shapes, Muon(ns_steps=5), ranks) == max(owned)
+        assert _most_owned(stacks, Muon(ns_steps=5), ranks) == max(owned)

@@ -1,6 +1,6 @@
 """Muon and AdamW as plain loops over whole logical tensors, for tests to compare with."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -14,7 +14,7 @@ Tensors = dict[str, Tensor]
 def by_singular_values(matrix: Tensor, rule: Muon) -> Tensor:
     """The iteration on the singular values themselves, which is what the products of matrices come
     to."""
-    u, s, v = torch.linalg.svd(matrix / matrix.norm(), full_matrices=False)
+    u, s, v = torch.linalg.svd(matrix / max(matrix.norm(), rule.ns_eps), full_matrices=False)
     for _ in range(rule.ns_steps):
         s = sum(
             (c * s ** (2 * n + 1) for n, c in enumerate(rule.ns_coefficients)), torch.zeros_like(s)
@@ -29,9 +29,10 @@ def plain(
     lr: float,
     clip: float = 0.0,
     decay: float = 0.1,
+    heads: Mapping[str, int] | None = None,
 ) -> Tensors:
     """The weights after applied steps with these gradients, which are clipped. Nothing of what is
-    given changes."""
+    given changes. heads: by name, of matrices whose heads are updated one by one, if any are."""
     weights = {n: w.clone() for n, w in weights.items()}
     first, second = ({n: torch.zeros_like(w) for n, w in weights.items()} for _ in range(2))
     for applied, grads in enumerate(steps, 1):
@@ -43,11 +44,14 @@ def plain(
                 mu = rule.momentum
                 first[n] = mu * first[n] + (1 - mu) * g
                 update = mu * first[n] + (1 - mu) * g if rule.nesterov else first[n]
-                rows, columns = w.shape
-                moonshot = 0.2 * max(rows, columns) ** 0.5
-                keller = max(1.0, rows / columns) ** 0.5
-                scale = moonshot if rule.scale == "moonshot" else keller
-                w.mul_(1 - lr * decay).sub_(lr * scale * by_singular_values(update, rule))
+                w.mul_(1 - lr * decay)
+                of_one = len(w) // (heads or {}).get(n, 1)  # rows
+                for head, matrix in zip(w.split(of_one), update.split(of_one), strict=True):
+                    rows, columns = matrix.shape
+                    moonshot = 0.2 * max(rows, columns) ** 0.5
+                    keller = max(1.0, rows / columns) ** 0.5
+                    scale = moonshot if rule.scale == "moonshot" else keller
+                    head.sub_(lr * scale * by_singular_values(matrix, rule))
                 continue
             (one, two), eps = rule.adamw.betas, rule.adamw.eps
             first[n] = one * first[n] + (1 - one) * g

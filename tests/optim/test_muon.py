@@ -18,15 +18,16 @@ from megaprec.checkpoint.save_load import load, save
 from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.rules.muon import matrix_updates
+from megaprec.optim.rules.muon import matrix_updates, newton_schulz
 from megaprec.optim.rules.muon.matrix_exchange import MatrixExchange
-from megaprec.optim.rules.muon.newton_schulz import orthogonalized
+from megaprec.optim.rules.muon.newton_schulz import MatrixStack, orthogonalized
 from megaprec.optim.rules.muon.rule import MUON_MOMENTUM, Muon
 from megaprec.optim.rules.rule_table import rule
 from megaprec.precision.plan import plan
 from tests.layouts import Fragment, assemble, train_all
 from tests.layouts import Run as Training
 from tests.logical import (
+    HEADS,
     SHAPES,
     Case,
     Tensors,
@@ -58,6 +59,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "ns_coefficients": [2.0, -1.5, 0.5],
         "betas": (0.8, 0.9),
     },
+    "heads": {"per_head": True},
+    "heads, keller-jordan": {"per_head": True, "scale": "keller-jordan", "nesterov": False},
 }
 LAYOUTS = [
     {"dp": 2, "tp": 2},
@@ -86,8 +89,10 @@ def muon(**options: Any) -> Muon:
 @cache
 def expected(name: str) -> Tensors:
     steps = [{n: gradient(n, step) for n in SHAPES} for step in range(STEPS) if step != BAD]
+    chosen = muon(**OPTIONS[name])
+    heads = HEADS if chosen.per_head else {}
     return plain(
-        {n: initial(n, torch.float64) for n in SHAPES}, steps, muon(**OPTIONS[name]), LR, CLIP
+        {n: initial(n, torch.float64) for n in SHAPES}, steps, chosen, LR, CLIP, heads=heads
     )
 
 
@@ -147,7 +152,8 @@ def the_shard_is_orthogonalized(patch: pytest.MonkeyPatch) -> None:
     """Half of the rows, as a tensor-parallel rank or a rank of ZeRO-1 holds them."""
 
     def halves(matrix: Tensor, *how: Any) -> Tensor:
-        return torch.cat([orthogonalized(half, *how) for half in matrix.chunk(2)])
+        parts = matrix.chunk(2, dim=-2)
+        return torch.cat([orthogonalized(half, *how) for half in parts], dim=-2)
 
     patch.setattr(matrix_updates, "orthogonalized", halves)
 
@@ -155,6 +161,34 @@ def the_shard_is_orthogonalized(patch: pytest.MonkeyPatch) -> None:
 def the_scale_is_of_the_transpose(patch: pytest.MonkeyPatch) -> None:
     factor = Muon.factor
     patch.setattr(Muon, "factor", lambda self, shape: factor(self, shape[::-1]))
+
+
+def heads_are_interleaved(patch: pytest.MonkeyPatch) -> None:
+    """Each head takes every fourth row, in place of four in a row."""
+
+    def strided(self: MatrixStack, whole: Tensor) -> Tensor:
+        return whole.view(self.rows, self.count, self.columns).transpose(0, 1).contiguous()
+
+    patch.setattr(MatrixStack, "apart", strided)
+
+
+def all_heads_have_one_norm(patch: pytest.MonkeyPatch) -> None:
+    """A batch is divided by its norm, which is not that of each head."""
+
+    def one_norm(matrix: Tensor, *how: Any) -> Tensor:
+        if matrix.dim() == 2:
+            return orthogonalized(matrix, *how)
+        coefficients, steps, _ = how
+        x = matrix / matrix.norm()
+        for _ in range(steps):
+            x = newton_schulz._iterate(x, coefficients)
+        return x
+
+    patch.setattr(matrix_updates, "orthogonalized", one_norm)
+
+
+def the_scale_is_of_all_heads(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MatrixStack, "shape", property(lambda self: self.whole))
 
 
 def decay_is_scaled_too(patch: pytest.MonkeyPatch) -> None:
@@ -182,6 +216,9 @@ FAULTS = [
     the_stack_is_orthogonalized,
     the_shard_is_orthogonalized,
     the_scale_is_of_the_transpose,
+    heads_are_interleaved,
+    all_heads_have_one_norm,
+    the_scale_is_of_all_heads,
     decay_is_scaled_too,
     momentum_is_forgotten_on_restart,
 ]
@@ -205,6 +242,7 @@ KEPT: dict[str, Case] = {
     "bf16": case({}, compute="bf16", options={"bucket": 20}),
     "split": case({"by_adamw": []}, compute="bf16", plan={"masters": "split", "moments": "bf16"}),
     "all bf16": case({}, compute="bf16", plan={**NONE, "moments": "bf16"}, fine=8),
+    "heads": case({"per_head": True}, compute="bf16"),
     "some fp32": case({"ns_dtype": "fp64"}, compute="bf16", plan={"keep_fp32": ("output.*",)}),
 }
 # norms depend on the order of sums
@@ -456,6 +494,7 @@ OPTION_ERRORS = [
         {"scale": "spectral"},
         sentence("optimizer.muon_scale", scale="spectral", scales="moonshot or keller-jordan"),
     ),
+    ({"per_head": 4}, sentence("optimizer.muon_per_head", per_head=4)),
     ({"by_adamw": "head.*"}, sentence("optimizer.muon_patterns", key="by_adamw", values="head.*")),
     ({"lr": 0.1}, sentence("optimizer.rule_options", name="muon", option="lr")),
     ({"adamw": 1}, sentence("optimizer.rule_options", name="muon", option="adamw")),

@@ -13,6 +13,7 @@ import torch
 
 from megaprec.text.training import train_sentencepiece
 from models.estimate.gpus import gpu_named
+from parallel.pipeline.kinds import KINDS
 from tests.commands.test_schedule_command import run_file as run_file
 from tests.refusals import sentence
 from tests.runs import train
@@ -318,6 +319,9 @@ def test_the_layouts_found_are_the_fastest_that_fit(
     assert all(one["verdict"] == "fits" for one in found["layouts"])
 
 
+SPLIT = [name for name, kind in KINDS.items() if kind.splits_backward]
+
+
 def every_kind(file: Path) -> Iterator[tuple[str, ...]]:
     for kind in ("gpipe", "1f1b", "interleaved"):
         yield f"parallel.schedule={kind}", "parallel.pipeline=4"
@@ -360,7 +364,8 @@ def test_bounds_by_which_layouts_are_left_out_hold(file: Path) -> None:
 def test_a_part_of_a_long_schedule_stands_for_all_of_it(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for overrides in every_kind(file):
+    halves = [(f"parallel.schedule={kind}", "parallel.pipeline=4") for kind in SPLIT]
+    for overrides in [*every_kind(file), *halves]:
         config = load_run(file, (*overrides, "train.global_batch=64"))
         whole = plan_run(config, MemoryModel("cuda"), ASSUMED)
         monkeypatch.setattr("tools.analysis.planning.speed.MOST_SIMULATED", 0)

@@ -31,8 +31,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
+from megaprec.front_door import exports_of
 from tools import cli
-from tools.parts.optional_parts import PARTS
+from tools.parts import optional_parts
 
 ROOT = Path(__file__).parents[2]
 # What many commands import late, and what a server that forks imports last (tests/frozen.py).
@@ -121,7 +122,9 @@ def _serve(folder: Path, listener: socket.socket, late: Sequence[str]) -> NoRetu
     """Fork a keeper for each client that connects, and end with all of them once stdin has
     ended."""
     cli.parser_of_all()
-    import_all([*PARTS.values(), *late, "tests.frozen"])
+    parts = exports_of(Path(optional_parts.__file__))
+    modules = [module for module, _ in parts.values()]
+    import_all([*modules, *late, "tests.frozen"])
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
     # nohup, which may have started the tests, is not for their commands
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

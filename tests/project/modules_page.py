@@ -8,8 +8,11 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
+from megaprec.front_door import exports_of
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("megaprec", "parallel", "models", "tools")
+DOOR = "/optional_parts.py"  # the name of a door within the house
 
 HEAD = """\
 # Modules
@@ -47,8 +50,11 @@ def parsed(path: str) -> Parsed:
 
 
 def imported_modules(path: str, present: Iterable[str]) -> set[str]:
-    """Return the modules among `present` that a module imports, anywhere in it."""
+    """Return the modules among `present` that a module imports, anywhere in it; what a door within
+    the house names, it does not import."""
     names = parsed(path).imported_names
+    if path.endswith(DOOR):
+        names -= {module for module, _ in exports_of(ROOT / path).values()}
     return {name.replace(".", "/") + ".py" for name in names} & set(present)
 
 

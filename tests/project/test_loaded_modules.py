@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from models import optional_parts as models_parts
+from megaprec.front_door import exports_of
+from models import optional_parts as parts_of_models
 from tools.commands.table import COMMANDS, GROUPS
-from tools.parts.optional_parts import PARTS, part
+from tools.parts import optional_parts as parts_of_runs
 
 ROOT = Path(__file__).parents[2]
 COUNT = """
@@ -66,14 +67,11 @@ def test_every_command_of_the_table_is_there() -> None:
 
 
 def test_every_optional_part_is_there_and_is_called() -> None:
-    for table, load, package in (
-        (PARTS, part, "tools"),
-        (models_parts.PARTS, models_parts.part, "models"),
-    ):
+    for door, package in ((parts_of_runs, "tools"), (parts_of_models, "models")):
         text = "".join(file.read_text() for file in (ROOT / package).rglob("*.py"))
-        for name, module in table.items():
-            assert load(name) is getattr(import_module(module), name)
-            called = f'part("{name}")' in text or f'_kind("{name}")' in text
+        for name, (module, name_there) in exports_of(Path(str(door.__file__))).items():
+            assert getattr(door, name) is getattr(import_module(module), name_there)
+            called = f"optional_parts.{name}" in text or f'_kind("{name}")' in text
             assert called, name
 
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from megaprec.optim.rules.muon.rule import Muon
+from tests.layouts import Run, make_engine
 from tests.runs import write_run
 from tools.config.resolved_run import resolve_run
 from tools.config.run_file import RunConfig
 from tools.training import banner
-from tools.training.banner import print_start
+from tools.training.banner import print_memory, print_start
 from tools.training.corpus import Corpus, open_corpus
 
 
@@ -39,6 +41,21 @@ def test_a_run_says_which_weights_are_in_fp8_and_why_others_are_not(
     assert "fp8        mx, e4m3: products of 0 of 8 weights\n" in said
     assert "layers.0.mlp.down.weight: in bf16, for fp8.first_layers = 1\n" in said
     assert "fp8" not in said_first(file, ["precision.compute=bf16"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("per_head", "counted"), [(False, "14 in number, "), (True, "14 in number (6 of them head by")]
+)
+def test_muon_says_how_many_matrices_it_takes_head_by_head(
+    per_head: bool, counted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Query, key and value of two layers, of whose matrices each has seven."""
+    sizes: dict[str, Any] = {"layers": 2, "hidden": 16, "heads": 4, "ffn": 24, "vocab": 37}
+    run = Run({"family": "llama", **sizes}, options={"rule": Muon(per_head=per_head)})
+    optimizer = make_engine(None, run).optimizer
+    capsys.readouterr()
+    print_memory(optimizer)
+    assert f"parameters on rank 0, {counted}" in capsys.readouterr().out
 
 
 # a function whose result is printed, the key that asks for it, and what its line begins with

@@ -35,7 +35,9 @@ def run(
 def runs(draw: st.DrawFn) -> RunConfig:
     parallel: dict[str, Any] = {axis: draw(SIZES) for axis in ("tensor", "pipeline", "data")}
     parallel |= {
-        "schedule": draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])),
+        "schedule": draw(
+            st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
+        ),
         "sequence": draw(st.booleans()),
         "zero_size": draw(st.sampled_from([0, 1, 2, 3])),
     }

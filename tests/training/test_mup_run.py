@@ -50,6 +50,11 @@ def test_muon_may_not_take_the_embedding() -> None:
     assert load_run(None, [*MINIMAL, "optimizer.name=muon"]).model.mup.growth == 4
 
 
+def test_muon_may_not_take_heads_by_themselves() -> None:
+    said = problems("optimizer.name=muon", "optimizer.options={per_head=true}")
+    assert shows(said, "optimizer.mup_muon_per_head")
+
+
 def test_mup_changes_neither_parameters_nor_flops() -> None:
     sizes: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 4, "ffn": 192, "vocab": 300}
     plain = ModelConfig(**sizes)

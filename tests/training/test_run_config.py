@@ -228,7 +228,7 @@ def test_override_values_are_toml_and_text_needs_no_quotes(override: str, value:
             re.escape("[modle] (command line): no such table; did you mean [model]?"),
         ),
         ("model.preset=llama-dem", re.escape("did you mean llama-demo?")),
-        ("parallel.schedule=1fb1", re.escape("'zb-h2' or 'zb-v'; did you mean 1f1b?")),
+        ("parallel.schedule=1fb1", re.escape("'zb-v' or 'dualpipe-v'; did you mean 1f1b?")),
         ("nothing", sentence("config.override_form", override="nothing")),
     ],
 )

@@ -21,7 +21,7 @@ from tools.config.resolved_run import resolve_run
 from tools.config.run_file import RunConfig
 from tools.console.streams import spare_output
 from tools.console.wrapped import say
-from tools.parts.optional_parts import part
+from tools.parts import optional_parts
 from tools.training.data_identity import ALLOW
 from tools.training.elastic import Restarts
 from tools.training.end_report import EndReport
@@ -108,25 +108,25 @@ def _run(args: argparse.Namespace, end_report: EndReport) -> int:
     end_report.config = config
     export = Path(args.export_hf) if args.export_hf else None
     tell_notes([*config.notes, *moved_notes(args.file, config)], args.strict)
-    tell_notes(part("untested")(), strict=False)
+    tell_notes(optional_parts.untested(), strict=False)
     # a rank of a world that torchrun, Slurm or `launch_local` below has started
     if is_rank_of_world():
         return _train(config, export, args.export_ema, allowed, not args.no_verify)
 
     _require_export(config, export, args.export_ema)
-    part("open_checked")(config, allowed)
-    part("print_plan")(config)
+    optional_parts.open_checked(config, allowed)
+    optional_parts.print_plan(config)
     _warn_of_slow_build(config)
     # before ranks are started, so that a difference costs no start
     if not args.no_verify:
-        part("verify_models")(config, export)
+        optional_parts.verify_models(config, export)
 
     if config.world_size == 1:
         return _train(config, export, args.export_ema, allowed, verify=False)
     restarts = Restarts(config, lambda: lock_folder(config))
     command = ["train", args.file, *args.overrides, *_options_of_ranks(args, allowed)]
     again = end_report.noting(restarts.ranks_after)
-    return part("launch_local")(command, config.world_size, config.train.threads, again)
+    return optional_parts.launch_local(command, config.world_size, config.train.threads, again)
 
 
 def _warn_of_slow_build(config: RunConfig) -> None:
@@ -180,24 +180,24 @@ def _train(
         return 0
     # Outside of the world, whose other ranks need not wait for plots and export.
     config = trainer.config
-    part("print_skipped")(config, trainer.progress)
-    part("write_yardsticks")(config, trainer.corpus)
+    optional_parts.print_skipped(config, trainer.progress)
+    optional_parts.write_yardsticks(config, trainer.corpus)
     folder = Path(config.train.folder)
     if config.checkpoint.export == "hf":
         _complete_exports(config)
     plots = _write_plots(config) if config.log.plot else []
-    part("print_outcome")(config, plots, trainer.progress.step)
-    for line in part("verdict_lines")(folder):
+    optional_parts.print_outcome(config, plots, trainer.progress.step)
+    for line in optional_parts.verdict_lines(folder):
         say(line)
     if export_folder:
-        part("export_run")(config.checkpoint_folder, export_folder, export_ema)
+        optional_parts.export_run(config.checkpoint_folder, export_folder, export_ema)
     require_applied(trainer.progress, trainer.monitor)
     return 0
 
 
 def _complete_exports(config: RunConfig) -> None:
     """Write the exports of checkpoints that a kill has interrupted, or say why not."""
-    for warning in part("export_kept")(config.checkpoint_folder):
+    for warning in optional_parts.export_kept(config.checkpoint_folder):
         print(f"warning    {warning}", file=sys.stderr, flush=True)
 
 
@@ -206,8 +206,8 @@ def _write_plots(config: RunConfig) -> list[Path]:
     written."""
     folder = Path(config.train.folder)
     try:
-        plots = [part("plot_run")(folder, config.log.plot_over)]
-        plots.append(part("plot_shadow")(folder, config.fp8))
+        plots = [optional_parts.plot_run(folder, config.log.plot_over)]
+        plots.append(optional_parts.plot_shadow(folder, config.fp8))
     except OSError as error:
         # a run that has trained is not lost for a picture
         print(f"warning    no plot: {file_error(error)}", file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megaprec.errors import UserError
 from tools.config.run_file import RunConfig, RunFile
-from tools.parts.optional_parts import part
+from tools.parts import optional_parts
 
 
 def resolve_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -23,16 +23,16 @@ def resolve_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
     origin = run_file.origin_of_model
     initial = None
     try:
-        if weights and not (run_file.has_own_model and part("leaves_model_open")(weights)):
-            initial = part("initial_model")(weights)
+        if weights and not (run_file.has_own_model and optional_parts.leaves_model_open(weights)):
+            initial = optional_parts.initial_model(weights)
             if run_file.grows:
-                initial = part("with_more_tokens")(initial, run_file.grown_tokenizer)
+                initial = optional_parts.with_more_tokens(initial, run_file.grown_tokenizer)
         elif origin:
-            initial = part("model_of_branch")(origin, run_file.checkpoint_folder)
+            initial = optional_parts.model_of_branch(origin, run_file.checkpoint_folder)
     except UserError as error:
         # raised with the other problems of the run file
         return run_file.resolve(error)
     config = run_file.resolve(initial)
     if config.fp8.kind != "none" and not config.given("fp8.format"):
-        return part("with_kept_format")(config)
+        return optional_parts.with_kept_format(config)
     return config

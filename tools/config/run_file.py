@@ -61,7 +61,7 @@ from tools.config.urls import take_urls
 from tools.config.warmup_fraction import take_warmup_fraction
 from tools.config.wrong_values import explain, too_large
 from tools.console.toml import Setting, toml
-from tools.parts.optional_parts import part
+from tools.parts import optional_parts
 
 if TYPE_CHECKING:
     from tools.config.initial_model import InitialModel
@@ -517,10 +517,10 @@ class RunFile:
             key = "train.init_from" if self.first_weights else "train.branch_from"
             folder = settings[key]
             prefix = f"{key} ({folder.origin}): "
-            hint = part("working_directory_hint")(folder.origin, folder.value)
+            hint = optional_parts.working_directory_hint(folder.origin, folder.value)
             problems += (problem.within(prefix, hint) for problem in initial.problems)
         elif initial is not None:
-            problems += part("add_initial_model")(settings, initial)
+            problems += optional_parts.add_initial_model(settings, initial)
         # a model has as many positions as a sequence has tokens, unless anything says otherwise
         length = settings.get("train.seq_length")
         if length is not None and isinstance(length.value, int):
@@ -697,14 +697,14 @@ def _unknown_keys(settings: Mapping[str, Setting]) -> list[str]:
     known = _known_fields()
     if settings.keys() <= known.keys():
         return []
-    return [*part("unknown_key_problems")(settings, known)]
+    return [*optional_parts.unknown_key_problems(settings, known)]
 
 
 def _dialect_of(settings: dict[str, Setting], known: Collection[str] | None) -> DialectResult:
     """Take another system's table out of `settings`, if there is one: see `resolve_dialect`."""
     if not has_dialect(settings):
         return DialectResult()
-    return part("resolve_dialect")(settings, known)
+    return optional_parts.resolve_dialect(settings, known)
 
 
 def known_keys() -> frozenset[str]:
@@ -749,7 +749,7 @@ def _read_file(path: Path) -> dict[str, Setting]:
 def _other_system_message(path: Path, text: str) -> str:
     """Return the line that names whose file it is; "" if that is not known, or if it is a run
     file."""
-    if owner := part("other_owner")(path, text):
+    if owner := optional_parts.other_owner(path, text):
         return str(owner.of(path))
     if path.suffix.lower() in (".sh", ".bash", ".slurm", ".sbatch"):
         return Problem.of("config.shell_script", path=path)

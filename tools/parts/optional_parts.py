@@ -1,113 +1,92 @@
-"""The table of parts that few uses need: a part's module is imported when the part is called.
+"""The door to what few uses need: a function or class is loaded when it is asked for, and its
+module with it.
 
 A plain run loads neither the planner nor converters nor other systems' dialects, and knows all of
-them by the names of this table.
+them by their names here: `optional_parts.print_plan(...)`.
 """
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
-PARTS = {
-    # of the command line
-    "note_failure": "tools.training.stopping",
-    # of reading a run file
-    "other_owner": "tools.interop.foreign.whose",
-    "working_directory_hint": "tools.config.relative_paths",
-    "unknown_key_problems": "tools.config.key_suggestions",
-    "resolve_dialect": "tools.config.dialect_tables",
-    # of train.init_from and train.branch_from
-    "initial_model": "tools.convert.initial",
-    "leaves_model_open": "tools.convert.initial",
-    "model_of_branch": "tools.convert.initial",
-    "open_initial": "tools.convert.initial",
-    "start_from": "tools.convert.initial",
-    "with_more_tokens": "tools.convert.initial",
-    "add_initial_model": "tools.config.initial_model",
-    "growth_of": "tools.training.initial",
-    "initial_event": "tools.training.initial",
-    # of a run that goes on, or begins
-    "resume_event": "tools.training.resume",
-    "resumed_progress": "tools.training.resume",
-    "with_kept_format": "tools.training.kept_format",
-    "kept_format_note": "tools.training.kept_format",
-    "expected_first_loss": "tools.training.first_loss",
-    "saved_ids": "tools.convert.kept_ids",
-    "VocabularyGrowth": "tools.convert.growth",
-    "moved_tokens": "tools.convert.growth",
-    "verified_models": "tools.training.verified_models",
-    # of a text that has not been tokenized
-    "open_text": "tools.training.open_texts",
-    "build_texts": "tools.training.data_building",
-    "build_validation_set": "tools.training.data_building",
-    # of keys of the run file that few runs have
-    "stage_maker": "models.decoder.own_model",
-    "nvfp4_problems": "models.nvfp4_models",
-    "check_fp8": "tools.training.fp8_summary",
-    "fp8_lines": "tools.training.fp8_summary",
-    "draw_weights": "models.engine.shared_drawing",
-    "InitialWeights": "models.engine.shared_drawing",
-    "run_shadow": "models.engine.fp8_shadow",
-    "shadow_event": "tools.journal.shadow_records",
-    "shadow_fields": "tools.journal.shadow_records",
-    "write_timeline": "tools.journal.timeline_file",
-    "TensorStatistics": "megaprec.diagnose.tensor_statistics",
-    "statistics_event": "tools.journal.statistics_records",
-    "HostMemory": "megaprec.optim.state.host_memory",
-    "compile_leaves": "tools.training.compiling",
-    "StepProfile": "tools.training.profiling",
-    "missed_lines": "tools.training.compiling",
-    "Harness": "tools.training.harness",
-    "require_harness": "tools.training.harness",
-    "Feed": "tools.journal.trackers",
-    "require_trackers": "tools.journal.trackers",
-    "Sentinel": "models.engine.sentinel",
-    "SilentFault": "models.engine.sentinel",
-    "in_pieces": "megaprec.tokens.pieces",
-    "split_packed": "megaprec.tokens.packed_samples",
-    "evaluated_packed": "megaprec.tokens.packed_samples",
-    "source_fields": "tools.journal.source_records",
-    "spike_event": "tools.journal.spike_records",
-    "gpu_named": "models.estimate.gpus",
-    "RouterMonitor": "megaprec.diagnose.router_monitor",
-    "router_fields": "tools.journal.router_records",
-    "attention_fields": "tools.journal.attention_records",
-    "collapse_event": "tools.journal.router_records",
-    "untested": "megaprec.tested_versions",
-    "require_exportable": "tools.training.kept_exports",
-    "require_exportable_tokenizer": "tools.training.kept_exports",
-    "export_kept": "tools.training.kept_exports",
-    "export_note": "tools.training.kept_exports",
-    # of the first rank, or of the launcher
-    "begin_notes": "tools.training.data_notes",
-    "different_tokenizer_notes": "tools.training.data_notes",
-    "loss_mask_notes": "tools.training.data_notes",
-    "packing_notes": "tools.training.packing_notes",
-    "tokenizer_notes": "tools.training.data_notes",
-    "print_start": "tools.training.banner",
-    "blend_lines": "tools.training.blend_plan",
-    "print_marked": "tools.training.banner",
-    "print_memory": "tools.training.banner",
-    "print_outcome": "tools.training.banner",
-    "print_skipped": "tools.training.banner",
-    "launch_local": "tools.training.launch",
-    "open_checked": "tools.training.prepare",
-    "prepare": "tools.training.prepare",
-    "verify_models": "tools.training.prepare",
-    "write_yardsticks": "tools.training.prepare",
-    "kernel_lines": "tools.training.kernel_lines",
-    "print_plan": "tools.training.prediction",
-    "measured_prediction": "tools.training.prediction",
-    "sample_text": "tools.inference.sample",
-    "plot_run": "tools.analysis.plots.training_plot",
-    "plot_shadow": "tools.analysis.plots.shadow_plot",
-    "make_yardsticks": "tools.analysis.verdict.measure",
-    "verdict_lines": "tools.analysis.verdict.verdict",
-    "export_run": "tools.commands.convert",
-}
-"""The modules that define functions and classes, by the name of each."""
+from megaprec.front_door import front_door
 
+if TYPE_CHECKING:
+    from megaprec.diagnose.router_monitor import RouterMonitor
+    from megaprec.diagnose.tensor_statistics import TensorStatistics
+    from megaprec.optim.state.host_memory import HostMemory
+    from megaprec.tested_versions import untested
+    from megaprec.tokens.packed_samples import evaluated_packed, split_packed
+    from megaprec.tokens.pieces import in_pieces
+    from models.decoder.own_model import stage_maker
+    from models.engine.fp8_shadow import run_shadow
+    from models.engine.sentinel import Sentinel, SilentFault
+    from models.engine.shared_drawing import InitialWeights, draw_weights
+    from models.estimate.gpus import gpu_named
+    from models.nvfp4_models import nvfp4_problems
+    from tools.analysis.plots.shadow_plot import plot_shadow
+    from tools.analysis.plots.training_plot import plot_run
+    from tools.analysis.verdict.measure import make_yardsticks
+    from tools.analysis.verdict.verdict import verdict_lines
+    from tools.commands.convert import export_run
+    from tools.config.dialect_tables import resolve_dialect
+    from tools.config.initial_model import add_initial_model
+    from tools.config.key_suggestions import unknown_key_problems
+    from tools.config.relative_paths import working_directory_hint
+    from tools.convert.growth import VocabularyGrowth, moved_tokens
+    from tools.convert.initial import (
+        initial_model,
+        leaves_model_open,
+        model_of_branch,
+        open_initial,
+        start_from,
+        with_more_tokens,
+    )
+    from tools.convert.kept_ids import saved_ids
+    from tools.inference.sample import sample_text
+    from tools.interop.foreign.whose import other_owner
+    from tools.journal.attention_records import attention_fields
+    from tools.journal.router_records import collapse_event, router_fields
+    from tools.journal.shadow_records import shadow_event, shadow_fields
+    from tools.journal.source_records import source_fields
+    from tools.journal.spike_records import spike_event
+    from tools.journal.statistics_records import statistics_event
+    from tools.journal.timeline_file import write_timeline
+    from tools.journal.trackers import Feed, require_trackers
+    from tools.training.banner import (
+        print_marked,
+        print_memory,
+        print_outcome,
+        print_skipped,
+        print_start,
+    )
+    from tools.training.blend_plan import blend_lines
+    from tools.training.compiling import compile_leaves, missed_lines
+    from tools.training.data_building import build_texts, build_validation_set
+    from tools.training.data_notes import (
+        begin_notes,
+        different_tokenizer_notes,
+        loss_mask_notes,
+        tokenizer_notes,
+    )
+    from tools.training.first_loss import expected_first_loss
+    from tools.training.fp8_summary import check_fp8, fp8_lines
+    from tools.training.harness import Harness, require_harness
+    from tools.training.initial import growth_of, initial_event
+    from tools.training.kept_exports import (
+        export_kept,
+        export_note,
+        require_exportable,
+        require_exportable_tokenizer,
+    )
+    from tools.training.kept_format import kept_format_note, with_kept_format
+    from tools.training.kernel_lines import kernel_lines
+    from tools.training.launch import launch_local
+    from tools.training.open_texts import open_text
+    from tools.training.packing_notes import packing_notes
+    from tools.training.prediction import measured_prediction, print_plan
+    from tools.training.prepare import open_checked, prepare, verify_models, write_yardsticks
+    from tools.training.profiling import StepProfile
+    from tools.training.resume import resume_event, resumed_progress
+    from tools.training.stopping import note_failure
+    from tools.training.verified_models import verified_models
 
-def part(name: str) -> Any:
-    """Return the function or class of a name in PARTS; import its module if that has not been
-    done."""
-    return getattr(import_module(PARTS[name]), name)
+__getattr__, __dir__ = front_door(__name__)

@@ -30,7 +30,7 @@ from tools.console.units import counted, date_now, first_of
 from tools.console.wrapped import say
 from tools.journal.journal import add_event
 from tools.journal.records import SAMPLE, VALIDATION_PREFIX, read_events
-from tools.parts.optional_parts import part
+from tools.parts import optional_parts
 from tools.saved.train_state import TrainState, find_checkpoint
 from tools.training.batches import describe_requested, evaluated_samples
 from tools.training.branch import is_branch
@@ -65,12 +65,12 @@ def print_start(
     if config.train.evaluates:
         _print_evaluated(config, corpus)
     if not config.model.factory:
-        for line in part("kernel_lines")(config, corpus.model, device, refused_kernels):
+        for line in optional_parts.kernel_lines(config, corpus.model, device, refused_kernels):
             say(line)
     for note in corpus.notes:
         say(f"note       {note}")
     if config.plan.fp8:
-        for line in part("fp8_lines")(config, corpus.model, device):
+        for line in optional_parts.fp8_lines(config, corpus.model, device):
             say(line)
     if config.parallel.pipeline > 1:
         say(f"stages     {_describe_stages(config, corpus)}")
@@ -219,7 +219,7 @@ def _describe_samples(config: RunConfig, corpus: Corpus) -> str:
         if corpus.train.windows == "random":
             return f"{corpus.train.num_different:,} windows to draw samples from"
         return f"{len(corpus.train):,} samples an epoch"
-    return "\n".join(part("blend_lines")(config, corpus))
+    return "\n".join(optional_parts.blend_lines(config, corpus))
 
 
 def print_memory(optimizer: ParallelAMPOptimizer) -> None:
@@ -313,8 +313,12 @@ def _muon_lines(optimizer: ParallelAMPOptimizer) -> Iterator[str]:
     names_left_out = first_of([part.name for part in left_out], MAX_LEFT_OUT) or "nothing"
     size = sum(prod(part.shape) for part in matrices)
     dtype = dtype_name(update_rule.iteration_dtype(optimizer.plan.masters))
+    counts = f"{len(matrices)} in number"
+    if update_rule.per_head:
+        num_by_head = sum(update_rule.matrices_of(part).count > 1 for part in matrices)
+        counts += f" ({num_by_head} of them head by head)"
     yield (
-        f"muon       matrices with {size:,} parameters on rank 0, {len(matrices)} in number, "
+        f"muon       matrices with {size:,} parameters on rank 0, {counts}, "
         f"iterated in {dtype}; AdamW updates {names_left_out}"
     )
 
@@ -452,7 +456,7 @@ def print_outcome(config: RunConfig, plots: Sequence[Path], step: int) -> None:
     and plots. step: the newest one."""
     folder = Path(config.train.folder)
     if config.log.sample:
-        text = part("sample_text")(config.checkpoint_folder, config.log.sample)
+        text = optional_parts.sample_text(config.checkpoint_folder, config.log.sample)
         print(f"\nsample\n{text}\n")
         _keep_sample(folder, step, text)
     newest = find_checkpoint(config.checkpoint_folder)
@@ -467,7 +471,7 @@ def _print_measured(config: RunConfig, step: int) -> None:
     prediction. step: the newest one."""
     folder = Path(config.train.folder)
     with suppress(UserError):  # as the start has said
-        if measured := part("measured_prediction")(config, step):
+        if measured := optional_parts.measured_prediction(config, step):
             line, event = measured
             say(f"measured   {line}")
             _keep_event(folder, event)

@@ -16,7 +16,7 @@ from models.attention.packing import Packing
 from models.engine.passes import Share, Sources
 from tools.config.run_file import RunConfig
 from tools.config.tables.settings import Train
-from tools.parts.optional_parts import part
+from tools.parts import optional_parts
 
 Batch = TypeVar("Batch")
 
@@ -95,7 +95,7 @@ class Batches:
         offset = share_size * replica
         batch = samples.batch(first_sample + offset, share_size)
         if pieces > 1:
-            batch = part("in_pieces")(batch, pieces)
+            batch = optional_parts.in_pieces(batch, pieces)
         packing = Packing(batch.documents, batch.positions)
         sources = None
         if isinstance(samples, Blend) and batch.sources is not None:

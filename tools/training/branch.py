@@ -11,7 +11,7 @@ from megaprec.errors import UserError
 from megaprec.tokens.places import is_remote, path_of
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
-from tools.parts.optional_parts import part
+from tools.parts import optional_parts
 from tools.saved.train_state import open_newest_checkpoint
 
 
@@ -80,5 +80,5 @@ def _of_key(config: RunConfig, error: UserError) -> UserError:
     """Return the error of a checkpoint as one of train.branch_from."""
     value = config.train.branch_from
     prefix = f"train.branch_from = {toml(value)}: "
-    hint = part("working_directory_hint")(config.origin("train.branch_from"), value)
+    hint = optional_parts.working_directory_hint(config.origin("train.branch_from"), value)
     return UserError(*(problem.within(prefix, hint) for problem in error.problems))

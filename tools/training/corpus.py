@@ -30,7 +30,7 @@ from tools.config.rules.derived import blend_phases
 from tools.config.run_file import RunConfig
 from tools.config.tables.data_settings import Data
 from tools.journal.records import HELD_OUT_LOSS, VALIDATION_PREFIX
-from tools.parts.optional_parts import part
+from tools.parts import optional_parts
 from tools.training.blend_place import stretches_of
 from tools.training.branch import open_start
 from tools.training.data_identity import (
@@ -107,19 +107,19 @@ def open_corpus(config: RunConfig, allowed: Collection[str] = ()) -> Corpus:
     tokenizer_file = existing_tokenizer(config)
     texts = [source for source in sources if not source.is_tokenized]
     if texts:
-        tokenizer_file = part("build_texts")(config, texts, tokenizer_file, allowed)
+        tokenizer_file = optional_parts.build_texts(config, texts, tokenizer_file, allowed)
     corpus = open_built(config, [source.prefix for source in sources], tokenizer_file)
     corpus = identified(config, corpus)
 
     notes = list(corpus.notes)
     # The data sets as they are trained on, which may put a token before each document.
     streams = [samples.dataset for samples in corpus.training_parts]
-    notes += part("begin_notes")(
+    notes += optional_parts.begin_notes(
         config, streams, corpus.begin_token, corpus.documents, corpus.tokenizer
     )
-    notes += part("loss_mask_notes")(config.data, corpus.training_parts)
+    notes += optional_parts.loss_mask_notes(config.data, corpus.training_parts)
     if config.data.pack != "none":
-        notes += part("packing_notes")(config, corpus.training_parts)
+        notes += optional_parts.packing_notes(config, corpus.training_parts)
     # The validation sets need the tokenizer, and so come after the training data.
     notes += _build_validation(config, corpus)
     return replace(
@@ -144,14 +144,14 @@ def identified(config: RunConfig, corpus: Corpus) -> Corpus:
             record = read_record(dataset.prefix)
             records[source.prefix] = record
             notes += dataset.notes
-            notes += part("tokenizer_notes")(dataset.prefix, record, corpus.tokenizer)
+            notes += optional_parts.tokenizer_notes(dataset.prefix, record, corpus.tokenizer)
         # What a tokenized set has to fit is set by these keys; a text's ids are the tokenizer's.
         keys = ["model.vocab", "data.tokenizer"] if source.is_tokenized else []
         with naming_settings(config, source, *keys):
             check_vocabulary(dataset, contents, corpus.ids)
         sets.append(_identify(source, points, contents, record))
     if corpus.tokenizer is None:
-        notes += part("different_tokenizer_notes")(records)
+        notes += optional_parts.different_tokenizer_notes(records)
 
     identity = Identity(
         sets=sets,
@@ -301,7 +301,7 @@ def _split(
         # random windows are of a stream, and not packed
         divide = partial(split, windows=data.windows)
         if data.pack != "none":
-            divide = part("split_packed")
+            divide = optional_parts.split_packed
         trained, held_out = divide(
             dataset=stream,
             seq_length=train.seq_length,
@@ -355,7 +355,7 @@ def _is_of_first_weights(config: RunConfig) -> bool:
         return False
     return (
         config.origin("data.begin")
-        == part("initial_model")(path_of(first_weights), config.model).origin
+        == optional_parts.initial_model(path_of(first_weights), config.model).origin
     )
 
 
@@ -405,13 +405,13 @@ def _build_validation(config: RunConfig, corpus: Corpus) -> Iterator[str]:
         prefix = source.prefix
         with naming_settings(config, source):
             if not source.is_tokenized:
-                part("build_validation_set")(config, source, corpus.tokenizer)
+                optional_parts.build_validation_set(config, source, corpus.tokenizer)
             dataset = IndexedDataset(prefix)
             contents = contents_of(dataset)
             check_vocabulary(dataset, contents, corpus.ids)
             record = read_record(prefix)
             yield from dataset.notes
-            yield from part("tokenizer_notes")(prefix, record, corpus.tokenizer)
+            yield from optional_parts.tokenizer_notes(prefix, record, corpus.tokenizer)
 
 
 def open_validation(config: RunConfig, begin_token: int | None) -> Mapping[str, Samples]:
@@ -444,7 +444,7 @@ def _all_samples(
     """Return all samples of a data set that is evaluated. Raises UserError if there is none."""
     train = config.train
     if config.data.pack != "none":
-        return part("evaluated_packed")(dataset, train.seq_length, train.seed, resets, rule)
+        return optional_parts.evaluated_packed(dataset, train.seq_length, train.seed, resets, rule)
     chosen = all_evaluated(count_samples(dataset, train.seq_length), rule)
     return Samples(dataset, train.seq_length, train.seed, False, chosen, resets)
 

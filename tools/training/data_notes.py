@@ -14,7 +14,7 @@ from megaprec.tokens.places import path_of
 from megaprec.tokens.samples import Samples
 from tools.config.run_file import RunConfig
 from tools.config.tables.data_settings import Data
-from tools.parts.optional_parts import part
+from tools.parts import optional_parts
 
 
 def tokenizer_notes(
@@ -97,7 +97,7 @@ def begin_notes(
         yield from _begin_token_notes(config, streams, begin_token)
     elif config.data.begin == "none" and config.train.init_from:
         # The user has decided against the token of the weights, and may not know its effect.
-        initial = part("initial_model")(path_of(config.train.init_from), config.model)
+        initial = optional_parts.initial_model(path_of(config.train.init_from), config.model)
         if initial.begin not in (None, documents.begin):
             yield (
                 'data.begin = "none": the weights of train.init_from were trained with token '

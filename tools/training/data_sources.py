@@ -20,7 +20,7 @@ from tools.config.rules.checking import check_all
 from tools.config.run_file import RunConfig
 from tools.config.tables.data_settings import Data, names_of
 from tools.console.toml import toml
-from tools.parts.optional_parts import part
+from tools.parts import optional_parts
 
 if TYPE_CHECKING:
     from megaprec.text.sources import TextSource
@@ -62,7 +62,7 @@ class DataSource:
 
         Raises UserError, also for a file of a data set in place of its prefix.
         """
-        return part("open_text")(self, data, tokenizer_file)
+        return optional_parts.open_text(self, data, tokenizer_file)
 
 
 def data_folder(config: RunConfig) -> Path:
@@ -115,13 +115,13 @@ def naming_settings(config: RunConfig, source: DataSource | None, *keys: str) ->
         yield
     except UserError as error:
         settings = [f"{key} = {config.value(key)}" for key in keys]
-        hint_for = part("working_directory_hint")
+        hint_for = optional_parts.working_directory_hint
         if source:
             settings.insert(0, f"{source.key} = {toml(source.name)}")
             table_key, _, _ = source.key.partition("[")
             hint = hint_for(config.origin(table_key), source.name)
         else:
-            hint = part("working_directory_hint")(
+            hint = optional_parts.working_directory_hint(
                 config.origin("data.tokenizer"), config.data.tokenizer
             )
         before = f"{', '.join(settings)}: "

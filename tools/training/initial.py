@@ -11,7 +11,7 @@ from megaprec.text.tokenizer import Tokenizer, load_tokenizer
 from megaprec.tokens.places import path_of
 from tools.config.run_file import RunConfig
 from tools.journal.records import INITIAL
-from tools.parts.optional_parts import part
+from tools.parts import optional_parts
 from tools.saved.train_state import TrainState, open_newest_checkpoint
 from tools.training.corpus import Corpus
 from tools.training.data_identity import DataDifference
@@ -58,7 +58,7 @@ def differences_from_first_weights(config: RunConfig) -> list[DataDifference]:
     none if the run does not begin with these weights. Raises UserError."""
     if not begins_with_weights(config):
         return []
-    saved = part("initial_model")(path_of(config.train.init_from), config.model).model
+    saved = optional_parts.initial_model(path_of(config.train.init_from), config.model).model
     return [*context_differences(saved, config.model, config)]
 
 
@@ -74,7 +74,7 @@ def check_growth(config: RunConfig, allowed: Collection[str]) -> None:
     tokenizer = load_tokenizer(tokenizer_file) if tokenizer_file else None
     old = _tokenizer_of_weights(config)
     if old and tokenizer:
-        moved = [*part("moved_tokens")(old, tokenizer)]
+        moved = [*optional_parts.moved_tokens(old, tokenizer)]
         if moved and "tokenizer" not in allowed:
             raise UserError(*moved)
     growth = _growth(config, vocabulary_size(config, tokenizer), old, tokenizer)
@@ -102,13 +102,13 @@ def _growth(
     """Return the rows for new tokens. old: the tokenizer of the weights, if it is known."""
     kind = config.train.grow_vocabulary
     assert kind != "none"
-    rows = part("initial_model")(path_of(config.train.init_from), config.model).model.vocab
-    return part("VocabularyGrowth").between(kind, rows, vocab, old, tokenizer)
+    rows = optional_parts.initial_model(path_of(config.train.init_from), config.model).model.vocab
+    return optional_parts.VocabularyGrowth.between(kind, rows, vocab, old, tokenizer)
 
 
 def _tokenizer_of_weights(config: RunConfig) -> Tokenizer | None:
     """Return the tokenizer of the folder of train.init_from, None if it has none."""
-    file = part("initial_model")(path_of(config.train.init_from), config.model).tokenizer
+    file = optional_parts.initial_model(path_of(config.train.init_from), config.model).tokenizer
     return load_tokenizer(file) if file else None
 
 

@@ -42,7 +42,7 @@ from tools.journal.invariant_records import (
     InvariantFinding,
     in_words,
 )
-from tools.parts.optional_parts import part
+from tools.parts import optional_parts
 from tools.saved.train_state import TrainState
 
 SAME_RATE = 1e-12  # of lr.peak, by which two formulas may differ
@@ -218,7 +218,7 @@ class Invariants:
             self._awaits_first_loss = not report.changed
             return ""
         self._awaits_first_loss = False
-        expected = part("expected_first_loss")(self._model, share)
+        expected = optional_parts.expected_first_loss(self._model, share)
         problem = expected.problem(loss)
         if not problem:
             limits = f"{loss:.4f} between {expected.low:.4f} and {expected.high:.4f}"

@@ -18,7 +18,7 @@ from parallel.described_world import is_rank_of_world
 from tools.config.rules.checking import check_all
 from tools.config.run_file import RunConfig
 from tools.console.wrapped import say
-from tools.parts.optional_parts import part
+from tools.parts import optional_parts
 from tools.training.branch import open_start, require_origin_intact
 from tools.training.corpus import Corpus, open_corpus
 from tools.training.data_sources import check_sources
@@ -63,7 +63,7 @@ def open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:
         require_origin_intact(config)
     corpus = open_corpus(config, allowed)
     if config.checkpoint.export == "hf":
-        part("require_exportable_tokenizer")(corpus)
+        optional_parts.require_exportable_tokenizer(corpus)
     # Once more, for the data decides whether the checkpoint is one of this run.
     check_resumable(config, corpus, allowed)
     check_tokens(config, corpus, allowed)
@@ -73,31 +73,31 @@ def open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:
 def _check_initial(config: RunConfig) -> None:
     """Raise UserError if the checkpoint of train.init_from is incomplete or damaged."""
     if config.train.init_from:
-        part("open_initial")(path_of(config.train.init_from), config.model)
+        optional_parts.open_initial(path_of(config.train.init_from), config.model)
 
 
 def _check_fp8(config: RunConfig) -> None:
     """Raise UserError if FP8 settings are not computed, name no weight, or have no backend."""
     if config.plan.fp8:
-        part("check_fp8")(config)
+        optional_parts.check_fp8(config)
 
 
 def _require_trackers(config: RunConfig) -> None:
     """Raise UserError if a tracker of log.to is not there."""
     if config.log.to:
-        part("require_trackers")(config.log.to)
+        optional_parts.require_trackers(config.log.to)
 
 
 def _require_harness(config: RunConfig) -> None:
     """Raise UserError if a task of data.lm_eval cannot be evaluated."""
     if config.data.lm_eval:
-        part("require_harness")(config)
+        optional_parts.require_harness(config)
 
 
 def _require_exportable(config: RunConfig) -> None:
     """Raise UserError if no folder of checkpoint.export can hold the model."""
     if config.checkpoint.export == "hf":
-        part("require_exportable")(config)
+        optional_parts.require_exportable(config)
 
 
 def verify_models(config: RunConfig, export_folder: Path | None) -> None:
@@ -110,7 +110,7 @@ def verify_models(config: RunConfig, export_folder: Path | None) -> None:
     if config.checkpoint.export == "hf":
         exports.append('checkpoint.export = "hf"')
     if initial or exports:
-        for line in part("verified_models")(config, initial, " and ".join(exports)):
+        for line in optional_parts.verified_models(config, initial, " and ".join(exports)):
             print(line)
 
 
@@ -129,7 +129,7 @@ def prepare(
     """
     corpus = open_checked(config, allowed)
     if is_rank_of_world() and not is_local_rank():  # otherwise the launcher has printed it
-        part("print_plan")(config)
+        optional_parts.print_plan(config)
     if verify:
         verify_models(config, export)
     # Held until the run ends: the check of the folder above has released it.
@@ -146,7 +146,7 @@ def prepare(
     # at the end of the run else: the card of an exported checkpoint says bits per byte
     if config.checkpoint.export == "hf":
         write_yardsticks(config, corpus)
-        if note := part("export_note")(config):
+        if note := optional_parts.export_note(config):
             say(f"note       {note}")
     # Named by rank 0, so that all ranks resume from the same one.
     checkpoint = open_start(config)
@@ -194,7 +194,7 @@ def _named_tokenizer(corpus: Corpus) -> str:
 def write_yardsticks(config: RunConfig, corpus: Corpus) -> None:
     """Write what the held-out loss is measured against; nothing, with a warning, if that fails."""
     try:
-        yardsticks = part("make_yardsticks")(config, corpus)
+        yardsticks = optional_parts.make_yardsticks(config, corpus)
         if yardsticks is not None:
             yardsticks.save(Path(config.train.folder))
     except (UserError, OSError) as error:

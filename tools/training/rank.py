@@ -15,7 +15,7 @@ from models.attention.backends import gpu_kernels
 from parallel.hangs.watchdog import longest_wait
 from parallel.mesh import broadcast_from_first, make_mesh, world
 from tools.config.run_file import RunConfig
-from tools.parts.optional_parts import part
+from tools.parts import optional_parts
 from tools.training.elastic import (
     in_this_world,
     is_spare,
@@ -86,7 +86,7 @@ def train_rank(
 
         def prepare_run() -> dict[str, Any]:
             require_no_ended_ranks(store)
-            prepared = part("prepare")(config, locks, allowed, export_folder, verify)
+            prepared = optional_parts.prepare(config, locks, allowed, export_folder, verify)
             # only of a run that has passed all checks
             record_restart(config)
             return prepared

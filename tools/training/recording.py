@@ -20,7 +20,7 @@ from tools.config.run_file import RunConfig
 from tools.console.units import date_now
 from tools.journal.journal import Journal, LinesLost
 from tools.journal.records import INITIAL, read_branching, read_events
-from tools.parts.optional_parts import part
+from tools.parts import optional_parts
 from tools.saved.train_state import TrainState
 from tools.training.branch import is_branch
 from tools.training.corpus import Corpus
@@ -47,7 +47,7 @@ def record_run(
     first_step = progress().step
     branches = resumed is not None and is_branch(config, resumed)
     settings = masked_inside(config.model_dump(mode="json"))
-    feeds = [part("Feed")(name, folder, settings, first_step) for name in log_settings.to]
+    feeds = [optional_parts.Feed(name, folder, settings, first_step) for name in log_settings.to]
     with (
         _naming_the_checkpoint(config, progress, first_step),
         Journal(
@@ -66,12 +66,12 @@ def record_run(
             yield journal
             return
         if resumed:
-            event = part("resume_event")(config, corpus, resumed)
+            event = optional_parts.resume_event(config, corpus, resumed)
             # Ranks that were started again before the first checkpoint branch once more.
             if not branches or event != read_branching(folder):
                 journal.write_event(event)
         else:
-            event = part("initial_event")(config, corpus)
+            event = optional_parts.initial_event(config, corpus)
             # Ranks that were started again before the first checkpoint begin once more.
             if event and event not in read_events(folder, INITIAL):
                 journal.write_event(event)

@@ -31,7 +31,7 @@ from tools.config.rules.derived import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
 from tools.journal.records import BRANCHED
-from tools.parts.optional_parts import part
+from tools.parts import optional_parts
 from tools.saved.train_state import (
     TrainState,
     open_newest_checkpoint,
@@ -225,7 +225,7 @@ def _remarks(config: RunConfig, corpus: Corpus, checkpoint: Store) -> Iterator[_
     for line in arithmetic_changes(checkpoint):
         yield _Remark("changed", f"{line}{NOT_EXACT_MARK}")
     yield from _notes(_unused_origins(config, checkpoint, {_key_of(line) for line in key_lines}))
-    if config.fp8.kind != "none" and (kept := part("kept_format_note")(config)):
+    if config.fp8.kind != "none" and (kept := optional_parts.kept_format_note(config)):
         yield _Remark("note", kept)
     yield from _notes(_position_notes(checkpoint, config, corpus))
     yield from _notes(other_length(checkpoint, config, progress))
@@ -337,11 +337,13 @@ def other_tokens(config: RunConfig, corpus: Corpus) -> Iterator[Problem]:
     tokenizer = corpus.tokenizer.path
     # A run that resumes does not use the weights of train.init_from.
     if config.train.init_from and open_newest_checkpoint(config.checkpoint_folder) is None:
-        weights_tokenizer = part("initial_model")(
+        weights_tokenizer = optional_parts.initial_model(
             path_of(config.train.init_from), config.model
         ).tokenizer
         if weights_tokenizer and config.train.grow_vocabulary != "none":
-            yield from part("moved_tokens")(load_tokenizer(weights_tokenizer), corpus.tokenizer)
+            yield from optional_parts.moved_tokens(
+                load_tokenizer(weights_tokenizer), corpus.tokenizer
+            )
         elif weights_tokenizer and not same_tokens(weights_tokenizer, tokenizer):
             yield Problem.of(
                 "training.tokenizer_of_weights",

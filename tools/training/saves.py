@@ -20,7 +20,7 @@ from megaprec.errors import UserError
 from megaprec.text.tokenizer_files import files_beside
 from models.engine.engine import Engine
 from tools.config.run_file import RunConfig
-from tools.parts.optional_parts import part
+from tools.parts import optional_parts
 from tools.saved.train_state import EVALUATED, SPIKES, read_progress
 from tools.training.branch import open_start
 from tools.training.changed_keys import arithmetic, keys_of
@@ -60,7 +60,7 @@ class Saves:
             fp8=self._fp8,
             background=settings.background,
             losses=losses,
-            leave_beside=part("export_kept") if settings.export == "hf" else None,
+            leave_beside=optional_parts.export_kept if settings.export == "hf" else None,
         )
         # Training waits; the outcome is known before the next step.
         if not settings.background:

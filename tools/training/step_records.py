@@ -20,7 +20,7 @@ from models.engine.passes import Share
 from models.estimate.flops import training_flops
 from tools.config.run_file import RunConfig
 from tools.journal.records import DIGEST, EVALUATION, NO_TOKENS_EVENT
-from tools.parts.optional_parts import part
+from tools.parts import optional_parts
 from tools.saved.train_state import TrainState
 from tools.training.ends import FaultyHardware, TrainingDiverged
 
@@ -89,7 +89,7 @@ def peak_tflops(config: RunConfig, device: torch.device) -> float:
     """
     if config.log.peak_tflops or device.type != "cuda":
         return config.log.peak_tflops
-    gpu = part("gpu_named")(torch.cuda.get_device_name(device))
+    gpu = optional_parts.gpu_named(torch.cuda.get_device_name(device))
     return gpu.tflops(config.plan) if gpu else 0.0
 
 
@@ -111,8 +111,8 @@ def step_fields(
     fields = {
         "step": progress.step,
         **report_fields(report),
-        **(part("router_fields")(report.routers) if report.routers else {}),
-        **(part("attention_fields")(report.attentions) if report.attentions else {}),
+        **(optional_parts.router_fields(report.routers) if report.routers else {}),
+        **(optional_parts.attention_fields(report.attentions) if report.attentions else {}),
         "tokens": progress.tokens,
         "learned_tokens": progress.learned_tokens,
         "tokens_per_s": tokens_per_s,
@@ -295,7 +295,7 @@ class SentinelChecks:
         # On a CPU the project's own models compute the same bits each time; others may not.
         exact = engine.device.type == "cpu" and not config.model.factory
         self._every = config.train.sentinel
-        self._sentinel = part("Sentinel")(engine, exact) if self._every else None
+        self._sentinel = optional_parts.Sentinel(engine, exact) if self._every else None
         self._last_clean = 0
 
     def checking(
@@ -312,7 +312,7 @@ class SentinelChecks:
 
     def raised(self, error: Exception) -> bool:
         """Return True if `error` is a fault that a check has found."""
-        return self._sentinel is not None and isinstance(error, part("SilentFault"))
+        return self._sentinel is not None and isinstance(error, optional_parts.SilentFault)
 
     def note_clean(self, step: int) -> dict[str, str]:
         """Note that a checked step was clean, and return its field of metrics.jsonl; empty if it

@@ -55,7 +55,7 @@ from tools.journal.records import (
     INVARIANT,
     SPIKE_EVENT,
 )
-from tools.parts.optional_parts import part
+from tools.parts import optional_parts
 from tools.saved.train_state import TrainState, read_overflow_monitor, read_spike_monitor
 from tools.training.batches import Batches, evaluated_samples
 from tools.training.corpus import Corpus
@@ -116,7 +116,7 @@ class Trainer:
         self._digests = Digests(self.engine, config)
         self._harness: Any = None  # evaluates the tasks of data.lm_eval, if there are any
         if config.data.lm_eval:
-            self._harness = part("Harness")(config, corpus, self.engine, self.position)
+            self._harness = optional_parts.Harness(config, corpus, self.engine, self.position)
         self._throughput = Throughput.of(config, corpus.model, self.engine.device)
         self._sizes = config.batches
         self._rates = LearningRates.of(config.lr, config.train)
@@ -129,7 +129,7 @@ class Trainer:
         model = corpus.model
         self._router_monitor = None
         if model.experts:
-            monitor = part("RouterMonitor")
+            monitor = optional_parts.RouterMonitor
             self._router_monitor = monitor(model.experts, model.experts_per_token)
         self.progress = TrainState()  # after the last step
         self._first_ids: dict[str, Any] = {}  # of the first weights, for checkpoints
@@ -141,13 +141,13 @@ class Trainer:
         elif config.train.init_from:
             self._begin_with(path_of(config.train.init_from))
         elif self._shares_drawing:
-            part("draw_weights")(
+            optional_parts.draw_weights(
                 self.engine.stages.values(), self.engine.optimizer, config.train.seed
             )
         self._statistics: Any = None  # of weights, gradients and updates, if there are any
         if config.log.statistics:
             layers = _layers_of(self.engine.stages.values())
-            self._statistics = part("TensorStatistics")(self.engine.optimizer, layers)
+            self._statistics = optional_parts.TensorStatistics(self.engine.optimizer, layers)
         self._saves = Saves(config, self.engine)
         self._saved_step = self.progress.step  # that of the newest checkpoint
         self._evaluated: dict[str, float] = {}  # losses after the newest step, by field
@@ -171,7 +171,9 @@ class Trainer:
             mesh=mesh,
             schedule=config.schedule,
             options=options,
-            make_stage=part("stage_maker")(config.model.factory) if config.model.factory else Stage,
+            make_stage=optional_parts.stage_maker(config.model.factory)
+            if config.model.factory
+            else Stage,
             other_schedules=config.other_schedules,
         )
         optimizer = stages.make_optimizer(
@@ -185,7 +187,7 @@ class Trainer:
         # a resumed run may have been compiled before, and says so
         if is_plain and self.resumed is None:
             return PLAIN
-        return part("compile_leaves")(self.config, self.corpus.model, mesh, self.resumed)
+        return optional_parts.compile_leaves(self.config, self.corpus.model, mesh, self.resumed)
 
     @property
     def _shares_drawing(self) -> bool:
@@ -198,9 +200,11 @@ class Trainer:
         """Load the weights of train.init_from. Collective over the world."""
         optimizer = self.engine.optimizer
         stages = self.engine.stages.values()
-        drawn = part("InitialWeights")(stages, optimizer.plan, self.config.train.seed)
-        growth = part("growth_of")(self.config, self.corpus)
-        self._first_ids = part("start_from")(folder, optimizer, growth, drawn, self.config.model)
+        drawn = optional_parts.InitialWeights(stages, optimizer.plan, self.config.train.seed)
+        growth = optional_parts.growth_of(self.config, self.corpus)
+        self._first_ids = optional_parts.start_from(
+            folder, optimizer, growth, drawn, self.config.model
+        )
 
     def _resume(self, checkpoint: Path) -> None:
         """Load the state of the run from a checkpoint."""
@@ -215,10 +219,10 @@ class Trainer:
         for warning in caught:
             print(f"warning    {warning.message}")
         store = Store(checkpoint, self.engine.optimizer.world)
-        self.progress = part("resumed_progress")(store, self.config, self.corpus)
+        self.progress = optional_parts.resumed_progress(store, self.config, self.corpus)
         self.monitor.load_state_dict(read_overflow_monitor(store))
         self.spike_monitor.load_state_dict(read_spike_monitor(store))
-        self._first_ids = part("saved_ids")(store)
+        self._first_ids = optional_parts.saved_ids(store)
 
     def run(self) -> None:
         """Take all remaining steps, or those until a signal, and save a checkpoint at the end.
@@ -228,7 +232,7 @@ class Trainer:
         saved if the ranks hold the same.
         """
         if self.rank == 0:
-            part("print_start")(
+            optional_parts.print_start(
                 self.config,
                 self.corpus,
                 self.engine.device.type,
@@ -236,8 +240,8 @@ class Trainer:
                 self.progress.step,
                 self.engine.refused_kernels,
             )
-            part("print_memory")(self.engine.optimizer)
-            part("print_marked")(self.engine.optimizer)
+            optional_parts.print_memory(self.engine.optimizer)
+            optional_parts.print_marked(self.engine.optimizer)
             # Without a step left, run.toml would differ from the steps taken.
             if self.progress.step < self.config.train.steps:
                 self.config.save_resolved(Path(self.config.train.folder))
@@ -311,7 +315,9 @@ class Trainer:
             return None
         folder = Path(self.config.train.folder)
         engine = self.engine
-        return part("StepProfile")(log.profile, self.rank, engine.stages, engine.device, folder)
+        return optional_parts.StepProfile(
+            log.profile, self.rank, engine.stages, engine.device, folder
+        )
 
     def _checked_step(self, journal: Journal | None) -> "tuple[StepReport, Shadow | None]":
         """Take a step. If the sentinel finds that it was computed wrongly, end the run."""
@@ -339,7 +345,7 @@ class Trainer:
 
     def _say_misses(self, leaves: Leaves) -> None:
         """Say which compiled leaves also ran uncompiled. Collective over the world."""
-        lines = part("missed_lines")(leaves, self.engine.optimizer.world, self.engine.device)
+        lines = optional_parts.missed_lines(leaves, self.engine.optimizer.world, self.engine.device)
         if self.rank == 0:
             for line in lines:
                 say(line)
@@ -410,8 +416,8 @@ class Trainer:
         events += self._step_events(report, progress)
         events += self._told_events(record, report)
         if shadow is not None:
-            record |= part("shadow_fields")(shadow, self.config.fp8)
-            events.append(part("shadow_event")(shadow, progress.step, self.config.fp8))
+            record |= optional_parts.shadow_fields(shadow, self.config.fp8)
+            events.append(optional_parts.shadow_event(shadow, progress.step, self.config.fp8))
         if journal is not None:
             journal.write(record)
             for event in events:
@@ -426,7 +432,7 @@ class Trainer:
         if not isinstance(samples, Blend) or not names:
             return {}
         step = self._samples_of_step
-        return part("source_fields")(
+        return optional_parts.source_fields(
             names,
             report.sources,
             samples.samples_taken(step.start),
@@ -497,7 +503,9 @@ class Trainer:
         events += self._digests.of_step(report, progress)
         if self._takes_statistics(progress.step):
             statistics = self._statistics.result()
-            events.append(part("statistics_event")(statistics, progress.step, report.outcome))
+            events.append(
+                optional_parts.statistics_event(statistics, progress.step, report.outcome)
+            )
         return events
 
     def _invariant_events(self, report: StepReport) -> Iterator[dict[str, Any]]:
@@ -521,7 +529,7 @@ class Trainer:
         if collapsed := self._router_monitor.note(report):
             experts = self.corpus.model.experts
             bound = self._router_monitor.bound
-            yield part("collapse_event")(collapsed, self.progress.step, experts, bound)
+            yield optional_parts.collapse_event(collapsed, self.progress.step, experts, bound)
 
     def _spike_events(self, report: StepReport) -> list[dict[str, Any]]:
         """Let the monitor note the step, and return its event if it is a spike: of those in a row
@@ -532,7 +540,7 @@ class Trainer:
         in_a_row = self.spike_monitor.in_a_row
         if spike is None or (in_a_row > 1 and report.outcome != SPIKE):
             return []
-        return [part("spike_event")(spike, report, self.progress.step, samples, in_a_row)]
+        return [optional_parts.spike_event(spike, report, self.progress.step, samples, in_a_row)]
 
     def _evaluate_all(self) -> dict[str, Tensor]:
         """Return the losses of all evaluated sets by field of a record, as `evaluate` does, and
@@ -575,7 +583,9 @@ class Trainer:
         if is_due(self.config.fp8.shadow_every, step_number + 1):
             # Before the step, with the weights that it will read.
             with self.position.in_phase(Phase.COMPARISON):
-                shadow = part("run_shadow")(self.engine.passes_for(share), share, step_number)
+                shadow = optional_parts.run_shadow(
+                    self.engine.passes_for(share), share, step_number
+                )
         # The sentinel recomputes the share of any data-parallel rank.
         share_of = partial(self.share, first_sample)
         checking = self._checks.checking(step_number, share_of)
@@ -658,7 +668,7 @@ class Trainer:
         spans = recording.gather(schedule, self.engine.device)
         if self.rank == 0:
             folder = Path(self.config.train.folder)
-            part("write_timeline")(folder, spans, title=f"step {self.progress.step}")
+            optional_parts.write_timeline(folder, spans, title=f"step {self.progress.step}")
 
     def evaluate(self, samples: Samples | Blend) -> Tensor:
         """Return the sum of the losses of the first samples, and the number of their tokens that
@@ -729,5 +739,5 @@ def optimizer_options(config: RunConfig, device: torch.device) -> dict[str, Any]
         "keep_layers": parallel.zero_keep,
         "seed": config.train.seed,
         "ema": optimizer.ema,
-        "offload": part("HostMemory")() if optimizer.offload == "host" else None,
+        "offload": optional_parts.HostMemory() if optimizer.offload == "host" else None,
     }

@@ -87,9 +87,12 @@ def require_width_rule(rule: UpdateRule, parts: Sequence[nn.Module]) -> None:
 
 def require_width_factors(rule: UpdateRule, part: Part) -> None:
     """Raise UserError unless a rule has a factor for a logical tensor that grows: if it is neither
-    AdamW nor Muon, or if Muon would orthogonalize an embedding."""
+    AdamW nor Muon, or if Muon would orthogonalize an embedding, or heads by themselves."""
     if not isinstance(rule, AdamW | Muon):
         raise UserError.of("optimizer.mup_rule", rule=type(rule).__name__)
+    # a head's own rows grow, or the number of heads does, and the growth of all rows is known alone
+    if isinstance(rule, Muon) and rule.per_head:
+        raise UserError.of("optimizer.mup_muon_per_head")
     is_embedding = len(part.shape) == 2 and part.growth.inputs == 1
     if is_embedding and isinstance(rule, Muon) and rule.orthogonalizes(part):
         raise UserError.of("optimizer.mup_muon_embedding", name=part.name)

@@ -1,14 +1,15 @@
 """The laws of each kind of schedule: complete, finishing, as fast and as lean as the formulas
 say."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from megaprec.errors import Problem, UserError
-from parallel.pipeline.builders import gpipe, interleaved, one_f_one_b, zb_v
+from parallel.pipeline.builders import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_v
 from parallel.pipeline.formulas import FormulaSizes
 from parallel.pipeline.instructions import (
     INPUT_GRADIENTS,
@@ -66,6 +67,44 @@ def test_the_others_in_full() -> None:
         "F0.0 F0.1 F3.0 I3.0 F3.1 I3.1 I0.0 W3.0 I0.1 W3.1 W0.0 W0.1",
         "F1.0 F2.0 F1.1 F2.1 I2.0 I1.0 I2.1 I1.1 W2.0 W1.0 W2.1 W1.1",
     ]
+    assert lines("dualpipe-v", 4) == [
+        "F0.0 F0.1 F0.2 F3.0 I3.0 W3.0 F3.1 F0.3 B3.1 F3.2 B0.0 B3.2 F3.3 B0.1 B3.3 I0.2 W0.2 I0.3 W0.3",
+        "F1.0 F2.0 F1.1 F2.1 F1.2 B2.0 F2.2 B1.0 F1.3 B2.1 F2.3 B1.1 B2.2 B1.2 I2.3 I1.3 W2.3 W1.3",
+    ]
+
+
+def computations_of_torch(rank: int, ranks: int, microbatches: int) -> list[str]:
+    """The computations of torch's DualPipeV on a rank; of two that it overlaps the forward comes
+    first."""
+    theirs = ScheduleDualPipeV.__new__(ScheduleDualPipeV)  # without stages and processes
+    theirs.pp_group_size = ranks
+    theirs._n_microbatches = microbatches
+    actions: list[str] = []
+    for action in theirs._calculate_single_rank_operations(rank):
+        if action is not None:
+            actions += map(str, action.sub_actions or [action])
+    return actions
+
+
+def as_torch_writes(instructions: Iterable[Instruction]) -> list[str]:
+    """The computations among instructions, such as "3F0": the stage, what is computed of it, and
+    the micro-batch."""
+    names = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "I", Op.BACKWARD_WEIGHT: "W"}
+    written: list[str] = []
+    for instruction in instructions:
+        if instruction.op in names:
+            name = names[instruction.op]
+            written.append(f"{instruction.stage}{name}{instruction.microbatch}")
+    return written
+
+
+@UNHURRIED
+@given(st.integers(2, 8), st.integers(0, 12))
+def test_dualpipe_v_is_that_of_torch(p: int, more: int) -> None:
+    """torch refuses fewer micro-batches than stages."""
+    m = 2 * p + more
+    for rank, program in enumerate(dualpipe_v(p, m).programs):
+        assert as_torch_writes(program) == computations_of_torch(rank, p, m)
 
 
 @pytest.mark.cases(2, sample=1)
@@ -146,6 +185,15 @@ def test_in_zb_h2_and_zb_v_no_rank_waits_between_its_first_and_its_last_instruct
         assert worked(spans) == 3 * stages_a_rank * m + p - 1
 
 
+@UNHURRIED
+@given(RANKS, st.integers(0, 20))
+def test_dualpipe_v_has_half_of_the_bubble_of_zb_h1_and_ends_with_zb_v(p: int, more: int) -> None:
+    m = 2 * p + more
+    spans = simulate(schedule("dualpipe-v", p, m))
+    assert bubble(spans) == pytest.approx((p - 1) / m / 6, abs=1e-12)
+    assert worked(spans) == worked(simulate(schedule("zb-v", p, m)))
+
+
 @pytest.mark.slow
 @UNHURRIED
 @given(RANKS, MICROBATCHES)
@@ -155,6 +203,7 @@ def test_no_schedule_holds_more_activations_than_its_formula_says(p: int, m: int
     assert in_flight(schedule("zb-h1", p, m)) == [min(m, p)] * p
     assert in_flight(schedule("zb-h2", p, m)) == [min(m, 2 * p - 1)] * p
     assert in_flight(zb_v(p, m)) == [2 * min(m, p)] * p  # of stages half as large
+    assert max(in_flight(dualpipe_v(p, m))) == min(2 * m, 2 * p + 1)
     for v in (2, 3):
         group = p if m % p == 0 else -(-m // max(1, m // p))
         assert max(in_flight(interleaved(p, m, v))) == min(m * v, 2 * (p - 1) + (v - 1) * group + 1)
@@ -184,6 +233,7 @@ def test_a_schedule_planned_by_cost_keeps_all_laws(
         forward, of_input, of_weight = costs[i.stage]
         return {
             Op.FORWARD: forward,
+            Op.BACKWARD: of_input + of_weight,
             Op.BACKWARD_INPUT: of_input,
             Op.BACKWARD_WEIGHT: of_weight,
         }.get(i.op, 0)
@@ -192,7 +242,8 @@ def test_a_schedule_planned_by_cost_keeps_all_laws(
     check(planned)
     check(forward_only(planned))
     assert worked(simulate(planned, cost)) <= worked(simulate(schedule(kind, p, m), cost))
-    assert max(in_flight(planned)) <= {"zb-h1": p, "zb-h2": 2 * p - 1, "zb-v": 2 * p}[kind]
+    most = {"zb-h1": p, "zb-h2": 2 * p - 1, "zb-v": 2 * p, "dualpipe-v": 2 * p + 1}
+    assert max(in_flight(planned)) <= most[kind]
 
 
 @pytest.mark.parametrize(
@@ -235,9 +286,10 @@ def test_zero_bubble_schedules_beat_1f1b_at_real_costs_too(costs: tuple[int, int
     def seconds(kind: str) -> float:
         cost = lambda i: times.get(i.op, 0)  # noqa: E731
         spans = simulate(schedule(kind, 4, 12, cost=cost), cost)
-        return worked(spans) / (2 if kind == "zb-v" else 1)  # its stages are half as large
+        return worked(spans) / KINDS[kind].chunks  # of two stages a rank each is half as large
 
     assert seconds("zb-v") <= seconds("zb-h2") <= seconds("zb-h1") < seconds("1f1b")
+    assert seconds("zb-v") < seconds("dualpipe-v") < seconds("zb-h1")
 
 
 def test_planning_by_cost_fills_the_time_in_which_equal_stages_would_not_wait() -> None:
@@ -291,7 +343,7 @@ def test_all_mistakes_of_the_user_are_told_together() -> None:
         Problem.of(
             "pipeline.no_such_kind",
             kind="2f2b",
-            kinds="gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v",
+            kinds="gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, dualpipe-v",
         ),
     )
 

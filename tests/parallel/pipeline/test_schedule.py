@@ -31,7 +31,7 @@ RANKS = st.integers(1, 8)
 MICROBATCHES = st.integers(1, 12)
 COSTS = st.integers(1, 9)
 UNHURRIED = settings(deadline=None, max_examples=50)
-CHUNKS = {"interleaved": (1, 2, 3), "zb-v": (2,)}
+CHUNKS = {"interleaved": (1, 2, 3), "zb-v": (2,), "dualpipe-v": (2,)}
 EVERY = [
     (k, p, m, v)
     for k in KINDS

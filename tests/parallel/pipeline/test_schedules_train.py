@@ -52,7 +52,7 @@ def test_gradients_are_bitwise_those_of_one_rank_in_every_schedule(pp: int, comp
 @pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole sequence", "cut sequence"])
 def test_tensor_parallel_products_may_be_put_off_too(sequence: bool) -> None:
-    kinds = ("interleaved", "zb-h1", "zb-v")
+    kinds = ("interleaved", "zb-h1", "zb-v", "dualpipe-v")
     runs = [
         Run(MODEL, "fp32", kind=kind, micro_batch=1, sequence=sequence, steps=1) for kind in kinds
     ]
@@ -78,7 +78,7 @@ def test_tied_weights_count_once_though_first_and_last_stage_share_a_rank(
 ) -> None:
     runs = [
         Run(TIED, kind=kind, micro_batch=1, sequence=layout[0] > 1, steps=2)
-        for kind in ("zb-h1", "zb-v")
+        for kind in ("zb-h1", "zb-v", "dualpipe-v")
     ]
     runs.append(Run(TIED, kind="interleaved", chunks=3, micro_batch=1, steps=2))
     for run, result in zip(runs, train_all(runs, *layout), strict=True):
@@ -102,7 +102,8 @@ def test_a_tied_head_may_come_after_the_first_stage_is_reduced() -> None:
         assert not (wrong := differing(grads, record["grads"])), f"ratios {wrong}"
 
 
-def test_one_rank_may_hold_both_ends_of_a_v() -> None:
-    result = train(Run(TIED, kind="zb-v", micro_batch=1, steps=2))
+@pytest.mark.parametrize("kind", ["zb-v", "dualpipe-v"])
+def test_one_rank_may_hold_both_ends_of_a_v(kind: str) -> None:
+    result = train(Run(TIED, kind=kind, micro_batch=1, steps=2))
     for grads, record in zip(result.grads, plain(), strict=True):
         assert not (wrong := differing(grads, record["grads"])), f"ratios {wrong}"

@@ -14,7 +14,7 @@ from tools.config.tables.native_keys import (
 )
 from tools.config.tables.precision_settings import FP8, Precision
 from tools.config.tables.settings import Parallel
-from tools.parts.optional_parts import part
+from tools.parts import optional_parts
 
 
 def _fp32_patterns(precision: Precision, model: ModelConfig) -> Iterator[str]:
@@ -35,7 +35,7 @@ def _recipe(fp8: FP8) -> Iterator[str]:
 def _nvfp4(model: ModelConfig, parallel: Parallel, fp8: FP8) -> Iterator[str]:
     if not fp8.four_bits:
         return
-    yield from part("nvfp4_problems")(model)
+    yield from optional_parts.nvfp4_problems(model)
     if parallel.context > 1:
         yield Problem.of("parallel.nvfp4_context", size=parallel.context)
     for key in ("kv_heads", "global_kv_heads"):

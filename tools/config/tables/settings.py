@@ -136,14 +136,15 @@ class Parallel(Table):
     schedule: Annotated[str, one_of(KINDS)] = Field(
         default="1f1b",
         description=f"Pipeline schedule: {', '.join(KINDS)}. interleaved is 1F1B with several "
-        "stages per rank; zb-h1, zb-h2 and zb-v are the zero-bubble schedules.",
+        "stages per rank; zb-h1, zb-h2 and zb-v are the zero-bubble schedules, dualpipe-v is "
+        "DeepSeek's DualPipeV.",
     )
     chunks: int = Field(
         default=0,
         ge=0,
         le=10_000,
-        description="Number of stages per pipeline rank; 0: 2 for interleaved and zb-v, otherwise "
-        "1.",
+        description="Number of stages per pipeline rank; 0: 2 for interleaved, zb-v and "
+        "dualpipe-v, otherwise 1.",
     )
     schedule_file: FilePath = Field(
         default="",

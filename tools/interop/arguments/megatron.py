@@ -2,9 +2,10 @@
 used here.
 
 The names, kinds and defaults are those of its parser, megatron/training/arguments.py, of version
-core_v0.16; names of versions from 2.5 to August 2026 are there too. A name is written as it is
-typed, with `_` for `-` and without the dashes. Command lines are read by this table, and so are the
-arguments that a log or a checkpoint keeps (`tools.convert.megatron.keys`).
+core_v0.16; names of versions from 2.5 to August 2026 are there too, and muon_split_qkv_per_head of
+pull request 6326. A name is written as it is typed, with `_` for `-` and without the dashes.
+Command lines are read by this table, and so are the arguments that a log or a checkpoint keeps
+(`tools.convert.megatron.keys`).
 """
 
 import re
@@ -226,6 +227,7 @@ adam_eps                                   number=1e-08           optimizer.eps
 sgd_momentum                               number=0.9             optimizer.options
 lion_beta1                                 number=0.95            optimizer.options
 lion_beta2                                 number=0.98            optimizer.options
+muon_split_qkv_per_head                    switch                 optimizer.options
 weight_decay                               number=0.01            optimizer.weight_decay
 start_weight_decay                         number                 optimizer.weight_decay
 end_weight_decay                           number                 optimizer.weight_decay
@@ -589,6 +591,8 @@ OF_OTHERS: Mapping[str, Form] = {name: form for name, form, _ in _shapes(_OF_OTH
 
 def is_unused(name: str) -> bool:
     """Return True for an argument that is not used here."""
+    if name in READ:  # also one of a subject whose others change nothing
+        return False
     if name in OF_OTHERS:
         return True
     subject = name.removeprefix("no_").removeprefix("disable_")

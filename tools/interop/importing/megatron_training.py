@@ -258,11 +258,24 @@ def add_optimizer(arguments: Arguments) -> None:
             "(optimizer.name)"
         )
         arguments.refuse(rules + (MUON if "muon" in name else ""), "optimizer")
+    _add_heads_of_muon(arguments)
     arguments.copy("optimizer.weight_decay", "weight_decay")
     _refuse_ramp_of_decay(arguments)
     arguments.copy("optimizer.clip", "clip_grad")
     _add_qk_clip(arguments)
     _add_offload(arguments)
+
+
+def _add_heads_of_muon(arguments: Arguments) -> None:
+    """Add that Muon orthogonalizes heads one by one, where the user takes the rule here for
+    Megatron-LM's."""
+    name = "muon_split_qkv_per_head"
+    if not arguments.get(name):
+        return
+    if arguments.draft.value("optimizer.name") == "muon":
+        arguments.put("optimizer.options", {"per_head": True}, name)
+    else:
+        arguments.unused[name] = arguments.said[name]
 
 
 def _add_qk_clip(arguments: Arguments) -> None:

@@ -13,8 +13,8 @@ on the same shape in every layout, and each elementwise operation here rounds on
 gradients give equal bits whatever the layout.
 
 A stacked parameter (query, key and value; gate and up) is several logical matrices, each of which
-is computed alone. Gradients are only read. A buffer holds either matrices for Muon or tensors for
-AdamW, because their moments differ.
+is computed alone; with `per_head` each head of one is, on the owner of all. Gradients are only
+read. A buffer holds either matrices for Muon or tensors for AdamW, because their moments differ.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ from megaprec.comm.layout import layout_of, parameters_of
 from megaprec.errors import Problem, UserError
 from megaprec.optim.ranks import Ranks
 from megaprec.optim.rules.muon.matrix_exchange import HeldSpan, MatrixExchange, ReceivedElements
-from megaprec.optim.rules.muon.newton_schulz import iteration_flops, orthogonalized
+from megaprec.optim.rules.muon.newton_schulz import MatrixStack, orthogonalized
 from megaprec.optim.rules.muon.rule import MUON_MOMENTUM, NOT_HIDDEN, Muon, moments_of
 from megaprec.optim.rules.param_groups import Factors, Group, StepOf, factors
 from megaprec.optim.rules.update_rules import Step, UpdateRule
@@ -46,7 +46,7 @@ class LocalElements:
 
     tiles: the elements, in order.
     factors: of learning rate and weight decay.
-    scale: Muon's factor of the learning rate for the matrix.
+    scale: Muon's factor of the learning rate for the matrix, or for that of each head.
     """
 
     span: HeldSpan
@@ -81,16 +81,17 @@ class MatrixUpdates:
     ) -> None:
         self.rule = rule
         self.buffers = [buffer for buffer in buffers if MUON_MOMENTUM in buffer.state]
-        shapes = self._shapes(stage, device)
-        matrix_numbers = {name: number for number, name in enumerate(shapes)}
+        stacks = self._stacks(stage, device)
+        self._stack_of_matrix = [*stacks.values()]
+        matrix_numbers = {name: number for number, name in enumerate(stacks)}
         self._local: list[list[LocalElements]] = []  # of each buffer
         for number in range(len(self.buffers)):
             self._local.append(list(self._local_elements(number, matrix_numbers, groups)))
         has_fp64 = any(buffer.plan.masters == torch.float64 for buffer in self.buffers)
         self._dtype = rule.iteration_dtype(torch.float64 if has_fp64 else torch.float32)
         self._exchange = MatrixExchange(
-            shapes,
-            costs=[iteration_flops(shape, rule.ns_steps) for shape in shapes.values()],
+            {name: stack.whole for name, stack in stacks.items()},
+            costs=[stack.flops(rule.ns_steps) for stack in self._stack_of_matrix],
             held_spans=[local.span for local in chain.from_iterable(self._local)],
             num_buffers=len(self.buffers),
             stage=stage,
@@ -98,18 +99,19 @@ class MatrixUpdates:
             dtype=self._dtype,
         )
 
-    def _shapes(self, stage: Axis, device: torch.device) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all matrices of the stage, by name."""
-        local: dict[str, tuple[int, ...]] = {}
+    def _stacks(self, stage: Axis, device: torch.device) -> dict[str, MatrixStack]:
+        """Return what is orthogonalized of all matrices of the stage, by name."""
+        local: dict[str, MatrixStack] = {}
         for buffer in self.buffers:
             for piece in buffer.pieces:
-                local[piece.part.name] = piece.part.shape
+                local[piece.part.name] = self.rule.matrices_of(piece.part)
         # Without experts on ranks of their own, all ranks of a stage have the same matrices in the
         # same order. With them each has others: the gather brings all into one order.
         if not any(buffer.holds_experts for buffer in self.buffers):
             return local
         of_stage = gather_entries(local, stage, device)
-        return {name: tuple(shape) for name, shape in of_stage.items()}  # JSON made lists of them
+        # JSON made lists of them
+        return {name: MatrixStack(*sizes) for name, sizes in of_stage.items()}
 
     def _local_elements(
         self,
@@ -125,7 +127,8 @@ class MatrixUpdates:
             span = held_span_of(buffer, owned.piece, matrix_numbers[part.name], buffer_number)
             tiles = tuple(buffer.tiles(owned.in_shard.start, owned.in_shard.stop))
             group_factors = factors(part, groups, self.rule)  # of learning rate and weight decay
-            shape_factor = self.rule.factor(part.shape)  # Muon's, of the update
+            shape = self.rule.matrices_of(part).shape
+            shape_factor = self.rule.factor(shape)  # Muon's, of the update
             yield LocalElements(span, tiles, group_factors, shape_factor)
 
     def apply(self, step_of: StepOf, done: Callable[[Buffer], None]) -> None:
@@ -140,12 +143,13 @@ class MatrixUpdates:
         for number, matrix in matrices.items():
             # a loop may step within its own autocast
             with torch.autocast(matrix.device.type, enabled=False):
-                matrices[number] = orthogonalized(
-                    matrix,
+                result = orthogonalized(
+                    self._stack_of_matrix[number].apart(matrix),
                     rule.ns_coefficients,
                     rule.ns_steps,
                     rule.ns_eps,
                 )
+            matrices[number] = result.view_as(matrix)
         for number, buffer in enumerate(self.buffers):
             # without names, which would keep what was sent and received until the next exchange
             self._move_buffer(number, self._exchange.start_return(number, matrices)(), step_of)
@@ -247,8 +251,8 @@ def require_muon_patterns(rule: UpdateRule, model_parts: Sequence[nn.Module], ra
     world.
 
     A pattern must match a parameter; of the default patterns one must, because a model of other
-    names may have embeddings that they do not know. Logical tensors of one parameter must be
-    updated by one rule.
+    names may have embeddings that they do not know. With `per_head` a matrix must have heads.
+    Logical tensors of one parameter must be updated by one rule.
     """
     if not isinstance(rule, Muon):
         return
@@ -261,6 +265,7 @@ def require_muon_patterns(rule: UpdateRule, model_parts: Sequence[nn.Module], ra
         _require_default_match(key, sorted_names, ranks)
     else:
         require_used(key, rule.by_adamw, sorted_names, ranks.world, ranks.device)
+    _require_heads(rule, model_parts, ranks)
     # by sentence, code and fields: a Problem is made of them again, for JSON carries none
     local_problems: dict[str, Any] = {}
     for problem in _problems_of_split_parameters(rule, model_parts):
@@ -289,6 +294,21 @@ def _require_default_match(key: str, names: Sequence[str], ranks: Ranks) -> None
             not_hidden=" or ".join(NOT_HIDDEN),
             names=min(first_names),
         )
+
+
+def _require_heads(rule: Muon, model_parts: Sequence[nn.Module], ranks: Ranks) -> None:
+    """Raise UserError, on every rank, if the rule asks for heads by themselves and no rank has a
+    matrix of several that it updates. Collective over the world."""
+    if not rule.per_head:
+        return
+    has_heads = False
+    for parameter in parameters_of(model_parts):
+        for part in layout_of(parameter).parts:
+            if rule.orthogonalizes(part) and rule.matrices_of(part).count > 1:
+                has_heads = True
+    has_heads_here = torch.tensor(float(has_heads), device=ranks.device)
+    if not ranks.world.max_(has_heads_here):
+        raise UserError.of("optimizer.muon_without_heads")
 
 
 def _problems_of_split_parameters(

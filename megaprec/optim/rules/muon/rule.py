@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megaprec.comm.layout import Part, layout_of
 from megaprec.errors import Problem, UserError
 from megaprec.kinds import is_number
-from megaprec.optim.rules.muon.newton_schulz import PUBLISHED, Coefficients
+from megaprec.optim.rules.muon.newton_schulz import PUBLISHED, Coefficients, MatrixStack
 from megaprec.optim.rules.update_rules import AdamW, Stateless, Step, UpdateRule
 
 MUON_MOMENTUM = "muon_momentum"
@@ -44,6 +44,12 @@ class Muon(Stateless):
     or "keller-jordan" for sqrt(max(1, m / n)); see FACTORS. by_adamw: patterns of logical names of
     matrices that `adamw` updates, as it updates every tensor that has not two dims. The rule is
     elementwise only in B; `update_` is that of `adamw`.
+
+    per_head: the rows of each head (`Part.heads`) are a matrix [m, n] of their own, in O and in the
+    factor, so that no head's update depends on how large the gradients of others are. Projections
+    to queries, keys, values, their gates, and from latents to these have heads; that from heads to
+    the output is a whole, as in Kimi K3 (arXiv 2607.24653, section 2.5) and GLM-5 (arXiv
+    2602.15763).
     """
 
     momentum: float = 0.95
@@ -53,6 +59,7 @@ class Muon(Stateless):
     ns_eps: float = 1e-7
     ns_dtype: str = ""
     scale: Scale = "moonshot"
+    per_head: bool = False
     by_adamw: tuple[str, ...] = NOT_HIDDEN
     adamw: AdamW = AdamW()
 
@@ -84,6 +91,8 @@ class Muon(Stateless):
         if self.scale not in tuple(FACTORS):
             scales = " or ".join(FACTORS)
             yield Problem.of("optimizer.muon_scale", scale=self.scale, scales=scales)
+        if not isinstance(self.per_head, bool):
+            yield Problem.of("optimizer.muon_per_head", per_head=self.per_head)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -96,8 +105,15 @@ class Muon(Stateless):
             return False
         return not any(fnmatchcase(part.name, pattern) for pattern in self.by_adamw)
 
+    def matrices_of(self, part: Part) -> MatrixStack:
+        """Return a logical matrix as the matrices that are orthogonalized each by itself: those of
+        its heads with `per_head`, otherwise the whole."""
+        rows, columns = part.shape
+        count = part.heads if self.per_head else 1
+        return MatrixStack(count, rows // count, columns)
+
     def factor(self, shape: Sequence[float]) -> float:
-        """Return the factor of the learning rate for a logical matrix of this shape."""
+        """Return the factor of the learning rate for an orthogonalized matrix of this shape."""
         rows, columns = shape
         return FACTORS[self.scale](rows, columns)
 
